@@ -1,0 +1,26 @@
+"""moefx: a compiler for mixture-of-experts training in PyTorch. See README.md."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ._plan import Plan
+from .errors import MoefxError, NoMoEBlockFound
+
+if TYPE_CHECKING:
+    from .api import Block, Explanation, blocks, compile, explain, graph, history, verify
+
+__version__ = "0.1.0"
+__all__ = [
+    "Block", "Explanation", "MoefxError", "NoMoEBlockFound", "Plan",
+    "blocks", "compile", "explain", "graph", "history", "verify",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    # The rest loads on first use: `import moefx` must stay cheap beside `import torch`.
+    if name in __all__:
+        from . import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module 'moefx' has no attribute {name!r}")

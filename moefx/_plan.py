@@ -1,0 +1,62 @@
+"""`Plan`: every decision that `compile` takes, in one frozen, printable, JSON-serialisable value."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any, Literal, get_args
+
+from .errors import InvalidPlan
+
+Checkpoint = Literal["h", "x", "all", "auto"]
+ExpertStorage = Literal["original", "contiguous", "stacked"]
+Validation = Literal["symbolic", "numeric", "auto"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How the MoE blocks of a model are rewritten. All fields are optional.
+
+    Attributes:
+        checkpoint: what the expert MLP keeps for its backward (MoEBlaze section 5). `"h"`: its input X and the
+            up-projection H, activation recomputed; `"x"`: X only; `"all"`: the activation too.
+            `"auto"`: the planner decides (`"h"` until a memory budget is given).
+        expert_storage: `"original"` leaves the storage of ModuleList experts alone; `"contiguous"` lays it out so
+            that the E parameters are equally spaced views (they stay the E original Parameters).
+        validation: `"symbolic"` proves the rewrite on abstract tensors under several routings only; `"numeric"` also
+            runs original and rewritten block side by side on a few tokens; `"auto"` does so where weights exist and
+            `validation_seconds` allows.
+        validation_seconds: time budget of the numeric validation over all blocks, in seconds.
+        fuse: collapse dispatch, GEMMs and the pointwise part into `expert_mlp`. Off: one op per step, for debugging.
+        disable: names of passes to leave out, e.g. `("fuse",)`, to bisect a problem.
+    """
+
+    checkpoint: Checkpoint = "h"
+    expert_storage: ExpertStorage = "original"
+    validation: Validation = "auto"
+    validation_seconds: float = 30.0
+    fuse: bool = True
+    disable: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for field, choices in (("checkpoint", Checkpoint), ("expert_storage", ExpertStorage), ("validation", Validation)):
+            value = getattr(self, field)
+            if value not in get_args(choices):
+                raise InvalidPlan(f"Plan({field}={value!r}): expected one of {', '.join(map(repr, get_args(choices)))}")
+        if not self.validation_seconds >= 0:
+            raise InvalidPlan(f"Plan(validation_seconds={self.validation_seconds!r}): expected a number >= 0")
+        object.__setattr__(self, "disable", tuple(self.disable))
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        fields: dict[str, Any] = json.loads(text)
+        unknown = set(fields) - {f.name for f in dataclasses.fields(cls)}
+        if unknown:
+            raise InvalidPlan(f"unknown Plan field(s) {', '.join(sorted(unknown))}")
+        return cls(**fields)
+
+    def replace(self, **changes: Any) -> Plan:
+        return dataclasses.replace(self, **changes)

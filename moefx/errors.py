@@ -1,0 +1,52 @@
+"""The error catalogue. Every message says what was seen, where in the user's source, and what to do."""
+
+from __future__ import annotations
+
+
+class MoefxError(Exception):
+    """Base of everything that moefx raises on purpose."""
+
+
+class NoMoEBlockFound(MoefxError):
+    """`moefx.compile(strict=True)` rewrote nothing. The message lists every MoE-looking block and why it was refused."""
+
+
+class InvalidPlan(MoefxError, ValueError):
+    """A `Plan` field has a value that cannot be meant, or that does not fit the model or the mesh."""
+
+
+class InvalidInput(MoefxError, ValueError):
+    """Example inputs, or the inputs of a call, do not fit the model."""
+
+
+class CaptureError(MoefxError):
+    """A block could not be run on abstract tensors. Carries the user's source line."""
+
+
+class Refused(MoefxError):
+    """A block is not (provably) a token-choice mixture of experts.
+
+    Attributes:
+        reason: one sentence, what was seen.
+        culprits: names of the operations or parameters that stand in the way.
+        source: `file.py:line` of the user's code, or "".
+        remedy: what would make it match, or "".
+    """
+
+    def __init__(self, reason: str, *, culprits: tuple[str, ...] = (), source: str = "", remedy: str = ""):
+        self.reason, self.culprits, self.source, self.remedy = reason, culprits, source, remedy
+        where = f" ({source})" if source else ""
+        what = f" [{', '.join(culprits)}]" if culprits else ""
+        super().__init__(f"{reason}{what}{where}" + (f". {remedy}" if remedy else ""))
+
+
+class AbsorbedModuleChanged(MoefxError, RuntimeError):
+    """A submodule whose computation was absorbed into the rewritten block was replaced, hooked or parametrized."""
+
+
+class DoubleBackward(MoefxError, RuntimeError):
+    """The fused expert ops are once differentiable."""
+
+
+class VerificationFailed(MoefxError, AssertionError):
+    """The compiled model is not equivalent to its reference; the message holds the report."""
