@@ -1,0 +1,80 @@
+# `make demo` and `make test` need python3 (>= 3.10) and make, nothing else: each builds .venv when it is missing.
+# Everything is installed inside .venv*; `make clean` removes it all.
+#
+#   make demo PYTHON=python3.12                  another interpreter
+#   make test PYTEST_ARGS="-x tests/ir"          some of the tests
+#   make demo TORCH="torch==2.13.0+cpu"          another build of torch, as your pip is configured to find it
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
+# Two workers with one thread each: the tests are many and small.
+PYTEST = OMP_NUM_THREADS=1 $(CURDIR)/$(1)/bin/python -m pytest -q -n 2 --dist worksteal --maxprocesses 2
+
+# The user's own site-packages and pip options must not leak into the environments.
+export PYTHONNOUSERSITE := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_USER := 0
+unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PIP_TARGET PIP_PREFIX PIP_CONSTRAINT
+
+# torch is named in every install: pip then keeps it instead of resolving another one.
+INSTALL = $(1)/bin/python -m pip install --quiet --progress-bar off "$(TORCH)"
+
+.PHONY: help demo test test-fast test-hf4 lint format clean
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo       train a small MoE language model, original beside compiled; writes report.html"
+	@echo "make test       all tests, with transformers 5"
+	@echo "make test-hf4   the model corpus with transformers 4.57, in an environment of its own"
+	@echo "make lint       ruff and pyright"
+	@echo "make clean      remove the environments and caches"
+
+demo: .venv/.moefx
+	.venv/bin/python -m moefx demo $(DEMO_ARGS)
+
+test: .venv/.test
+	$(call PYTEST,.venv) $(PYTEST_ARGS)
+
+test-fast: .venv/.test
+	$(call PYTEST,.venv) -m "not slow" $(PYTEST_ARGS)
+
+test-hf4: .venv-hf4/.test
+	$(call PYTEST,.venv-hf4) -m hf tests/corpus $(PYTEST_ARGS)
+
+lint: .venv/.test
+	.venv/bin/ruff check .
+	.venv/bin/pyright
+
+format: .venv/.test
+	.venv/bin/ruff check --fix .
+
+clean:
+	rm -rf .venv .venv-hf4 .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov
+
+# Stamp files: an environment is touched again only when pyproject.toml changes.
+%/.torch:
+	@$(PYTHON) -c 'import sys; sys.exit("moefx needs Python 3.10 or newer, this is %s: make PYTHON=/path/to/python3" % sys.version.split()[0] if sys.version_info < (3, 10) else 0)'
+	@echo "== $*: environment and $(TORCH) (once, a few minutes)"
+	@$(PYTHON) -m venv $*
+	@$(call INSTALL,$*)
+	@touch $@
+
+.venv/.moefx: .venv/.torch pyproject.toml
+	@echo "== .venv: moefx"
+	@$(call INSTALL,.venv) --editable .
+	@touch $@
+
+.venv/.test: .venv/.moefx
+	@echo "== .venv: test tools and transformers 5.23"
+	@$(call INSTALL,.venv) --editable ".[test,hf]"
+	@touch $@
+
+.venv-hf4/.test: .venv-hf4/.torch pyproject.toml
+	@echo "== .venv-hf4: test tools and transformers 4.57"
+	@$(call INSTALL,.venv-hf4) --editable ".[test,hf4]"
+	@touch $@
+
+.PRECIOUS: %/.torch
