@@ -1,0 +1,312 @@
+"""What must hold for a compiled model. Each check raises `AssertionError` with numbers, or passes.
+
+The models are compared in float64 where they can (float32 elsewhere). The reference is an independent copy
+made before `compile`, because compiled model and original share their parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import moefx
+from tests.models.case import Case, Inputs, tensors
+
+SHAPES = ((2, 12), (1, 40), (3, 7), (1, 1))  # batch, sequence; the first is that of the example
+
+
+class _SinglePrecision(TorchDispatchMode):
+    """Notices whether a float64 model computes anything in float32 on the way."""
+
+    seen = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if any(t.dtype in (torch.float32, torch.bfloat16) for t in tensors(out)):
+            self.seen = True
+        return out
+
+
+def tolerance(case: Case, model: nn.Module, inputs: Inputs) -> float:
+    """Relative to the largest entry: reordered float64 sums; float32 where the model itself drops to it."""
+    with torch.no_grad(), _SinglePrecision() as mode:
+        case.call(copy.deepcopy(model), copy.deepcopy(inputs))
+    return 2e-5 if mode.seen or case.dtype != torch.float64 else 1e-10
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Largest difference relative to the largest entry; infinite where one is not finite and the other is."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        raise AssertionError(f"{list(a.shape)} {a.dtype} became {list(b.shape)} {b.dtype}")
+    if a.numel() == 0:
+        return 0.0
+    if not a.is_floating_point():
+        return float((a != b).any()) * float("inf") if (a != b).any() else 0.0
+    if not torch.equal(a.isfinite(), b.isfinite()):
+        return float("inf")
+    a, b = a.detach().double().nan_to_num(0, 0, 0), b.detach().double().nan_to_num(0, 0, 0)
+    return float((a - b).abs().max() / a.abs().max().clamp_min(1e-2))
+
+
+def same(what: str, expected: Any, actual: Any, tol: float) -> None:
+    expected, actual = tensors(expected), tensors(actual)
+    assert len(expected) == len(actual), f"{what}: {len(expected)} tensors became {len(actual)}"
+    for i, (a, b) in enumerate(zip(expected, actual, strict=True)):
+        try:
+            gap = distance(a, b)
+        except AssertionError as error:
+            raise AssertionError(f"{what}[{i}]: {error}") from None
+        assert gap <= tol, f"{what}[{i}] {list(a.shape)}: relative difference {gap:.2g} > {tol:.0g}"
+
+
+@dataclasses.dataclass
+class State:
+    """Everything a forward may change in place, to put it back between two checks."""
+
+    entries: dict[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> State:
+        named = [*model.named_parameters(), *model.named_buffers()]
+        return cls({n: t.detach().clone() for n, t in named})
+
+    def restore(self, model: nn.Module) -> None:
+        with torch.no_grad():
+            for name, t in [*model.named_parameters(), *model.named_buffers()]:
+                t.copy_(self.entries[name])
+
+    def check(self, model: nn.Module, what: str) -> None:
+        for name, t in [*model.named_parameters(), *model.named_buffers()]:
+            assert torch.equal(t, self.entries[name]) or t.isnan().any(), f"{what}: {name} changed"
+
+
+def leaf_inputs(inputs: Inputs) -> tuple[Inputs, list[torch.Tensor]]:
+    """A copy whose float tensors want a gradient, through a non-leaf: the model may edit it in place."""
+    leaves: list[torch.Tensor] = []
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            leaves.append(value.detach().clone().requires_grad_())
+            return leaves[-1] * 1
+        return value.clone() if isinstance(value, torch.Tensor) else value
+
+    if isinstance(inputs, dict):
+        return {k: leaf(v) for k, v in inputs.items()}, leaves
+    return tuple(leaf(v) for v in inputs), leaves
+
+
+def train_step(case: Case, model: nn.Module, inputs: Inputs, lr: float = 0.1) -> dict[str, Any]:
+    """One SGD step with everything that can be seen of it."""
+    model.zero_grad(set_to_none=True)
+    inputs, leaves = leaf_inputs(inputs)
+    torch.manual_seed(1234)
+    output = case.call(model, inputs)
+    loss = case.loss_of(output)
+    grads = [None] * len(leaves)
+    loss.backward()
+    grads = [leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in leaves]
+    # Unhit experts may have no gradient or a zero one: both are right.
+    weight_grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.grad is not None:
+                p -= lr * p.grad
+    changed_inputs = [t.detach() for t in tensors(inputs)]
+    rng = torch.get_rng_state() if case.rng else torch.zeros(0)
+    return {
+        "output": [t.detach() for t in tensors(output)],
+        "loss": loss.detach(),
+        "input gradient": grads,
+        "input after": changed_inputs,
+        "gradient": weight_grads,
+        "state after the step": State.of(model).entries,
+        "random state": rng,
+    }
+
+
+def compare_steps(
+    case: Case, reference: nn.Module, compiled: nn.Module, inputs: Inputs, tol: float, label: str
+) -> None:
+    expected, actual = train_step(case, reference, inputs), train_step(case, compiled, inputs)
+    for what in expected:
+        if isinstance(expected[what], dict):
+            assert list(expected[what]) == list(actual[what]), f"{label}: names of the {what} differ"
+            for name in expected[what]:
+                same(f"{label}: {what} of {name}", expected[what][name], actual[what][name], tol * 10)
+        else:
+            same(f"{label}: {what}", expected[what], actual[what], tol)
+
+
+def block_calls(
+    case: Case, model: nn.Module, names: list[str], inputs: Inputs
+) -> dict[str, tuple[tuple, dict]]:
+    """The arguments with which each named block is called in one forward."""
+    modules, seen, handles = dict(model.named_modules()), {}, []
+
+    def record(name):
+        def hook(module, args, kwargs):
+            seen.setdefault(name, copy.deepcopy((_detached(args), _detached(kwargs))))
+
+        return hook
+
+    for name in names:
+        handles.append(modules[name].register_forward_pre_hook(record(name), with_kwargs=True))
+    with torch.no_grad():
+        case.call(model, copy.deepcopy(inputs))
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    if isinstance(value, tuple):
+        return tuple(map(_detached, value))
+    if isinstance(value, dict):
+        return {k: _detached(v) for k, v in value.items()}
+    return value
+
+
+def name_of(item: Any) -> str:
+    return item if isinstance(item, str) else getattr(item, "name", str(item))
+
+
+def rewritten_names(compiled: nn.Module) -> list[str]:
+    return [name_of(b) for b in moefx.blocks(compiled)]
+
+
+def check_rewritten(case: Case, compiled: nn.Module) -> str:
+    """Every block was rewritten, at its own module, at one inside of it, or at the module that holds it."""
+    found, notes = rewritten_names(compiled), []
+    for name in case.block_names:
+        inside = [f for f in found if f.startswith(f"{name}." if name else "")]
+        around = [f for f in found if name.startswith(f"{f}." if f else "")]
+        assert name in found or inside or around, (
+            f"block {name!r} was not rewritten (rewritten: {found or 'none'})"
+        )
+        if name not in found:
+            notes.append(f"{name!r} as {(inside or around)[0]!r}")
+    return ", ".join(notes[:2])
+
+
+def check_argument_untouched(original: nn.Module, before: State, hooks: dict, modes: dict) -> None:
+    before.check(original, "compile() changed its argument")
+    assert modes == modes_of(original), "compile() changed the training flags of its argument"
+    assert hooks == hooks_of(original), "compile() left hooks on its argument"
+    instance_forwards = [n for n, m in original.named_modules() if "forward" in vars(m)]
+    assert not instance_forwards, f"compile() replaced forward of its argument's {instance_forwards[0]!r}"
+
+
+def modes_of(model: nn.Module) -> dict[str, bool]:
+    return {n: m.training for n, m in model.named_modules()}
+
+
+def hooks_of(model: nn.Module) -> dict[str, int]:
+    kinds = (
+        "_forward_hooks",
+        "_forward_pre_hooks",
+        "_backward_hooks",
+        "_backward_pre_hooks",
+        "_state_dict_hooks",
+    )
+    return {f"{n}:{k}": len(getattr(m, k)) for n, m in model.named_modules() for k in kinds}
+
+
+def check_shared(original: nn.Module, compiled: nn.Module) -> None:
+    """Without a mesh the parameters and buffers are the original's own: no second copy of the weights."""
+    for kind in ("named_parameters", "named_buffers"):
+        theirs = dict(getattr(original, kind)())
+        for name, t in getattr(compiled, kind)():
+            assert t is theirs[name], f"{name} is not shared with the original"
+
+
+def check_same_shell(reference: nn.Module, compiled: nn.Module) -> None:
+    """Same class, submodules, state_dict keys, shapes and dtypes; the original's checkpoint loads."""
+    assert type(compiled) is type(reference), f"{type(reference).__name__} became {type(compiled).__name__}"
+    expected, actual = reference.state_dict(), compiled.state_dict()
+    assert list(expected) == list(actual), (
+        f"state_dict keys differ: {sorted(set(expected) ^ set(actual))[:3]}"
+    )
+    for key, value in expected.items():
+        assert value.shape == actual[key].shape and value.dtype == actual[key].dtype, (
+            f"state_dict[{key!r}] differs"
+        )
+    tree = [(n, type(m)) for n, m in reference.named_modules()]
+    assert tree == [(n, type(m)) for n, m in compiled.named_modules()], "the submodule tree differs"
+    assert modes_of(reference) == modes_of(compiled), "the training flags differ"
+    compiled.load_state_dict(expected)
+
+
+ROUTER_NAME = re.compile(r"(^|[._])(gate|gating|router|switch|wg|classifier)$")
+
+
+def check_router_hooks(
+    case: Case, reference: nn.Module, compiled: nn.Module, inputs: Inputs, tol: float
+) -> int:
+    """Forward hooks on router modules record the same tensors; returns how many fired."""
+    records = []
+    for model in (reference, compiled):
+        record: list[tuple[str, list[torch.Tensor]]] = []
+        handles = []
+        for name, module in model.named_modules():
+            if ROUTER_NAME.search(name) and any(name.startswith(b) for b in case.block_names):
+                hook = lambda m, args, out, name=name, record=record: record.append((name, tensors(out)))  # noqa: E731
+                handles.append(module.register_forward_hook(hook))
+        torch.manual_seed(5)
+        with torch.no_grad():
+            case.call(model, copy.deepcopy(inputs))
+        for handle in handles:
+            handle.remove()
+        records.append(record)
+    expected, actual = records
+    assert [n for n, _ in expected] == [n for n, _ in actual], (
+        f"router hooks fired for {[n for n, _ in actual]}, not for {[n for n, _ in expected]}"
+    )
+    for (name, a), (_, b) in zip(expected, actual, strict=True):
+        same(f"recorded by a hook on {name}", a, b, tol)
+    return len(expected)
+
+
+def check_router_logits(
+    case: Case, reference: nn.Module, compiled: nn.Module, inputs: Inputs, tol: float
+) -> None:
+    """`output_router_logits=True` of transformers models records through hooks."""
+    if not isinstance(inputs, dict) or not hasattr(
+        getattr(reference, "config", None), "output_router_logits"
+    ):
+        return
+    outputs = []
+    for model in (reference, compiled):
+        torch.manual_seed(5)
+        with torch.no_grad():
+            outputs.append(
+                getattr(case.call(model, {**inputs, "output_router_logits": True}), "router_logits", None)
+            )
+    same("router_logits", outputs[0], outputs[1], tol)
+
+
+def check_fullgraph(
+    case: Case, reference: nn.Module, compiled: nn.Module, inputs: Inputs, tol: float
+) -> None:
+    """One rewritten block of each class compiles as one graph and stays equal."""
+    modules, originals = dict(compiled.named_modules()), dict(reference.named_modules())
+    names = list({type(modules[n]): n for n in reversed(rewritten_names(compiled))}.values())
+    calls = block_calls(case, reference, names, inputs)
+    for name, (args, kwargs) in calls.items():
+        torch._dynamo.reset()
+        call = torch.compile(
+            lambda *a, block=modules[name], **k: block(*a, **k), fullgraph=True, backend="aot_eager"
+        )
+        torch.manual_seed(3)
+        actual = call(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+        torch.manual_seed(3)
+        expected = originals[name](*copy.deepcopy(args), **copy.deepcopy(kwargs))
+        same(f"torch.compile of {name!r}", expected, actual, tol)
+    torch._dynamo.reset()

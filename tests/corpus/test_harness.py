@@ -1,0 +1,110 @@
+"""The harness itself: an identity compiler passes every numeric check, a faulty one is caught."""
+
+from __future__ import annotations
+
+import copy
+import types
+
+import pytest
+import torch
+
+import moefx
+from tests import models
+from tests.corpus import engine, harness
+
+
+def shared_copy(model):
+    entries = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(t): t for t in entries})
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """Installs a stand-in for `moefx.compile`: `edit(copy)` is what it does to its shared copy."""
+
+    def install(edit, names=("moe",)):
+        def compile(model, *, example_inputs=None, strict=True):
+            compiled = shared_copy(model)
+            edit(compiled)
+            return compiled
+
+        # setitem: the facade imports the real functions on first use, which this need not wait for
+        monkeypatch.setitem(vars(moefx), "compile", compile)
+        monkeypatch.setitem(vars(moefx), "blocks", lambda m: [types.SimpleNamespace(name=n) for n in names])
+        monkeypatch.setattr(engine, "check_rewritten_path_ran", lambda compiled, case: None)
+
+    return install
+
+
+@pytest.mark.parametrize("name", ["i1_one_hot_index_add", "i6_sort_counts_slices", "x_in_place_jitter"])
+def test_identity_passes(compiler, name):
+    compiler(lambda model: None)
+    result = harness.run_case(name)
+    assert result.ok, result.error
+
+
+def scale_output(model):
+    original = model.moe.forward
+    model.moe.forward = lambda x: original(x) * (1 + 1e-6)
+
+
+def cut_gradient(model):
+    original = model.moe.forward
+    model.moe.forward = lambda x: original(x.detach())
+
+
+def skip_counter(model):
+    original, block = model.moe.forward, model.moe
+
+    def forward(x):
+        seen = block.seen.clone()
+        out = original(x)
+        block.seen.copy_(seen)
+        return out
+
+    block.forward = forward
+
+
+def train_only(model):
+    original = model.moe.forward
+    model.moe.forward = lambda x: original(x) * (1 if model.moe.training else 2)
+
+
+def wrong_for_one_token(model):
+    original = model.moe.forward
+    model.moe.forward = lambda x: original(x) * (2 if x.shape[:2] == (1, 1) else 1)
+
+
+FAULTS = [
+    (scale_output, "numbers"),
+    (cut_gradient, "numbers"),
+    (skip_counter, "numbers"),
+    (train_only, "eval"),
+    (wrong_for_one_token, "numbers"),
+    (lambda model: setattr(model, "moe", copy.deepcopy(model.moe)), "shell"),
+    (lambda model: model.eval(), "shell"),
+]
+
+
+@pytest.mark.parametrize(("edit", "stage"), FAULTS)
+def test_faults_are_caught(compiler, edit, stage):
+    compiler(edit)
+    result = harness.run_case("i6_sort_counts_slices")
+    assert not result.ok and result.stage == stage, result
+
+
+def test_unrewritten_block_is_a_failure(compiler):
+    compiler(lambda model: None, names=())
+    assert harness.run_case("i1_one_hot_index_add").stage == "blocks"
+
+
+@pytest.mark.parametrize("suite", ["plain", "strangers"])
+def test_every_case_runs_and_can_be_skewed(suite):
+    for name in models.names(suite):
+        case = models.build(name)
+        torch.manual_seed(0)
+        loss = case.loss_of(case.call(case.model, case.inputs))
+        loss.backward()
+        assert torch.isfinite(loss), name
+        assert all(p.grad is None or p.grad.isfinite().all() for p in case.model.parameters()), name
+        assert case.verdict == "refuse" or case.skew_(case.model), f"{name}: no router found to skew"
