@@ -1,0 +1,726 @@
+"""Concolic capture: run a block once with abstract floats and concrete routing.
+
+Float tensors are fake (nothing is allocated, so a meta-device model works like any other); integer and boolean
+tensors are small real ones, so that data-dependent Python (`nonzero`, `.tolist()`, `if mask.any()`) simply runs.
+Where an integer is computed from a float (`topk`, a comparison) the float gets a numeric *shadow*: the recorded
+graph is evaluated back to the nearest contractions, whose values the `Routing` invents. So one routing decision
+holds consistently through groups, masks and thresholds.
+
+The result is a functional ATen graph (in-place updates and views are resolved here) with `linear`, `matmul` and
+`einsum` kept whole, the user's source line on every node, and the module calls recorded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import operator
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch.utils._pytree as pytree
+from torch import fx, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from ..errors import CaptureError
+from .routing import Routing
+from .sizes import Size, SizeLog, sized
+
+aten = torch.ops.aten
+_grad_enabled = torch.is_grad_enabled  # the query itself is patched during capture
+
+# These look at the shape of their argument, never at its values.
+SHAPE_ONLY = {
+    getattr(aten, name).default
+    for name in ("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided")
+}
+
+# Decomposing these loses what the lifter wants to see: one labelled contraction.
+_WHOLE: dict[Any, Any] = {
+    F.linear: F.linear,
+    torch.einsum: torch.einsum,
+    torch.matmul: torch.matmul,
+    torch.Tensor.matmul: torch.matmul,
+    torch.Tensor.__matmul__: torch.matmul,
+    torch.Tensor.__rmatmul__: lambda a, b: torch.matmul(b, a),
+    F.scaled_dot_product_attention: F.scaled_dot_product_attention,
+}
+CONTRACTIONS = {F.linear, torch.einsum, torch.matmul, F.scaled_dot_product_attention} | {
+    getattr(aten, name).default
+    for name in ("mm", "bmm", "addmm", "baddbmm", "convolution", "mv", "dot", "_grouped_mm", "addbmm", "addmv")
+    if hasattr(aten, name)
+}
+
+
+def is_float(t: torch.Tensor) -> bool:
+    return t.is_floating_point() or t.is_complex()
+
+
+def map_tensors(tree: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
+    """`tree_map_only(Tensor)` for the plain containers that op arguments are made of; several times faster."""
+    if isinstance(tree, torch.Tensor):
+        return fn(tree)
+    if type(tree) in (tuple, list):
+        return type(tree)([map_tensors(x, fn) for x in tree])
+    if type(tree) is dict:
+        return {k: map_tensors(v, fn) for k, v in tree.items()}
+    if isinstance(tree, (tuple, list, dict)):
+        return pytree.tree_map_only(torch.Tensor, fn, tree)
+    return tree
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    map_tensors(tree, found.append)
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A place in the user's program."""
+
+    file: str
+    line: int
+    offset: int  # bytecode offset: tells two reads on one line apart
+
+    def __str__(self) -> str:
+        return f"{self.file.rsplit('/', 1)[-1]}:{self.line}"
+
+    @property
+    def text(self) -> str:
+        import linecache
+
+        return linecache.getline(self.file, self.line).strip()
+
+
+_OURS = (__file__.rsplit("/capture/", 1)[0] + "/", torch.__file__.rsplit("/", 1)[0] + "/")
+
+
+def user_source() -> Source:
+    """The innermost frame that belongs neither to torch nor to this package."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_OURS) and not name.startswith("<"):
+            return Source(name, frame.f_lineno, frame.f_lasti)
+        frame = frame.f_back
+    return Source("?", 0, 0)
+
+
+@dataclasses.dataclass
+class Call:
+    """One call of a submodule of the block: which nodes went in, came out, and ran inside."""
+
+    fqn: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    out: Any
+    start: int
+    stop: int
+    depth: int
+
+
+@dataclasses.dataclass
+class Effect:
+    """What the block changed besides returning a value."""
+
+    kind: str  # "buffer" | "input" | "attribute"
+    target: Any
+    node: fx.Node
+
+
+@dataclasses.dataclass(frozen=True)
+class HostRead:
+    """A boolean that Python read from a tensor: a branch that capture followed one way."""
+
+    source: Source
+    value: bool
+
+
+class _Alias:
+    """One visible tensor object: its current node, and how it views its base."""
+
+    __slots__ = ("base", "node", "tensor", "version", "view")
+
+    def __init__(self, tensor: torch.Tensor, node: fx.Node, base: torch.Tensor | None, view: tuple[Any, tuple] | None):
+        self.tensor, self.node, self.base, self.view = tensor, node, base, view
+        self.version = 0
+
+
+@dataclasses.dataclass
+class Capture:
+    """A captured block. `graph` is functional; every node's `meta` has
+
+    `val` (a fake float or a real integer tensor), `known` (depends on routing integers and constants only), `grad`
+    (grad mode), `source`, `index` (position in program order).
+    """
+
+    graph: fx.Graph
+    out: Any
+    calls: list[Call]
+    effects: list[Effect]
+    reads: list[HostRead]
+    sizes: SizeLog
+    nodes: list[fx.Node]
+    constants: dict[str, torch.Tensor]
+    tracer: Tracer
+    modes_read: set[str]
+
+    def shadow(self, node: fx.Node) -> torch.Tensor:
+        return self.tracer.shadow(node)
+
+
+class Tracer(TorchDispatchMode):
+    def __init__(self, routing: Routing, flips: frozenset[Source] = frozenset()):
+        super().__init__()
+        self.routing, self.flips = routing, flips
+        self.graph = fx.Graph()
+        self.nodes: list[fx.Node] = []
+        self.aliases: dict[int, _Alias] = {}
+        self.versions: dict[int, int] = {}  # of base tensors, by id
+        self.keep: list[Any] = []  # ids stay unique only while the objects live
+        self.constants: dict[str, torch.Tensor] = {}
+        self.named: dict[int, str] = {}
+        self.reads: list[HostRead] = []
+        self.calls: list[Call] = []
+        self.sizes = SizeLog()
+        self.modes_read: set[str] = set()
+        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.quiet = 0  # inside an operation that is recorded whole
+
+    # ------------------------------------------------------------------ nodes
+    def emit(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> fx.Node:
+        return self._register(self.graph.call_function(target, args, kwargs))
+
+    def _register(self, node: fx.Node) -> fx.Node:
+        node.meta["index"] = len(self.nodes)
+        node.meta["source"] = user_source()
+        node.meta["grad"] = _grad_enabled()
+        self.nodes.append(node)
+        return node
+
+    def describe(self, node: fx.Node, value: Any, known: bool) -> None:
+        if isinstance(value, torch.Tensor):
+            node.meta["val"] = value if isinstance(value, FakeTensor) else value.clone()
+            node.meta["known"] = known or not is_float(value)
+        else:
+            node.meta["val"] = value
+
+    def track(self, t: torch.Tensor, node: fx.Node, base: torch.Tensor | None = None, view: Any = None) -> None:
+        alias = _Alias(t, node, base, view)
+        alias.version = self.version(t, alias)
+        self.aliases[id(t)] = alias
+        self.keep.append(t)
+
+    def root(self, t: torch.Tensor, alias: _Alias | None = None) -> torch.Tensor:
+        alias = alias or self.aliases[id(t)]
+        while alias.base is not None:
+            t = alias.base
+            alias = self.aliases[id(t)]
+        return t
+
+    def version(self, t: torch.Tensor, alias: _Alias) -> int:
+        return self.versions.get(id(self.root(t, alias)), 0)
+
+    def node_of(self, t: torch.Tensor) -> fx.Node:
+        alias = self.aliases.get(id(t))
+        if alias is None:
+            return self._constant(t)
+        if alias.base is not None and alias.version != self.version(t, alias):
+            op, args = alias.view  # type: ignore[misc]
+            alias.node = self.emit(op, (self.node_of(alias.base), *args), {})
+            self.describe(alias.node, t, bool(alias.node.args[0].meta.get("known")))  # type: ignore[union-attr]
+            alias.version = self.version(t, alias)
+        return alias.node
+
+    def _constant(self, t: torch.Tensor) -> fx.Node:
+        """A tensor that nobody recorded: a plain attribute, a closure variable, a literal."""
+        if isinstance(t, FakeTensor):
+            raise CaptureError(f"a tensor of unknown origin reached {user_source()}: {user_source().text}")
+        name = self.named.get(id(t)) or f"_moefx_constant_{len(self.constants)}"
+        node = self._register(self.graph.create_node("get_attr", name.replace(".", "_"), name=None))
+        node.meta["fqn"] = name
+        node.meta["kind"] = "attribute" if id(t) in self.named else "constant"
+        if id(t) not in self.named:
+            self.constants[name] = t
+        value = t.detach()
+        self.describe(node, value, True)
+        node.meta["shadow"] = value.clone()
+        if is_float(value):
+            node.meta["val"] = self.to_fake(value)
+        self.track(t, node)
+        return node
+
+    def mutate(self, t: torch.Tensor, node: fx.Node) -> None:
+        """`t` now holds `node`; so do the parts of it that its base and the base's other views see."""
+        alias = self.aliases.get(id(t))
+        if alias is None:
+            self._constant(t)
+            alias = self.aliases[id(t)]
+        if alias.base is None:
+            self.versions[id(t)] = self.versions.get(id(t), 0) + 1
+        else:
+            self.mutate(alias.base, self._write_back(alias, node))
+        alias.node = node
+        alias.version = self.version(t, alias)
+
+    def _write_back(self, alias: _Alias, node: fx.Node) -> fx.Node:
+        """The base's new value after its view was given the value `node`."""
+        op, args = alias.view  # type: ignore[misc]
+        base = alias.base
+        assert base is not None
+        packet, old = op.overloadpacket, self.node_of(base)
+        if packet is aten.select:
+            new = self.emit(aten.select_scatter.default, (old, node, *args), {})
+        elif packet is aten.slice:
+            new = self.emit(aten.slice_scatter.default, (old, node, *args), {})
+        elif packet is aten.diagonal:
+            new = self.emit(aten.diagonal_scatter.default, (old, node, *args), {})
+        elif packet in (aten.view, aten._unsafe_view, aten.reshape, aten.squeeze, aten.unsqueeze, aten.detach, aten.alias):
+            new = self.emit(aten.view.default, (node, list(base.shape)), {})
+        elif packet in (aten.transpose, aten.t):
+            new = self.emit(op, (node, *args), {})
+        elif packet is aten.permute:
+            inverse = [0] * len(args[0])
+            for i, d in enumerate(args[0]):
+                inverse[d % base.dim()] = i
+            new = self.emit(aten.permute.default, (node, inverse), {})
+        else:
+            raise CaptureError(f"in-place update through a view made by {packet}, at {user_source()}: {user_source().text}")
+        self.describe(new, base, bool(node.meta.get("known")) and bool(old.meta.get("known")))
+        return new
+
+    # ------------------------------------------------------------------ values
+    def to_fake(self, t: torch.Tensor) -> FakeTensor:
+        if isinstance(t, FakeTensor):
+            return t
+        with self.fake_mode:
+            return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype)  # type: ignore[return-value]
+
+    def shadow(self, node: fx.Node) -> torch.Tensor:
+        """The concrete value of a node under this routing, invented at the nearest contraction."""
+        stack = [node]
+        while stack:
+            top = stack[-1]
+            if "shadow" in top.meta:
+                stack.pop()
+                continue
+            value = top.meta.get("val")
+            if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
+                top.meta["shadow"] = value
+                stack.pop()
+                continue
+            if self._invented(top):
+                top.meta["shadow"] = self.routing.invent(top)
+                stack.pop()
+                continue
+            if top.target in SHAPE_ONLY:
+                like = top.args[0].meta["val"]  # type: ignore[union-attr]
+                top.meta["shadow"] = top.target(torch.zeros(like.shape, dtype=like.dtype), *top.args[1:], **{**top.kwargs, "device": None})  # type: ignore[operator]
+                stack.pop()
+                continue
+            pending = [a for a in top.all_input_nodes if "shadow" not in a.meta]
+            if pending:
+                stack.extend(pending)
+                continue
+            args, kwargs = fx.node.map_arg((top.args, top.kwargs), lambda n: n.meta["shadow"])
+            kwargs = {k: torch.device("cpu") if k == "device" and v is not None else v for k, v in kwargs.items()}
+            with torch.no_grad():
+                top.meta["shadow"] = top.target(*args, **kwargs)  # type: ignore[operator]
+            stack.pop()
+        return node.meta["shadow"]
+
+    def _invented(self, node: fx.Node) -> bool:
+        if node.op in ("placeholder", "get_attr"):
+            return True
+        return node.target in CONTRACTIONS or node.meta.get("opaque", False)
+
+    def concrete(self, t: torch.Tensor) -> torch.Tensor:
+        return self.shadow(self.node_of(t)) if isinstance(t, FakeTensor) else t
+
+    # ------------------------------------------------------------------ execution
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (aten.lift_fresh.default, aten.lift.default):
+            return self._lift_literal(args[0])
+        if func is torch.ops.prim.device.default:
+            return torch.device("cpu")
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            if func is aten._local_scalar_dense.default:
+                return self._host_read(args[0])
+            if func is aten.is_same_size.default:
+                return func(*args)
+            if self.quiet:
+                return self.compute(func, args, kwargs)[0]
+            return self.record(func, args, kwargs)
+
+    def _lift_literal(self, t: torch.Tensor) -> torch.Tensor:
+        if is_float(t) and not isinstance(t, FakeTensor):
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
+                node = self._constant(t)
+                fake = node.meta["val"]
+                self.track(fake, node)
+                return fake
+        return t
+
+    def _host_read(self, t: torch.Tensor) -> Any:
+        value = self.concrete(t).item()
+        if t.dtype is torch.bool:
+            source = user_source()
+            if source in self.flips:
+                value = not value
+            self.reads.append(HostRead(source, value))
+        return value
+
+    def record(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"):
+            args = (args[0], self._integer_indices(args[1]), *args[2:])
+        elif name == "masked_select":
+            return self.record(aten.index.Tensor, (args[0], self._integer_indices([args[1].expand(args[0].shape)])), {})
+        schema = func._schema
+        written = [i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+        node_args, node_kwargs = map_tensors((args, kwargs), self.node_of)
+        known = func in SHAPE_ONLY or all(self.node_of(t).meta.get("known") for t in tensors_in((args, kwargs)))
+        known = known and torch.Tag.nondeterministic_seeded not in func.tags
+        if written:
+            return self._record_in_place(func, args, kwargs, node_args, node_kwargs, written, known)
+        out, concrete = self.compute(func, args, kwargs)
+        is_view = any(a.alias_info is not None for a in schema.arguments)
+        return self.record_out(func, node_args, node_kwargs, args, out, concrete, is_view, known)
+
+    def _integer_indices(self, indices: Any) -> list[torch.Tensor | None]:
+        out: list[torch.Tensor | None] = []
+        for i in indices:
+            if i is not None and i.dtype in (torch.bool, torch.uint8):
+                hits = self.record(aten.nonzero.default, (i,), {})
+                out += [self.record(aten.select.int, (hits, 1, d), {}) for d in range(i.dim())]
+            else:
+                out.append(i)
+        return out
+
+    def compute(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """(what the user sees, the concrete result where one was needed)."""
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        flat = tensors_in((args, kwargs))
+        if flat and not any(isinstance(t, FakeTensor) for t in flat):
+            concrete = func(*args, **kwargs)
+            return map_tensors(concrete, lambda t: self.to_fake(t) if is_float(t) else t), concrete
+        try:
+            with self.fake_mode:
+                out = func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            out = None
+        leaves = tensors_in(out)
+        if out is not None and leaves and all(is_float(t) for t in leaves):
+            return out, None
+        if self.quiet and flat:
+            raise CaptureError(f"{func} inside an operation that is kept whole, at {user_source()}: {user_source().text}")
+        cargs, ckwargs = map_tensors((args, kwargs), self.concrete)
+        concrete = func(*cargs, **ckwargs)
+        if not tensors_in(concrete):
+            return concrete, concrete
+        fakes = iter(leaves) if out is not None else None
+
+        def visible(t: torch.Tensor) -> torch.Tensor:
+            fake = next(fakes) if fakes else None
+            if not is_float(t):
+                return t
+            return fake if fake is not None else self.to_fake(t)
+
+        return map_tensors(concrete, visible), concrete
+
+    def record_out(self, func: Any, node_args: Any, node_kwargs: Any, args: tuple, out: Any, concrete: Any, is_view: bool, known: bool) -> Any:
+        if isinstance(out, torch.Tensor):
+            node = self.emit(func, tuple(node_args), node_kwargs)
+            self.describe(node, out, known)
+            if concrete is not None and is_float(out):
+                node.meta["shadow"] = concrete
+            if is_view and id(out) not in self.aliases:
+                self.track(out, node, args[0], (func, tuple(node_args[1:])))
+            elif id(out) in self.aliases:  # returned its own argument
+                self.aliases[id(out)].node = node
+            else:
+                self.track(out, node)
+        elif isinstance(out, (tuple, list)) and tensors_in(out):
+            if is_view:
+                self._record_parts(func, node_args, args, out)
+            else:
+                bundle = self.emit(func, tuple(node_args), node_kwargs)
+                bundle.meta["val"] = None
+                if concrete is not None:
+                    bundle.meta["shadow"] = concrete
+                for i, t in enumerate(out):
+                    if isinstance(t, torch.Tensor):
+                        node = self.emit(operator.getitem, (bundle, i), {})
+                        self.describe(node, t, known)
+                        self.track(t, node)
+        return out
+
+    def _record_parts(self, func: Any, node_args: Any, args: tuple, out: Any) -> None:
+        """`split`, `chunk`, `unbind` as the selects and slices that they are."""
+        packet, base, start = func.overloadpacket, args[0], 0
+        unbind = packet is aten.unbind
+        dim = (args[1] if len(args) > 1 else 0) if unbind else (args[2] if len(args) > 2 else 0)
+        for i, t in enumerate(out):
+            if unbind:
+                view: tuple[Any, tuple] = (aten.select.int, (dim, i))
+            else:
+                view = (aten.slice.Tensor, (dim, start, start + t.shape[dim]))
+                start += t.shape[dim]
+            node = self.emit(view[0], (node_args[0], *view[1]), {})
+            self.describe(node, t, bool(node_args[0].meta.get("known")))
+            self.track(t, node, base, view)
+
+    def _record_in_place(self, func: Any, args: tuple, kwargs: dict[str, Any], node_args: Any, node_kwargs: Any, written: list[int], known: bool) -> Any:
+        names = [func._schema.arguments[i].name for i in written]
+        targets = [args[i] if i < len(args) else kwargs[n] for i, n in zip(written, names, strict=True)]
+        targets = [t for t in targets if isinstance(t, torch.Tensor)]
+        if any(not isinstance(t, FakeTensor) for t in targets):
+            cargs, ckwargs = map_tensors((args, kwargs), self.concrete)
+            func(*cargs, **ckwargs)  # the real integer tensor changes under the user's eyes
+        else:
+            self.compute(func, args, kwargs)
+        functional, node_args, node_kwargs = _functional(func, node_args, node_kwargs, names)
+        node = self.emit(functional, tuple(node_args), node_kwargs)
+        if len(targets) == 1:
+            parts = [node]
+        else:
+            node.meta["val"] = None
+            parts = [self.emit(operator.getitem, (node, i), {}) for i in range(len(targets))]
+        for t, part in zip(targets, parts, strict=True):
+            self.describe(part, t, known)
+            self.mutate(t, part)
+        return targets[0] if len(targets) == 1 else tuple(targets)
+
+    def record_whole(self, target: Any, args: tuple, kwargs: dict[str, Any], run: Callable[[], Any], opaque: bool = False) -> Any:
+        """Record one call as one node; the ops inside it run but are not recorded."""
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            node_args, node_kwargs = map_tensors((args, kwargs), self.node_of)
+            known = all(self.node_of(t).meta.get("known") for t in tensors_in((args, kwargs)))
+        self.quiet += 1
+        try:
+            out = run()
+        finally:
+            self.quiet -= 1
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            before = len(self.nodes)
+            self.record_out(target, node_args, node_kwargs, args, out, None, False, known and not opaque)
+            if opaque:
+                for node in self.nodes[before:]:
+                    node.meta["opaque"] = True
+        return out
+
+
+def _functional(func: Any, args: Any, kwargs: dict[str, Any], names: list[str]) -> tuple[Any, Any, dict[str, Any]]:
+    """The functional form of an in-place or `out=` op, with its arguments."""
+    name, overload = func.overloadpacket.__name__, func._overloadname
+    namespace = getattr(torch.ops, func.namespace)
+    if name.endswith("_") and not name.endswith("__"):
+        packet = getattr(namespace, name[:-1], None)
+        if packet is not None and overload in packet.overloads():
+            return getattr(packet, overload), args, kwargs
+        wanted = [a.name for a in func._schema.arguments]
+        for candidate in packet.overloads() if packet is not None else ():
+            if [a.name for a in getattr(packet, candidate)._schema.arguments] == wanted:
+                return getattr(packet, candidate), args, kwargs
+    else:
+        wanted = [a.name for a in func._schema.arguments if not a.is_out]
+        for candidate in getattr(namespace, name).overloads():
+            op = getattr(getattr(namespace, name), candidate)
+            if [a.name for a in op._schema.arguments] == wanted:
+                return op, args, {k: v for k, v in kwargs.items() if k not in names}
+    raise CaptureError(f"no functional form of {func} is known, at {user_source()}: {user_source().text}")
+
+
+class _Functions(TorchFunctionMode):
+    """Keeps contractions whole and hands out sizes that remember where they came from."""
+
+    def __init__(self, tracer: Tracer):
+        super().__init__()
+        self.tracer = tracer
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        tracer = self.tracer
+        if tracer.quiet:
+            return func(*args, **kwargs)
+        if func in _SIZES:
+            return sized(func(*args, **kwargs), tracer.sizes)
+        whole = _WHOLE.get(func)
+        if whole is None or not any(is_float(t) for t in tensors_in(args)):
+            return func(*args, **kwargs)
+        if func is torch.Tensor.__rmatmul__:
+            args, func = (args[1], args[0]), torch.matmul
+        return tracer.record_whole(_WHOLE[func], args, kwargs, lambda: func(*args, **kwargs))
+
+
+_SIZES = {torch.Tensor.shape.__get__, torch.Tensor.size, torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.__len__}  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+    had = name in vars(owner)
+    old = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if had:
+            setattr(owner, name, old)
+        else:
+            delattr(owner, name)
+
+
+@contextlib.contextmanager
+def _recording(tracer: Tracer, names: dict[int, str]) -> Iterator[None]:
+    """Everything that capture must see and that is not an op: module calls, custom autograd functions, mode queries."""
+    original_apply = torch.autograd.Function.__dict__["apply"]
+    original_call = nn.Module.__call__
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        run = original_apply.__get__(None, cls)
+        if tracer.quiet:
+            return run(*args, **kwargs)
+        return tracer.record_whole(cls.apply, args, kwargs, lambda: run(*args, **kwargs), opaque=True)
+
+    depth = 0
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        nonlocal depth
+        fqn = names.get(id(module))
+        if fqn is None or tracer.quiet:
+            return original_call(module, *args, **kwargs)
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            node_args, node_kwargs = pytree.tree_map_only(torch.Tensor, tracer.node_of, (args, kwargs))
+        record = Call(fqn, node_args, node_kwargs, None, len(tracer.nodes), 0, depth)
+        depth += 1
+        try:
+            out = original_call(module, *args, **kwargs)
+        finally:
+            depth -= 1
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            record.out = pytree.tree_map_only(torch.Tensor, tracer.node_of, out)
+        record.stop = len(tracer.nodes)
+        tracer.calls.append(record)
+        return out
+
+    def noted(name: str, fn: Callable) -> Callable:
+        def query(*args: Any, **kwargs: Any) -> Any:
+            if not sys._getframe(1).f_code.co_filename.startswith(_OURS):
+                tracer.modes_read.add(name)
+            return fn(*args, **kwargs)
+
+        return query
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_patched(torch.autograd.Function, "apply", classmethod(apply)))
+        stack.enter_context(_patched(nn.Module, "__call__", call))
+        # `self.lin.to(dtype)` inside a forward must not try to swap fake parameters
+        stack.enter_context(_patched(nn.Module, "_apply", lambda self, fn, recurse=True: self))
+        for name in ("is_grad_enabled", "is_inference_mode_enabled"):
+            stack.enter_context(_patched(torch, name, noted(name, getattr(torch, name))))
+        yield
+
+
+def _plain_tensors(block: nn.Module) -> dict[int, str]:
+    """Tensors that hang on modules as ordinary attributes, by identity."""
+    named = {}
+    for prefix, module in block.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                named[id(value)] = f"{prefix}.{key}" if prefix else key
+    return named
+
+
+def capture(block: nn.Module, args: tuple, kwargs: dict[str, Any], routing: Routing, *, flips: frozenset[Source] = frozenset(), dims: dict[str, int] | None = None) -> Capture:
+    """Run `block(*args, **kwargs)` on abstract floats under `routing`.
+
+    `args` and `kwargs` hold meta tensors for floats and real tensors for integers. The block, its parameters and its
+    buffers are left as they were. Raises `CaptureError` with the user's source line.
+    """
+    tracer = Tracer(routing, flips)
+    tracer.sizes = SizeLog(dims or {})
+    tracer.named = _plain_tensors(block)
+    state: dict[str, torch.Tensor] = {}
+    buffers = {name for name, _ in block.named_buffers(remove_duplicate=False)}
+    seen: dict[int, torch.Tensor] = {}
+    for name, t in [*block.named_parameters(remove_duplicate=False), *block.named_buffers(remove_duplicate=False)]:
+        if id(t) in seen:
+            state[name] = seen[id(t)]
+            continue
+        value = tracer.to_fake(t) if is_float(t) else routing.integers(t)
+        node = tracer._register(tracer.graph.create_node("get_attr", name.replace(".", "_")))
+        node.meta.update(fqn=name, kind="buffer" if name in buffers else "param", original=t)
+        tracer.describe(node, value, False)
+        tracer.track(value, node)
+        state[name] = seen[id(t)] = value
+
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    inputs: list[tuple[int, torch.Tensor, fx.Node]] = []
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            value = tracer.to_fake(leaf) if is_float(leaf) else leaf.clone()
+            node = tracer._register(tracer.graph.placeholder(f"arg{len(inputs)}"))
+            node.meta.update(leaf=i, position=len(inputs))
+            tracer.describe(node, value, False)
+            tracer.track(value, node)
+            inputs.append((i, value, node))
+            leaves[i] = value
+    args, kwargs = pytree.tree_unflatten(leaves, spec)
+
+    names = {id(m): n for n, m in block.named_modules() if n}
+    before = {n: dict(vars(m)) for n, m in block.named_modules()}
+    try:
+        with torch.random.fork_rng(devices=[]), _recording(tracer, names), tracer, _Functions(tracer):
+            torch.manual_seed(routing.seed)
+            out = torch.func.functional_call(block, state, args, kwargs, strict=False, tie_weights=False)
+        with torch._C.DisableTorchFunction():
+            effects = _effects(tracer, block, before, state, inputs)
+            out = pytree.tree_map_only(torch.Tensor, tracer.node_of, out)
+    finally:
+        for n, m in block.named_modules():
+            _restore(m, before[n])
+    tracer.graph.output(None)
+    return Capture(
+        tracer.graph, out, tracer.calls, effects, tracer.reads, tracer.sizes, tracer.nodes, tracer.constants, tracer, tracer.modes_read
+    )
+
+
+def _effects(tracer: Tracer, block: nn.Module, before: dict[str, dict[str, Any]], state: dict[str, torch.Tensor], inputs: list[tuple[int, torch.Tensor, fx.Node]]) -> list[Effect]:
+    found = []
+    for name, t in state.items():
+        if tracer.versions.get(id(t)):
+            found.append(Effect("buffer", name, tracer.node_of(t)))
+    for _, t, node in inputs:
+        if tracer.versions.get(id(t)):
+            found.append(Effect("input", node, tracer.node_of(t)))
+    for n, m in block.named_modules():
+        for key, value in vars(m).items():
+            old = before[n].get(key, None)
+            if value is old or key in ("_parameters", "_buffers", "_modules") or key.startswith("_forward") or key.startswith("_backward"):
+                continue
+            path = f"{n}.{key}" if n else key
+            if isinstance(value, torch.Tensor) and id(value) in tracer.aliases:
+                found.append(Effect("attribute", path, tracer.node_of(value)))
+            elif tensors_in(value) or value != old:
+                found.append(Effect("state", path, value))  # type: ignore[arg-type]
+    return found
+
+
+def _restore(module: nn.Module, before: dict[str, Any]) -> None:
+    now = vars(module)
+    for key in [k for k in now if k not in before]:
+        del now[key]
+    for key, value in before.items():
+        if now.get(key) is not value:
+            now[key] = value
+
+
+__all__ = ["CONTRACTIONS", "Call", "Capture", "Effect", "HostRead", "Size", "Source", "Tracer", "capture", "is_float", "map_tensors", "tensors_in"]

@@ -1,0 +1,78 @@
+"""The routing decisions that a capture runs under: which values the abstract floats seem to have.
+
+A `Routing` invents the outputs of contractions (router logits among them) where the block turns a float into an
+integer. Several unlike routings must lead to one template (design section 3.2), so each kind stresses something else:
+
+* `diverse`: every expert is somebody's first choice, tokens have unlike partners, counts are uneven;
+* `skewed`: some experts get most tokens, some get none, some exactly one;
+* `flooded`: nearly all tokens choose the same experts, so that every capacity overflows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+
+class Routing:
+    def __init__(self, kind: str = "diverse", seed: int = 0, prefer: tuple[int, ...] = ()):
+        """`prefer`: experts (columns) that tokens should choose first, because no earlier routing hit them."""
+        self.kind, self.seed, self.prefer = kind, seed, prefer
+        self.generator = torch.Generator().manual_seed(1000 + seed)
+
+    def __repr__(self) -> str:
+        return f"Routing({self.kind!r}, seed={self.seed})"
+
+    def invent(self, node: fx.Node) -> torch.Tensor:
+        """A value for an abstract float of this shape: distinct scores where it may be router scores."""
+        val = node.meta["val"]
+        original = node.meta.get("original")
+        if original is not None and not original.is_meta and original.numel() <= 1 << 16:
+            return original.detach().to("cpu", copy=True)
+        shape = tuple(val.shape)
+        if node.op == "call_function" and len(shape) >= 1 and 2 <= shape[-1] <= 4096:
+            rows = max(1, val.numel() // shape[-1])
+            return self.scores(rows, shape[-1]).view(shape).to(val.dtype)
+        return torch.randn(shape, generator=self.generator, dtype=torch.float32).to(val.dtype)
+
+    def scores(self, rows: int, n: int) -> torch.Tensor:
+        """Scores [rows, n] whose order along each row is the wanted preference; no two are equal."""
+        base = torch.rand(rows, n, generator=self.generator, dtype=torch.float64) - 0.5
+        ranks = min(n, 16)
+        step = 2.5 / ranks
+        for r in range(ranks):
+            column = self._choices(rows, n, r)
+            bonus = 3.0 - r * step
+            # a token's earlier, better choice stays the better one
+            current = base.gather(1, column[:, None]).squeeze(1)
+            base.scatter_(1, column[:, None], torch.where(current > 0.5, current, current * 0.2 + bonus)[:, None])
+        return base
+
+    def _choices(self, rows: int, n: int, rank: int) -> torch.Tensor:
+        if self.kind == "diverse":
+            pool: list[int] = list(self.prefer) if rank == 0 else []
+            while len(pool) < rows:
+                order = torch.randperm(n, generator=self.generator).tolist()
+                pool += order + order[: max(1, n // 4)]  # a quarter comes twice: counts are not balanced
+            return torch.tensor(pool[:rows])
+        if self.kind == "skewed":
+            order = torch.randperm(n, generator=torch.Generator().manual_seed(self.seed))
+            live = max(2, (2 * n) // 3)
+            weight = torch.zeros(n, dtype=torch.float64)
+            weight[order[:live]] = 1.0 / torch.arange(1, live + 1, dtype=torch.float64)
+            return torch.multinomial(weight, rows, replacement=True, generator=self.generator)
+        crowded = (self.seed + rank) % n  # flooded
+        choice = torch.full((rows,), crowded)
+        stray = torch.rand(rows, generator=self.generator) < 0.1
+        return torch.where(stray, torch.randint(0, n, (rows,), generator=self.generator), choice)
+
+    def integers(self, t: torch.Tensor) -> torch.Tensor:
+        """A stand-in for an integer parameter or buffer. Its values are not part of the specialisation, so routings
+        after the first see them in another order: what was baked in shows."""
+        if t.is_meta:
+            return torch.zeros(t.shape, dtype=t.dtype)
+        value = t.detach().to("cpu", copy=True)
+        if self.seed and value.numel() > 1 and value.dtype != torch.bool:
+            order = torch.randperm(value.shape[0], generator=torch.Generator().manual_seed(self.seed))
+            value = value[order]
+        return value
