@@ -1,0 +1,1 @@
+"""`python -m moefx demo`: a small MoE language model trained twice, original beside compiled."""

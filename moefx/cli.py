@@ -1,0 +1,296 @@
+"""The command line: `python -m moefx {demo,explain,verify,env}`.
+
+Exit status: 0 yes (equivalent; something is rewritten), 1 no, 2 the question could not be asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import io
+import json
+import os
+import platform
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ._plan import Plan
+
+TARGET_HELP = (
+    "package.module:factory, called without arguments; returns an nn.Module, or (nn.Module, inputs) "
+    "with inputs a tuple (positional), a dict (keyword) or one tensor"
+)
+
+
+class UsageError(Exception):
+    """The command line names something that cannot be used. Printed without a traceback; exit status 2."""
+
+
+class Target(NamedTuple):
+    model: nn.Module
+    inputs: tuple | dict | None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal without UTF-8 shows "?" instead of failing
+            stream.reconfigure(errors="replace")
+    from .errors import MoefxError
+
+    try:
+        return arguments.run(arguments)
+    except UsageError as error:
+        print(f"moefx {arguments.command}: {error}", file=sys.stderr)
+        return 2
+    except MoefxError as error:
+        print(f"moefx {arguments.command}: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # `moefx explain ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="python -m moefx", description="A compiler for mixture-of-experts training in PyTorch."
+    )
+    commands = top.add_subparsers(dest="command", required=True, metavar="{demo,explain,verify,env}")
+
+    demo = commands.add_parser(
+        "demo", help="train a small MoE model, original beside compiled; write report.html"
+    )
+    demo.add_argument("--steps", type=positive, default=60, help="training steps (default: 60)")
+    demo.add_argument("--repeats", type=positive, default=10, help="timed repetitions (default: 10)")
+    demo.add_argument("--seed", type=int, default=0)
+    demo.add_argument("--device", default="cpu", help="cpu (default), cuda, ...")
+    demo.add_argument(
+        "--out", type=Path, default=Path("report.html"), help="the report (default: report.html)"
+    )
+    demo.set_defaults(run=run_demo)
+
+    explain = commands.add_parser("explain", help="what would be rewritten in a model, what not, and why")
+    explain.add_argument("target", help=TARGET_HELP)
+    explain.add_argument(
+        "--meta", action="store_true", help="build the model on the meta device: no memory, any size"
+    )
+    explain.add_argument("--json", action="store_true", help="print JSON")
+    explain.add_argument(
+        "--graphs", action="store_true", help="print the rewritten graph of every block as well"
+    )
+    add_plan(explain)
+    explain.set_defaults(run=run_explain)
+
+    verify = commands.add_parser(
+        "verify", help="compile a model and compare with the original, forward and gradients"
+    )
+    verify.add_argument("target", help=TARGET_HELP)
+    verify.add_argument("--json", action="store_true", help="print JSON")
+    add_plan(verify)
+    verify.set_defaults(run=run_verify)
+
+    env = commands.add_parser("env", help="versions, devices and the lowering providers that would be used")
+    env.add_argument("--json", action="store_true", help="print JSON")
+    env.set_defaults(run=run_env)
+    return top
+
+
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not a positive number")
+    return number
+
+
+def add_plan(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--plan", metavar="JSON", help='a moefx.Plan as JSON, e.g. \'{"checkpoint": "x"}\'')
+
+
+def read_plan(text: str | None) -> Plan | None:
+    from ._plan import Plan
+
+    if text is None:
+        return None
+    try:
+        return Plan.from_json(text)
+    except (
+        ValueError,
+        TypeError,
+        AttributeError,
+    ) as error:  # InvalidPlan and JSONDecodeError are ValueErrors
+        raise UsageError(f"--plan {text}: {error}") from None
+
+
+def load(spec: str, device: str | None = None) -> Target:
+    """Build the model that `package.module:factory` names; the current directory is importable.
+
+    Raises:
+        UsageError: saying which part of `spec` is wrong, or where the factory failed.
+    """
+    import torch
+    from torch import nn
+
+    module_name, colon, attribute = spec.partition(":")
+    if not (module_name and colon and attribute):
+        raise UsageError(f"{spec!r} is not of the form package.module:factory")
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
+            raise UsageError(
+                f"no module named {error.name!r} (searched the current directory and sys.path)"
+            ) from None
+        failed(f"importing {module_name} failed", error)
+    except Exception as error:
+        failed(f"importing {module_name} failed", error)
+    factory: Any = module
+    for part in attribute.split("."):
+        if not hasattr(factory, part):
+            raise UsageError(
+                f"module {module_name!r} has no attribute {attribute!r}{suggestion(module, attribute)}"
+            )
+        factory = getattr(factory, part)
+    if isinstance(factory, nn.Module):
+        made: Any = factory
+    elif not callable(factory):
+        raise UsageError(f"{spec} is a {type(factory).__name__}, expected a function that returns a model")
+    else:
+        try:
+            with torch.device(device) if device else contextlib.nullcontext():
+                made = factory()
+        except Exception as error:
+            failed(f"{spec} failed", error)
+    model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"{spec} returned {describe(made)}, expected an nn.Module or a pair (nn.Module, inputs)"
+        )
+    if isinstance(inputs, torch.Tensor):
+        inputs = (inputs,)
+    if isinstance(inputs, list):
+        inputs = tuple(inputs)
+    if inputs is not None and not isinstance(inputs, (tuple, dict)):
+        raise UsageError(
+            f"{spec} returned inputs of type {type(inputs).__name__}, expected a tuple, a dict or a tensor"
+        )
+    return Target(model, inputs)
+
+
+def failed(what: str, error: BaseException) -> NoReturn:
+    """One line: the last place in the user's code says more than a traceback through importlib and torch."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename != __file__ and "site-packages" not in frame.filename and frame.filename[0] != "<"
+    ]
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    raise UsageError(f"{what}: {type(error).__name__}: {error}{where}") from error
+
+
+def suggestion(module: Any, name: str) -> str:
+    import difflib
+
+    close = difflib.get_close_matches(name, [n for n in dir(module) if not n.startswith("_")], n=3)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def describe(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(type(item).__name__ for item in value)})"
+    return f"a {type(value).__name__}"
+
+
+def run_demo(arguments: argparse.Namespace) -> int:
+    from .demo.main import run
+
+    result = run(
+        steps=arguments.steps,
+        repeats=arguments.repeats,
+        seed=arguments.seed,
+        device=arguments.device,
+        out=arguments.out,
+    )
+    return 0 if result.ok else 1
+
+
+def run_explain(arguments: argparse.Namespace) -> int:
+    import moefx
+
+    plan = read_plan(arguments.plan)
+    model, inputs = load(arguments.target, "meta" if arguments.meta else None)
+    if not arguments.graphs:
+        explanation = moefx.explain(model, plan=plan, example_inputs=inputs)
+        print(explanation.to_json() if arguments.json else explanation)
+        return 0 if explanation.matched else 1
+    compiled = moefx.compile(model, plan=plan, example_inputs=inputs, strict=False)
+    explanation = moefx.explain(compiled)
+    print(explanation.to_json() if arguments.json else explanation)
+    for block in moefx.blocks(compiled):
+        print(f"\n{block.graph}")
+    return 0 if explanation.matched else 1
+
+
+def run_verify(arguments: argparse.Namespace) -> int:
+    import moefx
+
+    plan = read_plan(arguments.plan)
+    model, inputs = load(arguments.target)
+    compiled = moefx.compile(model, plan=plan, example_inputs=inputs)
+    report = moefx.verify(compiled, model, inputs)
+    print(report.to_json() if arguments.json else report)
+    return 0 if report.ok else 1
+
+
+def run_env(arguments: argparse.Namespace) -> int:
+    facts = environment()
+    if arguments.json:
+        print(json.dumps(facts, indent=2))
+        return 0
+    for section, values in facts.items():
+        print(section)
+        for key, value in values.items():
+            print(f"  {key:<14} {value}")
+    return 0
+
+
+def environment() -> dict[str, dict[str, str]]:
+    """Versions, devices and lowering providers, as plain strings: what a bug report needs."""
+    import torch
+
+    from . import __version__
+
+    versions = {"moefx": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    for package in ("sympy", "triton", "transformers", "numpy"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    devices = {
+        "platform": platform.platform(),
+        "cpu": f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
+    }
+    devices["accelerator"] = "none"
+    if torch.cuda.is_available():
+        kind = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        devices["accelerator"] = f"{kind}: {', '.join(names)}"
+    return {"versions": versions, "devices": devices, "providers": providers()}
+
+
+def providers() -> dict[str, str]:
+    """Which implementation each op would run, per device type and dtype."""
+    try:
+        from .lowering import select
+    except ImportError:
+        return {"all ops": "torch"}
+    return select.describe() if hasattr(select, "describe") else {"all ops": "torch"}

@@ -1,0 +1,135 @@
+"""The command line: targets, exit status, environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from moefx import cli
+
+USER_MODULE = """
+import torch
+from torch import nn
+
+ready = nn.Linear(3, 3)
+number = 7
+
+def model():
+    return nn.Linear(3, 3)
+
+def model_and_tensor():
+    return nn.Linear(3, 3), torch.ones(2, 3)
+
+def model_and_kwargs():
+    return nn.Linear(3, 3), {"input": torch.ones(2, 3)}
+
+def model_and_nonsense():
+    return nn.Linear(3, 3), "inputs"
+
+def triple():
+    return nn.Linear(3, 3), 1, 2
+
+def needs_size(size):
+    return nn.Linear(size, size)
+
+def broken():
+    raise RuntimeError("no weights here")
+"""
+
+
+@pytest.fixture
+def user_module(tmp_path, monkeypatch):
+    """A module `user_code` in the current directory, as a user of `python -m moefx` has it."""
+    (tmp_path / "user_code.py").write_text(USER_MODULE)
+    (tmp_path / "user_broken.py").write_text("import torch\nimport no_such_dependency\n")
+    (tmp_path / "user_raises.py").write_text("x = 1\ny = x / 0\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    for name in ("user_code", "user_broken", "user_raises"):
+        sys.modules.pop(name, None)
+
+
+def test_load_a_model_or_a_pair(user_module):
+    assert isinstance(cli.load("user_code:model").model, nn.Linear)
+    assert cli.load("user_code:model").inputs is None
+    assert cli.load("user_code:ready").model is cli.load("user_code:ready").model
+    (tensor,) = cli.load("user_code:model_and_tensor").inputs
+    assert torch.equal(tensor, torch.ones(2, 3))
+    assert list(cli.load("user_code:model_and_kwargs").inputs) == ["input"]
+
+
+def test_load_on_meta(user_module):
+    assert cli.load("user_code:model", "meta").model.weight.is_meta
+    assert not cli.load("user_code:model").model.weight.is_meta
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("user_code", "'user_code' is not of the form package.module:factory"),
+        (":model", "is not of the form"),
+        ("no_such_module:f", "no module named 'no_such_module'"),
+        ("no_such_package.inner:f", "no module named 'no_such_package'"),
+        ("user_code:modle", "has no attribute 'modle'; did you mean model"),
+        ("user_code:number", "is a int, expected a function that returns a model"),
+        ("user_code:triple", "returned (Linear, int, int), expected an nn.Module or a pair"),
+        ("user_code:model_and_nonsense", "inputs of type str"),
+        ("user_code:needs_size", "user_code:needs_size failed: TypeError: needs_size() missing 1 required"),
+        ("user_code:broken", "RuntimeError: no weights here"),
+        (
+            "user_broken:f",
+            "importing user_broken failed: ModuleNotFoundError: No module named 'no_such_dependency'",
+        ),
+        ("user_raises:f", "importing user_raises failed: ZeroDivisionError"),
+    ],
+)
+def test_wrong_targets_end_with_status_2_and_one_line(user_module, capsys, spec, message):
+    assert cli.main(["explain", spec]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.strip().splitlines()) == 1
+
+
+def test_a_failing_factory_is_named_with_its_line(user_module, capsys):
+    cli.main(["verify", "user_code:broken"])
+    assert "user_code.py:27)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("plan", ["{", "[]", '{"checkpoint": "y"}', '{"no_such_field": 1}'])
+def test_wrong_plans_end_with_status_2(user_module, capsys, plan):
+    assert cli.main(["explain", "user_code:model", "--plan", plan]) == 2
+    assert "--plan" in capsys.readouterr().err
+
+
+def test_env_names_versions_and_devices(capsys):
+    assert cli.main(["env"]) == 0
+    text = capsys.readouterr().out
+    assert torch.__version__ in text
+    assert cli.main(["env", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["versions"]["torch"] == torch.__version__
+    assert facts["providers"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"), [(["env"], 0), (["no-such-command"], 2), (["explain", "x"], 2)]
+)
+def test_the_module_runs_as_a_program(tmp_path, arguments, status):
+    checkout = os.path.dirname(os.path.dirname(cli.__file__))
+    result = subprocess.run(
+        [sys.executable, "-m", "moefx", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": checkout},
+        check=False,
+    )
+    assert result.returncode == status, result.stderr
+    assert "Traceback" not in result.stderr
