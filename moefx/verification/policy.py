@@ -1,0 +1,169 @@
+"""The float64 rule: when is a compiled result as right as the original's?
+
+Numeric truth is the original code in float64 (`truth`). The original in its own precision deviates from it by rounding;
+the compiled program, which adds up the same terms in another order, may deviate a small multiple of that:
+
+    err(compiled, truth) <= m * err(original, truth) + tol / 10          m = 2, or 3 in half precision
+
+so the bound follows from how well-conditioned this tensor of this model is, never from a bare rtol.
+
+`err` is taken in two norms, and both must hold:
+
+* `rel2`, `||a - t||_2 / ||t||_2`. Rounding errors are random and average out here, so it is the sensitive norm for
+  what is wrong everywhere by a little: a scale, an activation constant, a routing weight.
+* `row`, the largest `||a_r - t_r||_inf / ||t_r||_inf` over the rows r of the last dimension (a row is one token of an
+  activation, one expert's neuron of a weight gradient). It sees what is wrong in few places: one dropped token, the
+  gradient of one seldom-hit expert, which no norm of the whole tensor would show. Rows below `ROW_FLOOR` of the
+  tensor's largest value are measured against that floor.
+
+`tol / 10 = u + u_sum * sqrt(n)`: one rounding of the stored result (u = the unit roundoff of the working precision) plus
+the random walk of n additions in the accumulator's precision (u_sum: float32's for half types, else u; n: the longest
+reduction in the model). It matters only where the original is exact by luck or by being the truth itself.
+
+A sum of few terms is a poor sample of the rounding noise (one number may be exact by luck; a gradient whose terms
+cancel is nothing but noise). So where a row fails, `compare.py` also measures the original with its weights and inputs
+moved by `tol / 10`, and err(original) is the largest seen: whatever a program as good as the original on
+neighbouring data could return is not an error (backward stability).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ROW_FLOOR = 1e-3
+HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One compared tensor.
+
+    Attributes:
+        block: FQN of the rewritten block, "" for the whole model.
+        name: tensor name: output path, argument, parameter or buffer FQN.
+        kind: output | grad_input | grad_param | buffer | state | path.
+        error, bound: in `norm` ("rel2", "row", or "count" of what differs for everything that is not floating point).
+        case: which inputs and seed.
+    """
+
+    block: str
+    name: str
+    kind: str
+    ok: bool
+    error: float = 0.0
+    bound: float = 0.0
+    norm: str = "count"
+    note: str = ""
+    case: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tolerance:
+    """`factor` is m, `floor` is tol / 10 of the rule."""
+
+    factor: float
+    floor: float
+
+
+def tolerance(dtype: torch.dtype, length: int) -> Tolerance:
+    """The rule's constants for a working precision and the longest reduction of `length` terms."""
+    half = dtype in HALF
+    stored = torch.finfo(dtype).eps / 2
+    summed = torch.finfo(torch.float32).eps / 2 if half else stored
+    return Tolerance(3.0 if half else 2.0, stored + summed * math.sqrt(max(length, 1)))
+
+
+class Error(NamedTuple):
+    rel2: float
+    row: float
+
+
+class _Scale:
+    """What "relative" means for one tensor: the sizes of the truth, or of the original where that is larger
+    (a gradient that is zero in exact arithmetic has no size of its own, only the original's noise)."""
+
+    def __init__(self, truth: Tensor, original: Tensor, finite: Tensor):
+        self.finite = finite
+        self.truth = _rows(truth, finite)
+        size = torch.maximum(self.truth.abs(), _rows(original, finite).abs())
+        largest = size.max()
+        self.zero = not bool(largest > 0)
+        self.norm2 = 1.0 if self.zero else float(torch.linalg.vector_norm(size))
+        self.rows = torch.ones(()) if self.zero else size.amax(-1).clamp_min(float(largest) * ROW_FLOOR)
+
+    def error(self, value: Tensor) -> Error:
+        off = (_rows(value, self.finite) - self.truth).abs()
+        return Error(float(torch.linalg.vector_norm(off)) / self.norm2, float((off.amax(-1) / self.rows).max()))
+
+
+def _rows(t: Tensor, finite: Tensor) -> Tensor:
+    t = torch.where(finite, t.detach().double(), 0.0)
+    return t.reshape(-1, t.shape[-1]) if t.ndim > 1 else t.reshape(1, -1)
+
+
+def judge(
+    row: Row, compiled: Tensor, original: Tensor, truth: Tensor, tol: Tolerance, noise: Sequence[Tensor] = ()
+) -> Row:
+    """Apply the rule to one tensor; `row` carries the names and comes back with the verdict.
+
+    `compiled` and `original` are in the working precision, `truth` usually in float64, `noise` are results of the
+    original on neighbouring data (see the module). Non-finite values never pass unless the original has the same ones
+    at the same places; integers and booleans must be equal.
+    """
+    if compiled.shape != original.shape or compiled.dtype != original.dtype:
+        seen = f"{_describe(compiled)} instead of {_describe(original)}"
+        return dataclasses.replace(row, ok=False, error=math.inf, note=seen)
+    if original.numel() == 0:
+        return dataclasses.replace(row, ok=True)
+    compiled, truth = compiled.detach().to(original.device), truth.detach().to(original.device)
+    if original.is_complex():
+        compiled, original, truth = (torch.view_as_real(t) for t in (compiled, original, truth))
+        noise = [torch.view_as_real(t) for t in noise]
+    if not original.is_floating_point():
+        differ = int((compiled != original).sum())
+        return dataclasses.replace(row, ok=differ == 0, error=float(differ))
+
+    finite = original.isfinite()
+    misplaced = int((~_same_kind(compiled, original)).sum())
+    if misplaced:
+        note = f"{misplaced} values are not finite where the original's are, or finite where they are not"
+        return dataclasses.replace(row, ok=False, error=math.inf, note=note)
+    if not finite.any():
+        return dataclasses.replace(row, ok=False, error=math.inf, note="nothing to compare: all values are NaN or Inf")
+
+    truth = torch.where(truth.isfinite(), truth, original)  # a branch that only the working precision can take
+    scale = _Scale(truth, original, finite)
+    error = scale.error(compiled)
+    expected = [scale.error(t.to(original.device)) for t in (original, *noise) if t.shape == original.shape]
+    floor = 0.0 if scale.zero else tol.floor
+    bound = Error(*(tol.factor * max(_finite(e)) + floor for e in zip(*expected, strict=True)))
+    ratio, worst = max((_ratio(e, b), i) for i, (e, b) in enumerate(zip(error, bound, strict=True)))
+    note = "" if finite.all() else f"{int((~finite).sum())} values are NaN or Inf in both"
+    return dataclasses.replace(
+        row, ok=ratio <= 1, error=error[worst], bound=bound[worst], norm=Error._fields[worst], note=note
+    )
+
+
+def _ratio(error: float, bound: float) -> float:
+    if math.isnan(error):
+        return math.inf
+    return error / bound if bound > 0 else (math.inf if error > 0 else 0.0)
+
+
+def _finite(errors: Sequence[float]) -> list[float]:
+    return [e for e in errors if math.isfinite(e)] or [0.0]
+
+
+def _same_kind(a: Tensor, b: Tensor) -> Tensor:
+    """Elementwise: both finite, both NaN, or the same infinity."""
+    return (a.isfinite() & b.isfinite()) | (a.isnan() & b.isnan()) | (a.isinf() & (a == b))
+
+
+def _describe(t: Tensor) -> str:
+    return f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
