@@ -68,11 +68,12 @@ def test_rebalance_moves_the_choice_towards_idle_experts():
     (router,) = LanguageModel(TINY).routers()
     x = torch.randn(64, TINY.dim) + 0.5
     router(x)
-    idle = int(router.load.argmin())
+    idle, before = int(router.load.argmin()), router.load.min()
     router.rebalance(rate=1.0)
     assert router.balance_bias[idle] == 1.0
     assert router.load.sum() == 0
-    assert (router(x)[1] == idle).any(-1).all()
+    router(x)
+    assert router.load[idle] > before
 
 
 def test_saved_bytes_counts_storages_once_and_no_parameters():
