@@ -1,0 +1,1 @@
+"""Providers of the dialect's ops, and the choice between them."""

@@ -1,0 +1,304 @@
+"""`expert_mlp`: gather, up-projection, pointwise, down-projection, pointwise, as one op. Letters as in `dialect`.
+
+What its backward keeps is the checkpoint policy (MoEBlaze section 5): a library op can save only inputs and outputs, so
+what is kept beyond the input x is returned as extra outputs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InvalidInput
+from . import derivative, experts, routing
+from .body import ExpertBody, Gemm
+from .expression import evaluate
+from .op import op
+
+KEEP = ("h", "x", "all", "none")
+
+_SIGNATURE = (
+    "Tensor x, Tensor token_ids, Tensor expert_offsets, Tensor inverse, Tensor? row_weights, "
+    "Tensor[] up, Tensor[] up_bias, Tensor[] down, Tensor[] down_bias"
+)
+_CONTRACT = (
+    "x[S,D], token_ids[B], expert_offsets[E+1], inverse[S,K], row_weights[B]?, up[*], up_bias[*], down[*], down_bias[*]"
+)
+
+
+@dataclasses.dataclass
+class Call:
+    """The arguments of one `expert_mlp` call, checked and taken apart.
+
+    Attributes:
+        up, up_bias: for each up-projection its list of weights, and its list of biases or None.
+        w: the row weights as a column [B,1], or None.
+        dtype: what the GEMMs compute in.
+        act: the expression of the pointwise part, ending in `dtype`.
+        out_dtype: dtype of the result rows.
+    """
+
+    body: ExpertBody
+    x: Tensor
+    token_ids: Tensor
+    expert_offsets: Tensor
+    inverse: Tensor
+    w: Tensor | None
+    up: list[list[Tensor]]
+    up_bias: list[list[Tensor] | None]
+    down: list[Tensor]
+    down_bias: list[Tensor] | None
+    dtype: torch.dtype
+    act: Any
+    out_dtype: torch.dtype
+
+    @classmethod
+    def of(cls, args: Sequence[Any], body: str, keep: str, dtype: torch.dtype | None) -> Call:
+        x, token_ids, expert_offsets, inverse, row_weights, up, up_bias, down, down_bias = args
+        parsed = ExpertBody.from_json(body)
+        if keep not in KEEP:
+            raise InvalidInput(f"moefx::expert_mlp: keep={keep!r}, expected one of {', '.join(map(repr, KEEP))}")
+        if parsed.uses_row_weight and row_weights is None:
+            raise InvalidInput(f"moefx::expert_mlp: {parsed.pretty()} uses the routing weight w, but row_weights is None")
+        dtype = experts.check_dtypes("expert_mlp", x, (*up, *up_bias, *down, *down_bias), dtype)
+        weight_dtype = None if row_weights is None else row_weights.dtype
+        down_biases = _split(down_bias, (parsed.down,), of_bias=True, what="down_bias")
+        return cls(
+            body=parsed,
+            x=x,
+            token_ids=token_ids,
+            expert_offsets=expert_offsets,
+            inverse=inverse,
+            w=None if row_weights is None else row_weights[:, None],
+            up=_split(up, parsed.up, of_bias=False, what="up"),
+            up_bias=_split(up_bias, parsed.up, of_bias=True, what="up_bias"),
+            down=_split(down, (parsed.down,), of_bias=False, what="down")[0],
+            down_bias=down_biases[0],
+            dtype=dtype,
+            act=parsed.act_in(dtype, weight_dtype),
+            out_dtype=parsed.out_dtype(dtype, weight_dtype),
+        )
+
+    @property
+    def num_rows(self) -> int:
+        return self.token_ids.shape[0]
+
+    def widths(self) -> tuple[list[int], int, int]:
+        """(width of each up-projection, width of the activation, width of the result), checked."""
+        name, offsets = "expert_mlp", self.expert_offsets
+        up = [
+            experts.weight_shape(name, w, offsets, g.transposed, self.x.shape[1])[1]
+            for w, g in zip(self.up, self.body.up, strict=True)
+        ]
+        group, start, stop, step = self.body.parts[0]
+        # A slice of a meta tensor knows how to slice a symbolic width.
+        act = torch.empty((1, up[group]), device="meta")[:, start:stop:step].shape[1]
+        return up, act, experts.weight_shape(name, self.down, offsets, self.body.down.transposed, act)[1]
+
+    def parts(self, hidden: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The variables a0, a1, ... as slices of the up-projections."""
+        return {f"a{i}": hidden[g][:, a:b:c] for i, (g, a, b, c) in enumerate(self.body.parts)}
+
+
+def _split(tensors: Sequence[Tensor], gemms: Sequence[Gemm], *, of_bias: bool, what: str) -> list[Any]:
+    """A flat list by GEMM; None for a GEMM without bias."""
+    sizes = [g.num if g.bias or not of_bias else 0 for g in gemms]
+    if sum(sizes) != len(tensors):
+        raise InvalidInput(f"moefx::expert_mlp: {what} has {len(tensors)} tensors, the body takes {sizes}")
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    return [list(tensors[end - size : end]) if size else None for size, end in zip(sizes, ends, strict=True)]
+
+
+@op(
+    f'expert_mlp({_SIGNATURE}, *, str body, str keep="h", ScalarType? dtype=None) -> Tensor[]',
+    contract=f"{_CONTRACT} -> rows[B,D]",
+)
+def expert_mlp(*args: Any, body: str, keep: str = "h", dtype: torch.dtype | None = None) -> list[Tensor]:
+    """The expert MLP on the routed rows of x; `body` is the JSON of an `ExpertBody`, which has the formulas.
+
+    Args:
+        x: [S,D]; token_ids, expert_offsets, inverse: from `build_pft`; row_weights: [B], the variable w.
+        up, up_bias, down, down_bias: expert parameters, flat lists in the order of the body's GEMMs.
+        keep: "h" keeps the up-projections for the backward and recomputes the activation, "x" nothing but the inputs,
+            "all" the activation too. "none" is for inference (a backward through it would recompute as "x" does).
+        dtype: filled in by autocast: compute in it whatever the dtype of the parameters.
+
+    Returns:
+        The rows [B,D'], then what the policy keeps: each up-projection [B,F], then the activation [B,F'].
+    """
+    call = Call.of(args, body, keep, dtype)
+    rows = call.x.index_select(0, call.token_ids)
+    hidden = [_linear(call, rows, *group) for group in zip(call.up, call.up_bias, call.body.up, strict=True)]
+    act = _activation(call, hidden)
+    out = _output(call, act)
+    kept = {"h": hidden, "all": [*hidden, act]}.get(keep, [])
+    return [out, *kept]
+
+
+def _activation(call: Call, hidden: Sequence[Tensor]) -> Tensor:
+    act = evaluate(call.act, _with_weight(call, call.parts(hidden)))
+    return act.clone() if isinstance(call.act, str) else act  # outputs of an op must not share storage
+
+
+def _output(call: Call, act: Tensor) -> Tensor:
+    y = _linear(call, act, call.down, call.down_bias, call.body.down)
+    return evaluate(call.body.out, _with_weight(call, {"y": y}))
+
+
+def _with_weight(call: Call, env: dict[str, Tensor]) -> dict[str, Tensor]:
+    return env if call.w is None else {**env, "w": call.w}
+
+
+def _linear(call: Call, rows: Tensor, w: list[Tensor], bias: list[Tensor] | None, gemm: Gemm) -> Tensor:
+    out = experts.grouped_mm.reference(
+        rows, w, call.expert_offsets, transposed=gemm.transposed, dtype=call.dtype
+    )
+    if bias is not None:
+        out += experts.expert_rows.reference(bias, call.expert_offsets, call.num_rows).to(call.dtype)
+    return out
+
+
+@op(
+    f"expert_mlp_backward(Tensor grad, {_SIGNATURE}, Tensor[] kept, "
+    "*, str body, str keep, ScalarType? dtype=None, bool[] needs) -> Tensor[]",
+    contract=f"grad[B,N], {_CONTRACT}, kept[*] -> gradients[*]",
+)
+def expert_mlp_backward(
+    grad: Tensor, *args: Any, body: str, keep: str, dtype: torch.dtype | None = None, needs: Sequence[bool]
+) -> list[Tensor]:
+    """Gradients of `expert_mlp` for `grad`, that of its rows.
+
+    Args:
+        kept: the extra outputs of the forward.
+        needs: which to compute, of x, row_weights, up, up_bias, down, down_bias.
+
+    Returns:
+        The needed ones in that order; for up and up_bias one for each (biased) GEMM. Parameters' are stacked: [E,...].
+    """
+    call, kept = Call.of(args[:-1], body, keep, dtype), args[-1]
+    need_x, need_w, need_up, need_up_bias, need_down, need_down_bias = needs
+    offsets = call.expert_offsets
+    rows = call.x.index_select(0, call.token_ids)
+    groups = list(zip(call.up, call.up_bias, call.body.up, strict=True))
+    hidden = list(kept[: len(groups)]) or [_linear(call, rows, *group) for group in groups]
+    act = _activation(call, hidden)
+    y = _linear(call, act, call.down, call.down_bias, call.body.down)
+    wrt = ["w"] if need_w else []
+
+    _, by_out = derivative.vjp(call.body.out, _with_weight(call, {"y": y}), grad, ["y", *wrt], value=False)
+    grad_y = by_out["y"]
+    grad_act = experts.grouped_mm.reference(
+        grad_y, call.down, offsets, transposed=not call.body.down.transposed, dtype=call.dtype
+    )
+    env = _with_weight(call, call.parts(hidden))
+    _, by_act = derivative.vjp(call.act, env, grad_act, [*env][: len(call.body.parts)] + wrt, value=False)
+    grad_hidden = [torch.zeros_like(h) for h in hidden]
+    for name, part in call.parts(grad_hidden).items():
+        if name in by_act:
+            part += by_act[name]
+
+    gradients = []
+    if need_x:
+        grad_rows = torch.zeros_like(rows)
+        for g, (w, _, gemm) in zip(grad_hidden, groups, strict=True):
+            grad_rows += experts.grouped_mm.reference(g, w, offsets, transposed=not gemm.transposed, dtype=call.dtype)
+        gradients.append(routing.combine.reference(grad_rows, None, call.token_ids, offsets, call.inverse))
+    if need_w:
+        gradients.append(weight_gradient(call, by_out.get("w"), by_act.get("w")))
+    outer, total = experts.grouped_mm_backward.reference, experts.expert_rows_backward.reference
+    if need_up:
+        for g, (w, _, gemm) in zip(grad_hidden, groups, strict=True):
+            gradients.append(outer(g, rows, offsets, transposed=gemm.transposed, dtype=w[0].dtype))
+    if need_up_bias:
+        gradients += [total(g, offsets, dtype=b[0].dtype) for g, (_, b, _) in zip(grad_hidden, groups, strict=True) if b]
+    if need_down:
+        gradients.append(outer(grad_y, act, offsets, transposed=call.body.down.transposed, dtype=call.down[0].dtype))
+    if need_down_bias and call.down_bias:
+        gradients.append(total(grad_y, offsets, dtype=call.down_bias[0].dtype))
+    return gradients
+
+
+def weight_gradient(call: Call, *columns: Tensor | None) -> Tensor:
+    """Gradient of the row weights [B] from columns [B,1], zero in the tail."""
+    assert call.w is not None
+    total = torch.zeros_like(call.w, dtype=torch.promote_types(call.w.dtype, torch.float32))
+    for column in columns:
+        if column is not None:
+            total += column
+    return routing.clear_tail(total[:, 0], call.expert_offsets).to(call.w.dtype)
+
+
+# -- registration ------------------------------------------------------------------------------------------------------
+
+
+@expert_mlp.fake
+def _(*args, body, keep="h", dtype=None):
+    call = Call.of(args, body, keep, dtype)
+    up, act, out = call.widths()
+    rows = call.x.new_empty((call.num_rows, out), dtype=call.out_dtype)
+    kept = {"h": up, "all": [*up, act]}.get(keep, [])
+    return [rows, *(call.x.new_empty((call.num_rows, width)) for width in kept)]
+
+
+@expert_mlp_backward.fake
+def _(grad, *args, body, keep, dtype=None, needs):
+    call = Call.of(args[:-1], body, keep, dtype)
+    x, w = call.x, args[4]
+    dims = {2: call.up, 3: [b for b in call.up_bias if b], 4: [call.down], 5: [call.down_bias] if call.down_bias else []}
+    gradients = [x.new_empty(x.shape)] if needs[0] else []
+    gradients += [w.new_empty(w.shape)] if needs[1] else []
+    for index, groups in dims.items():
+        if needs[index]:
+            dim = 1 if index in (3, 5) else 2
+            gradients += [g[0].new_empty((call.expert_offsets.shape[0] - 1, *g[0].shape[-dim:])) for g in groups]
+    return gradients
+
+
+@expert_mlp.autocast
+def _(dtype, x, *args, **kwargs):
+    dtype = experts.autocast_dtype(dtype, x)
+    return (x.to(dtype), *args), {**kwargs, "dtype": dtype}
+
+
+def _save(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]) -> None:
+    ctx.kwargs = {"keep": "h", **kwargs}
+    kept = list(outputs[1:])
+    ctx.mark_non_differentiable(*kept)
+    ctx.sizes = [len(tensors) for tensors in (*args[5:], kept)]
+    # The parameters themselves, so that an in-place update before the backward is noticed.
+    ctx.save_for_backward(*args[:5], *(t for tensors in (*args[5:], kept) for t in tensors))
+
+
+def _gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
+    fixed, tensors = ctx.saved_tensors[:5], iter(ctx.saved_tensors[5:])
+    lists = [[next(tensors) for _ in range(size)] for size in ctx.sizes]
+    up, up_bias, down, down_bias, _ = lists
+    needs = [ctx.needs[0], *ctx.needs[4:]]
+    results = iter(expert_mlp_backward(grads[0], *fixed, *lists, **ctx.kwargs, needs=needs))
+    body = ExpertBody.from_json(ctx.kwargs["body"])
+    biased = [g for g in body.up if g.bias]
+
+    def take(index: int, tensors: Sequence[Tensor], gemms: Sequence[Gemm], dim: int) -> list[Any] | None:
+        if not needs[index]:
+            return None
+        gradients: list[Any] = []
+        for gemm in gemms:
+            group = tensors[len(gradients) : len(gradients) + gemm.num]
+            gradients += experts.unstack(next(results), group, dim) or []
+        return gradients
+
+    grad_x = next(results) if needs[0] else None
+    grad_w = next(results) if needs[1] else None
+    return (
+        *(grad_x, None, None, None, grad_w),
+        *(take(2, up, body.up, 2), take(3, up_bias, biased, 1)),
+        *(take(4, down, (body.down,), 2), take(5, down_bias, (body.down,) if body.down.bias else (), 1)),
+    )
+
+
+expert_mlp.autograd(save=_save, backward=_gradients)
+expert_mlp_backward.once_differentiable("expert_mlp")

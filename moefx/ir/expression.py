@@ -1,0 +1,180 @@
+"""Pointwise expressions: what stands between the GEMMs of an expert, as data.
+
+An expression is nested tuples (or JSON lists): `("mul.Tensor", ("silu", "a0"), "a1")`. The head names an ATen op, with its
+overload or without (then `default`, or `Tensor` where there is no default); the arguments are expressions, names of
+variables, numbers, None, bools, and as the last one optionally a dict of keyword arguments, in which dtypes are strings:
+`("_to_copy", "y", {"dtype": "float32"})`. There is no list of known activations: any pointwise ATen op may stand here, and
+its derivative (`derivative.vjp`) is the one that torch has for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Expr = Any  # tuple | list | str | int | float | bool | None
+
+_INFIX = {"add": " + ", "sub": " - ", "mul": "*", "div": "/"}
+
+
+def canonical(expr: Expr) -> str:
+    """The JSON text of an expression: equal expressions have equal texts, so it serves as a dictionary key."""
+    return json.dumps(expr, sort_keys=True, separators=(",", ":"))
+
+
+def variables(expr: Expr) -> tuple[str, ...]:
+    """Names of the variables, in the order of their first use."""
+    return tuple(dict.fromkeys(e for e in _walk(expr) if isinstance(e, str)))
+
+
+def pretty(expr: Expr) -> str:
+    """One line for people: `silu(a0)*a1`, `clamp(a0, None, 7.0)`, `y.to(float32)*w`."""
+    return _pretty(expr)[0]
+
+
+def evaluate(expr: Expr, env: Mapping[str, Tensor]) -> Tensor:
+    """The value of `expr` with the variables bound by `env`. A subexpression that occurs twice is computed once.
+
+    Raises:
+        KeyError: a variable is not bound.
+    """
+    return program(canonical(expr))(env)
+
+
+def to_dtype(expr: Expr, dtype: torch.dtype) -> Expr:
+    """`expr`, cast."""
+    return ("_to_copy", expr, {"dtype": str(dtype).removeprefix("torch.")})
+
+
+def is_linear(expr: Expr, name: str) -> bool:
+    """Whether `expr == name * c` where c does not depend on `name`, up to rounding by casts."""
+    if isinstance(expr, str):
+        return expr == name
+    if not _is_call(expr):
+        return False
+    head, args = expr[0].partition(".")[0], [a for a in expr[1:] if not isinstance(a, dict)]
+    depends = [name in variables(a) for a in args]
+    if head in ("neg", "_to_copy"):
+        return is_linear(args[0], name)
+    if head == "mul":
+        return sum(depends) == 1 and is_linear(args[depends.index(True)], name)
+    if head == "div":
+        return depends == [True, False] and is_linear(args[0], name)
+    return head in ("add", "sub") and len(args) == 2 and all(is_linear(a, name) for a in args)
+
+
+def result_dtype(expr: Expr, dtypes: Mapping[str, torch.dtype]) -> torch.dtype:
+    """The dtype of `expr` for variables of these dtypes, by torch's own promotion."""
+    return _result_dtype(canonical(expr), tuple(sorted(dtypes.items(), key=lambda item: item[0])))
+
+
+# -- evaluation --------------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=4096)
+def program(text: str) -> Callable[[Mapping[str, Tensor]], Tensor]:
+    """Compile the `canonical` text to a function of the environment: one line of Python for each distinct subexpression."""
+    names: dict[str, str] = {}
+    ops: dict[str, Any] = {}
+    lines: list[str] = []
+
+    def emit(expr: Expr) -> str:
+        if isinstance(expr, str):
+            return f"env[{expr!r}]"
+        if not _is_call(expr):
+            return repr(expr) if not isinstance(expr, list) else f"[{', '.join(map(emit, expr))}]"
+        key = canonical(expr)
+        if key not in names:
+            positional = [emit(a) for a in expr[1:] if not isinstance(a, dict)]
+            keywords = [f"{k}={_keyword(v)}" for a in expr[1:] if isinstance(a, dict) for k, v in a.items()]
+            symbol = f"op_{len(ops)}"
+            ops[symbol] = _resolve(expr[0])
+            names[key] = f"t{len(names)}"
+            lines.append(f"{names[key]} = {symbol}({', '.join(positional + keywords)})")
+        return names[key]
+
+    result = emit(json.loads(text))
+    return assemble("env", lines, result, ops)
+
+
+def assemble(parameters: str, lines: Sequence[str], result: str, scope: Mapping[str, Any]) -> Callable[..., Any]:
+    """A function from lines `tN = ...`; each is freed after its last use: on a GPU they are as large as activations."""
+    last_use = {name: i for i, line in enumerate(lines) for name in re.findall(r"\bt\d+\b", line)}
+    for name in re.findall(r"\bt\d+\b", result):
+        last_use.pop(name, None)
+    body = [
+        f"    {line}" + "".join(f"; del {name}" for name, last in last_use.items() if last == i)
+        for i, line in enumerate(lines)
+    ]
+    text = "\n".join([f"def program({parameters}):", *body, f"    return {result}"])
+    namespace: dict[str, Any] = {"torch": torch, "inf": float("inf"), "nan": float("nan"), **scope}
+    exec(text, namespace)
+    return namespace["program"]
+
+
+@functools.cache
+def _resolve(head: str) -> Any:
+    name, _, overload = head.partition(".")
+    packet = getattr(torch.ops.aten, name)
+    if overload:
+        return getattr(packet, overload)
+    # `mul` has a "default" as well, for TorchScript's numbers; the one meant here takes a tensor.
+    candidates = [getattr(packet, o) for o in ("default", "Tensor") if o in packet.overloads()]
+    return next(c for c in candidates if str(c._schema.arguments[0].type) == "Tensor")
+
+
+def _keyword(value: Any) -> str:
+    if isinstance(value, str) and isinstance(getattr(torch, value, None), (torch.dtype, torch.memory_format)):
+        return f"torch.{value}"
+    return repr(value)
+
+
+def _is_call(expr: Expr) -> bool:
+    return isinstance(expr, (tuple, list)) and bool(expr) and isinstance(expr[0], str)
+
+
+def _walk(expr: Expr) -> Iterator[Expr]:
+    if isinstance(expr, (tuple, list)):
+        for part in expr[1:] if _is_call(expr) else expr:
+            yield from _walk(part)
+    elif not isinstance(expr, dict):
+        yield expr
+
+
+@functools.lru_cache(maxsize=4096)
+def _result_dtype(text: str, dtypes: tuple[tuple[str, torch.dtype], ...]) -> torch.dtype:
+    # Meta tensors of any size do: promotion looks at dtypes and at whether something is a tensor with dimensions.
+    return program(text)({name: torch.empty((2, 2), dtype=dtype, device="meta") for name, dtype in dtypes}).dtype
+
+
+# -- printing ----------------------------------------------------------------------------------------------------------
+
+
+def _pretty(expr: Expr) -> tuple[str, int]:
+    """Text and precedence (0 sum, 1 product, 2 atom)."""
+    if not _is_call(expr):
+        return (f"[{', '.join(map(pretty, expr))}]" if isinstance(expr, (tuple, list)) else str(expr)), 2
+    head, positional = expr[0].partition(".")[0], [a for a in expr[1:] if not isinstance(a, dict)]
+    keywords = {k: v for a in expr[1:] if isinstance(a, dict) for k, v in a.items()}
+    if head in _INFIX and len(positional) == 2 and not keywords:
+        level = 0 if head in ("add", "sub") else 1
+        (left, left_level), (right, right_level) = map(_pretty, positional)
+        # The right operand of - and / needs parentheses at the same level, the one of + and * does not.
+        strict = level + (head in ("sub", "div"))
+        left = f"({left})" if left_level < level else left
+        right = f"({right})" if right_level < strict else right
+        return f"{left}{_INFIX[head]}{right}", level
+    if head == "neg":
+        text, level = _pretty(positional[0])
+        return (f"-{text}" if level == 2 else f"-({text})"), 1
+    if head == "_to_copy" and "dtype" in keywords:
+        text, level = _pretty(positional[0])
+        return f"{text if level == 2 else f'({text})'}.to({keywords['dtype']})", 2
+    arguments = [pretty(a) for a in positional] + [f"{k}={v}" for k, v in keywords.items()]
+    return f"{head}({', '.join(arguments)})", 2

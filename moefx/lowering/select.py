@@ -1,0 +1,81 @@
+"""Which provider runs an op: the latest registered one that supports the arguments, else the readable reference.
+
+Every choice is counted, so that tests and `explain` can say what ran:
+
+    counters()                 {("expert_mlp", "segments"): 12, ...}
+    weight_paths()             {"view": 12, "separate": 0, ...}: how lists of expert weights were read
+    with force("expert_mlp", "reference"): ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from ..errors import InvalidPlan
+from ..ir.op import Op, Provider, registry
+
+_calls: Counter[tuple[str, str]] = Counter()
+_paths: Counter[str] = Counter()
+# Process-wide, not thread-local: on a GPU the backward runs in autograd's own threads.
+_forced: dict[str, str] = {}
+
+
+def choose(op: Op, args: Any, kwargs: Any) -> Provider:
+    """The provider for these arguments. Counts it."""
+    if op.name in _forced:
+        provider = op.providers[_forced[op.name]]
+    else:
+        # "reference" was registered first and supports everything.
+        provider = next(p for p in reversed(op.providers.values()) if p.supports(*args, **kwargs))
+    _calls[op.name, provider.name] += 1
+    return provider
+
+
+def counters() -> dict[tuple[str, str], int]:
+    """Calls since the last reset, by (op, provider)."""
+    return dict(_calls)
+
+
+def weight_paths() -> dict[str, int]:
+    """How often the weights of a GEMM were read in which way since the last reset.
+
+    "stacked": one stacked tensor. "separate": E tensors, used one by one. "view": E tensors, equally spaced in one storage,
+    used as a strided view of it. "stacked_copy": E tensors copied into a stack for the call.
+    """
+    return dict(_paths)
+
+
+def count_weight_path(path: str) -> None:
+    _paths[path] += 1
+
+
+def reset_counters() -> None:
+    _calls.clear()
+    _paths.clear()
+
+
+@contextlib.contextmanager
+def force(op: str, provider: str) -> Iterator[None]:
+    """Run this provider for every call of the op, in all threads. Name the backward op to force that one.
+
+    Raises:
+        InvalidPlan: there is no such op or provider.
+    """
+    if op not in registry:
+        raise InvalidPlan(f"no op moefx::{op}; there are {', '.join(sorted(registry))}")
+    if provider not in registry[op].providers:
+        raise InvalidPlan(f"moefx::{op} has no provider {provider!r}; it has {', '.join(registry[op].providers)}")
+    before = _forced.get(op)
+    _forced[op] = provider
+    try:
+        yield
+    finally:
+        _forced.pop(op)
+        if before is not None:
+            _forced[op] = before
+
+
+from . import torch as _torch_providers  # noqa: E402, F401  registers the providers
