@@ -157,13 +157,19 @@ def measure(
 
 
 def run(
-    *, steps: int = 60, repeats: int = 10, seed: int = 0, device: str = "cpu", out: Path | None = None
+    *,
+    steps: int = 60,
+    repeats: int = 10,
+    seed: int = 0,
+    device: str = "cpu",
+    out: Path | None = None,
+    config: Config | None = None,
 ) -> Result:
     """The whole demo. Writes the report to `out` (default: report.html in the current directory)."""
     started = time.perf_counter()
     out = out or Path("report.html")
     torch.manual_seed(seed)
-    config = Config()
+    config = config or Config()
     original = LanguageModel(config).to(device)
     text = standard_library_text()
     ids, labels = (

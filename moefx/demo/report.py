@@ -133,9 +133,9 @@ def line_chart(curves: dict[str, list[float]], width: int = 720, height: int = 2
     for value in (low + span * tick / 4 for tick in range(5)):
         parts.append(line(left, width - right, y(value), 'stroke="var(--line)"'))
         parts.append(f'<text x="{left - 8}" y="{y(value) + 4:.1f}" text-anchor="end">{value:.2f}</text>')
-    for step in sorted({round(steps * k / 6) for k in range(7)}):
-        anchor = "end" if step == steps else "middle"
-        parts.append(f'<text x="{x(step):.1f}" y="{height - 14}" text-anchor="{anchor}">{step}</text>')
+    stride = next((n for n in (1, 2, 5, 10, 20, 50, 100, 200, 500) if steps / n <= 8), 1000)
+    for step in range(0, steps + 1, stride):
+        parts.append(f'<text x="{x(step):.1f}" y="{height - 14}" text-anchor="middle">{step}</text>')
     for number, ((name, curve), look) in enumerate(zip(curves.items(), SERIES, strict=True)):
         style = 'stroke="{}" stroke-width="{}" stroke-opacity="{}"'.format(*look)
         points = " ".join(f"{x(i):.1f},{y(v):.1f}" for i, v in enumerate(curve) if math.isfinite(v))
