@@ -57,4 +57,5 @@ def fallbacks(compiled: nn.Module) -> int:
 def check_rewritten_path_ran(compiled: nn.Module, case: Case) -> None:
     calls = {op for (op, _), n in provider_calls().items() if n}
     assert calls, "no provider of a dialect op was called: the rewritten path did not run"
-    assert not fallbacks(compiled), f"{fallbacks(compiled)} calls ran the original forward"
+    if case.verdict == "match":
+        assert not fallbacks(compiled), f"{fallbacks(compiled)} calls ran the original forward"

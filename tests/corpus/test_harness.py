@@ -10,7 +10,7 @@ import torch
 
 import moefx
 from tests import models
-from tests.corpus import engine, harness
+from tests.corpus import checks, engine, harness
 
 
 def shared_copy(model):
@@ -102,9 +102,10 @@ def test_unrewritten_block_is_a_failure(compiler):
 def test_every_case_runs_and_can_be_skewed(suite):
     for name in models.names(suite):
         case = models.build(name)
-        torch.manual_seed(0)
-        loss = case.loss_of(case.call(case.model, case.inputs))
-        loss.backward()
-        assert torch.isfinite(loss), name
+        for i, (batch, seq) in enumerate(checks.SHAPES):
+            torch.manual_seed(0)
+            loss = case.loss_of(case.call(case.model, case.fresh(batch, seq, i)))
+            loss.backward()
+            assert torch.isfinite(loss), name
         assert all(p.grad is None or p.grad.isfinite().all() for p in case.model.parameters()), name
         assert case.verdict == "refuse" or case.skew_(case.model), f"{name}: no router found to skew"

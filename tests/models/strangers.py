@@ -1,5 +1,0 @@
-"""MoE blocks as different people would write them."""
-
-from .case import Suite
-
-STRANGERS = Suite("strangers")

@@ -1,0 +1,14 @@
+"""The strangers. Importing the modules fills the registry."""
+
+from . import (  # noqa: F401
+    capacity,
+    codebases,
+    dispatch,
+    experts,
+    interfaces,
+    lookalikes,
+    routers,
+)
+from .suite import STRANGERS
+
+__all__ = ["STRANGERS"]
