@@ -336,9 +336,23 @@ class Tracer(TorchDispatchMode):
         return node.meta["shadow"]
 
     def _invented(self, node: fx.Node) -> bool:
-        if node.op in ("placeholder", "get_attr"):
+        if node.op in ("placeholder", "get_attr") or node.meta.get("opaque"):
             return True
-        return node.target in CONTRACTIONS or node.meta.get("opaque", False)
+        if node.target not in CONTRACTIONS:
+            return False
+        # a product with a weight makes new scores; a product of two activations follows from theirs
+        kinds = {self._is_weight(a) for a in node.all_input_nodes if not a.meta.get("known")}
+        return kinds == {True, False}
+
+    def _is_weight(self, node: fx.Node) -> bool:
+        """Computed from parameters and constants only."""
+        if "weight" not in node.meta:
+            inputs = node.all_input_nodes
+            if node.op == "placeholder" or node.meta.get("opaque"):
+                node.meta["weight"] = False
+            else:
+                node.meta["weight"] = node.op == "get_attr" or (bool(inputs) and all(self._is_weight(a) for a in inputs))
+        return node.meta["weight"]
 
     def concrete(self, t: torch.Tensor) -> torch.Tensor:
         return self.shadow(self.node_of(t)) if isinstance(t, FakeTensor) else t

@@ -1,0 +1,610 @@
+"""One capture, lifted to `out[t] = shared(x_t) + sum_k F(x_t, c[t,k]; theta[idx[t,k]])` (design section 3.3).
+
+There is no template of any idiom here. The rows of the node where all routed paths meet are terms; each is a sum;
+its summands are assigned to the slots of an integer tensor that explains which experts were used; and the summands
+of all tokens and slots are anti-unified: where they differ they must differ as an input row, a routing weight or an
+expert parameter does. Anything else is a refusal with its reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter, defaultdict
+from typing import Any
+
+import numpy as np
+import torch
+import torch.utils._pytree as pytree
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ...capture.concolic import Capture
+from ...errors import Refused
+from .paths import Place, expert_indices, is_parameter, parameter_of, sibling_names
+from .semantics import Semantics
+from .terms import Term, is_const, number, show
+
+_MOST_SLOTS = 64
+_MOST_ROWS = 1 << 14
+
+
+@dataclasses.dataclass(frozen=True)
+class Ref:
+    """A kept node that supplies a value of each (token, slot): which node, and how it is indexed.
+
+    `axes` says what the node's leading axes are: `t` the tokens (one axis or several), `k` the slots, `e` the experts;
+    `tk` and `kt` flattened pairs. The remaining axes belong to the value.
+    """
+
+    node: fx.Node
+    axes: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Body:
+    """The template of a routed summand: `op` with static `args` and bodies, or a leaf.
+
+    Leaves: `value` (Ref), `expert` (table of `Place` by expert id), `shared` (Place), `const` (number).
+    """
+
+    op: str
+    args: tuple
+    shape: tuple[int, ...]
+
+
+@dataclasses.dataclass
+class Group:
+    """Experts of one form: their ids and the body they share."""
+
+    ids: list[int]
+    body: Body
+    tables: list[dict[int, Place]]
+
+    @property
+    def has_matrices(self) -> bool:
+        """Whether some contraction of the body has an expert's matrix as an operand."""
+        return any(
+            b.op == "ein" and any(isinstance(a, Body) and a.op == "expert" and len(a.shape) >= 2 for a in b.args) for b in walk(self.body)
+        )
+
+
+@dataclasses.dataclass
+class Lifted:
+    """The canonical form of one capture."""
+
+    capture: Capture
+    cut: fx.Node
+    tokens: tuple[int, ...]
+    slots: int
+    index: Ref
+    ids: np.ndarray  # [T, K]
+    groups: list[Group]
+    shared: list[Ref]
+    kept: np.ndarray  # bool [T, K]: False where the slot contributes nothing
+    absorbed: set[fx.Node]
+    values: list[Ref]
+
+
+class Lifter:
+    def __init__(self, block: nn.Module, capture: Capture):
+        self.block, self.capture = block, capture
+        self.S = Semantics(capture.nodes, capture.shadow)
+        self.T = self.S.T
+        self.children = sibling_names(block)
+        self.leaves_memo: dict[Term, frozenset[Term]] = {}
+        self.skeletons: dict[Term, int] = {}
+        self.numbers: dict[tuple[Place, ...], list[int]] = {}
+        self.outputs = [n for n in pytree.tree_leaves(capture.out) if isinstance(n, fx.Node)]
+        self.outputs += [e.node for e in capture.effects if isinstance(e.node, fx.Node)]
+
+    # ------------------------------------------------------------------ which parameters are the experts'
+    def rows(self, node: fx.Node, lead: int | None = None) -> list[Term]:
+        """The resolved rows of a node; its last axis (or all but `lead`) belongs to the row."""
+        term = self.S.term(node)
+        shape = term.shape[: len(term.shape) - 1 if lead is None else lead]
+        if math.prod(shape) > _MOST_ROWS:
+            raise Refused(f"{math.prod(shape)} rows are too many to look at", source=str(node.meta["source"]))
+        return [self.T.resolve(self.T.picks(term, dict(enumerate(ix)))) for ix in np.ndindex(*shape)]
+
+    def leaves(self, t: Term) -> frozenset[Term]:
+        """The parameter parts that reach a term as vectors (a scalar is a routing weight, not an expert)."""
+        found = self.leaves_memo.get(t)
+        if found is None:
+            if is_parameter(t):
+                found = frozenset([t])
+            else:
+                parts = [self.leaves(a) for a in t.terms if math.prod(a.shape) > 1 or is_parameter(a)]
+                found = frozenset().union(*parts)
+            self.leaves_memo[t] = found
+        return found
+
+    def expert_parameters(self) -> set[str]:
+        """FQNs of the parameters that only some tokens meet."""
+        for out in self.outputs:
+            val = out.meta.get("val")
+            if not isinstance(val, FakeTensor) or val.dim() < 2 or not val.is_floating_point():
+                continue
+            per_row = [self.leaves(r) for r in self.rows(out)]
+            if not per_row:
+                continue
+            common = frozenset.intersection(*per_row)
+            varying = frozenset().union(*per_row) - common
+            if varying:
+                return {parameter_of(t).args[0] for t in varying}
+        return set()
+
+    def cuts(self, experts: set[str]) -> tuple[set[fx.Node], list[fx.Node]]:
+        """(nodes computed from expert parameters, those among them that every routed path runs through)."""
+        live: set[fx.Node] = set()
+        stack = list(self.outputs)
+        while stack:
+            n = stack.pop()
+            if n not in live:
+                live.add(n)
+                stack.extend(n.all_input_nodes)
+        routed: set[fx.Node] = set()
+        for n in self.capture.nodes:
+            if (n.op == "get_attr" and n.meta["fqn"] in experts) or any(a in routed for a in n.all_input_nodes):
+                routed.add(n)
+        order = [n for n in self.capture.nodes if n in routed and n in live]
+        cuts, reach, final = [], -1, set(self.outputs)
+        for n in order:
+            here = n.meta["index"]
+            if reach <= here and n.op != "get_attr":
+                cuts.append(n)
+            ends = [u.meta["index"] for u in n.users if u in live and u in routed]
+            reach = max([reach, *ends] + ([len(self.capture.nodes)] if n in final else []))
+        return routed, cuts
+
+    # ------------------------------------------------------------------ the canonical form
+    def lift(self, experts: set[str] | None = None) -> Lifted:
+        experts = experts or self.expert_parameters()
+        if not experts:
+            raise Refused("no parameter is used for some tokens only: nothing is routed")
+        self.experts = experts
+        routed, cuts = self.cuts(experts)
+        self.routed = routed
+        candidates = []
+        for n in cuts:
+            val = n.meta.get("val")
+            if isinstance(val, FakeTensor) and val.dim() >= 2 and val.is_floating_point():
+                candidates.append((math.prod(val.shape[:-1]), len(candidates), n))
+        if not candidates:
+            raise Refused(
+                "the experts' results do not come together in one tensor",
+                culprits=tuple(sorted(experts)[:3]),
+                source=self._source_of(experts),
+                remedy="the routed sum must be one tensor before it is used further",
+            )
+        first: Refused | None = None
+        for _, _, cut in sorted(candidates, key=lambda c: c[:2])[:12]:
+            try:
+                return self._canonical(cut)
+            except Refused as refusal:
+                if not refusal.source:
+                    refusal = Refused(refusal.reason, culprits=refusal.culprits, source=str(cut.meta["source"]), remedy=refusal.remedy)
+                first = first or refusal
+        assert first is not None
+        raise first
+
+    def _source_of(self, experts: set[str]) -> str:
+        for n in self.capture.nodes:
+            if n.op == "get_attr" and n.meta["fqn"] in experts:
+                for user in n.users:
+                    return str(user.meta["source"])
+        return ""
+
+    def _canonical(self, cut: fx.Node) -> Lifted:
+        rows = self.rows(cut)
+        tokens = tuple(cut.meta["val"].shape[:-1])
+        summands = [self._flatten(r) for r in rows]
+        for t, parts in enumerate(summands):
+            for part in parts:
+                if is_const(part, "nan"):  # type: ignore[arg-type]
+                    raise Refused(f"output row {t} is never written", source=str(cut.meta["source"]))
+        routed = [[p for p in parts if any(parameter_of(x).args[0] in self.experts for x in self.leaves(p))] for parts in summands]
+        rest = [[p for p in parts if p not in mine] for parts, mine in zip(summands, map(set, routed), strict=True)]
+
+        index, ids, where = self._explain(cut, tokens, routed)
+        self.slot_ids = ids
+        K = ids.shape[1]
+        feeding = self._feeding(cut)
+        self.lookup = _Lookup(self, feeding, tokens, K, int(ids.max()) + 1)
+        self.values: list[Ref] = []
+        shared, rest = self._shared(rest)
+        taken = np.zeros(ids.shape, dtype=bool)
+        instances: dict[int, list[tuple[int, int, Term]]] = defaultdict(list)
+        for t, (parts, slots) in enumerate(zip(routed, where, strict=True)):
+            for part, k in zip(parts, slots, strict=True):
+                taken[t, k] = True
+                instances[self._skeleton(part)].append((t, k, part))
+        self._place_keyless(rest, ids, taken, instances)
+        groups = [self._group(members, ids) for members in instances.values()]
+        if not any(g.has_matrices for g in groups):
+            raise Refused(
+                "experts are single vectors looked up per token (retrieval), not functions with a matrix product",
+                culprits=tuple(sorted(self.experts)[:3]),
+            )
+        owners = Counter(e for g in groups for e in g.ids)
+        clash = [e for e, n in owners.items() if n > 1]
+        if clash:
+            raise Refused(f"expert {clash[0]} does not always compute the same function", source=str(cut.meta["source"]))
+        return Lifted(self.capture, cut, tokens, K, index, ids, groups, shared, taken, self.routed, self.values)
+
+    def _flatten(self, t: Term) -> list[Term]:
+        """The summands of a row, one per expert: what one expert adds up (a bias, a residual) stays together, and
+        scalar factors are distributed over sums of several experts."""
+        if t.op == "pw":
+            name, kwargs, *items = t.args
+            if name in ("add", "sub") and all(i.shape == t.shape for i in items):
+                mine = [self._experts_in(i) for i in items]
+                if len(mine[0]) == 1 and mine[0] == mine[1]:
+                    return [t]
+                parts = self._flatten(items[1])
+                if name == "sub":
+                    parts = [self.T.pw("mul", p, self.T.const(-1)) for p in parts]
+                return self._flatten(items[0]) + parts
+            if name in ("mul", "div", "cast", "detach") and len(self._experts_in(t)) > 1:
+                wide = [k for k, a in enumerate(items) if math.prod(a.shape) > 1]
+                if len(wide) == 1 and not (name == "div" and wide[0] == 1):
+                    inner = self._flatten(items[wide[0]])
+                    return [self.T.pw(name, *[p if k == wide[0] else a for k, a in enumerate(items)], **dict(kwargs)) for p in inner]
+        return [] if is_const(t, 0) else [t]
+
+    def _experts_in(self, t: Term) -> frozenset[Any]:
+        """The experts (by natural index) whose parameters reach a term."""
+        mine = {Place.of(x) for x in self.leaves(t) if parameter_of(x).args[0] in self.experts}
+        return frozenset(self._natural(tuple(sorted(mine, key=str)), several=True))
+
+    def _natural(self, places: tuple[Place, ...], several: bool = False) -> list[int]:
+        """The expert numbers that fit all the places of a key; with `several`, of each place on its own."""
+        if places not in self.numbers:
+            options = [expert_indices(p, self.children) for p in places]
+            common = [i for i in (options[0] if options else []) if all(i in o for o in options)]
+            self.numbers[places] = common
+        common = self.numbers[places]
+        if several and not common and len(places) > 1:
+            by_common: set[int] = set()
+            for p in places:
+                by_common |= set(self._numbers_with_siblings(p, places))
+            return sorted(by_common)
+        return common[:1]
+
+    def _numbers_with_siblings(self, place: Place, places: tuple[Place, ...]) -> list[int]:
+        """A place's likeliest number: the one that most of the other places could have too."""
+        options = expert_indices(place, self.children)
+        others = Counter(i for p in places if p != place for i in expert_indices(p, self.children))
+        return sorted(options, key=lambda i: -others[i])[:1]
+
+    def _skeleton(self, t: Term) -> int:
+        """A hash of the form of a term: which ops, not which rows, weights or parameters."""
+        found = self.skeletons.get(t)
+        if found is None:
+            if is_parameter(t):
+                form: Any = ("parameter", t.shape)
+            elif math.prod(t.shape) == 1 and t.op != "const":
+                form = ("scalar",)
+            elif t.op in ("node", "at"):
+                form = (t.op, t.shape)
+            else:
+                form = (t.op, t.shape, *[self._skeleton(a) if isinstance(a, Term) else a for a in t.args])
+            found = self.skeletons[t] = hash(form)
+        return found
+
+    # ------------------------------------------------------------------ routing
+    def _key(self, t: Term) -> tuple[Place, ...]:
+        mine = {Place.of(x) for x in self.leaves(t) if parameter_of(x).args[0] in self.experts}
+        return tuple(sorted(mine, key=str))
+
+    def _explain(self, cut: fx.Node, tokens: tuple[int, ...], routed: list[list[Term]]) -> tuple[Ref, np.ndarray, list[list[int]]]:
+        """The integer node that says which experts each token used, and the slot of each summand."""
+        keys = [[self._key(p) for p in parts] for parts in routed]
+        natural: dict[tuple[Place, ...], int] = {}
+        for key in {k for row in keys for k in row}:
+            natural[key] = next(iter(self._natural(key)), -1)
+        widest = max(len(row) for row in keys)
+        every = {k for row in keys for k in row}
+        if all(len(set(row)) == len(every) for row in keys):
+            raise Refused(
+                "every expert is applied to every token: gates without a selection leave nothing to skip",
+                source=str(cut.meta["source"]),
+                remedy="select experts per token, for example with topk",
+            )
+        candidates = []
+        for n in self.capture.nodes:
+            val = n.meta.get("val")
+            if n in self.routed or not isinstance(val, torch.Tensor) or isinstance(val, FakeTensor) or val.dtype in (torch.bool, torch.uint8):
+                continue
+            for axes, flat in _aligned(val, tokens):
+                width = flat.shape[1]
+                if widest <= width <= _MOST_SLOTS:
+                    candidates.append((width != widest, n.meta["index"], Ref(n, axes), flat))
+        for by_name in (True, False):
+            for _, _, ref, flat in sorted(candidates, key=lambda c: c[:2]):
+                ids = flat.numpy()
+                names = natural if by_name and -1 not in natural.values() else None if by_name else _consistent(keys, ids)
+                slots = _slots(keys, ids, names) if names else None
+                if slots is not None:
+                    self.names = names
+                    return ref, ids, slots
+        raise Refused(
+            "no integer tensor with one entry per token and slot explains which experts were used",
+            source=str(cut.meta["source"]),
+            remedy="the experts of a token must follow from that token's own choice (token choice), not from the other tokens",
+        )
+
+    def _feeding(self, cut: fx.Node) -> list[fx.Node]:
+        """Float nodes that are computed without expert parameters and feed the cut."""
+        seen: set[fx.Node] = set()
+        stack = [cut]
+        while stack:
+            n = stack.pop()
+            if n not in seen:
+                seen.add(n)
+                stack.extend(n.all_input_nodes)
+        return [
+            n
+            for n in self.capture.nodes
+            if n in seen and n not in self.routed and isinstance(n.meta.get("val"), FakeTensor) and n.op != "get_attr" and not n.meta.get("known")
+        ]
+
+    def _shared(self, rest: list[list[Term]]) -> tuple[list[Ref], list[list[Term]]]:
+        """Summands that every token has: whole rows of a node that is computed without the experts."""
+        refs: list[Ref] = []
+        rest = [list(parts) for parts in rest]
+        while rest[0]:
+            for term in rest[0]:
+                skeleton = self._skeleton(term)
+                column = [next((p for p in parts if self._skeleton(p) == skeleton), None) for parts in rest]
+                if any(p is None for p in column):
+                    continue
+                ref = self.lookup.find([(t, 0, 0) for t in range(len(column))], column, slots=False)  # type: ignore[arg-type]
+                if ref is not None:
+                    refs.append(ref)
+                    for parts, p in zip(rest, column, strict=True):
+                        parts.remove(p)
+                    break
+            else:
+                break
+        return refs, rest
+
+    def _place_keyless(self, rest: list[list[Term]], ids: np.ndarray, taken: np.ndarray, instances: dict) -> None:
+        """Summands without parameters (identity experts): the slots that are left, told apart by their weights."""
+        for t, parts in enumerate(rest):
+            for part in parts:
+                free = [k for k in range(ids.shape[1]) if not taken[t, k]]
+                scalars = {a for a in part.terms if math.prod(a.shape) == 1}
+                fits = [k for k in free if any(self.lookup.value_at(t, k, int(ids[t, k]), s) for s in scalars)] or (free if len(free) == 1 else [])
+                if not fits:
+                    raise Refused(f"a part of the output is neither an expert's nor the same for all tokens: {show(part, 3)}")
+                taken[t, fits[0]] = True
+                instances[self._skeleton(part)].append((t, fits[0], part))
+
+    # ------------------------------------------------------------------ anti-unification
+    def _group(self, members: list[tuple[int, int, Term]], ids: np.ndarray) -> Group:
+        where = [(t, k, int(ids[t, k])) for t, k, _ in members]
+        self.tables: list[dict[int, Place]] = []
+        self.bodies: dict[tuple[Term, ...], Body] = {}
+        body = self._unify(where, [m for _, _, m in members])
+        return Group(sorted({e for _, _, e in where}), body, self.tables)
+
+    def _unify(self, where: list[tuple[int, int, int]], terms: list[Term]) -> Body:
+        first = terms[0]
+        key = tuple(terms)
+        if key in self.bodies:
+            return self.bodies[key]
+        same = all(t is first for t in terms)
+        if first.op == "const" and same:
+            return Body("const", (number(first),), first.shape)
+        if all(is_parameter(t) for t in terms) and (any(parameter_of(t).args[0] in self.experts for t in terms) or same):
+            body = self._table(where, terms, same)
+        elif (ref := self.lookup.find(where, terms)) is not None:
+            body = self._value(ref, first)
+        else:
+            try:
+                body = self._decompose(where, terms)
+            except Refused:
+                # a value per slot that is wider than a scalar is a last resort: it exists for all slots at once
+                if first.op == "const" or (ref := self.lookup.find(where, terms, wide=True)) is None:
+                    raise
+                body = self._value(ref, first)
+        self.bodies[key] = body
+        return body
+
+    def _value(self, ref: Ref, term: Term) -> Body:
+        if ref not in self.values:
+            self.values.append(ref)
+        return Body("value", (self.values.index(ref),), term.shape)
+
+    def _decompose(self, where: list[tuple[int, int, int]], terms: list[Term]) -> Body:
+        first = terms[0]
+        for t in terms:
+            if t.op != first.op or t.shape != first.shape or len(t.args) != len(first.args):
+                raise Refused(
+                    "experts do not compute the same function",
+                    culprits=tuple(str(p) for p in {*self._key(first), *self._key(t)})[:4],
+                    remedy=f"{show(first, 2)} differs from {show(t, 2)}",
+                )
+        if first.op in ("node", "at", "put", "index", "array"):
+            raise self._foreign(first)
+        args: list[Any] = []
+        for position, a in enumerate(first.args):
+            column = [t.args[position] for t in terms]
+            if isinstance(a, Term):
+                args.append(self._unify(where, column))
+            elif all(c == a for c in column):
+                args.append(a)
+            else:
+                other = next(c for c in column if c != a)
+                raise Refused(f"a constant inside the experts depends on the routing: {a!r} and {other!r}")
+        return Body(first.op, tuple(args), first.shape)
+
+    def _table(self, where: list[tuple[int, int, int]], terms: list[Term], same: bool) -> Body:
+        shape = terms[0].shape
+        if same and parameter_of(terms[0]).args[0] not in self.experts:
+            return Body("shared", (Place.of(terms[0]),), shape)
+        table: dict[int, Place] = {}
+        for (_, _, e), t in zip(where, terms, strict=True):
+            place = Place.of(t)
+            if table.setdefault(e, place) != place:
+                raise Refused(f"expert {e} uses {place} for one token and {table[e]} for another", culprits=(place.fqn,))
+            if t.shape != shape:
+                raise Refused("experts have parameters of different shapes", culprits=(str(place), str(next(iter(table.values())))))
+        if table not in self.tables:
+            self.tables.append(table)
+        return Body("expert", (self.tables.index(table),), shape)
+
+    def _foreign(self, t: Term) -> Refused:
+        """Something reached the routed sum that no token's own row explains."""
+        node = t
+        while node.terms:
+            node = node.terms[0]
+        if node.op == "node":
+            fx_node = node.args[0]
+            name = getattr(fx_node.target, "__name__", str(fx_node.target))
+            if fx_node in self.routed or torch.Tag.nondeterministic_seeded in getattr(fx_node.target, "tags", ()):
+                return Refused(f"the experts' computation goes through {name}, which is not row by row", culprits=(name,), source=str(fx_node.meta["source"]))
+        return Refused(f"an output row depends on something else than its own input row: {show(t, 3)}")
+
+
+# ---------------------------------------------------------------------- helpers
+def walk(body: Body) -> list[Body]:
+    """A body and all the bodies in it."""
+    out, stack = [], [body]
+    while stack:
+        b = stack.pop()
+        out.append(b)
+        stack.extend(a for a in b.args if isinstance(a, Body))
+    return out
+
+
+def _aligned(val: torch.Tensor, tokens: tuple[int, ...]) -> list[tuple[tuple[str, ...], torch.Tensor]]:
+    """Ways to read an integer tensor as [T, K]."""
+    T, shape, out = math.prod(tokens), tuple(val.shape), []
+    flat = val.to(torch.int64)
+    for lead in {tokens, (T,)}:
+        n = len(lead)
+        if shape[:n] == lead and len(shape) <= n + 1:
+            out.append((("t",) * n + ("k",) * (len(shape) - n), flat.reshape(T, -1)))
+        elif len(shape) == n + 1 and shape[1:] == lead:
+            out.append((("k", *("t",) * n), flat.reshape(shape[0], T).t()))
+    if len(shape) == 1 and shape[0] > T and shape[0] % T == 0:
+        out.append((("tk",), flat.reshape(T, -1)))
+        out.append((("kt",), flat.reshape(-1, T).t()))
+    return out
+
+
+def _slots(keys: list[list[Any]], ids: np.ndarray, names: dict[Any, int]) -> list[list[int]] | None:
+    """For each token, the slot of each key; None if some key's expert is not among the token's ids."""
+    out = []
+    for row, chosen in zip(keys, ids.tolist(), strict=True):
+        left: dict[int, list[int]] = defaultdict(list)
+        for k, e in enumerate(chosen):
+            left[e].append(k)
+        slots = []
+        for key in row:
+            at = left.get(names[key])
+            if not at:
+                return None
+            slots.append(at.pop(0))
+        out.append(slots)
+    return out
+
+
+def _consistent(keys: list[list[Any]], ids: np.ndarray) -> dict[Any, int] | None:
+    """A one-to-one naming of keys by ids that fits every token, if there is exactly one."""
+    options: dict[Any, set[int]] = {}
+    for row, chosen in zip(keys, ids.tolist(), strict=True):
+        for key in row:
+            options[key] = options.get(key, set(chosen)) & set(chosen)
+    changed = True
+    while changed:
+        changed = False
+        for key, mine in options.items():
+            if len(mine) == 1:
+                for other, theirs in options.items():
+                    if other is not key and len(theirs) > 1 and mine <= theirs:
+                        options[other] = theirs - mine
+                        changed = True
+    if any(len(o) != 1 for o in options.values()):
+        return None
+    names = {key: next(iter(o)) for key, o in options.items()}
+    return names if len(set(names.values())) == len(names) else None
+
+
+class _Lookup:
+    """Finds the node whose elements are given terms: weights and input rows are recognised by what they are."""
+
+    def __init__(self, lifter: Lifter, nodes: list[fx.Node], tokens: tuple[int, ...], slots: int, experts: int):
+        self.lifter, self.tokens, self.slots, self.experts = lifter, tokens, slots, experts
+        self.T = math.prod(tokens)
+        self.readings: list[tuple[int, int, Ref]] = []
+        for n in nodes:
+            for rank, axes in self._axes(tuple(n.meta["val"].shape)):
+                self.readings.append((rank, n.meta["index"], Ref(n, axes)))
+        self.readings.sort(key=lambda r: r[:2])
+        self._tables: dict[tuple, dict[Term, list[Ref]]] = {}
+
+    def _axes(self, shape: tuple[int, ...]) -> list[tuple[int, tuple[str, ...]]]:
+        T, K, out = self.T, self.slots, []
+        for lead in dict.fromkeys([(T,), self.tokens]):
+            n = len(lead)
+            t = ("t",) * n
+            extra = 0 if n == 1 else 1
+            if shape[:n] == lead:
+                out.append((extra, t))
+                if shape[n : n + 1] == (K,):
+                    out.append((extra, (*t, "k")))
+                if len(shape) > n and shape[n] >= self.experts:
+                    out.append((4 + extra, (*t, "e")))
+            if shape[:1] == (K,) and shape[1 : n + 1] == lead:
+                out.append((2 + extra, ("k", *t)))
+            if len(shape) > n and shape[0] >= self.experts and shape[1 : n + 1] == lead:
+                out.append((6 + extra, ("e", *t)))
+        if shape[:1] == (T * K,) and K > 1:
+            out += [(3, ("tk",)), (3, ("kt",))]
+        if shape and shape[0] >= self.experts and shape[0] != T:
+            out.append((8, ("e",)))
+        if math.prod(shape) == 1:
+            out.append((9, ()))
+        return out
+
+    def element(self, ref: Ref, t: int, k: int, e: int) -> Term | None:
+        term = self.lifter.S.term(ref.node)
+        position = np.unravel_index(t, self.tokens)
+        where: dict[int, int] = {}
+        seen = 0
+        many = ref.axes.count("t") > 1
+        for axis, kind in enumerate(ref.axes):
+            i = {"k": k, "e": e, "tk": t * self.slots + k, "kt": k * self.T + t}.get(kind)
+            if i is None:
+                i = int(position[seen]) if many else t
+                seen += 1
+            if not 0 <= i < term.shape[axis]:
+                return None
+            where[axis] = i
+        return self.lifter.T.resolve(self.lifter.T.picks(term, where))
+
+    def find(self, where: list[tuple[int, int, int]], terms: list[Term], slots: bool = True, wide: bool = False) -> Ref | None:
+        """The node (and reading) whose element at every place is the given term. A value that is not a scalar must
+        be one per token, unless `wide`."""
+        at = where[0]
+        if (at, slots) not in self._tables:
+            table: dict[Term, list[Ref]] = defaultdict(list)
+            for _, _, ref in self.readings:
+                if slots or set(ref.axes) == {"t"}:
+                    found = self.element(ref, *at)
+                    if found is not None:
+                        table[found].append(ref)
+            self._tables[at, slots] = table
+        scalar = math.prod(terms[0].shape) == 1
+        for ref in self._tables[at, slots].get(terms[0], ()):
+            if not (scalar or wide or set(ref.axes) <= {"t"}):
+                continue
+            if all(self.element(ref, *place) is term for place, term in zip(where, terms, strict=True)):
+                return ref
+        return None
+
+    def value_at(self, t: int, k: int, e: int, term: Term) -> bool:
+        return any(self.element(ref, t, k, e) is term for _, _, ref in self.readings if "k" in ref.axes or "e" in ref.axes)

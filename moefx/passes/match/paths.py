@@ -1,0 +1,96 @@
+"""Expert parameters: from the terms that a capture found to tables `expert id -> place in the user's parameters`."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from torch import nn
+
+from .terms import Term
+
+_MOVING = ("at", "slice", "reshape", "permute", "expand")
+
+
+def is_parameter(t: Term) -> bool:
+    """A parameter or a part of one, moved but not computed with."""
+    while t.op in _MOVING or (t.op == "pw" and t.args[0] in ("cast", "detach")):
+        t = t.args[2] if t.op == "pw" else t.args[0]
+    return t.op == "param"
+
+
+def parameter_of(t: Term) -> Term:
+    while t.op != "param":
+        t = t.args[2] if t.op == "pw" else t.args[0]
+    return t
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A parameter (by FQN) and the steps that lead to the part that is used, outermost last."""
+
+    fqn: str
+    steps: tuple[tuple, ...]
+
+    @staticmethod
+    def of(t: Term) -> Place:
+        steps: list[tuple] = []
+        while t.op != "param":
+            if t.op == "pw":
+                steps.append((t.args[0], *[v for _, v in t.args[1]]))
+                t = t.args[2]
+            else:
+                steps.append((t.op, t.shape, *t.args[1:]))
+                t = t.args[0]
+        return Place(t.args[0], tuple(reversed(steps)))
+
+    def __str__(self) -> str:
+        text = self.fqn
+        for op, *rest in self.steps:
+            if op == "at":
+                text += f"[{', '.join(str(i) for _, i in rest[1])}]"
+            elif op == "slice":
+                text += f"[{':, ' * rest[1]}{rest[2]}:{rest[3]}]"
+            else:
+                text += f".{op}"
+        return text
+
+
+def expert_indices(place: Place, children: dict[str, list[str]]) -> list[int]:
+    """Which expert a place may belong to, most likely first: its index in a stack, in a flat matrix, or among
+    sibling modules. `children`: FQN of a parent -> its numbered parts in order.
+    """
+    for op, *rest in place.steps:
+        if op == "at" and rest[1]:
+            return [rest[1][0][1]]
+        if op == "slice":
+            _, _, start, stop, step = rest
+            if step == 1 and start % (stop - start) == 0:
+                return [start // (stop - start)]
+    parts, found = place.fqn.split("."), []
+    for depth in range(len(parts)):
+        siblings = children.get(".".join(parts[:depth]), [])
+        if len(siblings) > 1 and parts[depth] in siblings:
+            found.append(siblings.index(parts[depth]))
+    return found
+
+
+def sibling_names(block: nn.Module) -> dict[str, list[str]]:
+    """For every module of the block whose parts are numbered alike (`0`, `1`, ... or `expert_0`, ...): those parts."""
+    out: dict[str, list[str]] = {}
+    for name, module in block.named_modules():
+        parts = [*module._modules, *module._parameters]
+        families: dict[str, list[str]] = {}
+        for part in parts:
+            if re.search(r"\d", part):
+                families.setdefault(re.sub(r"\d+", "#", part), []).append(part)
+        largest = max(families.values(), key=len, default=[])
+        if len(largest) < 2 and isinstance(module, nn.ModuleDict):
+            largest = parts
+        if len(largest) > 1:
+            out[name] = sorted(largest, key=_natural)
+    return out
+
+
+def _natural(text: str) -> list:
+    return [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", text)]

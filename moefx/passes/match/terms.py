@@ -1,0 +1,412 @@
+"""Terms: what one element, row or block of a captured tensor is, as an expression.
+
+Once routing is concrete, every way to write dispatch and combine (loops, masks, one-hot products, sorting, gathered
+weights) only moves rows about. So a captured tensor becomes one lazy, hash-consed expression, and the lifter asks
+for its rows with `pick(term, axis, i)`: moving ops are evaluated away, zeros fold, and what is left says which input
+row met which parameters with which weights. Nothing is expanded that nobody asks for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+aten = torch.ops.aten
+
+
+class Term:
+    """One expression. `op` and `args` identify it; equal terms are the same object.
+
+    | op | args |
+    |---|---|
+    | `node` | an FX node taken as it is |
+    | `param` | FQN |
+    | `const` | a number, in every element |
+    | `array` | an `Array` of known numbers |
+    | `pw` | name, keyword arguments, items (terms and static values): elementwise with broadcasting |
+    | `ein` | input labels, output labels, operands |
+    | `row` | name, acted-on dims (negative), keeps them, static arguments, operand: softmax, norms, reductions |
+    | `sum` | dims, operand |
+    | `reshape`, `permute`, `expand`, `slice`, `cat` | as in torch |
+    | `index` | operand, dims, `Array` [m, *I], position of I: advanced indexing |
+    | `put` | base, dims, `Array` [m, n], values [n, *rest], accumulate: every kind of scatter |
+    | `at` | operand, ((axis, i), ...): an element that stays symbolic |
+    """
+
+    __slots__ = ("args", "op", "shape", "structure")
+
+    def __init__(self, op: str, args: tuple, shape: tuple[int, ...]):
+        self.op, self.args, self.shape = op, args, shape
+        self.structure: frozenset[int] | None = None
+
+    def __repr__(self) -> str:
+        return show(self)
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        return tuple(a for a in self.args if isinstance(a, Term))
+
+
+class Array:
+    """A concrete integer or number array inside a term; interned, so identity is equality."""
+
+    __slots__ = ("_hits", "value")
+
+    def __init__(self, value: np.ndarray):
+        self.value = value
+        self._hits: dict[tuple[int, int], np.ndarray] = {}
+
+    def hits(self, row: int, i: int) -> np.ndarray:
+        """Positions along the last axis where row `row` equals `i`."""
+        if (row, i) not in self._hits:
+            order = np.argsort(self.value[row], kind="stable")
+            keys = self.value[row][order]
+            starts = np.flatnonzero(np.r_[True, keys[1:] != keys[:-1]]) if len(keys) else np.empty(0, int)
+            for start, stop in zip(starts, np.r_[starts[1:], len(keys)], strict=True):
+                self._hits[row, int(keys[start])] = order[start:stop]
+            self._hits.setdefault((row, i), _NONE)
+        return self._hits[row, i]
+
+
+_NONE = np.empty(0, dtype=np.int64)
+
+
+def show(t: Any, depth: int = 6) -> str:
+    if not isinstance(t, Term):
+        return repr(t.value.shape) if isinstance(t, Array) else repr(t)
+    if t.op == "const":
+        return f"{t.args[0]:g}"
+    if t.op in ("param", "node"):
+        return str(t.args[0])
+    if depth == 0:
+        return "..."
+    head = t.args[0] if t.op in ("pw", "row") else t.op
+    rest = t.args[2:] if t.op == "pw" else t.args[1:] if t.op == "row" else t.args
+    return f"{head}({', '.join(show(a, depth - 1) for a in rest)})"
+
+
+class Terms:
+    """The table of terms of one capture, and their constructors, which keep them in normal form."""
+
+    def __init__(self) -> None:
+        self._table: dict[tuple, Term] = {}
+        self._arrays: dict[tuple, Array] = {}
+        self._picks: dict[tuple[Term, int, int], Term] = {}
+        self._resolved: dict[Term, Term] = {}
+
+    def make(self, op: str, args: tuple, shape: Iterable[int]) -> Term:
+        shape = tuple(shape)
+        key = (op, args, shape)
+        term = self._table.get(key)
+        if term is None:
+            term = self._table[key] = Term(op, args, shape)
+        return term
+
+    def intern(self, value: np.ndarray) -> Array:
+        value = np.ascontiguousarray(value)
+        key = (value.dtype.str, value.shape, value.tobytes())
+        return self._arrays.setdefault(key, Array(value))
+
+    # ------------------------------------------------------------------ leaves
+    def const(self, value: float, shape: Iterable[int] = ()) -> Term:
+        value = float(value)
+        return self.make("const", ("nan" if value != value else value,), shape)
+
+    def array(self, value: torch.Tensor | np.ndarray) -> Term:
+        if isinstance(value, torch.Tensor):
+            value = (value.double() if value.is_floating_point() else value.to(torch.int64)).numpy()
+        if value.size and (value == value.flat[0]).all():
+            return self.const(value.flat[0], value.shape)
+        if value.size and value.dtype.kind == "f" and np.isnan(value).all():
+            return self.const(math.nan, value.shape)
+        return self.make("array", (self.intern(value),), value.shape)
+
+    # ------------------------------------------------------------------ elementwise
+    def pw(self, name: str, *items: Any, **kwargs: Any) -> Term:
+        """An elementwise op on terms and static values, with the identities that routing constants need."""
+        terms = [a for a in items if isinstance(a, Term)]
+        shape = np.broadcast_shapes(*[t.shape for t in terms])
+        if all(math.prod(t.shape) == 1 for t in terms) and shape:
+            return self.reshape(self.pw(name, *[self.reshape(a, ()) if isinstance(a, Term) else a for a in items], **kwargs), shape)
+        items = tuple(self._strip(a) if isinstance(a, Term) else a for a in items)
+        folded = self._fold(name, items, kwargs, shape)
+        return folded if folded is not None else self.make("pw", (name, tuple(sorted(kwargs.items())), *items), shape)
+
+    def _strip(self, t: Term) -> Term:
+        """Without the leading ones that broadcasting ignores, and scalars as scalars."""
+        if math.prod(t.shape) == 1:
+            return self.reshape(t, ())
+        lead = 0
+        while t.shape[lead] == 1:
+            lead += 1
+        return self.reshape(t, t.shape[lead:]) if lead else t
+
+    def _fold(self, name: str, items: tuple, kwargs: dict, shape: tuple[int, ...]) -> Term | None:
+        if name in ("mul", "add", "sub", "div"):
+            a, b = items
+            if name == "mul" and (is_const(a, 0) or is_const(b, 0)):
+                return self.const(0, shape)
+            if name == "div" and is_const(a, 0):
+                return self.const(0, shape)
+            neutral = 0 if name in ("add", "sub") else 1
+            if is_const(b, neutral) and a.shape == shape:
+                return a
+            if name in ("add", "mul") and is_const(a, neutral) and b.shape == shape:
+                return b
+        elif name == "where":
+            if items[0].op == "const":
+                return self.expand(items[1] if items[0].args[0] else items[2], shape)
+            if items[0].op == "array" and not shape:
+                raise AssertionError("scalar arrays are constants")
+        elif name in ("cast", "detach") and items[0].op in ("const", "array"):
+            return items[0]
+        elif name == "detach" and _is(items[0], "detach"):
+            return items[0]
+        if all(t.op in ("const", "array") for t in items if isinstance(t, Term)):
+            return self._compute(name, items, kwargs, shape)
+        return None
+
+    def _compute(self, name: str, items: tuple, kwargs: dict, shape: tuple[int, ...]) -> Term | None:
+        """Elementwise on known numbers, in float64."""
+        size = math.prod(np.broadcast_shapes(*[t.shape for t in items if isinstance(t, Term) and t.op == "array"] or [()]))
+        if size > 1 << 20:
+            return None
+        values = [torch.as_tensor(_number(t), dtype=torch.float64) if isinstance(t, Term) else t for t in items]
+        if name == "where":
+            values[0] = values[0] != 0
+        packet, _, overload = name.partition(".")
+        op = getattr(aten, packet)
+        try:
+            out = (getattr(op, overload) if overload else op)(*values, **kwargs)
+        except (RuntimeError, TypeError):
+            return None
+        return self.expand(self.array(out), shape)
+
+    # ------------------------------------------------------------------ moving
+    def reshape(self, t: Term, shape: Iterable[int]) -> Term:
+        shape = tuple(shape)
+        if t.shape == shape:
+            return t
+        if t.op == "const":
+            return self.const(_number(t), shape)
+        if t.op == "array":
+            return self.array(t.args[0].value.reshape(shape))
+        if t.op == "reshape":
+            return self.reshape(t.args[0], shape)
+        if 1 in t.shape:  # axes of size one are looked through, so that equal values are equal terms
+            squeezed = self.picks(t, {d: 0 for d, n in enumerate(t.shape) if n == 1})
+            return self.reshape(squeezed, shape)
+        return self.make("reshape", (t,), shape)
+
+    def permute(self, t: Term, order: Sequence[int]) -> Term:
+        order = tuple(d % len(t.shape) for d in order)
+        if order == tuple(range(len(order))):
+            return t
+        shape = tuple(t.shape[d] for d in order)
+        if t.op == "const":
+            return self.const(_number(t), shape)
+        if t.op == "array":
+            return self.array(t.args[0].value.transpose(order))
+        if t.op == "permute":
+            return self.permute(t.args[0], [t.args[1][d] for d in order])
+        return self.make("permute", (t, order), shape)
+
+    def expand(self, t: Term, shape: Iterable[int]) -> Term:
+        shape = tuple(shape)
+        if t.shape == shape:
+            return t
+        if t.op == "const":
+            return self.const(_number(t), shape)
+        if len(t.shape) < len(shape):
+            t = self.reshape(t, (1,) * (len(shape) - len(t.shape)) + t.shape)
+        return t if t.shape == shape else self.make("expand", (t,), shape)
+
+    def slice(self, t: Term, dim: int, start: int | None, stop: int | None, step: int = 1) -> Term:
+        dim %= len(t.shape)
+        start, stop, step = slice(start, stop, step).indices(t.shape[dim])
+        size = len(range(start, stop, step))
+        shape = (*t.shape[:dim], size, *t.shape[dim + 1 :])
+        if shape == t.shape:
+            return t
+        if t.op == "const":
+            return self.const(_number(t), shape)
+        if t.op == "array":
+            return self.array(t.args[0].value[(slice(None),) * dim + (slice(start, stop, step),)])
+        if t.op == "slice" and t.args[1] == dim:
+            inner, _, first, _, stride = t.args
+            return self.slice(inner, dim, first + start * stride, first + (start + (size - 1) * step) * stride + 1, stride * step)
+        if t.op == "cat" and t.args[0] == dim and step == 1:
+            pieces, low = [], 0
+            for piece in t.args[1:]:
+                a, b = max(start - low, 0), min(stop - low, piece.shape[dim])
+                if a < b:
+                    pieces.append(self.slice(piece, dim, a, b))
+                low += piece.shape[dim]
+            return self.cat(pieces, dim)
+        return self.make("slice", (t, dim, start, stop, step), shape)
+
+    def cat(self, terms: Sequence[Term], dim: int) -> Term:
+        terms = [t for t in terms if not (t.shape == (0,) and any(len(s.shape) > 1 for s in terms))]
+        dim %= len(terms[0].shape)
+        terms = [t for t in terms if t.shape[dim]] or [terms[0]]
+        if len(terms) == 1:
+            return terms[0]
+        size = sum(t.shape[dim] for t in terms)
+        shape = (*terms[0].shape[:dim], size, *terms[0].shape[dim + 1 :])
+        if all(t.op == "const" and t.args == terms[0].args for t in terms):
+            return self.const(_number(terms[0]), shape)
+        if all(t.op in ("const", "array") for t in terms):
+            return self.array(np.concatenate([np.broadcast_to(_number(t), t.shape) for t in terms], axis=dim))
+        return self.make("cat", (dim, *terms), shape)
+
+    def index(self, t: Term, dims: Sequence[int], indices: np.ndarray, position: int) -> Term:
+        """Advanced indexing: `indices` [m, *I] into `dims`; the axes of I stand at `position` of the result."""
+        dims = tuple(dims)
+        sizes = np.array([t.shape[d] for d in dims]).reshape((-1,) + (1,) * (indices.ndim - 1))
+        indices = np.where(indices < 0, indices + sizes, indices)
+        if indices.ndim == 1:
+            return self.picks(t, dict(zip(dims, indices.tolist(), strict=True)))
+        rest = [n for d, n in enumerate(t.shape) if d not in dims]
+        shape = (*rest[:position], *indices.shape[1:], *rest[position:])
+        if t.op == "const":
+            return self.const(_number(t), shape)
+        if len(dims) == 1 and indices.ndim == 2 and position == dims[0] and indices.size:
+            first, steps = int(indices[0, 0]), np.diff(indices[0])
+            if indices.size > 1 and steps[0] > 0 and (steps == steps[0]).all():
+                return self.slice(t, dims[0], first, int(indices[0, -1]) + 1, int(steps[0]))
+        return self.make("index", (t, dims, self.intern(indices), position), shape)
+
+    def put(self, base: Term, dims: Sequence[int], indices: np.ndarray, values: Term, accumulate: bool) -> Term:
+        """`base` with `values` [n, *rest] written (or added) at `indices` [m, n] of `dims`."""
+        if indices.shape[1] == 0:
+            return base
+        rest = tuple(n for d, n in enumerate(base.shape) if d not in dims)
+        values = self.expand(values, (indices.shape[1], *rest))
+        sizes = np.array([base.shape[d] for d in dims])[:, None]
+        indices = np.where(indices < 0, indices + sizes, indices)
+        return self.make("put", (base, tuple(dims), self.intern(indices), values, accumulate), base.shape)
+
+    # ------------------------------------------------------------------ contracting
+    def ein(self, inputs: Sequence[str], output: str, operands: Sequence[Term]) -> Term:
+        """An einsum in normal form: no scalars, constants, permutations or size-one labels among the operands."""
+        size = {label: n for labels, t in zip(inputs, operands, strict=True) for label, n in zip(labels, t.shape, strict=True)}
+        shape = tuple(size[label] for label in output)
+        if any(is_const(t, 0) for t in operands):
+            return self.const(0, shape)
+        factor, scalars, kept = 1.0, [], []
+        for labels, t in zip(inputs, operands, strict=True):
+            if any(size[label] == 1 for label in labels):
+                t = self.reshape(t, [n for n in t.shape if n != 1])
+                labels = "".join(label for label in labels if size[label] != 1)
+            elsewhere = set("".join(other for other in inputs if other is not labels)) | set(output)
+            if t.op == "const" and set(labels) <= elsewhere:
+                factor *= _number(t)
+            elif not labels:
+                scalars.append(t)
+            else:
+                if t.op == "permute":
+                    labels = "".join(labels[t.args[1].index(d)] for d in range(len(t.shape)))
+                    t = t.args[0]
+                kept.append((labels, t))
+        out = "".join(label for label in output if size[label] != 1)
+        result = self.reshape(self._contract(kept, out, size), shape)
+        for label in set("".join(inputs)) - set(output) - set("".join(labels for labels, _ in kept)):
+            factor *= size[label]
+        for s in scalars:
+            result = self.pw("mul", result, s)
+        return self.pw("mul", result, self.const(factor)) if factor != 1 else result
+
+    def _contract(self, kept: list[tuple[str, Term]], out: str, size: dict[str, int]) -> Term:
+        labels = set("".join(s for s, _ in kept))
+        if not kept or not set(out) <= labels:
+            return self.expand_missing(kept, out, size)
+        if len(kept) == 1:
+            (s, t), gone = kept[0], [i for i, label in enumerate(kept[0][0]) if label not in out]
+            t = self.sum(t, gone)
+            s = "".join(label for label in s if label in out)
+            return self.permute(t, [s.index(label) for label in out])
+        if labels == set(out):  # nothing is summed: a product with broadcasting
+            aligned = [self.reshape(self.permute(t, [s.index(x) for x in out if x in s]), [size[x] if x in s else 1 for x in out]) for s, t in kept]
+            result = aligned[0]
+            for t in aligned[1:]:
+                result = self.pw("mul", result, t)
+            return result
+        names: dict[str, str] = {}
+        for label in "".join(s for s, _ in kept) + out:
+            names.setdefault(label, "abcdefghijklmnopqrstuvwxyz"[len(names)])
+        renamed = tuple("".join(names[x] for x in s) for s, _ in kept)
+        return self.make("ein", (renamed, "".join(names[x] for x in out), *[t for _, t in kept]), [size[x] for x in out])
+
+    def expand_missing(self, kept: list[tuple[str, Term]], out: str, size: dict[str, int]) -> Term:
+        have = "".join(label for label in out if any(label in s for s, _ in kept))
+        inner = self._contract(kept, have, size) if kept else self.const(1)
+        inner = self.reshape(inner, [size[x] if x in have else 1 for x in out])
+        return self.expand(inner, [size[x] for x in out])
+
+    # ------------------------------------------------------------------ reducing
+    def sum(self, t: Term, dims: Iterable[int]) -> Term:
+        dims = tuple(sorted(d % len(t.shape) for d in dims))
+        if not dims:
+            return t
+        shape = tuple(n for d, n in enumerate(t.shape) if d not in dims)
+        if t.op == "const":
+            return self.const(_number(t) * math.prod(t.shape[d] for d in dims), shape)
+        if t.op == "array":
+            return self.array(t.args[0].value.sum(axis=dims))
+        if all(t.shape[d] == 1 for d in dims):
+            return self.reshape(t, shape)
+        return self.make("sum", (tuple(d - len(t.shape) for d in dims), t), shape)
+
+    def row(self, name: str, dims: Iterable[int], keep: bool, static: tuple, t: Term) -> Term:
+        """An op that acts along `dims` and treats the others as a batch."""
+        dims = tuple(sorted(d % len(t.shape) - len(t.shape) for d in dims))
+        shape = t.shape if keep else tuple(n for d, n in enumerate(t.shape) if d - len(t.shape) not in dims)
+        return self.make("row", (name, dims, keep, static, t), shape)
+
+    # ------------------------------------------------------------------ picking
+    def picks(self, t: Term, where: dict[int, int]) -> Term:
+        for axis in sorted(where, reverse=True):
+            t = self.pick(t, axis, where[axis])
+        return t
+
+    def pick(self, t: Term, axis: int, i: int) -> Term:
+        """`t` at index `i` of `axis`, which disappears."""
+        from .pick import pick  # rules of one line each, in a file of their own
+
+        key = (t, axis, i)
+        found = self._picks.get(key)
+        if found is None:
+            found = self._picks[key] = pick(self, t, axis, i)
+        return found
+
+    def resolve(self, t: Term) -> Term:
+        """`t` with the sums over routed axes written out: the normal form in which terms are compared."""
+        from .pick import resolve
+
+        found = self._resolved.get(t)
+        if found is None:
+            found = resolve(self, t)
+            self._resolved[t] = self._resolved[found] = found
+        return found
+
+
+def is_const(t: Any, value: float | None = None) -> bool:
+    return isinstance(t, Term) and t.op == "const" and (value is None or t.args[0] == value)
+
+
+def _is(t: Any, name: str) -> bool:
+    return isinstance(t, Term) and t.op == "pw" and t.args[0] == name
+
+
+def _number(t: Term) -> Any:
+    if t.op == "array":
+        return t.args[0].value
+    return math.nan if t.args[0] == "nan" else t.args[0]
+
+
+number = _number
+is_pw = _is
