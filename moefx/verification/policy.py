@@ -1,7 +1,8 @@
 """The float64 rule: when is a compiled result as right as the original's?
 
-Numeric truth is the original code in float64 (`truth`). The original in its own precision deviates from it by rounding;
-the compiled program, which adds up the same terms in another order, may deviate a small multiple of that:
+Numeric truth is the original code in float64 (`truth`). The original in its own precision deviates from it by
+rounding; the compiled program, which adds up the same terms in another order, may deviate a small multiple of
+that:
 
     err(compiled, truth) <= m * err(original, truth) + tol / 10          m = 2, or 3 in half precision
 
@@ -9,21 +10,22 @@ so the bound follows from how well-conditioned this tensor of this model is, nev
 
 `err` is taken in two norms, and both must hold:
 
-* `rel2`, `||a - t||_2 / ||t||_2`. Rounding errors are random and average out here, so it is the sensitive norm for
-  what is wrong everywhere by a little: a scale, an activation constant, a routing weight.
-* `row`, the largest `||a_r - t_r||_inf / ||t_r||_inf` over the rows r of the last dimension (a row is one token of an
-  activation, one expert's neuron of a weight gradient). It sees what is wrong in few places: one dropped token, the
-  gradient of one seldom-hit expert, which no norm of the whole tensor would show. Rows below `ROW_FLOOR` of the
-  tensor's largest value are measured against that floor.
+* `rel2`, `||a - t||_2 / ||t||_2`. Rounding errors are random and average out here, so it is the sensitive
+  norm for what is wrong everywhere by a little: a scale, an activation constant, a routing weight.
+* `row`, the largest `||a_r - t_r||_inf / ||t_r||_inf` over the rows r of the last dimension (a row is one
+  token of an activation, one expert's neuron of a weight gradient). It sees what is wrong in few places: one
+  dropped token, the gradient of one seldom-hit expert, which no norm of the whole tensor would show. Rows
+  below `ROW_FLOOR` of the tensor's largest value are measured against that floor.
 
-`tol / 10 = u + u_sum * sqrt(n)`: one rounding of the stored result (u = the unit roundoff of the working precision) plus
-the random walk of n additions in the accumulator's precision (u_sum: float32's for half types, else u; n: the longest
-reduction in the model). It matters only where the original is exact by luck or by being the truth itself.
+`tol / 10 = u + u_sum * sqrt(n)`: one rounding of the stored result (u = the unit roundoff of the working
+precision) plus the random walk of n additions in the accumulator's precision (u_sum: float32's for half
+types, else u; n: the longest reduction in the model). It matters only where the original is exact by luck or
+by being the truth itself.
 
-A sum of few terms is a poor sample of the rounding noise (one number may be exact by luck; a gradient whose terms
-cancel is nothing but noise). So where a row fails, `compare.py` also measures the original with its weights and inputs
-moved by `tol / 10`, and err(original) is the largest seen: whatever a program as good as the original on
-neighbouring data could return is not an error (backward stability).
+A sum of few terms is a poor sample of the rounding noise (one number may be exact by luck; a gradient whose
+terms cancel is nothing but noise). So where a row fails, `compare.py` also measures the original with its
+weights and inputs moved by `tol / 10`, and err(original) is the largest seen: whatever a program as good as
+the original on neighbouring data could return is not an error (backward stability).
 """
 
 from __future__ import annotations
@@ -44,12 +46,10 @@ HALF = (torch.float16, torch.bfloat16)
 class Row:
     """One compared tensor.
 
-    Attributes:
-        block: FQN of the rewritten block, "" for the whole model.
-        name: tensor name: output path, argument, parameter or buffer FQN.
-        kind: output | grad_input | grad_param | buffer | state | path.
-        error, bound: in `norm` ("rel2", "row", or "count" of what differs for everything that is not floating point).
-        case: which inputs and seed.
+    Attributes: block: FQN of the rewritten block, "" for the whole model. name: tensor name: output path,
+        argument, parameter or buffer FQN. kind: output | grad_input | grad_param | buffer | state | path.
+        error, bound: in `norm` ("rel2", "row", or "count" of what differs for everything that is not floating
+        point). case: which inputs and seed.
     """
 
     block: str
@@ -99,7 +99,9 @@ class _Scale:
 
     def error(self, value: Tensor) -> Error:
         off = (_rows(value, self.finite) - self.truth).abs()
-        return Error(float(torch.linalg.vector_norm(off)) / self.norm2, float((off.amax(-1) / self.rows).max()))
+        return Error(
+            float(torch.linalg.vector_norm(off)) / self.norm2, float((off.amax(-1) / self.rows).max())
+        )
 
 
 def _rows(t: Tensor, finite: Tensor) -> Tensor:
@@ -112,9 +114,9 @@ def judge(
 ) -> Row:
     """Apply the rule to one tensor; `row` carries the names and comes back with the verdict.
 
-    `compiled` and `original` are in the working precision, `truth` usually in float64, `noise` are results of the
-    original on neighbouring data (see the module). Non-finite values never pass unless the original has the same ones
-    at the same places; integers and booleans must be equal.
+    `compiled` and `original` are in the working precision, `truth` usually in float64, `noise` are results of
+    the original on neighbouring data (see the module). Non-finite values never pass unless the original has
+    the same ones at the same places; integers and booleans must be equal.
     """
     if compiled.shape != original.shape or compiled.dtype != original.dtype:
         seen = f"{_describe(compiled)} instead of {_describe(original)}"
@@ -135,9 +137,13 @@ def judge(
         note = f"{misplaced} values are not finite where the original's are, or finite where they are not"
         return dataclasses.replace(row, ok=False, error=math.inf, note=note)
     if not finite.any():
-        return dataclasses.replace(row, ok=False, error=math.inf, note="nothing to compare: all values are NaN or Inf")
+        return dataclasses.replace(
+            row, ok=False, error=math.inf, note="nothing to compare: all values are NaN or Inf"
+        )
 
-    truth = torch.where(truth.isfinite(), truth, original)  # a branch that only the working precision can take
+    truth = torch.where(
+        truth.isfinite(), truth, original
+    )  # a branch that only the working precision can take
     scale = _Scale(truth, original, finite)
     error = scale.error(compiled)
     expected = [scale.error(t.to(original.device)) for t in (original, *noise) if t.shape == original.shape]

@@ -31,7 +31,8 @@ def verdict(value, original, truth, dtype, **kw) -> Row:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_another_order_of_the_same_sum_passes(dtype):
     original, truth = product(dtype)
-    # In half precision partial sums would be rounded too, which is another algorithm: round once, as an accumulator.
+    # In half precision partial sums would be rounded too, which is another algorithm: round once, as an
+    # accumulator.
     wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
     other = product(wide, order=slice(None, None, -1))[0] if wide is dtype else truth.to(wide)
     row = verdict(other.to(dtype), original, truth, dtype)
@@ -66,7 +67,9 @@ def test_the_bound_is_the_stated_formula():
     original, truth = product(torch.float32)
     row = verdict(original * (1 + 1e-4), original, truth, torch.float32)
     u = torch.finfo(torch.float32).eps / 2
-    rel2 = float((original.double() - truth).norm() / torch.maximum(truth.abs(), original.double().abs()).norm())
+    rel2 = float(
+        (original.double() - truth).norm() / torch.maximum(truth.abs(), original.double().abs()).norm()
+    )
     assert row.norm == "rel2" and row.error == pytest.approx(1e-4, rel=1e-2)
     assert row.bound == pytest.approx(2 * rel2 + u + u * 8)
     half = tolerance(torch.bfloat16, 64)
@@ -84,7 +87,13 @@ def test_non_finite_values_pass_only_at_the_same_places():
     original[0, 0], original[0, 1], original[0, 2] = math.nan, math.inf, -math.inf
     row = verdict(original.clone(), original, truth, torch.float16)
     assert row.ok and "3 values are NaN or Inf" in row.note
-    for place, value in (((0, 0), math.inf), ((0, 0), 1.0), ((0, 1), -math.inf), ((0, 1), math.nan), ((5, 5), math.nan)):
+    for place, value in (
+        ((0, 0), math.inf),
+        ((0, 0), 1.0),
+        ((0, 1), -math.inf),
+        ((0, 1), math.nan),
+        ((5, 5), math.nan),
+    ):
         bad = original.clone()
         bad[place] = value
         assert not verdict(bad, original, truth, torch.float16).ok
@@ -134,7 +143,12 @@ def test_scalars_and_empty_and_complex_tensors():
 
 
 @settings(max_examples=50, deadline=None)
-@given(rows=st.integers(1, 9), cols=st.integers(1, 33), row=st.integers(0, 8), scale=st.sampled_from([1e-3, 1.0, 1e6]))
+@given(
+    rows=st.integers(1, 9),
+    cols=st.integers(1, 33),
+    row=st.integers(0, 8),
+    scale=st.sampled_from([1e-3, 1.0, 1e6]),
+)
 def test_losing_any_row_of_any_shape_is_seen(rows, cols, row, scale):
     g = torch.Generator().manual_seed(rows * 100 + cols)
     truth = (torch.rand(rows, cols, generator=g, dtype=torch.float64) + 0.1) * scale

@@ -1,0 +1,199 @@
+"""Original, its float64 truth and compiled on the same inputs, under the original's routing: what differs?"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .policy import Row, judge, tolerance
+from .routing import Align, CannotReplay, Record, Replay, RoutingRow, Scope, Tape
+from .sandbox import Call, Casts, Inputs, Options, Parameters, Run, call_module, execute, leaves, sandbox
+
+NUM_NOISE_RUNS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """One thing to verify: a model, or one of its blocks.
+
+    Attributes: original, compiled: the modules; sandboxes of them are run. `compiled` is the original again
+        where a program
+            other than the module's own forward is under test.
+        working, exact: their parameters in the precision under test, and in the truth's.
+        call_original, call_compiled: how to call a sandbox; by default `module(*args, **kwargs)`.
+        prepare: called on each sandbox before it runs, with "original", "truth", "compiled" or "noise".
+    """
+
+    original: nn.Module
+    compiled: nn.Module
+    working: Casts
+    exact: Casts
+    block: str = ""
+    call_original: Call = call_module
+    call_compiled: Call = call_module
+    prepare: Callable[[nn.Module, str, Scope], None] = lambda module, which, scope: None
+
+
+@dataclasses.dataclass
+class Comparison:
+    """`notes` say what could not be done as stated."""
+
+    rows: list[Row]
+    routing: list[RoutingRow] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return all(row.ok for row in self.rows)
+
+
+def compare(subject: Subject, inputs: Inputs, options: Options, case: str = "") -> Comparison:
+    """Apply the rule (see `policy`) to everything that one call produces. An error of the original is raised;
+    one of the compiled program is a failed row."""
+    with torch.inference_mode(False):  # what a sandbox makes there could not be updated
+        return _Comparing(subject, inputs, options, case).result()
+
+
+class _Comparing:
+    def __init__(self, subject: Subject, inputs: Inputs, options: Options, case: str):
+        self.subject, self.inputs, self.options, self.case = subject, inputs, options, case
+        self.scope, self.tape = Scope(), Tape()
+        self.cotangents: dict[str, Tensor] = {}
+        self.dtype = subject.working.dtype
+        self.tol = tolerance(*working_precision(subject.original, inputs, self.dtype))
+
+    def result(self) -> Comparison:
+        original = self.run("original", Record(self.tape, self.scope))
+        self.cotangents = original.cotangents
+        notes = []
+        try:
+            truth = self.truth()
+        except Exception as error:  # the user's code: no float64 kernel, a fixed dtype, out of memory, ...
+            truth = original
+            what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            notes.append(
+                f"{self.subject.block or 'the model'}: no float64 truth ({what}); "
+                "compared with the original in its own precision and with its own seed"
+            )
+        align = Align(self.tape, self.scope, self.tol, self.case)
+        try:
+            compiled = self.run("compiled", align)
+        except Exception as error:
+            note = f"raised {type(error).__name__}: {error}"
+            row = Row(
+                self.subject.block,
+                "forward and backward",
+                "output",
+                False,
+                math.inf,
+                note=note,
+                case=self.case,
+            )
+            return Comparison([row], align.rows, notes)
+        rows = self.judge(original, compiled, truth)
+        if not all(row.ok for row in rows):
+            rows = self.judge(original, compiled, truth, list(self.noise()))
+        return Comparison(rows, align.rows, notes)
+
+    def truth(self) -> Run:
+        # Autocast would round; it is part of the original's precision, not of the truth.
+        with _no_autocast():
+            return self.run("truth", Replay(self.tape, self.scope, promote=True), self.subject.exact)
+
+    def noise(self) -> Iterator[Run]:
+        """The original on weights and inputs moved by the rounding that the rule allows."""
+        for seed in range(NUM_NOISE_RUNS):
+            moved = _Moved(self.subject.working, self.tol.floor, seed)
+            with contextlib.suppress(CannotReplay):
+                yield self.run("noise", Replay(self.tape, self.scope, promote=False), moved, moved.move)
+
+    def run(self, which: str, mode: Any, parameters: Parameters | None = None,
+            change: Callable[[Tensor], Tensor] = lambda t: t) -> Run:  # fmt: skip
+        parameters = parameters or self.subject.working
+        dtype = torch.float64 if which == "truth" else self.dtype
+        is_compiled = which == "compiled"
+        box = sandbox(self.subject.compiled if is_compiled else self.subject.original, parameters, dtype)
+        self.subject.prepare(box, which, self.scope)
+        return execute(
+            box, self.inputs, self.options, mode=mode, cotangents=self.cotangents,
+            call=self.subject.call_compiled if is_compiled else self.subject.call_original,
+            cast=lambda t: change(t.to(dtype) if dtype else t),
+        )  # fmt: skip
+
+    def judge(self, original: Run, compiled: Run, truth: Run, noise: list[Run] | None = None) -> list[Row]:
+        rows = []
+        for key in (*original.values, *(k for k in compiled.values if k not in original.values)):
+            kind, name = key
+            row = Row(self.subject.block, name, kind, ok=False, case=self.case)
+            if kind in ("buffer", "state") and key not in original.changed | compiled.changed:
+                continue
+            if key not in original.values or key not in compiled.values:
+                note = "only in the original" if key in original.values else "only in the compiled model"
+                rows.append(dataclasses.replace(row, error=math.inf, note=note))
+                continue
+            ours, theirs = _present(compiled.values[key], original.values[key])
+            if ours is None or theirs is None:
+                continue  # no gradient in either
+            exact = [run.values.get(key) for run in (truth, *(noise or ()))]
+            exact = [torch.zeros_like(theirs) if t is None else t for t in exact]
+            exact[0] = exact[0] if exact[0].shape == theirs.shape else theirs
+            rows.append(judge(row, ours, theirs, exact[0], self.tol, exact[1:]))
+        return [row for row in rows if not (row.ok and row.name.endswith(".requires_grad"))]
+
+
+class _Moved:
+    """Parameters and inputs times (1 + amplitude * u), u uniform in [-1, 1]."""
+
+    def __init__(self, casts: Casts, amplitude: float, seed: int):
+        self.casts, self.amplitude = casts, amplitude
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def move(self, t: Tensor) -> Tensor:
+        u = torch.rand(t.shape, generator=self.generator, dtype=torch.float64) * 2 - 1
+        return (t.detach().double() * (1 + self.amplitude * u.to(t.device))).to(t.dtype)
+
+    def __call__(self, p: nn.Parameter) -> nn.Parameter:
+        p = self.casts(p)
+        return nn.Parameter(self.move(p), requires_grad=p.requires_grad) if p.is_floating_point() else p
+
+
+def working_precision(
+    module: nn.Module, inputs: Inputs, dtype: torch.dtype | None
+) -> tuple[torch.dtype, int]:
+    """The lowest floating-point precision that takes part (parameters, inputs, autocast), and the longest
+    reduction: over the widest dimension of a parameter or, in weight gradients, over the tokens."""
+    given = [t for _, t in leaves(inputs) if isinstance(t, Tensor)]
+    parameters = list(module.parameters())
+    device = next((t.device.type for t in (*parameters, *given)), "cpu")
+    found = {t.dtype for t in (*parameters, *given) if t.is_floating_point()} if dtype is None else {dtype}
+    if torch.is_autocast_enabled(device):
+        found.add(torch.get_autocast_dtype(device))
+    num_tokens = [
+        t.numel() // (t.shape[-1] if t.is_floating_point() and t.ndim > 1 else 1) for t in given if t.numel()
+    ]
+    length = max([n for p in parameters for n in p.shape] + num_tokens, default=1)
+    return max(found or {torch.float32}, key=lambda d: torch.finfo(d).eps), length
+
+
+def _present(a: Tensor | None, b: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """A gradient that autograd did not reach is a zero gradient (design: experts that no token hit)."""
+    if a is None and b is not None:
+        return torch.zeros_like(b), b
+    if b is None and a is not None:
+        return a, torch.zeros_like(a)
+    return a, b
+
+
+@contextlib.contextmanager
+def _no_autocast() -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for device in ("cpu", torch.accelerator.current_accelerator()):
+            if device is not None:
+                stack.enter_context(torch.autocast(getattr(device, "type", device), enabled=False))
+        yield

@@ -1,0 +1,95 @@
+"""Which ops turn floating-point values into decisions, and how those are laid out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def draws(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+
+
+def selects(func: Any, args: Any) -> bool:
+    """Does this op pick places along a dimension by their floating-point scores?"""
+    schema = getattr(func, "_schema", None)
+    if schema is None or schema.is_mutable or func.namespace != "aten" or not args or not is_float(args[0]):
+        return False
+    if not args[0].ndim or not args[0].numel():
+        return False
+    return schema.name in ("aten::argmax", "aten::argmin") or [r.name for r in schema.returns] == [
+        "values",
+        "indices",
+    ]
+
+
+def decides(func: Any, args: Any, out: Any) -> bool:
+    """Does this op turn floating-point values into integers or booleans?"""
+    if (
+        getattr(func, "namespace", "") != "aten"
+        or func._schema.is_mutable
+        or func is torch.ops.aten.view.dtype
+    ):
+        return False
+    outs = out if isinstance(out, (tuple, list)) else (out,)
+    discrete = bool(outs) and all(
+        isinstance(o, Tensor) and not is_float(o) and not o.is_complex() for o in outs
+    )
+    return discrete and any(is_float(a) for a in args)
+
+
+def is_float(t: Any) -> bool:
+    return isinstance(t, Tensor) and t.is_floating_point()
+
+
+def gap(a: Tensor, b: Tensor) -> Tensor:
+    """|a - b|, 0 for equal infinities (masked experts score -inf), infinite where only one is."""
+    return torch.where(a == b, 0.0, (a.double() - b.double()).abs()).nan_to_num(nan=float("inf"))
+
+
+def size(t: Tensor) -> float:
+    """The largest finite magnitude."""
+    t = t[t.isfinite()]
+    return float(t.abs().max()) if t.numel() else 0.0
+
+
+class Selection:
+    """A call of an op that picks places along a dimension (topk, sort, max, argmax, ...): scores and ids with
+    that dimension moved last, and the way back to the op's own layout."""
+
+    def __init__(self, func: Any, args: Any, kwargs: Any):
+        named = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
+        self.op = func._schema.name.removeprefix("aten::")
+        self.input: Tensor = args[0]
+        self.dim: int | None = named.get("dim", None if self.op.startswith("arg") else -1)
+        self.keeps = self.op in ("topk", "sort", "cummax", "cummin") or bool(named.get("keepdim", False))
+        self.largest = bool(named.get("largest", True)) and not self.op.endswith("min")
+        self.pair = len(func._schema.returns) == 2
+        self.scores = self.input.flatten() if self.dim is None else self.input.movedim(self.dim, -1)
+
+    def ids(self, out: Any) -> Tensor:
+        ids = out[1] if self.pair else out
+        if self.dim is None:
+            return ids.reshape(1)
+        return (ids if self.keeps else ids.unsqueeze(self.dim)).movedim(self.dim, -1)
+
+    def outputs(self, ids: Tensor) -> Any:
+        if self.dim is None:
+            return ids.reshape([1] * self.input.ndim if self.keeps else [])
+        ids = ids.movedim(-1, self.dim).contiguous()
+        values = self.input.gather(self.dim, ids)
+        if not self.keeps:
+            ids, values = ids.squeeze(self.dim), values.squeeze(self.dim)
+        return (values, ids) if self.pair else ids
+
+    def as_set(self, t: Tensor) -> Tensor:
+        """The order in which topk lists its choices is not part of the decision."""
+        return t.sort(-1).values if self.op == "topk" else t
+
+    def margin(self, k: int) -> float:
+        if k >= self.scores.shape[-1] or self.op not in ("topk", "max", "min", "argmax", "argmin"):
+            return float("nan")
+        best = self.scores.double().topk(k + 1, dim=-1, largest=self.largest).values
+        return float(gap(best[..., k - 1], best[..., k]).min()) / max(size(best), 1e-300)

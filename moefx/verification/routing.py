@@ -1,0 +1,236 @@
+"""Separate the discrete from the continuous.
+
+Two correct programs round differently, and where two experts score alike to within that rounding they choose
+differently: from there on their values have nothing to do with each other. So every run is compared **under
+the reference's routing**. A `Tape` records each decision that the original takes on floating-point values;
+that is generically any op with a floating-point input and an integer or boolean result (topk, sort, argmax, a
+comparison with a threshold, nonzero, a cast to int), so it needs to know no router. It also records random
+draws, which differ between float32 and float64 even for one seed.
+
+* `Replay` runs the same code again on other floats (float64, or slightly moved weights) and imposes all of
+  them.
+* `Align` runs the compiled program, whose routers are the user's own: it imposes the reference's choice per
+  token only where the scores of the two choices are equal to within rounding, by the same rule as for values.
+  A wrong choice stays wrong, and is seen in the values. What was imposed is counted in `RoutingRow`s.
+
+Entries are found by what they are (block, op, shapes, in order), so ops that one of the programs lacks do no
+harm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .decisions import Selection, decides, draws, gap, selects, size
+from .policy import Tolerance
+
+_LOW = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class CannotReplay(Exception):
+    """The original's run cannot be repeated in another precision: it draws random numbers inside a fused
+    kernel, or its code takes another path there."""
+
+
+class Scope:
+    """The rewritten block that is running now, innermost; "" outside of them."""
+
+    def __init__(self) -> None:
+        self.names = [""]
+
+    @contextlib.contextmanager
+    def enter(self, name: str) -> Iterator[None]:
+        self.names.append(name)
+        try:
+            yield
+        finally:
+            self.names.pop()
+
+
+@dataclasses.dataclass(frozen=True)
+class RoutingRow:
+    """How one router decided in the compiled model, beside the reference.
+
+    Attributes:
+        identical: fraction of the tokens with the identical set of experts.
+        margin: smallest gap between the last chosen and the best refused score, relative to the largest score
+            (NaN where everything is chosen).
+        imposed: tokens where the choices differ by no more than rounding; they were computed with the
+        reference's. beyond: tokens where the choices differ by more: a difference to find, not rounding.
+    """
+
+    block: str
+    op: str
+    tokens: int
+    identical: float
+    margin: float
+    imposed: int
+    beyond: int
+    case: str = ""
+
+
+@dataclasses.dataclass
+class _Decision:
+    results: tuple[Tensor, ...]  # integers and booleans; for a selection its ids, [..., k]
+    scores: Tensor | None = None  # what a selection chose from, [..., N]
+    noise: float = 0.0  # how far rounding moves these scores, measured by the float64 run
+
+
+class Tape:
+    """What the original decided and drew, by (block, op, shapes), in order."""
+
+    def __init__(self) -> None:
+        self.decisions: dict[Any, list[_Decision]] = defaultdict(list)
+        self.draws: dict[Any, list[Tensor]] = defaultdict(list)
+        self.cannot_replay = ""
+
+
+class _Mode(TorchDispatchMode):
+    supports_higher_order_operators = True
+
+    def __init__(self, tape: Tape, scope: Scope):
+        super().__init__()
+        self.tape, self.scope = tape, scope
+        self._seen: dict[Any, int] = defaultdict(int)
+
+    def _next(self, entries: dict[Any, list[Any]], key: Any) -> Any | None:
+        """The entry for this occurrence of `key`; None when the recording had fewer."""
+        found, index = entries.get(key, ()), self._seen[key]
+        self._seen[key] += 1
+        return found[index] if index < len(found) else None
+
+    def _key(self, func: Any, args: Any) -> Any:
+        return self.scope.names[-1], str(func), _shapes(args)
+
+
+class Record(_Mode):
+    """Run the original; write its decisions and random draws on the tape."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        key = self._key(func, args)
+        if draws(func):
+            if isinstance(out, Tensor):
+                self.tape.draws[key].append(out.detach().clone())
+            elif func is torch.ops.aten.native_dropout.default:
+                self.tape.draws[key].append(out[1].clone())
+            elif kwargs.get("dropout_p") or any(isinstance(a, float) and 0 < a < 1 for a in args):
+                self.tape.cannot_replay = f"{func} draws random numbers inside its kernel"
+        elif selects(func, args):
+            selection = Selection(func, args, kwargs)
+            self.tape.decisions[key].append(
+                _Decision((selection.ids(out).clone(),), selection.scores.detach().clone())
+            )
+        elif decides(func, args, out):
+            outs = (out,) if isinstance(out, Tensor) else out
+            self.tape.decisions[key].append(_Decision(tuple(o.clone() for o in outs)))
+        return out
+
+
+class Replay(_Mode):
+    """Run the original's code again on other floats, with the recorded decisions and draws.
+
+    `promote=True` is the float64 run: casts that the code spells out (`.float()`,
+    `softmax(dtype=torch.float32)`) would round the truth, so they become float64 too. It also measures how
+    far rounding moved the scores.
+    """
+
+    def __init__(self, tape: Tape, scope: Scope, *, promote: bool):
+        if tape.cannot_replay:
+            raise CannotReplay(tape.cannot_replay)
+        super().__init__(tape, scope)
+        self.promote = promote
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        key = self._key(func, args)
+        if self.promote and func is not torch.ops.aten.view.dtype:
+            args = tuple(_promoted(a) for a in args)
+            kwargs = {name: _promoted(a) for name, a in kwargs.items()}
+        if draws(func) and (drawn := self._next(self.tape.draws, key)) is not None:
+            return self._draw(func, args, drawn)
+        out = func(*args, **kwargs)
+        if self.promote and func is torch.ops.aten.lift_fresh.default and out.dtype in _LOW:
+            return out.double()  # torch.tensor([...]) makes its constants outside of the dispatcher
+        selecting = selects(func, args)
+        if not (selecting or decides(func, args, out)):
+            return out
+        decision: _Decision | None = self._next(self.tape.decisions, key)
+        if decision is None:
+            if selecting:
+                raise CannotReplay(f"{func} was not run on {key[-1]} in the original's precision")
+            return out
+        if not selecting:
+            imposed = tuple(t.clone() for t in decision.results)
+            return imposed[0] if isinstance(out, Tensor) else imposed
+        selection = Selection(func, args, kwargs)
+        if self.promote and decision.scores is not None:
+            moved = gap(selection.scores, decision.scores.to(selection.scores.dtype))
+            decision.noise = max(decision.noise, size(moved))
+        return selection.outputs(decision.results[0])
+
+    def _draw(self, func: Any, args: Any, drawn: Tensor) -> Any:
+        if func._schema.is_mutable:
+            return args[0].copy_(drawn)
+        if func is torch.ops.aten.native_dropout.default:
+            return args[0] * drawn / (1.0 - args[1]), drawn
+        dtype = torch.float64 if self.promote and drawn.is_floating_point() else drawn.dtype
+        return drawn.to(dtype, copy=True)
+
+
+class Align(_Mode):
+    """Run the compiled program; see the module. Afterwards `rows` holds one row per router decision."""
+
+    def __init__(self, tape: Tape, scope: Scope, tol: Tolerance, case: str = ""):
+        super().__init__(tape, scope)
+        self.tol, self.case = tol, case
+        self.rows: list[RoutingRow] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if not selects(func, args):
+            return out
+        decision: _Decision | None = self._next(self.tape.decisions, self._key(func, args))
+        if decision is None:
+            return out
+        selection, (chosen,) = Selection(func, args, kwargs), decision.results
+        own, scores = selection.ids(out), selection.scores
+        # The reference's choice is as good as ours if our own scores for it are, to within rounding.
+        ours, theirs = (selection.as_set(scores.gather(-1, ids)) for ids in (own, chosen))
+        rounding = 2 * (self.tol.factor * decision.noise + self.tol.floor * size(scores))
+        alike = gap(ours, theirs).amax(-1) <= rounding
+        if block := self.scope.names[-1]:
+            differ = (selection.as_set(own) != selection.as_set(chosen)).any(-1)
+            imposed, beyond = int((differ & alike).sum()), int((differ & ~alike).sum())
+            identical = 1 - (imposed + beyond) / differ.numel()
+            margin = selection.margin(own.shape[-1])
+            self.rows.append(
+                RoutingRow(block, selection.op, differ.numel(), identical, margin, imposed, beyond, self.case)
+            )
+        if torch.equal(own, chosen):
+            return out
+        return selection.outputs(torch.where(alike[..., None], chosen, own))
+
+
+def _shapes(args: Any) -> Any:
+    """Identifies a call up to the values and dtypes of its operands (a Python float may be a measured
+    threshold)."""
+    if isinstance(args, Tensor):
+        return tuple(args.shape)
+    if isinstance(args, (list, tuple)):
+        return tuple(_shapes(a) for a in args)
+    return args if isinstance(args, (int, str)) else None
+
+
+def _promoted(a: Any) -> Any:
+    return torch.float64 if isinstance(a, torch.dtype) and a in _LOW else a

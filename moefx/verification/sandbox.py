@@ -1,0 +1,238 @@
+"""Run a model without leaving a trace, and collect everything that the run produced.
+
+A model is never run itself: `sandbox` makes a copy that shares the parameters (or holds them in another
+precision) and owns its buffers and Python state. Gradients come from `torch.autograd.grad`, so `.grad` is not
+touched, with one fixed random cotangent per output (or the user's loss): a sum would not see what cancels,
+such as the gradient of a softmax.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+Key = tuple[str, str]  # (kind, name)
+Call = Callable[..., Any]  # (module, *args, **kwargs) -> the module's output
+
+
+# ---- trees and copies -------------------------------------------------------------------------------------
+
+
+def leaves(tree: Any, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
+    """(path, tensor or number) of everything in containers, dataclasses and plain objects such as a key-value
+    cache."""
+    seen = set() if seen is None else seen
+    if isinstance(tree, (Tensor, bool, int, float)):
+        yield path or "output", tree
+        return
+    if id(tree) in seen or isinstance(tree, (str, bytes, type, nn.Module)) or callable(tree):
+        return
+    seen.add(id(tree))
+    if isinstance(tree, Mapping):
+        items = list(tree.items())
+    elif isinstance(tree, (list, tuple)):
+        items = list(enumerate(tree))
+    else:
+        items = list(vars(tree).items()) if hasattr(tree, "__dict__") else []
+    for key, value in items:
+        yield from leaves(value, f"{path}.{key}" if path else str(key), seen)
+
+
+def mapped(tree: Any, change: Callable[[str, Tensor], Tensor]) -> Any:
+    """A copy of `tree` with each tensor replaced; aliases stay aliases."""
+    memo = {id(t): change(name, t) for name, t in leaves(tree) if isinstance(t, Tensor)}
+    return copy.deepcopy(tree, memo)
+
+
+def detached(tree: Any) -> Any:
+    return mapped(tree, lambda _, t: t.detach().clone())
+
+
+Parameters = Callable[[nn.Parameter], nn.Parameter]
+
+
+class Casts:
+    """Parameters in another precision, made once and shared by all sandboxes. `dtype=None` leaves them as
+    they are."""
+
+    def __init__(self, dtype: torch.dtype | None):
+        self.dtype = dtype
+        self._made: dict[nn.Parameter, nn.Parameter] = {}
+
+    def __call__(self, p: nn.Parameter) -> nn.Parameter:
+        if self.dtype is None or not p.is_floating_point() or p.dtype == self.dtype:
+            return p
+        if p not in self._made:
+            self._made[p] = nn.Parameter(p.detach().to(self.dtype), requires_grad=p.requires_grad)
+        return self._made[p]
+
+
+def sandbox(module: nn.Module, parameters: Parameters, dtype: torch.dtype | None = None) -> nn.Module:
+    """A copy that may be run freely: `parameters(p)` for each parameter, own buffers (in `dtype`) and Python
+    state."""
+    memo: dict[int, Any] = {id(p): parameters(p) for p in module.parameters()}
+    for sub in module.modules():
+        for name, t in leaves({k: v for k, v in vars(sub).items() if k not in ("_parameters", "_modules")}):
+            if isinstance(t, Tensor) and id(t) not in memo:
+                owned = (
+                    t.detach().clone()
+                )  # deepcopy refuses tensors that autograd made, e.g. a kept auxiliary loss
+                is_buffer = name.startswith("_buffers.")
+                memo[id(t)] = owned.to(dtype) if is_buffer and dtype and t.is_floating_point() else owned
+    return copy.deepcopy(module, memo)
+
+
+@contextlib.contextmanager
+def random_state(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed every generator that a model may draw from, and put all of them back."""
+    state = random.getstate()
+    devices = [device] if device.type not in ("cpu", "meta") else []
+    with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(state)
+
+
+# ---- one run ----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Run:
+    """Everything that one call produced. `values[kind, name]`; None is a gradient that autograd did not
+    reach."""
+
+    values: dict[Key, Tensor | None]
+    changed: set[Key]  # buffers and state that the call changed
+    cotangents: dict[str, Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What to run: `seed`, `grads`, and the user's `loss(output) -> scalar` or None."""
+
+    seed: int = 0
+    grads: bool = True
+    loss: Callable[[Any], Tensor] | None = None
+
+
+def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return module(*args, **kwargs)
+
+
+def call_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call a block on arguments that were recorded behind its forward pre-hooks: they must not run twice."""
+    return module.forward(*args, **kwargs)
+
+
+def execute(
+    module: nn.Module,
+    inputs: Inputs,
+    options: Options,
+    *,
+    call: Call = call_module,
+    mode: contextlib.AbstractContextManager | None = None,
+    cast: Callable[[Tensor], Tensor] = lambda t: t,
+    cotangents: dict[str, Tensor] | None = None,
+) -> Run:
+    """Call a sandbox once, under `mode`. `cast` is applied to floating-point inputs; `cotangents` are those
+    of the first run, so that all runs differentiate the same function."""
+    sources: dict[str, Tensor] = {}
+    given: dict[str, tuple[Tensor, int]] = {}
+
+    def fresh(name: str, t: Tensor) -> Tensor:
+        t = cast(t.detach().clone()) if t.is_floating_point() else t.clone()
+        if options.grads and t.is_floating_point():
+            sources[name] = t.requires_grad_()
+            t = t.clone()  # the code may update its input in place, which a leaf would not allow
+        given[name] = t, t._version
+        return t
+
+    everything = (*module.parameters(), *(value for _, value in leaves(inputs)))
+    device = next((t.device for t in everything if isinstance(t, Tensor)), torch.device("cpu"))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.set_grad_enabled(options.grads))
+        # Recomputation inside a backward must see the mode too, so the backward stays on this thread.
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        args, kwargs = inputs
+        named = mapped({**dict(enumerate(args)), **kwargs}, fresh)
+        before = _state(module)
+        stack.enter_context(random_state(options.seed, device))
+        stack.enter_context(mode or contextlib.nullcontext())
+
+        out = call(module, *(named[i] for i in range(len(args))), **{key: named[key] for key in kwargs})
+        heads = {name: t if isinstance(t, Tensor) else torch.tensor(t) for name, t in leaves(out)}
+        if options.loss is not None:
+            heads["loss"] = options.loss(out)
+        values: dict[Key, Tensor | None] = {}
+        values |= {("output", name): t.detach().clone() for name, t in heads.items()}
+        for name, (t, version) in given.items():
+            if t._version != version:
+                values["state", f"input {name}"] = t.detach().clone()
+        if options.grads:
+            values |= {
+                ("output", f"{n}.requires_grad"): torch.tensor(t.requires_grad) for n, t in heads.items()
+            }
+            if options.loss is not None:
+                heads = {"loss": heads["loss"]}
+            targets = {("grad_input", name): t for name, t in sources.items()}
+            targets |= {("grad_param", name): p for name, p in module.named_parameters() if p.requires_grad}
+            cotangents = _gradients(heads, targets, options.seed, cotangents or {}, values)
+    after = _state(module)
+    changed = {key for key, t in after.items() if key not in before or not _same(t, before[key])}
+    changed |= {key for key in values if key[0] == "state"}
+    return Run(values | after, changed, cotangents or {})
+
+
+def _gradients(
+    heads: dict[str, Tensor],
+    targets: dict[Key, Tensor],
+    seed: int,
+    known: dict[str, Tensor],
+    values: dict[Key, Tensor | None],
+) -> dict[str, Tensor]:
+    """Add the gradients of `targets` to `values`; returns the cotangents of `heads`."""
+    heads = {name: t for name, t in heads.items() if t.requires_grad}
+    cotangents = {}
+    for i, (name, t) in enumerate(heads.items()):
+        fits = name in known and known[name].shape == t.shape
+        cotangents[name] = known[name] if fits else _cotangent(t, seed + i)
+    if heads and targets:
+        weights = [cotangents[name].to(t) for name, t in heads.items()]
+        grads = torch.autograd.grad(list(heads.values()), list(targets.values()), weights, allow_unused=True)
+        values |= zip(targets, grads, strict=True)
+    return cotangents
+
+
+def _cotangent(t: Tensor, seed: int) -> Tensor:
+    if t.ndim == 0:
+        return torch.ones_like(t)
+    generator = torch.Generator().manual_seed(seed)
+    num_rows = max(t.numel() // max(t.shape[-1], 1), 1)
+    return (torch.randn(t.shape, generator=generator) / math.sqrt(num_rows)).to(t)
+
+
+def _state(module: nn.Module) -> dict[Key, Tensor]:
+    """Buffers, and tensors and numbers that modules keep as plain attributes (a recorded auxiliary loss)."""
+    found: dict[Key, Tensor] = {("buffer", n): b.detach().clone() for n, b in module.named_buffers()}
+    for prefix, sub in module.named_modules():
+        for name, value in vars(sub).items():
+            if isinstance(value, (Tensor, int, float)) and name != "training":
+                value = value.detach().clone() if isinstance(value, Tensor) else torch.tensor(value)
+                found["state", f"{prefix}.{name}" if prefix else name] = value
+    return found
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | (a.isnan() & b.isnan())).all())
