@@ -1,0 +1,227 @@
+"""From the arguments of a call to the placeholders of a graph, and to the specialisation that a rewrite holds
+for.
+
+A call `block(hidden_states, mask, scale=2.0)` is bound to the signature of the block's own forward and
+flattened into *leaves*: `(("hidden_states",), tensor)`, `(("mask",), tensor)`, `(("scale",), 2.0)`; an
+element of a container has a longer path, `(("kwargs", "pair", 1), tensor)`. A `Binding` says which leaves
+feed the placeholders of a graph, a `Specialisation` what must be alike for a graph to hold (design section
+3.0).
+
+Everything here runs at each call of a rewritten block, eager and under `torch.compile`: plain tuples, no
+classes that Dynamo cannot look through.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+Path = tuple[Any, ...]
+Leaves = list[tuple[Path, Any]]
+
+
+class Specialisation(NamedTuple):
+    """What a rewritten graph holds for. In the key of a program `None` means: capture never read it, any
+    value fits.
+
+    Attributes:
+        training: `block.training`, or None.
+        grad: `torch.is_grad_enabled()`, or None.
+        autocast: dtype of the enabled autocast on the device of the first tensor, None when autocast is off
+            (never a wildcard: aten ops recorded without autocast would be cast under it).
+        arguments: `(path, kind)` of every leaf, see `kind_of`.
+    """
+
+    training: bool | None
+    grad: bool | None
+    autocast: torch.dtype | None
+    arguments: tuple[tuple[Path, tuple[Any, ...]], ...]
+
+    def admits(self, call: Specialisation) -> bool:
+        """Whether a program with this key may run a call with that specialisation."""
+        return (
+            (self.training is None or self.training == call.training)
+            and (self.grad is None or self.grad == call.grad)
+            and self.autocast == call.autocast
+            and self.arguments == call.arguments
+        )
+
+    def __str__(self) -> str:
+        modes = [
+            "any mode" if self.training is None else ("train" if self.training else "eval"),
+            "" if self.grad is None else ("grad" if self.grad else "no_grad"),
+            "" if self.autocast is None else f"autocast({_short(self.autocast)})",
+        ]
+        arguments = [f"{path_name(path)}: {_kind_text(kind)}" for path, kind in self.arguments]
+        return " ".join(mode for mode in modes if mode) + f" ({', '.join(arguments)})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Binding:
+    """Which argument leaves feed the placeholders of a graph.
+
+    Attributes:
+        paths: one path per placeholder, in the graph's order.
+    """
+
+    paths: tuple[Path, ...] = ()
+
+    def indices(self, key: Specialisation) -> tuple[int, ...]:
+        """Positions of the placeholders' values among the leaves of a call that `key` admits."""
+        position = {path: i for i, (path, _) in enumerate(key.arguments)}
+        return tuple(position[path] for path in self.paths)
+
+
+@dataclasses.dataclass(frozen=True)
+class Guard:
+    """A condition that capture relied on, checked at each call.
+
+    Attributes:
+        condition: Python expression over `self` (the block) and the placeholders' names, for example
+            `"hidden_states.shape[0] * hidden_states.shape[1] > 4"` or `"self.top_k == 2"`.
+        why: one clause for people: what was read.
+        source: the user's `file.py:line` that read it, or "".
+    """
+
+    condition: str
+    why: str = ""
+    source: str = ""
+
+
+def kind_of(value: Any) -> tuple[Any, ...]:
+    """What a specialisation records of one leaf: `("tensor", dtype, device type, rank)`, or a Python value's
+    type and value (`1`, `True` and `1.0` differ), or only the type of an object that cannot be compared by
+    value."""
+    if isinstance(value, torch.Tensor):
+        return ("tensor", value.dtype, value.device.type, value.dim())
+    if value is None or isinstance(
+        value, (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device)
+    ):
+        return (type(value).__name__, value)
+    return ("object", type(value).__qualname__)
+
+
+def leaves_of(named: Iterable[tuple[str, Any]]) -> Leaves:
+    """Flatten bound arguments. Lists, tuples and dicts are opened; their own type is a leaf too, so that a
+    list and a tuple are told apart."""
+    leaves: Leaves = []
+    for name, value in named:
+        _flatten((name,), value, leaves)
+    return leaves
+
+
+def call_specialisation(block: torch.nn.Module, leaves: Leaves) -> Specialisation:
+    """The specialisation that a call of `block` with these leaves asks for; every field is concrete."""
+    device = "cpu"
+    for _, value in leaves:
+        if isinstance(value, torch.Tensor):
+            device = value.device.type
+            break
+    autocast = None
+    # meta has no autocast of its own; asking for it is an error in torch.
+    if device != "meta" and torch.is_autocast_enabled(device):
+        autocast = torch.get_autocast_dtype(device)
+    arguments = tuple([(path, kind_of(value)) for path, value in leaves])
+    return Specialisation(block.training, torch.is_grad_enabled(), autocast, arguments)
+
+
+def binder(signature: inspect.Signature) -> Callable[..., tuple[tuple[str, Any], ...]]:
+    """A function with exactly this signature that returns its arguments as `(name, value)` pairs, defaults
+    filled in.
+
+    Generated code, because `inspect.Signature.bind` costs more than the rest of the call and Dynamo cannot
+    trace it. A call that does not fit raises the TypeError that the original forward would have raised.
+    Blocks with the same parameters share one function, which keeps `torch.compile` of repeated layers to one
+    compilation.
+    """
+    declared, names, defaults = [], [], []
+    kind_before = None
+    for parameter in signature.parameters.values():
+        kind = parameter.kind
+        if kind_before is parameter.POSITIONAL_ONLY and kind is not parameter.POSITIONAL_ONLY:
+            declared.append("/")
+        if kind is parameter.KEYWORD_ONLY and kind_before not in (
+            parameter.KEYWORD_ONLY,
+            parameter.VAR_POSITIONAL,
+        ):
+            declared.append("*")
+        text = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(kind, "") + parameter.name
+        if parameter.default is not parameter.empty:
+            text += f"=default_{len(defaults)}"
+            defaults.append(parameter.default)
+        declared.append(text)
+        names.append(parameter.name)
+        kind_before = kind
+    if kind_before is inspect.Parameter.POSITIONAL_ONLY:
+        declared.append("/")
+    return _binder(", ".join(declared), tuple(names), _ById(tuple(defaults)))
+
+
+def path_name(path: Path) -> str:
+    """`("kwargs", "pair", 1)` -> `"kwargs['pair'][1]"`, `("hidden_states",)` -> `"hidden_states"`."""
+    return str(path[0]) + "".join(f"[{part!r}]" for part in path[1:])
+
+
+def placeholder_name(path: Path) -> str:
+    """A Python identifier for a placeholder fed by this path."""
+    parts = path[1:] if path[0] in ("args", "kwargs") and len(path) > 1 else path
+    name = "_".join(re.sub(r"\W", "_", str(part)) for part in parts)
+    return name if name.isidentifier() else f"arg_{name}"
+
+
+def _flatten(path: Path, value: Any, leaves: Leaves) -> None:
+    if isinstance(value, torch.Tensor):
+        leaves.append((path, value))
+    elif isinstance(value, (list, tuple)):
+        # *args is always a tuple; any other container carries its type.
+        if path != ("args",):
+            leaves.append(((*path, "<type>"), type(value).__name__))
+        for i, item in enumerate(value):
+            _flatten((*path, i), item, leaves)
+    elif type(value) is dict:
+        if len(path) > 1:
+            leaves.append(((*path, "<type>"), "dict"))
+        for key, item in value.items():
+            _flatten((*path, key), item, leaves)
+    else:
+        leaves.append((path, value))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _ById:
+    """Default values, compared by identity so that unhashable ones can take part in a cache key."""
+
+    values: tuple[Any, ...]
+
+    def __hash__(self) -> int:
+        return hash(tuple(map(id, self.values)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ById) and tuple(map(id, self.values)) == tuple(map(id, other.values))
+
+
+@functools.lru_cache(maxsize=1024)
+def _binder(
+    declared: str, names: tuple[str, ...], defaults: _ById
+) -> Callable[..., tuple[tuple[str, Any], ...]]:
+    pairs = ", ".join(f"({name!r}, {name})" for name in names)
+    scope: dict[str, Any] = {f"default_{i}": value for i, value in enumerate(defaults.values)}
+    exec(f"def forward({declared}):\n    return ({pairs}{',' if pairs else ''})\n", scope)
+    return scope["forward"]
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _kind_text(kind: tuple[Any, ...]) -> str:
+    if kind[0] == "tensor":
+        return f"{kind[3]}-d {_short(kind[1])} on {kind[2]}"
+    return f"a {kind[1]}" if kind[0] == "object" else repr(kind[1])

@@ -1,0 +1,286 @@
+"""`BlockGraph`: the rewritten computation of one block, as a value.
+
+A block's graph is a `torch.fx.Graph` whose placeholders are the tensor arguments of the block, whose
+`get_attr` and `call_module` targets are names relative to the block, and whose calls are torch ops, dialect
+ops and `operator` functions. Effects are nodes too (`aten.copy_` into a buffer). What is known of a node lies
+in its `meta`:
+
+    val      a FakeTensor (or anything with shape and dtype), a SymInt, a tuple of them; may be absent
+    letters  the shape in named letters, `("S", "D")`; a tuple of such for several results; a str for a size:
+    "S*K" source   the user's line, `"model.py:41"`
+    save     True when the backward keeps the value
+
+Nothing here refers to a module: a graph holds no weights, and blocks of the same structure may share one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_aggregate
+from torch.utils import _pytree as pytree
+
+from . import codegen
+from .binding import Binding, Guard
+
+BUILD_PFT = "moefx::build_pft"
+_EXPERT_OFFSETS = 2  # position among the results of build_pft
+
+
+class TensorSpec(NamedTuple):
+    """Shape and dtype of a value whose FakeTensor is gone (a graph that was saved and loaded)."""
+
+    shape: tuple[Any, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BlockGraph:
+    """The graph of one block; frozen: passes work on a `copy()`.
+
+    Attributes:
+        name: the block's name in the model, "" for the model itself.
+        graph: the FX graph.
+        binding: which arguments of the block feed the placeholders.
+        output_spec: when the block returns something else than tuples, lists and dicts: the pytree to rebuild
+            around the flat list that the output node holds.
+        header: provenance, printed behind the name: "after 5/8 collectives   1.9 ms   +4 -1   ...".
+    """
+
+    name: str
+    graph: Graph
+    binding: Binding = dataclasses.field(default_factory=Binding)
+    output_spec: pytree.TreeSpec | None = None
+    header: str = ""
+
+    @property
+    def nodes(self) -> list[Node]:
+        return list(self.graph.nodes)
+
+    @property
+    def placeholders(self) -> list[Node]:
+        return [node for node in self.graph.nodes if node.op == "placeholder"]
+
+    @property
+    def output(self) -> Node:
+        return next(iter(reversed(self.graph.nodes)))
+
+    def find(self, target: Any) -> list[Node]:
+        """All nodes with this target: an overload, a function, an attribute path or an op's name
+        `"moefx::combine"`."""
+        return [n for n in self.graph.nodes if n.target == target or target_name(n) == target]
+
+    def copy(self) -> BlockGraph:
+        """The same value around a graph of its own, with the same node names; `meta` dicts are copied too."""
+        graph = Graph()
+        nodes: dict[Node, Node] = {}
+        for node in self.graph.nodes:
+            nodes[node] = graph.node_copy(node, nodes.__getitem__)
+            nodes[node].name = node.name
+        return dataclasses.replace(self, graph=graph)
+
+    def replace(self, **changes: Any) -> BlockGraph:
+        return dataclasses.replace(self, **changes)
+
+    def compile(self, *, record_load: bool = False) -> Callable[..., Any]:
+        """The Python function `(block, *placeholder values) -> output` of this graph.
+
+        With `record_load` it returns `(output, (expert_offsets, ...))`, one tensor for each PFT that the
+        graph builds.
+        """
+        record = self._expert_offsets() if record_load else ()
+        source = codegen.Source(self.graph, record, self.output_spec)
+        return codegen.build(source.text, source.scope, "forward", self.name)
+
+    def compile_guards(self, guards: Sequence[Guard]) -> Callable[..., int]:
+        """A function `(block, *placeholder values) -> index of the first guard that fails, or -1`."""
+        source = codegen.guard_source([n.name for n in self.placeholders], guards)
+        return codegen.build(source, {"torch": torch}, "guard", f"{self.name} guards")
+
+    @property
+    def code(self) -> str:
+        """The Python source that `compile` runs."""
+        return codegen.Source(self.graph, (), self.output_spec).text
+
+    def _expert_offsets(self) -> tuple[Node, ...]:
+        found = []
+        for node in self.find(BUILD_PFT):
+            results = codegen.unpacked(node)
+            if results and (offsets := results[_EXPERT_OFFSETS]) is not None:
+                found.append(offsets)
+        return tuple(found)
+
+    def __str__(self) -> str:
+        from .printer import print_block  # the printer needs this module
+
+        return print_block(self)
+
+    def __repr__(self) -> str:
+        return f"<BlockGraph {self.name or 'model'}: {len(self.graph.nodes)} nodes>"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BlockGraph:
+        return self  # a value; deep copies of a model share it
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        fields = (self.name, self.binding, self.output_spec, self.header)
+        return _unpack_block, (_packed(self.graph), *fields)
+
+
+# -- what is known of a node
+# -------------------------------------------------------------------------------------------
+
+
+def target_name(node: Node) -> str:
+    """`"aten::mm"` for any overload of an op, `"linear"` for a function, the attribute path otherwise."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.name
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+
+
+def value_text(node: Node) -> str:
+    """dtype and shape of a node's value in letters where known: `"bf16[S,K]"`, several results side by
+    side."""
+    value, letters = node.meta.get("val"), node.meta.get("letters")
+    if isinstance(letters, str):
+        return letters
+    if isinstance(value, (tuple, list)) and not isinstance(value, TensorSpec):
+        known = letters if letters is not None and len(letters) == len(value) else [None] * len(value)
+        return " ".join(filter(None, (_value_text(v, n) for v, n in zip(value, known, strict=True))))
+    return _value_text(value, letters)
+
+
+def dtype_text(dtype: torch.dtype | None) -> str:
+    """`torch.bfloat16` -> `"bf16"`."""
+    name = str(dtype).removeprefix("torch.")
+    for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
+        if name.startswith(long) and name != long:
+            return short + name.removeprefix(long)
+    return name
+
+
+def _value_text(value: Any, letters: tuple[str, ...] | None) -> str:
+    shape = letters if letters is not None else getattr(value, "shape", None)
+    if shape is None:
+        return str(value) if isinstance(value, torch.SymInt) else ""
+    dtype = getattr(value, "dtype", None)
+    return f"{dtype_text(dtype) if dtype else ''}[{','.join(map(str, shape))}]"
+
+
+# -- saving and loading
+# ------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(eq=False)
+class _PackedGraph:
+    """A graph as plain data: nodes by position, ops by name. Blocks that share a graph share this, also in a
+    pickle."""
+
+    nodes: list[tuple[Any, ...]]
+
+    @functools.cached_property
+    def graph(self) -> Graph:
+        graph = Graph()
+        nodes: list[Node] = []
+        for op, name, target, args, kwargs, meta in self.nodes:
+            unpack = functools.partial(_unpack_value, nodes=nodes)
+            node = graph.create_node(
+                op, unpack(target), map_aggregate(args, unpack), map_aggregate(kwargs, unpack), name
+            )
+            node.name = name
+            node.meta.update(meta)
+            nodes.append(node)
+        graph.__dict__[_PACK] = self
+        return graph
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"nodes": self.nodes}
+
+
+_PACK = "_moefx_pack"
+
+
+@dataclasses.dataclass(frozen=True)
+class _NodeRef:
+    index: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _OpRef:
+    name: str
+
+
+def _packed(graph: Graph) -> _PackedGraph:
+    pack = graph.__dict__.get(_PACK)
+    if pack is None:
+        position = {node: _NodeRef(i) for i, node in enumerate(graph.nodes)}
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, Node):
+                return position[value]
+            return _OpRef(str(value)) if isinstance(value, torch._ops.OpOverload) else value
+
+        nodes = [
+            (
+                *(n.op, n.name, plain(n.target)),
+                *(_plain_containers(n.args, plain), _plain_containers(n.kwargs, plain)),
+                {key: _plain_meta(value) for key, value in n.meta.items() if _is_plain(value)},
+            )
+            for n in graph.nodes
+        ]
+        # Kept on the graph itself: it lives as long as the graph does.
+        pack = graph.__dict__[_PACK] = _PackedGraph(nodes)
+    return pack
+
+
+def _unpack_block(
+    pack: _PackedGraph, name: str, binding: Binding, output_spec: pytree.TreeSpec | None, header: str
+) -> BlockGraph:
+    return BlockGraph(name, pack.graph, binding, output_spec, header)
+
+
+def _unpack_value(value: Any, nodes: list[Node]) -> Any:
+    if isinstance(value, _NodeRef):
+        return nodes[value.index]
+    if isinstance(value, _OpRef):
+        namespace, op, overload = value.name.split(".")
+        return getattr(getattr(getattr(torch.ops, namespace), op), overload)
+    return value
+
+
+def _plain_containers(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """`map_aggregate` that leaves plain lists and dicts instead of FX's immutable ones."""
+    if isinstance(value, dict):
+        return {key: _plain_containers(item, leaf) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        items = [_plain_containers(item, leaf) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    if isinstance(value, slice):
+        return slice(*(_plain_containers(v, leaf) for v in (value.start, value.stop, value.step)))
+    return leaf(value)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a meta value can be saved: shapes and plain data, not modes, tracebacks or closures."""
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+    return value is None or isinstance(
+        value, (torch.Tensor, torch.SymInt, bool, int, float, str, torch.dtype, torch.device)
+    )
+
+
+def _plain_meta(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return TensorSpec(tuple(_plain_meta(size) for size in value.shape), value.dtype, value.device)
+    if isinstance(value, torch.SymInt):
+        return str(value)
+    if isinstance(value, (TensorSpec, dict)):
+        return value
+    return type(value)(map(_plain_meta, value)) if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,95 @@
+"""Attribute paths: as Python expressions that Dynamo can trace, and as ranges such as
+`experts[0..255].up.weight`."""
+
+from __future__ import annotations
+
+import dataclasses
+import keyword
+import re
+from collections.abc import Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class AttributeRange:
+    """A run of attribute paths that differ in one number, counting up by one.
+
+    Attributes:
+        before: the path up to the number, e.g. `"experts."` or `"expert_"`.
+        after: the path behind it, e.g. `".up.weight"`.
+        start, stop: the numbers, half open.
+    """
+
+    before: str
+    after: str
+    start: int
+    stop: int
+
+    def __str__(self) -> str:
+        numbers = f"[{self.start}..{self.stop - 1}]"
+        return f"{self.before.removesuffix('.')}{numbers}{self.after}"
+
+    def expression(self, root: str = "self") -> str:
+        """A list comprehension that reads the attributes in order."""
+        owner, _, stem = self.before.rpartition(".")
+        tail, dot, rest = self.after.partition(".")
+        name = f"f'{stem}{{i}}{tail}'" if stem or tail else "str(i)"
+        item = attribute_expression(
+            f"getattr({attribute_expression(root, owner)}, {name})", rest if dot else ""
+        )
+        return f"[{item} for i in range({self.start}, {self.stop})]"
+
+
+def attribute_expression(root: str, path: str) -> str:
+    """`("self", "experts.0.w")` -> `getattr(self.experts, "0").w`.
+
+    `getattr` is what a container of any class answers to, ModuleList, ModuleDict or ParameterList, and it
+    finds the attribute that is there at the time of the call, also after FSDP or
+    `load_state_dict(assign=True)` put a new one.
+    """
+    text = root
+    for part in path.split(".") if path else ():
+        plain = part.isidentifier() and not keyword.iskeyword(part)
+        text = f"{text}.{part}" if plain else f'getattr({text}, "{part}")'
+    return text
+
+
+def attribute_range(paths: Sequence[str]) -> AttributeRange | None:
+    """The run that all these paths form, in this order, or None. Needs two at least."""
+    runs = attribute_ranges(paths)
+    return runs[0] if len(runs) == 1 and isinstance(runs[0], AttributeRange) else None
+
+
+def attribute_ranges(paths: Sequence[str]) -> list[AttributeRange | str]:
+    """Cut a list of paths into runs and single paths, in order: `a.0, a.1, b` -> `a[0..1], b`."""
+    result: list[AttributeRange | str] = []
+    at = 0
+    while at < len(paths):
+        run = _first_step(paths[at], paths[at + 1]) if at + 1 < len(paths) else None
+        if run is None:
+            result.append(paths[at])
+            at += 1
+            continue
+        before, after, start = run
+        stop = at + 2
+        while stop < len(paths) and paths[stop] == f"{before}{start + stop - at}{after}":
+            stop += 1
+        result.append(AttributeRange(before, after, start, start + stop - at))
+        at = stop
+    return result
+
+
+def _first_step(path: str, following: str) -> tuple[str, str, int] | None:
+    """How `following` continues `path`: the text around the one number that grew by one, and that number in
+    `path`."""
+    parts, others = re.split(r"(\d+)", path), re.split(r"(\d+)", following)
+    if len(parts) != len(others):
+        return None
+    differ = [i for i, (a, b) in enumerate(zip(parts, others, strict=True)) if a != b]
+    # Numbers stand at odd positions; "007" does not count as one.
+    if len(differ) != 1 or differ[0] % 2 == 0:
+        return None
+    at = differ[0]
+    start = int(parts[at])
+    if parts[at] != str(start) or others[at] != str(start + 1):
+        return None
+    return "".join(parts[:at]), "".join(parts[at + 1 :]), start

@@ -1,0 +1,56 @@
+from types import SimpleNamespace
+
+import pytest
+from torch import nn
+
+from moefx.ir.names import AttributeRange, attribute_expression, attribute_range, attribute_ranges
+
+
+@pytest.mark.parametrize(
+    ("paths", "text"),
+    [
+        (["experts.0.w", "experts.1.w", "experts.2.w"], "experts[0..2].w"),
+        (["e.w3_1", "e.w3_2"], "e.w3_[1..2]"),
+        (["expert_4.up.weight", "expert_5.up.weight"], "expert_[4..5].up.weight"),
+    ],
+)
+def test_a_run_of_numbers_is_one_range(paths, text):
+    assert str(attribute_range(paths)) == text
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [
+        ["a.0"],
+        ["a.0", "a.2"],
+        ["a.1", "a.0"],
+        ["a.0.w", "b.1.w"],
+        ["a.00", "a.01"],
+        ["a.0.0", "a.1.1"],
+        ["a.0", "a"],
+    ],
+)
+def test_what_is_not_a_run(paths):
+    assert attribute_range(paths) is None
+
+
+def test_lists_are_cut_into_runs_in_order():
+    paths = ["a.0", "a.1", "b", "a.5", "a.6", "a.7"]
+    assert [str(r) for r in attribute_ranges(paths)] == ["a[0..1]", "b", "a[5..7]"]
+
+
+def test_expressions_read_through_any_container():
+    owner = nn.Module()
+    owner.experts = nn.ModuleDict({"0": nn.Linear(1, 1), "class": nn.Linear(1, 1)})
+    owner.w = nn.ParameterList([nn.Parameter(owner.experts["0"].weight.detach())] * 2)
+    owner.expert_0, owner.expert_1 = nn.Linear(1, 1), nn.Linear(1, 1)
+    for path in ("experts.0.weight", "experts.class.weight", "w.1"):
+        assert eval(attribute_expression("self", path), {"self": owner}) is owner.get_parameter(path)
+    names = ["expert_0.weight", "expert_1.weight"]
+    found = eval(attribute_range(names).expression(), {"self": owner})
+    assert all(a is owner.get_parameter(n) for a, n in zip(found, names, strict=True))
+
+
+def test_a_range_may_stand_at_the_root():
+    block = SimpleNamespace(w0=1, w1=2)
+    assert eval(AttributeRange("w", "", 0, 2).expression(), {"self": block}) == [1, 2]
