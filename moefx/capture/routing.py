@@ -46,11 +46,16 @@ class Routing:
             # a token's earlier, better choice stays the better one
             current = base.gather(1, column[:, None]).squeeze(1)
             base.scatter_(1, column[:, None], torch.where(current > 0.5, current, current * 0.2 + bonus)[:, None])
+        for row, expert in enumerate(self.prefer[:rows]):
+            if expert < n:  # it and its neighbours stand out, so that a choice of groups comes out right too
+                base[row] = torch.rand(n, generator=self.generator, dtype=torch.float64) - 3.0
+                near = (expert + torch.arange(min(n, ranks))) % n
+                base[row, near] = 3.0 - step * torch.arange(len(near), dtype=torch.float64)
         return base
 
     def _choices(self, rows: int, n: int, rank: int) -> torch.Tensor:
         if self.kind == "diverse":
-            pool: list[int] = list(self.prefer) if rank == 0 else []
+            pool: list[int] = []
             while len(pool) < rows:
                 order = torch.randperm(n, generator=self.generator).tolist()
                 pool += order + order[: max(1, n // 4)]  # a quarter comes twice: counts are not balanced

@@ -1,0 +1,111 @@
+"""A block's arguments at any token count.
+
+The finder records the arguments of one call; capture replays the block at sizes of its own (and several of them, so
+that what depends on a size shows). Which axes are token axes is read off the first float tensor: all but its last.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+NAMES = ("B", "S", "P", "Q", "R")
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """A tensor argument: each axis is a number or an expression over the token dims, such as `S` or `B*S`."""
+
+    shape: tuple[int | str, ...]
+    dtype: torch.dtype
+    example: torch.Tensor | None  # values to draw from, for integers and booleans
+    requires_grad: bool
+
+
+class Arguments:
+    """The recorded arguments of a block, resizable.
+
+    Attributes:
+        dims: names of the token dims, outermost first: `("S",)` for [S,D] inputs, `("B", "S")` for [B,S,D].
+        sizes: their sizes in the recorded call.
+    """
+
+    def __init__(self, args: tuple, kwargs: dict[str, Any]):
+        flat, self.spec = pytree.tree_flatten((args, kwargs))
+        tensors = [t for t in flat if isinstance(t, torch.Tensor)]
+        hidden = next((t for t in tensors if t.is_floating_point() and t.dim() >= 2), None)
+        if hidden is None:
+            hidden = next((t for t in tensors if t.dim() >= 1), torch.empty(0))
+            lead = hidden.shape
+        else:
+            lead = hidden.shape[:-1]
+        names = NAMES[: len(lead)] if len(lead) > 1 else ("S",) * len(lead)
+        self.dims: tuple[str, ...] = names
+        self.sizes: dict[str, int] = dict(zip(names, lead, strict=True))
+        self.width = hidden.shape[-1] if hidden.dim() > len(lead) else 0
+        self.flat: list[Any] = [self._leaf(t, t is hidden) if isinstance(t, torch.Tensor) else t for t in flat]
+        self.tensors = [leaf for leaf in self.flat if isinstance(leaf, Leaf)]
+
+    def _leaf(self, t: torch.Tensor, is_hidden: bool) -> Leaf:
+        shape: list[int | str] = []
+        used: set[str] = set()
+        for axis, n in enumerate(t.shape):
+            exact = [s for s in self.dims if self.sizes[s] == n and s not in used] if n != 1 or is_hidden else []
+            if is_hidden and axis < len(self.dims):
+                name: int | str = self.dims[axis]
+            elif is_hidden:
+                name = n
+            elif exact and (n > 1):
+                name = exact[0]
+            elif len(self.dims) > 1 and n == math.prod(self.sizes.values()) and n > 1:
+                name = "*".join(self.dims)
+            else:
+                name = n
+            if isinstance(name, str):
+                used.add(name)
+            shape.append(name)
+        keep = None if t.is_floating_point() else t.detach().cpu().reshape(-1) if not t.is_meta else torch.zeros(1, dtype=t.dtype)
+        return Leaf(tuple(shape), t.dtype, keep, t.requires_grad)
+
+    def choose(self, tokens: int, variant: int = 0) -> dict[str, int]:
+        """Sizes with about `tokens` tokens that are unlike each other and unlike the model's own dims."""
+        if len(self.dims) <= 1:
+            return {d: _odd(tokens + 2 * variant, {self.width}) for d in self.dims}
+        outer = (3, 2, 5, 4)[variant % 4]
+        sizes = {self.dims[0]: outer}
+        for d in self.dims[1:-1]:
+            sizes[d] = 2 + variant
+        rest = max(2, -(-tokens // math.prod(sizes.values())))
+        sizes[self.dims[-1]] = _odd(rest, {self.width, *sizes.values()})
+        return sizes
+
+    def at(self, sizes: dict[str, int], seed: int = 0) -> tuple[tuple, dict[str, Any]]:
+        """(args, kwargs) at these sizes: meta tensors for floats, small real ones for integers."""
+        generator = torch.Generator().manual_seed(77 + seed)
+        out = []
+        for leaf in self.flat:
+            if not isinstance(leaf, Leaf):
+                out.append(leaf)
+                continue
+            shape = [math.prod(sizes[d] for d in n.split("*")) if isinstance(n, str) else n for n in leaf.shape]
+            if leaf.example is None:
+                out.append(torch.empty(shape, dtype=leaf.dtype, device="meta"))
+                continue
+            n, pool = math.prod(shape), leaf.example
+            order = torch.arange(n) % max(1, len(pool))
+            if seed:
+                order = torch.randint(0, max(1, len(pool)), (n,), generator=generator)
+            out.append(pool[order].reshape(shape) if len(pool) else torch.zeros(shape, dtype=leaf.dtype))
+        args, kwargs = pytree.tree_unflatten(out, self.spec)
+        return args, kwargs
+
+
+def _odd(n: int, avoid: set[int]) -> int:
+    n |= 1
+    while n in avoid or any(n % p == 0 for p in (3, 5)) and n > 5:
+        n += 2
+    return n
