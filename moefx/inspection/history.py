@@ -1,0 +1,172 @@
+"""The history of a block: one executable snapshot after every pass, with where it came from."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterator, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..ir.block import BlockGraph
+from ..ir.printer import Line, format_lines, print_lines
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """The graph after one pass.
+
+    Attributes:
+        index, total: which of how many passes, counting from 1.
+        pass_name: name of the pass.
+        ms: time that the pass took, in milliseconds, checks not included.
+        added, removed: number of nodes that came and went; parameters and unpacked results are not counted.
+        rule: where the pass is written, `"passes/fuse.py:88"`.
+        graph: the graph; its own header holds the same provenance.
+    """
+
+    index: int
+    total: int
+    pass_name: str
+    ms: float
+    added: int
+    removed: int
+    rule: str
+    graph: BlockGraph
+
+    @property
+    def header(self) -> str:
+        """`after 5/8 collectives   1.9 ms   +4 -1   passes/collectives.py:88`"""
+        parts = (
+            f"after {self.index}/{self.total} {self.pass_name}",
+            f"{self.ms:.1f} ms",
+            f"+{self.added} -{self.removed}",
+            self.rule,
+        )
+        return "   ".join(filter(None, parts))
+
+    def __str__(self) -> str:
+        return str(self.graph.replace(header=self.header))
+
+
+@dataclasses.dataclass(frozen=True)
+class History:
+    """The snapshots of one block, oldest first; a sequence of `Snapshot`.
+
+    Attributes:
+        name: the block's name in the model.
+        snapshots: one for each pass.
+    """
+
+    name: str
+    snapshots: tuple[Snapshot, ...]
+
+    @property
+    def graph(self) -> BlockGraph:
+        """The graph that runs: the one after the last pass."""
+        return self.snapshots[-1].graph
+
+    @property
+    def passes(self) -> tuple[str, ...]:
+        return tuple(snapshot.pass_name for snapshot in self.snapshots)
+
+    def __getitem__(self, key: int | str) -> Snapshot:
+        """The snapshot at a position, or after the named pass.
+
+        Raises:
+            KeyError: no pass of that name ran.
+        """
+        if isinstance(key, int):
+            return self.snapshots[key]
+        for snapshot in reversed(self.snapshots):
+            if snapshot.pass_name == key:
+                return snapshot
+        raise KeyError(
+            f"no pass {key!r} ran on {self.name or 'the model'}; there is {', '.join(self.passes)}"
+        )
+
+    def __iter__(self) -> Iterator[Snapshot]:
+        return iter(self.snapshots)
+
+    def __len__(self) -> int:
+        return len(self.snapshots)
+
+    def renamed(self, name: str) -> History:
+        """The same history for another block of the same structure; the graphs are shared."""
+        snapshots = (dataclasses.replace(s, graph=s.graph.replace(name=name)) for s in self.snapshots)
+        return History(name, tuple(snapshots))
+
+    def diff(self, after: str | None = None) -> str:
+        """What a pass changed, as a diff of the printed graphs; by default of the last pass.
+
+        Raises:
+            KeyError: no pass of that name ran.
+        """
+        snapshot = self.snapshots[-1] if after is None else self[after]
+        position = self.snapshots.index(snapshot)
+        before = print_lines(self.snapshots[position - 1].graph) if position else []
+        marked = diff_lines(before, print_lines(snapshot.graph))
+        texts = format_lines([line for _, line in marked])
+        body = [f"{mark} {text}".rstrip() for (mark, _), text in zip(marked, texts, strict=True)]
+        return "\n".join([f"# {self.name or 'model'}   {snapshot.header}", *body])
+
+    def html(
+        self,
+        path: str | PathLike[str],
+        *,
+        before: BlockGraph | None = None,
+        bytes_per_policy: Mapping[str, float] | None = None,
+    ) -> None:
+        """Write a self-contained page: the graph before and after drawn, and every pass with what it changed.
+
+        Args:
+            before: the captured graph, drawn as the left picture; default: the first snapshot.
+            bytes_per_policy: bytes that the backward keeps by save policy, drawn as bars.
+        """
+        from . import html
+
+        body = html.history_section(self, before=before, bytes_per_policy=bytes_per_policy)
+        Path(path).write_text(html.page(self.name or "model", body))
+
+    def repro(self, path: str | PathLike[str], *, block: nn.Module | None = None) -> None:
+        """Write a Python script that runs the graphs after all passes side by side on random weights and
+        inputs.
+
+        Args:
+            block: where to take shapes from that the graphs do not know.
+        """
+        from .repro import script
+
+        Path(path).write_text(script(self, block))
+
+    def __str__(self) -> str:
+        width = max((len(s.pass_name) for s in self.snapshots), default=0)
+        rows = [
+            f"  {s.index}/{s.total}  {s.pass_name.ljust(width)}  {s.ms:8.1f} ms  "
+            f"+{s.added:<3} -{s.removed:<3} {s.rule}"
+            for s in self.snapshots
+        ]
+        return "\n".join([f"# history of {self.name or 'model'}", *(row.rstrip() for row in rows)])
+
+
+def diff_lines(before: list[Line], after: list[Line]) -> list[tuple[str, Line]]:
+    """The lines of both, each marked " ", "-" or "+". Sources and alignment do not count as a change."""
+    matcher = difflib.SequenceMatcher(
+        a=[_text(n) for n in before], b=[_text(n) for n in after], autojunk=False
+    )
+    result: list[tuple[str, Line]] = []
+    for tag, i1, i2, j1, j2 in matcher.get_opcodes():
+        if tag == "equal":
+            result += [(" ", line) for line in after[j1:j2]]
+        else:
+            result += [("-", line) for line in before[i1:i2]]
+            result += [("+", line) for line in after[j1:j2]]
+    return result
+
+
+def _text(line: Line) -> str:
+    return f"{line.name} = {line.code} # {line.comment}"

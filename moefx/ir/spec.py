@@ -1,0 +1,128 @@
+"""Which graphs are legal at which level; the pass manager checks it after every pass.
+
+A level allows the user's own torch ops, plus the dialect ops that exist there. From `dialect` on a graph must
+hold for every routing, so nothing may read a tensor's values on the host or have a shape that depends on
+them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+from torch.fx import Node
+
+from .block import BlockGraph
+from .op import NAMESPACE
+
+_ROUTED = frozenset({"build_pft", "dispatch", "grouped_mm", "expert_rows", "combine"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Level:
+    """What may stand in a graph.
+
+    Attributes:
+        name: the level's name; passes declare it with `graph_pass(level=...)`.
+        dialect: the dialect ops that may occur; None allows every registered one.
+        any_routing: the graph holds for every routing, so ops with data-dependent results are illegal.
+    """
+
+    name: str
+    dialect: frozenset[str] | None
+    any_routing: bool = True
+
+
+LEVELS = {
+    level.name: level
+    for level in (
+        # What capture recorded under one concrete routing.
+        Level("captured", frozenset(), any_routing=False),
+        # One dialect op per step; the pointwise part between the GEMMs is plain torch.
+        Level("dialect", _ROUTED),
+        # Steps may be collapsed into expert_mlp; experts of another shape stay as they were.
+        Level("fused", _ROUTED | {"expert_mlp"}),
+        # Whatever providers bring.
+        Level("lowered", None),
+    )
+}
+
+
+class Violation(NamedTuple):
+    """One node that is not legal at a level, and why."""
+
+    node: Node
+    reason: str
+
+    def __str__(self) -> str:
+        source = self.node.meta.get("source")
+        return f"{self.node.name}: {self.reason}" + (f" ({source})" if source else "")
+
+
+def violations(block: BlockGraph, level: Level) -> list[Violation]:
+    """Everything in the graph that is not legal at `level`."""
+    found = []
+    for node in block.graph.nodes:
+        reason = _illegal(node, level) or (is_dead(node) and "nothing uses its result and it has no effect")
+        if reason:
+            found.append(Violation(node, reason))
+    return found
+
+
+def is_dead(node: Node) -> bool:
+    """Whether a node can be left out: no users, no effect on tensors, modules or random state."""
+    return not node.users and not has_effect(node)
+
+
+def has_effect(node: Node) -> bool:
+    """Whether a node does something beside its result. Kept submodules count: their hooks may do anything."""
+    if node.op in ("placeholder", "output", "call_module"):
+        return True
+    if node.op == "call_method":
+        return str(node.target).endswith("_") and not str(node.target).endswith("__")
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags
+    name = getattr(target, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    return node.op == "call_function" and (in_place or not _is_torch_function(target))
+
+
+def eliminate_dead_code(block: BlockGraph) -> BlockGraph:
+    """A copy without the nodes that `is_dead`."""
+    block = block.copy()
+    for node in reversed(block.nodes):
+        if is_dead(node):
+            block.graph.erase_node(node)
+    return block
+
+
+def _illegal(node: Node, level: Level) -> str:
+    target = node.target
+    if node.op in ("placeholder", "output", "get_attr", "call_module", "call_method"):
+        return ""
+    if not isinstance(target, torch._ops.OpOverload):
+        name = getattr(target, "__qualname__", repr(target))
+        return (
+            "" if _is_torch_function(target) else f"{name} is a Python function; define an op (moefx.ir.op)"
+        )
+    if target.namespace == NAMESPACE:
+        name = target._schema.name.partition("::")[2]
+        if level.dialect is not None and name not in level.dialect:
+            return f"{NAMESPACE}::{name} does not exist at level {level.name!r}"
+    elif level.any_routing and not _DATA_DEPENDENT.isdisjoint(target.tags):
+        return f"{target} depends on the values of a tensor, so the graph would not hold for every routing"
+    return ""
+
+
+_DATA_DEPENDENT = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
+
+
+def _is_torch_function(target: object) -> bool:
+    """Functions of torch and `operator`, and `apply` of an autograd.Function."""
+    owner = getattr(target, "__self__", None)
+    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+        return True
+    module = getattr(target, "__module__", None) or getattr(type(target), "__module__", "")
+    return module.partition(".")[0] in ("torch", "_operator", "operator", "math", "builtins")

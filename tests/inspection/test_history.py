@@ -1,0 +1,82 @@
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import moefx
+from moefx import Plan
+from moefx.inspection.history import History, Snapshot
+from moefx.passes.manager import PassManager
+
+from .. import golden
+from ..ir.graphs import Block, D, block_graph
+
+
+def fuse(block, plan):
+    return block_graph(64, name=block.name)
+
+
+def history(num_experts: int = 64) -> History:
+    start = block_graph(num_experts, fused=False)
+    run = PassManager().run(start, [], Plan(), made_by="rewrite", ms=12.25, level="dialect")
+    fused = Snapshot(2, 2, "fuse", 1.9, 1, 6, "passes/fuse.py:88", block_graph(num_experts))
+    first = Snapshot(1, 2, "rewrite", 12.25, 11, 0, "passes/rewrite.py:40", run.graph)
+    return History(start.name, (first, fused))
+
+
+def test_lookup():
+    h = history()
+    assert h.passes == ("rewrite", "fuse") and len(h) == 2 and list(h) == [h[0], h["fuse"]]
+    assert h.graph is h["fuse"].graph
+    with pytest.raises(KeyError, match=r"no pass 'lower' ran on layers.3\.mlp; there is rewrite, fuse"):
+        h["lower"]
+
+
+def test_the_diff_of_a_pass_is_readable():
+    golden.check("history_diff.txt", history().diff("fuse"))
+    assert history().diff() == history().diff("fuse")
+    lines = history().diff("rewrite").splitlines()[1:]
+    assert lines and all(line.startswith("+ ") for line in lines)
+
+
+def test_printed():
+    golden.check("history.txt", str(history()))
+    assert str(history()["fuse"]).splitlines()[0] == (
+        "# layers.3.mlp   after 2/2 fuse   1.9 ms   +1 -6   passes/fuse.py:88"
+    )
+
+
+def test_histories_of_like_blocks_share_their_graphs():
+    h = history()
+    other = h.renamed("layers.4.mlp")
+    assert other.name == "layers.4.mlp" and str(other.graph).startswith("# layers.4.mlp")
+    assert other.graph.graph is h.graph.graph
+    loaded = pickle.loads(pickle.dumps((h, other)))
+    assert str(loaded[0]["rewrite"]) == str(h["rewrite"]) and loaded[1].graph.graph is loaded[0].graph.graph
+
+
+def test_a_repro_runs_by_itself(tmp_path):
+    path = tmp_path / "repro.py"
+    h, block = history(4), Block()
+    h.repro(path, block=block)
+    environment = {**os.environ, "PYTHONPATH": str(Path(moefx.__file__).parents[1])}
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert [line.split(":")[0] for line in done.stdout.splitlines()] == ["after_1_rewrite", "after_2_fuse"]
+    assert all(float(line.split()[-1]) < 1e-5 for line in done.stdout.splitlines())
+
+
+def test_a_repro_needs_shapes(tmp_path):
+    with pytest.raises(ValueError, match=r"shape of experts\.0\.gate\.weight is not known; pass the block"):
+        history(4).repro(tmp_path / "repro.py")
+
+
+def test_snapshots_run():
+    torch.manual_seed(0)
+    block, x = Block(), torch.randn(3, D)
+    for snapshot in history(4):
+        torch.testing.assert_close(snapshot.graph.compile()(block, x), block(x))

@@ -1,0 +1,69 @@
+import operator
+
+import torch
+from torch.fx import Graph
+
+from moefx.ir.block import BlockGraph
+from moefx.ir.spec import LEVELS, eliminate_dead_code, has_effect, violations
+
+from .graphs import block_graph
+
+aten = torch.ops.aten
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+
+def nodes():
+    g = Graph()
+    x = g.placeholder("x")
+    made = {
+        "copy": g.call_function(aten.copy_.default, (x, x)),
+        "random": g.call_function(aten.rand_like.default, (x,)),
+        "module": g.call_module("gate", (x,)),
+        "method_": g.call_method("add_", (x, 1)),
+        "relu_": g.call_function(torch.relu_, (x,)),
+        "python": g.call_function(nodes, ()),
+    }
+    pure = {
+        "apply": g.call_function(Double.apply, (x,)),
+        "add": g.call_function(aten.add.Tensor, (x, x)),
+        "linear": g.call_function(torch.nn.functional.linear, (x, x)),
+        "method": g.call_method("sum", (x,)),
+        "getattr": g.get_attr("w"),
+    }
+    pure["item"] = g.call_function(operator.getitem, (pure["add"], 0))
+    g.output(x)
+    return g, made, pure
+
+
+def test_effects():
+    _, effects, pure = nodes()
+    assert all(has_effect(node) for node in effects.values())
+    assert not any(has_effect(node) for node in pure.values())
+
+
+def test_dead_code_goes_effects_stay():
+    graph, effects, _ = nodes()
+    block = eliminate_dead_code(BlockGraph("b", graph))
+    assert [n.op for n in block.nodes] == ["placeholder", *(n.op for n in effects.values()), "output"]
+    assert len(graph.nodes) > len(block.nodes)
+
+
+def test_violations_say_where_the_user_wrote_it():
+    block = block_graph()
+    assert violations(block, LEVELS["fused"]) == violations(block, LEVELS["lowered"]) == []
+    (found,) = violations(block, LEVELS["dialect"])
+    found.node.meta["source"] = "model.py:7"
+    assert (
+        str(found) == f"{found.node.name}: moefx::expert_mlp does not exist at level 'dialect' (model.py:7)"
+    )
+
+
+def test_autograd_functions_are_legal():
+    g = Graph()
+    g.output(g.call_function(Double.apply, (g.placeholder("x"),)))
+    assert violations(BlockGraph("b", g), LEVELS["dialect"]) == []

@@ -1,0 +1,197 @@
+import functools
+import operator
+import re
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.fx import Graph
+
+from moefx import Plan
+from moefx.errors import InvalidPlan
+from moefx.ir.block import BlockGraph
+from moefx.passes.manager import PassError, PassManager, graph_pass, pass_name, rule
+
+from ..ir.graphs import Block, D, S, block_graph, ops
+
+aten = torch.ops.aten
+
+
+def small(fake: bool = False) -> BlockGraph:
+    g = Graph()
+    x = g.placeholder("x")
+    if fake:
+        with FakeTensorMode():
+            x.meta["val"] = torch.empty(S, D)
+    y = g.call_function(aten.relu.default, (x,))
+    g.output(y)
+    return BlockGraph("layers.0.mlp", g)
+
+
+def replace_relu(block: BlockGraph, target, *args, val=None) -> BlockGraph:
+    block = block.copy()
+    (relu,) = block.find("aten::relu")
+    with block.graph.inserting_before(relu):
+        new = block.graph.call_function(target, (relu.args[0], *args))
+    if val is not None:
+        new.meta["val"] = val
+    relu.replace_all_uses_with(new)
+    block.graph.erase_node(relu)
+    return block
+
+
+def gelu(block, plan):
+    return replace_relu(block, aten.gelu.default)
+
+
+def nothing(block, plan):
+    return block
+
+
+def run(passes, graph=None, plan=None, **options):
+    options = {"level": "captured", **options}
+    manager = PassManager(options.pop("block", None))
+    return manager.run(graph or small(), passes, plan or Plan(), **options)
+
+
+def test_a_history_has_a_snapshot_for_each_pass():
+    history = run([nothing, gelu], made_by="rewrite", ms=2.5)
+    assert history.passes == ("rewrite", "nothing", "gelu")
+    first, second, third = history
+    assert (first.index, first.total, first.ms) == (1, 3, 2.5)
+    assert (second.added, second.removed) == (0, 0) and (third.added, third.removed) == (1, 1)
+    assert re.fullmatch(r"test_manager\.py:\d+", third.rule)
+    assert str(history.graph).startswith("# layers.0.mlp   after 3/3 gelu   ")
+    x = torch.randn(3)
+    torch.testing.assert_close(history["nothing"].graph.compile()(None, x), x.relu())
+    torch.testing.assert_close(history.graph.compile()(None, x), torch.nn.functional.gelu(x))
+
+
+def test_rules_of_the_package_are_relative_to_it():
+    from moefx.ir.spec import eliminate_dead_code
+
+    assert re.fullmatch(r"ir/spec\.py:\d+", rule(eliminate_dead_code))
+    assert rule(functools.partial(eliminate_dead_code)) == rule(eliminate_dead_code)
+    assert rule(len) == ""
+
+    @graph_pass(level="fused", name="other")
+    def named(block, plan): ...
+
+    assert pass_name(named) == pass_name(functools.partial(named)) == "other"
+
+
+def test_disabled_passes_are_left_out():
+    history = run([nothing, gelu], plan=Plan(disable=("gelu",)))
+    assert history.passes == ("capture", "nothing") and history[1].total == 2
+    with pytest.raises(InvalidPlan, match=r"'gleu'.*no such pass.*nothing, gelu"):
+        run([nothing, gelu], plan=Plan(disable=("gleu",)))
+
+
+def test_a_pass_must_not_change_its_input():
+    def in_place(block, plan):
+        next(n for n in block.graph.nodes if n.op == "call_function").target = aten.gelu.default
+        return block.copy()
+
+    with pytest.raises(PassError, match="pass in_place changed its input graph"):
+        run([in_place])
+
+
+def test_malformed_graphs_dead_code_and_python_functions_are_bugs():
+    def malformed(block, plan):
+        block = block.copy()
+        relu = block.find("aten::relu")[0]
+        block.placeholders[0].prepend(relu)
+        return block
+
+    def dead(block, plan):
+        block = block.copy()
+        with block.graph.inserting_before(block.output):
+            block.graph.call_function(aten.neg.default, (block.placeholders[0],))
+        return block
+
+    def python(block, plan):
+        return replace_relu(block, replace_relu)
+
+    with pytest.raises(PassError, match="pass malformed left a malformed graph"):
+        run([malformed])
+    with pytest.raises(PassError, match=r"pass dead: .*'captured'.*\n.*neg.*nothing uses its result"):
+        run([dead])
+    with pytest.raises(PassError, match="replace_relu is a Python function"):
+        run([python])
+
+
+def test_the_spec_of_the_level_is_checked():
+    assert len(run([], block_graph(), level="fused")) == 1
+    with pytest.raises(PassError, match=r"moefx::expert_mlp does not exist at level 'dialect'"):
+        run([], block_graph(), level="dialect")
+
+    @graph_pass(level="dialect")
+    def host_sync(block, plan):
+        return replace_relu(block, aten.nonzero.default)
+
+    with pytest.raises(PassError, match=r"aten.nonzero.default depends on the values"):
+        run([host_sync])
+
+
+def test_fakes_are_propagated_into_new_nodes():
+    history = run([gelu], small(fake=True))
+    node = history.graph.find("aten::gelu")[0]
+    assert node.meta["val"].shape == (S, D)
+    assert "f32[10,8]" in str(history.graph)
+
+
+def test_parameters_of_the_block_take_part():
+    def project(block, plan):
+        block = block.copy()
+        relu = block.find("aten::relu")[0]
+        with block.graph.inserting_before(block.output):
+            weight = block.graph.get_attr("experts.0.up.weight")
+            new = block.graph.call_function(torch.nn.functional.linear, (relu, weight))
+        block.output.args = (new,)
+        return block
+
+    def unfused(block, plan):
+        return block
+
+    graph = run([gelu, nothing], small(fake=True)).graph
+    graph.find("aten::gelu")[0].target = aten.relu.default
+    history = run([project], graph, block=Block())
+    assert history.graph.find("linear")[0].meta["val"].shape == (S, 6)
+
+
+def test_a_node_that_cannot_run_or_lies_about_its_shape_is_a_bug():
+    def breaks(block, plan):
+        return replace_relu(block, aten.view.default, [3, 7])
+
+    def lies(block, plan):
+        return replace_relu(block, aten.sum.dim_IntList, [0], val=torch.empty(3, device="meta"))
+
+    def data_dependent(block, plan):
+        return replace_relu(block, aten.nonzero.default)
+
+    with pytest.raises(PassError, match=r"pass breaks: .*view.* cannot run"):
+        run([breaks], small(fake=True))
+    with pytest.raises(PassError, match=r"pass lies: .*declared as .*'3'.* computes .*'8'"):
+        run([lies], small(fake=True))
+    history = run([data_dependent], small(fake=True))
+    assert history.graph.find("aten::nonzero")
+
+
+def test_unpacked_results_and_parameters_are_not_counted():
+    def split(block, plan):
+        block = replace_relu(block, aten.split.Tensor, 4)
+        split = block.find("aten::split")[0]
+        with block.graph.inserting_after(split):
+            item = block.graph.call_function(operator.getitem, (split, 0))
+        block.output.args = (item,)
+        return block
+
+    assert run([split])[-1].added == 1
+
+
+def test_dialect_graphs_run_at_every_level():
+    torch.manual_seed(0)
+    block, x = Block(), torch.randn(6, D)
+    history = run([nothing], block_graph(fused=False), level="dialect")
+    torch.testing.assert_close(history.graph.compile()(block, x), block(x))
+    assert history.graph.find(ops.dispatch.default)
