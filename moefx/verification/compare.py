@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .decisions import size
 from .policy import Row, judge, tolerance
 from .routing import Align, CannotReplay, Record, Replay, RoutingRow, Scope, Tape
 from .sandbox import Call, Casts, Inputs, Options, Parameters, Run, call_module, execute, leaves, sandbox
@@ -25,7 +26,12 @@ class Subject:
     Attributes: original, compiled: the modules; sandboxes of them are run. `compiled` is the original again
         where a program
             other than the module's own forward is under test.
-        working, exact: their parameters in the precision under test, and in the truth's.
+        working, exact: their parameters in the precision under test, and in float64 for the truth. Without
+            `exact` the original in its own precision is the truth (see `policy` for what bounds the error
+            then).
+        promote: run everything in float64, whatever dtypes the code or a captured graph names: a comparison
+            of the algebra only.
+        slack: see `tolerance`.
         call_original, call_compiled: how to call a sandbox; by default `module(*args, **kwargs)`.
         prepare: called on each sandbox before it runs, with "original", "truth", "compiled" or "noise".
     """
@@ -33,7 +39,9 @@ class Subject:
     original: nn.Module
     compiled: nn.Module
     working: Casts
-    exact: Casts
+    exact: Casts | None
+    promote: bool = False
+    slack: float = 1.0
     block: str = ""
     call_original: Call = call_module
     call_compiled: Call = call_module
@@ -66,52 +74,44 @@ class _Comparing:
         self.scope, self.tape = Scope(), Tape()
         self.cotangents: dict[str, Tensor] = {}
         self.dtype = subject.working.dtype
-        self.tol = tolerance(*working_precision(subject.original, inputs, self.dtype))
+        self.tol = tolerance(*working_precision(subject.original, inputs, self.dtype), subject.slack)
 
     def result(self) -> Comparison:
-        original = self.run("original", Record(self.tape, self.scope))
+        promote = self.subject.promote
+        truth = original = self.run("original", Record(self.tape, self.scope, promote=promote))
         self.cotangents = original.cotangents
         notes = []
         try:
-            truth = self.truth()
+            if self.subject.exact is not None and not promote:
+                # Autocast would round; it is part of the original's precision, not of the truth.
+                with _no_autocast():
+                    truth = self.run("truth", Replay(self.tape, self.scope, promote=True), self.subject.exact)
         except Exception as error:  # the user's code: no float64 kernel, a fixed dtype, out of memory, ...
-            truth = original
             what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             notes.append(
                 f"{self.subject.block or 'the model'}: no float64 truth ({what}); "
                 "compared with the original in its own precision and with its own seed"
             )
-        align = Align(self.tape, self.scope, self.tol, self.case)
+        align = Align(self.tape, self.scope, self.tol, self.case, promote=promote)
         try:
             compiled = self.run("compiled", align)
         except Exception as error:
             note = f"raised {type(error).__name__}: {error}"
-            row = Row(
-                self.subject.block,
-                "forward and backward",
-                "output",
-                False,
-                math.inf,
-                note=note,
-                case=self.case,
-            )
-            return Comparison([row], align.rows, notes)
+            row = Row(self.subject.block, "forward and backward", "output", ok=False, case=self.case)
+            return Comparison([dataclasses.replace(row, error=math.inf, note=note)], align.rows, notes)
         rows = self.judge(original, compiled, truth)
         if not all(row.ok for row in rows):
             rows = self.judge(original, compiled, truth, list(self.noise()))
         return Comparison(rows, align.rows, notes)
-
-    def truth(self) -> Run:
-        # Autocast would round; it is part of the original's precision, not of the truth.
-        with _no_autocast():
-            return self.run("truth", Replay(self.tape, self.scope, promote=True), self.subject.exact)
 
     def noise(self) -> Iterator[Run]:
         """The original on weights and inputs moved by the rounding that the rule allows."""
         for seed in range(NUM_NOISE_RUNS):
             moved = _Moved(self.subject.working, self.tol.floor, seed)
             with contextlib.suppress(CannotReplay):
-                yield self.run("noise", Replay(self.tape, self.scope, promote=False), moved, moved.move)
+                yield self.run(
+                    "noise", Replay(self.tape, self.scope, promote=self.subject.promote), moved, moved.move
+                )
 
     def run(self, which: str, mode: Any, parameters: Parameters | None = None,
             change: Callable[[Tensor], Tensor] = lambda t: t) -> Run:  # fmt: skip
@@ -128,6 +128,10 @@ class _Comparing:
 
     def judge(self, original: Run, compiled: Run, truth: Run, noise: list[Run] | None = None) -> list[Row]:
         rows = []
+        gradients = [
+            t for (kind, _), t in original.values.items() if kind.startswith("grad") and t is not None
+        ]
+        largest = max((size(t) for t in gradients), default=0.0)
         for key in (*original.values, *(k for k in compiled.values if k not in original.values)):
             kind, name = key
             row = Row(self.subject.block, name, kind, ok=False, case=self.case)
@@ -143,7 +147,8 @@ class _Comparing:
             exact = [run.values.get(key) for run in (truth, *(noise or ()))]
             exact = [torch.zeros_like(theirs) if t is None else t for t in exact]
             exact[0] = exact[0] if exact[0].shape == theirs.shape else theirs
-            rows.append(judge(row, ours, theirs, exact[0], self.tol, exact[1:]))
+            unit = largest if kind.startswith("grad") else 0.0
+            rows.append(judge(row, ours, theirs, exact[0], self.tol, exact[1:], unit))
         return [row for row in rows if not (row.ok and row.name.endswith(".requires_grad"))]
 
 
@@ -193,7 +198,7 @@ def _present(a: Tensor | None, b: Tensor | None) -> tuple[Tensor | None, Tensor 
 @contextlib.contextmanager
 def _no_autocast() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        for device in ("cpu", torch.accelerator.current_accelerator()):
-            if device is not None:
-                stack.enter_context(torch.autocast(getattr(device, "type", device), enabled=False))
+        accelerator = torch.accelerator.current_accelerator()
+        for kind in ("cpu", *([accelerator.type] if accelerator else [])):
+            stack.enter_context(torch.autocast(kind, enabled=False))
         yield

@@ -25,7 +25,8 @@ by being the truth itself.
 A sum of few terms is a poor sample of the rounding noise (one number may be exact by luck; a gradient whose
 terms cancel is nothing but noise). So where a row fails, `compare.py` also measures the original with its
 weights and inputs moved by `tol / 10`, and err(original) is the largest seen: whatever a program as good as
-the original on neighbouring data could return is not an error (backward stability).
+the original on neighbouring data could return is not an error (backward stability). And what is less than
+2 * u_sum of the largest gradient of the run is no difference between two gradients.
 """
 
 from __future__ import annotations
@@ -65,18 +66,21 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
-    """`factor` is m, `floor` is tol / 10 of the rule."""
+    """`factor` is m and `floor` is tol / 10 of the rule; `negligible` is relative to the largest gradient."""
 
     factor: float
     floor: float
+    negligible: float
 
 
-def tolerance(dtype: torch.dtype, length: int) -> Tolerance:
-    """The rule's constants for a working precision and the longest reduction of `length` terms."""
+def tolerance(dtype: torch.dtype, length: int, slack: float = 1.0) -> Tolerance:
+    """The rule's constants for a working precision and the longest reduction of `length` terms; `slack`
+    multiplies them, for a check that asks for right algebra rather than for good rounding."""
     half = dtype in HALF
     stored = torch.finfo(dtype).eps / 2
     summed = torch.finfo(torch.float32).eps / 2 if half else stored
-    return Tolerance(3.0 if half else 2.0, stored + summed * math.sqrt(max(length, 1)))
+    floor = stored + summed * math.sqrt(max(length, 1))
+    return Tolerance(3.0 if half else 2.0, slack * floor, slack * 2 * summed)
 
 
 class Error(NamedTuple):
@@ -97,8 +101,8 @@ class _Scale:
         self.norm2 = 1.0 if self.zero else float(torch.linalg.vector_norm(size))
         self.rows = torch.ones(()) if self.zero else size.amax(-1).clamp_min(float(largest) * ROW_FLOOR)
 
-    def error(self, value: Tensor) -> Error:
-        off = (_rows(value, self.finite) - self.truth).abs()
+    def error(self, value: Tensor, negligible: float = 0.0) -> Error:
+        off = ((_rows(value, self.finite) - self.truth).abs() - negligible).clamp_min(0)
         return Error(
             float(torch.linalg.vector_norm(off)) / self.norm2, float((off.amax(-1) / self.rows).max())
         )
@@ -110,43 +114,45 @@ def _rows(t: Tensor, finite: Tensor) -> Tensor:
 
 
 def judge(
-    row: Row, compiled: Tensor, original: Tensor, truth: Tensor, tol: Tolerance, noise: Sequence[Tensor] = ()
+    row: Row,
+    compiled: Tensor,
+    original: Tensor,
+    truth: Tensor,
+    tol: Tolerance,
+    noise: Sequence[Tensor] = (),
+    largest: float = 0.0,
 ) -> Row:
     """Apply the rule to one tensor; `row` carries the names and comes back with the verdict.
 
     `compiled` and `original` are in the working precision, `truth` usually in float64, `noise` are results of
-    the original on neighbouring data (see the module). Non-finite values never pass unless the original has
-    the same ones at the same places; integers and booleans must be equal.
+    the original on neighbouring data (see the module), `largest` is the size of the largest gradient if this
+    is one. Non-finite values never pass unless the original has the same ones at the same places; integers
+    and booleans must be equal.
     """
     if compiled.shape != original.shape or compiled.dtype != original.dtype:
-        seen = f"{_describe(compiled)} instead of {_describe(original)}"
-        return dataclasses.replace(row, ok=False, error=math.inf, note=seen)
+        return _failed(row, f"{_describe(compiled)} instead of {_describe(original)}")
     if original.numel() == 0:
         return dataclasses.replace(row, ok=True)
-    compiled, truth = compiled.detach().to(original.device), truth.detach().to(original.device)
+    compiled, truth, *noise = (t.detach().to(original.device) for t in (compiled, truth, *noise))
     if original.is_complex():
-        compiled, original, truth = (torch.view_as_real(t) for t in (compiled, original, truth))
-        noise = [torch.view_as_real(t) for t in noise]
+        compiled, original, truth, *noise = map(torch.view_as_real, (compiled, original, truth, *noise))
     if not original.is_floating_point():
         differ = int((compiled != original).sum())
         return dataclasses.replace(row, ok=differ == 0, error=float(differ))
-
     finite = original.isfinite()
-    misplaced = int((~_same_kind(compiled, original)).sum())
-    if misplaced:
-        note = f"{misplaced} values are not finite where the original's are, or finite where they are not"
-        return dataclasses.replace(row, ok=False, error=math.inf, note=note)
-    if not finite.any():
-        return dataclasses.replace(
-            row, ok=False, error=math.inf, note="nothing to compare: all values are NaN or Inf"
+    if misplaced := int((~_same_kind(compiled, original)).sum()):
+        return _failed(
+            row, f"{misplaced} values are finite in one of original and compiled, not in the other"
         )
+    if not finite.any():
+        return _failed(row, "nothing to compare: all values are NaN or Inf")
 
     truth = torch.where(
         truth.isfinite(), truth, original
-    )  # a branch that only the working precision can take
+    )  # the working precision may take a branch of its own
     scale = _Scale(truth, original, finite)
-    error = scale.error(compiled)
-    expected = [scale.error(t.to(original.device)) for t in (original, *noise) if t.shape == original.shape]
+    error = scale.error(compiled, tol.negligible * largest)
+    expected = [scale.error(t) for t in (original, *noise) if t.shape == original.shape]
     floor = 0.0 if scale.zero else tol.floor
     bound = Error(*(tol.factor * max(_finite(e)) + floor for e in zip(*expected, strict=True)))
     ratio, worst = max((_ratio(e, b), i) for i, (e, b) in enumerate(zip(error, bound, strict=True)))
@@ -154,6 +160,10 @@ def judge(
     return dataclasses.replace(
         row, ok=ratio <= 1, error=error[worst], bound=bound[worst], norm=Error._fields[worst], note=note
     )
+
+
+def _failed(row: Row, note: str) -> Row:
+    return dataclasses.replace(row, ok=False, error=math.inf, note=note)
 
 
 def _ratio(error: float, bound: float) -> float:

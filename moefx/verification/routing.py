@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -33,6 +34,7 @@ from .decisions import Selection, decides, draws, gap, selects, size
 from .policy import Tolerance
 
 _LOW = (torch.float32, torch.bfloat16, torch.float16)
+_LOW_NAMES = re.compile('"(float32|bfloat16|float16)"')
 
 
 class CannotReplay(Exception):
@@ -94,30 +96,48 @@ class Tape:
 
 
 class _Mode(TorchDispatchMode):
+    """What the modes share: the tape, the place on it, and `promote`.
+
+    With `promote`, everything is float64: casts that the code spells out (`.float()`,
+    `softmax(dtype=torch.float32)`, dtypes in a captured graph) would round, so they become float64 too.
+    """
+
     supports_higher_order_operators = True
 
-    def __init__(self, tape: Tape, scope: Scope):
+    def __init__(self, tape: Tape, scope: Scope, *, promote: bool = False):
         super().__init__()
-        self.tape, self.scope = tape, scope
+        self.tape, self.scope, self.promote = tape, scope, promote
         self._seen: dict[Any, int] = defaultdict(int)
 
-    def _next(self, entries: dict[Any, list[Any]], key: Any) -> Any | None:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        key = self.scope.names[-1], str(func), _shapes(args)
+        if self.promote and func is not torch.ops.aten.view.dtype:
+            args = tuple(_promoted(func, a) for a in args)
+            kwargs = {name: _promoted(func, a) for name, a in kwargs.items()}
+        return self.run(key, func, args, kwargs)
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        out = func(*args, **kwargs)
+        if self.promote and func is torch.ops.aten.lift_fresh.default and out.dtype in _LOW:
+            return out.double()  # torch.tensor([...]) makes its constants outside of the dispatcher
+        return out
+
+    def run(self, key: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def next(self, entries: dict[Any, list[Any]], key: Any) -> Any | None:
         """The entry for this occurrence of `key`; None when the recording had fewer."""
         found, index = entries.get(key, ()), self._seen[key]
         self._seen[key] += 1
         return found[index] if index < len(found) else None
 
-    def _key(self, func: Any, args: Any) -> Any:
-        return self.scope.names[-1], str(func), _shapes(args)
-
 
 class Record(_Mode):
     """Run the original; write its decisions and random draws on the tape."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        key = self._key(func, args)
+    def run(self, key: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        out = self.call(func, args, kwargs)
         if draws(func):
             if isinstance(out, Tensor):
                 self.tape.draws[key].append(out.detach().clone())
@@ -127,9 +147,8 @@ class Record(_Mode):
                 self.tape.cannot_replay = f"{func} draws random numbers inside its kernel"
         elif selects(func, args):
             selection = Selection(func, args, kwargs)
-            self.tape.decisions[key].append(
-                _Decision((selection.ids(out).clone(),), selection.scores.detach().clone())
-            )
+            ids, scores = selection.ids(out).clone(), selection.scores.detach().clone()
+            self.tape.decisions[key].append(_Decision((ids,), scores))
         elif decides(func, args, out):
             outs = (out,) if isinstance(out, Tensor) else out
             self.tape.decisions[key].append(_Decision(tuple(o.clone() for o in outs)))
@@ -137,34 +156,22 @@ class Record(_Mode):
 
 
 class Replay(_Mode):
-    """Run the original's code again on other floats, with the recorded decisions and draws.
-
-    `promote=True` is the float64 run: casts that the code spells out (`.float()`,
-    `softmax(dtype=torch.float32)`) would round the truth, so they become float64 too. It also measures how
-    far rounding moved the scores.
-    """
+    """Run the original's code again on other floats, with the recorded decisions and draws. With `promote`
+    (the truth) it also measures how far rounding had moved the scores."""
 
     def __init__(self, tape: Tape, scope: Scope, *, promote: bool):
         if tape.cannot_replay:
             raise CannotReplay(tape.cannot_replay)
-        super().__init__(tape, scope)
-        self.promote = promote
+        super().__init__(tape, scope, promote=promote)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        key = self._key(func, args)
-        if self.promote and func is not torch.ops.aten.view.dtype:
-            args = tuple(_promoted(a) for a in args)
-            kwargs = {name: _promoted(a) for name, a in kwargs.items()}
-        if draws(func) and (drawn := self._next(self.tape.draws, key)) is not None:
-            return self._draw(func, args, drawn)
-        out = func(*args, **kwargs)
-        if self.promote and func is torch.ops.aten.lift_fresh.default and out.dtype in _LOW:
-            return out.double()  # torch.tensor([...]) makes its constants outside of the dispatcher
+    def run(self, key: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        if draws(func) and (drawn := self.next(self.tape.draws, key)) is not None:
+            return self.draw(func, args, drawn)
+        out = self.call(func, args, kwargs)
         selecting = selects(func, args)
         if not (selecting or decides(func, args, out)):
             return out
-        decision: _Decision | None = self._next(self.tape.decisions, key)
+        decision: _Decision | None = self.next(self.tape.decisions, key)
         if decision is None:
             if selecting:
                 raise CannotReplay(f"{func} was not run on {key[-1]} in the original's precision")
@@ -178,7 +185,7 @@ class Replay(_Mode):
             decision.noise = max(decision.noise, size(moved))
         return selection.outputs(decision.results[0])
 
-    def _draw(self, func: Any, args: Any, drawn: Tensor) -> Any:
+    def draw(self, func: Any, args: Any, drawn: Tensor) -> Any:
         if func._schema.is_mutable:
             return args[0].copy_(drawn)
         if func is torch.ops.aten.native_dropout.default:
@@ -190,17 +197,16 @@ class Replay(_Mode):
 class Align(_Mode):
     """Run the compiled program; see the module. Afterwards `rows` holds one row per router decision."""
 
-    def __init__(self, tape: Tape, scope: Scope, tol: Tolerance, case: str = ""):
-        super().__init__(tape, scope)
+    def __init__(self, tape: Tape, scope: Scope, tol: Tolerance, case: str = "", *, promote: bool = False):
+        super().__init__(tape, scope, promote=promote)
         self.tol, self.case = tol, case
         self.rows: list[RoutingRow] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+    def run(self, key: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        out = self.call(func, args, kwargs)
         if not selects(func, args):
             return out
-        decision: _Decision | None = self._next(self.tape.decisions, self._key(func, args))
+        decision: _Decision | None = self.next(self.tape.decisions, key)
         if decision is None:
             return out
         selection, (chosen,) = Selection(func, args, kwargs), decision.results
@@ -232,5 +238,7 @@ def _shapes(args: Any) -> Any:
     return args if isinstance(args, (int, str)) else None
 
 
-def _promoted(a: Any) -> Any:
+def _promoted(func: Any, a: Any) -> Any:
+    if isinstance(a, str) and func.namespace == "moefx":  # an expert body names dtypes
+        return _LOW_NAMES.sub('"float64"', a)
     return torch.float64 if isinstance(a, torch.dtype) and a in _LOW else a

@@ -120,11 +120,19 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What to run: `seed`, `grads`, and the user's `loss(output) -> scalar` or None."""
+    """What to run.
+
+    Attributes:
+        seed: of the random numbers that the model draws, and of the cotangents.
+        grads: also run the backward.
+        loss: the user's `loss(output) -> scalar`; None: every output is differentiated.
+        largest: no gradient of parameters with more elements (memory).
+    """
 
     seed: int = 0
     grads: bool = True
     loss: Callable[[Any], Tensor] | None = None
+    largest: float = math.inf
 
 
 def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -187,7 +195,11 @@ def execute(
             if options.loss is not None:
                 heads = {"loss": heads["loss"]}
             targets = {("grad_input", name): t for name, t in sources.items()}
-            targets |= {("grad_param", name): p for name, p in module.named_parameters() if p.requires_grad}
+            targets |= {
+                ("grad_param", name): p
+                for name, p in module.named_parameters()
+                if p.requires_grad and p.numel() <= options.largest
+            }
             cotangents = _gradients(heads, targets, options.seed, cotangents or {}, values)
     after = _state(module)
     changed = {key for key, t in after.items() if key not in before or not _same(t, before[key])}

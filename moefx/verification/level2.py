@@ -1,0 +1,164 @@
+"""Level 2: run one original block and the program that is to replace it on a few tokens, inside `compile`.
+
+The question is whether the algebra is right, on weights and routings that the symbolic proof (Level 1) did
+not choose. So both run in float64 wherever that fits, with every cast that code or graph spells out promoted,
+and the rule with some slack: a wrong term is far above 1e-9, and a rewrite must not be lost to rounding. What
+rounds where (a missing upcast) is asked once more in the block's own precision.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .compare import Subject, compare
+from .policy import Row
+from .sandbox import Call, Casts, Inputs, Options, call_forward, leaves, mapped
+
+SLACK = 1e4
+MAX_BYTES = 2 << 30
+
+
+@dataclasses.dataclass
+class BlockCheck:
+    """The outcome for one block.
+
+    Attributes:
+        rows: what was compared, over all router states.
+        notes: what was left out, and why (memory, time, what the original itself cannot do).
+    """
+
+    rows: list[Row] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """No mismatch. Also true of a check that could not run: look at `rows` and `notes`."""
+        return all(row.ok for row in self.rows)
+
+    @property
+    def reason(self) -> str:
+        """One sentence on the worst mismatch, "" if there is none."""
+        failed = [row for row in self.rows if not row.ok]
+        if not failed:
+            return ""
+        worst = max(failed, key=lambda row: row.error / row.bound if row.bound else math.inf)
+        what = worst.note or f"{worst.norm} error {worst.error:.2g}, allowed {worst.bound:.2g}"
+        others = f", and {len(failed) - 1} more" if len(failed) > 1 else ""
+        return f"{worst.kind} `{worst.name}` differs from the original on {worst.case}: {what}{others}"
+
+
+def verify_block(
+    original: nn.Module,
+    program: Call,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    name: str = "",
+    seconds: float = 30.0,
+    max_bytes: int = MAX_BYTES,
+    seed: int = 0,
+) -> BlockCheck:
+    """Compare `program(block, *args, **kwargs)` with `original.forward(*args, **kwargs)`, forward and
+    backward.
+
+    Router states: the given weights on the given inputs; inputs that send nearly all tokens to the same
+    experts and starve the others; unrelated inputs of the same scale. Nothing of `original` is touched
+    (parameters, `.grad`, buffers, random numbers). Runs at least the first state, then as many as `seconds`
+    allow; precision and the parameters whose gradients are compared follow from `max_bytes`.
+
+    Raises whatever `original` raises on the given inputs.
+    """
+    check = BlockCheck()
+    deadline = time.monotonic() + seconds
+    tokens = sum(v.numel() * v.element_size() for _, v in leaves((args, kwargs)) if isinstance(v, Tensor))
+    plan = _precisions(original, max_bytes - 64 * tokens, check.notes)
+    given = (args, kwargs or {})
+    for state, inputs in _router_states(given, seed):
+        for precision, subject_options, largest in plan:
+            case = f"{state}, {precision}"
+            if precision != plan[0][0] and inputs is not given:
+                continue  # rounding does not depend on the routing
+            if check.rows and time.monotonic() > deadline:
+                check.notes.append(f"{name or 'block'}: {case} not checked, {seconds:g} s are over")
+                continue
+            subject = Subject(
+                original,
+                original,
+                block=name,
+                call_original=call_forward,
+                call_compiled=program,
+                **subject_options,
+            )
+            try:
+                comparison = compare(subject, inputs, Options(seed, largest=largest), case)
+            except Exception as error:
+                if inputs is given and not check.rows:
+                    raise
+                check.notes.append(f"{name or 'block'}: the original raises {type(error).__name__} on {case}")
+                continue
+            check.rows += comparison.rows
+            check.notes += comparison.notes
+    return check
+
+
+def _precisions(block: nn.Module, budget: int, notes: list[str]) -> list[tuple[str, dict[str, Any], float]]:
+    """(name, arguments of `Subject`, largest parameter to differentiate), the decisive one first."""
+    own = "its own precision"
+    sizes = sorted(p.numel() for p in block.parameters())
+    width = max((p.element_size() for p in block.parameters()), default=4)
+    exact = Casts(torch.float64)
+    copied = 8 * sum(sizes)
+    if copied < budget:
+        largest = _largest(sizes, (budget - copied) // 16)
+        plan = [("float64", {"working": exact, "exact": None, "promote": True, "slack": SLACK}, largest)]
+        if all(p.dtype != torch.float64 for p in block.parameters()):
+            plan.append((own, {"working": Casts(None), "exact": exact}, largest))
+    else:
+        largest = _largest(sizes, max(budget, 0) // (2 * width))
+        plan = [(own, {"working": Casts(None), "exact": None}, largest)]
+        notes.append(f"float64 weights need {copied >> 20} MiB: compared in the block's own precision")
+    if not math.isinf(largest):
+        left_out = sum(size > largest for size in sizes)
+        notes.append(f"gradients of the {left_out} largest parameters not compared, for lack of memory")
+    return plan
+
+
+def _largest(sizes: list[int], budget: int) -> float:
+    """The size up to which the gradients of all parameters together have at most `budget` elements."""
+    total = 0
+    for i, size in enumerate(sizes):
+        total += size
+        if total > budget:
+            return sizes[i - 1] if i and sizes[i - 1] < size else size - 1
+    return math.inf
+
+
+def _router_states(inputs: Inputs, seed: int) -> Iterator[tuple[str, Inputs]]:
+    floats = [t for _, t in leaves(inputs) if isinstance(t, Tensor) and t.is_floating_point() and t.ndim > 1]
+    shape = max((t.shape for t in floats), key=math.prod, default=None)
+    generator = torch.Generator().manual_seed(seed)
+
+    def hidden(change: Any) -> Inputs:
+        """Change the hidden states: everything shaped like the largest floating-point argument."""
+        return mapped(
+            inputs, lambda _, t: change(t.detach()).to(t) if t.shape == shape else t.detach().clone()
+        )
+
+    def noise(t: Tensor) -> Tensor:
+        return torch.randn(t.shape, generator=generator).to(t.device) * t.float().std().nan_to_num(1.0)
+
+    def skewed(t: Tensor) -> Tensor:
+        rows = t.float().reshape(-1, t.shape[-1])
+        return rows[:1].expand_as(rows).reshape(t.shape) + 0.05 * noise(t)
+
+    yield "the given inputs", inputs
+    if shape is not None and math.prod(shape):
+        yield "inputs that starve experts", hidden(skewed)
+        yield "unrelated inputs", hidden(noise)

@@ -1,0 +1,147 @@
+"""The numeric check of one block inside `compile`."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from moefx.verification.level2 import BlockCheck, verify_block
+
+from .models import FAULTS, Plain, Rewritten
+from .test_compare import tokens
+
+
+def program(fault: str = ""):
+    def run(block, x):
+        block.__class__, block.fault = Rewritten, fault
+        return Rewritten.forward(block, x)
+
+    return run
+
+
+def block(dtype=torch.float32, **kwargs) -> Plain:
+    torch.manual_seed(0)
+    plain = Plain(**kwargs).to(dtype)
+    plain.aux_loss = torch.zeros(())
+    return plain
+
+
+def check(plain, fault="", x=None, **kwargs) -> BlockCheck:
+    x = tokens(2, 9).to(plain.router.weight.dtype) if x is None else x
+    return verify_block(plain, program(fault), (x,), **kwargs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("top_k", [1, 2, 8])
+def test_an_equal_program_passes(dtype, top_k):
+    result = check(block(dtype, top_k=top_k))
+    assert result.ok and not result.notes, result.reason
+    cases = {row.case for row in result.rows}
+    states = {"the given inputs", "inputs that starve experts", "unrelated inputs"}
+    expected = {f"{state}, float64" for state in states}
+    if dtype != torch.float64:
+        expected.add("the given inputs, its own precision")
+    assert cases == expected
+    assert {"output", "grad_input", "grad_param", "buffer", "state"} <= {row.kind for row in result.rows}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_mistake_is_seen_in_any_precision(fault, dtype):
+    """Also those that bfloat16 would round away: the algebra is compared in float64."""
+    result = check(block(dtype), fault)
+    assert not result.ok
+    assert "differs from the original on" in result.reason and "and" in result.reason
+
+
+def test_a_cast_that_the_program_forgot_is_seen_in_the_blocks_own_precision():
+    def no_upcast(block, x):
+        block.__class__ = Rewritten
+        block.route = lambda x: _half_route(block, x)
+        return Rewritten.forward(block, x)
+
+    def _half_route(block, x):
+        scores, weights, ids = Plain.route(block, x)
+        return scores.to(torch.bfloat16).float(), weights, ids
+
+    x = tokens(2, 9).bfloat16()
+    result = verify_block(block(torch.bfloat16, dropout=0.0), no_upcast, (x,))
+    assert {row.case for row in result.rows if not row.ok} <= {"the given inputs, its own precision"}
+
+
+def test_only_a_skewed_router_shows_it():
+    """A program that is wrong only when an expert gets more than half of the rows."""
+
+    def capped(block, x):
+        out, scores = program()(block, x)
+        load = torch.bincount(scores.topk(2).indices.flatten(), minlength=8)
+        return out * (0 if int(load.max()) > 14 else 1), scores
+
+    plain = block(dropout=0.0)
+    result = verify_block(plain, capped, (tokens(2, 9),))
+    assert {row.case for row in result.rows if not row.ok} == {"inputs that starve experts, float64"}
+
+
+def test_nothing_is_touched():
+    plain = block()
+    for p in plain.parameters():
+        p.grad = torch.ones_like(p)
+    x = tokens(2, 9).requires_grad_()
+    before = {k: v.clone() for k, v in plain.state_dict().items()}, torch.get_rng_state(), dict(vars(plain))
+    assert check(plain, x=x).ok
+    assert all(torch.equal(v, before[0][k]) for k, v in plain.state_dict().items())
+    assert torch.equal(before[1], torch.get_rng_state()) and before[2] == vars(plain)
+    assert x.grad is None and all(torch.equal(p.grad, torch.ones_like(p)) for p in plain.parameters())
+
+
+def test_memory_budget():
+    plain = block()
+    total = sum(p.numel() for p in plain.parameters())
+    # Not enough for all gradients: the small parameters are still compared.
+    result = check(plain, max_bytes=8 * total + 16 * 3000 + 64 * 2 * 9 * 16 * 4)
+    names = {row.name for row in result.rows if row.kind == "grad_param"}
+    assert result.ok and "router.weight" in names and "experts.0.up.weight" not in names
+    assert any("for lack of memory" in note for note in result.notes)
+    # Not enough for float64 weights.
+    result = check(plain, max_bytes=4 * total)
+    assert result.ok and {row.case.split(", ")[1] for row in result.rows} == {"its own precision"}
+    assert any("float64 weights need" in note for note in result.notes)
+    for fault in FAULTS:
+        if "gradient of one" not in fault and "weight gradient" not in fault:
+            assert not check(plain, fault, max_bytes=4 * total).ok, fault
+
+
+def test_time_budget():
+    result = check(block(), seconds=0)
+    assert {row.case for row in result.rows} == {"the given inputs, float64"}
+    assert len(result.notes) == 3 and "0 s are over" in result.notes[0]
+    start = time.monotonic()
+    check(block())
+    assert time.monotonic() - start < 10
+
+
+def test_a_program_that_raises_is_a_mismatch_and_an_original_that_raises_is_an_error():
+    def broken(block, x):
+        raise IndexError("out of range")
+
+    result = verify_block(block(), broken, (tokens(2, 9),))
+    assert not result.ok and "IndexError: out of range" in result.reason
+    with pytest.raises(RuntimeError):
+        verify_block(block(), program(), (torch.randn(3, 5),))
+
+
+def test_keyword_arguments_and_no_floating_point_inputs():
+    class Embedded(Plain):
+        def forward(self, ids, *, scale=1.0):
+            return Plain.forward(self, self.router.weight[ids] * scale)
+
+    plain = block()
+    plain.__class__ = Embedded
+
+    def embedded(block, ids, *, scale):
+        return program()(block, block.router.weight[ids] * scale)
+
+    result = verify_block(plain, embedded, (torch.arange(8),), {"scale": 2.0})
+    assert result.ok and {row.case.split(", ")[0] for row in result.rows} == {"the given inputs"}
