@@ -230,7 +230,8 @@ class Lifter:
         clash = [e for e, n in owners.items() if n > 1]
         if clash:
             raise Refused(f"expert {clash[0]} does not always compute the same function", source=str(cut.meta["source"]))
-        return Lifted(self.capture, cut, tokens, K, index, ids, groups, shared, taken, self.routed, self.values)
+        absorbed = {n for n in self.routed if n.meta["index"] <= cut.meta["index"]}
+        return Lifted(self.capture, cut, tokens, K, index, ids, groups, shared, taken, absorbed, self.values)
 
     def _flatten(self, t: Term) -> list[Term]:
         """The summands of a row, one per expert: what one expert adds up (a bias, a residual) stays together, and
