@@ -11,11 +11,9 @@ import importlib
 import io
 import json
 import os
-import platform
 import sys
 import traceback
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -252,6 +250,8 @@ def run_verify(arguments: argparse.Namespace) -> int:
 
 
 def run_env(arguments: argparse.Namespace) -> int:
+    from ._environment import environment
+
     facts = environment()
     if arguments.json:
         print(json.dumps(facts, indent=2))
@@ -261,36 +261,3 @@ def run_env(arguments: argparse.Namespace) -> int:
         for key, value in values.items():
             print(f"  {key:<14} {value}")
     return 0
-
-
-def environment() -> dict[str, dict[str, str]]:
-    """Versions, devices and lowering providers, as plain strings: what a bug report needs."""
-    import torch
-
-    from . import __version__
-
-    versions = {"moefx": __version__, "python": platform.python_version(), "torch": torch.__version__}
-    for package in ("sympy", "triton", "transformers", "numpy"):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = "not installed"
-    devices = {
-        "platform": platform.platform(),
-        "cpu": f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
-    }
-    devices["accelerator"] = "none"
-    if torch.cuda.is_available():
-        kind = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
-        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-        devices["accelerator"] = f"{kind}: {', '.join(names)}"
-    return {"versions": versions, "devices": devices, "providers": providers()}
-
-
-def providers() -> dict[str, str]:
-    """Which implementation each op would run, per device type and dtype."""
-    try:
-        from .lowering import select
-    except ImportError:
-        return {"all ops": "torch"}
-    return select.describe() if hasattr(select, "describe") else {"all ops": "torch"}

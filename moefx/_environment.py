@@ -1,0 +1,72 @@
+"""What a bug report needs: versions, devices, and which implementation of the ops this machine gets."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+
+import torch
+
+from . import __version__
+
+
+def environment() -> dict[str, dict[str, str]]:
+    """Sections "versions", "devices" and "providers" of plain strings."""
+    return {"versions": versions(), "devices": devices(), "providers": providers()}
+
+
+def versions() -> dict[str, str]:
+    found = {"moefx": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    for package in ("sympy", "triton", "transformers", "numpy"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def devices() -> dict[str, str]:
+    found = {
+        "platform": platform.platform(),
+        "cpu": f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
+        "accelerator": "none",
+    }
+    if torch.cuda.is_available():
+        kind = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        found["accelerator"] = f"{kind}: {', '.join(names)}"
+    return found
+
+
+def providers() -> dict[str, str]:
+    """The provider of each op for every device type and dtype, found by running a tiny block."""
+    found = {}
+    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            ran = run_tiny_block(device, dtype)
+            found[f"{device} {str(dtype).removeprefix('torch.')}"] = ", ".join(
+                f"{op}: {provider}" for op, provider in sorted(ran) if not op.endswith("_backward")
+            )
+    return found
+
+
+def run_tiny_block(device: str, dtype: torch.dtype) -> list[tuple[str, str]]:
+    """The (op, provider) pairs of two experts on four tokens."""
+    from .ir.body import ExpertBody, Gemm
+    from .ir.dialect import build_pft, combine, expert_mlp
+    from .lowering import select
+
+    gemm = Gemm(num=1, transposed=True)
+    body = ExpertBody(up=(gemm,), parts=((0, None, None, 1),), act=("relu", "a0"), down=gemm)
+    with torch.device(device):
+        x = torch.ones(4, 16, dtype=dtype, requires_grad=True)
+        weight = torch.ones(2, 16, 16, dtype=dtype, requires_grad=True)
+        ids = torch.tensor([[0], [1], [1], [0]])
+    select.reset_counters()
+    token_ids, _, offsets, inverse, _ = build_pft(ids, None, None, num_experts=2)
+    rows, *_ = expert_mlp(
+        x, token_ids, offsets, inverse, None, [weight], [], [weight], [], body=body.to_json(), keep="h"
+    )
+    combine(rows, None, token_ids, offsets, inverse).sum().backward()
+    return list(select.counters())
