@@ -1,0 +1,200 @@
+"""Compile every mutant and compare it with its original: rewritten or refused are both fine, WRONG is not.
+
+    python -m tests.mutants.run [PATTERN ...] [--sample N] [--full] [--check] [--list] [--trace] [--show]
+
+A pattern is a shell pattern over `Base/mutation`. Without one every mutation runs in three of the bases that
+have its hook, with `--full` in all. `--check` only checks that every mutant differs from its base, or is
+documented as equivalent. `--show` prints one line per mutant, with the reason of each refusal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import fnmatch
+import sys
+import time
+import traceback
+import warnings
+from collections import Counter
+
+import torch
+
+import moefx
+from tests.corpus import checks
+from tests.models.case import Case
+
+from .mutant import Mutant, mutants
+
+SHAPES = (
+    (2, 5),
+    (1, 12),
+    (1, 12),
+    (3, 7),
+    (1, 1),
+)  # one of them twice: state that a call leaves behind shows
+TOLERANCE = 1e-9
+
+
+@dataclasses.dataclass
+class Verdict:
+    mutant: Mutant
+    outcome: str  # "rewritten" | "refused" | "WRONG" | "crash"
+    detail: str = ""
+    error: BaseException | None = None
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.outcome:9s} {self.mutant.name:55s} {self.seconds:4.1f}s  {self.detail[:200]}"
+
+
+def _attributes(model: torch.nn.Module) -> dict[str, object]:
+    return {k: v for k, v in vars(model.moe).items() if k == "calls"}
+
+
+def compare(case: Case, reference: torch.nn.Module, compiled: torch.nn.Module) -> None:
+    """Both models through the same calls, given and skewed; raises AssertionError at the first difference."""
+    start, attributes = checks.State.of(reference), _attributes(reference)
+    for skewed in (False, True):
+        for i, (batch, seq) in enumerate(SHAPES):
+            inputs = case.fresh(batch, seq, 20 + i)
+            if i == 0:
+                for model in (reference, compiled):
+                    start.restore(model)
+                    vars(model.moe).update(attributes)
+                    if skewed:
+                        case.skew_(model)
+            state = checks.State.of(reference)
+            try:
+                checks.train_step(case, reference, inputs)
+            except (RuntimeError, IndexError, ValueError):
+                state.restore(reference)
+                continue  # the mutant itself cannot take this shape
+            state.restore(reference)
+            vars(reference.moe).update(attributes)
+            vars(compiled.moe).update(attributes)
+            label = f"{'skewed' if skewed else 'given'} {batch}x{seq}"
+            checks.compare_steps(case, reference, compiled, inputs, TOLERANCE, label)
+            assert _attributes(reference) == _attributes(compiled), f"{label}: python attributes differ"
+
+
+def try_mutant(mutant: Mutant) -> Verdict:
+    """Never raises."""
+    start = time.perf_counter()
+    verdict = Verdict(mutant, "crash")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            case = mutant.build()
+            reference = copy.deepcopy(case.model)
+            tolerance_free = checks.State.of(reference)
+            compiled = moefx.compile(case.model, example_inputs=copy.deepcopy(case.inputs), strict=False)
+            names = checks.rewritten_names(compiled)
+            verdict.outcome = "rewritten" if names else "refused"
+            refusals = [str(w.message) for w in caught if "refus" in str(w.message).lower()]
+            verdict.detail = (refusals or [""])[-1].replace("\n", " ") if not names else ""
+            tolerance_free.check(case.model, "compile() changed its argument")
+            compare(case, reference, compiled)
+    except AssertionError as error:
+        verdict.outcome, verdict.detail, verdict.error = "WRONG", str(error).splitlines()[0], error
+    except Exception as error:
+        message = (str(error).splitlines() or [""])[0]
+        verdict.outcome, verdict.detail, verdict.error = "crash", f"{type(error).__name__}: {message}", error
+    verdict.seconds = time.perf_counter() - start
+    return verdict
+
+
+def differs(mutant: Mutant) -> bool:
+    """Whether the mutant computes something else than its base, forward or backward, over several calls."""
+    case, base = mutant.build(), mutant.build_base()
+    shared = dict(base.model.named_parameters())
+    with torch.no_grad():
+        for name, p in case.model.named_parameters():
+            if name in shared:
+                p.copy_(shared[name])
+    for model in (case.model, base.model):
+        for p in model.parameters():
+            p.grad = None
+    for skewed in (False, True):
+        if skewed:
+            case.skew_(case.model), case.skew_(base.model)
+        for i, (batch, seq) in enumerate(SHAPES):
+            inputs = case.fresh(batch, seq, 20 + i)
+            expected = checks.train_step(case, base.model, inputs, lr=0.0)
+            try:
+                actual = checks.train_step(case, case.model, inputs, lr=0.0)
+            except (RuntimeError, IndexError, ValueError):
+                if i == 0:
+                    raise
+                continue  # the mutant cannot take this shape, `compare` leaves it out too
+            for what in ("output", "input gradient"):
+                for a, b in zip(expected[what], actual[what], strict=True):
+                    if checks.distance(a, b) > 1e-12:
+                        return True
+            if any(checks.distance(expected["gradient"][n], actual["gradient"][n]) > 1e-12 for n in shared):
+                return True
+    return False
+
+
+def check_all(chosen: list[Mutant]) -> list[str]:
+    """Problems with the suite itself: mutants that do not run, or do not mutate."""
+    problems = []
+    for mutant in chosen:
+        try:
+            changed = differs(mutant)
+        except Exception as error:
+            problems.append(f"{mutant.name}: {type(error).__name__}: {str(error).splitlines()[0]}")
+            continue
+        if not changed and not mutant.mutation.same:
+            problems.append(f"{mutant.name}: computes the same as its base")
+        if changed and mutant.mutation.same and "but for rounding" not in mutant.mutation.same:
+            problems.append(f"{mutant.name}: documented as equivalent ({mutant.mutation.same}) and is not")
+    return problems
+
+
+def select(patterns: list[str], sample: int = 0, full: bool = False) -> list[Mutant]:
+    chosen = [
+        m
+        for m in mutants(None if full or patterns else 3)
+        if not patterns or any(fnmatch.fnmatch(m.name, p) for p in patterns)
+    ]
+    return chosen[:sample] if sample else chosen
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("patterns", nargs="*")
+    parser.add_argument("--sample", type=int, default=0, help="only so many, always the same ones")
+    parser.add_argument("--check", action="store_true", help="check the suite, not moefx")
+    parser.add_argument("--full", action="store_true", help="every mutation in every base, not in three")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--trace", action="store_true", help="full tracebacks of what is wrong")
+    parser.add_argument("--show", action="store_true", help="a line for every mutant")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    chosen = select(options.patterns, options.sample, options.full)
+    if options.list:
+        print(*(m.name for m in chosen), f"{len(chosen)} mutants", sep="\n")
+        return 0
+    if options.check:
+        problems = check_all(chosen)
+        print(*problems, f"{len(chosen)} mutants, {len(problems)} problems", sep="\n")
+        return len(problems)
+    start, outcomes = time.perf_counter(), Counter()
+    for mutant in chosen:
+        verdict = try_mutant(mutant)
+        outcomes[verdict.outcome] += 1
+        if options.show or verdict.error is not None:
+            print(verdict, flush=True)
+        if verdict.error is not None and options.trace:
+            traceback.print_exception(verdict.error)
+    parts = ", ".join(f"{n} {outcome}" for outcome, n in sorted(outcomes.items()))
+    print(f"{len(chosen)} mutants in {time.perf_counter() - start:.0f} s: {parts}")
+    return outcomes["WRONG"] + outcomes["crash"]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,52 @@
+"""Every mutant of a plain MoE block is refused, or rewritten and equal; none is rewritten wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from .run import check_all, select, try_mutant
+
+needs_compile = pytest.mark.skipif(
+    importlib.util.find_spec("moefx.api") is None, reason="moefx.compile is not there"
+)
+SAMPLE = 60
+
+
+def report(chosen):
+    verdicts = [try_mutant(m) for m in chosen]
+    bad = [str(v) for v in verdicts if v.error is not None]
+    assert not bad, f"{len(bad)} of {len(chosen)}:\n" + "\n".join(bad)
+    return verdicts
+
+
+def test_the_suite_is_large_enough():
+    assert len(select([])) >= 500
+    assert len({m.name for m in select([], full=True)}) == len(select([], full=True))
+
+
+def test_mutants_differ_from_their_base():
+    assert check_all(select([], sample=SAMPLE)) == []
+
+
+@needs_compile
+def test_sample_of_mutants():
+    verdicts = report(select([], sample=SAMPLE))
+    assert {v.outcome for v in verdicts} == {"rewritten", "refused"}
+
+
+@needs_compile
+def test_equivalent_mutants_are_equal():
+    report([m for m in select([]) if m.mutation.same][:20])
+
+
+@pytest.mark.slow
+def test_all_mutants_differ_from_their_base():
+    assert check_all(select([], full=True)) == []
+
+
+@pytest.mark.slow
+@needs_compile
+def test_all_mutants():
+    report(select([])[SAMPLE:])
