@@ -1,0 +1,47 @@
+"""Every case of the corpus through every check of the harness."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from tests import models
+
+from . import harness
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("moefx.api") is None, reason="moefx.compile is not there")
+
+# One of each form of expert storage, router interface and output.
+FULLGRAPH = ["i1_one_hot_index_add", "i4_capacity_einsum", "i5_gather_weights_interleaved", "i9a_submodules_tuple",
+             "s_padding_to_nobody", "s_dataclass_output"]  # fmt: skip
+FULLGRAPH_HF = ["mixtral", "deepseek_v3", "gpt_oss"]
+
+
+def passes(name: str, **options) -> None:
+    result = harness.run_case(name, **options)
+    if result.error is not None:
+        raise AssertionError(str(result)) from result.error
+
+
+@pytest.mark.parametrize("name", models.names("plain"))
+def test_plain(name):
+    passes(name, fullgraph=name in FULLGRAPH)
+
+
+@pytest.mark.parametrize("name", models.names("strangers"))
+def test_stranger(name):
+    passes(name, fullgraph=name in FULLGRAPH)
+
+
+@pytest.mark.hf
+@pytest.mark.parametrize("name", models.names("hf"))
+def test_transformers(name):
+    passes(name, quick=True, fullgraph=name in FULLGRAPH_HF)
+
+
+@pytest.mark.parametrize("name", list(models.suite("pypi").specs))
+def test_pypi(name):
+    if name not in models.names("pypi"):
+        pytest.skip("its package is not installed")
+    passes(name)
