@@ -10,11 +10,18 @@ from tests import models
 
 from . import harness
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("moefx.api") is None, reason="moefx.compile is not there")
+has_compile = importlib.util.find_spec("moefx.api") is not None
+pytestmark = pytest.mark.skipif(not has_compile, reason="moefx.compile is not there")
 
 # One of each form of expert storage, router interface and output.
-FULLGRAPH = ["i1_one_hot_index_add", "i4_capacity_einsum", "i5_gather_weights_interleaved", "i9a_submodules_tuple",
-             "s_padding_to_nobody", "s_dataclass_output"]  # fmt: skip
+FULLGRAPH = [
+    "i1_one_hot_index_add",
+    "i4_capacity_einsum",
+    "i5_gather_weights_interleaved",
+    "i9a_submodules_tuple",
+    "s_padding_to_nobody",
+    "s_dataclass_output",
+]
 FULLGRAPH_HF = ["mixtral", "deepseek_v3", "gpt_oss"]
 
 
