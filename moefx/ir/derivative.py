@@ -34,12 +34,19 @@ def vjp(
         grad: gradient of the value, [B,n].
         wrt: names to differentiate by.
     """
+    function, wrt = vjp_function(expr, env, grad, wrt, value=value)
+    result, *grads = function(env, grad)
+    return result, dict(zip(wrt, grads, strict=True))
+
+
+def vjp_function(
+    expr: Expr, env: Mapping[str, Tensor], grad: Tensor, wrt: Sequence[str], *, value: bool = True
+) -> tuple[Callable[[Mapping[str, Tensor], Tensor], tuple[Any, ...]], tuple[str, ...]]:
+    """`vjp` for many calls on tensors like these: `function(env, grad) -> (value, *gradients)`, and whose they are."""
     names = variables(expr)
     wrt = tuple(n for n in wrt if n in names)
     signature = tuple((env[n].dtype, env[n].shape[-1] == 1) for n in names)
-    function = _vjp(canonical(expr), names, signature, (grad.dtype, grad.shape[-1] == 1), wrt, value, grad.device)
-    result, *grads = function(*[env[n] for n in names], grad)
-    return result, dict(zip(wrt, grads, strict=True))
+    return _vjp(canonical(expr), names, signature, (grad.dtype, grad.shape[-1] == 1), wrt, value, grad.device), wrt
 
 
 @functools.lru_cache(maxsize=1024)
@@ -63,12 +70,15 @@ def _vjp(
             torch.ones((_ROWS, 1 if column else _COLUMNS), dtype=dtype, device=device)
             for dtype, column in (*signature, grad_signature)
         ]
-        return _trace(joint, args)
+        return _trace(joint, args, names)
 
     return _in_fresh_thread(trace)
 
 
-def _trace(function: Callable[..., tuple[Tensor | None, ...]], args: Sequence[Tensor]) -> Callable[..., Any]:
+def _trace(
+    function: Callable[..., tuple[Tensor | None, ...]], args: Sequence[Tensor], variable_names: Sequence[str]
+) -> Callable[..., Any]:
+    """A function (env, grad): the ATen calls that `function` makes of (*variables, grad), less those not needed."""
     recorder = _Recorder(args)
     with recorder:
         results = function(*args)
@@ -80,9 +90,11 @@ def _trace(function: Callable[..., tuple[Tensor | None, ...]], args: Sequence[Te
             needed.update(inputs)
             lines.insert(0, text)
     wide = next((i for i, a in enumerate(args) if a.shape[1] == _COLUMNS), 0)
-    parameters = [recorder.names[id(a)] for a in args]
-    sizes = f"rows, columns = {parameters[wide]}.shape"
-    return assemble(", ".join(parameters), [sizes, *lines], f"({', '.join(names)},)", recorder.scope)
+    inputs = [recorder.names[id(a)] for a in args]
+    reads = [f"{t} = env[{name!r}]" for t, name in zip(inputs, variable_names, strict=False)]
+    sizes = f"rows, columns = {inputs[wide]}.shape"
+    parameters = f"env, {inputs[-1]}"
+    return assemble(parameters, [*reads, sizes, *lines], f"({', '.join(names)},)", recorder.scope)
 
 
 class _Recorder(TorchDispatchMode):

@@ -4,9 +4,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import keyword
 import re
 from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,15 +33,28 @@ class AttributeRange:
         numbers = f"[{self.start}..{self.stop - 1}]"
         return f"{self.before.removesuffix('.')}{numbers}{self.after}"
 
-    def expression(self, root: str = "self") -> str:
-        """A list comprehension that reads the attributes in order."""
+    def expression(self, root: str, read: str) -> str:
+        """A call of `read_range` (known by the name `read`) that lists the attributes in order."""
         owner, _, stem = self.before.rpartition(".")
-        tail, dot, rest = self.after.partition(".")
-        name = f"f'{stem}{{i}}{tail}'" if stem or tail else "str(i)"
-        item = attribute_expression(
-            f"getattr({attribute_expression(root, owner)}, {name})", rest if dot else ""
-        )
-        return f"[{item} for i in range({self.start}, {self.stop})]"
+        return f'{read}({attribute_expression(root, owner)}, "{stem}", {self.start}, {self.stop}, "{self.after}")'
+
+
+def read_range(owner: nn.Module, stem: str, start: int, stop: int, after: str) -> list[Any]:
+    """The attributes `owner.<stem><i><after>` for i from `start` to `stop`: `(experts, "", 0, 64,
+    ".up.weight")`.
+
+    `nn.Module.__getattr__` costs 0.3 us, so reading 256 experts' weights that way takes longer than a small
+    GEMM. Here modules and parameters are looked up in the dictionaries where torch keeps them; whatever is
+    not found there (a parameter that a wrapper turned into a plain attribute) is read the ordinary way, and
+    so is everything while Dynamo traces.
+    """
+    if not torch.compiler.is_compiling():
+        tail, *path = after.split(".")
+        try:
+            return _from_registries(owner, _numbered(stem, start, stop, tail), path)
+        except KeyError:
+            pass
+    return [_read(owner, f"{stem}{i}{after}") for i in range(start, stop)]
 
 
 def attribute_expression(root: str, path: str) -> str:
@@ -93,3 +111,23 @@ def _first_step(path: str, following: str) -> tuple[str, str, int] | None:
     if parts[at] != str(start) or others[at] != str(start + 1):
         return None
     return "".join(parts[:at]), "".join(parts[at + 1 :]), start
+
+
+def _from_registries(owner: nn.Module, names: tuple[str, ...], path: list[str]) -> list[Any]:
+    if not path:
+        return [owner._parameters[name] for name in names]
+    modules = [owner._modules[name] for name in names]
+    for part in path[:-1]:
+        modules = [module._modules[part] for module in modules]  # type: ignore[union-attr]
+    return [module._parameters[path[-1]] for module in modules]  # type: ignore[union-attr]
+
+
+@functools.lru_cache(maxsize=1024)
+def _numbered(stem: str, start: int, stop: int, tail: str) -> tuple[str, ...]:
+    return tuple(f"{stem}{i}{tail}" for i in range(start, stop))
+
+
+def _read(owner: Any, path: str) -> Any:
+    for part in path.split("."):
+        owner = getattr(owner, part)
+    return owner

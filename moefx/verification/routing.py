@@ -43,10 +43,10 @@ class CannotReplay(Exception):
 
 
 class Scope:
-    """The rewritten block that is running now, innermost; "" outside of them."""
+    """The rewritten block that is running now, innermost; None outside of them."""
 
     def __init__(self) -> None:
-        self.names = [""]
+        self.names: list[str | None] = [None]
 
     @contextlib.contextmanager
     def enter(self, name: str) -> Iterator[None]:
@@ -215,7 +215,7 @@ class Align(_Mode):
         ours, theirs = (selection.as_set(scores.gather(-1, ids)) for ids in (own, chosen))
         rounding = 2 * (self.tol.factor * decision.noise + self.tol.floor * size(scores))
         alike = gap(ours, theirs).amax(-1) <= rounding
-        if block := self.scope.names[-1]:
+        if (block := self.scope.names[-1]) is not None:
             differ = (selection.as_set(own) != selection.as_set(chosen)).any(-1)
             imposed, beyond = int((differ & alike).sum()), int((differ & ~alike).sum())
             identical = 1 - (imposed + beyond) / differ.numel()

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..runtime.copying import copy_model
+
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 Key = tuple[str, str]  # (kind, name)
 Call = Callable[..., Any]  # (module, *args, **kwargs) -> the module's output
@@ -77,18 +79,28 @@ class Casts:
 
 
 def sandbox(module: nn.Module, parameters: Parameters, dtype: torch.dtype | None = None) -> nn.Module:
-    """A copy that may be run freely: `parameters(p)` for each parameter, own buffers (in `dtype`) and Python
-    state."""
-    memo: dict[int, Any] = {id(p): parameters(p) for p in module.parameters()}
-    for sub in module.modules():
-        for name, t in leaves({k: v for k, v in vars(sub).items() if k not in ("_parameters", "_modules")}):
-            if isinstance(t, Tensor) and id(t) not in memo:
-                owned = (
-                    t.detach().clone()
-                )  # deepcopy refuses tensors that autograd made, e.g. a kept auxiliary loss
-                is_buffer = name.startswith("_buffers.")
-                memo[id(t)] = owned.to(dtype) if is_buffer and dtype and t.is_floating_point() else owned
-    return copy.deepcopy(module, memo)
+    """A copy that may be run freely: `parameters(p)` for each parameter, buffers (in `dtype`) and Python
+    state of its own."""
+    box, _ = copy_model(module)
+    memo: dict[int, Any] = {id(m): m for m in box.modules()}
+    memo |= {id(p): parameters(p) for p in box.parameters()}
+    for b in box.buffers():
+        memo[id(b)] = b.detach().to(dtype if b.is_floating_point() else None, copy=True)
+    for sub in box.modules():
+        for held in (sub._parameters, sub._buffers):
+            held.update({name: memo[id(t)] for name, t in held.items() if t is not None})
+        for name, value in vars(sub).items():
+            if isinstance(value, (Tensor, list, tuple, dict)) and name not in (
+                "_parameters",
+                "_buffers",
+                "_modules",
+            ):
+                tensors = [t for _, t in leaves(value) if isinstance(t, Tensor)]
+                for t in tensors:  # deepcopy refuses what autograd made, such as a kept auxiliary loss
+                    memo.setdefault(id(t), t.detach().clone())
+                if tensors:
+                    vars(sub)[name] = copy.deepcopy(value, memo)
+    return box
 
 
 @contextlib.contextmanager

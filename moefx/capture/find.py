@@ -1,0 +1,209 @@
+"""Find the modules that may be MoE blocks, and the arguments they are called with.
+
+One abstract run of the whole model records every choice (a `topk`, `argmax`, `sort`, ... of floats) with the modules
+that were running, innermost first: the block is one of these, and the lift decides which. Modules that hold
+expert-like parameters are candidates too, for routers that choose without scores (hashes, given ids). A module that
+was run once is not run again when it comes with the same shapes: sixty equal layers cost one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..errors import CaptureError
+from .concolic import Tracer, capture, is_float
+from .routing import Routing
+
+_CHOICES = {"topk", "max", "min", "argmax", "argmin", "sort", "argsort", "kthvalue", "multinomial"}
+
+
+@dataclasses.dataclass
+class Seen:
+    """A module call of the abstract run: the first with its class and shapes."""
+
+    name: str
+    args: tuple
+    kwargs: dict[str, Any]
+    chooses: list[int] = dataclasses.field(default_factory=list)  # how many alternatives each choice in it had
+
+
+@dataclasses.dataclass
+class Found:
+    """Candidate blocks of a model.
+
+    Attributes:
+        chains: for each place where something is chosen, names of modules to try, innermost first.
+        calls: the recorded call of each module name (first of its kind).
+        twins: names of modules that were not run because an equal one was: name -> name of the one that was.
+    """
+
+    chains: list[list[str]]
+    calls: dict[str, Seen]
+    twins: dict[str, str]
+
+
+def signature(module: nn.Module) -> tuple:
+    """Class and shapes: modules that agree in it may share one capture."""
+    own = [(n, tuple(t.shape), t.dtype) for n, t in module.named_parameters()]
+    return (type(module), module.training, tuple(own), tuple((n, tuple(t.shape), t.dtype) for n, t in module.named_buffers()))
+
+
+def _meta(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return (tuple(value.shape), value.dtype)
+    return value if isinstance(value, (int, float, str, bool, type(None))) else type(value).__name__
+
+
+def find(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Found:
+    """Run `model` once on abstract floats. Raises `CaptureError` if it does not run."""
+    calls: dict[str, Seen] = {}
+    twins: dict[str, str] = {}
+    first: dict[tuple, tuple[str, Any]] = {}
+    stack: list[Seen] = []
+    choices: dict[str, None] = {}
+    names = {id(m): n for n, m in model.named_modules()}
+    signatures = {id(m): signature(m) for m in model.modules()}
+
+    def around(tracer: Tracer, original: Callable) -> Callable:
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            name = names.get(id(module))
+            if name is None or tracer.quiet:
+                return original(module, *args, **kwargs)
+            if name == "":
+                seen = calls.setdefault("", Seen("", args, kwargs))
+                stack.append(seen)
+                try:
+                    return original(module, *args, **kwargs)
+                finally:
+                    stack.pop()
+            leaves = [_meta(x) for x in pytree.tree_leaves((args, kwargs))]
+            key = (signatures[id(module)], tuple(leaves))
+            known = first.get(key) if any(True for _ in module.children()) else None
+            if known is not None and known[0] != name and _fresh(tracer, known[1]) is not None:
+                twins[name] = known[0]
+                return _fresh(tracer, known[1])
+            seen = Seen(name, args, kwargs)
+            calls.setdefault(name, seen)
+            stack.append(seen)
+            try:
+                out = original(module, *args, **kwargs)
+            finally:
+                stack.pop()
+            first.setdefault(key, (name, out))
+            return out
+
+        return call
+
+    def chosen(func_name: str, width: int) -> None:
+        if stack and func_name in _CHOICES:
+            choices.setdefault(stack[-1].name)
+            for seen in stack:
+                seen.chooses.append(width)
+
+    with _observing(around, chosen):
+        capture(model, _abstract(args), _abstract(kwargs), Routing("diverse", 0))
+
+    modules = dict(model.named_modules())
+    chains = [_chain(name, modules, calls) for name in choices]
+    covered = {n for chain in chains for n in chain}
+    for name in _structural(model):
+        if name in calls and name not in covered:
+            chains.append(_chain(name, modules, calls))
+    return Found([c for c in chains if c], calls, twins)
+
+
+def _abstract(tree: Any) -> Any:
+    return pytree.tree_map_only(torch.Tensor, lambda t: t.detach().to("meta") if is_float(t) else t.detach().cpu(), tree)
+
+
+@contextlib.contextmanager
+def _observing(around: Callable, chosen: Callable) -> Iterator[None]:
+    """Hook the tracer that `capture` makes: its module calls and its float-to-integer boundaries."""
+    from . import concolic
+
+    recording, record = concolic._recording, Tracer.record
+
+    @contextlib.contextmanager
+    def observed(tracer: Tracer, names: dict[int, str]) -> Iterator[None]:
+        with recording(tracer, {}):
+            inner = nn.Module.__call__
+            nn.Module.__call__ = around(tracer, inner)  # type: ignore[method-assign]
+            try:
+                yield
+            finally:
+                nn.Module.__call__ = inner  # type: ignore[method-assign]
+
+    def noted(self: Tracer, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        name = func.overloadpacket.__name__
+        if name in _CHOICES and isinstance(args[0], FakeTensor) and args[0].dim():
+            chosen(name, max(args[0].shape))
+        return record(self, func, args, kwargs)
+
+    concolic._recording, Tracer.record = observed, noted  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        concolic._recording, Tracer.record = recording, record  # type: ignore[method-assign]
+
+
+def _fresh(tracer: Tracer, out: Any) -> Any:
+    """New abstract tensors in the shape of an earlier result; None if the result holds something else."""
+    leaves = pytree.tree_leaves(out)
+    if not leaves or not all(isinstance(x, (FakeTensor, int, float, bool, type(None))) for x in leaves):
+        return None
+
+    def fresh(t: torch.Tensor) -> torch.Tensor:
+        node = tracer.node_of(t)
+        twin = tracer.graph.placeholder(f"again{len(tracer.nodes)}")
+        twin.meta.update(index=len(tracer.nodes), source=node.meta["source"], grad=True, known=False)
+        tracer.nodes.append(twin)
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            fake = tracer.to_fake(torch.empty(t.shape, dtype=t.dtype, device="meta"))
+        twin.meta["val"] = fake
+        tracer.track(fake, twin)
+        return fake
+
+    with torch._C.DisableTorchFunction():
+        return pytree.tree_map_only(torch.Tensor, fresh, out)
+
+
+def _chain(name: str, modules: dict[str, nn.Module], calls: dict[str, Seen]) -> list[str]:
+    """The module and its parents that were called, up to where it is no longer one block but a stack of them."""
+    chain = []
+    while True:
+        if name in calls:
+            chain.append(name)
+        if not name or len(chain) == 4:
+            return chain
+        name = name.rpartition(".")[0]
+
+
+def _shapes(module: nn.Module) -> tuple:
+    return tuple((n, tuple(p.shape)) for n, p in module.named_parameters())
+
+
+def _structural(model: nn.Module) -> list[str]:
+    """Innermost modules with several equal children that hold matrices, or with a stack of matrices."""
+    found = []
+    for name, module in model.named_modules():
+        children = list(module.children())
+        alike = len(children) > 1 and len({_shapes(c) for c in children}) == 1 and any(p.dim() >= 2 for p in children[0].parameters())
+        if alike and isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            found.append(name.rpartition(".")[0])
+        if any(p.dim() >= 3 and p.shape[0] > 1 for p in module._parameters.values() if p is not None):
+            found.append(name)
+    unique = list(dict.fromkeys(found))
+    return [n for n in unique if not any(o != n and (o.startswith(n + ".") if n else True) for o in unique)]
+
+
+def check_runs(error: Exception) -> CaptureError:
+    return CaptureError(str(error))

@@ -1,0 +1,68 @@
+"""Work on groups of experts side by side on the CPU.
+
+A plain loop over experts leaves the cores to the insides of each small kernel, where half of their time is lost: splitting
+a 256-row GEMM over two cores, or a pointwise part that is too small to be split. Experts are independent, so each worker
+takes whole ones, with kernels of one thread. The kernels release the GIL; results go to disjoint slices, so that neither
+the number of workers nor their order changes a bit of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+# More workers than this would wait for the GIL; each gets several threads for its kernels instead.
+_MAX_WORKERS = 8
+
+
+def for_each(items: Sequence[T], work: Callable[[T], Any]) -> None:
+    """Call `work` on every item, in parallel where torch may use several threads. Raises the first error."""
+    num_threads = torch.get_num_threads()
+    num_workers = min(num_threads, _MAX_WORKERS, len(items))
+    if num_workers < 2:
+        for item in items:
+            work(item)
+        return
+    pending, lock = iter(items), threading.Lock()
+
+    def drain() -> None:
+        # New threads have torch's default state; an op works below autograd.
+        with torch._C._AutoDispatchBelowAutograd(), torch.no_grad():
+            while True:
+                with lock:
+                    item = next(pending, None)
+                if item is None:
+                    return
+                work(item)
+
+    pool = _pool(num_threads, os.getpid())  # threads do not survive a fork
+    futures = [pool.submit(drain) for _ in range(num_workers)]
+    wait(futures)
+    for future in futures:
+        future.result()
+
+
+@functools.lru_cache(maxsize=1)
+def _pool(num_threads: int, pid: int) -> ThreadPoolExecutor:
+    num_workers = min(num_threads, _MAX_WORKERS)
+    barrier = threading.Barrier(num_workers + 1)
+
+    def start() -> None:
+        torch.set_num_threads(num_threads // num_workers)
+        torch.get_num_threads()  # makes it this thread's own before it is put back for the others
+        barrier.wait()
+
+    pool = ThreadPoolExecutor(num_workers, thread_name_prefix="moefx")
+    for _ in range(num_workers):
+        pool.submit(start)  # each waits at the barrier, so that each runs in a thread of its own
+    barrier.wait()
+    # The number of threads is a thread's own, but also what threads to come start with: put that back.
+    torch.set_num_threads(num_threads)
+    return pool

@@ -1,0 +1,51 @@
+"""Reading lists of expert parameters, and counting how they were read (see `select.weight_paths`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...ir.experts import is_stacked
+from ..select import count_weight_path
+
+
+def matrices(w: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Each expert's matrix, for GEMMs one by one. Never copies."""
+    stacked = is_stacked(w, 2)
+    count_weight_path("stacked" if stacked else "separate")
+    return w[0].unbind(0) if stacked else w
+
+
+def stack(w: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """All experts' matrices as one tensor [E,...] in `dtype`, for grouped GEMMs; a view where the storage allows it."""
+    if is_stacked(w, 2):
+        count_weight_path("stacked")
+        return w[0].to(dtype)
+    view = strided_view(w)
+    if view is not None:
+        count_weight_path("view")
+        return view.to(dtype)
+    count_weight_path("stacked_copy")
+    copy = torch.empty((len(w), *w[0].shape), dtype=dtype, device=w[0].device)
+    torch._foreach_copy_(list(copy.unbind(0)), list(w))
+    return copy
+
+
+def strided_view(w: Sequence[Tensor]) -> Tensor | None:
+    """One tensor [E,...] over equally spaced tensors of one storage, None where they are not."""
+    first, size = w[0], w[0].element_size()
+    spacing = w[1].data_ptr() - first.data_ptr() if len(w) > 1 else first.numel() * size
+    strides = first.stride()
+    if spacing <= 0 or spacing % size:
+        return None
+    for i, tensor in enumerate(w):
+        if tensor.data_ptr() != first.data_ptr() + i * spacing or tensor.stride() != strides:
+            return None
+    # Equal spacing can be an accident of the allocator: the last one must lie in the storage of the first.
+    begin = first.storage_offset() * size
+    extent = (sum((n - 1) * s for n, s in zip(first.shape, strides, strict=True)) + 1) * size
+    if begin + (len(w) - 1) * spacing + extent > first.untyped_storage().nbytes():
+        return None
+    return first.detach().as_strided((len(w), *first.shape), (spacing // size, *strides), first.storage_offset())

@@ -1,0 +1,220 @@
+"""Fuse gather, up-projections, pointwise part, down-projection and routing weight into `expert_mlp`.
+
+What stands between the GEMMs is not recognised, it is read: any expression of pointwise ops over slices of the
+up-projections and the routing weight becomes the op's `act`, any expression over the down-projection and the weight
+its `out`. Experts of another form stay as they are, padding-free but unfused, with the reason in `explain`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..ir.block import BlockGraph
+from ..ir.body import ExpertBody, Gemm
+from .manager import graph_pass
+
+aten = torch.ops.aten
+ops = torch.ops.moefx
+
+
+class _Unlike(Exception):
+    """The experts do not have the form GEMM -> pointwise -> GEMM; the message says where."""
+
+
+@dataclasses.dataclass
+class _Up:
+    gemm: fx.Node
+    value: fx.Node  # the GEMM with its bias
+    bias: fx.Node | None
+
+
+@graph_pass(level="fused")
+def fuse(block: BlockGraph, plan: Any) -> BlockGraph:
+    """`combine(f(grouped_mm(g(grouped_mm(dispatch(x))))))` as `combine(expert_mlp(x))`, where it has that form."""
+    if not plan.fuse:
+        return block
+    block = block.copy()
+    for combine in block.find(ops.combine.default):
+        try:
+            _Fusion(block.graph, combine).apply()
+        except _Unlike as why:
+            combine.meta["unfused"] = str(why)
+    return block
+
+
+class _Fusion:
+    def __init__(self, graph: fx.Graph, combine: fx.Node):
+        self.graph, self.combine = graph, combine
+        self.token_ids, self.offsets, self.inverse = combine.args[2:5]
+        pft = self.offsets.args[0]  # type: ignore[union-attr]
+        self.weights = {n for n in pft.users if n.args[1] == 4}  # type: ignore[union-attr]
+        self.columns = {u for w in self.weights for u in w.users if u.target is aten.unsqueeze.default}
+        self.ups: list[_Up] = []
+        self.parts: list[tuple[int, int | None, int | None, int]] = []
+        self.scaled = False
+
+    def apply(self) -> None:
+        down, down_bias = self._gemm_below(self.combine.args[0])  # type: ignore[arg-type]
+        top = self._with_bias(down, down_bias)
+        out = self._expression(self.combine.args[0], {top: "y"})
+        act = self._expression(down.args[0], {}, parts=True)
+        if not self.ups:
+            raise _Unlike("no up-projection before the last matrix product")
+        x = self._input()
+        if self.scaled:
+            if any(up.bias is not None for up in self.ups):
+                raise _Unlike("the routing weight scales the input of a biased product")
+            act = _scale(act)
+        body = ExpertBody(
+            up=tuple(Gemm(len(u.gemm.args[1]), u.gemm.kwargs["transposed"], u.bias is not None) for u in self.ups),  # type: ignore[arg-type]
+            parts=tuple(self.parts),
+            act=act,
+            down=Gemm(len(down.args[1]), down.kwargs["transposed"], down_bias is not None),  # type: ignore[arg-type]
+            out=out,
+        )
+        w = next(iter(self.weights), None) if body.uses_row_weight else None
+        biases = [b for u in self.ups if u.bias is not None for b in u.bias.args[0]]  # type: ignore[union-attr]
+        args = (
+            x, self.token_ids, self.offsets, self.inverse, w,
+            [t for u in self.ups for t in u.gemm.args[1]],  # type: ignore[union-attr]
+            biases,
+            list(down.args[1]),  # type: ignore[arg-type]
+            list(down_bias.args[0]) if down_bias is not None else [],  # type: ignore[arg-type]
+        )  # fmt: skip
+        before = self.combine.args[0]
+        with self.graph.inserting_before(self.combine):
+            mlp = self.graph.call_function(ops.expert_mlp.default, args, {"body": body.to_json(), "keep": "h"})
+            rows = self.graph.call_function(operator.getitem, (mlp, 0))
+        mlp.meta["source"] = down.meta.get("source", "")
+        for meta in ("val", "letters"):
+            if meta in before.meta:  # type: ignore[union-attr]
+                rows.meta[meta] = before.meta[meta]  # type: ignore[union-attr]
+        self.combine.replace_input_with(before, rows)  # type: ignore[arg-type]
+        _erase_unused(before)  # type: ignore[arg-type]
+
+    # ------------------------------------------------------------------ reading the graph
+    def _gemm_below(self, node: fx.Node) -> tuple[fx.Node, fx.Node | None]:
+        """The last grouped GEMM, found through pointwise ops only, and its bias."""
+        seen, stack, found = set(), [node], []
+        while stack:
+            n = stack.pop()
+            if n in seen or not isinstance(n, fx.Node):
+                continue
+            seen.add(n)
+            if n.target is ops.grouped_mm.default:
+                found.append(n)
+            elif _pointwise(n):
+                stack.extend(n.all_input_nodes)
+        if len(found) != 1:
+            raise _Unlike(f"{len(found)} matrix products end in the result" if found else f"{_label(node)} stands after the last matrix product")
+        return found[0], self._bias_of(found[0])
+
+    def _bias_of(self, gemm: fx.Node) -> fx.Node | None:
+        for user in gemm.users:
+            other = [a for a in user.all_input_nodes if a is not gemm]
+            if user.target is aten.add.Tensor and len(gemm.users) == 1 and len(other) == 1 and other[0].target is ops.expert_rows.default:
+                return other[0]
+        return None
+
+    def _with_bias(self, gemm: fx.Node, bias: fx.Node | None) -> fx.Node:
+        return next(iter(gemm.users)) if bias is not None else gemm
+
+    def _expression(self, node: Any, known: dict[fx.Node, str], parts: bool = False) -> Any:
+        """The expression that computes `node` from known values, parts of up-projections and the weight."""
+        if not isinstance(node, fx.Node):
+            return node
+        if node in known:
+            return known[node]
+        if node in self.columns:
+            return "w"
+        if parts and (part := self._part(node)) is not None:
+            return part
+        if not _pointwise(node):
+            raise _Unlike(f"{_label(node)} is not pointwise")
+        if node.target is aten.detach.default:
+            raise _Unlike("a part of the experts is detached from the gradient")
+        args = [self._expression(a, known, parts) for a in node.args]
+        kwargs = {k: str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v for k, v in node.kwargs.items()}
+        return [_head(node), *args, *([kwargs] if kwargs else [])]
+
+    def _part(self, node: fx.Node) -> str | None:
+        """`a0`, `a1`, ...: a slice of an up-projection, or all of it."""
+        start, stop, step, base = None, None, 1, node
+        if node.target is aten.slice.Tensor and node.args[1] in (1, -1):
+            base = node.args[0]  # type: ignore[assignment]
+            _, _, start, stop, step = (*node.args, 1)[:5]
+        gemm = base if base.target is ops.grouped_mm.default else None
+        bias = None
+        if gemm is None and base.target is aten.add.Tensor:
+            gemm = next((a for a in base.all_input_nodes if a.target is ops.grouped_mm.default), None)
+            bias = self._bias_of(gemm) if gemm is not None else None
+            if bias is None:
+                return None
+        if gemm is None:
+            return None
+        if self._with_bias(gemm, bias) is not base or (bias is None and self._bias_of(gemm) is not None):
+            return None
+        group = next((i for i, u in enumerate(self.ups) if u.gemm is gemm), None)
+        if group is None:
+            group = len(self.ups)
+            self.ups.append(_Up(gemm, base, bias))
+        part = (group, start, stop, step)
+        if part not in self.parts:
+            self.parts.append(part)  # type: ignore[arg-type]
+        return f"a{self.parts.index(part)}"  # type: ignore[arg-type]
+
+    def _input(self) -> fx.Node:
+        """The tokens that all up-projections gather."""
+        found = set()
+        for up in self.ups:
+            rows = up.gemm.args[0]
+            if rows.target is aten.mul.Tensor:  # type: ignore[union-attr]
+                a, b = rows.args  # type: ignore[union-attr]
+                rows, column = (a, b) if b in self.columns else (b, a)
+                if column not in self.columns:
+                    raise _Unlike("the experts' input is scaled by something else than the routing weight")
+                found.add((rows, True))
+            else:
+                found.add((rows, False))
+        if len(found) != 1:
+            raise _Unlike("the up-projections have different inputs")
+        rows, self.scaled = found.pop()
+        if getattr(rows, "target", None) is not ops.dispatch.default:
+            raise _Unlike(f"{_label(rows)} stands between the gather and the up-projection")  # type: ignore[arg-type]
+        return rows.args[0]  # type: ignore[union-attr, return-value]
+
+
+def _scale(expr: Any) -> Any:
+    """The expression with every up-projection multiplied by the weight."""
+    if isinstance(expr, str) and expr.startswith("a") and expr[1:].isdigit():
+        return ["mul.Tensor", expr, "w"]
+    return [expr[0], *map(_scale, expr[1:])] if isinstance(expr, list) else expr
+
+
+def _pointwise(n: fx.Node) -> bool:
+    return n.target in (aten._to_copy.default, aten.detach.default) or torch.Tag.pointwise in getattr(n.target, "tags", ())
+
+
+def _head(n: fx.Node) -> str:
+    packet, overload = n.target.overloadpacket.__name__, n.target._overloadname  # type: ignore[union-attr]
+    return packet if overload == "default" else f"{packet}.{overload}"
+
+
+def _label(n: fx.Node) -> str:
+    packet = getattr(n.target, "overloadpacket", None)
+    return packet.__name__ if packet is not None else getattr(n.target, "__name__", str(n.target))
+
+
+def _erase_unused(node: fx.Node) -> None:
+    stack = [node]
+    while stack:
+        n = stack.pop()
+        if not n.users and n.op in ("call_function", "get_attr") and n.graph is not None and not getattr(n, "_erased", False):
+            inputs = n.all_input_nodes
+            n.graph.erase_node(n)
+            stack.extend(inputs)

@@ -1,0 +1,139 @@
+"""Notices when a submodule whose computation was absorbed into a rewritten block is changed.
+
+A rewritten block reads the parameters of its experts but does not call the expert modules: a hook on one of them would
+never fire, an adapter put in its place (LoRA) would be ignored. So every call looks whether the absorbed modules are
+still what they were. That has to cost less than the call: a few comparisons that run in C over prepared lists, about
+10 ns a module; hooks are looked at when any hook was registered anywhere since the last look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import itemgetter
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ..errors import AbsorbedModuleChanged
+from ..ir.block import BlockGraph
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_children_of = itemgetter("_modules")
+
+
+class AbsorbedModules:
+    """The absorbed submodules of one block.
+
+    Args:
+        block: the block.
+        names: their names, relative to the block.
+
+    A deep copy or a pickle of it watches the copies.
+    """
+
+    def __init__(self, block: nn.Module, names: Sequence[str]):
+        self.block = block
+        self.names = tuple(names)
+        self.modules = [block.get_submodule(name) for name in self.names]
+        self.types = [type(module) for module in self.modules]
+        self.children = [dict(module._modules) for module in self.modules]
+        # A module on the way to an absorbed one may itself be kept or change: only the link counts.
+        known = set(self.names)
+        self.links = [
+            (owner, child, getattr(block.get_submodule(owner), child))
+            for owner, child in sorted({_link(part) for name in self.names for part in _prefixes(name)})
+            if owner not in known
+        ]
+        self._live: _Live | None = None
+
+    def check(self, block_name: str = "") -> None:
+        """Raise `AbsorbedModuleChanged` when one of them was replaced, hooked, parametrized or given another forward."""
+        live = self._live
+        if live is None:
+            self._inspect(block_name)
+            live = self._live = _Live(self)
+        # The version is read before the look: a hook that comes later changes it again.
+        version = RemovableHandle.next_id
+        if (
+            version != live.hooks_version
+            or list(map(_children_of, live.parents)) != live.children
+            or any(live.childless)
+            or list(map(len, live.states)) != live.sizes
+            or any(owner._modules.get(name) is not child for owner, name, child in live.links)
+        ):
+            self._inspect(block_name)
+            live.sizes = list(map(len, live.states))
+            live.hooks_version = version
+
+    def _inspect(self, block_name: str) -> None:
+        """Look at everything, one module at a time."""
+        for owner, name, child in self.links:
+            now = self.block.get_submodule(owner)._modules.get(name)
+            if now is not child:
+                self._changed(block_name, f"{owner}.{name}".strip("."), _replaced(child, now))
+        for name, module, cls, children in zip(self.names, self.modules, self.types, self.children, strict=True):
+            if type(module) is not cls:
+                self._changed(block_name, name, f"became a {type(module).__name__}")
+            for child in {**children, **module._modules}:
+                if module._modules.get(child) is not children.get(child):
+                    what = _replaced(children.get(child), module._modules.get(child))
+                    self._changed(block_name, f"{name}.{child}", what)
+            if "forward" in module.__dict__:
+                self._changed(block_name, name, "was given a forward of its own")
+            for kind in _HOOKS:
+                if getattr(module, kind):
+                    self._changed(block_name, name, f"got a {kind.strip('_').removesuffix('s').replace('_', ' ')}")
+
+    def _changed(self, block_name: str, name: str, what: str) -> None:
+        raise AbsorbedModuleChanged(
+            f"{f'{block_name}.' if block_name else ''}{name} {what} after moefx.compile had absorbed it into the "
+            f"rewritten {type(self.block).__name__}, which reads its parameters but does not call it: the change would "
+            "be ignored. Make the change before moefx.compile, or undo it; the router and shared experts can be "
+            "changed at any time"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_live": None}
+
+
+class _Live:
+    """Lists prepared for comparison in C; they refer to the modules' own dictionaries."""
+
+    def __init__(self, absorbed: AbsorbedModules):
+        pairs = list(zip(absorbed.modules, absorbed.children, strict=True))
+        self.parents = [module.__dict__ for module, children in pairs if children]
+        self.children = [children for _, children in pairs if children]
+        self.childless = [module._modules for module, children in pairs if not children]
+        self.states = [module.__dict__ for module in absorbed.modules]
+        self.sizes = list(map(len, self.states))
+        self.links = [(absorbed.block.get_submodule(owner), name, child) for owner, name, child in absorbed.links]
+        self.hooks_version = -1
+
+
+def absorbed_names(block: nn.Module, graph: BlockGraph) -> tuple[str, ...]:
+    """The submodules that a graph replaces: all that it neither calls, nor that are part of or contain a called one."""
+    kept = [str(node.target) for node in graph.graph.nodes if node.op == "call_module"]
+
+    def is_kept(name: str) -> bool:
+        return any(f"{name}.".startswith(f"{k}.") or f"{k}.".startswith(f"{name}.") for k in kept)
+
+    return tuple(name for name, _ in block.named_modules() if name and not is_kept(name))
+
+
+def _prefixes(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]
+
+
+def _link(name: str) -> tuple[str, str]:
+    owner, _, child = name.rpartition(".")
+    return owner, child
+
+
+def _replaced(before: nn.Module | None, now: nn.Module | None) -> str:
+    if now is None:
+        return "was removed"
+    if before is None:
+        return f"({type(now).__name__}) was added"
+    return f"was replaced ({type(before).__name__} by {type(now).__name__})"

@@ -1,0 +1,41 @@
+"""Which pass broke a block? Every snapshot of its history is an executable graph: the first one that differs
+names it."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+from ..inspection.history import History, Snapshot
+from ..ir.binding import binder, leaves_of
+from ..ir.block import BlockGraph
+from .compare import Subject, compare
+from .sandbox import Call, Casts, Inputs, Options, call_forward
+
+
+def program(graph: BlockGraph) -> Call:
+    """`graph` as a function `(block, *args, **kwargs)` with the arguments of the block's own forward."""
+    run = graph.compile()
+
+    def call(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        leaves = dict(leaves_of(binder(inspect.signature(block.forward))(*args, **kwargs)))
+        return run(block, *(leaves[path] for path in graph.binding.paths))
+
+    return call
+
+
+def first_bad_snapshot(
+    original: nn.Module, history: History, inputs: Inputs, options: Options, working: Casts, exact: Casts
+) -> Snapshot | None:
+    """The first snapshot of `history` that does not compute what the original block does on `inputs`; None
+    when all graphs are right, so that what runs is not the last graph."""
+    for snapshot in history:
+        subject = Subject(
+            original, original, working, exact,
+            block=history.name, call_original=call_forward, call_compiled=program(snapshot.graph),
+        )  # fmt: skip
+        if not compare(subject, inputs, options).ok:
+            return snapshot
+    return None

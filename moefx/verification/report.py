@@ -1,0 +1,245 @@
+"""`moefx.verify`: is the compiled model equivalent to the original, and if not, which block and which pass
+broke it?"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InvalidInput, VerificationFailed
+from ..runtime.module import BlockForward
+from .bisect import first_bad_snapshot
+from .compare import Subject, compare
+from .policy import Row
+from .routing import RoutingRow, Scope
+from .sandbox import Casts, Inputs, Options, call_forward, detached
+from .table import text
+
+
+@dataclasses.dataclass(frozen=True)
+class VerifyReport:
+    """What `verify` found; `str()` is a table.
+
+    Attributes: rows: every compared tensor, see `Row`. Block "" is the whole model. routing: how each router
+        decided, see `RoutingRow`. first_block: name of the first block, in order of execution, that differs
+        on the reference's own inputs. first_pass: the first pass whose snapshot of that block differs, with
+        the pass's file and line. notes: what could not be checked as the rule says.
+    """
+
+    rows: tuple[Row, ...]
+    routing: tuple[RoutingRow, ...] = ()
+    first_block: str | None = None
+    first_pass: str | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return bool(self.rows) and all(row.ok for row in self.rows)
+
+    @property
+    def failed(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if not row.ok)
+
+    def raise_if_failed(self) -> VerifyReport:
+        """Itself, if all is well.
+
+        Raises:
+            VerificationFailed: with the report as its message.
+        """
+        if not self.ok:
+            raise VerificationFailed(str(self))
+        return self
+
+    def to_json(self) -> str:
+        """The report as JSON; infinite errors (what cannot be compared at all) are null."""
+        return json.dumps(_finite(dataclasses.asdict(self) | {"ok": self.ok}))
+
+    def __str__(self) -> str:
+        return text(self)
+
+
+def verify(
+    compiled: nn.Module,
+    reference: nn.Module,
+    inputs: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    grads: bool = True,
+    seeds: Sequence[int] = (0,),
+    loss: Callable[[Any], Tensor] | None = None,
+) -> VerifyReport:
+    """Compare a compiled model with its reference: outputs, gradients of inputs and of every parameter,
+    buffers and other state after the call (design section 9, the float64 rule of `verification.policy`).
+
+    Neither model is touched: `.grad`, buffers, modes, attributes and random numbers stay. Runs in the modes
+    that the models are in, under the autocast that is active.
+
+    Args: inputs: a tuple of positional or a dict of keyword arguments, one tensor, or a list of these
+        (several shapes). dtype: precision to verify in; None: the models' own. In half precision what is
+        smaller than rounding cannot
+            be seen: verify in float64 too.
+        grads: also compare gradients; False runs under `torch.no_grad()`. seeds: one comparison for each, of
+        the random numbers that the models draw and of the output cotangents. loss: `loss(output) -> scalar`
+        to differentiate; by default every output gets a random cotangent.
+
+    Raises:
+        InvalidInput: models on the meta device, or no inputs.
+    """
+    if any(p.is_meta for m in (compiled, reference) for p in (*m.parameters(), *m.buffers())):
+        raise InvalidInput(
+            "verify: a model is on the meta device and has no numbers; give it weights with to_empty()"
+        )
+    return _Verifying(compiled, reference, dtype).report(_input_sets(inputs), seeds, grads, loss)
+
+
+class _Verifying:
+    def __init__(self, compiled: nn.Module, reference: nn.Module, dtype: torch.dtype | None):
+        self.compiled, self.reference = compiled, reference
+        self.working, self.exact = Casts(dtype), Casts(torch.float64)
+        self.blocks = {
+            n: m for n, m in compiled.named_modules() if isinstance(vars(m).get("forward"), BlockForward)
+        }
+        self.rows: list[Row] = _held_alike(compiled, reference)
+        self.routing: list[RoutingRow] = []
+        self.notes: list[str] = []
+        self.first: tuple[str, str] | None = None  # block, pass
+        self.calls: dict[str, Inputs] = {}  # by block, in order of execution, for the current case
+        self.ran: dict[str, list[BlockForward]] = {name: [] for name in self.blocks}
+
+    def report(self, input_sets: list[Inputs], seeds: Sequence[int], grads: bool, loss: Any) -> VerifyReport:
+        for i, inputs in enumerate(input_sets):
+            for seed in seeds:
+                case = f"inputs {i}, seed {seed}"
+                self.calls = {}
+                self.model(inputs, Options(seed, grads, loss), case)
+                for name, call in self.calls.items():
+                    self.block(name, call, Options(seed, grads), case)
+        self.rows += self.paths()
+        block, broken = self.first or (None, None)
+        return VerifyReport(
+            tuple(self.rows), tuple(self.routing), block, broken, tuple(dict.fromkeys(self.notes))
+        )
+
+    def model(self, inputs: Inputs, options: Options, case: str) -> None:
+        subject = Subject(self.reference, self.compiled, self.working, self.exact, prepare=self.watch)
+        comparison = compare(subject, inputs, options, case)
+        self.rows += comparison.rows
+        self.routing += comparison.routing
+        self.notes += comparison.notes
+
+    def block(self, name: str, call: Inputs, options: Options, case: str) -> None:
+        """Both blocks on the inputs that the reference's block got, so that errors before it do not count."""
+        original = self.reference.get_submodule(name)
+        subject = Subject(
+            original, self.blocks[name], self.working, self.exact,
+            block=name, call_original=call_forward, call_compiled=call_forward,
+        )  # fmt: skip
+        comparison = compare(subject, call, options, case)
+        self.rows += comparison.rows
+        self.notes += comparison.notes
+        if not comparison.ok and self.first is None:
+            self.first = name, self.bisect(name, original, call, options)
+
+    def bisect(self, name: str, original: nn.Module, call: Inputs, options: Options) -> str:
+        history = history_of(self.blocks[name], call)
+        if history is None:
+            return ""
+        snapshot = first_bad_snapshot(original, history, call, options, self.working, self.exact)
+        if snapshot is None:
+            return "none: the graphs of all passes are right, what runs is not the last one"
+        return f"{snapshot.pass_name} ({snapshot.rule})" if snapshot.rule else snapshot.pass_name
+
+    def watch(self, box: nn.Module, which: str, scope: Scope) -> None:
+        """Tell `scope` which block of a sandbox is running; record what the reference's blocks are called
+        with."""
+        for name in self.blocks:
+            block = box.get_submodule(name)
+            forward = block.forward
+            if which == "compiled":
+                self.ran[name].append(forward)
+
+            @functools.wraps(forward)
+            def watched(*args: Any, _name: str = name, _forward: Any = forward, **kwargs: Any) -> Any:
+                if which == "original" and _name not in self.calls:
+                    self.calls[_name] = detached((args, kwargs))
+                with scope.enter(_name):
+                    return _forward(*args, **kwargs)
+
+            block.forward = watched
+
+    def paths(self) -> list[Row]:
+        """Did the rewritten code run at all, and only it?"""
+        if not self.blocks:
+            note = "the compiled model has no rewritten block: nothing of moefx ran"
+            return [Row("", "rewritten blocks", "path", ok=False, error=math.inf, note=note)]
+        rows = []
+        for name, forwards in self.ran.items():
+            runs, fallbacks = map(sum, zip(*map(counts, forwards), strict=True))
+            rows.append(
+                Row(name, "rewritten path", "path", ok=runs > 0 and not fallbacks, error=float(fallbacks),
+                    note=f"{runs} calls ran rewritten, {fallbacks} fell back to the original")
+            )  # fmt: skip
+        return rows
+
+
+def _input_sets(inputs: Any) -> list[Inputs]:
+    sets = inputs if isinstance(inputs, list) else [inputs]
+    if not sets:
+        raise InvalidInput("verify: no inputs; give a tuple, a dict, a tensor, or a list of these")
+    return [_one_call(i) for i in sets]
+
+
+def _one_call(inputs: Any) -> Inputs:
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    if isinstance(inputs, tuple):
+        return inputs, {}
+    if isinstance(inputs, Tensor):
+        return (inputs,), {}
+    raise InvalidInput(
+        f"verify: inputs are a tuple (positional), a dict (keyword) or a tensor, or a list of these; "
+        f"got {type(inputs).__name__}"
+    )
+
+
+def _held_alike(compiled: nn.Module, reference: nn.Module) -> list[Row]:
+    """Failed rows where the two models already differ before they run: other names, weights, buffers or
+    modes."""
+    rows = []
+    for kind, held in (("grad_param", nn.Module.named_parameters), ("buffer", nn.Module.named_buffers)):
+        ours, theirs = (dict(held(model, remove_duplicate=False)) for model in (compiled, reference))
+        for name in ours.keys() ^ theirs.keys():
+            note = f"only the {'compiled model' if name in ours else 'reference'} has it"
+            rows.append(Row("", name, kind, ok=False, error=math.inf, note=note))
+        for name in ours.keys() & theirs.keys():
+            a, b = ours[name], theirs[name]
+            if a is not b and not (
+                a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b.to(a.device))
+            ):
+                note = "the two models hold different values before they run"
+                rows.append(Row("", name, "state", ok=False, error=math.inf, note=note))
+    modes = dict(reference.named_modules())
+    for name, module in compiled.named_modules():
+        if name in modes and modes[name].training != module.training:
+            note = f"compiled is in {_mode(module)} mode, the reference in {_mode(modes[name])} mode"
+            rows.append(Row("", f"{name or 'model'}.training", "state", ok=False, error=1.0, note=note))
+    return sorted(rows, key=lambda row: row.name)
+
+
+def _mode(module: nn.Module) -> str:
+    return "train" if module.training else "eval"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

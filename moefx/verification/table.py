@@ -1,0 +1,93 @@
+"""A report as text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from .policy import Row
+from .routing import RoutingRow
+
+if TYPE_CHECKING:
+    from .report import VerifyReport
+
+MAX_FAILED = 20
+
+
+def text(report: VerifyReport) -> str:
+    """One line for each (block, kind) with its worst tensor, the routing of each block, and what failed."""
+    rows, failed = report.rows, report.failed
+    blocks = list(dict.fromkeys(row.block for row in rows))
+    verdict = "passed" if report.ok else f"FAILED, {len(failed)} of {len(rows)} comparisons"
+    lines = [f"moefx.verify: {verdict}"]
+    lines += _columns(
+        [("block", "what", "compared", "worst error", "allowed", "norm", "of", "")]
+        + [
+            _summary(block, kind, [row for row in rows if (row.block, row.kind) == (block, kind)])
+            for block in blocks
+            for kind in dict.fromkeys(row.kind for row in rows if row.block == block)
+        ]
+    )
+    if report.routing:
+        lines += ["", "routing, beside the reference's"]
+        lines += _columns(
+            [("block", "op", "tokens", "same experts", "smallest margin", "imposed", "beyond rounding")]
+            + [
+                _routing([row for row in report.routing if (row.block, row.op) == key])
+                for key in dict.fromkeys((row.block, row.op) for row in report.routing)
+            ]
+        )
+    if failed:
+        lines += ["", "failed"]
+        lines += _columns([_failure(row) for row in failed[:MAX_FAILED]])
+        lines += [f"  ... and {len(failed) - MAX_FAILED} more"] if len(failed) > MAX_FAILED else []
+        lines += ["", _first(report)]
+    lines += [f"note: {note}" for note in report.notes]
+    return "\n".join(lines)
+
+
+def _first(report: VerifyReport) -> str:
+    if report.first_block is None:
+        return (
+            "No rewritten block differs on the reference's own inputs: the difference lies outside of them."
+        )
+    after = f"; first pass that differs: {report.first_pass}" if report.first_pass else ""
+    return f"First block that differs: {_name(report.first_block)}{after}"
+
+
+def _summary(block: str, kind: str, rows: Sequence[Row]) -> tuple[str, ...]:
+    worst = max(rows, key=lambda r: (not r.ok, r.error / r.bound if r.bound else r.error))
+    failed = sum(not row.ok for row in rows)
+    return (
+        _name(block), kind, str(len(rows)), f"{worst.error:.2g}", f"{worst.bound:.2g}", worst.norm, worst.name,
+        f"FAILED ({failed})" if failed else "ok",
+    )  # fmt: skip
+
+
+def _routing(rows: Sequence[RoutingRow]) -> tuple[str, ...]:
+    tokens = sum(row.tokens for row in rows)
+    identical = sum(row.identical * row.tokens for row in rows) / max(tokens, 1)
+    margins = [row.margin for row in rows if not math.isnan(row.margin)]
+    return (
+        _name(rows[0].block), rows[0].op, str(tokens), f"{identical:.2%}",
+        f"{min(margins):.2g}" if margins else "-",
+        str(sum(row.imposed for row in rows)), str(sum(row.beyond for row in rows)),
+    )  # fmt: skip
+
+
+def _failure(row: Row) -> tuple[str, ...]:
+    what = row.note or f"{row.norm} error {row.error:.2g}, allowed {row.bound:.2g}"
+    return _name(row.block), row.kind, row.name, what, row.case
+
+
+def _name(block: str) -> str:
+    return block or "(model)"
+
+
+def _columns(table: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in table
+    ]
