@@ -51,7 +51,10 @@ def leaves(tree: Any, path: str = "", seen: set[int] | None = None) -> Iterator[
 
 def mapped(tree: Any, change: Callable[[str, Tensor], Tensor]) -> Any:
     """A copy of `tree` with each tensor replaced; aliases stay aliases."""
-    memo = {id(t): change(name, t) for name, t in leaves(tree) if isinstance(t, Tensor)}
+    memo: dict[int, Any] = {}
+    for name, t in leaves(tree):
+        if isinstance(t, Tensor) and id(t) not in memo:
+            memo[id(t)] = change(name, t)
     return copy.deepcopy(tree, memo)
 
 

@@ -1,0 +1,95 @@
+"""A sandbox may be run freely: nothing of the model moves."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch import nn
+
+from moefx.verification.sandbox import Casts, Options, execute, leaves, random_state, sandbox
+
+
+class Awkward(nn.Module):
+    """State in all the places where models keep it."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+        self.b.weight = self.a.weight  # tied
+        self.held = [self.a.weight, {"bias": self.a.bias}]
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.register_buffer("mean", torch.zeros(4))
+        self.alias = self.mean
+        self.last = None
+        inner = self.forward
+        self.forward = lambda x: inner(x) * 2  # a closure over the module itself
+
+    def forward(self, x):
+        self.count += 1
+        self.alias += x.detach().mean(0)
+        self.last = self.b(self.a(x)) + self.held[0].sum() + self.held[1]["bias"]
+        return self.last
+
+
+def test_a_sandbox_shares_parameters_and_owns_the_rest():
+    model = Awkward()
+    model.last = model.a.weight * 2  # what autograd made cannot be deep-copied
+    box = sandbox(model, Casts(None))
+    assert box.a.weight is model.a.weight and box.b.weight is box.a.weight
+    x = torch.randn(3, 4)
+    assert torch.equal(box(x), 2 * (model.b(model.a(x)) + model.a.weight.sum() + model.a.bias))
+    assert int(box.count) == 1 and int(model.count) == 0
+    assert bool(box.mean.any()) and not bool(model.mean.any()) and box.alias is box.mean
+    assert torch.equal(model.last, model.a.weight * 2) and box.last.shape == (3, 4)
+
+
+def test_a_sandbox_in_another_precision_is_all_in_it():
+    model, casts = Awkward(), Casts(torch.float64)
+    box = sandbox(model, casts, torch.float64)
+    assert {p.dtype for p in box.parameters()} == {torch.float64} and box.b.weight is box.a.weight
+    assert box.held[0] is box.a.weight and box.held[1]["bias"] is box.a.bias
+    assert box.mean.dtype == torch.float64 and box.count.dtype == torch.long
+    assert box(torch.randn(3, 4).double()).dtype == torch.float64
+    assert sandbox(model, casts, torch.float64).a.weight is box.a.weight, "made once"
+    assert model.a.weight.dtype == torch.float32 and model.mean.dtype == torch.float32
+
+
+def test_execute_collects_everything_and_touches_nothing():
+    model = Awkward()
+    x = torch.randn(3, 4)
+    run = execute(sandbox(model, Casts(None)), ((x,), {}), Options())
+    assert {kind for kind, _ in run.values} == {"output", "grad_input", "grad_param", "buffer", "state"}
+    assert {("buffer", "count"), ("buffer", "mean"), ("state", "last")} <= run.changed
+    assert x.grad is None and model.a.weight.grad is None and int(model.count) == 0
+    again = execute(sandbox(model, Casts(None)), ((x,), {}), Options(), cotangents=run.cotangents)
+    assert all(torch.equal(t, again.values[key]) for key, t in run.values.items())
+
+
+def test_arguments_keep_their_aliases_and_containers():
+    class Takes(nn.Module):
+        def forward(self, pair, *, same):
+            assert type(pair) is tuple and pair[0] is same and pair[0] is not x
+            return pair[0].mul_(2) + pair[1]["ids"]
+
+    x = torch.ones(2)
+    run = execute(Takes(), (((x, {"ids": torch.arange(2)}),), {"same": x}), Options())
+    assert torch.equal(run.values["output", "output"], torch.tensor([2.0, 3.0]))
+    assert torch.equal(run.values["grad_input", "0.0"], run.cotangents["output"] * 2)
+    assert ("state", "input 0.0") in run.changed and torch.equal(x, torch.ones(2))
+
+
+def test_random_state_is_put_back():
+    before = torch.get_rng_state(), random.getstate()
+    with random_state(3, torch.device("cpu")):
+        first = torch.rand(2), random.random()
+    with random_state(3, torch.device("cpu")):
+        again = torch.rand(2), random.random()
+    assert torch.equal(first[0], again[0]) and first[1] == again[1]
+    assert torch.equal(before[0], torch.get_rng_state()) and before[1] == random.getstate()
+
+
+def test_leaves_survive_cycles():
+    tree: dict = {"a": torch.zeros(1), "n": 2, "s": "text", "f": print}
+    tree["self"] = tree
+    assert [name for name, _ in leaves(tree)] == ["a", "n"]
