@@ -20,7 +20,7 @@ class Config:
     heads: int = 4
     dense_layers: int = 1  # the first layers have an ordinary MLP, as in DeepSeek-V2 and V3
     dense_hidden: int = 384
-    num_experts: int = 32  # fine-grained: many small experts ...
+    num_experts: int = 64  # fine-grained: many small experts ...
     expert_hidden: int = 64
     top_k: int = 6  # ... of which every token takes several
     shared_experts: int = 2  # and some that every token takes
