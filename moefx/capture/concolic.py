@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import operator
 import sys
 from collections.abc import Callable, Iterator
@@ -140,6 +141,7 @@ class HostRead:
 
     source: Source
     value: bool
+    node: fx.Node
 
 
 class _Alias:
@@ -388,7 +390,7 @@ class Tracer(TorchDispatchMode):
             source = user_source()
             if source in self.flips:
                 value = not value
-            self.reads.append(HostRead(source, value))
+            self.reads.append(HostRead(source, value, self.node_of(t)))
         return value
 
     def record(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -691,6 +693,10 @@ def capture(block: nn.Module, args: tuple, kwargs: dict[str, Any], routing: Rout
 
     names = {id(m): n for n, m in block.named_modules() if n}
     before = {n: dict(vars(m)) for n, m in block.named_modules()}
+    # fake kernels log the errors that they raise; ours go to the user as messages
+    noisy = logging.getLogger("torch._subclasses.fake_tensor")
+    level = noisy.level
+    noisy.setLevel(logging.CRITICAL)
     try:
         with torch.random.fork_rng(devices=[]), _recording(tracer, names), tracer, _Functions(tracer):
             torch.manual_seed(routing.seed)
@@ -699,6 +705,7 @@ def capture(block: nn.Module, args: tuple, kwargs: dict[str, Any], routing: Rout
             effects = _effects(tracer, block, before, state, inputs)
             out = pytree.tree_map_only(torch.Tensor, tracer.node_of, out)
     finally:
+        noisy.setLevel(level)
         for n, m in block.named_modules():
             _restore(m, before[n])
     tracer.graph.output(None)

@@ -54,12 +54,12 @@ class Arguments:
         shape: list[int | str] = []
         used: set[str] = set()
         for axis, n in enumerate(t.shape):
-            exact = [s for s in self.dims if self.sizes[s] == n and s not in used] if n != 1 or is_hidden else []
+            exact = sorted((s for s in self.dims if self.sizes[s] == n and n != 1), key=lambda s: s in used)
             if is_hidden and axis < len(self.dims):
                 name: int | str = self.dims[axis]
             elif is_hidden:
                 name = n
-            elif exact and (n > 1):
+            elif exact:
                 name = exact[0]
             elif len(self.dims) > 1 and n == math.prod(self.sizes.values()) and n > 1:
                 name = "*".join(self.dims)

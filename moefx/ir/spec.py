@@ -111,12 +111,8 @@ def _illegal(node: Node, level: Level) -> str:
         name = target._schema.name.partition("::")[2]
         if level.dialect is not None and name not in level.dialect:
             return f"{NAMESPACE}::{name} does not exist at level {level.name!r}"
-    elif level.any_routing and not _DATA_DEPENDENT.isdisjoint(target.tags):
-        return f"{target} depends on the values of a tensor, so the graph would not hold for every routing"
     return ""
 
-
-_DATA_DEPENDENT = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
 
 
 def _is_torch_function(target: object) -> bool:

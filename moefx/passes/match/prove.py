@@ -21,6 +21,7 @@ from ...capture.sizes import SizeGuard
 from ...errors import Refused
 from .lift import Body, Lifted, Lifter, Ref, _aligned
 from .paths import Place
+from .ranges import Ranges
 from .semantics import Semantics
 
 _MOST_EXTRA = 8
@@ -163,8 +164,10 @@ class Prover:
         """A branch that went one way in every capture is forced the other way once: it must not matter."""
         outcomes: dict[Source, set[bool]] = {}
         for lifted in self.lifted:
+            ranges = Ranges(lifted.capture.nodes) if lifted.capture.reads else None
             for read in lifted.capture.reads:
-                outcomes.setdefault(read.source, set()).add(read.value)
+                seen = outcomes.setdefault(read.source, set())
+                seen |= {True, False} if ranges and ranges.decided(read.node) else {read.value}
         for source in [s for s, seen in outcomes.items() if len(seen) == 1]:
             try:
                 flipped = self.lift(Routing("diverse", 0), self.sizes[0], frozenset([source]))

@@ -112,8 +112,8 @@ class Semantics:
         """One result of an op with several: values that a selection took are a gather by the concrete indices."""
         bundle, i = node.args
         name = _name(bundle)
-        if i == 0 and name in _SELECTIONS:
-            dim, keep = _SELECTIONS[name](bundle)
+        if i == 0 and name in SELECTIONS:
+            dim, keep = SELECTIONS[name](bundle)
             source = self._value(bundle.args[0])
             picked = self.shadow(bundle)[1].numpy()
             dim %= max(1, len(source.shape))
@@ -133,7 +133,7 @@ def _arg(node: fx.Node, i: int, name: str, default: Any) -> Any:
     return node.args[i] if len(node.args) > i else node.kwargs.get(name, default)
 
 
-_SELECTIONS: dict[str, Callable[[fx.Node], tuple[int, bool]]] = {
+SELECTIONS: dict[str, Callable[[fx.Node], tuple[int, bool]]] = {
     "topk": lambda n: (_arg(n, 2, "dim", -1), True),
     "sort": lambda n: (n.kwargs.get("dim", next((a for a in n.args[1:] if type(a) is int), -1)), True),
     "max": lambda n: (_arg(n, 1, "dim", 0), bool(_arg(n, 2, "keepdim", False))),
@@ -629,5 +629,5 @@ def _norm(S: Semantics, bundle: fx.Node) -> Term:
     return out if bundle.meta["grad"] else S.T.pw("detach", out)
 
 
-__all__ = ["RULES", "Semantics", "gather", "scatter"]
+__all__ = ["RULES", "SELECTIONS", "Semantics", "gather", "scatter"]
 _ = (F, operator)

@@ -134,7 +134,9 @@ class Terms:
             return self.reshape(self.pw(name, *[self.reshape(a, ()) if isinstance(a, Term) else a for a in items], **kwargs), shape)
         items = tuple(self._strip(a) if isinstance(a, Term) else a for a in items)
         folded = self._fold(name, items, kwargs, shape)
-        return folded if folded is not None else self.make("pw", (name, tuple(sorted(kwargs.items())), *items), shape)
+        if folded is not None:
+            return self.expand(folded, shape)
+        return self.make("pw", (name, tuple(sorted(kwargs.items())), *items), shape)
 
     def _strip(self, t: Term) -> Term:
         """Without the leading ones that broadcasting ignores, and scalars as scalars."""

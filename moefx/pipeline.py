@@ -1,0 +1,87 @@
+"""The whole compiler on one page: from one block of the user's model to its rewritten graph.
+
+    capture -> match -> rewrite -> fuse -> checkpoint
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import time
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from ._plan import Plan
+from .capture.inputs import Arguments
+from .inspection.history import History
+from .ir.binding import Binding, Path, binder, leaves_of, placeholder_name
+from .ir.block import BlockGraph
+from .passes.checkpoint import checkpoint
+from .passes.fuse import fuse
+from .passes.manager import PassManager
+from .passes.match.prove import Match, Prover, deep
+from .passes.rewrite import Rewriter, Rewritten
+
+PASSES = (fuse, checkpoint)
+
+
+@dataclasses.dataclass
+class Result:
+    """One block, rewritten."""
+
+    match: Match
+    rewritten: Rewritten
+    history: History
+
+    @property
+    def graph(self) -> BlockGraph:
+        return self.history.snapshots[-1].graph
+
+
+def rewrite_block(block: nn.Module, name: str, args: tuple, kwargs: dict[str, Any], plan: Plan) -> Result:
+    """Prove what `block` computes and rewrite it into the PFT dialect.
+
+    Args:
+        args, kwargs: the arguments of one call of it; values of floats do not matter.
+
+    Raises:
+        Refused: the block is not (provably) a token-choice mixture of experts; the message says why and where.
+        CaptureError: the block does not run on abstract tensors.
+    """
+    # 1. capture: the block's arguments, resizable; the captures themselves happen under the prover's routings
+    paths = argument_paths(block, args, kwargs)
+    arguments = Arguments(args, kwargs)
+    # 2. match: one canonical form that all routings agree on
+    start = time.perf_counter()
+    match = deep(Prover(block, arguments, most_experts(block)).prove)
+    # 3. rewrite into the dialect, the user's own parts around it
+    rewritten = deep(Rewriter(match, [placeholder_name(p) for p in paths]).rewrite)
+    ms = (time.perf_counter() - start) * 1e3
+    graph = BlockGraph(name, rewritten.graph, Binding(tuple(paths)), rewritten.out_spec)
+    # 4. passes on the graph; every snapshot runs
+    history = PassManager(block).run(graph, PASSES, plan, made_by=rewrite_block, ms=ms, level="dialect")
+    return Result(match, rewritten, history)
+
+
+def argument_paths(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[Path]:
+    """Where each tensor argument of a call stands, in the terms of the block's own signature."""
+    tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    named = binder(inspect.signature(type(block).forward.__get__(block)))(*args, **kwargs)
+    by_id: dict[int, list[Path]] = {}
+    for path, value in leaves_of(named):
+        if isinstance(value, torch.Tensor):
+            by_id.setdefault(id(value), []).append(path)
+    return [by_id[id(t)].pop(0) if len(by_id[id(t)]) > 1 else by_id[id(t)][0] for t in tensors]
+
+
+def most_experts(block: nn.Module) -> int:
+    """An upper guess of the number of experts, to choose the token count of a capture by."""
+    stacks = [p.shape[0] for p in block.parameters() if p.dim() >= 3]
+    lists = [len(m) for m in block.modules() if isinstance(m, (nn.ModuleList, nn.ModuleDict))]
+    return min(1024, max([8, *stacks, *lists]))
+
+
+__all__ = ["PASSES", "Result", "argument_paths", "rewrite_block"]
