@@ -22,7 +22,7 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from .binding import Guard
-from .names import attribute_expression, attribute_ranges
+from .names import attribute_expression, attribute_ranges, read_range
 
 INFIX = {
     operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/", operator.floordiv: "//",
@@ -76,15 +76,8 @@ class Source:
 
     def __init__(self, graph: Graph, record: Sequence[Node] = (), output_spec: pytree.TreeSpec | None = None):
         self.scope: dict[str, Any] = {}
-        # The builtins are those that the generated text itself uses: a graph may call torch.range.
-        self._taken = {node.name for node in graph.nodes} | {
-            "self",
-            "range",
-            "str",
-            "getattr",
-            "slice",
-            "float",
-        }
+        # The builtins are those that the generated text itself uses.
+        self._taken = {node.name for node in graph.nodes} | {"self", "getattr", "slice", "float"}
         self._recorded = frozenset(record)
         self._inline: dict[Node, str] = {}
         self._lines: list[str] = []
@@ -195,7 +188,12 @@ class Source:
         if not all(isinstance(v, Node) and v.op == "get_attr" and v in self._inline for v in values):
             return None
         runs = attribute_ranges([str(v.target) for v in values])
-        return [attribute_expression("self", r) if isinstance(r, str) else f"*{r.expression()}" for r in runs]
+        return [
+            attribute_expression("self", run)
+            if isinstance(run, str)
+            else f"*{run.expression('self', self._global('read_range', read_range))}"
+            for run in runs
+        ]
 
     def _global(self, alias: str, value: Any) -> str:
         alias = re.sub(r"\W", "_", alias)

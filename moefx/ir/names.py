@@ -36,12 +36,12 @@ class AttributeRange:
     def expression(self, root: str, read: str) -> str:
         """A call of `read_range` (known by the name `read`) that lists the attributes in order."""
         owner, _, stem = self.before.rpartition(".")
-        return f'{read}({attribute_expression(root, owner)}, "{stem}", {self.start}, {self.stop}, "{self.after}")'
+        place = attribute_expression(root, owner)
+        return f'{read}({place}, "{stem}", {self.start}, {self.stop}, "{self.after}")'
 
 
 def read_range(owner: nn.Module, stem: str, start: int, stop: int, after: str) -> list[Any]:
-    """The attributes `owner.<stem><i><after>` for i from `start` to `stop`: `(experts, "", 0, 64,
-    ".up.weight")`.
+    """The attributes `owner.<stem><i><after>`, i from `start` to `stop`: `(experts, "", 0, 64, ".weight")`.
 
     `nn.Module.__getattr__` costs 0.3 us, so reading 256 experts' weights that way takes longer than a small
     GEMM. Here modules and parameters are looked up in the dictionaries where torch keeps them; whatever is

@@ -1,8 +1,10 @@
 """`copy_model`: a second module tree around the same parameters and buffers.
 
-`copy.deepcopy` with a memo seeded with the tensors would do, but it costs about 0.1 ms a module: seconds for a model with
-ten thousands of expert modules. Modules that deepcopy would treat in the default way (nearly all) are therefore copied
-here: first an empty object for each, then their attributes, with every reference to a module already resolved.
+`copy.deepcopy` with a memo seeded with the tensors would do, but it costs about 0.1 ms a module: seconds for
+a model with ten thousands of expert modules. Modules that deepcopy would treat in the default way (nearly
+all) are therefore copied
+here: first an empty object for each, then their attributes, with every reference to a module already
+    resolved.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ _ATOMIC = (type(None), bool, int, float, str, type, torch.dtype, torch.device)
 def copy_model(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, nn.Module]]:
     """A copy of the module tree that shares all parameters and buffers with the original.
 
-    Bound methods, partials, closures, hooks and instance-level forwards that refer to modules of the original refer to
-    their copies. Tensors that are plain attributes of a module, process groups and device meshes are shared too.
+    Bound methods, partials, closures, hooks and instance-level forwards that refer to modules of the original
+    refer to their copies. Tensors that are plain attributes of a module, process groups and device meshes are
+    shared too.
 
     Returns:
         The copy, and for every module of the original its copy.
@@ -43,7 +46,7 @@ def copy_model(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, nn.Module]]
     # Children first: a module with a copying method of its own may look into its descendants.
     for module in reversed(plain):
         state = {}
-        for name, value in module.__dict__.items():
+        for name, value in module.__getstate__().items():
             state[name] = _copied(value, memo, f"{names[id(module)] or type(module).__name__}.{name}")
         memo[id(module)].__dict__.update(state)
     duplicate = _copied(model, memo, type(model).__name__)
@@ -80,8 +83,8 @@ def _copies_by_default(cls: type) -> bool:
         and not hasattr(cls, "__getnewargs_ex__")
         and cls.__reduce__ is object.__reduce__
         and cls.__reduce_ex__ is object.__reduce_ex__
-        and getattr(cls, "__getstate__", None) is getattr(object, "__getstate__", None)
-        and getattr(cls, "__setstate__", None) is nn.Module.__setstate__
+        and cls.__getstate__ is nn.Module.__getstate__
+        and cls.__setstate__ is nn.Module.__setstate__
         and not any(base.__dict__.get("__slots__") for base in cls.__mro__)
     )
 
@@ -100,17 +103,18 @@ def _copied(value: Any, memo: dict[int, Any], where: str) -> Any:
         raise
     except Exception as error:
         raise MoefxError(
-            f"{where} ({type(value).__name__}) cannot be copied: {error}. moefx.compile returns a copy of the model; "
-            "remove the attribute before compiling, or give its class a __deepcopy__ method"
+            f"{where} ({type(value).__name__}) cannot be copied: {error}. moefx.compile copies the "
+            "model: remove the attribute before compiling, or give its class a __deepcopy__ method"
         ) from error
 
 
-# -- closures ----------------------------------------------------------------------------------------------------------
+# -- closures
+# ----------------------------------------------------------------------------------------------------------
 
 
 def _rebind_closures(module: nn.Module, memo: dict[int, Any]) -> None:
-    """Point functions that a module carries (an instance-level forward, hooks) at the copies; deepcopy leaves functions
-    as they are, so what they enclose would still be the original."""
+    """Point functions that a module carries (an instance-level forward, hooks) at the copies; deepcopy leaves
+    functions as they are, so what they enclose would still be the original."""
     for name, value in list(module.__dict__.items()):
         if isinstance(value, (types.FunctionType, functools.partial)):
             module.__dict__[name] = _rebound(value, memo)
@@ -120,45 +124,53 @@ def _rebind_closures(module: nn.Module, memo: dict[int, Any]) -> None:
 
 
 def _rebound(value: Any, memo: dict[int, Any]) -> Any:
-    if isinstance(value, nn.Module):
-        return memo.get(id(value), value)
+    """`value` with every module of the original in it exchanged for its copy; itself when there is none."""
+    if not _refers_to_original(value, memo, set()):
+        return value
     if isinstance(value, types.MethodType):
-        owner = _rebound(value.__self__, memo)
-        return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
+        return types.MethodType(value.__func__, _rebound(value.__self__, memo))
     if isinstance(value, functools.partial):
-        parts = (value.func, *value.args, *value.keywords.values())
-        moved = [_rebound(part, memo) for part in parts]
-        if all(a is b for a, b in zip(parts, moved, strict=True)):
-            return value
-        count = len(value.args)
+        keywords = {name: _rebound(v, memo) for name, v in value.keywords.items()}
         return functools.partial(
-            moved[0], *moved[1 : count + 1], **dict(zip(value.keywords, moved[count + 1 :], strict=True))
+            _rebound(value.func, memo), *(_rebound(v, memo) for v in value.args), **keywords
         )
-    if isinstance(value, types.FunctionType) and value.__closure__:
-        return _rebound_function(value, memo)
-    return value
+    if isinstance(value, types.FunctionType) and id(value) not in memo:
+        _rebind_function(value, memo)
+    return memo[id(value)]
 
 
-def _rebound_function(function: types.FunctionType, memo: dict[int, Any]) -> types.FunctionType:
-    if id(function) in memo:
-        return memo[id(function)]
-    memo[id(function)] = function  # a closure may enclose itself
-    cells, changed = [], False
-    for cell in function.__closure__ or ():
-        try:
-            content = cell.cell_contents
-        except ValueError:  # not yet assigned
-            cells.append(cell)
-            continue
-        moved = _rebound(content, memo)
-        changed = changed or moved is not content
-        cells.append(cell if moved is content else types.CellType(moved))
-    if not changed:
-        return function
+def _rebind_function(function: types.FunctionType, memo: dict[int, Any]) -> None:
+    cells = function.__closure__ or ()
+    moving = [_refers_to_original(_content(cell), memo, set()) for cell in cells]
+    # Cells that do not change stay the same objects: functions may share a variable through them.
+    closure = tuple(types.CellType() if moves else cell for cell, moves in zip(cells, moving, strict=True))
     result = types.FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells)
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, closure
     )
     result.__kwdefaults__ = function.__kwdefaults__
     result.__dict__.update(function.__dict__)
-    memo[id(function)] = result
-    return result
+    memo[id(function)] = result  # before the cells are filled: a closure may enclose itself
+    for cell, old, moves in zip(closure, cells, moving, strict=True):
+        if moves:
+            cell.cell_contents = _rebound(old.cell_contents, memo)
+
+
+def _refers_to_original(value: Any, memo: dict[int, Any], seen: set[int]) -> bool:
+    if isinstance(value, nn.Module):
+        return memo.get(id(value), value) is not value
+    parts: tuple[Any, ...] = ()
+    if isinstance(value, types.MethodType):
+        parts = (value.__self__,)
+    elif isinstance(value, functools.partial):
+        parts = (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, types.FunctionType) and id(value) not in seen:
+        seen.add(id(value))
+        parts = tuple(_content(cell) for cell in value.__closure__ or ())
+    return any(_refers_to_original(part, memo, seen) for part in parts)
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a variable that is not assigned yet
+        return None

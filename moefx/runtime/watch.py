@@ -1,9 +1,10 @@
 """Notices when a submodule whose computation was absorbed into a rewritten block is changed.
 
-A rewritten block reads the parameters of its experts but does not call the expert modules: a hook on one of them would
-never fire, an adapter put in its place (LoRA) would be ignored. So every call looks whether the absorbed modules are
-still what they were. That has to cost less than the call: a few comparisons that run in C over prepared lists, about
-10 ns a module; hooks are looked at when any hook was registered anywhere since the last look.
+A rewritten block reads the parameters of its experts but does not call the expert modules: a hook on one of
+them would never fire, an adapter put in its place (LoRA) would be ignored. So every call looks whether the
+absorbed modules are still what they were. That has to cost less than the call: a few comparisons that run in
+C over prepared lists, about 10 ns a module; hooks are looked at when any hook was registered anywhere since
+the last look.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class AbsorbedModules:
         self._live: _Live | None = None
 
     def check(self, block_name: str = "") -> None:
-        """Raise `AbsorbedModuleChanged` when one of them was replaced, hooked, parametrized or given another forward."""
+        """Raise `AbsorbedModuleChanged` when one of them was replaced, hooked, parametrized or given another
+        forward."""
         live = self._live
         if live is None:
             self._inspect(block_name)
@@ -72,7 +74,9 @@ class AbsorbedModules:
             now = self.block.get_submodule(owner)._modules.get(name)
             if now is not child:
                 self._changed(block_name, f"{owner}.{name}".strip("."), _replaced(child, now))
-        for name, module, cls, children in zip(self.names, self.modules, self.types, self.children, strict=True):
+        for name, module, cls, children in zip(
+            self.names, self.modules, self.types, self.children, strict=True
+        ):
             if type(module) is not cls:
                 self._changed(block_name, name, f"became a {type(module).__name__}")
             for child in {**children, **module._modules}:
@@ -83,14 +87,15 @@ class AbsorbedModules:
                 self._changed(block_name, name, "was given a forward of its own")
             for kind in _HOOKS:
                 if getattr(module, kind):
-                    self._changed(block_name, name, f"got a {kind.strip('_').removesuffix('s').replace('_', ' ')}")
+                    hook = kind.strip("_").removesuffix("s").replace("_", " ")
+                    self._changed(block_name, name, f"got a {hook}")
 
     def _changed(self, block_name: str, name: str, what: str) -> None:
         raise AbsorbedModuleChanged(
-            f"{f'{block_name}.' if block_name else ''}{name} {what} after moefx.compile had absorbed it into the "
-            f"rewritten {type(self.block).__name__}, which reads its parameters but does not call it: the change would "
-            "be ignored. Make the change before moefx.compile, or undo it; the router and shared experts can be "
-            "changed at any time"
+            f"{f'{block_name}.' if block_name else ''}{name} {what} after moefx.compile had absorbed it into "
+            f"the rewritten {type(self.block).__name__}, which reads its parameters but does not call it: "
+            "the change would be ignored. Make the change before moefx.compile, or undo it; the router and "
+            "shared experts can be changed at any time"
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -107,12 +112,15 @@ class _Live:
         self.childless = [module._modules for module, children in pairs if not children]
         self.states = [module.__dict__ for module in absorbed.modules]
         self.sizes = list(map(len, self.states))
-        self.links = [(absorbed.block.get_submodule(owner), name, child) for owner, name, child in absorbed.links]
+        self.links = [
+            (absorbed.block.get_submodule(owner), name, child) for owner, name, child in absorbed.links
+        ]
         self.hooks_version = -1
 
 
 def absorbed_names(block: nn.Module, graph: BlockGraph) -> tuple[str, ...]:
-    """The submodules that a graph replaces: all that it neither calls, nor that are part of or contain a called one."""
+    """The submodules that a graph replaces: all that it neither calls, nor that are part of or contain a
+    called one."""
     kept = [str(node.target) for node in graph.graph.nodes if node.op == "call_module"]
 
     def is_kept(name: str) -> bool:

@@ -55,7 +55,7 @@ class Block(nn.Module):
         out = torch.zeros_like(x)
         for e, expert in enumerate(self.experts):
             token, slot = torch.where(ids == e)
-            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+            out.index_add_(0, token, (expert(x[token]) * weights[token, slot, None]).to(out.dtype))
         return out.view_as(hidden_states)
 
 

@@ -1,9 +1,8 @@
-from types import SimpleNamespace
-
 import pytest
+import torch
 from torch import nn
 
-from moefx.ir.names import AttributeRange, attribute_expression, attribute_range, attribute_ranges
+from moefx.ir.names import attribute_expression, attribute_range, attribute_ranges, read_range
 
 
 @pytest.mark.parametrize(
@@ -47,10 +46,19 @@ def test_expressions_read_through_any_container():
     for path in ("experts.0.weight", "experts.class.weight", "w.1"):
         assert eval(attribute_expression("self", path), {"self": owner}) is owner.get_parameter(path)
     names = ["expert_0.weight", "expert_1.weight"]
-    found = eval(attribute_range(names).expression(), {"self": owner})
+    text = attribute_range(names).expression("self", "read_range")
+    found = eval(text, {"self": owner, "read_range": read_range})
     assert all(a is owner.get_parameter(n) for a, n in zip(found, names, strict=True))
 
 
-def test_a_range_may_stand_at_the_root():
-    block = SimpleNamespace(w0=1, w1=2)
-    assert eval(AttributeRange("w", "", 0, 2).expression(), {"self": block}) == [1, 2]
+def test_ranges_are_read_wherever_the_attributes_are():
+    owner = nn.Module()
+    owner.w_0, owner.w_1 = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    assert read_range(owner, "w_", 0, 2, "")[1] is owner.w_1
+    del owner.w_1
+    owner.w_1 = torch.ones(1)  # as FSDP1 and DataParallel leave it
+    assert read_range(owner, "w_", 0, 2, "")[1] is owner.w_1
+    owner.experts = nn.ModuleList(nn.BatchNorm1d(1) for _ in range(2))
+    assert read_range(owner.experts, "", 0, 2, ".running_mean")[0] is owner.experts[0].running_mean
+    with pytest.raises(AttributeError, match="running_total"):
+        read_range(owner.experts, "", 0, 2, ".running_total")

@@ -1,0 +1,317 @@
+"""`BlockForward`: what stands in the place of a rewritten block's `forward`.
+
+The block keeps its class, its submodules and its state_dict; only the instance attribute `forward` is new. At
+each call a `BlockForward` binds the arguments, looks for a program whose recorded specialisation and guards
+admit the call (design section 3.0) and runs it on the block. A call that no program admits is specialised
+lazily, or runs the original forward, counted. The same code runs in eager mode and is traced by
+`torch.compile(fullgraph=True)`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import MoefxError, Refused
+from ..ir.binding import Leaves, Specialisation, binder, call_specialisation, leaves_of
+from .program import Program
+from .watch import AbsorbedModules
+
+# Of one block, taken or refused. An argument that changes at every call must not lift at every call.
+MAX_SPECIALISATIONS = 16
+
+# (block, specialisation of the call, args, kwargs) -> a program for it, or None; may raise Refused. While
+# Dynamo
+# traces there are no arguments to run: args and kwargs are None.
+Specialise = Callable[
+    [nn.Module, Specialisation, "tuple[Any, ...] | None", "Mapping[str, Any] | None"], "Program | None"
+]
+
+
+@dataclasses.dataclass
+class CallCounts:
+    """Eager calls of one block since it was compiled (calls inside a `torch.compile` region are not counted).
+
+    Attributes:
+        rewritten: calls that ran a program.
+        original: calls that ran the original forward, asked for or as a fallback.
+        guard_failures: calls for which a program was recorded but one of its guards did not hold.
+        last_failed_guard: the condition, with why and where capture relied on it.
+    """
+
+    rewritten: int = 0
+    original: int = 0
+    guard_failures: int = 0
+    last_failed_guard: str = ""
+
+
+class BlockForward:
+    """The forward of one rewritten block. Picklable; a deep copy is bound to the copied block.
+
+    Args:
+        block: the module whose `forward` this becomes (see `install`).
+        programs: what is known already.
+        name: the block's name in the model, for messages.
+        specialise: called for a specialisation that no program admits; a picklable function.
+    """
+
+    def __init__(
+        self,
+        block: nn.Module,
+        programs: Sequence[Program] = (),
+        *,
+        name: str = "",
+        specialise: Specialise | None = None,
+    ):
+        self.block = block
+        self.name = name
+        self.specialise = specialise
+        self.counts = CallCounts()
+        self.refusals: dict[Specialisation, str] = {}
+        self.original = _own_forward(block)
+        self._entries: list[_Entry] = []
+        self._forced = ""
+        self._specialising = False
+        self._recording = False
+        self._offsets: tuple[torch.Tensor, ...] = ()
+        self._set_signature(_signature(block, self.original))
+        for program in programs:
+            self.add(program)
+
+    # -- calls
+    # -----------------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._forced == "original":
+            return self.run_original(*args, **kwargs)
+        leaves = leaves_of(self._bind(*args, **kwargs))
+        call = call_specialisation(self.block, leaves)
+        if torch.compiler.is_compiling():
+            self._prepare_trace(*call)
+            entry = self._admitted(call, leaves)
+        else:
+            entry = self._admitted(call, leaves) or self._specialised(call, leaves, args, kwargs)
+        if entry is None:
+            return self.run_original(*args, **kwargs)
+        if not torch.compiler.is_compiling():
+            entry.absorbed.check(self.name)
+            self.counts.rewritten += 1
+        if self._forced:
+            return entry.run_after(self._forced, self.block, leaves)
+        values = [leaves[i][1] for i in entry.program.picks]
+        if self._recording and entry.program.fn_with_load is not None:
+            result, self._offsets = entry.program.fn_with_load(self.block, *values)
+            return result
+        return entry.program.fn(self.block, *values)
+
+    def run_original(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block as it was before the rewrite."""
+        if not torch.compiler.is_compiling():
+            self.counts.original += 1
+        if self.original is not None:
+            return self.original(*args, **kwargs)
+        return type(self.block).forward(self.block, *args, **kwargs)
+
+    def _admitted(self, call: Specialisation, leaves: Leaves) -> _Entry | None:
+        failed = False
+        for entry in self._entries:
+            if entry.program.key.admits(call):
+                if entry.program.guard is None:
+                    return entry
+                index = entry.program.guard(self.block, *[leaves[i][1] for i in entry.program.picks])
+                if index < 0:
+                    return entry
+                failed = True
+                if not torch.compiler.is_compiling():
+                    guard = entry.program.guards[index]
+                    where = f" ({guard.source})" if guard.source else ""
+                    self.counts.last_failed_guard = f"{guard.condition}: {guard.why}{where}"
+        if failed and not torch.compiler.is_compiling():
+            self.counts.guard_failures += 1
+        return None
+
+    def _specialised(
+        self,
+        call: Specialisation,
+        leaves: Leaves,
+        args: tuple[Any, ...] | None,
+        kwargs: Mapping[str, Any] | None,
+    ) -> _Entry | None:
+        """Ask for a program for this call, at most once for each specialisation."""
+        if self.specialise is None or self._specialising or call in self.refusals:
+            return None
+        if len(self._entries) + len(self.refusals) >= MAX_SPECIALISATIONS:
+            return None
+        self._specialising = True  # capture may run this very block
+        try:
+            program = self.specialise(self.block, call, args, kwargs)
+        except Refused as refusal:
+            self.refusals[call] = str(refusal)
+            return None
+        finally:
+            self._specialising = False
+        if program is None:
+            self.refusals[call] = "not specialised"
+            return None
+        self.add(program)
+        return self._admitted(call, leaves) if args is not None else None
+
+    @torch.compiler.assume_constant_result
+    def _prepare_trace(self, *fields: Any) -> bool:
+        """Runs in Python while Dynamo traces: the checks of an eager call, without the values.
+
+        Dynamo passes constants, of which a subclass of tuple is none: hence the fields.
+        """
+        call = Specialisation(*fields)
+        entry = next((e for e in self._entries if e.program.key.admits(call)), None)
+        if entry is None:
+            self._specialised(call, [], None, None)
+        for entry in self._entries:
+            if entry.program.key.admits(call):
+                entry.absorbed.check(self.name)
+        return True
+
+    # -- programs
+    # --------------------------------------------------------------------------------------------------
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """The programs, in the order in which they are tried."""
+        return tuple(entry.program for entry in self._entries)
+
+    def add(self, program: Program) -> None:
+        """Add a program; it is tried after the ones that are there."""
+        if self._recording:
+            program.prepare_load()
+        self._entries.append(_Entry(program, AbsorbedModules(self.block, program.absorbed)))
+
+    @contextlib.contextmanager
+    def running(self, what: str) -> Iterator[None]:
+        """While the context is open, run `"original"`, or the graph after the named pass, to bisect a
+        problem.
+
+        Raises:
+            KeyError: at the call, when no pass of that name ran.
+        """
+        before, self._forced = self._forced, what
+        try:
+            yield
+        finally:
+            self._forced = before
+
+    # -- routing statistics
+    # ------------------------------------------------------------------------------------------
+
+    def record_load(self, on: bool = True) -> None:
+        """Switch routing statistics on or off: each call then keeps a reference to its `expert_offsets`."""
+        self._recording = on
+        self._offsets = ()
+        for program in self.programs if on else ():
+            program.prepare_load()
+
+    def load(self) -> torch.Tensor | None:
+        """Tokens per expert of the last call, int32 [E] on the device of the block (E of all routed groups
+        together where a block has several); None before the first call. No host synchronisation.
+
+        Raises:
+            MoefxError: statistics are not switched on.
+        """
+        if not self._recording:
+            raise MoefxError(
+                f"routing statistics of {self.name or 'the block'} are off; call record_load() first"
+            )
+        if not self._offsets:
+            return None
+        return torch.cat([offsets.diff() for offsets in self._offsets])
+
+    # -- copies and pickles
+    # ----------------------------------------------------------------------------------------
+
+    def _set_signature(self, signature: inspect.Signature) -> None:
+        self.__signature__ = signature
+        self._bind = binder(signature)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BlockForward:
+        duplicate = memo[id(self)] = type(self).__new__(type(self))
+        own = {name: copy.deepcopy(value, memo) for name, value in self.__getstate__().items()}
+        duplicate.__dict__.update(own, _bind=self._bind, __signature__=self.__signature__)
+        return duplicate
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {**self.__dict__, "_offsets": ()}  # what a call left behind belongs to this object only
+        del state["_bind"], state["__signature__"]
+        if self.original is not None:
+            # It may not be complete yet when this object is loaded. Annotations are not always picklable.
+            parameters = self.__signature__.parameters.values()
+            state["signature"] = [p.replace(annotation=p.empty) for p in parameters]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        parameters = state.pop("signature", None)
+        self.__dict__.update(state)
+        known = _signature(self.block, None) if parameters is None else inspect.Signature(parameters)
+        self._set_signature(known)
+        if self._recording:
+            self.record_load()
+
+    def __repr__(self) -> str:
+        name = self.name or type(self.block).__name__
+        return f"<rewritten forward of {name}, {len(self._entries)} program(s)>"
+
+
+class _Entry:
+    """A program of one block, with the block's own absorbed modules."""
+
+    def __init__(self, program: Program, absorbed: AbsorbedModules):
+        self.program, self.absorbed = program, absorbed
+
+    def run_after(self, pass_name: str, block: nn.Module, leaves: Leaves) -> Any:
+        graph = self.program.history[pass_name].graph
+        values = [leaves[i][1] for i in graph.binding.indices(self.program.key)]
+        return graph.compile()(block, *values)
+
+
+def install(
+    block: nn.Module, programs: Sequence[Program], *, name: str = "", specialise: Specialise | None = None
+) -> BlockForward:
+    """Make `block` run its programs. A block that is rewritten already keeps its true original forward."""
+    forward = BlockForward(block, programs, name=name, specialise=specialise)
+    block.forward = forward  # type: ignore[method-assign]
+    return forward
+
+
+def rewritten(block: nn.Module) -> BlockForward | None:
+    """The `BlockForward` of a block, None when it is not rewritten."""
+    forward = block.__dict__.get("forward")
+    return forward if isinstance(forward, BlockForward) else None
+
+
+def rewritten_blocks(model: nn.Module) -> dict[str, BlockForward]:
+    """The rewritten blocks of a model by name, in module order."""
+    found = {name: rewritten(module) for name, module in model.named_modules()}
+    return {name: forward for name, forward in found.items() if forward is not None}
+
+
+def _own_forward(block: nn.Module) -> Callable[..., Any] | None:
+    """An instance-level forward of the user's (accelerate and others leave one); None when the class's own
+    runs."""
+    forward = block.__dict__.get("forward")
+    if isinstance(forward, BlockForward):
+        return forward.original
+    # A plain bound method of the class pickles as `block.forward`, which would come back as the BlockForward
+    # itself.
+    return None if getattr(forward, "__func__", None) is type(block).forward else forward
+
+
+def _signature(block: nn.Module, original: Callable[..., Any] | None) -> inspect.Signature:
+    if original is not None:
+        return inspect.signature(original)
+    signature = inspect.signature(type(block).forward)
+    return signature.replace(parameters=list(signature.parameters.values())[1:])

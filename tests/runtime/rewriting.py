@@ -1,0 +1,55 @@
+"""Rewritten blocks made by hand, for the tests of the runtime."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from moefx.inspection.history import History, Snapshot
+from moefx.ir.binding import Guard, Specialisation, binder, call_specialisation, leaves_of
+from moefx.ir.block import BlockGraph
+from moefx.runtime.module import BlockForward, install
+from moefx.runtime.program import Program
+from moefx.runtime.watch import absorbed_names
+
+from ..ir.graphs import Block, block_graph
+
+
+def key_of(block: nn.Module, *args: Any, **kwargs: Any) -> Specialisation:
+    leaves = leaves_of(binder(inspect.signature(block.forward))(*args, **kwargs))
+    return call_specialisation(block, leaves)._replace(training=None, grad=None)
+
+
+def history_of(*graphs: BlockGraph) -> History:
+    names = ("rewrite", "fuse")
+    snapshots = (Snapshot(i + 1, len(graphs), names[i], 1.0, 1, 0, "", g) for i, g in enumerate(graphs))
+    return History(graphs[0].name, tuple(snapshots))
+
+
+def program_of(block: Block, x: torch.Tensor, guards: Sequence[Guard] = (), **changes: Any) -> Program:
+    num_experts = len(block.experts)
+    history = history_of(block_graph(num_experts, fused=False), block_graph(num_experts))
+    key = key_of(block, x)._replace(**changes)
+    return Program(key, history, absorbed_names(block, history.graph), guards)
+
+
+class Model(nn.Module):
+    def __init__(self, layers: int = 2, num_experts: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(num_experts) for _ in range(layers))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def rewrite(model: nn.Module, x: torch.Tensor, **options: Any) -> list[BlockForward]:
+    """Rewrite every `Block` of a model in place."""
+    blocks = {name: m for name, m in model.named_modules() if isinstance(m, Block)}
+    program = program_of(next(iter(blocks.values())), x)
+    return [install(m, [program.renamed(name)], name=name, **options) for name, m in blocks.items()]
