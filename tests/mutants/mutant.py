@@ -104,7 +104,7 @@ def _class(name: str, source: str, filename: str) -> type[nn.Module]:
     return namespace[name]
 
 
-def mutants(bases_per_mutation: int | None = 3) -> list[Mutant]:
+def mutants(bases_per_mutation: int | None = 2) -> list[Mutant]:
     """The suite in a fixed order of which any prefix is a fair sample.
 
     Every mutation is tried in `bases_per_mutation` of the bases that have its hook (None: in all of them).

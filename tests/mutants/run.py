@@ -2,7 +2,7 @@
 
     python -m tests.mutants.run [PATTERN ...] [--sample N] [--full] [--check] [--list] [--trace] [--show]
 
-A pattern is a shell pattern over `Base/mutation`. Without one every mutation runs in three of the bases that
+A pattern is a shell pattern over `Base/mutation`. Without one every mutation runs in two of the bases that
 have its hook, with `--full` in all. `--check` only checks that every mutant differs from its base, or is
 documented as equivalent. `--show` prints one line per mutant, with the reason of each refusal.
 """
@@ -13,11 +13,13 @@ import argparse
 import copy
 import dataclasses
 import fnmatch
+import multiprocessing
 import sys
 import time
 import traceback
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 
 import torch
 
@@ -42,7 +44,7 @@ class Verdict:
     mutant: Mutant
     outcome: str  # "rewritten" | "refused" | "WRONG" | "crash"
     detail: str = ""
-    error: BaseException | None = None
+    trace: str = ""
     seconds: float = 0.0
 
     def __str__(self) -> str:
@@ -96,13 +98,23 @@ def try_mutant(mutant: Mutant) -> Verdict:
             verdict.detail = (refusals or [""])[-1].replace("\n", " ") if not names else ""
             tolerance_free.check(case.model, "compile() changed its argument")
             compare(case, reference, compiled)
-    except AssertionError as error:
-        verdict.outcome, verdict.detail, verdict.error = "WRONG", str(error).splitlines()[0], error
     except Exception as error:
         message = (str(error).splitlines() or [""])[0]
-        verdict.outcome, verdict.detail, verdict.error = "crash", f"{type(error).__name__}: {message}", error
+        wrong = isinstance(error, AssertionError)
+        verdict.outcome = "WRONG" if wrong else "crash"
+        verdict.detail = message if wrong else f"{type(error).__name__}: {message}"
+        verdict.trace = traceback.format_exc()
     verdict.seconds = time.perf_counter() - start
     return verdict
+
+
+def try_all(chosen: list[Mutant], jobs: int = 1) -> Iterator[Verdict]:
+    """Verdicts in the order of `chosen`."""
+    if jobs == 1:
+        yield from map(try_mutant, chosen)
+        return
+    with multiprocessing.get_context("spawn").Pool(jobs, torch.set_num_threads, (1,)) as pool:
+        yield from pool.imap(try_mutant, chosen, chunksize=8)
 
 
 def differs(mutant: Mutant) -> bool:
@@ -154,11 +166,8 @@ def check_all(chosen: list[Mutant]) -> list[str]:
 
 
 def select(patterns: list[str], sample: int = 0, full: bool = False) -> list[Mutant]:
-    chosen = [
-        m
-        for m in mutants(None if full or patterns else 3)
-        if not patterns or any(fnmatch.fnmatch(m.name, p) for p in patterns)
-    ]
+    everything = mutants(None) if full or patterns else mutants()
+    chosen = [m for m in everything if not patterns or any(fnmatch.fnmatch(m.name, p) for p in patterns)]
     return chosen[:sample] if sample else chosen
 
 
@@ -169,7 +178,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("patterns", nargs="*")
     parser.add_argument("--sample", type=int, default=0, help="only so many, always the same ones")
     parser.add_argument("--check", action="store_true", help="check the suite, not moefx")
-    parser.add_argument("--full", action="store_true", help="every mutation in every base, not in three")
+    parser.add_argument("--full", action="store_true", help="every mutation in every base, not in two")
+    parser.add_argument("--jobs", type=int, default=2, help="worker processes")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--trace", action="store_true", help="full tracebacks of what is wrong")
     parser.add_argument("--show", action="store_true", help="a line for every mutant")
@@ -184,13 +194,12 @@ def main(argv: list[str]) -> int:
         print(*problems, f"{len(chosen)} mutants, {len(problems)} problems", sep="\n")
         return len(problems)
     start, outcomes = time.perf_counter(), Counter()
-    for mutant in chosen:
-        verdict = try_mutant(mutant)
+    for verdict in try_all(chosen, options.jobs):
         outcomes[verdict.outcome] += 1
-        if options.show or verdict.error is not None:
+        if options.show or verdict.trace:
             print(verdict, flush=True)
-        if verdict.error is not None and options.trace:
-            traceback.print_exception(verdict.error)
+        if verdict.trace and options.trace:
+            print(verdict.trace)
     parts = ", ".join(f"{n} {outcome}" for outcome, n in sorted(outcomes.items()))
     print(f"{len(chosen)} mutants in {time.perf_counter() - start:.0f} s: {parts}")
     return outcomes["WRONG"] + outcomes["crash"]

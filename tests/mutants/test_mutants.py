@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 
-from .run import check_all, select, try_mutant
+from .run import check_all, select, try_all
 
 needs_compile = pytest.mark.skipif(
     importlib.util.find_spec("moefx.api") is None, reason="moefx.compile is not there"
@@ -15,8 +15,8 @@ SAMPLE = 60
 
 
 def report(chosen):
-    verdicts = [try_mutant(m) for m in chosen]
-    bad = [str(v) for v in verdicts if v.error is not None]
+    verdicts = list(try_all(chosen))
+    bad = [str(v) for v in verdicts if v.trace]
     assert not bad, f"{len(bad)} of {len(chosen)}:\n" + "\n".join(bad)
     return verdicts
 

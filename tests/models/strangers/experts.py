@@ -436,7 +436,7 @@ class FineGrained(nn.Module):
 @STRANGERS.case(
     "s_all_experts_chosen",
     "I1",
-    "match",
+    "either",
     "K = E: nothing is left out, still written as a top-k",
     num_experts=4,
 )
