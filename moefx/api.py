@@ -1,0 +1,369 @@
+"""The public functions (design section 2)."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from ._plan import Plan
+from .capture.inputs import Arguments, Leaf
+from .errors import InvalidPlan, MoefxError, NoMoEBlockFound, Refused
+from .inspection.explain import Explanation, MatchedBlock
+from .inspection.history import History
+from .ir.binding import Guard, Specialisation, binder, call_specialisation, leaves_of
+from .ir.block import BlockGraph
+from .ir.body import ExpertBody
+from .pipeline import Result, rewrite_block
+from .runtime.copying import copy_model
+from .runtime.module import BlockForward, install, rewritten_blocks
+from .runtime.program import Program
+from .runtime.watch import absorbed_names
+from .survey import Matched, Refusal, Survey, survey
+from .verification.level2 import verify_block
+from .verification.report import VerifyReport, verify
+
+_RECORD = "_moefx_record"
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """What `compile` found, kept on the compiled model: names, texts and numbers, no second model."""
+
+    matched: tuple[MatchedBlock, ...]
+    refused: tuple[Refusal, ...]
+    seconds: float
+
+    def __deepcopy__(self, memo: dict) -> Record:
+        return self
+
+
+def compile(
+    model: nn.Module, *, mesh: Any = None, plan: Plan | str | None = None, example_inputs: Any = None, strict: bool = True
+) -> nn.Module:
+    """Find the MoE blocks of a plain PyTorch model, prove what they compute, rewrite them into padding-free ops.
+
+    Args:
+        model: any `nn.Module`; on the meta device too. It stays as it is and serves as the reference.
+        mesh: a DeviceMesh for expert parallelism (not available yet).
+        plan: a `Plan`, or None for the defaults.
+        example_inputs: a tuple of positional or a dict of keyword arguments that `model` accepts. Without them: the
+            model's own `dummy_inputs`, else token ids if its first layer is an embedding, else hidden states.
+        strict: raise if nothing was rewritten, warn once about what was refused. Otherwise return the model as it is.
+
+    Returns:
+        A new model of the same class around the same parameters and buffers, in which each rewritten block keeps its
+        class and submodules and only its `forward` runs the rewritten graph.
+
+    Raises:
+        NoMoEBlockFound: `strict`, and nothing was rewritten; the message lists what was refused and why.
+        InvalidInput: the example inputs do not fit. CaptureError: the model does not run on them.
+        InvalidPlan: a plan field cannot be meant.
+    """
+    plan = _plan(plan, mesh)
+    found = survey(model, example_inputs, plan)
+    verdicts = _validate(model, found, plan)
+    if not found.matched:
+        if strict:
+            raise NoMoEBlockFound(_nothing_found(model, found))
+        return model
+    if strict and found.refused:
+        warnings.warn("moefx left these blocks as they were:\n  " + "\n  ".join(map(str, found.refused)), stacklevel=2)
+    compiled, copies = copy_model(model)
+    modules = dict(model.named_modules())
+    reports = []
+    for matched in found.matched:
+        program = _program(matched, modules[matched.names[0]])
+        specialise = Specialise(matched.result.match.arguments, plan)
+        for name in matched.names:
+            install(copies[modules[name]], [program.renamed(name)], name=name, specialise=specialise)
+        reports.append(_report(matched, program, modules[matched.names[0]], verdicts[id(matched)]))
+    vars(compiled)[_RECORD] = Record(tuple(reports), tuple(found.refused), found.seconds)
+    return compiled
+
+
+def explain(model: nn.Module, *, mesh: Any = None, plan: Plan | str | None = None, example_inputs: Any = None) -> Explanation:
+    """What `compile` finds in a model, or found in a compiled one. Runs nothing on a device."""
+    record = vars(model).get(_RECORD)
+    if record is None:
+        found = survey(model, example_inputs, _plan(plan, mesh))
+        modules = dict(model.named_modules())
+        reports = [_report(m, _program(m, modules[m.names[0]]), modules[m.names[0]], "not run") for m in found.matched]
+        return Explanation(type(model).__name__, tuple(reports), tuple(found.refused), found.seconds)
+    forwards = rewritten_blocks(model)
+    reports = []
+    for report in record.matched:
+        counts = [forwards[n].counts for n in report.names if n in forwards]
+        calls = (sum(c.rewritten for c in counts), sum(c.original for c in counts), sum(c.guard_failures for c in counts))
+        notes = {f"{reason}" for n in report.names if n in forwards for reason in forwards[n].refusals.values()}
+        notes |= {f"guard failed: {c.last_failed_guard}" for c in counts if c.last_failed_guard}
+        reports.append(dataclasses.replace(report, calls=calls, notes=(*report.notes, *sorted(notes))))
+    return Explanation(type(model).__name__, tuple(reports), record.refused, record.seconds, _paths())
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A rewritten block of a compiled model."""
+
+    name: str
+    forward: BlockForward
+
+    @property
+    def spec(self) -> Specialisation:
+        """The specialisation that the (first) rewritten graph holds for."""
+        return self.forward.programs[0].key
+
+    @property
+    def graph(self) -> BlockGraph:
+        return self.history.graph
+
+    @property
+    def history(self) -> History:
+        return self.forward.programs[0].history
+
+    @property
+    def fallbacks(self) -> int:
+        """Calls that ran the original code instead of the rewritten graph."""
+        return self.forward.counts.original
+
+    def record_load(self, on: bool = True) -> None:
+        """Switch routing statistics on (they are off by default)."""
+        self.forward.record_load(on)
+
+    def load(self) -> torch.Tensor | None:
+        """Tokens per expert [E] of the last call, on the device, without host synchronisation."""
+        return self.forward.load()
+
+
+def blocks(compiled: nn.Module) -> list[Block]:
+    """The rewritten blocks of a compiled model, in module order."""
+    return [Block(name, forward) for name, forward in rewritten_blocks(compiled).items()]
+
+
+def graph(compiled: nn.Module, name: str, *, after: str | None = None) -> BlockGraph:
+    """The rewritten graph of a block, or its graph after a named pass. `print` it.
+
+    Raises:
+        MoefxError: no block of that name was rewritten. KeyError: no such pass.
+    """
+    found = history(compiled, name)
+    return found.graph if after is None else found[after].graph
+
+
+def history(compiled: nn.Module, name: str) -> History:
+    """All graphs of a block, pass by pass."""
+    forwards = rewritten_blocks(compiled)
+    if name not in forwards:
+        raise MoefxError(f"no rewritten block {name!r}; there is {', '.join(map(repr, forwards)) or 'none'}")
+    return forwards[name].programs[0].history
+
+
+# ---------------------------------------------------------------------- pieces of compile
+def _plan(plan: Plan | str | None, mesh: Any) -> Plan:
+    if mesh is not None:
+        raise MoefxError("compile(mesh=...): expert parallelism is not available yet; leave mesh out")
+    if plan is None or plan == "auto":
+        return Plan()
+    if not isinstance(plan, Plan):
+        raise InvalidPlan(f"plan is a {type(plan).__name__}; expected a moefx.Plan, 'auto' or None")
+    return plan
+
+
+def _nothing_found(model: nn.Module, found: Survey) -> str:
+    head = f"no MoE block was found in {type(model).__name__}"
+    if not found.refused:
+        return head + ": nothing in it chooses experts by token. See moefx.explain(model)."
+    return head + ". These look like one and were refused:\n  " + "\n  ".join(map(str, found.refused))
+
+
+def _program(matched: Matched, block: nn.Module) -> Program:
+    return program_of(block, matched.result, matched.call.args, matched.call.kwargs)
+
+
+def program_of(block: nn.Module, result: Result, args: tuple, kwargs: dict[str, Any], autocast: torch.dtype | None = None) -> Program:
+    """The program of a rewritten block, with the specialisation and the guards that it holds for."""
+    leaves = leaves_of(_signature_binder(block)(*args, **kwargs))
+    call = call_specialisation(block, leaves)
+    device = next((t.device.type for t in (*block.parameters(), *block.buffers())), "cpu")
+    arguments = tuple((path, _on(kind, device)) for path, kind in call.arguments)
+    reads_grad = bool(result.match.modes_read & {"is_grad_enabled", "is_inference_mode_enabled"})
+    key = Specialisation(block.training, True if reads_grad else None, autocast, arguments)
+    return Program(key, result.history, absorbed_names(block, result.graph), _guards(result))
+
+
+def _signature_binder(block: nn.Module) -> Any:
+    import inspect
+
+    forward = vars(block).get("forward")
+    if isinstance(forward, BlockForward):
+        forward = forward.original
+    return binder(inspect.signature(forward if forward is not None else type(block).forward.__get__(block)))
+
+
+def _on(kind: tuple, device: str) -> tuple:
+    return ("tensor", kind[1], device, kind[3]) if kind[0] == "tensor" else kind
+
+
+def _guards(result: Result) -> list[Guard]:
+    """Comparisons of sizes that capture followed, as conditions on the placeholders."""
+    arguments = result.match.arguments
+    names = [n.name for n in result.graph.placeholders]
+    where = {}
+    for dim in arguments.dims:
+        for name, leaf in zip(names, arguments.tensors, strict=True):
+            if dim in leaf.shape:
+                where[dim] = f"{name}.shape[{leaf.shape.index(dim)}]"
+                break
+    symbols = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
+    guards = []
+    for g in result.match.guards:
+        sides = [re.sub(r"\b[A-Z]\b", lambda m: where[m[0]], side) for side in (g.left, g.right)]
+        sides = [re.sub(r"ceil\((.*)\)", r"-(-(\1) // 1)", side) for side in sides]
+        guards.append(Guard(f"({sides[0]} {symbols[g.op]} {sides[1]}) == {g.value}", f"the block compares sizes: {g}"))
+    return guards
+
+
+class Specialise:
+    """Lifts a block again for a call that no program admits: another mode, dtype or device. Picklable."""
+
+    def __init__(self, arguments: Arguments, plan: Plan):
+        self.arguments, self.plan = arguments, plan
+
+    def __call__(self, block: nn.Module, call: Specialisation, args: tuple | None, kwargs: Mapping[str, Any] | None) -> Program | None:
+        forward = vars(block).get("forward")
+        assert isinstance(forward, BlockForward)
+        for program in forward.programs:  # the same but for the device, which capture does not look at
+            if _without_device(program.key) == _without_device(call._replace(grad=program.key.grad, training=call.training)):
+                return Program(program.key._replace(arguments=call.arguments), program.history, program.absorbed, program.guards)
+        if args is None:
+            args, kwargs = self._arguments(block, call)
+        kwargs = dict(kwargs or {})
+        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().to("meta") if t.is_floating_point() else t.detach().cpu(), (args, kwargs))
+        autocast = torch.autocast("cpu", call.autocast or torch.bfloat16, enabled=call.autocast is not None)
+        with forward.running("original"), autocast, torch.enable_grad():
+            result = rewrite_block(block, forward.name, args, kwargs, self.plan)
+            program = program_of(block, result, args, kwargs, call.autocast)
+        return Program(program.key._replace(arguments=call.arguments, training=call.training), program.history, program.absorbed, program.guards)
+
+    def _arguments(self, block: nn.Module, call: Specialisation) -> tuple[tuple, dict[str, Any]]:
+        """Arguments of the recorded shapes in the dtypes of the call, for a call that is only being traced."""
+        kinds = [kind for _, kind in call.arguments if kind[0] == "tensor"]
+        leaves = self.arguments.tensors
+        if len(kinds) != len(leaves) or any(len(leaf.shape) != kind[3] for leaf, kind in zip(leaves, kinds, strict=True)):
+            raise Refused("a call with other arguments is traced before it was ever run; run it once in eager mode")
+        args, kwargs = self.arguments.at(self.arguments.sizes)
+        dtypes = iter(kind[1] for kind in kinds)
+        return pytree.tree_map_only(torch.Tensor, lambda t: t.to(next(dtypes)), (args, kwargs))
+
+
+def _without_device(key: Specialisation) -> Specialisation:
+    return key._replace(arguments=tuple((path, _on(kind, "any")) for path, kind in key.arguments))
+
+
+def _validate(model: nn.Module, found: Survey, plan: Plan) -> dict[int, str]:
+    """The numeric check of each rewrite on a few tokens. What differs is refused."""
+    verdicts = {}
+    modules = dict(model.named_modules())
+    left = plan.validation_seconds
+    for matched in list(found.matched):
+        block = modules[matched.names[0]]
+        if plan.validation == "symbolic":
+            verdicts[id(matched)] = "off (plan.validation)"
+            continue
+        if any(t.is_meta for t in (*block.parameters(), *block.buffers())):
+            verdicts[id(matched)] = "skipped, the weights are on the meta device"
+            continue
+        if left <= 0 and plan.validation == "auto":
+            verdicts[id(matched)] = "skipped, the time budget is spent"
+            continue
+        import time
+
+        start = time.perf_counter()
+        args, kwargs = _numeric_arguments(block, matched)
+        fn, picks = matched.result.graph.compile(), _picker(block, matched.result)
+        try:
+            check = verify_block(block, lambda b, *a, _f=fn, _p=picks, **k: _f(b, *_p(*a, **k)), args, kwargs, name=matched.names[0], seconds=max(left, 1.0))
+        except Exception as error:
+            verdicts[id(matched)] = f"could not run: {type(error).__name__}: {str(error)[:120]}"
+            continue
+        left -= time.perf_counter() - start
+        if not check.ok:
+            found.matched.remove(matched)
+            found.refused.append(
+                Refusal(matched.names[0], f"the rewritten block does not agree with the original: {check.reason}", remedy="please report this model")
+            )
+            continue
+        worst = max((row.error for row in check.rows), default=0.0)
+        verdicts[id(matched)] = f"agrees in {len(check.rows)} comparisons, worst error {worst:.1e}"
+    return verdicts
+
+
+def _numeric_arguments(block: nn.Module, matched: Matched) -> tuple[tuple, dict[str, Any]]:
+    """Real arguments for the numeric check: a few tokens, on the device of the weights."""
+    arguments = matched.result.match.arguments
+    device = next((t.device for t in (*block.parameters(), *block.buffers())), torch.device("cpu"))
+    args, kwargs = arguments.at(arguments.choose(24))
+    generator = torch.Generator().manual_seed(0)
+    leaves = iter(arguments.tensors)
+
+    def real(t: torch.Tensor) -> torch.Tensor:
+        leaf: Leaf = next(leaves)
+        if not t.is_floating_point():
+            return t.to(device)
+        value = torch.randn(t.shape, generator=generator).to(device, t.dtype)
+        return value.requires_grad_(leaf.requires_grad or True)
+
+    return pytree.tree_map_only(torch.Tensor, real, (args, kwargs))
+
+
+def _picker(block: nn.Module, result: Result) -> Any:
+    """From the arguments of a call to the values of the placeholders."""
+    bind, paths = _signature_binder(block), result.graph.binding.paths
+
+    def pick(*args: Any, **kwargs: Any) -> list[Any]:
+        values = dict(leaves_of(bind(*args, **kwargs)))
+        return [values[p] for p in paths]
+
+    return pick
+
+
+def _report(matched: Matched, program: Program, block: nn.Module, verdict: str) -> MatchedBlock:
+    match, graph = matched.result.match, matched.result.graph
+    mlps = graph.find(torch.ops.moefx.expert_mlp.default)
+    combines = graph.find(torch.ops.moefx.combine.default)
+    expert = "; ".join(ExpertBody.from_json(str(n.kwargs["body"])).pretty() for n in mlps) or "a general function of its rows"
+    unfused = "; ".join(str(n.meta["unfused"]) for n in combines if "unfused" in n.meta)
+    drop = "by the program's own mask" if match.keep else ""
+    return MatchedBlock(
+        names=tuple(matched.names), kind=type(block).__name__, num_experts=match.num_experts, top_k=match.slots, expert=expert,
+        drop=drop, holds_for=str(program.key), routings=len(match.lifted), validation=verdict, seconds=matched.seconds,
+        saved_before=None, saved_after=_kept_bytes(graph), unfused=unfused, guards=tuple(str(g) for g in match.guards),
+    )  # fmt: skip
+
+
+def _kept_bytes(graph: BlockGraph) -> int | None:
+    """Bytes a token that the fused experts keep: X once, and K rows of what the policy keeps."""
+    total = 0
+    for node in graph.find(torch.ops.moefx.expert_mlp.default):
+        x, value = node.args[0].meta.get("val"), node.meta.get("val")  # type: ignore[union-attr]
+        inverse = node.args[3].meta.get("val")  # type: ignore[union-attr]
+        if x is None or value is None or inverse is None:
+            return None
+        total += x.shape[-1] * x.element_size()
+        total += sum(int(v.shape[-1]) * v.element_size() for v in value[1:]) * int(inverse.shape[-1])
+    return total or None
+
+
+def _paths() -> tuple[tuple[str, str, int], ...]:
+    from .lowering import select
+
+    return tuple((op, provider, n) for (op, provider), n in sorted(select.counters().items()))
+
+
+__all__ = ["Block", "Explanation", "History", "VerifyReport", "blocks", "compile", "explain", "graph", "history", "verify"]

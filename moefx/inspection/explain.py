@@ -1,0 +1,109 @@
+"""`explain`: what was found in a model, what was rewritten, what was refused and why, bytes before and after."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class MatchedBlock:
+    """A rewritten block, or several of one kind.
+
+    Attributes:
+        names: names of the modules in the model.
+        kind: class of the module.
+        num_experts, top_k: E and K.
+        expert: what one expert computes, `silu(a0)*a1 | y*w`.
+        drop: how chosen experts may be dropped, "" if they never are.
+        holds_for: the specialisation the rewrite was proven for.
+        routings: under how many routings the same form was found.
+        validation: what the numeric check said.
+        seconds: time to prove and rewrite.
+        saved_before, saved_after: bytes kept for the backward per token by the experts, estimated; None where unknown.
+        unfused: why the experts were not fused into one op, "" if they were.
+        guards: conditions on sizes that the rewrite holds for.
+        calls: calls of these blocks so far (rewritten, original, guard failures).
+    """
+
+    names: tuple[str, ...]
+    kind: str
+    num_experts: int
+    top_k: int
+    expert: str
+    drop: str
+    holds_for: str
+    routings: int
+    validation: str
+    seconds: float
+    saved_before: int | None
+    saved_after: int | None
+    unfused: str = ""
+    guards: tuple[str, ...] = ()
+    calls: tuple[int, int, int] = (0, 0, 0)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """The findings for one model. `print` it, or look at `matched` and `refused`."""
+
+    model: str
+    matched: tuple[MatchedBlock, ...]
+    refused: tuple[Any, ...]
+    seconds: float
+    paths: tuple[tuple[str, str, int], ...] = ()
+
+    def to_json(self) -> str:
+        return json.dumps(
+            {
+                "model": self.model,
+                "seconds": self.seconds,
+                "matched": [dataclasses.asdict(m) for m in self.matched],
+                "refused": [dataclasses.asdict(r) for r in self.refused],
+                "paths": [list(p) for p in self.paths],
+            }
+        )
+
+    def __str__(self) -> str:
+        blocks = sum(len(m.names) for m in self.matched)
+        lines = [f"{self.model}: {blocks} MoE block(s) rewritten, {len(self.refused)} refused, {self.seconds:.1f} s"]
+        for m in self.matched:
+            lines += ["", f"  {_range(m.names)}   {m.kind}"]
+            lines.append(f"    experts     E={m.num_experts}, top-{m.top_k}, each {m.expert}")
+            if m.drop:
+                lines.append(f"    drops       {m.drop}")
+            lines.append(f"    proof       one form under {m.routings} routings; numeric check: {m.validation}")
+            lines.append(f"    holds for   {m.holds_for}")
+            lines += [f"    guard       {g}" for g in m.guards]
+            if m.saved_after is not None:
+                before = f"{m.saved_before:,} -> " if m.saved_before is not None else ""
+                lines.append(f"    kept        {before}{m.saved_after:,} bytes a token for the backward of the experts")
+            if m.unfused:
+                lines.append(f"    not fused   {m.unfused}")
+            rewritten, original, failed = m.calls
+            if rewritten or original:
+                guard = f", {failed} guard failures" if failed else ""
+                lines.append(f"    calls       {rewritten} rewritten, {original} original{guard}")
+            lines += [f"    note        {n}" for n in m.notes]
+        for r in self.refused:
+            where = f"   {r.source}" if r.source else ""
+            lines += ["", f"  refused: {r.name or 'the model'}{where}", f"    {r.reason}"]
+            if r.culprits:
+                lines.append(f"    culprits    {', '.join(r.culprits)}")
+            if r.remedy:
+                lines.append(f"    to match    {r.remedy}")
+        if self.paths:
+            lines += ["", "  providers   " + ", ".join(f"{op}: {provider} x{n}" for op, provider, n in self.paths)]
+        return "\n".join(lines)
+
+
+def _range(names: tuple[str, ...]) -> str:
+    """`model.layers.1.mlp ... model.layers.47.mlp (47)` for many, all names for few."""
+    shown = [n or "(the model itself)" for n in names]
+    return ", ".join(shown) if len(shown) <= 2 else f"{shown[0]} ... {shown[-1]} ({len(shown)} blocks)"

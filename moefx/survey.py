@@ -1,0 +1,249 @@
+"""Look through a model: which modules are MoE blocks, what they compute, which look like it and are not, and why."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ._plan import Plan
+from .capture.examples import example_arguments
+from .capture.find import Found, Seen, find, signature
+from .errors import CaptureError, InvalidInput, Refused
+from .pipeline import Result, rewrite_block
+from .runtime.module import rewritten_blocks
+
+_NOT_ROUTED = "nothing is routed"
+
+
+@dataclasses.dataclass
+class Refusal:
+    """A module that looks like an MoE block and was left as it is.
+
+    Attributes:
+        name: its name in the model.
+        reason: what was seen.
+        source: the user's `file.py:line`, or "".
+        culprits: operations or parameters that stand in the way.
+        remedy: what would make it match, or "".
+    """
+
+    name: str
+    reason: str
+    source: str = ""
+    culprits: tuple[str, ...] = ()
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        where = f" ({self.source})" if self.source else ""
+        what = f" [{', '.join(self.culprits)}]" if self.culprits else ""
+        return f"{self.name or 'the model'}: {self.reason}{what}{where}" + (f"; {self.remedy}" if self.remedy else "")
+
+
+@dataclasses.dataclass
+class Matched:
+    """Modules of one kind that were proven and rewritten together."""
+
+    names: list[str]
+    call: Seen
+    result: Result
+    seconds: float
+
+
+@dataclasses.dataclass
+class Survey:
+    matched: list[Matched]
+    refused: list[Refusal]
+    seconds: float
+
+
+def survey(model: nn.Module, example_inputs: Any, plan: Plan, progress: Callable[[str], None] | None = None) -> Survey:
+    """Find, prove and rewrite the MoE blocks of a model, which stays as it is.
+
+    Raises:
+        InvalidInput: the example inputs do not fit.
+        CaptureError: the model does not run on them.
+    """
+    start = time.perf_counter()
+    tell = progress or (lambda _: None)
+    args, kwargs = example_arguments(model, example_inputs)
+    with _originals(model):
+        try:
+            found = find(model, args, kwargs)
+        except (CaptureError, InvalidInput):
+            raise
+        except Exception as error:
+            raise CaptureError(
+                f"{type(model).__name__} does not run on the example inputs: {type(error).__name__}: {error}. "
+                "Pass example_inputs=(...) or example_inputs={...} that it accepts"
+            ) from error
+        matched, refused = _try_chains(model, found, plan, tell)
+    return Survey(matched, refused, time.perf_counter() - start)
+
+
+@contextlib.contextmanager
+def _originals(model: nn.Module) -> Iterator[None]:
+    """Blocks that were rewritten before show their original code."""
+    with contextlib.ExitStack() as stack:
+        for forward in rewritten_blocks(model).values():
+            stack.enter_context(forward.running("original"))
+        yield
+
+
+def _try_chains(model: nn.Module, found: Found, plan: Plan, tell: Callable[[str], None]) -> tuple[list[Matched], list[Refusal]]:
+    modules = dict(model.named_modules())
+    matched: list[Matched] = []
+    refusals: dict[str, Refusal] = {}
+    taken: set[str] = set()
+    tried: dict[str, Refused] = {}
+    for chain in found.chains:
+        attempts = 0
+        worst: Refusal | None = None
+        for name in chain:
+            if _touches(name, taken):
+                worst = None
+                break
+            if name not in tried:
+                try:
+                    made = _prove_all(name, modules, found, plan, tell)
+                except Refused as why:
+                    tried[name] = why
+                else:
+                    matched += made
+                    taken |= {n for m in made for n in m.names}
+                    worst = None
+                    break
+            why = tried[name]
+            if _NOT_ROUTED in why.reason:
+                continue
+            if worst is None:
+                worst = Refusal(name, why.reason, why.source, why.culprits, why.remedy)
+            attempts += 1
+            if attempts == 2:
+                break
+        if worst is not None:
+            refusals.setdefault(worst.name, worst)
+    refused = [r for r in refusals.values() if not _touches(r.name, taken)]
+    return matched, refused
+
+
+def _touches(name: str, taken: set[str]) -> bool:
+    """Whether a module is, contains or is part of one that was rewritten."""
+    return any(name == t or t.startswith(name + ".") or name.startswith(t + ".") or not name or not t for t in taken)
+
+
+def _prove_all(name: str, modules: dict[str, nn.Module], found: Found, plan: Plan, tell: Callable[[str], None]) -> list[Matched]:
+    """Prove one module, and give its program to all modules that are the same but for their weights."""
+    made: list[Matched] = []
+    like = signature(modules[name])
+    alike = [n for n, m in modules.items() if signature(m) == like]
+    watched = _differing(alike, modules)
+    left = [name, *[n for n in alike if n != name]]
+    while left:
+        first = left[0]
+        call = found.calls.get(first) or dataclasses.replace(found.calls[name], name=first)
+        tell(first)
+        start = time.perf_counter()
+        with _reading(modules[first], watched) as read:
+            result = _rewrite(modules[first], first, call, plan)
+        same = [n for n in left if all(_equal(_attribute(modules[n], a), _attribute(modules[first], a)) for a in read)]
+        same = [first, *[n for n in same if n != first]]
+        made.append(Matched(same, call, result, time.perf_counter() - start))
+        left = [n for n in left if n not in same]
+    return made
+
+
+def _rewrite(module: nn.Module, name: str, call: Seen, plan: Plan) -> Result:
+    try:
+        return rewrite_block(module, name, call.args, call.kwargs, plan)
+    except Refused:
+        raise
+    except CaptureError as error:
+        raise Refused(f"it does not run on abstract tensors: {error}") from error
+    except Exception as error:  # the user's code, on sizes it was not made for
+        where = _user_line(error)
+        raise Refused(f"it does not run at other sizes than the example's ({type(error).__name__}: {error})", source=where) from error
+
+
+def _user_line(error: BaseException) -> str:
+    """The innermost line of a traceback that is the user's."""
+    from .capture.concolic import _OURS
+
+    trace, where = error.__traceback__, ""
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if not file.startswith(_OURS) and not file.startswith("<"):
+            where = f"{file.rsplit('/', 1)[-1]}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return where
+
+
+# ---------------------------------------------------------------------- modules that are the same but for their weights
+Attribute = tuple[str, str]  # (submodule, attribute)
+
+
+def _differing(names: list[str], modules: dict[str, nn.Module]) -> list[Attribute]:
+    """Plain attributes that are not equal in all of these modules: a layer's number, a scale, a flag."""
+    first = modules[names[0]]
+    out = []
+    for path, module in first.named_modules():
+        for key, value in vars(module).items():
+            if key.startswith("_") and key != "_is_hf_initialized" and key in nn.Module().__dict__:
+                continue
+            if key == "forward" or isinstance(value, nn.Module):
+                continue
+            if any(not _equal(_attribute(modules[n], (path, key)), value) for n in names[1:]):
+                out.append((path, key))
+    return out
+
+
+def _attribute(module: nn.Module, where: Attribute) -> Any:
+    return vars(module.get_submodule(where[0])).get(where[1])
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return a.shape == b.shape and not a.is_meta and bool(torch.equal(a, b))
+    try:
+        return bool(a == b)
+    except Exception:
+        return False
+
+
+@contextlib.contextmanager
+def _reading(block: nn.Module, watched: list[Attribute]) -> Iterator[set[Attribute]]:
+    """Note which of the watched attributes a capture reads. A data descriptor on the class comes before the instance."""
+    read: set[Attribute] = set()
+    patched: dict[tuple[type, str], dict[int, str]] = {}
+    for path, key in watched:
+        module = block.get_submodule(path)
+        patched.setdefault((type(module), key), {})[id(module)] = path
+
+    def watch(key: str, paths: dict[int, str]) -> property:
+        def get(self: nn.Module) -> Any:
+            if id(self) in paths:
+                read.add((paths[id(self)], key))
+            try:
+                return vars(self)[key]
+            except KeyError:
+                raise AttributeError(key) from None
+
+        return property(get, lambda self, value: vars(self).__setitem__(key, value))
+
+    with contextlib.ExitStack() as stack:
+        for (cls, key), paths in patched.items():
+            if key in vars(cls):
+                read |= {(p, key) for p in paths.values()}
+                continue
+            setattr(cls, key, watch(key, paths))
+            stack.callback(delattr, cls, key)
+        yield read
