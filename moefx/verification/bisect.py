@@ -6,11 +6,13 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..inspection.history import History, Snapshot
-from ..ir.binding import binder, leaves_of
+from ..ir.binding import binder, call_specialisation, leaves_of
 from ..ir.block import BlockGraph
+from ..runtime.module import BlockForward
 from .compare import Subject, compare
 from .sandbox import Call, Casts, Inputs, Options, call_forward
 
@@ -24,6 +26,15 @@ def program(graph: BlockGraph) -> Call:
         return run(block, *(leaves[path] for path in graph.binding.paths))
 
     return call
+
+
+def history_for(forward: BlockForward, inputs: Inputs, options: Options) -> History | None:
+    """The history of the program that runs a call; None when the original forward does."""
+    args, kwargs = inputs
+    leaves = leaves_of(binder(inspect.signature(forward))(*args, **kwargs))
+    with torch.set_grad_enabled(options.grads):
+        call = call_specialisation(forward.block, leaves)
+    return next((p.history for p in forward.programs if p.key.admits(call)), None)
 
 
 def first_bad_snapshot(

@@ -15,7 +15,8 @@ so the bound follows from how well-conditioned this tensor of this model is, nev
 * `row`, the largest `||a_r - t_r||_inf / ||t_r||_inf` over the rows r of the last dimension (a row is one
   token of an activation, one expert's neuron of a weight gradient). It sees what is wrong in few places: one
   dropped token, the gradient of one seldom-hit expert, which no norm of the whole tensor would show. Rows
-  below `ROW_FLOOR` of the tensor's largest value are measured against that floor.
+  below a thousandth of the tensor's largest value (or 8 u, where rounding covers more) are measured against
+  that.
 
 `tol / 10 = u + u_sum * sqrt(n)`: one rounding of the stored result (u = the unit roundoff of the working
 precision) plus the random walk of n additions in the accumulator's precision (u_sum: float32's for half
@@ -24,8 +25,8 @@ by being the truth itself.
 
 A sum of few terms is a poor sample of the rounding noise (one number may be exact by luck; a gradient whose
 terms cancel is nothing but noise). So where a row fails, `compare.py` also measures the original with its
-weights and inputs moved by `tol / 10`, and err(original) is the largest seen: whatever a program as good as
-the original on neighbouring data could return is not an error (backward stability). And what is less than
+weights and inputs moved by up to `tol / 5`, and err(original) is the largest seen: whatever a program as good
+as the original on neighbouring data could return is not an error (backward stability). And what is less than
 2 * u_sum of the largest gradient of the run is no difference between two gradients.
 """
 
@@ -39,7 +40,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-ROW_FLOOR = 1e-3
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -63,14 +63,21 @@ class Row:
     note: str = ""
     case: str = ""
 
+    @property
+    def ratio(self) -> float:
+        """The error in units of the bound."""
+        return _ratio(self.error, self.bound)
+
 
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
-    """`factor` is m and `floor` is tol / 10 of the rule; `negligible` is relative to the largest gradient."""
+    """`factor` is m and `floor` is tol / 10 of the rule; `negligible` is relative to the largest gradient,
+    `row_floor` to the tensor's largest value."""
 
     factor: float
     floor: float
     negligible: float
+    row_floor: float = 1e-3
 
 
 def tolerance(dtype: torch.dtype, length: int, slack: float = 1.0) -> Tolerance:
@@ -80,7 +87,7 @@ def tolerance(dtype: torch.dtype, length: int, slack: float = 1.0) -> Tolerance:
     stored = torch.finfo(dtype).eps / 2
     summed = torch.finfo(torch.float32).eps / 2 if half else stored
     floor = stored + summed * math.sqrt(max(length, 1))
-    return Tolerance(3.0 if half else 2.0, slack * floor, slack * 2 * summed)
+    return Tolerance(3.0 if half else 2.0, slack * floor, slack * 2 * summed, max(1e-3, 8 * stored))
 
 
 class Error(NamedTuple):
@@ -92,14 +99,14 @@ class _Scale:
     """What "relative" means for one tensor: the sizes of the truth, or of the original where that is larger
     (a gradient that is zero in exact arithmetic has no size of its own, only the original's noise)."""
 
-    def __init__(self, truth: Tensor, original: Tensor, finite: Tensor):
+    def __init__(self, truth: Tensor, original: Tensor, finite: Tensor, row_floor: float):
         self.finite = finite
         self.truth = _rows(truth, finite)
         size = torch.maximum(self.truth.abs(), _rows(original, finite).abs())
         largest = size.max()
         self.zero = not bool(largest > 0)
         self.norm2 = 1.0 if self.zero else float(torch.linalg.vector_norm(size))
-        self.rows = torch.ones(()) if self.zero else size.amax(-1).clamp_min(float(largest) * ROW_FLOOR)
+        self.rows = torch.ones(()) if self.zero else size.amax(-1).clamp_min(float(largest) * row_floor)
 
     def error(self, value: Tensor, negligible: float = 0.0) -> Error:
         off = ((_rows(value, self.finite) - self.truth).abs() - negligible).clamp_min(0)
@@ -150,7 +157,7 @@ def judge(
     truth = torch.where(
         truth.isfinite(), truth, original
     )  # the working precision may take a branch of its own
-    scale = _Scale(truth, original, finite)
+    scale = _Scale(truth, original, finite, tol.row_floor)
     error = scale.error(compiled, tol.negligible * largest)
     expected = [scale.error(t) for t in (original, *noise) if t.shape == original.shape]
     floor = 0.0 if scale.zero else tol.floor

@@ -13,7 +13,7 @@ import copy
 import dataclasses
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -107,11 +107,12 @@ def sandbox(module: nn.Module, parameters: Parameters, dtype: torch.dtype | None
 
 
 @contextlib.contextmanager
-def random_state(seed: int, device: torch.device) -> Iterator[None]:
+def random_state(seed: int, devices: Iterable[torch.device] = ()) -> Iterator[None]:
     """Seed every generator that a model may draw from, and put all of them back."""
     state = random.getstate()
-    devices = [device] if device.type not in ("cpu", "meta") else []
-    with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
+    accelerators = [d for d in devices if d.type not in ("cpu", "meta")]
+    kind = accelerators[0].type if accelerators else "cuda"
+    with torch.random.fork_rng(devices=accelerators, device_type=kind):
         torch.manual_seed(seed)
         random.seed(seed)
         try:
@@ -183,7 +184,7 @@ def execute(
         return t
 
     everything = (*module.parameters(), *(value for _, value in leaves(inputs)))
-    device = next((t.device for t in everything if isinstance(t, Tensor)), torch.device("cpu"))
+    devices = {t.device for t in everything if isinstance(t, Tensor)}
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(options.grads))
         # Recomputation inside a backward must see the mode too, so the backward stays on this thread.
@@ -191,7 +192,7 @@ def execute(
         args, kwargs = inputs
         named = mapped({**dict(enumerate(args)), **kwargs}, fresh)
         before = _state(module)
-        stack.enter_context(random_state(options.seed, device))
+        stack.enter_context(random_state(options.seed, devices))
         stack.enter_context(mode or contextlib.nullcontext())
 
         out = call(module, *(named[i] for i in range(len(args))), **{key: named[key] for key in kwargs})

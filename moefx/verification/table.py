@@ -60,8 +60,8 @@ def _summary(block: str, kind: str, rows: Sequence[Row]) -> tuple[str, ...]:
     worst = max(rows, key=lambda r: (not r.ok, r.error / r.bound if r.bound else r.error))
     failed = sum(not row.ok for row in rows)
     return (
-        _name(block), kind, str(len(rows)), f"{worst.error:.2g}", f"{worst.bound:.2g}", worst.norm, worst.name,
-        f"FAILED ({failed})" if failed else "ok",
+        _name(block), kind, str(len(rows)), f"{worst.error:.2g}", f"{worst.bound:.2g}", worst.norm,
+        worst.name, f"FAILED ({failed})" if failed else "ok",
     )  # fmt: skip
 
 

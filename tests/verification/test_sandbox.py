@@ -81,9 +81,9 @@ def test_arguments_keep_their_aliases_and_containers():
 
 def test_random_state_is_put_back():
     before = torch.get_rng_state(), random.getstate()
-    with random_state(3, torch.device("cpu")):
+    with random_state(3):
         first = torch.rand(2), random.random()
-    with random_state(3, torch.device("cpu")):
+    with random_state(3):
         again = torch.rand(2), random.random()
     assert torch.equal(first[0], again[0]) and first[1] == again[1]
     assert torch.equal(before[0], torch.get_rng_state()) and before[1] == random.getstate()

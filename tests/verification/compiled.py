@@ -1,0 +1,98 @@
+"""A model whose blocks run hand-made dialect graphs; passes and providers can be broken on purpose."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moefx.inspection.history import History, Snapshot
+from moefx.ir.binding import binder, call_specialisation, leaves_of
+from moefx.ir.block import BlockGraph
+from moefx.ir.op import registry
+from moefx.runtime.copying import copy_model
+from moefx.runtime.module import install
+from moefx.runtime.program import Program
+from moefx.runtime.watch import absorbed_names
+
+from ..ir.graphs import Block, D, E, block_graph
+
+
+class Model(nn.Module):
+    """Embedding, residual MoE layers with a norm, head."""
+
+    def __init__(self, num_layers: int = 2):
+        super().__init__()
+        self.embed = nn.Embedding(32, D)
+        self.norms = nn.ModuleList(nn.LayerNorm(D) for _ in range(num_layers))
+        self.layers = nn.ModuleList(Block() for _ in range(num_layers))
+        self.head = nn.Linear(D, 32)
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        x = self.embed(ids)
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = x + layer(norm(x))
+        logits = self.head(x)
+        loss = (
+            {}
+            if labels is None
+            else {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+        )
+        return {**loss, "logits": logits}
+
+
+def history(name: str = "", spoil: dict[str, Callable[[BlockGraph], BlockGraph]] | None = None) -> History:
+    """rewrite -> fuse -> checkpoint; `spoil` breaks a pass, and so everything after it."""
+    snapshots: list[Snapshot] = []
+    graphs = {"rewrite": block_graph(E, fused=False), "fuse": block_graph(E), "checkpoint": block_graph(E)}
+    broken = None
+    for i, (pass_name, graph) in enumerate(graphs.items()):
+        broken = (spoil or {}).get(pass_name, broken)
+        graph = broken(graph.copy()) if broken else graph
+        snapshots.append(
+            Snapshot(i + 1, len(graphs), pass_name, 1.0, 1, 0, f"passes/{pass_name}.py:1", graph)
+        )
+    return History(name, tuple(snapshots))
+
+
+def compiled_pair(
+    spoil: Any = None, layer: int = 1, *, last_pass: str = "checkpoint", num_layers: int = 2, **key: Any
+) -> tuple[Model, Model]:
+    """The original and a rewritten copy; `spoil` breaks a pass of one layer."""
+    torch.manual_seed(0)
+    original = Model(num_layers)
+    compiled = copy_model(original)[0]
+    for i, block in enumerate(compiled.layers):
+        name = f"layers.{i}"
+        programs = history(name, spoil if i == layer else None)
+        programs = History(name, programs.snapshots[: programs.passes.index(last_pass) + 1])
+        leaves = leaves_of(binder(inspect.signature(block.forward))(torch.zeros(1, 1, D)))
+        specialisation = call_specialisation(block, leaves)._replace(training=None, grad=None, **key)
+        program = Program(specialisation, programs, absorbed_names(block, programs.graph))
+        install(block, [program], name=name)
+    return original, compiled
+
+
+@contextlib.contextmanager
+def broken(op: str, corrupt: Callable[..., Any], *, provider: str | None = None) -> Iterator[None]:
+    """Spoil the result of an op: `corrupt(result, *args, **kwargs)`, in one provider or in all."""
+    before = dict(registry[op].providers)
+    try:
+        for name, p in before.items():
+            if provider in (None, name):
+                registry[op].providers[name] = dataclasses.replace(p, run=_corrupted(p.run, corrupt))
+        yield
+    finally:
+        registry[op].providers.update(before)
+
+
+def _corrupted(run: Callable[..., Any], corrupt: Callable[..., Any]) -> Callable[..., Any]:
+    def corrupted(*args: Any, **kwargs: Any) -> Any:
+        return corrupt(run(*args, **kwargs), *args, **kwargs)
+
+    return corrupted
