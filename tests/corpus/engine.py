@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.nn as nn
 
-import moefx
+from moefx.runtime.module import rewritten_blocks
 from tests.models.case import Case
 
 
@@ -47,15 +47,16 @@ def provider_calls() -> dict[tuple[str, str], int]:
 
 def fallbacks(compiled: nn.Module) -> int:
     """Calls of rewritten blocks that ran the original forward instead."""
-    total = 0
-    for block in moefx.blocks(compiled):
-        count = getattr(block, "fallbacks", 0)
-        total += count() if callable(count) else len(count) if isinstance(count, (list, dict)) else count
-    return total
+    return sum(forward.counts.original for forward in rewritten_blocks(compiled).values())
 
 
 def check_rewritten_path_ran(compiled: nn.Module, case: Case) -> None:
-    calls = {op for (op, _), n in provider_calls().items() if n}
-    assert calls, "no provider of a dialect op was called: the rewritten path did not run"
-    if case.verdict == "match":
-        assert not fallbacks(compiled), f"{fallbacks(compiled)} calls ran the original forward"
+    """Every rewritten block ran its program, a provider of a dialect op was called, and nothing fell back."""
+    assert any(provider_calls().values()), "no provider of a dialect op was called"
+    for name, forward in rewritten_blocks(compiled).items():
+        assert forward.counts.rewritten, f"block {name!r} never ran its program"
+        if case.verdict == "match":
+            assert not forward.counts.original, (
+                f"{forward.counts.original} calls of {name!r} ran the original forward; "
+                f"last failed guard: {forward.counts.last_failed_guard or 'none'}"
+            )
