@@ -129,7 +129,7 @@ class History:
         """
         from . import html
 
-        body = html.history_section(self, before=before, bytes_per_policy=bytes_per_policy)
+        body = html.fragment(self, before=before, bytes_per_policy=bytes_per_policy)
         Path(path).write_text(html.page(self.name or "model", body))
 
     def repro(self, path: str | PathLike[str], *, block: nn.Module | None = None) -> None:

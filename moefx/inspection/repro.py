@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.fx import Node
 
-from ..ir import codegen
 from .history import History
 
 _HEAD = '''\
@@ -67,7 +66,7 @@ def script(history: History, block: nn.Module | None = None) -> str:
     parts = [_HEAD.format(name=history.name or "model")]
     functions = []
     for snapshot in history:
-        source = codegen.Source(snapshot.graph.graph, (), snapshot.graph.output_spec)
+        source = snapshot.graph.source()
         name = f"after_{snapshot.index}_{''.join(c if c.isalnum() else '_' for c in snapshot.pass_name)}"
         for alias, value in source.scope.items():
             line = _global(alias, value)

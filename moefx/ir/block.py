@@ -95,7 +95,7 @@ class BlockGraph:
         graph builds.
         """
         record = self._expert_offsets() if record_load else ()
-        source = codegen.Source(self.graph, record, self.output_spec)
+        source = self.source(record)
         return codegen.build(source.text, source.scope, "forward", self.name)
 
     def compile_guards(self, guards: Sequence[Guard]) -> Callable[..., int]:
@@ -106,7 +106,13 @@ class BlockGraph:
     @property
     def code(self) -> str:
         """The Python source that `compile` runs."""
-        return codegen.Source(self.graph, (), self.output_spec).text
+        return self.source().text
+
+    def source(self, record: Sequence[Node] = ()) -> codegen.Source:
+        """The source with the global names that it needs."""
+        value = output_value(self)
+        rebuild = self.output_spec is not None and value is self.output.args[0]
+        return codegen.Source(self.graph, value, record, self.output_spec if rebuild else None)
 
     def _expert_offsets(self) -> tuple[Node, ...]:
         found = []
@@ -132,8 +138,24 @@ class BlockGraph:
         return _unpack_block, (_packed(self.graph), *fields)
 
 
-# -- what is known of a node
-# -------------------------------------------------------------------------------------------
+def output_value(block: BlockGraph) -> Any:
+    """What the graph returns, nodes in the user's containers; a flat list where those are not plain Python ones."""
+    value: Any = block.output.args[0]
+    if block.output_spec is None:
+        return value
+    rebuilt = pytree.tree_unflatten(list(value), block.output_spec)
+    return rebuilt if _is_literal(rebuilt) else value
+
+
+def _is_literal(value: Any) -> bool:
+    if type(value) in (list, tuple):
+        return all(map(_is_literal, value))
+    if type(value) is dict:
+        return all(map(_is_literal, value.values()))
+    return value is None or isinstance(value, (Node, bool, int, float, str))
+
+
+# -- what is known of a node -----------------------------------------------------------------------
 
 
 def target_name(node: Node) -> str:
@@ -172,8 +194,7 @@ def _value_text(value: Any, letters: tuple[str, ...] | None) -> str:
     return f"{dtype_text(dtype) if dtype else ''}[{','.join(map(str, shape))}]"
 
 
-# -- saving and loading
-# ------------------------------------------------------------------------------------------------
+# -- saving and loading ----------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(eq=False)
@@ -229,7 +250,7 @@ def _packed(graph: Graph) -> _PackedGraph:
             (
                 *(n.op, n.name, plain(n.target)),
                 *(_plain_containers(n.args, plain), _plain_containers(n.kwargs, plain)),
-                {key: _plain_meta(value) for key, value in n.meta.items() if _is_plain(value)},
+                _saved_meta(n),
             )
             for n in graph.nodes
         ]
@@ -263,6 +284,11 @@ def _plain_containers(value: Any, leaf: Callable[[Any], Any]) -> Any:
     if isinstance(value, slice):
         return slice(*(_plain_containers(v, leaf) for v in (value.start, value.stop, value.step)))
     return leaf(value)
+
+
+def _saved_meta(node: Node) -> dict[str, Any]:
+    meta = {key: _plain_meta(value) for key, value in node.meta.items() if _is_plain(value)}
+    return {**meta, "source": str(node.meta["source"])} if node.meta.get("source") else meta
 
 
 def _is_plain(value: Any) -> bool:

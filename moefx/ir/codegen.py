@@ -70,11 +70,18 @@ class Source:
 
     Args:
         graph: the graph.
+        output: what it returns, the value of its output node in other containers.
         record: nodes whose values are returned beside the output, as a second element.
-        output_spec: how to rebuild the output from the flat list that the output node holds, or None.
+        output_spec: how to rebuild the output at run time from the flat list `output`, or None.
     """
 
-    def __init__(self, graph: Graph, record: Sequence[Node] = (), output_spec: pytree.TreeSpec | None = None):
+    def __init__(
+        self,
+        graph: Graph,
+        output: Any,
+        record: Sequence[Node] = (),
+        output_spec: pytree.TreeSpec | None = None,
+    ):
         self.scope: dict[str, Any] = {}
         # The builtins are those that the generated text itself uses.
         self._taken = {node.name for node in graph.nodes} | {"self", "getattr", "slice", "float"}
@@ -88,7 +95,7 @@ class Source:
             if node.op == "placeholder":
                 line = ""
             elif node.op == "output":
-                line = self._output(node, record, output_spec)
+                line = self._output(output, record, output_spec)
             elif node in done:
                 continue
             else:
@@ -131,8 +138,8 @@ class Source:
             )
         return f"{self._function(target)}({self._arguments(node.args, node.kwargs)})"
 
-    def _output(self, node: Node, record: Sequence[Node], output_spec: pytree.TreeSpec | None) -> str:
-        value = self._value(node.args[0])
+    def _output(self, output: Any, record: Sequence[Node], output_spec: pytree.TreeSpec | None) -> str:
+        value = self._value(output)
         if output_spec is not None:
             unflatten = self._global("tree_unflatten", pytree.tree_unflatten)
             value = f"{unflatten}({value}, {self._global('output_spec', output_spec)})"

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .block import BUILD_PFT, BlockGraph, dtype_text, target_name, value_text
+from .block import BUILD_PFT, BlockGraph, dtype_text, output_value, target_name, value_text
 from .body import ExpertBody
 from .codegen import INFIX, is_getitem, unpacked
 from .expression import pretty
@@ -98,6 +98,23 @@ def body_text(body: str) -> str:
     return text if expert.out == "y" else f"{text} | {pretty(expert.out)}"
 
 
+def attribute_name(node: Node) -> str:
+    """The parameter's name in the block; a captured graph records it beside a target of its own."""
+    return str(node.meta.get("fqn") or node.target)
+
+
+def shown_path(path: str) -> str:
+    """`experts.0.w` -> `experts[0].w`."""
+    return re.sub(r"\.(\d+)(?=\.|$|\[)", r"[\1]", path)
+
+
+def range_texts(names: Sequence[str]) -> list[str]:
+    """Parameter names for people: runs as ranges, ranges over the same experts as one."""
+    runs = attribute_ranges(names)
+    text = _braces(runs)
+    return [text] if text else [shown_path(str(run)) for run in runs]
+
+
 class _Printer:
     def __init__(self, block: BlockGraph):
         self.block = block
@@ -110,8 +127,7 @@ class _Printer:
         shown = [n for n in self.block.graph.nodes if n not in self.folded]
         return [self._line(node) for node in shown]
 
-    # -- names
-    # -----------------------------------------------------------------------------------------------------
+    # -- names -------------------------------------------------------------------------------------
 
     def _name_nodes(self) -> None:
         taken = {node.name for node in self.block.graph.nodes}
@@ -143,14 +159,14 @@ class _Printer:
             results.pop()
         return results
 
-    # -- lines ---------------------------------------------------------------------------------------
+    # -- lines -------------------------------------------------------------------------------------
 
     def _line(self, node: Node) -> Line:
-        source = node.meta.get("source") or ""
+        source = str(node.meta.get("source") or "")
         if node.op == "placeholder":
             return Line(self.names[node], "input", value_text(node), source, node)
         if node.op == "output":
-            return Line("", f"return {self._value(node.args[0])}", "", source, None)
+            return Line("", f"return {self._value(output_value(self.block))}", "", source, None)
         results: Sequence[Node | None] | None = (
             [node] if target_name(node) == BUILD_PFT else self._results(node)
         )
@@ -181,13 +197,12 @@ class _Printer:
             return " ".join(filter(None, (value_text(r) for r in results if r is not None)))
         return value_text(node)
 
-    # -- expressions
-    # -----------------------------------------------------------------------------------------------
+    # -- expressions -------------------------------------------------------------------------------
 
     def _call(self, node: Node) -> str:
         target, args = node.target, list(node.args)
         if node.op == "call_module":
-            return f"{_path(str(target))}({self._arguments(args, node.kwargs)})"
+            return f"{shown_path(str(target))}({self._arguments(args, node.kwargs)})"
         if node.op == "call_method":
             return f"{self._value(args[0])}.{target}({self._arguments(args[1:], node.kwargs)})"
         if target is operator.getitem:
@@ -272,10 +287,7 @@ class _Printer:
         brackets."""
         if not all(isinstance(v, Node) and v.op == "get_attr" for v in values):
             return self._value(list(values))
-        runs = attribute_ranges([str(v.target) for v in values])
-        if text := _braces(runs):
-            return text
-        runs = [_path(str(run)) for run in runs]
+        runs = range_texts([attribute_name(v) for v in values])
         if len(runs) > 4:
             runs = [*runs[:2], f"... {len(runs) - 3} more", runs[-1]]
         return runs[0] if len(runs) == 1 else f"[{', '.join(runs)}]"
@@ -303,7 +315,7 @@ class _Printer:
 
     def _node(self, node: Node) -> str:
         if node.op == "get_attr":
-            return _path(str(node.target))
+            return shown_path(attribute_name(node))
         if node in self.fields:
             pft, index = self.fields[node]
             return f"{self.names[pft]}.{_PFT_FIELDS[index]}"
@@ -313,14 +325,9 @@ class _Printer:
         return self.names[node]
 
 
-def _path(path: str) -> str:
-    """`experts.0.w` -> `experts[0].w`."""
-    return re.sub(r"\.(\d+)(?=\.|$|\[)", r"[\1]", path)
-
-
 def _braces(runs: Sequence[AttributeRange | str]) -> str:
     """Ranges over the same experts as one: `experts[0..63].{gate, up}.weight`; "" where there is none."""
-    first = runs[0]
+    first = runs[0] if runs else ""
     if len(runs) < 2 or not isinstance(first, AttributeRange):
         return ""
     parts = [
@@ -336,7 +343,7 @@ def _braces(runs: Sequence[AttributeRange | str]) -> str:
         return ""
     choices = f"{{{', '.join(p[differ[0]] for p in parts)}}}"
     after = ".".join([*parts[0][: differ[0]], choices, *parts[0][differ[0] + 1 :]])
-    return _path(str(AttributeRange(first.before, after, first.start, first.stop)))
+    return shown_path(str(AttributeRange(first.before, after, first.start, first.stop)))
 
 
 def _left_out(argument: Any, value: Any) -> bool:
@@ -359,7 +366,8 @@ def _plain_name(node: Node) -> str:
     if not isinstance(node.target, torch._ops.OpOverload):
         return ""
     name = node.target._schema.name.partition("::")[2]
-    derived = re.fullmatch(rf"{name}(_{node.target._overloadname.lower()})?(_\d+)?", node.name)
+    overload = re.sub(r"(?<=[a-z\d])(?=[A-Z])", "_", node.target._overloadname).lower()
+    derived = re.fullmatch(rf"{name}(_{overload})?(_\d+)?", node.name)
     return _RESULT_NAMES.get(name, name.strip("_")) if derived else ""
 
 

@@ -1,8 +1,7 @@
 """Which graphs are legal at which level; the pass manager checks it after every pass.
 
-A level allows the user's own torch ops, plus the dialect ops that exist there. From `dialect` on a graph must
-hold for every routing, so nothing may read a tensor's values on the host or have a shape that depends on
-them.
+A level allows the user's own torch ops (also those that read values on the host: a router may), plus the
+dialect ops that exist there.
 """
 
 from __future__ import annotations
@@ -26,19 +25,17 @@ class Level:
     Attributes:
         name: the level's name; passes declare it with `graph_pass(level=...)`.
         dialect: the dialect ops that may occur; None allows every registered one.
-        any_routing: the graph holds for every routing, so ops with data-dependent results are illegal.
     """
 
     name: str
     dialect: frozenset[str] | None
-    any_routing: bool = True
 
 
 LEVELS = {
     level.name: level
     for level in (
         # What capture recorded under one concrete routing.
-        Level("captured", frozenset(), any_routing=False),
+        Level("captured", frozenset()),
         # One dialect op per step; the pointwise part between the GEMMs is plain torch.
         Level("dialect", _ROUTED),
         # Steps may be collapsed into expert_mlp; experts of another shape stay as they were.
@@ -112,7 +109,6 @@ def _illegal(node: Node, level: Level) -> str:
         if level.dialect is not None and name not in level.dialect:
             return f"{NAMESPACE}::{name} does not exist at level {level.name!r}"
     return ""
-
 
 
 def _is_torch_function(target: object) -> bool:

@@ -108,8 +108,7 @@ def _copied(value: Any, memo: dict[int, Any], where: str) -> Any:
         ) from error
 
 
-# -- closures
-# ----------------------------------------------------------------------------------------------------------
+# -- closures --------------------------------------------------------------------------------------
 
 
 def _rebind_closures(module: nn.Module, memo: dict[int, Any]) -> None:

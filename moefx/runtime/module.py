@@ -85,8 +85,7 @@ class BlockForward:
         for program in programs:
             self.add(program)
 
-    # -- calls
-    # -----------------------------------------------------------------------------------------------------
+    # -- calls -------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._forced == "original":
@@ -178,8 +177,7 @@ class BlockForward:
                 entry.absorbed.check(self.name)
         return True
 
-    # -- programs
-    # --------------------------------------------------------------------------------------------------
+    # -- programs ----------------------------------------------------------------------------------
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -206,8 +204,7 @@ class BlockForward:
         finally:
             self._forced = before
 
-    # -- routing statistics
-    # ------------------------------------------------------------------------------------------
+    # -- routing statistics ------------------------------------------------------------------------
 
     def record_load(self, on: bool = True) -> None:
         """Switch routing statistics on or off: each call then keeps a reference to its `expert_offsets`."""
@@ -231,8 +228,7 @@ class BlockForward:
             return None
         return torch.cat([offsets.diff() for offsets in self._offsets])
 
-    # -- copies and pickles
-    # ----------------------------------------------------------------------------------------
+    # -- copies and pickles ------------------------------------------------------------------------
 
     def _set_signature(self, signature: inspect.Signature) -> None:
         self.__signature__ = signature

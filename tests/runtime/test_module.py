@@ -211,8 +211,7 @@ def test_routing_statistics():
         forward.load()
 
 
-# -- absorbed submodules
-# ---------------------------------------------------------------------------------------------
+# -- absorbed submodules ---------------------------------------------------------------------------
 
 
 class Adapter(nn.Module):
@@ -292,8 +291,7 @@ def test_parameters_may_be_exchanged():
         torch.testing.assert_close(found, torch.func.functional_call(block, parameters, (x,)))
 
 
-# -- copies
-# ------------------------------------------------------------------------------------------------------------
+# -- copies ----------------------------------------------------------------------------------------
 
 
 def through_torch_save(model):
@@ -401,8 +399,7 @@ def test_a_rewritten_model_is_collected():
     assert reference() is None
 
 
-# -- torch.compile and export
-# ------------------------------------------------------------------------------------------
+# -- torch.compile and export ----------------------------------------------------------------------
 
 
 def test_one_graph_for_any_batch_and_sequence():

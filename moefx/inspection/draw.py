@@ -1,0 +1,211 @@
+"""A small layered graph drawing, as SVG text: no libraries, no scripts, colours from the page's style sheet.
+
+Layers by longest path, crossings reduced by barycentres, long arrows routed through empty places in the
+layers they cross (Sugiyama's method, in its simplest form). Made for the outlines of blocks: some tens of
+boxes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from ..ir.block import BlockGraph
+from .outline import Box, Outline, outline
+
+_TITLE, _DETAIL = 7.6, 6.4  # width of a character
+_LINE, _PADDING, _GAP_X, _GAP_Y = 16, 10, 22, 34
+_SWEEPS = 8
+
+
+@dataclasses.dataclass(eq=False)
+class _Place:
+    """A box, or the place where a long arrow crosses a layer."""
+
+    box: Box | None
+    layer: int
+    width: float
+    height: float
+    x: float = 0.0  # of the centre
+    y: float = 0.0  # of the upper edge
+
+
+def svg(graph: BlockGraph | Outline, label: str = "") -> str:
+    """A picture of a block's graph, data flowing down; steps that repeat for every expert are one box each.
+
+    Args:
+        label: what the picture shows, for screen readers.
+    """
+    drawn = graph if isinstance(graph, Outline) else outline(graph)
+    places, links = _arrange(drawn)
+    left = min(p.x - p.width / 2 for p in places) - 12
+    right = max(p.x + p.width / 2 for p in places) + 12
+    bottom = max(p.y + p.height for p in places) + 12
+    parts = [*map(_arrow, links), *map(_box, places)]
+    width, height = right - left, bottom + 12
+    return (
+        f'<svg class="moefx-graph" viewBox="{left:.0f} -12 {width:.0f} {height:.0f}" width="{width:.0f}" '
+        f'role="img" aria-label="{escape(label)}">{"".join(parts)}</svg>'
+    )
+
+
+# -- layout ----------------------------------------------------------------------------------------
+
+
+def _arrange(drawn: Outline) -> tuple[list[_Place], list[list[_Place]]]:
+    """Places of all boxes and crossings, and for each arrow the places that it runs through."""
+    order = {box: i for i, box in enumerate(drawn.boxes)}
+    # Collapsing experts can make cycles (the sum runs through all of them); such arrows point up.
+    forward = _acyclic(drawn.boxes, sorted(drawn.arrows, key=lambda a: (order[a[0]], order[a[1]])))
+    layer = _layers(drawn.boxes, forward)
+    places = {box: _place(box, layer[box]) for box in drawn.boxes}
+    everything = list(places.values())
+    routes: list[list[_Place]] = []
+    for source, target in forward:
+        route = [places[source]]
+        for level in range(layer[source] + 1, layer[target]):
+            crossing = _Place(None, level, 2.0, 0.0)
+            everything.append(crossing)
+            route.append(crossing)
+        routes.append([*route, places[target]])
+    rows: dict[int, list[_Place]] = defaultdict(list)
+    for place in everything:
+        rows[place.layer].append(place)
+    levels = [rows[i] for i in sorted(rows)]
+    above, below = _neighbours(routes)
+    for sweep in range(_SWEEPS):
+        down = sweep % 2 == 0
+        for row in levels if down else reversed(levels):
+            _move(row, above if down else below)
+    y = 0.0
+    for row in levels:
+        height = max(place.height for place in row)
+        for place in row:
+            # An arrow crosses a layer straight, so that it does not cut the corners of the boxes beside it.
+            place.height = place.height or height
+            place.y = y + (height - place.height) / 2
+        y += height + _GAP_Y
+    return everything, routes
+
+
+def _acyclic(boxes: Sequence[Box], arrows: Iterable[tuple[Box, Box]]) -> list[tuple[Box, Box]]:
+    """The arrows without those that close a cycle, in depth-first order."""
+    targets: dict[Box, list[Box]] = defaultdict(list)
+    for source, target in arrows:
+        targets[source].append(target)
+    done: set[Box] = set()
+    open_: set[Box] = set()
+    result = []
+    for root in boxes:
+        stack = [(root, iter(targets[root]))] if root not in done else []
+        open_.update({root} if stack else ())
+        done.update({root} if stack else ())
+        while stack:
+            box, rest = stack[-1]
+            target = next(rest, None)
+            if target is None:
+                open_.discard(box)
+                stack.pop()
+            elif target not in open_:
+                result.append((box, target))
+                if target not in done:
+                    done.add(target)
+                    open_.add(target)
+                    stack.append((target, iter(targets[target])))
+    return result
+
+
+def _layers(boxes: Sequence[Box], arrows: Sequence[tuple[Box, Box]]) -> dict[Box, int]:
+    """Longest path from the top; then sources sink to just above what they feed."""
+    sources: dict[Box, list[Box]] = defaultdict(list)
+    targets: dict[Box, list[Box]] = defaultdict(list)
+    for source, target in arrows:
+        sources[target].append(source)
+        targets[source].append(target)
+    layer: dict[Box, int] = {}
+
+    def depth(box: Box) -> int:
+        if box not in layer:
+            layer[box] = 1 + max((depth(s) for s in sources[box]), default=-1)
+        return layer[box]
+
+    for box in boxes:
+        depth(box)
+    for box in boxes:
+        if not sources[box] and targets[box] and box.kind != "input":
+            layer[box] = min(layer[t] for t in targets[box]) - 1
+    return layer
+
+
+def _place(box: Box, layer: int) -> _Place:
+    title = box.title + (f"  × {box.count}" if box.count > 1 else "")
+    width = max([len(title) * _TITLE, *(len(d) * _DETAIL for d in box.details)]) + 2 * _PADDING
+    return _Place(box, layer, max(width, 60.0), _LINE * (1 + len(box.details)) + 1.2 * _PADDING)
+
+
+def _neighbours(
+    routes: Sequence[Sequence[_Place]],
+) -> tuple[dict[_Place, list[_Place]], dict[_Place, list[_Place]]]:
+    above: dict[_Place, list[_Place]] = defaultdict(list)
+    below: dict[_Place, list[_Place]] = defaultdict(list)
+    for route in routes:
+        for upper, lower in itertools.pairwise(route):
+            above[lower].append(upper)
+            below[upper].append(lower)
+    return above, below
+
+
+def _move(row: list[_Place], neighbours: dict[_Place, list[_Place]]) -> None:
+    """Order a layer by the mean position of its neighbours and spread it around those positions without
+    overlap."""
+    wish = {p: sum(n.x for n in near) / len(near) if (near := neighbours[p]) else p.x for p in row}
+    row.sort(key=lambda p: wish[p])
+    edge = float("-inf")
+    for place in row:
+        place.x = max(wish[place], edge + place.width / 2)
+        edge = place.x + place.width / 2 + _GAP_X
+    # The pass from the left pushed everything to the right: give half of it back.
+    shift = sum(place.x - wish[place] for place in row) / len(row)
+    for place in row:
+        place.x -= shift
+
+
+# -- drawing ---------------------------------------------------------------------------------------
+
+
+def _box(place: _Place) -> str:
+    box = place.box
+    if box is None:
+        return ""
+    x, y = place.x - place.width / 2, place.y
+    count = f'<tspan class="count">  × {box.count}</tspan>' if box.count > 1 else ""
+    lines = [f'<text class="title" x="{place.x:.1f}" y="{y + 18:.1f}">{escape(box.title)}{count}</text>']
+    for i, detail in enumerate(box.details, start=1):
+        lines.append(
+            f'<text class="detail" x="{place.x:.1f}" y="{y + 18 + _LINE * i:.1f}">{escape(detail)}</text>'
+        )
+    many = " many" if box.count > 1 else ""
+    return (
+        f'<g class="box {box.kind}{many}"><title>{escape(box.tooltip)}</title>'
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{place.width:.1f}" height="{place.height:.1f}" rx="6"/>'
+        f"{''.join(lines)}</g>"
+    )
+
+
+def _arrow(route: Sequence[_Place]) -> str:
+    """A smooth curve through the places of a route, with a head at its end."""
+    start, end = route[0], route[-1]
+    x, y = start.x, start.y + start.height
+    path = [f"M{x:.1f} {y:.1f}"]
+    for place in route[1:]:
+        to = place.y - (5 if place is end else 0)
+        middle = (y + to) / 2
+        path.append(f"C{x:.1f} {middle:.1f} {place.x:.1f} {middle:.1f} {place.x:.1f} {to:.1f}")
+        if place is not end:
+            path.append(f"V{place.y + place.height:.1f}")
+        x, y = place.x, to if place is end else place.y + place.height
+    head = f"M{x - 3.5:.1f} {y - 2:.1f}L{x:.1f} {y + 5:.1f}L{x + 3.5:.1f} {y - 2:.1f}Z"
+    return f'<path class="arrow" d="{"".join(path)}"/><path class="head" d="{head}"/>'

@@ -1,0 +1,119 @@
+import itertools
+import operator
+import time
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+import torch
+from torch.fx import Graph
+
+from moefx.inspection.draw import _arrange, svg
+from moefx.inspection.outline import Box, Outline, outline
+from moefx.ir.block import BlockGraph
+
+from ..ir.graphs import block_graph
+
+aten = torch.ops.aten
+
+
+def looped(num_experts: int, chained: bool = True) -> BlockGraph:
+    """What a loop over experts leaves when it is captured."""
+    g = Graph()
+    x = g.placeholder("x")
+    routed = g.call_function(aten.topk.default, (g.call_module("gate", (x,)), 2))
+    ids = g.call_function(operator.getitem, (routed, 1))
+    weights = g.call_function(operator.getitem, (routed, 0))
+    out = first = g.call_function(aten.zeros_like.default, (x,))
+    for e in range(num_experts):
+        found = g.call_function(aten.nonzero.default, (g.call_function(aten.eq.Scalar, (ids, e)),))
+        token = g.call_function(aten.select.int, (found, 1, 0))
+        slot = g.call_function(aten.select.int, (found, 1, 1))
+        rows = g.call_function(aten.index.Tensor, (x, [token]))
+        names = [f"experts.{e}.{name}.weight" for name in ("gate", "up", "down")]
+        gate, up, down = map(g.get_attr, names)
+        act = g.call_function(aten.silu.default, (g.call_function(aten.linear.default, (rows, gate)),))
+        act = g.call_function(aten.mul.Tensor, (act, g.call_function(aten.linear.default, (rows, up))))
+        y = g.call_function(aten.linear.default, (act, down))
+        y = g.call_function(
+            aten.mul.Tensor, (y, g.call_function(aten.index.Tensor, (weights, [token, slot])))
+        )
+        out = g.call_function(aten.index_add.default, (out if chained else first, 0, token, y))
+    g.output(out)
+    return BlockGraph("layers.0.mlp", g)
+
+
+def by_title(drawn: Outline) -> dict[str, list[Box]]:
+    found: dict[str, list[Box]] = {}
+    for box in drawn.boxes:
+        found.setdefault(box.title, []).append(box)
+    return found
+
+
+def test_experts_of_a_loop_are_collapsed():
+    boxes = by_title(outline(looped(64)))
+    assert {title: [b.count for b in found] for title, found in boxes.items()} == {
+        "x": [1], "gate": [1], "topk": [1], "zeros_like": [1], "eq": [64], "nonzero": [64],
+        "select": [64, 64], "index": [64, 64], "linear": [64, 64, 64], "silu": [64], "mul": [64, 64],
+        "index_add": [64], "return": [1],
+    }  # fmt: skip
+    assert {d for b in boxes["linear"] for d in b.details} == {
+        "experts[0..63].gate.weight", "experts[0..63].up.weight", "experts[0..63].down.weight",
+    }  # fmt: skip
+    assert boxes["gate"][0].kind == "kept"
+
+
+def test_a_few_alike_stay_apart():
+    assert all(box.count == 1 for box in outline(looped(3)).boxes)
+
+
+def test_dialect_boxes_say_what_matters():
+    boxes = by_title(outline(block_graph(64)))
+    (mlp,) = boxes["expert_mlp"]
+    assert mlp.kind == "dialect"
+    assert mlp.details == [
+        "experts[0..63].{gate, up, down}.weight", "silu(g)*u | y*w", 'keeps "h" for backward', "f32[B,D]",
+    ]  # fmt: skip
+    assert boxes["build_pft"][0].details == ["ERI arrays, B = S*K rows"]
+    assert "expert_mlp(x, pft" in mlp.tooltip
+
+
+def test_nothing_connected_is_drawn_too():
+    g = Graph()
+    g.placeholder("x")
+    g.output(None)
+    assert [b.title for b in outline(BlockGraph("b", g)).boxes] == ["x", "return"]
+
+
+@pytest.mark.parametrize(
+    "graph", [looped(64), looped(3), looped(16, chained=False), block_graph(), block_graph(fused=False)]
+)
+def test_boxes_do_not_overlap_and_data_flows_down(graph):
+    drawn = outline(graph)
+    places, routes = _arrange(drawn)
+    for a, b in itertools.combinations([p for p in places if p.box is not None], 2):
+        apart = abs(a.x - b.x) >= (a.width + b.width) / 2 or a.y + a.height <= b.y or b.y + b.height <= a.y
+        assert apart, (a.box, b.box)
+    assert all(upper.layer < lower.layer for route in routes for upper, lower in itertools.pairwise(route))
+    assert {p.box for p in places if p.box is not None} == set(drawn.boxes)
+
+
+def test_cycles_of_collapsed_steps_are_drawn():
+    boxes = [Box(t, [], "op", "") for t in "abc"]
+    arrows = {(boxes[0], boxes[1]), (boxes[1], boxes[2]), (boxes[2], boxes[0]), (boxes[1], boxes[0])}
+    assert svg(Outline(boxes, arrows)).count('class="arrow"') == 2
+
+
+def test_the_picture_is_well_formed_and_escaped():
+    g = Graph()
+    x = g.placeholder("x")
+    g.output(g.call_module('a<b>&"c"', (x,)))
+    root = ElementTree.fromstring(svg(BlockGraph("b", g), label='<"label">'))
+    assert root.get("aria-label") == '<"label">'
+    assert 'a<b>&"c"' in [t.text for t in root.iter("text")]
+
+
+def test_large_captures_are_drawn_quickly():
+    graph = looped(256)
+    start = time.perf_counter()
+    svg(graph)
+    assert time.perf_counter() - start < 5
