@@ -246,9 +246,11 @@ class Specialise:
         kwargs = dict(kwargs or {})
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().to("meta") if t.is_floating_point() else t.detach().cpu(), (args, kwargs))
         autocast = torch.autocast("cpu", call.autocast or torch.bfloat16, enabled=call.autocast is not None)
+        counted = forward.counts.original
         with forward.running("original"), autocast, torch.enable_grad():
             result = rewrite_block(block, forward.name, args, kwargs, self.plan)
             program = program_of(block, result, args, kwargs, call.autocast)
+        forward.counts.original = counted  # the captures were not calls of the user's
         return Program(program.key._replace(arguments=call.arguments, training=call.training), program.history, program.absorbed, program.guards)
 
     def _arguments(self, block: nn.Module, call: Specialisation) -> tuple[tuple, dict[str, Any]]:

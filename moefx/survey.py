@@ -120,6 +120,13 @@ def _try_chains(model: nn.Module, found: Found, plan: Plan, tell: Callable[[str]
                     break
             why = tried[name]
             if _NOT_ROUTED in why.reason:
+                if name in found.branches:
+                    worst = Refusal(
+                        name,
+                        "all its branches contribute to every token (dense gates, soft slots): there is nothing to skip",
+                        remedy="select experts per token, for example with topk",
+                    )
+                    break
                 continue
             if worst is None:
                 worst = Refusal(name, why.reason, why.source, why.culprits, why.remedy)

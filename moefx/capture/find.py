@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import nn
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..errors import CaptureError
 from .concolic import Tracer, capture, is_float
 from .routing import Routing
 
@@ -33,7 +32,8 @@ class Seen:
     name: str
     args: tuple
     kwargs: dict[str, Any]
-    chooses: list[int] = dataclasses.field(default_factory=list)  # how many alternatives each choice in it had
+    inputs: list[fx.Node] = dataclasses.field(default_factory=list)
+    outputs: list[fx.Node] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
@@ -44,11 +44,13 @@ class Found:
         chains: for each place where something is chosen, names of modules to try, innermost first.
         calls: the recorded call of each module name (first of its kind).
         twins: names of modules that were not run because an equal one was: name -> name of the one that was.
+        branches: names of candidates whose alike parts work side by side, not one after the other.
     """
 
     chains: list[list[str]]
     calls: dict[str, Seen]
     twins: dict[str, str]
+    branches: set[str]
 
 
 def signature(module: nn.Module) -> tuple:
@@ -88,26 +90,26 @@ def find(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Found:
             leaves = [_meta(x) for x in pytree.tree_leaves((args, kwargs))]
             key = (signatures[id(module)], tuple(leaves))
             known = first.get(key) if any(True for _ in module.children()) else None
-            if known is not None and known[0] != name and _fresh(tracer, known[1]) is not None:
-                twins[name] = known[0]
-                return _fresh(tracer, known[1])
-            seen = Seen(name, args, kwargs)
+            seen = Seen(name, args, kwargs, _nodes(tracer, (args, kwargs)))
             calls.setdefault(name, seen)
+            if known is not None and known[0] != name and (again := _fresh(tracer, known[1], seen.inputs)) is not None:
+                twins[name] = known[0]
+                seen.outputs = _nodes(tracer, again)
+                return again
             stack.append(seen)
             try:
                 out = original(module, *args, **kwargs)
             finally:
                 stack.pop()
+            seen.outputs = _nodes(tracer, out)
             first.setdefault(key, (name, out))
             return out
 
         return call
 
-    def chosen(func_name: str, width: int) -> None:
-        if stack and func_name in _CHOICES:
+    def chosen() -> None:
+        if stack:
             choices.setdefault(stack[-1].name)
-            for seen in stack:
-                seen.chooses.append(width)
 
     with _observing(around, chosen):
         capture(model, _abstract(args), _abstract(kwargs), Routing("diverse", 0))
@@ -115,10 +117,13 @@ def find(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Found:
     modules = dict(model.named_modules())
     chains = [_chain(name, modules, calls) for name in choices]
     covered = {n for chain in chains for n in chain}
-    for name in _structural(model):
+    branches = set()
+    for name, parts in _structural(model).items():
         if name in calls and name not in covered:
             chains.append(_chain(name, modules, calls))
-    return Found([c for c in chains if c], calls, twins)
+            if _side_by_side([calls[p] for p in parts if p in calls]):
+                branches.add(name)
+    return Found([c for c in chains if c], calls, twins, branches)
 
 
 def _abstract(tree: Any) -> Any:
@@ -145,7 +150,7 @@ def _observing(around: Callable, chosen: Callable) -> Iterator[None]:
     def noted(self: Tracer, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         name = func.overloadpacket.__name__
         if name in _CHOICES and isinstance(args[0], FakeTensor) and args[0].dim():
-            chosen(name, max(args[0].shape))
+            chosen()
         return record(self, func, args, kwargs)
 
     concolic._recording, Tracer.record = observed, noted  # type: ignore[method-assign]
@@ -155,7 +160,25 @@ def _observing(around: Callable, chosen: Callable) -> Iterator[None]:
         concolic._recording, Tracer.record = recording, record  # type: ignore[method-assign]
 
 
-def _fresh(tracer: Tracer, out: Any) -> Any:
+def _nodes(tracer: Tracer, tree: Any) -> list[fx.Node]:
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        return [tracer.node_of(t) for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
+
+
+def _side_by_side(calls: list[Seen]) -> bool:
+    """Whether the second of these calls does not build on the result of the first."""
+    if len(calls) < 2:
+        return False
+    seen, stack = set(), list(calls[1].inputs)
+    while stack:
+        n = stack.pop()
+        if n not in seen:
+            seen.add(n)
+            stack += [*n.all_input_nodes, *n.meta.get("again", ())]
+    return not seen & set(calls[0].outputs)
+
+
+def _fresh(tracer: Tracer, out: Any, inputs: list[fx.Node]) -> Any:
     """New abstract tensors in the shape of an earlier result; None if the result holds something else."""
     leaves = pytree.tree_leaves(out)
     if not leaves or not all(isinstance(x, (FakeTensor, int, float, bool, type(None))) for x in leaves):
@@ -164,7 +187,7 @@ def _fresh(tracer: Tracer, out: Any) -> Any:
     def fresh(t: torch.Tensor) -> torch.Tensor:
         node = tracer.node_of(t)
         twin = tracer.graph.placeholder(f"again{len(tracer.nodes)}")
-        twin.meta.update(index=len(tracer.nodes), source=node.meta["source"], grad=True, known=False)
+        twin.meta.update(index=len(tracer.nodes), source=node.meta["source"], grad=True, known=False, again=inputs)
         tracer.nodes.append(twin)
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             fake = tracer.to_fake(torch.empty(t.shape, dtype=t.dtype, device="meta"))
@@ -191,19 +214,15 @@ def _shapes(module: nn.Module) -> tuple:
     return tuple((n, tuple(p.shape)) for n, p in module.named_parameters())
 
 
-def _structural(model: nn.Module) -> list[str]:
-    """Innermost modules with several equal children that hold matrices, or with a stack of matrices."""
-    found = []
+def _structural(model: nn.Module) -> dict[str, list[str]]:
+    """Innermost modules with several equal children that hold matrices, or with a stack of matrices, and the names of
+    these children."""
+    found: dict[str, list[str]] = {}
     for name, module in model.named_modules():
         children = list(module.children())
         alike = len(children) > 1 and len({_shapes(c) for c in children}) == 1 and any(p.dim() >= 2 for p in children[0].parameters())
         if alike and isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            found.append(name.rpartition(".")[0])
+            found.setdefault(name.rpartition(".")[0], [f"{name}.{part}" for part, _ in module.named_children()])
         if any(p.dim() >= 3 and p.shape[0] > 1 for p in module._parameters.values() if p is not None):
-            found.append(name)
-    unique = list(dict.fromkeys(found))
-    return [n for n in unique if not any(o != n and (o.startswith(n + ".") if n else True) for o in unique)]
-
-
-def check_runs(error: Exception) -> CaptureError:
-    return CaptureError(str(error))
+            found.setdefault(name, [])
+    return {n: parts for n, parts in found.items() if not any(o != n and (o.startswith(n + ".") if n else True) for o in found)}

@@ -1,4 +1,5 @@
-"""`explain`: what was found in a model, what was rewritten, what was refused and why, bytes before and after."""
+"""`explain`: what was found in a model, what was rewritten, what was refused and why, bytes before and
+after."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ class MatchedBlock:
         routings: under how many routings the same form was found.
         validation: what the numeric check said.
         seconds: time to prove and rewrite.
-        saved_before, saved_after: bytes kept for the backward per token by the experts, estimated; None where unknown.
+        saved_before, saved_after: bytes kept for the backward per token by the experts, estimated; None where
+            unknown.
         unfused: why the experts were not fused into one op, "" if they were.
         guards: conditions on sizes that the rewrite holds for.
         calls: calls of these blocks so far (rewritten, original, guard failures).
@@ -72,18 +74,24 @@ class Explanation:
 
     def __str__(self) -> str:
         blocks = sum(len(m.names) for m in self.matched)
-        lines = [f"{self.model}: {blocks} MoE block(s) rewritten, {len(self.refused)} refused, {self.seconds:.1f} s"]
+        lines = [
+            f"{self.model}: {blocks} MoE block(s) rewritten, {len(self.refused)} refused, {self.seconds:.1f} s"
+        ]
         for m in self.matched:
             lines += ["", f"  {_range(m.names)}   {m.kind}"]
             lines.append(f"    experts     E={m.num_experts}, top-{m.top_k}, each {m.expert}")
             if m.drop:
                 lines.append(f"    drops       {m.drop}")
-            lines.append(f"    proof       one form under {m.routings} routings; numeric check: {m.validation}")
+            lines.append(
+                f"    proof       one form under {m.routings} routings; numeric check: {m.validation}"
+            )
             lines.append(f"    holds for   {m.holds_for}")
             lines += [f"    guard       {g}" for g in m.guards]
             if m.saved_after is not None:
                 before = f"{m.saved_before:,} -> " if m.saved_before is not None else ""
-                lines.append(f"    kept        {before}{m.saved_after:,} bytes a token for the backward of the experts")
+                lines.append(
+                    f"    kept        {before}{m.saved_after:,} bytes a token for the backward of the experts"
+                )
             if m.unfused:
                 lines.append(f"    not fused   {m.unfused}")
             rewritten, original, failed = m.calls
@@ -99,7 +107,10 @@ class Explanation:
             if r.remedy:
                 lines.append(f"    to match    {r.remedy}")
         if self.paths:
-            lines += ["", "  providers   " + ", ".join(f"{op}: {provider} x{n}" for op, provider, n in self.paths)]
+            lines += [
+                "",
+                "  providers   " + ", ".join(f"{op}: {provider} x{n}" for op, provider, n in self.paths),
+            ]
         return "\n".join(lines)
 
 

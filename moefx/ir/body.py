@@ -1,4 +1,4 @@
-"""`ExpertBody`: what one expert computes, as a frozen value with a JSON text (ops can carry strings, not objects)."""
+"""`ExpertBody`: what one expert computes, as a frozen value with a JSON text (an op can carry a string)."""
 
 from __future__ import annotations
 
@@ -38,11 +38,12 @@ class ExpertBody:
 
     Attributes:
         up: the up-projections, one or several.
-        parts: which slice of which up-projection each variable of `act` is: gate and up separate, concatenated or
-            interleaved.
+        parts: which slice of which up-projection each variable of `act` is: gate and up separate,
+            concatenated or interleaved.
         act: expression over `a0`, `a1`, ... and `w`.
         down: the down-projection.
-        out: expression over `y` and `w`; `("mul.Tensor", "y", "w")` applies the routing weight after the expert.
+        out: expression over `y` and `w`; `("mul.Tensor", "y", "w")` applies the routing weight after the
+            expert.
     """
 
     up: tuple[Gemm, ...]
@@ -52,7 +53,8 @@ class ExpertBody:
     out: Expr = "y"
 
     def __post_init__(self) -> None:
-        # One form for both spellings (lists from JSON, tuples from Python), so that equal bodies are equal and hashable.
+        # One form for both spellings (lists from JSON, tuples from Python), so that equal bodies are equal
+        # and hashable.
         object.__setattr__(self, "up", tuple(self.up))
         object.__setattr__(self, "parts", tuple(tuple(p) for p in self.parts))
         object.__setattr__(self, "act", _frozen(self.act))
@@ -73,7 +75,7 @@ class ExpertBody:
         return ExpertBody(**fields)
 
     def act_in(self, dtype: torch.dtype, weight_dtype: torch.dtype | None) -> Expr:
-        """`act`, with a cast where torch's promotion (say by float32 routing weights) would leave the GEMMs' dtype."""
+        """`act`, cast where promotion (say by float32 routing weights) would leave the GEMMs' dtype."""
         return self.act if self._dtype(self.act, dtype, weight_dtype) == dtype else to_dtype(self.act, dtype)
 
     def out_dtype(self, dtype: torch.dtype, weight_dtype: torch.dtype | None) -> torch.dtype:

@@ -1,8 +1,9 @@
 """Derivatives of pointwise expressions: torch's own, traced once, run as a straight line of ATen calls.
 
-The backward of an expert needs the derivative of whatever stands between its GEMMs. Instead of a table of activations,
-autograd runs once on small tensors while a dispatch mode writes down the ATen calls that it makes; value and gradients
-share their subexpressions. The result runs inside an op, where there is no autograd graph, one expert at a time.
+The backward of an expert needs the derivative of whatever stands between its GEMMs. Instead of a table of
+activations, autograd runs once on small tensors while a dispatch mode writes down the ATen calls that it
+makes; value and gradients share their subexpressions. The result runs inside an op, where there is no
+autograd graph, one expert at a time.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .expression import Expr, assemble, canonical, program, variables
 
-# Sizes of the tensors that are traced with. Some derivatives take sizes as arguments (expand, zeros); numbers that nobody
-# writes let them be recognised and replaced by the sizes of the call.
+# Sizes of the tensors that are traced with. Some derivatives take sizes as arguments (expand, zeros); numbers
+# that nobody writes let them be recognised and replaced by the sizes of the call.
 _ROWS, _COLUMNS = 1009, 211
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
@@ -42,11 +43,13 @@ def vjp(
 def vjp_function(
     expr: Expr, env: Mapping[str, Tensor], grad: Tensor, wrt: Sequence[str], *, value: bool = True
 ) -> tuple[Callable[[Mapping[str, Tensor], Tensor], tuple[Any, ...]], tuple[str, ...]]:
-    """`vjp` for many calls on tensors like these: `function(env, grad) -> (value, *gradients)`, and whose they are."""
+    """`vjp` for many calls on such tensors: `function(env, grad) -> (value, *gradients)`, and whose."""
     names = variables(expr)
     wrt = tuple(n for n in wrt if n in names)
     signature = tuple((env[n].dtype, env[n].shape[-1] == 1) for n in names)
-    return _vjp(canonical(expr), names, signature, (grad.dtype, grad.shape[-1] == 1), wrt, value, grad.device), wrt
+    return _vjp(
+        canonical(expr), names, signature, (grad.dtype, grad.shape[-1] == 1), wrt, value, grad.device
+    ), wrt
 
 
 @functools.lru_cache(maxsize=1024)
@@ -78,7 +81,7 @@ def _vjp(
 def _trace(
     function: Callable[..., tuple[Tensor | None, ...]], args: Sequence[Tensor], variable_names: Sequence[str]
 ) -> Callable[..., Any]:
-    """A function (env, grad): the ATen calls that `function` makes of (*variables, grad), less those not needed."""
+    """A function (env, grad): the ATen calls that `function` makes, less those not needed."""
     recorder = _Recorder(args)
     with recorder:
         results = function(*args)
@@ -111,7 +114,8 @@ class _Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # torch would import Dynamo (more than a second) to keep it away from this mode, which lives in one thread anyway.
+        # torch would import Dynamo (more than a second) to keep it away from this mode, which lives in one
+        # thread anyway.
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -164,8 +168,8 @@ class _Recorder(TorchDispatchMode):
 def _in_fresh_thread(function: Callable[[], Any]) -> Any:
     """Run with torch's thread-local state as at start-up.
 
-    Inside an op autograd is switched off below the reach of `enable_grad`, and autocast, inference mode or tracing modes
-    may be on; a new thread has none of that, on every version of torch.
+    Inside an op autograd is switched off below the reach of `enable_grad`, and autocast, inference mode or
+    tracing modes may be on; a new thread has none of that, on every version of torch.
     """
     outcome: dict[str, Any] = {}
 

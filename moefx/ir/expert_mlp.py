@@ -1,7 +1,8 @@
-"""`expert_mlp`: gather, up-projection, pointwise, down-projection, pointwise, as one op. Letters as in `dialect`.
+"""`expert_mlp`: gather, up-projection, pointwise, down-projection, pointwise, as one op. Letters as in
+`dialect`.
 
-What its backward keeps is the checkpoint policy (MoEBlaze section 5): a library op can save only inputs and outputs, so
-what is kept beyond the input x is returned as extra outputs.
+What its backward keeps is the checkpoint policy (MoEBlaze section 5): a library op can save only inputs and
+outputs, so what is kept beyond the input x is returned as extra outputs.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _SIGNATURE = (
     "Tensor[] up, Tensor[] up_bias, Tensor[] down, Tensor[] down_bias"
 )
 _CONTRACT = (
-    "x[S,D], token_ids[B], expert_offsets[E+1], inverse[S,K], row_weights[B]?, up[*], up_bias[*], down[*], down_bias[*]"
+    "x[S,D], token_ids[B], expert_offsets[E+1], inverse[S,K], row_weights[B]?, "
+    "up[*], up_bias[*], down[*], down_bias[*]"
 )
 
 
@@ -61,9 +63,13 @@ class Call:
         x, token_ids, expert_offsets, inverse, row_weights, up, up_bias, down, down_bias = args
         parsed = ExpertBody.from_json(body)
         if keep not in KEEP:
-            raise InvalidInput(f"moefx::expert_mlp: keep={keep!r}, expected one of {', '.join(map(repr, KEEP))}")
+            raise InvalidInput(
+                f"moefx::expert_mlp: keep={keep!r}, expected one of {', '.join(map(repr, KEEP))}"
+            )
         if parsed.uses_row_weight and row_weights is None:
-            raise InvalidInput(f"moefx::expert_mlp: {parsed.pretty()} uses the routing weight w, but row_weights is None")
+            raise InvalidInput(
+                f"moefx::expert_mlp: {parsed.pretty()} uses the routing weight w, but row_weights is None"
+            )
         dtype = experts.check_dtypes("expert_mlp", x, (*up, *up_bias, *down, *down_bias), dtype)
         weight_dtype = None if row_weights is None else row_weights.dtype
         down_biases = _split(down_bias, (parsed.down,), of_bias=True, what="down_bias")
@@ -99,6 +105,11 @@ class Call:
         act = torch.empty((1, up[group]), device="meta")[:, start:stop:step].shape[1]
         return up, act, experts.weight_shape(name, self.down, offsets, self.body.down.transposed, act)[1]
 
+    def multiplications(self) -> int:
+        """Of one row in the forward GEMMs."""
+        up, act, out = self.widths()
+        return self.x.shape[1] * sum(up) + act * out
+
     def parts(self, hidden: Sequence[Tensor]) -> dict[str, Tensor]:
         """The variables a0, a1, ... as slices of the up-projections."""
         return {f"a{i}": hidden[g][:, a:b:c] for i, (g, a, b, c) in enumerate(self.body.parts)}
@@ -123,8 +134,9 @@ def expert_mlp(*args: Any, body: str, keep: str = "h", dtype: torch.dtype | None
     Args:
         x: [S,D]; token_ids, expert_offsets, inverse: from `build_pft`; row_weights: [B], the variable w.
         up, up_bias, down, down_bias: expert parameters, flat lists in the order of the body's GEMMs.
-        keep: "h" keeps the up-projections for the backward and recomputes the activation, "x" nothing but the inputs,
-            "all" the activation too. "none" is for inference (a backward through it would recompute as "x" does).
+        keep: "h" keeps the up-projections for the backward and recomputes the activation, "x" nothing but the
+            inputs, "all" the activation too. "none" is for inference (a backward through it would recompute
+            as "x" does).
         dtype: filled in by autocast: compute in it whatever the dtype of the parameters.
 
     Returns:
@@ -177,7 +189,8 @@ def expert_mlp_backward(
         needs: which to compute, of x, row_weights, up, up_bias, down, down_bias.
 
     Returns:
-        The needed ones in that order; for up and up_bias one for each (biased) GEMM. Parameters' are stacked: [E,...].
+        The needed ones in that order; for up and up_bias one for each (biased) GEMM. Parameters' are stacked:
+        [E,...].
     """
     call, kept = Call.of(args[:-1], body, keep, dtype), args[-1]
     need_x, need_w, need_up, need_up_bias, need_down, need_down_bias = needs
@@ -205,7 +218,9 @@ def expert_mlp_backward(
     if need_x:
         grad_rows = torch.zeros_like(rows)
         for g, (w, _, gemm) in zip(grad_hidden, groups, strict=True):
-            grad_rows += experts.grouped_mm.reference(g, w, offsets, transposed=not gemm.transposed, dtype=call.dtype)
+            grad_rows += experts.grouped_mm.reference(
+                g, w, offsets, transposed=not gemm.transposed, dtype=call.dtype
+            )
         gradients.append(routing.combine.reference(grad_rows, None, call.token_ids, offsets, call.inverse))
     if need_w:
         gradients.append(weight_gradient(call, by_out.get("w"), by_act.get("w")))
@@ -214,9 +229,13 @@ def expert_mlp_backward(
         for g, (w, _, gemm) in zip(grad_hidden, groups, strict=True):
             gradients.append(outer(g, rows, offsets, transposed=gemm.transposed, dtype=w[0].dtype))
     if need_up_bias:
-        gradients += [total(g, offsets, dtype=b[0].dtype) for g, (_, b, _) in zip(grad_hidden, groups, strict=True) if b]
+        gradients += [
+            total(g, offsets, dtype=b[0].dtype) for g, (_, b, _) in zip(grad_hidden, groups, strict=True) if b
+        ]
     if need_down:
-        gradients.append(outer(grad_y, act, offsets, transposed=call.body.down.transposed, dtype=call.down[0].dtype))
+        gradients.append(
+            outer(grad_y, act, offsets, transposed=call.body.down.transposed, dtype=call.down[0].dtype)
+        )
     if need_down_bias and call.down_bias:
         gradients.append(total(grad_y, offsets, dtype=call.down_bias[0].dtype))
     return gradients
@@ -232,7 +251,8 @@ def weight_gradient(call: Call, *columns: Tensor | None) -> Tensor:
     return routing.clear_tail(total[:, 0], call.expert_offsets).to(call.w.dtype)
 
 
-# -- registration ------------------------------------------------------------------------------------------------------
+# -- registration
+# ------------------------------------------------------------------------------------------------------
 
 
 @expert_mlp.fake
@@ -248,13 +268,20 @@ def _(*args, body, keep="h", dtype=None):
 def _(grad, *args, body, keep, dtype=None, needs):
     call = Call.of(args[:-1], body, keep, dtype)
     x, w = call.x, args[4]
-    dims = {2: call.up, 3: [b for b in call.up_bias if b], 4: [call.down], 5: [call.down_bias] if call.down_bias else []}
+    dims = {
+        2: call.up,
+        3: [b for b in call.up_bias if b],
+        4: [call.down],
+        5: [call.down_bias] if call.down_bias else [],
+    }
     gradients = [x.new_empty(x.shape)] if needs[0] else []
     gradients += [w.new_empty(w.shape)] if needs[1] else []
     for index, groups in dims.items():
         if needs[index]:
             dim = 1 if index in (3, 5) else 2
-            gradients += [g[0].new_empty((call.expert_offsets.shape[0] - 1, *g[0].shape[-dim:])) for g in groups]
+            gradients += [
+                g[0].new_empty((call.expert_offsets.shape[0] - 1, *g[0].shape[-dim:])) for g in groups
+            ]
     return gradients
 
 

@@ -1,8 +1,9 @@
-"""Ops with expert parameters: `grouped_mm`, `expert_rows`, and how lists of parameters are read. Letters as in `dialect`."""
+"""Ops with expert parameters: `grouped_mm`, `expert_rows`; how lists of parameters are read."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,41 +14,51 @@ from .op import op
 
 
 @op(
-    "grouped_mm(Tensor rows, Tensor[] w, Tensor expert_offsets, *, bool transposed, ScalarType? dtype=None) -> Tensor",
+    "grouped_mm(Tensor rows, Tensor[] w, Tensor expert_offsets, *, bool transposed, ScalarType? dtype=None) "
+    "-> Tensor",
     contract="rows[B,D], w[*], expert_offsets[E+1] -> out[B,F]",
 )
 def grouped_mm(
-    rows: Tensor, w: list[Tensor], expert_offsets: Tensor, *, transposed: bool, dtype: torch.dtype | None = None
+    rows: Tensor,
+    w: list[Tensor],
+    expert_offsets: Tensor,
+    *,
+    transposed: bool,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """out[r] = rows[r] @ w[e] for the rows of each expert e; `transposed`: w[e] is [F,D] as in `nn.Linear`, else [D,F].
+    """out[r] = rows[r] @ w[e] for the rows of each expert e; `transposed`: w[e] is [F,D] as in `nn.Linear`,
+    else [D,F].
 
-    `dtype` is what autocast fills in: compute in it whatever the dtype of the weights. Without it they must agree.
+    `dtype` is what autocast fills in: compute in it whatever the dtype of the weights. Without it they must
+    agree.
     """
     dtype = check_dtypes("grouped_mm", rows, w, dtype)
-    num_in, num_out = weight_shape("grouped_mm", w, expert_offsets, transposed, rows.shape[1])
+    _, num_out = weight_shape("grouped_mm", w, expert_offsets, transposed, rows.shape[1])
     out = rows.new_zeros((rows.shape[0], num_out))
     offsets = expert_offsets.tolist()
-    for matrix, start, stop in zip(per_expert(w, 2), offsets, offsets[1:], strict=False):
+    for matrix, (start, stop) in zip(per_expert(w, 2), pairwise(offsets), strict=True):
         if stop > start:
             out[start:stop] = rows[start:stop] @ (matrix.t() if transposed else matrix).to(dtype)
     return out
 
 
 @op(
-    "grouped_mm_backward(Tensor grad, Tensor rows, Tensor expert_offsets, *, bool transposed, ScalarType dtype) -> Tensor",
+    "grouped_mm_backward(Tensor grad, Tensor rows, Tensor expert_offsets, *, bool transposed, "
+    "ScalarType dtype) -> Tensor",
     contract="grad[B,F], rows[B,D], expert_offsets[E+1] -> w[E,_,_]",
 )
 def grouped_mm_backward(
     grad: Tensor, rows: Tensor, expert_offsets: Tensor, *, transposed: bool, dtype: torch.dtype
 ) -> Tensor:
-    """Gradient of the weights of `grouped_mm`, stacked: [E,F,D] if transposed, else [E,D,F]; zero for unhit experts.
+    """Gradient of the weights of `grouped_mm`, stacked: [E,F,D] if transposed, else [E,D,F]; zero for unhit
+    experts.
 
     The gradient of the rows is `grouped_mm` itself with `transposed` flipped.
     """
     left, right = (grad, rows) if transposed else (rows, grad)
     offsets = expert_offsets.tolist()
     out = rows.new_zeros((len(offsets) - 1, left.shape[1], right.shape[1]), dtype=dtype)
-    for e, (start, stop) in enumerate(zip(offsets, offsets[1:], strict=False)):
+    for e, (start, stop) in enumerate(pairwise(offsets)):
         if stop > start:
             out[e] = left[start:stop].t() @ right[start:stop]
     return out
@@ -72,7 +83,7 @@ def expert_rows_backward(grad: Tensor, expert_offsets: Tensor, *, dtype: torch.d
     """Sum of the rows of each expert, [E,F]; zero for unhit experts."""
     offsets = expert_offsets.tolist()
     out = grad.new_zeros((len(offsets) - 1, grad.shape[1]), dtype=dtype)
-    for e, (start, stop) in enumerate(zip(offsets, offsets[1:], strict=False)):
+    for e, (start, stop) in enumerate(pairwise(offsets)):
         out[e] = grad[start:stop].sum(0, dtype=torch.promote_types(grad.dtype, torch.float32))
     return out
 
@@ -107,18 +118,23 @@ def weight_shape(
         raise InvalidInput(f"moefx::{name}: an expert's weight has shape {shape}, expected two dimensions")
     inner, outer = (shape[1], shape[0]) if transposed else (shape[0], shape[1])
     if num_in is not None:
-        torch._check(inner == num_in, lambda: f"moefx::{name}: rows are {num_in} wide, the experts' weights take {inner}")
+        torch._check(
+            inner == num_in,
+            lambda: f"moefx::{name}: rows are {num_in} wide, the experts' weights take {inner}",
+        )
     return inner, outer
 
 
-def check_dtypes(name: str, rows: Tensor, tensors: Sequence[Tensor], dtype: torch.dtype | None) -> torch.dtype:
+def check_dtypes(
+    name: str, rows: Tensor, tensors: Sequence[Tensor], dtype: torch.dtype | None
+) -> torch.dtype:
     """The dtype to compute in; `InvalidInput` on a mixture that nobody asked for."""
     if dtype is None:
         other = next((t.dtype for t in tensors if t.dtype != rows.dtype), None)
         if other is not None:
             raise InvalidInput(
-                f"moefx::{name}: rows are {rows.dtype}, expert parameters are {other}. Cast one of them, or run under "
-                "torch.autocast, which casts both"
+                f"moefx::{name}: rows are {rows.dtype}, expert parameters are {other}. Cast one of them, or "
+                "run under torch.autocast, which casts both"
             )
     elif dtype != rows.dtype:
         raise InvalidInput(f"moefx::{name}: rows are {rows.dtype}, dtype={dtype} was asked for")
@@ -126,7 +142,7 @@ def check_dtypes(name: str, rows: Tensor, tensors: Sequence[Tensor], dtype: torc
 
 
 def autocast_dtype(dtype: torch.dtype, rows: Tensor) -> torch.dtype:
-    """What autocast makes of rows: its dtype, except that it leaves float64 alone (as it does for `linear`)."""
+    """What autocast makes of rows: its dtype, but it leaves float64 alone (as it does for `linear`)."""
     return rows.dtype if rows.dtype is torch.float64 else dtype
 
 
@@ -139,13 +155,17 @@ def unstack(grad: Tensor | None, parameters: Sequence[Tensor], dim: int) -> list
 
 def _check_num_experts(name: str, num: Any, expert_offsets: Tensor) -> None:
     expected = expert_offsets.shape[0] - 1
-    torch._check(num == expected, lambda: f"moefx::{name}: parameters of {num} experts, routing over {expected}")
+    torch._check(
+        num == expected, lambda: f"moefx::{name}: parameters of {num} experts, routing over {expected}"
+    )
 
 
 @grouped_mm.fake
 def _(rows, w, expert_offsets, *, transposed, dtype=None):
     check_dtypes("grouped_mm", rows, w, dtype)
-    return rows.new_empty((rows.shape[0], weight_shape("grouped_mm", w, expert_offsets, transposed, rows.shape[1])[1]))
+    return rows.new_empty(
+        (rows.shape[0], weight_shape("grouped_mm", w, expert_offsets, transposed, rows.shape[1])[1])
+    )
 
 
 @grouped_mm_backward.fake
@@ -183,7 +203,9 @@ def _grouped_mm_gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
     if ctx.needs[0]:
         grad_rows = grouped_mm(grads[0], w, expert_offsets, transposed=not ctx.transposed, dtype=ctx.dtype)
     if ctx.needs[1]:
-        grad_w = grouped_mm_backward(grads[0], rows, expert_offsets, transposed=ctx.transposed, dtype=w[0].dtype)
+        grad_w = grouped_mm_backward(
+            grads[0], rows, expert_offsets, transposed=ctx.transposed, dtype=w[0].dtype
+        )
     return grad_rows, unstack(grad_w, w, 2), None
 
 

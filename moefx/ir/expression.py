@@ -1,10 +1,11 @@
 """Pointwise expressions: what stands between the GEMMs of an expert, as data.
 
-An expression is nested tuples (or JSON lists): `("mul.Tensor", ("silu", "a0"), "a1")`. The head names an ATen op, with its
-overload or without (then `default`, or `Tensor` where there is no default); the arguments are expressions, names of
-variables, numbers, None, bools, and as the last one optionally a dict of keyword arguments, in which dtypes are strings:
-`("_to_copy", "y", {"dtype": "float32"})`. There is no list of known activations: any pointwise ATen op may stand here, and
-its derivative (`derivative.vjp`) is the one that torch has for it.
+An expression is nested tuples (or JSON lists): `("mul.Tensor", ("silu", "a0"), "a1")`. The head names an ATen
+op, with its overload or without (then `default`, or `Tensor` where there is no default); the arguments are
+expressions, names of variables, numbers, None, bools, and as the last one optionally a dict of keyword
+arguments, in which dtypes are strings: `("_to_copy", "y", {"dtype": "float32"})`. There is no list of known
+activations: any pointwise ATen op may stand here, and its derivative (`derivative.vjp`) is the one that torch
+has for it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _INFIX = {"add": " + ", "sub": " - ", "mul": "*", "div": "/"}
 
 
 def canonical(expr: Expr) -> str:
-    """The JSON text of an expression: equal expressions have equal texts, so it serves as a dictionary key."""
+    """The JSON text of an expression; equal expressions have equal texts, so it can be a key."""
     return json.dumps(expr, sort_keys=True, separators=(",", ":"))
 
 
@@ -39,7 +40,8 @@ def pretty(expr: Expr) -> str:
 
 
 def evaluate(expr: Expr, env: Mapping[str, Tensor]) -> Tensor:
-    """The value of `expr` with the variables bound by `env`. A subexpression that occurs twice is computed once.
+    """The value of `expr` with the variables bound by `env`. A subexpression that occurs twice is computed
+    once.
 
     Raises:
         KeyError: a variable is not bound.
@@ -74,12 +76,13 @@ def result_dtype(expr: Expr, dtypes: Mapping[str, torch.dtype]) -> torch.dtype:
     return _result_dtype(canonical(expr), tuple(sorted(dtypes.items(), key=lambda item: item[0])))
 
 
-# -- evaluation --------------------------------------------------------------------------------------------------------
+# -- evaluation
+# --------------------------------------------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=4096)
 def program(text: str) -> Callable[[Mapping[str, Tensor]], Tensor]:
-    """Compile the `canonical` text to a function of the environment: one line of Python for each distinct subexpression."""
+    """A function of the environment from the `canonical` text: a line for each distinct subexpression."""
     names: dict[str, str] = {}
     ops: dict[str, Any] = {}
     lines: list[str] = []
@@ -103,8 +106,10 @@ def program(text: str) -> Callable[[Mapping[str, Tensor]], Tensor]:
     return assemble("env", lines, result, ops)
 
 
-def assemble(parameters: str, lines: Sequence[str], result: str, scope: Mapping[str, Any]) -> Callable[..., Any]:
-    """A function from lines `tN = ...`; each is freed after its last use: on a GPU they are as large as activations."""
+def assemble(
+    parameters: str, lines: Sequence[str], result: str, scope: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """A function from lines `tN = ...`, each freed after its last use: they are as large as activations."""
     last_use = {name: i for i, line in enumerate(lines) for name in re.findall(r"\bt\d+\b", line)}
     for name in re.findall(r"\bt\d+\b", result):
         last_use.pop(name, None)
@@ -149,11 +154,15 @@ def _walk(expr: Expr) -> Iterator[Expr]:
 
 @functools.lru_cache(maxsize=4096)
 def _result_dtype(text: str, dtypes: tuple[tuple[str, torch.dtype], ...]) -> torch.dtype:
-    # Meta tensors of any size do: promotion looks at dtypes and at whether something is a tensor with dimensions.
-    return program(text)({name: torch.empty((2, 2), dtype=dtype, device="meta") for name, dtype in dtypes}).dtype
+    # Meta tensors of any size do: promotion looks at dtypes and at whether something is a tensor with
+    # dimensions.
+    return program(text)(
+        {name: torch.empty((2, 2), dtype=dtype, device="meta") for name, dtype in dtypes}
+    ).dtype
 
 
-# -- printing ----------------------------------------------------------------------------------------------------------
+# -- printing
+# ----------------------------------------------------------------------------------------------------------
 
 
 def _pretty(expr: Expr) -> tuple[str, int]:

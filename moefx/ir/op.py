@@ -1,14 +1,16 @@
 """`Op`: one torch.library op, defined from a readable torch implementation.
 
-The implementation is the semantics of the op, its default provider (named "reference") and the fallback of every other
-provider. Around it an `Op` keeps what torch and moefx need to know: a fake, an autograd formula whose backward is an op
-of its own, what autocast does to it, the faster providers, and a one-line shape contract
+The implementation is the semantics of the op, its default provider (named "reference") and the fallback of
+every other provider. Around it an `Op` keeps what torch and moefx need to know: a fake, an autograd formula
+whose backward is an op of its own, what autocast does to it, the faster providers, and a one-line shape
+contract
 
     "x[S,D], token_ids[B], expert_offsets[E+1], inverse[S,K] -> rows[B,D]"
 
 that drives the checks of every call (real and fake) and that printers and documentation can read.
 
-Ops are defined through `torch.library.Library.define`: a call costs about half of what `torch.library.custom_op` costs.
+Ops are defined through `torch.library.Library.define`: a call costs about half of what
+`torch.library.custom_op` costs.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ import torch
 from ..errors import DoubleBackward, InvalidInput
 
 NAMESPACE = "moefx"
-# FRAGMENT: later pieces (expert parallelism, ...) define their ops in the same namespace from files of their own.
+# FRAGMENT: later pieces (expert parallelism, ...) define their ops in the same namespace from files of their
+# own.
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _AUTOCAST_DEVICES = ("cpu", "cuda")  # ROCm builds of torch call their devices "cuda" as well
 
@@ -105,7 +108,9 @@ class Op:
                 continue
             shape = value.shape
             if len(shape) != len(dims):
-                raise InvalidInput(f"moefx::{self.name}: {name} has shape {_show(shape)}, expected [{','.join(dims)}]")
+                raise InvalidInput(
+                    f"moefx::{self.name}: {name} has shape {_show(shape)}, expected [{','.join(dims)}]"
+                )
             for letter, size in zip(dims, shape, strict=True):
                 if letter == "E+1":
                     letter, size = "E", size - 1
@@ -113,10 +118,11 @@ class Op:
                 if known is not size:
                     _check_equal(known, size, f"moefx::{self.name}", name, shape, dims, letter)
 
-    # -- what is registered around the implementation ----------------------------------------------------------------
+    # -- what is registered around the implementation
+    # ----------------------------------------------------------------
 
     def fake(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Register shapes and dtypes of the results, for FakeTensor and meta tensors. The contract is checked first."""
+        """Register shapes and dtypes of the results, for fake and meta tensors."""
 
         def checked(*args: Any, **kwargs: Any) -> Any:
             self.check(args)
@@ -125,7 +131,9 @@ class Op:
         torch.library.register_fake(f"{NAMESPACE}::{self.name}", checked, lib=_library)
         return function
 
-    def provider(self, name: str, supports: Callable[..., bool] = lambda *_, **__: True) -> Callable[..., Any]:
+    def provider(
+        self, name: str, supports: Callable[..., bool] = lambda *_, **__: True
+    ) -> Callable[..., Any]:
         """Register another implementation. `select` asks the latest registered one first."""
 
         def register(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -135,14 +143,14 @@ class Op:
         return register
 
     def autocast(self, cast: Callable[..., tuple[Sequence[Any], dict[str, Any]]]) -> Callable[..., Any]:
-        """Register what autocast does: `cast(dtype, *args, **kwargs) -> (args, kwargs)`. Without it: nothing."""
+        """What autocast does: `cast(dtype, *args, **kwargs) -> (args, kwargs)`. Without it: nothing."""
         for device in _AUTOCAST_DEVICES:
             keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device.upper()}"))
 
             def kernel(*args: Any, _device: str = device, _keys: Any = keys, **kwargs: Any) -> Any:
                 with torch._C._ExcludeDispatchKeyGuard(_keys):
-                    args, kwargs = cast(torch.get_autocast_dtype(_device), *args, **kwargs)
-                    return self.overload(*args, **kwargs)
+                    new_args, kwargs = cast(torch.get_autocast_dtype(_device), *args, **kwargs)
+                    return self.overload(*new_args, **kwargs)
 
             _library.impl(self.name, kernel, f"Autocast{device.upper()}")
         return cast
@@ -151,11 +159,12 @@ class Op:
         """Register the derivative.
 
         Args:
-            save: `save(ctx, args, kwargs, outputs)` runs after the forward and keeps what the backward needs, inputs
-                and outputs only (so that version checks and saved-tensor hooks see exactly those).
-            backward: `backward(ctx, grads) -> one gradient per positional argument`, a list (or None) where the
-                argument is a list. `grads` holds None for outputs without a gradient; `ctx.needs[i]` tells whether
-                argument i (any element of it) wants one. It calls an op, so that the backward is one named node too.
+            save: `save(ctx, args, kwargs, outputs)` runs after the forward and keeps what the backward needs,
+                inputs and outputs only (so that version checks and saved-tensor hooks see exactly those).
+            backward: `backward(ctx, grads) -> one gradient per positional argument`, a list (or None) where
+                the argument is a list. `grads` holds None for outputs without a gradient; `ctx.needs[i]`
+                tells whether argument i (any element of it) wants one. It calls an op, so that the backward
+                is one named node too.
         """
         function = _autograd_function(self, save, backward)
         overload, below = self.overload, torch._C._after_autograd_keyset
@@ -176,9 +185,8 @@ class Op:
 
         def backward(ctx: Any, grads: Any) -> Sequence[Any]:
             raise DoubleBackward(
-                f"moefx::{forward} is differentiable once; a gradient of its gradient was asked for (create_graph=True, "
-                "gradient penalty, hessian-vector product). Use the original model, or moefx.compile on a part that "
-                "is not differentiated twice"
+                f"moefx::{forward} is differentiable once, but a gradient of its gradient was asked for: a "
+                "gradient penalty or a Hessian-vector product, say. Use the original model for that"
             )
 
         self.autograd(save=lambda ctx, args, kwargs, outputs: None, backward=backward)
@@ -190,7 +198,7 @@ def op(schema: str, *, contract: str) -> Callable[[Callable[..., Any]], Op]:
 
 
 def _flatten(args: Sequence[Any]) -> tuple[tuple[int | None, ...], list[Any]]:
-    """Lists of tensors become arguments of their own, because autograd.Function looks no deeper than its arguments."""
+    """Lists of tensors, element by element: autograd.Function looks no deeper than its arguments."""
     lengths, flat = [], []
     for arg in args:
         if isinstance(arg, (list, tuple)):
@@ -221,7 +229,9 @@ def _autograd_function(
             outputs = op.overload.redispatch(keyset & below, *args, **kwargs)
         structure["type"] = type(outputs) if isinstance(outputs, (list, tuple)) else None
         ctx.lengths = lengths
-        ctx.set_materialize_grads(False)  # kept activations have no gradient; zeros for them would cost their size
+        ctx.set_materialize_grads(
+            False
+        )  # kept activations have no gradient; zeros for them would cost their size
         save(ctx, args, kwargs, outputs)
         return tuple(outputs) if structure["type"] else outputs
 
@@ -245,8 +255,8 @@ def _autograd_function(
 
 @functools.cache
 def _select() -> Callable[..., Provider]:
-    # Lowering sits above this module, so it is looked up when the first op runs: importing the dialect stays cheap, and
-    # every op finds the fast providers registered however it was imported.
+    # Lowering sits above this module, so it is looked up when the first op runs: importing the dialect stays
+    # cheap, and every op finds the fast providers registered however it was imported.
     from ..lowering.select import choose
 
     return choose
@@ -256,9 +266,13 @@ def _show(shape: Sequence[Any]) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
 
-def _check_equal(known: Any, size: Any, op: str, name: str, shape: Any, dims: Sequence[str], letter: str) -> None:
+def _check_equal(
+    known: Any, size: Any, op: str, name: str, shape: Any, dims: Sequence[str], letter: str
+) -> None:
     def message() -> str:
-        return f"{op}: {name} has shape {_show(shape)} for [{','.join(dims)}], but {letter} is {known} elsewhere"
+        return (
+            f"{op}: {name} has shape {_show(shape)} for [{','.join(dims)}], but {letter} is {known} elsewhere"
+        )
 
     if isinstance(known, int) and isinstance(size, int):
         if known != size:

@@ -31,19 +31,10 @@ _ATEN_INFIX = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">",
     "ge": ">=", "mm": "@", "matmul": "@", "bitwise_and": "&", "bitwise_or": "|",
 }  # fmt: skip
-_ARITHMETIC = {"add", "sub", "mul", "div", "neg", "clamp", "clamp_min", "clamp_max", "_to_copy"}
 _PFT_WEIGHTS = "combine_weights"
 _PFT_FIELDS = ("token_ids", "slot_ids", "expert_offsets", "inverse", _PFT_WEIGHTS)
-# What the results of dialect ops are called when the pass that made the node gave no name of its own.
-_RESULT_NAMES = {
-    "build_pft": "pft",
-    "dispatch": "rows",
-    "grouped_mm": "h",
-    "expert_mlp": "y",
-    "combine": "out",
-}
-# How arguments of expert_mlp are labelled; "" stands without a name.
-_ARGUMENT_LABELS = {"row_weights": "w", "up": "", "up_bias": "up_bias", "down": "", "down_bias": "down_bias"}
+# How arguments of expert_mlp are labelled when there are more than the two weights.
+_MLP_LABELS = {"row_weights": "w", "up": "up", "up_bias": "up_bias", "down": "down", "down_bias": "down_bias"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,60 +74,22 @@ def format_lines(lines: Sequence[Line]) -> list[str]:
     return result
 
 
-def body_text(body: str) -> str:
-    """The pointwise part of an `ExpertBody` (its JSON): `silu(g)*u`, `relu(h)`; ` | y*w` is what follows the
-    last GEMM."""
-    expert = ExpertBody.from_json(body)
-    if len(expert.parts) == 1:
-        names = {"a0": "h"}
-    elif len(expert.parts) == 2:
-        gate = _gate(expert.act)
-        names = {gate: "g", ("a1" if gate == "a0" else "a0"): "u"}
-    else:
-        names = {}
-    text = pretty(_renamed(expert.act, names))
-    return text if expert.out == "y" else f"{text} | {pretty(expert.out)}"
-
-
-def attribute_name(node: Node) -> str:
-    """The parameter's name in the block; a captured graph records it beside a target of its own."""
-    return str(node.meta.get("fqn") or node.target)
-
-
-def shown_path(path: str) -> str:
-    """`experts.0.w` -> `experts[0].w`."""
-    return re.sub(r"\.(\d+)(?=\.|$|\[)", r"[\1]", path)
-
-
-def range_texts(names: Sequence[str]) -> list[str]:
-    """Parameter names for people: runs as ranges, ranges over the same experts as one."""
-    runs = attribute_ranges(names)
-    text = _braces(runs)
-    return [text] if text else [shown_path(str(run)) for run in runs]
-
-
 class _Printer:
     def __init__(self, block: BlockGraph):
         self.block = block
-        self.names: dict[Node, str] = {}
+        self.names = shown_names(block.graph)
         self.fields: dict[Node, tuple[Node, int]] = {}  # results of a build_pft: (its node, position)
         self.folded: set[Node] = set()
-        self._name_nodes()
+        self._fold_nodes()
 
     def lines(self) -> list[Line]:
         shown = [n for n in self.block.graph.nodes if n not in self.folded]
         return [self._line(node) for node in shown]
 
-    # -- names -------------------------------------------------------------------------------------
+    # -- folding -----------------------------------------------------------------------------------
 
-    def _name_nodes(self) -> None:
-        taken = {node.name for node in self.block.graph.nodes}
+    def _fold_nodes(self) -> None:
         for node in self.block.graph.nodes:
-            name = node.name
-            if plain := _plain_name(node):
-                name = _unused(plain, taken)
-                taken.add(name)
-            self.names[node] = name
             letters = node.meta.get("letters")
             if node.op == "get_attr" or (isinstance(letters, str) and node.op == "call_function"):
                 self.folded.add(node)
@@ -184,7 +137,7 @@ class _Printer:
     def _result_name(self, node: Node, result: Node | None, count: int) -> str:
         if result is None:
             return "_"
-        if count == 1 and re.fullmatch(r"getitem(_\d+)?", result.name):
+        if count == 1 and re.fullmatch(r"getitem(_\d+)?", result.name) and not self._has_role(result):
             # The only result that is used takes the op's name: `y = expert_mlp(...)`, not `getitem_7 = ...`.
             self.names[result] = self.names[node]
         return self.names[result]
@@ -239,6 +192,8 @@ class _Printer:
         dialect = target.namespace == "moefx"
         if dialect:
             values = self._without_pft_fields(values)
+        names = {argument.name for argument, value in values if not _left_out(argument, value)}
+        labelled = bool(names & {"row_weights", "up_bias", "down_bias"})
         texts, tail, skipped = [], [], False
         for argument, value in values:
             if _left_out(argument, value):
@@ -249,10 +204,10 @@ class _Printer:
                 tail.append(f"keep={self._value(value)}")
             else:
                 label = argument.name if skipped or argument.kwarg_only else ""
-                if dialect:
-                    label = (
-                        "" if argument.name in _PFT_FIELDS[:4] else _ARGUMENT_LABELS.get(argument.name, label)
-                    )
+                if dialect and argument.name in _PFT_FIELDS[:4]:
+                    label = ""
+                elif dialect and argument.name in _MLP_LABELS:
+                    label = _MLP_LABELS[argument.name] if labelled else ""
                 text = (
                     self._list(value) if isinstance(value, (list, tuple)) and dialect else self._value(value)
                 )
@@ -325,71 +280,8 @@ class _Printer:
         return self.names[node]
 
 
-def _braces(runs: Sequence[AttributeRange | str]) -> str:
-    """Ranges over the same experts as one: `experts[0..63].{gate, up}.weight`; "" where there is none."""
-    first = runs[0] if runs else ""
-    if len(runs) < 2 or not isinstance(first, AttributeRange):
-        return ""
-    parts = [
-        run.after.split(".")
-        for run in runs
-        if isinstance(run, AttributeRange)
-        and (run.before, run.start, run.stop) == (first.before, first.start, first.stop)
-    ]
-    if len(parts) != len(runs) or len({len(p) for p in parts}) != 1:
-        return ""
-    differ = [i for i in range(len(parts[0])) if len({p[i] for p in parts}) > 1]
-    if len(differ) != 1:
-        return ""
-    choices = f"{{{', '.join(p[differ[0]] for p in parts)}}}"
-    after = ".".join([*parts[0][: differ[0]], choices, *parts[0][differ[0] + 1 :]])
-    return shown_path(str(AttributeRange(first.before, after, first.start, first.stop)))
-
-
 def _left_out(argument: Any, value: Any) -> bool:
     if value is None or (isinstance(value, (list, tuple)) and not len(value)):
         return True
     # The save policy is a decision of ours that readers look for, default or not.
     return argument.name != "keep" and not isinstance(value, Node) and value == argument.default_value
-
-
-def _unused(name: str, taken: set[str]) -> str:
-    number, candidate = 1, name
-    while candidate in taken:
-        number, candidate = number + 1, f"{name}_{number}"
-    return candidate
-
-
-def _plain_name(node: Node) -> str:
-    """A name to show instead of the one that FX derived from the overload (`mul_tensor_1`); "" keeps the
-    node's own."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return ""
-    name = node.target._schema.name.partition("::")[2]
-    overload = re.sub(r"(?<=[a-z\d])(?=[A-Z])", "_", node.target._overloadname).lower()
-    derived = re.fullmatch(rf"{name}(_{overload})?(_\d+)?", node.name)
-    return _RESULT_NAMES.get(name, name.strip("_")) if derived else ""
-
-
-def _gate(act: Any) -> str:
-    """Which of two variables is the gate: the one that stands inside a function, not just in arithmetic."""
-    inside = _inside_functions(act, False)
-    return "a1" if "a1" in inside and "a0" not in inside else "a0"
-
-
-def _inside_functions(expr: Any, inside: bool) -> set[str]:
-    if isinstance(expr, str):
-        return {expr} if inside else set()
-    if not isinstance(expr, (tuple, list)) or not expr:
-        return set()
-    inside = inside or str(expr[0]).partition(".")[0] not in _ARITHMETIC
-    return set().union(*(_inside_functions(e, inside) for e in expr[1:]))
-
-
-def _renamed(expr: Any, names: dict[str, str]) -> Any:
-    if isinstance(expr, str):
-        return names.get(expr, expr)
-    if isinstance(expr, (tuple, list)) and expr:
-        head = expr[0] if isinstance(expr[0], str) and expr[0] not in names else _renamed(expr[0], names)
-        return (head, *(e if isinstance(e, dict) else _renamed(e, names) for e in expr[1:]))
-    return expr

@@ -1,4 +1,4 @@
-"""Routing and the way between tokens and routed rows: `build_pft`, `dispatch`, `combine`. Letters as in `dialect`."""
+"""Routing, and the way between tokens and rows: `build_pft`, `dispatch`, `combine`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ DROP_RULES = ("none", "position_token", "position_slot", "weight")
 
 
 @op(
-    "build_pft(Tensor topk_ids, Tensor? topk_weights, Tensor? keep, *, int num_experts, SymInt? capacity=None, "
-    'str drop="none") -> (Tensor, Tensor, Tensor, Tensor, Tensor)',
+    "build_pft(Tensor topk_ids, Tensor? topk_weights, Tensor? keep, *, int num_experts, "
+    'SymInt? capacity=None, str drop="none") -> (Tensor, Tensor, Tensor, Tensor, Tensor)',
     contract="topk_ids[S,K], topk_weights[S,K]?, keep[S,K]? -> "
     "token_ids[B], slot_ids[B], expert_offsets[E+1], inverse[S,K], combine_weights[B]",
 )
@@ -31,16 +31,16 @@ def build_pft(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The padding-free token buffer's index arrays (ERI arrays of X-MoE, Listing 1) from the router's choice.
 
-    Rows are sorted by expert and, within an expert, by flat position s*K+k. An entry is dropped when its id is outside
-    [0, E), when `keep` is False there, or when it is over `capacity` in its expert's queue. The queue's order is `drop`:
-    "position_token" (s, then k), "position_slot" (all first choices first: k, then s), "weight" (largest weight first,
-    ties by position s*K+k). Entries dropped by id or `keep` never queue.
+    Rows are sorted by expert and, within an expert, by flat position s*K+k. An entry is dropped when its id
+    is outside [0, E), when `keep` is False there, or when it is over `capacity` in its expert's queue. The
+    queue's order is `drop`: "position_token" (s, then k), "position_slot" (all first choices first: k, then
+    s), "weight" (largest weight first, ties by position s*K+k). Entries dropped by id or `keep` never queue.
 
     Returns:
         token_ids[B], slot_ids[B]: where row r came from; 0 in the tail. int32.
-        expert_offsets[E+1]: rows of expert e are offsets[e]:offsets[e+1]; offsets[E] is the number of valid rows. int32.
-        inverse[S,K]: the row of each choice, -1 where dropped. int32.
-        combine_weights[B]: `topk_weights` in row order, 0 in the tail; [0] without weights. Differentiable.
+        expert_offsets[E+1]: rows of expert e are offsets[e]:offsets[e+1]; offsets[E] is the number of valid
+        rows. int32. inverse[S,K]: the row of each choice, -1 where dropped. int32. combine_weights[B]:
+        `topk_weights` in row order, 0 in the tail; [0] without weights. Differentiable.
     """
     _check_routing(topk_ids, topk_weights, keep, num_experts, capacity, drop)
     num_slots, num_rows, device = topk_ids.shape[1], topk_ids.numel(), topk_ids.device
@@ -87,24 +87,35 @@ def _rank_in_expert(expert: Tensor, queue: Tensor, num_experts: int) -> Tensor:
     """How many entries of the same expert are before each entry in the queue."""
     in_queue = expert.index_select(0, queue)
     by_expert, order = torch.sort(in_queue, stable=True)
-    first = torch.searchsorted(by_expert, torch.arange(num_experts + 1, dtype=torch.int32, device=expert.device))
+    first = torch.searchsorted(
+        by_expert, torch.arange(num_experts + 1, dtype=torch.int32, device=expert.device)
+    )
     rank = torch.arange(expert.shape[0], device=expert.device) - first.index_select(0, by_expert)
     return torch.empty_like(rank).scatter_(0, queue.index_select(0, order), rank)
 
 
 def _check_routing(
-    topk_ids: Tensor, topk_weights: Tensor | None, keep: Tensor | None, num_experts: int, capacity: Any, drop: str
+    topk_ids: Tensor,
+    topk_weights: Tensor | None,
+    keep: Tensor | None,
+    num_experts: int,
+    capacity: Any,
+    drop: str,
 ) -> None:
     if topk_ids.dtype.is_floating_point or topk_ids.dtype is torch.bool:
         raise InvalidInput(f"moefx::build_pft: topk_ids are {topk_ids.dtype}, expected integers")
     if num_experts < 1:
         raise InvalidInput(f"moefx::build_pft: num_experts={num_experts}, expected at least 1")
     if topk_weights is not None and not topk_weights.dtype.is_floating_point:
-        raise InvalidInput(f"moefx::build_pft: topk_weights are {topk_weights.dtype}, expected floating point")
+        raise InvalidInput(
+            f"moefx::build_pft: topk_weights are {topk_weights.dtype}, expected floating point"
+        )
     if keep is not None and keep.dtype is not torch.bool:
         raise InvalidInput(f"moefx::build_pft: keep is {keep.dtype}, expected torch.bool")
     if drop not in DROP_RULES:
-        raise InvalidInput(f"moefx::build_pft: drop={drop!r}, expected one of {', '.join(map(repr, DROP_RULES))}")
+        raise InvalidInput(
+            f"moefx::build_pft: drop={drop!r}, expected one of {', '.join(map(repr, DROP_RULES))}"
+        )
     if (capacity is None) != (drop == "none"):
         raise InvalidInput(f"moefx::build_pft: capacity={capacity} does not go with drop={drop!r}")
     if drop == "weight" and topk_weights is None:
@@ -124,7 +135,10 @@ def _(topk_ids, topk_weights, keep, *, num_experts, capacity=None, drop="none"):
     return index, torch.empty_like(index), offsets, inverse, weights
 
 
-@op("build_pft_backward(Tensor grad, Tensor inverse) -> Tensor", contract="grad[B], inverse[S,K] -> topk_weights[S,K]")
+@op(
+    "build_pft_backward(Tensor grad, Tensor inverse) -> Tensor",
+    contract="grad[B], inverse[S,K] -> topk_weights[S,K]",
+)
 def build_pft_backward(grad: Tensor, inverse: Tensor) -> Tensor:
     """Gradient of `topk_weights`: that of each choice's row, 0 where dropped."""
     gathered = grad.index_select(0, inverse.reshape(-1).clamp(min=0)).view(inverse.shape)
@@ -139,7 +153,8 @@ build_pft.autograd(
 )
 
 
-# -- between tokens and rows -------------------------------------------------------------------------------------------
+# -- between tokens and rows
+# -------------------------------------------------------------------------------------------
 
 
 @op(
@@ -152,16 +167,17 @@ def dispatch(x: Tensor, token_ids: Tensor, expert_offsets: Tensor, inverse: Tens
 
 
 @op(
-    "combine(Tensor rows, Tensor? combine_weights, Tensor token_ids, Tensor expert_offsets, Tensor inverse) -> Tensor",
+    "combine(Tensor rows, Tensor? combine_weights, Tensor token_ids, Tensor expert_offsets, Tensor inverse) "
+    "-> Tensor",
     contract="rows[B,D], combine_weights[B]?, token_ids[B], expert_offsets[E+1], inverse[S,K] -> out[S,D]",
 )
 def combine(
     rows: Tensor, combine_weights: Tensor | None, token_ids: Tensor, expert_offsets: Tensor, inverse: Tensor
 ) -> Tensor:
-    """Gather-sum: out[s] = sum over k of combine_weights[r] * rows[r], r = inverse[s,k], dropped choices left out.
+    """Gather-sum: out[s] = sum over k of combine_weights[r] * rows[r] with r = inverse[s,k].
 
-    Summed for k ascending (no atomics: bitwise repeatable), in float32 at least, rounded once to the dtype of `rows`.
-    Its derivative by `rows` is `dispatch` without weights.
+    Dropped choices are left out. Summed for k ascending (no atomics: bitwise repeatable), in float32 at
+    least, rounded once to the dtype of `rows`. Its derivative by `rows` is `dispatch` without weights.
     """
     dtype = torch.promote_types(rows.dtype, torch.float32)
     if combine_weights is not None:
@@ -177,9 +193,10 @@ def combine(
 
 
 @op(
-    "combine_backward(Tensor grad, Tensor rows, Tensor combine_weights, Tensor token_ids, Tensor expert_offsets) "
-    "-> (Tensor, Tensor)",
-    contract="grad[S,D], rows[B,D], combine_weights[B], token_ids[B], expert_offsets[E+1] -> rows[B,D], weights[B]",
+    "combine_backward(Tensor grad, Tensor rows, Tensor combine_weights, Tensor token_ids, "
+    "Tensor expert_offsets) -> (Tensor, Tensor)",
+    contract="grad[S,D], rows[B,D], combine_weights[B], token_ids[B], expert_offsets[E+1] -> "
+    "rows[B,D], weights[B]",
 )
 def combine_backward(
     grad: Tensor, rows: Tensor, combine_weights: Tensor, token_ids: Tensor, expert_offsets: Tensor
@@ -194,7 +211,7 @@ def combine_backward(
 
 
 def clear_tail(vector: Tensor, expert_offsets: Tensor) -> Tensor:
-    """Zero the tail of a [B] vector in place. A gradient of row weights may meet a reduction in the user's own graph."""
+    """Zero the tail of a [B] vector in place: its gradient may meet a reduction in the user's own graph."""
     row = torch.arange(vector.shape[0], dtype=expert_offsets.dtype, device=vector.device)
     return vector.masked_fill_(row >= expert_offsets[-1], 0)
 

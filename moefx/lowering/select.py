@@ -1,4 +1,5 @@
-"""Which provider runs an op: the latest registered one that supports the arguments, else the readable reference.
+"""Which provider runs an op: the latest registered one that supports the arguments, else the readable
+reference.
 
 Every choice is counted, so that tests and `explain` can say what ran:
 
@@ -42,8 +43,8 @@ def counters() -> dict[tuple[str, str], int]:
 def weight_paths() -> dict[str, int]:
     """How often the weights of a GEMM were read in which way since the last reset.
 
-    "stacked": one stacked tensor. "separate": E tensors, used one by one. "view": E tensors, equally spaced in one storage,
-    used as a strided view of it. "stacked_copy": E tensors copied into a stack for the call.
+    "stacked": one stacked tensor. "separate": E tensors, used one by one. "view": E tensors, equally spaced
+    in one storage, used as a strided view of it. "stacked_copy": E tensors copied into a stack for the call.
     """
     return dict(_paths)
 
@@ -67,7 +68,9 @@ def force(op: str, provider: str) -> Iterator[None]:
     if op not in registry:
         raise InvalidPlan(f"no op moefx::{op}; there are {', '.join(sorted(registry))}")
     if provider not in registry[op].providers:
-        raise InvalidPlan(f"moefx::{op} has no provider {provider!r}; it has {', '.join(registry[op].providers)}")
+        raise InvalidPlan(
+            f"moefx::{op} has no provider {provider!r}; it has {', '.join(registry[op].providers)}"
+        )
     before = _forced.get(op)
     _forced[op] = provider
     try:

@@ -294,7 +294,7 @@ class KeptGraph:
     def describe(self, twins: Twins) -> dict[str, Any]:
         n = twins.first
         val = n.meta.get("val")
-        meta: dict[str, Any] = {"source": str(n.meta["source"])}
+        meta: dict[str, Any] = {"source": str(n.meta["source"])} if n.op == "call_function" else {}
         if isinstance(val, torch.Tensor):
             meta["val"] = self.fake(val)
             shapes = [tuple(t.meta["val"].shape) for t in twins]
@@ -314,7 +314,7 @@ class KeptGraph:
                 if sizes == [s[name] for s in match.sizes]:
                     return {"B": "N", "S": "T"}.get(name, name)  # B and S are rows and tokens in the dialect
             return "n"
-        named = {match.num_experts: "E", match.arguments.width: "D"}
+        named = {match.slots: "K", match.num_experts: "E", match.arguments.width: "D"} if match.slots > 1 else {match.num_experts: "E", match.arguments.width: "D"}
         return named.get(sizes[0], str(sizes[0]))
 
     def fake(self, value: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ import copy
 import dataclasses
 import math
 import random
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -110,7 +111,7 @@ def sandbox(module: nn.Module, parameters: Parameters, dtype: torch.dtype | None
 def random_state(seed: int, devices: Iterable[torch.device] = ()) -> Iterator[None]:
     """Seed every generator that a model may draw from, and put all of them back."""
     state = random.getstate()
-    accelerators = [d for d in devices if d.type not in ("cpu", "meta")]
+    accelerators = _accelerators(devices)
     kind = accelerators[0].type if accelerators else "cuda"
     with torch.random.fork_rng(devices=accelerators, device_type=kind):
         torch.manual_seed(seed)
@@ -193,6 +194,7 @@ def execute(
         named = mapped({**dict(enumerate(args)), **kwargs}, fresh)
         before = _state(module)
         stack.enter_context(random_state(options.seed, devices))
+        drawn = _generators(devices)
         stack.enter_context(mode or contextlib.nullcontext())
 
         out = call(module, *(named[i] for i in range(len(args))), **{key: named[key] for key in kwargs})
@@ -217,10 +219,23 @@ def execute(
                 if p.requires_grad and p.numel() <= options.largest
             }
             cotangents = _gradients(heads, targets, options.seed, cotangents or {}, values)
+        if (now := _generators(devices)) != drawn:
+            values["state", "random numbers drawn"] = torch.tensor(now)
     after = _state(module)
     changed = {key for key, t in after.items() if key not in before or not _same(t, before[key])}
     changed |= {key for key in values if key[0] == "state"}
     return Run(values | after, changed, cotangents or {})
+
+
+def _generators(devices: Iterable[torch.device]) -> int:
+    """A digest of the state of all generators. One draw too few in a block changes what all later ones see."""
+    states = [torch.get_rng_state()]
+    states += [torch.get_device_module(d).get_rng_state(d) for d in _accelerators(devices)]
+    return zlib.crc32(b"".join(bytes(s.tolist()) for s in states) + repr(random.getstate()).encode())
+
+
+def _accelerators(devices: Iterable[torch.device]) -> list[torch.device]:
+    return sorted((d for d in devices if d.type not in ("cpu", "meta")), key=str)
 
 
 def _gradients(

@@ -1,5 +1,5 @@
-"""Providers on plain torch: segment GEMMs (CPU, float64, old GPUs) and torch's grouped GEMM (16-bit on new GPUs)."""
+"""Providers on plain torch: segment GEMMs, and torch's grouped GEMM where it is fast."""
 
-from . import grouped, rows, segments
+from . import grouped, mlp, rows, segments
 
-__all__ = ["grouped", "rows", "segments"]
+__all__ = ["grouped", "mlp", "rows", "segments"]

@@ -1,0 +1,159 @@
+"""Provider "grouped_mm": torch's grouped GEMM, one kernel over all experts, no host sync. bfloat16 on new
+GPUs.
+
+`torch.nn.functional.grouped_mm` takes the offsets on the device. Its fused kernels are for bfloat16 on sm90
+and newer and on AMD's gfx942 and newer; elsewhere torch loops over the experts on the host, and "segments"
+serves better.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ...ir.experts import (
+    check_dtypes,
+    expert_of_row,
+    expert_rows_backward,
+    grouped_mm,
+    grouped_mm_backward,
+    is_stacked,
+    weight_shape,
+)
+from .weights import stack
+
+_ALIGNMENT = 8  # elements of 16 bit: the kernels read 16 bytes at a time
+
+
+def applies(rows: Tensor, dtype: torch.dtype | None, *weights: Sequence[Tensor]) -> bool:
+    """Whether the fused kernel takes these rows and these lists of weights."""
+    if rows.device.type != "cuda" or (dtype or rows.dtype) is not torch.bfloat16 or rows.shape[0] == 0:
+        return False
+    widths = [rows.shape[-1], *(size for w in weights for size in w[0].shape[-2:])]
+    # Stacked weights are read in place, by their strides; separate ones, and those to be cast, at worst from
+    # a copy.
+    in_place = [w[0] for w in weights if is_stacked(w, 2) and w[0].dtype is torch.bfloat16]
+    return all(w % _ALIGNMENT == 0 for w in widths) and all(map(_readable, in_place)) and _fused(rows.device)
+
+
+@functools.cache
+def _fused(device: torch.device) -> bool:
+    available = hasattr(torch.nn.functional, "grouped_mm") or hasattr(torch, "_grouped_mm")
+    return available and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _readable(w: Tensor) -> bool:
+    *outer, row, column = w.stride()
+    strides = (*outer, max(row, column))
+    return min(row, column) == 1 and all(s % _ALIGNMENT == 0 for s in strides) and w.data_ptr() % 16 == 0
+
+
+def _gemm(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """[B,n] @ [E,n,m] by blocks of rows, or [n,B] @ [B,m] -> [E,n,m] by blocks of the inner dimension."""
+    function = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm")  # noqa: B009
+    return function(left, right, offs=ends)
+
+
+class Whole:
+    """All rows as one group (see `segments.Group`)."""
+
+    rows = slice(None)
+
+
+class GroupedGemms:
+    """The GEMMs of one call as grouped GEMMs, with the face of `segments.SegmentGemms`.
+
+    Buffers are the kernels' own.
+    """
+
+    def __init__(self, expert_offsets: Tensor, dtype: torch.dtype):
+        self.expert_offsets, self.ends, self.dtype = expert_offsets, expert_offsets[1:], dtype
+
+    def for_each_group(self, work: Callable[[Whole], object], multiplications: int) -> None:
+        work(Whole())
+
+    def weights(self, w: Sequence[Tensor], transposed: bool) -> Tensor:
+        stacked = stack(w, self.dtype)
+        return stacked.transpose(1, 2) if transposed else stacked
+
+    def flip(self, w: Tensor) -> Tensor:
+        return w.transpose(1, 2)
+
+    def biases(self, v: Sequence[Tensor] | None) -> Tensor | None:
+        if v is None:
+            return None
+        return (v[0] if is_stacked(v, 1) else torch.stack(list(v))).to(self.dtype)
+
+    def new_rows(self, like: Tensor, num_rows: int, width: int, dtype: torch.dtype) -> Tensor | None:
+        return None
+
+    def new_stack(self, parameters: Sequence[Tensor], dim: int) -> Tensor | None:
+        return None
+
+    def finish_rows(self, rows: Tensor) -> Tensor:
+        return rows
+
+    def finish_stack(self, stacked: Tensor) -> Tensor:
+        return stacked
+
+    def multiply(
+        self, group: Whole, rows: Tensor, w: Tensor, out: Tensor | None = None, *, add: bool = False
+    ) -> Tensor:
+        product = _gemm(rows.contiguous(), w, self.ends)
+        return product if out is None or not add else out.add_(product)
+
+    def outer(self, group: Whole, left: Tensor, right: Tensor, out: Tensor | None) -> Tensor:
+        return _gemm(left.contiguous().t(), right.contiguous(), self.ends)
+
+    def add_bias(self, group: Whole, rows: Tensor, bias: Tensor | None) -> Tensor:
+        return rows if bias is None else rows.add_(self._by_row(bias, rows))
+
+    def dot_bias(self, group: Whole, rows: Tensor, bias: Tensor) -> Tensor:
+        return (rows * self._by_row(bias, rows)).sum(1, keepdim=True, dtype=torch.float32)
+
+    def sum_rows(self, group: Whole, rows: Tensor, out: Tensor | None) -> Tensor:
+        # A GEMM with ones: float32 accumulation in fixed order, blind to the tail.
+        ones = torch.ones((rows.shape[0], _ALIGNMENT), dtype=rows.dtype, device=rows.device)
+        return self.outer(group, ones, rows, None)[:, 0]
+
+    def _by_row(self, table: Tensor, rows: Tensor) -> Tensor:
+        return table.index_select(0, expert_of_row(self.expert_offsets, rows.shape[0]))
+
+
+@grouped_mm.provider(
+    "grouped_mm", supports=lambda rows, w, expert_offsets, *, transposed, dtype=None: applies(rows, dtype, w)
+)
+def _grouped_mm(
+    rows: Tensor,
+    w: list[Tensor],
+    expert_offsets: Tensor,
+    *,
+    transposed: bool,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    gemms = GroupedGemms(expert_offsets, check_dtypes("grouped_mm", rows, w, dtype))
+    weight_shape("grouped_mm", w, expert_offsets, transposed, rows.shape[1])
+    return gemms.multiply(Whole(), rows, gemms.weights(w, transposed))
+
+
+@grouped_mm_backward.provider(
+    "grouped_mm",
+    supports=lambda grad, rows, expert_offsets, *, transposed, dtype: (
+        applies(rows, None) and grad.shape[-1] % _ALIGNMENT == 0
+    ),
+)
+def _grouped_mm_backward(
+    grad: Tensor, rows: Tensor, expert_offsets: Tensor, *, transposed: bool, dtype: torch.dtype
+) -> Tensor:
+    left, right = (grad, rows) if transposed else (rows, grad)
+    return GroupedGemms(expert_offsets, rows.dtype).outer(Whole(), left, right, None).to(dtype)
+
+
+@expert_rows_backward.provider(
+    "grouped_mm", supports=lambda grad, expert_offsets, *, dtype: applies(grad, None)
+)
+def _expert_rows_backward(grad: Tensor, expert_offsets: Tensor, *, dtype: torch.dtype) -> Tensor:
+    return GroupedGemms(expert_offsets, grad.dtype).sum_rows(Whole(), grad, None).to(dtype).contiguous()

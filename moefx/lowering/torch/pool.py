@@ -1,9 +1,10 @@
 """Work on groups of experts side by side on the CPU.
 
-A plain loop over experts leaves the cores to the insides of each small kernel, where half of their time is lost: splitting
-a 256-row GEMM over two cores, or a pointwise part that is too small to be split. Experts are independent, so each worker
-takes whole ones, with kernels of one thread. The kernels release the GIL; results go to disjoint slices, so that neither
-the number of workers nor their order changes a bit of them.
+A plain loop over experts leaves the cores to the insides of each small kernel, where half of their time is
+    lost: splitting a 256-row GEMM over two cores, or a pointwise part that is too small to be split. Experts
+    are independent, so each worker takes whole ones, with kernels of one thread. The kernels release the GIL;
+    results go to disjoint slices, so that neither the number of workers nor their order changes a bit of
+    them.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ T = TypeVar("T")
 _MAX_WORKERS = 8
 
 
-def for_each(items: Sequence[T], work: Callable[[T], Any]) -> None:
+def for_each(items: Sequence[T], work: Callable[[T], Any], *, parallel: bool = True) -> None:
     """Call `work` on every item, in parallel where torch may use several threads. Raises the first error."""
     num_threads = torch.get_num_threads()
     num_workers = min(num_threads, _MAX_WORKERS, len(items))
-    if num_workers < 2:
+    if num_workers < 2 or not parallel:
         for item in items:
             work(item)
         return

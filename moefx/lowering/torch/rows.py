@@ -1,4 +1,4 @@
-"""Provider "bag" of `combine` on the CPU: torch's embedding_bag is a gather-sum in fixed order without intermediates."""
+"""Provider "bag" of `combine` on the CPU: embedding_bag is a gather-sum in fixed order without copies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ _BLOCK = 1024
 
 
 def _on_cpu(rows: Tensor, combine_weights: Tensor | None, *_: Tensor) -> bool:
-    # embedding_bag takes weights in the dtype of the rows only, and accumulates in float32 or better only for these.
+    # embedding_bag takes weights in the dtype of the rows only, and accumulates in float32 or better only for
+    # these.
     same = combine_weights is None or combine_weights.dtype == rows.dtype
     return rows.device.type == "cpu" and same and rows.dtype in (torch.float32, torch.float64)
 

@@ -19,7 +19,7 @@ def matrices(w: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def stack(w: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """All experts' matrices as one tensor [E,...] in `dtype`, for grouped GEMMs; a view where the storage allows it."""
+    """All experts' matrices as one tensor [E,...] for grouped GEMMs; a view where the storage allows it."""
     if is_stacked(w, 2):
         count_weight_path("stacked")
         return w[0].to(dtype)
@@ -29,7 +29,9 @@ def stack(w: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         return view.to(dtype)
     count_weight_path("stacked_copy")
     copy = torch.empty((len(w), *w[0].shape), dtype=dtype, device=w[0].device)
-    torch._foreach_copy_(list(copy.unbind(0)), list(w))
+    torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
+        list(copy.unbind(0)), list(w)
+    )
     return copy
 
 
@@ -48,4 +50,6 @@ def strided_view(w: Sequence[Tensor]) -> Tensor | None:
     extent = (sum((n - 1) * s for n, s in zip(first.shape, strides, strict=True)) + 1) * size
     if begin + (len(w) - 1) * spacing + extent > first.untyped_storage().nbytes():
         return None
-    return first.detach().as_strided((len(w), *first.shape), (spacing // size, *strides), first.storage_offset())
+    return first.detach().as_strided(
+        (len(w), *first.shape), (spacing // size, *strides), first.storage_offset()
+    )

@@ -1,0 +1,150 @@
+"""How parts of a graph are called in print: values, parameters, the pointwise part of an expert."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from .block import BUILD_PFT, target_name
+from .body import ExpertBody
+from .codegen import is_getitem
+from .expression import pretty
+from .names import AttributeRange, attribute_ranges
+
+# What the results of dialect ops, and the values that go into them, are called when the pass that made the node gave no
+# name of its own.
+_RESULTS = {"build_pft": "pft", "dispatch": "rows", "grouped_mm": "h", "expert_mlp": "y", "combine": "out"}
+_ROLES = {
+    (BUILD_PFT, 0): "topk_ids",
+    (BUILD_PFT, 1): "topk_w",
+    ("moefx::dispatch", 0): "x",
+    ("moefx::expert_mlp", 0): "x",
+}
+_ARITHMETIC = {"add", "sub", "mul", "div", "neg", "clamp", "clamp_min", "clamp_max", "_to_copy"}
+
+
+def shown_names(graph: Graph) -> dict[Node, str]:
+    """The name of every node in print: its own where somebody chose it, else one that says its role."""
+    taken = {node.name for node in graph.nodes if not _default_name(node)}
+    names: dict[Node, str] = {}
+    for node in graph.nodes:
+        name = _default_name(node)
+        if name:
+            role = next(filter(None, (_role(node, user) for user in node.users)), "")
+            if is_getitem(node) and not role and isinstance(node.args[0], Node):
+                name = f"{names[node.args[0]]}_{node.args[1]}"
+            name = _unused(role or name, taken)
+            taken.add(name)
+        names[node] = name or node.name
+    return names
+
+
+def _role(node: Node, user: Node) -> str:
+    positions = [i for i, argument in enumerate(user.args) if argument is node]
+    return next((r for i in positions if (r := _ROLES.get((target_name(user), i)))), "")
+
+
+def _default_name(node: Node) -> str:
+    """The op's name when the node's own is the one that FX derived from it (`mul_tensor_1`), else ""."""
+    if is_getitem(node):
+        return "item" if re.fullmatch(r"getitem(_\d+)?", node.name) else ""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return ""
+    name = node.target._schema.name.partition("::")[2]
+    overload = re.sub(r"(?<=[a-z\d])(?=[A-Z])", "_", node.target._overloadname).lower()
+    derived = re.fullmatch(rf"{name}(_{overload})?(_\d+)?", node.name)
+    return _RESULTS.get(name, name.strip("_")) if derived else ""
+
+
+def _unused(name: str, taken: set[str]) -> str:
+    number, candidate = 1, name
+    while candidate in taken:
+        number, candidate = number + 1, f"{name}_{number}"
+    return candidate
+
+
+# -- parameters --------------------------------------------------------------------------------
+
+
+def attribute_name(node: Node) -> str:
+    """The parameter's name in the block; a captured graph records it beside a target of its own."""
+    return str(node.meta.get("fqn") or node.target)
+
+
+def shown_path(path: str) -> str:
+    """`experts.0.w` -> `experts[0].w`."""
+    return re.sub(r"\.(\d+)(?=\.|$|\[)", r"[\1]", path)
+
+
+def range_texts(names: Sequence[str]) -> list[str]:
+    """Parameter names for people: runs as ranges, ranges over the same experts as one."""
+    runs = attribute_ranges(names)
+    text = _braces(runs)
+    return [text] if text else [shown_path(str(run)) for run in runs]
+
+
+def _braces(runs: Sequence[AttributeRange | str]) -> str:
+    """Ranges over the same experts as one: `experts[0..63].{gate, up}.weight`; "" where there is none."""
+    first = runs[0] if runs else ""
+    if len(runs) < 2 or not isinstance(first, AttributeRange):
+        return ""
+    parts = [
+        run.after.split(".")
+        for run in runs
+        if isinstance(run, AttributeRange)
+        and (run.before, run.start, run.stop) == (first.before, first.start, first.stop)
+    ]
+    if len(parts) != len(runs) or len({len(p) for p in parts}) != 1:
+        return ""
+    differ = [i for i in range(len(parts[0])) if len({p[i] for p in parts}) > 1]
+    if len(differ) != 1:
+        return ""
+    choices = f"{{{', '.join(p[differ[0]] for p in parts)}}}"
+    after = ".".join([*parts[0][: differ[0]], choices, *parts[0][differ[0] + 1 :]])
+    return shown_path(str(AttributeRange(first.before, after, first.start, first.stop)))
+
+
+# -- bodies --------------------------------------------------------------------------------
+
+
+def body_text(body: str) -> str:
+    """The pointwise part of an `ExpertBody` (its JSON): `silu(g)*u`, `relu(h)`; ` | y*w` is what follows the
+    last GEMM."""
+    expert = ExpertBody.from_json(body)
+    if len(expert.parts) == 1:
+        names = {"a0": "h"}
+    elif len(expert.parts) == 2:
+        gate = _gate(expert.act)
+        names = {gate: "g", ("a1" if gate == "a0" else "a0"): "u"}
+    else:
+        names = {}
+    text = pretty(_renamed(expert.act, names))
+    return text if expert.out == "y" else f"{text} | {pretty(expert.out)}"
+
+
+def _gate(act: Any) -> str:
+    """Which of two variables is the gate: the one that stands inside a function, not just in arithmetic."""
+    inside = _inside_functions(act, False)
+    return "a1" if "a1" in inside and "a0" not in inside else "a0"
+
+
+def _inside_functions(expr: Any, inside: bool) -> set[str]:
+    if isinstance(expr, str):
+        return {expr} if inside else set()
+    if not isinstance(expr, (tuple, list)) or not expr:
+        return set()
+    inside = inside or str(expr[0]).partition(".")[0] not in _ARITHMETIC
+    return set().union(*(_inside_functions(e, inside) for e in expr[1:]))
+
+
+def _renamed(expr: Any, names: dict[str, str]) -> Any:
+    if isinstance(expr, str):
+        return names.get(expr, expr)
+    if isinstance(expr, (tuple, list)) and expr:
+        head = expr[0] if isinstance(expr[0], str) and expr[0] not in names else _renamed(expr[0], names)
+        return (head, *(e if isinstance(e, dict) else _renamed(e, names) for e in expr[1:]))
+    return expr

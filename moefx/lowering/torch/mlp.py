@@ -1,0 +1,310 @@
+"""Providers "segments" and "grouped_mm" of `expert_mlp`: one algebra over two kinds of GEMMs.
+
+The backward follows SonicMoE. The result is linear in y in practice, rows = y * c(w); then neither y nor its
+recomputation is needed:
+
+    dA' = dO @ W2^T       A, dH from H and c*dA'        dW2 = (c*A)^T @ dO       d c = <dO, y> = <dA', A> +
+    <dO, bias> dW1 = dH^T @ X        dX = gather-sum of dH @ W1
+
+A body whose `out` is not linear in y (a norm after the down-projection, say) recomputes y.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...ir import derivative, expression
+from ...ir.expert_mlp import Call, expert_mlp, expert_mlp_backward, weight_gradient
+from ...ir.routing import combine
+from . import grouped
+from .grouped import GroupedGemms
+from .segments import SegmentGemms
+
+Gemms = Any  # SegmentGemms | GroupedGemms: they have the same face
+Group = Any
+
+
+class Buffer:
+    """A result that groups fill slice by slice, or that the one group there is makes itself."""
+
+    def __init__(self, tensor: Tensor | None):
+        self.tensor = tensor
+
+    def fill(self, group: Group, make: Callable[[Tensor | None], Tensor]) -> Tensor:
+        """`make(out)` returns the group's rows, in `out` or not."""
+        if self.tensor is None:
+            self.tensor = make(None)
+            return self.tensor
+        out = self.tensor[group.rows]
+        rows = make(out)
+        return out if rows is out else out.copy_(rows)
+
+
+class Parameters:
+    """A call's expert parameters as its GEMMs want them."""
+
+    def __init__(self, call: Call, gemms: Gemms):
+        self.gemms = gemms
+        self.up = [gemms.weights(w, g.transposed) for w, g in zip(call.up, call.body.up, strict=True)]
+        self.up_bias = [gemms.biases(b) for b in call.up_bias]
+        self.down = gemms.weights(call.down, call.body.down.transposed)
+        self.down_bias = gemms.biases(call.down_bias)
+
+    def project_up(self, g: int, group: Group, x: Tensor, out: Tensor | None = None) -> Tensor:
+        return self.gemms.add_bias(group, self.gemms.multiply(group, x, self.up[g], out), self.up_bias[g])
+
+    def project_down(self, group: Group, act: Tensor, out: Tensor | None = None) -> Tensor:
+        return self.gemms.add_bias(group, self.gemms.multiply(group, act, self.down, out), self.down_bias)
+
+
+def forward(call: Call, gemms: Gemms, keep: str) -> list[Tensor]:
+    up_widths, act_width, out_width = call.widths()
+    x, parameters, scale = call.x, Parameters(call, gemms), _row_scale(call)
+    act_of, out_of = (expression.program(expression.canonical(e)) for e in (call.act, call.body.out))
+
+    def buffer(width: int, dtype: torch.dtype) -> Buffer:
+        return Buffer(gemms.new_rows(x, call.num_rows, width, dtype))
+
+    result = buffer(out_width, call.out_dtype)
+    kept_up = [buffer(width, call.dtype) for width in up_widths] if keep in ("h", "all") else []
+    kept_act = buffer(act_width, call.dtype) if keep == "all" else None
+    # Multiplying in place rounds as the expression does when y has the dtype of the result.
+    scale_in_place = scale is not None and call.out_dtype == call.dtype
+
+    def run(group: Group) -> None:
+        rows = x.index_select(0, call.token_ids[group.rows])
+        hidden = []
+        for g in range(len(up_widths)):
+            if kept_up:
+                hidden.append(
+                    kept_up[g].fill(group, lambda out, g=g: parameters.project_up(g, group, rows, out))
+                )
+            else:
+                hidden.append(parameters.project_up(g, group, rows))
+        env = _with_weight(call, group, call.parts(hidden))
+        act = act_of(env)
+        if kept_act is not None:
+            act = kept_act.fill(group, lambda out: act.clone() if isinstance(call.act, str) else act)
+
+        def finish(out: Tensor | None) -> Tensor:
+            if call.body.out == "y":
+                return parameters.project_down(group, act, out)
+            if scale is not None and scale_in_place:
+                return parameters.project_down(group, act, out).mul_(scale[group.rows])
+            return out_of({**env, "y": parameters.project_down(group, act)})
+
+        result.fill(group, finish)
+
+    gemms.for_each_group(run, call.multiplications())
+    return [gemms.finish_rows(b.tensor) for b in (result, *kept_up, *([kept_act] if kept_act else []))]
+
+
+class Backward:
+    """One backward call: `run` for each group, then `results`."""
+
+    def __init__(self, call: Call, gemms: Gemms, kept: Sequence[Tensor], grad: Tensor, needs: Sequence[bool]):
+        self.call, self.gemms, self.grad, self.parameters = call, gemms, grad, Parameters(call, gemms)
+        self.need_x, self.need_w, need_up, need_up_bias, need_down, need_down_bias = needs
+        num_up = len(call.up)
+        self.hidden, self.kept_act = kept[:num_up], (kept[num_up] if len(kept) > num_up else None)
+        self.linear, self.scale = expression.is_linear(call.body.out, "y"), _row_scale(call)
+
+        self.grad_rows = Buffer(gemms.new_rows(call.x, call.num_rows, call.x.shape[1], call.dtype))
+        self.grad_up = self._stacks(need_up, call.up, 2)
+        self.grad_up_bias = self._stacks(need_up_bias, call.up_bias, 1)
+        (self.grad_down,) = self._stacks(need_down, [call.down], 2)
+        (self.grad_down_bias,) = self._stacks(need_down_bias, [call.down_bias], 1)
+        out_uses, act_uses = expression.variables(call.body.out), expression.variables(call.act)
+        self.w_of_out = (
+            self._column(torch.promote_types(grad.dtype, torch.float32)) if "w" in out_uses else None
+        )
+        self.w_of_act = self._column(call.w.dtype) if "w" in act_uses and call.w is not None else None
+
+    def _stacks(
+        self, needed: bool, parameters: Sequence[Sequence[Tensor] | None], dim: int
+    ) -> list[Buffer | None]:
+        return [Buffer(self.gemms.new_stack(p, dim)) if needed and p else None for p in parameters]
+
+    def _column(self, dtype: torch.dtype) -> Tensor | None:
+        return self.call.x.new_zeros((self.call.num_rows, 1), dtype=dtype) if self.need_w else None
+
+    def run(self, group: Group) -> None:
+        call, gemms, parameters = self.call, self.gemms, self.parameters
+        grad, rows = self.grad[group.rows], None
+        hidden = [h[group.rows] for h in self.hidden]
+        if not hidden:
+            rows = call.x.index_select(0, call.token_ids[group.rows])
+            hidden = [parameters.project_up(g, group, rows) for g in range(len(call.up))]
+        env = call.parts(hidden)
+        wrt = [*env, "w"] if self.w_of_act is not None else list(env)
+        env = _with_weight(call, group, env)
+        act = None if self.kept_act is None else self.kept_act[group.rows]
+        scale = None if self.scale is None else self.scale[group.rows]
+
+        if self.linear:
+            grad_y = grad.to(call.dtype)  # the scale goes to narrower tensors below
+        else:
+            act = expression.evaluate(call.act, env) if act is None else act
+            grad_y = self._through_out(group, act, grad, env)
+        unscaled = gemms.multiply(group, grad_y, gemms.flip(parameters.down))
+        grad_act = unscaled if scale is None else (unscaled * scale).to(call.dtype)
+        value, by_act = derivative.vjp(call.act, env, grad_act, wrt, value=act is None)
+        act = value if act is None else act
+        assert act is not None
+
+        if self.w_of_act is not None:
+            self.w_of_act[group.rows] = by_act["w"]
+        if self.linear and self.w_of_out is not None:
+            self.w_of_out[group.rows] = self._output_dot(group, unscaled, act, grad_y)
+        if self.grad_down is not None:
+            scaled = act if scale is None else (act * scale).to(call.dtype)
+            self._outer(self.grad_down, group, grad_y, scaled, call.body.down.transposed)
+        if self.grad_down_bias is not None:
+            self._sum(
+                self.grad_down_bias, group, grad_y if scale is None else (grad_y * scale).to(call.dtype)
+            )
+        grad_hidden = self._hidden_gradients(hidden, by_act)
+        del unscaled, grad_act, value, by_act, act, hidden, env
+        if rows is None:
+            rows = call.x.index_select(0, call.token_ids[group.rows])
+        self._through_up(group, rows, grad_hidden)
+
+    def _through_out(self, group: Group, act: Tensor, grad: Tensor, env: dict[str, Tensor]) -> Tensor:
+        """Gradient of y through an `out` that is not linear in it."""
+        y = self.parameters.project_down(group, act)
+        wrt = ["y", "w"] if self.w_of_out is not None else ["y"]
+        _, by_out = derivative.vjp(self.call.body.out, {**env, "y": y}, grad, wrt, value=False)
+        if self.w_of_out is not None:
+            self.w_of_out[group.rows] = by_out["w"]
+        return by_out["y"]
+
+    def _output_dot(self, group: Group, unscaled: Tensor, act: Tensor, grad_y: Tensor) -> Tensor:
+        """<dO, y> for each row, [n,1], in float32 at least."""
+        dtype = torch.promote_types(unscaled.dtype, torch.float32)
+        dot = (unscaled.to(dtype) * act).sum(1, keepdim=True)
+        if self.parameters.down_bias is not None:
+            dot += self.gemms.dot_bias(group, grad_y, self.parameters.down_bias)
+        return dot
+
+    def _hidden_gradients(self, hidden: Sequence[Tensor], by_act: dict[str, Tensor]) -> list[Tensor]:
+        """Gradients of the up-projections from those of the parts, which are slices of them."""
+        result = []
+        for g, h in enumerate(hidden):
+            parts = [
+                (f"a{i}", slice(*part)) for i, (group, *part) in enumerate(self.call.body.parts) if group == g
+            ]
+            parts = [(name, columns) for name, columns in parts if name in by_act]
+            if len(parts) == 1 and by_act[parts[0][0]].shape == h.shape:
+                result.append(by_act[parts[0][0]])
+                continue
+            grad = torch.zeros_like(h)
+            for name, columns in parts:
+                grad[:, columns] += by_act[name]
+            result.append(grad)
+        return result
+
+    def _through_up(self, group: Group, rows: Tensor, grad_hidden: Sequence[Tensor]) -> None:
+        for g, grad in enumerate(grad_hidden):
+            stack, bias = self.grad_up[g], self.grad_up_bias[g]
+            if stack is not None:
+                self._outer(stack, group, grad, rows, self.call.body.up[g].transposed)
+            if bias is not None:
+                self._sum(bias, group, grad)
+        if not self.need_x:
+            return
+
+        def grad_rows(out: Tensor | None) -> Tensor:
+            for g, grad in enumerate(grad_hidden):
+                out = self.gemms.multiply(group, grad, self.gemms.flip(self.parameters.up[g]), out, add=g > 0)
+            assert out is not None
+            return out
+
+        self.grad_rows.fill(group, grad_rows)
+
+    def _outer(self, buffer: Buffer, group: Group, grad: Tensor, rows: Tensor, transposed: bool) -> None:
+        left, right = (grad, rows) if transposed else (rows, grad)
+        buffer.tensor = self.gemms.outer(group, left, right, buffer.tensor)
+
+    def _sum(self, buffer: Buffer, group: Group, rows: Tensor) -> None:
+        buffer.tensor = self.gemms.sum_rows(group, rows, buffer.tensor)
+
+    def results(self) -> list[Tensor]:
+        call, results = self.call, []
+        if self.need_x:
+            rows = self.gemms.finish_rows(self.grad_rows.tensor)
+            results.append(combine(rows, None, call.token_ids, call.expert_offsets, call.inverse))
+        if self.need_w:
+            w_of_out = self.w_of_out
+            if self.linear and w_of_out is not None:
+                w_of_out = derivative.vjp(
+                    call.body.out, _with_ones(call), w_of_out.to(call.out_dtype), ["w"]
+                )[1]["w"]
+            results.append(weight_gradient(call, w_of_out, self.w_of_act))
+        stacks = zip(
+            (*self.grad_up, *self.grad_up_bias, self.grad_down, self.grad_down_bias),
+            (*call.up, *call.up_bias, call.down, call.down_bias),
+            strict=True,
+        )
+        for buffer, parameters in stacks:
+            if buffer is not None and parameters is not None:
+                results.append(self.gemms.finish_stack(buffer.tensor).to(parameters[0].dtype).contiguous())
+        return results
+
+
+def _with_weight(call: Call, group: Group, env: dict[str, Tensor]) -> dict[str, Tensor]:
+    return env if call.w is None else {**env, "w": call.w[group.rows]}
+
+
+def _row_scale(call: Call) -> Tensor | None:
+    """c(w) of rows = y * c(w), [B,1]: what `out` makes of ones. None: `out` is y, or not linear in it."""
+    if call.body.out == "y" or not expression.is_linear(call.body.out, "y"):
+        return None
+    return expression.evaluate(call.body.out, _with_ones(call))
+
+
+def _with_ones(call: Call) -> dict[str, Tensor]:
+    ones = torch.ones((call.num_rows, 1), dtype=call.dtype, device=call.x.device)
+    return {"y": ones} if call.w is None else {"y": ones, "w": call.w}
+
+
+def _grouped_applies(*args: Any, dtype: torch.dtype | None = None, **_: Any) -> bool:
+    x, token_ids, up, down = args[0], args[1], args[5], args[7]
+    first_of_each = up if len(up) <= 2 else [up[0], up[-1]]
+    return token_ids.shape[0] > 0 and grouped.applies(x, dtype, *([w] for w in first_of_each), [down[0]])
+
+
+def _forward_with(make: Callable[[Tensor, torch.dtype], Gemms]) -> Callable[..., list[Tensor]]:
+    def run(*args: Any, body: str, keep: str = "h", dtype: torch.dtype | None = None) -> list[Tensor]:
+        call = Call.of(args, body, keep, dtype)
+        return forward(call, make(call.expert_offsets, call.dtype), keep)
+
+    return run
+
+
+def _backward_with(make: Callable[[Tensor, torch.dtype], Gemms]) -> Callable[..., list[Tensor]]:
+    def run(
+        grad: Tensor,
+        *args: Any,
+        body: str,
+        keep: str,
+        dtype: torch.dtype | None = None,
+        needs: Sequence[bool],
+    ) -> list[Tensor]:
+        call = Call.of(args[:-1], body, keep, dtype)
+        backward = Backward(call, make(call.expert_offsets, call.dtype), args[-1], grad, needs)
+        backward.gemms.for_each_group(backward.run, 2 * call.multiplications())
+        return backward.results()
+
+    return run
+
+
+expert_mlp.provider("segments")(_forward_with(SegmentGemms))
+expert_mlp_backward.provider("segments")(_backward_with(SegmentGemms))
+expert_mlp.provider("grouped_mm", supports=_grouped_applies)(_forward_with(GroupedGemms))
+expert_mlp_backward.provider(
+    "grouped_mm", supports=lambda grad, *args, **kwargs: _grouped_applies(*args, **kwargs)
+)(_backward_with(GroupedGemms))
