@@ -17,7 +17,8 @@ from torch.fx import Node
 
 from ..ir.block import BUILD_PFT, BlockGraph, target_name, value_text
 from ..ir.codegen import is_getitem
-from ..ir.printer import attribute_name, body_text, print_lines, range_texts, shown_path
+from ..ir.display import attribute_name, body_text, range_texts, shown_path
+from ..ir.printer import print_lines
 from ..ir.spec import is_dead
 
 MIN_REPEATS = 4  # fewer like steps are drawn one by one

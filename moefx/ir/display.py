@@ -15,8 +15,8 @@ from .codegen import is_getitem
 from .expression import pretty
 from .names import AttributeRange, attribute_ranges
 
-# What the results of dialect ops, and the values that go into them, are called when the pass that made the node gave no
-# name of its own.
+# What the results of dialect ops, and the values that go into them, are called when the pass that made the
+# node gave no name of its own.
 _RESULTS = {"build_pft": "pft", "dispatch": "rows", "grouped_mm": "h", "expert_mlp": "y", "combine": "out"}
 _ROLES = {
     (BUILD_PFT, 0): "topk_ids",
@@ -35,8 +35,16 @@ def shown_names(graph: Graph) -> dict[Node, str]:
         name = _default_name(node)
         if name:
             role = next(filter(None, (_role(node, user) for user in node.users)), "")
-            if is_getitem(node) and not role and isinstance(node.args[0], Node):
-                name = f"{names[node.args[0]]}_{node.args[1]}"
+            producer = node.args[0] if is_getitem(node) else None
+            if isinstance(producer, Node) and not role:
+                if node.args[1] == 0 and (
+                    len(producer.users) == 1 or target_name(producer) == "moefx::expert_mlp"
+                ):
+                    # The only result takes the op's name, so does the first of expert_mlp: the others are
+                    # kept values.
+                    names[node] = names[producer]
+                    continue
+                name = f"{names[producer]}_{node.args[1]}"
             name = _unused(role or name, taken)
             taken.add(name)
         names[node] = name or node.name

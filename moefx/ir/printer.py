@@ -1,5 +1,4 @@
-"""The printed form of a block's graph: one line per node, reads like the listing of a paper (design section
-4).
+"""The printed form of a block's graph: one line per node, reads like a paper's listing (design section 4).
 
 Parameters stand where they are used, by their names in the block; a run of expert parameters is one range.
 Results of one op are unpacked on its line, the index arrays of `build_pft` stay one value `pft`. To the right
@@ -12,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,10 +18,8 @@ import torch
 from torch.fx import Node
 
 from .block import BUILD_PFT, BlockGraph, dtype_text, output_value, target_name, value_text
-from .body import ExpertBody
 from .codegen import INFIX, is_getitem, unpacked
-from .expression import pretty
-from .names import AttributeRange, attribute_ranges
+from .display import attribute_name, body_text, range_texts, shown_names, shown_path
 
 _NAME_WIDTH = 22  # longer names do not push the column
 _CODE_WIDTH = 96  # longer lines do not push the comments
@@ -129,18 +125,10 @@ class _Printer:
             comment.append("SAVE")
         names = ""
         if results:
-            names = ", ".join(self._result_name(node, r, len(results)) for r in results)
+            names = ", ".join(self.names[r] if r else "_" for r in results)
         elif node.users:
             names = self.names[node]
         return Line(names, self._call(node), "   ".join(filter(None, comment)), source, node)
-
-    def _result_name(self, node: Node, result: Node | None, count: int) -> str:
-        if result is None:
-            return "_"
-        if count == 1 and re.fullmatch(r"getitem(_\d+)?", result.name) and not self._has_role(result):
-            # The only result that is used takes the op's name: `y = expert_mlp(...)`, not `getitem_7 = ...`.
-            self.names[result] = self.names[node]
-        return self.names[result]
 
     def _comment(self, node: Node, results: Sequence[Node | None] | None) -> str:
         if target_name(node) == BUILD_PFT:

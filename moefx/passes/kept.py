@@ -57,11 +57,15 @@ class KeptGraph:
         self.fake_mode = self.captures[0].tracer.fake_mode
         self._sizes: dict[tuple, fx.Node] = {}
         self.inputs: dict[int, fx.Node] = {}
-        self.calls = _kept_calls(match)
-        self.call_of = {n: call for call in self.calls for n in _leaf_nodes(call[0].out) if n.meta["index"] >= call[0].start}
+        self.inlined: set[int] = set()  # starts of calls whose insides are needed, so that they cannot stay calls
+        self._choose_calls()
         self.twins: dict[fx.Node, Twins] = {}
         self.device: fx.Node | None = None
         self.paths: list[int] = []
+
+    def _choose_calls(self) -> None:
+        self.calls = _kept_calls(self.match, self.inlined)
+        self.call_of = {n: call for call in self.calls for n in _leaf_nodes(call[0].out) if n.meta["index"] >= call[0].start}
 
     # ------------------------------------------------------------------ inputs
     def add_inputs(self, names: Sequence[str]) -> None:
@@ -76,6 +80,19 @@ class KeptGraph:
     # ------------------------------------------------------------------ walking
     def plan(self, roots: Sequence[Twins]) -> list[Any]:
         """What must be emitted for these nodes, in program order: `Twins`, and kept calls as units."""
+        while True:
+            plan = self._plan(roots)
+            inside = [c for c in self.calls if any(isinstance(p, Twins) and p.first not in self.call_of and c[0].start <= p.first.meta["index"] < c[0].stop and p.first.op == "call_function" for p in plan)]
+            if not inside:
+                return plan
+            self.inlined |= {c[0].start for c in inside}
+            self._choose_calls()
+
+    def inside_call(self, n: fx.Node) -> list[Call] | None:
+        """The kept call that a node was computed in."""
+        return next((c for c in self.calls if c[0].start <= n.meta["index"] < c[0].stop), None)
+
+    def _plan(self, roots: Sequence[Twins]) -> list[Any]:
         needed: dict[int, Any] = {}
         stack: list[Twins] = list(roots)
         seen: set[fx.Node] = set()
@@ -354,7 +371,7 @@ def _affine(base: list[int], values: list[int]) -> tuple[int, int, int] | None:
 
 
 # ---------------------------------------------------------------------- module calls that stay
-def _kept_calls(match: Match) -> list[list[Call]]:
+def _kept_calls(match: Match, inlined: set[int]) -> list[list[Call]]:
     """Outermost submodule calls with nothing absorbed in them, the same in every capture."""
     per_capture: list[dict[tuple[str, int], Call]] = []
     for lifted in match.lifted:
@@ -370,7 +387,7 @@ def _kept_calls(match: Match) -> list[list[Call]]:
     out: list[list[Call]] = []
     covered = -1
     for key, call in sorted(per_capture[0].items(), key=lambda item: (item[1].start, -item[1].stop, item[1].depth)):
-        if call.start < covered or call.stop <= call.start:
+        if call.start < covered or call.stop <= call.start or call.start in inlined:
             continue
         twins = [found.get(key) for found in per_capture]
         if all(t is not None for t in twins):

@@ -80,8 +80,13 @@ class Rewriter:
             if isinstance(column[0], fx.Node):
                 roots.append(Twins(column))
         roots += [twins for _, twins in effects]
-        roots += self._needed_by_cut() + self._random()
-        plan = self.kept.plan(roots)
+        roots += self._needed_by_cut()
+        draws = self._random()
+        while True:
+            before = set(self.kept.inlined)
+            plan = self.kept.plan(roots + self._outside_calls(draws))
+            if self.kept.inlined == before:
+                break
         effects = [(e, t) for e, t in effects if not self._inside_kept_call(e)]
         self.kept.emit(plan)
         flat = [self.kept.zip_value(list(column), "the output") for column in zip(*[f for f, _ in outs], strict=True)]
@@ -119,6 +124,17 @@ class Rewriter:
                 if is_random(n):
                     raise Refused("the experts draw random numbers (dropout in training?)", culprits=(str(n.target),), source=str(n.meta["source"]))
         return [Twins(column) for column in zip(*draws, strict=True)]
+
+    def _outside_calls(self, draws: list[Twins]) -> list[Twins]:
+        """A kept module draws its own random numbers: it must be called, and its draws must not be repeated."""
+        out = []
+        for twins in draws:
+            call = self.kept.inside_call(twins.first)
+            if call is None:
+                out.append(twins)
+            else:
+                out.append(Twins(_leaves(c.out)[0] for c in call))
+        return out
 
     # ------------------------------------------------------------------ effects
     def _effects(self) -> list[tuple[Effect, Twins]]:
@@ -585,6 +601,10 @@ def _scalar(op: Any, position: int, value: Any) -> Any:
     if isinstance(value, float) and value == int(value) and "int" in str(op._schema.arguments[position].type):
         return int(value)
     return value
+
+
+def _leaves(tree: Any) -> list[fx.Node]:
+    return [n for n in pytree.tree_leaves(tree) if isinstance(n, fx.Node)]
 
 
 def _used_values(body: Body) -> list[int]:

@@ -228,7 +228,7 @@ def execute(
 
 
 def _generators(devices: Iterable[torch.device]) -> int:
-    """A digest of the state of all generators. One draw too few in a block changes what all later ones see."""
+    """A digest of the state of all generators: one draw too few changes all that are drawn later."""
     states = [torch.get_rng_state()]
     states += [torch.get_device_module(d).get_rng_state(d) for d in _accelerators(devices)]
     return zlib.crc32(b"".join(bytes(s.tolist()) for s in states) + repr(random.getstate()).encode())

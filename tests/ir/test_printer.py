@@ -7,7 +7,7 @@ from torch.fx import Graph
 
 from moefx.ir.block import BlockGraph
 from moefx.ir.body import ExpertBody, Gemm
-from moefx.ir.printer import body_text
+from moefx.ir.display import body_text
 
 from .. import golden
 from .graphs import D, E, block_graph, ops, spec

@@ -262,3 +262,20 @@ def test_no_float64_is_said_and_judged_in_the_originals_precision():
         original, compiled = pair(fault=fault)
         original.__class__ = Fixed
         assert not check(original, compiled, tokens(2, 20)).ok, fault
+
+
+@pytest.mark.parametrize("source", [torch.rand, lambda n: random.random()])
+def test_a_random_draw_that_nobody_uses_is_not_dropped(source):
+    """Everything that is drawn later would differ."""
+
+    class Draws(Plain):
+        def forward(self, x):
+            result = super().forward(x)
+            source(1)
+            return result
+
+    original, compiled = pair()
+    original.__class__ = Draws
+    assert failed(check(original, compiled, tokens(2, 3))) == {("state", "random numbers drawn")}
+    compiled.__class__ = Draws
+    assert check(original, compiled, tokens(2, 3)).ok
