@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import types
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from torch import nn
 
 from ..errors import MoefxError
 
-_ATOMIC = (type(None), bool, int, float, str, type, torch.dtype, torch.device)
+_ATOMIC = frozenset({type(None), bool, int, float, str, type, torch.dtype, torch.device})
 
 
 def copy_model(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, nn.Module]]:
@@ -37,19 +38,31 @@ def copy_model(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, nn.Module]]
     Raises:
         MoefxError: an attribute of a module cannot be copied; the message names it.
     """
+    # The copy makes some twenty containers for each module and none of them is garbage: looking for it would
+    # take longer than the copy.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return _copy_model(model)
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _copy_model(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, nn.Module]]:
     modules = list(model.modules())
     memo: dict[int, Any] = {id(t): t for m in modules for t in _shared(m)}
-    names = {id(m): name for name, m in model.named_modules()}
     plain = [m for m in modules if _copies_by_default(type(m))]
     for module in plain:
         memo[id(module)] = type(module).__new__(type(module))
     # Children first: a module with a copying method of its own may look into its descendants.
     for module in reversed(plain):
-        state = {}
+        attributes = memo[id(module)].__dict__
         for name, value in module.__getstate__().items():
-            state[name] = _copied(value, memo, f"{names[id(module)] or type(module).__name__}.{name}")
-        memo[id(module)].__dict__.update(state)
-    duplicate = _copied(model, memo, type(model).__name__)
+            attributes[name] = (
+                value if type(value) in _ATOMIC else _copied(value, memo, (model, module, name))
+            )
+    duplicate = _copied(model, memo, (model, model, ""))
     copies = {m: memo[id(m)] for m in modules if id(m) in memo}
     for module in copies.values():
         _rebind_closures(module, memo)
@@ -61,17 +74,18 @@ def _shared(module: nn.Module) -> Iterator[Any]:
     for registered in (module._parameters, module._buffers):
         yield from (t for t in registered.values() if t is not None)
     for value in module.__dict__.values():
-        if isinstance(value, (torch.Tensor, *_distributed_types())):
+        if type(value) not in _ATOMIC and _is_shared(type(value)):
             yield value
 
 
 @functools.cache
-def _distributed_types() -> tuple[type, ...]:
-    if not torch.distributed.is_available():
-        return ()
-    from torch.distributed.device_mesh import DeviceMesh
+def _is_shared(cls: type) -> bool:
+    shared: tuple[type, ...] = (torch.Tensor,)
+    if torch.distributed.is_available():
+        from torch.distributed.device_mesh import DeviceMesh
 
-    return torch.distributed.ProcessGroup, DeviceMesh
+        shared = (torch.Tensor, torch.distributed.ProcessGroup, DeviceMesh)
+    return issubclass(cls, shared)
 
 
 @functools.cache
@@ -89,22 +103,30 @@ def _copies_by_default(cls: type) -> bool:
     )
 
 
-def _copied(value: Any, memo: dict[int, Any], where: str) -> Any:
-    if isinstance(value, _ATOMIC):
-        return value
+def _copied(value: Any, memo: dict[int, Any], where: tuple[nn.Module, nn.Module, str]) -> Any:
     if id(value) in memo:
         return memo[id(value)]
-    if type(value) in (dict, OrderedDict, set) and not value:
-        # Most of a module's state: its empty hook registries.
-        return memo.setdefault(id(value), type(value)())
+    if type(value) is dict:
+        result = memo[id(value)] = {}
+        for key, item in value.items():
+            new = key if type(key) is str else _copied(key, memo, where)
+            result[new] = item if type(item) in _ATOMIC else _copied(item, memo, where)
+        return result
+    if type(value) is OrderedDict and not value:
+        return memo.setdefault(
+            id(value), OrderedDict()
+        )  # most of a module's state: its empty hook registries
     try:
         return copy.deepcopy(value, memo)
     except MoefxError:
         raise
     except Exception as error:
+        model, module, attribute = where
+        names = [name for name, m in model.named_modules() if m is module]
+        path = ".".join(filter(None, (names[0], attribute))) or type(model).__name__
         raise MoefxError(
-            f"{where} ({type(value).__name__}) cannot be copied: {error}. moefx.compile copies the "
-            "model: remove the attribute before compiling, or give its class a __deepcopy__ method"
+            f"{path} ({type(value).__name__}) cannot be copied: {error}. moefx.compile copies the model: "
+            "remove the attribute before compiling, or give its class a __deepcopy__ method"
         ) from error
 
 
@@ -115,11 +137,11 @@ def _rebind_closures(module: nn.Module, memo: dict[int, Any]) -> None:
     """Point functions that a module carries (an instance-level forward, hooks) at the copies; deepcopy leaves
     functions as they are, so what they enclose would still be the original."""
     for name, value in list(module.__dict__.items()):
-        if isinstance(value, (types.FunctionType, functools.partial)):
-            module.__dict__[name] = _rebound(value, memo)
-        elif isinstance(value, OrderedDict) and name.endswith("hooks"):
-            for key, hook in value.items():
+        if type(value) is OrderedDict:
+            for key, hook in value.items() if name.endswith("hooks") else ():
                 value[key] = _rebound(hook, memo)
+        elif isinstance(value, (types.FunctionType, functools.partial)):
+            module.__dict__[name] = _rebound(value, memo)
 
 
 def _rebound(value: Any, memo: dict[int, Any]) -> Any:
