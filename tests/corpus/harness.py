@@ -48,7 +48,9 @@ class Result:
         if self.ok:
             notes = "; ".join([f"compile {self.compile_seconds:.1f}s", *filter(None, self.notes)])
             return f"{head} ok   {self.outcome:9s} {times}  {notes}"
-        message = (str(self.error).strip().splitlines() or [""])[0]
+        message = " ".join(str(self.error).split())
+        if isinstance(self.error, moefx.NoMoEBlockFound):  # the reasons are what one wants to see
+            message = message.partition("were refused:")[2] or message
         return f"{head} FAIL {self.stage:9s} {times}  {type(self.error).__name__}: {message[:300]}"
 
 
