@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx import Node
+from torch.utils import _pytree as pytree
 
 from .history import History
 
@@ -136,6 +137,8 @@ def _global(alias: str, value: Any) -> str:
         return "" if alias == "torch" else f"{alias} = torch\n"
     if isinstance(value, torch._ops._OpNamespace):
         return f"{alias} = torch.ops.{value.name}\n"
+    if isinstance(value, pytree.TreeSpec):
+        return f"{alias} = torch.utils._pytree.treespec_loads({pytree.treespec_dumps(value)!r})\n"
     if getattr(value, "__module__", None) and getattr(value, "__qualname__", "").isidentifier():
         return f"from {value.__module__} import {value.__qualname__} as {alias}\n"
     return f"{alias} = {value!r}\n"

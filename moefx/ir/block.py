@@ -15,6 +15,7 @@ Nothing here refers to a module: a graph holds no weights, and blocks of the sam
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -134,12 +135,16 @@ class BlockGraph:
         return self  # a value; deep copies of a model share it
 
     def __reduce__(self) -> tuple[Any, ...]:
-        fields = (self.name, self.binding, self.output_spec, self.header)
-        return _unpack_block, (_packed(self.graph), *fields)
+        spec: Any = self.output_spec
+        # As JSON where the user's classes allow it: the pickle of a spec warns when it is loaded.
+        with contextlib.suppress(NotImplementedError):
+            spec = spec and pytree.treespec_dumps(spec)
+        return _unpack_block, (_packed(self.graph), self.name, self.binding, spec, self.header)
 
 
 def output_value(block: BlockGraph) -> Any:
-    """What the graph returns, nodes in the user's containers; a flat list where those are not plain Python ones."""
+    """What the graph returns, nodes in the user's containers; a flat list where those are not plain Python
+    ones."""
     value: Any = block.output.args[0]
     if block.output_spec is None:
         return value
@@ -260,9 +265,10 @@ def _packed(graph: Graph) -> _PackedGraph:
 
 
 def _unpack_block(
-    pack: _PackedGraph, name: str, binding: Binding, output_spec: pytree.TreeSpec | None, header: str
+    pack: _PackedGraph, name: str, binding: Binding, output_spec: str | pytree.TreeSpec | None, header: str
 ) -> BlockGraph:
-    return BlockGraph(name, pack.graph, binding, output_spec, header)
+    spec = pytree.treespec_loads(output_spec) if isinstance(output_spec, str) else output_spec
+    return BlockGraph(name, pack.graph, binding, spec, header)
 
 
 def _unpack_value(value: Any, nodes: list[Node]) -> Any:

@@ -59,7 +59,8 @@ class BlockForward:
         block: the module whose `forward` this becomes (see `install`).
         programs: what is known already.
         name: the block's name in the model, for messages.
-        specialise: called for a specialisation that no program admits; a picklable function.
+        specialise: called for a specialisation that no program admits; picklable, and a value: it is given
+            the block and holds no module, copies of the block share it.
     """
 
     def __init__(
@@ -236,6 +237,7 @@ class BlockForward:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BlockForward:
         duplicate = memo[id(self)] = type(self).__new__(type(self))
+        memo[id(self.specialise)] = self.specialise
         own = {name: copy.deepcopy(value, memo) for name, value in self.__getstate__().items()}
         duplicate.__dict__.update(own, _bind=self._bind, __signature__=self.__signature__)
         return duplicate

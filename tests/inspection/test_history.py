@@ -1,15 +1,21 @@
+import operator
 import os
 import pickle
+import runpy
 import subprocess
 import sys
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
 import torch
+from torch.fx import Graph
+from torch.utils._pytree import tree_structure
 
 import moefx
 from moefx import Plan
 from moefx.inspection.history import History, Snapshot
+from moefx.ir.block import BlockGraph, TensorSpec
 from moefx.passes.manager import PassManager
 
 from .. import golden
@@ -68,6 +74,26 @@ def test_a_repro_runs_by_itself(tmp_path):
     assert done.returncode == 0, done.stderr
     assert [line.split(":")[0] for line in done.stdout.splitlines()] == ["after_1_rewrite", "after_2_fuse"]
     assert all(float(line.split()[-1]) < 1e-5 for line in done.stdout.splitlines())
+
+
+def test_a_repro_of_every_kind_of_value(tmp_path):
+    g = Graph()
+    x = g.placeholder("x")
+    x.meta["val"] = TensorSpec((3, 4), torch.bfloat16, torch.device("cpu"))
+    kept = g.call_module("experts.0.norm", (x,))
+    kept.meta["val"] = (x.meta["val"], TensorSpec((3,), torch.int64, torch.device("cpu")))
+    ids = g.call_function(operator.getitem, (kept, 1))
+    single = g.call_module("shared", (x,))
+    single.meta["val"] = x.meta["val"]
+    total = g.call_function(operator.add, (single, g.call_function(torch.relu, (g.get_attr("w"),))))
+    next(n for n in g.nodes if n.op == "get_attr").meta["val"] = x.meta["val"]
+    g.output([total, ids, g.call_function(torch.special.expit, (x,))])
+    spec = tree_structure(OrderedDict(a=0, b=(0, 0)))
+    graph = BlockGraph("", g, output_spec=spec)
+    path = tmp_path / "repro.py"
+    History("", (Snapshot(1, 1, "a pass", 0.0, 0, 0, "", graph),)).repro(path)
+    namespace = runpy.run_path(str(path))
+    assert list(namespace["result"]) == ["a", "b"] and namespace["result"]["b"][0].dtype == torch.int64
 
 
 def test_a_repro_needs_shapes(tmp_path):

@@ -4,6 +4,8 @@ import operator
 import pickle
 import traceback
 import weakref
+from collections import OrderedDict
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -102,8 +104,43 @@ def test_output_specs_rebuild_the_users_containers():
         x = g.placeholder("x")
         g.output([x, x, None])
 
-    result = graph_of(build, output_spec=spec).compile()(None, flat[0])
-    assert pytree.tree_structure(result) == spec
+    graph = graph_of(build, output_spec=spec)
+    assert pytree.tree_structure(graph.compile()(None, flat[0])) == spec
+    assert "return {'a': x, 'b': (x, None)}" in graph.code and "return {'a': x, 'b': (x, None)}" in str(graph)
+    assert pickle.loads(pickle.dumps(graph)).output_spec == spec
+
+
+def test_containers_of_a_class_are_rebuilt_when_it_runs():
+    flat, spec = pytree.tree_flatten(OrderedDict(a=torch.ones(1)))
+
+    def build(g):
+        g.output([g.placeholder("x")])
+
+    graph = graph_of(build, output_spec=spec)
+    assert graph.compile()(None, flat[0]) == OrderedDict(a=flat[0])
+    assert graph.code.endswith("return tree_unflatten([x], output_spec)\n")
+
+
+class Output(NamedTuple):
+    out: Any
+
+
+class Pair:
+    def __init__(self, items):
+        self.items = items
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+def test_specs_of_any_class_pickle():
+    pytree.register_pytree_node(Pair, lambda p: (p.items, None), lambda items, _: Pair(list(items)))
+    for value in (Output(torch.ones(1)), Pair([torch.ones(1)])):
+        flat, spec = pytree.tree_flatten(value)
+
+        def build(g):
+            g.output([g.placeholder("x")])
+
+        loaded = pickle.loads(pickle.dumps(graph_of(build, output_spec=spec)))
+        assert type(loaded.compile()(None, flat[0])) is type(value)
 
 
 def test_values_are_freed_when_nothing_needs_them():
