@@ -96,47 +96,50 @@ def _originals(model: nn.Module) -> Iterator[None]:
 
 
 def _try_chains(model: nn.Module, found: Found, plan: Plan, tell: Callable[[str], None]) -> tuple[list[Matched], list[Refusal]]:
+    """Prove the candidates, those with expert-like parameters and the smaller ones first; of each chain at most two."""
     modules = dict(model.named_modules())
-    matched: list[Matched] = []
-    refusals: dict[str, Refusal] = {}
-    taken: set[str] = set()
-    tried: dict[str, Refused] = {}
-    for chain in found.chains:
-        attempts = 0
-        worst: Refusal | None = None
+    chains_of: dict[str, list[int]] = {}
+    for i, chain in enumerate(found.chains):
         for name in chain:
-            if _touches(name, taken):
-                worst = None
-                break
-            if name not in tried:
-                try:
-                    made = _prove_all(name, modules, found, plan, tell)
-                except Refused as why:
-                    tried[name] = why
-                else:
-                    matched += made
-                    taken |= {n for m in made for n in m.names}
-                    worst = None
-                    break
-            why = tried[name]
+            chains_of.setdefault(name, []).append(i)
+    matched: list[Matched] = []
+    taken: set[str] = set()
+    refusals: dict[int, list[Refusal]] = {i: [] for i in range(len(found.chains))}
+    for name in sorted(chains_of, key=lambda n: _priority(n, modules, found)):
+        open_chains = [i for i in chains_of[name] if len(refusals[i]) < 2]
+        if not open_chains or _touches(name, taken):
+            continue
+        try:
+            made = _prove_all(name, modules, found, plan, tell)
+        except Refused as why:
+            refusal = Refusal(name, why.reason, why.source, why.culprits, why.remedy)
             if _NOT_ROUTED in why.reason:
-                if name in found.branches:
-                    worst = Refusal(
-                        name,
-                        "all its branches contribute to every token (dense gates, soft slots): there is nothing to skip",
-                        remedy="select experts per token, for example with topk",
-                    )
-                    break
-                continue
-            if worst is None:
-                worst = Refusal(name, why.reason, why.source, why.culprits, why.remedy)
-            attempts += 1
-            if attempts == 2:
-                break
-        if worst is not None:
-            refusals.setdefault(worst.name, worst)
-    refused = [r for r in refusals.values() if not _touches(r.name, taken)]
-    return matched, refused
+                if name not in found.branches:
+                    continue
+                refusal = _all_contribute(name, modules, found)
+            for i in open_chains:
+                refusals[i].append(refusal)
+        else:
+            matched += made
+            taken |= {n for m in made for n in m.names}
+    refused = {r[0].name: r[0] for r in refusals.values() if r}
+    return matched, [r for r in refused.values() if not _touches(r.name, taken)]
+
+
+def _priority(name: str, modules: dict[str, nn.Module], found: Found) -> tuple:
+    inside = f"{name}." if name else ""
+    expert_like = name in found.structural or any(s.startswith(inside) for s in found.structural)
+    return not expert_like, sum(p.numel() for p in modules[name].parameters())
+
+
+def _all_contribute(name: str, modules: dict[str, nn.Module], found: Found) -> Refusal:
+    nodes = found.calls[name].outputs
+    return Refusal(
+        name,
+        "all its branches contribute to every token (dense gates, soft slots): there is nothing to skip",
+        source=str(nodes[0].meta["source"]) if nodes else "",
+        remedy="select experts per token, for example with topk",
+    )
 
 
 def _touches(name: str, taken: set[str]) -> bool:

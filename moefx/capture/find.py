@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -45,12 +46,14 @@ class Found:
         calls: the recorded call of each module name (first of its kind).
         twins: names of modules that were not run because an equal one was: name -> name of the one that was.
         branches: names of candidates whose alike parts work side by side, not one after the other.
+        structural: names of modules that hold expert-like parameters.
     """
 
     chains: list[list[str]]
     calls: dict[str, Seen]
     twins: dict[str, str]
     branches: set[str]
+    structural: set[str]
 
 
 def signature(module: nn.Module) -> tuple:
@@ -71,7 +74,7 @@ def find(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Found:
     twins: dict[str, str] = {}
     first: dict[tuple, tuple[str, Any]] = {}
     stack: list[Seen] = []
-    choices: dict[str, None] = {}
+    choices: list[tuple[str, int]] = []
     names = {id(m): n for n, m in model.named_modules()}
     signatures = {id(m): signature(m) for m in model.modules()}
 
@@ -107,23 +110,25 @@ def find(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Found:
 
         return call
 
-    def chosen() -> None:
+    def chosen(position: int) -> None:
         if stack:
-            choices.setdefault(stack[-1].name)
+            choices.append((stack[-1].name, position))
 
     with _observing(around, chosen):
-        capture(model, _abstract(args), _abstract(kwargs), Routing("diverse", 0))
+        nodes = capture(model, _abstract(args), _abstract(kwargs), Routing("diverse", 0)).nodes
 
-    modules = dict(model.named_modules())
-    chains = [_chain(name, modules, calls) for name in choices]
+    alike = {n: signatures[id(m)] for n, m in model.named_modules()}
+    chosen_in = dict.fromkeys(name for name, position in choices if _index_is_used(nodes, position))
+    chains = [_chain(name, alike, calls) for name in chosen_in]
     covered = {n for chain in chains for n in chain}
     branches = set()
-    for name, parts in _structural(model).items():
+    structural = _structural(model)
+    for name, parts in structural.items():
         if name in calls and name not in covered:
-            chains.append(_chain(name, modules, calls))
+            chains.append(_chain(name, alike, calls))
             if _side_by_side([calls[p] for p in parts if p in calls]):
                 branches.add(name)
-    return Found([c for c in chains if c], calls, twins, branches)
+    return Found([c for c in chains if c], calls, twins, branches, set(structural))
 
 
 def _abstract(tree: Any) -> Any:
@@ -150,7 +155,7 @@ def _observing(around: Callable, chosen: Callable) -> Iterator[None]:
     def noted(self: Tracer, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         name = func.overloadpacket.__name__
         if name in _CHOICES and isinstance(args[0], FakeTensor) and args[0].dim():
-            chosen()
+            chosen(len(self.nodes))
         return record(self, func, args, kwargs)
 
     concolic._recording, Tracer.record = observed, noted  # type: ignore[method-assign]
@@ -199,10 +204,22 @@ def _fresh(tracer: Tracer, out: Any, inputs: list[fx.Node]) -> Any:
         return pytree.tree_map_only(torch.Tensor, fresh, out)
 
 
-def _chain(name: str, modules: dict[str, nn.Module], calls: dict[str, Seen]) -> list[str]:
-    """The module and its parents that were called, up to where it is no longer one block but a stack of them."""
-    chain = []
+def _index_is_used(nodes: list[fx.Node], position: int) -> bool:
+    """Whether a choice is one: a `max` whose values alone are used (in a softmax, say) is not."""
+    choice = next((n for n in nodes[position : position + 4] if n.op == "call_function"), None)
+    if choice is None:
+        return True
+    parts = [u for u in choice.users if u.target is operator.getitem]
+    return not parts or any(u.args[1] == 1 and u.users for u in parts)
+
+
+def _chain(name: str, alike: dict[str, tuple], calls: dict[str, Seen]) -> list[str]:
+    """The module and its parents that were called, up to where the same choice is made more than once."""
+    like, chain = alike[name], []
     while True:
+        inside = f"{name}." if name else ""
+        if sum(1 for n, s in alike.items() if s == like and n.startswith(inside)) > 1 and chain:
+            return chain
         if name in calls:
             chain.append(name)
         if not name or len(chain) == 4:

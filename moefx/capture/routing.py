@@ -27,9 +27,12 @@ class Routing:
         """A value for an abstract float of this shape: distinct scores where it may be router scores."""
         val = node.meta["val"]
         original = node.meta.get("original")
-        if original is not None and not original.is_meta and original.numel() <= 1 << 16:
-            return original.detach().to("cpu", copy=True)
         shape = tuple(val.shape)
+        if original is not None:
+            # a bias must not decide who is chosen while every expert has to be seen once
+            if not original.is_meta and original.numel() <= 1 << 16 and not (self.prefer and len(shape) == 1 and shape[0] > 1):
+                return original.detach().to("cpu", copy=True)
+            return (0.01 * torch.randn(shape, generator=self.generator)).to(val.dtype)
         if node.op == "call_function" and len(shape) >= 1 and 2 <= shape[-1] <= 4096:
             rows = max(1, val.numel() // shape[-1])
             return self.scores(rows, shape[-1]).view(shape).to(val.dtype)

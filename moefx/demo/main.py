@@ -13,8 +13,13 @@ import torch
 from torch import Tensor, nn
 
 import moefx
+from moefx.inspection.history import History
+from moefx.ir.block import BlockGraph
+from moefx.passes.checkpoint import checkpoint
+from moefx.passes.manager import PassManager
 
 from . import report
+from .captured import captured_graph
 from .data import batches, standard_library_text
 from .measure import block_inputs, parameters_and_buffers, saved_bytes, side_by_side
 from .model import Config, LanguageModel
@@ -76,20 +81,23 @@ class Result:
     compile_seconds: float
     explanation: str
     graphs: dict[str, str]
-    histories: dict[str, Any]
+    captured: BlockGraph  # the first block, before any rewriting
+    policy_bytes: dict[str, int]  # of the first block, as written and under each save policy
+    histories: dict[str, History]
     verification: str
     verified: bool
     costs: Costs
     curves: Curves
+    fallbacks: int  # calls of rewritten blocks that ran the original code instead
     seconds: float = 0.0
 
     @property
     def ok(self) -> bool:
-        return self.verified and self.curves.equal
+        return self.verified and self.curves.equal and self.fallbacks == 0
 
 
 def train(
-    models: dict[str, LanguageModel], text: bytes, *, steps: int, seed: int, learning_rate: float = 2e-3
+    models: dict[str, Any], text: bytes, *, steps: int, seed: int, learning_rate: float = 2e-3
 ) -> Curves:
     """Train `models` (original, compiled) in turns on the same batches, each with an AdamW of its own."""
     device = next(models["original"].parameters()).device
@@ -110,7 +118,7 @@ def train(
 
 
 def train_step(
-    model: LanguageModel, optimizer: torch.optim.Optimizer, ids: Tensor, labels: Tensor, losses: list[float]
+    model: Any, optimizer: torch.optim.Optimizer, ids: Tensor, labels: Tensor, losses: list[float]
 ) -> None:
     loss = model(ids, labels)
     loss.backward()
@@ -121,9 +129,7 @@ def train_step(
     losses.append(loss.item())
 
 
-def measure(
-    models: dict[str, LanguageModel], names: list[str], ids: Tensor, labels: Tensor, repeats: int
-) -> Costs:
+def measure(models: dict[str, Any], names: list[str], ids: Tensor, labels: Tensor, repeats: int) -> Costs:
     """`names`: the MoE blocks. The models are left with other weights."""
     inputs = block_inputs(models["original"], names, ids)
 
@@ -154,6 +160,20 @@ def measure(
         progress=lambda done: progress.update(repeats + done),
     )
     return Costs(step_seconds, block_seconds, model_bytes, block_bytes, tokens=ids.numel())
+
+
+def measure_policies(block: nn.Module, history: History, x: Tensor) -> dict[str, int]:
+    """Bytes that one block saves for its backward on x: as written, and rewritten under each save policy."""
+    exclude = parameters_and_buffers(block)
+    found = {"original": saved_bytes(lambda: block(x), exclude)}
+    for policy in ("all", "h", "x"):
+        passes = PassManager(block)
+        fused = history["fuse"].graph
+        program = passes.run(
+            fused, (checkpoint,), moefx.Plan(checkpoint=policy), level="fused"
+        ).graph.compile()
+        found[f'checkpoint="{policy}"'] = saved_bytes(lambda program=program: program(block, x), exclude)
+    return found
 
 
 def run(
@@ -207,31 +227,36 @@ def run(
     models = {"original": copy.deepcopy(original), "compiled": compiled}
     costs = measure(models, names, ids, labels, repeats)
     print(table(("", "original", "compiled", "ratio"), costs.rows()))
+    histories = {name: moefx.history(compiled, name) for name in names}
+    block = original.get_submodule(names[0])
+    args, kwargs = block_inputs(original, names[:1], ids)[names[0]]
+    policy_bytes = measure_policies(block, histories[names[0]], args[0])
+    print(f"\n  saved for backward by {names[0]} under each save policy")
+    print(table(("", "bytes"), [(name, size(value)) for name, value in policy_bytes.items()]))
 
     heading(5, NUM_PARTS, f"Training: {steps} steps, same weights, same batches, float64")
     # In float32 two correct programs drift apart once rounding flips a routing decision; in float64 not.
-    curves = train(
-        {
-            "original": copy.deepcopy(original).double(),
-            "compiled": moefx.compile(copy.deepcopy(original).double(), example_inputs=(ids,)),
-        },
-        text,
-        steps=steps,
-        seed=seed,
-    )
+    models = {
+        "original": copy.deepcopy(original).double(),
+        "compiled": moefx.compile(copy.deepcopy(original).double(), example_inputs=(ids,)),
+    }
+    curves = train(models, text, steps=steps, seed=seed)
     print(chart(curves.original, curves.compiled, names=("original", "compiled")))
     print(f"  largest difference of the two losses in {steps} steps: {curves.largest_difference:.1e}")
 
     result = Result(
         config=config, text_bytes=len(text), num_parameters=num_parameters, compile_seconds=compile_seconds,
-        explanation=explanation, graphs=graphs,
-        histories={name: moefx.history(compiled, name) for name in names},
-        verification=str(verification), verified=bool(verification.ok), costs=costs, curves=curves,
+        explanation=explanation, graphs=graphs, histories=histories, policy_bytes=policy_bytes,
+        captured=captured_graph(block, names[0], args, kwargs, config.num_experts),
+        verification=str(verification), verified=verification.ok, costs=costs, curves=curves,
+        fallbacks=sum(block.fallbacks for model in (compiled, models["compiled"]) for block in moefx.blocks(model)),
     )  # fmt: skip
     heading(6, NUM_PARTS, "Report")
     result.seconds = time.perf_counter() - started
     out.write_text(report.render(result), encoding="utf-8")
     print(f"wrote {out.resolve()} after {result.seconds:.0f} s")
+    if result.fallbacks:
+        print(f"\n{result.fallbacks} calls of rewritten blocks ran the original code")
     verdict = (
         "equivalent: verified, and the loss curves are equal" if result.ok else "NOT equivalent: see above"
     )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 import moefx
+from moefx.inspection import html
 
 from . import model as demo_model
 from .terminal import size
@@ -30,7 +31,6 @@ def render(result: Result) -> str:
     config, costs, curves = result.config, result.costs, result.curves
     first, *others = result.graphs
     per_token = costs.tokens * len(result.graphs)
-    style, history = history_section(result.histories[first])
     environment = (
         f"moefx {moefx.__version__}, torch {torch.__version__}, Python {platform.python_version()}, "
         f"{platform.machine()}, {torch.get_num_threads()} threads"
@@ -53,7 +53,7 @@ def render(result: Result) -> str:
         costs=cost_table(costs.rows()),
         bytes_before=f"{costs.block_bytes['original'] / per_token:,.0f}",
         bytes_after=f"{costs.block_bytes['compiled'] / per_token:,.0f}",
-        byte_bars=bars(costs.block_bytes, "bytes saved for backward by the MoE blocks"),
+        byte_bars=bars(result.policy_bytes, f"bytes saved for backward by {first}, by save policy"),
         loss_chart=line_chart({"original": curves.original, "compiled": curves.compiled}),
         steps=len(curves.original),
         difference=f"{curves.largest_difference:.1e}",
@@ -66,8 +66,8 @@ def render(result: Result) -> str:
             f"<details><summary>{escape(name)}</summary><pre>{escape(result.graphs[name])}</pre></details>"
             for name in others
         ),
-        history_style=style,
-        history=history,
+        history_style=html.STYLE,
+        history=html.fragment(result.histories[first], before=result.captured),
         verification=escape(result.verification),
     )
 
@@ -76,13 +76,6 @@ def verdict(ok: bool) -> str:
     if ok:
         return '<p class="good"><strong>Equivalent</strong>: verified, and the loss curves are equal.</p>'
     return '<p class="bad"><strong>Not equivalent</strong>: see the verification and the loss curves.</p>'
-
-
-def history_section(history: object) -> tuple[str, str]:
-    """(style, body) of the pass-by-pass history with the graphs drawn."""
-    from moefx.inspection import html
-
-    return html.STYLE, html.fragment(history)
 
 
 def cost_table(rows: Sequence[Sequence[str]]) -> str:
@@ -99,16 +92,16 @@ def svg(width: int, height: int, label: str, parts: Sequence[str]) -> str:
 
 
 def bars(values: dict[str, int], label: str) -> str:
-    """Horizontal bars, one a series."""
-    width, height, left, right = 720, 28, 80, 90
+    """Horizontal bars, the first in the colour of the original."""
+    width, height, left, right = 720, 28, 130, 90
     scale = (width - left - right) / (max(values.values()) or 1)
     parts = []
     for number, (name, value) in enumerate(values.items()):
-        y, length = number * height, value * scale
+        y, length, color = number * height, value * scale, SERIES[min(number, 1)][0]
         parts.append(
             f'<text x="0" y="{y + 18}">{escape(name)}</text>'
             f'<rect x="{left}" y="{y + 5}" width="{length:.1f}" height="{height - 10}" rx="2" '
-            f'fill="{SERIES[number][0]}"/><text x="{left + length + 8:.1f}" y="{y + 18}">{size(value)}</text>'
+            f'fill="{color}"/><text x="{left + length + 8:.1f}" y="{y + 18}">{size(value)}</text>'
         )
     return svg(width, height * len(values), label, parts)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import json
 import math
 from collections import Counter
@@ -14,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import InvalidInput, VerificationFailed
 from ..runtime.module import BlockForward, CallCounts, rewritten_blocks
@@ -22,8 +20,9 @@ from .bisect import first_bad_snapshot, history_for
 from .compare import Comparison, Subject, compare
 from .policy import Row
 from .routing import RoutingRow, Scope
-from .sandbox import Casts, Inputs, Options, call_forward, detached
+from .sandbox import Casts, Inputs, Options, call_forward
 from .table import text
+from .watching import watch_compiled, watch_original
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,11 +138,10 @@ class _Verifying:
 
         def prepare(box: nn.Module, which: str, scope: Scope) -> None:
             if which == "compiled":
-                forwards.update(_unobserved(box))
+                forwards.update(watch_compiled(box, scope))
                 before.update({name: copy.copy(forward.counts) for name, forward in forwards.items()})
-            for name in self.names:
-                block = box.get_submodule(name)
-                block.forward = self.watched(name, block.forward, which, scope)
+            else:
+                watch_original(box, self.names, scope, self.calls if which == "original" else None)
 
         subject = Subject(self.reference, self.compiled, self.working, self.exact, prepare=prepare)
         comparison = self.compared(subject, inputs, options, case)
@@ -154,25 +152,13 @@ class _Verifying:
             call = self.calls.get("", inputs)
             self.first = "", self.bisect(forwards[""], self.reference, call, options)
 
-    def watched(self, name: str, forward: Callable[..., Any], which: str, scope: Scope) -> Callable[..., Any]:
-        """`forward`, telling `scope` that the block runs, and keeping what the reference's block is given."""
-
-        @functools.wraps(forward, updated=())
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if which == "original" and name not in self.calls:
-                self.calls[name] = detached((args, kwargs))
-            with scope.enter(name):
-                return forward(*args, **kwargs)
-
-        return run
-
     def block(self, name: str, call: Inputs, options: Options, case: str) -> None:
         """Both blocks on the inputs that the reference's block got, so that errors before it do not count."""
         forwards: dict[str, BlockForward] = {}
 
         def prepare(box: nn.Module, which: str, scope: Scope) -> None:
             if which == "compiled":
-                forwards.update(_unobserved(box))
+                forwards.update(watch_compiled(box, Scope()))  # nothing to tell apart in one block
 
         original = self.reference.get_submodule(name)
         subject = Subject(
@@ -210,25 +196,6 @@ class _Verifying:
             ok = ran["rewritten"] > 0 and not ran["original"]
             rows.append(Row(name, "rewritten path", "path", ok, float(ran["original"]), note=note))
         return rows
-
-
-def _unobserved(box: nn.Module) -> dict[str, BlockForward]:
-    """The rewritten blocks of a sandbox. A specialisation that they ask for is captured unseen by our
-    modes."""
-    forwards = rewritten_blocks(box)
-    for forward in forwards.values():
-        if forward.specialise is not None:
-            forward.specialise = _Unseen(forward.specialise)
-    return forwards
-
-
-class _Unseen:
-    def __init__(self, function: Callable[..., Any]):
-        self.function = function
-
-    def __call__(self, *args: Any) -> Any:
-        with _disable_current_modes():
-            return self.function(*args)
 
 
 def _input_sets(inputs: Any) -> list[Inputs]:

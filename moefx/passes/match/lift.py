@@ -23,7 +23,7 @@ from ...capture.concolic import Capture
 from ...errors import Refused
 from .paths import Place, expert_indices, is_parameter, parameter_of, sibling_names
 from .semantics import Semantics
-from .terms import Term, is_const, number, show
+from .terms import Term, TooLarge, is_const, number, show
 
 _MOST_SLOTS = 64
 _MOST_ROWS = 1 << 14
@@ -159,6 +159,12 @@ class Lifter:
 
     # ------------------------------------------------------------------ the canonical form
     def lift(self, experts: set[str] | None = None) -> Lifted:
+        try:
+            return self._lift(experts)
+        except TooLarge:
+            raise Refused("its rows depend on too much else to be followed: rows are mixed, as in attention") from None
+
+    def _lift(self, experts: set[str] | None) -> Lifted:
         experts = experts or self.expert_parameters()
         if not experts:
             raise Refused("no parameter is used for some tokens only: nothing is routed")

@@ -89,10 +89,15 @@ def show(t: Any, depth: int = 6) -> str:
     return f"{head}({', '.join(show(a, depth - 1) for a in rest)})"
 
 
+class TooLarge(Exception):
+    """More elements were asked for than any mixture of experts needs."""
+
+
 class Terms:
     """The table of terms of one capture, and their constructors, which keep them in normal form."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_picks: int = 1_000_000) -> None:
+        self.most_picks = most_picks
         self._table: dict[tuple, Term] = {}
         self._arrays: dict[tuple, Array] = {}
         self._picks: dict[tuple[Term, int, int], Term] = {}
@@ -382,6 +387,8 @@ class Terms:
         key = (t, axis, i)
         found = self._picks.get(key)
         if found is None:
+            if len(self._picks) > self.most_picks:
+                raise TooLarge
             found = self._picks[key] = pick(self, t, axis, i)
         return found
 

@@ -1,0 +1,69 @@
+"""Sandboxes that tell which block is running, and keep what the reference's blocks are given."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..runtime.module import BlockForward, rewritten_blocks
+from .routing import Scope
+from .sandbox import Inputs, detached
+
+
+def watch_original(
+    box: nn.Module, names: Sequence[str], scope: Scope, calls: dict[str, Inputs] | None = None
+) -> None:
+    """Watch the named blocks of a sandbox of the reference. The first arguments of each go into `calls`."""
+
+    def watched(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward, updated=())
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if calls is not None and name not in calls:
+                calls[name] = detached((args, kwargs))
+            with scope.enter(name):
+                return forward(*args, **kwargs)
+
+        return run
+
+    for name in names:
+        block = box.get_submodule(name)
+        block.forward = watched(name, block.forward)
+
+
+def watch_compiled(box: nn.Module, scope: Scope) -> dict[str, BlockForward]:
+    """Watch the rewritten blocks of a sandbox, and return them."""
+    forwards = rewritten_blocks(box)
+    for name, forward in forwards.items():
+        forward.__class__ = WatchedForward
+        vars(forward).update(scope=scope, watched_as=name)
+        if forward.specialise is not None:
+            forward.specialise = _Unseen(forward.specialise)
+    return forwards
+
+
+class WatchedForward(BlockForward):
+    """A sandbox's block that tells which block is running. Its class changes, because it stays the `forward`
+    that a lazy specialisation expects to find."""
+
+    scope: Scope
+    watched_as: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.scope.enter(self.watched_as):
+            return super().__call__(*args, **kwargs)
+
+
+class _Unseen:
+    """A lazy specialisation captures and runs code of its own, which our modes must not take for the
+    model's."""
+
+    def __init__(self, function: Callable[..., Any]):
+        self.function = function
+
+    def __call__(self, *args: Any) -> Any:
+        with _disable_current_modes():
+            return self.function(*args)
