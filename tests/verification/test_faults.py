@@ -1,22 +1,62 @@
-"""Injected faults: every mistake in every provider of every op is flagged, and the ops as they are pass."""
+"""Injected faults in really compiled models: every wrong kernel of every provider and every wrong graph is
+flagged."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.fx import Graph
 
+import moefx
+from moefx.inspection.history import History
 from moefx.ir.dialect import build_pft
 from moefx.ir.op import registry
 from moefx.lowering import select
+from moefx.runtime.module import install, rewritten
+from moefx.runtime.program import Program
 from moefx.verification.report import verify
 
-from .compiled import broken, compiled_pair
+from .compiled import broken
+from .models import Plain
 
 IDS = torch.arange(36).remainder(32).view(2, 18)
+
+
+class Layer(Plain):
+    """Experts with biases, a routing weight behind them, and a running load."""
+
+    def route(self, x):
+        scores = self.router(x).softmax(-1)
+        weights, ids = scores.topk(self.top_k, -1)
+        self.load += F.one_hot(ids, len(self.experts)).sum((0, 1))
+        return scores, weights / weights.sum(-1, keepdim=True), ids
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(32, 8)
+        self.layer = Layer(dim=8, hidden=8, num_experts=4, dropout=0.0)
+        self.head = nn.Linear(8, 32)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        return self.head(x + self.layer(x)[0])
+
+
+@functools.cache
+def models(fuse: bool, provider: str = "") -> tuple[Model, Model]:
+    torch.manual_seed(0)
+    original = Model().to(torch.bfloat16 if provider == "grouped_mm" else torch.float32)
+    return original, moefx.compile(original, plan=moefx.Plan(fuse=fuse), example_inputs=(IDS,))
 
 
 def swap(result, topk_ids, *args, **kwargs):
@@ -40,7 +80,7 @@ def dropped_token(result, topk_ids, topk_weights, keep, **kwargs):
 
 
 def scaled_weights(result, *args, **kwargs):
-    return (*result[:4], result[4] * 1.001)
+    return (*result[:4], scale(result[4]))
 
 
 def part(index: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
@@ -57,7 +97,7 @@ def part(index: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable
 
 
 def scale(t):
-    return t * 1.001
+    return t * (1.001 if t.dtype == torch.float32 else 1.1)  # what rounding does not hide
 
 
 def lose_first(t):
@@ -80,63 +120,139 @@ ROUTING = {
     "scaled weights": scaled_weights,
 }
 NUM_RESULTS = {"expert_mlp_backward": 5, "grouped_mm_backward": 1, "combine_backward": 2}
-BY_PASS = {  # which ops the blocks run after which pass
-    "checkpoint": (
-        "build_pft",
-        "build_pft_backward",
-        "expert_mlp",
-        "expert_mlp_backward",
-        "combine",
-        "dispatch",
-    ),
-    "rewrite": ("grouped_mm", "grouped_mm_backward", "combine", "combine_backward", "dispatch"),
-}
+FUSED = ("build_pft", "build_pft_backward", "expert_mlp", "expert_mlp_backward", "combine", "dispatch")
+UNFUSED = (
+    "grouped_mm", "grouped_mm_backward", "expert_rows", "expert_rows_backward", "combine",
+    "dispatch",
+)  # fmt: skip
 
 
 def cases() -> Iterator[Any]:
-    for last_pass, ops in BY_PASS.items():
+    for fuse, ops in ((True, FUSED), (False, UNFUSED)):
         for op in ops:
+            faults = ROUTING if op == "build_pft" else {
+                f"{name}-{i}": part(i, change)
+                for i in range(NUM_RESULTS.get(op, 1)) for name, change in CHANGES.items()
+            }  # fmt: skip
             for provider in registry[op].providers:
-                faults = ROUTING if op == "build_pft" else {
-                    f"{name} result {i}": part(i, change)
-                    for i in range(NUM_RESULTS.get(op, 1)) for name, change in CHANGES.items()
-                }  # fmt: skip
                 for name, corrupt in faults.items():
-                    yield pytest.param(
-                        last_pass, op, provider, corrupt, id=f"{last_pass}-{op}-{provider}-{name}"
-                    )
+                    ident = f"{'fused' if fuse else 'unfused'}-{op}-{provider}-{name}"
+                    yield pytest.param(fuse, op, provider, corrupt, id=ident)
 
 
 @functools.cache
-def runs(op: str, provider: str, last_pass: str) -> bool:
+def runs(fuse: bool, op: str, provider: str) -> bool:
     """Does the provider take these calls at all? Some are for 16 bit or for GPUs only."""
-    _, compiled = compiled_pair(last_pass=last_pass, num_layers=1)
+    compiled = copy.deepcopy(models(fuse, provider)[1])
     try:
         with select.force(op, provider):
             select.reset_counters()
-            compiled(IDS)["logits"].sum().backward()
+            compiled(IDS).sum().backward()
             return select.counters().get((op, provider), 0) > 0
     except (RuntimeError, NotImplementedError):
         return False
 
 
-@pytest.mark.parametrize(("last_pass", "op", "provider", "corrupt"), list(cases()))
-def test_every_fault_is_flagged(last_pass, op, provider, corrupt):
-    if not runs(op, provider, last_pass):
+@pytest.mark.parametrize(("fuse", "op", "provider", "corrupt"), list(cases()))
+def test_every_wrong_kernel_is_flagged(fuse, op, provider, corrupt):
+    if not runs(fuse, op, provider):
         pytest.skip(f"{provider} does not run {op} here")
-    original, compiled = compiled_pair(last_pass=last_pass, num_layers=1)
+    original, compiled = models(fuse, provider)
     with select.force(op, provider), broken(op, corrupt, provider=provider):
         report = verify(compiled, original, (IDS,))
-    assert not report.ok and report.first_block == "layers.0"
-    assert report.first_pass and report.first_pass.startswith(("rewrite", "fuse"))
+    assert not report.ok and report.first_block == "layer" and report.first_pass
 
 
-@pytest.mark.parametrize("last_pass", BY_PASS)
-def test_every_provider_passes_as_it_is(last_pass):
-    original, compiled = compiled_pair(last_pass=last_pass, num_layers=1)
-    for op in BY_PASS[last_pass]:
+@pytest.mark.parametrize("fuse", [True, False])
+def test_every_provider_passes_as_it_is(fuse):
+    ran = set()
+    for op in FUSED if fuse else UNFUSED:
         for provider in registry[op].providers:
-            if runs(op, provider, last_pass):
+            if runs(fuse, op, provider):
+                ran.add((op, provider))
+                original, compiled = models(fuse, provider)
                 with select.force(op, provider):
                     report = verify(compiled, original, (IDS,))
                 assert report.ok, f"{op} {provider}\n{report}"
+    gemms = ("expert_mlp", "expert_mlp_backward") if fuse else ("grouped_mm", "grouped_mm_backward")
+    assert ran >= {(op, provider) for op in gemms for provider in ("reference", "segments", "grouped_mm")}
+
+
+# -- wrong graphs ------------------------------------------------------------------------------------------
+
+
+def stale_buffer(graph: Graph) -> None:
+    for node in [n for n in graph.nodes if n.target is torch.ops.aten.copy_.default]:
+        graph.erase_node(node)
+
+
+def swapped_experts(graph: Graph) -> None:
+    for node in graph.nodes:
+        if node.op == "get_attr" and node.target.startswith(("experts.0.", "experts.1.")):
+            node.target = f"experts.{1 - int(node.target[8])}{node.target[9:]}"
+
+
+def missing_router_gradient(graph: Graph) -> None:
+    (pft,) = [n for n in graph.nodes if n.target is torch.ops.moefx.build_pft.default]
+    with graph.inserting_before(pft):
+        pft.args = (
+            pft.args[0],
+            graph.call_function(torch.ops.aten.detach.default, (pft.args[1],)),
+            pft.args[2],
+        )
+
+
+def missing_input_gradient(graph: Graph) -> None:
+    for mlp in [n for n in graph.nodes if n.target is torch.ops.moefx.expert_mlp.default]:
+        with graph.inserting_before(mlp):
+            mlp.args = (graph.call_function(torch.ops.aten.detach.default, (mlp.args[0],)), *mlp.args[1:])
+
+
+def body(change: Callable[[str], str]) -> Callable[[Graph], None]:
+    def spoil(graph: Graph) -> None:
+        for node in graph.nodes:
+            if node.target is torch.ops.moefx.expert_mlp.default:
+                before = node.kwargs["body"]
+                node.kwargs = {**node.kwargs, "body": change(before)}
+                assert node.kwargs["body"] != before
+
+    return spoil
+
+
+def other_capacity(graph: Graph) -> None:
+    for node in graph.nodes:
+        if node.target is torch.ops.moefx.build_pft.default:
+            node.kwargs = {**node.kwargs, "capacity": 12, "drop": "position_token"}
+
+
+WRONG_GRAPHS = {
+    "stale buffer": stale_buffer,
+    "swapped experts": swapped_experts,
+    "missing router gradient": missing_router_gradient,
+    "missing input gradient": missing_input_gradient,
+    "other activation": body(lambda text: text.replace('"silu"', '"gelu"')),
+    "routing weight left out": body(lambda text: text.replace('["mul.Tensor","y","w"]', '"y"').replace(
+        '["mul.Tensor", "y", "w"]', '"y"')),
+    "tokens over a capacity dropped": other_capacity,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", WRONG_GRAPHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_wrong_graph_is_flagged(fault, dtype):
+    torch.manual_seed(0)
+    original = Model().to(dtype)
+    compiled = moefx.compile(original, example_inputs=(IDS,))
+    block = compiled.layer
+    forward = rewritten(block)
+    (program,) = forward.programs
+    last = program.history.snapshots[-1]
+    graph = last.graph.copy()
+    WRONG_GRAPHS[fault](graph.graph)
+    snapshots = (*program.history.snapshots[:-1], dataclasses.replace(last, graph=graph))
+    spoiled = Program(program.key, History("layer", snapshots), program.absorbed, program.guards)
+    assert verify(compiled, original, (IDS,)).ok
+    install(block, [spoiled], name="layer")
+    report = verify(compiled, original, (IDS,))
+    assert not report.ok and report.first_block == "layer", str(report)
+    assert report.first_pass.startswith(f"{last.pass_name} (")
