@@ -211,10 +211,13 @@ class Align(_Mode):
             return out
         selection, (chosen,) = Selection(func, args, kwargs), decision.results
         own, scores = selection.ids(out), selection.scores
-        # The reference's choice is as good as ours if our own scores for it are, to within rounding.
+        # The reference's choice is as good as ours if our own scores for it are, to within rounding; but
+        # rounding is no excuse where the scores are the same: then the tie was broken differently.
         ours, theirs = (selection.as_set(scores.gather(-1, ids)) for ids in (own, chosen))
         rounding = 2 * (self.tol.factor * decision.noise + self.tol.floor * size(scores))
         alike = gap(ours, theirs).amax(-1) <= rounding
+        if decision.scores is not None:
+            alike &= (scores != decision.scores).any(-1)
         if (block := self.scope.names[-1]) is not None:
             differ = (selection.as_set(own) != selection.as_set(chosen)).any(-1)
             imposed, beyond = int((differ & alike).sum()), int((differ & ~alike).sum())

@@ -197,6 +197,21 @@ def test_a_difference_beyond_rounding_is_kept_and_counted():
     assert torch.equal(out.indices, own) and not torch.equal(out.indices, first.indices)
 
 
+def test_a_tie_that_is_broken_differently_is_a_difference():
+    x = torch.zeros(4, 8)
+    tape, scope = Tape(), Scope()
+    with scope.enter("mlp"):
+        with Record(tape, scope):
+            x.topk(2, -1)
+        (decision,) = next(iter(tape.decisions.values()))
+        own = decision.results[0].clone()
+        decision.results = (own.flip(-1) + 1,)  # other experts of the tie
+        mode = Align(tape, scope, TOL)
+        with mode:
+            assert torch.equal(x.topk(2, -1).indices, own)
+    assert mode.rows[0].beyond == 4 and mode.rows[0].imposed == 0
+
+
 @pytest.mark.parametrize("op", SELECT)
 def test_every_selection_aligns(op):
     x = torch.full((6, 8), 0.5)  # all ties: any choice is right
