@@ -36,7 +36,7 @@ def shown_names(graph: Graph) -> dict[Node, str]:
         if name:
             role = next(filter(None, (_role(node, user) for user in node.users)), "")
             producer = node.args[0] if is_getitem(node) else None
-            if isinstance(producer, Node) and not role:
+            if isinstance(producer, Node) and isinstance(node.args[1], int) and not role:
                 if node.args[1] == 0 and (
                     len(producer.users) == 1 or target_name(producer) == "moefx::expert_mlp"
                 ):

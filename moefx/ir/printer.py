@@ -147,7 +147,8 @@ class _Printer:
         if node.op == "call_method":
             return f"{self._value(args[0])}.{target}({self._arguments(args[1:], node.kwargs)})"
         if target is operator.getitem:
-            return f"{self._value(args[0])}[{self._value(args[1])}]"
+            index = args[1] if type(args[1]) is tuple and args[1] else (args[1],)
+            return f"{self._value(args[0])}[{', '.join(map(self._value, index))}]"
         if target in INFIX and len(args) == 2:
             return self._infix(args, INFIX[target])
         if isinstance(target, torch._ops.OpOverload):
@@ -246,7 +247,8 @@ class _Printer:
         if isinstance(value, dict):
             return "{" + ", ".join(f"{k!r}: {self._value(v)}" for k, v in value.items()) + "}"
         if isinstance(value, slice):
-            parts = ["" if v is None else self._value(v) for v in (value.start, value.stop, value.step)]
+            start = None if value.start == 0 else value.start
+            parts = ["" if v is None else self._value(v) for v in (start, value.stop, value.step)]
             return ":".join(parts if parts[2] else parts[:2])
         if isinstance(value, torch.dtype):
             return dtype_text(value)

@@ -97,3 +97,28 @@ def test_names_that_clash_are_numbered():
         "mul_2",
         "relu",
     ]
+
+
+def test_plain_torch():
+    """What is left of the user's own code around the experts."""
+    g = Graph()
+    x = g.placeholder("x")
+    weight = g.get_attr("gate.0.weight")
+    logits = g.call_function(aten.mm.default, (x, g.call_function(aten.t.default, (weight,))))
+    scores = g.call_function(aten._softmax.default, (logits, -1, False))
+    first = g.call_function(operator.getitem, (scores, (..., slice(None, 3), slice(0, None, 2), None)))
+    size = g.call_function(aten.sym_size.int, (x, 0))
+    double = g.call_function(operator.mul, (size, 2))
+    shown = g.call_function(aten.view.default, (first, [double, -1]))
+    stacked = g.call_function(torch.stack, ([g.get_attr(f"experts.{e}.w") for e in range(9)],), {"dim": 0})
+    scaled = g.call_function(aten.mul.Tensor, (shown, 2.5))
+    low = g.call_function(aten.clamp.default, (scaled, None, float("inf")))
+    masked = g.call_method("masked_fill", (low, x), {"value": False})
+    mixed = g.call_function(
+        torch.cat, ([weight, g.get_attr("shared.w"), g.get_attr("bias_1"), g.get_attr("bias_3")],)
+    )
+    split = g.call_function(aten.split.Tensor, (mixed, 4))
+    parts = [g.call_function(operator.getitem, (split, i)) for i in (0, 2)]
+    mean, biased = (g.call_function(aten.sub.Tensor, (p, 1), {"alpha": 2}) for p in parts)
+    g.output([masked, {"mean": mean}, (biased,), stacked])
+    golden.check("printer_plain.txt", str(BlockGraph("mlp", g)))
