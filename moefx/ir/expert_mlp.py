@@ -301,8 +301,9 @@ def _save(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequen
 
 
 def _gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
-    fixed, tensors = ctx.saved_tensors[:5], iter(ctx.saved_tensors[5:])
-    lists = [[next(tensors) for _ in range(size)] for size in ctx.sizes]
+    saved = iter(ctx.saved_tensors)  # once: each look at them unpacks, which checkpointing allows one time
+    fixed = [next(saved) for _ in range(5)]
+    lists = [[next(saved) for _ in range(size)] for size in ctx.sizes]
     up, up_bias, down, down_bias, _ = lists
     needs = [ctx.needs[0], *ctx.needs[4:]]
     results = iter(expert_mlp_backward(grads[0], *fixed, *lists, **ctx.kwargs, needs=needs))

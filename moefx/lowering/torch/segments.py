@@ -128,7 +128,7 @@ class SegmentGemms:
         """rows[r] += bias[e], in place."""
         if bias is not None:
             for e, part in zip(group.experts, rows.split(group.sizes), strict=True):
-                part += bias[e]
+                part += bias[e].to(part.dtype)  # rounded first, as `linear` does under autocast
         return rows
 
     def dot_bias(self, group: Group, rows: Tensor, bias: Sequence[Tensor]) -> Tensor:
