@@ -243,10 +243,26 @@ def run_verify(arguments: argparse.Namespace) -> int:
 
     plan = read_plan(arguments.plan)
     model, inputs = load(arguments.target)
+    if inputs is None:
+        inputs = guessed_inputs(model)
     compiled = moefx.compile(model, plan=plan, example_inputs=inputs)
     report = moefx.verify(compiled, model, inputs)
     print(report.to_json() if arguments.json else report)
     return 0 if report.ok else 1
+
+
+def guessed_inputs(model: nn.Module) -> tuple | dict:
+    """The inputs that `compile` would make up, with random numbers for those that have a shape only."""
+    import torch
+    from torch.utils._pytree import tree_map_only
+
+    from .capture.examples import example_arguments
+
+    def filled(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.randn(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor
+
+    args, kwargs = tree_map_only(torch.Tensor, filled, example_arguments(model, None))
+    return kwargs or args
 
 
 def run_env(arguments: argparse.Namespace) -> int:
