@@ -1,0 +1,127 @@
+"""Provider "grouped_mm". torch's grouped GEMM runs on the CPU too: slowly, which is enough to test the algebra."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moefx.ir import dialect
+from moefx.lowering import select
+from moefx.lowering.torch import grouped
+from tests.ir.routings import LAYERS, random_routing, routings, swiglu_list
+
+OPS = ["grouped_mm", "grouped_mm_backward", "expert_rows_backward", "expert_mlp", "expert_mlp_backward"]
+
+
+@contextlib.contextmanager
+def everywhere():
+    with contextlib.ExitStack() as stack:
+        for op in OPS:
+            stack.enter_context(select.force(op, "grouped_mm"))
+        yield
+
+
+@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
+@settings(max_examples=20, deadline=None)
+@given(routing=routings(max_tokens=8, max_experts=4), keep=st.sampled_from(["h", "x", "all"]))
+def test_equals_segments(make, routing, keep):
+    if routing.topk_ids.numel() == 0:
+        return  # not supported, see below
+    torch.manual_seed(0)
+    layer = make(routing.num_experts, 8, 8, torch.float32)
+    x = torch.randn(routing.topk_ids.shape[0], 8, requires_grad=True)
+    weights = routing.topk_weights.float().requires_grad_()
+    leaves = [x, weights, *layer.parameters]
+
+    def run():
+        out = layer.fused(x, routing, weights, keep)
+        return [out, *torch.autograd.grad(out.square().sum(), leaves)]
+
+    expected = run()
+    select.reset_counters()
+    with everywhere():
+        got = run()
+    assert (
+        select.counters()["expert_mlp", "grouped_mm"]
+        == select.counters()["expert_mlp_backward", "grouped_mm"]
+        == 1
+    )
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_unfused_ops():
+    routing = random_routing(7, 2, 4, torch.float32)
+    _, _, offsets, _, _ = routing.build()
+    rows = torch.randn(14, 8, requires_grad=True)
+    w = [torch.randn(16, 8, requires_grad=True) for _ in range(4)]
+    v = torch.randn(4, 16, requires_grad=True)
+
+    def run():
+        out = dialect.grouped_mm(rows, w, offsets, transposed=True) * dialect.expert_rows([v], offsets, 14)
+        return [out, *torch.autograd.grad(out.sum(), [rows, *w, v])]
+
+    expected = run()
+    with everywhere():
+        got = run()
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_is_not_chosen_on_the_cpu(dtype):
+    layer, routing = swiglu_list(2, 8, 8, dtype), random_routing(4, 2, 2, dtype)
+    select.reset_counters()
+    layer.fused(torch.randn(4, 8).to(dtype), routing, routing.topk_weights)
+    assert select.counters()["expert_mlp", "segments"] == 1
+
+
+def test_readable_layouts():
+    w = torch.empty(4, 16, 24, dtype=torch.bfloat16)
+    assert grouped._readable(w)
+    assert grouped._readable(w.transpose(1, 2))
+    assert grouped._readable(w[:, :, :8])
+    assert not grouped._readable(w[:, :, 1:9])  # starts off a 16-byte boundary
+    assert not grouped._readable(w[:, ::2, ::2])  # no dimension of stride one
+    assert not grouped._readable(torch.empty(4, 16, 20, dtype=torch.bfloat16))  # rows of 40 bytes
+    assert grouped._readable(torch.empty(24, 4, 16, dtype=torch.bfloat16).permute(1, 2, 0))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+class TestOnGpu:
+    @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
+    @pytest.mark.parametrize("ids", [None, [[0, 2]] * 9, [[1, -1]] * 9])
+    def test_bfloat16_without_a_host_sync(self, make, ids):
+        if torch.cuda.get_device_capability() < (9, 0):
+            pytest.skip("no fused grouped GEMM")
+        torch.manual_seed(0)
+        routing = random_routing(9, 2, 4, torch.float32)
+        ids = routing.topk_ids if ids is None else torch.tensor(ids)
+        routing = type(routing)(ids.cuda(), routing.topk_weights.cuda(), 4)
+        with torch.device("cuda"):
+            layer = make(4, 16, 8, torch.bfloat16)
+            exact = make(4, 16, 8, torch.float64)
+            x = torch.randn(9, 16, dtype=torch.bfloat16, requires_grad=True)
+        for e, p in zip(exact.parameters, layer.parameters, strict=True):
+            e.data.copy_(p)
+        weights = routing.topk_weights.requires_grad_()
+        layer.fused(x, routing, weights).sum().backward()  # derivatives are traced once, with a sync
+        leaves = [x, weights, *layer.parameters]
+        select.reset_counters()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            out = layer.fused(x, routing, weights)
+            grads = torch.autograd.grad(out.float().square().sum(), leaves)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert select.counters()["expert_mlp", "grouped_mm"] == 1
+        assert select.counters()["expert_mlp_backward", "grouped_mm"] == 1
+        exact_leaves = [x.detach().double().requires_grad_(), weights.detach().double().requires_grad_()]
+        reference = exact.fused(exact_leaves[0], routing, exact_leaves[1])
+        expected = torch.autograd.grad(reference.square().sum(), [*exact_leaves, *exact.parameters])
+        for got, want in zip([out, *grads], [reference, *expected], strict=True):
+            assert torch.isfinite(got).all()
+            assert (got.double() - want).abs().max() <= 0.04 * want.abs().max()

@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moefx.ir import dialect
+from moefx.ir.expert_mlp import Call
+from moefx.lowering import select
+from moefx.lowering.torch import gemm, mlp, pool, segments
+from moefx.lowering.torch.segments import SegmentGemms
+from tests.ir.routings import LAYERS, random_routing, routings, swiglu_list
+
+
+@settings(max_examples=60, deadline=None)
+@given(routings(max_tokens=20), st.integers(1, 9))
+def test_groups_cover_the_valid_rows_once(routing, group_rows):
+    offsets = routing.build()[2]
+    before = segments._GROUP_ROWS
+    segments._GROUP_ROWS = group_rows
+    try:
+        gemms = SegmentGemms(offsets, torch.float64)
+    finally:
+        segments._GROUP_ROWS = before
+    sizes = offsets.diff().tolist()
+    assert [e for g in gemms.groups for e in g.experts] == [e for e, n in enumerate(sizes) if n]
+    assert [n for g in gemms.groups for n in g.sizes] == [n for n in sizes if n]
+    assert [r for g in gemms.groups for r in range(g.rows.start, g.rows.stop)] == list(range(offsets[-1]))
+    assert all(g.num_rows <= group_rows or len(g.experts) == 1 for g in gemms.groups)
+
+
+@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
+def test_several_groups_and_threads_change_no_bit(make, monkeypatch):
+    layer, routing = make(6, 8, 4), random_routing(40, 3, 6)
+    x, weights = (
+        torch.randn(40, 8, dtype=torch.float64, requires_grad=True),
+        routing.topk_weights.requires_grad_(),
+    )
+    leaves = [x, weights, *layer.parameters]
+
+    def run():
+        out = layer.fused(x, routing, weights)
+        return [out, *torch.autograd.grad(out.sum(), leaves)]
+
+    monkeypatch.setattr(segments, "_GROUP_ROWS", 1)  # every expert for itself
+    expected = run()
+    before = torch.get_num_threads()
+    monkeypatch.setattr(segments, "_PARALLEL", 0)
+    torch.set_num_threads(3)
+    try:
+        parallel = run()
+    finally:
+        torch.set_num_threads(before)
+    assert all(map(torch.equal, expected, parallel))
+    monkeypatch.setattr(segments, "_GROUP_ROWS", 10**6)
+    torch.testing.assert_close(run(), expected)
+
+
+def test_counts_the_provider_and_the_path_of_the_weights():
+    layer, routing = swiglu_list(4, 8, 6), random_routing(9, 2, 4)
+    select.reset_counters()
+    layer.fused(torch.randn(9, 8).double(), routing, routing.topk_weights).sum().backward()
+    assert select.counters()["expert_mlp", "segments"] == 1
+    assert select.counters()["expert_mlp_backward", "segments"] == 1
+    assert not any(
+        provider == "reference" for op, provider in select.counters() if op.startswith("expert_mlp")
+    )
+    assert select.weight_paths() == {"separate": 6}  # gate, up and down, in forward and backward: no copies
+
+
+def test_the_linear_output_needs_no_second_down_projection(monkeypatch):
+    """<dO, y> comes from <dA', A>; only an output that is not linear in y recomputes y."""
+    calls = []
+    original = mlp.Parameters.project_down
+    monkeypatch.setattr(
+        mlp.Parameters, "project_down", lambda self, *args: calls.append(1) or original(self, *args)
+    )
+    for name, expected in (("swiglu_list", 0), ("interleaved_clamped", 0), ("nonlinear_out", 1)):
+        layer, routing = LAYERS[name](3, 4, 2), random_routing(5, 2, 3)
+        out = layer.fused(torch.randn(5, 4).double(), routing, routing.topk_weights.requires_grad_())
+        calls.clear()
+        out.sum().backward()
+        assert len(calls) == expected
+
+
+def test_under_autocast_only_hit_experts_are_cast(monkeypatch):
+    layer = swiglu_list(8, 8, 6, torch.float32)
+    routing = random_routing(1, 2, 8, torch.float32)
+    looked_up = []
+    original = segments.Operands.__getitem__
+    monkeypatch.setattr(
+        segments.Operands, "__getitem__", lambda self, e: looked_up.append(e) or original(self, e)
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        layer.fused(torch.randn(1, 8), routing, routing.topk_weights)
+    assert set(looked_up) == set(routing.topk_ids.flatten().tolist())
+
+
+# -- the GEMM ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(64, 64, 64), (70, 1100, 65), (200, 130, 96), (3, 5, 7), (64, 0, 64)])
+@pytest.mark.parametrize("onednn", [False, True])
+@pytest.mark.parametrize("add", [False, True])
+def test_mm_into(shape, onednn, add, monkeypatch):
+    if onednn and not torch.backends.mkldnn.is_available():
+        pytest.skip("a torch without oneDNN")
+    monkeypatch.setattr(gemm, "onednn_is_faster", lambda: onednn)
+    m, k, n = shape
+    buffer = torch.randn(m, 2 * n)
+    out = buffer[:, :n]  # a slice
+    left, right = torch.randn(k, m).t(), torch.randn(k, n)
+    expected = left.double() @ right.double() + (out.double() if add else 0)
+    assert gemm.mm_into(out, left, right, add=add) is out
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-4)
+
+
+def test_onednn_rounds_about_as_blas_does(monkeypatch):
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("a torch without oneDNN")
+    torch.manual_seed(0)
+    for k in (256, 1024, 4096):
+        left, right = torch.randn(128, k), torch.randn(k, 128)
+        exact = left.double() @ right.double()
+        errors = []
+        for onednn in (True, False):
+            monkeypatch.setattr(gemm, "onednn_is_faster", lambda onednn=onednn: onednn)
+            out = gemm.mm_into(torch.empty(128, 128), left, right)
+            errors.append((out - exact).square().mean().sqrt())
+        assert errors[0] < 2 * errors[1]
+
+
+def test_mm_into_another_dtype():
+    left, right = torch.randn(4, 3).bfloat16(), torch.randn(3, 5).bfloat16()
+    out = torch.ones(4, 5)
+    gemm.mm_into(out, left, right, add=True)
+    assert torch.equal(out, (left @ right).float() + 1)
+
+
+def test_onednn_choice_is_a_fact_about_the_machine():
+    gemm.onednn_is_faster.cache_clear()
+    assert gemm.onednn_is_faster() in (True, False)
+    assert gemm.onednn_is_faster() == gemm.onednn_is_faster()
+
+
+# -- the pool ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def three_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_workers_have_threads_of_their_own_and_leave_ours_alone(three_threads):
+    seen = []
+    pool.for_each(range(20), lambda i: seen.append((i, torch.get_num_threads(), torch.is_grad_enabled())))
+    assert sorted(i for i, *_ in seen) == list(range(20))
+    assert {t for _, t, _ in seen} == {1}
+    assert not any(grad for *_, grad in seen)
+    assert torch.get_num_threads() == 3
+
+
+def test_an_error_in_a_worker_arrives(three_threads):
+    def work(i: int) -> None:
+        if i == 5:
+            raise ValueError("expert 5")
+
+    with pytest.raises(ValueError, match="expert 5"):
+        pool.for_each(range(8), work)
+    pool.for_each(range(8), lambda i: None)  # and the pool lives on
+
+
+def test_few_items_or_one_thread_run_here(three_threads):
+    import threading
+
+    names = []
+    pool.for_each([1], lambda i: names.append(threading.current_thread().name))
+    pool.for_each([1, 2], lambda i: names.append(threading.current_thread().name), parallel=False)
+    assert set(names) == {threading.current_thread().name}
+
+
+def test_call_takes_arguments_apart():
+    layer, routing = LAYERS["interleaved_clamped"](3, 4, 2), random_routing(5, 2, 3)
+    token_ids, _, offsets, inverse, weights = routing.build()
+    arguments = (torch.randn(5, 4).double(), token_ids, offsets, inverse, weights)
+    parameters = (layer.up, layer.up_bias, layer.down, layer.down_bias)
+    call = Call.of((*arguments, *parameters), layer.text, "h", None)
+    assert call.widths() == ([4], 2, 4)
+    assert call.multiplications() == 4 * 4 + 2 * 4
+    hidden = torch.arange(8.0).view(2, 4)
+    assert [t.tolist() for t in call.parts([hidden]).values()] == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
+
+
+def test_grouped_mm_op_runs_in_segments():
+    select.reset_counters()
+    _, _, offsets, _, _ = random_routing(6, 2, 4).build()
+    w = [torch.randn(5, 3, dtype=torch.float64, requires_grad=True) for _ in range(4)]
+    dialect.grouped_mm(torch.randn(12, 3).double(), w, offsets, transposed=True).sum().backward()
+    assert select.counters()["grouped_mm", "segments"] == 1
+    assert select.counters()["grouped_mm_backward", "segments"] == 1

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moefx.lowering import select
+from moefx.lowering.torch.weights import matrices, stack, strided_view
+
+
+def views(num: int = 3, shape: tuple[int, ...] = (4, 5), spacing: int = 20, offset: int = 0) -> list[Tensor]:
+    """Parameters laid out in one storage."""
+    storage = torch.randn(offset + spacing * num)
+    return [
+        nn.Parameter(storage[offset + i * spacing :][: shape[0] * shape[1]].view(shape)) for i in range(num)
+    ]
+
+
+@pytest.mark.parametrize("spacing", [20, 24, 60])
+@pytest.mark.parametrize("offset", [0, 7])
+def test_equally_spaced_storages_are_one_view(spacing, offset):
+    w = views(spacing=spacing, offset=offset)
+    view = strided_view(w)
+    assert view is not None
+    assert view.data_ptr() == w[0].data_ptr()
+    assert not view.requires_grad
+    for got, expected in zip(view, w, strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_transposed_views_too():
+    w = [p.detach().t() for p in views()]
+    view = strided_view(w)
+    assert view is not None
+    assert torch.equal(view[2], w[2])
+    assert view.stride() == (20, 1, 5)
+
+
+@pytest.mark.parametrize(
+    "w",
+    [
+        [torch.randn(4, 5) for _ in range(3)],
+        list(reversed(views())),
+        [*views()[:2], torch.randn(4, 5)],
+        [views()[0]] * 3,  # one tensor for all experts
+        [views()[0], views()[1].detach().t().contiguous().t()],
+    ],
+    ids=["separate", "descending", "one strays", "tied", "other strides"],
+)
+def test_anything_else_is_not(w):
+    assert strided_view(w) is None
+
+
+def test_one_expert_is_a_view():
+    w = [torch.randn(4, 5)]
+    view = strided_view(w)
+    assert view is not None
+    assert view.shape == (1, 4, 5)
+    assert view.data_ptr() == w[0].data_ptr()
+
+
+def test_equal_spacing_across_storages_is_an_accident_not_a_view():
+    storage = torch.randn(60)
+    w = [torch.from_dlpack(storage[i * 20 : (i + 1) * 20]).view(4, 5) for i in range(3)]
+    assert w[0].untyped_storage().data_ptr() != w[1].untyped_storage().data_ptr()
+    view = strided_view(w)
+    if view is not None:  # only where the first one's storage does reach that far
+        assert w[0].untyped_storage().nbytes() >= 60 * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("w", "path"),
+    [
+        ([torch.randn(3, 4, 5)], "stacked"),
+        (views(), "view"),
+        ([torch.randn(4, 5) for _ in range(3)], "stacked_copy"),
+    ],
+    ids=["stacked", "view", "stacked_copy"],
+)
+def test_stack(w, path, dtype):
+    select.reset_counters()
+    result = stack(w, dtype)
+    assert result.dtype is dtype
+    assert torch.equal(result, (w[0] if len(w) == 1 else torch.stack(list(w))).to(dtype))
+    assert select.weight_paths() == {path: 1}
+    assert (result.data_ptr() == w[0].data_ptr()) == (path != "stacked_copy" and dtype is torch.float32)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.double(),
+        copy.deepcopy,
+        lambda m: m.load_state_dict({k: v.clone() for k, v in m.state_dict().items()}, assign=True) and m,
+        lambda m: m.to_empty(device="cpu"),
+    ],
+    ids=["double", "deepcopy", "assign", "to_empty"],
+)
+def test_what_breaks_the_view_is_noticed_and_stays_right(change):
+    module = nn.ParameterList(views())
+    assert strided_view(list(module)) is not None
+    changed = change(module)
+    w = list(changed)
+    with torch.no_grad():
+        torch.testing.assert_close(stack(w, w[0].dtype), torch.stack(w), equal_nan=True)
+
+
+def test_matrices_never_copy():
+    select.reset_counters()
+    w = [torch.randn(4, 5) for _ in range(3)]
+    stacked = torch.randn(5, 4, 3).permute(2, 1, 0)
+    assert matrices(w) is w
+    assert all(m.data_ptr() == s.data_ptr() for m, s in zip(matrices([stacked]), stacked, strict=True))
+    assert select.weight_paths() == {"separate": 1, "stacked": 1}
