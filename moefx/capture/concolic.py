@@ -430,7 +430,7 @@ class Tracer(TorchDispatchMode):
             return map_tensors(concrete, lambda t: self.to_fake(t) if is_float(t) else t), concrete
         try:
             with self.fake_mode:
-                out = func(*args, **kwargs)
+                out = _grouped_result(*args) if func.overloadpacket is _GROUPED_MM else func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             out = None
         leaves = tensors_in(out)
@@ -534,6 +534,14 @@ class Tracer(TorchDispatchMode):
         return out
 
 
+_GROUPED_MM = getattr(aten, "_grouped_mm", None)
+
+
+def _grouped_result(x: torch.Tensor, w: torch.Tensor, *_: Any) -> torch.Tensor:
+    """The shape of a grouped product; torch's own rule accepts bfloat16 only."""
+    return x.new_empty((*x.shape[:-1], w.shape[-1]))
+
+
 def _functional(func: Any, args: Any, kwargs: dict[str, Any], names: list[str]) -> tuple[Any, Any, dict[str, Any]]:
     """The functional form of an in-place or `out=` op, with its arguments."""
     name, overload = func.overloadpacket.__name__, func._overloadname
@@ -570,11 +578,17 @@ class _Functions(TorchFunctionMode):
         if func in _SIZES:
             return sized(func(*args, **kwargs), tracer.sizes)
         whole = _WHOLE.get(func)
-        if whole is None or not any(is_float(t) for t in tensors_in(args)):
+        tensors = tensors_in(args) if whole is not None else []
+        if whole is None or not any(is_float(t) for t in tensors) or any(map(_is_batched, tensors)):
             return func(*args, **kwargs)
         if func is torch.Tensor.__rmatmul__:
             args, func = (args[1], args[0]), torch.matmul
         return tracer.record_whole(_WHOLE[func], args, kwargs, lambda: func(*args, **kwargs))
+
+
+def _is_batched(t: torch.Tensor) -> bool:
+    """Inside `vmap`: the tensors that ops see are others than the ones that Python sees."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(t)
 
 
 _SIZES = {torch.Tensor.shape.__get__, torch.Tensor.size, torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.__len__}  # type: ignore[attr-defined]
@@ -622,7 +636,7 @@ def _recording(tracer: Tracer, names: dict[int, str]) -> Iterator[None]:
         finally:
             depth -= 1
         with _disable_current_modes(), torch._C.DisableTorchFunction():
-            record.out = pytree.tree_map_only(torch.Tensor, tracer.node_of, out)
+            record.out = pytree.tree_map_only(torch.Tensor, tracer.node_of, _opened(out))
         record.stop = len(tracer.nodes)
         tracer.calls.append(record)
         return out
@@ -643,6 +657,13 @@ def _recording(tracer: Tracer, names: dict[int, str]) -> Iterator[None]:
         for name in ("is_grad_enabled", "is_inference_mode_enabled"):
             stack.enter_context(_patched(torch, name, noted(name, getattr(torch, name))))
         yield
+
+
+def _opened(out: Any) -> Any:
+    """A dataclass as a dict of its fields, under keys that say so (`.logits`)."""
+    if dataclasses.is_dataclass(out) and not isinstance(out, (type, dict)):
+        return {f".{f.name}": _opened(getattr(out, f.name)) for f in dataclasses.fields(out)}
+    return out
 
 
 def _plain_tensors(block: nn.Module) -> dict[int, str]:
@@ -730,9 +751,18 @@ def _effects(tracer: Tracer, block: nn.Module, before: dict[str, dict[str, Any]]
             path = f"{n}.{key}" if n else key
             if isinstance(value, torch.Tensor) and id(value) in tracer.aliases:
                 found.append(Effect("attribute", path, tracer.node_of(value)))
-            elif tensors_in(value) or value != old:
+            elif not _unchanged(value, old):
                 found.append(Effect("state", path, value))  # type: ignore[arg-type]
     return found
+
+
+def _unchanged(value: Any, old: Any) -> bool:
+    if tensors_in(value) or tensors_in(old):
+        return False
+    try:
+        return bool(value == old)
+    except Exception:
+        return False
 
 
 def _restore(module: nn.Module, before: dict[str, Any]) -> None:

@@ -176,6 +176,10 @@ def measure_policies(block: nn.Module, history: History, x: Tensor) -> dict[str,
     return found
 
 
+def fallbacks(compiled: nn.Module) -> int:
+    return sum(block.fallbacks for block in moefx.blocks(compiled))
+
+
 def run(
     *,
     steps: int = 60,
@@ -249,7 +253,7 @@ def run(
         explanation=explanation, graphs=graphs, histories=histories, policy_bytes=policy_bytes,
         captured=captured_graph(block, names[0], args, kwargs, config.num_experts),
         verification=str(verification), verified=verification.ok, costs=costs, curves=curves,
-        fallbacks=sum(block.fallbacks for model in (compiled, models["compiled"]) for block in moefx.blocks(model)),
+        fallbacks=fallbacks(compiled) + fallbacks(models["compiled"]),
     )  # fmt: skip
     heading(6, NUM_PARTS, "Report")
     result.seconds = time.perf_counter() - started

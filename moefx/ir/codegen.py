@@ -131,6 +131,10 @@ class Source:
             return f"{self._value(node.args[0])}.{target}({self._arguments(node.args[1:], node.kwargs)})"
         if target is operator.getitem:
             return f"{self._value(node.args[0])}[{self._value(node.args[1])}]"
+        if target is setattr:  # the block, or a part of it, keeps a value of this call (an auxiliary loss)
+            owner, name, value = node.args
+            held = attribute_expression("self", str(owner)) if owner else "self"
+            return f"{held}.{name} = {self._value(value)}"
         if target in INFIX and len(node.args) == 2 and not node.kwargs:
             left, right = map(self._value, node.args)
             return (

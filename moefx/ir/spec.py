@@ -74,7 +74,7 @@ def is_dead(node: Node) -> bool:
 
 def has_effect(node: Node) -> bool:
     """Whether a node does something beside its result. Kept submodules count: their hooks may do anything."""
-    if node.op in ("placeholder", "output", "call_module"):
+    if node.op in ("placeholder", "output", "call_module") or node.target is setattr:
         return True
     if node.op == "call_method":
         return str(node.target).endswith("_") and not str(node.target).endswith("__")

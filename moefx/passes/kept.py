@@ -209,7 +209,10 @@ class KeptGraph:
                 continue
             part = node
             for key in path:
-                part = self.call(operator.getitem, (part, key), {}, {})
+                if isinstance(key, str) and key.startswith("."):
+                    part = self.call(getattr, (part, key[1:]), {}, {})
+                else:
+                    part = self.call(operator.getitem, (part, key), {}, {})
             part.meta.update(self.describe(twins))
             self._bind_call(twins, part)
 

@@ -97,19 +97,14 @@ class Rewriter:
         return Rewritten(self.kept.graph, spec, absorbed, [c[0].fqn for c in self.kept.calls], attributes)
 
     def _needed_by_cut(self) -> list[Twins]:
-        refs = [self.index(), *self.values(), *self.shared()]
-        if self.match.keep:
-            refs.append(Twins(r.node for r in self.match.keep))
-        return refs
+        """The kept nodes that the routed sum reads, each in all captures."""
+        refs = [self.index, *[v for g in self.match.groups for v in g.values], *([self.match.keep] if self.match.keep else [])]
+        refs += [[lifted.shared[i] for lifted in self.match.lifted] for i in range(len(self.lifted.shared))]
+        return [Twins(column) for ref in refs for column in zip(*[r.nodes for r in ref], strict=True)]
 
-    def index(self) -> Twins:
-        return Twins(lifted.index.node for lifted in self.match.lifted)
-
-    def values(self) -> list[Twins]:
-        return [Twins(lifted.values[i].node for lifted in self.match.lifted) for i in range(len(self.lifted.values))]
-
-    def shared(self) -> list[Twins]:
-        return [Twins(lifted.shared[i].node for lifted in self.match.lifted) for i in range(len(self.lifted.shared))]
+    @property
+    def index(self) -> list[Ref]:
+        return [lifted.index for lifted in self.match.lifted]
 
     def _random(self) -> list[Twins]:
         """Draws of random numbers stay, used or not: the stream must come out as in the original."""
@@ -168,8 +163,9 @@ class Rewriter:
         for effect, twins in effects:
             value = self.kept.node(twins.first)
             if effect.kind == "attribute":
+                owner, _, name = str(effect.target).rpartition(".")
                 attributes.append(str(effect.target))
-                self.kept.call(_set_attribute, (str(effect.target), value), {}, {})
+                self.kept.call(setattr, (owner, name, value), {}, {"source": str(twins.first.meta["source"])})
                 continue
             if effect.kind == "buffer":
                 target = self.kept.graph.get_attr(str(effect.target))
@@ -182,7 +178,7 @@ class Rewriter:
     def make_cut(self) -> fx.Node:
         cut = self.kept.cut
         val = cut.first.meta["val"]
-        ids = self._per_slot(self.lifted.index, self.index())
+        ids = self._per_slot(self.lifted.index)
         keep = self._keep()
         total: fx.Node | None = None
         for group in self.match.groups:
@@ -191,10 +187,9 @@ class Rewriter:
         assert total is not None
         if total.meta["val"].dtype != val.dtype:
             total = self._call(aten._to_copy.default, (total,), {"dtype": val.dtype})
-        for ref, twins in zip(self.lifted.shared, self.shared(), strict=True):
-            row = self._reshape(self.kept.node(twins.first), (-1, val.shape[-1]))
-            total = self._call(aten.add.Tensor, (row, total))
-            del ref
+        for ref in self.lifted.shared:
+            row = self._reshape(self.kept.node(ref.node), (-1, val.shape[-1]))
+            total = self._call(aten.add.Tensor, (row, total), letters=("S", "D"))
         if val.dim() != 2:
             shape = [self.kept.size([t.meta["val"].shape[d] for t in cut], "the output") for d in range(val.dim())]
             total = self._call(aten.view.default, (total, shape), meta=self.kept.describe(cut))
@@ -205,15 +200,17 @@ class Rewriter:
     def _keep(self) -> fx.Node | None:
         if not self.match.keep:
             return None
-        ref = self.match.keep[0]
-        keep = self._per_slot(ref, Twins(r.node for r in self.match.keep))
+        keep = self._per_slot(self.match.keep[0])
         if keep.meta["val"].dtype != torch.bool:
             keep = self._call(aten.ne.Scalar, (keep, 0))
         return keep
 
-    def _per_slot(self, ref: Ref, twins: Twins) -> fx.Node:
-        """A kept value as [S,K]."""
-        node, K = self.kept.node(twins.first), self.lifted.slots
+    def _per_slot(self, ref: Ref, slot: int | None = None) -> fx.Node:
+        """A kept value as [S,K], or as [S,1] for one slot of it."""
+        if ref.columns:
+            columns = [self._per_slot(c, k) for k, c in enumerate(ref.columns)]
+            return self._call(aten.cat.default, (columns, 1), letters=("S", "K"))
+        node, K = self.kept.node(ref.node), 1 if slot is not None else self.lifted.slots
         axes = tuple(a for i, a in enumerate(ref.axes) if a != "t" or "t" not in ref.axes[:i])
         shape = node.meta["val"].shape
         match axes:
@@ -230,19 +227,27 @@ class Rewriter:
                 if K > 1:
                     out = self._call(aten.expand.default, (out, [-1, K]))
             case ("t", "e"):
-                out = self._call(aten.gather.default, (self._reshape(node, (-1, shape[-1])), 1, self._ids64(shape[-1])))
+                out = self._call(aten.gather.default, (self._reshape(node, (-1, shape[-1])), 1, self._ids64(shape[-1], slot)))
+            case ("t", "m"):
+                chosen = self._reshape(node, (-1, shape[-1]))
+                device = self.kept.input_device()
+                every = self._call(aten.arange.default, (shape[-1],), {"device": device}, fake=torch.int64, shape=(shape[-1],))
+                out = self._call(aten.expand_as.default, (self._call(aten.unsqueeze.default, (every, 0)), chosen))
             case ("e", "t"):
                 flat = self._call(aten.t.default, (self._reshape(node, (shape[0], -1)),))
-                out = self._call(aten.gather.default, (flat, 1, self._ids64(shape[0])))
+                out = self._call(aten.gather.default, (flat, 1, self._ids64(shape[0], slot)))
             case ("e",):
-                out = self._call(aten.index.Tensor, (self._reshape(node, (shape[0],)), [self._ids64(shape[0])]))
+                out = self._call(aten.index.Tensor, (self._reshape(node, (shape[0],)), [self._ids64(shape[0], slot)]))
             case _:
                 out = self._call(aten.expand.default, (self._reshape(node, (1, 1)), [self.kept.size([math.prod(li.tokens) for li in self.match.lifted], ""), K]))
         out.meta["letters"] = ("S", "K")
         return out
 
-    def _ids64(self, width: int) -> fx.Node:
-        ids = self._per_slot(self.lifted.index, self.index())
+    def _ids64(self, width: int, slot: int | None = None) -> fx.Node:
+        index = self.lifted.index
+        ids = self._per_slot(index) if slot is None else self._per_slot(index.columns[slot], slot) if index.columns else None
+        if ids is None:
+            ids = self._call(aten.slice.Tensor, (self._per_slot(index), 1, slot, slot + 1))  # type: ignore[operator]
         if ids.meta["val"].dtype != torch.int64:
             ids = self._call(aten._to_copy.default, (ids,), {"dtype": torch.int64})
         outside = any((li.ids < 0).any() or (li.ids >= width).any() for li in self.match.lifted)
@@ -252,7 +257,7 @@ class Rewriter:
         if len(self.match.groups) > 1:
             ids = self._local_ids(group, ids)
         scalars = [i for i in _used_values(group.body) if math.prod(_value_shape(group.body, i)) == 1]
-        weights = {i: self._per_slot(self.lifted.values[i], self.values()[i]) for i in scalars}
+        weights = {i: self._per_slot(group.values[i][0]) for i in scalars}
         first = scalars[0] if scalars else None
         kwargs = {"num_experts": len(group.ids)}
         pft = self._call(ops.build_pft.default, (ids, weights.get(first), keep), kwargs)  # type: ignore[arg-type]
@@ -396,13 +401,13 @@ class _Rows:
     # ------------------------------------------------------------------ leaves
     def _given(self, b: Body) -> Value:
         i = b.args[0]
-        owner, ref, twins = self.owner, self.owner.lifted.values[i], self.owner.values()[i]
+        owner, ref = self.owner, self.group.values[i][0]
         if math.prod(b.shape) == 1:
             if i == self.first:
                 return Value(owner._reshape(self.combine_weights, (-1,)), "row", 0)
             picked = self.call(aten.index.Tensor, (self.weights[i], [self.token_ids, self.slot_ids]), letters=("B",))
             return Value(picked, "row", 0)
-        node, shape = owner.kept.node(twins.first), b.shape
+        node, shape = owner.kept.node(ref.node), b.shape
         if set(ref.axes) <= {"t"}:
             flat = owner._reshape(node, (-1, math.prod(shape)))
             rows = self.call(ops.dispatch.default, (flat, self.token_ids, self.offsets, self.inverse), letters=("B", "D"))
@@ -615,16 +620,12 @@ def _value_shape(body: Body, i: int) -> tuple[int, ...]:
     return next(b.shape for b in walk(body) if b.op == "value" and b.args[0] == i)
 
 
-def _set_attribute(path: str, value: Any) -> None:
-    raise AssertionError("replaced by the code generator")
-
-
 def _drop_dead(graph: fx.Graph) -> None:
     """Remove what nobody uses, but for effects and random draws."""
     for node in reversed(list(graph.nodes)):
         if node.users or node.op in ("output", "placeholder", "call_module") or is_random(node):
             continue
-        if node.target in (aten.copy_.default, _set_attribute):
+        if node.target in (aten.copy_.default, setattr):
             continue
         graph.erase_node(node)
 

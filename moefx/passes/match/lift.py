@@ -9,6 +9,7 @@ expert parameter does. Anything else is a refusal with its reason.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections import Counter, defaultdict
 from typing import Any
@@ -27,6 +28,7 @@ from .terms import Term, TooLarge, is_const, number, show
 
 _MOST_SLOTS = 64
 _MOST_ROWS = 1 << 14
+_MOST_EXPERTS_OF_A_MASK = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,11 +36,22 @@ class Ref:
     """A kept node that supplies a value of each (token, slot): which node, and how it is indexed.
 
     `axes` says what the node's leading axes are: `t` the tokens (one axis or several), `k` the slots, `e` the experts;
-    `tk` and `kt` flattened pairs. The remaining axes belong to the value.
+    `tk` and `kt` flattened pairs; `m` the experts where the node is a mask of the chosen ones. The remaining axes belong
+    to the value. Where no single node holds all slots there is one for each: `columns`.
     """
 
     node: fx.Node
     axes: tuple[str, ...]
+    columns: tuple[Ref, ...] = ()
+
+    @property
+    def form(self) -> tuple:
+        """What two captures must agree on."""
+        return self.axes, tuple(c.form for c in self.columns)
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        return [n for c in self.columns for n in c.nodes] if self.columns else [self.node]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +73,7 @@ class Group:
     ids: list[int]
     body: Body
     tables: list[dict[int, Place]]
+    values: list[Ref]
 
     @property
     def has_matrices(self) -> bool:
@@ -83,7 +97,6 @@ class Lifted:
     shared: list[Ref]
     kept: np.ndarray  # bool [T, K]: False where the slot contributes nothing
     absorbed: set[fx.Node]
-    values: list[Ref]
 
 
 class Lifter:
@@ -217,7 +230,6 @@ class Lifter:
         K = ids.shape[1]
         feeding = self._feeding(cut)
         self.lookup = _Lookup(self, feeding, tokens, K, int(ids.max()) + 1)
-        self.values: list[Ref] = []
         shared, rest = self._shared(rest)
         taken = np.zeros(ids.shape, dtype=bool)
         instances: dict[int, list[tuple[int, int, Term]]] = defaultdict(list)
@@ -237,7 +249,7 @@ class Lifter:
         if clash:
             raise Refused(f"expert {clash[0]} does not always compute the same function", source=str(cut.meta["source"]))
         absorbed = {n for n in self.routed if n.meta["index"] <= cut.meta["index"]}
-        return Lifted(self.capture, cut, tokens, K, index, ids, groups, shared, taken, absorbed, self.values)
+        return Lifted(self.capture, cut, tokens, K, index, ids, groups, shared, taken, absorbed)
 
     def _flatten(self, t: Term) -> list[Term]:
         """The summands of a row, one per expert: what one expert adds up (a bias, a residual) stays together, and
@@ -325,21 +337,64 @@ class Lifter:
                 continue
             for axes, flat in _aligned(val, tokens):
                 width = flat.shape[1]
-                if widest <= width <= _MOST_SLOTS:
+                if width <= _MOST_SLOTS:
                     candidates.append((width != widest, n.meta["index"], Ref(n, axes), flat))
         for by_name in (True, False):
             for _, _, ref, flat in sorted(candidates, key=lambda c: c[:2]):
+                if flat.shape[1] < widest:
+                    continue
                 ids = flat.numpy()
                 names = natural if by_name and -1 not in natural.values() else None if by_name else _consistent(keys, ids)
                 slots = _slots(keys, ids, names) if names else None
                 if slots is not None:
                     self.names = names
                     return ref, ids, slots
+        combined = self._columns(keys, natural, widest, candidates) or self._mask(keys, natural, tokens)
+        if combined is not None:
+            return combined
         raise Refused(
             "no integer tensor with one entry per token and slot explains which experts were used",
             source=str(cut.meta["source"]),
             remedy="the experts of a token must follow from that token's own choice (token choice), not from the other tokens",
         )
+
+    def _columns(self, keys: list[list[Any]], natural: dict[Any, int], widest: int, candidates: list) -> tuple[Ref, np.ndarray, list[list[int]]] | None:
+        """Several integer nodes with one choice each, such as a first and a second argmax."""
+        if -1 in natural.values() or widest < 2:
+            return None
+        wanted = [{natural[k] for k in row} for row in keys]
+        single = [(ref, flat.numpy()) for _, _, ref, flat in sorted(candidates, key=lambda c: c[1]) if flat.shape[1] == 1]
+        covering = []
+        for ref, ids in single:
+            hits = sum(int(i) in w for i, w in zip(ids[:, 0], wanted, strict=True))
+            if hits * 2 > len(keys) and not any((ids == other).all() for _, other in covering):
+                covering.append((ref, ids))
+        for chosen in itertools.combinations(covering[:12], widest):
+            ids = np.concatenate([i for _, i in chosen], axis=1)
+            slots = _slots(keys, ids, natural)
+            if slots is not None:
+                self.names = natural
+                columns = tuple(r for r, _ in chosen)
+                return Ref(columns[0].node, ("t", "k"), columns), ids, slots
+        return None
+
+    def _mask(self, keys: list[list[Any]], natural: dict[Any, int], tokens: tuple[int, ...]) -> tuple[Ref, np.ndarray, list[list[int]]] | None:
+        """A mask of the chosen experts (a threshold, say): every expert is a slot, and most are dropped."""
+        if -1 in natural.values():
+            return None
+        T, lowest = math.prod(tokens), max(natural.values()) + 1
+        for n in self.capture.nodes:
+            val = n.meta.get("val")
+            if n in self.routed or not isinstance(val, torch.Tensor) or isinstance(val, FakeTensor) or val.dtype != torch.bool:
+                continue
+            if tuple(val.shape[:-1]) not in (tokens, (T,)) or not lowest <= val.shape[-1] <= _MOST_EXPERTS_OF_A_MASK:
+                continue
+            chosen = val.reshape(T, -1).numpy()
+            if all(set(np.flatnonzero(c)) == {natural[k] for k in row} for c, row in zip(chosen, keys, strict=True)):
+                self.names = natural
+                ids = np.tile(np.arange(val.shape[-1]), (T, 1))
+                return Ref(n, ("t",) * (val.dim() - 1) + ("m",)), ids, [[natural[k] for k in row] for row in keys]
+        return None
 
     def _feeding(self, cut: fx.Node) -> list[fx.Node]:
         """Float nodes that are computed without expert parameters and feed the cut."""
@@ -379,7 +434,7 @@ class Lifter:
     def _place_keyless(self, rest: list[list[Term]], ids: np.ndarray, taken: np.ndarray, instances: dict) -> None:
         """Summands without parameters (identity experts): the slots that are left, told apart by their weights."""
         for t, parts in enumerate(rest):
-            for part in parts:
+            for part in [p for part in parts for p in self._by_weight(part)]:
                 free = [k for k in range(ids.shape[1]) if not taken[t, k]]
                 scalars = {a for a in part.terms if math.prod(a.shape) == 1}
                 fits = [k for k in free if any(self.lookup.value_at(t, k, int(ids[t, k]), s) for s in scalars)] or (free if len(free) == 1 else [])
@@ -388,13 +443,23 @@ class Lifter:
                 taken[t, fits[0]] = True
                 instances[self._skeleton(part)].append((t, fits[0], part))
 
+    def _by_weight(self, t: Term) -> list[Term]:
+        """`x * (w1 + w2)` as two summands: one token may choose two experts that do the same."""
+        if t.op == "pw" and t.args[0] == "mul":
+            a, b = t.args[2:]
+            wide, scalar = (a, b) if math.prod(b.shape) == 1 else (b, a)
+            if scalar.op == "pw" and scalar.args[0] == "add" and not any(self.lookup.holds(scalar)):
+                return [p for s in scalar.args[2:] for p in self._by_weight(self.T.pw("mul", wide, s) if wide is a else self.T.pw("mul", s, wide))]
+        return [t]
+
     # ------------------------------------------------------------------ anti-unification
     def _group(self, members: list[tuple[int, int, Term]], ids: np.ndarray) -> Group:
         where = [(t, k, int(ids[t, k])) for t, k, _ in members]
         self.tables: list[dict[int, Place]] = []
+        self.values: list[Ref] = []
         self.bodies: dict[tuple[Term, ...], Body] = {}
         body = self._unify(where, [m for _, _, m in members])
-        return Group(sorted({e for _, _, e in where}), body, self.tables)
+        return Group(sorted({e for _, _, e in where}), body, self.tables, self.values)
 
     def _unify(self, where: list[tuple[int, int, int]], terms: list[Term]) -> Body:
         first = terms[0]
@@ -578,6 +643,8 @@ class _Lookup:
         return out
 
     def element(self, ref: Ref, t: int, k: int, e: int) -> Term | None:
+        if ref.columns:
+            ref = ref.columns[k]
         term = self.lifter.S.term(ref.node)
         position = np.unravel_index(t, self.tokens)
         where: dict[int, int] = {}
@@ -611,7 +678,31 @@ class _Lookup:
                 continue
             if all(self.element(ref, *place) is term for place, term in zip(where, terms, strict=True)):
                 return ref
-        return None
+        return self._columns(where, terms) if scalar and slots and self.slots > 1 else None
+
+    def _columns(self, where: list[tuple[int, int, int]], terms: list[Term]) -> Ref | None:
+        """One node for each slot."""
+        columns = []
+        for k in range(self.slots):
+            mine = [(place, term) for place, term in zip(where, terms, strict=True) if place[1] == k]
+            if not mine or len(mine) == len(where):
+                return None
+            first, wanted = mine[0]
+            found = None
+            for _, _, ref in self.readings:
+                if {"k", "tk", "kt"} & set(ref.axes) or "t" not in ref.axes or self.element(ref, *first) is not wanted:
+                    continue
+                if all(self.element(ref, *place) is term for place, term in mine):
+                    found = ref
+                    break
+            if found is None:
+                return None
+            columns.append(found)
+        return Ref(columns[0].node, ("t", "k"), tuple(columns))
+
+    def holds(self, term: Term) -> list[Ref]:
+        """Readings that have this term somewhere (looked for at the first places only)."""
+        return [ref for table in self._tables.values() for ref in table.get(term, ())]
 
     def value_at(self, t: int, k: int, e: int, term: Term) -> bool:
         return any(self.element(ref, t, k, e) is term for _, _, ref in self.readings if "k" in ref.axes or "e" in ref.axes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -19,10 +20,11 @@ from ...capture.inputs import Arguments
 from ...capture.routing import Routing
 from ...capture.sizes import SizeGuard
 from ...errors import Refused
-from .lift import Body, Lifted, Lifter, Ref, _aligned
+from .lift import Body, Lifted, Lifter, Ref, _aligned, walk
 from .paths import Place
 from .ranges import Ranges
 from .semantics import Semantics
+from .terms import is_const
 
 _MOST_EXTRA = 8
 
@@ -40,6 +42,7 @@ class Expert:
     ids: list[int]
     body: Body
     tables: list[list[Place]]
+    values: list[list[Ref]]  # by value, then by capture
 
 
 @dataclasses.dataclass
@@ -87,8 +90,12 @@ class Prover:
             sizes = self.arguments.choose(n, variant)
             self._add(self.lift(Routing(kind, variant), sizes), sizes)
         self._cover()
+        self._agree()
         groups = self._merged()
         self._flip_branches()
+        self.lifted, self.sizes = self._complete()
+        for group, merged in enumerate(groups):
+            merged.values = [list(refs) for refs in zip(*[lifted.groups[group].values for lifted in self.lifted], strict=True)]
         keep = self._keep_mask()
         guards: list[SizeGuard] = []
         for lifted in self.lifted:
@@ -97,10 +104,27 @@ class Prover:
         return Match(self.block, self.arguments, self.lifted, self.sizes, groups, self.num_experts, keep, guards, modes)
 
     def _add(self, lifted: Lifted, sizes: dict[str, int]) -> None:
-        if self.lifted:
-            _same_form(self.lifted[0], lifted)
         self.lifted.append(lifted)
         self.sizes.append(sizes)
+
+    def _agree(self) -> None:
+        """All captures have the form of the one that met the most kinds of experts, which comes first."""
+        richest = max(range(len(self.lifted)), key=lambda i: (len(self.lifted[i].groups), -i))
+        for column in (self.lifted, self.sizes):
+            column.insert(0, column.pop(richest))
+        for other in self.lifted[1:]:
+            _same_form(self.lifted[0], other)
+
+    def _complete(self) -> tuple[list[Lifted], list[dict[str, int]]]:
+        """The captures in which all kinds of experts were at work: the graph is read off these."""
+        for seed in range(30, 30 + _MOST_EXTRA):
+            full = [i for i, lifted in enumerate(self.lifted) if all(g.ids for g in lifted.groups)]
+            if len(full) >= 3:
+                return [self.lifted[i] for i in full], [self.sizes[i] for i in full]
+            sizes = self.arguments.choose(max(21, self.hint // 4), seed)
+            self._add(self.lift(Routing("diverse", seed), sizes), sizes)
+            _same_form(self.lifted[0], self.lifted[-1])
+        raise Refused("no routing was found under which all kinds of experts are used")
 
     # ------------------------------------------------------------------ every expert is seen
     def _seen(self) -> set[int]:
@@ -153,7 +177,7 @@ class Prover:
                         if merged.setdefault(e, place) != place:
                             raise Refused(f"expert {e} uses {place} under one routing and {merged[e]} under another", culprits=(place.fqn,))
                 tables.append([merged[e] for e in ids])
-            out.append(Expert(ids, first.body, tables))
+            out.append(Expert(ids, first.body, tables, []))
         owners = [e for group in out for e in group.ids]
         if len(set(owners)) != len(owners):
             raise Refused("an expert computes one function under one routing and another under another")
@@ -171,7 +195,7 @@ class Prover:
         for source in [s for s, seen in outcomes.items() if len(seen) == 1]:
             try:
                 flipped = self.lift(Routing("diverse", 0), self.sizes[0], frozenset([source]))
-                _same_form(self.lifted[0], flipped, complete=True)
+                _same_form(self.lifted[0], flipped)
                 same = _same_kept(self.lifted[0], flipped)
             except Refused as why:
                 raise Refused(
@@ -209,24 +233,21 @@ class Prover:
         )
 
 
-def _same_form(a: Lifted, b: Lifted, complete: bool = False) -> None:
-    """Raise unless two lifts have one template (expert tables may cover different experts)."""
+def _same_form(a: Lifted, b: Lifted) -> None:
+    """Raise unless two lifts have one template. `b` may have met fewer kinds of experts and only some of the experts;
+    its groups are put into the order of `a`'s."""
     where = str(a.cut.meta["source"])
     if a.slots != b.slots:
         raise Refused(f"the number of slots per token depends on routing or size: {a.slots} and {b.slots}", source=where)
-    if a.index.axes != b.index.axes or [v.axes for v in a.values] != [v.axes for v in b.values] or len(a.shared) != len(b.shared):
-        raise Refused("what the experts are given depends on the routing", source=where)
-    if len(a.groups) != len(b.groups):
-        bodies = {g.body: g for g in a.groups}
-        if not all(g.body in bodies for g in b.groups) and not all(g.body in {h.body for h in b.groups} for g in a.groups):
-            raise Refused("experts compute different functions under different routings", source=where)
-        if len(b.groups) < len(a.groups):  # a routing that never met one of the groups
-            b.groups[:] = [next((h for h in b.groups if h.body == g.body), dataclasses.replace(g, ids=[], tables=[{} for _ in g.tables])) for g in a.groups]
-            return
+    if a.index.form != b.index.form or len(a.shared) != len(b.shared):
+        raise Refused("which experts are chosen, or what is added for all tokens, depends on the routing", source=where)
+    by_form = {(g.body, tuple(v.form for v in g.values)): g for g in b.groups}
+    ordered = [by_form.pop((g.body, tuple(v.form for v in g.values)), None) for g in a.groups]
+    if by_form:
         raise Refused("experts compute different functions under different routings", source=where)
-    for g, h in zip(a.groups, b.groups, strict=True):
-        if g.body != h.body:
-            raise Refused("experts compute different functions under different routings", source=where)
+    b.groups[:] = [
+        h if h is not None else dataclasses.replace(g, ids=[], tables=[{} for _ in g.tables], values=[]) for g, h in zip(a.groups, ordered, strict=True)
+    ]
 
 
 def _same_kept(a: Lifted, b: Lifted) -> bool:
@@ -241,25 +262,27 @@ def _explained_by_ids(lifted: Lifted, num_experts: int) -> bool:
 
 def _explained_by_weights(lifted: Lifted) -> bool:
     """Every dropped slot has a weight that is zero by construction."""
-    from .terms import is_const
-
     S = Semantics(lifted.capture.nodes, lifted.capture.shadow)
     T = S.T
-    for ref in lifted.values:
-        if "k" not in ref.axes and "e" not in ref.axes:
-            continue
+
+    def is_zero(ref: Ref, t: int, k: int) -> bool:
+        ref = ref.columns[k] if ref.columns else ref
+        if not {"k", "e"} & set(ref.axes) and not ref.columns and ref.axes.count("t") == 0:
+            return False
+        if {"tk", "kt", "m"} & set(ref.axes):
+            return False
+        it = iter(np.unravel_index(t, lifted.tokens) if ref.axes.count("t") > 1 else (t,))
+        where = {a: k if x == "k" else int(lifted.ids[t, k]) if x == "e" else int(next(it)) for a, x in enumerate(ref.axes)}
         term = S.term(ref.node)
-        zero = True
-        for t, k in zip(*np.nonzero(~lifted.kept), strict=True):
-            position = np.unravel_index(t, lifted.tokens) if ref.axes.count("t") > 1 else (t,)
-            it = iter(position)
-            where = {a: int(k) if x == "k" else int(lifted.ids[t, k]) if x == "e" else int(next(it)) for a, x in enumerate(ref.axes)}
-            if not is_const(T.resolve(T.picks(term, where)), 0):
-                zero = False
-                break
-        if zero:
-            return True
-    return False
+        return all(0 <= i < term.shape[a] for a, i in where.items()) and is_const(T.resolve(T.picks(term, where)), 0)
+
+    dropped = [(int(t), int(k)) for t, k in zip(*np.nonzero(~lifted.kept), strict=True)]
+    scalars = [ref for group in lifted.groups for i, ref in enumerate(group.values) if _is_scalar(group.body, i)]
+    return any(all(is_zero(ref, t, k) for t, k in dropped) for ref in scalars)
+
+
+def _is_scalar(body: Body, i: int) -> bool:
+    return all(math.prod(b.shape) == 1 for b in walk(body) if b.op == "value" and b.args[0] == i)
 
 
 def _mask_candidates(lifted: Lifted) -> list[Ref]:

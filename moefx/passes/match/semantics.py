@@ -468,7 +468,7 @@ def _masked_scatter(S: Semantics, n: fx.Node, a: Term, _: Any, source: Term) -> 
 
 
 # ---------------------------------------------------------------------- contracting
-_LETTERS = "abcdefghijklmnopqrstuvw"
+_LETTERS = "abcdefhijklmnopqrstuvw"
 
 
 @rule("linear")
@@ -515,6 +515,26 @@ def _addmm(S: Semantics, n: fx.Node, bias: Term, x: Term, w: Term, *, beta: floa
     if beta != 1:
         bias = S.T.pw("mul", bias, S.T.const(beta))
     return S.T.pw("add", out, bias)
+
+
+@rule("convolution")
+def _convolution(S: Semantics, n: fx.Node, x: Term, w: Term, b: Term | None, stride: list, padding: list, dilation: list, transposed: bool, _: Any, groups: int) -> Term | None:
+    """A kernel of size one is a product with a matrix (or, in groups, with one matrix each)."""
+    space = len(w.shape) - 2
+    if transposed or math.prod(w.shape[2:]) != 1 or any(s != 1 for s in stride) or any(padding) or len(x.shape) != space + 2:
+        return None
+    x, w, b = _autocast(S, n, x, w, b)  # type: ignore[assignment]
+    at = _LETTERS[:space]
+    out, inner = w.shape[0] // groups, w.shape[1]
+    x = S.T.reshape(x, (x.shape[0], groups, inner, *x.shape[2:]))
+    w = S.T.reshape(w, (groups, out, inner))
+    y = S.T.reshape(S.T.ein([f"xgy{at}", "gzy"], f"xgz{at}", [x, w]), n.meta["val"].shape)
+    return y if b is None else S.T.pw("add", y, S.T.reshape(b, (w.shape[0] * out, *[1] * space)))
+
+
+@rule("_prelu_kernel")
+def _prelu(S: Semantics, n: fx.Node, x: Term, w: Term) -> Term:
+    return S.T.expand(S.T.pw("where", S.T.pw("gt.Scalar", x, 0), x, S.T.pw("mul", x, w)), x.shape)
 
 
 @rule("einsum")
