@@ -13,6 +13,7 @@ from torch import nn
 
 from ._plan import Plan
 from .capture.examples import example_arguments
+from .capture.concolic import is_users
 from .capture.find import Found, Seen, find, signature
 from .errors import CaptureError, InvalidInput, Refused
 from .pipeline import Result, rewrite_block
@@ -182,12 +183,10 @@ def _rewrite(module: nn.Module, name: str, call: Seen, plan: Plan) -> Result:
 
 def _user_line(error: BaseException) -> str:
     """The innermost line of a traceback that is the user's."""
-    from .capture.concolic import _OURS
-
     trace, where = error.__traceback__, ""
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
-        if not file.startswith(_OURS) and not file.startswith("<"):
+        if is_users(file):
             where = f"{file.rsplit('/', 1)[-1]}:{trace.tb_lineno}"
         trace = trace.tb_next
     return where

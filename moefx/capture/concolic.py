@@ -17,6 +17,7 @@ import dataclasses
 import logging
 import operator
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -102,12 +103,21 @@ class Source:
 _OURS = (__file__.rsplit("/capture/", 1)[0] + "/", torch.__file__.rsplit("/", 1)[0] + "/")
 
 
+# generated code: not of torch's files, but not the user's either (a notebook cell, also in brackets, is)
+_NOBODYS = ("<frozen", "<string>", "<eval_with_key", "<__", threading.__file__)
+
+
+def is_users(file: str) -> bool:
+    """Whether a file of code is the user's: neither torch's, nor this package's, nor generated."""
+    return not file.startswith((*_OURS, *_NOBODYS))
+
+
 def user_source() -> Source:
     """The innermost frame that belongs neither to torch nor to this package."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(_OURS) and not name.startswith("<"):
+        if is_users(name):
             return Source(name, frame.f_lineno, frame.f_lasti)
         frame = frame.f_back
     return Source("?", 0, 0)

@@ -75,7 +75,7 @@ class Arguments:
         """Sizes with about `tokens` tokens that are unlike each other and unlike the model's own dims."""
         if len(self.dims) <= 1:
             return {d: _odd(tokens + 2 * variant, {self.width}) for d in self.dims}
-        outer = (3, 2, 5, 4)[variant % 4]
+        outer = (3, 2, 5, 4)[variant % 4]  # no two captures share a size by accident
         sizes = {self.dims[0]: outer}
         for d in self.dims[1:-1]:
             sizes[d] = 2 + variant

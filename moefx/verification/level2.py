@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,7 +18,8 @@ from torch import Tensor, nn
 
 from .compare import Subject, compare
 from .policy import Row
-from .sandbox import Call, Casts, Inputs, Options, call_forward, leaves, mapped
+from .sandbox import Call, Casts, Options, call_forward, leaves
+from .states import router_states
 
 SLACK = 1e4
 MAX_BYTES = 2 << 30
@@ -80,7 +80,7 @@ def verify_block(
     tokens = sum(v.numel() * v.element_size() for _, v in leaves((args, kwargs)) if isinstance(v, Tensor))
     plan = _precisions(original, max_bytes - 64 * tokens, check.notes)
     given = (args, kwargs or {})
-    for state, inputs in _router_states(given, seed):
+    for state, inputs in router_states(given, seed):
         for precision, subject_options, largest in plan:
             case = f"{state}, {precision}"
             if precision != plan[0][0] and inputs is not given:
@@ -138,27 +138,3 @@ def _largest(sizes: list[int], budget: int) -> float:
         if total > budget:
             return sizes[i - 1] if i and sizes[i - 1] < size else size - 1
     return math.inf
-
-
-def _router_states(inputs: Inputs, seed: int) -> Iterator[tuple[str, Inputs]]:
-    floats = [t for _, t in leaves(inputs) if isinstance(t, Tensor) and t.is_floating_point() and t.ndim > 1]
-    shape = max((t.shape for t in floats), key=math.prod, default=None)
-    generator = torch.Generator().manual_seed(seed)
-
-    def hidden(change: Any) -> Inputs:
-        """Change the hidden states: everything shaped like the largest floating-point argument."""
-        return mapped(
-            inputs, lambda _, t: change(t.detach()).to(t) if t.shape == shape else t.detach().clone()
-        )
-
-    def noise(t: Tensor) -> Tensor:
-        return torch.randn(t.shape, generator=generator).to(t.device) * t.float().std().nan_to_num(1.0)
-
-    def skewed(t: Tensor) -> Tensor:
-        rows = t.float().reshape(-1, t.shape[-1])
-        return rows[:1].expand_as(rows).reshape(t.shape) + 0.05 * noise(t)
-
-    yield "the given inputs", inputs
-    if shape is not None and math.prod(shape):
-        yield "inputs that starve experts", hidden(skewed)
-        yield "unrelated inputs", hidden(noise)

@@ -323,13 +323,6 @@ class Lifter:
         for key in {k for row in keys for k in row}:
             natural[key] = next(iter(self._natural(key)), -1)
         widest = max(len(row) for row in keys)
-        every = {k for row in keys for k in row}
-        if all(len(set(row)) == len(every) for row in keys):
-            raise Refused(
-                "every expert is applied to every token: gates without a selection leave nothing to skip",
-                source=str(cut.meta["source"]),
-                remedy="select experts per token, for example with topk",
-            )
         candidates = []
         for n in self.capture.nodes:
             val = n.meta.get("val")
@@ -352,6 +345,13 @@ class Lifter:
         combined = self._columns(keys, natural, widest, candidates) or self._mask(keys, natural, tokens)
         if combined is not None:
             return combined
+        every = {k for row in keys for k in row}
+        if all(len(set(row)) == len(every) for row in keys):
+            raise Refused(
+                "every expert is applied to every token: gates without a selection leave nothing to skip",
+                source=str(cut.meta["source"]),
+                remedy="select experts per token, for example with topk",
+            )
         raise Refused(
             "no integer tensor with one entry per token and slot explains which experts were used",
             source=str(cut.meta["source"]),

@@ -19,7 +19,7 @@ from ...capture.concolic import Capture, Source, capture
 from ...capture.inputs import Arguments
 from ...capture.routing import Routing
 from ...capture.sizes import SizeGuard
-from ...errors import Refused
+from ...errors import CaptureError, Refused
 from .lift import Body, Lifted, Lifter, Ref, _aligned, walk
 from .paths import Place
 from .ranges import Ranges
@@ -70,6 +70,7 @@ class Prover:
         self.lifted: list[Lifted] = []
         self.sizes: list[dict[str, int]] = []
         self.experts: set[str] | None = None
+        self.extra_guards: list[SizeGuard] = []
 
     def capture(self, routing: Routing, sizes: dict[str, int], flips: frozenset[Source] = frozenset()) -> Capture:
         args, kwargs = self.arguments.at(sizes, seed=routing.seed)
@@ -93,13 +94,12 @@ class Prover:
         self._agree()
         groups = self._merged()
         self._flip_branches()
+        self._other_sizes()
         self.lifted, self.sizes = self._complete()
         for group, merged in enumerate(groups):
             merged.values = [list(refs) for refs in zip(*[lifted.groups[group].values for lifted in self.lifted], strict=True)]
         keep = self._keep_mask()
-        guards: list[SizeGuard] = []
-        for lifted in self.lifted:
-            guards += [g for g in lifted.capture.sizes.guards if g not in guards]
+        guards = list(dict.fromkeys([*self._guards(), *self.extra_guards]))
         modes = set().union(*[lifted.capture.modes_read for lifted in self.lifted])
         return Match(self.block, self.arguments, self.lifted, self.sizes, groups, self.num_experts, keep, guards, modes)
 
@@ -196,15 +196,34 @@ class Prover:
             try:
                 flipped = self.lift(Routing("diverse", 0), self.sizes[0], frozenset([source]))
                 _same_form(self.lifted[0], flipped)
-                same = _same_kept(self.lifted[0], flipped)
             except Refused as why:
                 raise Refused(
                     f"a branch on data changes what is computed: {source.text}", source=str(source), remedy="moefx needs one formula for all tokens"
                 ) from why
             except Exception:
                 continue  # the other way ends in an error, as it would in the original
-            if not same:
-                raise Refused(f"a branch on data changes what is computed: {source.text}", source=str(source))
+            self._add(flipped, self.sizes[0])  # from here on it is one of the captures that must agree
+
+    def _other_sizes(self) -> None:
+        """One token, and many: sizes at which code often takes another way."""
+        dims = self.arguments.dims
+        for sizes in ({d: 1 for d in dims}, self.arguments.choose(3 * max(29, self.hint // 4), 2) if self.hint <= 64 else None):
+            if sizes is None or not all(g.holds(sizes) for g in self._guards()):
+                continue
+            try:
+                lifted = self.lift(Routing("diverse", 5), sizes)
+                if not all(g.holds(self.sizes[0]) for g in lifted.capture.sizes.guards):
+                    continue  # that size is told apart by a comparison that we saw: a guard
+                _same_form(self.lifted[0], lifted)
+            except (Refused, CaptureError, RuntimeError, IndexError, ValueError):
+                if set(sizes.values()) != {1}:
+                    raise
+                self.extra_guards.append(SizeGuard("*".join(dims), "gt", "1", True))
+                continue
+            self._add(lifted, sizes)
+
+    def _guards(self) -> list[SizeGuard]:
+        return [g for lifted in self.lifted for g in lifted.capture.sizes.guards]
 
     # ------------------------------------------------------------------ drops
     def _keep_mask(self) -> list[Ref] | None:
@@ -248,11 +267,6 @@ def _same_form(a: Lifted, b: Lifted) -> None:
     b.groups[:] = [
         h if h is not None else dataclasses.replace(g, ids=[], tables=[{} for _ in g.tables], values=[]) for g, h in zip(a.groups, ordered, strict=True)
     ]
-
-
-def _same_kept(a: Lifted, b: Lifted) -> bool:
-    """Whether everything beside the experts has the same form, too."""
-    return len(a.capture.effects) == len(b.capture.effects) and len(a.capture.nodes) >= 0
 
 
 def _explained_by_ids(lifted: Lifted, num_experts: int) -> bool:
