@@ -47,9 +47,7 @@ def vjp_function(
     names = variables(expr)
     wrt = tuple(n for n in wrt if n in names)
     signature = tuple((env[n].dtype, env[n].shape[-1] == 1) for n in names)
-    return _vjp(
-        canonical(expr), names, signature, (grad.dtype, grad.shape[-1] == 1), wrt, value, grad.device
-    ), wrt
+    return _vjp(canonical(expr), names, signature, (grad.dtype, grad.shape[-1] == 1), wrt, value), wrt
 
 
 @functools.lru_cache(maxsize=1024)
@@ -60,7 +58,6 @@ def _vjp(
     grad_signature: tuple[torch.dtype, bool],
     wrt: tuple[str, ...],
     value: bool,
-    device: torch.device,
 ) -> Callable[..., Any]:
     def joint(*args: Tensor) -> tuple[Tensor | None, ...]:
         leaves = {n: a.detach().requires_grad_(n in wrt) for n, a in zip(names, args, strict=False)}
@@ -69,8 +66,10 @@ def _vjp(
         return (result if value else None, *grads)
 
     def trace() -> Callable[..., Any]:
+        # On the CPU for any device: a backward on a GPU runs in the thread that autograd has for that GPU, and it is
+        # this thread that waits for the trace when the backward of an op asks for it.
         args = [
-            torch.ones((_ROWS, 1 if column else _COLUMNS), dtype=dtype, device=device)
+            torch.ones((_ROWS, 1 if column else _COLUMNS), dtype=dtype, device="cpu")
             for dtype, column in (*signature, grad_signature)
         ]
         return _trace(joint, args, names)
@@ -95,7 +94,7 @@ def _trace(
     wide = next((i for i, a in enumerate(args) if a.shape[1] == _COLUMNS), 0)
     inputs = [recorder.names[id(a)] for a in args]
     reads = [f"{t} = env[{name!r}]" for t, name in zip(inputs, variable_names, strict=False)]
-    sizes = f"rows, columns = {inputs[wide]}.shape"
+    sizes = f"(rows, columns), device = {inputs[wide]}.shape, {inputs[wide]}.device"
     parameters = f"env, {inputs[-1]}"
     return assemble(parameters, [*reads, sizes, *lines], f"({', '.join(names)},)", recorder.scope)
 
@@ -158,7 +157,9 @@ class _Recorder(TorchDispatchMode):
             return f"[{', '.join(self._operand(v, read) for v in value)}]"
         if value is not True and value is not False and value in (_ROWS, _COLUMNS):
             return "rows" if value == _ROWS else "columns"
-        if isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format)):
+        if isinstance(value, torch.device):
+            return "device"
+        if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
             symbol = f"constant_{len(self.scope)}"
             self.scope[symbol] = value
             return symbol

@@ -1,4 +1,4 @@
-"""Provider "grouped_mm". torch's grouped GEMM runs on the CPU too: slowly, which is enough to test the algebra."""
+"""Provider "grouped_mm". torch has a grouped GEMM for the CPU too: slow, but enough to test the algebra."""
 
 from __future__ import annotations
 
@@ -125,3 +125,73 @@ class TestOnGpu:
         for got, want in zip([out, *grads], [reference, *expected], strict=True):
             assert torch.isfinite(got).all()
             assert (got.double() - want).abs().max() <= 0.04 * want.abs().max()
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+    @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
+    def test_other_dtypes_run_in_segments(self, make, dtype):
+        torch.manual_seed(0)
+        routing = random_routing(9, 2, 4, dtype)
+        layer = make(4, 16, 8, dtype)
+        x = torch.randn(9, 16).to(dtype)
+        expected = layer.fused(x, routing, routing.topk_weights)
+        grads = torch.autograd.grad(expected.sum(), layer.parameters)
+        cuda = type(routing)(routing.topk_ids.cuda(), routing.topk_weights.cuda(), 4)
+        on_gpu = make(4, 16, 8, dtype)
+        for name in ("up", "up_bias", "down", "down_bias"):
+            setattr(on_gpu, name, [p.detach().cuda().requires_grad_() for p in getattr(layer, name)])
+        select.reset_counters()
+        out = on_gpu.fused(x.cuda(), cuda, cuda.topk_weights)
+        assert select.counters()["expert_mlp", "segments"] == 1
+        tolerance = 20 * torch.finfo(dtype).eps
+        torch.testing.assert_close(out.cpu(), expected, rtol=tolerance, atol=tolerance)
+        got = torch.autograd.grad(out.sum(), on_gpu.parameters)
+        torch.testing.assert_close([g.cpu() for g in got], list(grads), rtol=tolerance, atol=tolerance * 10)
+
+    def test_the_tail_is_never_read(self):
+        if torch.cuda.get_device_capability() < (9, 0):
+            pytest.skip("no fused grouped GEMM")
+        torch.manual_seed(0)
+        ids = torch.randint(-1, 5, (40, 3)).cuda()
+        with torch.device("cuda"):
+            layer = LAYERS["interleaved_clamped"](4, 16, 8, torch.bfloat16)
+            x, weights = torch.randn(40, 16, dtype=torch.bfloat16), torch.rand(40, 3)
+        token_ids, _, offsets, inverse, w = dialect.build_pft(ids, weights, None, num_experts=4)
+        parameters = [
+            [p.detach() for p in group] for group in (layer.up, layer.up_bias, layer.down, layer.down_bias)
+        ]
+        tail = torch.arange(120, device="cuda") >= offsets[-1]
+
+        def run(fill):
+            def put(t):
+                return t.masked_fill(tail.view(-1, *[1] * (t.dim() - 1)), fill)
+
+            forward = (x, token_ids, offsets, inverse, put(w), *parameters)
+            rows, *kept = dialect.expert_mlp(*forward, body=layer.text, keep="all")
+            grad = put(torch.linspace(-1, 1, rows.numel(), device="cuda").view(rows.shape).to(rows.dtype))
+            back = dialect.expert_mlp_backward(
+                grad, *forward, [put(k) for k in kept], body=layer.text, keep="all", needs=[True] * 6
+            )
+            return [dialect.combine(put(rows), None, token_ids, offsets, inverse), *back]
+
+        select.reset_counters()
+        clean, poisoned = run(0.0), run(float("nan"))
+        assert select.counters()["expert_mlp_backward", "grouped_mm"] == 2
+        for a, b in zip(clean, poisoned, strict=True):
+            assert torch.equal(a, b)
+
+    def test_is_bitwise_repeatable(self):
+        with torch.device("cuda"):
+            layer = swiglu_list(8, 64, 64, torch.bfloat16)
+            x = torch.randn(500, 64, dtype=torch.bfloat16, requires_grad=True)
+        routing = random_routing(500, 2, 8, torch.float32)
+        routing = type(routing)(routing.topk_ids.cuda(), routing.topk_weights.cuda().requires_grad_(), 8)
+
+        def run():
+            out = layer.fused(x, routing, routing.topk_weights)
+            return [
+                out,
+                *torch.autograd.grad(out.float().sum(), [x, routing.topk_weights, *layer.parameters]),
+            ]
+
+        first = run()
+        assert all(map(torch.equal, first, run()))
