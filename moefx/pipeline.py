@@ -23,7 +23,7 @@ from .passes.checkpoint import checkpoint
 from .passes.fuse import fuse
 from .passes.manager import PassManager
 from .passes.match.prove import Match, Prover, deep
-from .passes.rewrite import Rewriter, Rewritten
+from .passes.rewrite import Rewritten, rewrite
 
 PASSES = (fuse, checkpoint)
 
@@ -58,7 +58,7 @@ def rewrite_block(block: nn.Module, name: str, args: tuple, kwargs: dict[str, An
     start = time.perf_counter()
     match = deep(Prover(block, arguments, most_experts(block)).prove)
     # 3. rewrite into the dialect, the user's own parts around it
-    rewritten = deep(Rewriter(match, [placeholder_name(p) for p in paths]).rewrite)
+    rewritten = deep(lambda: rewrite(match, [placeholder_name(p) for p in paths]))
     ms = (time.perf_counter() - start) * 1e3
     graph = BlockGraph(name, rewritten.graph, Binding(tuple(paths)), rewritten.out_spec)
     # 4. passes on the graph; every snapshot runs

@@ -464,6 +464,8 @@ class Tracer(TorchDispatchMode):
 
     def record_out(self, func: Any, node_args: Any, node_kwargs: Any, args: tuple, out: Any, concrete: Any, is_view: bool, known: bool) -> Any:
         if isinstance(out, torch.Tensor):
+            if func is aten._unsafe_view.default and node_args[0].target is aten.clone.default:
+                func, node_args = aten.reshape.default, (node_args[0].args[0], *node_args[1:])  # what was written
             node = self.emit(func, tuple(node_args), node_kwargs)
             self.describe(node, out, known)
             if concrete is not None and is_float(out):

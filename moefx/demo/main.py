@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import platform
 import time
 from pathlib import Path
@@ -38,11 +39,12 @@ class Curves:
 
     @property
     def largest_difference(self) -> float:
-        return max(abs(a - b) for a, b in zip(self.original, self.compiled, strict=True))
+        differences = [abs(a - b) for a, b in zip(self.original, self.compiled, strict=True)]
+        return math.nan if any(map(math.isnan, differences)) else max(differences)
 
     @property
     def equal(self) -> bool:
-        return self.largest_difference <= CURVE_TOLERANCE  # False for NaN as well
+        return self.largest_difference <= CURVE_TOLERANCE  # False for NaN
 
 
 @dataclasses.dataclass

@@ -125,7 +125,7 @@ class KeptGraph:
     def _pair_arguments(self, twins: Twins) -> list[Twins]:
         first = twins.first
         for other in twins[1:]:
-            if other.op != first.op or (first.op == "call_function" and str(other.target) != str(first.target)):
+            if other.op != first.op or (first.op == "call_function" and _kind(other) != _kind(first)):
                 raise Refused(
                     f"what runs outside of the experts depends on the routing: {_label(first)} here, {_label(other)} there",
                     source=str(first.meta["source"]),
@@ -172,7 +172,8 @@ class KeptGraph:
             kwargs.pop("device")
         if not n.all_input_nodes and "device" not in kwargs and _makes_tensor(n):
             kwargs["device"] = self.input_device()
-        out = self.call(n.target, args, kwargs, self.describe(twins))
+        target = n.target if len({str(t.target) for t in twins}) == 1 else aten.reshape.default
+        out = self.call(target, args, kwargs, self.describe(twins))
         val = n.meta.get("val")
         if not n.meta["grad"] and isinstance(val, FakeTensor) and n.all_input_nodes:
             out = self.call(aten.detach.default, (out,), {}, self.describe(twins))
@@ -448,6 +449,14 @@ def _makes_tensor(n: fx.Node) -> bool:
 def _label(n: fx.Node) -> str:
     packet = getattr(n.target, "overloadpacket", None)
     return packet.__name__ if packet is not None else getattr(n.target, "__name__", str(n.target))
+
+
+_VIEWS = {str(op) for op in (aten.view.default, aten._unsafe_view.default, aten.reshape.default)}
+
+
+def _kind(n: fx.Node) -> str:
+    """The op; which kind of view a reshape comes out as depends on the strides, and so on the sizes."""
+    return "reshape" if str(n.target) in _VIEWS else str(n.target)
 
 
 def is_random(n: fx.Node) -> bool:

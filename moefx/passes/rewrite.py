@@ -61,6 +61,21 @@ class Value:
     transposed: bool = False  # expert matrices given as [out, in]
 
 
+def rewrite(match: Match, names: list[str]) -> Rewritten:
+    """The block in the dialect. `names`: of the placeholders, one for each tensor argument.
+
+    Where a single token takes the user's code another way, the rewrite holds for more than one token, guarded.
+    """
+    try:
+        return Rewriter(match, names).rewrite()
+    except Refused:
+        single = [i for i, sizes in enumerate(match.sizes) if set(sizes.values()) == {1}]
+        if not single or len(match.lifted) - len(single) < 2:
+            raise
+        match.without(single)
+        return Rewriter(match, names).rewrite()
+
+
 class Rewriter:
     def __init__(self, match: Match, names: list[str]):
         self.match, self.lifted = match, match.lifted[0]
@@ -254,7 +269,7 @@ class Rewriter:
         return self._call(aten.clamp.default, (ids, 0, width - 1)) if outside else ids
 
     def _group(self, group: Expert, ids: fx.Node, keep: fx.Node | None, val: torch.Tensor) -> fx.Node:
-        if len(self.match.groups) > 1:
+        if group.ids != list(range(len(group.ids))) or len(self.match.groups) > 1:
             ids = self._local_ids(group, ids)
         scalars = [i for i in _used_values(group.body) if math.prod(_value_shape(group.body, i)) == 1]
         weights = {i: self._per_slot(group.values[i][0]) for i in scalars}
@@ -279,7 +294,7 @@ class Rewriter:
             shifted = self._call(aten.sub.Tensor, (ids, low)) if low else ids
             inside = self._call(aten.lt.Scalar, (shifted, len(group.ids)))
             return self._call(aten.where.ScalarOther, (inside, shifted, -1))
-        table = [-1] * self.match.num_experts
+        table = [-1] * (max(self.match.num_experts, 1 + max(int(li.ids.max()) for li in self.match.lifted)))
         for local, e in enumerate(group.ids):
             table[e] = local
         node = self._call(torch.tensor, (table,), {"dtype": torch.int64, "device": self.kept.input_device()}, fake=torch.int64, shape=(len(table),))
@@ -630,5 +645,5 @@ def _drop_dead(graph: fx.Graph) -> None:
         graph.erase_node(node)
 
 
-__all__ = ["Rewriter", "Rewritten"]
+__all__ = ["Rewritten", "rewrite"]
 _ = (FakeTensor,)

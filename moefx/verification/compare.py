@@ -24,15 +24,15 @@ HOPELESS = 8.0  # times the bound: more samples of the noise will not explain it
 class Subject:
     """One thing to verify: a model, or one of its blocks.
 
-    Attributes: original, compiled: the modules; sandboxes of them are run. `compiled` is the original again
-        where a program
-            other than the module's own forward is under test.
+    Attributes:
+        original, compiled: the modules; sandboxes of them are run. `compiled` is the original again where a
+            program other than the module's own forward is under test.
         working, exact: their parameters in the precision under test, and in float64 for the truth. Without
-            `exact` the original in its own precision is the truth (see `policy` for what bounds the error
-            then).
+            `exact` the original in its own precision is the truth; `policy` says what bounds the error then.
         promote: run everything in float64, whatever dtypes the code or a captured graph names: a comparison
             of the algebra only.
         slack: see `tolerance`.
+        block: name of the block, for the rows.
         call_original, call_compiled: how to call a sandbox; by default `module(*args, **kwargs)`.
         prepare: called on each sandbox before it runs, with "original", "truth", "compiled" or "noise".
     """
@@ -182,7 +182,7 @@ def working_precision(
     parameters = list(module.parameters())
     device = next((t.device.type for t in (*parameters, *given)), "cpu")
     found = {t.dtype for t in (*parameters, *given) if t.is_floating_point()} if dtype is None else {dtype}
-    if torch.is_autocast_enabled(device):
+    if torch.is_autocast_enabled(device) and found != {torch.float64}:  # which autocast leaves alone
         found.add(torch.get_autocast_dtype(device))
     num_tokens = [
         t.numel() // (t.shape[-1] if t.is_floating_point() and t.ndim > 1 else 1) for t in given if t.numel()

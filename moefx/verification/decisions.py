@@ -19,10 +19,8 @@ def selects(func: Any, args: Any) -> bool:
         return False
     if not args[0].ndim or not args[0].numel():
         return False
-    return schema.name in ("aten::argmax", "aten::argmin") or [r.name for r in schema.returns] == [
-        "values",
-        "indices",
-    ]
+    pair = [r.name for r in schema.returns] == ["values", "indices"]
+    return pair or schema.name in ("aten::argmax", "aten::argmin")
 
 
 def decides(func: Any, args: Any, out: Any) -> bool:

@@ -47,10 +47,12 @@ HALF = (torch.float16, torch.bfloat16)
 class Row:
     """One compared tensor.
 
-    Attributes: block: FQN of the rewritten block, "" for the whole model. name: tensor name: output path,
-        argument, parameter or buffer FQN. kind: output | grad_input | grad_param | buffer | state | path.
-        error, bound: in `norm` ("rel2", "row", or "count" of what differs for everything that is not floating
-        point). case: which inputs and seed.
+    Attributes:
+        block: FQN of the rewritten block, "" for the whole model.
+        name: output path, argument, parameter or buffer FQN.
+        kind: output | grad_input | grad_param | buffer | state | path.
+        error, bound: in `norm`: "rel2", "row", or "count" of what differs where nothing is floating point.
+        case: which inputs and seed.
     """
 
     block: str

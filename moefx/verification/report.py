@@ -8,7 +8,7 @@ import dataclasses
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from .compare import Comparison, Subject, compare
 from .policy import Row
 from .routing import RoutingRow, Scope
 from .sandbox import Casts, Inputs, Options, call_forward
+from .states import GIVEN, router_states
 from .table import text
 from .watching import watch_compiled, watch_original
 
@@ -29,10 +30,12 @@ from .watching import watch_compiled, watch_original
 class VerifyReport:
     """What `verify` found; `str()` is a table.
 
-    Attributes: rows: every compared tensor, see `Row`. Block "" is the whole model. routing: how each router
-        decided, see `RoutingRow`. first_block: name of the first block, in order of execution, that differs
-        on the reference's own inputs. first_pass: the first pass whose snapshot of that block differs, with
-        the pass's file and line. notes: what could not be checked as the rule says.
+    Attributes:
+        rows: every compared tensor, see `Row`. Block "" is the whole model.
+        routing: how each router decided, see `RoutingRow`.
+        first_block: name of the first block, in order of execution, that differs on inputs of its own.
+        first_pass: the first pass whose snapshot of that block differs, with the pass's file and line.
+        notes: what could not be checked as the rule says.
     """
 
     rows: tuple[Row, ...]
@@ -76,6 +79,7 @@ def verify(
     grads: bool = True,
     seeds: Sequence[int] = (0,),
     loss: Callable[[Any], Tensor] | None = None,
+    routings: bool = True,
 ) -> VerifyReport:
     """Compare a compiled model with its reference: outputs, gradients of inputs and of every parameter,
     buffers and other state after the call (design section 9, the float64 rule of `verification.policy`).
@@ -83,13 +87,15 @@ def verify(
     Neither model is touched: `.grad`, buffers, modes, attributes and random numbers stay. Runs in the modes
     that the models are in, under the autocast that is active.
 
-    Args: inputs: a tuple of positional or a dict of keyword arguments, one tensor, or a list of these
-        (several shapes). dtype: precision to verify in; None: the models' own. In half precision what is
-        smaller than rounding cannot
-            be seen: verify in float64 too.
-        grads: also compare gradients; False runs under `torch.no_grad()`. seeds: one comparison for each, of
-        the random numbers that the models draw and of the output cotangents. loss: `loss(output) -> scalar`
-        to differentiate; by default every output gets a random cotangent.
+    Args:
+        inputs: a tuple of positional or a dict of keyword arguments, one tensor, or a list of these (several
+            shapes).
+        dtype: precision to verify in; None: the models' own. In half precision what is smaller than rounding
+            cannot be seen: verify in float64 too.
+        grads: also compare gradients; False runs under `torch.no_grad()`.
+        seeds: one comparison for each, of the random numbers that the models draw and of the cotangents.
+        loss: `loss(output) -> scalar` to differentiate; by default every output gets a random cotangent.
+        routings: also compare each block on hidden states that starve most experts, and on unrelated ones.
 
     Raises:
         InvalidInput: models on the meta device, or no inputs.
@@ -103,7 +109,8 @@ def verify(
         raise InvalidInput(
             "verify: a model is on the meta device and has no numbers; give it weights with to_empty()"
         )
-    return _Verifying(compiled, reference, dtype).report(_input_sets(inputs), seeds, grads, loss)
+    sets = _input_sets(inputs)
+    return _Verifying(compiled, reference, dtype).report(sets, seeds, grads, loss, routings)
 
 
 class _Verifying:
@@ -118,15 +125,17 @@ class _Verifying:
         self.calls: dict[str, Inputs] = {}  # by block, in order of execution, for the current case
         self.ran: dict[str, Counter[str]] = {name: Counter() for name in self.names}
 
-    def report(self, input_sets: list[Inputs], seeds: Sequence[int], grads: bool, loss: Any) -> VerifyReport:
+    def report(
+        self, input_sets: list[Inputs], seeds: Sequence[int], grads: bool, loss: Any, routings: bool
+    ) -> VerifyReport:
         for i, inputs in enumerate(input_sets):
             for seed in seeds:
                 case = f"inputs {i}, seed {seed}"
                 self.calls = {}
                 self.model(inputs, Options(seed, grads, loss), case)
                 for name, call in self.calls.items():
-                    if name:  # "" is the model itself
-                        self.block(name, call, Options(seed, grads), case)
+                    for state, inputs_of_block in self.states(name, call, seed, routings):
+                        self.block(name, inputs_of_block, Options(seed, grads), f"{case}{state}")
         self.rows += self.paths()
         block, broken = self.first or (None, None)
         notes = tuple(dict.fromkeys(self.notes))
@@ -151,6 +160,14 @@ class _Verifying:
         if "" in forwards and not comparison.ok and self.first is None:
             call = self.calls.get("", inputs)
             self.first = "", self.bisect(forwards[""], self.reference, call, options)
+
+    def states(self, name: str, call: Inputs, seed: int, routings: bool) -> Iterator[tuple[str, Inputs]]:
+        """What to compare a block on. Where the model is the block (""), its own call was compared before."""
+        for state, inputs in router_states(call, seed):
+            if state == GIVEN and name:
+                yield "", inputs
+            elif state != GIVEN and routings:
+                yield f", {state}", inputs
 
     def block(self, name: str, call: Inputs, options: Options, case: str) -> None:
         """Both blocks on the inputs that the reference's block got, so that errors before it do not count."""

@@ -29,6 +29,7 @@ from .terms import Term, TooLarge, is_const, number, show
 _MOST_SLOTS = 64
 _MOST_ROWS = 1 << 14
 _MOST_EXPERTS_OF_A_MASK = 128
+_MOST_NODES_BACK = 60
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,14 +101,16 @@ class Lifted:
 
 
 class Lifter:
-    def __init__(self, block: nn.Module, capture: Capture):
-        self.block, self.capture = block, capture
+    def __init__(self, block: nn.Module, capture: Capture, like: Lifted | None = None):
+        """`like`: the form of another capture of the block; what chose the experts there is looked at first here."""
+        self.block, self.capture, self.like = block, capture, like
         self.S = Semantics(capture.nodes, capture.shadow)
         self.T = self.S.T
         self.children = sibling_names(block)
         self.leaves_memo: dict[Term, frozenset[Term]] = {}
         self.skeletons: dict[Term, int] = {}
         self.numbers: dict[tuple[Place, ...], list[int]] = {}
+        self.given: set[Term] = set()  # rows of kept nodes
         self.outputs = [n for n in pytree.tree_leaves(capture.out) if isinstance(n, fx.Node)]
         self.outputs += [e.node for e in capture.effects if isinstance(e.node, fx.Node)]
 
@@ -133,11 +136,18 @@ class Lifter:
         return found
 
     def expert_parameters(self) -> set[str]:
-        """FQNs of the parameters that only some tokens meet."""
-        for out in self.outputs:
+        """FQNs of the parameters that only some tokens meet, seen at the outputs or, behind something that mixes
+        tokens, at the last node before it."""
+        live = self._live()
+        inner = [n for n in reversed(self.capture.nodes) if n in live and n not in self.outputs and n.op == "call_function"]
+        tried = 0
+        for out in [*self.outputs, *inner]:
             val = out.meta.get("val")
-            if not isinstance(val, FakeTensor) or val.dim() < 2 or not val.is_floating_point():
+            if not isinstance(val, FakeTensor) or val.dim() < 2 or not val.is_floating_point() or math.prod(val.shape[:-1]) > _MOST_ROWS:
                 continue
+            tried += out not in self.outputs
+            if tried > _MOST_NODES_BACK:
+                break
             per_row = [self.leaves(r) for r in self.rows(out)]
             if not per_row:
                 continue
@@ -147,8 +157,8 @@ class Lifter:
                 return {parameter_of(t).args[0] for t in varying}
         return set()
 
-    def cuts(self, experts: set[str]) -> tuple[set[fx.Node], list[fx.Node]]:
-        """(nodes computed from expert parameters, those among them that every routed path runs through)."""
+    def _live(self) -> set[fx.Node]:
+        """What the outputs and effects are computed from."""
         live: set[fx.Node] = set()
         stack = list(self.outputs)
         while stack:
@@ -156,6 +166,26 @@ class Lifter:
             if n not in live:
                 live.add(n)
                 stack.extend(n.all_input_nodes)
+        return live
+
+    def _family(self, experts: set[str]) -> set[str]:
+        """With parameters of some experts those of their siblings that no token met."""
+        names = {n for n, _ in self.block.named_parameters(remove_duplicate=False)}
+        out = set(experts)
+        split = [fqn.split(".") for fqn in experts]
+        for parts in split:
+            for depth, part in enumerate(parts):
+                siblings = self.children.get(".".join(parts[:depth]), [])
+                if part not in siblings:
+                    continue
+                alike = [p for p in split if len(p) == len(parts) and p[:depth] == parts[:depth] and p[depth + 1 :] == parts[depth + 1 :]]
+                if len(alike) > 1:
+                    out |= {".".join([*parts[:depth], other, *parts[depth + 1 :]]) for other in siblings}
+        return out & names
+
+    def cuts(self, experts: set[str]) -> tuple[set[fx.Node], list[fx.Node]]:
+        """(nodes computed from expert parameters, those among them that every routed path runs through)."""
+        live = self._live()
         routed: set[fx.Node] = set()
         for n in self.capture.nodes:
             if (n.op == "get_attr" and n.meta["fqn"] in experts) or any(a in routed for a in n.all_input_nodes):
@@ -178,7 +208,7 @@ class Lifter:
             raise Refused("its rows depend on too much else to be followed: rows are mixed, as in attention") from None
 
     def _lift(self, experts: set[str] | None) -> Lifted:
-        experts = experts or self.expert_parameters()
+        experts = self._family(experts or self.expert_parameters())
         if not experts:
             raise Refused("no parameter is used for some tokens only: nothing is routed")
         self.experts = experts
@@ -225,11 +255,15 @@ class Lifter:
         routed = [[p for p in parts if any(parameter_of(x).args[0] in self.experts for x in self.leaves(p))] for parts in summands]
         rest = [[p for p in parts if p not in mine] for parts, mine in zip(summands, map(set, routed), strict=True)]
 
+        if not any(routed):
+            raise Refused("no expert's result reaches this sum", source=str(cut.meta["source"]))
         index, ids, where = self._explain(cut, tokens, routed)
         self.slot_ids = ids
         K = ids.shape[1]
         feeding = self._feeding(cut)
         self.lookup = _Lookup(self, feeding, tokens, K, int(ids.max()) + 1)
+        self.given = self.lookup.rows()
+        self.skeletons.clear()
         shared, rest = self._shared(rest)
         taken = np.zeros(ids.shape, dtype=bool)
         instances: dict[int, list[tuple[int, int, Term]]] = defaultdict(list)
@@ -300,8 +334,10 @@ class Lifter:
         """A hash of the form of a term: which ops, not which rows, weights or parameters."""
         found = self.skeletons.get(t)
         if found is None:
-            if is_parameter(t):
-                form: Any = ("parameter", t.shape)
+            if t in self.given:
+                form: Any = ("given", t.shape)
+            elif is_parameter(t):
+                form = ("parameter", t.shape)
             elif math.prod(t.shape) == 1 and t.op != "const":
                 form = ("scalar",)
             elif t.op in ("node", "at"):
@@ -323,6 +359,8 @@ class Lifter:
         for key in {k for row in keys for k in row}:
             natural[key] = next(iter(self._natural(key)), -1)
         widest = max(len(row) for row in keys)
+        if self.like is not None and -1 not in natural.values() and (same := self._as_before(keys, natural, tokens)) is not None:
+            return same
         candidates = []
         for n in self.capture.nodes:
             val = n.meta.get("val")
@@ -357,6 +395,35 @@ class Lifter:
             source=str(cut.meta["source"]),
             remedy="the experts of a token must follow from that token's own choice (token choice), not from the other tokens",
         )
+
+    def _as_before(self, keys: list[list[Any]], natural: dict[Any, int], tokens: tuple[int, ...]) -> tuple[Ref, np.ndarray, list[list[int]]] | None:
+        """The nodes that chose the experts in the other capture, at the same places of this one."""
+        assert self.like is not None
+        T = math.prod(tokens)
+
+        def twin(ref: Ref) -> tuple[Ref, np.ndarray] | None:
+            if ref.columns:
+                parts = [twin(c) for c in ref.columns]
+                if any(p is None for p in parts):
+                    return None
+                columns = tuple(p[0] for p in parts)  # type: ignore[index]
+                return Ref(columns[0].node, ref.axes, columns), np.concatenate([p[1] for p in parts], axis=1)  # type: ignore[index]
+            at = ref.node.meta["index"]
+            node = self.capture.nodes[at] if at < len(self.capture.nodes) else None
+            val = node.meta.get("val") if node is not None else None
+            if node is None or node.target != ref.node.target or not isinstance(val, torch.Tensor) or isinstance(val, FakeTensor):
+                return None
+            if "m" in ref.axes:
+                return Ref(node, ref.axes), np.tile(np.arange(val.shape[-1]), (T, 1))
+            found = [flat.numpy() for axes, flat in _aligned(val, tokens) if axes == ref.axes]
+            return (Ref(node, ref.axes), found[0]) if found else None
+
+        found = twin(self.like.index)
+        slots = _slots(keys, found[1], natural) if found is not None else None
+        if found is None or slots is None:
+            return None
+        self.names = natural
+        return found[0], found[1], slots
 
     def _columns(self, keys: list[list[Any]], natural: dict[Any, int], widest: int, candidates: list) -> tuple[Ref, np.ndarray, list[list[int]]] | None:
         """Several integer nodes with one choice each, such as a first and a second argmax."""
@@ -659,6 +726,14 @@ class _Lookup:
                 return None
             where[axis] = i
         return self.lifter.T.resolve(self.lifter.T.picks(term, where))
+
+    def rows(self) -> set[Term]:
+        """The rows, one per token, of all readings that have one."""
+        out = set()
+        for _, _, ref in self.readings:
+            if set(ref.axes) == {"t"} and len(ref.node.meta["val"].shape) > len(ref.axes):
+                out |= {r for t in range(self.T) if (r := self.element(ref, t, 0, 0)) is not None}
+        return out
 
     def find(self, where: list[tuple[int, int, int]], terms: list[Term], slots: bool = True, wide: bool = False) -> Ref | None:
         """The node (and reading) whose element at every place is the given term. A value that is not a scalar must

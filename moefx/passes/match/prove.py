@@ -7,6 +7,7 @@ import dataclasses
 import math
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -59,6 +60,14 @@ class Match:
     guards: list[SizeGuard]
     modes_read: set[str]
 
+    def without(self, captures: list[int]) -> None:
+        """Leave out captures of a single token; the form then holds for more tokens only."""
+        for i in sorted(captures, reverse=True):
+            del self.lifted[i], self.sizes[i]
+            for refs in [*[v for g in self.groups for v in g.values], *([self.keep] if self.keep else [])]:
+                del refs[i]
+        self.guards.append(SizeGuard("*".join(self.arguments.dims), "gt", "1", True))
+
     @property
     def slots(self) -> int:
         return self.lifted[0].slots
@@ -78,7 +87,7 @@ class Prover:
 
     def lift(self, routing: Routing, sizes: dict[str, int], flips: frozenset[Source] = frozenset()) -> Lifted:
         taken = self.capture(routing, sizes, flips)
-        lifter = Lifter(self.block, taken)
+        lifter = Lifter(self.block, taken, self.lifted[0] if self.lifted else None)
         lifted = lifter.lift(self.experts)
         self.experts = self.experts or lifter.experts
         lifted.groups.sort(key=lambda g: g.ids[0])
@@ -130,6 +139,15 @@ class Prover:
     def _seen(self) -> set[int]:
         return {e for lifted in self.lifted for g in lifted.groups for e in g.ids}
 
+    def _zeros(self) -> set[int]:
+        """Ids that are chosen now and then and never contribute: experts that do nothing."""
+        chosen: Counter[int] = Counter()
+        kept: set[int] = set()
+        for lifted in self.lifted:
+            chosen.update(lifted.ids.reshape(-1).tolist())
+            kept |= set(lifted.ids[lifted.kept].tolist())
+        return {e for e, n in chosen.items() if n > 2 and e not in kept}
+
     def _total(self) -> int:
         """How many experts there are: as many as the stacks are long, the siblings many, or the ids high."""
         total = max(self._seen()) + 1
@@ -152,16 +170,16 @@ class Prover:
         """More captures, until every expert was seen at work: one that differs must not hide."""
         extra = 0
         self.num_experts = self._total()
-        while missing := sorted(set(range(self.num_experts)) - self._seen()):
+        while missing := sorted(set(range(self.num_experts)) - self._seen() - self._zeros()):
             if extra == _MOST_EXTRA:
                 raise Refused(
                     f"{len(missing)} of {self.num_experts} experts were never chosen under any routing tried, the first is expert {missing[0]}"
                 )
             extra += 1
             sizes = self.arguments.choose(max(17, min(len(missing), 4 * self.hint)), extra)
-            before = len(missing)
+            before = set(missing)
             self._add(self.lift(Routing("diverse", 10 + extra, prefer=tuple(missing)), sizes), sizes)
-            if len(set(range(self.num_experts)) - self._seen()) == before and extra > 2:
+            if before == set(range(self.num_experts)) - self._seen() - self._zeros() and extra > 2:
                 extra = _MOST_EXTRA
 
     def _merged(self) -> list[Expert]:
@@ -231,7 +249,8 @@ class Prover:
         is zero, or its id is out of range)."""
         if all(lifted.kept.all() for lifted in self.lifted):
             return None
-        if all(_explained_by_ids(lifted, self.num_experts) for lifted in self.lifted):
+        owned = sorted(self._seen())
+        if all((np.isin(lifted.ids, owned) == lifted.kept).all() for lifted in self.lifted):
             return None
         found = [_mask_candidates(lifted) for lifted in self.lifted]
         for position, ref in enumerate(found[0]):
@@ -267,11 +286,6 @@ def _same_form(a: Lifted, b: Lifted) -> None:
     b.groups[:] = [
         h if h is not None else dataclasses.replace(g, ids=[], tables=[{} for _ in g.tables], values=[]) for g, h in zip(a.groups, ordered, strict=True)
     ]
-
-
-def _explained_by_ids(lifted: Lifted, num_experts: int) -> bool:
-    inside = (lifted.ids >= 0) & (lifted.ids < num_experts)
-    return bool((inside == lifted.kept).all())
 
 
 def _explained_by_weights(lifted: Lifted) -> bool:
