@@ -159,7 +159,7 @@ def test_every_wrong_kernel_is_flagged(fuse, op, provider, corrupt):
         pytest.skip(f"{provider} does not run {op} here")
     original, compiled = models(fuse, provider)
     with select.force(op, provider), broken(op, corrupt, provider=provider):
-        report = verify(compiled, original, (IDS,))
+        report = verify(compiled, original, (IDS,), routings=False)
     assert not report.ok and report.first_block == "layer" and report.first_pass
 
 
@@ -172,7 +172,7 @@ def test_every_provider_passes_as_it_is(fuse):
                 ran.add((op, provider))
                 original, compiled = models(fuse, provider)
                 with select.force(op, provider):
-                    report = verify(compiled, original, (IDS,))
+                    report = verify(compiled, original, (IDS,), routings=False)
                 assert report.ok, f"{op} {provider}\n{report}"
     gemms = ("expert_mlp", "expert_mlp_backward") if fuse else ("grouped_mm", "grouped_mm_backward")
     assert ran >= {(op, provider) for op in gemms for provider in ("reference", "segments", "grouped_mm")}
@@ -240,9 +240,8 @@ WRONG_GRAPHS = {
 @pytest.mark.parametrize("fault", WRONG_GRAPHS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_wrong_graph_is_flagged(fault, dtype):
-    torch.manual_seed(0)
-    original = Model().to(dtype)
-    compiled = moefx.compile(original, example_inputs=(IDS,))
+    original, compiled = models(True, "grouped_mm" if dtype == torch.bfloat16 else "")
+    compiled = copy.deepcopy(compiled)
     block = compiled.layer
     forward = rewritten(block)
     (program,) = forward.programs

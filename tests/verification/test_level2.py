@@ -84,6 +84,17 @@ def test_only_a_skewed_router_shows_it():
     assert {row.case for row in result.rows if not row.ok} == {"inputs that starve experts, float64"}
 
 
+@pytest.mark.parametrize(
+    "fault", ["scaled weight gradient", "activation constant", "one NaN", "missing bias"]
+)
+def test_under_autocast_the_algebra_is_still_compared_in_float64(fault):
+    with torch.autocast("cpu", torch.bfloat16):
+        result = check(block())
+        assert result.ok, result.reason
+        failed = {row.case for row in check(block(), fault).rows if not row.ok}
+    assert "the given inputs, float64" in failed
+
+
 def test_nothing_is_touched():
     plain = block()
     for p in plain.parameters():
