@@ -81,6 +81,7 @@ class KeptGraph:
     def plan(self, roots: Sequence[Twins]) -> list[Any]:
         """What must be emitted for these nodes, in program order: `Twins`, and kept calls as units."""
         while True:
+            self.twins = {}
             plan = self._plan(roots)
             inside = [c for c in self.calls if any(isinstance(p, Twins) and p.first not in self.call_of and c[0].start <= p.first.meta["index"] < c[0].stop and p.first.op == "call_function" for p in plan)]
             if not inside:
@@ -99,10 +100,16 @@ class KeptGraph:
         while stack:
             twins = stack.pop()
             n = twins.first
-            if n in seen or n.op == "placeholder":
+            if n in seen:
+                if tuple(self.twins[n]) != tuple(twins):
+                    raise _depends(n, next(b for a, b in zip(self.twins[n], twins, strict=True) if a is not b))
                 continue
             seen.add(n)
             self.twins[n] = twins
+            if n.op == "placeholder":
+                if any(t.op != "placeholder" or t.meta["position"] != n.meta["position"] for t in twins):
+                    raise _depends(n, next(t for t in twins if t.op != "placeholder" or t.meta["position"] != n.meta["position"]))
+                continue
             call = self.call_of.get(n)
             if call is not None:
                 if id(call) not in {id(v) for v in needed.values() if isinstance(v, list)}:
@@ -126,10 +133,7 @@ class KeptGraph:
         first = twins.first
         for other in twins[1:]:
             if other.op != first.op or (first.op == "call_function" and _kind(other) != _kind(first)):
-                raise Refused(
-                    f"what runs outside of the experts depends on the routing: {_label(first)} here, {_label(other)} there",
-                    source=str(first.meta["source"]),
-                )
+                raise _depends(first, other)
         return self._pair_trees([(n.args, n.kwargs) for n in twins])
 
     def _pair_trees(self, trees: list[Any]) -> list[Twins]:
@@ -449,6 +453,13 @@ def _makes_tensor(n: fx.Node) -> bool:
 def _label(n: fx.Node) -> str:
     packet = getattr(n.target, "overloadpacket", None)
     return packet.__name__ if packet is not None else getattr(n.target, "__name__", str(n.target))
+
+
+def _depends(here: fx.Node, there: fx.Node) -> Refused:
+    return Refused(
+        f"what runs outside of the experts depends on the routing or the sizes: {_label(here)} here, {_label(there)} there",
+        source=str(there.meta["source"]),
+    )
 
 
 _VIEWS = {str(op) for op in (aten.view.default, aten._unsafe_view.default, aten.reshape.default)}

@@ -36,6 +36,8 @@ def test_it_verifies_and_trains_alike(outcome):
 def test_the_compiled_blocks_keep_less(outcome):
     result, _ = outcome
     assert result.costs.block_bytes["compiled"] < result.costs.block_bytes["original"]
+    original, *policies = result.policy_bytes.values()
+    assert original > policies[0] > policies[1] > policies[2]
 
 
 def test_the_report_is_self_contained(outcome):

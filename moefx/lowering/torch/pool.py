@@ -23,31 +23,70 @@ T = TypeVar("T")
 _MAX_WORKERS = 8
 
 
-def for_each(items: Sequence[T], work: Callable[[T], Any], *, parallel: bool = True) -> None:
-    """Call `work` on every item, in parallel where torch may use several threads. Raises the first error."""
+def for_each(
+    items: Sequence[T],
+    work: Callable[[T], Any],
+    then: Callable[[T, Any], None] | None = None,
+    *,
+    parallel: bool = True,
+) -> None:
+    """Call `work` on every item, in parallel where torch may use several threads. Raises the first error.
+
+    `then(item, result)` is called for one item at a time, in the order of the items: sums come out the same
+    with any number of workers.
+    """
     num_threads = torch.get_num_threads()
     num_workers = min(num_threads, _MAX_WORKERS, len(items))
     if num_workers < 2 or not parallel:
         for item in items:
-            work(item)
+            result = work(item)
+            if then is not None:
+                then(item, result)
         return
-    pending, lock = iter(items), threading.Lock()
+    tasks, lock = enumerate(items), threading.Lock()
+    in_order = _InOrder(items, then)
 
     def drain() -> None:
         # New threads have torch's default state; an op works below autograd.
         with torch._C._AutoDispatchBelowAutograd(), torch.no_grad():
             while True:
                 with lock:
-                    item = next(pending, None)
+                    index, item = next(tasks, (-1, None))
                 if item is None:
                     return
-                work(item)
+                in_order.put(index, work(item))
 
     pool = _pool(num_threads, os.getpid())  # threads do not survive a fork
     futures = [pool.submit(drain) for _ in range(num_workers)]
     wait(futures)
     for future in futures:
         future.result()
+
+
+class _InOrder:
+    """Hands results on in order. Nobody waits: who brings the next one also hands on those that came early."""
+
+    def __init__(self, items: Sequence[Any], then: Callable[[Any, Any], None] | None):
+        self.items, self.then = items, then
+        self.ready: dict[int, Any] = {}
+        self.next, self.busy, self.lock = 0, False, threading.Lock()
+
+    def put(self, index: int, result: Any) -> None:
+        if self.then is None:
+            return
+        with self.lock:
+            self.ready[index] = result
+            if self.busy:
+                return
+            self.busy = True
+        while True:
+            with self.lock:
+                if self.next not in self.ready:
+                    self.busy = False
+                    return
+                index, result = self.next, self.ready.pop(self.next)
+                self.next += 1
+            self.then(self.items[index], result)
 
 
 @functools.lru_cache(maxsize=1)

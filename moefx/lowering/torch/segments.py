@@ -169,7 +169,7 @@ def _grouped_mm(
     out, operands = rows.new_empty((rows.shape[0], num_out)), gemms.weights(w, transposed)
     gemms.for_each_group(
         lambda group: gemms.multiply(group, rows[group.rows], operands, out[group.rows]),
-        rows.shape[1] * num_out,
+        multiplications=rows.shape[1] * num_out,
     )
     return gemms.finish_rows(out)
 
@@ -183,6 +183,6 @@ def _grouped_mm_backward(
     out = rows.new_empty((gemms.num_experts, left.shape[1], right.shape[1]), dtype=dtype)
     gemms.for_each_group(
         lambda group: gemms.outer(group, left[group.rows], right[group.rows], out),
-        left.shape[1] * right.shape[1],
+        multiplications=left.shape[1] * right.shape[1],
     )
     return gemms.finish_stack(out)
