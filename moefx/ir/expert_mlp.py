@@ -125,10 +125,13 @@ def _split(tensors: Sequence[Tensor], gemms: Sequence[Gemm], *, of_bias: bool, w
 
 
 @op(
-    f'expert_mlp({_SIGNATURE}, *, str body, str keep="h", ScalarType? dtype=None) -> Tensor[]',
+    f'expert_mlp({_SIGNATURE}, *, str body, str keep="h", bool reduce=False, '
+    "ScalarType? dtype=None) -> Tensor[]",
     contract=f"{_CONTRACT} -> rows[B,D]",
 )
-def expert_mlp(*args: Any, body: str, keep: str = "h", dtype: torch.dtype | None = None) -> list[Tensor]:
+def expert_mlp(
+    *args: Any, body: str, keep: str = "h", reduce: bool = False, dtype: torch.dtype | None = None
+) -> list[Tensor]:
     """The expert MLP on the routed rows of x; `body` is the JSON of an `ExpertBody`, which has the formulas.
 
     Args:
@@ -137,16 +140,19 @@ def expert_mlp(*args: Any, body: str, keep: str = "h", dtype: torch.dtype | None
         keep: "h" keeps the up-projections for the backward and recomputes the activation, "x" nothing but the
             inputs, "all" the activation too. "none" is for inference (a backward through it would recompute
             as "x" does).
+        reduce: return the sum of each token's rows instead of the rows, as `combine` without weights does.
         dtype: filled in by autocast: compute in it whatever the dtype of the parameters.
 
     Returns:
-        The rows [B,D'], then what the policy keeps: each up-projection [B,F], then the activation [B,F'].
+        The rows [B,D'] (or their sums [S,D']), then what the policy keeps: each up-projection [B,F], then the activation [B,F'].
     """
     call = Call.of(args, body, keep, dtype)
     rows = call.x.index_select(0, call.token_ids)
     hidden = [_linear(call, rows, *group) for group in zip(call.up, call.up_bias, call.body.up, strict=True)]
     act = _activation(call, hidden)
     out = _output(call, act)
+    if reduce:
+        out = routing.combine.reference(out, None, call.token_ids, call.expert_offsets, call.inverse)
     kept = {"h": hidden, "all": [*hidden, act]}.get(keep, [])
     return [out, *kept]
 
@@ -176,13 +182,19 @@ def _linear(call: Call, rows: Tensor, w: list[Tensor], bias: list[Tensor] | None
 
 @op(
     f"expert_mlp_backward(Tensor grad, {_SIGNATURE}, Tensor[] kept, "
-    "*, str body, str keep, ScalarType? dtype=None, bool[] needs) -> Tensor[]",
-    contract=f"grad[B,N], {_CONTRACT}, kept[*] -> gradients[*]",
+    "*, str body, str keep, bool reduce=False, ScalarType? dtype=None, bool[] needs) -> Tensor[]",
+    contract=f"grad[_,N], {_CONTRACT}, kept[*] -> gradients[*]",
 )
 def expert_mlp_backward(
-    grad: Tensor, *args: Any, body: str, keep: str, dtype: torch.dtype | None = None, needs: Sequence[bool]
+    grad: Tensor,
+    *args: Any,
+    body: str,
+    keep: str,
+    reduce: bool = False,
+    dtype: torch.dtype | None = None,
+    needs: Sequence[bool],
 ) -> list[Tensor]:
-    """Gradients of `expert_mlp` for `grad`, that of its rows.
+    """Gradients of `expert_mlp` for `grad`, that of its first output.
 
     Args:
         kept: the extra outputs of the forward.
@@ -201,6 +213,8 @@ def expert_mlp_backward(
     act = _activation(call, hidden)
     y = _linear(call, act, call.down, call.down_bias, call.body.down)
     wrt = ["w"] if need_w else []
+    if reduce:
+        grad = grad.index_select(0, call.token_ids)
 
     _, by_out = derivative.vjp(call.body.out, _with_weight(call, {"y": y}), grad, ["y", *wrt], value=False)
     grad_y = by_out["y"]
@@ -256,16 +270,16 @@ def weight_gradient(call: Call, *columns: Tensor | None) -> Tensor:
 
 
 @expert_mlp.fake
-def _(*args, body, keep="h", dtype=None):
+def _(*args, body, keep="h", reduce=False, dtype=None):
     call = Call.of(args, body, keep, dtype)
     up, act, out = call.widths()
-    rows = call.x.new_empty((call.num_rows, out), dtype=call.out_dtype)
+    rows = call.x.new_empty((call.x.shape[0] if reduce else call.num_rows, out), dtype=call.out_dtype)
     kept = {"h": up, "all": [*up, act]}.get(keep, [])
     return [rows, *(call.x.new_empty((call.num_rows, width)) for width in kept)]
 
 
 @expert_mlp_backward.fake
-def _(grad, *args, body, keep, dtype=None, needs):
+def _(grad, *args, body, keep, reduce=False, dtype=None, needs):
     call = Call.of(args[:-1], body, keep, dtype)
     x, w = call.x, args[4]
     dims = {

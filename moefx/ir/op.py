@@ -112,6 +112,8 @@ class Op:
                     f"moefx::{self.name}: {name} has shape {_show(shape)}, expected [{','.join(dims)}]"
                 )
             for letter, size in zip(dims, shape, strict=True):
+                if letter == "_":
+                    continue
                 if letter == "E+1":
                     letter, size = "E", size - 1
                 known = sizes.setdefault(letter, size)

@@ -22,10 +22,18 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..capture.concolic import Call
 from ..capture.inputs import Leaf
 from ..errors import Refused
+from .capacity import find_law
 from .match.prove import Match
 
 aten = torch.ops.aten
 _RANDOM = torch.Tag.nondeterministic_seeded
+
+
+Spot = tuple  # (twins, "args" or "kwargs", index, ...): where a number stands in a node
+
+
+def _step(spot: Spot | None, key: Any) -> Spot | None:
+    return None if spot is None else (*spot, key)
 
 
 class Twins(tuple):
@@ -166,8 +174,8 @@ class KeptGraph:
             out.meta.update(self.describe(twins))
             return out
         where = str(n.meta["source"])
-        args = self.zip_value([t.args for t in twins], where)
-        kwargs = self.zip_value([dict(t.kwargs) for t in twins], where)
+        args = self.zip_value([t.args for t in twins], where, (twins, "args"))
+        kwargs = self.zip_value([dict(t.kwargs) for t in twins], where, (twins, "kwargs"))
         kwargs.pop("pin_memory", None)
         kwargs.pop("layout", None)
         if kwargs.get("device") is not None:
@@ -238,32 +246,35 @@ class KeptGraph:
         return self.device
 
     # ------------------------------------------------------------------ values that may differ
-    def zip_value(self, values: Sequence[Any], where: str) -> Any:
+    def zip_value(self, values: Sequence[Any], where: str, spot: Spot | None = None) -> Any:
         first = values[0]
         if isinstance(first, fx.Node):
             return self.made[first]
         if isinstance(first, (list, tuple)):
             if any(len(v) != len(first) for v in values):
                 raise Refused("what runs outside of the experts depends on the routing (a list of another length)", source=where)
-            items = [self.zip_value(column, where) for column in zip(*values, strict=True)]
+            items = [self.zip_value(column, where, _step(spot, i)) for i, column in enumerate(zip(*values, strict=True))]
             return type(first)(items) if type(first) in (list, tuple) else items
         if isinstance(first, dict):
-            return {k: self.zip_value([v[k] for v in values], where) for k in first}
+            return {k: self.zip_value([v[k] for v in values], where, _step(spot, k)) for k in first}
         if isinstance(first, slice):
             return slice(*[self.zip_value([getattr(v, a) for v in values], where) for a in ("start", "stop", "step")])
         if isinstance(first, int) and not isinstance(first, bool):
-            return self.size([int(v) for v in values], where)
+            return self.size([int(v) for v in values], where, spot)
         if any(v is not first and v != first for v in values):
             raise Refused(f"a constant depends on the routing: {first!r} and {next(v for v in values if v != first)!r}", source=where)
         return float(first) if isinstance(first, float) else first
 
-    def size(self, values: list[int], where: str) -> int | fx.Node:
-        """An integer that may depend on the input sizes, as a number or as a node that computes it."""
+    def size(self, values: list[int], where: str, spot: Spot | None = None) -> int | fx.Node:
+        """An integer that may depend on the input sizes, as a number or as a node that computes it. `spot` is where it
+        stands, to be looked up in further captures."""
         if len(set(values)) == 1:
             return values[0]
+        if -1 in values:
+            return -1  # the shape of a view, inferred at some of the sizes
         key = tuple(values)
         if key not in self._sizes:
-            made = self._solve(values)
+            made = self._solve(values) or self._probe(values, spot)
             if made is None:
                 raise Refused(
                     f"a number depends on the routing, or on the sizes in a way that was not understood: {', '.join(map(str, values))} "
@@ -291,6 +302,35 @@ class KeptGraph:
                     return self.call(aten.sym_size.int, (self.made[twins.first], axis), {}, {"letters": "n"})
         return None
 
+    def _probe(self, values: list[int], spot: Spot | None) -> fx.Node | None:
+        """A law for a number, read off more sizes than the proof needed."""
+        if spot is None or len({t.meta["index"] for t in spot[0]}) != 1:
+            return None
+        points = list(zip((math.prod(s.values()) for s in self.match.sizes), values, strict=True))
+        for sizes, capture in self.match.probe():
+            node = capture.nodes[spot[0].first.meta["index"]] if len(capture.nodes) > spot[0].first.meta["index"] else None
+            if node is None or _kind(node) != _kind(spot[0].first):
+                return None
+            value: Any = node
+            for step in spot[1:]:
+                value = getattr(value, step) if isinstance(step, str) and step in ("args", "kwargs") else value[step]
+            points.append((math.prod(sizes.values()), int(value)))
+        law = find_law(points)
+        if law is None:
+            return None
+        self.match.laws.append(f"{law}, read off {len(set(points))} sizes")
+        dims = self.match.arguments.dims
+        tokens = self._law(dims, 1, 1, 0)
+        scaled = self._arith(operator.mul, tokens, law.slope.numerator) if law.slope.numerator != 1 else tokens
+        if law.up:
+            scaled = self._arith(operator.neg, scaled)
+        scaled = self._arith(operator.floordiv, scaled, law.slope.denominator)
+        if law.up:
+            scaled = self._arith(operator.neg, scaled)
+        if law.high is not None:
+            scaled = self._arith(min, scaled, tokens if law.high == "tokens" else law.high)
+        return scaled if law.low is None else self._arith(max, scaled, law.low)
+
     def _law(self, dims: tuple[str, ...], times: int, over: int, plus: int) -> fx.Node:
         node = self.dim(dims[0])
         for d in dims[1:]:
@@ -301,8 +341,8 @@ class KeptGraph:
             node = self._arith(operator.floordiv, node, over)
         return self._arith(operator.add, node, plus) if plus else node
 
-    def _arith(self, fn: Any, a: Any, b: Any) -> fx.Node:
-        return self.call(fn, (a, b), {}, {"letters": ""})
+    def _arith(self, fn: Any, *args: Any) -> fx.Node:
+        return self.call(fn, args, {}, {"letters": ""})
 
     def dim(self, name: str) -> fx.Node:
         """The size of a token axis, read off an input."""

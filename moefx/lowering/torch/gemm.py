@@ -19,6 +19,13 @@ _MIN_SIZE = 64  # in any dimension; below, setting oneDNN up costs more than it 
 _K_BLOCK = 512
 
 
+def mm(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right."""
+    if left.shape[1] <= _K_BLOCK and _use_onednn(left, right):
+        return torch.ops.mkldnn._linear_pointwise.default(left, right.t(), None, "none", [], "")
+    return mm_into(left.new_empty((left.shape[0], right.shape[1])), left, right)
+
+
 def mm_into(out: Tensor, left: Tensor, right: Tensor, *, add: bool = False) -> Tensor:
     """out = left @ right, or out += left @ right. `out` may have another floating dtype than the operands."""
     if not _use_onednn(left, right):

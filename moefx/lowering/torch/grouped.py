@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ from ...ir.experts import (
     is_stacked,
     weight_shape,
 )
+from ...ir.routing import combine
+from .segments import PftIndex
 from .weights import stack
 
 _ALIGNMENT = 8  # elements of 16 bit: the kernels read 16 bytes at a time
@@ -72,8 +75,16 @@ class GroupedGemms:
     def __init__(self, expert_offsets: Tensor, dtype: torch.dtype):
         self.expert_offsets, self.ends, self.dtype = expert_offsets, expert_offsets[1:], dtype
 
-    def for_each_group(self, work: Callable[[Whole], object], multiplications: int) -> None:
-        work(Whole())
+    def for_each_group(
+        self,
+        work: Callable[[Whole], Any],
+        then: Callable[[Whole, Any], None] | None = None,
+        *,
+        multiplications: int,
+    ) -> None:
+        result = work(Whole())
+        if then is not None:
+            then(Whole(), result)
 
     def weights(self, w: Sequence[Tensor], transposed: bool) -> Tensor:
         stacked = stack(w, self.dtype)
@@ -89,6 +100,9 @@ class GroupedGemms:
 
     def new_rows(self, like: Tensor, num_rows: int, width: int, dtype: torch.dtype) -> Tensor | None:
         return None
+
+    def new_sum(self, index: PftIndex, width: int, dtype: torch.dtype) -> TokenSum:
+        return TokenSum(index)
 
     def new_stack(self, parameters: Sequence[Tensor], dim: int) -> Tensor | None:
         return None
@@ -121,6 +135,19 @@ class GroupedGemms:
 
     def _by_row(self, table: Tensor, rows: Tensor) -> Tensor:
         return table.index_select(0, expert_of_row(self.expert_offsets, rows.shape[0]))
+
+
+class TokenSum:
+    """Sum of the rows of each token [S,width]."""
+
+    def __init__(self, index: PftIndex):
+        self.index, self.rows = index, None
+
+    def add(self, group: Whole, rows: Tensor) -> None:
+        self.rows = rows
+
+    def result(self) -> Tensor:
+        return combine(self.rows, None, self.index.token_ids, self.index.expert_offsets, self.index.inverse)
 
 
 @grouped_mm.provider(

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from ...ir import derivative, expression
 from ...ir.expert_mlp import Call, expert_mlp, expert_mlp_backward, weight_gradient
-from ...ir.routing import combine
 from . import grouped
 from .grouped import GroupedGemms
 from .segments import SegmentGemms
@@ -61,7 +60,7 @@ class Parameters:
         return self.gemms.add_bias(group, self.gemms.multiply(group, act, self.down, out), self.down_bias)
 
 
-def forward(call: Call, gemms: Gemms, keep: str) -> list[Tensor]:
+def forward(call: Call, gemms: Gemms, keep: str, reduce: bool) -> list[Tensor]:
     up_widths, act_width, out_width = call.widths()
     x, parameters, scale = call.x, Parameters(call, gemms), _row_scale(call)
     act_of, out_of = (expression.program(expression.canonical(e)) for e in (call.act, call.body.out))
@@ -69,13 +68,14 @@ def forward(call: Call, gemms: Gemms, keep: str) -> list[Tensor]:
     def buffer(width: int, dtype: torch.dtype) -> Buffer:
         return Buffer(gemms.new_rows(x, call.num_rows, width, dtype))
 
-    result = buffer(out_width, call.out_dtype)
+    result = None if reduce else buffer(out_width, call.out_dtype)
+    total = gemms.new_sum(call, out_width, call.out_dtype) if reduce else None
     kept_up = [buffer(width, call.dtype) for width in up_widths] if keep in ("h", "all") else []
     kept_act = buffer(act_width, call.dtype) if keep == "all" else None
     # Multiplying in place rounds as the expression does when y has the dtype of the result.
     scale_in_place = scale is not None and call.out_dtype == call.dtype
 
-    def run(group: Group) -> None:
+    def run(group: Group) -> Tensor:
         rows = x.index_select(0, call.token_ids[group.rows])
         hidden = []
         for g in range(len(up_widths)):
@@ -97,23 +97,33 @@ def forward(call: Call, gemms: Gemms, keep: str) -> list[Tensor]:
                 return parameters.project_down(group, act, out).mul_(scale[group.rows])
             return out_of({**env, "y": parameters.project_down(group, act)})
 
-        result.fill(group, finish)
+        return finish(None) if result is None else result.fill(group, finish)
 
-    gemms.for_each_group(run, call.multiplications())
-    return [gemms.finish_rows(b.tensor) for b in (result, *kept_up, *([kept_act] if kept_act else []))]
+    gemms.for_each_group(run, total.add if total else None, multiplications=call.multiplications())
+    kept = [gemms.finish_rows(b.tensor) for b in (*kept_up, kept_act) if b is not None]
+    return [total.result() if result is None else gemms.finish_rows(result.tensor), *kept]
 
 
 class Backward:
     """One backward call: `run` for each group, then `results`."""
 
-    def __init__(self, call: Call, gemms: Gemms, kept: Sequence[Tensor], grad: Tensor, needs: Sequence[bool]):
-        self.call, self.gemms, self.grad, self.parameters = call, gemms, grad, Parameters(call, gemms)
+    def __init__(
+        self,
+        call: Call,
+        gemms: Gemms,
+        kept: Sequence[Tensor],
+        grad: Tensor,
+        needs: Sequence[bool],
+        reduce: bool,
+    ):
+        self.call, self.gemms, self.parameters = call, gemms, Parameters(call, gemms)
+        self.grad, self.reduce, self.act_vjp = grad, reduce, None
         self.need_x, self.need_w, need_up, need_up_bias, need_down, need_down_bias = needs
         num_up = len(call.up)
         self.hidden, self.kept_act = kept[:num_up], (kept[num_up] if len(kept) > num_up else None)
         self.linear, self.scale = expression.is_linear(call.body.out, "y"), _row_scale(call)
 
-        self.grad_rows = Buffer(gemms.new_rows(call.x, call.num_rows, call.x.shape[1], call.dtype))
+        self.grad_x = gemms.new_sum(call, call.x.shape[1], call.dtype) if self.need_x else None
         self.grad_up = self._stacks(need_up, call.up, 2)
         self.grad_up_bias = self._stacks(need_up_bias, call.up_bias, 1)
         (self.grad_down,) = self._stacks(need_down, [call.down], 2)
@@ -132,12 +142,14 @@ class Backward:
     def _column(self, dtype: torch.dtype) -> Tensor | None:
         return self.call.x.new_zeros((self.call.num_rows, 1), dtype=dtype) if self.need_w else None
 
-    def run(self, group: Group) -> None:
+    def run(self, group: Group) -> Tensor | None:
+        """Fills the buffers of the parameters; returns the gradient of the gathered rows."""
         call, gemms, parameters = self.call, self.gemms, self.parameters
-        grad, rows = self.grad[group.rows], None
+        tokens, rows = call.token_ids[group.rows], None
+        grad = self.grad.index_select(0, tokens) if self.reduce else self.grad[group.rows]
         hidden = [h[group.rows] for h in self.hidden]
         if not hidden:
-            rows = call.x.index_select(0, call.token_ids[group.rows])
+            rows = call.x.index_select(0, tokens)
             hidden = [parameters.project_up(g, group, rows) for g in range(len(call.up))]
         env = call.parts(hidden)
         wrt = [*env, "w"] if self.w_of_act is not None else list(env)
@@ -152,7 +164,11 @@ class Backward:
             grad_y = self._through_out(group, act, grad, env)
         unscaled = gemms.multiply(group, grad_y, gemms.flip(parameters.down))
         grad_act = unscaled if scale is None else (unscaled * scale).to(call.dtype)
-        value, by_act = derivative.vjp(call.act, env, grad_act, wrt, value=act is None)
+        if self.act_vjp is None:  # the same function for all groups
+            self.act_vjp = derivative.vjp_function(call.act, env, grad_act, wrt, value=act is None)
+        function, wrt = self.act_vjp
+        value, *gradients = function(env, grad_act)
+        by_act = dict(zip(wrt, gradients, strict=True))
         act = value if act is None else act
         assert act is not None
 
@@ -168,10 +184,10 @@ class Backward:
                 self.grad_down_bias, group, grad_y if scale is None else (grad_y * scale).to(call.dtype)
             )
         grad_hidden = self._hidden_gradients(hidden, by_act)
-        del unscaled, grad_act, value, by_act, act, hidden, env
+        del unscaled, grad_act, value, gradients, by_act, act, hidden, env
         if rows is None:
-            rows = call.x.index_select(0, call.token_ids[group.rows])
-        self._through_up(group, rows, grad_hidden)
+            rows = call.x.index_select(0, tokens)
+        return self._through_up(group, rows, grad_hidden)
 
     def _through_out(self, group: Group, act: Tensor, grad: Tensor, env: dict[str, Tensor]) -> Tensor:
         """Gradient of y through an `out` that is not linear in it."""
@@ -207,23 +223,18 @@ class Backward:
             result.append(grad)
         return result
 
-    def _through_up(self, group: Group, rows: Tensor, grad_hidden: Sequence[Tensor]) -> None:
+    def _through_up(self, group: Group, rows: Tensor, grad_hidden: Sequence[Tensor]) -> Tensor | None:
+        grad_rows = None
         for g, grad in enumerate(grad_hidden):
             stack, bias = self.grad_up[g], self.grad_up_bias[g]
             if stack is not None:
                 self._outer(stack, group, grad, rows, self.call.body.up[g].transposed)
             if bias is not None:
                 self._sum(bias, group, grad)
-        if not self.need_x:
-            return
-
-        def grad_rows(out: Tensor | None) -> Tensor:
-            for g, grad in enumerate(grad_hidden):
-                out = self.gemms.multiply(group, grad, self.gemms.flip(self.parameters.up[g]), out, add=g > 0)
-            assert out is not None
-            return out
-
-        self.grad_rows.fill(group, grad_rows)
+            if self.need_x:
+                w = self.gemms.flip(self.parameters.up[g])
+                grad_rows = self.gemms.multiply(group, grad, w, grad_rows, add=g > 0)
+        return grad_rows
 
     def _outer(self, buffer: Buffer, group: Group, grad: Tensor, rows: Tensor, transposed: bool) -> None:
         left, right = (grad, rows) if transposed else (rows, grad)
@@ -233,10 +244,7 @@ class Backward:
         buffer.tensor = self.gemms.sum_rows(group, rows, buffer.tensor)
 
     def results(self) -> list[Tensor]:
-        call, results = self.call, []
-        if self.need_x:
-            rows = self.gemms.finish_rows(self.grad_rows.tensor)
-            results.append(combine(rows, None, call.token_ids, call.expert_offsets, call.inverse))
+        call, results = self.call, [] if self.grad_x is None else [self.grad_x.result()]
         if self.need_w:
             w_of_out = self.w_of_out
             if self.linear and w_of_out is not None:
@@ -278,9 +286,11 @@ def _grouped_applies(*args: Any, dtype: torch.dtype | None = None, **_: Any) -> 
 
 
 def _forward_with(make: Callable[[Tensor, torch.dtype], Gemms]) -> Callable[..., list[Tensor]]:
-    def run(*args: Any, body: str, keep: str = "h", dtype: torch.dtype | None = None) -> list[Tensor]:
+    def run(
+        *args: Any, body: str, keep: str = "h", reduce: bool = False, dtype: torch.dtype | None = None
+    ) -> list[Tensor]:
         call = Call.of(args, body, keep, dtype)
-        return forward(call, make(call.expert_offsets, call.dtype), keep)
+        return forward(call, make(call.expert_offsets, call.dtype), keep, reduce)
 
     return run
 
@@ -291,12 +301,15 @@ def _backward_with(make: Callable[[Tensor, torch.dtype], Gemms]) -> Callable[...
         *args: Any,
         body: str,
         keep: str,
+        reduce: bool = False,
         dtype: torch.dtype | None = None,
         needs: Sequence[bool],
     ) -> list[Tensor]:
         call = Call.of(args[:-1], body, keep, dtype)
-        backward = Backward(call, make(call.expert_offsets, call.dtype), args[-1], grad, needs)
-        backward.gemms.for_each_group(backward.run, 2 * call.multiplications())
+        gemms = make(call.expert_offsets, call.dtype)
+        backward = Backward(call, gemms, args[-1], grad, needs, reduce)
+        then = None if backward.grad_x is None else backward.grad_x.add
+        gemms.for_each_group(backward.run, then, multiplications=2 * call.multiplications())
         return backward.results()
 
     return run

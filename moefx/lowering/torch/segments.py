@@ -10,19 +10,29 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ...ir.experts import check_dtypes, grouped_mm, grouped_mm_backward, per_expert, weight_shape
-from .gemm import mm_into
+from .gemm import mm, mm_into
 from .pool import for_each
 from .weights import matrices
 
-_GROUP_ROWS = 512
+_split = torch.split_with_sizes  # Tensor.split is a Python function around it
+import os; _GROUP_ROWS = int(os.environ.get('GR','512'))
 _PARALLEL = (
     2**25
 )  # multiplications; fewer take less than a millisecond, and waking threads takes a part of one
+
+
+class PftIndex(Protocol):
+    """The index arrays of a call."""
+
+    token_ids: Tensor
+    expert_offsets: Tensor
+    inverse: Tensor
 
 
 @dataclasses.dataclass
@@ -66,9 +76,18 @@ class SegmentGemms:
                 self.groups[-1].experts.append(expert)
                 self.groups[-1].sizes.append(stop - start)
 
-    def for_each_group(self, work: Callable[[Group], object], multiplications: int) -> None:
-        """Call `work` for each group. `multiplications` per row tell whether threads pay."""
-        for_each(self.groups, work, parallel=self.num_valid * multiplications > _PARALLEL)
+    def for_each_group(
+        self,
+        work: Callable[[Group], Any],
+        then: Callable[[Group, Any], None] | None = None,
+        *,
+        multiplications: int,
+    ) -> None:
+        """Call `work` for each group, then `then(group, result)` in order (see `for_each`).
+
+        How many `multiplications` a row takes tells whether threads pay.
+        """
+        for_each(self.groups, work, then, parallel=self.num_valid * multiplications > _PARALLEL)
 
     # -- parameters --
 
@@ -85,6 +104,9 @@ class SegmentGemms:
 
     def new_rows(self, like: Tensor, num_rows: int, width: int, dtype: torch.dtype) -> Tensor | None:
         return like.new_empty((num_rows, width), dtype=dtype)
+
+    def new_sum(self, index: PftIndex, width: int, dtype: torch.dtype) -> TokenSum:
+        return TokenSum(index, width, dtype)
 
     def new_stack(self, parameters: Sequence[Tensor], dim: int) -> Tensor | None:
         return parameters[0].new_empty((self.num_experts, *parameters[0].shape[-dim:]))
@@ -107,10 +129,12 @@ class SegmentGemms:
         self, group: Group, rows: Tensor, w: Operands, out: Tensor | None = None, *, add: bool = False
     ) -> Tensor:
         """out[r] (+)= rows[r] @ w[e]."""
+        if out is None and len(group.experts) == 1:
+            return mm(rows, w[group.experts[0]])
         if out is None:
             out = rows.new_empty((rows.shape[0], w[group.experts[0]].shape[1]))
         for e, left, result in zip(
-            group.experts, rows.split(group.sizes), out.split(group.sizes), strict=True
+            group.experts, _split(rows, group.sizes), _split(out, group.sizes), strict=True
         ):
             mm_into(result, left, w[e], add=add)
         return out
@@ -119,7 +143,7 @@ class SegmentGemms:
         """out[e] = left^T @ right over the rows of e."""
         assert out is not None
         for e, a, b in zip(
-            group.experts, left.t().split(group.sizes, 1), right.split(group.sizes), strict=True
+            group.experts, _split(left.t(), group.sizes, 1), _split(right, group.sizes), strict=True
         ):
             mm_into(out[e], a, b)
         return out
@@ -127,21 +151,39 @@ class SegmentGemms:
     def add_bias(self, group: Group, rows: Tensor, bias: Sequence[Tensor] | None) -> Tensor:
         """rows[r] += bias[e], in place."""
         if bias is not None:
-            for e, part in zip(group.experts, rows.split(group.sizes), strict=True):
+            for e, part in zip(group.experts, _split(rows, group.sizes), strict=True):
                 part += bias[e].to(part.dtype)  # rounded first, as `linear` does under autocast
         return rows
 
     def dot_bias(self, group: Group, rows: Tensor, bias: Sequence[Tensor]) -> Tensor:
         """<rows[r], bias[e]>, [n,1]."""
-        parts = zip(group.experts, rows.split(group.sizes), strict=True)
+        parts = zip(group.experts, _split(rows, group.sizes), strict=True)
         return torch.cat([(part @ bias[e].to(part.dtype))[:, None] for e, part in parts])
 
     def sum_rows(self, group: Group, rows: Tensor, out: Tensor | None) -> Tensor:
         """out[e] = sum of the rows of e."""
         assert out is not None
-        for e, part in zip(group.experts, rows.split(group.sizes), strict=True):
+        for e, part in zip(group.experts, _split(rows, group.sizes), strict=True):
             out[e] = part.sum(0)
         return out
+
+
+class TokenSum:
+    """Sum of the rows of each token [S,width], group by group: no buffer of all rows.
+
+    For each token in the order of the rows, so by expert; in float32 at least, rounded once.
+    """
+
+    def __init__(self, index: PftIndex, width: int, dtype: torch.dtype):
+        self.token_ids, self.dtype = index.token_ids, dtype
+        shape, wide = (index.inverse.shape[0], width), torch.promote_types(dtype, torch.float32)
+        self.total = torch.zeros(shape, dtype=wide, device=index.token_ids.device)
+
+    def add(self, group: Group, rows: Tensor) -> None:
+        self.total.index_add_(0, self.token_ids[group.rows], rows.to(self.total.dtype))
+
+    def result(self) -> Tensor:
+        return self.total.to(self.dtype)
 
 
 class Operands:

@@ -59,6 +59,18 @@ class Match:
     keep: list[Ref] | None
     guards: list[SizeGuard]
     modes_read: set[str]
+    capture_at: Callable[[Routing, dict[str, int]], Capture]
+    laws: list[str] = dataclasses.field(default_factory=list)
+    probes: list[tuple[dict[str, int], Capture]] = dataclasses.field(default_factory=list)
+
+    def probe(self) -> list[tuple[dict[str, int], Capture]]:
+        """Captures at more sizes, for numbers that depend on them."""
+        if not self.probes:
+            for tokens in (2, 6, 10, 20, 40, 64, 100, 128, 200, 320, 512):
+                dims = self.arguments.dims
+                sizes = dict.fromkeys(dims, 1) | {dims[-1]: tokens}
+                self.probes.append((sizes, self.capture_at(Routing("diverse", 0), sizes)))
+        return self.probes
 
     def without(self, captures: list[int]) -> None:
         """Leave out captures of a single token; the form then holds for more tokens only."""
@@ -110,7 +122,7 @@ class Prover:
         keep = self._keep_mask()
         guards = list(dict.fromkeys([*self._guards(), *self.extra_guards]))
         modes = set().union(*[lifted.capture.modes_read for lifted in self.lifted])
-        return Match(self.block, self.arguments, self.lifted, self.sizes, groups, self.num_experts, keep, guards, modes)
+        return Match(self.block, self.arguments, self.lifted, self.sizes, groups, self.num_experts, keep, guards, modes, self.capture)
 
     def _add(self, lifted: Lifted, sizes: dict[str, int]) -> None:
         self.lifted.append(lifted)
