@@ -68,9 +68,13 @@ class DialectExperts(nn.Module):
         down = [e.down_proj.weight for e in self.experts]
         pft = dialect.build_pft(topk_ids, topk_weights, None, num_experts=len(self.experts))
         token_ids, _, expert_offsets, inverse, weights = pft
-        index = (token_ids, expert_offsets, inverse)
-        rows, *_ = dialect.expert_mlp(x, *index, weights, up, [], down, [], body=self.body, keep=self.keep)
-        return dialect.combine(rows, None, *index)
+        out, *_ = dialect.expert_mlp(
+            *(x, token_ids, expert_offsets, inverse, weights, up, [], down, []),
+            body=self.body,
+            keep=self.keep,
+            reduce=True,
+        )
+        return out
 
 
 def main() -> None:

@@ -66,8 +66,8 @@ def _vjp(
         return (result if value else None, *grads)
 
     def trace() -> Callable[..., Any]:
-        # On the CPU for any device: a backward on a GPU runs in the thread that autograd has for that GPU, and it is
-        # this thread that waits for the trace when the backward of an op asks for it.
+        # On the CPU for any device: autograd has one thread for each GPU, and when the backward of an op asks
+        # for this trace it is that thread which waits for it.
         args = [
             torch.ones((_ROWS, 1 if column else _COLUMNS), dtype=dtype, device="cpu")
             for dtype, column in (*signature, grad_signature)

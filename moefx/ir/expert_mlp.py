@@ -144,7 +144,8 @@ def expert_mlp(
         dtype: filled in by autocast: compute in it whatever the dtype of the parameters.
 
     Returns:
-        The rows [B,D'] (or their sums [S,D']), then what the policy keeps: each up-projection [B,F], then the activation [B,F'].
+        The rows [B,D'] (or their sums [S,D']), then what the policy keeps: each up-projection [B,F], then the
+        activation [B,F'].
     """
     call = Call.of(args, body, keep, dtype)
     rows = call.x.index_select(0, call.token_ids)

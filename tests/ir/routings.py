@@ -109,14 +109,19 @@ class Layer:
     def parameters(self) -> list[Tensor]:
         return [*self.up, *self.up_bias, *self.down, *self.down_bias]
 
-    def fused(self, x: Tensor, routing: Routing, weights: Tensor, keep: str = "h") -> Tensor:
+    def fused(
+        self, x: Tensor, routing: Routing, weights: Tensor, keep: str = "h", reduce: bool = False
+    ) -> Tensor:
         token_ids, _, offsets, inverse, row_weights = routing.build(weights)
         rows, *_ = dialect.expert_mlp(
             *(x, token_ids, offsets, inverse, row_weights),
             *(self.up, self.up_bias, self.down, self.down_bias),
             body=self.text,
             keep=keep,
+            reduce=reduce,
         )
+        if reduce:
+            return rows
         return dialect.combine(rows, None, token_ids, offsets, inverse)
 
     def plain(self, x: Tensor, routing: Routing, weights: Tensor) -> Tensor:

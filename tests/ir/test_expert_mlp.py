@@ -29,11 +29,11 @@ def run(layer: Layer, routing: Routing, x: Tensor, weights: Tensor, keep: str = 
     return tuple(dialect.expert_mlp(*arguments, body=layer.body.to_json(), keep=keep))
 
 
-def check_against_plain(layer: Layer, routing: Routing, keep: str, d: int) -> None:
+def check_against_plain(layer: Layer, routing: Routing, keep: str, d: int, reduce: bool) -> None:
     x = torch.randn(routing.topk_ids.shape[0], d, dtype=torch.float64, requires_grad=True)
     weights = routing.topk_weights.clone().requires_grad_()
     leaves = [x, weights, *layer.parameters]
-    expected, got = layer.plain(x, routing, weights), layer.fused(x, routing, weights, keep)
+    expected, got = layer.plain(x, routing, weights), layer.fused(x, routing, weights, keep, reduce)
     torch.testing.assert_close(got, expected)
     grad = torch.randn_like(expected)
     wanted = (
@@ -48,11 +48,11 @@ def check_against_plain(layer: Layer, routing: Routing, keep: str, d: int) -> No
 @pytest.mark.parametrize("provider", ["segments", "reference"])
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
 @settings(max_examples=25, deadline=None)
-@given(routing=routings(max_tokens=8, max_experts=5), keep=st.sampled_from(KEEPS))
-def test_equals_the_plain_experts_forward_and_backward(make, provider, routing, keep):
+@given(routing=routings(max_tokens=8, max_experts=5), keep=st.sampled_from(KEEPS), reduce=st.booleans())
+def test_equals_the_plain_experts_forward_and_backward(make, provider, routing, keep, reduce):
     select.reset_counters()
     with select.force("expert_mlp", provider), select.force("expert_mlp_backward", provider):
-        check_against_plain(make(routing.num_experts, 4, 3), routing, keep, 4)
+        check_against_plain(make(routing.num_experts, 4, 3), routing, keep, 4, reduce)
     assert (
         select.counters()["expert_mlp", provider] == select.counters()["expert_mlp_backward", provider] == 1
     )
@@ -76,7 +76,8 @@ def test_gradcheck(make):
 @pytest.mark.parametrize("provider", ["segments", "reference"])
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
 @pytest.mark.parametrize("keep", KEEPS)
-def test_the_tail_is_never_read(make, provider, keep):
+@pytest.mark.parametrize("reduce", [False, True])
+def test_the_tail_is_never_read(make, provider, keep, reduce):
     """Dropped rows: whatever stands behind expert_offsets[E], in inputs and in what is kept, stays there."""
     layer = make(3, 4, 2)
     routing = Routing(torch.tensor([[0, 2], [2, -1], [3, 0]]), torch.rand(3, 2).double(), 3)
@@ -85,17 +86,19 @@ def test_the_tail_is_never_read(make, provider, keep):
     parameters = [
         [p.detach() for p in group] for group in (layer.up, layer.up_bias, layer.down, layer.down_bias)
     ]
-    kwargs = {"body": layer.body.to_json(), "keep": keep}
+    kwargs = {"body": layer.body.to_json(), "keep": keep, "reduce": reduce}
 
     def gradients(poison: Callable[[Tensor], Tensor]) -> list[Tensor]:
         row_weights_ = poison(row_weights)
         forward = (x, token_ids, offsets, inverse, row_weights_, *parameters)
         rows, *kept = dialect.expert_mlp(*forward, **kwargs)
-        grad = poison(torch.linspace(0, 1, rows.numel(), dtype=torch.float64).view(rows.shape))
+        grad = torch.linspace(0, 1, rows.numel(), dtype=torch.float64).view(rows.shape)
+        if not reduce:
+            rows, grad = dialect.combine(poison(rows), None, token_ids, offsets, inverse), poison(grad)
         back = dialect.expert_mlp_backward(
             grad, *forward, list(map(poison, kept)), **kwargs, needs=[True] * 6
         )
-        return [dialect.combine(poison(rows), None, token_ids, offsets, inverse), *back]
+        return [rows, *back]
 
     def with_nan(t: Tensor) -> Tensor:
         t = t.clone()
@@ -181,7 +184,8 @@ def saved_bytes(run: Callable[[], Tensor], parameters: list[Tensor]) -> int:
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
 @pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "list"])
 @pytest.mark.parametrize("keep", ["h", "x", "all"])
-def test_saved_bytes(keep, stacked, gated, autocast):
+@pytest.mark.parametrize("reduce", [False, True], ids=["rows", "reduce"])
+def test_saved_bytes(keep, stacked, gated, autocast, reduce):
     num_tokens, k, num_experts, d, h = 256, 4, 8, 64, 32
     dtype = torch.float32 if autocast else torch.bfloat16
     num_up = 2 if gated else 1
@@ -204,10 +208,10 @@ def test_saved_bytes(keep, stacked, gated, autocast):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             token_ids, _, offsets, inverse, row_weights = routing.build(topk_weights)
             index = (token_ids, offsets, inverse)
-            rows, *_ = dialect.expert_mlp(
-                x, *index, row_weights, up, [], down, [], body=body.to_json(), keep=keep
+            out, *_ = dialect.expert_mlp(
+                x, *index, row_weights, up, [], down, [], body=body.to_json(), keep=keep, reduce=reduce
             )
-            return dialect.combine(rows, None, *index)
+            return out if reduce else dialect.combine(out, None, *index)
 
     kept = {"h": 2 * num_up * k * h, "x": 0, "all": 2 * (num_up + 1) * k * h}[keep]
     per_token = saved_bytes(run, [*up, *down, topk_weights]) / num_tokens
@@ -244,7 +248,8 @@ def test_kept_activations_are_freed_with_the_graph():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
-def test_low_precision_is_as_good_as_torchs(make, dtype):
+@pytest.mark.parametrize("reduce", [False, True])
+def test_low_precision_is_as_good_as_torchs(make, dtype, reduce):
     torch.manual_seed(0)
     layer, routing = make(4, 16, 8), random_routing(12, 2, 4)
     low = make(4, 16, 8, dtype)
@@ -263,7 +268,7 @@ def test_low_precision_is_as_good_as_torchs(make, dtype):
     grad = torch.randn(12, 16).to(dtype)
     exact = layer.plain(exact_leaves[0], routing, exact_leaves[1])
     exact_grads = torch.autograd.grad(exact, exact_leaves, grad.double())
-    ours, plain = low.fused(x, routing, weights), low.plain(x, routing, weights)
+    ours, plain = low.fused(x, routing, weights, reduce=reduce), low.plain(x, routing, weights)
     assert ours.dtype is dtype
     values = zip(
         (ours, *torch.autograd.grad(ours, leaves, grad)),
@@ -342,7 +347,7 @@ def test_compiles_as_one_graph_for_any_routing_and_size(backend, autocast):
     def f(x, topk_ids, weights):
         routing = Routing(topk_ids, weights, 4)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            return layer.fused(x, routing, weights)
+            return layer.fused(x, routing, weights, reduce=autocast)
 
     counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
     compiled = torch.compile(f, fullgraph=True, dynamic=True, backend=counter)
@@ -362,7 +367,8 @@ def test_compiles_as_one_graph_for_any_routing_and_size(backend, autocast):
 def test_zero_tokens_and_one(make, num_tokens):
     layer, routing = make(3, 4, 2), random_routing(num_tokens, 3, 3)  # K = E
     for keep in KEEPS:
-        check_against_plain(layer, routing, keep, 4)
+        for reduce in (False, True):
+            check_against_plain(layer, routing, keep, 4, reduce)
 
 
 def test_non_contiguous_inputs_and_weights():
@@ -405,9 +411,9 @@ def test_fake_outputs_follow_the_policy_and_the_promotion():
     assert real["h"][0].dtype is torch.float32  # bfloat16 y times float32 w
 
 
-@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize(("keep", "reduce"), [("h", False), ("h", True), ("x", True), ("all", False)])
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
-def test_opcheck(make, keep):
+def test_opcheck(make, keep, reduce):
     layer, routing = (
         make(3, 4, 2, torch.float32),
         Routing(torch.tensor([[0, 2], [2, 1], [0, 1]]), torch.rand(3, 2), 3),
@@ -416,7 +422,7 @@ def test_opcheck(make, keep):
     x = torch.randn(3, 4, requires_grad=True)
     parameters = (layer.up, layer.up_bias, layer.down, layer.down_bias)
     arguments = (x, token_ids, offsets, inverse, weights.requires_grad_(), *parameters)
-    kwargs = {"body": layer.body.to_json(), "keep": keep}
+    kwargs = {"body": layer.body.to_json(), "keep": keep, "reduce": reduce}
     opcheck(dialect.expert_mlp.overload, arguments, kwargs)
     rows, *kept = dialect.expert_mlp(*arguments, **kwargs)
     detached = [[p.detach() for p in group] for group in parameters]

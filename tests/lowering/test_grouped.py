@@ -27,8 +27,12 @@ def everywhere():
 
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
 @settings(max_examples=20, deadline=None)
-@given(routing=routings(max_tokens=8, max_experts=4), keep=st.sampled_from(["h", "x", "all"]))
-def test_equals_segments(make, routing, keep):
+@given(
+    routing=routings(max_tokens=8, max_experts=4),
+    keep=st.sampled_from(["h", "x", "all"]),
+    reduce=st.booleans(),
+)
+def test_equals_segments(make, routing, keep, reduce):
     if routing.topk_ids.numel() == 0:
         return  # not supported, see below
     torch.manual_seed(0)
@@ -38,7 +42,7 @@ def test_equals_segments(make, routing, keep):
     leaves = [x, weights, *layer.parameters]
 
     def run():
-        out = layer.fused(x, routing, weights, keep)
+        out = layer.fused(x, routing, weights, keep, reduce)
         return [out, *torch.autograd.grad(out.square().sum(), leaves)]
 
     expected = run()

@@ -40,7 +40,7 @@ def test_several_groups_and_threads_change_no_bit(make, monkeypatch):
     leaves = [x, weights, *layer.parameters]
 
     def run():
-        out = layer.fused(x, routing, weights)
+        out = layer.fused(x, routing, weights, reduce=True)
         return [out, *torch.autograd.grad(out.sum(), leaves)]
 
     monkeypatch.setattr(segments, "_GROUP_ROWS", 1)  # every expert for itself
@@ -162,6 +162,21 @@ def test_workers_have_threads_of_their_own_and_leave_ours_alone(three_threads):
     assert {t for _, t, _ in seen} == {1}
     assert not any(grad for *_, grad in seen)
     assert torch.get_num_threads() == 3
+
+
+def test_results_are_handed_on_in_order(three_threads):
+    import time
+
+    seen = []
+
+    def work(i: int) -> int:
+        time.sleep(0.002 * (i % 3 == 0))  # some come late
+        return i * i
+
+    pool.for_each(range(30), work, lambda i, result: seen.append((i, result)))
+    assert seen == [(i, i * i) for i in range(30)]
+    pool.for_each(range(3), work, lambda i, result: seen.append((i, result)), parallel=False)
+    assert seen[30:] == [(0, 0), (1, 1), (2, 4)]
 
 
 def test_an_error_in_a_worker_arrives(three_threads):

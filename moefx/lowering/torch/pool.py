@@ -64,7 +64,7 @@ def for_each(
 
 
 class _InOrder:
-    """Hands results on in order. Nobody waits: who brings the next one also hands on those that came early."""
+    """Hands results on in order. Nobody waits: who brings the next one hands on those that came early."""
 
     def __init__(self, items: Sequence[Any], then: Callable[[Any, Any], None] | None):
         self.items, self.then = items, then

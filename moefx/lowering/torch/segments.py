@@ -21,7 +21,7 @@ from .pool import for_each
 from .weights import matrices
 
 _split = torch.split_with_sizes  # Tensor.split is a Python function around it
-import os; _GROUP_ROWS = int(os.environ.get('GR','512'))
+_GROUP_ROWS = 512
 _PARALLEL = (
     2**25
 )  # multiplications; fewer take less than a millisecond, and waking threads takes a part of one
