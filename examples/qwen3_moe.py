@@ -25,7 +25,6 @@ def build() -> PreTrainedModel:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
         num_experts=16,
         num_experts_per_tok=4,
         moe_intermediate_size=32,

@@ -230,7 +230,7 @@ def run_explain(arguments: argparse.Namespace) -> int:
         explanation = moefx.explain(model, plan=plan, example_inputs=inputs)
         print(explanation.to_json() if arguments.json else explanation)
         return 0 if explanation.matched else 1
-    compiled = moefx.compile(model, plan=plan, example_inputs=inputs, strict=False)
+    compiled = moefx.compile(model, plan=plan, example_inputs=inputs)
     explanation = moefx.explain(compiled)
     print(explanation.to_json() if arguments.json else explanation)
     for block in moefx.blocks(compiled):

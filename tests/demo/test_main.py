@@ -59,8 +59,8 @@ def test_explain_and_verify_from_the_command_line(capsys):
     target = "moefx.demo.model:LanguageModel"
     assert cli.main(["explain", target, "--meta"]) == 0
     assert "layers.1.mlp" in capsys.readouterr().out
-    assert cli.main(["explain", target, "--graphs", "--plan", '{"checkpoint": "x"}']) == 0
-    assert 'keep="x"' in capsys.readouterr().out
+    assert cli.main(["explain", target, "--graphs", "--plan", '{"validation": "symbolic"}']) == 0
+    assert 'keep="h"' in capsys.readouterr().out
     assert cli.main(["verify", "moefx.demo.model:LanguageModel"]) == 0
     assert "layers.1.mlp" in capsys.readouterr().out
 
