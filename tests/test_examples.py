@@ -6,8 +6,6 @@ import importlib
 
 import pytest
 
-pytest.importorskip("moefx.api")
-
 
 def test_train_deepseek_style(capsys):
     example = importlib.import_module("examples.train_deepseek_style")

@@ -20,7 +20,6 @@ PYTHON_BLOCKS = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
 
 @pytest.mark.parametrize("number", range(len(PYTHON_BLOCKS)))
 def test_python_blocks_run(number, tmp_path, monkeypatch):
-    pytest.importorskip("moefx.api")
     monkeypatch.chdir(tmp_path)
     # Source lines in explain() and tracebacks come from a file, as they do for a user.
     (tmp_path / "readme_block.py").write_text(PYTHON_BLOCKS[number])

@@ -10,8 +10,6 @@ from moefx import cli
 from moefx.demo import main, report
 from moefx.demo.model import Config
 
-pytest.importorskip("moefx.api")
-
 SMALL = Config(
     dim=32, layers=2, heads=2, dense_hidden=32, num_experts=8, expert_hidden=16, top_k=3, context=16
 )
