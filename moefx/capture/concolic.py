@@ -18,7 +18,7 @@ import logging
 import operator
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -147,10 +147,10 @@ class Effect:
 
 @dataclasses.dataclass(frozen=True)
 class HostRead:
-    """A boolean that Python read from a tensor: a branch that capture followed one way."""
+    """A boolean or a float that Python read from a tensor: a branch may hang on it, which capture followed one way."""
 
     source: Source
-    value: bool
+    value: bool | float
     node: fx.Node
 
 
@@ -188,9 +188,9 @@ class Capture:
 
 
 class Tracer(TorchDispatchMode):
-    def __init__(self, routing: Routing, flips: frozenset[Source] = frozenset()):
+    def __init__(self, routing: Routing, flips: Mapping[Source, bool | float] | None = None):
         super().__init__()
-        self.routing, self.flips = routing, flips
+        self.routing, self.flips = routing, flips or {}
         self.graph = fx.Graph()
         self.nodes: list[fx.Node] = []
         self.aliases: dict[int, _Alias] = {}
@@ -396,10 +396,9 @@ class Tracer(TorchDispatchMode):
 
     def _host_read(self, t: torch.Tensor) -> Any:
         value = self.concrete(t).item()
-        if t.dtype is torch.bool:
+        if t.dtype is torch.bool or is_float(t):
             source = user_source()
-            if source in self.flips:
-                value = not value
+            value = self.flips.get(source, value)
             self.reads.append(HostRead(source, value, self.node_of(t)))
         return value
 
@@ -688,7 +687,7 @@ def _plain_tensors(block: nn.Module) -> dict[int, str]:
     return named
 
 
-def capture(block: nn.Module, args: tuple, kwargs: dict[str, Any], routing: Routing, *, flips: frozenset[Source] = frozenset(), dims: dict[str, int] | None = None) -> Capture:
+def capture(block: nn.Module, args: tuple, kwargs: dict[str, Any], routing: Routing, *, flips: Mapping[Source, bool | float] | None = None, dims: dict[str, int] | None = None) -> Capture:
     """Run `block(*args, **kwargs)` on abstract floats under `routing`.
 
     `args` and `kwargs` hold meta tensors for floats and real tensors for integers. The block, its parameters and its

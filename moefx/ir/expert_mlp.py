@@ -8,6 +8,7 @@ outputs, so what is kept beyond the input x is returned as extra outputs.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -93,6 +94,7 @@ class Call:
     def num_rows(self) -> int:
         return self.token_ids.shape[0]
 
+    @functools.cached_property
     def widths(self) -> tuple[list[int], int, int]:
         """(width of each up-projection, width of the activation, width of the result), checked."""
         name, offsets = "expert_mlp", self.expert_offsets
@@ -107,7 +109,7 @@ class Call:
 
     def multiplications(self) -> int:
         """Of one row in the forward GEMMs."""
-        up, act, out = self.widths()
+        up, act, out = self.widths
         return self.x.shape[1] * sum(up) + act * out
 
     def parts(self, hidden: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -273,7 +275,7 @@ def weight_gradient(call: Call, *columns: Tensor | None) -> Tensor:
 @expert_mlp.fake
 def _(*args, body, keep="h", reduce=False, dtype=None):
     call = Call.of(args, body, keep, dtype)
-    up, act, out = call.widths()
+    up, act, out = call.widths
     rows = call.x.new_empty((call.x.shape[0] if reduce else call.num_rows, out), dtype=call.out_dtype)
     kept = {"h": up, "all": [*up, act]}.get(keep, [])
     return [rows, *(call.x.new_empty((call.num_rows, width)) for width in kept)]

@@ -141,7 +141,7 @@ class TokenSum:
     """Sum of the rows of each token [S,width]."""
 
     def __init__(self, index: PftIndex):
-        self.index, self.rows = index, None
+        self.index, self.rows = index, torch.empty(0)
 
     def add(self, group: Whole, rows: Tensor) -> None:
         self.rows = rows

@@ -1,10 +1,10 @@
 """Providers "segments" and "grouped_mm" of `expert_mlp`: one algebra over two kinds of GEMMs.
 
-The backward follows SonicMoE. The result is linear in y in practice, rows = y * c(w); then neither y nor its
-recomputation is needed:
+The backward follows SonicMoE. The result is linear in y in practice, rows = y * c(w); then y itself is not needed:
 
-    dA' = dO @ W2^T       A, dH from H and c*dA'        dW2 = (c*A)^T @ dO       d c = <dO, y> = <dA', A> +
-    <dO, bias> dW1 = dH^T @ X        dX = gather-sum of dH @ W1
+    dA' = dO @ W2^T               A and dH from H and c*dA'
+    dW2 = (c*A)^T @ dO            d c = <dO, y> = <dA', A> + <dO, bias>
+    dW1 = dH^T @ X                dX = sum over each token's rows of dH @ W1
 
 A body whose `out` is not linear in y (a norm after the down-projection, say) recomputes y.
 """
@@ -61,7 +61,7 @@ class Parameters:
 
 
 def forward(call: Call, gemms: Gemms, keep: str, reduce: bool) -> list[Tensor]:
-    up_widths, act_width, out_width = call.widths()
+    up_widths, act_width, out_width = call.widths
     x, parameters, scale = call.x, Parameters(call, gemms), _row_scale(call)
     act_of, out_of = (expression.program(expression.canonical(e)) for e in (call.act, call.body.out))
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...ir.experts import check_dtypes, grouped_mm, grouped_mm_backward, per_expert, weight_shape
+from ...ir.routing import combine
 from .gemm import mm, mm_into
 from .pool import for_each
 from .weights import matrices
@@ -67,11 +68,13 @@ class SegmentGemms:
     def __init__(self, expert_offsets: Tensor, dtype: torch.dtype):
         offsets = expert_offsets.tolist()
         self.dtype, self.num_experts, self.num_valid = dtype, len(offsets) - 1, offsets[-1]
+        self.on_cpu = expert_offsets.device.type == "cpu"
+        max_rows = _GROUP_ROWS if self.on_cpu else offsets[-1]
         self.unhit = [e for e in range(self.num_experts) if offsets[e] == offsets[e + 1]]
         self.groups: list[Group] = []
         for expert, (start, stop) in enumerate(pairwise(offsets)):
             if stop > start:
-                if not self.groups or self.groups[-1].num_rows + stop - start > _GROUP_ROWS:
+                if not self.groups or self.groups[-1].num_rows + stop - start > max_rows:
                     self.groups.append(Group(start, [], []))
                 self.groups[-1].experts.append(expert)
                 self.groups[-1].sizes.append(stop - start)
@@ -87,7 +90,8 @@ class SegmentGemms:
 
         How many `multiplications` a row takes tells whether threads pay.
         """
-        for_each(self.groups, work, then, parallel=self.num_valid * multiplications > _PARALLEL)
+        parallel = self.on_cpu and self.num_valid * multiplications > _PARALLEL
+        for_each(self.groups, work, then, parallel=parallel)
 
     # -- parameters --
 
@@ -105,8 +109,9 @@ class SegmentGemms:
     def new_rows(self, like: Tensor, num_rows: int, width: int, dtype: torch.dtype) -> Tensor | None:
         return like.new_empty((num_rows, width), dtype=dtype)
 
-    def new_sum(self, index: PftIndex, width: int, dtype: torch.dtype) -> TokenSum:
-        return TokenSum(index, width, dtype)
+    def new_sum(self, index: PftIndex, width: int, dtype: torch.dtype) -> TokenSum | RowsToSum:
+        # Elsewhere index_add_ adds atomically: in any order.
+        return TokenSum(index, width, dtype) if self.on_cpu else RowsToSum(index, width, dtype)
 
     def new_stack(self, parameters: Sequence[Tensor], dim: int) -> Tensor | None:
         return parameters[0].new_empty((self.num_experts, *parameters[0].shape[-dim:]))
@@ -184,6 +189,22 @@ class TokenSum:
 
     def result(self) -> Tensor:
         return self.total.to(self.dtype)
+
+
+class RowsToSum:
+    """The same from a buffer of all rows, by `combine`."""
+
+    def __init__(self, index: PftIndex, width: int, dtype: torch.dtype):
+        self.index, self.rows = (
+            index,
+            torch.empty((index.token_ids.shape[0], width), dtype=dtype, device=index.token_ids.device),
+        )
+
+    def add(self, group: Group, rows: Tensor) -> None:
+        self.rows[group.rows] = rows
+
+    def result(self) -> Tensor:
+        return combine(self.rows, None, self.index.token_ids, self.index.expert_offsets, self.index.inverse)
 
 
 class Operands:

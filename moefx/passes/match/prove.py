@@ -8,7 +8,7 @@ import math
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -93,11 +93,11 @@ class Prover:
         self.experts: set[str] | None = None
         self.extra_guards: list[SizeGuard] = []
 
-    def capture(self, routing: Routing, sizes: dict[str, int], flips: frozenset[Source] = frozenset()) -> Capture:
+    def capture(self, routing: Routing, sizes: dict[str, int], flips: Mapping[Source, bool | float] | None = None) -> Capture:
         args, kwargs = self.arguments.at(sizes, seed=routing.seed)
         return capture(self.block, args, kwargs, routing, flips=flips, dims=sizes)
 
-    def lift(self, routing: Routing, sizes: dict[str, int], flips: frozenset[Source] = frozenset()) -> Lifted:
+    def lift(self, routing: Routing, sizes: dict[str, int], flips: Mapping[Source, bool | float] | None = None) -> Lifted:
         taken = self.capture(routing, sizes, flips)
         lifter = Lifter(self.block, taken, self.lifted[0] if self.lifted else None)
         lifted = lifter.lift(self.experts)
@@ -215,24 +215,29 @@ class Prover:
 
     # ------------------------------------------------------------------ branches on data
     def _flip_branches(self) -> None:
-        """A branch that went one way in every capture is forced the other way once: it must not matter."""
-        outcomes: dict[Source, set[bool]] = {}
+        """A branch that went one way in every capture is forced the other way once: it must not matter. A float that
+        Python read is given the values that turn any comparison with it."""
+        outcomes: dict[Source, set[Any]] = {}
         for lifted in self.lifted:
             ranges = Ranges(lifted.capture.nodes) if lifted.capture.reads else None
             for read in lifted.capture.reads:
                 seen = outcomes.setdefault(read.source, set())
                 seen |= {True, False} if ranges and ranges.decided(read.node) else {read.value}
-        for source in [s for s, seen in outcomes.items() if len(seen) == 1]:
-            try:
-                flipped = self.lift(Routing("diverse", 0), self.sizes[0], frozenset([source]))
-                _same_form(self.lifted[0], flipped)
-            except Refused as why:
-                raise Refused(
-                    f"a branch on data changes what is computed: {source.text}", source=str(source), remedy="moefx needs one formula for all tokens"
-                ) from why
-            except Exception:
-                continue  # the other way ends in an error, as it would in the original
-            self._add(flipped, self.sizes[0])  # from here on it is one of the captures that must agree
+        for source, seen in outcomes.items():
+            others: list[Any] = [1e30, -1e30, 0.0] if any(type(v) is float for v in seen) else [not v for v in seen] if len(seen) == 1 else []
+            for value in others:
+                try:
+                    flipped = self.lift(Routing("diverse", 0), self.sizes[0], {source: value})
+                    _same_form(self.lifted[0], flipped)
+                except Refused as why:
+                    raise Refused(
+                        f"a value read from a tensor changes what is computed: {source.text}",
+                        source=str(source),
+                        remedy="moefx needs one formula for all tokens",
+                    ) from why
+                except Exception:
+                    continue  # the other way ends in an error, as it would in the original
+                self._add(flipped, self.sizes[0])  # from here on it is one of the captures that must agree
 
     def _other_sizes(self) -> None:
         """One token, and many: sizes at which code often takes another way."""

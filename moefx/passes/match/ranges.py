@@ -77,7 +77,7 @@ class Ranges:
         def bound(side: int) -> Any:
             def value(n: fx.Node) -> torch.Tensor:
                 array = self._known[n][side]  # type: ignore[index]
-                return torch.from_numpy(np.ascontiguousarray(np.broadcast_to(array, tuple(n.meta["val"].shape))))
+                return torch.from_numpy(np.array(np.broadcast_to(array, tuple(n.meta["val"].shape))))
 
             return fx.node.map_arg((node.args, {k: v for k, v in node.kwargs.items() if k != "device"}), value)
 
