@@ -66,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
     demo = commands.add_parser(
         "demo", help="train a small MoE model, original beside compiled; write report.html"
     )
-    demo.add_argument("--steps", type=positive, default=60, help="training steps (default: 60)")
+    demo.add_argument("--steps", type=positive, default=100, help="training steps (default: 100)")
     demo.add_argument("--repeats", type=positive, default=10, help="timed repetitions (default: 10)")
     demo.add_argument("--seed", type=int, default=0)
     demo.add_argument("--device", default="cpu", help="cpu (default), cuda, ...")

@@ -184,7 +184,7 @@ def fallbacks(compiled: nn.Module) -> int:
 
 def run(
     *,
-    steps: int = 60,
+    steps: int = 100,
     repeats: int = 10,
     seed: int = 0,
     device: str = "cpu",
