@@ -194,7 +194,10 @@ def program_of(block: nn.Module, result: Result, args: tuple, kwargs: dict[str, 
     arguments = tuple((path, _on(kind, device)) for path, kind in call.arguments)
     reads_grad = bool(result.match.modes_read & {"is_grad_enabled", "is_inference_mode_enabled"})
     key = Specialisation(block.training, True if reads_grad else None, autocast, arguments)
-    return Program(key, result.history, absorbed_names(block, result.graph), _guards(result))
+    # what is computed a second time beside a kept module must not change inside of it
+    inner = [n for n, _ in block.named_modules() for kept in result.rewritten.repeated if n.startswith(f"{kept}.")]
+    absorbed = dict.fromkeys([*absorbed_names(block, result.graph), *inner])
+    return Program(key, result.history, tuple(absorbed), _guards(result))
 
 
 def _signature_binder(block: nn.Module) -> Any:

@@ -30,7 +30,7 @@ class Routing:
         shape = tuple(val.shape)
         if original is not None:
             # a bias must not decide who is chosen while every expert has to be seen once
-            if not original.is_meta and original.numel() <= 1 << 16 and not (self.prefer and len(shape) == 1 and shape[0] > 1):
+            if not original.is_meta and original.numel() <= 1 << 16 and not (self.prefer and shape and 1 < shape[-1] == original.numel()):
                 return original.detach().to("cpu", copy=True)
             return (0.01 * torch.randn(shape, generator=self.generator)).to(val.dtype)
         if node.op == "call_function" and len(shape) >= 1 and 2 <= shape[-1] <= 4096:

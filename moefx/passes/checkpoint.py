@@ -20,4 +20,5 @@ def checkpoint(block: BlockGraph, plan: Any) -> BlockGraph:
     block = block.copy()
     for node in block.find(torch.ops.moefx.expert_mlp.default):
         node.update_kwarg("keep", keep)
+        node.meta.pop("val", None)  # another policy, another number of outputs
     return block

@@ -66,6 +66,7 @@ class KeptGraph:
         self._sizes: dict[tuple, fx.Node] = {}
         self.inputs: dict[int, fx.Node] = {}
         self.inlined: set[int] = set()  # starts of calls whose insides are needed, so that they cannot stay calls
+        self.repeated: list[str] = []  # modules that are called, and of which values are computed again
         self._choose_calls()
         self.twins: dict[fx.Node, Twins] = {}
         self.device: fx.Node | None = None
@@ -91,10 +92,14 @@ class KeptGraph:
         while True:
             self.twins = {}
             plan = self._plan(roots)
-            inside = [c for c in self.calls if any(isinstance(p, Twins) and p.first not in self.call_of and c[0].start <= p.first.meta["index"] < c[0].stop and p.first.op == "call_function" for p in plan)]
-            if not inside:
+            inside = [c for c in self.calls if any(_within(p, c) and p.first not in self.call_of for p in plan)]
+            # Values from inside a call are computed a second time beside it; a call that draws random numbers is taken
+            # apart instead, so that they are drawn once.
+            apart = [c for c in inside if any(is_random(n) for n in self.captures[0].nodes[c[0].start : c[0].stop])]
+            self.repeated = sorted({c[0].fqn for c in inside})
+            if not apart:
                 return plan
-            self.inlined |= {c[0].start for c in inside}
+            self.inlined |= {c[0].start for c in apart}
             self._choose_calls()
 
     def inside_call(self, n: fx.Node) -> list[Call] | None:
@@ -419,6 +424,10 @@ def _affine(base: list[int], values: list[int]) -> tuple[int, int, int] | None:
 
 
 # ---------------------------------------------------------------------- module calls that stay
+def _within(item: Any, call: list[Call]) -> bool:
+    return isinstance(item, Twins) and item.first.op == "call_function" and call[0].start <= item.first.meta["index"] < call[0].stop
+
+
 def _kept_calls(match: Match, inlined: set[int]) -> list[list[Call]]:
     """Outermost submodule calls with nothing absorbed in them, the same in every capture."""
     per_capture: list[dict[tuple[str, int], Call]] = []

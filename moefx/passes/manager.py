@@ -170,7 +170,7 @@ class _Fakes:
             return known
 
         args, kwargs = map_arg(node.args, value), map_arg(node.kwargs, value)
-        if missing or not callable(node.target):
+        if missing or not callable(node.target) or node.target is setattr:
             return None
         with self.mode:
             return node.target(*args, **kwargs)

@@ -41,13 +41,14 @@ class Rewritten:
         graph: the FX graph; attribute and module targets are relative to the block.
         out_spec: pytree of the output, for the flat list that the graph returns.
         absorbed: names of the expert parameters, which the dialect reads directly.
+        repeated: modules that are called as they are, and of which some inner values are computed again.
         attributes: block attributes that a call sets, by name, with the node that holds the new value.
     """
 
     graph: fx.Graph
     out_spec: pytree.TreeSpec
     absorbed: list[str]
-    kept_modules: list[str]
+    repeated: list[str]
     attributes: list[str]
 
 
@@ -109,7 +110,7 @@ class Rewriter:
         self.kept.graph.output(flat)
         _drop_dead(self.kept.graph)
         absorbed = sorted({place.fqn for g in self.match.groups for table in g.tables for place in table})
-        return Rewritten(self.kept.graph, spec, absorbed, [c[0].fqn for c in self.kept.calls], attributes)
+        return Rewritten(self.kept.graph, spec, absorbed, self.kept.repeated, attributes)
 
     def _needed_by_cut(self) -> list[Twins]:
         """The kept nodes that the routed sum reads, each in all captures."""

@@ -8,6 +8,7 @@ expert parameter does. Anything else is a refusal with its reason.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
 import math
@@ -200,6 +201,19 @@ class Lifter:
             reach = max([reach, *ends] + ([len(self.capture.nodes)] if n in final else []))
         return routed, cuts
 
+    def _inside_calls(self) -> set[fx.Node]:
+        """Nodes that a submodule call without experts computes and keeps to itself: to use one would take the call
+        apart, and its hooks would not fire."""
+        routed = sorted(n.meta["index"] for n in self.routed if n.op != "get_attr")
+        inside: set[fx.Node] = set()
+        for call in self.capture.calls:
+            at = bisect.bisect_left(routed, call.start)
+            if at < len(routed) and routed[at] < call.stop:
+                continue
+            results = {n for n in pytree.tree_leaves(call.out) if isinstance(n, fx.Node)}
+            inside |= {n for n in self.capture.nodes[call.start : call.stop] if n not in results}
+        return inside
+
     # ------------------------------------------------------------------ the canonical form
     def lift(self, experts: set[str] | None = None) -> Lifted:
         try:
@@ -214,6 +228,7 @@ class Lifter:
         self.experts = experts
         routed, cuts = self.cuts(experts)
         self.routed = routed
+        self.inside = self._inside_calls()
         candidates = []
         for n in cuts:
             val = n.meta.get("val")
@@ -272,6 +287,7 @@ class Lifter:
                 taken[t, k] = True
                 instances[self._skeleton(part)].append((t, k, part))
         self._place_keyless(rest, ids, taken, instances)
+        self.lookup.dropped = [(int(t), int(k), int(ids[t, k])) for t, k in zip(*np.nonzero(~taken), strict=True)]
         groups = [self._group(members, ids) for members in instances.values()]
         if not any(g.has_matrices for g in groups):
             raise Refused(
@@ -369,7 +385,7 @@ class Lifter:
             for axes, flat in _aligned(val, tokens):
                 width = flat.shape[1]
                 if width <= _MOST_SLOTS:
-                    candidates.append((width != widest, n.meta["index"], Ref(n, axes), flat))
+                    candidates.append(((width != widest, n in self.inside), n.meta["index"], Ref(n, axes), flat))
         for by_name in (True, False):
             for _, _, ref, flat in sorted(candidates, key=lambda c: c[:2]):
                 if flat.shape[1] < widest:
@@ -678,10 +694,11 @@ class _Lookup:
     def __init__(self, lifter: Lifter, nodes: list[fx.Node], tokens: tuple[int, ...], slots: int, experts: int):
         self.lifter, self.tokens, self.slots, self.experts = lifter, tokens, slots, experts
         self.T = math.prod(tokens)
-        self.readings: list[tuple[int, int, Ref]] = []
+        self.dropped: list[tuple[int, int, int]] = []
+        self.readings: list[tuple[tuple[bool, int], int, Ref]] = []
         for n in nodes:
             for rank, axes in self._axes(tuple(n.meta["val"].shape)):
-                self.readings.append((rank, n.meta["index"], Ref(n, axes)))
+                self.readings.append(((n in lifter.inside, rank), n.meta["index"], Ref(n, axes)))
         self.readings.sort(key=lambda r: r[:2])
         self._tables: dict[tuple, dict[Term, list[Ref]]] = {}
 
@@ -748,12 +765,21 @@ class _Lookup:
                         table[found].append(ref)
             self._tables[at, slots] = table
         scalar = math.prod(terms[0].shape) == 1
+        first: Ref | None = None
         for ref in self._tables[at, slots].get(terms[0], ()):
             if not (scalar or wide or set(ref.axes) <= {"t"}):
                 continue
             if all(self.element(ref, *place) is term for place, term in zip(where, terms, strict=True)):
-                return ref
-        return self._columns(where, terms) if scalar and slots and self.slots > 1 else None
+                if not (scalar and self.dropped) or self._zero_where_dropped(ref):
+                    return ref
+                first = first or ref
+        if first is None and scalar and slots and self.slots > 1:
+            return self._columns(where, terms)
+        return first
+
+    def _zero_where_dropped(self, ref: Ref) -> bool:
+        """Whether a weight says itself which slots count."""
+        return all((found := self.element(ref, *place)) is None or is_const(found, 0) for place in self.dropped)
 
     def _columns(self, where: list[tuple[int, int, int]], terms: list[Term]) -> Ref | None:
         """One node for each slot."""
