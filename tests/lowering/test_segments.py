@@ -204,7 +204,7 @@ def test_call_takes_arguments_apart():
     arguments = (torch.randn(5, 4).double(), token_ids, offsets, inverse, weights)
     parameters = (layer.up, layer.up_bias, layer.down, layer.down_bias)
     call = Call.of((*arguments, *parameters), layer.text, "h", None)
-    assert call.widths() == ([4], 2, 4)
+    assert call.widths == ([4], 2, 4)
     assert call.multiplications() == 4 * 4 + 2 * 4
     hidden = torch.arange(8.0).view(2, 4)
     assert [t.tolist() for t in call.parts([hidden]).values()] == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
