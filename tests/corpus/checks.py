@@ -302,18 +302,19 @@ def check_router_logits(
 def check_fullgraph(
     case: Case, reference: nn.Module, compiled: nn.Module, inputs: Inputs, tol: float
 ) -> None:
-    """One rewritten block of each class compiles as one graph and stays equal."""
+    """One rewritten block of each class compiles as one graph, for another batch shape and routing too."""
     modules, originals = dict(compiled.named_modules()), dict(reference.named_modules())
     names = list({type(modules[n]): n for n in reversed(rewritten_names(compiled))}.values())
-    calls = block_calls(case, reference, names, inputs)
-    for name, (args, kwargs) in calls.items():
+    several = [
+        block_calls(case, reference, names, i) for i in (inputs, case.fresh(3, 7, 5), case.fresh(1, 40, 6))
+    ]
+    for name in names:
         torch._dynamo.reset()
-        call = torch.compile(
-            lambda *a, block=modules[name], **k: block(*a, **k), fullgraph=True, backend="aot_eager"
-        )
-        torch.manual_seed(3)
-        actual = call(*copy.deepcopy(args), **copy.deepcopy(kwargs))
-        torch.manual_seed(3)
-        expected = originals[name](*copy.deepcopy(args), **copy.deepcopy(kwargs))
-        same(f"torch.compile of {name!r}", expected, actual, tol)
+        call = torch.compile(modules[name], fullgraph=True, backend="aot_eager")
+        for args, kwargs in (calls[name] for calls in several if name in calls):
+            torch.manual_seed(3)
+            actual = call(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+            torch.manual_seed(3)
+            expected = originals[name](*copy.deepcopy(args), **copy.deepcopy(kwargs))
+            same(f"torch.compile of {name!r}", expected, actual, tol)
     torch._dynamo.reset()

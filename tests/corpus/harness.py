@@ -132,6 +132,11 @@ def _rewritten(case: Case, result: Result, quick: bool, fullgraph: bool) -> None
     result.stage = "ran"
     engine.check_rewritten_path_ran(compiled, case)
 
+    if fullgraph:  # before the hooks: transformers leaves hooks behind that Dynamo cannot trace
+        result.stage = "fullgraph"
+        checks.check_fullgraph(case, reference, compiled, case.inputs, tol)
+        before.restore(reference), before.restore(compiled)
+
     result.stage = "hooks"
     checks.check_router_hooks(case, reference, compiled, case.inputs, tol)
     checks.check_router_logits(case, reference, compiled, case.inputs, tol)
@@ -150,10 +155,6 @@ def _rewritten(case: Case, result: Result, quick: bool, fullgraph: bool) -> None
     reference.train(), compiled.train()
     if engine.fallbacks(compiled):
         result.notes.append(f"{engine.fallbacks(compiled)} fallbacks in eval mode")
-    if fullgraph:
-        result.stage = "fullgraph"
-        before.restore(reference), before.restore(compiled)
-        checks.check_fullgraph(case, reference, compiled, case.inputs, tol)
     result.stage = ""
 
 

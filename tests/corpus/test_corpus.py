@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 
 from tests import models
 
 from . import harness
-
-has_compile = importlib.util.find_spec("moefx.api") is not None
-pytestmark = pytest.mark.skipif(not has_compile, reason="moefx.compile is not there")
 
 # One of each form of expert storage, router interface and output.
 FULLGRAPH = [

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 
 from .run import check_all, select, try_all
 
-needs_compile = pytest.mark.skipif(
-    importlib.util.find_spec("moefx.api") is None, reason="moefx.compile is not there"
-)
 SAMPLE = 60
 
 
@@ -30,13 +25,11 @@ def test_mutants_differ_from_their_base():
     assert check_all(select([], sample=SAMPLE)) == []
 
 
-@needs_compile
 def test_sample_of_mutants():
     verdicts = report(select([], sample=SAMPLE))
     assert {v.outcome for v in verdicts} == {"rewritten", "refused"}
 
 
-@needs_compile
 def test_equivalent_mutants_are_equal():
     report([m for m in select([]) if m.mutation.same][:20])
 
@@ -47,6 +40,5 @@ def test_all_mutants_differ_from_their_base():
 
 
 @pytest.mark.slow
-@needs_compile
 def test_all_mutants():
     report(select([])[SAMPLE:])
