@@ -1,0 +1,574 @@
+"""One abstract run of a block: the functional graph, its effects, what Python read, and what stays untouched."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from moefx.capture.concolic import Capture, Effect, Source, capture, is_users
+from moefx.capture.routing import Routing
+from moefx.errors import CaptureError
+
+aten = torch.ops.aten
+
+
+def meta(*shape: int) -> torch.Tensor:
+    return torch.empty(*shape, device="meta")
+
+
+def run(block: nn.Module, *args, seed: int = 0, kind: str = "diverse", **kwargs) -> Capture:
+    return capture(block, args, kwargs, Routing(kind, seed))
+
+
+def replay(taken: Capture, node: torch.fx.Node, env: dict) -> torch.Tensor:
+    """Evaluate the functional graph back from a node; `env` holds placeholders by position and attributes by FQN."""
+    if node in env:
+        return env[node]
+    if node.op == "placeholder":
+        value = env[node.meta["position"]]
+    elif node.op == "get_attr":
+        value = env[node.meta["fqn"]] if node.meta["fqn"] in env else taken.constants[node.meta["fqn"]]
+    else:
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: replay(taken, n, env))
+        value = node.target(*args, **kwargs)
+    env[node] = value
+    return value
+
+
+class Fn(nn.Module):
+    """A block around a plain function of (self, *inputs)."""
+
+    def __init__(self, fn, **state):
+        super().__init__()
+        self.fn = fn
+        for name, value in state.items():
+            setattr(self, name, value)
+
+    def forward(self, *args):
+        return self.fn(self, *args)
+
+
+def _row_write(self, x):
+    y = x.clone()
+    y[1] = 7.0
+    return y
+
+
+def _slice_add(self, x):
+    y = x.clone()
+    y[:, 1:3].add_(1.0)
+    return y
+
+
+def _chain(self, x):
+    y = x.clone()
+    y.view(-1, 2).t()[0].mul_(3.0)
+    return y * 2
+
+
+def _other_view_sees(self, x):
+    y = x.clone()
+    first, flat = y[0], y.view(-1)
+    flat[0:2] += 5.0
+    return first.clone()
+
+
+def _permuted(self, x):
+    y = x.reshape(2, 2, 4).clone()
+    y.permute(2, 0, 1)[1].fill_(0.5)
+    return y
+
+
+def _transposed(self, x):
+    y = x.clone()
+    y.transpose(0, 1)[2].neg_()
+    return y
+
+
+def _unbound(self, x):
+    y = x.clone()
+    a, b, *_ = y.unbind(0)
+    a.add_(1), b.mul_(2)
+    return y
+
+
+def _chunked(self, x):
+    y = x.clone()
+    left, right = y.chunk(2, dim=1)
+    right.copy_(left)
+    return y
+
+
+def _split(self, x):
+    y = x.clone()
+    y.split([1, 3], dim=-1)[1].zero_()
+    return y
+
+
+def _diagonal(self, x):
+    y = x.clone()
+    y.diagonal().add_(10.0)
+    return y
+
+
+def _index_put(self, x):
+    y = torch.zeros_like(x)
+    y[torch.tensor([2, 0])] = x[:2]
+    y.index_add_(0, torch.tensor([1, 1]), x[:2])
+    return y
+
+
+def _masked(self, x):
+    y = x.clone()
+    y[torch.tensor([True, False, True, False])] = 0.25
+    return y
+
+
+def _unsqueezed(self, x):
+    y = x.clone()
+    y.unsqueeze(1)[:, 0, 0].sub_(1.0)
+    y[None].squeeze(0).mul_(2.0)
+    return y
+
+
+def _out_argument(self, x):
+    y = torch.empty_like(x)
+    torch.mul(x, 3.0, out=y)
+    return y + 1
+
+
+IN_PLACE = [
+    _row_write,
+    _slice_add,
+    _chain,
+    _other_view_sees,
+    _permuted,
+    _transposed,
+    _unbound,
+    _chunked,
+    _split,
+    _diagonal,
+    _index_put,
+    _masked,
+    _unsqueezed,
+    _out_argument,
+]
+
+
+class TestFunctionalisation:
+    @pytest.mark.parametrize("fn", IN_PLACE, ids=lambda f: f.__name__.strip("_"))
+    def test_updates_through_views(self, fn):
+        block = Fn(fn)
+        taken = run(block, meta(4, 4))
+        x = torch.arange(16.0).view(4, 4)
+        expected = block(x.clone())
+        assert torch.equal(replay(taken, taken.out, {0: x}), expected)
+
+    @pytest.mark.parametrize("fn", IN_PLACE, ids=lambda f: f.__name__.strip("_"))
+    def test_graph_is_functional(self, fn):
+        taken = run(Fn(fn), meta(4, 4))
+        for node in taken.nodes:
+            schema = getattr(node.target, "_schema", None)
+            assert schema is None or not schema.is_mutable, node.target
+
+    def test_unknown_view_is_an_error_with_the_line(self):
+        def strided(self, x):
+            y = x.clone()
+            y.unfold(0, 2, 2).add_(1.0)  # the line
+            return y
+
+        with pytest.raises(
+            CaptureError,
+            match=r"in-place update through a view made by .*unfold.*test_concolic\.py:\d+.*# the line",
+        ):
+            run(Fn(strided), meta(4))
+
+    def test_unknown_origin_is_an_error(self):
+        stolen = run(Fn(lambda self, x: x * 2), meta(3)).out.meta["val"]
+        with pytest.raises(CaptureError, match=r"a tensor of unknown origin reached test_concolic\.py:\d+"):
+            run(Fn(lambda self, x: x + stolen), meta(3))
+
+
+class TestEffects:
+    def test_buffer(self):
+        class Block(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.register_buffer("total", torch.ones(3))
+                self.register_buffer("unused", torch.ones(3))
+
+            def forward(self, x):
+                self.total[1:].add_(x.sum())
+                return x
+
+        block = Block()
+        taken = run(block, meta(5))
+        assert [(e.kind, e.target) for e in taken.effects] == [("buffer", "total")]
+        value = replay(taken, taken.effects[0].node, {0: torch.ones(5), "total": torch.ones(3)})
+        assert value.tolist() == [1.0, 6.0, 6.0]
+        assert block.total.tolist() == [1.0, 1.0, 1.0]
+
+    def test_integer_buffer_counts(self):
+        class Block(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.register_buffer("load", torch.zeros(4, dtype=torch.long))
+
+            def forward(self, x):
+                self.load += torch.bincount(x.argmax(-1), minlength=4)
+                return x
+
+        block = Block()
+        taken = run(block, meta(9, 4))
+        assert [(e.kind, e.target) for e in taken.effects] == [("buffer", "load")]
+        assert taken.shadow(taken.effects[0].node).sum() == 9
+        assert block.load.sum() == 0
+
+    def test_input(self):
+        taken = run(Fn(lambda self, x: x.mul_(2).sum()), meta(3))
+        (effect,) = taken.effects
+        assert effect.kind == "input" and effect.target.op == "placeholder"
+        assert replay(taken, effect.node, {0: torch.ones(3)}).tolist() == [2.0] * 3
+
+    def test_attribute_and_state(self):
+        def forward(self, x):
+            self.aux = (x * x).mean()
+            self.calls = self.calls + 1
+            self.same = self.same
+            return x
+
+        block = Fn(forward, calls=0, same=4)
+        taken = run(block, meta(3))
+        assert {(e.kind, e.target) for e in taken.effects} == {("attribute", "aux"), ("state", "calls")}
+        assert next(e for e in taken.effects if e.kind == "state").node == 1
+        assert not hasattr(block, "aux") and block.calls == 0
+
+    def test_attribute_of_a_submodule(self):
+        def inner(self, x):
+            self.last = x + 1
+            return x
+
+        taken = run(Fn(lambda self, x: self.inner(x), inner=Fn(inner)), meta(3))
+        assert [(e.kind, e.target) for e in taken.effects] == [("attribute", "inner.last")]
+
+    def test_none(self):
+        assert run(nn.Linear(4, 4), meta(3, 4)).effects == []
+
+
+class Busy(nn.Module):
+    """Touches everything that a capture must put back."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(()))
+        self.plain = torch.ones(4)
+
+    def forward(self, x):
+        self.seen += 1
+        self.new = self.lin(x)
+        self.plain = self.plain * 2
+        return F.dropout(self.new) + torch.randn(4) + self.plain
+
+
+class TestUntouched:
+    def test_state_stays(self):
+        block = Busy()
+        calls = []
+        block.lin.register_forward_hook(lambda m, args, out: calls.append(type(out)))
+        before = {k: v.clone() for k, v in block.state_dict().items()}
+        objects = {n: id(t) for n, t in [*block.named_parameters(), *block.named_buffers()]}
+        keys, plain, rng = set(vars(block)), block.plain, torch.get_rng_state()
+        run(block, meta(3, 4))
+        assert all(torch.equal(v, before[k]) for k, v in block.state_dict().items())
+        assert {n: id(t) for n, t in [*block.named_parameters(), *block.named_buffers()]} == objects
+        assert set(vars(block)) == keys and block.plain is plain
+        assert torch.equal(torch.get_rng_state(), rng)
+        assert calls == [FakeTensor] and len(block.lin._forward_hooks) == 1
+
+    def test_state_stays_after_an_error(self):
+        def forward(self, x):
+            self.left_behind = x
+            self.count.add_(1)
+            raise ValueError("the user's")
+
+        block = Fn(forward)
+        block.register_buffer("count", torch.zeros(2))
+        call, apply, query = (
+            nn.Module.__call__,
+            torch.autograd.Function.__dict__["apply"],
+            torch.is_grad_enabled,
+        )
+        with pytest.raises(ValueError, match="the user's"):
+            run(block, meta(3))
+        assert not hasattr(block, "left_behind") and block.count.tolist() == [0.0, 0.0]
+        assert nn.Module.__call__ is call and torch.is_grad_enabled is query
+        assert torch.autograd.Function.__dict__.get("apply", apply) is apply
+
+    def test_meta_model_and_real_model_give_one_graph(self):
+        real, abstract = Busy(), Busy().to("meta")
+        a, b = run(real, meta(3, 4)), run(abstract, meta(3, 4))
+        assert [str(n.target) for n in a.nodes] == [str(n.target) for n in b.nodes]
+        assert all(t.is_meta for t in abstract.parameters())
+
+    def test_integer_inputs_are_copied(self):
+        ids = torch.tensor([3, 1])
+        run(Fn(lambda self, i: i.add_(1)), ids)
+        assert ids.tolist() == [3, 1]
+
+    def test_requires_grad_and_training_stay(self):
+        block = Busy().eval()
+        block.lin.weight.requires_grad_(False)
+        run(block, meta(3, 4))
+        assert not block.training and not block.lin.weight.requires_grad and block.lin.bias.requires_grad
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        return x * factor + x.exp() * 0
+
+    @staticmethod
+    def backward(ctx, g):
+        return 2 * g, None
+
+
+class TestWhole:
+    def test_custom_function_is_one_opaque_node(self):
+        taken = run(Fn(lambda self, x: Double.apply(x, 2.0) + 1), meta(3))
+        opaque = [n for n in taken.nodes if n.meta.get("opaque")]
+        assert len(opaque) == 1 and opaque[0].args[1] == 2.0
+        assert not any(n.target is aten.exp.default for n in taken.nodes)
+        x = torch.ones(3)
+        assert torch.equal(replay(taken, taken.out, {0: x}), 2 * x + 1)
+
+    @pytest.mark.parametrize(
+        ("fn", "target"),
+        [
+            (lambda self, x: F.linear(x, self.w), F.linear),
+            (lambda self, x: x @ self.w, torch.matmul),
+            (lambda self, x: torch.matmul(x, self.w), torch.matmul),
+            (lambda self, x: torch.einsum("td,de->te", x, self.w), torch.einsum),
+            (lambda self, x: torch.mm(x, self.w), aten.mm.default),
+        ],
+    )
+    def test_contractions(self, fn, target):
+        block = Fn(fn, w=nn.Parameter(torch.randn(4, 4)))
+        taken = run(block, meta(3, 4))
+        assert taken.out.target is target
+        x = torch.randn(3, 4)
+        assert torch.allclose(replay(taken, taken.out, {0: x, "w": block.w}), block(x))
+
+    def test_module_calls_are_recorded(self):
+        block = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 2))
+        taken = run(block, meta(3, 4))
+        assert [(c.fqn, c.depth) for c in taken.calls] == [("0.0", 1), ("0.1", 1), ("0", 0), ("1", 0)]
+        outer = taken.calls[2]
+        assert all(outer.start <= c.start and c.stop <= outer.stop for c in taken.calls[:2])
+        assert taken.calls[-1].args[0] is outer.out and taken.calls[-1].out is taken.out
+
+    def test_dataclass_outputs(self):
+        @dataclasses.dataclass
+        class Out:
+            logits: torch.Tensor
+            aux: torch.Tensor
+
+        inner = Fn(lambda self, x: Out(x * 2, x.sum()))
+        taken = run(Fn(lambda self, x: self.inner(x).logits, inner=inner), meta(3))
+        (call,) = taken.calls
+        assert set(call.out) == {".logits", ".aux"} and call.out[".logits"] is taken.out
+
+
+class TestValues:
+    def test_integers_are_real_and_floats_abstract(self):
+        seen = {}
+
+        def forward(self, x):
+            values, ids = (x @ self.w).topk(2, -1)
+            seen.update(ids=ids, values=values)
+            return values
+
+        run(Fn(forward, w=nn.Parameter(torch.randn(4, 6))), meta(5, 4))
+        assert isinstance(seen["values"], FakeTensor) and not isinstance(seen["ids"], FakeTensor)
+        assert (seen["ids"][:, 0] != seen["ids"][:, 1]).all()
+
+    def test_one_routing_holds_through_groups_and_masks(self):
+        """Groups, a threshold and a second selection all follow from one set of invented scores."""
+        seen = {}
+
+        def forward(self, x):
+            scores = (x @ self.w).sigmoid()
+            groups = scores.view(-1, 3, 2).amax(-1).topk(2, -1).indices
+            mask = torch.zeros(x.shape[0], 3).scatter(1, groups, 1.0).repeat_interleave(2, -1)
+            limited = scores.masked_fill(mask == 0, -1.0)
+            ids = limited.topk(2, -1).indices
+            above = scores > scores.gather(1, ids).amin(-1, keepdim=True)
+            seen.update(groups=groups, ids=ids, above=above, limited=limited)
+            return limited
+
+        taken = run(Fn(forward, w=nn.Parameter(torch.randn(4, 6))), meta(11, 4))
+        groups, ids = seen["groups"], seen["ids"]
+        assert ((ids // 2)[:, :, None] == groups[:, None, :]).any(-1).all()
+        value = taken.shadow(taken.out)
+        assert torch.equal(value.topk(2, -1).indices, ids)
+        assert seen["above"].gather(1, ids[:, :1]).all()
+
+    def test_parameters_have_their_own_values_in_shadows(self):
+        block = Fn(lambda self, x: (self.bias > 0).long(), bias=nn.Parameter(torch.tensor([1.0, -1.0])))
+        assert run(block, meta(2)).out.meta["val"].tolist() == [1, 0]
+
+    def test_product_of_activations_is_computed_from_their_values(self):
+        """x @ w makes scores; (x @ w) @ (x @ w).T follows from them."""
+
+        def forward(self, x):
+            a = x @ self.w
+            return (a @ a.t()).argmax(-1), a
+
+        taken = run(Fn(forward, w=nn.Parameter(torch.randn(4, 5))), meta(3, 4))
+        ids, a = taken.out
+        value = taken.shadow(a)
+        assert torch.equal(ids.meta["val"], (value @ value.t()).argmax(-1))
+
+    def test_boolean_indexing_becomes_integer_indexing(self):
+        taken = run(
+            Fn(lambda self, x: x[(x @ self.w)[:, 0] > 0], w=nn.Parameter(torch.randn(4, 3))), meta(8, 4)
+        )
+        index = next(n for n in taken.nodes if n.target is aten.index.Tensor)
+        assert index.args[1][0].meta["val"].dtype == torch.int64
+
+    def test_known(self):
+        def forward(self, x):
+            ones = torch.ones(3)
+            return x * ones, ones * 2, torch.rand(3)
+
+        product, constant, random = run(Fn(forward), meta(3)).out
+        assert (bool(product.meta["known"]), bool(constant.meta["known"]), bool(random.meta["known"])) == (
+            False,
+            True,
+            False,
+        )
+
+    def test_no_grad_is_recorded(self):
+        def forward(self, x):
+            with torch.no_grad():
+                a = x * 2
+            return a + x
+
+        nodes = {n.target: n for n in run(Fn(forward), meta(3)).nodes if n.op == "call_function"}
+        assert nodes[aten.mul.Tensor].meta["grad"] is False and nodes[aten.add.Tensor].meta["grad"] is True
+
+    def test_modes_read(self):
+        assert run(Fn(lambda self, x: x if torch.is_grad_enabled() else -x), meta(3)).modes_read == {
+            "is_grad_enabled"
+        }
+        assert run(Fn(lambda self, x: torch.relu(x)), meta(3)).modes_read == set()
+
+    def test_sources_are_the_users_lines(self):
+        taken = run(Fn(lambda self, x: x.relu()), meta(3))
+        source = taken.out.meta["source"]
+        assert (
+            source.file == __file__
+            and "x.relu()" in source.text
+            and str(source).startswith("test_concolic.py:")
+        )
+
+    @pytest.mark.parametrize(
+        ("file", "users"),
+        [
+            (torch.__file__, False),
+            ("<string>", False),
+            ("<frozen importlib>", False),
+            ("/home/me/model.py", True),
+            ("<ipython-input-3>", True),
+        ],
+    )
+    def test_is_users(self, file, users):
+        assert is_users(file) is users
+
+
+def _branch(self, x):
+    if (x @ self.w).amax() > 100.0:
+        return x * 2
+    return x + 1
+
+
+def _scale_read(self, x):
+    peak = float((x @ self.w).amax())
+    return x * 2 if peak > 100.0 else x + 1
+
+
+class TestHostReads:
+    def test_bool(self):
+        taken = run(Fn(_branch, w=nn.Parameter(torch.randn(4, 3))), meta(5, 4))
+        (read,) = taken.reads
+        assert read.value is False and taken.out.target is aten.add.Tensor
+        assert read.node.meta["val"].dtype == torch.bool and "amax()" in read.source.text
+
+    def test_bool_flipped(self):
+        block = Fn(_branch, w=nn.Parameter(torch.randn(4, 3)))
+        source = run(block, meta(5, 4)).reads[0].source
+        flipped = capture(block, (meta(5, 4),), {}, Routing("diverse", 0), flips={source: True})
+        assert flipped.out.target is aten.mul.Tensor and flipped.reads[0].value is True
+
+    def test_float_flipped(self):
+        block = Fn(_scale_read, w=nn.Parameter(torch.randn(4, 3)))
+        taken = run(block, meta(5, 4))
+        (read,) = taken.reads
+        assert type(read.value) is float and taken.out.target is aten.add.Tensor
+        flipped = capture(block, (meta(5, 4),), {}, Routing("diverse", 0), flips={read.source: 1e30})
+        assert flipped.out.target is aten.mul.Tensor
+
+    def test_two_reads_on_one_line_are_two_sources(self):
+        def forward(self, x):
+            s = x @ self.w
+            return x + 1 if (s.amax() > 100 and s.amin() < -100) or s.sum() > 1e6 else x
+
+        sources = {r.source for r in run(Fn(forward, w=nn.Parameter(torch.randn(4, 3))), meta(5, 4)).reads}
+        assert len(sources) == 2 and len({s.line for s in sources}) == 1
+
+    def test_integers_are_no_reads(self):
+        def forward(self, x):
+            ids = (x @ self.w).argmax(-1)
+            return x[: int(ids[0]) + 1] * len(ids.tolist())
+
+        assert run(Fn(forward, w=nn.Parameter(torch.randn(4, 3))), meta(5, 4)).reads == []
+
+    def test_source_is_hashable(self):
+        assert len({Source("a", 1, 2), Source("a", 1, 2), Source("a", 1, 3)}) == 2
+
+
+class TestPieces:
+    def test_constants(self):
+        offset = torch.tensor([1.0, 2.0, 3.0])
+        taken = run(Fn(lambda self, x: x + offset + self.own, own=torch.ones(3)), meta(3))
+        kinds = {n.meta["fqn"]: n.meta["kind"] for n in taken.nodes if n.op == "get_attr"}
+        assert sorted(kinds.values()) == ["attribute", "constant"] and kinds["own"] == "attribute"
+        assert [t.tolist() for t in taken.constants.values()] == [[1.0, 2.0, 3.0]]
+
+    def test_tied_parameters_are_one_node(self):
+        a, b = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+        b.weight = a.weight
+        taken = run(nn.Sequential(a, b), meta(2, 3))
+        assert sum(n.op == "get_attr" for n in taken.nodes) == 1
+
+    def test_sizes_guard(self):
+        block = Fn(lambda self, x: x * 2 if x.shape[0] > 4 else x)
+        taken = capture(block, (meta(7, 3),), {}, Routing(), dims={"S": 7})
+        assert [str(g) for g in taken.sizes.guards] == ["S > 4 is True"]
+
+    def test_effect_is_plain_data(self):
+        assert [f.name for f in dataclasses.fields(Effect)] == ["kind", "target", "node"]
+
+    def test_same_routing_gives_the_same_graph_and_numbers(self):
+        block = Fn(
+            lambda self, x: (x @ self.w).topk(2).indices + torch.randint(0, 5, (5, 2)),
+            w=nn.Parameter(torch.randn(4, 6)),
+        )
+        a, b = run(block, meta(5, 4)), run(block, meta(5, 4))
+        assert torch.equal(a.out.meta["val"], b.out.meta["val"])
+        assert not torch.equal(a.out.meta["val"], run(block, meta(5, 4), seed=1).out.meta["val"])

@@ -1,0 +1,83 @@
+"""Example inputs: given, the model's own, or guessed."""
+
+from __future__ import annotations
+
+from collections import UserDict
+
+import pytest
+import torch
+from torch import nn
+
+from moefx.capture.examples import example_arguments
+from moefx.errors import InvalidInput
+
+
+class Model(nn.Module):
+    def __init__(self, *layers: nn.Module):
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x, mask=None):
+        return self.layers(x)
+
+
+class TestGiven:
+    def test_forms(self):
+        model, x = Model(nn.Linear(4, 4)), torch.zeros(3, 4)
+        assert example_arguments(model, x) == ((x,), {})
+        assert example_arguments(model, (x, None)) == ((x, None), {})
+        assert example_arguments(model, [x]) == ((x,), {})
+        assert example_arguments(model, {"x": x}) == ((), {"x": x})
+        assert example_arguments(model, UserDict(x=x)) == ((), {"x": x})
+
+    @pytest.mark.parametrize("wrong", [(), (1, 2, 3), {"y": 1}, {"x": 1, "z": 2}])
+    def test_does_not_fit(self, wrong):
+        with pytest.raises(InvalidInput, match=r"example_inputs do not fit Model\.forward: "):
+            example_arguments(Model(nn.Linear(4, 4)), wrong)
+
+    @pytest.mark.parametrize("wrong", [3, "ids", 2.5])
+    def test_wrong_type(self, wrong):
+        with pytest.raises(
+            InvalidInput,
+            match=f"example_inputs is a {type(wrong).__name__}; expected a tuple, a dict or a tensor",
+        ):
+            example_arguments(Model(nn.Linear(4, 4)), wrong)
+
+
+class TestDummies:
+    def test_the_models_own(self):
+        class Own(Model):
+            dummy_inputs = {"x": torch.ones(1, 4)}  # noqa: RUF012
+
+        args, kwargs = example_arguments(Own(nn.Linear(4, 4)), None)
+        assert args == () and set(kwargs) == {"x"}
+
+    def test_without_cache(self):
+        class Own(nn.Module):
+            dummy_inputs = {"x": torch.ones(1, 4)}  # noqa: RUF012
+
+            def forward(self, x, use_cache=True):
+                return x
+
+        assert example_arguments(Own(), None)[1]["use_cache"] is False
+        assert "use_cache" not in Own.dummy_inputs
+
+
+class TestGuessed:
+    def test_token_ids_for_an_embedding(self):
+        (ids,), kwargs = example_arguments(Model(nn.Embedding(5, 4), nn.Linear(4, 4)), None)
+        assert ids.dtype == torch.int64 and ids.dim() == 2 and ids.max() < 5 and kwargs == {}
+
+    def test_hidden_states_otherwise(self):
+        (x,), _ = example_arguments(Model(nn.Linear(6, 4).bfloat16()), None)
+        assert x.is_meta and x.shape[-1] == 6 and x.dtype == torch.bfloat16 and x.dim() == 3
+
+    def test_a_vector_of_weights(self):
+        assert example_arguments(Model(nn.LayerNorm(6)), None)[0][0].shape[-1] == 6
+
+    @pytest.mark.parametrize("model", [Model(), nn.Identity()])
+    def test_nothing_to_guess_from(self, model):
+        with pytest.raises(
+            InvalidInput, match=r"no parameters or no arguments to guess .*; pass example_inputs=\(\.\.\.\)"
+        ):
+            example_arguments(model, None)

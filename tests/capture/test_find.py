@@ -1,0 +1,189 @@
+"""Candidates of a model: where something is chosen, innermost module first."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from moefx.capture.find import find, signature
+
+D, E = 4, 3
+
+
+class Gate(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(D, E)
+
+    def forward(self, x):
+        return self.lin(x).topk(2, -1)
+
+
+class Moe(nn.Module):
+    def __init__(self, gate: type[nn.Module] = Gate):
+        super().__init__()
+        self.gate = gate()
+        self.experts = nn.ModuleList(nn.Linear(D, D) for _ in range(E))
+
+    def forward(self, x):
+        w, ids = self.gate(x)
+        dense = torch.stack([e(x) for e in self.experts], 1)
+        return (dense.gather(1, ids[..., None].expand(-1, -1, D)) * w[..., None]).sum(1)
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int = D):
+        super().__init__()
+        self.norm, self.moe = nn.LayerNorm(width), Moe()
+
+    def forward(self, x):
+        return x + self.moe(self.norm(x))
+
+
+class Stack(nn.Module):
+    def __init__(self, n: int):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(n))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+X = torch.zeros(5, D)
+
+
+class TestChains:
+    def test_innermost_first(self):
+        assert find(Layer(), (X,), {}).chains == [["moe.gate", "moe", ""]]
+
+    def test_at_most_four(self):
+        model = nn.Sequential(nn.Sequential(nn.Sequential(nn.Sequential(Layer()))))
+        (chain,) = find(model, (X,), {}).chains
+        assert len(chain) == 4 and chain[0].endswith("moe.gate")
+
+    def test_chain_stops_where_the_choice_is_made_twice(self):
+        chains = find(Stack(2), (X,), {}).chains
+        assert chains[0] == ["layers.0.moe.gate", "layers.0.moe", "layers.0"]
+
+    def test_calls_hold_arguments(self):
+        calls = find(Layer(), (X,), {}).calls
+        assert calls["moe"].args[0].shape == (5, D) and calls["moe"].name == "moe"
+
+    def test_nothing_chosen(self):
+        assert find(nn.Sequential(nn.Linear(D, D), nn.ReLU()), (X,), {}).chains == []
+
+
+class TestTwins:
+    def test_equal_layers_run_once(self):
+        ran = []
+
+        class Counted(Layer):
+            def forward(self, x):
+                ran.append(self)
+                return super().forward(x)
+
+        model = Stack(0)
+        model.layers.extend(Counted() for _ in range(5))
+        found = find(model, (X,), {})
+        assert len(ran) == 1 and found.twins == {f"layers.{i}": "layers.0" for i in range(1, 5)}
+        assert found.calls["layers.4"].args[0].shape == (5, D)
+
+    def test_other_shapes_run_again(self):
+        class Halved(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.a, self.b = Layer(), Layer()
+
+            def forward(self, x):
+                return self.b(self.a(x)[:2])
+
+        assert find(Halved(), (X,), {}).twins == {}
+
+    def test_training_mode_tells_apart(self):
+        a, b = Layer(), Layer()
+        assert signature(a) == signature(b) and signature(a) != signature(b.eval())
+        assert signature(a) != signature(Layer().double()) and signature(Moe()) != signature(Layer())
+
+
+class ManualSoftmax(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(D, D)
+
+    def forward(self, x):
+        y = self.lin(x)
+        e = (y - y.max(-1, keepdim=True).values).exp()
+        return e / e.sum(-1, keepdim=True)
+
+
+class TestNoChoice:
+    def test_max_in_a_softmax(self):
+        assert find(ManualSoftmax(), (X,), {}).chains == []
+
+    def test_max_whose_index_is_used(self):
+        class First(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.lin = nn.Linear(D, D)
+
+            def forward(self, x):
+                values, ids = self.lin(x).max(-1)
+                return F.one_hot(ids, D) * values[:, None]
+
+        assert find(First(), (X,), {}).chains == [[""]]
+
+    def test_argmax_of_integers(self):
+        class Ids(nn.Module):
+            def forward(self, ids):
+                return ids.argmax(-1)
+
+        assert find(Ids(), (torch.zeros(5, 3, dtype=torch.long),), {}).chains == []
+
+
+class Dense(nn.Module):
+    """Equal parts side by side, no choice."""
+
+    def __init__(self, stacked: bool = False):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(D, D) for _ in range(E))
+
+    def forward(self, x):
+        return sum(e(x) for e in self.experts)
+
+
+class TestStructural:
+    def test_side_by_side(self):
+        found = find(Dense(), (X,), {})
+        assert found.structural == {""} and found.branches == {""} and found.chains == [[""]]
+
+    def test_one_after_the_other(self):
+        class Deep(Dense):
+            def forward(self, x):
+                for e in self.experts:
+                    x = e(x)
+                return x
+
+        found = find(Deep(), (X,), {})
+        assert found.branches == set() and found.structural == {""}
+
+    def test_stacked_parameters(self):
+        class Stacked(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.w = nn.Parameter(torch.randn(E, D, D))
+
+            def forward(self, x):
+                return torch.einsum("td,edf->tf", x, self.w)
+
+        assert find(nn.Sequential(Stacked()), (X,), {}).structural == {"0"}
+
+
+def test_the_model_is_left_alone():
+    model, call = Stack(2), nn.Module.__call__
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    find(model, (X,), {})
+    assert nn.Module.__call__ is call
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
