@@ -1,4 +1,4 @@
-"""One abstract run of a block: the functional graph, its effects, what Python read, and what stays untouched."""
+"""One abstract run of a block: the graph, its effects, what Python read, and what stays untouched."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run(block: nn.Module, *args, seed: int = 0, kind: str = "diverse", **kwargs)
 
 
 def replay(taken: Capture, node: torch.fx.Node, env: dict) -> torch.Tensor:
-    """Evaluate the functional graph back from a node; `env` holds placeholders by position and attributes by FQN."""
+    """The value of a node of the functional graph. `env`: inputs by position, attributes by FQN."""
     if node in env:
         return env[node]
     if node.op == "placeholder":
