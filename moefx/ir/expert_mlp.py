@@ -204,8 +204,8 @@ def expert_mlp_backward(
         needs: which to compute, of x, row_weights, up, up_bias, down, down_bias.
 
     Returns:
-        The needed ones in that order; for up and up_bias one for each (biased) GEMM. Parameters' are stacked:
-        [E,...].
+        The needed ones in that order, for up and up_bias GEMM by GEMM. The parameters' are stacked [E,...], one
+        for each GEMM, or E separate ones (see `experts.separate_gradients`).
     """
     call, kept = Call.of(args[:-1], body, keep, dtype), args[-1]
     need_x, need_w, need_up, need_up_bias, need_down, need_down_bias = needs
@@ -244,18 +244,25 @@ def expert_mlp_backward(
     outer, total = experts.grouped_mm_backward.reference, experts.expert_rows_backward.reference
     if need_up:
         for g, (w, _, gemm) in zip(grad_hidden, groups, strict=True):
-            gradients.append(outer(g, rows, offsets, transposed=gemm.transposed, dtype=w[0].dtype))
+            grad_w = outer(g, rows, offsets, transposed=gemm.transposed, dtype=w[0].dtype)
+            gradients += _as_returned(grad_w, w, 2)
     if need_up_bias:
-        gradients += [
-            total(g, offsets, dtype=b[0].dtype) for g, (_, b, _) in zip(grad_hidden, groups, strict=True) if b
-        ]
+        for g, (_, b, _) in zip(grad_hidden, groups, strict=True):
+            gradients += _as_returned(total(g, offsets, dtype=b[0].dtype), b, 1) if b else []
     if need_down:
-        gradients.append(
-            outer(grad_y, act, offsets, transposed=call.body.down.transposed, dtype=call.down[0].dtype)
+        transposed, dtype = call.body.down.transposed, call.down[0].dtype
+        gradients += _as_returned(
+            outer(grad_y, act, offsets, transposed=transposed, dtype=dtype), call.down, 2
         )
     if need_down_bias and call.down_bias:
-        gradients.append(total(grad_y, offsets, dtype=call.down_bias[0].dtype))
+        grad_bias = total(grad_y, offsets, dtype=call.down_bias[0].dtype)
+        gradients += _as_returned(grad_bias, call.down_bias, 1)
     return gradients
+
+
+def _as_returned(stacked: Tensor, parameters: Sequence[Tensor], dim: int) -> list[Tensor]:
+    # Outputs of an op must not share storage.
+    return [g.clone() for g in stacked] if experts.separate_gradients(parameters, dim) else [stacked]
 
 
 def weight_gradient(call: Call, *columns: Tensor | None) -> Tensor:
@@ -291,14 +298,17 @@ def _(grad, *args, body, keep, reduce=False, dtype=None, needs):
         4: [call.down],
         5: [call.down_bias] if call.down_bias else [],
     }
+    num_experts = call.expert_offsets.shape[0] - 1
     gradients = [x.new_empty(x.shape)] if needs[0] else []
     gradients += [w.new_empty(w.shape)] if needs[1] else []
     for index, groups in dims.items():
         if needs[index]:
             dim = 1 if index in (3, 5) else 2
-            gradients += [
-                g[0].new_empty((call.expert_offsets.shape[0] - 1, *g[0].shape[-dim:])) for g in groups
-            ]
+            for group in groups:
+                if experts.separate_gradients(group, dim):
+                    gradients += [p.new_empty(p.shape) for p in group]
+                else:
+                    gradients.append(group[0].new_empty((num_experts, *group[0].shape[-dim:])))
     return gradients
 
 
@@ -333,7 +343,10 @@ def _gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
         gradients: list[Any] = []
         for gemm in gemms:
             group = tensors[len(gradients) : len(gradients) + gemm.num]
-            gradients += experts.unstack(next(results), group, dim) or []
+            if experts.separate_gradients(group, dim):
+                gradients += [next(results) for _ in group]
+            else:
+                gradients += experts.unstack(next(results), group, dim) or []
         return gradients
 
     grad_x = next(results) if needs[0] else None

@@ -146,6 +146,15 @@ def autocast_dtype(dtype: torch.dtype, rows: Tensor) -> torch.dtype:
     return rows.dtype if rows.dtype is torch.float64 else dtype
 
 
+def separate_gradients(parameters: Sequence[Tensor], dim: int) -> bool:
+    """Whether `expert_mlp_backward` returns E gradients for these parameters, not one stacked [E,...].
+
+    On the CPU GEMMs run expert by expert: gradients of separate parameters are made one by one, and writing
+    them into a stack would be a copy. Elsewhere one kernel writes the stack; its slices are the gradients.
+    """
+    return not is_stacked(parameters, dim) and parameters[0].device.type == "cpu"
+
+
 def unstack(grad: Tensor | None, parameters: Sequence[Tensor], dim: int) -> list[Tensor] | None:
     """A stacked gradient as the gradients of a list of parameters: views, no copies."""
     if grad is None:

@@ -184,9 +184,21 @@ class _Fusion:
         if len(found) != 1:
             raise _Unlike("the up-projections have different inputs")
         rows, self.scaled = found.pop()
+        if getattr(rows, "target", None) is aten._to_copy.default and not self.scaled:
+            return self._cast(rows.args[0], rows.kwargs)  # type: ignore[union-attr]
         if getattr(rows, "target", None) is not ops.dispatch.default:
             raise _Unlike(f"{_label(rows)} stands between the gather and the up-projection")  # type: ignore[arg-type]
         return rows.args[0]  # type: ignore[union-attr, return-value]
+
+
+    def _cast(self, rows: Any, kwargs: Any) -> fx.Node:
+        """The tokens in another dtype: each is cast once, not once for each of its experts."""
+        if getattr(rows, "target", None) is not ops.dispatch.default:
+            raise _Unlike(f"{_label(rows)} stands between the gather and the up-projection")
+        with self.graph.inserting_before(rows):
+            cast = self.graph.call_function(aten._to_copy.default, (rows.args[0],), dict(kwargs))
+        cast.meta["letters"] = rows.args[0].meta.get("letters", ("S", "D"))
+        return cast
 
 
 def _scale(expr: Any) -> Any:

@@ -22,6 +22,7 @@ from ...ir.experts import (
     grouped_mm,
     grouped_mm_backward,
     is_stacked,
+    separate_gradients,
     weight_shape,
 )
 from ...ir.routing import combine
@@ -110,8 +111,10 @@ class GroupedGemms:
     def finish_rows(self, rows: Tensor) -> Tensor:
         return rows
 
-    def finish_stack(self, stacked: Tensor) -> Tensor:
-        return stacked
+    def finish_stack(self, stack: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+        if separate_gradients(parameters, stack.dim() - 1):
+            return [g.clone() for g in stack]
+        return [stack.contiguous()]
 
     def multiply(
         self, group: Whole, rows: Tensor, w: Tensor, out: Tensor | None = None, *, add: bool = False
@@ -119,8 +122,8 @@ class GroupedGemms:
         product = _gemm(rows.contiguous(), w, self.ends)
         return product if out is None or not add else out.add_(product)
 
-    def outer(self, group: Whole, left: Tensor, right: Tensor, out: Tensor | None) -> Tensor:
-        return _gemm(left.contiguous().t(), right.contiguous(), self.ends)
+    def outer(self, group: Whole, left: Tensor, right: Tensor, out: None, dtype: torch.dtype) -> Tensor:
+        return _gemm(left.contiguous().t(), right.contiguous(), self.ends).to(dtype)
 
     def add_bias(self, group: Whole, rows: Tensor, bias: Tensor | None) -> Tensor:
         return rows if bias is None else rows.add_(self._by_row(bias, rows))
@@ -128,10 +131,10 @@ class GroupedGemms:
     def dot_bias(self, group: Whole, rows: Tensor, bias: Tensor) -> Tensor:
         return (rows * self._by_row(bias, rows)).sum(1, keepdim=True, dtype=torch.float32)
 
-    def sum_rows(self, group: Whole, rows: Tensor, out: Tensor | None) -> Tensor:
+    def sum_rows(self, group: Whole, rows: Tensor, out: None, dtype: torch.dtype) -> Tensor:
         # A GEMM with ones: float32 accumulation in fixed order, blind to the tail.
         ones = torch.ones((rows.shape[0], _ALIGNMENT), dtype=rows.dtype, device=rows.device)
-        return self.outer(group, ones, rows, None)[:, 0]
+        return self.outer(group, ones, rows, None, dtype)[:, 0]
 
     def _by_row(self, table: Tensor, rows: Tensor) -> Tensor:
         return table.index_select(0, expert_of_row(self.expert_offsets, rows.shape[0]))
@@ -176,11 +179,11 @@ def _grouped_mm_backward(
     grad: Tensor, rows: Tensor, expert_offsets: Tensor, *, transposed: bool, dtype: torch.dtype
 ) -> Tensor:
     left, right = (grad, rows) if transposed else (rows, grad)
-    return GroupedGemms(expert_offsets, rows.dtype).outer(Whole(), left, right, None).to(dtype)
+    return GroupedGemms(expert_offsets, rows.dtype).outer(Whole(), left, right, None, dtype)
 
 
 @expert_rows_backward.provider(
     "grouped_mm", supports=lambda grad, expert_offsets, *, dtype: applies(grad, None)
 )
 def _expert_rows_backward(grad: Tensor, expert_offsets: Tensor, *, dtype: torch.dtype) -> Tensor:
-    return GroupedGemms(expert_offsets, grad.dtype).sum_rows(Whole(), grad, None).to(dtype).contiguous()
+    return GroupedGemms(expert_offsets, grad.dtype).sum_rows(Whole(), grad, None, dtype).contiguous()

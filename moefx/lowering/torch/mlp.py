@@ -1,6 +1,6 @@
 """Providers "segments" and "grouped_mm" of `expert_mlp`: one algebra over two kinds of GEMMs.
 
-The backward follows SonicMoE. The result is linear in y in practice, rows = y * c(w); then y itself is not needed:
+The backward follows SonicMoE. The result is linear in y in practice, rows = y * c(w); then y is not needed:
 
     dA' = dO @ W2^T               A and dH from H and c*dA'
     dW2 = (c*A)^T @ dO            d c = <dO, y> = <dA', A> + <dO, bias>
@@ -41,6 +41,13 @@ class Buffer:
         out = self.tensor[group.rows]
         rows = make(out)
         return out if rows is out else out.copy_(rows)
+
+
+class Gradient:
+    """The gradient of one GEMM's parameters in the making: a stack, or a list of E."""
+
+    def __init__(self, parameters: Sequence[Tensor], made: Any):
+        self.parameters, self.dtype, self.made = parameters, parameters[0].dtype, made
 
 
 class Parameters:
@@ -136,8 +143,8 @@ class Backward:
 
     def _stacks(
         self, needed: bool, parameters: Sequence[Sequence[Tensor] | None], dim: int
-    ) -> list[Buffer | None]:
-        return [Buffer(self.gemms.new_stack(p, dim)) if needed and p else None for p in parameters]
+    ) -> list[Gradient | None]:
+        return [Gradient(p, self.gemms.new_stack(p, dim)) if needed and p else None for p in parameters]
 
     def _column(self, dtype: torch.dtype) -> Tensor | None:
         return self.call.x.new_zeros((self.call.num_rows, 1), dtype=dtype) if self.need_w else None
@@ -236,12 +243,12 @@ class Backward:
                 grad_rows = self.gemms.multiply(group, grad, w, grad_rows, add=g > 0)
         return grad_rows
 
-    def _outer(self, buffer: Buffer, group: Group, grad: Tensor, rows: Tensor, transposed: bool) -> None:
+    def _outer(self, buffer: Gradient, group: Group, grad: Tensor, rows: Tensor, transposed: bool) -> None:
         left, right = (grad, rows) if transposed else (rows, grad)
-        buffer.tensor = self.gemms.outer(group, left, right, buffer.tensor)
+        buffer.made = self.gemms.outer(group, left, right, buffer.made, buffer.dtype)
 
-    def _sum(self, buffer: Buffer, group: Group, rows: Tensor) -> None:
-        buffer.tensor = self.gemms.sum_rows(group, rows, buffer.tensor)
+    def _sum(self, buffer: Gradient, group: Group, rows: Tensor) -> None:
+        buffer.made = self.gemms.sum_rows(group, rows, buffer.made, buffer.dtype)
 
     def results(self) -> list[Tensor]:
         call, results = self.call, [] if self.grad_x is None else [self.grad_x.result()]
@@ -252,14 +259,9 @@ class Backward:
                     call.body.out, _with_ones(call), w_of_out.to(call.out_dtype), ["w"]
                 )[1]["w"]
             results.append(weight_gradient(call, w_of_out, self.w_of_act))
-        stacks = zip(
-            (*self.grad_up, *self.grad_up_bias, self.grad_down, self.grad_down_bias),
-            (*call.up, *call.up_bias, call.down, call.down_bias),
-            strict=True,
-        )
-        for buffer, parameters in stacks:
-            if buffer is not None and parameters is not None:
-                results.append(self.gemms.finish_stack(buffer.tensor).to(parameters[0].dtype).contiguous())
+        for gradient in (*self.grad_up, *self.grad_up_bias, self.grad_down, self.grad_down_bias):
+            if gradient is not None:
+                results += self.gemms.finish_stack(gradient.made, gradient.parameters)
         return results
 
 

@@ -15,7 +15,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ...ir.experts import check_dtypes, grouped_mm, grouped_mm_backward, per_expert, weight_shape
+from ...ir.experts import (
+    check_dtypes,
+    grouped_mm,
+    grouped_mm_backward,
+    per_expert,
+    separate_gradients,
+    weight_shape,
+)
 from ...ir.routing import combine
 from .gemm import mm, mm_into
 from .pool import for_each
@@ -113,7 +120,10 @@ class SegmentGemms:
         # Elsewhere index_add_ adds atomically: in any order.
         return TokenSum(index, width, dtype) if self.on_cpu else RowsToSum(index, width, dtype)
 
-    def new_stack(self, parameters: Sequence[Tensor], dim: int) -> Tensor | None:
+    def new_stack(self, parameters: Sequence[Tensor], dim: int) -> Tensor | list[Tensor | None]:
+        """What gradients of the parameters go to: a stack, or a list with a place for each."""
+        if separate_gradients(parameters, dim):
+            return [None] * self.num_experts
         return parameters[0].new_empty((self.num_experts, *parameters[0].shape[-dim:]))
 
     def finish_rows(self, rows: Tensor) -> Tensor:
@@ -122,11 +132,11 @@ class SegmentGemms:
             rows[self.num_valid :] = 0
         return rows
 
-    def finish_stack(self, stacked: Tensor) -> Tensor:
-        """Zero the gradients of experts without rows."""
+    def finish_stack(self, stack: Any, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """The gradients to return; zero for experts without rows."""
         for e in self.unhit:
-            stacked[e] = 0
-        return stacked
+            stack[e] = 0 if isinstance(stack, Tensor) else torch.zeros_like(parameters[e])
+        return [stack] if isinstance(stack, Tensor) else stack
 
     # -- on the rows of one group; `out` is what is filled, and returned --
 
@@ -144,13 +154,16 @@ class SegmentGemms:
             mm_into(result, left, w[e], add=add)
         return out
 
-    def outer(self, group: Group, left: Tensor, right: Tensor, out: Tensor | None) -> Tensor:
-        """out[e] = left^T @ right over the rows of e."""
-        assert out is not None
+    def outer(self, group: Group, left: Tensor, right: Tensor, out: Any, dtype: torch.dtype) -> Any:
+        """out[e] = left^T @ right over the rows of e, in `dtype`."""
+        separate = isinstance(out, list)
         for e, a, b in zip(
             group.experts, _split(left.t(), group.sizes, 1), _split(right, group.sizes), strict=True
         ):
-            mm_into(out[e], a, b)
+            if separate:
+                out[e] = mm(a, b).to(dtype)
+            else:
+                mm_into(out[e], a, b)
         return out
 
     def add_bias(self, group: Group, rows: Tensor, bias: Sequence[Tensor] | None) -> Tensor:
@@ -165,11 +178,10 @@ class SegmentGemms:
         parts = zip(group.experts, _split(rows, group.sizes), strict=True)
         return torch.cat([(part @ bias[e].to(part.dtype))[:, None] for e, part in parts])
 
-    def sum_rows(self, group: Group, rows: Tensor, out: Tensor | None) -> Tensor:
-        """out[e] = sum of the rows of e."""
-        assert out is not None
+    def sum_rows(self, group: Group, rows: Tensor, out: Any, dtype: torch.dtype) -> Any:
+        """out[e] = sum of the rows of e, in `dtype`."""
         for e, part in zip(group.experts, _split(rows, group.sizes), strict=True):
-            out[e] = part.sum(0)
+            out[e] = part.sum(0).to(dtype)
         return out
 
 
@@ -245,7 +257,7 @@ def _grouped_mm_backward(
     gemms = SegmentGemms(expert_offsets, rows.dtype)
     out = rows.new_empty((gemms.num_experts, left.shape[1], right.shape[1]), dtype=dtype)
     gemms.for_each_group(
-        lambda group: gemms.outer(group, left[group.rows], right[group.rows], out),
+        lambda group: gemms.outer(group, left[group.rows], right[group.rows], out, dtype),
         multiplications=left.shape[1] * right.shape[1],
     )
-    return gemms.finish_stack(out)
+    return gemms.finish_stack(out, out)[0]
