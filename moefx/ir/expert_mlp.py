@@ -204,7 +204,7 @@ def expert_mlp_backward(
         needs: which to compute, of x, row_weights, up, up_bias, down, down_bias.
 
     Returns:
-        The needed ones in that order, for up and up_bias GEMM by GEMM. The parameters' are stacked [E,...], one
+        The needed ones in that order, for up and up_bias GEMM by GEMM. Those of parameters are stacked [E,...], one
         for each GEMM, or E separate ones (see `experts.separate_gradients`).
     """
     call, kept = Call.of(args[:-1], body, keep, dtype), args[-1]

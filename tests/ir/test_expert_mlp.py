@@ -134,11 +134,35 @@ def test_frozen_experts_among_separate_ones():
     assert layer.up[0].grad is not None
 
 
-def test_gradients_of_separate_parameters_are_slices_of_one_buffer():
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_gradients_of_separate_parameters_are_never_copied(device):
+    """One by one where the GEMMs are, else as slices of one stack for each GEMM."""
     layer, routing = swiglu_list(4, 4, 2), random_routing(6, 2, 4)
-    layer.fused(torch.randn(6, 4).double(), routing, routing.topk_weights).sum().backward()
-    assert len({p.grad.untyped_storage().data_ptr() for p in layer.down}) == 1
-    assert len({p.grad.untyped_storage().data_ptr() for p in layer.up}) == 2
+    for name in ("up", "down"):
+        setattr(layer, name, [p.detach().to(device).requires_grad_() for p in getattr(layer, name)])
+    routing = Routing(routing.topk_ids.to(device), routing.topk_weights.to(device), 4)
+    made = []
+    with CatchBackward(made):
+        layer.fused(torch.randn(6, 4).double().to(device), routing, routing.topk_weights).sum().backward()
+    gradients = [p.grad for p in layer.parameters]
+    if device == "cpu":
+        assert [g.data_ptr() for g in gradients] == [pointer for pointer, _ in made]
+    else:
+        assert [shape for _, shape in made] == [(4, 2, 4), (4, 2, 4), (4, 4, 2)]
+        assert [g.shape for g in gradients] == [p.shape for p in layer.parameters]
+
+
+class CatchBackward(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self, made: list[tuple[int, tuple[int, ...]]]):
+        super().__init__()
+        self.made = made
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is dialect.expert_mlp_backward.overload:
+            # Not the tensors: a second reference would make autograd copy them.
+            self.made += [(0 if t.is_meta else t.data_ptr(), tuple(t.shape)) for t in out]
+        return out
 
 
 @pytest.mark.parametrize("which", ["up", "down"])
