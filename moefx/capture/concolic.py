@@ -294,7 +294,7 @@ class Tracer(TorchDispatchMode):
         elif packet is aten.diagonal:
             new = self.emit(aten.diagonal_scatter.default, (old, node, *args), {})
         elif packet in (aten.view, aten._unsafe_view, aten.reshape, aten.squeeze, aten.unsqueeze, aten.detach, aten.alias):
-            new = self.emit(aten.view.default, (node, list(base.shape)), {})
+            new = self.emit(aten.reshape.default, (node, list(base.shape)), {})
         elif packet in (aten.transpose, aten.t):
             new = self.emit(op, (node, *args), {})
         elif packet is aten.permute:
@@ -408,6 +408,8 @@ class Tracer(TorchDispatchMode):
             args = (args[0], self._integer_indices(args[1]), *args[2:])
         elif name == "masked_select":
             return self.record(aten.index.Tensor, (args[0], self._integer_indices([args[1].expand(args[0].shape)])), {})
+        if func is aten.clone.default and is_float(args[0]):
+            return self._same_value(func, args, kwargs)
         schema = func._schema
         written = [i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
         node_args, node_kwargs = map_tensors((args, kwargs), self.node_of)
@@ -418,6 +420,12 @@ class Tracer(TorchDispatchMode):
         out, concrete = self.compute(func, args, kwargs)
         is_view = any(a.alias_info is not None for a in schema.arguments)
         return self.record_out(func, node_args, node_kwargs, args, out, concrete, is_view, known)
+
+    def _same_value(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
+        """A copy: other storage, the same value. Whether `contiguous` and `reshape` copy depends on the sizes."""
+        out, _ = self.compute(func, args, kwargs)
+        self.track(out, self.node_of(args[0]))
+        return out
 
     def _integer_indices(self, indices: Any) -> list[torch.Tensor | None]:
         out: list[torch.Tensor | None] = []
@@ -463,8 +471,8 @@ class Tracer(TorchDispatchMode):
 
     def record_out(self, func: Any, node_args: Any, node_kwargs: Any, args: tuple, out: Any, concrete: Any, is_view: bool, known: bool) -> Any:
         if isinstance(out, torch.Tensor):
-            if func is aten._unsafe_view.default and node_args[0].target is aten.clone.default:
-                func, node_args = aten.reshape.default, (node_args[0].args[0], *node_args[1:])  # what was written
+            if func in (aten._unsafe_view.default, aten.view.default):
+                func = aten.reshape.default  # of the value; copies are not recorded
             node = self.emit(func, tuple(node_args), node_kwargs)
             self.describe(node, out, known)
             if concrete is not None and is_float(out):
@@ -735,7 +743,7 @@ def capture(block: nn.Module, args: tuple, kwargs: dict[str, Any], routing: Rout
             out = torch.func.functional_call(block, state, args, kwargs, strict=False, tie_weights=False)
         with torch._C.DisableTorchFunction():
             effects = _effects(tracer, block, before, state, inputs)
-            out = pytree.tree_map_only(torch.Tensor, tracer.node_of, out)
+            out = pytree.tree_map_only(torch.Tensor, lambda t: _returned(tracer, t), out)
     finally:
         noisy.setLevel(level)
         for n, m in block.named_modules():
@@ -744,6 +752,15 @@ def capture(block: nn.Module, args: tuple, kwargs: dict[str, Any], routing: Rout
     return Capture(
         tracer.graph, out, tracer.calls, effects, tracer.reads, tracer.sizes, tracer.nodes, tracer.constants, tracer, tracer.modes_read
     )
+
+
+def _returned(tracer: Tracer, t: torch.Tensor) -> fx.Node:
+    """The node of a result; a copy of an input is not the input itself."""
+    node = tracer.node_of(t)
+    if node.op == "placeholder" and node.meta["val"] is not t and is_float(t):
+        node = tracer.emit(aten.clone.default, (node,), {})
+        tracer.describe(node, t, False)
+    return node
 
 
 def _effects(tracer: Tracer, block: nn.Module, before: dict[str, dict[str, Any]], state: dict[str, torch.Tensor], inputs: list[tuple[int, torch.Tensor, fx.Node]]) -> list[Effect]:

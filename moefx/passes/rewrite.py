@@ -82,6 +82,7 @@ class Rewriter:
         self.match, self.lifted = match, match.lifted[0]
         self.kept = KeptGraph(match, self.make_cut)
         self.kept.add_inputs(names)
+        self.overwritten: dict[fx.Node, fx.Node] = {}
 
     # ------------------------------------------------------------------ the whole block
     def rewrite(self) -> Rewritten:
@@ -91,6 +92,11 @@ class Rewriter:
         if any(s != spec for _, s in outs):
             raise Refused("the structure of what the block returns depends on the routing")
         effects = self._effects()
+        for effect, _ in effects:
+            if effect.kind == "input":  # what the backward keeps must not change when the input does
+                given = self.kept.made[effect.target]
+                self.overwritten[effect.target] = given
+                self.kept.made[effect.target] = self._call(aten.clone.default, (given,), meta=dict(given.meta))
         roots: list[Twins] = []
         for column in zip(*[flat for flat, _ in outs], strict=True):
             if isinstance(column[0], fx.Node):
@@ -186,7 +192,7 @@ class Rewriter:
             if effect.kind == "buffer":
                 target = self.kept.graph.get_attr(str(effect.target))
             else:
-                target = self.kept.node(effect.target)
+                target = self.overwritten[effect.target]
             self.kept.call(aten.copy_.default, (target, value), {}, {"source": str(twins.first.meta["source"])})
         return attributes
 
