@@ -45,7 +45,7 @@ def _value(t: Term, value: Any, values: Mapping[Any, torch.Tensor]) -> torch.Ten
         case "ein":
             return torch.einsum(f"{','.join(args[0])}->{args[1]}", *map(value, args[2:]))
         case "row":
-            name, dims, keep, static, inner = args
+            name, dims, _, static, inner = args
             return _row(name, list(dims), static, value(inner))
         case "sum":
             return value(args[1]).sum(tuple(args[0]))

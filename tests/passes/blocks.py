@@ -1,0 +1,76 @@
+"""Small mixtures of experts, written plainly, that tests of the passes share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from moefx import Plan
+from moefx.pipeline import Result, rewrite_block
+
+D, H, E, K = 6, 8, 4, 2
+
+
+def rewritten(block: nn.Module, *args: torch.Tensor, plan: Plan | None = None) -> Result:
+    """The block through the whole pipeline, as `compile` would; `Refused` if it is none."""
+    return rewrite_block(block, "moe", args or (torch.zeros(5, D),), {}, plan or Plan())
+
+
+class Gated(nn.Module):
+    def __init__(self, bias: bool = False):
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(D, H, bias), nn.Linear(D, H, bias), nn.Linear(H, D, bias)
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Mlp(nn.Module):
+    def __init__(self, act: Callable = F.relu):
+        super().__init__()
+        self.up, self.down, self.act = nn.Linear(D, H), nn.Linear(H, D), act
+
+    def forward(self, x):
+        return self.down(self.act(self.up(x)))
+
+
+class Loop(nn.Module):
+    """A loop over experts with `index_add`."""
+
+    def __init__(self, expert: Callable[[], nn.Module] = Gated, k: int = K):
+        super().__init__()
+        self.gate, self.k = nn.Linear(D, E, bias=False), k
+        self.experts = nn.ModuleList(expert() for _ in range(E))
+
+    def route(self, x):
+        return self.gate(x).softmax(-1).topk(self.k, -1)
+
+    def expert(self, e, x, w):
+        return self.experts[e](x) * w
+
+    def forward(self, x):
+        w, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for e in range(E):
+            t, k = torch.where(ids == e)
+            out = out.index_add(0, t, self.expert(e, x[t], w[t, k, None]))
+        return out
+
+
+class Stacked(nn.Module):
+    """All experts on all tokens, then a gather; the experts are stacked parameters."""
+
+    def __init__(self, body: Callable, **shapes: tuple[int, ...]):
+        super().__init__()
+        self.gate, self.body = nn.Linear(D, E, bias=False), body
+        for name, shape in shapes.items():
+            setattr(self, name, nn.Parameter(torch.randn(E, *shape) / 3))
+
+    def forward(self, x):
+        w, ids = self.gate(x).softmax(-1).topk(K, -1)
+        dense = self.body(self, x.expand(E, *x.shape))
+        chosen = dense.transpose(0, 1).gather(1, ids[..., None].expand(*ids.shape, D))
+        return (chosen * w[..., None]).sum(1)

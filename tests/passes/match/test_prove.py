@@ -1,0 +1,198 @@
+"""Proofs: one form under all routings, or a refusal that says why."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from moefx.errors import Refused
+from moefx.passes.match.prove import deep
+
+from ..blocks import D, E, K, Loop, Mlp, rewritten
+
+
+class TestForms:
+    def test_plain_loop(self):
+        match = rewritten(Loop()).match
+        assert match.num_experts == E and match.slots == K and match.keep is None and not match.guards
+        assert len(match.lifted) >= 3 and [g.ids for g in match.groups] == [list(range(E))]
+
+    def test_tables_name_every_expert(self):
+        (group,) = rewritten(Loop()).match.groups
+        assert sorted(str(p) for table in group.tables for p in table) == sorted(
+            f"experts.{e}.{part}.weight" for e in range(E) for part in ("gate", "up", "down")
+        )
+
+    @pytest.mark.parametrize("k", [1, 3])
+    def test_slots(self, k):
+        assert rewritten(Loop(k=k)).match.slots == k
+
+    def test_batched_input(self):
+        class Batched(Loop):
+            def forward(self, x):
+                return super().forward(x.flatten(0, 1)).view_as(x)
+
+        assert rewritten(Batched(), torch.zeros(2, 5, D)).match.arguments.dims == ("B", "S")
+
+    def test_one_expert_that_does_nothing(self):
+        class Zero(Loop):
+            def expert(self, e, x, w):
+                return self.experts[e](x) * w if e else torch.zeros_like(x)
+
+        match = rewritten(Zero()).match
+        assert [g.ids for g in match.groups] == [[1, 2, 3]]
+
+
+class TestRefused:
+    def test_nothing_is_routed(self):
+        with pytest.raises(Refused, match="nothing is routed"):
+            rewritten(Mlp())
+
+    def test_one_expert_differs(self):
+        """A heterogeneous expert that only a few routings would hit must not hide."""
+
+        class Odd(Loop):
+            def expert(self, e, x, w):
+                y = self.experts[e](x) * w
+                return y.tanh() if e == E - 1 else y
+
+        try:
+            match = rewritten(Odd()).match
+        except Refused:
+            return
+        assert sorted(g.ids for g in match.groups) == [[0, 1, 2], [3]]  # or a group of its own
+
+    def test_every_expert_for_every_token(self):
+        with pytest.raises(Refused, match="nothing is routed"):
+            rewritten(Loop(k=E))
+
+    def test_never_chosen_of_a_stack(self):
+        class Half(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.gate, self.w = nn.Linear(D, 3, bias=False), nn.Parameter(torch.randn(6, D, D))
+
+            def forward(self, x):
+                w, ids = self.gate(x).softmax(-1).max(-1)
+                return torch.einsum("td,tdf->tf", x, self.w[ids]) * w[:, None]
+
+        with pytest.raises(
+            Refused, match="3 of 6 experts were never chosen under any routing tried, the first is expert 3"
+        ):
+            rewritten(Half())
+
+    def test_experts_mixed_across_tokens(self):
+        class Mixed(Loop):
+            def forward(self, x):
+                out = super().forward(x)
+                return out + out.mean(0)
+
+        try:
+            graph = rewritten(Mixed()).graph
+        except Refused:
+            return
+        block, x = Mixed(), torch.randn(7, D)
+        assert torch.allclose(graph.compile()(block, x), block(x), atol=1e-6)
+
+    def test_dropped_without_a_mask(self):
+        class Dropping(Loop):
+            def forward(self, x):
+                w, ids = self.route(x)
+                out = torch.zeros_like(x)
+                for e in range(E):
+                    t, k = torch.where(ids == e)
+                    t, k = t[:3], k[:3]
+                    out = out.index_add(0, t, self.experts[e](x[t]) * w[t, k, None])
+                return out
+
+        with pytest.raises(Refused, match=r"some chosen experts are skipped|depends on"):
+            rewritten(Dropping())
+
+    def test_order_within_an_expert_matters(self):
+        class Positional(Loop):
+            def expert(self, e, x, w):
+                return self.experts[e](x) * w * torch.arange(len(x))[:, None]
+
+        with pytest.raises(Refused):
+            rewritten(Positional())
+
+    def test_experts_looked_up(self):
+        class Retrieval(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.gate, self.table = nn.Linear(D, E, bias=False), nn.Parameter(torch.randn(E, D))
+
+            def forward(self, x):
+                w, ids = self.gate(x).softmax(-1).topk(K, -1)
+                return (self.table[ids] * w[..., None]).sum(1)
+
+        with pytest.raises(Refused, match="single vectors looked up per token"):
+            rewritten(Retrieval())
+
+
+class TestBranches:
+    def test_skip_of_empty_experts_does_not_matter(self):
+        class Skip(Loop):
+            def forward(self, x):
+                w, ids = self.route(x)
+                out = torch.zeros_like(x)
+                for e in range(E):
+                    mask = ids == e
+                    if mask.any():
+                        t, k = torch.where(mask)
+                        out = out.index_add(0, t, self.experts[e](x[t]) * w[t, k, None])
+                return out
+
+        assert rewritten(Skip()).match.slots == K
+
+    def test_a_rare_branch_matters(self):
+        class Rare(Loop):
+            def forward(self, x):
+                out = super().forward(x)
+                if self.gate(x).amax() > 50.0:
+                    out = out * 2
+                return out
+
+        with pytest.raises(
+            Refused, match="a value read from a tensor changes what is computed: if self.gate"
+        ):
+            rewritten(Rare())
+
+    def test_a_check_that_raises(self):
+        class Checked(Loop):
+            def forward(self, x):
+                if torch.isnan(self.gate(x)).any():
+                    raise ValueError("nan")
+                return super().forward(x)
+
+        assert rewritten(Checked()).match.slots == K
+
+    def test_a_branch_on_a_float(self):
+        class Peak(Loop):
+            def forward(self, x):
+                scale = 2.0 if float(self.gate(x).amax()) > 1e4 else 1.0
+                return super().forward(x) * scale
+
+        with pytest.raises(
+            Refused, match="a value read from a tensor changes|a constant depends on the routing"
+        ):
+            rewritten(Peak())
+
+    def test_a_branch_on_the_size_is_a_guard(self):
+        class Sized(Loop):
+            def forward(self, x):
+                out = super().forward(x)
+                return out * 2 if x.shape[0] > 200 else out
+
+        assert [str(g) for g in rewritten(Sized()).match.guards] == ["S > 200 is False"]
+
+
+class TestDeep:
+    def test_room_for_recursion_and_errors(self):
+        def down(n: int) -> int:
+            return 0 if n == 0 else 1 + down(n - 1)
+
+        assert deep(lambda: down(20_000)) == 20_000
+        with pytest.raises(KeyError):
+            deep(lambda: {}["x"])

@@ -1,0 +1,186 @@
+"""Fusing: the body that is read off, and why an expert was not fused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from moefx import Plan
+from moefx.ir.body import ExpertBody
+
+from .blocks import D, E, Gated, H, Loop, Mlp, Stacked, rewritten
+
+ops = torch.ops.moefx
+
+
+def body_of(block: nn.Module) -> ExpertBody:
+    graph = rewritten(block).graph
+    (mlp,) = graph.find(ops.expert_mlp.default)
+    agrees(block, graph)
+    return ExpertBody.from_json(mlp.kwargs["body"])
+
+
+def unfused(block: nn.Module) -> str:
+    graph = rewritten(block).graph
+    assert not graph.find(ops.expert_mlp.default)
+    agrees(block, graph)
+    (combine,) = graph.find(ops.combine.default)
+    return combine.meta["unfused"]
+
+
+def agrees(block: nn.Module, graph) -> None:
+    """The rewritten block computes what the original does, with the same gradients."""
+    block = block.double()
+    x = torch.randn(9, D, dtype=torch.float64, requires_grad=True)
+    wanted, found = block(x), graph.compile()(block, x)
+    leaves = [x, *block.parameters()]
+    assert torch.allclose(found, wanted)
+    cotangent = torch.randn_like(wanted)
+    for a, b in zip(
+        torch.autograd.grad(found, leaves, cotangent, allow_unused=True),
+        torch.autograd.grad(wanted, leaves, cotangent, allow_unused=True),
+        strict=True,
+    ):
+        if b is not None or a is not None:
+            assert torch.allclose(
+                torch.zeros_like(b) if a is None else a, torch.zeros_like(a) if b is None else b
+            )
+
+
+class TestBodies:
+    def test_separate(self):
+        body = body_of(Loop(Gated))
+        assert len(body.up) == 2 and body.parts == ((0, None, None, 1), (1, None, None, 1))
+        assert body.pretty() == "silu(a0)*a1 | y*w" and body.up[0].num == E and body.up[0].transposed
+
+    def test_biases(self):
+        body = body_of(Loop(lambda: Gated(bias=True)))
+        assert all(g.bias for g in (*body.up, body.down))
+
+    def test_plain(self):
+        body = body_of(Loop(lambda: Mlp(F.relu)))
+        assert body.pretty() == "relu(a0) | y*w" and len(body.up) == 1
+
+    def test_keyword_arguments(self):
+        assert "tanh" in body_of(Loop(lambda: Mlp(lambda x: F.gelu(x, approximate="tanh")))).pretty()
+
+    def test_concatenated(self):
+        def experts(self, x):
+            gate, up = torch.bmm(x, self.gate_up).chunk(2, -1)
+            return torch.bmm(F.silu(gate) * up, self.down)
+
+        body = body_of(Stacked(experts, gate_up=(D, 2 * H), down=(H, D)))
+        assert len(body.up) == 1 and body.up[0].num == 1 and not body.up[0].transposed
+        assert sorted((p[1] or 0, p[3]) for p in body.parts) == [(0, 1), (H, 1)]
+
+    def test_interleaved(self):
+        def experts(self, x):
+            h = torch.bmm(x, self.gate_up)
+            return torch.bmm(F.silu(h[..., ::2]) * (h[..., 1::2] + 1), self.down)
+
+        body = body_of(Stacked(experts, gate_up=(D, 2 * H), down=(H, D)))
+        assert sorted((p[1] or 0, p[3]) for p in body.parts) == [(0, 2), (1, 2)]
+
+    def test_stacked_biases(self):
+        def experts(self, x):
+            h = torch.baddbmm(self.b1[:, None], x, self.w1)
+            return torch.baddbmm(self.b2[:, None], h.clamp(max=7.0).relu(), self.w2)
+
+        body = body_of(Stacked(experts, w1=(D, H), b1=(H,), w2=(H, D), b2=(D,)))
+        assert body.up[0].bias and body.down.bias and "clamp" in body.pretty()
+
+    @pytest.mark.xfail(
+        strict=True, reason="x*w before the expert: 'an expert computes one function under one routing ...'"
+    )
+    def test_weight_before(self):
+        class Before(Loop):
+            def expert(self, e, x, w):
+                return self.experts[e](x * w)
+
+        body = body_of(Before(Gated))
+        assert body.out == "y" and "w" in body.pretty() and body.uses_row_weight
+
+    def test_weight_inside(self):
+        class Inside(Loop):
+            def expert(self, e, x, w):
+                expert = self.experts[e]
+                return expert.down(F.silu(expert.gate(x)) * expert.up(x) * w)
+
+        body = body_of(Inside(Gated))
+        assert body.out == "y" and "w" in body.pretty()
+
+    def test_no_weight(self):
+        class Hard(Loop):
+            def expert(self, e, x, w):
+                return self.experts[e](x)
+
+        assert not body_of(Hard(Gated)).uses_row_weight
+
+
+class TestUnfused:
+    def test_one_matrix(self):
+        assert unfused(Loop(lambda: nn.Linear(D, D))) == "dispatch is not pointwise"
+
+    def test_norm_inside(self):
+        class Normed(Mlp):
+            def forward(self, x):
+                return self.down(F.layer_norm(self.up(x), (H,)))
+
+        assert "is not pointwise" in unfused(Loop(Normed))
+
+    def test_softmax_after(self):
+        class After(Mlp):
+            def forward(self, x):
+                return self.down(self.up(x).relu()).softmax(-1)
+
+        assert "stands after the last matrix product" in unfused(Loop(After))
+
+    def test_three_matrices(self):
+        class Deep(Mlp):
+            def __init__(self):
+                super().__init__()
+                self.mid = nn.Linear(H, H)
+
+            def forward(self, x):
+                return self.down(self.mid(self.up(x).relu()).relu())
+
+        assert "stands between the gather and the up-projection" in unfused(Loop(Deep))
+
+    @pytest.mark.xfail(
+        strict=True, reason="x*w before the expert: 'an expert computes one function under one routing ...'"
+    )
+    def test_biased_product_of_a_scaled_input(self):
+        class Before(Loop):
+            def expert(self, e, x, w):
+                return self.experts[e](x * w)
+
+        assert unfused(Before(Mlp)) == "the routing weight scales the input of a biased product"
+
+    def test_detached(self):
+        class Detached(Gated):
+            def forward(self, x):
+                return self.down(F.silu(self.gate(x)).detach() * self.up(x))
+
+        assert unfused(Loop(Detached)) == "a part of the experts is detached from the gradient"
+
+
+def test_off():
+    result = rewritten(Loop(), plan=Plan(fuse=False))
+    assert (
+        not result.graph.find(ops.expert_mlp.default) and len(result.graph.find(ops.grouped_mm.default)) == 3
+    )
+
+
+@pytest.mark.parametrize("keep", ["h", "x", "all"])
+def test_checkpoint_policy_is_set(keep):
+    (mlp,) = rewritten(Loop(), plan=Plan(checkpoint=keep)).graph.find(ops.expert_mlp.default)
+    assert mlp.kwargs["keep"] == keep
+
+
+def test_auto_checkpoint_keeps_h_and_inputs_of_passes_stay():
+    history = rewritten(Loop(), plan=Plan(checkpoint="auto")).history
+    (mlp,) = history.graph.find(ops.expert_mlp.default)
+    assert mlp.kwargs["keep"] == "h"
+    assert not history.snapshots[0].graph.find(ops.expert_mlp.default)
