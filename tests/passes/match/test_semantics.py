@@ -211,9 +211,10 @@ class TestParameters:
         if not hasattr(F, "grouped_mm"):
             pytest.skip("no grouped_mm in this torch")
         w = torch.randn(E, 8, 16) if transposed else torch.randn(E, 16, 8)
-        fn = lambda s, x: F.grouped_mm(
-            x, s.w.transpose(1, 2) if transposed else s.w, offs=I([2, 2, 5], dtype=torch.int32)
-        )  # noqa: E731
+
+        def fn(s, x):
+            return F.grouped_mm(x, s.w.mT if transposed else s.w, offs=I([2, 2, 5], dtype=torch.int32))
+
         block = Fn(fn, w=w).bfloat16()
         taken, S = terms_of(block, torch.randn(5, 16).bfloat16())
         rows = [S.T.resolve(S.T.pick(S.term(taken.out), 0, t)) for t in range(5)]

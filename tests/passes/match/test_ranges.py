@@ -1,0 +1,75 @@
+"""What integers can be under any routing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from moefx.capture.concolic import capture
+from moefx.capture.routing import Routing
+from moefx.passes.match.ranges import Ranges
+
+E = 4
+
+
+class Fn(nn.Module):
+    def __init__(self, fn):
+        super().__init__()
+        self.fn, self.w = fn, nn.Parameter(torch.randn(3, E))
+
+    def forward(self, x):
+        return self.fn(x @ self.w)
+
+
+def ranges(fn):
+    """(range of the result, whether it is decided)."""
+    taken = capture(Fn(fn), (torch.empty(5, 3, device="meta"),), {}, Routing())
+    found = Ranges(taken.nodes)
+    bounds = found.of(taken.out)
+    return (None if bounds is None else (int(bounds[0].min()), int(bounds[1].max()))), found.decided(
+        taken.out
+    )
+
+
+@pytest.mark.parametrize(
+    ("fn", "bounds"),
+    [
+        (lambda s: s.topk(2).indices, (0, E - 1)),
+        (lambda s: s.argmax(-1), (0, E - 1)),
+        (lambda s: s.argmax(), (0, 5 * E - 1)),
+        (lambda s: s.sort(-1).indices[:, :2], (0, E - 1)),
+        (lambda s: s.topk(2).indices + 3, (3, E + 2)),
+        (lambda s: s.topk(2).indices.clamp(max=1), (0, 1)),
+        (lambda s: torch.bincount(s.argmax(-1), minlength=E), (0, 5)),
+        (lambda s: torch.arange(3), (0, 2)),
+        (lambda s: s, None),
+    ],
+)
+def test_bounds(fn, bounds):
+    assert ranges(fn)[0] == bounds
+
+
+@pytest.mark.parametrize(
+    ("fn", "decided"),
+    [
+        (lambda s: (s.topk(2).indices < E).all(), False),
+        (lambda s: (s.topk(2).indices == E).any(), True),
+        (lambda s: (s.topk(2).indices == -1).any(), True),
+        (lambda s: (s.topk(2).indices == E - 1).any(), False),
+        (lambda s: s.amax() > 50.0, False),
+        (lambda s: (s > 0).any(), False),
+        (lambda s: s.argmax(-1).max() >= E, True),
+    ],
+)
+def test_decided(fn, decided):
+    found = ranges(fn)[1]
+    assert found == decided or not found  # undecided is always safe
+    if decided:
+        assert found
+
+
+def test_one_hot():
+    bounds, _ = ranges(lambda s: F.one_hot(s.argmax(-1), E + 2))
+    assert bounds is None or bounds == (0, 1)

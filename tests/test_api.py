@@ -1,0 +1,185 @@
+"""The public functions: errors, modes, copies and odd inputs of a compiled model."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import moefx
+from moefx.errors import CaptureError, InvalidInput, InvalidPlan, MoefxError, NoMoEBlockFound
+
+from .passes.blocks import D, E, K, Loop, Mlp
+
+
+class Model(nn.Module):
+    def __init__(self, moe: nn.Module | None = None):
+        super().__init__()
+        self.inp, self.moe = nn.Linear(D, D), moe if moe is not None else Loop()
+
+    def forward(self, x):
+        h = self.inp(x)
+        return h + self.moe(h.reshape(-1, D)).view_as(h)
+
+
+EXAMPLE = (torch.randn(5, D, generator=torch.Generator().manual_seed(0)),)
+
+
+@pytest.fixture(scope="module")
+def reference() -> nn.Module:
+    torch.manual_seed(0)
+    return Model()
+
+
+@pytest.fixture(scope="module")
+def compiled(reference) -> nn.Module:
+    return moefx.compile(reference, example_inputs=EXAMPLE)
+
+
+def same(compiled: nn.Module, reference: nn.Module, x: torch.Tensor, **tolerance: float) -> None:
+    before = moefx.blocks(compiled)[0].fallbacks
+    torch.testing.assert_close(compiled(x), reference(x), equal_nan=True, **tolerance)
+    assert moefx.blocks(compiled)[0].fallbacks == before
+
+
+class TestErrors:
+    def test_nothing_found(self):
+        with pytest.raises(
+            NoMoEBlockFound, match=r"no MoE block was found in Mlp: nothing in it chooses experts by token"
+        ):
+            moefx.compile(Mlp(), example_inputs=EXAMPLE)
+
+    def test_not_strict_returns_the_model(self):
+        model = Mlp()
+        assert moefx.compile(model, example_inputs=EXAMPLE, strict=False) is model
+
+    @pytest.mark.parametrize("wrong", [(), {"y": 1}, 3, "x"])
+    def test_wrong_example_inputs(self, reference, wrong):
+        with pytest.raises(InvalidInput):
+            moefx.compile(reference, example_inputs=wrong)
+
+    def test_does_not_run(self, reference):
+        with pytest.raises(
+            CaptureError, match="Model does not run on the example inputs: .*Pass example_inputs"
+        ):
+            moefx.compile(reference, example_inputs=(torch.zeros(5, D + 1),))
+
+    @pytest.mark.parametrize("plan", ["fast", 3, {"fuse": False}])
+    def test_unknown_plan(self, reference, plan):
+        with pytest.raises(InvalidPlan, match=r"expected a moefx\.Plan"):
+            moefx.compile(reference, plan=plan)
+
+    def test_mesh(self, reference):
+        with pytest.raises(MoefxError, match="not available yet"):
+            moefx.compile(reference, mesh=object())
+
+    def test_unknown_names(self, compiled):
+        with pytest.raises(MoefxError, match="no rewritten block 'mo'; there is 'moe'"):
+            moefx.graph(compiled, "mo")
+        with pytest.raises(KeyError):
+            moefx.graph(compiled, "moe", after="nothing")
+        with pytest.raises(MoefxError, match="there is none"):
+            moefx.history(Mlp(), "moe")
+
+
+class TestInspection:
+    def test_explain_before_and_after(self, reference, compiled):
+        (before,), (after,) = (
+            moefx.explain(reference, example_inputs=EXAMPLE).matched,
+            moefx.explain(compiled).matched,
+        )
+        assert (before.name, before.num_experts, before.top_k, before.validation) == ("moe", E, K, "not run")
+        assert after.expert == before.expert and after.validation.startswith("agrees in")
+        assert "1 MoE block(s) rewritten, 0 refused" in str(moefx.explain(compiled))
+
+    def test_graph_after_a_pass(self, compiled):
+        assert "expert_mlp" in str(moefx.graph(compiled, "moe"))
+        assert "expert_mlp" not in str(moefx.graph(compiled, "moe", after="rewrite_block"))
+
+    def test_load(self, reference):
+        compiled = moefx.compile(reference, example_inputs=EXAMPLE)
+        (block,) = moefx.blocks(compiled)
+        with pytest.raises(MoefxError, match="routing statistics of moe are off"):
+            block.load()
+        block.record_load()
+        compiled(torch.randn(9, D))
+        assert block.load().shape == (E,) and block.load().sum() == 9 * K
+
+
+class TestStays:
+    def test_state(self, reference, compiled):
+        assert type(compiled) is Model and list(compiled.state_dict()) == list(reference.state_dict())
+        assert all(a is b for a, b in zip(compiled.parameters(), reference.parameters(), strict=True))
+        assert compiled is not reference and "forward" not in vars(reference.moe)
+
+    @pytest.mark.parametrize(
+        "again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
+    )
+    def test_copies(self, compiled, again):
+        twin = again(compiled)
+        with torch.no_grad():
+            twin.moe.experts[0].up.weight.mul_(2.0)
+        x = torch.randn(9, D)
+        assert not torch.equal(twin(x), compiled(x))
+        assert moefx.blocks(twin)[0].fallbacks == 0
+
+    def test_optimizer_made_before_trains(self):
+        torch.manual_seed(1)
+        model = Model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        compiled = moefx.compile(model, example_inputs=EXAMPLE)
+        before = model.moe.experts[0].up.weight.detach().clone()
+        x = torch.randn(40, D)
+        first = compiled(x).square().mean()
+        first.backward()
+        optimizer.step()
+        assert not torch.equal(model.moe.experts[0].up.weight, before)
+        assert compiled(x).square().mean() < first
+        same(compiled, model, x)
+
+
+class TestCalls:
+    @pytest.mark.parametrize("shape", [(1, D), (0, D), (2, 0, D), (33, D)])
+    def test_sizes(self, compiled, reference, shape):
+        same(compiled, reference, torch.randn(shape))
+
+    def test_non_contiguous(self, compiled, reference):
+        same(compiled, reference, torch.randn(D, 9).t())
+        same(compiled, reference, torch.randn(18, 2 * D)[::2, ::2])
+
+    def test_not_a_number(self, compiled, reference):
+        x = torch.randn(9, D)
+        x[3] = math.nan
+        good = [t for t in range(9) if t != 3]
+        torch.testing.assert_close(compiled(x)[good], reference(x)[good])
+        assert compiled(x)[3].isnan().any()
+
+    def test_no_grad(self, compiled, reference):
+        with torch.no_grad():
+            same(compiled, reference, torch.randn(9, D))
+
+    def test_eval(self, reference):
+        compiled = moefx.compile(reference, example_inputs=EXAMPLE).eval()
+        same(compiled, reference, torch.randn(9, D))
+        assert moefx.blocks(compiled)[0].fallbacks == 0
+
+    def test_dtype(self):
+        model = Model()
+        compiled = moefx.compile(model, example_inputs=EXAMPLE)
+        same(compiled.double(), model.double(), torch.randn(9, D, dtype=torch.float64))
+
+    @pytest.mark.xfail(strict=True, reason="branches on computed sizes are baked in without a guard")
+    def test_branch_on_a_computed_size(self):
+        class Long(Loop):
+            def forward(self, x):
+                out = super().forward(x)
+                return out * 2 if int(x.shape[0] / 2) > 100 else out
+
+        model = Model(Long())
+        compiled = moefx.compile(model, example_inputs=EXAMPLE)
+        x = torch.randn(300, D)
+        torch.testing.assert_close(compiled(x), model(x))

@@ -1,0 +1,83 @@
+"""Looking through a model: what is shared between layers, and what is refused."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from moefx import Plan
+from moefx.survey import Refusal, survey
+
+from .passes.blocks import D, Loop, Mlp
+
+
+class Layer(Loop):
+    def __init__(self, scale: float = 1.0, number: int = 0):
+        super().__init__(Mlp)
+        self.scale, self.number = scale, number
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+class Model(nn.Module):
+    def __init__(self, *layers: nn.Module):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def names(model: nn.Module) -> list[list[str]]:
+    found = survey(model, (torch.zeros(5, D),), Plan())
+    assert not found.refused
+    return [m.names for m in found.matched]
+
+
+def test_unread_numbers_share_one_program():
+    assert names(Model(*(Layer(number=i) for i in range(3)))) == [["layers.0", "layers.1", "layers.2"]]
+
+
+def test_attributes_that_are_read_tell_apart():
+    assert names(Model(Layer(1.0), Layer(2.0), Layer(1.0))) == [["layers.0", "layers.2"], ["layers.1"]]
+
+
+def test_watching_leaves_the_class_alone():
+    before = set(vars(Layer))
+    names(Model(Layer(1.0), Layer(2.0)))
+    assert set(vars(Layer)) == before
+
+
+def test_all_branches_contribute():
+    class Dense(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.experts = nn.ModuleList(Mlp() for _ in range(3))
+
+        def forward(self, x):
+            return sum(e(x) for e in self.experts)
+
+    found = survey(Model(Dense()), (torch.zeros(5, D),), Plan())
+    assert not found.matched
+    (refusal,) = found.refused
+    assert refusal.name == "layers.0" and "contribute to every token" in refusal.reason
+    assert refusal.source.startswith("test_survey.py:") and "topk" in refusal.remedy
+
+
+def test_a_plain_model_has_nothing():
+    found = survey(Model(Mlp()), (torch.zeros(5, D),), Plan())
+    assert not found.matched and not found.refused
+
+
+def test_progress_names_modules():
+    told = []
+    survey(Model(Layer()), (torch.zeros(5, D),), Plan(), told.append)
+    assert told[-1] == "layers.0"
+
+
+def test_refusal_text():
+    assert str(Refusal("", "why")) == "the model: why"
+    assert str(Refusal("a.b", "why", "m.py:3", ("x", "y"), "do z")) == "a.b: why [x, y] (m.py:3); do z"
