@@ -39,10 +39,16 @@ class Plan:
     disable: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for field, choices in (("checkpoint", Checkpoint), ("expert_storage", ExpertStorage), ("validation", Validation)):
+        for field, choices in (
+            ("checkpoint", Checkpoint),
+            ("expert_storage", ExpertStorage),
+            ("validation", Validation),
+        ):
             value = getattr(self, field)
             if value not in get_args(choices):
-                raise InvalidPlan(f"Plan({field}={value!r}): expected one of {', '.join(map(repr, get_args(choices)))}")
+                raise InvalidPlan(
+                    f"Plan({field}={value!r}): expected one of {', '.join(map(repr, get_args(choices)))}"
+                )
         if not self.validation_seconds >= 0:
             raise InvalidPlan(f"Plan(validation_seconds={self.validation_seconds!r}): expected a number >= 0")
         object.__setattr__(self, "disable", tuple(self.disable))

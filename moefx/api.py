@@ -45,7 +45,12 @@ class Record:
 
 
 def compile(
-    model: nn.Module, *, mesh: Any = None, plan: Plan | str | None = None, example_inputs: Any = None, strict: bool = True
+    model: nn.Module,
+    *,
+    mesh: Any = None,
+    plan: Plan | str | None = None,
+    example_inputs: Any = None,
+    strict: bool = True,
 ) -> nn.Module:
     """Find the MoE blocks of a plain PyTorch model, prove what they compute, rewrite them into padding-free ops.
 
@@ -74,7 +79,9 @@ def compile(
             raise NoMoEBlockFound(_nothing_found(model, found))
         return model
     if strict and found.refused:
-        warnings.warn("moefx left these blocks as they were:\n  " + "\n  ".join(map(str, found.refused)), stacklevel=2)
+        warnings.warn(
+            "moefx left these blocks as they were:\n  " + "\n  ".join(map(str, found.refused)), stacklevel=2
+        )
     compiled, copies = copy_model(model)
     modules = dict(model.named_modules())
     reports = []
@@ -88,20 +95,31 @@ def compile(
     return compiled
 
 
-def explain(model: nn.Module, *, mesh: Any = None, plan: Plan | str | None = None, example_inputs: Any = None) -> Explanation:
+def explain(
+    model: nn.Module, *, mesh: Any = None, plan: Plan | str | None = None, example_inputs: Any = None
+) -> Explanation:
     """What `compile` finds in a model, or found in a compiled one. Runs nothing on a device."""
     record = vars(model).get(_RECORD)
     if record is None:
         found = survey(model, example_inputs, _plan(plan, mesh))
         modules = dict(model.named_modules())
-        reports = [_report(m, _program(m, modules[m.names[0]]), modules[m.names[0]], "not run") for m in found.matched]
+        reports = [
+            _report(m, _program(m, modules[m.names[0]]), modules[m.names[0]], "not run")
+            for m in found.matched
+        ]
         return Explanation(type(model).__name__, tuple(reports), tuple(found.refused), found.seconds)
     forwards = rewritten_blocks(model)
     reports = []
     for report in record.matched:
         counts = [forwards[n].counts for n in report.names if n in forwards]
-        calls = (sum(c.rewritten for c in counts), sum(c.original for c in counts), sum(c.guard_failures for c in counts))
-        notes = {f"{reason}" for n in report.names if n in forwards for reason in forwards[n].refusals.values()}
+        calls = (
+            sum(c.rewritten for c in counts),
+            sum(c.original for c in counts),
+            sum(c.guard_failures for c in counts),
+        )
+        notes = {
+            f"{reason}" for n in report.names if n in forwards for reason in forwards[n].refusals.values()
+        }
         notes |= {f"guard failed: {c.last_failed_guard}" for c in counts if c.last_failed_guard}
         reports.append(dataclasses.replace(report, calls=calls, notes=(*report.notes, *sorted(notes))))
     return Explanation(type(model).__name__, tuple(reports), record.refused, record.seconds, _paths())
@@ -186,7 +204,9 @@ def _program(matched: Matched, block: nn.Module) -> Program:
     return program_of(block, matched.result, matched.call.args, matched.call.kwargs)
 
 
-def program_of(block: nn.Module, result: Result, args: tuple, kwargs: dict[str, Any], autocast: torch.dtype | None = None) -> Program:
+def program_of(
+    block: nn.Module, result: Result, args: tuple, kwargs: dict[str, Any], autocast: torch.dtype | None = None
+) -> Program:
     """The program of a rewritten block, with the specialisation and the guards that it holds for."""
     leaves = leaves_of(_signature_binder(block)(*args, **kwargs))
     call = call_specialisation(block, leaves)
@@ -229,7 +249,9 @@ def _guards(result: Result) -> list[Guard]:
     for g in result.match.guards:
         sides = [re.sub(r"\b[A-Z]\b", lambda m: where[m[0]], side) for side in (g.left, g.right)]
         sides = [re.sub(r"ceil\((.*)\)", r"-(-(\1) // 1)", side) for side in sides]
-        guards.append(Guard(f"({sides[0]} {symbols[g.op]} {sides[1]}) == {g.value}", f"the block compares sizes: {g}"))
+        guards.append(
+            Guard(f"({sides[0]} {symbols[g.op]} {sides[1]}) == {g.value}", f"the block compares sizes: {g}")
+        )
     return guards
 
 
@@ -239,30 +261,52 @@ class Specialise:
     def __init__(self, arguments: Arguments, plan: Plan):
         self.arguments, self.plan = arguments, plan
 
-    def __call__(self, block: nn.Module, call: Specialisation, args: tuple | None, kwargs: Mapping[str, Any] | None) -> Program | None:
+    def __call__(
+        self, block: nn.Module, call: Specialisation, args: tuple | None, kwargs: Mapping[str, Any] | None
+    ) -> Program | None:
         forward = vars(block).get("forward")
         assert isinstance(forward, BlockForward)
         for program in forward.programs:  # the same but for the device, which capture does not look at
-            if _without_device(program.key) == _without_device(call._replace(grad=program.key.grad, training=call.training)):
-                return Program(program.key._replace(arguments=call.arguments), program.history, program.absorbed, program.guards)
+            if _without_device(program.key) == _without_device(
+                call._replace(grad=program.key.grad, training=call.training)
+            ):
+                return Program(
+                    program.key._replace(arguments=call.arguments),
+                    program.history,
+                    program.absorbed,
+                    program.guards,
+                )
         if args is None:
             args, kwargs = self._arguments(block, call)
         kwargs = dict(kwargs or {})
-        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().to("meta") if t.is_floating_point() else t.detach().cpu(), (args, kwargs))
+        args, kwargs = pytree.tree_map_only(
+            torch.Tensor,
+            lambda t: t.detach().to("meta") if t.is_floating_point() else t.detach().cpu(),
+            (args, kwargs),
+        )
         autocast = torch.autocast("cpu", call.autocast or torch.bfloat16, enabled=call.autocast is not None)
         counted = forward.counts.original
         with forward.running("original"), autocast, torch.enable_grad():
             result = rewrite_block(block, forward.name, args, kwargs, self.plan)
             program = program_of(block, result, args, kwargs, call.autocast)
         forward.counts.original = counted  # the captures were not calls of the user's
-        return Program(program.key._replace(arguments=call.arguments, training=call.training), program.history, program.absorbed, program.guards)
+        return Program(
+            program.key._replace(arguments=call.arguments, training=call.training),
+            program.history,
+            program.absorbed,
+            program.guards,
+        )
 
     def _arguments(self, block: nn.Module, call: Specialisation) -> tuple[tuple, dict[str, Any]]:
         """Arguments of the recorded shapes in the dtypes of the call, for a call that is only being traced."""
         kinds = [kind for _, kind in call.arguments if kind[0] == "tensor"]
         leaves = self.arguments.tensors
-        if len(kinds) != len(leaves) or any(len(leaf.shape) != kind[3] for leaf, kind in zip(leaves, kinds, strict=True)):
-            raise Refused("a call with other arguments is traced before it was ever run; run it once in eager mode")
+        if len(kinds) != len(leaves) or any(
+            len(leaf.shape) != kind[3] for leaf, kind in zip(leaves, kinds, strict=True)
+        ):
+            raise Refused(
+                "a call with other arguments is traced before it was ever run; run it once in eager mode"
+            )
         args, kwargs = self.arguments.at(self.arguments.sizes)
         dtypes = iter(kind[1] for kind in kinds)
         return pytree.tree_map_only(torch.Tensor, lambda t: t.to(next(dtypes)), (args, kwargs))
@@ -294,7 +338,14 @@ def _validate(model: nn.Module, found: Survey, plan: Plan) -> dict[int, str]:
         args, kwargs = _numeric_arguments(block, matched)
         fn, picks = matched.result.graph.compile(), _picker(block, matched.result)
         try:
-            check = verify_block(block, lambda b, *a, _f=fn, _p=picks, **k: _f(b, *_p(*a, **k)), args, kwargs, name=matched.names[0], seconds=max(left, 1.0))
+            check = verify_block(
+                block,
+                lambda b, *a, _f=fn, _p=picks, **k: _f(b, *_p(*a, **k)),
+                args,
+                kwargs,
+                name=matched.names[0],
+                seconds=max(left, 1.0),
+            )
         except Exception as error:
             verdicts[id(matched)] = f"could not run: {type(error).__name__}: {str(error)[:120]}"
             continue
@@ -302,7 +353,11 @@ def _validate(model: nn.Module, found: Survey, plan: Plan) -> dict[int, str]:
         if not check.ok:
             found.matched.remove(matched)
             found.refused.append(
-                Refusal(matched.names[0], f"the rewritten block does not agree with the original: {check.reason}", remedy="please report this model")
+                Refusal(
+                    matched.names[0],
+                    f"the rewritten block does not agree with the original: {check.reason}",
+                    remedy="please report this model",
+                )
             )
             continue
         worst = max((row.error for row in check.rows), default=0.0)
@@ -343,7 +398,10 @@ def _report(matched: Matched, program: Program, block: nn.Module, verdict: str) 
     match, graph = matched.result.match, matched.result.graph
     mlps = graph.find(torch.ops.moefx.expert_mlp.default)
     combines = graph.find(torch.ops.moefx.combine.default)
-    expert = "; ".join(ExpertBody.from_json(str(n.kwargs["body"])).pretty() for n in mlps) or "a general function of its rows"
+    expert = (
+        "; ".join(ExpertBody.from_json(str(n.kwargs["body"])).pretty() for n in mlps)
+        or "a general function of its rows"
+    )
     unfused = "; ".join(str(n.meta["unfused"]) for n in combines if "unfused" in n.meta)
     drop = "by the program's own mask" if match.keep else ""
     return MatchedBlock(
@@ -372,4 +430,15 @@ def _paths() -> tuple[tuple[str, str, int], ...]:
     return tuple((op, provider, n) for (op, provider), n in sorted(select.counters().items()))
 
 
-__all__ = ["Block", "Explanation", "History", "VerifyReport", "blocks", "compile", "explain", "graph", "history", "verify"]
+__all__ = [
+    "Block",
+    "Explanation",
+    "History",
+    "VerifyReport",
+    "blocks",
+    "compile",
+    "explain",
+    "graph",
+    "history",
+    "verify",
+]

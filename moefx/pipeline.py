@@ -1,6 +1,6 @@
 """The whole compiler on one page: from one block of the user's model to its rewritten graph.
 
-    capture -> match -> rewrite -> fuse -> checkpoint
+capture -> match -> rewrite -> fuse -> checkpoint
 """
 
 from __future__ import annotations

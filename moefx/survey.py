@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from ._plan import Plan
-from .capture.examples import example_arguments
 from .capture.concolic import is_users
+from .capture.examples import example_arguments
 from .capture.find import Found, Seen, find, signature
 from .errors import CaptureError, InvalidInput, Refused
 from .pipeline import Result, rewrite_block
@@ -43,7 +43,9 @@ class Refusal:
     def __str__(self) -> str:
         where = f" ({self.source})" if self.source else ""
         what = f" [{', '.join(self.culprits)}]" if self.culprits else ""
-        return f"{self.name or 'the model'}: {self.reason}{what}{where}" + (f"; {self.remedy}" if self.remedy else "")
+        return f"{self.name or 'the model'}: {self.reason}{what}{where}" + (
+            f"; {self.remedy}" if self.remedy else ""
+        )
 
 
 @dataclasses.dataclass
@@ -63,7 +65,9 @@ class Survey:
     seconds: float
 
 
-def survey(model: nn.Module, example_inputs: Any, plan: Plan, progress: Callable[[str], None] | None = None) -> Survey:
+def survey(
+    model: nn.Module, example_inputs: Any, plan: Plan, progress: Callable[[str], None] | None = None
+) -> Survey:
     """Find, prove and rewrite the MoE blocks of a model, which stays as it is.
 
     Raises:
@@ -96,7 +100,9 @@ def _originals(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _try_chains(model: nn.Module, found: Found, plan: Plan, tell: Callable[[str], None]) -> tuple[list[Matched], list[Refusal]]:
+def _try_chains(
+    model: nn.Module, found: Found, plan: Plan, tell: Callable[[str], None]
+) -> tuple[list[Matched], list[Refusal]]:
     """Prove the candidates, those with expert-like parameters and the smaller ones first; of each chain at most two."""
     modules = dict(model.named_modules())
     chains_of: dict[str, list[int]] = {}
@@ -145,10 +151,14 @@ def _all_contribute(name: str, modules: dict[str, nn.Module], found: Found) -> R
 
 def _touches(name: str, taken: set[str]) -> bool:
     """Whether a module is, contains or is part of one that was rewritten."""
-    return any(name == t or t.startswith(name + ".") or name.startswith(t + ".") or not name or not t for t in taken)
+    return any(
+        name == t or t.startswith(name + ".") or name.startswith(t + ".") or not name or not t for t in taken
+    )
 
 
-def _prove_all(name: str, modules: dict[str, nn.Module], found: Found, plan: Plan, tell: Callable[[str], None]) -> list[Matched]:
+def _prove_all(
+    name: str, modules: dict[str, nn.Module], found: Found, plan: Plan, tell: Callable[[str], None]
+) -> list[Matched]:
     """Prove one module, and give its program to all modules that are the same but for their weights."""
     made: list[Matched] = []
     like = signature(modules[name])
@@ -162,7 +172,11 @@ def _prove_all(name: str, modules: dict[str, nn.Module], found: Found, plan: Pla
         start = time.perf_counter()
         with _reading(modules[first], watched) as read:
             result = _rewrite(modules[first], first, call, plan)
-        same = [n for n in left if all(_equal(_attribute(modules[n], a), _attribute(modules[first], a)) for a in read)]
+        same = [
+            n
+            for n in left
+            if all(_equal(_attribute(modules[n], a), _attribute(modules[first], a)) for a in read)
+        ]
         same = [first, *[n for n in same if n != first]]
         made.append(Matched(same, call, result, time.perf_counter() - start))
         left = [n for n in left if n not in same]
@@ -178,7 +192,10 @@ def _rewrite(module: nn.Module, name: str, call: Seen, plan: Plan) -> Result:
         raise Refused(f"it does not run on abstract tensors: {error}") from error
     except Exception as error:  # the user's code, on sizes it was not made for
         where = _user_line(error)
-        raise Refused(f"it does not run at other sizes than the example's ({type(error).__name__}: {error})", source=where) from error
+        raise Refused(
+            f"it does not run at other sizes than the example's ({type(error).__name__}: {error})",
+            source=where,
+        ) from error
 
 
 def _user_line(error: BaseException) -> str:

@@ -25,7 +25,12 @@ import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import fx, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -39,7 +44,17 @@ _grad_enabled = torch.is_grad_enabled  # the query itself is patched during capt
 # These look at the shape of their argument, never at its values.
 SHAPE_ONLY = {
     getattr(aten, name).default
-    for name in ("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided")
+    for name in (
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "empty_like",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "new_empty",
+        "new_empty_strided",
+    )
 }
 
 # Decomposing these loses what the lifter wants to see: one labelled contraction.
@@ -54,7 +69,18 @@ _WHOLE: dict[Any, Any] = {
 }
 CONTRACTIONS = {F.linear, torch.einsum, torch.matmul, F.scaled_dot_product_attention} | {
     getattr(aten, name).default
-    for name in ("mm", "bmm", "addmm", "baddbmm", "convolution", "mv", "dot", "_grouped_mm", "addbmm", "addmv")
+    for name in (
+        "mm",
+        "bmm",
+        "addmm",
+        "baddbmm",
+        "convolution",
+        "mv",
+        "dot",
+        "_grouped_mm",
+        "addbmm",
+        "addmv",
+    )
     if hasattr(aten, name)
 }
 
@@ -159,7 +185,9 @@ class _Alias:
 
     __slots__ = ("base", "node", "tensor", "version", "view")
 
-    def __init__(self, tensor: torch.Tensor, node: fx.Node, base: torch.Tensor | None, view: tuple[Any, tuple] | None):
+    def __init__(
+        self, tensor: torch.Tensor, node: fx.Node, base: torch.Tensor | None, view: tuple[Any, tuple] | None
+    ):
         self.tensor, self.node, self.base, self.view = tensor, node, base, view
         self.version = 0
 
@@ -223,7 +251,9 @@ class Tracer(TorchDispatchMode):
         else:
             node.meta["val"] = value
 
-    def track(self, t: torch.Tensor, node: fx.Node, base: torch.Tensor | None = None, view: Any = None) -> None:
+    def track(
+        self, t: torch.Tensor, node: fx.Node, base: torch.Tensor | None = None, view: Any = None
+    ) -> None:
         alias = _Alias(t, node, base, view)
         alias.version = self.version(t, alias)
         self.aliases[id(t)] = alias
@@ -293,7 +323,15 @@ class Tracer(TorchDispatchMode):
             new = self.emit(aten.slice_scatter.default, (old, node, *args), {})
         elif packet is aten.diagonal:
             new = self.emit(aten.diagonal_scatter.default, (old, node, *args), {})
-        elif packet in (aten.view, aten._unsafe_view, aten.reshape, aten.squeeze, aten.unsqueeze, aten.detach, aten.alias):
+        elif packet in (
+            aten.view,
+            aten._unsafe_view,
+            aten.reshape,
+            aten.squeeze,
+            aten.unsqueeze,
+            aten.detach,
+            aten.alias,
+        ):
             new = self.emit(aten.reshape.default, (node, list(base.shape)), {})
         elif packet in (aten.transpose, aten.t):
             new = self.emit(op, (node, *args), {})
@@ -303,7 +341,9 @@ class Tracer(TorchDispatchMode):
                 inverse[d % base.dim()] = i
             new = self.emit(aten.permute.default, (node, inverse), {})
         else:
-            raise CaptureError(f"in-place update through a view made by {packet}, at {user_source()}: {user_source().text}")
+            raise CaptureError(
+                f"in-place update through a view made by {packet}, at {user_source()}: {user_source().text}"
+            )
         self.describe(new, base, bool(node.meta.get("known")) and bool(old.meta.get("known")))
         return new
 
@@ -333,7 +373,9 @@ class Tracer(TorchDispatchMode):
                 continue
             if top.target in SHAPE_ONLY:
                 like = top.args[0].meta["val"]  # type: ignore[union-attr]
-                top.meta["shadow"] = top.target(torch.zeros(like.shape, dtype=like.dtype), *top.args[1:], **{**top.kwargs, "device": None})  # type: ignore[operator]
+                top.meta["shadow"] = top.target(
+                    torch.zeros(like.shape, dtype=like.dtype), *top.args[1:], **{**top.kwargs, "device": None}
+                )  # type: ignore[operator]
                 stack.pop()
                 continue
             pending = [a for a in top.all_input_nodes if "shadow" not in a.meta]
@@ -341,7 +383,9 @@ class Tracer(TorchDispatchMode):
                 stack.extend(pending)
                 continue
             args, kwargs = fx.node.map_arg((top.args, top.kwargs), lambda n: n.meta["shadow"])
-            kwargs = {k: torch.device("cpu") if k == "device" and v is not None else v for k, v in kwargs.items()}
+            kwargs = {
+                k: torch.device("cpu") if k == "device" and v is not None else v for k, v in kwargs.items()
+            }
             with torch.no_grad():
                 top.meta["shadow"] = top.target(*args, **kwargs)  # type: ignore[operator]
             stack.pop()
@@ -363,14 +407,18 @@ class Tracer(TorchDispatchMode):
             if node.op == "placeholder" or node.meta.get("opaque"):
                 node.meta["weight"] = False
             else:
-                node.meta["weight"] = node.op == "get_attr" or (bool(inputs) and all(self._is_weight(a) for a in inputs))
+                node.meta["weight"] = node.op == "get_attr" or (
+                    bool(inputs) and all(self._is_weight(a) for a in inputs)
+                )
         return node.meta["weight"]
 
     def concrete(self, t: torch.Tensor) -> torch.Tensor:
         return self.shadow(self.node_of(t)) if isinstance(t, FakeTensor) else t
 
     # ------------------------------------------------------------------ execution
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func in (aten.lift_fresh.default, aten.lift.default):
             return self._lift_literal(args[0])
@@ -404,16 +452,29 @@ class Tracer(TorchDispatchMode):
 
     def record(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         name = func.overloadpacket.__name__
-        if name in ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"):
+        if name in (
+            "index",
+            "index_put",
+            "index_put_",
+            "_index_put_impl_",
+            "_unsafe_index",
+            "_unsafe_index_put",
+        ):
             args = (args[0], self._integer_indices(args[1]), *args[2:])
         elif name == "masked_select":
-            return self.record(aten.index.Tensor, (args[0], self._integer_indices([args[1].expand(args[0].shape)])), {})
+            return self.record(
+                aten.index.Tensor, (args[0], self._integer_indices([args[1].expand(args[0].shape)])), {}
+            )
         if func is aten.clone.default and is_float(args[0]):
             return self._same_value(func, args, kwargs)
         schema = func._schema
-        written = [i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+        written = [
+            i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write
+        ]
         node_args, node_kwargs = map_tensors((args, kwargs), self.node_of)
-        known = func in SHAPE_ONLY or all(self.node_of(t).meta.get("known") for t in tensors_in((args, kwargs)))
+        known = func in SHAPE_ONLY or all(
+            self.node_of(t).meta.get("known") for t in tensors_in((args, kwargs))
+        )
         known = known and torch.Tag.nondeterministic_seeded not in func.tags
         if written:
             return self._record_in_place(func, args, kwargs, node_args, node_kwargs, written, known)
@@ -454,7 +515,9 @@ class Tracer(TorchDispatchMode):
         if out is not None and leaves and all(is_float(t) for t in leaves):
             return out, None
         if self.quiet and flat:
-            raise CaptureError(f"{func} inside an operation that is kept whole, at {user_source()}: {user_source().text}")
+            raise CaptureError(
+                f"{func} inside an operation that is kept whole, at {user_source()}: {user_source().text}"
+            )
         cargs, ckwargs = map_tensors((args, kwargs), self.concrete)
         concrete = func(*cargs, **ckwargs)
         if not tensors_in(concrete):
@@ -469,7 +532,17 @@ class Tracer(TorchDispatchMode):
 
         return map_tensors(concrete, visible), concrete
 
-    def record_out(self, func: Any, node_args: Any, node_kwargs: Any, args: tuple, out: Any, concrete: Any, is_view: bool, known: bool) -> Any:
+    def record_out(
+        self,
+        func: Any,
+        node_args: Any,
+        node_kwargs: Any,
+        args: tuple,
+        out: Any,
+        concrete: Any,
+        is_view: bool,
+        known: bool,
+    ) -> Any:
         if isinstance(out, torch.Tensor):
             if func in (aten._unsafe_view.default, aten.view.default):
                 func = aten.reshape.default  # of the value; copies are not recorded
@@ -513,7 +586,16 @@ class Tracer(TorchDispatchMode):
             self.describe(node, t, bool(node_args[0].meta.get("known")))
             self.track(t, node, base, view)
 
-    def _record_in_place(self, func: Any, args: tuple, kwargs: dict[str, Any], node_args: Any, node_kwargs: Any, written: list[int], known: bool) -> Any:
+    def _record_in_place(
+        self,
+        func: Any,
+        args: tuple,
+        kwargs: dict[str, Any],
+        node_args: Any,
+        node_kwargs: Any,
+        written: list[int],
+        known: bool,
+    ) -> Any:
         names = [func._schema.arguments[i].name for i in written]
         targets = [args[i] if i < len(args) else kwargs[n] for i, n in zip(written, names, strict=True)]
         targets = [t for t in targets if isinstance(t, torch.Tensor)]
@@ -534,7 +616,9 @@ class Tracer(TorchDispatchMode):
             self.mutate(t, part)
         return targets[0] if len(targets) == 1 else tuple(targets)
 
-    def record_whole(self, target: Any, args: tuple, kwargs: dict[str, Any], run: Callable[[], Any], opaque: bool = False) -> Any:
+    def record_whole(
+        self, target: Any, args: tuple, kwargs: dict[str, Any], run: Callable[[], Any], opaque: bool = False
+    ) -> Any:
         """Record one call as one node; the ops inside it run but are not recorded."""
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             node_args, node_kwargs = map_tensors((args, kwargs), self.node_of)
@@ -561,7 +645,9 @@ def _grouped_result(x: torch.Tensor, w: torch.Tensor, *_: Any) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], w.shape[-1]))
 
 
-def _functional(func: Any, args: Any, kwargs: dict[str, Any], names: list[str]) -> tuple[Any, Any, dict[str, Any]]:
+def _functional(
+    func: Any, args: Any, kwargs: dict[str, Any], names: list[str]
+) -> tuple[Any, Any, dict[str, Any]]:
     """The functional form of an in-place or `out=` op, with its arguments."""
     name, overload = func.overloadpacket.__name__, func._overloadname
     namespace = getattr(torch.ops, func.namespace)
@@ -589,7 +675,9 @@ class _Functions(TorchFunctionMode):
         super().__init__()
         self.tracer = tracer
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         tracer = self.tracer
         if tracer.quiet:
@@ -610,7 +698,13 @@ def _is_batched(t: torch.Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(t)
 
 
-_SIZES = {torch.Tensor.shape.__get__, torch.Tensor.size, torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.__len__}  # type: ignore[attr-defined]
+_SIZES = {
+    torch.Tensor.shape.__get__,
+    torch.Tensor.size,
+    torch.Tensor.numel,
+    torch.Tensor.nelement,
+    torch.Tensor.__len__,
+}  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
@@ -695,7 +789,15 @@ def _plain_tensors(block: nn.Module) -> dict[int, str]:
     return named
 
 
-def capture(block: nn.Module, args: tuple, kwargs: dict[str, Any], routing: Routing, *, flips: Mapping[Source, bool | float] | None = None, dims: dict[str, int] | None = None) -> Capture:
+def capture(
+    block: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any],
+    routing: Routing,
+    *,
+    flips: Mapping[Source, bool | float] | None = None,
+    dims: dict[str, int] | None = None,
+) -> Capture:
     """Run `block(*args, **kwargs)` on abstract floats under `routing`.
 
     `args` and `kwargs` hold meta tensors for floats and real tensors for integers. The block, its parameters and its
@@ -707,7 +809,10 @@ def capture(block: nn.Module, args: tuple, kwargs: dict[str, Any], routing: Rout
     state: dict[str, torch.Tensor] = {}
     buffers = {name for name, _ in block.named_buffers(remove_duplicate=False)}
     seen: dict[int, torch.Tensor] = {}
-    for name, t in [*block.named_parameters(remove_duplicate=False), *block.named_buffers(remove_duplicate=False)]:
+    for name, t in [
+        *block.named_parameters(remove_duplicate=False),
+        *block.named_buffers(remove_duplicate=False),
+    ]:
         if id(t) in seen:
             state[name] = seen[id(t)]
             continue
@@ -750,7 +855,16 @@ def capture(block: nn.Module, args: tuple, kwargs: dict[str, Any], routing: Rout
             _restore(m, before[n])
     tracer.graph.output(None)
     return Capture(
-        tracer.graph, out, tracer.calls, effects, tracer.reads, tracer.sizes, tracer.nodes, tracer.constants, tracer, tracer.modes_read
+        tracer.graph,
+        out,
+        tracer.calls,
+        effects,
+        tracer.reads,
+        tracer.sizes,
+        tracer.nodes,
+        tracer.constants,
+        tracer,
+        tracer.modes_read,
     )
 
 
@@ -763,7 +877,13 @@ def _returned(tracer: Tracer, t: torch.Tensor) -> fx.Node:
     return node
 
 
-def _effects(tracer: Tracer, block: nn.Module, before: dict[str, dict[str, Any]], state: dict[str, torch.Tensor], inputs: list[tuple[int, torch.Tensor, fx.Node]]) -> list[Effect]:
+def _effects(
+    tracer: Tracer,
+    block: nn.Module,
+    before: dict[str, dict[str, Any]],
+    state: dict[str, torch.Tensor],
+    inputs: list[tuple[int, torch.Tensor, fx.Node]],
+) -> list[Effect]:
     found = []
     for name, t in state.items():
         if tracer.versions.get(id(t)):
@@ -774,7 +894,12 @@ def _effects(tracer: Tracer, block: nn.Module, before: dict[str, dict[str, Any]]
     for n, m in block.named_modules():
         for key, value in vars(m).items():
             old = before[n].get(key, None)
-            if value is old or key in ("_parameters", "_buffers", "_modules") or key.startswith("_forward") or key.startswith("_backward"):
+            if (
+                value is old
+                or key in ("_parameters", "_buffers", "_modules")
+                or key.startswith("_forward")
+                or key.startswith("_backward")
+            ):
                 continue
             path = f"{n}.{key}" if n else key
             if isinstance(value, torch.Tensor) and id(value) in tracer.aliases:
@@ -802,4 +927,17 @@ def _restore(module: nn.Module, before: dict[str, Any]) -> None:
             now[key] = value
 
 
-__all__ = ["CONTRACTIONS", "Call", "Capture", "Effect", "HostRead", "Size", "Source", "Tracer", "capture", "is_float", "map_tensors", "tensors_in"]
+__all__ = [
+    "CONTRACTIONS",
+    "Call",
+    "Capture",
+    "Effect",
+    "HostRead",
+    "Size",
+    "Source",
+    "Tracer",
+    "capture",
+    "is_float",
+    "map_tensors",
+    "tensors_in",
+]

@@ -59,7 +59,12 @@ class Found:
 def signature(module: nn.Module) -> tuple:
     """Class and shapes: modules that agree in it may share one capture."""
     own = [(n, tuple(t.shape), t.dtype) for n, t in module.named_parameters()]
-    return (type(module), module.training, tuple(own), tuple((n, tuple(t.shape), t.dtype) for n, t in module.named_buffers()))
+    return (
+        type(module),
+        module.training,
+        tuple(own),
+        tuple((n, tuple(t.shape), t.dtype) for n, t in module.named_buffers()),
+    )
 
 
 def _meta(value: Any) -> Any:
@@ -95,7 +100,11 @@ def find(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Found:
             known = first.get(key) if any(True for _ in module.children()) else None
             seen = Seen(name, args, kwargs, _nodes(tracer, (args, kwargs)))
             calls.setdefault(name, seen)
-            if known is not None and known[0] != name and (again := _fresh(tracer, known[1], seen.inputs)) is not None:
+            if (
+                known is not None
+                and known[0] != name
+                and (again := _fresh(tracer, known[1], seen.inputs)) is not None
+            ):
                 twins[name] = known[0]
                 seen.outputs = _nodes(tracer, again)
                 return again
@@ -132,7 +141,9 @@ def find(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Found:
 
 
 def _abstract(tree: Any) -> Any:
-    return pytree.tree_map_only(torch.Tensor, lambda t: t.detach().to("meta") if is_float(t) else t.detach().cpu(), tree)
+    return pytree.tree_map_only(
+        torch.Tensor, lambda t: t.detach().to("meta") if is_float(t) else t.detach().cpu(), tree
+    )
 
 
 @contextlib.contextmanager
@@ -192,7 +203,9 @@ def _fresh(tracer: Tracer, out: Any, inputs: list[fx.Node]) -> Any:
     def fresh(t: torch.Tensor) -> torch.Tensor:
         node = tracer.node_of(t)
         twin = tracer.graph.placeholder(f"again{len(tracer.nodes)}")
-        twin.meta.update(index=len(tracer.nodes), source=node.meta["source"], grad=True, known=False, again=inputs)
+        twin.meta.update(
+            index=len(tracer.nodes), source=node.meta["source"], grad=True, known=False, again=inputs
+        )
         tracer.nodes.append(twin)
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             fake = tracer.to_fake(torch.empty(t.shape, dtype=t.dtype, device="meta"))
@@ -237,9 +250,19 @@ def _structural(model: nn.Module) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name, module in model.named_modules():
         children = list(module.children())
-        alike = len(children) > 1 and len({_shapes(c) for c in children}) == 1 and any(p.dim() >= 2 for p in children[0].parameters())
+        alike = (
+            len(children) > 1
+            and len({_shapes(c) for c in children}) == 1
+            and any(p.dim() >= 2 for p in children[0].parameters())
+        )
         if alike and isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            found.setdefault(name.rpartition(".")[0], [f"{name}.{part}" for part, _ in module.named_children()])
+            found.setdefault(
+                name.rpartition(".")[0], [f"{name}.{part}" for part, _ in module.named_children()]
+            )
         if any(p.dim() >= 3 and p.shape[0] > 1 for p in module._parameters.values() if p is not None):
             found.setdefault(name, [])
-    return {n: parts for n, parts in found.items() if not any(o != n and (o.startswith(n + ".") if n else True) for o in found)}
+    return {
+        n: parts
+        for n, parts in found.items()
+        if not any(o != n and (o.startswith(n + ".") if n else True) for o in found)
+    }

@@ -47,7 +47,9 @@ class Arguments:
         self.dims: tuple[str, ...] = names
         self.sizes: dict[str, int] = dict(zip(names, lead, strict=True))
         self.width = hidden.shape[-1] if hidden.dim() > len(lead) else 0
-        self.flat: list[Any] = [self._leaf(t, t is hidden) if isinstance(t, torch.Tensor) else t for t in flat]
+        self.flat: list[Any] = [
+            self._leaf(t, t is hidden) if isinstance(t, torch.Tensor) else t for t in flat
+        ]
         self.tensors = [leaf for leaf in self.flat if isinstance(leaf, Leaf)]
 
     def _leaf(self, t: torch.Tensor, is_hidden: bool) -> Leaf:
@@ -68,7 +70,13 @@ class Arguments:
             if isinstance(name, str):
                 used.add(name)
             shape.append(name)
-        keep = None if t.is_floating_point() else t.detach().cpu().reshape(-1) if not t.is_meta else torch.zeros(1, dtype=t.dtype)
+        keep = (
+            None
+            if t.is_floating_point()
+            else t.detach().cpu().reshape(-1)
+            if not t.is_meta
+            else torch.zeros(1, dtype=t.dtype)
+        )
         return Leaf(tuple(shape), t.dtype, keep, t.requires_grad)
 
     def choose(self, tokens: int, variant: int = 0) -> dict[str, int]:
@@ -91,7 +99,9 @@ class Arguments:
             if not isinstance(leaf, Leaf):
                 out.append(leaf)
                 continue
-            shape = [math.prod(sizes[d] for d in n.split("*")) if isinstance(n, str) else n for n in leaf.shape]
+            shape = [
+                math.prod(sizes[d] for d in n.split("*")) if isinstance(n, str) else n for n in leaf.shape
+            ]
             if leaf.example is None:
                 out.append(torch.empty(shape, dtype=leaf.dtype, device="meta"))
                 continue
@@ -106,6 +116,6 @@ class Arguments:
 
 def _odd(n: int, avoid: set[int]) -> int:
     n |= 1
-    while n in avoid or any(n % p == 0 for p in (3, 5)) and n > 5:
+    while n in avoid or (any(n % p == 0 for p in (3, 5)) and n > 5):
         n += 2
     return n

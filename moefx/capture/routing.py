@@ -30,7 +30,11 @@ class Routing:
         shape = tuple(val.shape)
         if original is not None:
             # a bias must not decide who is chosen while every expert has to be seen once
-            if not original.is_meta and original.numel() <= 1 << 16 and not (self.prefer and shape and 1 < shape[-1] == original.numel()):
+            if (
+                not original.is_meta
+                and original.numel() <= 1 << 16
+                and not (self.prefer and shape and 1 < shape[-1] == original.numel())
+            ):
                 return original.detach().to("cpu", copy=True)
             return (0.01 * torch.randn(shape, generator=self.generator)).to(val.dtype)
         if node.op == "call_function" and len(shape) >= 1 and 2 <= shape[-1] <= 4096:
@@ -48,7 +52,9 @@ class Routing:
             bonus = 3.0 - r * step
             # a token's earlier, better choice stays the better one
             current = base.gather(1, column[:, None]).squeeze(1)
-            base.scatter_(1, column[:, None], torch.where(current > 0.5, current, current * 0.2 + bonus)[:, None])
+            base.scatter_(
+                1, column[:, None], torch.where(current > 0.5, current, current * 0.2 + bonus)[:, None]
+            )
         for row, expert in enumerate(self.prefer[:rows]):
             if expert < n:  # it and its neighbours stand out, so that a choice of groups comes out right too
                 base[row] = torch.rand(n, generator=self.generator, dtype=torch.float64) - 3.0

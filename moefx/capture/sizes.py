@@ -14,7 +14,14 @@ from typing import Any
 
 import torch
 
-_COMPARE = {"lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge, "eq": operator.eq, "ne": operator.ne}
+_COMPARE = {
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
+    "eq": operator.eq,
+    "ne": operator.ne,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +35,9 @@ class SizeGuard:
 
     def holds(self, dims: dict[str, int]) -> bool:
         # the expressions were written by `Size` below, from dims, numbers and arithmetic only
-        left, right = (eval(side, {"__builtins__": {}, "ceil": math.ceil}, dims) for side in (self.left, self.right))
+        left, right = (
+            eval(side, {"__builtins__": {}, "ceil": math.ceil}, dims) for side in (self.left, self.right)
+        )
         return _COMPARE[self.op](left, right) is self.value
 
     def __str__(self) -> str:
@@ -140,7 +149,7 @@ for _kind in (Size, Ratio):
         setattr(_kind, f"__r{_name}__", _arithmetic(_symbol, _fn, _kind, True))
     for _name, _fn in _COMPARE.items():
         setattr(_kind, f"__{_name}__", _comparison(_name, _fn))
-    setattr(_kind, "__bool__", lambda self: self != 0)
+    _kind.__bool__ = lambda self: self != 0
 
 
 def sized(value: Any, log: SizeLog) -> Any:

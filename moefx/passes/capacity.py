@@ -48,7 +48,9 @@ def find_law(points: Sequence[Point]) -> Law | None:
     for low in lows:
         for high in highs:
             for up in (False, True):
-                slope = _slope([(t, v) for t, v in points if v != low and v != (t if high == "tokens" else high)], up)
+                slope = _slope(
+                    [(t, v) for t, v in points if v != low and v != (t if high == "tokens" else high)], up
+                )
                 if slope is None:
                     continue
                 law = Law(slope, up, low, high)

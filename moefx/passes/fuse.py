@@ -71,7 +71,9 @@ class _Fusion:
                 raise _Unlike("the routing weight scales the input of a biased product")
             act = _scale(act)
         body = ExpertBody(
-            up=tuple(Gemm(len(u.gemm.args[1]), u.gemm.kwargs["transposed"], u.bias is not None) for u in self.ups),  # type: ignore[arg-type]
+            up=tuple(
+                Gemm(len(u.gemm.args[1]), u.gemm.kwargs["transposed"], u.bias is not None) for u in self.ups
+            ),  # type: ignore[arg-type]
             parts=tuple(self.parts),
             act=act,
             down=Gemm(len(down.args[1]), down.kwargs["transposed"], down_bias is not None),  # type: ignore[arg-type]
@@ -88,7 +90,9 @@ class _Fusion:
         )  # fmt: skip
         before = self.combine.args[0]
         with self.graph.inserting_before(self.combine):
-            mlp = self.graph.call_function(ops.expert_mlp.default, args, {"body": body.to_json(), "keep": "h"})
+            mlp = self.graph.call_function(
+                ops.expert_mlp.default, args, {"body": body.to_json(), "keep": "h"}
+            )
             rows = self.graph.call_function(operator.getitem, (mlp, 0))
         mlp.meta["source"] = down.meta.get("source", "")
         for meta in ("val", "letters"):
@@ -111,13 +115,22 @@ class _Fusion:
             elif _pointwise(n):
                 stack.extend(n.all_input_nodes)
         if len(found) != 1:
-            raise _Unlike(f"{len(found)} matrix products end in the result" if found else f"{_label(node)} stands after the last matrix product")
+            raise _Unlike(
+                f"{len(found)} matrix products end in the result"
+                if found
+                else f"{_label(node)} stands after the last matrix product"
+            )
         return found[0], self._bias_of(found[0])
 
     def _bias_of(self, gemm: fx.Node) -> fx.Node | None:
         for user in gemm.users:
             other = [a for a in user.all_input_nodes if a is not gemm]
-            if user.target is aten.add.Tensor and len(gemm.users) == 1 and len(other) == 1 and other[0].target is ops.expert_rows.default:
+            if (
+                user.target is aten.add.Tensor
+                and len(gemm.users) == 1
+                and len(other) == 1
+                and other[0].target is ops.expert_rows.default
+            ):
                 return other[0]
         return None
 
@@ -139,7 +152,10 @@ class _Fusion:
         if node.target is aten.detach.default:
             raise _Unlike("a part of the experts is detached from the gradient")
         args = [self._expression(a, known, parts) for a in node.args]
-        kwargs = {k: str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v for k, v in node.kwargs.items()}
+        kwargs = {
+            k: str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v
+            for k, v in node.kwargs.items()
+        }
         return [_head(node), *args, *([kwargs] if kwargs else [])]
 
     def _part(self, node: fx.Node) -> str | None:
@@ -190,7 +206,6 @@ class _Fusion:
             raise _Unlike(f"{_label(rows)} stands between the gather and the up-projection")  # type: ignore[arg-type]
         return rows.args[0]  # type: ignore[union-attr, return-value]
 
-
     def _cast(self, rows: Any, kwargs: Any) -> fx.Node:
         """The tokens in another dtype: each is cast once, not once for each of its experts."""
         if getattr(rows, "target", None) is not ops.dispatch.default:
@@ -209,7 +224,9 @@ def _scale(expr: Any) -> Any:
 
 
 def _pointwise(n: fx.Node) -> bool:
-    return n.target in (aten._to_copy.default, aten.detach.default) or torch.Tag.pointwise in getattr(n.target, "tags", ())
+    return n.target in (aten._to_copy.default, aten.detach.default) or torch.Tag.pointwise in getattr(
+        n.target, "tags", ()
+    )
 
 
 def _head(n: fx.Node) -> str:
@@ -226,7 +243,12 @@ def _erase_unused(node: fx.Node) -> None:
     stack = [node]
     while stack:
         n = stack.pop()
-        if not n.users and n.op in ("call_function", "get_attr") and n.graph is not None and not getattr(n, "_erased", False):
+        if (
+            not n.users
+            and n.op in ("call_function", "get_attr")
+            and n.graph is not None
+            and not getattr(n, "_erased", False)
+        ):
             inputs = n.all_input_nodes
             n.graph.erase_node(n)
             stack.extend(inputs)

@@ -65,7 +65,9 @@ class KeptGraph:
         self.fake_mode = self.captures[0].tracer.fake_mode
         self._sizes: dict[tuple, fx.Node] = {}
         self.inputs: dict[int, fx.Node] = {}
-        self.inlined: set[int] = set()  # starts of calls whose insides are needed, so that they cannot stay calls
+        self.inlined: set[int] = (
+            set()
+        )  # starts of calls whose insides are needed, so that they cannot stay calls
         self.repeated: list[str] = []  # modules that are called, and of which values are computed again
         self._choose_calls()
         self.twins: dict[fx.Node, Twins] = {}
@@ -74,7 +76,12 @@ class KeptGraph:
 
     def _choose_calls(self) -> None:
         self.calls = _kept_calls(self.match, self.inlined)
-        self.call_of = {n: call for call in self.calls for n in _leaf_nodes(call[0].out) if n.meta["index"] >= call[0].start}
+        self.call_of = {
+            n: call
+            for call in self.calls
+            for n in _leaf_nodes(call[0].out)
+            if n.meta["index"] >= call[0].start
+        }
 
     # ------------------------------------------------------------------ inputs
     def add_inputs(self, names: Sequence[str]) -> None:
@@ -82,7 +89,10 @@ class KeptGraph:
         for position, name in enumerate(names):
             node = self.graph.placeholder(name)
             self.inputs[position] = node
-            twins = Twins(next(n for n in c.nodes if n.op == "placeholder" and n.meta["position"] == position) for c in self.captures)
+            twins = Twins(
+                next(n for n in c.nodes if n.op == "placeholder" and n.meta["position"] == position)
+                for c in self.captures
+            )
             node.meta.update(self.describe(twins))
             self.made[twins.first] = node
 
@@ -92,10 +102,14 @@ class KeptGraph:
         while True:
             self.twins = {}
             plan = self._plan(roots)
-            inside = [c for c in self.calls if any(_within(p, c) and p.first not in self.call_of for p in plan)]
+            inside = [
+                c for c in self.calls if any(_within(p, c) and p.first not in self.call_of for p in plan)
+            ]
             # Values from inside a call are computed a second time beside it; a call that draws random numbers is taken
             # apart instead, so that they are drawn once.
-            apart = [c for c in inside if any(is_random(n) for n in self.captures[0].nodes[c[0].start : c[0].stop])]
+            apart = [
+                c for c in inside if any(is_random(n) for n in self.captures[0].nodes[c[0].start : c[0].stop])
+            ]
             self.repeated = sorted({c[0].fqn for c in inside})
             if not apart:
                 return plan
@@ -115,13 +129,22 @@ class KeptGraph:
             n = twins.first
             if n in seen:
                 if tuple(self.twins[n]) != tuple(twins):
-                    raise _depends(n, next(b for a, b in zip(self.twins[n], twins, strict=True) if a is not b))
+                    raise _depends(
+                        n, next(b for a, b in zip(self.twins[n], twins, strict=True) if a is not b)
+                    )
                 continue
             seen.add(n)
             self.twins[n] = twins
             if n.op == "placeholder":
                 if any(t.op != "placeholder" or t.meta["position"] != n.meta["position"] for t in twins):
-                    raise _depends(n, next(t for t in twins if t.op != "placeholder" or t.meta["position"] != n.meta["position"]))
+                    raise _depends(
+                        n,
+                        next(
+                            t
+                            for t in twins
+                            if t.op != "placeholder" or t.meta["position"] != n.meta["position"]
+                        ),
+                    )
                 continue
             call = self.call_of.get(n)
             if call is not None:
@@ -152,7 +175,9 @@ class KeptGraph:
     def _pair_trees(self, trees: list[Any]) -> list[Twins]:
         flats = [[a for a in pytree.tree_leaves(t) if isinstance(a, fx.Node)] for t in trees]
         if len({len(f) for f in flats}) != 1:
-            raise Refused("what runs outside of the experts depends on the routing (a different number of arguments)")
+            raise Refused(
+                "what runs outside of the experts depends on the routing (a different number of arguments)"
+            )
         return [Twins(column) for column in zip(*flats, strict=True)]
 
     # ------------------------------------------------------------------ emitting
@@ -172,7 +197,10 @@ class KeptGraph:
         n = twins.first
         if n.op == "get_attr":
             if len({t.meta["fqn"] for t in twins}) != 1:
-                raise Refused("different parameters are used under different routings", culprits=tuple(t.meta["fqn"] for t in twins))
+                raise Refused(
+                    "different parameters are used under different routings",
+                    culprits=tuple(t.meta["fqn"] for t in twins),
+                )
             if n.meta["kind"] == "constant":
                 return self._literal(twins)
             out = self.graph.get_attr(n.meta["fqn"])
@@ -199,14 +227,20 @@ class KeptGraph:
     def _literal(self, twins: Twins) -> fx.Node:
         values = [c.constants[t.meta["fqn"]] for c, t in zip(self.captures, twins, strict=True)]
         value = values[0]
-        if value.is_meta or value.numel() > 4096 or any(v.shape != value.shape or not torch.equal(v, value) for v in values[1:]):
+        if (
+            value.is_meta
+            or value.numel() > 4096
+            or any(v.shape != value.shape or not torch.equal(v, value) for v in values[1:])
+        ):
             raise Refused(
                 "a tensor that is neither a parameter, a buffer nor an attribute of the block depends on the routing or is too large",
                 source=str(twins.first.meta["source"]),
                 remedy="register it as a buffer",
             )
         meta = self.describe(twins)
-        return self.call(torch.tensor, (value.tolist(),), {"dtype": value.dtype, "device": self.input_device()}, meta)
+        return self.call(
+            torch.tensor, (value.tolist(),), {"dtype": value.dtype, "device": self.input_device()}, meta
+        )
 
     def _emit_call(self, call: list[Call]) -> None:
         first = call[0]
@@ -257,17 +291,28 @@ class KeptGraph:
             return self.made[first]
         if isinstance(first, (list, tuple)):
             if any(len(v) != len(first) for v in values):
-                raise Refused("what runs outside of the experts depends on the routing (a list of another length)", source=where)
-            items = [self.zip_value(column, where, _step(spot, i)) for i, column in enumerate(zip(*values, strict=True))]
+                raise Refused(
+                    "what runs outside of the experts depends on the routing (a list of another length)",
+                    source=where,
+                )
+            items = [
+                self.zip_value(column, where, _step(spot, i))
+                for i, column in enumerate(zip(*values, strict=True))
+            ]
             return type(first)(items) if type(first) in (list, tuple) else items
         if isinstance(first, dict):
             return {k: self.zip_value([v[k] for v in values], where, _step(spot, k)) for k in first}
         if isinstance(first, slice):
-            return slice(*[self.zip_value([getattr(v, a) for v in values], where) for a in ("start", "stop", "step")])
+            return slice(
+                *[self.zip_value([getattr(v, a) for v in values], where) for a in ("start", "stop", "step")]
+            )
         if isinstance(first, int) and not isinstance(first, bool):
             return self.size([int(v) for v in values], where, spot)
         if any(v is not first and v != first for v in values):
-            raise Refused(f"a constant depends on the routing: {first!r} and {next(v for v in values if v != first)!r}", source=where)
+            raise Refused(
+                f"a constant depends on the routing: {first!r} and {next(v for v in values if v != first)!r}",
+                source=where,
+            )
         return float(first) if isinstance(first, float) else first
 
     def size(self, values: list[int], where: str, spot: Spot | None = None) -> int | fx.Node:
@@ -298,7 +343,9 @@ class KeptGraph:
                     found = law(products, values)
                     if found is not None:
                         return self._law(chosen, *found)
-        for twins in self.twins.values():  # the size of something that was computed, such as the rows a mask left
+        for (
+            twins
+        ) in self.twins.values():  # the size of something that was computed, such as the rows a mask left
             if twins.first not in self.made:
                 continue
             shapes = [getattr(t.meta.get("val"), "shape", ()) for t in twins]
@@ -313,12 +360,20 @@ class KeptGraph:
             return None
         points = list(zip((math.prod(s.values()) for s in self.match.sizes), values, strict=True))
         for sizes, capture in self.match.probe():
-            node = capture.nodes[spot[0].first.meta["index"]] if len(capture.nodes) > spot[0].first.meta["index"] else None
+            node = (
+                capture.nodes[spot[0].first.meta["index"]]
+                if len(capture.nodes) > spot[0].first.meta["index"]
+                else None
+            )
             if node is None or _kind(node) != _kind(spot[0].first):
                 return None
             value: Any = node
             for step in spot[1:]:
-                value = getattr(value, step) if isinstance(step, str) and step in ("args", "kwargs") else value[step]
+                value = (
+                    getattr(value, step)
+                    if isinstance(step, str) and step in ("args", "kwargs")
+                    else value[step]
+                )
             points.append((math.prod(sizes.values()), int(value)))
         law = find_law(points)
         if law is None:
@@ -326,7 +381,9 @@ class KeptGraph:
         self.match.laws.append(f"{law}, read off {len(set(points))} sizes")
         dims = self.match.arguments.dims
         tokens = self._law(dims, 1, 1, 0)
-        scaled = self._arith(operator.mul, tokens, law.slope.numerator) if law.slope.numerator != 1 else tokens
+        scaled = (
+            self._arith(operator.mul, tokens, law.slope.numerator) if law.slope.numerator != 1 else tokens
+        )
         if law.up:
             scaled = self._arith(operator.neg, scaled)
         scaled = self._arith(operator.floordiv, scaled, law.slope.denominator)
@@ -355,7 +412,12 @@ class KeptGraph:
         if key not in self._sizes:
             for position, leaf in enumerate(self.match.arguments.tensors):
                 if name in leaf.shape:
-                    size = self.call(aten.sym_size.int, (self.inputs[position], leaf.shape.index(name)), {}, {"letters": name})
+                    size = self.call(
+                        aten.sym_size.int,
+                        (self.inputs[position], leaf.shape.index(name)),
+                        {},
+                        {"letters": name},
+                    )
                     self._sizes[key] = size
                     break
         return self._sizes[key]
@@ -384,7 +446,11 @@ class KeptGraph:
                 if sizes == [s[name] for s in match.sizes]:
                     return {"B": "N", "S": "T"}.get(name, name)  # B and S are rows and tokens in the dialect
             return "n"
-        named = {match.slots: "K", match.num_experts: "E", match.arguments.width: "D"} if match.slots > 1 else {match.num_experts: "E", match.arguments.width: "D"}
+        named = (
+            {match.slots: "K", match.num_experts: "E", match.arguments.width: "D"}
+            if match.slots > 1
+            else {match.num_experts: "E", match.arguments.width: "D"}
+        )
         return named.get(sizes[0], str(sizes[0]))
 
     def fake(self, value: torch.Tensor) -> torch.Tensor:
@@ -397,7 +463,9 @@ class KeptGraph:
 # ---------------------------------------------------------------------- sizes as functions of sizes
 def _scaled(base: list[int], values: list[int]) -> tuple[int, int, int] | None:
     k, rest = divmod(values[0], base[0])
-    return (k, 1, 0) if rest == 0 and k and all(v == k * b for b, v in zip(base, values, strict=True)) else None
+    return (
+        (k, 1, 0) if rest == 0 and k and all(v == k * b for b, v in zip(base, values, strict=True)) else None
+    )
 
 
 def _divided(base: list[int], values: list[int]) -> tuple[int, int, int] | None:
@@ -408,7 +476,9 @@ def _divided(base: list[int], values: list[int]) -> tuple[int, int, int] | None:
         low = max(-(-v * over // b) for b, v in zip(base, values, strict=True))
         high = min(((v + 1) * over - 1) // b for b, v in zip(base, values, strict=True))
         for times in range(low, min(high, low) + 1):
-            if math.gcd(times, over) == 1 and all(times * b // over == v for b, v in zip(base, values, strict=True)):
+            if math.gcd(times, over) == 1 and all(
+                times * b // over == v for b, v in zip(base, values, strict=True)
+            ):
                 return (times, over, 0) if all(times * b % over == 0 for b in base) else None
     return None
 
@@ -420,12 +490,18 @@ def _affine(base: list[int], values: list[int]) -> tuple[int, int, int] | None:
     k, rest = divmod(values[i] - values[0], base[i] - base[0])
     plus = values[0] - k * base[0]
     fits = rest == 0 and k != 0 and len(set(base)) > 2 and abs(plus) <= 4
-    return (k, 1, plus) if fits and all(v == k * b + plus for b, v in zip(base, values, strict=True)) else None
+    return (
+        (k, 1, plus) if fits and all(v == k * b + plus for b, v in zip(base, values, strict=True)) else None
+    )
 
 
 # ---------------------------------------------------------------------- module calls that stay
 def _within(item: Any, call: list[Call]) -> bool:
-    return isinstance(item, Twins) and item.first.op == "call_function" and call[0].start <= item.first.meta["index"] < call[0].stop
+    return (
+        isinstance(item, Twins)
+        and item.first.op == "call_function"
+        and call[0].start <= item.first.meta["index"] < call[0].stop
+    )
 
 
 def _kept_calls(match: Match, inlined: set[int]) -> list[list[Call]]:
@@ -438,12 +514,16 @@ def _kept_calls(match: Match, inlined: set[int]) -> list[list[Call]]:
         for call in sorted(lifted.capture.calls, key=lambda c: (c.start, -c.stop, c.depth)):
             key = (call.fqn, counts.get(call.fqn, 0))
             counts[call.fqn] = key[1] + 1
-            if not any(call.start <= i < call.stop for i in _between(routed, call.start, call.stop)) and _expressible(call):
+            if not any(
+                call.start <= i < call.stop for i in _between(routed, call.start, call.stop)
+            ) and _expressible(call):
                 found[key] = call
         per_capture.append(found)
     out: list[list[Call]] = []
     covered = -1
-    for key, call in sorted(per_capture[0].items(), key=lambda item: (item[1].start, -item[1].stop, item[1].depth)):
+    for key, call in sorted(
+        per_capture[0].items(), key=lambda item: (item[1].start, -item[1].stop, item[1].depth)
+    ):
         if call.start < covered or call.stop <= call.start or call.start in inlined:
             continue
         twins = [found.get(key) for found in per_capture]

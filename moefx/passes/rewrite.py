@@ -96,7 +96,9 @@ class Rewriter:
             if effect.kind == "input":  # what the backward keeps must not change when the input does
                 given = self.kept.made[effect.target]
                 self.overwritten[effect.target] = given
-                self.kept.made[effect.target] = self._call(aten.clone.default, (given,), meta=dict(given.meta))
+                self.kept.made[effect.target] = self._call(
+                    aten.clone.default, (given,), meta=dict(given.meta)
+                )
         roots: list[Twins] = []
         for column in zip(*[flat for flat, _ in outs], strict=True):
             if isinstance(column[0], fx.Node):
@@ -111,7 +113,10 @@ class Rewriter:
                 break
         effects = [(e, t) for e, t in effects if not self._inside_kept_call(e)]
         self.kept.emit(plan)
-        flat = [self.kept.zip_value(list(column), "the output") for column in zip(*[f for f, _ in outs], strict=True)]
+        flat = [
+            self.kept.zip_value(list(column), "the output")
+            for column in zip(*[f for f, _ in outs], strict=True)
+        ]
         attributes = self._emit_effects(effects)
         self.kept.graph.output(flat)
         _drop_dead(self.kept.graph)
@@ -120,7 +125,11 @@ class Rewriter:
 
     def _needed_by_cut(self) -> list[Twins]:
         """The kept nodes that the routed sum reads, each in all captures."""
-        refs = [self.index, *[v for g in self.match.groups for v in g.values], *([self.match.keep] if self.match.keep else [])]
+        refs = [
+            self.index,
+            *[v for g in self.match.groups for v in g.values],
+            *([self.match.keep] if self.match.keep else []),
+        ]
         refs += [[lifted.shared[i] for lifted in self.match.lifted] for i in range(len(self.lifted.shared))]
         return [Twins(column) for ref in refs for column in zip(*[r.nodes for r in ref], strict=True)]
 
@@ -130,7 +139,10 @@ class Rewriter:
 
     def _random(self) -> list[Twins]:
         """Draws of random numbers stay, used or not: the stream must come out as in the original."""
-        draws = [[n for n in c.nodes if is_random(n) and n not in lifted.absorbed] for c, lifted in zip(self.kept.captures, self.match.lifted, strict=True)]
+        draws = [
+            [n for n in c.nodes if is_random(n) and n not in lifted.absorbed]
+            for c, lifted in zip(self.kept.captures, self.match.lifted, strict=True)
+        ]
         if len({len(d) for d in draws}) != 1:
             raise Refused(
                 "how often random numbers are drawn depends on the routing",
@@ -139,7 +151,11 @@ class Rewriter:
         for lifted in self.match.lifted:
             for n in lifted.absorbed:
                 if is_random(n):
-                    raise Refused("the experts draw random numbers (dropout in training?)", culprits=(str(n.target),), source=str(n.meta["source"]))
+                    raise Refused(
+                        "the experts draw random numbers (dropout in training?)",
+                        culprits=(str(n.target),),
+                        source=str(n.meta["source"]),
+                    )
         return [Twins(column) for column in zip(*draws, strict=True)]
 
     def _outside_calls(self, draws: list[Twins]) -> list[Twins]:
@@ -159,18 +175,30 @@ class Rewriter:
         out = []
         for column in zip(*per_capture, strict=False):
             first = column[0]
-            if len({len(e) for e in per_capture}) != 1 or any((e.kind, str(e.target)) != (first.kind, str(first.target)) for e in column):
-                raise Refused("which buffers or attributes the block changes depends on the routing", culprits=tuple(str(e.target) for e in column))
+            if len({len(e) for e in per_capture}) != 1 or any(
+                (e.kind, str(e.target)) != (first.kind, str(first.target)) for e in column
+            ):
+                raise Refused(
+                    "which buffers or attributes the block changes depends on the routing",
+                    culprits=tuple(str(e.target) for e in column),
+                )
             if first.kind == "state":
                 if any(isinstance(e.node, type(first.node)) is False or e.node != first.node for e in column):
-                    raise Refused(f"the block changes its attribute {first.target} at every call", culprits=(str(first.target),))
+                    raise Refused(
+                        f"the block changes its attribute {first.target} at every call",
+                        culprits=(str(first.target),),
+                    )
                 continue
             out.append((first, Twins(e.node for e in column)))
         if len({len(e) for e in per_capture}) != 1:
             raise Refused("which buffers or attributes the block changes depends on the routing")
         for effect, twins in out:
             if twins.first in self.lifted.absorbed and effect.kind == "buffer":
-                raise Refused(f"the experts' computation updates the buffer {effect.target}", culprits=(str(effect.target),), source=str(twins.first.meta["source"]))
+                raise Refused(
+                    f"the experts' computation updates the buffer {effect.target}",
+                    culprits=(str(effect.target),),
+                    source=str(twins.first.meta["source"]),
+                )
         return out
 
     def _inside_kept_call(self, effect: Effect) -> bool:
@@ -193,7 +221,9 @@ class Rewriter:
                 target = self.kept.graph.get_attr(str(effect.target))
             else:
                 target = self.overwritten[effect.target]
-            self.kept.call(aten.copy_.default, (target, value), {}, {"source": str(twins.first.meta["source"])})
+            self.kept.call(
+                aten.copy_.default, (target, value), {}, {"source": str(twins.first.meta["source"])}
+            )
         return attributes
 
     # ------------------------------------------------------------------ the routed sum
@@ -213,7 +243,9 @@ class Rewriter:
             row = self._reshape(self.kept.node(ref.node), (-1, val.shape[-1]))
             total = self._call(aten.add.Tensor, (row, total), letters=("S", "D"))
         if val.dim() != 2:
-            shape = [self.kept.size([t.meta["val"].shape[d] for t in cut], "the output") for d in range(val.dim())]
+            shape = [
+                self.kept.size([t.meta["val"].shape[d] for t in cut], "the output") for d in range(val.dim())
+            ]
             total = self._call(aten.view.default, (total, shape), meta=self.kept.describe(cut))
         else:
             total.meta["letters"] = self.kept.describe(cut)["letters"]
@@ -249,25 +281,50 @@ class Rewriter:
                 if K > 1:
                     out = self._call(aten.expand.default, (out, [-1, K]))
             case ("t", "e"):
-                out = self._call(aten.gather.default, (self._reshape(node, (-1, shape[-1])), 1, self._ids64(shape[-1], slot)))
+                out = self._call(
+                    aten.gather.default,
+                    (self._reshape(node, (-1, shape[-1])), 1, self._ids64(shape[-1], slot)),
+                )
             case ("t", "m"):
                 chosen = self._reshape(node, (-1, shape[-1]))
                 device = self.kept.input_device()
-                every = self._call(aten.arange.default, (shape[-1],), {"device": device}, fake=torch.int64, shape=(shape[-1],))
-                out = self._call(aten.expand_as.default, (self._call(aten.unsqueeze.default, (every, 0)), chosen))
+                every = self._call(
+                    aten.arange.default,
+                    (shape[-1],),
+                    {"device": device},
+                    fake=torch.int64,
+                    shape=(shape[-1],),
+                )
+                out = self._call(
+                    aten.expand_as.default, (self._call(aten.unsqueeze.default, (every, 0)), chosen)
+                )
             case ("e", "t"):
                 flat = self._call(aten.t.default, (self._reshape(node, (shape[0], -1)),))
                 out = self._call(aten.gather.default, (flat, 1, self._ids64(shape[0], slot)))
             case ("e",):
-                out = self._call(aten.index.Tensor, (self._reshape(node, (shape[0],)), [self._ids64(shape[0], slot)]))
+                out = self._call(
+                    aten.index.Tensor, (self._reshape(node, (shape[0],)), [self._ids64(shape[0], slot)])
+                )
             case _:
-                out = self._call(aten.expand.default, (self._reshape(node, (1, 1)), [self.kept.size([math.prod(li.tokens) for li in self.match.lifted], ""), K]))
+                out = self._call(
+                    aten.expand.default,
+                    (
+                        self._reshape(node, (1, 1)),
+                        [self.kept.size([math.prod(li.tokens) for li in self.match.lifted], ""), K],
+                    ),
+                )
         out.meta["letters"] = ("S", "K")
         return out
 
     def _ids64(self, width: int, slot: int | None = None) -> fx.Node:
         index = self.lifted.index
-        ids = self._per_slot(index) if slot is None else self._per_slot(index.columns[slot], slot) if index.columns else None
+        ids = (
+            self._per_slot(index)
+            if slot is None
+            else self._per_slot(index.columns[slot], slot)
+            if index.columns
+            else None
+        )
         if ids is None:
             ids = self._call(aten.slice.Tensor, (self._per_slot(index), 1, slot, slot + 1))  # type: ignore[operator]
         if ids.meta["val"].dtype != torch.int64:
@@ -304,7 +361,13 @@ class Rewriter:
         table = [-1] * (max(self.match.num_experts, 1 + max(int(li.ids.max()) for li in self.match.lifted)))
         for local, e in enumerate(group.ids):
             table[e] = local
-        node = self._call(torch.tensor, (table,), {"dtype": torch.int64, "device": self.kept.input_device()}, fake=torch.int64, shape=(len(table),))
+        node = self._call(
+            torch.tensor,
+            (table,),
+            {"dtype": torch.int64, "device": self.kept.input_device()},
+            fake=torch.int64,
+            shape=(len(table),),
+        )
         return self._call(aten.index.Tensor, (node, [ids]))
 
     # ------------------------------------------------------------------ emission helpers
@@ -315,7 +378,17 @@ class Rewriter:
         letters = ("S", *map(self.kept.letter, [[n] for n in shape[1:]])) if shape[0] == -1 else None
         return self._call(aten.reshape.default, (node, list(shape)), letters=letters)
 
-    def _call(self, target: Any, args: tuple, kwargs: dict[str, Any] | None = None, *, letters: Any = None, meta: dict | None = None, fake: torch.dtype | None = None, shape: tuple = ()) -> fx.Node:
+    def _call(
+        self,
+        target: Any,
+        args: tuple,
+        kwargs: dict[str, Any] | None = None,
+        *,
+        letters: Any = None,
+        meta: dict | None = None,
+        fake: torch.dtype | None = None,
+        shape: tuple = (),
+    ) -> fx.Node:
         kwargs = kwargs or {}
         meta = dict(meta or {})
         if "val" not in meta:
@@ -329,7 +402,9 @@ class Rewriter:
         return self.kept.call(target, args, kwargs, meta)
 
     def _evaluate(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        args, kwargs = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"] if "val" in n.meta else self._number(n))
+        args, kwargs = fx.node.map_arg(
+            (args, kwargs), lambda n: n.meta["val"] if "val" in n.meta else self._number(n)
+        )
         with self.kept.fake_mode, torch.no_grad():
             return target(*args, **kwargs)
 
@@ -346,7 +421,14 @@ class Rewriter:
 class _Rows:
     """Emits the template of one group on routed rows."""
 
-    def __init__(self, owner: Rewriter, group: Expert, pft: list[fx.Node], weights: dict[int, fx.Node], first: int | None):
+    def __init__(
+        self,
+        owner: Rewriter,
+        group: Expert,
+        pft: list[fx.Node],
+        weights: dict[int, fx.Node],
+        first: int | None,
+    ):
         self.owner, self.group, self.weights, self.first = owner, group, weights, first
         self.token_ids, self.slot_ids, self.offsets, self.inverse, self.combine_weights = pft
         self.done: dict[Body, Value] = {}
@@ -384,10 +466,16 @@ class _Rows:
             case "expand":
                 have = inner.node.meta["val"]
                 ones = [1] * (len(b.shape) - (have.dim() - off))
-                flat = self.call(aten.reshape.default, (inner.node, [*lead, *ones, *have.shape[off:]])) if ones else inner.node
+                flat = (
+                    self.call(aten.reshape.default, (inner.node, [*lead, *ones, *have.shape[off:]]))
+                    if ones
+                    else inner.node
+                )
                 node = self.call(aten.expand.default, (flat, [*([-1] * off), *b.shape]))
             case "permute":
-                node = self.call(aten.permute.default, (inner.node, [*range(off), *[d + off for d in b.args[1]]]))
+                node = self.call(
+                    aten.permute.default, (inner.node, [*range(off), *[d + off for d in b.args[1]]])
+                )
             case "sum":
                 node = self.call(aten.sum.dim_IntList, (inner.node, list(b.args[0])))
             case "row":
@@ -406,9 +494,14 @@ class _Rows:
             case "softmax" | "log_softmax":
                 return self.call(getattr(aten, name).int, (x, dims[0]))
             case "layer_norm":
-                return self.call(aten.layer_norm.default, (x, list(x.meta["val"].shape[len(dims) * -1 :]), None, None, static[0]))
+                return self.call(
+                    aten.layer_norm.default,
+                    (x, list(x.meta["val"].shape[len(dims) * -1 :]), None, None, static[0]),
+                )
             case "rms_norm":
-                return self.call(aten.rms_norm.default, (x, list(x.meta["val"].shape[len(dims) * -1 :]), None, static[0]))
+                return self.call(
+                    aten.rms_norm.default, (x, list(x.meta["val"].shape[len(dims) * -1 :]), None, static[0])
+                )
             case "amax" | "amin" | "logsumexp":
                 return self.call(getattr(aten, name).default, (x, list(dims)))
             case "linalg_vector_norm":
@@ -427,12 +520,16 @@ class _Rows:
         if math.prod(b.shape) == 1:
             if i == self.first:
                 return Value(owner._reshape(self.combine_weights, (-1,)), "row", 0)
-            picked = self.call(aten.index.Tensor, (self.weights[i], [self.token_ids, self.slot_ids]), letters=("B",))
+            picked = self.call(
+                aten.index.Tensor, (self.weights[i], [self.token_ids, self.slot_ids]), letters=("B",)
+            )
             return Value(picked, "row", 0)
         node, shape = owner.kept.node(ref.node), b.shape
         if set(ref.axes) <= {"t"}:
             flat = owner._reshape(node, (-1, math.prod(shape)))
-            rows = self.call(ops.dispatch.default, (flat, self.token_ids, self.offsets, self.inverse), letters=("B", "D"))
+            rows = self.call(
+                ops.dispatch.default, (flat, self.token_ids, self.offsets, self.inverse), letters=("B", "D")
+            )
         else:  # one value per token and slot
             axes = tuple(a for j, a in enumerate(ref.axes) if a != "t" or "t" not in ref.axes[:j])
             K, width = owner.lifted.slots, math.prod(shape)
@@ -441,8 +538,12 @@ class _Rows:
             elif axes in (("k", "t"), ("kt",)):
                 by_slot = self.call(aten.transpose.int, (owner._reshape(node, (K, -1, width)), 0, 1))
             else:
-                raise Refused("the experts' input is computed per token and expert", source=str(ref.node.meta["source"]))
-            rows = self.call(aten.index.Tensor, (by_slot, [self.token_ids, self.slot_ids]), letters=("B", "D"))
+                raise Refused(
+                    "the experts' input is computed per token and expert", source=str(ref.node.meta["source"])
+                )
+            rows = self.call(
+                aten.index.Tensor, (by_slot, [self.token_ids, self.slot_ids]), letters=("B", "D")
+            )
         if len(shape) != 1:
             rows = self.call(aten.reshape.default, (rows, [-1, *shape]))
         return Value(rows, "row", len(shape))
@@ -508,16 +609,28 @@ class _Rows:
             order = [i for _, i in numbers]
             node = before if axis == 0 else self.call(aten.movedim.int, (before, axis, 0))
             if order != list(range(size[axis])):
-                index = self.call(torch.tensor, (order,), {"device": self.owner.kept.input_device()}, fake=torch.int64, shape=(len(order),))
+                index = self.call(
+                    torch.tensor,
+                    (order,),
+                    {"device": self.owner.kept.input_device()},
+                    fake=torch.int64,
+                    shape=(len(order),),
+                )
                 node = self.call(aten.index_select.default, (node, 0, index))
             for a, i in sorted(others.pop(), reverse=True):
                 node = self.call(aten.select.int, (node, a + (1 if a < axis else 0), i))
         elif op == "slice":
             _, dim, start, stop, step = rest
             width = stop - start
-            if step != 1 or size[dim] != width * len(places) or [p.steps[k][3] for p in places] != [i * width for i in range(len(places))]:
+            if (
+                step != 1
+                or size[dim] != width * len(places)
+                or [p.steps[k][3] for p in places] != [i * width for i in range(len(places))]
+            ):
                 return None
-            node = self.call(aten.reshape.default, (before, [*size[:dim], len(places), width, *size[dim + 1 :]]))
+            node = self.call(
+                aten.reshape.default, (before, [*size[:dim], len(places), width, *size[dim + 1 :]])
+            )
             node = node if dim == 0 else self.call(aten.movedim.int, (node, dim, 0))
         else:
             return None
@@ -537,7 +650,12 @@ class _Rows:
                 flat = self._stacked(v).node
                 shape = flat.meta["val"].shape[1:]
                 nodes = [self.call(aten.reshape.default, (flat, [flat.meta["val"].shape[0], -1]))]
-            total = self.call(aten.sym_size.int, (self.token_ids, 0), {}, meta={"val": self.token_ids.meta["val"].shape[0], "letters": "B"})
+            total = self.call(
+                aten.sym_size.int,
+                (self.token_ids, 0),
+                {},
+                meta={"val": self.token_ids.meta["val"].shape[0], "letters": "B"},
+            )
             node = self.call(ops.expert_rows.default, (nodes, self.offsets, total))
             if v.rank != 1:
                 node = self.call(aten.reshape.default, (node, [-1, *shape]))
@@ -552,7 +670,13 @@ class _Rows:
         name, kwargs, *items = b.args
         values = [self.value(a) if isinstance(a, Body) else a for a in items]
         bodies = [v for v in values if isinstance(v, Value)]
-        kind = "row" if any(v.kind == "row" for v in bodies) else "expert" if any(v.kind == "expert" for v in bodies) else "fixed"
+        kind = (
+            "row"
+            if any(v.kind == "row" for v in bodies)
+            else "expert"
+            if any(v.kind == "expert" for v in bodies)
+            else "fixed"
+        )
         if name in ("cast", "detach") and kind == "expert" and isinstance(bodies[0].node, list):
             nodes = [self._apply(name, [n], dict(kwargs)) for n in bodies[0].node]
             return Value(nodes, "expert", bodies[0].rank)
@@ -575,12 +699,16 @@ class _Rows:
     def _apply(self, name: str, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
         match name:
             case "cast":
-                return self.call(aten._to_copy.default, (args[0],), {"dtype": getattr(torch, kwargs["dtype"])})
+                return self.call(
+                    aten._to_copy.default, (args[0],), {"dtype": getattr(torch, kwargs["dtype"])}
+                )
             case "detach":
                 return self.call(aten.detach.default, (args[0],))
             case "where":
                 tensors = [isinstance(a, fx.Node) for a in args]
-                overload = {(True, True): "self", (True, False): "ScalarOther", (False, True): "ScalarSelf"}[tuple(tensors[1:])]
+                overload = {(True, True): "self", (True, False): "ScalarOther", (False, True): "ScalarSelf"}[
+                    tuple(tensors[1:])
+                ]
                 return self.call(getattr(aten.where, overload), tuple(args))
             case "add" | "sub" | "mul" | "div":
                 if not isinstance(args[0], fx.Node):  # a number on the left
@@ -604,18 +732,28 @@ class _Rows:
             raise Refused(f"a product of {len(values)} tensors inside the experts is not supported")
         if len(values) == 2 and values[0].kind != "row" and values[1].kind == "row":
             values, inputs = values[::-1], inputs[::-1]
-        if len(values) == 2 and values[0].kind == "row" and values[1].kind == "expert" and values[0].rank == 1 and values[1].rank == 2:
+        if (
+            len(values) == 2
+            and values[0].kind == "row"
+            and values[1].kind == "expert"
+            and values[0].rank == 1
+            and values[1].rank == 2
+        ):
             rows, weights = values
             label = inputs[0]
             transposed = inputs[1][1] == label
             nodes = weights.node if isinstance(weights.node, list) else [weights.node]
-            out = self.call(ops.grouped_mm.default, (rows.node, nodes, self.offsets), {"transposed": transposed})
+            out = self.call(
+                ops.grouped_mm.default, (rows.node, nodes, self.offsets), {"transposed": transposed}
+            )
             out.meta["letters"] = ("B", str(out.meta["val"].shape[-1]))
             return Value(out, "row", 1)
         if any(v.kind == "row" for v in values):
             args = [self._as_rows(v, v.rank) if v.kind != "fixed" else v.node for v in values]
             labels = [("Z" if v.kind != "fixed" else "") + s for v, s in zip(values, inputs, strict=True)]
-            return Value(self.call(aten.einsum.default, (",".join(labels) + "->Z" + output, args)), "row", len(output))
+            return Value(
+                self.call(aten.einsum.default, (",".join(labels) + "->Z" + output, args)), "row", len(output)
+            )
         stacked = [self._stacked(v) for v in values]
         kind = "expert" if any(v.kind == "expert" for v in values) else "fixed"
         labels = [("Z" if v.kind == "expert" else "") + s for v, s in zip(values, inputs, strict=True)]

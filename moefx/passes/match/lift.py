@@ -81,7 +81,9 @@ class Group:
     def has_matrices(self) -> bool:
         """Whether some contraction of the body has an expert's matrix as an operand."""
         return any(
-            b.op == "ein" and any(isinstance(a, Body) and a.op == "expert" and len(a.shape) >= 2 for a in b.args) for b in walk(self.body)
+            b.op == "ein"
+            and any(isinstance(a, Body) and a.op == "expert" and len(a.shape) >= 2 for a in b.args)
+            for b in walk(self.body)
         )
 
 
@@ -140,11 +142,20 @@ class Lifter:
         """FQNs of the parameters that only some tokens meet, seen at the outputs or, behind something that mixes
         tokens, at the last node before it."""
         live = self._live()
-        inner = [n for n in reversed(self.capture.nodes) if n in live and n not in self.outputs and n.op == "call_function"]
+        inner = [
+            n
+            for n in reversed(self.capture.nodes)
+            if n in live and n not in self.outputs and n.op == "call_function"
+        ]
         tried = 0
         for out in [*self.outputs, *inner]:
             val = out.meta.get("val")
-            if not isinstance(val, FakeTensor) or val.dim() < 2 or not val.is_floating_point() or math.prod(val.shape[:-1]) > _MOST_ROWS:
+            if (
+                not isinstance(val, FakeTensor)
+                or val.dim() < 2
+                or not val.is_floating_point()
+                or math.prod(val.shape[:-1]) > _MOST_ROWS
+            ):
                 continue
             tried += out not in self.outputs
             if tried > _MOST_NODES_BACK:
@@ -179,7 +190,13 @@ class Lifter:
                 siblings = self.children.get(".".join(parts[:depth]), [])
                 if part not in siblings:
                     continue
-                alike = [p for p in split if len(p) == len(parts) and p[:depth] == parts[:depth] and p[depth + 1 :] == parts[depth + 1 :]]
+                alike = [
+                    p
+                    for p in split
+                    if len(p) == len(parts)
+                    and p[:depth] == parts[:depth]
+                    and p[depth + 1 :] == parts[depth + 1 :]
+                ]
                 if len(alike) > 1:
                     out |= {".".join([*parts[:depth], other, *parts[depth + 1 :]]) for other in siblings}
         return out & names
@@ -189,7 +206,9 @@ class Lifter:
         live = self._live()
         routed: set[fx.Node] = set()
         for n in self.capture.nodes:
-            if (n.op == "get_attr" and n.meta["fqn"] in experts) or any(a in routed for a in n.all_input_nodes):
+            if (n.op == "get_attr" and n.meta["fqn"] in experts) or any(
+                a in routed for a in n.all_input_nodes
+            ):
                 routed.add(n)
         order = [n for n in self.capture.nodes if n in routed and n in live]
         cuts, reach, final = [], -1, set(self.outputs)
@@ -219,7 +238,9 @@ class Lifter:
         try:
             return self._lift(experts)
         except TooLarge:
-            raise Refused("its rows depend on too much else to be followed: rows are mixed, as in attention") from None
+            raise Refused(
+                "its rows depend on too much else to be followed: rows are mixed, as in attention"
+            ) from None
 
     def _lift(self, experts: set[str] | None) -> Lifted:
         experts = self._family(experts or self.expert_parameters())
@@ -247,7 +268,12 @@ class Lifter:
                 return self._canonical(cut)
             except Refused as refusal:
                 if not refusal.source:
-                    refusal = Refused(refusal.reason, culprits=refusal.culprits, source=str(cut.meta["source"]), remedy=refusal.remedy)
+                    refusal = Refused(
+                        refusal.reason,
+                        culprits=refusal.culprits,
+                        source=str(cut.meta["source"]),
+                        remedy=refusal.remedy,
+                    )
                 first = first or refusal
         assert first is not None
         raise first
@@ -267,8 +293,14 @@ class Lifter:
             for part in parts:
                 if is_const(part, "nan"):  # type: ignore[arg-type]
                     raise Refused(f"output row {t} is never written", source=str(cut.meta["source"]))
-        routed = [[p for p in parts if any(parameter_of(x).args[0] in self.experts for x in self.leaves(p))] for parts in summands]
-        rest = [[p for p in parts if p not in mine] for parts, mine in zip(summands, map(set, routed), strict=True)]
+        routed = [
+            [p for p in parts if any(parameter_of(x).args[0] in self.experts for x in self.leaves(p))]
+            for parts in summands
+        ]
+        rest = [
+            [p for p in parts if p not in mine]
+            for parts, mine in zip(summands, map(set, routed), strict=True)
+        ]
 
         if not any(routed):
             raise Refused("no expert's result reaches this sum", source=str(cut.meta["source"]))
@@ -287,7 +319,9 @@ class Lifter:
                 taken[t, k] = True
                 instances[self._skeleton(part)].append((t, k, part))
         self._place_keyless(rest, ids, taken, instances)
-        self.lookup.dropped = [(int(t), int(k), int(ids[t, k])) for t, k in zip(*np.nonzero(~taken), strict=True)]
+        self.lookup.dropped = [
+            (int(t), int(k), int(ids[t, k])) for t, k in zip(*np.nonzero(~taken), strict=True)
+        ]
         groups = [self._group(members, ids) for members in instances.values()]
         if not any(g.has_matrices for g in groups):
             raise Refused(
@@ -297,7 +331,9 @@ class Lifter:
         owners = Counter(e for g in groups for e in g.ids)
         clash = [e for e, n in owners.items() if n > 1]
         if clash:
-            raise Refused(f"expert {clash[0]} does not always compute the same function", source=str(cut.meta["source"]))
+            raise Refused(
+                f"expert {clash[0]} does not always compute the same function", source=str(cut.meta["source"])
+            )
         absorbed = {n for n in self.routed if n.meta["index"] <= cut.meta["index"]}
         return Lifted(self.capture, cut, tokens, K, index, ids, groups, shared, taken, absorbed)
 
@@ -318,7 +354,12 @@ class Lifter:
                 wide = [k for k, a in enumerate(items) if math.prod(a.shape) > 1]
                 if len(wide) == 1 and not (name == "div" and wide[0] == 1):
                     inner = self._flatten(items[wide[0]])
-                    return [self.T.pw(name, *[p if k == wide[0] else a for k, a in enumerate(items)], **dict(kwargs)) for p in inner]
+                    return [
+                        self.T.pw(
+                            name, *[p if k == wide[0] else a for k, a in enumerate(items)], **dict(kwargs)
+                        )
+                        for p in inner
+                    ]
         return [] if is_const(t, 0) else [t]
 
     def _experts_in(self, t: Term) -> frozenset[Any]:
@@ -368,30 +409,49 @@ class Lifter:
         mine = {Place.of(x) for x in self.leaves(t) if parameter_of(x).args[0] in self.experts}
         return tuple(sorted(mine, key=str))
 
-    def _explain(self, cut: fx.Node, tokens: tuple[int, ...], routed: list[list[Term]]) -> tuple[Ref, np.ndarray, list[list[int]]]:
+    def _explain(
+        self, cut: fx.Node, tokens: tuple[int, ...], routed: list[list[Term]]
+    ) -> tuple[Ref, np.ndarray, list[list[int]]]:
         """The integer node that says which experts each token used, and the slot of each summand."""
         keys = [[self._key(p) for p in parts] for parts in routed]
         natural: dict[tuple[Place, ...], int] = {}
         for key in {k for row in keys for k in row}:
             natural[key] = next(iter(self._natural(key)), -1)
         widest = max(len(row) for row in keys)
-        if self.like is not None and -1 not in natural.values() and (same := self._as_before(keys, natural, tokens)) is not None:
+        if (
+            self.like is not None
+            and -1 not in natural.values()
+            and (same := self._as_before(keys, natural, tokens)) is not None
+        ):
             return same
         candidates = []
         for n in self.capture.nodes:
             val = n.meta.get("val")
-            if n in self.routed or not isinstance(val, torch.Tensor) or isinstance(val, FakeTensor) or val.dtype in (torch.bool, torch.uint8):
+            if (
+                n in self.routed
+                or not isinstance(val, torch.Tensor)
+                or isinstance(val, FakeTensor)
+                or val.dtype in (torch.bool, torch.uint8)
+            ):
                 continue
             for axes, flat in _aligned(val, tokens):
                 width = flat.shape[1]
                 if width <= _MOST_SLOTS:
-                    candidates.append(((width != widest, n in self.inside), n.meta["index"], Ref(n, axes), flat))
+                    candidates.append(
+                        ((width != widest, n in self.inside), n.meta["index"], Ref(n, axes), flat)
+                    )
         for by_name in (True, False):
             for _, _, ref, flat in sorted(candidates, key=lambda c: c[:2]):
                 if flat.shape[1] < widest:
                     continue
                 ids = flat.numpy()
-                names = natural if by_name and -1 not in natural.values() else None if by_name else _consistent(keys, ids)
+                names = (
+                    natural
+                    if by_name and -1 not in natural.values()
+                    else None
+                    if by_name
+                    else _consistent(keys, ids)
+                )
                 slots = _slots(keys, ids, names) if names else None
                 if slots is not None:
                     self.names = names
@@ -412,7 +472,9 @@ class Lifter:
             remedy="the experts of a token must follow from that token's own choice (token choice), not from the other tokens",
         )
 
-    def _as_before(self, keys: list[list[Any]], natural: dict[Any, int], tokens: tuple[int, ...]) -> tuple[Ref, np.ndarray, list[list[int]]] | None:
+    def _as_before(
+        self, keys: list[list[Any]], natural: dict[Any, int], tokens: tuple[int, ...]
+    ) -> tuple[Ref, np.ndarray, list[list[int]]] | None:
         """The nodes that chose the experts in the other capture, at the same places of this one."""
         assert self.like is not None
         T = math.prod(tokens)
@@ -427,7 +489,12 @@ class Lifter:
             at = ref.node.meta["index"]
             node = self.capture.nodes[at] if at < len(self.capture.nodes) else None
             val = node.meta.get("val") if node is not None else None
-            if node is None or node.target != ref.node.target or not isinstance(val, torch.Tensor) or isinstance(val, FakeTensor):
+            if (
+                node is None
+                or node.target != ref.node.target
+                or not isinstance(val, torch.Tensor)
+                or isinstance(val, FakeTensor)
+            ):
                 return None
             if "m" in ref.axes:
                 return Ref(node, ref.axes), np.tile(np.arange(val.shape[-1]), (T, 1))
@@ -441,12 +508,18 @@ class Lifter:
         self.names = natural
         return found[0], found[1], slots
 
-    def _columns(self, keys: list[list[Any]], natural: dict[Any, int], widest: int, candidates: list) -> tuple[Ref, np.ndarray, list[list[int]]] | None:
+    def _columns(
+        self, keys: list[list[Any]], natural: dict[Any, int], widest: int, candidates: list
+    ) -> tuple[Ref, np.ndarray, list[list[int]]] | None:
         """Several integer nodes with one choice each, such as a first and a second argmax."""
         if -1 in natural.values() or widest < 2:
             return None
         wanted = [{natural[k] for k in row} for row in keys]
-        single = [(ref, flat.numpy()) for _, _, ref, flat in sorted(candidates, key=lambda c: c[1]) if flat.shape[1] == 1]
+        single = [
+            (ref, flat.numpy())
+            for _, _, ref, flat in sorted(candidates, key=lambda c: c[1])
+            if flat.shape[1] == 1
+        ]
         covering = []
         for ref, ids in single:
             hits = sum(int(i) in w for i, w in zip(ids[:, 0], wanted, strict=True))
@@ -461,22 +534,39 @@ class Lifter:
                 return Ref(columns[0].node, ("t", "k"), columns), ids, slots
         return None
 
-    def _mask(self, keys: list[list[Any]], natural: dict[Any, int], tokens: tuple[int, ...]) -> tuple[Ref, np.ndarray, list[list[int]]] | None:
+    def _mask(
+        self, keys: list[list[Any]], natural: dict[Any, int], tokens: tuple[int, ...]
+    ) -> tuple[Ref, np.ndarray, list[list[int]]] | None:
         """A mask of the chosen experts (a threshold, say): every expert is a slot, and most are dropped."""
         if -1 in natural.values():
             return None
         T, lowest = math.prod(tokens), max(natural.values()) + 1
         for n in self.capture.nodes:
             val = n.meta.get("val")
-            if n in self.routed or not isinstance(val, torch.Tensor) or isinstance(val, FakeTensor) or val.dtype != torch.bool:
+            if (
+                n in self.routed
+                or not isinstance(val, torch.Tensor)
+                or isinstance(val, FakeTensor)
+                or val.dtype != torch.bool
+            ):
                 continue
-            if tuple(val.shape[:-1]) not in (tokens, (T,)) or not lowest <= val.shape[-1] <= _MOST_EXPERTS_OF_A_MASK:
+            if (
+                tuple(val.shape[:-1]) not in (tokens, (T,))
+                or not lowest <= val.shape[-1] <= _MOST_EXPERTS_OF_A_MASK
+            ):
                 continue
             chosen = val.reshape(T, -1).numpy()
-            if all(set(np.flatnonzero(c)) == {natural[k] for k in row} for c, row in zip(chosen, keys, strict=True)):
+            if all(
+                set(np.flatnonzero(c)) == {natural[k] for k in row}
+                for c, row in zip(chosen, keys, strict=True)
+            ):
                 self.names = natural
                 ids = np.tile(np.arange(val.shape[-1]), (T, 1))
-                return Ref(n, ("t",) * (val.dim() - 1) + ("m",)), ids, [[natural[k] for k in row] for row in keys]
+                return (
+                    Ref(n, ("t",) * (val.dim() - 1) + ("m",)),
+                    ids,
+                    [[natural[k] for k in row] for row in keys],
+                )
         return None
 
     def _feeding(self, cut: fx.Node) -> list[fx.Node]:
@@ -491,7 +581,11 @@ class Lifter:
         return [
             n
             for n in self.capture.nodes
-            if n in seen and n not in self.routed and isinstance(n.meta.get("val"), FakeTensor) and n.op != "get_attr" and not n.meta.get("known")
+            if n in seen
+            and n not in self.routed
+            and isinstance(n.meta.get("val"), FakeTensor)
+            and n.op != "get_attr"
+            and not n.meta.get("known")
         ]
 
     def _shared(self, rest: list[list[Term]]) -> tuple[list[Ref], list[list[Term]]]:
@@ -514,15 +608,21 @@ class Lifter:
                 break
         return refs, rest
 
-    def _place_keyless(self, rest: list[list[Term]], ids: np.ndarray, taken: np.ndarray, instances: dict) -> None:
+    def _place_keyless(
+        self, rest: list[list[Term]], ids: np.ndarray, taken: np.ndarray, instances: dict
+    ) -> None:
         """Summands without parameters (identity experts): the slots that are left, told apart by their weights."""
         for t, parts in enumerate(rest):
-            for part in [p for part in parts for p in self._by_weight(part)]:
+            for part in [summand for whole in parts for summand in self._by_weight(whole)]:
                 free = [k for k in range(ids.shape[1]) if not taken[t, k]]
                 scalars = {a for a in part.terms if math.prod(a.shape) == 1}
-                fits = [k for k in free if any(self.lookup.value_at(t, k, int(ids[t, k]), s) for s in scalars)] or (free if len(free) == 1 else [])
+                fits = [
+                    k for k in free if any(self.lookup.value_at(t, k, int(ids[t, k]), s) for s in scalars)
+                ] or (free if len(free) == 1 else [])
                 if not fits:
-                    raise Refused(f"a part of the output is neither an expert's nor the same for all tokens: {show(part, 3)}")
+                    raise Refused(
+                        f"a part of the output is neither an expert's nor the same for all tokens: {show(part, 3)}"
+                    )
                 taken[t, fits[0]] = True
                 instances[self._skeleton(part)].append((t, fits[0], part))
 
@@ -532,7 +632,13 @@ class Lifter:
             a, b = t.args[2:]
             wide, scalar = (a, b) if math.prod(b.shape) == 1 else (b, a)
             if scalar.op == "pw" and scalar.args[0] == "add" and not any(self.lookup.holds(scalar)):
-                return [p for s in scalar.args[2:] for p in self._by_weight(self.T.pw("mul", wide, s) if wide is a else self.T.pw("mul", s, wide))]
+                return [
+                    p
+                    for s in scalar.args[2:]
+                    for p in self._by_weight(
+                        self.T.pw("mul", wide, s) if wide is a else self.T.pw("mul", s, wide)
+                    )
+                ]
         return [t]
 
     # ------------------------------------------------------------------ anti-unification
@@ -552,7 +658,9 @@ class Lifter:
         same = all(t is first for t in terms)
         if first.op == "const" and same:
             return Body("const", (number(first),), first.shape)
-        if all(is_parameter(t) for t in terms) and (any(parameter_of(t).args[0] in self.experts for t in terms) or same):
+        if all(is_parameter(t) for t in terms) and (
+            any(parameter_of(t).args[0] in self.experts for t in terms) or same
+        ):
             body = self._table(where, terms, same)
         elif (ref := self.lookup.find(where, terms)) is not None:
             body = self._value(ref, first)
@@ -603,9 +711,14 @@ class Lifter:
         for (_, _, e), t in zip(where, terms, strict=True):
             place = Place.of(t)
             if table.setdefault(e, place) != place:
-                raise Refused(f"expert {e} uses {place} for one token and {table[e]} for another", culprits=(place.fqn,))
+                raise Refused(
+                    f"expert {e} uses {place} for one token and {table[e]} for another", culprits=(place.fqn,)
+                )
             if t.shape != shape:
-                raise Refused("experts have parameters of different shapes", culprits=(str(place), str(next(iter(table.values())))))
+                raise Refused(
+                    "experts have parameters of different shapes",
+                    culprits=(str(place), str(next(iter(table.values())))),
+                )
         if table not in self.tables:
             self.tables.append(table)
         return Body("expert", (self.tables.index(table),), shape)
@@ -618,8 +731,14 @@ class Lifter:
         if node.op == "node":
             fx_node = node.args[0]
             name = getattr(fx_node.target, "__name__", str(fx_node.target))
-            if fx_node in self.routed or torch.Tag.nondeterministic_seeded in getattr(fx_node.target, "tags", ()):
-                return Refused(f"the experts' computation goes through {name}, which is not row by row", culprits=(name,), source=str(fx_node.meta["source"]))
+            if fx_node in self.routed or torch.Tag.nondeterministic_seeded in getattr(
+                fx_node.target, "tags", ()
+            ):
+                return Refused(
+                    f"the experts' computation goes through {name}, which is not row by row",
+                    culprits=(name,),
+                    source=str(fx_node.meta["source"]),
+                )
         return Refused(f"an output row depends on something else than its own input row: {show(t, 3)}")
 
 
@@ -691,7 +810,9 @@ def _consistent(keys: list[list[Any]], ids: np.ndarray) -> dict[Any, int] | None
 class _Lookup:
     """Finds the node whose elements are given terms: weights and input rows are recognised by what they are."""
 
-    def __init__(self, lifter: Lifter, nodes: list[fx.Node], tokens: tuple[int, ...], slots: int, experts: int):
+    def __init__(
+        self, lifter: Lifter, nodes: list[fx.Node], tokens: tuple[int, ...], slots: int, experts: int
+    ):
         self.lifter, self.tokens, self.slots, self.experts = lifter, tokens, slots, experts
         self.T = math.prod(tokens)
         self.dropped: list[tuple[int, int, int]] = []
@@ -752,7 +873,9 @@ class _Lookup:
                 out |= {r for t in range(self.T) if (r := self.element(ref, t, 0, 0)) is not None}
         return out
 
-    def find(self, where: list[tuple[int, int, int]], terms: list[Term], slots: bool = True, wide: bool = False) -> Ref | None:
+    def find(
+        self, where: list[tuple[int, int, int]], terms: list[Term], slots: bool = True, wide: bool = False
+    ) -> Ref | None:
         """The node (and reading) whose element at every place is the given term. A value that is not a scalar must
         be one per token, unless `wide`."""
         at = where[0]
@@ -779,7 +902,9 @@ class _Lookup:
 
     def _zero_where_dropped(self, ref: Ref) -> bool:
         """Whether a weight says itself which slots count."""
-        return all((found := self.element(ref, *place)) is None or is_const(found, 0) for place in self.dropped)
+        return all(
+            (found := self.element(ref, *place)) is None or is_const(found, 0) for place in self.dropped
+        )
 
     def _columns(self, where: list[tuple[int, int, int]], terms: list[Term]) -> Ref | None:
         """One node for each slot."""
@@ -791,7 +916,11 @@ class _Lookup:
             first, wanted = mine[0]
             found = None
             for _, _, ref in self.readings:
-                if {"k", "tk", "kt"} & set(ref.axes) or "t" not in ref.axes or self.element(ref, *first) is not wanted:
+                if (
+                    {"k", "tk", "kt"} & set(ref.axes)
+                    or "t" not in ref.axes
+                    or self.element(ref, *first) is not wanted
+                ):
                     continue
                 if all(self.element(ref, *place) is term for place, term in mine):
                     found = ref
@@ -806,4 +935,8 @@ class _Lookup:
         return [ref for table in self._tables.values() for ref in table.get(term, ())]
 
     def value_at(self, t: int, k: int, e: int, term: Term) -> bool:
-        return any(self.element(ref, t, k, e) is term for _, _, ref in self.readings if "k" in ref.axes or "e" in ref.axes)
+        return any(
+            self.element(ref, t, k, e) is term
+            for _, _, ref in self.readings
+            if "k" in ref.axes or "e" in ref.axes
+        )

@@ -23,7 +23,10 @@ def pick(T: Terms, t: Term, axis: int, i: int) -> Term:
         case "ein":
             inputs, output, *operands = t.args
             label = output[axis]
-            operands = [T.pick(o, s.index(label), i) if label in s else o for s, o in zip(inputs, operands, strict=True)]
+            operands = [
+                T.pick(o, s.index(label), i) if label in s else o
+                for s, o in zip(inputs, operands, strict=True)
+            ]
             return T.ein([s.replace(label, "") for s in inputs], output.replace(label, ""), operands)
         case "permute":
             source = t.args[1][axis]
@@ -82,7 +85,19 @@ def _pick_elementwise(T: Terms, t: Term, axis: int, i: int) -> Term:
     return T.expand(T.pw(name, *picked, **dict(kwargs)), shape)
 
 
-_ORDER = {"const": 0, "array": 0, "param": 1, "node": 1, "put": 2, "reshape": 2, "expand": 2, "permute": 2, "index": 3, "sum": 4, "pw": 5}
+_ORDER = {
+    "const": 0,
+    "array": 0,
+    "param": 1,
+    "node": 1,
+    "put": 2,
+    "reshape": 2,
+    "expand": 2,
+    "permute": 2,
+    "index": 3,
+    "sum": 4,
+    "pw": 5,
+}
 
 
 def _weight(t: Term) -> tuple[int, int]:
@@ -237,18 +252,28 @@ def _structure(T: Terms, t: Term) -> set[int]:
             return set(structure(T, t.args[0]))
         case "cat":
             dim, *pieces = t.args
-            return {dim}.union(*[structure(T, p) for p in pieces]) if all(p.shape[dim] == 1 for p in pieces) else set().union(*[structure(T, p) for p in pieces])
+            return (
+                {dim}.union(*[structure(T, p) for p in pieces])
+                if all(p.shape[dim] == 1 for p in pieces)
+                else set().union(*[structure(T, p) for p in pieces])
+            )
         case "reshape":
             inner = structure(T, t.args[0])
             if not inner:
                 return set()
-            return {d for d, n in enumerate(t.shape) if n > 1 and inner & set(reshape_group(t.args[0].shape, t.shape, d)[0])}
+            return {
+                d
+                for d, n in enumerate(t.shape)
+                if n > 1 and inner & set(reshape_group(t.args[0].shape, t.shape, d)[0])
+            }
         case "index":
             inner, dims, indices, position = t.args
             width = indices.value.ndim - 1
             rest = [d for d in range(len(inner.shape)) if d not in dims]
             out = {position + k for k in range(width)}
-            return out | {r if r < position else r + width for r, d in enumerate(rest) if d in structure(T, inner)}
+            return out | {
+                r if r < position else r + width for r, d in enumerate(rest) if d in structure(T, inner)
+            }
         case "put":
             base, dims, _, values, _ = t.args
             rest = [d for d in range(len(base.shape)) if d not in dims]
@@ -277,7 +302,10 @@ def resolve(T: Terms, t: Term) -> Term:
         case "pw":
             name, kwargs, *items = t.args
             resolved: list = list(items)
-            for k in sorted((k for k, a in enumerate(items) if isinstance(a, Term)), key=lambda k: math.prod(items[k].shape)):
+            for k in sorted(
+                (k for k, a in enumerate(items) if isinstance(a, Term)),
+                key=lambda k: math.prod(items[k].shape),
+            ):
                 resolved[k] = T.resolve(items[k])
                 if name == "mul" and is_const(resolved[k], 0):
                     return T.const(0, t.shape)
@@ -323,9 +351,7 @@ def _resolve_ein(T: Terms, t: Term) -> Term:
                 return _expand_label(T, t, s[d])
         if o.op == "cat" and s[o.args[0]] not in output:
             return _split_label(T, t, s[o.args[0]], [p.shape[o.args[0]] for p in o.args[1:]])
-    resolved = [T.resolve(o) for o in operands]
-    again = T.ein(inputs, output, resolved)
-    return again if again is t or again.op != "ein" else again
+    return T.ein(inputs, output, [T.resolve(o) for o in operands])
 
 
 def _expand_label(T: Terms, t: Term, label: str) -> Term:
@@ -350,7 +376,10 @@ def _split_label(T: Terms, t: Term, label: str, sizes: list[int]) -> Term:
     inputs, output, *operands = t.args
     total, start = T.const(0, t.shape), 0
     for n in sizes:
-        parts = [T.slice(o, s.index(label), start, start + n) if label in s else o for s, o in zip(inputs, operands, strict=True)]
+        parts = [
+            T.slice(o, s.index(label), start, start + n) if label in s else o
+            for s, o in zip(inputs, operands, strict=True)
+        ]
         total = T.pw("add", total, T.resolve(T.ein(inputs, output, parts)))
         start += n
     return total

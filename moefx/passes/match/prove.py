@@ -93,11 +93,15 @@ class Prover:
         self.experts: set[str] | None = None
         self.extra_guards: list[SizeGuard] = []
 
-    def capture(self, routing: Routing, sizes: dict[str, int], flips: Mapping[Source, bool | float] | None = None) -> Capture:
+    def capture(
+        self, routing: Routing, sizes: dict[str, int], flips: Mapping[Source, bool | float] | None = None
+    ) -> Capture:
         args, kwargs = self.arguments.at(sizes, seed=routing.seed)
         return capture(self.block, args, kwargs, routing, flips=flips, dims=sizes)
 
-    def lift(self, routing: Routing, sizes: dict[str, int], flips: Mapping[Source, bool | float] | None = None) -> Lifted:
+    def lift(
+        self, routing: Routing, sizes: dict[str, int], flips: Mapping[Source, bool | float] | None = None
+    ) -> Lifted:
         taken = self.capture(routing, sizes, flips)
         lifter = Lifter(self.block, taken, self.lifted[0] if self.lifted else None)
         lifted = lifter.lift(self.experts)
@@ -118,11 +122,25 @@ class Prover:
         self._other_sizes()
         self.lifted, self.sizes = self._complete()
         for group, merged in enumerate(groups):
-            merged.values = [list(refs) for refs in zip(*[lifted.groups[group].values for lifted in self.lifted], strict=True)]
+            merged.values = [
+                list(refs)
+                for refs in zip(*[lifted.groups[group].values for lifted in self.lifted], strict=True)
+            ]
         keep = self._keep_mask()
         guards = list(dict.fromkeys([*self._guards(), *self.extra_guards]))
         modes = set().union(*[lifted.capture.modes_read for lifted in self.lifted])
-        return Match(self.block, self.arguments, self.lifted, self.sizes, groups, self.num_experts, keep, guards, modes, self.capture)
+        return Match(
+            self.block,
+            self.arguments,
+            self.lifted,
+            self.sizes,
+            groups,
+            self.num_experts,
+            keep,
+            guards,
+            modes,
+            self.capture,
+        )
 
     def _add(self, lifted: Lifted, sizes: dict[str, int]) -> None:
         self.lifted.append(lifted)
@@ -205,7 +223,10 @@ class Prover:
                 for lifted in self.lifted:
                     for e, place in lifted.groups[g].tables[j].items():
                         if merged.setdefault(e, place) != place:
-                            raise Refused(f"expert {e} uses {place} under one routing and {merged[e]} under another", culprits=(place.fqn,))
+                            raise Refused(
+                                f"expert {e} uses {place} under one routing and {merged[e]} under another",
+                                culprits=(place.fqn,),
+                            )
                 tables.append([merged[e] for e in ids])
             out.append(Expert(ids, first.body, tables, []))
         owners = [e for group in out for e in group.ids]
@@ -224,7 +245,13 @@ class Prover:
                 seen = outcomes.setdefault(read.source, set())
                 seen |= {True, False} if ranges and ranges.decided(read.node) else {read.value}
         for source, seen in outcomes.items():
-            others: list[Any] = [1e30, -1e30, 0.0] if any(type(v) is float for v in seen) else [not v for v in seen] if len(seen) == 1 else []
+            others: list[Any] = (
+                [1e30, -1e30, 0.0]
+                if any(type(v) is float for v in seen)
+                else [not v for v in seen]
+                if len(seen) == 1
+                else []
+            )
             for value in others:
                 try:
                     flipped = self.lift(Routing("diverse", 0), self.sizes[0], {source: value})
@@ -242,7 +269,10 @@ class Prover:
     def _other_sizes(self) -> None:
         """One token, and many: sizes at which code often takes another way."""
         dims = self.arguments.dims
-        for sizes in ({d: 1 for d in dims}, self.arguments.choose(3 * max(29, self.hint // 4), 2) if self.hint <= 64 else None):
+        for sizes in (
+            {d: 1 for d in dims},
+            self.arguments.choose(3 * max(29, self.hint // 4), 2) if self.hint <= 64 else None,
+        ):
             if sizes is None or not all(g.holds(sizes) for g in self._guards()):
                 continue
             try:
@@ -293,15 +323,20 @@ def _same_form(a: Lifted, b: Lifted) -> None:
     its groups are put into the order of `a`'s."""
     where = str(a.cut.meta["source"])
     if a.slots != b.slots:
-        raise Refused(f"the number of slots per token depends on routing or size: {a.slots} and {b.slots}", source=where)
+        raise Refused(
+            f"the number of slots per token depends on routing or size: {a.slots} and {b.slots}", source=where
+        )
     if a.index.form != b.index.form or len(a.shared) != len(b.shared):
-        raise Refused("which experts are chosen, or what is added for all tokens, depends on the routing", source=where)
+        raise Refused(
+            "which experts are chosen, or what is added for all tokens, depends on the routing", source=where
+        )
     by_form = {(g.body, tuple(v.form for v in g.values)): g for g in b.groups}
     ordered = [by_form.pop((g.body, tuple(v.form for v in g.values)), None) for g in a.groups]
     if by_form:
         raise Refused("experts compute different functions under different routings", source=where)
     b.groups[:] = [
-        h if h is not None else dataclasses.replace(g, ids=[], tables=[{} for _ in g.tables], values=[]) for g, h in zip(a.groups, ordered, strict=True)
+        h if h is not None else dataclasses.replace(g, ids=[], tables=[{} for _ in g.tables], values=[])
+        for g, h in zip(a.groups, ordered, strict=True)
     ]
 
 
@@ -317,12 +352,19 @@ def _explained_by_weights(lifted: Lifted) -> bool:
         if {"tk", "kt", "m"} & set(ref.axes):
             return False
         it = iter(np.unravel_index(t, lifted.tokens) if ref.axes.count("t") > 1 else (t,))
-        where = {a: k if x == "k" else int(lifted.ids[t, k]) if x == "e" else int(next(it)) for a, x in enumerate(ref.axes)}
+        where = {
+            a: k if x == "k" else int(lifted.ids[t, k]) if x == "e" else int(next(it))
+            for a, x in enumerate(ref.axes)
+        }
         term = S.term(ref.node)
-        return all(0 <= i < term.shape[a] for a, i in where.items()) and is_const(T.resolve(T.picks(term, where)), 0)
+        return all(0 <= i < term.shape[a] for a, i in where.items()) and is_const(
+            T.resolve(T.picks(term, where)), 0
+        )
 
     dropped = [(int(t), int(k)) for t, k in zip(*np.nonzero(~lifted.kept), strict=True)]
-    scalars = [ref for group in lifted.groups for i, ref in enumerate(group.values) if _is_scalar(group.body, i)]
+    scalars = [
+        ref for group in lifted.groups for i, ref in enumerate(group.values) if _is_scalar(group.body, i)
+    ]
     return any(all(is_zero(ref, t, k) for t, k in dropped) for ref in scalars)
 
 
@@ -335,7 +377,11 @@ def _mask_candidates(lifted: Lifted) -> list[Ref]:
     out = []
     for n in lifted.capture.nodes:
         val = n.meta.get("val")
-        if n in lifted.absorbed or n.meta["index"] >= lifted.cut.meta["index"] or not isinstance(val, torch.Tensor):
+        if (
+            n in lifted.absorbed
+            or n.meta["index"] >= lifted.cut.meta["index"]
+            or not isinstance(val, torch.Tensor)
+        ):
             continue
         if isinstance(val, FakeTensor):
             if not n.meta.get("known") or val.numel() > 1 << 20:
@@ -345,7 +391,11 @@ def _mask_candidates(lifted: Lifted) -> list[Ref]:
             if flat.shape == lifted.kept.shape and bool((flat.bool().numpy() == lifted.kept).all()):
                 out.append(Ref(n, axes))
         lead = tuple(val.shape[:-1])
-        if lead in (lifted.tokens, (lifted.kept.shape[0],)) and val.shape[-1] > lifted.ids.max() and lifted.ids.min() >= 0:
+        if (
+            lead in (lifted.tokens, (lifted.kept.shape[0],))
+            and val.shape[-1] > lifted.ids.max()
+            and lifted.ids.min() >= 0
+        ):
             flat = (val != 0).reshape(lifted.kept.shape[0], -1).numpy()
             if (np.take_along_axis(flat, lifted.ids, 1) == lifted.kept).all():
                 out.append(Ref(n, ("t",) * len(lead) + ("e",)))
@@ -363,7 +413,11 @@ def deep(fn: Callable[[], R]) -> R:
     """Run `fn` with room for the recursion that a chain of hundreds of experts needs."""
     result: list[Any] = []
     # autocast is a state of the thread; a proof is always about the differentiable code
-    autocast = {"device_type": "cpu", "dtype": torch.get_autocast_dtype("cpu"), "enabled": torch.is_autocast_enabled("cpu")}
+    autocast = {
+        "device_type": "cpu",
+        "dtype": torch.get_autocast_dtype("cpu"),
+        "enabled": torch.is_autocast_enabled("cpu"),
+    }
 
     def run() -> None:
         try:

@@ -23,7 +23,22 @@ _MOVES = {
     "view", "_unsafe_view", "reshape", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "select", "slice", "clone", "alias",
     "detach", "_to_copy", "cat", "stack", "index_select", "flip", "repeat",
 }  # fmt: skip
-_MONOTONE = {"add", "sum", "mul", "clamp", "maximum", "minimum", "bitwise_or", "bitwise_and", "logical_and", "logical_or", "any", "cumsum", "amax", "max"}
+_MONOTONE = {
+    "add",
+    "sum",
+    "mul",
+    "clamp",
+    "maximum",
+    "minimum",
+    "bitwise_or",
+    "bitwise_and",
+    "logical_and",
+    "logical_or",
+    "any",
+    "cumsum",
+    "amax",
+    "max",
+}
 _COMPARE = ("eq", "ne", "lt", "le", "gt", "ge", "greater")
 
 
@@ -60,7 +75,9 @@ class Ranges:
             return None
         if name in ("argmax", "argmin", "argsort"):
             source = node.args[0].meta["val"]  # type: ignore[union-attr]
-            dim = node.kwargs.get("dim", next((a for a in node.args[1:] if type(a) is int), -1 if name == "argsort" else None))
+            dim = node.kwargs.get(
+                "dim", next((a for a in node.args[1:] if type(a) is int), -1 if name == "argsort" else None)
+            )
             return _uniform(0, (source.numel() if dim is None else source.shape[dim]) - 1, val)
         if name == "nonzero":
             return self._nonzero(node, val)
@@ -79,7 +96,9 @@ class Ranges:
                 array = self._known[n][side]  # type: ignore[index]
                 return torch.from_numpy(np.array(np.broadcast_to(array, tuple(n.meta["val"].shape))))
 
-            return fx.node.map_arg((node.args, {k: v for k, v in node.kwargs.items() if k != "device"}), value)
+            return fx.node.map_arg(
+                (node.args, {k: v for k, v in node.kwargs.items() if k != "device"}), value
+            )
 
         try:
             if name in _MOVES or (name in _MONOTONE and not _negative(node)):
@@ -93,7 +112,11 @@ class Ranges:
                 a, b = (self._pair(x) for x in node.args[:2])
                 return _compare(name, a, b)
             if name == "index":
-                return _uniform(int(self._known[node.args[0]][0].min(initial=0)), int(self._known[node.args[0]][1].max(initial=0)), val)  # type: ignore[index]
+                return _uniform(
+                    int(self._known[node.args[0]][0].min(initial=0)),
+                    int(self._known[node.args[0]][1].max(initial=0)),
+                    val,
+                )  # type: ignore[index]
             if name in ("logical_not", "bitwise_not") and val.dtype == torch.bool:
                 lo, hi = self._known[node.args[0]]  # type: ignore[index, misc]
                 return 1 - hi, 1 - lo
@@ -125,7 +148,9 @@ class Ranges:
         if found is None or under is None or not isinstance(value, (int, bool)):
             return None
         lo, hi = (np.broadcast_to(x, tuple(val.shape)).copy() for x in under)
-        positions = np.arange(val.shape[dim]).reshape([-1 if d == dim % val.dim() else 1 for d in range(val.dim())])  # type: ignore[operator]
+        positions = np.arange(val.shape[dim]).reshape(
+            [-1 if d == dim % val.dim() else 1 for d in range(val.dim())]
+        )  # type: ignore[operator]
         inside = (positions >= found[0].min(initial=0)) & (positions <= found[1].max(initial=0))
         inside = np.broadcast_to(inside, lo.shape)
         return np.where(inside, np.minimum(lo, value), lo), np.where(inside, np.maximum(hi, value), hi)
@@ -141,7 +166,9 @@ def _uniform(lo: int, hi: int, val: torch.Tensor) -> Range:
 
 
 def _negative(node: fx.Node) -> bool:
-    return any(isinstance(a, (int, float)) and a < 0 for a in node.args) or bool(node.kwargs.get("alpha", 1) != 1)
+    return any(isinstance(a, (int, float)) and a < 0 for a in node.args) or bool(
+        node.kwargs.get("alpha", 1) != 1
+    )
 
 
 def _compare(name: str, a: Range, b: Range) -> Range:

@@ -157,7 +157,9 @@ def _as_term(S: Semantics, a: Any) -> Term:
 
 # ---------------------------------------------------------------------- elementwise
 @rule("add", "sub", "rsub", "mul", "div", "true_divide")
-def _arithmetic(S: Semantics, n: fx.Node, a: Any, b: Any, *, alpha: float = 1, rounding_mode: str | None = None) -> Term | None:
+def _arithmetic(
+    S: Semantics, n: fx.Node, a: Any, b: Any, *, alpha: float = 1, rounding_mode: str | None = None
+) -> Term | None:
     if rounding_mode is not None:
         return None
     name = _name(n)
@@ -254,7 +256,15 @@ def _expand(S: Semantics, n: fx.Node, a: Term, *_: Any, **kw: Any) -> Term:
 
 
 @rule("slice")
-def _slice(S: Semantics, n: fx.Node, a: Term, dim: int = 0, start: int | None = None, stop: int | None = None, step: int = 1) -> Term:
+def _slice(
+    S: Semantics,
+    n: fx.Node,
+    a: Term,
+    dim: int = 0,
+    start: int | None = None,
+    stop: int | None = None,
+    step: int = 1,
+) -> Term:
     return S.T.slice(a, dim, start, stop, step)
 
 
@@ -303,7 +313,9 @@ def _repeat(S: Semantics, n: fx.Node, a: Term, times: list[int]) -> Term:
 
 
 @rule("repeat_interleave")
-def _repeat_interleave(S: Semantics, n: fx.Node, a: Term, times: Any, dim: int | None = None, **kw: Any) -> Term:
+def _repeat_interleave(
+    S: Semantics, n: fx.Node, a: Term, times: Any, dim: int | None = None, **kw: Any
+) -> Term:
     if dim is None:
         a, dim = S.T.reshape(a, (math.prod(a.shape),)), 0
     counts = S.numbers(n.args[1]) if isinstance(n.args[1], fx.Node) else times
@@ -358,7 +370,9 @@ def _take(S: Semantics, n: fx.Node, a: Term, _: Any) -> Term:
 
 def _routed_axes(indices: np.ndarray, dim: int) -> list[int]:
     """`dim` and the axes along which an index tensor varies; along the others it was merely expanded."""
-    varies = [d for d in range(indices.ndim) if indices.shape[d] > 1 and not (indices == indices.take([0], d)).all()]
+    varies = [
+        d for d in range(indices.ndim) if indices.shape[d] > 1 and not (indices == indices.take([0], d)).all()
+    ]
     return sorted({dim, *varies})
 
 
@@ -378,7 +392,9 @@ def gather(T: Terms, a: Term, dim: int, indices: np.ndarray) -> Term:
     return T.permute(out, [placed.index(d) for d in range(indices.ndim)])
 
 
-def scatter(T: Terms, base: Term, dim: int, indices: np.ndarray, source: Term, accumulate: bool) -> Term | None:
+def scatter(
+    T: Terms, base: Term, dim: int, indices: np.ndarray, source: Term, accumulate: bool
+) -> Term | None:
     if not base.shape:
         return None
     dim %= len(base.shape)
@@ -398,7 +414,17 @@ def scatter(T: Terms, base: Term, dim: int, indices: np.ndarray, source: Term, a
 
 
 @rule("scatter")
-def _scatter(S: Semantics, n: fx.Node, a: Term, dim: int, _: Any, source: Any = None, *, value: Any = None, reduce: Any = None) -> Term | None:
+def _scatter(
+    S: Semantics,
+    n: fx.Node,
+    a: Term,
+    dim: int,
+    _: Any,
+    source: Any = None,
+    *,
+    value: Any = None,
+    reduce: Any = None,
+) -> Term | None:
     if reduce not in (None, "add"):
         return None
     source = _as_term(S, value if source is None else source)
@@ -411,7 +437,17 @@ def _scatter_add(S: Semantics, n: fx.Node, a: Term, dim: int, _: Any, source: Te
 
 
 @rule("scatter_reduce")
-def _scatter_reduce(S: Semantics, n: fx.Node, a: Term, dim: int, _: Any, source: Term, reduce: str, *, include_self: bool = True) -> Term | None:
+def _scatter_reduce(
+    S: Semantics,
+    n: fx.Node,
+    a: Term,
+    dim: int,
+    _: Any,
+    source: Term,
+    reduce: str,
+    *,
+    include_self: bool = True,
+) -> Term | None:
     if reduce != "sum" or not include_self:
         return None
     return scatter(S.T, a, dim, S.numbers(n.args[2]), source, True)
@@ -430,7 +466,9 @@ def _index_add(S: Semantics, n: fx.Node, a: Term, dim: int, _: Any, source: Any,
 
 
 @rule("index_put", "_unsafe_index_put", "_index_put_impl")
-def _index_put(S: Semantics, n: fx.Node, a: Term, _: Any, values: Term, accumulate: bool = False, *rest: Any) -> Term | None:
+def _index_put(
+    S: Semantics, n: fx.Node, a: Term, _: Any, values: Term, accumulate: bool = False, *rest: Any
+) -> Term | None:
     nodes = n.args[1]
     dims = [d for d, i in enumerate(nodes) if i is not None]  # type: ignore[arg-type, union-attr]
     indices = np.stack(np.broadcast_arrays(*[S.numbers(nodes[d]) for d in dims]))  # type: ignore[index]
@@ -438,7 +476,11 @@ def _index_put(S: Semantics, n: fx.Node, a: Term, _: Any, values: Term, accumula
     width = indices.ndim - 1
     rest_shape = [m for d, m in enumerate(a.shape) if d not in dims]
     values = S.T.expand(values, (*rest_shape[:position], *indices.shape[1:], *rest_shape[position:]))
-    front = [*range(position, position + width), *range(position), *range(position + width, len(values.shape))]
+    front = [
+        *range(position, position + width),
+        *range(position),
+        *range(position + width, len(values.shape)),
+    ]
     values = S.T.reshape(S.T.permute(values, front), (math.prod(indices.shape[1:]), *rest_shape))
     return S.T.put(a, dims, indices.reshape(len(dims), -1), values, bool(accumulate))
 
@@ -450,7 +492,16 @@ def _select_scatter(S: Semantics, n: fx.Node, a: Term, b: Term, dim: int, i: int
 
 
 @rule("slice_scatter")
-def _slice_scatter(S: Semantics, n: fx.Node, a: Term, b: Term, dim: int = 0, start: int | None = None, stop: int | None = None, step: int = 1) -> Term:
+def _slice_scatter(
+    S: Semantics,
+    n: fx.Node,
+    a: Term,
+    b: Term,
+    dim: int = 0,
+    start: int | None = None,
+    stop: int | None = None,
+    step: int = 1,
+) -> Term:
     dim %= len(a.shape)
     where = np.arange(a.shape[dim])[start:stop:step]
     if len(where) == a.shape[dim]:
@@ -472,7 +523,16 @@ _LETTERS = "abcdefhijklmnopqrstuvw"
 
 
 @rule("linear")
-def _linear(S: Semantics, n: fx.Node, x: Term, w: Term, b: Term | None = None, *, bias: Term | None = None, weight: Term | None = None) -> Term:
+def _linear(
+    S: Semantics,
+    n: fx.Node,
+    x: Term,
+    w: Term,
+    b: Term | None = None,
+    *,
+    bias: Term | None = None,
+    weight: Term | None = None,
+) -> Term:
     b = bias if b is None else b
     x, w, b = _autocast(S, n, x, w, b)
     lead = _LETTERS[: len(x.shape) - 1]
@@ -487,7 +547,11 @@ def _autocast(S: Semantics, n: fx.Node, *operands: Term | None) -> list[Term | N
     flat = [a for a in torch.utils._pytree.tree_leaves((n.args, n.kwargs)) if isinstance(a, fx.Node)]
     for t, a in zip(operands, [*flat, *[None] * len(operands)], strict=False):
         old = a.meta["val"].dtype if a is not None else dtype
-        out.append(S.T.pw("cast", t, dtype=str(dtype).removeprefix("torch.")) if t is not None and old != dtype and old.is_floating_point else t)
+        out.append(
+            S.T.pw("cast", t, dtype=str(dtype).removeprefix("torch."))
+            if t is not None and old != dtype and old.is_floating_point
+            else t
+        )
     return out
 
 
@@ -497,8 +561,8 @@ def _matmul(S: Semantics, n: fx.Node, x: Term, w: Term, **kw: Any) -> Term | Non
     a, b = len(x.shape), len(w.shape)
     lead = max(a, b, 2) - 2
     batch = _LETTERS[:lead]
-    left = ("y" if a == 1 else batch[lead - (a - 2) :] + "xy")
-    right = ("y" if b == 1 else batch[lead - (b - 2) :] + "yz")
+    left = "y" if a == 1 else batch[lead - (a - 2) :] + "xy"
+    right = "y" if b == 1 else batch[lead - (b - 2) :] + "yz"
     for label in set(left) & set(right) & set(batch):
         if x.shape[left.index(label)] != w.shape[right.index(label)]:
             big = max(x.shape[left.index(label)], w.shape[right.index(label)])
@@ -508,8 +572,14 @@ def _matmul(S: Semantics, n: fx.Node, x: Term, w: Term, **kw: Any) -> Term | Non
 
 
 @rule("addmm", "baddbmm", "addmv")
-def _addmm(S: Semantics, n: fx.Node, bias: Term, x: Term, w: Term, *, beta: float = 1, alpha: float = 1) -> Term:
-    out = S.T.ein(["axy", "ayz"], "axz", [x, w]) if len(x.shape) == 3 else S.T.ein(["xy", "yz" if len(w.shape) > 1 else "y"], "xz" if len(w.shape) > 1 else "x", [x, w])
+def _addmm(
+    S: Semantics, n: fx.Node, bias: Term, x: Term, w: Term, *, beta: float = 1, alpha: float = 1
+) -> Term:
+    out = (
+        S.T.ein(["axy", "ayz"], "axz", [x, w])
+        if len(x.shape) == 3
+        else S.T.ein(["xy", "yz" if len(w.shape) > 1 else "y"], "xz" if len(w.shape) > 1 else "x", [x, w])
+    )
     if alpha != 1:
         out = S.T.pw("mul", out, S.T.const(alpha))
     if beta != 1:
@@ -518,10 +588,28 @@ def _addmm(S: Semantics, n: fx.Node, bias: Term, x: Term, w: Term, *, beta: floa
 
 
 @rule("convolution")
-def _convolution(S: Semantics, n: fx.Node, x: Term, w: Term, b: Term | None, stride: list, padding: list, dilation: list, transposed: bool, _: Any, groups: int) -> Term | None:
+def _convolution(
+    S: Semantics,
+    n: fx.Node,
+    x: Term,
+    w: Term,
+    b: Term | None,
+    stride: list,
+    padding: list,
+    dilation: list,
+    transposed: bool,
+    _: Any,
+    groups: int,
+) -> Term | None:
     """A kernel of size one is a product with a matrix (or, in groups, with one matrix each)."""
     space = len(w.shape) - 2
-    if transposed or math.prod(w.shape[2:]) != 1 or any(s != 1 for s in stride) or any(padding) or len(x.shape) != space + 2:
+    if (
+        transposed
+        or math.prod(w.shape[2:]) != 1
+        or any(s != 1 for s in stride)
+        or any(padding)
+        or len(x.shape) != space + 2
+    ):
         return None
     x, w, b = _autocast(S, n, x, w, b)  # type: ignore[assignment]
     at = _LETTERS[:space]
@@ -547,7 +635,10 @@ def _einsum(S: Semantics, n: fx.Node, equation: Any, *operands: Any) -> Term | N
     inputs = left.split(",")
     if "..." in equation:
         free = [x for x in "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz" if x not in equation]
-        widths = [len(t.shape) - len(s.replace("...", "")) if "..." in s else 0 for s, t in zip(inputs, terms, strict=True)]
+        widths = [
+            len(t.shape) - len(s.replace("...", "")) if "..." in s else 0
+            for s, t in zip(inputs, terms, strict=True)
+        ]
         dots = "".join(free[: max(widths)])
         inputs = [s.replace("...", dots[len(dots) - k :]) for s, k in zip(inputs, widths, strict=True)]
         out = out.replace("...", dots) if arrow else dots
@@ -565,7 +656,9 @@ def _einsum(S: Semantics, n: fx.Node, equation: Any, *operands: Any) -> Term | N
 
 
 @rule("_grouped_mm", "grouped_mm", "grouped_mm_fallback")
-def _grouped_mm(S: Semantics, n: fx.Node, x: Term, w: Term, offs: Any = None, bias: Any = None, *rest: Any, **kw: Any) -> Term | None:
+def _grouped_mm(
+    S: Semantics, n: fx.Node, x: Term, w: Term, offs: Any = None, bias: Any = None, *rest: Any, **kw: Any
+) -> Term | None:
     node = n.args[2] if len(n.args) > 2 else n.kwargs.get("offs")
     if node is None or bias is not None or len(x.shape) != 2 or len(w.shape) != 3:
         return None
@@ -591,7 +684,9 @@ def _kept(S: Semantics, n: fx.Node, out: Term) -> Term:
 
 
 @rule("sum")
-def _sum(S: Semantics, n: fx.Node, a: Term, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Term:
+def _sum(
+    S: Semantics, n: fx.Node, a: Term, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Term:
     old, new = n.args[0].meta["val"].dtype, n.meta["val"].dtype  # type: ignore[union-attr]
     if old != new and old.is_floating_point:
         a = S.T.pw("cast", a, dtype=str(new).removeprefix("torch."))
@@ -599,7 +694,9 @@ def _sum(S: Semantics, n: fx.Node, a: Term, dim: Any = None, keepdim: bool = Fal
 
 
 @rule("mean")
-def _mean(S: Semantics, n: fx.Node, a: Term, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Term:
+def _mean(
+    S: Semantics, n: fx.Node, a: Term, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Term:
     old, new = n.args[0].meta["val"].dtype, n.meta["val"].dtype  # type: ignore[union-attr]
     if old != new and old.is_floating_point:
         a = S.T.pw("cast", a, dtype=str(new).removeprefix("torch."))
@@ -618,19 +715,43 @@ def _scan(S: Semantics, n: fx.Node, a: Term, dim: int, **kw: Any) -> Term:
 
 
 @rule("amax", "amin", "logsumexp", "prod", "argmax")
-def _reduce(S: Semantics, n: fx.Node, a: Term, dim: Any = None, keepdim: bool = False, **kw: Any) -> Term | None:
+def _reduce(
+    S: Semantics, n: fx.Node, a: Term, dim: Any = None, keepdim: bool = False, **kw: Any
+) -> Term | None:
     if kw.get("dtype") is not None:
         return None
     return _kept(S, n, S.T.row(_name(n), _dims(a, dim), False, (), a))
 
 
 @rule("linalg_vector_norm")
-def _vector_norm(S: Semantics, n: fx.Node, a: Term, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Term | None:
-    return None if dtype is not None else _kept(S, n, S.T.row("linalg_vector_norm", _dims(a, dim), False, (ord,), a))
+def _vector_norm(
+    S: Semantics,
+    n: fx.Node,
+    a: Term,
+    ord: float = 2,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: Any = None,
+) -> Term | None:
+    return (
+        None
+        if dtype is not None
+        else _kept(S, n, S.T.row("linalg_vector_norm", _dims(a, dim), False, (ord,), a))
+    )
 
 
 @rule("var")
-def _var(S: Semantics, n: fx.Node, a: Term, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None) -> Term | None:
+def _var(
+    S: Semantics,
+    n: fx.Node,
+    a: Term,
+    dim: Any = None,
+    unbiased: Any = None,
+    keepdim: bool = False,
+    *,
+    correction: Any = None,
+) -> Term | None:
     if isinstance(unbiased, bool):
         correction = 1 if unbiased else 0
     return _kept(S, n, S.T.row("var", _dims(a, dim), False, (1 if correction is None else correction,), a))

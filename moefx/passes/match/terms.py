@@ -136,7 +136,10 @@ class Terms:
         terms = [a for a in items if isinstance(a, Term)]
         shape = np.broadcast_shapes(*[t.shape for t in terms])
         if all(math.prod(t.shape) == 1 for t in terms) and shape:
-            return self.reshape(self.pw(name, *[self.reshape(a, ()) if isinstance(a, Term) else a for a in items], **kwargs), shape)
+            return self.reshape(
+                self.pw(name, *[self.reshape(a, ()) if isinstance(a, Term) else a for a in items], **kwargs),
+                shape,
+            )
         items = tuple(self._strip(a) if isinstance(a, Term) else a for a in items)
         folded = self._fold(name, items, kwargs, shape)
         if folded is not None:
@@ -169,9 +172,7 @@ class Terms:
                 return self.expand(items[1] if items[0].args[0] else items[2], shape)
             if items[0].op == "array" and not shape:
                 raise AssertionError("scalar arrays are constants")
-        elif name in ("cast", "detach") and items[0].op in ("const", "array"):
-            return items[0]
-        elif name == "detach" and _is(items[0], "detach"):
+        elif (name in ("cast", "detach") and items[0].op in ("const", "array")) or (name == "detach" and _is(items[0], "detach")):
             return items[0]
         if all(t.op in ("const", "array") for t in items if isinstance(t, Term)):
             return self._compute(name, items, kwargs, shape)
@@ -179,10 +180,14 @@ class Terms:
 
     def _compute(self, name: str, items: tuple, kwargs: dict, shape: tuple[int, ...]) -> Term | None:
         """Elementwise on known numbers, in float64."""
-        size = math.prod(np.broadcast_shapes(*[t.shape for t in items if isinstance(t, Term) and t.op == "array"] or [()]))
+        size = math.prod(
+            np.broadcast_shapes(*[t.shape for t in items if isinstance(t, Term) and t.op == "array"] or [()])
+        )
         if size > 1 << 20:
             return None
-        values = [torch.as_tensor(_number(t), dtype=torch.float64) if isinstance(t, Term) else t for t in items]
+        values = [
+            torch.as_tensor(_number(t), dtype=torch.float64) if isinstance(t, Term) else t for t in items
+        ]
         if name == "where":
             values[0] = values[0] != 0
         packet, _, overload = name.partition(".")
@@ -245,7 +250,13 @@ class Terms:
             return self.array(t.args[0].value[(slice(None),) * dim + (slice(start, stop, step),)])
         if t.op == "slice" and t.args[1] == dim:
             inner, _, first, _, stride = t.args
-            return self.slice(inner, dim, first + start * stride, first + (start + (size - 1) * step) * stride + 1, stride * step)
+            return self.slice(
+                inner,
+                dim,
+                first + start * stride,
+                first + (start + (size - 1) * step) * stride + 1,
+                stride * step,
+            )
         if t.op == "cat" and t.args[0] == dim and step == 1:
             pieces, low = [], 0
             for piece in t.args[1:]:
@@ -287,7 +298,9 @@ class Terms:
                 return self.slice(t, dims[0], first, int(indices[0, -1]) + 1, int(steps[0]))
         return self.make("index", (t, dims, self.intern(indices), position), shape)
 
-    def put(self, base: Term, dims: Sequence[int], indices: np.ndarray, values: Term, accumulate: bool) -> Term:
+    def put(
+        self, base: Term, dims: Sequence[int], indices: np.ndarray, values: Term, accumulate: bool
+    ) -> Term:
         """`base` with `values` [n, *rest] written (or added) at `indices` [m, n] of `dims`."""
         if indices.shape[1] == 0:
             return base
@@ -300,7 +313,11 @@ class Terms:
     # ------------------------------------------------------------------ contracting
     def ein(self, inputs: Sequence[str], output: str, operands: Sequence[Term]) -> Term:
         """An einsum in normal form: no scalars, constants, permutations or size-one labels among the operands."""
-        size = {label: n for labels, t in zip(inputs, operands, strict=True) for label, n in zip(labels, t.shape, strict=True)}
+        size = {
+            label: n
+            for labels, t in zip(inputs, operands, strict=True)
+            for label, n in zip(labels, t.shape, strict=True)
+        }
         shape = tuple(size[label] for label in output)
         if any(is_const(t, 0) for t in operands):
             return self.const(0, shape)
@@ -337,7 +354,13 @@ class Terms:
             s = "".join(label for label in s if label in out)
             return self.permute(t, [s.index(label) for label in out])
         if labels == set(out):  # nothing is summed: a product with broadcasting
-            aligned = [self.reshape(self.permute(t, [s.index(x) for x in out if x in s]), [size[x] if x in s else 1 for x in out]) for s, t in kept]
+            aligned = [
+                self.reshape(
+                    self.permute(t, [s.index(x) for x in out if x in s]),
+                    [size[x] if x in s else 1 for x in out],
+                )
+                for s, t in kept
+            ]
             result = aligned[0]
             for t in aligned[1:]:
                 result = self.pw("mul", result, t)
@@ -346,7 +369,9 @@ class Terms:
         for label in "".join(s for s, _ in kept) + out:
             names.setdefault(label, "abcdefghijklmnopqrstuvwxyz"[len(names)])
         renamed = tuple("".join(names[x] for x in s) for s, _ in kept)
-        return self.make("ein", (renamed, "".join(names[x] for x in out), *[t for _, t in kept]), [size[x] for x in out])
+        return self.make(
+            "ein", (renamed, "".join(names[x] for x in out), *[t for _, t in kept]), [size[x] for x in out]
+        )
 
     def expand_missing(self, kept: list[tuple[str, Term]], out: str, size: dict[str, int]) -> Term:
         have = "".join(label for label in out if any(label in s for s, _ in kept))
