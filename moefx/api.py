@@ -78,9 +78,9 @@ def compile(
         if strict:
             raise NoMoEBlockFound(_nothing_found(model, found))
         return model
-    if strict and found.refused:
+    if strict and any(r.likely for r in found.refused):
         warnings.warn(
-            "moefx left these blocks as they were:\n  " + "\n  ".join(map(str, found.refused)), stacklevel=2
+            "moefx left these blocks as they were:\n  " + "\n  ".join(str(r) for r in found.refused if r.likely), stacklevel=2
         )
     compiled, copies = copy_model(model)
     modules = dict(model.named_modules())

@@ -32,6 +32,7 @@ class Refusal:
         source: the user's `file.py:line`, or "".
         culprits: operations or parameters that stand in the way.
         remedy: what would make it match, or "".
+        likely: it holds expert-like parameters; otherwise it merely chooses something (sparse attention does, too).
     """
 
     name: str
@@ -39,6 +40,7 @@ class Refusal:
     source: str = ""
     culprits: tuple[str, ...] = ()
     remedy: str = ""
+    likely: bool = True
 
     def __str__(self) -> str:
         where = f" ({self.source})" if self.source else ""
@@ -129,6 +131,9 @@ def _try_chains(
         else:
             matched += made
             taken |= {n for m in made for n in m.names}
+    for i, chain in enumerate(found.chains):
+        if not refusals[i] and not any(_touches(name, taken) for name in chain):
+            refusals[i].append(_chooses_only(chain, modules, found))
     refused = {r[0].name: r[0] for r in refusals.values() if r}
     return matched, [r for r in refused.values() if not _touches(r.name, taken)]
 
@@ -146,6 +151,18 @@ def _all_contribute(name: str, modules: dict[str, nn.Module], found: Found) -> R
         "all its branches contribute to every token (dense gates, soft slots): there is nothing to skip",
         source=str(nodes[0].meta["source"]) if nodes else "",
         remedy="select experts per token, for example with topk",
+    )
+
+
+def _chooses_only(chain: list[str], modules: dict[str, nn.Module], found: Found) -> Refusal:
+    """Something is chosen by token, and no parameter depends on it."""
+    name = chain[min(1, len(chain) - 1)]
+    nodes = found.calls[chain[0]].outputs
+    return Refusal(
+        name,
+        "something is chosen here, but no parameter is used for some tokens only in a way that could be followed to an output",
+        source=str(nodes[0].meta["source"]) if nodes else "",
+        likely=not _priority(name, modules, found)[0],
     )
 
 

@@ -204,8 +204,8 @@ def expert_mlp_backward(
         needs: which to compute, of x, row_weights, up, up_bias, down, down_bias.
 
     Returns:
-        The needed ones in that order, for up and up_bias GEMM by GEMM. Those of parameters are stacked [E,...], one
-        for each GEMM, or E separate ones (see `experts.separate_gradients`).
+        The needed ones in that order, for up and up_bias GEMM by GEMM: for each one [E,...] stacked, or E
+        separate ones (see `experts.separate_gradients`).
     """
     call, kept = Call.of(args[:-1], body, keep, dtype), args[-1]
     need_x, need_w, need_up, need_up_bias, need_down, need_down_bias = needs

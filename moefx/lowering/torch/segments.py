@@ -29,10 +29,10 @@ from .pool import for_each
 from .weights import matrices
 
 _split = torch.split_with_sizes  # Tensor.split is a Python function around it
-_GROUP_ROWS = 512
-_PARALLEL = (
-    2**25
-)  # multiplications; fewer take less than a millisecond, and waking threads takes a part of one
+# Rows of a group: at least so many, that Python does not show; at most so many, for the cache.
+_GROUP_ROWS = (512, 2048)
+# Multiplications of a call; fewer take less than a millisecond, and waking threads takes a part of one.
+_PARALLEL = 2**25
 
 
 class PftIndex(Protocol):
@@ -76,7 +76,8 @@ class SegmentGemms:
         offsets = expert_offsets.tolist()
         self.dtype, self.num_experts, self.num_valid = dtype, len(offsets) - 1, offsets[-1]
         self.on_cpu = expert_offsets.device.type == "cpu"
-        max_rows = _GROUP_ROWS if self.on_cpu else offsets[-1]
+        smallest, largest = _GROUP_ROWS  # in between, a few for each worker
+        max_rows = max(smallest, min(largest, self.num_valid // 8)) if self.on_cpu else self.num_valid
         self.unhit = [e for e in range(self.num_experts) if offsets[e] == offsets[e + 1]]
         self.groups: list[Group] = []
         for expert, (start, stop) in enumerate(pairwise(offsets)):
