@@ -98,7 +98,8 @@ def test_readable_layouts():
 class TestOnGpu:
     @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
     @pytest.mark.parametrize("ids", [None, [[0, 2]] * 9, [[1, -1]] * 9])
-    def test_bfloat16_without_a_host_sync(self, make, ids):
+    @pytest.mark.parametrize("reduce", [False, True])
+    def test_bfloat16_without_a_host_sync(self, make, ids, reduce):
         if torch.cuda.get_device_capability() < (9, 0):
             pytest.skip("no fused grouped GEMM")
         torch.manual_seed(0)
@@ -117,7 +118,7 @@ class TestOnGpu:
         select.reset_counters()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            out = layer.fused(x, routing, weights)
+            out = layer.fused(x, routing, weights, reduce=reduce)
             grads = torch.autograd.grad(out.float().square().sum(), leaves)
         finally:
             torch.cuda.set_sync_debug_mode("default")
@@ -183,19 +184,19 @@ class TestOnGpu:
         for a, b in zip(clean, poisoned, strict=True):
             assert torch.equal(a, b)
 
-    def test_is_bitwise_repeatable(self):
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+    @pytest.mark.parametrize("reduce", [False, True])
+    def test_is_bitwise_repeatable(self, dtype, reduce):
         with torch.device("cuda"):
-            layer = swiglu_list(8, 64, 64, torch.bfloat16)
-            x = torch.randn(500, 64, dtype=torch.bfloat16, requires_grad=True)
+            layer = swiglu_list(8, 64, 64, dtype)
+            x = torch.randn(500, 64, dtype=dtype, requires_grad=True)
         routing = random_routing(500, 2, 8, torch.float32)
         routing = type(routing)(routing.topk_ids.cuda(), routing.topk_weights.cuda().requires_grad_(), 8)
+        leaves = [x, routing.topk_weights, *layer.parameters]
 
         def run():
-            out = layer.fused(x, routing, routing.topk_weights)
-            return [
-                out,
-                *torch.autograd.grad(out.float().sum(), [x, routing.topk_weights, *layer.parameters]),
-            ]
+            out = layer.fused(x, routing, routing.topk_weights, reduce=reduce)
+            return [out, *torch.autograd.grad(out.float().sum(), leaves)]
 
         first = run()
         assert all(map(torch.equal, first, run()))

@@ -18,7 +18,7 @@ from tests.ir.routings import LAYERS, random_routing, routings, swiglu_list
 def test_groups_cover_the_valid_rows_once(routing, group_rows):
     offsets = routing.build()[2]
     before = segments._GROUP_ROWS
-    segments._GROUP_ROWS = group_rows
+    segments._GROUP_ROWS = (group_rows, group_rows)
     try:
         gemms = SegmentGemms(offsets, torch.float64)
     finally:
@@ -43,7 +43,7 @@ def test_several_groups_and_threads_change_no_bit(make, monkeypatch):
         out = layer.fused(x, routing, weights, reduce=True)
         return [out, *torch.autograd.grad(out.sum(), leaves)]
 
-    monkeypatch.setattr(segments, "_GROUP_ROWS", 1)  # every expert for itself
+    monkeypatch.setattr(segments, "_GROUP_ROWS", (1, 1))  # every expert for itself
     expected = run()
     before = torch.get_num_threads()
     monkeypatch.setattr(segments, "_PARALLEL", 0)
@@ -53,7 +53,7 @@ def test_several_groups_and_threads_change_no_bit(make, monkeypatch):
     finally:
         torch.set_num_threads(before)
     assert all(map(torch.equal, expected, parallel))
-    monkeypatch.setattr(segments, "_GROUP_ROWS", 10**6)
+    monkeypatch.setattr(segments, "_GROUP_ROWS", (10**6, 10**6))
     torch.testing.assert_close(run(), expected)
 
 

@@ -1,10 +1,11 @@
-"""Provider "bag" of `combine` on the CPU: embedding_bag is a gather-sum in fixed order without copies."""
+"""Providers of the ops that move or add up rows, from single torch kernels."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from ...ir.experts import expert_rows_backward
 from ...ir.routing import combine, combine_backward
 
 # Rows at a time in the backward: intermediates stay in a core's cache.
@@ -22,6 +23,7 @@ def _on_cpu(rows: Tensor, combine_weights: Tensor | None, *_: Tensor) -> bool:
 def _combine(
     rows: Tensor, combine_weights: Tensor | None, token_ids: Tensor, expert_offsets: Tensor, inverse: Tensor
 ) -> Tensor:
+    # embedding_bag is a gather-sum in fixed order without a buffer for what is gathered.
     num_tokens, num_slots = inverse.shape
     if rows.shape[0] == 0:
         return rows.new_zeros((num_tokens, rows.shape[1]))
@@ -50,3 +52,14 @@ def _combine_backward(
             grad, rows[block], combine_weights[block], token_ids[block], expert_offsets
         )
     return grad_rows, grad_weights
+
+
+@expert_rows_backward.provider(
+    "segment_reduce",
+    supports=lambda grad, expert_offsets, *, dtype: grad.device.type == "cuda" and grad.shape[0] > 0,
+)
+def _expert_rows_backward(grad: Tensor, expert_offsets: Tensor, *, dtype: torch.dtype) -> Tensor:
+    # Takes the offsets on the device: no host sync. `unsafe` skips the check that they end at the last row.
+    wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
+    total = torch.segment_reduce(wide, "sum", offsets=expert_offsets.long(), axis=0, initial=0, unsafe=True)
+    return total.to(dtype)

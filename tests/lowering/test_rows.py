@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moefx.ir import dialect
+from moefx.lowering import select
+from tests.ir.routings import Routing, random_routing, routings
+
+
+@settings(max_examples=40, deadline=None)
+@given(routings(), st.booleans())
+def test_bag_and_blocks_are_the_reference(routing: Routing, weighted: bool):
+    token_ids, _, offsets, inverse, weights = routing.build()
+    rows = torch.randn(token_ids.shape[0], 3, dtype=torch.float64)
+    rows[int(offsets[-1]) :] = float("nan")
+    rows.requires_grad_()
+    leaves = [rows, weights.detach().requires_grad_()] if weighted else [rows]
+
+    def run():
+        out = dialect.combine(rows, leaves[1] if weighted else None, token_ids, offsets, inverse)
+        gradients = torch.autograd.grad(out.sum(), leaves)
+        return [out, *(g[: int(offsets[-1])] for g in gradients)]
+
+    select.reset_counters()
+    got = run()
+    assert ("combine", "reference") not in select.counters()
+    with select.force("combine", "reference"), select.force("combine_backward", "reference"):
+        expected = run()
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_types_need_the_float32_sum_of_the_reference(dtype):
+    token_ids, _, offsets, inverse, _ = random_routing(4, 2, 3).build()
+    select.reset_counters()
+    dialect.combine(torch.randn(8, 3).to(dtype), None, token_ids, offsets, inverse)
+    assert select.counters() == {("combine", "reference"): 1}
+
+
+def test_blocks_of_rows():
+    token_ids, _, offsets, inverse, weights = random_routing(700, 4, 5).build()  # several blocks
+    rows, weights = torch.randn(2800, 2).double().requires_grad_(), weights.detach().requires_grad_()
+    out = dialect.combine(rows, weights, token_ids, offsets, inverse)
+    got = torch.autograd.grad(out.square().sum(), [rows, weights])
+    with select.force("combine_backward", "reference"):
+        out = dialect.combine(rows, weights, token_ids, offsets, inverse)
+        torch.testing.assert_close(got, torch.autograd.grad(out.square().sum(), [rows, weights]))
+
+
+@settings(max_examples=40, deadline=None)
+@given(routings())
+def test_segment_reduce_is_the_reference(routing: Routing):
+    token_ids, _, offsets, _, _ = routing.build()
+    if token_ids.shape[0] == 0:
+        return  # not supported
+    grad = torch.randn(token_ids.shape[0], 3, dtype=torch.float64)
+    expected = dialect.expert_rows_backward(grad, offsets, dtype=torch.float64)
+    grad[int(offsets[-1]) :] = float("nan")
+    with select.force("expert_rows_backward", "segment_reduce"):
+        got = dialect.expert_rows_backward(grad, offsets, dtype=torch.float64)
+    torch.testing.assert_close(got, expected)
