@@ -148,11 +148,14 @@ class KeptGraph:
                 continue
             call = self.call_of.get(n)
             if call is not None:
+                self._same_result(twins, call)
                 if id(call) not in {id(v) for v in needed.values() if isinstance(v, list)}:
                     needed[call[0].start * 2 - 1] = call
                     stack += self._pair_trees([(c.args, c.kwargs) for c in call])
                 continue
-            if n is self.cut.first:
+            if any(t is c for t, c in zip(twins, self.cut, strict=True)):
+                if tuple(twins) != tuple(self.cut):
+                    raise _depends(n, next(t for t, c in zip(twins, self.cut, strict=True) if t is not c))
                 needed[n.meta["index"] * 2] = twins
                 continue
             if n in self.absorbed and n.op != "get_attr":
@@ -164,6 +167,12 @@ class KeptGraph:
             needed[n.meta["index"] * 2] = twins
             stack += self._pair_arguments(twins)
         return [needed[i] for i in sorted(needed)]
+
+    def _same_result(self, twins: Twins, call: list[Call]) -> None:
+        """The nodes are one and the same result of the same call in every capture."""
+        columns = zip(*[_leaf_nodes(c.out) for c in call], strict=True)
+        if tuple(twins) not in {tuple(column) for column in columns}:
+            raise _depends(twins[0], next(t for t in twins[1:] if t is not twins[0]))
 
     def _pair_arguments(self, twins: Twins) -> list[Twins]:
         first = twins.first

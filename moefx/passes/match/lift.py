@@ -263,7 +263,8 @@ class Lifter:
                 remedy="the routed sum must be one tensor before it is used further",
             )
         first: Refused | None = None
-        for _, _, cut in sorted(candidates, key=lambda c: c[:2])[:12]:
+        before = self.like.cut.target if self.like is not None else None
+        for _, _, cut in sorted(candidates, key=lambda c: (c[0], before is not None and c[2].target != before, c[1]))[:12]:
             try:
                 return self._canonical(cut)
             except Refused as refusal:
