@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+import moefx
+
 from tests import models
 
 from . import harness
@@ -33,7 +35,12 @@ def test_plain(name):
 
 @pytest.mark.parametrize("name", models.names("strangers"))
 def test_stranger(name):
-    passes(name, fullgraph=name in FULLGRAPH)
+    """Rewritten and equal, or (a known gap, never a wrong number) refused."""
+    result = harness.run_case(name, fullgraph=name in FULLGRAPH)
+    if isinstance(result.error, moefx.NoMoEBlockFound):
+        pytest.xfail(f"not matched yet: {str(result.error)[:200]}")
+    if result.error is not None:
+        raise AssertionError(str(result)) from result.error
 
 
 @pytest.mark.hf
