@@ -245,13 +245,14 @@ def _guards(result: Result) -> list[Guard]:
                 where[dim] = f"{name}.shape[{leaf.shape.index(dim)}]"
                 break
     symbols = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
+    opposite = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt", "eq": "ne", "ne": "eq"}
     guards = []
     for g in result.match.guards:
         sides = [re.sub(r"\b[A-Z]\b", lambda m: where[m[0]], side) for side in (g.left, g.right)]
         sides = [re.sub(r"ceil\((.*)\)", r"-(-(\1) // 1)", side) for side in sides]
-        guards.append(
-            Guard(f"({sides[0]} {symbols[g.op]} {sides[1]}) == {g.value}", f"the block compares sizes: {g}")
-        )
+        # a plain comparison: Dynamo does not compare the outcome of one over symbolic sizes with True
+        symbol = symbols[g.op if g.value else opposite[g.op]]
+        guards.append(Guard(f"{sides[0]} {symbol} {sides[1]}", f"the block compares sizes: {g}"))
     return guards
 
 

@@ -465,7 +465,7 @@ class Tracer(TorchDispatchMode):
             return self.record(
                 aten.index.Tensor, (args[0], self._integer_indices([args[1].expand(args[0].shape)])), {}
             )
-        if func is aten.clone.default and is_float(args[0]):
+        if func is aten.clone.default:
             return self._same_value(func, args, kwargs)
         schema = func._schema
         written = [

@@ -115,6 +115,8 @@ def _text(node: Node) -> tuple[str, list[str], str]:
     details = _parameters([node])
     if body := node.kwargs.get("body"):
         details.append(body_text(str(body)))
+    if node.kwargs.get("reduce"):
+        details.append("sums the rows of each token")
     if keep := node.kwargs.get("keep"):
         details.append(f'keeps "{keep}" for backward')
     if name == BUILD_PFT:

@@ -65,6 +65,8 @@ def _default_name(node: Node) -> str:
     name = node.target._schema.name.partition("::")[2]
     overload = re.sub(r"(?<=[a-z\d])(?=[A-Z])", "_", node.target._overloadname).lower()
     derived = re.fullmatch(rf"{name}(_{overload})?(_\d+)?", node.name)
+    if node.kwargs.get("reduce") and name == "expert_mlp":
+        name = "combine"  # of the rows or of their sums, whichever it returns
     return _RESULTS.get(name, name.strip("_")) if derived else ""
 
 

@@ -31,6 +31,7 @@ _PFT_WEIGHTS = "combine_weights"
 _PFT_FIELDS = ("token_ids", "slot_ids", "expert_offsets", "inverse", _PFT_WEIGHTS)
 # How arguments of expert_mlp are labelled when there are more than the two weights.
 _MLP_LABELS = {"row_weights": "w", "up": "up", "up_bias": "up_bias", "down": "down", "down_bias": "down_bias"}
+_MLP_TAIL = ("keep", "reduce")  # behind the body: they say what becomes of its values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,8 +190,8 @@ class _Printer:
                 skipped = True
             elif argument.name == "body" and dialect:
                 tail.insert(0, body_text(str(value)))
-            elif argument.name == "keep" and argument.kwarg_only:
-                tail.append(f"keep={self._value(value)}")
+            elif argument.name in _MLP_TAIL and argument.kwarg_only:
+                tail.append(f"{argument.name}={self._value(value)}")
             else:
                 label = argument.name if skipped or argument.kwarg_only else ""
                 if dialect and argument.name in _PFT_FIELDS[:4]:

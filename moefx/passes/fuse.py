@@ -1,4 +1,4 @@
-"""Fuse gather, up-projections, pointwise part, down-projection and routing weight into `expert_mlp`.
+"""Fuse gather, up-projections, pointwise part, down-projection, routing weight and sum into `expert_mlp`.
 
 What stands between the GEMMs is not recognised, it is read: any expression of pointwise ops over slices of the
 up-projections and the routing weight becomes the op's `act`, any expression over the down-projection and the weight
@@ -35,7 +35,7 @@ class _Up:
 
 @graph_pass(level="fused")
 def fuse(block: BlockGraph, plan: Any) -> BlockGraph:
-    """`combine(f(grouped_mm(g(grouped_mm(dispatch(x))))))` as `combine(expert_mlp(x))`, where it has that form."""
+    """`combine(f(grouped_mm(g(grouped_mm(dispatch(x))))))` as one `expert_mlp(x)`, where it has that form."""
     if not plan.fuse:
         return block
     block = block.copy()
@@ -88,18 +88,23 @@ class _Fusion:
             list(down.args[1]),  # type: ignore[arg-type]
             list(down_bias.args[0]) if down_bias is not None else [],  # type: ignore[arg-type]
         )  # fmt: skip
-        before = self.combine.args[0]
+        before, combine_weights = self.combine.args[:2]
+        # Only sums of the rows leave the experts: then no provider has to make a buffer of all rows.
+        reduce = combine_weights is None and set(before.users) == {self.combine}  # type: ignore[union-attr]
+        result = self.combine if reduce else before
         with self.graph.inserting_before(self.combine):
             mlp = self.graph.call_function(
-                ops.expert_mlp.default, args, {"body": body.to_json(), "keep": "h"}
+                ops.expert_mlp.default,
+                args,
+                {"body": body.to_json(), "keep": "h", **({"reduce": True} if reduce else {})},
             )
-            rows = self.graph.call_function(operator.getitem, (mlp, 0))
+            first = self.graph.call_function(operator.getitem, (mlp, 0))
         mlp.meta["source"] = down.meta.get("source", "")
         for meta in ("val", "letters"):
-            if meta in before.meta:  # type: ignore[union-attr]
-                rows.meta[meta] = before.meta[meta]  # type: ignore[union-attr]
-        self.combine.replace_input_with(before, rows)  # type: ignore[arg-type]
-        _erase_unused(before)  # type: ignore[arg-type]
+            if meta in result.meta:  # type: ignore[union-attr]
+                first.meta[meta] = result.meta[meta]  # type: ignore[union-attr]
+        result.replace_all_uses_with(first)  # type: ignore[union-attr]
+        _erase_unused(result)  # type: ignore[arg-type]
 
     # ------------------------------------------------------------------ reading the graph
     def _gemm_below(self, node: fx.Node) -> tuple[fx.Node, fx.Node | None]:

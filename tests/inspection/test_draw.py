@@ -71,7 +71,8 @@ def test_dialect_boxes_say_what_matters():
     (mlp,) = boxes["expert_mlp"]
     assert mlp.kind == "dialect"
     assert mlp.details == [
-        "experts[0..63].{gate, up, down}.weight", "silu(g)*u | y*w", 'keeps "h" for backward', "f32[B,D]",
+        "experts[0..63].{gate, up, down}.weight", "silu(g)*u | y*w", "sums the rows of each token",
+        'keeps "h" for backward', "f32[S,D]",
     ]  # fmt: skip
     assert boxes["build_pft"][0].details == ["ERI arrays, B = S*K rows"]
     assert "expert_mlp(x, pft" in mlp.tooltip

@@ -29,7 +29,7 @@ def fuse(block, plan):
 def history(num_experts: int = 64) -> History:
     start = block_graph(num_experts, fused=False)
     run = PassManager().run(start, [], Plan(), made_by="rewrite", ms=12.25, level="dialect")
-    fused = Snapshot(2, 2, "fuse", 1.9, 1, 6, "passes/fuse.py:88", block_graph(num_experts))
+    fused = Snapshot(2, 2, "fuse", 1.9, 1, 7, "passes/fuse.py:88", block_graph(num_experts))
     first = Snapshot(1, 2, "rewrite", 12.25, 11, 0, "passes/rewrite.py:40", run.graph)
     return History(start.name, (first, fused))
 
@@ -52,7 +52,7 @@ def test_the_diff_of_a_pass_is_readable():
 def test_printed():
     golden.check("history.txt", str(history()))
     assert str(history()["fuse"]).splitlines()[0] == (
-        "# layers.3.mlp   after 2/2 fuse   1.9 ms   +1 -6   passes/fuse.py:88"
+        "# layers.3.mlp   after 2/2 fuse   1.9 ms   +1 -7   passes/fuse.py:88"
     )
 
 

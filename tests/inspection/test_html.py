@@ -23,7 +23,7 @@ def test_a_page_is_self_contained(tmp_path):
 
 def test_what_each_pass_changed_is_marked():
     text = html.fragment(history())
-    assert text.count('class="removed"') == 7 and text.count('class="added"') == 2
+    assert text.count('class="removed"') == 7 and text.count('class="added"') == 1
     assert text.count("<details open>") == 2
     assert "<em>  # f32[B,D]" in text
     assert "captured" not in text and "Bytes kept" not in text

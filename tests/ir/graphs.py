@@ -100,10 +100,10 @@ def block_graph(num_experts: int = E, *, fused: bool = True, name: str = "layers
         y = call(
             ops.expert_mlp.default, x, token_ids, offsets, inverse, row_weights,
             [*weights("gate"), *weights("up")], [], weights("down"), [], body=body.to_json(), keep="h",
+            reduce=True,
         )  # fmt: skip
-        y = call(operator.getitem, y, 0, letters=("B", "D"))
         y.meta["save"] = True
-        out = call(ops.combine.default, y, None, token_ids, offsets, inverse, letters=("S", "D"))
+        out = call(operator.getitem, y, 0, letters=("S", "D"))
     else:
         rows = call(ops.dispatch.default, x, token_ids, offsets, inverse, letters=("B", "D"))
         gate = call(

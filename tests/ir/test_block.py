@@ -265,7 +265,7 @@ def test_text_of_values():
 
 
 def test_find():
-    graph = block_graph()
+    graph = block_graph(fused=False)
     assert [n.op for n in graph.find("router")] == ["call_module"]
     assert graph.find("moefx::combine") == graph.find(torch.ops.moefx.combine.default) != []
     assert repr(graph) == f"<BlockGraph layers.3.mlp: {len(graph.nodes)} nodes>"

@@ -9,6 +9,7 @@ from torch import nn
 
 from moefx import Plan
 from moefx.ir.body import ExpertBody
+from moefx.passes.fuse import fuse
 
 from .blocks import D, E, Gated, H, Loop, Mlp, Stacked, rewritten
 
@@ -164,6 +165,45 @@ class TestUnfused:
                 return self.down(F.silu(self.gate(x)).detach() * self.up(x))
 
         assert unfused(Loop(Detached)) == "a part of the experts is detached from the gradient"
+
+
+class TestReduce:
+    """Sums of the rows of each token are part of the op where nothing else reads the rows."""
+
+    def test_sums_only(self):
+        block = Loop(Gated)
+        graph = rewritten(block).graph
+        (mlp,) = graph.find(ops.expert_mlp.default)
+        assert mlp.kwargs["reduce"] and not graph.find(ops.combine.default)
+        agrees(block, graph)
+
+    def test_weighted(self):
+        block, graph = self.plain()
+        (combine,) = graph.find(ops.combine.default)
+        (w,) = [n for n in combine.args[3].args[0].users if n.args[1] == 4]
+        combine.update_arg(1, w)
+        self.keeps_the_rows(block, graph)
+
+    def test_rows_that_are_read_elsewhere(self):
+        block, graph = self.plain()
+        (combine,) = graph.find(ops.combine.default)
+        with graph.graph.inserting_before(combine.next):
+            total = graph.graph.call_function(torch.ops.aten.sum.default, (combine.args[0],))
+            both = graph.graph.call_function(torch.ops.aten.add.Tensor, (combine, total))
+        combine.replace_all_uses_with(both, delete_user_cb=lambda user: user is not both)
+        self.keeps_the_rows(block, graph)
+
+    def plain(self):
+        block = Loop(Gated)
+        return block, rewritten(block, plan=Plan(disable=("fuse",))).graph.copy()
+
+    def keeps_the_rows(self, block, graph):
+        fused = fuse(graph, Plan())
+        (mlp,) = fused.find(ops.expert_mlp.default)
+        assert not mlp.kwargs.get("reduce") and fused.find(ops.combine.default)
+        assert not fused.find(ops.grouped_mm.default)
+        x = torch.randn(9, D)
+        assert torch.allclose(fused.compile()(block, x), graph.compile()(block, x), atol=1e-6)
 
 
 def test_off():

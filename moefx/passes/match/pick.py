@@ -165,11 +165,11 @@ def _pick_index(T: Terms, t: Term, axis: int, i: int) -> Term:
     inner, dims, indices, position = t.args
     width = indices.value.ndim - 1
     if position <= axis < position + width:
-        return T.index(inner, dims, indices.value.take(i, axis - position + 1), position)
+        return T.index(inner, dims, indices.value.take(i, axis - position + 1), position, routed=True)
     rest = [d for d in range(len(inner.shape)) if d not in dims]
     source = rest[axis if axis < position else axis - width]
     moved = [d - (d > source) for d in dims]
-    return T.index(T.pick(inner, source, i), moved, indices.value, position - (axis < position))
+    return T.index(T.pick(inner, source, i), moved, indices.value, position - (axis < position), routed=True)
 
 
 def _pick_put(T: Terms, t: Term, axis: int, i: int) -> Term:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ...capture.concolic import SHAPE_ONLY
 from .terms import Term, Terms
 
 aten = torch.ops.aten
@@ -144,6 +145,29 @@ SELECTIONS: dict[str, Callable[[fx.Node], tuple[int, bool]]] = {
 
 def _is_known(node: fx.Node) -> bool:
     return bool(node.meta.get("known")) and node.op != "placeholder"
+
+
+def _is_routed(node: Any) -> bool:
+    """Whether an integer was computed from floats or from arguments: another routing, another integer."""
+    if not isinstance(node, fx.Node):
+        return False
+    stack = [node]
+    while stack:
+        n = stack[-1]
+        if "routed" in n.meta:
+            stack.pop()
+            continue
+        if n.op == "placeholder" or isinstance(n.meta.get("val"), FakeTensor):
+            n.meta["routed"] = True
+        else:
+            inputs = [] if n.target in SHAPE_ONLY else n.all_input_nodes
+            unseen = [a for a in inputs if "routed" not in a.meta]
+            if unseen:
+                stack += unseen
+                continue
+            n.meta["routed"] = any(a.meta["routed"] for a in inputs)
+        stack.pop()
+    return node.meta["routed"]
 
 
 def _name(node: fx.Node) -> str:
@@ -345,17 +369,19 @@ def _index(S: Semantics, n: fx.Node, a: Term, _: Any) -> Term:
     dims = [d for d, i in enumerate(nodes) if i is not None]  # type: ignore[arg-type, union-attr]
     indices = np.stack(np.broadcast_arrays(*[S.numbers(nodes[d]) for d in dims]))  # type: ignore[index]
     position = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
-    return S.T.index(a, dims, indices, position)
+    return S.T.index(a, dims, indices, position, routed=any(_is_routed(nodes[d]) for d in dims))  # type: ignore[index]
 
 
 @rule("index_select")
 def _index_select(S: Semantics, n: fx.Node, a: Term, dim: int, _: Any) -> Term:
-    return _moved(S, a, dim % len(a.shape), S.numbers(n.args[2]).reshape(-1))
+    dim %= len(a.shape)
+    indices = S.numbers(n.args[2]).reshape(1, -1)
+    return S.T.index(a, (dim,), indices, dim, routed=_is_routed(n.args[2]))
 
 
 @rule("embedding")
 def _embedding(S: Semantics, n: fx.Node, weight: Term, ids: Any, *_: Any) -> Term:
-    return S.T.index(weight, (0,), S.numbers(n.args[1])[None], 0)
+    return S.T.index(weight, (0,), S.numbers(n.args[1])[None], 0, routed=_is_routed(n.args[1]))
 
 
 @rule("gather")

@@ -281,8 +281,11 @@ class Terms:
             return self.array(np.concatenate([np.broadcast_to(_number(t), t.shape) for t in terms], axis=dim))
         return self.make("cat", (dim, *terms), shape)
 
-    def index(self, t: Term, dims: Sequence[int], indices: np.ndarray, position: int) -> Term:
-        """Advanced indexing: `indices` [m, *I] into `dims`; the axes of I stand at `position` of the result."""
+    def index(
+        self, t: Term, dims: Sequence[int], indices: np.ndarray, position: int, routed: bool = False
+    ) -> Term:
+        """Advanced indexing: `indices` [m, *I] into `dims`; the axes of I stand at `position` of the result.
+        What routing chose stays an index even where it happens to be a range."""
         dims = tuple(dims)
         sizes = np.array([t.shape[d] for d in dims]).reshape((-1,) + (1,) * (indices.ndim - 1))
         indices = np.where(indices < 0, indices + sizes, indices)
@@ -292,7 +295,7 @@ class Terms:
         shape = (*rest[:position], *indices.shape[1:], *rest[position:])
         if t.op == "const":
             return self.const(_number(t), shape)
-        if len(dims) == 1 and indices.ndim == 2 and position == dims[0] and indices.size:
+        if not routed and len(dims) == 1 and indices.ndim == 2 and position == dims[0] and indices.size:
             first, steps = int(indices[0, 0]), np.diff(indices[0])
             if indices.size > 1 and steps[0] > 0 and (steps == steps[0]).all():
                 return self.slice(t, dims[0], first, int(indices[0, -1]) + 1, int(steps[0]))
