@@ -19,7 +19,7 @@ def kept_modules(result) -> set[str]:
 
 def test_ops_and_absorbed_parameters():
     result = rewritten(Loop(Mlp))
-    for op in (ops.build_pft, ops.combine):
+    for op in (ops.build_pft, ops.expert_mlp):
         assert len(result.graph.find(op.default)) == 1
     assert len(result.rewritten.absorbed) == 4 * E
     assert kept_modules(result) == {"gate"}
