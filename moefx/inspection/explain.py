@@ -7,6 +7,17 @@ import dataclasses
 import json
 from typing import Any
 
+from ..lowering import select
+
+# How the GEMMs read lists of expert weights (`select.weight_paths`); the last two cost a copy in every call.
+_WEIGHTS = {
+    "stacked": "one stacked tensor, in place",
+    "separate": "one tensor per expert, in place",
+    "view": "a strided view over the experts' tensors, in place",
+    "cast": "CAST to the dtype of the GEMMs",
+    "stacked_copy": "COPIED into a stack",
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class MatchedBlock:
@@ -53,13 +64,22 @@ class MatchedBlock:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """The findings for one model. `print` it, or look at `matched` and `refused`."""
+    """The findings for one model. `print` it, or look at `matched` and `refused`.
+
+    Attributes:
+        seconds: time to look at the whole model.
+        paths: calls so far in this process by (op, provider).
+        weights: how often the weights of a GEMM were read in which way (see `select.weight_paths`).
+    """
 
     model: str
     matched: tuple[MatchedBlock, ...]
     refused: tuple[Any, ...]
     seconds: float
     paths: tuple[tuple[str, str, int], ...] = ()
+    weights: tuple[tuple[str, int], ...] = dataclasses.field(
+        default_factory=lambda: tuple(sorted(select.weight_paths().items()))
+    )
 
     def to_json(self) -> str:
         return json.dumps(
@@ -69,6 +89,7 @@ class Explanation:
                 "matched": [dataclasses.asdict(m) for m in self.matched],
                 "refused": [dataclasses.asdict(r) for r in self.refused],
                 "paths": [list(p) for p in self.paths],
+                "weights": dict(self.weights),
             }
         )
 
@@ -111,7 +132,14 @@ class Explanation:
                 "",
                 "  providers   " + ", ".join(f"{op}: {provider} x{n}" for op, provider, n in self.paths),
             ]
+            lines.append(f"  weights     {self._weights()}")
         return "\n".join(lines)
+
+    def _weights(self) -> str:
+        found = dict(self.weights)
+        texts = [f"{text} x{found[path]}" for path, text in _WEIGHTS.items() if path in found]
+        copies = found.get("cast", 0) + found.get("stacked_copy", 0)
+        return ", ".join([*texts, *([] if copies else ["no copies"])])
 
 
 def _range(names: tuple[str, ...]) -> str:

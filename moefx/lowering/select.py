@@ -45,6 +45,7 @@ def weight_paths() -> dict[str, int]:
 
     "stacked": one stacked tensor. "separate": E tensors, used one by one. "view": E tensors, equally spaced
     in one storage, used as a strided view of it. "stacked_copy": E tensors copied into a stack for the call.
+    Beside one of these "cast": to another dtype for the call, as autocast asks for.
     """
     return dict(_paths)
 

@@ -104,7 +104,7 @@ class SegmentGemms:
     # -- parameters --
 
     def weights(self, w: Sequence[Tensor], transposed: bool) -> Operands:
-        return Operands(matrices(w), transposed, self.dtype)
+        return Operands(matrices(w, self.dtype), transposed, self.dtype)
 
     def flip(self, w: Operands) -> Operands:
         return Operands(w.matrices, not w.transposed, w.dtype)

@@ -11,28 +11,34 @@ from ...ir.experts import is_stacked
 from ..select import count_weight_path
 
 
-def matrices(w: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Each expert's matrix, for GEMMs one by one. Never copies."""
+def matrices(w: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
+    """Each expert's matrix, for GEMMs one by one. Never copies; who multiplies in another `dtype` casts."""
     stacked = is_stacked(w, 2)
-    count_weight_path("stacked" if stacked else "separate")
+    _count("stacked" if stacked else "separate", w, dtype)
     return w[0].unbind(0) if stacked else w
 
 
 def stack(w: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """All experts' matrices as one tensor [E,...] for grouped GEMMs; a view where the storage allows it."""
     if is_stacked(w, 2):
-        count_weight_path("stacked")
+        _count("stacked", w, dtype)
         return w[0].to(dtype)
     view = strided_view(w)
     if view is not None:
-        count_weight_path("view")
+        _count("view", w, dtype)
         return view.to(dtype)
-    count_weight_path("stacked_copy")
+    count_weight_path("stacked_copy")  # which casts on the way
     copy = torch.empty((len(w), *w[0].shape), dtype=dtype, device=w[0].device)
     torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
         list(copy.unbind(0)), list(w)
     )
     return copy
+
+
+def _count(path: str, w: Sequence[Tensor], dtype: torch.dtype) -> None:
+    count_weight_path(path)
+    if w[0].dtype is not dtype:
+        count_weight_path("cast")
 
 
 def strided_view(w: Sequence[Tensor]) -> Tensor | None:

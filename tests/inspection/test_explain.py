@@ -1,0 +1,35 @@
+"""What `explain` prints about how expert weights are read."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from moefx.inspection.explain import Explanation
+
+
+def explanation(**weights: int) -> Explanation:
+    paths = (("expert_mlp", "segments", 2),)
+    return Explanation("Model", (), (), 0.1, paths, tuple(weights.items()))
+
+
+@pytest.mark.parametrize(
+    ("weights", "text"),
+    [
+        ({"separate": 6}, "one tensor per expert, in place x6, no copies"),
+        ({"separate": 2, "stacked": 4},
+         "one stacked tensor, in place x4, one tensor per expert, in place x2, no copies"),
+        ({"view": 1}, "a strided view over the experts' tensors, in place x1, no copies"),
+        ({"stacked": 2, "cast": 1}, "one stacked tensor, in place x2, CAST to the dtype of the GEMMs x1"),
+        ({"stacked_copy": 3}, "COPIED into a stack x3"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else " ".join(value),
+)  # fmt: skip
+def test_how_weights_are_read_is_said_and_copies_stand_out(weights, text):
+    assert str(explanation(**weights)).splitlines()[-1] == f"  weights     {text}"
+    assert json.loads(explanation(**weights).to_json())["weights"] == weights
+
+
+def test_nothing_ran():
+    assert "weights" not in str(Explanation("Model", (), (), 0.1))
