@@ -143,7 +143,7 @@ def expert_mlp(
             inputs, "all" the activation too. "none" is for inference (a backward through it would recompute
             as "x" does).
         reduce: return the sum of each token's rows instead of the rows, as `combine` without weights does.
-        dtype: filled in by autocast: compute in it whatever the dtype of the parameters.
+        dtype: compute in it, that of x, whatever the dtype of the parameters; autocast fills it in.
 
     Returns:
         The rows [B,D'] (or their sums [S,D']), then what the policy keeps: each up-projection [B,F], then the
@@ -313,8 +313,8 @@ def _(grad, *args, body, keep, reduce=False, dtype=None, needs):
 
 
 @expert_mlp.autocast
-def _(dtype, x, *args, **kwargs):
-    dtype = experts.autocast_dtype(dtype, x)
+def _(autocast, x, *args, dtype=None, **kwargs):
+    dtype = dtype or experts.autocast_dtype(autocast, x)
     return (x.to(dtype), *args), {**kwargs, "dtype": dtype}
 
 

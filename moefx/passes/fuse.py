@@ -81,13 +81,10 @@ class _Fusion:
         )
         w = next(iter(self.weights), None) if body.uses_row_weight else None
         biases = [b for u in self.ups if u.bias is not None for b in u.bias.args[0]]  # type: ignore[union-attr]
-        args = (
-            x, self.token_ids, self.offsets, self.inverse, w,
-            [t for u in self.ups for t in u.gemm.args[1]],  # type: ignore[union-attr]
-            biases,
-            list(down.args[1]),  # type: ignore[arg-type]
-            list(down_bias.args[0]) if down_bias is not None else [],  # type: ignore[arg-type]
-        )  # fmt: skip
+        up = [t for u in self.ups for t in u.gemm.args[1]]  # type: ignore[union-attr]
+        down_biases = list(down_bias.args[0]) if down_bias is not None else []  # type: ignore[arg-type]
+        parameters, dtype = _uncast([up, biases, list(down.args[1]), down_biases])  # type: ignore[arg-type]
+        args = (x, self.token_ids, self.offsets, self.inverse, w, *parameters)
         before, combine_weights = self.combine.args[:2]
         # Only sums of the rows leave the experts: then no provider has to make a buffer of all rows.
         reduce = combine_weights is None and set(before.users) == {self.combine}  # type: ignore[union-attr]
@@ -96,7 +93,7 @@ class _Fusion:
             mlp = self.graph.call_function(
                 ops.expert_mlp.default,
                 args,
-                {"body": body.to_json(), "keep": "h", **({"reduce": True} if reduce else {})},
+                {"body": body.to_json(), "keep": "h", **({"reduce": True} if reduce else {}), **dtype},
             )
             first = self.graph.call_function(operator.getitem, (mlp, 0))
         mlp.meta["source"] = down.meta.get("source", "")
@@ -219,6 +216,20 @@ class _Fusion:
             cast = self.graph.call_function(aten._to_copy.default, (rows.args[0],), dict(kwargs))
         cast.meta["letters"] = rows.args[0].meta.get("letters", ("S", "D"))
         return cast
+
+
+def _uncast(parameters: list[list[fx.Node]]) -> tuple[list[list[fx.Node]], dict[str, torch.dtype]]:
+    """The parameters behind casts to one dtype, and that dtype as the op's argument.
+
+    The op casts an expert's weights while it needs them. Cast before it, as autocast does, all of them would
+    be copied in every call and kept for the backward.
+    """
+    nodes = [n for group in parameters for n in group]
+    dtypes = {n.kwargs.get("dtype") for n in nodes}
+    casts = all(n.target is aten._to_copy.default and set(n.kwargs) == {"dtype"} for n in nodes)
+    if not casts or len(dtypes) != 1:
+        return parameters, {}
+    return [[n.args[0] for n in group] for group in parameters], {"dtype": dtypes.pop()}  # type: ignore[misc, dict-item]
 
 
 def _scale(expr: Any) -> Any:

@@ -167,6 +167,26 @@ class TestUnfused:
         assert unfused(Loop(Detached)) == "a part of the experts is detached from the gradient"
 
 
+@pytest.mark.parametrize("stacked", [False, True])
+def test_autocast_keeps_the_parameters_themselves(stacked):
+    def experts(self, x):
+        return torch.bmm(F.silu(torch.bmm(x, self.up)), self.down)
+
+    block = Stacked(experts, up=(D, H), down=(H, D)) if stacked else Loop(Gated)
+    x = torch.randn(9, D, requires_grad=True)
+    kept = []
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        graph = rewritten(block).graph
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            out = graph.compile()(block, x)
+    (mlp,) = graph.find(ops.expert_mlp.default)
+    assert mlp.kwargs["dtype"] is torch.bfloat16
+    assert all(n.op == "get_attr" for n in [*mlp.args[5], *mlp.args[7]])
+    assert not [t for t in kept if t.dim() == 2 and t.dtype is torch.bfloat16 and t.shape in {(H, D), (D, H)}]
+    out.sum().backward()
+    assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in block.parameters())
+
+
 class TestReduce:
     """Sums of the rows of each token are part of the op where nothing else reads the rows."""
 
