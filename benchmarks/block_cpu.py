@@ -1,25 +1,27 @@
-"""The expert part of a MoE layer on the CPU: the plain loop beside the dialect, in one run.
+"""A plain MoE block on the CPU: as written beside `moefx.compile` of it, in one run.
 
-    python benchmarks/block_cpu.py [--tokens 2048 --experts 64 --top-k 8 --dim 256 --hidden 128 --threads 2]
+    python benchmarks/block_cpu.py [--tokens 2048 --experts 64 --top-k 8 --dim 256 --hidden 128 --threads 1 2]
 
-Prints minimum and median milliseconds of forward and backward, and the ratio plain / dialect. Runs alternate,
-so that a busy machine disturbs both; results of the first pair are compared, so that what is timed is right.
+The block gathers each expert's tokens and adds its output with `index_add_`; its parameters are a ModuleList of
+experts, or stacked. Outputs and all gradients of both are compared with the block in float64 first. Then forward
+and backward of both take turns, so that a busy machine disturbs both. Prints medians, minima and their ratios.
 """
 
 from __future__ import annotations
 
 import argparse
-import platform
+import copy
+import json
 import statistics
 import time
-from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moefx.ir import dialect
-from moefx.ir.body import ExpertBody, Gemm
+import moefx
 from moefx.lowering import select
 
 
@@ -34,104 +36,131 @@ class Expert(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class PlainExperts(nn.Module):
+class MoE(nn.Module):
     """What users write: for each expert, gather its tokens, run it, add to the output."""
 
-    def __init__(self, num_experts: int, dim: int, hidden: int):
+    def __init__(self, num_experts: int, top_k: int, dim: int, hidden: int):
         super().__init__()
+        self.router, self.top_k = nn.Linear(dim, num_experts, bias=False), top_k
         self.experts = nn.ModuleList(Expert(dim, hidden) for _ in range(num_experts))
 
-    def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+    def expert(self, number: int, x: Tensor) -> Tensor:
+        return self.experts[number](x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(self.top_k)
+        weights = weights / weights.sum(-1, keepdim=True)
         out = torch.zeros_like(x)
-        for i, expert in enumerate(self.experts):
-            token, slot = torch.where(topk_ids == i)
-            out.index_add_(0, token, topk_weights[token, slot, None] * expert(x[token]))
+        for number in range(self.router.out_features):
+            token, slot = torch.where(chosen == number)
+            out.index_add_(0, token, self.expert(number, x[token]) * weights[token, slot, None])
         return out
 
 
-class DialectExperts(nn.Module):
-    """The same parameters, run by the dialect's ops."""
+class StackedMoE(MoE):
+    """The same with one parameter for all experts' gate and up projections, and one for the down projections."""
 
-    def __init__(self, plain: PlainExperts, keep: str):
-        super().__init__()
-        self.experts, self.keep, num = plain.experts, keep, len(plain.experts)
-        self.body = ExpertBody(
-            up=(Gemm(num, True), Gemm(num, True)),
-            parts=((0, None, None, 1), (1, None, None, 1)),
-            act=("mul.Tensor", ("silu", "a0"), "a1"),
-            down=Gemm(num, True),
-            out=("mul.Tensor", "y", "w"),
-        ).to_json()
+    def __init__(self, num_experts: int, top_k: int, dim: int, hidden: int):
+        super().__init__(num_experts, top_k, dim, hidden)
+        del self.experts
+        self.gate_up = nn.Parameter(torch.randn(num_experts, 2 * hidden, dim) * dim**-0.5)
+        self.down = nn.Parameter(torch.randn(num_experts, dim, hidden) * hidden**-0.5)
 
-    def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        up = [e.gate_proj.weight for e in self.experts] + [e.up_proj.weight for e in self.experts]
-        down = [e.down_proj.weight for e in self.experts]
-        pft = dialect.build_pft(topk_ids, topk_weights, None, num_experts=len(self.experts))
-        token_ids, _, expert_offsets, inverse, weights = pft
-        out, *_ = dialect.expert_mlp(
-            *(x, token_ids, expert_offsets, inverse, weights, up, [], down, []),
-            body=self.body,
-            keep=self.keep,
-            reduce=True,
-        )
-        return out
+    def expert(self, number: int, x: Tensor) -> Tensor:
+        gate, up = F.linear(x, self.gate_up[number]).chunk(2, -1)
+        return F.linear(F.silu(gate) * up, self.down[number])
+
+
+LAYOUTS = {"ModuleList": MoE, "stacked": StackedMoE}
+
+
+class Run:
+    """Forward and backward of one model."""
+
+    def __init__(self, model: nn.Module, x: Tensor, grad: Tensor):
+        self.model, self.x, self.grad = model, x.clone().requires_grad_(), grad
+
+    def __call__(self) -> float:
+        for leaf in (self.x, *self.model.parameters()):
+            leaf.grad = None
+        start = time.perf_counter()
+        self.out = self.model(self.x)
+        self.out.backward(self.grad)
+        return 1e3 * (time.perf_counter() - start)
+
+    def results(self) -> list[Tensor]:
+        self()
+        return [self.out.detach(), *(leaf.grad for leaf in (self.x, *self.model.parameters()))]
+
+
+def check(original: Run, compiled: Run) -> float:
+    """The largest error of the compiled block against float64, as a multiple of the original's own.
+
+    Each of output and gradients by its largest difference; what is below one rounding step does not count.
+    """
+    dtype = original.x.dtype
+    wide = Run(copy.deepcopy(original.model).double(), original.x.detach().double(), original.grad.double())
+    worst = 0.0
+    for exact, plain, ours in zip(wide.results(), original.results(), compiled.results(), strict=True):
+        floor = torch.finfo(dtype).eps * float(exact.abs().max())
+        own = float((plain - exact).abs().max())
+        worst = max(worst, float((ours - exact).abs().max()) / max(own, floor))
+    assert worst < 3, f"compiled is {worst:.1f} times as far from float64 as the original"
+    return worst
+
+
+def measure(layout: str, threads: int, args: argparse.Namespace) -> dict[str, Any]:
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    model = LAYOUTS[layout](args.experts, args.top_k, args.dim, args.hidden)
+    x, grad = torch.randn(2, args.tokens, args.dim)
+    plan = moefx.Plan(checkpoint=args.keep)
+    compiled = moefx.compile(copy.deepcopy(model), example_inputs=(x,), plan=plan)
+    runs = {"original": Run(model, x, grad), "compiled": Run(compiled, x, grad)}
+    error = check(**runs)
+    select.reset_counters()
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(args.repeats):
+        for name, run in runs.items():
+            times[name].append(run())
+    result: dict[str, Any] = {
+        "layout": layout, "threads": threads, "error": round(error, 2),
+        "weights": select.weight_paths(), "fallbacks": moefx.blocks(compiled)[0].fallbacks,
+    }  # fmt: skip
+    for label, of in {"median": statistics.median, "min": min}.items():
+        found = {name: of(ms) for name, ms in times.items()}
+        result[label] = {n: round(ms, 1) for n, ms in found.items()}
+        result[label]["ratio"] = round(found["original"] / found["compiled"], 2)
+    return result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     for name, default in {"tokens": 2048, "experts": 64, "top-k": 8, "dim": 256, "hidden": 128}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--layouts", choices=LAYOUTS, nargs="+", default=list(LAYOUTS))
+    parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--keep", choices=["h", "x", "all"], default="h")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--json", type=Path, help="write the results here, with the environment")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(0)
-    dtype = getattr(torch, args.dtype)
 
-    plain = PlainExperts(args.experts, args.dim, args.hidden).to(dtype)
-    ours = DialectExperts(plain, args.keep)
-    x = torch.randn(args.tokens, args.dim, dtype=dtype, requires_grad=True)
-    weights, ids = torch.topk(torch.randn(args.tokens, args.experts).softmax(-1), args.top_k)
-    weights = weights.to(dtype).requires_grad_()
-    grad = torch.randn_like(x)
-    leaves = [x, weights, *plain.parameters()]
+    shape = f"T={args.tokens} E={args.experts} K={args.top_k} d={args.dim} h={args.hidden} float32"
+    print(f"{shape}, keep={args.keep}, torch {torch.__version__}; forward + backward, ms")
+    print(f"{'':24}{'original':>18}{'compiled':>18}{'ratio':>15}   error (original = 1)")
+    results = []
+    for threads in args.threads:
+        for layout in args.layouts:
+            results.append(r := measure(layout, threads, args))
+            cells = [f"{r['median'][k]:8.1f} ({r['min'][k]:6.1f})" for k in ("original", "compiled")]
+            cells.append(f"{r['median']['ratio']:5.2f} ({r['min']['ratio']:.2f})")
+            print(f"{layout:>12} {threads} thread(s){cells[0]:>18}{cells[1]:>18}{cells[2]:>15}   {r['error']}")
+    print("median (minimum)")
+    if args.json:
+        from environment import environment
 
-    def step(module: nn.Module) -> tuple[float, list[Tensor]]:
-        for leaf in leaves:
-            leaf.grad = None
-        start = time.perf_counter()
-        out = module(x, ids, weights)
-        out.backward(grad)
-        seconds = time.perf_counter() - start
-        return seconds, [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
-
-    error = difference(step(plain)[1], step(ours)[1])
-    times: dict[str, list[float]] = {"plain loop": [], "dialect": []}
-    select.reset_counters()
-    for _ in range(args.repeats):
-        for name, module in (("plain loop", plain), ("dialect", ours)):
-            times[name].append(1e3 * step(module)[0])
-
-    shape = f"T={args.tokens} E={args.experts} K={args.top_k} d={args.dim} h={args.hidden} {args.dtype}"
-    print(
-        f"{shape} keep={args.keep}, {args.threads} threads, torch {torch.__version__}, {platform.processor()}"
-    )
-    print(f"largest difference, relative to the largest value: {error:.1e}")
-    print("providers:", ", ".join(f"{op}={p}" for op, p in select.counters()))
-    for name, ms in times.items():
-        print(f"{name:>10}: min {min(ms):7.1f} ms   median {statistics.median(ms):7.1f} ms")
-
-    def ratio(of: Callable[[list[float]], float]) -> float:
-        return of(times["plain loop"]) / of(times["dialect"])
-
-    print(f"     ratio: min {ratio(min):7.2f}      median {ratio(statistics.median):7.2f}")
-
-
-def difference(expected: list[Tensor], got: list[Tensor]) -> float:
-    assert len(expected) == len(got)
-    return max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(expected, got, strict=True))
+        found = {"environment": environment(), "shape": shape, "keep": args.keep, "results": results}
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

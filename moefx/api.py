@@ -267,6 +267,8 @@ class Specialise:
     ) -> Program | None:
         forward = vars(block).get("forward")
         assert isinstance(forward, BlockForward)
+        if any(program.key.admits(call) for program in forward.programs):
+            return None  # only a guard on sizes stands in the way: the same lift would meet it again
         for program in forward.programs:  # the same but for the device, which capture does not look at
             if _without_device(program.key) == _without_device(
                 call._replace(grad=program.key.grad, training=call.training)

@@ -172,14 +172,29 @@ class TestCalls:
         compiled = moefx.compile(model, example_inputs=EXAMPLE)
         same(compiled.double(), model.double(), torch.randn(9, D, dtype=torch.float64))
 
-    @pytest.mark.xfail(strict=False, reason="branches on computed sizes are baked in without a guard")
-    def test_branch_on_a_computed_size(self):
+    @pytest.mark.parametrize(
+        "long",
+        [
+            lambda n: 0.5 * n > 100,
+            lambda n: 100.0 < n / 2,
+            lambda n: int(n / 2) > 100,
+            lambda n: math.sqrt(n) > 14.2,
+            lambda n: max(int(0.5 * n), 8) > 100,
+            lambda n: n**2 > 40_000,
+            lambda n: n >> 1 > 100,
+        ],
+        ids=["float_times", "swapped", "int", "sqrt", "max", "pow", "shift"],
+    )
+    def test_branch_on_a_computed_size(self, long):
         class Long(Loop):
             def forward(self, x):
                 out = super().forward(x)
-                return out * 2 if int(x.shape[0] / 2) > 100 else out
+                return out * 2 if long(x.shape[0]) else out
 
         model = Model(Long())
         compiled = moefx.compile(model, example_inputs=EXAMPLE)
-        x = torch.randn(300, D)
-        torch.testing.assert_close(compiled(x), model(x))
+        for n in (30, 199, 200, 201, 202, 203, 300):
+            x = torch.randn(n, D)
+            torch.testing.assert_close(compiled(x), model(x))
+        (block,) = moefx.blocks(compiled)
+        assert 3 <= block.fallbacks <= 5 and len(block.forward.programs) == 1

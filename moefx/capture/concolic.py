@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from ..errors import CaptureError
 from .routing import Routing
-from .sizes import Size, SizeLog, sized
+from .sizes import Size, SizeLog, plain, sized
 
 aten = torch.ops.aten
 _grad_enabled = torch.is_grad_enabled  # the query itself is patched during capture
@@ -235,7 +235,7 @@ class Tracer(TorchDispatchMode):
 
     # ------------------------------------------------------------------ nodes
     def emit(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> fx.Node:
-        return self._register(self.graph.call_function(target, args, kwargs))
+        return self._register(self.graph.call_function(target, plain(args), plain(kwargs)))
 
     def _register(self, node: fx.Node) -> fx.Node:
         node.meta["index"] = len(self.nodes)
@@ -678,7 +678,7 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        args, kwargs = plain(args), plain(kwargs or {})
         tracer = self.tracer
         if tracer.quiet:
             return func(*args, **kwargs)

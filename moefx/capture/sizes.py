@@ -23,6 +23,8 @@ _COMPARE = {
     "ne": operator.ne,
 }
 
+_FUNCTIONS = {"ceil": math.ceil, "floor": math.floor, "trunc": math.trunc, "round": round, "abs": abs}
+
 
 @dataclasses.dataclass(frozen=True)
 class SizeGuard:
@@ -35,9 +37,7 @@ class SizeGuard:
 
     def holds(self, dims: dict[str, int]) -> bool:
         # the expressions were written by `Size` below, from dims, numbers and arithmetic only
-        left, right = (
-            eval(side, {"__builtins__": {}, "ceil": math.ceil}, dims) for side in (self.left, self.right)
-        )
+        left, right = (eval(side, {"__builtins__": {}, **_FUNCTIONS}, dims) for side in (self.left, self.right))
         return _COMPARE[self.op](left, right) is self.value
 
     def __str__(self) -> str:
@@ -46,11 +46,17 @@ class SizeGuard:
 
 
 class SizeLog:
-    """Which sizes are symbolic in this capture, and what was asked about them."""
+    """Which sizes are symbolic in this capture, and what was asked about them.
+
+    Attributes:
+        guards: comparisons, each once.
+        leaks: expressions that became plain numbers (`int(n / 2)`, `math.sqrt(n)`): comparisons with these are not seen.
+    """
 
     def __init__(self, dims: dict[str, int] | None = None):
         self.dims = dims or {}
         self.guards: list[SizeGuard] = []
+        self.leaks: set[str] = set()
         names = list(self.dims)
         self.expressions: dict[int, str] = {}
         for i, a in enumerate(names):
@@ -63,76 +69,149 @@ class SizeLog:
         if guard not in self.guards:
             self.guards.append(guard)
 
+    def leak(self, expr: str) -> None:
+        self.leaks.add(expr)
 
-class Size(int):
-    """An int with the expression it came from."""
 
+class _Number:
+    """What `Size` and `Ratio` share: a number with the expression it came from."""
+
+    value: Any
     expr: str
     log: SizeLog
+    _is: type
 
-    def __new__(cls, value: int, expr: str, log: SizeLog) -> Size:
-        self = super().__new__(cls, value)
-        self.expr, self.log = expr, log
+    # `isinstance(n, int)` holds as it does for the number; torch takes it as its own symbolic number, and it is not a
+    # real int because `0.5 * n` would then be left to `float`, which knows nothing of expressions
+    __class__ = property(lambda self: self._is)  # type: ignore[assignment]
+
+    def __init__(self, value: Any, expr: str, log: SizeLog):
+        self.value, self.expr, self.log = value, expr, log
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("value", "expr", "log", "node") or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.value, name)
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+    def __format__(self, spec: str) -> str:
+        return format(self.value, spec)
+
+    def __bool__(self) -> bool:
+        return self != 0
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.value
+
+    def __copy__(self) -> Any:
         return self
-
-    def __hash__(self) -> int:
-        return int.__hash__(self)
 
     def __reduce__(self) -> Any:
-        return int, (int(self),)
+        return type(self.value), (self.value,)
 
-    def __deepcopy__(self, memo: Any) -> int:
-        return int(self)
+    # From here on the number is Python's own, and what it is compared with is not seen.
+    def __int__(self) -> int:
+        self.log.leak(self.expr)
+        return int(self.value)
 
-
-class Ratio(float):
-    """A float that a `Size` was divided into."""
-
-    expr: str
-    log: SizeLog
-
-    def __new__(cls, value: float, expr: str, log: SizeLog) -> Ratio:
-        self = super().__new__(cls, value)
-        self.expr, self.log = expr, log
-        return self
+    def __float__(self) -> float:
+        self.log.leak(self.expr)
+        return float(self.value)
 
     def __hash__(self) -> int:
-        return float.__hash__(self)
+        self.log.leak(self.expr)
+        return hash(self.value)
+
+    def __round__(self, digits: int | None = None) -> Any:
+        if digits is not None:
+            return round(float(self), digits)
+        return Size(round(self.value), f"round({self.expr})", self.log)
+
+    def __floor__(self) -> Size:
+        return Size(math.floor(self.value), f"floor({self.expr})", self.log)
 
     def __ceil__(self) -> Size:
-        return Size(math.ceil(float(self)), f"ceil({self.expr})", self.log)
+        return Size(math.ceil(self.value), f"ceil({self.expr})", self.log)
+
+    def __trunc__(self) -> Size:
+        return Size(math.trunc(self.value), f"trunc({self.expr})", self.log)
+
+    def __divmod__(self, other: Any) -> Any:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: Any) -> Any:
+        return other // self, other % self
+
+
+class Size(_Number, torch.SymInt):
+    """An int with the expression it came from."""
+
+    _is = int
+
+    def __index__(self) -> int:
+        return self.value
+
+
+class Ratio(_Number, torch.SymFloat):
+    """A float that was computed from a `Size`."""
+
+    _is = float
 
 
 def _expr(x: Any) -> str | None:
-    if isinstance(x, (Size, Ratio)):
+    if isinstance(x, _Number):
         return x.expr
-    return repr(x) if type(x) in (int, float, bool) else None
+    return f"({x!r})" if type(x) in (int, float) and x < 0 else repr(x) if type(x) in (int, float, bool) else None
 
 
-def _plain(x: Any) -> Any:
-    return int(x) if isinstance(x, Size) else float(x) if isinstance(x, Ratio) else x
+def plain(x: Any) -> Any:
+    """A `Size` or `Ratio` as the number it is, also in the containers that arguments are made of."""
+    if isinstance(x, _Number):
+        return x.value
+    if type(x) in (tuple, list):
+        return type(x)([plain(v) for v in x])
+    if type(x) is torch.Size:
+        return torch.Size([plain(v) for v in x])
+    if type(x) is dict:
+        return {k: plain(v) for k, v in x.items()}
+    if type(x) is slice:
+        return slice(plain(x.start), plain(x.stop), plain(x.step))
+    return x
 
 
-def _arithmetic(symbol: str, fn: Callable, base: type, swapped: bool) -> Callable:
+def _made(value: Any, expr: str, log: SizeLog) -> Any:
+    if type(value) is int:
+        return Size(value, expr, log)
+    return Ratio(value, expr, log) if type(value) is float else value
+
+
+def _arithmetic(symbol: str, fn: Callable, swapped: bool) -> Callable:
     def method(self: Any, other: Any) -> Any:
+        if isinstance(other, torch.Tensor):
+            return fn(other, self.value) if swapped else fn(self.value, other)
         a, b = (other, self) if swapped else (self, other)
         left, right = _expr(a), _expr(b)
         if left is None or right is None:
             return NotImplemented
-        value, text = fn(_plain(a), _plain(b)), f"({left}{symbol}{right})"
-        if isinstance(value, int):
-            return Size(value, text, self.log)
-        return Ratio(value, text, self.log) if isinstance(value, float) else value
+        return _made(fn(plain(a), plain(b)), f"({left}{symbol}{right})", self.log)
 
     return method
 
 
+def _unary(text: str, fn: Callable) -> Callable:
+    return lambda self: _made(fn(self.value), text.format(self.expr), self.log)
+
+
 def _comparison(name: str, fn: Callable) -> Callable:
     def method(self: Any, other: Any) -> Any:
+        if isinstance(other, torch.Tensor):
+            return fn(self.value, other)
         right = _expr(other)
         if right is None:
             return NotImplemented
-        value = fn(_plain(self), _plain(other))
+        value = fn(plain(self), plain(other))
         if right != self.expr:
             self.log.note(self.expr, name, right, value)
         return value
@@ -140,21 +219,28 @@ def _comparison(name: str, fn: Callable) -> Callable:
     return method
 
 
-for _kind in (Size, Ratio):
-    for _name, _symbol, _fn in (
-        ("add", "+", operator.add), ("sub", "-", operator.sub), ("mul", "*", operator.mul),
-        ("floordiv", "//", operator.floordiv), ("mod", "%", operator.mod), ("truediv", "/", operator.truediv),
+def _define(kind: type) -> None:
+    """The operators; those that torch's symbolic numbers have would look for a symbol of torch's."""
+    for name, symbol, fn in (
+        ("add", "+", operator.add), ("sub", "-", operator.sub), ("mul", "*", operator.mul), ("mod", "%", operator.mod),
+        ("floordiv", "//", operator.floordiv), ("truediv", "/", operator.truediv), ("pow", "**", operator.pow),
+        ("lshift", "<<", operator.lshift), ("rshift", ">>", operator.rshift), ("and", "&", operator.and_),
+        ("or", "|", operator.or_), ("xor", "^", operator.xor),
     ):  # fmt: skip
-        setattr(_kind, f"__{_name}__", _arithmetic(_symbol, _fn, _kind, False))
-        setattr(_kind, f"__r{_name}__", _arithmetic(_symbol, _fn, _kind, True))
-    for _name, _fn in _COMPARE.items():
-        setattr(_kind, f"__{_name}__", _comparison(_name, _fn))
-    _kind.__bool__ = lambda self: self != 0
+        setattr(kind, f"__{name}__", _arithmetic(symbol, fn, False))
+        setattr(kind, f"__r{name}__", _arithmetic(symbol, fn, True))
+    for name, text, fn in (("neg", "(-{})", operator.neg), ("pos", "{}", operator.pos), ("abs", "abs({})", abs)):
+        setattr(kind, f"__{name}__", _unary(text, fn))
+    for name, fn in _COMPARE.items():
+        setattr(kind, f"__{name}__", _comparison(name, fn))
+
+
+_define(_Number)
 
 
 def sized(value: Any, log: SizeLog) -> Any:
     """`value` (an int or a `torch.Size`) with the symbolic ones among its sizes replaced by `Size`s."""
-    if isinstance(value, int) and not isinstance(value, bool):
+    if type(value) is int:
         expr = log.expressions.get(value)
         return Size(value, expr, log) if expr else value
     if isinstance(value, tuple) and any(v in log.expressions for v in value):

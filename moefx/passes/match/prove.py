@@ -28,6 +28,7 @@ from .semantics import Semantics
 from .terms import is_const
 
 _MOST_EXTRA = 8
+_LEAK_SIZES = (128, 512, 2048)
 
 
 @dataclasses.dataclass
@@ -120,6 +121,7 @@ class Prover:
         groups = self._merged()
         self._flip_branches()
         self._other_sizes()
+        self._leaked_sizes()
         self.lifted, self.sizes = self._complete()
         for group, merged in enumerate(groups):
             merged.values = [
@@ -287,6 +289,35 @@ class Prover:
                 continue
             self._add(lifted, sizes)
 
+    def _leaked_sizes(self) -> None:
+        """A size that became a plain number (`int(n / 2)`) may decide a branch unseen. So more sizes are captured, and
+        where one runs other lines than all before, the form is guarded to hold below it."""
+        if not any(lifted.capture.sizes.leaks for lifted in self.lifted):
+            return
+        many = [lifted.capture for lifted in self.lifted if math.prod(lifted.tokens) > 1]
+        every = set().union(*map(_lines, many))
+        always = set.intersection(*map(_lines, many))
+        most = 4 * max(len(c.nodes) for c in many)
+        below = max(math.prod(sizes.values()) for sizes in self.sizes)
+
+        def differs(tokens: int) -> bool:
+            sizes = dict.fromkeys(self.arguments.dims, 1) | {self.arguments.dims[-1]: tokens}
+            if not all(g.holds(sizes) for g in self._guards()):
+                return False
+            taken = self.capture(Routing("diverse", 8), sizes)
+            seen = _lines(taken)
+            return len(taken.nodes) <= most and not (always <= seen <= every)
+
+        for tokens in _LEAK_SIZES:
+            if tokens > below and differs(tokens):
+                low, high = below, tokens
+                while high - low > 1:
+                    middle = (low + high) // 2
+                    low, high = (low, middle) if differs(middle) else (middle, high)
+                self.extra_guards.append(SizeGuard("*".join(self.arguments.dims), "lt", str(high), True))
+                return
+            below = max(below, tokens)
+
     def _guards(self) -> list[SizeGuard]:
         return [g for lifted in self.lifted for g in lifted.capture.sizes.guards]
 
@@ -404,6 +435,11 @@ def _mask_candidates(lifted: Lifted) -> list[Ref]:
 
 def _alike(a: torch.fx.Node, b: torch.fx.Node) -> bool:
     return a.op == b.op and str(a.target) == str(b.target)
+
+
+def _lines(taken: Capture) -> set[tuple[str, str]]:
+    """Which lines of the user's ran, and which ops they came to."""
+    return {(str(n.meta["source"]), str(n.target)) for n in taken.nodes if n.op == "call_function"}
 
 
 R = TypeVar("R")
