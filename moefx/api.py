@@ -406,7 +406,7 @@ def _report(matched: Matched, program: Program, block: nn.Module, verdict: str) 
         or "a general function of its rows"
     )
     unfused = "; ".join(str(n.meta["unfused"]) for n in combines if "unfused" in n.meta)
-    drop = "by the program's own mask" if match.keep else ""
+    drop = str(match.drop or ("by the program's own mask" if match.keep else ""))
     return MatchedBlock(
         names=tuple(matched.names), kind=type(block).__name__, num_experts=match.num_experts, top_k=match.slots, expert=expert,
         drop=drop, holds_for=str(program.key), routings=len(match.lifted), validation=verdict, seconds=matched.seconds,

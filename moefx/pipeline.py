@@ -22,6 +22,7 @@ from .ir.block import BlockGraph
 from .passes.checkpoint import checkpoint
 from .passes.fuse import fuse
 from .passes.manager import PassManager
+from .passes.match.drops import explain_drops
 from .passes.match.prove import Match, Prover, deep
 from .passes.rewrite import Rewritten, rewrite
 
@@ -57,6 +58,7 @@ def rewrite_block(block: nn.Module, name: str, args: tuple, kwargs: dict[str, An
     # 2. match: one canonical form that all routings agree on
     start = time.perf_counter()
     match = deep(Prover(block, arguments, most_experts(block)).prove)
+    deep(lambda: explain_drops(match))
     # 3. rewrite into the dialect, the user's own parts around it
     rewritten = deep(lambda: rewrite(match, [placeholder_name(p) for p in paths]))
     ms = (time.perf_counter() - start) * 1e3

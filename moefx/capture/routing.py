@@ -3,7 +3,7 @@
 A `Routing` invents the outputs of contractions (router logits among them) where the block turns a float into an
 integer. Several unlike routings must lead to one template (design section 3.2), so each kind stresses something else:
 
-* `diverse`: every expert is somebody's first choice, tokens have unlike partners, counts are uneven;
+* `diverse`: every expert is somebody's first choice, tokens have unlike partners, counts are uneven, some scores tie;
 * `skewed`: some experts get most tokens, some get none, some exactly one;
 * `flooded`: nearly all tokens choose the same experts, so that every capacity overflows.
 """
@@ -24,7 +24,7 @@ class Routing:
         return f"Routing({self.kind!r}, seed={self.seed})"
 
     def invent(self, node: fx.Node) -> torch.Tensor:
-        """A value for an abstract float of this shape: distinct scores where it may be router scores."""
+        """A value for an abstract float of this shape: unlike scores where it may be router scores."""
         val = node.meta["val"]
         original = node.meta.get("original")
         shape = tuple(val.shape)
@@ -43,7 +43,7 @@ class Routing:
         return torch.randn(shape, generator=self.generator, dtype=torch.float32).to(val.dtype)
 
     def scores(self, rows: int, n: int) -> torch.Tensor:
-        """Scores [rows, n] whose order along each row is the wanted preference; no two are equal."""
+        """Scores [rows, n] whose order along each row is the wanted preference."""
         base = torch.rand(rows, n, generator=self.generator, dtype=torch.float64) - 0.5
         ranks = min(n, 16)
         step = 2.5 / ranks
@@ -55,6 +55,10 @@ class Routing:
             base.scatter_(
                 1, column[:, None], torch.where(current > 0.5, current, current * 0.2 + bonus)[:, None]
             )
+        if self.kind == "diverse":  # now and then experts come out equal: `scores >= kth` then chooses more than `topk`
+            again = [r for r in range(rows) if r % _period(n) >= n] or ([rows - 1] if rows > 4 else [])
+            base[again[::2]] = base[again[::2]].round()
+            base[again[1::2]] = (base[again[1::2]] / 1.2).floor()
         for row, expert in enumerate(self.prefer[:rows]):
             if expert < n:  # it and its neighbours stand out, so that a choice of groups comes out right too
                 base[row] = torch.rand(n, generator=self.generator, dtype=torch.float64) - 3.0
@@ -67,7 +71,7 @@ class Routing:
             pool: list[int] = []
             while len(pool) < rows:
                 order = torch.randperm(n, generator=self.generator).tolist()
-                pool += order + order[: max(1, n // 4)]  # a quarter comes twice: counts are not balanced
+                pool += order + order[: _period(n) - n]  # a quarter comes twice: counts are not balanced
             return torch.tensor(pool[:rows])
         if self.kind == "skewed":
             order = torch.randperm(n, generator=torch.Generator().manual_seed(self.seed))
@@ -90,3 +94,8 @@ class Routing:
             order = torch.randperm(value.shape[0], generator=torch.Generator().manual_seed(self.seed))
             value = value[order]
         return value
+
+
+def _period(n: int) -> int:
+    """Rows after which every expert was chosen, some twice."""
+    return n + max(1, n // 4)

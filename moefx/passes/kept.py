@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..capture.concolic import Call
 from ..capture.inputs import Leaf
 from ..errors import Refused
-from .capacity import find_law
+from .capacity import Law, find_law
 from .match.prove import Match
 
 aten = torch.ops.aten
@@ -63,7 +63,7 @@ class KeptGraph:
         self.cut = Twins(lifted.cut for lifted in match.lifted)
         self.absorbed = match.lifted[0].absorbed
         self.fake_mode = self.captures[0].tracer.fake_mode
-        self._sizes: dict[tuple, fx.Node] = {}
+        self._sizes: dict[Any, fx.Node] = {}
         self.inputs: dict[int, fx.Node] = {}
         self.inlined: set[int] = (
             set()
@@ -387,7 +387,13 @@ class KeptGraph:
         law = find_law(points)
         if law is None:
             return None
-        self.match.laws.append(f"{law}, read off {len(set(points))} sizes")
+        return self.law(law)
+
+    def law(self, law: Law) -> fx.Node:
+        """The number that a law gives, as a node."""
+        if law in self._sizes:
+            return self._sizes[law]
+        self.match.laws.append(str(law))
         dims = self.match.arguments.dims
         tokens = self._law(dims, 1, 1, 0)
         scaled = (
@@ -400,7 +406,8 @@ class KeptGraph:
             scaled = self._arith(operator.neg, scaled)
         if law.high is not None:
             scaled = self._arith(min, scaled, tokens if law.high == "tokens" else law.high)
-        return scaled if law.low is None else self._arith(max, scaled, law.low)
+        self._sizes[law] = scaled if law.low is None else self._arith(max, scaled, law.low)
+        return self._sizes[law]
 
     def _law(self, dims: tuple[str, ...], times: int, over: int, plus: int) -> fx.Node:
         node = self.dim(dims[0])

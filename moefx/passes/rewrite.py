@@ -338,7 +338,9 @@ class Rewriter:
         scalars = [i for i in _used_values(group.body) if math.prod(_value_shape(group.body, i)) == 1]
         weights = {i: self._per_slot(group.values[i][0]) for i in scalars}
         first = scalars[0] if scalars else None
-        kwargs = {"num_experts": len(group.ids)}
+        kwargs: dict[str, Any] = {"num_experts": len(group.ids)}
+        if self.match.drop is not None:
+            kwargs |= {"capacity": self.kept.law(self.match.drop.law), "drop": self.match.drop.order}
         pft = self._call(ops.build_pft.default, (ids, weights.get(first), keep), kwargs)  # type: ignore[arg-type]
         letters = (("B",), ("B",), ("E+1",), ("S", "K"), ("B",))
         pft.meta["letters"] = letters

@@ -13,7 +13,7 @@ from moefx.capture.routing import Routing
 KINDS = ("diverse", "skewed", "flooded")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [k for k in KINDS if k != "diverse"])
 @settings(max_examples=25, deadline=None)
 @given(rows=st.integers(1, 40), n=st.integers(2, 40), seed=st.integers(0, 50))
 def test_scores_are_distinct_along_each_row(kind, rows, n, seed):
@@ -21,6 +21,15 @@ def test_scores_are_distinct_along_each_row(kind, rows, n, seed):
     assert scores.shape == (rows, n) and scores.isfinite().all()
     ordered = scores.sort(-1).values
     assert (ordered[:, 1:] > ordered[:, :-1]).all()
+
+
+@settings(max_examples=25, deadline=None)
+@given(rows=st.integers(20, 40), n=st.integers(4, 16), seed=st.integers(0, 50))
+def test_a_few_scores_tie(rows, n, seed):
+    """`scores >= kth` then chooses more than `topk` does."""
+    top = Routing("diverse", seed).scores(rows, n).topk(4).values
+    ties = (top[:, :-1] == top[:, 1:]).any(-1).sum()
+    assert 0 < ties < rows / 2
 
 
 @settings(max_examples=25, deadline=None)

@@ -11,21 +11,38 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ...capture.concolic import Capture, Source, capture
 from ...capture.inputs import Arguments
 from ...capture.routing import Routing
 from ...capture.sizes import SizeGuard
 from ...errors import CaptureError, Refused
-from .lift import Body, Lifted, Lifter, Ref, _aligned, walk
+from ..capacity import Law
+from .lift import Body, Lifted, Lifter, Ref
 from .paths import Place
 from .ranges import Ranges
-from .semantics import Semantics
-from .terms import is_const
+
+@dataclasses.dataclass(frozen=True)
+class DropRule:
+    """Capacity: an expert takes the first `law(tokens)` of the slots that chose it.
+
+    Attributes:
+        order: `position_token` (token by token), `position_slot` (all first choices first) or `weight` (largest first).
+    """
+
+    order: str
+    law: Law
+
+    def __str__(self) -> str:
+        first = {
+            "position_token": "earlier tokens first",
+            "position_slot": "first choices first, then earlier tokens",
+            "weight": "larger weights first",
+        }
+        return f"{self.law} places per expert, {first[self.order]}"
+
 
 _MOST_EXTRA = 8
 _LEAK_SIZES = (128, 512, 2048)
@@ -49,7 +66,10 @@ class Expert:
 
 @dataclasses.dataclass
 class Match:
-    """The proof: one canonical form, and the captures that all agree on it (the first one is shown to users)."""
+    """The proof: one canonical form, and the captures that all agree on it (the first one is shown to users).
+
+    Which slots count where some do not: by `drop`, a rule, or `keep`, the nodes that say so (see `drops`).
+    """
 
     block: nn.Module
     arguments: Arguments
@@ -57,10 +77,11 @@ class Match:
     sizes: list[dict[str, int]]
     groups: list[Expert]
     num_experts: int
-    keep: list[Ref] | None
     guards: list[SizeGuard]
     modes_read: set[str]
     capture_at: Callable[[Routing, dict[str, int]], Capture]
+    drop: DropRule | None = None
+    keep: list[Ref] | None = None
     laws: list[str] = dataclasses.field(default_factory=list)
     probes: list[tuple[dict[str, int], Capture]] = dataclasses.field(default_factory=list)
 
@@ -128,7 +149,6 @@ class Prover:
                 list(refs)
                 for refs in zip(*[lifted.groups[group].values for lifted in self.lifted], strict=True)
             ]
-        keep = self._keep_mask()
         guards = list(dict.fromkeys([*self._guards(), *self.extra_guards]))
         modes = set().union(*[lifted.capture.modes_read for lifted in self.lifted])
         return Match(
@@ -138,7 +158,6 @@ class Prover:
             self.sizes,
             groups,
             self.num_experts,
-            keep,
             guards,
             modes,
             self.capture,
@@ -321,33 +340,6 @@ class Prover:
     def _guards(self) -> list[SizeGuard]:
         return [g for lifted in self.lifted for g in lifted.capture.sizes.guards]
 
-    # ------------------------------------------------------------------ drops
-    def _keep_mask(self) -> list[Ref] | None:
-        """Where some slots contribute nothing: the nodes that say so, or None if every slot counts (or its weight
-        is zero, or its id is out of range)."""
-        if all(lifted.kept.all() for lifted in self.lifted):
-            return None
-        owned = sorted(self._seen())
-        if all((np.isin(lifted.ids, owned) == lifted.kept).all() for lifted in self.lifted):
-            return None
-        found = [_mask_candidates(lifted) for lifted in self.lifted]
-        for position, ref in enumerate(found[0]):
-            refs = [ref]
-            for other in found[1:]:
-                twin = next((r for r in other if r.axes == ref.axes and _alike(r.node, ref.node)), None)
-                if twin is None:
-                    break
-                refs.append(twin)
-            if len(refs) == len(found):
-                return refs
-            del position
-        if all(_explained_by_weights(lifted) for lifted in self.lifted):
-            return None
-        raise Refused(
-            "some chosen experts are skipped (dropped) and no mask in the program says which",
-            source=str(self.lifted[0].cut.meta["source"]),
-        )
-
 
 def _same_form(a: Lifted, b: Lifted) -> None:
     """Raise unless two lifts have one template. `b` may have met fewer kinds of experts and only some of the experts;
@@ -369,72 +361,6 @@ def _same_form(a: Lifted, b: Lifted) -> None:
         h if h is not None else dataclasses.replace(g, ids=[], tables=[{} for _ in g.tables], values=[])
         for g, h in zip(a.groups, ordered, strict=True)
     ]
-
-
-def _explained_by_weights(lifted: Lifted) -> bool:
-    """Every dropped slot has a weight that is zero by construction."""
-    S = Semantics(lifted.capture.nodes, lifted.capture.shadow)
-    T = S.T
-
-    def is_zero(ref: Ref, t: int, k: int) -> bool:
-        ref = ref.columns[k] if ref.columns else ref
-        if not {"k", "e"} & set(ref.axes) and not ref.columns and ref.axes.count("t") == 0:
-            return False
-        if {"tk", "kt", "m"} & set(ref.axes):
-            return False
-        it = iter(np.unravel_index(t, lifted.tokens) if ref.axes.count("t") > 1 else (t,))
-        where = {
-            a: k if x == "k" else int(lifted.ids[t, k]) if x == "e" else int(next(it))
-            for a, x in enumerate(ref.axes)
-        }
-        term = S.term(ref.node)
-        return all(0 <= i < term.shape[a] for a, i in where.items()) and is_const(
-            T.resolve(T.picks(term, where)), 0
-        )
-
-    dropped = [(int(t), int(k)) for t, k in zip(*np.nonzero(~lifted.kept), strict=True)]
-    scalars = [
-        ref for group in lifted.groups for i, ref in enumerate(group.values) if _is_scalar(group.body, i)
-    ]
-    return any(all(is_zero(ref, t, k) for t, k in dropped) for ref in scalars)
-
-
-def _is_scalar(body: Body, i: int) -> bool:
-    return all(math.prod(b.shape) == 1 for b in walk(body) if b.op == "value" and b.args[0] == i)
-
-
-def _mask_candidates(lifted: Lifted) -> list[Ref]:
-    """Nodes before the cut whose truth, read per token and slot, is exactly which slots count."""
-    out = []
-    for n in lifted.capture.nodes:
-        val = n.meta.get("val")
-        if (
-            n in lifted.absorbed
-            or n.meta["index"] >= lifted.cut.meta["index"]
-            or not isinstance(val, torch.Tensor)
-        ):
-            continue
-        if isinstance(val, FakeTensor):
-            if not n.meta.get("known") or val.numel() > 1 << 20:
-                continue
-            val = lifted.capture.shadow(n)
-        for axes, flat in _aligned((val != 0).to(torch.int64), lifted.tokens):
-            if flat.shape == lifted.kept.shape and bool((flat.bool().numpy() == lifted.kept).all()):
-                out.append(Ref(n, axes))
-        lead = tuple(val.shape[:-1])
-        if (
-            lead in (lifted.tokens, (lifted.kept.shape[0],))
-            and val.shape[-1] > lifted.ids.max()
-            and lifted.ids.min() >= 0
-        ):
-            flat = (val != 0).reshape(lifted.kept.shape[0], -1).numpy()
-            if (np.take_along_axis(flat, lifted.ids, 1) == lifted.kept).all():
-                out.append(Ref(n, ("t",) * len(lead) + ("e",)))
-    return out
-
-
-def _alike(a: torch.fx.Node, b: torch.fx.Node) -> bool:
-    return a.op == b.op and str(a.target) == str(b.target)
 
 
 def _lines(taken: Capture) -> set[tuple[str, str]]:

@@ -1,0 +1,234 @@
+"""Capacity: which of a token's chosen experts have no place left for it, as a rule (X-MoE section 4.1, GShard).
+
+Where captures overflow, the slots that count and those that do not show the order in which an expert's places are
+given away, and how many there are. A rule that says exactly which slots count, in every capture, replaces whatever
+the program does to find out: `cumsum` over one-hots, sorting, slices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ...capture.concolic import Capture
+from ...errors import Refused
+from ..capacity import Law, find_law
+from .lift import Body, Lifted, Ref, _aligned, walk
+from .prove import DropRule, Match
+from .semantics import Semantics
+from .terms import is_const
+
+Slot = tuple[int, int]
+
+
+def explain_drops(match: Match) -> None:
+    """Set `match.drop` or `match.keep` if some slots contribute nothing, and their weight or id does not say so.
+
+    Raises:
+        Refused: neither a rule nor a mask of the program says which slots count.
+    """
+    owned = sorted({e for group in match.groups for e in group.ids})
+    if all((np.isin(lifted.ids, owned) == lifted.kept).all() for lifted in match.lifted):
+        return
+    match.drop = _rule(match, set(owned))
+    if match.drop is None:
+        match.keep = _mask(match)
+
+
+# ---------------------------------------------------------------------- a rule
+def _rule(match: Match, owned: set[int]) -> DropRule | None:
+    """The rule by which all captures of a match drop, if there is one."""
+    for order in ("position_token", "position_slot", "weight"):
+        ranks = [_ranks(lifted, order, owned) for lifted in match.lifted]
+        if any(r is None for r in ranks):
+            continue
+        places = [_places(lifted, r) for lifted, r in zip(match.lifted, ranks, strict=True)]  # type: ignore[arg-type]
+        if any(p is None for p in places):
+            continue
+        law = _law(match, places)  # type: ignore[arg-type]
+        if law is not None:
+            return DropRule(order, law)
+    return None
+
+
+def _ranks(lifted: Lifted, order: str, owned: set[int]) -> dict[Slot, int] | None:
+    """How many slots of the same expert are before each slot in the queue."""
+    tokens, slots = lifted.ids.shape
+    flat = [(t, k) for t in range(tokens) for k in range(slots)]
+    if order == "position_slot":
+        flat.sort(key=lambda s: (s[1], s[0]))
+    elif order == "weight":
+        weights = _weights(lifted)
+        if weights is None:
+            return None
+        flat.sort(key=lambda s: -float(weights[s]))
+    taken: dict[int, int] = defaultdict(int)
+    ranks = {}
+    for slot in flat:
+        expert = int(lifted.ids[slot])
+        if expert not in owned:
+            continue
+        ranks[slot] = taken[expert]
+        taken[expert] += 1
+    return ranks
+
+
+def _weights(lifted: Lifted) -> torch.Tensor | None:
+    """The routing weights [T, K] under the routing of this capture."""
+    for group in lifted.groups:
+        for i, ref in enumerate(group.values):
+            wide = any(b.op == "value" and b.args[0] == i and math.prod(b.shape) > 1 for b in walk(group.body))
+            if not wide and not ref.columns and ref.axes[-1:] in (("k",), ("tk",)) and "e" not in ref.axes:
+                return lifted.capture.shadow(ref.node).reshape(lifted.ids.shape)
+    return None
+
+
+def _places(lifted: Lifted, ranks: dict[Slot, int]) -> tuple[int, int | None] | None:
+    """(fewest, most) places that explain what one capture kept; most is None without a drop, the whole None if
+    nothing explains it."""
+    kept = [r for s, r in ranks.items() if lifted.kept[s]]
+    dropped = [r for s, r in ranks.items() if not lifted.kept[s]]
+    fewest, most = max(kept, default=-1) + 1, min(dropped, default=None)
+    return None if most is not None and most < fewest else (fewest, most)
+
+
+def _law(match: Match, places: Sequence[tuple[int, int | None]]) -> Law | None:
+    """How many places there are at any size: the number of the program that is so in every capture, read off more."""
+    tokens = [math.prod(lifted.tokens) for lifted in match.lifted]
+    numbers = [_numbers(lifted.capture) for lifted in match.lifted]
+    more = [(math.prod(sizes.values()), _numbers(taken)) for sizes, taken in match.probe()]
+    exact = [i for i, (_, most) in enumerate(places) if most is not None]
+    for where, value in numbers[exact[0]].items():
+        if value is None or not all(_fits(n.get(where), p) for n, p in zip(numbers, places, strict=True)):
+            continue
+        points = [(t, n[where]) for t, n in [*zip(tokens, numbers, strict=True), *more] if n.get(where) is not None]
+        law = find_law(points)  # type: ignore[arg-type]
+        if law is not None and all(_fits(law(t), p) for t, p in zip(tokens, places, strict=True)):
+            return law
+    return None
+
+
+def _fits(value: int | None, places: tuple[int, int | None]) -> bool:
+    """Whether `value` places explain a capture; that the number is nowhere in a capture without drops is no objection."""
+    fewest, most = places
+    if value is None:
+        return most is None
+    return value >= fewest and (most is None or value <= most)
+
+
+def _numbers(taken: Capture) -> dict[Any, int | None]:
+    """The integers that ops are called with, by place in the program; None where one place has several."""
+    found: dict[Any, int | None] = {}
+    for n in taken.nodes:
+        if n.op == "call_function":
+            for path, value in _integers((n.args, n.kwargs)):
+                where = (n.meta["source"], str(n.target), path)
+                found[where] = value if found.get(where, value) == value else None
+    return found
+
+
+def _integers(tree: Any, path: tuple = ()) -> Iterator[tuple[tuple, int]]:
+    if type(tree) is int:
+        yield path, tree
+    elif isinstance(tree, (tuple, list)):
+        for i, item in enumerate(tree):
+            yield from _integers(item, (*path, i))
+    elif isinstance(tree, dict):
+        for key, item in tree.items():
+            yield from _integers(item, (*path, key))
+
+
+# ---------------------------------------------------------------------- the program's own mask
+def _mask(match: Match) -> list[Ref] | None:
+    """The nodes that say which slots count, one for each capture; None if the weights of the others are zero."""
+    found = [_mask_candidates(lifted) for lifted in match.lifted]
+    for ref in found[0]:
+        refs = [ref]
+        for other in found[1:]:
+            twin = next((r for r in other if r.axes == ref.axes and _alike(r.node, ref.node)), None)
+            if twin is None:
+                break
+            refs.append(twin)
+        if len(refs) == len(found):
+            return refs
+    if all(_explained_by_weights(lifted) for lifted in match.lifted):
+        return None
+    raise Refused(
+        "some chosen experts are skipped (dropped), by no rule that is known, and no mask in the program says which",
+        source=str(match.lifted[0].cut.meta["source"]),
+    )
+
+
+def _explained_by_weights(lifted: Lifted) -> bool:
+    """Every dropped slot has a weight that is zero by construction."""
+    S = Semantics(lifted.capture.nodes, lifted.capture.shadow)
+    T = S.T
+
+    def is_zero(ref: Ref, t: int, k: int) -> bool:
+        ref = ref.columns[k] if ref.columns else ref
+        if not {"k", "e"} & set(ref.axes) and not ref.columns and ref.axes.count("t") == 0:
+            return False
+        if {"tk", "kt", "m"} & set(ref.axes):
+            return False
+        it = iter(np.unravel_index(t, lifted.tokens) if ref.axes.count("t") > 1 else (t,))
+        where = {
+            a: k if x == "k" else int(lifted.ids[t, k]) if x == "e" else int(next(it))
+            for a, x in enumerate(ref.axes)
+        }
+        term = S.term(ref.node)
+        return all(0 <= i < term.shape[a] for a, i in where.items()) and is_const(
+            T.resolve(T.picks(term, where)), 0
+        )
+
+    dropped = [(int(t), int(k)) for t, k in zip(*np.nonzero(~lifted.kept), strict=True)]
+    scalars = [
+        ref for group in lifted.groups for i, ref in enumerate(group.values) if _is_scalar(group.body, i)
+    ]
+    return any(all(is_zero(ref, t, k) for t, k in dropped) for ref in scalars)
+
+
+def _is_scalar(body: Body, i: int) -> bool:
+    return all(math.prod(b.shape) == 1 for b in walk(body) if b.op == "value" and b.args[0] == i)
+
+
+def _mask_candidates(lifted: Lifted) -> list[Ref]:
+    """Nodes before the cut whose truth, read per token and slot, is exactly which slots count."""
+    out = []
+    for n in lifted.capture.nodes:
+        val = n.meta.get("val")
+        if (
+            n in lifted.absorbed
+            or n.meta["index"] >= lifted.cut.meta["index"]
+            or not isinstance(val, torch.Tensor)
+        ):
+            continue
+        if isinstance(val, FakeTensor):
+            if not n.meta.get("known") or val.numel() > 1 << 20:
+                continue
+            val = lifted.capture.shadow(n)
+        for axes, flat in _aligned((val != 0).to(torch.int64), lifted.tokens):
+            if flat.shape == lifted.kept.shape and bool((flat.bool().numpy() == lifted.kept).all()):
+                out.append(Ref(n, axes))
+        lead = tuple(val.shape[:-1])
+        if (
+            lead in (lifted.tokens, (lifted.kept.shape[0],))
+            and val.shape[-1] > lifted.ids.max()
+            and lifted.ids.min() >= 0
+        ):
+            flat = (val != 0).reshape(lifted.kept.shape[0], -1).numpy()
+            if (np.take_along_axis(flat, lifted.ids, 1) == lifted.kept).all():
+                out.append(Ref(n, ("t",) * len(lead) + ("e",)))
+    return out
+
+
+def _alike(a: torch.fx.Node, b: torch.fx.Node) -> bool:
+    return a.op == b.op and str(a.target) == str(b.target)
+
+
+__all__ = ["explain_drops"]
