@@ -249,7 +249,6 @@ def _guards(result: Result) -> list[Guard]:
     guards = []
     for g in result.match.guards:
         sides = [re.sub(r"\b[A-Z]\b", lambda m: where[m[0]], side) for side in (g.left, g.right)]
-        sides = [re.sub(r"ceil\((.*)\)", r"-(-(\1) // 1)", side) for side in sides]
         # a plain comparison: Dynamo does not compare the outcome of one over symbolic sizes with True
         symbol = symbols[g.op if g.value else opposite[g.op]]
         guards.append(Guard(f"{sides[0]} {symbol} {sides[1]}", f"the block compares sizes: {g}"))

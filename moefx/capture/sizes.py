@@ -9,10 +9,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+
+from ..ir.codegen import FUNCTIONS
 
 _COMPARE = {
     "lt": operator.lt,
@@ -23,7 +25,9 @@ _COMPARE = {
     "ne": operator.ne,
 }
 
-_FUNCTIONS = {"ceil": math.ceil, "floor": math.floor, "trunc": math.trunc, "round": round, "abs": abs}
+def evaluate(expr: str, dims: Mapping[str, int]) -> Any:
+    """An expression that a `Size` carries: dims, numbers and arithmetic, nothing else."""
+    return eval(expr, {"__builtins__": {}, **FUNCTIONS}, dict(dims))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +40,7 @@ class SizeGuard:
     value: bool
 
     def holds(self, dims: dict[str, int]) -> bool:
-        # the expressions were written by `Size` below, from dims, numbers and arithmetic only
-        left, right = (eval(side, {"__builtins__": {}, **_FUNCTIONS}, dims) for side in (self.left, self.right))
+        left, right = (evaluate(side, dims) for side in (self.left, self.right))
         return _COMPARE[self.op](left, right) is self.value
 
     def __str__(self) -> str:
@@ -51,12 +54,14 @@ class SizeLog:
     Attributes:
         guards: comparisons, each once.
         leaks: expressions that became plain numbers (`int(n / 2)`, `math.sqrt(n)`): comparisons with these are not seen.
+        used: expressions of the sizes that ops were called with.
     """
 
     def __init__(self, dims: dict[str, int] | None = None):
         self.dims = dims or {}
         self.guards: list[SizeGuard] = []
         self.leaks: set[str] = set()
+        self.used: set[str] = set()
         names = list(self.dims)
         self.expressions: dict[int, str] = {}
         for i, a in enumerate(names):
@@ -166,9 +171,14 @@ def _expr(x: Any) -> str | None:
     return f"({x!r})" if type(x) in (int, float) and x < 0 else repr(x) if type(x) in (int, float, bool) else None
 
 
+def _value(x: Any) -> Any:
+    return x.value if isinstance(x, _Number) else x
+
+
 def plain(x: Any) -> Any:
-    """A `Size` or `Ratio` as the number it is, also in the containers that arguments are made of."""
+    """For an op: a `Size` or `Ratio` as the number it is, also in the containers that arguments are made of."""
     if isinstance(x, _Number):
+        x.log.used.add(x.expr)
         return x.value
     if type(x) in (tuple, list):
         return type(x)([plain(v) for v in x])
@@ -195,7 +205,7 @@ def _arithmetic(symbol: str, fn: Callable, swapped: bool) -> Callable:
         left, right = _expr(a), _expr(b)
         if left is None or right is None:
             return NotImplemented
-        return _made(fn(plain(a), plain(b)), f"({left}{symbol}{right})", self.log)
+        return _made(fn(_value(a), _value(b)), f"({left}{symbol}{right})", self.log)
 
     return method
 
@@ -211,7 +221,7 @@ def _comparison(name: str, fn: Callable) -> Callable:
         right = _expr(other)
         if right is None:
             return NotImplemented
-        value = fn(plain(self), plain(other))
+        value = fn(self.value, _value(other))
         if right != self.expr:
             self.log.note(self.expr, name, right, value)
         return value

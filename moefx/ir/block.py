@@ -102,7 +102,7 @@ class BlockGraph:
     def compile_guards(self, guards: Sequence[Guard]) -> Callable[..., int]:
         """A function `(block, *placeholder values) -> index of the first guard that fails, or -1`."""
         source = codegen.guard_source([n.name for n in self.placeholders], guards)
-        return codegen.build(source, {"torch": torch}, "guard", f"{self.name} guards")
+        return codegen.build(source, dict(codegen.FUNCTIONS), "guard", f"{self.name} guards")
 
     @property
     def code(self) -> str:

@@ -213,6 +213,12 @@ class Source:
         return alias
 
 
+# what expressions over sizes may call
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "ceil": math.ceil, "floor": math.floor, "trunc": math.trunc, "int": int, "round": round, "abs": abs, "min": min, "max": max,
+}  # fmt: skip
+
+
 def guard_source(placeholders: Sequence[str], guards: Sequence[Guard]) -> str:
     """A function of the block and the placeholders that tells which guard fails first, -1 when all hold."""
     lines = [f"    if not ({guard.condition}):\n        return {i}" for i, guard in enumerate(guards)]

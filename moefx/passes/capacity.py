@@ -1,18 +1,69 @@
-"""Numbers that a block computes from its sizes in Python, such as an expert capacity, read off several sizes.
+"""Numbers that a block computes from its sizes in Python, such as an expert capacity, as formulas.
 
-`capacity = max(4, int(1.25 * T * k / E))` leaves no trace but its value. More captures give its value at more sizes;
-the law is the simplest `round(p/q * tokens)`, between a floor and a ceiling, that gives them all. Sizes where rounding is
-delicate (p/q * tokens an integer) are probed too, so that a float formula is told apart from the exact one.
+`capacity = max(4, int(1.25 * T * k / E))` leaves its value, at each size that was captured, and the expressions that
+`Size` followed on the way: `1.25*T*2/8`. The formula is one of these, rounded and clamped, that gives all values. Where
+none does it is the simplest `round(p/q * tokens)`, between a floor and a ceiling; sizes where rounding is delicate
+(p/q * tokens an integer) are among those looked at, so that a float formula is told apart from the exact one.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 
+from ..capture.sizes import evaluate
+
 Point = tuple[int, int]  # (tokens, value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Formula:
+    """An integer as an expression over the token dims, in Python's terms."""
+
+    text: str
+
+    def __call__(self, dims: Mapping[str, int]) -> int:
+        return int(evaluate(self.text, dims))
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def find_formula(
+    points: Sequence[tuple[Mapping[str, int], int]], expressions: Iterable[str] = (), laws: bool = True
+) -> Formula | None:
+    """The formula that gives all these values at these sizes: one of the expressions, or (`laws`) a `Law`, or None."""
+    if not points or len({v for _, v in points}) < 2:
+        return None
+    tokens = "*".join(points[0][0])
+    for text in sorted(expressions, key=lambda e: (len(e), e)):
+        for rounded in (text, f"int({text})", f"ceil({text})", f"round({text})"):
+            found = _clamped(rounded, tokens, points)
+            if found is not None:
+                return found
+    if not laws:
+        return None
+    law = find_law([(math.prod(dims.values()), v) for dims, v in points])
+    return Formula(law.over(tokens)) if law is not None else None
+
+
+def _clamped(text: str, tokens: str, points: Sequence[tuple[Mapping[str, int], int]]) -> Formula | None:
+    """`text`, between a floor and a ceiling where it needs them; half of the values must be its own."""
+    try:
+        values = [evaluate(text, dims) for dims, _ in points]
+    except (ArithmeticError, ValueError):
+        return None
+    if sum(a == v for a, (_, v) in zip(values, points, strict=True)) * 2 < len(points):
+        return None
+    low, high = min(v for _, v in points), max(v for _, v in points)
+    for clamp in ("{0}", "max({0}, {low})", "min({0}, {tokens})", "min({0}, {high})", "max(min({0}, {tokens}), {low})",
+                  "min(max({0}, {low}), {tokens})", "min(max({0}, {low}), {high})"):  # fmt: skip
+        formula = Formula(clamp.format(text, tokens=tokens, low=low, high=high))
+        if all(formula(dims) == v == evaluate(formula.text, dims) for dims, v in points):
+            return formula
+    return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +81,16 @@ class Law:
         if self.high is not None:
             value = min(value, tokens if self.high == "tokens" else int(self.high))
         return value if self.low is None else max(value, self.low)
+
+    def over(self, tokens: str) -> str:
+        """As an expression."""
+        p, q = self.slope.numerator, self.slope.denominator
+        text = tokens if p == 1 else f"{p}*{tokens}"
+        if q != 1:
+            text = f"-(-({text})//{q})" if self.up else f"({text})//{q}"
+        if self.high is not None:
+            text = f"min({text}, {tokens if self.high == 'tokens' else self.high})"
+        return text if self.low is None else f"max({text}, {self.low})"
 
     def __str__(self) -> str:
         text = f"{'ceil' if self.up else 'floor'}({self.slope}*S)"

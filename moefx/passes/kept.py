@@ -8,6 +8,7 @@ force.
 
 from __future__ import annotations
 
+import ast
 import itertools
 import math
 import operator
@@ -22,13 +23,19 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..capture.concolic import Call
 from ..capture.inputs import Leaf
 from ..errors import Refused
-from .capacity import Law, find_law
+from ..ir.codegen import FUNCTIONS
+from .capacity import Formula, find_formula
 from .match.prove import Match
 
 aten = torch.ops.aten
 _RANDOM = torch.Tag.nondeterministic_seeded
 
 
+_BINARY = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
+    ast.Div: operator.truediv, ast.Pow: operator.pow, ast.LShift: operator.lshift, ast.RShift: operator.rshift,
+    ast.BitAnd: operator.and_, ast.BitOr: operator.or_, ast.BitXor: operator.xor,
+}  # fmt: skip
 Spot = tuple  # (twins, "args" or "kwargs", index, ...): where a number stands in a node
 
 
@@ -333,7 +340,9 @@ class KeptGraph:
             return -1  # the shape of a view, inferred at some of the sizes
         key = tuple(values)
         if key not in self._sizes:
-            made = self._solve(values) or self._probe(values, spot)
+            made = self._solve(values, spot)
+            if made is None and (formula := self._by_probes(values, spot)) is not None:
+                made = self.formula(formula)
             if made is None:
                 raise Refused(
                     f"a number depends on the routing, or on the sizes in a way that was not understood: {', '.join(map(str, values))} "
@@ -343,18 +352,26 @@ class KeptGraph:
             self._sizes[key] = made
         return self._sizes[key]
 
-    def _solve(self, values: list[int]) -> fx.Node | None:
+    def _solve(self, values: list[int], spot: Spot | None) -> fx.Node | None:
+        """As a function of the sizes of the inputs, or as the size of something that was computed."""
+        found = self._by_dims(values, (_scaled,))
+        if found is None and (formula := self._by_expression(values, spot)) is not None:
+            found = self.formula(formula)
+        return found or self._by_dims(values, (_divided, _affine)) or self._by_result(values)
+
+    def _by_dims(self, values: list[int], laws: Sequence[Callable]) -> fx.Node | None:
         dims = self.match.arguments.dims
         for count in range(1, len(dims) + 1):
             for chosen in itertools.combinations(dims, count):
                 products = [math.prod(s[d] for d in chosen) for s in self.match.sizes]
-                for law in (_scaled, _divided, _affine):
+                for law in laws:
                     found = law(products, values)
                     if found is not None:
                         return self._law(chosen, *found)
-        for (
-            twins
-        ) in self.twins.values():  # the size of something that was computed, such as the rows a mask left
+        return None
+
+    def _by_result(self, values: list[int]) -> fx.Node | None:
+        for twins in self.twins.values():  # such as the rows that a mask left
             if twins.first not in self.made:
                 continue
             shapes = [getattr(t.meta.get("val"), "shape", ()) for t in twins]
@@ -363,51 +380,55 @@ class KeptGraph:
                     return self.call(aten.sym_size.int, (self.made[twins.first], axis), {}, {"letters": "n"})
         return None
 
-    def _probe(self, values: list[int], spot: Spot | None) -> fx.Node | None:
-        """A law for a number, read off more sizes than the proof needed."""
+    def _by_expression(self, values: list[int], spot: Spot | None) -> Formula | None:
+        """A formula that the program was seen to compute."""
+        if len(set(values)) < 3:
+            return None
+        points = list(zip(self.match.sizes, values, strict=True))
+        return find_formula([*points, *(self._probed(spot) or ())], self.match.expressions, laws=False)
+
+    def _by_probes(self, values: list[int], spot: Spot | None) -> Formula | None:
+        """A formula for a number, read off more sizes than the proof needed."""
+        more = self._probed(spot)
+        if more is None:
+            return None
+        return find_formula([*zip(self.match.sizes, values, strict=True), *more], self.match.expressions)
+
+    def _probed(self, spot: Spot | None) -> list[tuple[dict[str, int], int]] | None:
+        """The number that stands at a place of the program, at more sizes."""
         if spot is None or len({t.meta["index"] for t in spot[0]}) != 1:
             return None
-        points = list(zip((math.prod(s.values()) for s in self.match.sizes), values, strict=True))
+        points = []
         for sizes, capture in self.match.probe():
-            node = (
-                capture.nodes[spot[0].first.meta["index"]]
-                if len(capture.nodes) > spot[0].first.meta["index"]
-                else None
-            )
+            index = spot[0].first.meta["index"]
+            node = capture.nodes[index] if index < len(capture.nodes) else None
             if node is None or _kind(node) != _kind(spot[0].first):
                 return None
-            value: Any = node
-            for step in spot[1:]:
-                value = (
-                    getattr(value, step)
-                    if isinstance(step, str) and step in ("args", "kwargs")
-                    else value[step]
-                )
-            points.append((math.prod(sizes.values()), int(value)))
-        law = find_law(points)
-        if law is None:
-            return None
-        return self.law(law)
+            value: Any = getattr(node, spot[1])
+            for step in spot[2:]:
+                value = value[step]
+            points.append((sizes, int(value)))
+        return points
 
-    def law(self, law: Law) -> fx.Node:
-        """The number that a law gives, as a node."""
-        if law in self._sizes:
-            return self._sizes[law]
-        self.match.laws.append(str(law))
-        dims = self.match.arguments.dims
-        tokens = self._law(dims, 1, 1, 0)
-        scaled = (
-            self._arith(operator.mul, tokens, law.slope.numerator) if law.slope.numerator != 1 else tokens
-        )
-        if law.up:
-            scaled = self._arith(operator.neg, scaled)
-        scaled = self._arith(operator.floordiv, scaled, law.slope.denominator)
-        if law.up:
-            scaled = self._arith(operator.neg, scaled)
-        if law.high is not None:
-            scaled = self._arith(min, scaled, tokens if law.high == "tokens" else law.high)
-        self._sizes[law] = scaled if law.low is None else self._arith(max, scaled, law.low)
-        return self._sizes[law]
+    def formula(self, formula: Formula) -> fx.Node:
+        """The number that a formula gives, as a node."""
+        if formula not in self._sizes:
+            self._sizes[formula] = self._expression(ast.parse(formula.text, mode="eval").body)
+        return self._sizes[formula]
+
+    def _expression(self, e: ast.expr) -> Any:
+        match e:
+            case ast.Constant():
+                return e.value
+            case ast.Name():
+                return self.dim(e.id)
+            case ast.BinOp():
+                return self._arith(_BINARY[type(e.op)], self._expression(e.left), self._expression(e.right))
+            case ast.UnaryOp():
+                return self._arith(operator.neg, self._expression(e.operand))
+            case ast.Call():
+                return self._arith(FUNCTIONS[e.func.id], *map(self._expression, e.args))  # type: ignore[attr-defined]
+        raise AssertionError(ast.dump(e))
 
     def _law(self, dims: tuple[str, ...], times: int, over: int, plus: int) -> fx.Node:
         node = self.dim(dims[0])

@@ -65,15 +65,13 @@ class Value:
 def rewrite(match: Match, names: list[str]) -> Rewritten:
     """The block in the dialect. `names`: of the placeholders, one for each tensor argument.
 
-    Where a single token takes the user's code another way, the rewrite holds for more than one token, guarded.
+    Where the program goes another way at some sizes, the rewrite holds for the others, guarded.
     """
     try:
         return Rewriter(match, names).rewrite()
     except Refused:
-        single = [i for i, sizes in enumerate(match.sizes) if set(sizes.values()) == {1}]
-        if not single or len(match.lifted) - len(single) < 2:
+        if not match.without_optional():
             raise
-        match.without(single)
         return Rewriter(match, names).rewrite()
 
 
@@ -83,6 +81,7 @@ class Rewriter:
         self.kept = KeptGraph(match, self.make_cut)
         self.kept.add_inputs(names)
         self.overwritten: dict[fx.Node, fx.Node] = {}
+        self.inverses: list[fx.Node] = []  # of each group: the row of each slot, -1 where it does not count
 
     # ------------------------------------------------------------------ the whole block
     def rewrite(self) -> Rewritten:
@@ -131,6 +130,8 @@ class Rewriter:
             *([self.match.keep] if self.match.keep else []),
         ]
         refs += [[lifted.shared[i] for lifted in self.match.lifted] for i in range(len(self.lifted.shared))]
+        if self.lifted.missed:
+            refs.append([lifted.missed for lifted in self.match.lifted])  # type: ignore[misc]
         return [Twins(column) for ref in refs for column in zip(*[r.nodes for r in ref], strict=True)]
 
     @property
@@ -239,6 +240,8 @@ class Rewriter:
         assert total is not None
         if total.meta["val"].dtype != val.dtype:
             total = self._call(aten._to_copy.default, (total,), {"dtype": val.dtype})
+        if self.lifted.missed:
+            total = self._or_missed(total, self.lifted.missed)
         for ref in self.lifted.shared:
             row = self._reshape(self.kept.node(ref.node), (-1, val.shape[-1]))
             total = self._call(aten.add.Tensor, (row, total), letters=("S", "D"))
@@ -250,6 +253,15 @@ class Rewriter:
         else:
             total.meta["letters"] = self.kept.describe(cut)["letters"]
         return total
+
+    def _or_missed(self, total: fx.Node, ref: Ref) -> fx.Node:
+        """`total` [S,D], and for tokens of which no slot counts the rows of another node."""
+        taken: fx.Node | None = None
+        for inverse in self.inverses:
+            here = self._call(aten.any.dim, (self._call(aten.ge.Scalar, (inverse, 0)), 1, True))
+            taken = here if taken is None else self._call(aten.logical_or.default, (taken, here))
+        row = self._reshape(self.kept.node(ref.node), (-1, total.meta["val"].shape[-1]))
+        return self._call(aten.where.self, (taken, total, row), letters=("S", "D"))
 
     def _keep(self) -> fx.Node | None:
         if not self.match.keep:
@@ -340,11 +352,12 @@ class Rewriter:
         first = scalars[0] if scalars else None
         kwargs: dict[str, Any] = {"num_experts": len(group.ids)}
         if self.match.drop is not None:
-            kwargs |= {"capacity": self.kept.law(self.match.drop.law), "drop": self.match.drop.order}
+            kwargs |= {"capacity": self.kept.formula(self.match.drop.capacity), "drop": self.match.drop.order}
         pft = self._call(ops.build_pft.default, (ids, weights.get(first), keep), kwargs)  # type: ignore[arg-type]
         letters = (("B",), ("B",), ("E+1",), ("S", "K"), ("B",))
         pft.meta["letters"] = letters
         parts = [self._call(operator.getitem, (pft, i), letters=letters[i]) for i in range(5)]
+        self.inverses.append(parts[3])
         rows = _Rows(self, group, parts, weights, first)
         y = rows.value(group.body)
         if y.kind != "row":

@@ -1,8 +1,9 @@
 """One GEMM on the CPU, written into place: torch's own, or oneDNN's where that is known to be faster.
 
 torch sends float32 GEMMs to MKL, which runs its AVX2 kernels on AMD processors. oneDNN (in every x86 build of
-torch, Inductor uses the same op) uses AVX-512 there: 1.6 to 2 times faster from 64 rows on, measured on Zen
-5.
+torch, Inductor uses the same op) uses AVX-512 there: 1.6 to 2 times faster where there is enough to do,
+measured on Zen 5. It compiles a kernel for every new shape, though, so row counts are rounded up first
+(`padded`).
 """
 
 from __future__ import annotations
@@ -13,39 +14,60 @@ import pathlib
 import torch
 from torch import Tensor
 
-_MIN_SIZE = 64  # in any dimension; below, setting oneDNN up costs more than it gains
+# Multiplications; below, setting oneDNN up (about 10 us) costs more than it gains.
+_MIN_SIZE = 2**20
 # oneDNN adds up along k without blocking: rounding errors of long sums are up to twice MKL's. Blocks keep
 # them close.
 _K_BLOCK = 512
 
 
-def mm(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right."""
-    if left.shape[1] <= _K_BLOCK and _use_onednn(left, right):
-        return torch.ops.mkldnn._linear_pointwise.default(left, right.t(), None, "none", [], "")
-    return mm_into(left.new_empty((left.shape[0], right.shape[1])), left, right)
+def linear(left: Tensor, w: Tensor) -> Tensor:
+    """left @ w.t()."""
+    if not _use_onednn(left, w):
+        return left @ w.t()
+    if left.shape[1] <= _K_BLOCK:
+        return torch.ops.mkldnn._linear_pointwise.default(left, w, None, "none", [], "")
+    return linear_into(left.new_empty((left.shape[0], w.shape[0])), left, w)
 
 
-def mm_into(out: Tensor, left: Tensor, right: Tensor, *, add: bool = False) -> Tensor:
-    """out = left @ right, or out += left @ right. `out` may have another floating dtype than the operands."""
-    if not _use_onednn(left, right):
+def linear_into(out: Tensor, left: Tensor, w: Tensor, *, add: bool = False) -> Tensor:
+    """out = left @ w.t(), or out += left @ w.t(). `out` may have another floating dtype than the operands."""
+    if not _use_onednn(left, w):
         if out.dtype != left.dtype:  # gradients of float32 parameters under autocast
-            product = left @ right
+            product = left @ w.t()
             return out.add_(product) if add else out.copy_(product)
-        return torch.addmm(out, left, right, out=out) if add else torch.mm(left, right, out=out)
-    linear = torch.ops.mkldnn._linear_pointwise.default
+        return torch.addmm(out, left, w.t(), out=out) if add else torch.mm(left, w.t(), out=out)
     for start in range(0, left.shape[1], _K_BLOCK):
         block = slice(start, start + _K_BLOCK)
-        product = linear(left[:, block], right[block].t(), None, "none", [], "")
+        product = torch.ops.mkldnn._linear_pointwise.default(
+            left[:, block], w[:, block], None, "none", [], ""
+        )
         add = bool(add or start)
         out.add_(product) if add else out.copy_(product)
     return out
 
 
-def _use_onednn(left: Tensor, right: Tensor) -> bool:
-    (rows, inner), columns = left.shape, right.shape[1]
-    large = rows >= _MIN_SIZE and inner >= _MIN_SIZE and columns >= _MIN_SIZE
-    return large and left.dtype is torch.float32 and left.device.type == "cpu" and onednn_is_faster()
+def _use_onednn(left: Tensor, w: Tensor) -> bool:
+    return left.numel() * w.shape[0] >= _MIN_SIZE and onednn_takes(left)
+
+
+def onednn_takes(tensor: Tensor) -> bool:
+    return tensor.dtype is torch.float32 and tensor.device.type == "cpu" and onednn_is_faster()
+
+
+def pays_padding(num_rows: int, matrix_size: int) -> bool:
+    """Whether oneDNN would multiply so many rows with a matrix of so many elements."""
+    return num_rows * matrix_size >= _MIN_SIZE
+
+
+def padded(num_rows: int) -> int:
+    """`num_rows` rounded up to one of about sixteen numbers an octave.
+
+    oneDNN needs 0.4 ms for the first GEMM with a new number of rows, 1.5 ms for a new inner size, and remembers
+    1024 of them. Routing gives every expert another number in every step.
+    """
+    step = max(8, 1 << num_rows.bit_length() >> 5)
+    return -(-num_rows // step) * step
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...capture.concolic import Capture
 from ...errors import Refused
-from ..capacity import Law, find_law
+from ..capacity import Formula, find_formula
 from .lift import Body, Lifted, Ref, _aligned, walk
 from .prove import DropRule, Match
 from .semantics import Semantics
@@ -51,9 +51,9 @@ def _rule(match: Match, owned: set[int]) -> DropRule | None:
         places = [_places(lifted, r) for lifted, r in zip(match.lifted, ranks, strict=True)]  # type: ignore[arg-type]
         if any(p is None for p in places):
             continue
-        law = _law(match, places)  # type: ignore[arg-type]
-        if law is not None:
-            return DropRule(order, law)
+        capacity = _capacity(match, places)  # type: ignore[arg-type]
+        if capacity is not None:
+            return DropRule(order, capacity)
     return None
 
 
@@ -98,19 +98,22 @@ def _places(lifted: Lifted, ranks: dict[Slot, int]) -> tuple[int, int | None] | 
     return None if most is not None and most < fewest else (fewest, most)
 
 
-def _law(match: Match, places: Sequence[tuple[int, int | None]]) -> Law | None:
+def _capacity(match: Match, places: Sequence[tuple[int, int | None]]) -> Formula | None:
     """How many places there are at any size: the number of the program that is so in every capture, read off more."""
-    tokens = [math.prod(lifted.tokens) for lifted in match.lifted]
     numbers = [_numbers(lifted.capture) for lifted in match.lifted]
-    more = [(math.prod(sizes.values()), _numbers(taken)) for sizes, taken in match.probe()]
-    exact = [i for i, (_, most) in enumerate(places) if most is not None]
-    for where, value in numbers[exact[0]].items():
+    more = [(sizes, _numbers(taken)) for sizes, taken in match.probe()]
+    overflow = next(i for i, (_, most) in enumerate(places) if most is not None)
+    for where, value in numbers[overflow].items():
         if value is None or not all(_fits(n.get(where), p) for n, p in zip(numbers, places, strict=True)):
             continue
-        points = [(t, n[where]) for t, n in [*zip(tokens, numbers, strict=True), *more] if n.get(where) is not None]
-        law = find_law(points)  # type: ignore[arg-type]
-        if law is not None and all(_fits(law(t), p) for t, p in zip(tokens, places, strict=True)):
-            return law
+        points = [
+            (dims, found)
+            for dims, n in [*zip(match.sizes, numbers, strict=True), *more]
+            if (found := n.get(where)) is not None
+        ]
+        formula = find_formula(points, match.expressions)
+        if formula is not None and all(_fits(formula(d), p) for d, p in zip(match.sizes, places, strict=True)):
+            return formula
     return None
 
 

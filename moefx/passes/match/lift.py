@@ -99,8 +99,10 @@ class Lifted:
     ids: np.ndarray  # [T, K]
     groups: list[Group]
     shared: list[Ref]
+    missed: Ref | None  # what tokens get of which no slot counts, where that is not zero
     kept: np.ndarray  # bool [T, K]: False where the slot contributes nothing
     absorbed: set[fx.Node]
+    optional: bool = False  # at sizes at which the program may go another way: the proof can do without
 
 
 class Lifter:
@@ -313,6 +315,7 @@ class Lifter:
         self.given = self.lookup.rows()
         self.skeletons.clear()
         shared, rest = self._shared(rest)
+        missed, rest = self._missed(rest, routed)
         taken = np.zeros(ids.shape, dtype=bool)
         instances: dict[int, list[tuple[int, int, Term]]] = defaultdict(list)
         for t, (parts, slots) in enumerate(zip(routed, where, strict=True)):
@@ -336,7 +339,7 @@ class Lifter:
                 f"expert {clash[0]} does not always compute the same function", source=str(cut.meta["source"])
             )
         absorbed = {n for n in self.routed if n.meta["index"] <= cut.meta["index"]}
-        return Lifted(self.capture, cut, tokens, K, index, ids, groups, shared, taken, absorbed)
+        return Lifted(self.capture, cut, tokens, K, index, ids, groups, shared, missed, taken, absorbed)
 
     def _flatten(self, t: Term) -> list[Term]:
         """The summands of a row, one per expert: what one expert adds up (a bias, a residual) stays together, and
@@ -441,6 +444,7 @@ class Lifter:
                     candidates.append(
                         ((width != widest, n in self.inside), n.meta["index"], Ref(n, axes), flat)
                     )
+        first = None
         for by_name in (True, False):
             for _, _, ref, flat in sorted(candidates, key=lambda c: c[:2]):
                 if flat.shape[1] < widest:
@@ -454,9 +458,17 @@ class Lifter:
                     else _consistent(keys, ids)
                 )
                 slots = _slots(keys, ids, names) if names else None
-                if slots is not None:
+                if slots is None:
+                    continue
+                unused = ids.size - sum(map(len, slots))
+                outside = ids.size - int(np.isin(ids, list(names.values())).sum())  # type: ignore[union-attr]
+                if unused == outside:  # ids that are nobody's say themselves which slots do not count
                     self.names = names
                     return ref, ids, slots
+                first = first or (ref, ids, slots, names)
+        if first is not None:
+            self.names = first[3]
+            return first[:3]
         combined = self._columns(keys, natural, widest, candidates) or self._mask(keys, natural, tokens)
         if combined is not None:
             return combined
@@ -608,6 +620,16 @@ class Lifter:
             else:
                 break
         return refs, rest
+
+    def _missed(
+        self, rest: list[list[Term]], routed: list[list[Term]]
+    ) -> tuple[Ref | None, list[list[Term]]]:
+        """What the tokens that no expert took have instead: their own row, say, which the others do not have."""
+        alone = [t for t, parts in enumerate(routed) if not parts]
+        if not alone or any(len(rest[t]) != 1 for t in alone) or any(rest[t] for t in range(len(rest)) if routed[t]):
+            return None, rest
+        ref = self.lookup.find([(t, 0, 0) for t in alone], [rest[t][0] for t in alone], slots=False)
+        return (ref, [[] for _ in rest]) if ref is not None else (None, rest)
 
     def _place_keyless(
         self, rest: list[list[Term]], ids: np.ndarray, taken: np.ndarray, instances: dict

@@ -19,21 +19,21 @@ from ...capture.inputs import Arguments
 from ...capture.routing import Routing
 from ...capture.sizes import SizeGuard
 from ...errors import CaptureError, Refused
-from ..capacity import Law
+from ..capacity import Formula
 from .lift import Body, Lifted, Lifter, Ref
 from .paths import Place
 from .ranges import Ranges
 
 @dataclasses.dataclass(frozen=True)
 class DropRule:
-    """Capacity: an expert takes the first `law(tokens)` of the slots that chose it.
+    """Capacity: an expert takes the first `capacity(dims)` of the slots that chose it.
 
     Attributes:
         order: `position_token` (token by token), `position_slot` (all first choices first) or `weight` (largest first).
     """
 
     order: str
-    law: Law
+    capacity: Formula
 
     def __str__(self) -> str:
         first = {
@@ -41,7 +41,7 @@ class DropRule:
             "position_slot": "first choices first, then earlier tokens",
             "weight": "larger weights first",
         }
-        return f"{self.law} places per expert, {first[self.order]}"
+        return f"{self.capacity} places per expert, {first[self.order]}"
 
 
 _MOST_EXTRA = 8
@@ -77,12 +77,11 @@ class Match:
     sizes: list[dict[str, int]]
     groups: list[Expert]
     num_experts: int
-    guards: list[SizeGuard]
+    extra_guards: list[SizeGuard]
     modes_read: set[str]
     capture_at: Callable[[Routing, dict[str, int]], Capture]
     drop: DropRule | None = None
     keep: list[Ref] | None = None
-    laws: list[str] = dataclasses.field(default_factory=list)
     probes: list[tuple[dict[str, int], Capture]] = dataclasses.field(default_factory=list)
 
     def probe(self) -> list[tuple[dict[str, int], Capture]]:
@@ -94,13 +93,32 @@ class Match:
                 self.probes.append((sizes, self.capture_at(Routing("diverse", 0), sizes)))
         return self.probes
 
-    def without(self, captures: list[int]) -> None:
-        """Leave out captures of a single token; the form then holds for more tokens only."""
-        for i in sorted(captures, reverse=True):
-            del self.lifted[i], self.sizes[i]
-            for refs in [*[v for g in self.groups for v in g.values], *([self.keep] if self.keep else [])]:
-                del refs[i]
-        self.guards.append(SizeGuard("*".join(self.arguments.dims), "gt", "1", True))
+    def without_optional(self) -> bool:
+        """Leave out the captures at sizes at which the program may go another way; the form then holds for the other
+        sizes only. False if there are none."""
+        left = [i for i, lifted in enumerate(self.lifted) if not lifted.optional]
+        if len(left) == len(self.lifted) or len(left) < 2:
+            return False
+        gone = [sizes for i, sizes in enumerate(self.sizes) if i not in left]
+        columns = [self.lifted, self.sizes, *[v for g in self.groups for v in g.values], *([self.keep] if self.keep else [])]
+        for column in columns:
+            column[:] = [column[i] for i in left]  # type: ignore[index]
+        if any(all(g.holds(sizes) for g in self.guards) for sizes in gone):  # a single token, by no comparison that we saw
+            self.extra_guards.append(SizeGuard("*".join(self.arguments.dims), "gt", "1", True))
+        return True
+
+    @property
+    def guards(self) -> list[SizeGuard]:
+        """Comparisons of sizes that came out the same in every capture. Where captures went both ways and still agree on
+        the form, the comparison does not matter."""
+        found = dict.fromkeys(g for lifted in self.lifted for g in lifted.capture.sizes.guards)
+        return [*(g for g in found if all(g.holds(sizes) for sizes in self.sizes)), *self.extra_guards]
+
+    @property
+    def expressions(self) -> set[str]:
+        """What the program computed from sizes."""
+        logs = [lifted.capture.sizes for lifted in self.lifted]
+        return set().union(*[log.used | log.leaks for log in logs])
 
     @property
     def slots(self) -> int:
@@ -149,7 +167,6 @@ class Prover:
                 list(refs)
                 for refs in zip(*[lifted.groups[group].values for lifted in self.lifted], strict=True)
             ]
-        guards = list(dict.fromkeys([*self._guards(), *self.extra_guards]))
         modes = set().union(*[lifted.capture.modes_read for lifted in self.lifted])
         return Match(
             self.block,
@@ -158,7 +175,7 @@ class Prover:
             self.sizes,
             groups,
             self.num_experts,
-            guards,
+            list(dict.fromkeys(self.extra_guards)),
             modes,
             self.capture,
         )
@@ -179,10 +196,12 @@ class Prover:
         """The captures in which all kinds of experts were at work: the graph is read off these."""
         for seed in range(30, 30 + _MOST_EXTRA):
             full = [i for i, lifted in enumerate(self.lifted) if all(g.ids for g in lifted.groups)]
+            if any(self.lifted[i].missed for i in full):
+                full = [i for i in full if self.lifted[i].missed]
             if len(full) >= 3:
                 return [self.lifted[i] for i in full], [self.sizes[i] for i in full]
             sizes = self.arguments.choose(max(21, self.hint // 4), seed)
-            self._add(self.lift(Routing("diverse", seed), sizes), sizes)
+            self._add(self.lift(Routing(("diverse", "flooded")[seed % 2], seed), sizes), sizes)
             _same_form(self.lifted[0], self.lifted[-1])
         raise Refused("no routing was found under which all kinds of experts are used")
 
@@ -294,18 +313,21 @@ class Prover:
             {d: 1 for d in dims},
             self.arguments.choose(3 * max(29, self.hint // 4), 2) if self.hint <= 64 else None,
         ):
-            if sizes is None or not all(g.holds(sizes) for g in self._guards()):
+            if sizes is None:
                 continue
+            told_apart = not all(g.holds(sizes) for g in self._guards())
             try:
                 lifted = self.lift(Routing("diverse", 5), sizes)
-                if not all(g.holds(self.sizes[0]) for g in lifted.capture.sizes.guards):
-                    continue  # that size is told apart by a comparison that we saw: a guard
+                told_apart |= not all(g.holds(self.sizes[0]) for g in lifted.capture.sizes.guards)
                 _same_form(self.lifted[0], lifted)
             except (Refused, CaptureError, RuntimeError, IndexError, ValueError):
+                if told_apart:
+                    continue  # by a comparison that we saw: a guard
                 if set(sizes.values()) != {1}:
                     raise
                 self.extra_guards.append(SizeGuard("*".join(dims), "gt", "1", True))
                 continue
+            lifted.optional = told_apart or set(sizes.values()) == {1}
             self._add(lifted, sizes)
 
     def _leaked_sizes(self) -> None:
@@ -353,6 +375,8 @@ def _same_form(a: Lifted, b: Lifted) -> None:
         raise Refused(
             "which experts are chosen, or what is added for all tokens, depends on the routing", source=where
         )
+    if a.missed and b.missed and a.missed.form != b.missed.form:
+        raise Refused("what tokens without an expert get depends on the routing", source=where)
     by_form = {(g.body, tuple(v.form for v in g.values)): g for g in b.groups}
     ordered = [by_form.pop((g.body, tuple(v.form for v in g.values)), None) for g in a.groups]
     if by_form:
