@@ -209,10 +209,20 @@ def _rewrite(module: nn.Module, name: str, call: Seen, plan: Plan) -> Result:
         raise Refused(f"it does not run on abstract tensors: {error}") from error
     except Exception as error:  # the user's code, on sizes it was not made for
         where = _user_line(error)
+        what = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+        if where:
+            raise Refused(f"it does not run at other sizes than the example's ({what})", source=where) from error
         raise Refused(
-            f"it does not run at other sizes than the example's ({type(error).__name__}: {error})",
-            source=where,
+            f"moefx itself failed on it ({what})",
+            source=_first_line(module),
+            remedy="please report it, with the model if you can",
         ) from error
+
+
+def _first_line(module: nn.Module) -> str:
+    """Where the forward of a module begins."""
+    code = getattr(type(module).forward, "__code__", None)
+    return f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}" if code else ""
 
 
 def _user_line(error: BaseException) -> str:

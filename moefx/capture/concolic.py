@@ -599,6 +599,9 @@ class Tracer(TorchDispatchMode):
         names = [func._schema.arguments[i].name for i in written]
         targets = [args[i] if i < len(args) else kwargs[n] for i, n in zip(written, names, strict=True)]
         targets = [t for t in targets if isinstance(t, torch.Tensor)]
+        if torch.Tag.inplace_view in func.tags:  # `t.transpose_(0, 1)`: the node of before keeps its shape
+            for t in targets:
+                self.node_of(t).meta["val"] = self.to_fake(torch.empty_like(t, device="meta"))
         if any(not isinstance(t, FakeTensor) for t in targets):
             cargs, ckwargs = map_tensors((args, kwargs), self.concrete)
             func(*cargs, **ckwargs)  # the real integer tensor changes under the user's eyes

@@ -112,9 +112,17 @@ class Call:
         up, act, out = self.widths
         return self.x.shape[1] * sum(up) + act * out
 
+    def matrix_size(self) -> int:
+        """Elements of an expert's smallest matrix."""
+        up, act, out = self.widths
+        return min(self.x.shape[1] * min(up), act * out)
+
     def parts(self, hidden: Sequence[Tensor]) -> dict[str, Tensor]:
         """The variables a0, a1, ... as slices of the up-projections."""
-        return {f"a{i}": hidden[g][:, a:b:c] for i, (g, a, b, c) in enumerate(self.body.parts)}
+        return {
+            f"a{i}": hidden[g] if (a, b, c) == (None, None, 1) else hidden[g][:, a:b:c]
+            for i, (g, a, b, c) in enumerate(self.body.parts)
+        }
 
 
 def _split(tensors: Sequence[Tensor], gemms: Sequence[Gemm], *, of_bias: bool, what: str) -> list[Any]:

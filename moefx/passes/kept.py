@@ -223,6 +223,8 @@ class KeptGraph:
             out.meta.update(self.describe(twins))
             return out
         where = str(n.meta["source"])
+        if "sparse" in _label(n):
+            raise Refused("sparse tensors are not followed", culprits=(_label(n),), source=where)
         args = self.zip_value([t.args for t in twins], where, (twins, "args"))
         kwargs = self.zip_value([dict(t.kwargs) for t in twins], where, (twins, "kwargs"))
         kwargs.pop("pin_memory", None)

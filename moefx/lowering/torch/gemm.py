@@ -48,16 +48,14 @@ def linear_into(out: Tensor, left: Tensor, w: Tensor, *, add: bool = False) -> T
 
 
 def _use_onednn(left: Tensor, w: Tensor) -> bool:
-    return left.numel() * w.shape[0] >= _MIN_SIZE and onednn_takes(left)
+    if not pays_onednn(left.numel() * w.shape[0]) or left.dtype is not torch.float32:
+        return False
+    return left.device.type == "cpu" and onednn_is_faster()
 
 
-def onednn_takes(tensor: Tensor) -> bool:
-    return tensor.dtype is torch.float32 and tensor.device.type == "cpu" and onednn_is_faster()
-
-
-def pays_padding(num_rows: int, matrix_size: int) -> bool:
-    """Whether oneDNN would multiply so many rows with a matrix of so many elements."""
-    return num_rows * matrix_size >= _MIN_SIZE
+def pays_onednn(multiplications: int) -> bool:
+    """Whether a GEMM is large enough for it."""
+    return multiplications >= _MIN_SIZE
 
 
 def padded(num_rows: int) -> int:

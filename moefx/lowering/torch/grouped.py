@@ -64,7 +64,15 @@ def _gemm(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 class Whole:
     """All rows as one group (see `segments.Group`)."""
 
-    rows = slice(None)
+    index = 0
+
+    def own(self, rows: Tensor) -> Tensor:
+        return rows
+
+    def clear_padding(self, rows: Tensor, *, copy: bool = False) -> Tensor:
+        return rows
+
+    repeat_last = own
 
 
 class GroupedGemms:
@@ -73,7 +81,7 @@ class GroupedGemms:
     Buffers are the kernels' own.
     """
 
-    def __init__(self, expert_offsets: Tensor, dtype: torch.dtype):
+    def __init__(self, expert_offsets: Tensor, dtype: torch.dtype, matrix_size: int = 0):
         self.expert_offsets, self.ends, self.dtype = expert_offsets, expert_offsets[1:], dtype
 
     def for_each_group(
@@ -98,6 +106,12 @@ class GroupedGemms:
         if v is None:
             return None
         return (v[0] if is_stacked(v, 1) else torch.stack(list(v))).to(self.dtype)
+
+    def read(self, rows: Tensor) -> list[Tensor]:
+        return [rows]
+
+    def places(self, rows: Tensor) -> list[Tensor]:
+        return [rows]
 
     def new_rows(self, like: Tensor, num_rows: int, width: int, dtype: torch.dtype) -> Tensor | None:
         return None

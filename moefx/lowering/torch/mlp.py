@@ -28,19 +28,24 @@ Group = Any
 
 
 class Buffer:
-    """A result that groups fill slice by slice, or that the one group there is makes itself."""
+    """A result that groups fill part by part, or that the one group there is makes itself."""
 
-    def __init__(self, tensor: Tensor | None):
-        self.tensor = tensor
+    def __init__(self, gemms: Gemms, tensor: Tensor | None):
+        self.tensor, self.places = tensor, () if tensor is None else gemms.places(tensor)
 
     def fill(self, group: Group, make: Callable[[Tensor | None], Tensor]) -> Tensor:
-        """`make(out)` returns the group's rows, in `out` or not."""
+        """`make(out)` returns the group's rows, in `out` or not; so does this."""
         if self.tensor is None:
             self.tensor = make(None)
             return self.tensor
-        out = self.tensor[group.rows]
+        out = self.places[group.index]
         rows = make(out)
-        return out if rows is out else out.copy_(rows)
+        if rows is not out:
+            out.copy_(group.own(rows))
+        return rows
+
+    def put(self, group: Group, rows: Tensor) -> None:
+        self.fill(group, lambda _: rows)
 
 
 class Gradient:
@@ -69,21 +74,21 @@ class Parameters:
 
 def forward(call: Call, gemms: Gemms, keep: str, reduce: bool) -> list[Tensor]:
     up_widths, act_width, out_width = call.widths
-    x, parameters, scale = call.x, Parameters(call, gemms), _row_scale(call)
+    x, parameters, by_row = call.x, Parameters(call, gemms), ByRow(call, gemms)
     act_of, out_of = (expression.program(expression.canonical(e)) for e in (call.act, call.body.out))
 
     def buffer(width: int, dtype: torch.dtype) -> Buffer:
-        return Buffer(gemms.new_rows(x, call.num_rows, width, dtype))
+        return Buffer(gemms, gemms.new_rows(x, call.num_rows, width, dtype))
 
     result = None if reduce else buffer(out_width, call.out_dtype)
     total = gemms.new_sum(call, out_width, call.out_dtype) if reduce else None
     kept_up = [buffer(width, call.dtype) for width in up_widths] if keep in ("h", "all") else []
     kept_act = buffer(act_width, call.dtype) if keep == "all" else None
     # Multiplying in place rounds as the expression does when y has the dtype of the result.
-    scale_in_place = scale is not None and call.out_dtype == call.dtype
+    scale_in_place = by_row.scale is not None and call.out_dtype == call.dtype
 
     def run(group: Group) -> Tensor:
-        rows = x.index_select(0, call.token_ids[group.rows])
+        rows = x.index_select(0, by_row.token_ids[group.index])
         hidden = []
         for g in range(len(up_widths)):
             if kept_up:
@@ -92,7 +97,7 @@ def forward(call: Call, gemms: Gemms, keep: str, reduce: bool) -> list[Tensor]:
                 )
             else:
                 hidden.append(parameters.project_up(g, group, rows))
-        env = _with_weight(call, group, call.parts(hidden))
+        env = by_row.with_weight(group, call.parts(hidden))
         act = act_of(env)
         if kept_act is not None:
             act = kept_act.fill(group, lambda out: act.clone() if isinstance(call.act, str) else act)
@@ -100,8 +105,8 @@ def forward(call: Call, gemms: Gemms, keep: str, reduce: bool) -> list[Tensor]:
         def finish(out: Tensor | None) -> Tensor:
             if call.body.out == "y":
                 return parameters.project_down(group, act, out)
-            if scale is not None and scale_in_place:
-                return parameters.project_down(group, act, out).mul_(scale[group.rows])
+            if by_row.scale is not None and scale_in_place:
+                return parameters.project_down(group, act, out).mul_(by_row.scale[group.index])
             return out_of({**env, "y": parameters.project_down(group, act)})
 
         return finish(None) if result is None else result.fill(group, finish)
@@ -124,11 +129,15 @@ class Backward:
         reduce: bool,
     ):
         self.call, self.gemms, self.parameters = call, gemms, Parameters(call, gemms)
-        self.grad, self.reduce, self.act_vjp = grad, reduce, None
+        self.down = gemms.flip(self.parameters.down)
+        self.up = [gemms.flip(w) for w in self.parameters.up]
+        self.grad, self.act_vjp = grad, None
+        self.grads = None if reduce else gemms.read(grad)  # by row; else by token
         self.need_x, self.need_w, need_up, need_up_bias, need_down, need_down_bias = needs
         num_up = len(call.up)
-        self.hidden, self.kept_act = kept[:num_up], (kept[num_up] if len(kept) > num_up else None)
-        self.linear, self.scale = expression.is_linear(call.body.out, "y"), _row_scale(call)
+        self.hidden = [gemms.read(h) for h in kept[:num_up]]
+        self.kept_act = gemms.read(kept[num_up]) if len(kept) > num_up else None
+        self.linear, self.by_row = expression.is_linear(call.body.out, "y"), ByRow(call, gemms)
 
         self.grad_x = gemms.new_sum(call, call.x.shape[1], call.dtype) if self.need_x else None
         self.grad_up = self._stacks(need_up, call.up, 2)
@@ -146,31 +155,37 @@ class Backward:
     ) -> list[Gradient | None]:
         return [Gradient(p, self.gemms.new_stack(p, dim)) if needed and p else None for p in parameters]
 
-    def _column(self, dtype: torch.dtype) -> Tensor | None:
-        return self.call.x.new_zeros((self.call.num_rows, 1), dtype=dtype) if self.need_w else None
+    def _column(self, dtype: torch.dtype) -> Buffer | None:
+        if not self.need_w:
+            return None
+        return Buffer(self.gemms, self.call.x.new_zeros((self.call.num_rows, 1), dtype=dtype))
 
     def run(self, group: Group) -> Tensor | None:
         """Fills the buffers of the parameters; returns the gradient of the gathered rows."""
-        call, gemms, parameters = self.call, self.gemms, self.parameters
-        tokens, rows = call.token_ids[group.rows], None
-        grad = self.grad.index_select(0, tokens) if self.reduce else self.grad[group.rows]
-        hidden = [h[group.rows] for h in self.hidden]
+        call, gemms, parameters, by_row = self.call, self.gemms, self.parameters, self.by_row
+        tokens, rows = by_row.token_ids[group.index], None
+        # Zeros for padding here, and gradients of it come out zero: it does not count in the sums over rows.
+        if self.grads is None:
+            grad = group.clear_padding(self.grad.index_select(0, tokens))
+        else:
+            grad = group.clear_padding(self.grads[group.index], copy=True)
+        hidden = [h[group.index] for h in self.hidden]
         if not hidden:
-            rows = call.x.index_select(0, tokens)
+            rows = group.repeat_last(call.x.index_select(0, tokens))
             hidden = [parameters.project_up(g, group, rows) for g in range(len(call.up))]
         env = call.parts(hidden)
         wrt = [*env, "w"] if self.w_of_act is not None else list(env)
-        env = _with_weight(call, group, env)
-        act = None if self.kept_act is None else self.kept_act[group.rows]
-        scale = None if self.scale is None else self.scale[group.rows]
+        env = by_row.with_weight(group, env)
+        act = None if self.kept_act is None else self.kept_act[group.index]
+        scale = None if by_row.scale is None else by_row.scale[group.index]
 
         if self.linear:
-            grad_y = grad.to(call.dtype)  # the scale goes to narrower tensors below
+            grad_y = _in(call.dtype, grad)  # the scale goes to narrower tensors below
         else:
             act = expression.evaluate(call.act, env) if act is None else act
             grad_y = self._through_out(group, act, grad, env)
-        unscaled = gemms.multiply(group, grad_y, gemms.flip(parameters.down))
-        grad_act = unscaled if scale is None else (unscaled * scale).to(call.dtype)
+        unscaled = gemms.multiply(group, grad_y, self.down)
+        grad_act = unscaled if scale is None else _in(call.dtype, unscaled * scale)
         if self.act_vjp is None:  # the same function for all groups
             self.act_vjp = derivative.vjp_function(call.act, env, grad_act, wrt, value=act is None)
         function, wrt = self.act_vjp
@@ -180,16 +195,15 @@ class Backward:
         assert act is not None
 
         if self.w_of_act is not None:
-            self.w_of_act[group.rows] = by_act["w"]
+            self.w_of_act.put(group, by_act["w"])
         if self.linear and self.w_of_out is not None:
-            self.w_of_out[group.rows] = self._output_dot(group, unscaled, act, grad_y)
+            self.w_of_out.put(group, self._output_dot(group, unscaled, act, grad_y))
         if self.grad_down is not None:
-            scaled = act if scale is None else (act * scale).to(call.dtype)
+            scaled = act if scale is None else _in(call.dtype, act * scale)
             self._outer(self.grad_down, group, grad_y, scaled, call.body.down.transposed)
         if self.grad_down_bias is not None:
-            self._sum(
-                self.grad_down_bias, group, grad_y if scale is None else (grad_y * scale).to(call.dtype)
-            )
+            scaled = grad_y if scale is None else _in(call.dtype, grad_y * scale)
+            self._sum(self.grad_down_bias, group, scaled)
         grad_hidden = self._hidden_gradients(hidden, by_act)
         del unscaled, grad_act, value, gradients, by_act, act, hidden, env
         if rows is None:
@@ -202,13 +216,13 @@ class Backward:
         wrt = ["y", "w"] if self.w_of_out is not None else ["y"]
         _, by_out = derivative.vjp(self.call.body.out, {**env, "y": y}, grad, wrt, value=False)
         if self.w_of_out is not None:
-            self.w_of_out[group.rows] = by_out["w"]
+            self.w_of_out.put(group, by_out["w"])
         return by_out["y"]
 
     def _output_dot(self, group: Group, unscaled: Tensor, act: Tensor, grad_y: Tensor) -> Tensor:
         """<dO, y> for each row, [n,1], in float32 at least."""
         dtype = torch.promote_types(unscaled.dtype, torch.float32)
-        dot = (unscaled.to(dtype) * act).sum(1, keepdim=True)
+        dot = (_in(dtype, unscaled) * act).sum(1, keepdim=True)
         if self.parameters.down_bias is not None:
             dot += self.gemms.dot_bias(group, grad_y, self.parameters.down_bias)
         return dot
@@ -239,8 +253,7 @@ class Backward:
             if bias is not None:
                 self._sum(bias, group, grad)
             if self.need_x:
-                w = self.gemms.flip(self.parameters.up[g])
-                grad_rows = self.gemms.multiply(group, grad, w, grad_rows, add=g > 0)
+                grad_rows = self.gemms.multiply(group, grad, self.up[g], grad_rows, add=g > 0)
         return grad_rows
 
     def _outer(self, buffer: Gradient, group: Group, grad: Tensor, rows: Tensor, transposed: bool) -> None:
@@ -254,26 +267,38 @@ class Backward:
         call, results = self.call, [] if self.grad_x is None else [self.grad_x.result()]
         if self.need_w:
             w_of_out = self.w_of_out
-            if self.linear and w_of_out is not None:
-                w_of_out = derivative.vjp(
-                    call.body.out, _with_ones(call), w_of_out.to(call.out_dtype), ["w"]
-                )[1]["w"]
-            results.append(weight_gradient(call, w_of_out, self.w_of_act))
+            columns = [None if column is None else column.tensor for column in (w_of_out, self.w_of_act)]
+            if self.linear and columns[0] is not None:
+                dot = columns[0].to(call.out_dtype)
+                columns[0] = derivative.vjp(call.body.out, _with_ones(call), dot, ["w"])[1]["w"]
+            results.append(weight_gradient(call, *columns))
         for gradient in (*self.grad_up, *self.grad_up_bias, self.grad_down, self.grad_down_bias):
             if gradient is not None:
                 results += self.gemms.finish_stack(gradient.made, gradient.parameters)
         return results
 
 
-def _with_weight(call: Call, group: Group, env: dict[str, Tensor]) -> dict[str, Tensor]:
-    return env if call.w is None else {**env, "w": call.w[group.rows]}
+class ByRow:
+    """A call's index and weights by row, taken apart for the groups.
+
+    Attributes:
+        scale: c(w) of rows = y * c(w), [B,1]: what `out` makes of ones. None: `out` is y, or not linear in it.
+    """
+
+    def __init__(self, call: Call, gemms: Gemms):
+        self.token_ids = gemms.read(call.token_ids)
+        self.w = None if call.w is None else gemms.read(call.w)
+        self.scale = None
+        if call.body.out != "y" and expression.is_linear(call.body.out, "y"):
+            self.scale = gemms.read(expression.evaluate(call.body.out, _with_ones(call)))
+
+    def with_weight(self, group: Group, env: dict[str, Tensor]) -> dict[str, Tensor]:
+        return env if self.w is None else {**env, "w": self.w[group.index]}
 
 
-def _row_scale(call: Call) -> Tensor | None:
-    """c(w) of rows = y * c(w), [B,1]: what `out` makes of ones. None: `out` is y, or not linear in it."""
-    if call.body.out == "y" or not expression.is_linear(call.body.out, "y"):
-        return None
-    return expression.evaluate(call.body.out, _with_ones(call))
+def _in(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    """As `to`, which takes a microsecond to find that there is nothing to do."""
+    return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
 def _with_ones(call: Call) -> dict[str, Tensor]:
@@ -287,17 +312,17 @@ def _grouped_applies(*args: Any, dtype: torch.dtype | None = None, **_: Any) -> 
     return token_ids.shape[0] > 0 and grouped.applies(x, dtype, *([w] for w in first_of_each), [down[0]])
 
 
-def _forward_with(make: Callable[[Tensor, torch.dtype], Gemms]) -> Callable[..., list[Tensor]]:
+def _forward_with(make: Callable[[Tensor, torch.dtype, int], Gemms]) -> Callable[..., list[Tensor]]:
     def run(
         *args: Any, body: str, keep: str = "h", reduce: bool = False, dtype: torch.dtype | None = None
     ) -> list[Tensor]:
         call = Call.of(args, body, keep, dtype)
-        return forward(call, make(call.expert_offsets, call.dtype), keep, reduce)
+        return forward(call, make(call.expert_offsets, call.dtype, call.matrix_size()), keep, reduce)
 
     return run
 
 
-def _backward_with(make: Callable[[Tensor, torch.dtype], Gemms]) -> Callable[..., list[Tensor]]:
+def _backward_with(make: Callable[[Tensor, torch.dtype, int], Gemms]) -> Callable[..., list[Tensor]]:
     def run(
         grad: Tensor,
         *args: Any,
@@ -308,7 +333,7 @@ def _backward_with(make: Callable[[Tensor, torch.dtype], Gemms]) -> Callable[...
         needs: Sequence[bool],
     ) -> list[Tensor]:
         call = Call.of(args[:-1], body, keep, dtype)
-        gemms = make(call.expert_offsets, call.dtype)
+        gemms = make(call.expert_offsets, call.dtype, call.matrix_size())
         backward = Backward(call, gemms, args[-1], grad, needs, reduce)
         then = None if backward.grad_x is None else backward.grad_x.add
         gemms.for_each_group(backward.run, then, multiplications=2 * call.multiplications())

@@ -24,11 +24,10 @@ from ...ir.experts import (
     weight_shape,
 )
 from ...ir.routing import combine
-from .gemm import mm, mm_into
+from .gemm import linear, linear_into, onednn_is_faster, padded, pays_onednn
 from .pool import for_each
 from .weights import matrices
 
-_split = torch.split_with_sizes  # Tensor.split is a Python function around it
 # Rows of a group: at least so many, that Python does not show; at most so many, for the cache.
 _GROUP_ROWS = (512, 2048)
 # Multiplications of a call; fewer take less than a millisecond, and waking threads takes a part of one.
@@ -45,47 +44,89 @@ class PftIndex(Protocol):
 
 @dataclasses.dataclass
 class Group:
-    """Neighbouring experts and how many rows each of them has, from row `start` on."""
+    """Neighbouring experts and how many rows each of them has.
 
+    Attributes:
+        index: which group of its call it is.
+        start: its first row.
+        padding: rows behind its last one that are computed along, so that GEMMs come in few different sizes. They
+            are whatever lies there, the next expert's, and no result has them. One expert only.
+    """
+
+    index: int
     start: int
     experts: list[int]
     sizes: list[int]
+    padding: int = 0
 
     @property
     def num_rows(self) -> int:
         return sum(self.sizes)
 
     @property
-    def rows(self) -> slice:
-        return slice(self.start, self.start + self.num_rows)
+    def stop(self) -> int:
+        """Where what it reads ends, padding included."""
+        return self.start + self.num_rows + self.padding
+
+    def own(self, rows: Tensor) -> Tensor:
+        """What was read, or made of it, without the padding."""
+        return rows[: self.num_rows] if self.padding else rows
+
+    def clear_padding(self, rows: Tensor, *, copy: bool = False) -> Tensor:
+        """Zeros for the padding; in place unless `copy`."""
+        if self.padding:
+            rows = rows.clone() if copy else rows
+            rows[self.num_rows :].zero_()
+        return rows
+
+    def repeat_last(self, rows: Tensor) -> Tensor:
+        """The last row for the padding, in place: an input that this expert does take."""
+        if self.padding:
+            rows[self.num_rows :] = rows[self.num_rows - 1]
+        return rows
+
+    def split(self, rows: Tensor, dim: int = 0) -> Sequence[Tensor]:
+        """The rows of each expert."""
+        # Tensor.split is a Python function around it
+        return (rows,) if len(self.experts) == 1 else torch.split_with_sizes(rows, self.sizes, dim)
 
 
 class SegmentGemms:
     """The GEMMs of one call over its segments, in groups of neighbouring experts.
 
     GEMMs run expert by expert, everything else group by group: large enough that Python does not show, small
-        enough for the cache. Buffers are made once; each group fills its slices of them, several groups at a
-        time.
+        enough for the cache. Several groups run at a time, each fills its slices of the results. What a group
+        does is Python around kernels that release the GIL; slices are taken beforehand, for a thread that
+        comes back from a kernel as short as that waits longer for the GIL.
 
     Args:
         expert_offsets: [E+1].
         dtype: of the GEMMs; weights of another dtype are cast, one hit expert at a time.
+        matrix_size: elements of an expert's smallest matrix. An expert with GEMMs large enough for oneDNN is a
+            group of its own: the products are new tensors then, and no step needs them side by side.
     """
 
-    def __init__(self, expert_offsets: Tensor, dtype: torch.dtype):
+    def __init__(self, expert_offsets: Tensor, dtype: torch.dtype, matrix_size: int = 0):
         offsets = expert_offsets.tolist()
         self.dtype, self.num_experts, self.num_valid = dtype, len(offsets) - 1, offsets[-1]
         self.on_cpu = expert_offsets.device.type == "cpu"
+        onednn = self.on_cpu and dtype is torch.float32 and onednn_is_faster()
         smallest, largest = _GROUP_ROWS  # in between, a few for each worker
         max_rows = max(smallest, min(largest, self.num_valid // 8)) if self.on_cpu else self.num_valid
         self.unhit = [e for e in range(self.num_experts) if offsets[e] == offsets[e + 1]]
         self.groups: list[Group] = []
+        is_open = False  # whether the last group takes another expert
         for expert, (start, stop) in enumerate(pairwise(offsets)):
-            if stop > start:
-                if not self.groups or self.groups[-1].num_rows + stop - start > max_rows:
-                    self.groups.append(Group(start, [], []))
+            if (size := stop - start) == 0:
+                continue
+            alone = onednn and pays_onednn(size * matrix_size)
+            if is_open and not alone and self.groups[-1].num_rows + size <= max_rows:
                 self.groups[-1].experts.append(expert)
-                self.groups[-1].sizes.append(stop - start)
+                self.groups[-1].sizes.append(size)
+            else:
+                padding = padded(size) - size if alone else 0
+                self.groups.append(Group(len(self.groups), start, [expert], [size], padding))
+                is_open = not alone
 
     def for_each_group(
         self,
@@ -104,13 +145,31 @@ class SegmentGemms:
     # -- parameters --
 
     def weights(self, w: Sequence[Tensor], transposed: bool) -> Operands:
-        return Operands(matrices(w, self.dtype), transposed, self.dtype)
+        each = Operands(matrices(w, self.dtype), self.dtype)
+        return each if transposed else self.flip(each)
 
     def flip(self, w: Operands) -> Operands:
-        return Operands(w.matrices, not w.transposed, w.dtype)
+        return Operands([matrix.t() for matrix in w.matrices], w.dtype)
 
     def biases(self, v: Sequence[Tensor] | None) -> Sequence[Tensor] | None:
         return None if v is None else per_expert(v, 1)
+
+    # -- rows, by group --
+
+    def read(self, rows: Tensor) -> Sequence[Tensor]:
+        """What each group reads of an argument, padding included."""
+        return [self._rows(rows, group.start, group.stop) for group in self.groups]
+
+    def _rows(self, rows: Tensor, start: int, stop: int) -> Tensor:
+        if stop <= self.num_valid:
+            return rows[start:stop]
+        # Nothing reads the tail. Padding is made of values that occur: expressions may not take others.
+        last = rows[self.num_valid - 1].expand(stop - self.num_valid, *rows.shape[1:])
+        return torch.cat([rows[start : self.num_valid], last])
+
+    def places(self, rows: Tensor) -> Sequence[Tensor]:
+        """Where each group writes in a result."""
+        return torch.split_with_sizes(rows[: self.num_valid], [group.num_rows for group in self.groups])
 
     # -- buffers --
 
@@ -119,7 +178,7 @@ class SegmentGemms:
 
     def new_sum(self, index: PftIndex, width: int, dtype: torch.dtype) -> TokenSum | RowsToSum:
         # Elsewhere index_add_ adds atomically: in any order.
-        return TokenSum(index, width, dtype) if self.on_cpu else RowsToSum(index, width, dtype)
+        return (TokenSum if self.on_cpu else RowsToSum)(self, index, width, dtype)
 
     def new_stack(self, parameters: Sequence[Tensor], dim: int) -> Tensor | list[Tensor | None]:
         """What gradients of the parameters go to: a stack, or a list with a place for each."""
@@ -144,44 +203,43 @@ class SegmentGemms:
     def multiply(
         self, group: Group, rows: Tensor, w: Operands, out: Tensor | None = None, *, add: bool = False
     ) -> Tensor:
-        """out[r] (+)= rows[r] @ w[e]."""
-        if out is None and len(group.experts) == 1:
-            return mm(rows, w[group.experts[0]])
+        """out[r] (+)= rows[r] @ w[e]; a new tensor, with the padding, without `out` or where it has no place."""
+        if len(group.experts) == 1 and not add and (out is None or group.padding):
+            return linear(rows, w[group.experts[0]])
         if out is None:
-            out = rows.new_empty((rows.shape[0], w[group.experts[0]].shape[1]))
-        for e, left, result in zip(
-            group.experts, _split(rows, group.sizes), _split(out, group.sizes), strict=True
-        ):
-            mm_into(result, left, w[e], add=add)
+            out = rows.new_empty((rows.shape[0], w[group.experts[0]].shape[0]))
+        for e, left, result in zip(group.experts, group.split(rows), group.split(out), strict=True):
+            linear_into(result, left, w[e], add=add)
         return out
 
     def outer(self, group: Group, left: Tensor, right: Tensor, out: Any, dtype: torch.dtype) -> Any:
-        """out[e] = left^T @ right over the rows of e, in `dtype`."""
+        """out[e] = left^T @ right over the rows of e, in `dtype`. The padding of one of them is zero."""
         separate = isinstance(out, list)
         for e, a, b in zip(
-            group.experts, _split(left.t(), group.sizes, 1), _split(right, group.sizes), strict=True
+            group.experts, group.split(left.t(), 1), group.split(right.t(), 1), strict=True
         ):
             if separate:
-                out[e] = mm(a, b).to(dtype)
+                product = linear(a, b)
+                out[e] = product if product.dtype is dtype else product.to(dtype)
             else:
-                mm_into(out[e], a, b)
+                linear_into(out[e], a, b)
         return out
 
     def add_bias(self, group: Group, rows: Tensor, bias: Sequence[Tensor] | None) -> Tensor:
         """rows[r] += bias[e], in place."""
         if bias is not None:
-            for e, part in zip(group.experts, _split(rows, group.sizes), strict=True):
+            for e, part in zip(group.experts, group.split(rows), strict=True):
                 part += bias[e].to(part.dtype)  # rounded first, as `linear` does under autocast
         return rows
 
     def dot_bias(self, group: Group, rows: Tensor, bias: Sequence[Tensor]) -> Tensor:
         """<rows[r], bias[e]>, [n,1]."""
-        parts = zip(group.experts, _split(rows, group.sizes), strict=True)
+        parts = zip(group.experts, group.split(rows), strict=True)
         return torch.cat([(part @ bias[e].to(part.dtype))[:, None] for e, part in parts])
 
     def sum_rows(self, group: Group, rows: Tensor, out: Any, dtype: torch.dtype) -> Any:
         """out[e] = sum of the rows of e, in `dtype`."""
-        for e, part in zip(group.experts, _split(rows, group.sizes), strict=True):
+        for e, part in zip(group.experts, group.split(group.own(rows)), strict=True):
             out[e] = part.sum(0).to(dtype)
         return out
 
@@ -192,13 +250,16 @@ class TokenSum:
     For each token in the order of the rows, so by expert; in float32 at least, rounded once.
     """
 
-    def __init__(self, index: PftIndex, width: int, dtype: torch.dtype):
-        self.token_ids, self.dtype = index.token_ids, dtype
+    def __init__(self, gemms: SegmentGemms, index: PftIndex, width: int, dtype: torch.dtype):
+        self.token_ids = gemms.places(index.token_ids.long())  # index_add_ is twice as fast with int64
+        self.dtype = dtype
         shape, wide = (index.inverse.shape[0], width), torch.promote_types(dtype, torch.float32)
         self.total = torch.zeros(shape, dtype=wide, device=index.token_ids.device)
 
     def add(self, group: Group, rows: Tensor) -> None:
-        self.total.index_add_(0, self.token_ids[group.rows], rows.to(self.total.dtype))
+        rows = group.own(rows)
+        wide = rows if rows.dtype is self.total.dtype else rows.to(self.total.dtype)
+        self.total.index_add_(0, self.token_ids[group.index], wide)
 
     def result(self) -> Tensor:
         return self.total.to(self.dtype)
@@ -207,28 +268,27 @@ class TokenSum:
 class RowsToSum:
     """The same from a buffer of all rows, by `combine`."""
 
-    def __init__(self, index: PftIndex, width: int, dtype: torch.dtype):
-        self.index, self.rows = (
-            index,
-            torch.empty((index.token_ids.shape[0], width), dtype=dtype, device=index.token_ids.device),
-        )
+    def __init__(self, gemms: SegmentGemms, index: PftIndex, width: int, dtype: torch.dtype):
+        shape, device = (index.token_ids.shape[0], width), index.token_ids.device
+        self.index, self.rows = index, torch.empty(shape, dtype=dtype, device=device)
+        self.places = gemms.places(self.rows)
 
     def add(self, group: Group, rows: Tensor) -> None:
-        self.rows[group.rows] = rows
+        self.places[group.index].copy_(group.own(rows))
 
     def result(self) -> Tensor:
         return combine(self.rows, None, self.index.token_ids, self.index.expert_offsets, self.index.inverse)
 
 
 class Operands:
-    """Each expert's matrix as a right operand [in, out], oriented and cast when it is looked up."""
+    """Each expert's matrix as [out, in], cast when it is looked up."""
 
-    def __init__(self, matrices: Sequence[Tensor], transposed: bool, dtype: torch.dtype):
-        self.matrices, self.transposed, self.dtype = matrices, transposed, dtype
+    def __init__(self, matrices: Sequence[Tensor], dtype: torch.dtype):
+        self.matrices, self.dtype = matrices, dtype
 
     def __getitem__(self, e: int) -> Tensor:
-        matrix = self.matrices[e].t() if self.transposed else self.matrices[e]
-        return matrix if matrix.dtype == self.dtype else matrix.to(self.dtype)
+        matrix = self.matrices[e]
+        return matrix if matrix.dtype is self.dtype else matrix.to(self.dtype)
 
 
 @grouped_mm.provider("segments")
@@ -240,13 +300,19 @@ def _grouped_mm(
     transposed: bool,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    gemms = SegmentGemms(expert_offsets, check_dtypes("grouped_mm", rows, w, dtype))
-    _, num_out = weight_shape("grouped_mm", w, expert_offsets, transposed, rows.shape[1])
+    dtype = check_dtypes("grouped_mm", rows, w, dtype)
+    num_in, num_out = weight_shape("grouped_mm", w, expert_offsets, transposed, rows.shape[1])
+    gemms = SegmentGemms(expert_offsets, dtype, num_in * num_out)
     out, operands = rows.new_empty((rows.shape[0], num_out)), gemms.weights(w, transposed)
-    gemms.for_each_group(
-        lambda group: gemms.multiply(group, rows[group.rows], operands, out[group.rows]),
-        multiplications=rows.shape[1] * num_out,
-    )
+    read, places = gemms.read(rows), gemms.places(out)
+
+    def run(group: Group) -> None:
+        place = places[group.index]
+        product = gemms.multiply(group, read[group.index], operands, place)
+        if product is not place:
+            place.copy_(group.own(product))
+
+    gemms.for_each_group(run, multiplications=num_in * num_out)
     return gemms.finish_rows(out)
 
 
@@ -254,11 +320,14 @@ def _grouped_mm(
 def _grouped_mm_backward(
     grad: Tensor, rows: Tensor, expert_offsets: Tensor, *, transposed: bool, dtype: torch.dtype
 ) -> Tensor:
-    left, right = (grad, rows) if transposed else (rows, grad)
-    gemms = SegmentGemms(expert_offsets, rows.dtype)
-    out = rows.new_empty((gemms.num_experts, left.shape[1], right.shape[1]), dtype=dtype)
-    gemms.for_each_group(
-        lambda group: gemms.outer(group, left[group.rows], right[group.rows], out, dtype),
-        multiplications=left.shape[1] * right.shape[1],
-    )
+    gemms = SegmentGemms(expert_offsets, rows.dtype, size := grad.shape[1] * rows.shape[1])
+    shape = (grad.shape[1], rows.shape[1]) if transposed else (rows.shape[1], grad.shape[1])
+    out = rows.new_empty((gemms.num_experts, *shape), dtype=dtype)
+    grads, inputs = gemms.read(grad), gemms.read(rows)
+
+    def run(group: Group) -> None:
+        pair = group.clear_padding(grads[group.index], copy=True), inputs[group.index]
+        gemms.outer(group, *(pair if transposed else reversed(pair)), out, dtype)
+
+    gemms.for_each_group(run, multiplications=size)
     return gemms.finish_stack(out, out)[0]

@@ -100,9 +100,11 @@ def _places(lifted: Lifted, ranks: dict[Slot, int]) -> tuple[int, int | None] | 
 
 def _capacity(match: Match, places: Sequence[tuple[int, int | None]]) -> Formula | None:
     """How many places there are at any size: the number of the program that is so in every capture, read off more."""
+    overflow = next((i for i, (_, most) in enumerate(places) if most is not None), None)
+    if overflow is None:
+        return None
     numbers = [_numbers(lifted.capture) for lifted in match.lifted]
     more = [(sizes, _numbers(taken)) for sizes, taken in match.probe()]
-    overflow = next(i for i, (_, most) in enumerate(places) if most is not None)
     for where, value in numbers[overflow].items():
         if value is None or not all(_fits(n.get(where), p) for n, p in zip(numbers, places, strict=True)):
             continue

@@ -12,6 +12,7 @@ import bisect
 import dataclasses
 import itertools
 import math
+import re
 from collections import Counter, defaultdict
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ...capture.concolic import Capture
 from ...errors import Refused
 from .paths import Place, expert_indices, is_parameter, parameter_of, sibling_names
-from .semantics import Semantics
+from .semantics import Semantics, is_routed
 from .terms import Term, TooLarge, is_const, number, show
 
 _MOST_SLOTS = 64
@@ -247,7 +248,7 @@ class Lifter:
     def _lift(self, experts: set[str] | None) -> Lifted:
         experts = self._family(experts or self.expert_parameters())
         if not experts:
-            raise Refused("no parameter is used for some tokens only: nothing is routed")
+            return self._lift_all_chosen()
         self.experts = experts
         routed, cuts = self.cuts(experts)
         self.routed = routed
@@ -280,6 +281,43 @@ class Lifter:
                 first = first or refusal
         assert first is not None
         raise first
+
+    def _lift_all_chosen(self) -> Lifted:
+        """Every token chooses all experts (k = E): no parameter varies, but what was chosen is there to be found."""
+        nothing = Refused("no parameter is used for some tokens only: nothing is routed")
+        tokens = math.prod(next((n.meta["val"].shape[:-1] for n in self.outputs if isinstance(n.meta.get("val"), FakeTensor)), ()))
+        chosen = [
+            n
+            for n in self.capture.nodes
+            if isinstance(val := n.meta.get("val"), torch.Tensor)
+            and not isinstance(val, FakeTensor)
+            and val.dtype != torch.bool
+            and val.numel() > tokens > 1
+            and is_routed(n)
+        ]
+        alike = self._alike_everywhere() if chosen else set()
+        if not alike:
+            raise nothing
+        try:
+            return self._lift(alike)
+        except Refused:
+            raise nothing from None
+
+    def _alike_everywhere(self) -> set[str]:
+        """FQNs of parameters that come in several of a kind, each of which every token meets."""
+        for out in self.outputs:
+            val = out.meta.get("val")
+            if not isinstance(val, FakeTensor) or val.dim() < 2 or math.prod(val.shape[:-1]) > _MOST_ROWS:
+                continue
+            met = frozenset.intersection(*[self.leaves(r) for r in self.rows(out)])
+            kinds: dict[tuple, set[Place]] = defaultdict(set)
+            for place in map(Place.of, met):
+                if expert_indices(place, self.children):
+                    kinds[re.sub(r"\d+", "#", place.fqn), place.steps and place.steps[0][0]].add(place)
+            found = {p.fqn for places in kinds.values() if len(places) > 1 for p in places}
+            if found:
+                return found
+        return set()
 
     def _source_of(self, experts: set[str]) -> str:
         for n in self.capture.nodes:

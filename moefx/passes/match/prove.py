@@ -21,7 +21,7 @@ from ...capture.sizes import SizeGuard
 from ...errors import CaptureError, Refused
 from ..capacity import Formula
 from .lift import Body, Lifted, Lifter, Ref
-from .paths import Place
+from .paths import Place, sibling_names
 from .ranges import Ranges
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +128,7 @@ class Match:
 class Prover:
     def __init__(self, block: nn.Module, arguments: Arguments, num_experts_hint: int = 8):
         self.block, self.arguments, self.hint = block, arguments, num_experts_hint
+        self.children = sibling_names(block)
         self.lifted: list[Lifted] = []
         self.sizes: list[dict[str, int]] = []
         self.experts: set[str] | None = None
@@ -220,20 +221,33 @@ class Prover:
 
     def _total(self) -> int:
         """How many experts there are: as many as the stacks are long, the siblings many, or the ids high."""
+        first = self.lifted[0]
         total = max(self._seen()) + 1
-        for lifted in self.lifted[:1]:
-            for group in lifted.groups:
-                for table in group.tables:
-                    total = max([total, *[self._family(place) for place in list(table.values())[:1]]])
+        for group in first.groups:
+            for table in group.tables:
+                total = max([total, self._siblings(table), *[self._stack(place) for place in list(table.values())[:1]]])
+        for node in first.index.nodes:
+            ids = Ranges(first.capture.nodes).of(node)
+            if ids is not None and (ids[0] >= 0).all() and ids[1].size:
+                total = max(total, int(ids[1].max()) + 1)
         return total
 
-    def _family(self, place: Place) -> int:
+    def _stack(self, place: Place) -> int:
         for op, *rest in place.steps:
             if op == "at":
                 return self.block.get_parameter(place.fqn).shape[rest[1][0][0]]
             if op == "slice":
                 _, dim, start, stop, _ = rest
                 return self.block.get_parameter(place.fqn).shape[dim] // (stop - start)
+        return 0
+
+    def _siblings(self, table: dict[int, Place]) -> int:
+        """How many modules stand beside each other where the experts' places differ, if they count the experts."""
+        names = {e: place.fqn.split(".") for e, place in table.items()}
+        for depth, _ in enumerate(min(names.values(), key=len)):
+            siblings = self.children.get(".".join(next(iter(names.values()))[:depth]), [])
+            if all(parts[depth] in siblings and siblings.index(parts[depth]) == e for e, parts in names.items()):
+                return len(siblings)
         return 0
 
     def _cover(self) -> None:

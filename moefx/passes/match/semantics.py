@@ -147,7 +147,7 @@ def _is_known(node: fx.Node) -> bool:
     return bool(node.meta.get("known")) and node.op != "placeholder"
 
 
-def _is_routed(node: Any) -> bool:
+def is_routed(node: Any) -> bool:
     """Whether an integer was computed from floats or from arguments: another routing, another integer."""
     if not isinstance(node, fx.Node):
         return False
@@ -369,19 +369,19 @@ def _index(S: Semantics, n: fx.Node, a: Term, _: Any) -> Term:
     dims = [d for d, i in enumerate(nodes) if i is not None]  # type: ignore[arg-type, union-attr]
     indices = np.stack(np.broadcast_arrays(*[S.numbers(nodes[d]) for d in dims]))  # type: ignore[index]
     position = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
-    return S.T.index(a, dims, indices, position, routed=any(_is_routed(nodes[d]) for d in dims))  # type: ignore[index]
+    return S.T.index(a, dims, indices, position, routed=any(is_routed(nodes[d]) for d in dims))  # type: ignore[index]
 
 
 @rule("index_select")
 def _index_select(S: Semantics, n: fx.Node, a: Term, dim: int, _: Any) -> Term:
     dim %= len(a.shape)
     indices = S.numbers(n.args[2]).reshape(1, -1)
-    return S.T.index(a, (dim,), indices, dim, routed=_is_routed(n.args[2]))
+    return S.T.index(a, (dim,), indices, dim, routed=is_routed(n.args[2]))
 
 
 @rule("embedding")
 def _embedding(S: Semantics, n: fx.Node, weight: Term, ids: Any, *_: Any) -> Term:
-    return S.T.index(weight, (0,), S.numbers(n.args[1])[None], 0, routed=_is_routed(n.args[1]))
+    return S.T.index(weight, (0,), S.numbers(n.args[1])[None], 0, routed=is_routed(n.args[1]))
 
 
 @rule("gather")
@@ -796,5 +796,5 @@ def _norm(S: Semantics, bundle: fx.Node) -> Term:
     return out if bundle.meta["grad"] else S.T.pw("detach", out)
 
 
-__all__ = ["RULES", "SELECTIONS", "Semantics", "gather", "scatter"]
+__all__ = ["RULES", "SELECTIONS", "Semantics", "gather", "is_routed", "scatter"]
 _ = (F, operator)
