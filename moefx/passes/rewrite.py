@@ -267,7 +267,9 @@ class Rewriter:
         if not self.match.keep:
             return None
         keep = self._per_slot(self.match.keep[0])
-        if keep.meta["val"].dtype != torch.bool:
+        if self.match.keep[0].inverted:
+            keep = self._call(aten.eq.Scalar, (keep, 0))
+        elif keep.meta["val"].dtype != torch.bool:
             keep = self._call(aten.ne.Scalar, (keep, 0))
         return keep
 

@@ -156,7 +156,7 @@ def _mask(match: Match) -> list[Ref] | None:
     for ref in found[0]:
         refs = [ref]
         for other in found[1:]:
-            twin = next((r for r in other if r.axes == ref.axes and _alike(r.node, ref.node)), None)
+            twin = next((r for r in other if r.form == ref.form and _alike(r.node, ref.node)), None)
             if twin is None:
                 break
             refs.append(twin)
@@ -203,8 +203,14 @@ def _is_scalar(body: Body, i: int) -> bool:
 
 
 def _mask_candidates(lifted: Lifted) -> list[Ref]:
-    """Nodes before the cut whose truth, read per token and slot, is exactly which slots count."""
-    out = []
+    """Nodes before the cut whose truth (or, `inverted`, whose falsehood) per token and slot is exactly which slots count."""
+    out: list[Ref] = []
+
+    def offer(n: torch.fx.Node, axes: tuple[str, ...], truth: np.ndarray) -> None:
+        for inverted in (False, True):
+            if ((truth != inverted) == lifted.kept).all():
+                out.append(Ref(n, axes, inverted=inverted))
+
     for n in lifted.capture.nodes:
         val = n.meta.get("val")
         if (
@@ -218,8 +224,8 @@ def _mask_candidates(lifted: Lifted) -> list[Ref]:
                 continue
             val = lifted.capture.shadow(n)
         for axes, flat in _aligned((val != 0).to(torch.int64), lifted.tokens):
-            if flat.shape == lifted.kept.shape and bool((flat.bool().numpy() == lifted.kept).all()):
-                out.append(Ref(n, axes))
+            if flat.shape == lifted.kept.shape:
+                offer(n, axes, flat.bool().numpy())
         lead = tuple(val.shape[:-1])
         if (
             lead in (lifted.tokens, (lifted.kept.shape[0],))
@@ -227,9 +233,8 @@ def _mask_candidates(lifted: Lifted) -> list[Ref]:
             and lifted.ids.min() >= 0
         ):
             flat = (val != 0).reshape(lifted.kept.shape[0], -1).numpy()
-            if (np.take_along_axis(flat, lifted.ids, 1) == lifted.kept).all():
-                out.append(Ref(n, ("t",) * len(lead) + ("e",)))
-    return out
+            offer(n, ("t",) * len(lead) + ("e",), np.take_along_axis(flat, lifted.ids, 1))
+    return sorted(out, key=lambda ref: ref.inverted)
 
 
 def _alike(a: torch.fx.Node, b: torch.fx.Node) -> bool:

@@ -46,11 +46,12 @@ class Ref:
     node: fx.Node
     axes: tuple[str, ...]
     columns: tuple[Ref, ...] = ()
+    inverted: bool = False  # a mask that is true where a slot does not count
 
     @property
     def form(self) -> tuple:
         """What two captures must agree on."""
-        return self.axes, tuple(c.form for c in self.columns)
+        return self.axes, tuple(c.form for c in self.columns), self.inverted
 
     @property
     def nodes(self) -> list[fx.Node]:
@@ -606,10 +607,13 @@ class Lifter:
                 or not lowest <= val.shape[-1] <= _MOST_EXPERTS_OF_A_MASK
             ):
                 continue
-            chosen = val.reshape(T, -1).numpy()
-            if all(
-                set(np.flatnonzero(c)) == {natural[k] for k in row}
-                for c, row in zip(chosen, keys, strict=True)
+            mask = val.reshape(T, -1).numpy()
+            if any(
+                all(
+                    set(np.flatnonzero(c)) == {natural[k] for k in row}
+                    for c, row in zip(chosen, keys, strict=True)
+                )
+                for chosen in (mask, ~mask)
             ):
                 self.names = natural
                 ids = np.tile(np.arange(val.shape[-1]), (T, 1))
@@ -640,23 +644,20 @@ class Lifter:
         ]
 
     def _shared(self, rest: list[list[Term]]) -> tuple[list[Ref], list[list[Term]]]:
-        """Summands that every token has: whole rows of a node that is computed without the experts."""
+        """Summands that are the rows of a node which is computed without the experts, the same node for all tokens.
+        Where its row is zero under this routing (a gated part that is not chosen) there is no summand."""
         refs: list[Ref] = []
         rest = [list(parts) for parts in rest]
-        while rest[0]:
-            for term in rest[0]:
-                skeleton = self._skeleton(term)
-                column = [next((p for p in parts if self._skeleton(p) == skeleton), None) for parts in rest]
-                if any(p is None for p in column):
-                    continue
-                ref = self.lookup.find([(t, 0, 0) for t in range(len(column))], column, slots=False)  # type: ignore[arg-type]
-                if ref is not None:
-                    refs.append(ref)
-                    for parts, p in zip(rest, column, strict=True):
-                        parts.remove(p)
-                    break
-            else:
-                break
+        tried: set[Term] = set()
+        for t, parts in enumerate(rest):
+            for term in [p for p in parts if p not in tried]:
+                tried.add(term)
+                column = self.lookup.find_rows(t, term, rest)
+                if column is not None:
+                    refs.append(column[0])
+                    for mine, found in zip(rest, column[1], strict=True):
+                        if not is_const(found, 0):
+                            mine.remove(found)
         return refs, rest
 
     def _missed(
@@ -960,6 +961,16 @@ class _Lookup:
         if first is None and scalar and slots and self.slots > 1:
             return self._columns(where, terms)
         return first
+
+    def find_rows(self, t: int, term: Term, rest: list[list[Term]]) -> tuple[Ref, list[Term]] | None:
+        """The node whose row `t` is `term`, and whose other rows are among what is left of the tokens' sums, or zero."""
+        for _, _, ref in self.readings:
+            if set(ref.axes) != {"t"} or self.element(ref, t, 0, 0) is not term:
+                continue
+            column = [self.element(ref, i, 0, 0) for i in range(self.T)]
+            if all(r is not None and (is_const(r, 0) or r in parts) for r, parts in zip(column, rest, strict=True)):
+                return ref, column  # type: ignore[return-value]
+        return None
 
     def _zero_where_dropped(self, ref: Ref) -> bool:
         """Whether a weight says itself which slots count."""
