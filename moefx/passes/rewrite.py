@@ -576,7 +576,7 @@ class _Rows:
         """Follow the steps of a place, on one parameter (`off=0`) or on a stack of them (`off=1`)."""
         for op, *rest in steps:
             shape = rest[0]
-            if op == "at":
+            if op in ("at", "squeeze"):
                 for axis, i in sorted(rest[1], reverse=True):
                     node = self.call(aten.select.int, (node, axis + off, i))
             elif op == "slice":

@@ -9,6 +9,7 @@ expert parameter does. Anything else is a refusal with its reason.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -240,7 +241,15 @@ class Lifter:
     # ------------------------------------------------------------------ the canonical form
     def lift(self, experts: set[str] | None = None) -> Lifted:
         try:
-            return self._lift(experts)
+            try:
+                return self._lift(experts)
+            except Refused as refusal:
+                alike = self._alike_everywhere() if experts is None and self._chooses() else None
+                if not alike:
+                    raise
+                with contextlib.suppress(Refused):
+                    return self._lift(alike)
+                raise refusal from None
         except TooLarge:
             raise Refused(
                 "its rows depend on too much else to be followed: rows are mixed, as in attention"
@@ -249,7 +258,7 @@ class Lifter:
     def _lift(self, experts: set[str] | None) -> Lifted:
         experts = self._family(experts or self.expert_parameters())
         if not experts:
-            return self._lift_all_chosen()
+            raise Refused("no parameter is used for some tokens only: nothing is routed")
         self.experts = experts
         routed, cuts = self.cuts(experts)
         self.routed = routed
@@ -283,29 +292,21 @@ class Lifter:
         assert first is not None
         raise first
 
-    def _lift_all_chosen(self) -> Lifted:
-        """Every token chooses all experts (k = E): no parameter varies, but what was chosen is there to be found."""
-        nothing = Refused("no parameter is used for some tokens only: nothing is routed")
+    def _chooses(self) -> bool:
+        """Whether some integers with several entries per token follow from floats."""
         tokens = math.prod(next((n.meta["val"].shape[:-1] for n in self.outputs if isinstance(n.meta.get("val"), FakeTensor)), ()))
-        chosen = [
-            n
-            for n in self.capture.nodes
-            if isinstance(val := n.meta.get("val"), torch.Tensor)
+        return any(
+            isinstance(val := n.meta.get("val"), torch.Tensor)
             and not isinstance(val, FakeTensor)
             and val.dtype != torch.bool
             and val.numel() > tokens > 1
             and is_routed(n)
-        ]
-        alike = self._alike_everywhere() if chosen else set()
-        if not alike:
-            raise nothing
-        try:
-            return self._lift(alike)
-        except Refused:
-            raise nothing from None
+            for n in self.capture.nodes
+        )
 
     def _alike_everywhere(self) -> set[str]:
-        """FQNs of parameters that come in several of a kind, each of which every token meets."""
+        """FQNs of parameters that come in several of a kind, each of which every token meets: where every token chooses
+        all experts (k = E) no parameter varies, but what was chosen is there to be found."""
         for out in self.outputs:
             val = out.meta.get("val")
             if not isinstance(val, FakeTensor) or val.dim() < 2 or math.prod(val.shape[:-1]) > _MOST_ROWS:

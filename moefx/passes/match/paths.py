@@ -39,6 +39,9 @@ class Place:
             if t.op == "pw":
                 steps.append((t.args[0], *[v for _, v in t.args[1]]))
                 t = t.args[2]
+            elif t.op == "at":
+                steps += reversed(_at(t))
+                t = t.args[0]
             else:
                 steps.append((t.op, t.shape, *t.args[1:]))
                 t = t.args[0]
@@ -47,6 +50,8 @@ class Place:
     def __str__(self) -> str:
         text = self.fqn
         for op, *rest in self.steps:
+            if op == "squeeze":
+                continue
             if op == "at":
                 text += f"[{', '.join(str(i) for _, i in rest[1])}]"
             elif op == "slice":
@@ -54,6 +59,16 @@ class Place:
             else:
                 text += f".{op}"
         return text
+
+
+def _at(t: Term) -> list[tuple]:
+    """An element of a parameter: first the axes that choose something, then those of size one."""
+    inner, where = t.args
+    real = [(a, i) for a, i in where if inner.shape[a] > 1]
+    unit = [(a - sum(r < a for r, _ in real), i) for a, i in where if inner.shape[a] == 1]
+    shape = tuple(n for d, n in enumerate(inner.shape) if d not in dict(real))
+    steps = [("at", shape, tuple(real))] if real else []
+    return [*steps, ("squeeze", t.shape, tuple(unit))] if unit else steps
 
 
 def expert_indices(place: Place, children: dict[str, list[str]]) -> list[int]:

@@ -257,6 +257,10 @@ class Terms:
                 first + (start + (size - 1) * step) * stride + 1,
                 stride * step,
             )
+        if t.op == "reshape" and len(t.shape) == 1 and step == 1:
+            block = math.prod(t.args[0].shape[1:])
+            if size == block and start % block == 0:  # one row of what was flattened
+                return self.reshape(self.pick(t.args[0], 0, start // block), shape)
         if t.op == "cat" and t.args[0] == dim and step == 1:
             pieces, low = [], 0
             for piece in t.args[1:]:
@@ -295,6 +299,14 @@ class Terms:
         shape = (*rest[:position], *indices.shape[1:], *rest[position:])
         if t.op == "const":
             return self.const(_number(t), shape)
+        if t.op == "index" and dims == (position,) == (t.args[3],) and t.args[2].value.ndim == 2:
+            inner, inner_dims, first, _ = t.args  # an index of an index
+            return self.index(inner, inner_dims, first.value[:, indices[0]], position, routed)
+        if len(dims) > 1 and indices.size and (q := _constant_row(indices)) is not None:
+            picked = self.pick(t, dims[q], int(indices[q].flat[0]))
+            left, indices = [d - (d > dims[q]) for d in dims if d != dims[q]], np.delete(indices, q, 0)
+            every = len(left) == 1 and np.array_equal(indices[0], np.arange(picked.shape[left[0]]))
+            return self.index(picked, left, indices, position, routed=not every)
         if not routed and len(dims) == 1 and indices.ndim == 2 and position == dims[0] and indices.size:
             first, steps = int(indices[0, 0]), np.diff(indices[0])
             if indices.size > 1 and steps[0] > 0 and (steps == steps[0]).all():
@@ -311,6 +323,9 @@ class Terms:
         values = self.expand(values, (indices.shape[1], *rest))
         sizes = np.array([base.shape[d] for d in dims])[:, None]
         indices = np.where(indices < 0, indices + sizes, indices)
+        if len(dims) == 1 and not accumulate and np.array_equal(indices[0], np.arange(base.shape[dims[0]])):
+            order = [*range(1, dims[0] + 1), 0, *range(dims[0] + 1, len(base.shape))]
+            return self.permute(values, order)  # all of it is written
         return self.make("put", (base, tuple(dims), self.intern(indices), values, accumulate), base.shape)
 
     # ------------------------------------------------------------------ contracting
@@ -429,6 +444,11 @@ class Terms:
             found = resolve(self, t)
             self._resolved[t] = self._resolved[found] = found
         return found
+
+
+def _constant_row(indices: np.ndarray) -> int | None:
+    """A coordinate that is the same for all elements of an advanced index."""
+    return next((q for q, row in enumerate(indices) if (row == row.flat[0]).all()), None)
 
 
 def is_const(t: Any, value: float | None = None) -> bool:
