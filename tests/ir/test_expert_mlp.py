@@ -1,7 +1,8 @@
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -16,10 +17,24 @@ from moefx.errors import DoubleBackward, InvalidInput
 from moefx.ir import dialect
 from moefx.ir.body import ExpertBody, Gemm
 from moefx.lowering import select
+from moefx.lowering.torch import segments
 
 from .routings import LAYERS, Layer, Routing, random_routing, routings, swiglu_list
 
 KEEPS = ["h", "x", "all", "none"]
+
+
+@contextlib.contextmanager
+def using(provider: str) -> Iterator[str]:
+    """Force a provider of `expert_mlp` and its backward. "padded": segments, with rows that are not own."""
+    before = segments.padding
+    if provider == "padded":
+        provider, segments.padding = "segments", lambda num_rows, *_: num_rows % 4
+    try:
+        with select.force("expert_mlp", provider), select.force("expert_mlp_backward", provider):
+            yield provider
+    finally:
+        segments.padding = before
 
 
 def run(layer: Layer, routing: Routing, x: Tensor, weights: Tensor, keep: str = "h") -> tuple[Tensor, ...]:
@@ -45,13 +60,13 @@ def check_against_plain(layer: Layer, routing: Routing, keep: str, d: int, reduc
         torch.testing.assert_close(g, torch.zeros_like(leaf) if e is None else e)  # unhit experts: zero
 
 
-@pytest.mark.parametrize("provider", ["segments", "reference"])
+@pytest.mark.parametrize("provider", ["segments", "padded", "reference"])
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
 @settings(max_examples=25, deadline=None)
 @given(routing=routings(max_tokens=8, max_experts=5), keep=st.sampled_from(KEEPS), reduce=st.booleans())
 def test_equals_the_plain_experts_forward_and_backward(make, provider, routing, keep, reduce):
     select.reset_counters()
-    with select.force("expert_mlp", provider), select.force("expert_mlp_backward", provider):
+    with using(provider) as provider:
         check_against_plain(make(routing.num_experts, 4, 3), routing, keep, 4, reduce)
     assert (
         select.counters()["expert_mlp", provider] == select.counters()["expert_mlp_backward", provider] == 1
@@ -73,7 +88,7 @@ def test_gradcheck(make):
     assert torch.autograd.gradcheck(f, (x, weights, *layer.parameters))
 
 
-@pytest.mark.parametrize("provider", ["segments", "reference"])
+@pytest.mark.parametrize("provider", ["segments", "padded", "reference"])
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("reduce", [False, True])
@@ -105,7 +120,7 @@ def test_the_tail_is_never_read(make, provider, keep, reduce):
         t[int(offsets[-1]) :] = float("nan")
         return t
 
-    with select.force("expert_mlp", provider), select.force("expert_mlp_backward", provider):
+    with using(provider):
         clean, poisoned = gradients(lambda t: t), gradients(with_nan)
     for a, b in zip(clean, poisoned, strict=True):
         assert torch.equal(a, b)

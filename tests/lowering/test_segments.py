@@ -26,7 +26,9 @@ def test_groups_cover_the_valid_rows_once(routing, group_rows):
     sizes = offsets.diff().tolist()
     assert [e for g in gemms.groups for e in g.experts] == [e for e, n in enumerate(sizes) if n]
     assert [n for g in gemms.groups for n in g.sizes] == [n for n in sizes if n]
-    assert [r for g in gemms.groups for r in range(g.rows.start, g.rows.stop)] == list(range(offsets[-1]))
+    rows = torch.arange(len(routing.build()[0]))
+    assert torch.cat([*gemms.places(rows), rows[:0]]).tolist() == list(range(offsets[-1]))
+    assert torch.cat([*gemms.read(rows), rows[:0]]).tolist() == list(range(offsets[-1]))
     assert all(g.num_rows <= group_rows or len(g.experts) == 1 for g in gemms.groups)
 
 
@@ -103,17 +105,20 @@ def test_under_autocast_only_hit_experts_are_cast(monkeypatch):
 @pytest.mark.parametrize("shape", [(64, 64, 64), (70, 1100, 65), (200, 130, 96), (3, 5, 7), (64, 0, 64)])
 @pytest.mark.parametrize("onednn", [False, True])
 @pytest.mark.parametrize("add", [False, True])
-def test_mm_into(shape, onednn, add, monkeypatch):
+def test_linear_into(shape, onednn, add, monkeypatch):
     if onednn and not torch.backends.mkldnn.is_available():
         pytest.skip("a torch without oneDNN")
     monkeypatch.setattr(gemm, "onednn_is_faster", lambda: onednn)
+    monkeypatch.setattr(gemm, "_MIN_SIZE", 64)
     m, k, n = shape
     buffer = torch.randn(m, 2 * n)
     out = buffer[:, :n]  # a slice
-    left, right = torch.randn(k, m).t(), torch.randn(k, n)
-    expected = left.double() @ right.double() + (out.double() if add else 0)
-    assert gemm.mm_into(out, left, right, add=add) is out
+    left, w = torch.randn(k, m).t(), torch.randn(k, n).t()
+    expected = left.double() @ w.double().t() + (out.double() if add else 0)
+    assert gemm.linear_into(out, left, w, add=add) is out
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-4)
+    if not add:
+        torch.testing.assert_close(gemm.linear(left, w).double(), expected, rtol=1e-5, atol=1e-4)
 
 
 def test_onednn_rounds_about_as_blas_does(monkeypatch):
@@ -121,21 +126,32 @@ def test_onednn_rounds_about_as_blas_does(monkeypatch):
         pytest.skip("a torch without oneDNN")
     torch.manual_seed(0)
     for k in (256, 1024, 4096):
-        left, right = torch.randn(128, k), torch.randn(k, 128)
-        exact = left.double() @ right.double()
+        left, w = torch.randn(128, k), torch.randn(128, k)
+        exact = left.double() @ w.double().t()
         errors = []
         for onednn in (True, False):
             monkeypatch.setattr(gemm, "onednn_is_faster", lambda onednn=onednn: onednn)
-            out = gemm.mm_into(torch.empty(128, 128), left, right)
+            out = gemm.linear_into(torch.empty(128, 128), left, w)
             errors.append((out - exact).square().mean().sqrt())
         assert errors[0] < 2 * errors[1]
 
 
-def test_mm_into_another_dtype():
-    left, right = torch.randn(4, 3).bfloat16(), torch.randn(3, 5).bfloat16()
+def test_linear_into_another_dtype():
+    left, w = torch.randn(4, 3).bfloat16(), torch.randn(5, 3).bfloat16()
     out = torch.ones(4, 5)
-    gemm.mm_into(out, left, right, add=True)
-    assert torch.equal(out, (left @ right).float() + 1)
+    gemm.linear_into(out, left, w, add=True)
+    assert torch.equal(out, (left @ w.t()).float() + 1)
+
+
+def test_row_counts_are_rounded_up_a_little_and_to_few_numbers(monkeypatch):
+    monkeypatch.setattr(gemm, "onednn_is_faster", lambda: True)
+    padded = {n: n + gemm.padding(n, gemm._MIN_SIZE, torch.float32) for n in range(1, 5000)}
+    assert all(n <= m < n + max(8, n / 15) for n, m in padded.items())
+    assert len(set(padded.values())) < 110
+    assert all(padded.get(m, m) == m for m in padded.values())
+    assert gemm.padding(63, gemm._MIN_SIZE // 64, torch.float32) is None
+    assert gemm.padding(64, gemm._MIN_SIZE // 64, torch.float32) == 0
+    assert gemm.padding(64, gemm._MIN_SIZE, torch.float64) is None
 
 
 def test_onednn_choice_is_a_fact_about_the_machine():
@@ -217,3 +233,19 @@ def test_grouped_mm_op_runs_in_segments():
     dialect.grouped_mm(torch.randn(12, 3).double(), w, offsets, transposed=True).sum().backward()
     assert select.counters()["grouped_mm", "segments"] == 1
     assert select.counters()["grouped_mm_backward", "segments"] == 1
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_padding_of_single_products(transposed, monkeypatch):
+    routing = random_routing(7, 2, 3)
+    offsets, rows = routing.build()[2], torch.randn(14, 4, dtype=torch.float64, requires_grad=True)
+    shape = (3, 5, 4) if transposed else (3, 4, 5)
+    w = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+    def run():
+        out = dialect.grouped_mm(rows, [w], offsets, transposed=transposed)
+        return [out, *torch.autograd.grad(out.square().sum(), [rows, w])]
+
+    expected = run()
+    monkeypatch.setattr(segments, "padding", lambda num_rows, *_: 1 + num_rows % 3)
+    torch.testing.assert_close(run(), expected)

@@ -3,7 +3,7 @@
 torch sends float32 GEMMs to MKL, which runs its AVX2 kernels on AMD processors. oneDNN (in every x86 build of
 torch, Inductor uses the same op) uses AVX-512 there: 1.6 to 2 times faster where there is enough to do,
 measured on Zen 5. It compiles a kernel for every new shape, though, so row counts are rounded up first
-(`padded`).
+(see `padding`).
 """
 
 from __future__ import annotations
@@ -48,24 +48,27 @@ def linear_into(out: Tensor, left: Tensor, w: Tensor, *, add: bool = False) -> T
 
 
 def _use_onednn(left: Tensor, w: Tensor) -> bool:
-    if not pays_onednn(left.numel() * w.shape[0]) or left.dtype is not torch.float32:
-        return False
-    return left.device.type == "cpu" and onednn_is_faster()
+    large = left.numel() * w.shape[0] >= _MIN_SIZE
+    return large and left.dtype is torch.float32 and left.device.type == "cpu" and onednn_is_faster()
 
 
-def pays_onednn(multiplications: int) -> bool:
-    """Whether a GEMM is large enough for it."""
-    return multiplications >= _MIN_SIZE
+def padding(num_rows: int, matrix_size: int, dtype: torch.dtype) -> int | None:
+    """How many rows to add to those of an expert so that its GEMMs come in few different sizes.
 
+    oneDNN needs 0.4 ms for the first GEMM with a new number of rows, 1.5 ms for a new inner size, and
+    remembers 1024 of them; routing gives every expert another number in every step. Rounded up there are
+    about 16 in an octave.
 
-def padded(num_rows: int) -> int:
-    """`num_rows` rounded up to one of about sixteen numbers an octave.
+    Args:
+        matrix_size: elements of the smallest matrix that the rows are multiplied with.
 
-    oneDNN needs 0.4 ms for the first GEMM with a new number of rows, 1.5 ms for a new inner size, and remembers
-    1024 of them. Routing gives every expert another number in every step.
+    Returns:
+        None where torch's own GEMMs serve, which do not care.
     """
+    if num_rows * matrix_size < _MIN_SIZE or dtype is not torch.float32 or not onednn_is_faster():
+        return None
     step = max(8, 1 << num_rows.bit_length() >> 5)
-    return -(-num_rows // step) * step
+    return -num_rows % step
 
 
 @functools.cache

@@ -31,21 +31,20 @@ class Buffer:
     """A result that groups fill part by part, or that the one group there is makes itself."""
 
     def __init__(self, gemms: Gemms, tensor: Tensor | None):
-        self.tensor, self.places = tensor, () if tensor is None else gemms.places(tensor)
+        self.tensor = tensor
+        self.places: Sequence[Tensor] = [] if tensor is None else gemms.places(tensor)
 
-    def fill(self, group: Group, make: Callable[[Tensor | None], Tensor]) -> Tensor:
-        """`make(out)` returns the group's rows, in `out` or not; so does this."""
+    def place(self, group: Group) -> Tensor | None:
+        """Where the group's rows may be made."""
+        return self.places[group.index] if self.places else None
+
+    def put(self, group: Group, rows: Tensor) -> Tensor:
+        """Take the group's rows, from their place or not; returns them."""
         if self.tensor is None:
-            self.tensor = make(None)
-            return self.tensor
-        out = self.places[group.index]
-        rows = make(out)
-        if rows is not out:
-            out.copy_(group.own(rows))
+            self.tensor = rows
+        elif rows is not (place := self.places[group.index]):
+            place.copy_(group.own(rows))
         return rows
-
-    def put(self, group: Group, rows: Tensor) -> None:
-        self.fill(group, lambda _: rows)
 
 
 class Gradient:
@@ -81,7 +80,7 @@ def forward(call: Call, gemms: Gemms, keep: str, reduce: bool) -> list[Tensor]:
         return Buffer(gemms, gemms.new_rows(x, call.num_rows, width, dtype))
 
     result = None if reduce else buffer(out_width, call.out_dtype)
-    total = gemms.new_sum(call, out_width, call.out_dtype) if reduce else None
+    total: Any = gemms.new_sum(call, out_width, call.out_dtype) if reduce else None
     kept_up = [buffer(width, call.dtype) for width in up_widths] if keep in ("h", "all") else []
     kept_act = buffer(act_width, call.dtype) if keep == "all" else None
     # Multiplying in place rounds as the expression does when y has the dtype of the result.
@@ -91,29 +90,25 @@ def forward(call: Call, gemms: Gemms, keep: str, reduce: bool) -> list[Tensor]:
         rows = x.index_select(0, by_row.token_ids[group.index])
         hidden = []
         for g in range(len(up_widths)):
-            if kept_up:
-                hidden.append(
-                    kept_up[g].fill(group, lambda out, g=g: parameters.project_up(g, group, rows, out))
-                )
-            else:
-                hidden.append(parameters.project_up(g, group, rows))
+            place = kept_up[g].place(group) if kept_up else None
+            h = parameters.project_up(g, group, rows, place)
+            hidden.append(kept_up[g].put(group, h) if kept_up else h)
         env = by_row.with_weight(group, call.parts(hidden))
         act = act_of(env)
-        if kept_act is not None:
-            act = kept_act.fill(group, lambda out: act.clone() if isinstance(call.act, str) else act)
-
-        def finish(out: Tensor | None) -> Tensor:
-            if call.body.out == "y":
-                return parameters.project_down(group, act, out)
-            if by_row.scale is not None and scale_in_place:
-                return parameters.project_down(group, act, out).mul_(by_row.scale[group.index])
-            return out_of({**env, "y": parameters.project_down(group, act)})
-
-        return finish(None) if result is None else result.fill(group, finish)
+        if kept_act is not None:  # outputs of an op must not share storage
+            act = kept_act.put(group, act.clone() if isinstance(call.act, str) else act)
+        place = None if result is None else result.place(group)
+        if call.body.out == "y":
+            out = parameters.project_down(group, act, place)
+        elif by_row.scale is not None and scale_in_place:
+            out = parameters.project_down(group, act, place).mul_(by_row.scale[group.index])
+        else:
+            out = out_of({**env, "y": parameters.project_down(group, act)})
+        return out if result is None else result.put(group, out)
 
     gemms.for_each_group(run, total.add if total else None, multiplications=call.multiplications())
     kept = [gemms.finish_rows(b.tensor) for b in (*kept_up, kept_act) if b is not None]
-    return [total.result() if result is None else gemms.finish_rows(result.tensor), *kept]
+    return [gemms.finish_rows(result.tensor) if result else total.result(), *kept]
 
 
 class Backward:
@@ -282,7 +277,8 @@ class ByRow:
     """A call's index and weights by row, taken apart for the groups.
 
     Attributes:
-        scale: c(w) of rows = y * c(w), [B,1]: what `out` makes of ones. None: `out` is y, or not linear in it.
+        scale: c(w) of rows = y * c(w), [B,1]: what `out` makes of ones. None: `out` is y, or not linear in
+            it.
     """
 
     def __init__(self, call: Call, gemms: Gemms):

@@ -24,7 +24,7 @@ from ...ir.experts import (
     weight_shape,
 )
 from ...ir.routing import combine
-from .gemm import linear, linear_into, onednn_is_faster, padded, pays_onednn
+from .gemm import linear, linear_into, padding
 from .pool import for_each
 from .weights import matrices
 
@@ -49,8 +49,8 @@ class Group:
     Attributes:
         index: which group of its call it is.
         start: its first row.
-        padding: rows behind its last one that are computed along, so that GEMMs come in few different sizes. They
-            are whatever lies there, the next expert's, and no result has them. One expert only.
+        padding: rows behind its last one that are computed along, so that GEMMs come in few different sizes.
+            They are whatever lies there, the next expert's, and no result has them. One expert only.
     """
 
     index: int
@@ -102,15 +102,14 @@ class SegmentGemms:
     Args:
         expert_offsets: [E+1].
         dtype: of the GEMMs; weights of another dtype are cast, one hit expert at a time.
-        matrix_size: elements of an expert's smallest matrix. An expert with GEMMs large enough for oneDNN is a
-            group of its own: the products are new tensors then, and no step needs them side by side.
+        matrix_size: elements of an expert's smallest matrix. An expert with GEMMs large enough for oneDNN is
+            a group of its own: the products are new tensors then, and no step needs them side by side.
     """
 
     def __init__(self, expert_offsets: Tensor, dtype: torch.dtype, matrix_size: int = 0):
         offsets = expert_offsets.tolist()
         self.dtype, self.num_experts, self.num_valid = dtype, len(offsets) - 1, offsets[-1]
         self.on_cpu = expert_offsets.device.type == "cpu"
-        onednn = self.on_cpu and dtype is torch.float32 and onednn_is_faster()
         smallest, largest = _GROUP_ROWS  # in between, a few for each worker
         max_rows = max(smallest, min(largest, self.num_valid // 8)) if self.on_cpu else self.num_valid
         self.unhit = [e for e in range(self.num_experts) if offsets[e] == offsets[e + 1]]
@@ -119,14 +118,13 @@ class SegmentGemms:
         for expert, (start, stop) in enumerate(pairwise(offsets)):
             if (size := stop - start) == 0:
                 continue
-            alone = onednn and pays_onednn(size * matrix_size)
-            if is_open and not alone and self.groups[-1].num_rows + size <= max_rows:
+            pad = padding(size, matrix_size, dtype) if self.on_cpu else None
+            if is_open and pad is None and self.groups[-1].num_rows + size <= max_rows:
                 self.groups[-1].experts.append(expert)
                 self.groups[-1].sizes.append(size)
             else:
-                padding = padded(size) - size if alone else 0
-                self.groups.append(Group(len(self.groups), start, [expert], [size], padding))
-                is_open = not alone
+                self.groups.append(Group(len(self.groups), start, [expert], [size], pad or 0))
+                is_open = pad is None
 
     def for_each_group(
         self,
@@ -180,7 +178,7 @@ class SegmentGemms:
         # Elsewhere index_add_ adds atomically: in any order.
         return (TokenSum if self.on_cpu else RowsToSum)(self, index, width, dtype)
 
-    def new_stack(self, parameters: Sequence[Tensor], dim: int) -> Tensor | list[Tensor | None]:
+    def new_stack(self, parameters: Sequence[Tensor], dim: int) -> Tensor | list[Any]:
         """What gradients of the parameters go to: a stack, or a list with a place for each."""
         if separate_gradients(parameters, dim):
             return [None] * self.num_experts
@@ -203,7 +201,7 @@ class SegmentGemms:
     def multiply(
         self, group: Group, rows: Tensor, w: Operands, out: Tensor | None = None, *, add: bool = False
     ) -> Tensor:
-        """out[r] (+)= rows[r] @ w[e]; a new tensor, with the padding, without `out` or where it has no place."""
+        """out[r] (+)= rows[r] @ w[e]; a new tensor without `out`, and with padding, which has no place in it."""
         if len(group.experts) == 1 and not add and (out is None or group.padding):
             return linear(rows, w[group.experts[0]])
         if out is None:
@@ -215,9 +213,7 @@ class SegmentGemms:
     def outer(self, group: Group, left: Tensor, right: Tensor, out: Any, dtype: torch.dtype) -> Any:
         """out[e] = left^T @ right over the rows of e, in `dtype`. The padding of one of them is zero."""
         separate = isinstance(out, list)
-        for e, a, b in zip(
-            group.experts, group.split(left.t(), 1), group.split(right.t(), 1), strict=True
-        ):
+        for e, a, b in zip(group.experts, group.split(left.t(), 1), group.split(right.t(), 1), strict=True):
             if separate:
                 product = linear(a, b)
                 out[e] = product if product.dtype is dtype else product.to(dtype)
@@ -326,8 +322,8 @@ def _grouped_mm_backward(
     grads, inputs = gemms.read(grad), gemms.read(rows)
 
     def run(group: Group) -> None:
-        pair = group.clear_padding(grads[group.index], copy=True), inputs[group.index]
-        gemms.outer(group, *(pair if transposed else reversed(pair)), out, dtype)
+        left, right = group.clear_padding(grads[group.index], copy=True), inputs[group.index]
+        gemms.outer(group, *((left, right) if transposed else (right, left)), out, dtype)
 
     gemms.for_each_group(run, multiplications=size)
-    return gemms.finish_stack(out, out)[0]
+    return gemms.finish_stack(out, [out])[0]
