@@ -109,9 +109,7 @@ def find_law(points: Sequence[Point]) -> Law | None:
     for low in lows:
         for high in highs:
             for up in (False, True):
-                slope = _slope(
-                    [(t, v) for t, v in points if v != low and v != (t if high == "tokens" else high)], up
-                )
+                slope = _slope(points, up, low, high)
                 if slope is None:
                     continue
                 law = Law(slope, up, low, high)
@@ -120,16 +118,23 @@ def find_law(points: Sequence[Point]) -> Law | None:
     return min(found, key=lambda f: f[:2])[2] if found else None
 
 
-def _slope(points: Sequence[Point], up: bool) -> Fraction | None:
-    """The fraction with the smallest denominator that rounds to all these values; two points at least must tell."""
-    if len(points) < 3:
+def _slope(points: Sequence[Point], up: bool, least: int | None, most: int | str | None) -> Fraction | None:
+    """The fraction with the smallest denominator that rounds to all these values, or where these are the least or the
+    most to no more or no less; three values at least must be its own."""
+    low, high, own = Fraction(0), Fraction(1 << 40), 0
+    for t, v in points:
+        at_least, at_most = v == least, v == (t if most == "tokens" else most)
+        own += not (at_least or at_most)
+        if not at_least:  # round(slope * t) >= v
+            low = max(low, Fraction(v - 1, t) if up else Fraction(v, t))
+        if not at_most:  # round(slope * t) <= v
+            high = min(high, Fraction(v, t) if up else Fraction(v + 1, t))
+    if own < 3 or low > high:
         return None
-    low = max(Fraction(v - 1, t) if up else Fraction(v, t) for t, v in points)
-    high = min(Fraction(v, t) if up else Fraction(v + 1, t) for t, v in points)
-    for denominator in range(1, 4097):
-        first = math.floor(low * denominator) + 1 if up else math.ceil(low * denominator)
-        candidate = Fraction(first, denominator)
-        inside = (low < candidate <= high) if up else (low <= candidate < high)
-        if inside and candidate > 0:
-            return candidate
+    for denominator in range(1, 4097):  # in integers: fractions are slow
+        scaled = low.numerator * denominator
+        numerator = scaled // low.denominator + 1 if up else -(-scaled // low.denominator)
+        left, right = numerator * high.denominator, high.numerator * denominator
+        if numerator > 0 and (left <= right if up else left < right):
+            return Fraction(numerator, denominator)
     return None
