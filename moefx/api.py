@@ -80,7 +80,8 @@ def compile(
         return model
     if strict and any(r.likely for r in found.refused):
         warnings.warn(
-            "moefx left these blocks as they were:\n  " + "\n  ".join(str(r) for r in found.refused if r.likely), stacklevel=2
+            "moefx left these blocks as they were:\n  " + "\n  ".join(str(r) for r in found.refused if r.likely),
+            stacklevel=2,
         )
     compiled, copies = copy_model(model)
     modules = dict(model.named_modules())
@@ -289,8 +290,8 @@ class Specialise:
         autocast = torch.autocast("cpu", call.autocast or torch.bfloat16, enabled=call.autocast is not None)
         counted = forward.counts.original
         with forward.running("original"), autocast, torch.enable_grad():
-            result = rewrite_block(block, forward.name, args, kwargs, self.plan)
-            program = program_of(block, result, args, kwargs, call.autocast)
+            result = rewrite_block(block, forward.name, args, kwargs, self.plan)  # type: ignore[arg-type]
+            program = program_of(block, result, args, kwargs, call.autocast)  # type: ignore[arg-type]
         forward.counts.original = counted  # the captures were not calls of the user's
         return Program(
             program.key._replace(arguments=call.arguments, training=call.training),
@@ -407,7 +408,8 @@ def _report(matched: Matched, program: Program, block: nn.Module, verdict: str) 
     unfused = "; ".join(str(n.meta["unfused"]) for n in combines if "unfused" in n.meta)
     drop = str(match.drop or ("by the program's own mask" if match.keep else ""))
     return MatchedBlock(
-        names=tuple(matched.names), kind=type(block).__name__, num_experts=match.num_experts, top_k=match.slots, expert=expert,
+        names=tuple(matched.names), kind=type(block).__name__, num_experts=match.num_experts, top_k=match.slots,
+        expert=expert,
         drop=drop, holds_for=str(program.key), routings=len(match.lifted), validation=verdict, seconds=matched.seconds,
         saved_before=None, saved_after=_kept_bytes(graph), unfused=unfused, guards=tuple(str(g) for g in match.guards),
     )  # fmt: skip

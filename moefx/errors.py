@@ -8,7 +8,7 @@ class MoefxError(Exception):
 
 
 class NoMoEBlockFound(MoefxError):
-    """`moefx.compile(strict=True)` rewrote nothing. The message lists every MoE-looking block and why it was refused."""
+    """`moefx.compile(strict=True)` rewrote nothing. The message lists what looks like a block and why not."""
 
 
 class InvalidPlan(MoefxError, ValueError):

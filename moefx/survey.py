@@ -160,7 +160,8 @@ def _chooses_only(chain: list[str], modules: dict[str, nn.Module], found: Found)
     nodes = found.calls[chain[0]].outputs
     return Refusal(
         name,
-        "something is chosen here, but no parameter is used for some tokens only in a way that could be followed to an output",
+        "something is chosen here, but no parameter is used for some tokens only in a way that could be followed "
+        "to an output",
         source=str(nodes[0].meta["source"]) if nodes else "",
         likely=not _priority(name, modules, found)[0],
     )
@@ -274,7 +275,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 @contextlib.contextmanager
 def _reading(block: nn.Module, watched: list[Attribute]) -> Iterator[set[Attribute]]:
-    """Note which of the watched attributes a capture reads. A data descriptor on the class comes before the instance."""
+    """Note which of the watched attributes a capture reads: a descriptor on the class comes before the instance."""
     read: set[Attribute] = set()
     patched: dict[tuple[type, str], dict[int, str]] = {}
     for path, key in watched:

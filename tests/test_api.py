@@ -64,7 +64,7 @@ class TestErrors:
 
     def test_does_not_run(self, reference):
         with pytest.raises(
-            CaptureError, match="Model does not run on the example inputs: .*Pass example_inputs"
+            CaptureError, match=r"Model does not run on the example inputs: .*Pass example_inputs"
         ):
             moefx.compile(reference, example_inputs=(torch.zeros(5, D + 1),))
 
@@ -176,7 +176,7 @@ class TestCalls:
         "long",
         [
             lambda n: 0.5 * n > 100,
-            lambda n: 100.0 < n / 2,
+            lambda n: n / 2 > 100.0,
             lambda n: int(n / 2) > 100,
             lambda n: math.sqrt(n) > 14.2,
             lambda n: max(int(0.5 * n), 8) > 100,

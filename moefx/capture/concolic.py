@@ -25,12 +25,14 @@ import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import fx, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
 )
+from torch.fx.node import map_arg
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -382,7 +384,7 @@ class Tracer(TorchDispatchMode):
             if pending:
                 stack.extend(pending)
                 continue
-            args, kwargs = fx.node.map_arg((top.args, top.kwargs), lambda n: n.meta["shadow"])
+            args, kwargs = map_arg((top.args, top.kwargs), lambda n: n.meta["shadow"])
             kwargs = {
                 k: torch.device("cpu") if k == "device" and v is not None else v for k, v in kwargs.items()
             }
@@ -681,28 +683,28 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, kwargs = plain(args), plain(kwargs or {})
+        args, options = plain(args), plain(kwargs or {})
         tracer = self.tracer
         if tracer.quiet:
-            return func(*args, **kwargs)
+            return func(*args, **options)
         if func in _SIZES:
-            return sized(func(*args, **kwargs), tracer.sizes)
+            return sized(func(*args, **options), tracer.sizes)
         whole = _WHOLE.get(func)
         tensors = tensors_in(args) if whole is not None else []
         if whole is None or not any(is_float(t) for t in tensors) or any(map(_is_batched, tensors)):
-            return func(*args, **kwargs)
+            return func(*args, **options)
         if func is torch.Tensor.__rmatmul__:
             args, func = (args[1], args[0]), torch.matmul
-        return tracer.record_whole(_WHOLE[func], args, kwargs, lambda: func(*args, **kwargs))
+        return tracer.record_whole(_WHOLE[func], args, options, lambda: func(*args, **options))
 
 
 def _is_batched(t: torch.Tensor) -> bool:
     """Inside `vmap`: the tensors that ops see are others than the ones that Python sees."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(t)
+    return is_functorch_wrapped_tensor(t)
 
 
 _SIZES = {
-    torch.Tensor.shape.__get__,
+    torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
     torch.Tensor.size,
     torch.Tensor.numel,
     torch.Tensor.nelement,

@@ -47,7 +47,8 @@ def example_arguments(model: nn.Module, example_inputs: Any) -> tuple[tuple, dic
     )
     if name is None or first is None:
         raise InvalidInput(
-            f"{type(model).__name__} has no parameters or no arguments to guess example inputs from; pass example_inputs=(...)"
+            f"{type(model).__name__} has no parameters or no arguments to guess example inputs from; "
+            "pass example_inputs=(...)"
         )
     if isinstance(first, nn.Embedding):
         ids = torch.arange(_BATCH * _LENGTH).reshape(_BATCH, _LENGTH) % first.num_embeddings

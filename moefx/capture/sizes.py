@@ -53,7 +53,7 @@ class SizeLog:
 
     Attributes:
         guards: comparisons, each once.
-        leaks: expressions that became plain numbers (`int(n / 2)`, `math.sqrt(n)`): comparisons with these are not seen.
+        leaks: expressions that became plain numbers (`int(n / 2)`, `math.sqrt(n)`): comparisons with these go unseen.
         used: expressions of the sizes that ops were called with.
     """
 

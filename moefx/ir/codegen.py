@@ -215,7 +215,8 @@ class Source:
 
 # what expressions over sizes may call
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "ceil": math.ceil, "floor": math.floor, "trunc": math.trunc, "int": int, "round": round, "abs": abs, "min": min, "max": max,
+    "ceil": math.ceil, "floor": math.floor, "trunc": math.trunc, "int": int, "round": round, "abs": abs,
+    "min": min, "max": max,
 }  # fmt: skip
 
 

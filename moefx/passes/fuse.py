@@ -5,6 +5,12 @@ up-projections and the routing weight becomes the op's `act`, any expression ove
 its `out`. Experts of another form stay as they are, padding-free but unfused, with the reason in `explain`.
 """
 
+# fx types an argument as anything that a program can hold: the code knows better.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+# pyright: reportIndexIssue=false, reportOptionalSubscript=false, reportOptionalIterable=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportReturnType=false, reportOperatorIssue=false, reportUnhashable=false
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import dataclasses
@@ -51,15 +57,15 @@ class _Fusion:
     def __init__(self, graph: fx.Graph, combine: fx.Node):
         self.graph, self.combine = graph, combine
         self.token_ids, self.offsets, self.inverse = combine.args[2:5]
-        pft = self.offsets.args[0]  # type: ignore[union-attr]
-        self.weights = {n for n in pft.users if n.args[1] == 4}  # type: ignore[union-attr]
+        pft = self.offsets.args[0]
+        self.weights = {n for n in pft.users if n.args[1] == 4}
         self.columns = {u for w in self.weights for u in w.users if u.target is aten.unsqueeze.default}
         self.ups: list[_Up] = []
         self.parts: list[tuple[int, int | None, int | None, int]] = []
         self.scaled = False
 
     def apply(self) -> None:
-        down, down_bias = self._gemm_below(self.combine.args[0])  # type: ignore[arg-type]
+        down, down_bias = self._gemm_below(self.combine.args[0])
         top = self._with_bias(down, down_bias)
         out = self._expression(self.combine.args[0], {top: "y"})
         act = self._expression(down.args[0], {}, parts=True)
@@ -73,21 +79,21 @@ class _Fusion:
         body = ExpertBody(
             up=tuple(
                 Gemm(len(u.gemm.args[1]), u.gemm.kwargs["transposed"], u.bias is not None) for u in self.ups
-            ),  # type: ignore[arg-type]
+            ),
             parts=tuple(self.parts),
             act=act,
-            down=Gemm(len(down.args[1]), down.kwargs["transposed"], down_bias is not None),  # type: ignore[arg-type]
+            down=Gemm(len(down.args[1]), down.kwargs["transposed"], down_bias is not None),
             out=out,
         )
         w = next(iter(self.weights), None) if body.uses_row_weight else None
-        biases = [b for u in self.ups if u.bias is not None for b in u.bias.args[0]]  # type: ignore[union-attr]
-        up = [t for u in self.ups for t in u.gemm.args[1]]  # type: ignore[union-attr]
-        down_biases = list(down_bias.args[0]) if down_bias is not None else []  # type: ignore[arg-type]
-        parameters, dtype = _uncast([up, biases, list(down.args[1]), down_biases])  # type: ignore[arg-type]
+        biases = [b for u in self.ups if u.bias is not None for b in u.bias.args[0]]
+        up = [t for u in self.ups for t in u.gemm.args[1]]
+        down_biases = list(down_bias.args[0]) if down_bias is not None else []
+        parameters, dtype = _uncast([up, biases, list(down.args[1]), down_biases])
         args = (x, self.token_ids, self.offsets, self.inverse, w, *parameters)
         before, combine_weights = self.combine.args[:2]
         # Only sums of the rows leave the experts: then no provider has to make a buffer of all rows.
-        reduce = combine_weights is None and set(before.users) == {self.combine}  # type: ignore[union-attr]
+        reduce = combine_weights is None and set(before.users) == {self.combine}
         result = self.combine if reduce else before
         with self.graph.inserting_before(self.combine):
             mlp = self.graph.call_function(
@@ -98,10 +104,10 @@ class _Fusion:
             first = self.graph.call_function(operator.getitem, (mlp, 0))
         mlp.meta["source"] = down.meta.get("source", "")
         for meta in ("val", "letters"):
-            if meta in result.meta:  # type: ignore[union-attr]
-                first.meta[meta] = result.meta[meta]  # type: ignore[union-attr]
-        result.replace_all_uses_with(first)  # type: ignore[union-attr]
-        _erase_unused(result)  # type: ignore[arg-type]
+            if meta in result.meta:
+                first.meta[meta] = result.meta[meta]
+        result.replace_all_uses_with(first)
+        _erase_unused(result)
 
     # ------------------------------------------------------------------ reading the graph
     def _gemm_below(self, node: fx.Node) -> tuple[fx.Node, fx.Node | None]:
@@ -164,7 +170,7 @@ class _Fusion:
         """`a0`, `a1`, ...: a slice of an up-projection, or all of it."""
         start, stop, step, base = None, None, 1, node
         if node.target is aten.slice.Tensor and node.args[1] in (1, -1):
-            base = node.args[0]  # type: ignore[assignment]
+            base = node.args[0]
             _, _, start, stop, step = (*node.args, 1)[:5]
         gemm = base if base.target is ops.grouped_mm.default else None
         bias = None
@@ -183,16 +189,16 @@ class _Fusion:
             self.ups.append(_Up(gemm, base, bias))
         part = (group, start, stop, step)
         if part not in self.parts:
-            self.parts.append(part)  # type: ignore[arg-type]
-        return f"a{self.parts.index(part)}"  # type: ignore[arg-type]
+            self.parts.append(part)
+        return f"a{self.parts.index(part)}"
 
     def _input(self) -> fx.Node:
         """The tokens that all up-projections gather."""
         found = set()
         for up in self.ups:
             rows = up.gemm.args[0]
-            if rows.target is aten.mul.Tensor:  # type: ignore[union-attr]
-                a, b = rows.args  # type: ignore[union-attr]
+            if rows.target is aten.mul.Tensor:
+                a, b = rows.args
                 rows, column = (a, b) if b in self.columns else (b, a)
                 if column not in self.columns:
                     raise _Unlike("the experts' input is scaled by something else than the routing weight")
@@ -203,10 +209,10 @@ class _Fusion:
             raise _Unlike("the up-projections have different inputs")
         rows, self.scaled = found.pop()
         if getattr(rows, "target", None) is aten._to_copy.default and not self.scaled:
-            return self._cast(rows.args[0], rows.kwargs)  # type: ignore[union-attr]
+            return self._cast(rows.args[0], rows.kwargs)
         if getattr(rows, "target", None) is not ops.dispatch.default:
-            raise _Unlike(f"{_label(rows)} stands between the gather and the up-projection")  # type: ignore[arg-type]
-        return rows.args[0]  # type: ignore[union-attr, return-value]
+            raise _Unlike(f"{_label(rows)} stands between the gather and the up-projection")
+        return rows.args[0]
 
     def _cast(self, rows: Any, kwargs: Any) -> fx.Node:
         """The tokens in another dtype: each is cast once, not once for each of its experts."""
@@ -229,7 +235,7 @@ def _uncast(parameters: list[list[fx.Node]]) -> tuple[list[list[fx.Node]], dict[
     casts = all(n.target is aten._to_copy.default and set(n.kwargs) == {"dtype"} for n in nodes)
     if not casts or len(dtypes) != 1:
         return parameters, {}
-    return [[n.args[0] for n in group] for group in parameters], {"dtype": dtypes.pop()}  # type: ignore[misc, dict-item]
+    return [[n.args[0] for n in group] for group in parameters], {"dtype": dtypes.pop()}
 
 
 def _scale(expr: Any) -> Any:
@@ -246,7 +252,7 @@ def _pointwise(n: fx.Node) -> bool:
 
 
 def _head(n: fx.Node) -> str:
-    packet, overload = n.target.overloadpacket.__name__, n.target._overloadname  # type: ignore[union-attr]
+    packet, overload = n.target.overloadpacket.__name__, n.target._overloadname
     return packet if overload == "default" else f"{packet}.{overload}"
 
 

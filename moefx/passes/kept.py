@@ -32,9 +32,9 @@ _RANDOM = torch.Tag.nondeterministic_seeded
 
 
 _BINARY = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
-    ast.Div: operator.truediv, ast.Pow: operator.pow, ast.LShift: operator.lshift, ast.RShift: operator.rshift,
-    ast.BitAnd: operator.and_, ast.BitOr: operator.or_, ast.BitXor: operator.xor,
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod, ast.Div: operator.truediv, ast.Pow: operator.pow, ast.LShift: operator.lshift,
+    ast.RShift: operator.rshift, ast.BitAnd: operator.and_, ast.BitOr: operator.or_, ast.BitXor: operator.xor,
 }  # fmt: skip
 Spot = tuple  # (twins, "args" or "kwargs", index, ...): where a number stands in a node
 
@@ -251,7 +251,8 @@ class KeptGraph:
             or any(v.shape != value.shape or not torch.equal(v, value) for v in values[1:])
         ):
             raise Refused(
-                "a tensor that is neither a parameter, a buffer nor an attribute of the block depends on the routing or is too large",
+                "a tensor that is neither a parameter, a buffer nor an attribute of the block depends on the routing "
+                "or is too large",
                 source=str(twins.first.meta["source"]),
                 remedy="register it as a buffer",
             )
@@ -347,7 +348,8 @@ class KeptGraph:
                 made = self.formula(formula)
             if made is None:
                 raise Refused(
-                    f"a number depends on the routing, or on the sizes in a way that was not understood: {', '.join(map(str, values))} "
+                    "a number depends on the routing, or on the sizes in a way that was not understood: "
+                    f"{', '.join(map(str, values))} "
                     f"at sizes {', '.join(str(s) for s in self.match.sizes)}",
                     source=where,
                 )
@@ -625,7 +627,8 @@ def _label(n: fx.Node) -> str:
 
 def _depends(here: fx.Node, there: fx.Node) -> Refused:
     return Refused(
-        f"what runs outside of the experts depends on the routing or the sizes: {_label(here)} here, {_label(there)} there",
+        "what runs outside of the experts depends on the routing or the sizes: "
+        f"{_label(here)} here, {_label(there)} there",
         source=str(there.meta["source"]),
     )
 

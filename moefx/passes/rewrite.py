@@ -19,6 +19,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.node import map_arg
 
 from ..capture.concolic import Effect
 from ..errors import Refused
@@ -419,7 +420,7 @@ class Rewriter:
         return self.kept.call(target, args, kwargs, meta)
 
     def _evaluate(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        args, kwargs = fx.node.map_arg(
+        args, kwargs = map_arg(
             (args, kwargs), lambda n: n.meta["val"] if "val" in n.meta else self._number(n)
         )
         with self.kept.fake_mode, torch.no_grad():
@@ -724,7 +725,7 @@ class _Rows:
             case "where":
                 tensors = [isinstance(a, fx.Node) for a in args]
                 overload = {(True, True): "self", (True, False): "ScalarOther", (False, True): "ScalarSelf"}[
-                    tuple(tensors[1:])
+                    tensors[1], tensors[2]
                 ]
                 return self.call(getattr(aten.where, overload), tuple(args))
             case "add" | "sub" | "mul" | "div":

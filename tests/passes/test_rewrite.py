@@ -66,5 +66,5 @@ def test_shared_expert_stays_a_call():
 
 
 def test_random_experts_are_refused():
-    with pytest.raises(Refused, match="random numbers|bernoulli"):
+    with pytest.raises(Refused, match=r"random numbers|bernoulli"):
         rewritten(Loop(lambda: nn.Sequential(nn.Linear(D, D), nn.Dropout(0.5))))

@@ -120,7 +120,7 @@ def _capacity(match: Match, places: Sequence[tuple[int, int | None]]) -> Formula
 
 
 def _fits(value: int | None, places: tuple[int, int | None]) -> bool:
-    """Whether `value` places explain a capture; that the number is nowhere in a capture without drops is no objection."""
+    """Whether `value` places explain a capture; a capture without drops need not have the number."""
     fewest, most = places
     if value is None:
         return most is None
@@ -203,7 +203,7 @@ def _is_scalar(body: Body, i: int) -> bool:
 
 
 def _mask_candidates(lifted: Lifted) -> list[Ref]:
-    """Nodes before the cut whose truth (or, `inverted`, whose falsehood) per token and slot is exactly which slots count."""
+    """Nodes before the cut whose truth (`inverted`: falsehood) per token and slot is exactly which slots count."""
     out: list[Ref] = []
 
     def offer(n: torch.fx.Node, axes: tuple[str, ...], truth: np.ndarray) -> None:

@@ -40,8 +40,8 @@ class Ref:
     """A kept node that supplies a value of each (token, slot): which node, and how it is indexed.
 
     `axes` says what the node's leading axes are: `t` the tokens (one axis or several), `k` the slots, `e` the experts;
-    `tk` and `kt` flattened pairs; `m` the experts where the node is a mask of the chosen ones. The remaining axes belong
-    to the value. Where no single node holds all slots there is one for each: `columns`.
+    `tk` and `kt` flattened pairs; `m` the experts where the node is a mask of the chosen ones. The remaining axes are
+    the value's. Where no single node holds all slots there is one for each: `columns`.
     """
 
     node: fx.Node
@@ -277,7 +277,8 @@ class Lifter:
             )
         first: Refused | None = None
         before = self.like.cut.target if self.like is not None else None
-        for _, _, cut in sorted(candidates, key=lambda c: (c[0], before is not None and c[2].target != before, c[1]))[:12]:
+        candidates.sort(key=lambda c: (c[0], before is not None and c[2].target != before, c[1]))
+        for _, _, cut in candidates[:12]:
             try:
                 return self._canonical(cut)
             except Refused as refusal:
@@ -294,7 +295,8 @@ class Lifter:
 
     def _chooses(self) -> bool:
         """Whether some integers with several entries per token follow from floats."""
-        tokens = math.prod(next((n.meta["val"].shape[:-1] for n in self.outputs if isinstance(n.meta.get("val"), FakeTensor)), ()))
+        shapes = (n.meta["val"].shape for n in self.outputs if isinstance(n.meta.get("val"), FakeTensor))
+        tokens = math.prod(next(shapes, ())[:-1])
         return any(
             isinstance(val := n.meta.get("val"), torch.Tensor)
             and not isinstance(val, FakeTensor)
@@ -522,7 +524,8 @@ class Lifter:
         raise Refused(
             "no integer tensor with one entry per token and slot explains which experts were used",
             source=str(cut.meta["source"]),
-            remedy="the experts of a token must follow from that token's own choice (token choice), not from the other tokens",
+            remedy="the experts of a token must follow from that token's own choice (token choice), "
+            "not from the other tokens",
         )
 
     def _as_before(
@@ -964,7 +967,7 @@ class _Lookup:
         return first
 
     def find_rows(self, t: int, term: Term, rest: list[list[Term]]) -> tuple[Ref, list[Term]] | None:
-        """The node whose row `t` is `term`, and whose other rows are among what is left of the tokens' sums, or zero."""
+        """The node whose row `t` is `term`, and whose other rows are among what is left of the sums, or zero."""
         for _, _, ref in self.readings:
             if set(ref.axes) != {"t"} or self.element(ref, t, 0, 0) is not term:
                 continue

@@ -15,7 +15,7 @@ _MOVING = ("at", "slice", "reshape", "permute", "expand")
 def is_parameter(t: Term) -> bool:
     """A parameter or a part of one, moved but not computed with."""
     while t.op in _MOVING or (t.op == "pw" and t.args[0] in ("cast", "detach")):
-        t = t.args[2] if t.op == "pw" else t.args[0]
+        t = t.terms[0]
     return t.op == "param"
 
 

@@ -24,6 +24,7 @@ from .lift import Body, Lifted, Lifter, Ref
 from .paths import Place, sibling_names
 from .ranges import Ranges
 
+
 @dataclasses.dataclass(frozen=True)
 class DropRule:
     """Capacity: an expert takes the first `capacity(dims)` of the slots that chose it.
@@ -100,17 +101,17 @@ class Match:
         if len(left) == len(self.lifted) or len(left) < 2:
             return False
         gone = [sizes for i, sizes in enumerate(self.sizes) if i not in left]
-        columns = [self.lifted, self.sizes, *[v for g in self.groups for v in g.values], *([self.keep] if self.keep else [])]
-        for column in columns:
+        values = [refs for group in self.groups for refs in group.values]
+        for column in [self.lifted, self.sizes, *values, *([self.keep] if self.keep else [])]:
             column[:] = [column[i] for i in left]  # type: ignore[index]
-        if any(all(g.holds(sizes) for g in self.guards) for sizes in gone):  # a single token, by no comparison that we saw
+        if any(all(g.holds(sizes) for g in self.guards) for sizes in gone):  # one token, and no comparison was seen
             self.extra_guards.append(SizeGuard("*".join(self.arguments.dims), "gt", "1", True))
         return True
 
     @property
     def guards(self) -> list[SizeGuard]:
-        """Comparisons of sizes that came out the same in every capture. Where captures went both ways and still agree on
-        the form, the comparison does not matter."""
+        """Comparisons of sizes that came out the same in every capture. Where captures went both ways and still agree
+        on the form, the comparison does not matter."""
         found = dict.fromkeys(g for lifted in self.lifted for g in lifted.capture.sizes.guards)
         return [*(g for g in found if all(g.holds(sizes) for sizes in self.sizes)), *self.extra_guards]
 
@@ -188,8 +189,8 @@ class Prover:
     def _agree(self) -> None:
         """All captures have the form of the one that met the most kinds of experts, which comes first."""
         richest = max(range(len(self.lifted)), key=lambda i: (len(self.lifted[i].groups), -i))
-        for column in (self.lifted, self.sizes):
-            column.insert(0, column.pop(richest))
+        self.lifted.insert(0, self.lifted.pop(richest))
+        self.sizes.insert(0, self.sizes.pop(richest))
         for other in self.lifted[1:]:
             _same_form(self.lifted[0], other)
 
@@ -257,7 +258,8 @@ class Prover:
         while missing := sorted(set(range(self.num_experts)) - self._seen() - self._zeros()):
             if extra == _MOST_EXTRA:
                 raise Refused(
-                    f"{len(missing)} of {self.num_experts} experts were never chosen under any routing tried, the first is expert {missing[0]}"
+                    f"{len(missing)} of {self.num_experts} experts were never chosen under any routing tried, "
+                    f"the first is expert {missing[0]}"
                 )
             extra += 1
             sizes = self.arguments.choose(max(17, min(len(missing), 4 * self.hint)), extra)

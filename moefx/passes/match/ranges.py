@@ -5,6 +5,12 @@ the routing: such a branch needs no second look. Ranges are kept per element, `l
 depends on the routing has one range for all its elements.
 """
 
+# fx types an argument as anything that a program can hold: the code knows better.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+# pyright: reportIndexIssue=false, reportOptionalSubscript=false, reportOptionalIterable=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportReturnType=false, reportOperatorIssue=false, reportUnhashable=false
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import operator
@@ -20,8 +26,8 @@ aten = torch.ops.aten
 Range = tuple[np.ndarray, np.ndarray]
 
 _MOVES = {
-    "view", "_unsafe_view", "reshape", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "select", "slice", "clone", "alias",
-    "detach", "_to_copy", "cat", "stack", "index_select", "flip", "repeat",
+    "view", "_unsafe_view", "reshape", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "select",
+    "slice", "clone", "alias", "detach", "_to_copy", "cat", "stack", "index_select", "flip", "repeat",
 }  # fmt: skip
 _MONOTONE = {
     "add",
@@ -68,13 +74,13 @@ class Ranges:
         name = _name(node)
         if name == "getitem":
             bundle, i = node.args
-            source = bundle.args[0].meta.get("val") if isinstance(bundle, fx.Node) and bundle.args else None  # type: ignore[union-attr]
+            source = bundle.args[0].meta.get("val") if isinstance(bundle, fx.Node) and bundle.args else None
             if i == 1 and _name(bundle) in SELECTIONS and source is not None and source.dim():
                 dim, _ = SELECTIONS[_name(bundle)](bundle)
                 return _uniform(0, source.shape[dim] - 1, val)
             return None
         if name in ("argmax", "argmin", "argsort"):
-            source = node.args[0].meta["val"]  # type: ignore[union-attr]
+            source = node.args[0].meta["val"]
             dim = node.kwargs.get(
                 "dim", next((a for a in node.args[1:] if type(a) is int), -1 if name == "argsort" else None)
             )
@@ -82,7 +88,7 @@ class Ranges:
         if name == "nonzero":
             return self._nonzero(node, val)
         if name in ("bincount", "histc"):
-            return _uniform(0, node.args[0].meta["val"].numel(), val)  # type: ignore[union-attr]
+            return _uniform(0, node.args[0].meta["val"].numel(), val)
         if name == "scatter" and len(node.args) == 4:
             return self._scatter(node, val)
         inputs = [self._known.get(a) for a in node.all_input_nodes]
@@ -93,7 +99,7 @@ class Ranges:
     def _apply(self, node: fx.Node, name: str, val: torch.Tensor) -> Range | None:
         def bound(side: int) -> Any:
             def value(n: fx.Node) -> torch.Tensor:
-                array = self._known[n][side]  # type: ignore[index]
+                array = self._known[n][side]
                 return torch.from_numpy(np.array(np.broadcast_to(array, tuple(n.meta["val"].shape))))
 
             return fx.node.map_arg(
@@ -103,9 +109,9 @@ class Ranges:
         try:
             if name in _MOVES or (name in _MONOTONE and not _negative(node)):
                 args, kwargs = bound(0)
-                lo = node.target(*args, **kwargs)  # type: ignore[operator]
+                lo = node.target(*args, **kwargs)
                 args, kwargs = bound(1)
-                hi = node.target(*args, **kwargs)  # type: ignore[operator]
+                hi = node.target(*args, **kwargs)
                 lo, hi = (x[0] if isinstance(x, tuple) else x for x in (lo, hi))
                 return lo.numpy().astype(np.int64), hi.numpy().astype(np.int64)
             if name in _COMPARE:
@@ -116,9 +122,9 @@ class Ranges:
                     int(self._known[node.args[0]][0].min(initial=0)),
                     int(self._known[node.args[0]][1].max(initial=0)),
                     val,
-                )  # type: ignore[index]
+                )
             if name in ("logical_not", "bitwise_not") and val.dtype == torch.bool:
-                lo, hi = self._known[node.args[0]]  # type: ignore[index, misc]
+                lo, hi = self._known[node.args[0]]
                 return 1 - hi, 1 - lo
         except (RuntimeError, TypeError, ValueError):
             pass
@@ -126,15 +132,15 @@ class Ranges:
 
     def _pair(self, x: Any) -> Range:
         if isinstance(x, fx.Node):
-            lo, hi = self._known[x]  # type: ignore[misc]
+            lo, hi = self._known[x]
             return lo, hi
         return np.asarray(x), np.asarray(x)
 
     def _nonzero(self, node: fx.Node, val: torch.Tensor) -> Range | None:
         """Coordinates of what may be true."""
         mask = node.args[0]
-        found = self._known.get(mask)  # type: ignore[arg-type]
-        shape = mask.meta["val"].shape  # type: ignore[union-attr]
+        found = self._known.get(mask)
+        shape = mask.meta["val"].shape
         hi = [n - 1 for n in shape]
         if found is not None and found[1].shape == tuple(shape):
             possible = np.nonzero(found[1])
@@ -144,13 +150,13 @@ class Ranges:
     def _scatter(self, node: fx.Node, val: torch.Tensor) -> Range | None:
         """`one_hot`: a constant written at indices that have a range."""
         base, dim, index, value = node.args
-        found, under = self._known.get(index), self._known.get(base)  # type: ignore[arg-type]
+        found, under = self._known.get(index), self._known.get(base)
         if found is None or under is None or not isinstance(value, (int, bool)):
             return None
         lo, hi = (np.broadcast_to(x, tuple(val.shape)).copy() for x in under)
         positions = np.arange(val.shape[dim]).reshape(
             [-1 if d == dim % val.dim() else 1 for d in range(val.dim())]
-        )  # type: ignore[operator]
+        )
         inside = (positions >= found[0].min(initial=0)) & (positions <= found[1].max(initial=0))
         inside = np.broadcast_to(inside, lo.shape)
         return np.where(inside, np.minimum(lo, value), lo), np.where(inside, np.maximum(hi, value), hi)
@@ -175,7 +181,7 @@ def _compare(name: str, a: Range, b: Range) -> Range:
     (alo, ahi), (blo, bhi) = a, b
     if name in ("eq", "ne"):
         may, must = (alo <= bhi) & (blo <= ahi), (alo == ahi) & (blo == bhi) & (alo == blo)
-        return (must, may) if name == "eq" else (~may, ~must)  # type: ignore[return-value]
+        return (must, may) if name == "eq" else (~may, ~must)
     if name in ("gt", "greater", "ge"):
         fn = operator.gt if name != "ge" else operator.ge
         return fn(alo, bhi), fn(ahi, blo)

@@ -1,5 +1,11 @@
 """What each ATen op means as a term. One line an op; an op that is not here is taken as it is (`node`)."""
 
+# fx types an argument as anything that a program can hold: the code knows better.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+# pyright: reportIndexIssue=false, reportOptionalSubscript=false, reportOptionalIterable=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportReturnType=false, reportOperatorIssue=false, reportUnhashable=false
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import math
@@ -105,7 +111,7 @@ class Semantics:
         return node.meta["val"].numpy() if isinstance(node, fx.Node) else np.asarray(node)
 
     def _elementwise(self, node: fx.Node) -> Term:
-        packet, overload = _name(node), node.target._overloadname  # type: ignore[union-attr]
+        packet, overload = _name(node), node.target._overloadname
         items = tuple(self._value(a) for a in node.args)
         return self.T.pw(f"{packet}.{overload}", *items, **dict(node.kwargs))
 
@@ -208,13 +214,13 @@ def _masked_fill(S: Semantics, n: fx.Node, a: Term, mask: Term, value: Any) -> T
 
 @rule("_to_copy", "to", "type_as")
 def _cast(S: Semantics, n: fx.Node, a: Term, *_: Any, **kw: Any) -> Term:
-    old, new = n.args[0].meta["val"].dtype, n.meta["val"].dtype  # type: ignore[union-attr]
+    old, new = n.args[0].meta["val"].dtype, n.meta["val"].dtype
     return a if old == new else S.T.pw("cast", a, dtype=str(new).removeprefix("torch."))
 
 
 @rule("copy")
 def _copy(S: Semantics, n: fx.Node, a: Term, b: Term, *_: Any) -> Term:
-    source = n.args[1].meta["val"].dtype  # type: ignore[union-attr]
+    source = n.args[1].meta["val"].dtype
     new = n.meta["val"].dtype
     if source != new and source.is_floating_point:
         b = S.T.pw("cast", b, dtype=str(new).removeprefix("torch."))
@@ -256,7 +262,7 @@ def _glu(S: Semantics, n: fx.Node, a: Term, dim: int = -1) -> Term:
 # ---------------------------------------------------------------------- moving
 @rule("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as")
 def _reshape(S: Semantics, n: fx.Node, a: Term, *_: Any, **kw: Any) -> Term | None:
-    if n.args[0].meta["val"].dtype != n.meta["val"].dtype:  # type: ignore[union-attr]
+    if n.args[0].meta["val"].dtype != n.meta["val"].dtype:
         return None  # a reinterpretation of the bits
     return S.T.reshape(a, n.meta["val"].shape)
 
@@ -354,7 +360,7 @@ def _flip(S: Semantics, n: fx.Node, a: Term, dims: list[int]) -> Term:
 
 
 @rule("roll")
-def _roll(S: Semantics, n: fx.Node, a: Term, shifts: list[int], dims: list[int] = ()) -> Term | None:  # type: ignore[assignment]
+def _roll(S: Semantics, n: fx.Node, a: Term, shifts: list[int], dims: list[int] = ()) -> Term | None:
     if not dims:
         return None
     for k, d in zip(shifts, dims, strict=True):
@@ -366,10 +372,10 @@ def _roll(S: Semantics, n: fx.Node, a: Term, shifts: list[int], dims: list[int] 
 @rule("index", "_unsafe_index")
 def _index(S: Semantics, n: fx.Node, a: Term, _: Any) -> Term:
     nodes = n.args[1]
-    dims = [d for d, i in enumerate(nodes) if i is not None]  # type: ignore[arg-type, union-attr]
-    indices = np.stack(np.broadcast_arrays(*[S.numbers(nodes[d]) for d in dims]))  # type: ignore[index]
+    dims = [d for d, i in enumerate(nodes) if i is not None]
+    indices = np.stack(np.broadcast_arrays(*[S.numbers(nodes[d]) for d in dims]))
     position = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
-    return S.T.index(a, dims, indices, position, routed=any(is_routed(nodes[d]) for d in dims))  # type: ignore[index]
+    return S.T.index(a, dims, indices, position, routed=any(is_routed(nodes[d]) for d in dims))
 
 
 @rule("index_select")
@@ -496,8 +502,8 @@ def _index_put(
     S: Semantics, n: fx.Node, a: Term, _: Any, values: Term, accumulate: bool = False, *rest: Any
 ) -> Term | None:
     nodes = n.args[1]
-    dims = [d for d, i in enumerate(nodes) if i is not None]  # type: ignore[arg-type, union-attr]
-    indices = np.stack(np.broadcast_arrays(*[S.numbers(nodes[d]) for d in dims]))  # type: ignore[index]
+    dims = [d for d, i in enumerate(nodes) if i is not None]
+    indices = np.stack(np.broadcast_arrays(*[S.numbers(nodes[d]) for d in dims]))
     position = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
     width = indices.ndim - 1
     rest_shape = [m for d, m in enumerate(a.shape) if d not in dims]
@@ -583,7 +589,7 @@ def _autocast(S: Semantics, n: fx.Node, *operands: Term | None) -> list[Term | N
 
 @rule("mm", "bmm", "mv", "dot", "matmul")
 def _matmul(S: Semantics, n: fx.Node, x: Term, w: Term, **kw: Any) -> Term | None:
-    x, w = _autocast(S, n, x, w)  # type: ignore[assignment]
+    x, w = _autocast(S, n, x, w)
     a, b = len(x.shape), len(w.shape)
     lead = max(a, b, 2) - 2
     batch = _LETTERS[:lead]
@@ -637,7 +643,7 @@ def _convolution(
         or len(x.shape) != space + 2
     ):
         return None
-    x, w, b = _autocast(S, n, x, w, b)  # type: ignore[assignment]
+    x, w, b = _autocast(S, n, x, w, b)
     at = _LETTERS[:space]
     out, inner = w.shape[0] // groups, w.shape[1]
     x = S.T.reshape(x, (x.shape[0], groups, inner, *x.shape[2:]))
@@ -656,7 +662,7 @@ def _einsum(S: Semantics, n: fx.Node, equation: Any, *operands: Any) -> Term | N
     if not isinstance(equation, str):
         return None
     terms = list(operands[0]) if isinstance(operands[0], list) else list(operands)
-    terms = _autocast(S, n, *terms)  # type: ignore[assignment]
+    terms = _autocast(S, n, *terms)
     left, arrow, out = equation.replace(" ", "").partition("->")
     inputs = left.split(",")
     if "..." in equation:
@@ -713,7 +719,7 @@ def _kept(S: Semantics, n: fx.Node, out: Term) -> Term:
 def _sum(
     S: Semantics, n: fx.Node, a: Term, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Term:
-    old, new = n.args[0].meta["val"].dtype, n.meta["val"].dtype  # type: ignore[union-attr]
+    old, new = n.args[0].meta["val"].dtype, n.meta["val"].dtype
     if old != new and old.is_floating_point:
         a = S.T.pw("cast", a, dtype=str(new).removeprefix("torch."))
     return _kept(S, n, S.T.sum(a, _dims(a, dim)))
@@ -723,7 +729,7 @@ def _sum(
 def _mean(
     S: Semantics, n: fx.Node, a: Term, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Term:
-    old, new = n.args[0].meta["val"].dtype, n.meta["val"].dtype  # type: ignore[union-attr]
+    old, new = n.args[0].meta["val"].dtype, n.meta["val"].dtype
     if old != new and old.is_floating_point:
         a = S.T.pw("cast", a, dtype=str(new).removeprefix("torch."))
     dims = _dims(a, dim)

@@ -172,8 +172,10 @@ class Terms:
                 return self.expand(items[1] if items[0].args[0] else items[2], shape)
             if items[0].op == "array" and not shape:
                 raise AssertionError("scalar arrays are constants")
-        elif (name in ("cast", "detach") and items[0].op in ("const", "array")) or (name == "detach" and _is(items[0], "detach")):
-            return items[0]
+        elif name in ("cast", "detach"):
+            again = name == "detach" and _is(items[0], name)
+            if again or items[0].op in ("const", "array"):
+                return items[0]
         if all(t.op in ("const", "array") for t in items if isinstance(t, Term)):
             return self._compute(name, items, kwargs, shape)
         return None
