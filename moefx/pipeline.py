@@ -16,6 +16,7 @@ from torch import nn
 
 from ._plan import Plan
 from .capture.inputs import Arguments
+from .errors import CaptureError, Refused
 from .inspection.history import History
 from .ir.binding import Binding, Path, binder, leaves_of, placeholder_name
 from .ir.block import BlockGraph
@@ -52,12 +53,11 @@ def rewrite_block(block: nn.Module, name: str, args: tuple, kwargs: dict[str, An
         Refused: the block is not (provably) a token-choice mixture of experts; the message says why and where.
         CaptureError: the block does not run on abstract tensors.
     """
-    # 1. capture: the block's arguments, resizable; the captures themselves happen under the prover's routings
+    # 1. capture and match: one canonical form that the captures under unlike routings agree on
     paths = argument_paths(block, args, kwargs)
-    arguments = Arguments(args, kwargs)
-    # 2. match: one canonical form that all routings agree on
     start = time.perf_counter()
-    match = deep(Prover(block, arguments, most_experts(block)).prove)
+    match = deep(lambda: prove(block, args, kwargs))
+    # 2. drops: which slots do not count, by a rule or by the program's own mask
     deep(lambda: explain_drops(match))
     # 3. rewrite into the dialect, the user's own parts around it
     rewritten = deep(lambda: rewrite(match, [placeholder_name(p) for p in paths]))
@@ -66,6 +66,21 @@ def rewrite_block(block: nn.Module, name: str, args: tuple, kwargs: dict[str, An
     # 4. passes on the graph; every snapshot runs
     history = PassManager(block).run(graph, PASSES, plan, made_by=rewrite_block, ms=ms, level="dialect")
     return Result(match, rewritten, history)
+
+
+def prove(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Match:
+    """The proof, with the last axis of the hidden states as the features or, where the block does not run so, the second
+    one (images [B, C, H, W])."""
+    hint = most_experts(block)
+    try:
+        return Prover(block, Arguments(args, kwargs), hint).prove()
+    except (Refused, CaptureError):
+        raise
+    except Exception as error:  # the user's code, on sizes it was not made for
+        try:
+            return Prover(block, Arguments(args, kwargs, feature=1), hint).prove()
+        except Exception:
+            raise error from None
 
 
 def argument_paths(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[Path]:

@@ -29,24 +29,28 @@ class Leaf:
 class Arguments:
     """The recorded arguments of a block, resizable.
 
+    Args:
+        feature: the axis of the hidden states that is not a token axis: the last, or 1 for channels first.
+
     Attributes:
         dims: names of the token dims, outermost first: `("S",)` for [S,D] inputs, `("B", "S")` for [B,S,D].
         sizes: their sizes in the recorded call.
     """
 
-    def __init__(self, args: tuple, kwargs: dict[str, Any]):
+    def __init__(self, args: tuple, kwargs: dict[str, Any], feature: int = -1):
         flat, self.spec = pytree.tree_flatten((args, kwargs))
         tensors = [t for t in flat if isinstance(t, torch.Tensor)]
         hidden = next((t for t in tensors if t.is_floating_point() and t.dim() >= 2), None)
         if hidden is None:
             hidden = next((t for t in tensors if t.dim() >= 1), torch.empty(0))
-            lead = hidden.shape
+            lead, self.feature = hidden.shape, hidden.dim()
         else:
-            lead = hidden.shape[:-1]
+            self.feature = feature % hidden.dim()
+            lead = (*hidden.shape[: self.feature], *hidden.shape[self.feature + 1 :])
         names = NAMES[: len(lead)] if len(lead) > 1 else ("S",) * len(lead)
         self.dims: tuple[str, ...] = names
         self.sizes: dict[str, int] = dict(zip(names, lead, strict=True))
-        self.width = hidden.shape[-1] if hidden.dim() > len(lead) else 0
+        self.width = hidden.shape[self.feature] if hidden.dim() > len(lead) else 0
         self.flat: list[Any] = [
             self._leaf(t, t is hidden) if isinstance(t, torch.Tensor) else t for t in flat
         ]
@@ -57,10 +61,8 @@ class Arguments:
         used: set[str] = set()
         for axis, n in enumerate(t.shape):
             exact = sorted((s for s in self.dims if self.sizes[s] == n and n != 1), key=lambda s: s in used)
-            if is_hidden and axis < len(self.dims):
-                name: int | str = self.dims[axis]
-            elif is_hidden:
-                name = n
+            if is_hidden:
+                name: int | str = n if axis == self.feature else self.dims[axis - (axis > self.feature)]
             elif exact:
                 name = exact[0]
             elif len(self.dims) > 1 and n == math.prod(self.sizes.values()) and n > 1:
