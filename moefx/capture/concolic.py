@@ -43,6 +43,8 @@ from .sizes import Size, SizeLog, plain, sized
 aten = torch.ops.aten
 _grad_enabled = torch.is_grad_enabled  # the query itself is patched during capture
 
+MIXED = "mixed"  # a comparison comes out either way, element by element
+
 # These look at the shape of their argument, never at its values.
 SHAPE_ONLY = {
     getattr(aten, name).default
@@ -173,6 +175,17 @@ class Effect:
     node: fx.Node
 
 
+def compares_floats(node: fx.Node) -> bool:
+    """Whether a node makes booleans of abstract floats: a threshold, a check for NaN."""
+    val = node.meta.get("val")
+    return (
+        isinstance(val, torch.Tensor)
+        and val.dtype is torch.bool
+        and node.op == "call_function"
+        and any(isinstance(a.meta.get("val"), FakeTensor) and not a.meta.get("known") for a in node.all_input_nodes)
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class HostRead:
     """A boolean or a float that Python read from a tensor: a branch may hang on it, which capture followed one way."""
@@ -218,7 +231,7 @@ class Capture:
 
 
 class Tracer(TorchDispatchMode):
-    def __init__(self, routing: Routing, flips: Mapping[Source, bool | float] | None = None):
+    def __init__(self, routing: Routing, flips: Mapping[Source, bool | float | str] | None = None):
         super().__init__()
         self.routing, self.flips = routing, flips or {}
         self.graph = fx.Graph()
@@ -481,6 +494,9 @@ class Tracer(TorchDispatchMode):
         if written:
             return self._record_in_place(func, args, kwargs, node_args, node_kwargs, written, known)
         out, concrete = self.compute(func, args, kwargs)
+        if self.flips and isinstance(out, torch.Tensor) and self.flips.get(user_source()) == MIXED:
+            coin = torch.rand(out.shape, generator=self.routing.generator) < 0.5
+            out = concrete = coin if out.dtype is torch.bool else out
         is_view = any(a.alias_info is not None for a in schema.arguments)
         return self.record_out(func, node_args, node_kwargs, args, out, concrete, is_view, known)
 
@@ -800,7 +816,7 @@ def capture(
     kwargs: dict[str, Any],
     routing: Routing,
     *,
-    flips: Mapping[Source, bool | float] | None = None,
+    flips: Mapping[Source, bool | float | str] | None = None,
     dims: dict[str, int] | None = None,
 ) -> Capture:
     """Run `block(*args, **kwargs)` on abstract floats under `routing`.

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ...capture.concolic import Capture, Source, capture
+from ...capture.concolic import MIXED, Capture, Source, capture, compares_floats
 from ...capture.inputs import Arguments
 from ...capture.routing import Routing
 from ...capture.sizes import SizeGuard
@@ -136,13 +136,13 @@ class Prover:
         self.extra_guards: list[SizeGuard] = []
 
     def capture(
-        self, routing: Routing, sizes: dict[str, int], flips: Mapping[Source, bool | float] | None = None
+        self, routing: Routing, sizes: dict[str, int], flips: Mapping[Source, bool | float | str] | None = None
     ) -> Capture:
         args, kwargs = self.arguments.at(sizes, seed=routing.seed)
         return capture(self.block, args, kwargs, routing, flips=flips, dims=sizes)
 
     def lift(
-        self, routing: Routing, sizes: dict[str, int], flips: Mapping[Source, bool | float] | None = None
+        self, routing: Routing, sizes: dict[str, int], flips: Mapping[Source, bool | float | str] | None = None
     ) -> Lifted:
         taken = self.capture(routing, sizes, flips)
         lifter = Lifter(self.block, taken, self.lifted[0] if self.lifted else None)
@@ -161,6 +161,7 @@ class Prover:
         self._agree()
         groups = self._merged()
         self._flip_branches()
+        self._mix_comparisons()
         self._other_sizes()
         self._leaked_sizes()
         self.lifted, self.sizes = self._complete()
@@ -321,6 +322,25 @@ class Prover:
                 except Exception:
                     continue  # the other way ends in an error, as it would in the original
                 self._add(flipped, self.sizes[0])  # from here on it is one of the captures that must agree
+
+    def _mix_comparisons(self) -> None:
+        """A comparison of floats that came out the same for all elements in every capture (`weight > 0.01`) looks like a
+        constant: once it is made to come out both ways."""
+        outcomes: dict[Source, set[bool]] = {}
+        for lifted in self.lifted:
+            for n in filter(compares_floats, lifted.capture.nodes):
+                outcomes.setdefault(n.meta["source"], set()).update(n.meta["val"].unique().tolist())
+        for source in [s for s, seen in outcomes.items() if len(seen) == 1]:
+            try:
+                mixed = self.lift(Routing("diverse", 0), self.sizes[0], {source: MIXED})
+                _same_form(self.lifted[0], mixed)
+            except Refused as why:
+                raise Refused(
+                    f"a comparison that came out the same everywhere changes what is computed: {source.text}",
+                    source=str(source),
+                    remedy="moefx needs one formula for all tokens",
+                ) from why
+            self._add(mixed, self.sizes[0])
 
     def _other_sizes(self) -> None:
         """One token, and many: sizes at which code often takes another way."""
