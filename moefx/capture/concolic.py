@@ -830,10 +830,16 @@ def capture(
     state: dict[str, torch.Tensor] = {}
     buffers = {name for name, _ in block.named_buffers(remove_duplicate=False)}
     seen: dict[int, torch.Tensor] = {}
+    places: set[tuple[int, str]] = set()
     for name, t in [
         *block.named_parameters(remove_duplicate=False),
         *block.named_buffers(remove_duplicate=False),
     ]:
+        owner, _, key = name.rpartition(".")
+        place = (id(block.get_submodule(owner)), key)
+        if place in places:
+            continue  # a module under two names: to swap its tensors twice would leave the first swap behind
+        places.add(place)
         if id(t) in seen:
             state[name] = seen[id(t)]
             continue

@@ -153,7 +153,7 @@ def _integers(tree: Any, path: tuple = ()) -> Iterator[tuple[tuple, int]]:
 def _mask(match: Match) -> list[Ref] | None:
     """The nodes that say which slots count, one for each capture; None if the weights of the others are zero."""
     found = [_mask_candidates(lifted) for lifted in match.lifted]
-    for ref in found[0]:
+    for ref in _undominated(found[0], match.lifted[0]):
         refs = [ref]
         for other in found[1:]:
             twin = next((r for r in other if r.form == ref.form and _alike(r.node, ref.node)), None)
@@ -235,6 +235,22 @@ def _mask_candidates(lifted: Lifted) -> list[Ref]:
             flat = (val != 0).reshape(lifted.kept.shape[0], -1).numpy()
             offer(n, ("t",) * len(lead) + ("e",), np.take_along_axis(flat, lifted.ids, 1))
     return sorted(out, key=lambda ref: ref.inverted)
+
+
+def _undominated(candidates: list[Ref], lifted: Lifted) -> list[Ref]:
+    """Candidates by how directly the experts use them: first those that reach them past all the others."""
+    nodes = {ref.node for ref in candidates}
+    direct: set[torch.fx.Node] = set()
+    seen: set[torch.fx.Node] = set()
+    stack = list(lifted.absorbed)
+    while stack:
+        for a in stack.pop().all_input_nodes:
+            if a in nodes:
+                direct.add(a)
+            elif a not in seen:
+                seen.add(a)
+                stack.append(a)
+    return sorted(candidates, key=lambda ref: (ref.node not in direct, ref.inverted, -ref.node.meta["index"]))
 
 
 def _alike(a: torch.fx.Node, b: torch.fx.Node) -> bool:

@@ -324,13 +324,16 @@ class Prover:
                 self._add(flipped, self.sizes[0])  # from here on it is one of the captures that must agree
 
     def _mix_comparisons(self) -> None:
-        """A comparison of floats that came out the same for all elements in every capture (`weight > 0.01`) looks like a
-        constant: once it is made to come out both ways."""
-        outcomes: dict[Source, set[bool]] = {}
+        """A comparison of floats that came out the same for all elements in every capture (`weight > 0.01`), or for all
+        tokens' first choices, looks like a constant: once it is made to come out both ways."""
+        outcomes: dict[tuple[Source, int], set[bool]] = {}
         for lifted in self.lifted:
             for n in filter(compares_floats, lifted.capture.nodes):
-                outcomes.setdefault(n.meta["source"], set()).update(n.meta["val"].unique().tolist())
-        for source in [s for s, seen in outcomes.items() if len(seen) == 1]:
+                val = n.meta["val"]
+                per_slot = val.shape[-1:] == (lifted.slots,) and val.numel() == lifted.ids.size
+                for slot, column in enumerate(val.reshape(-1, lifted.slots).t() if per_slot else [val]):
+                    outcomes.setdefault((n.meta["source"], slot), set()).update(column.unique().tolist())
+        for source in dict.fromkeys(source for (source, _), seen in outcomes.items() if len(seen) == 1):
             try:
                 mixed = self.lift(Routing("diverse", 0), self.sizes[0], {source: MIXED})
                 _same_form(self.lifted[0], mixed)
