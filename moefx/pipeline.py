@@ -69,7 +69,7 @@ def rewrite_block(block: nn.Module, name: str, args: tuple, kwargs: dict[str, An
 
 
 def prove(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Match:
-    """The proof, with the last axis of the hidden states as the features or, where the block does not run so, the second
+    """The proof, with the last axis of the hidden states as the features or, where that does not run, the second
     one (images [B, C, H, W])."""
     hint = most_experts(block)
     try:

@@ -142,6 +142,42 @@ class TestStays:
         same(compiled, model, x)
 
 
+class TestFound:
+    """Bugs that a second pair of eyes found."""
+
+    def test_a_module_under_two_names_is_left_as_it_was(self):
+        model = Model()
+        model.moe.experts[1] = model.moe.experts[0]
+        model.moe.experts[2].up.weight = model.moe.experts[0].up.weight
+        before = [(n, id(p)) for n, p in model.named_parameters(remove_duplicate=False)]
+        moefx.explain(model, example_inputs=EXAMPLE)
+        assert [(n, id(p)) for n, p in model.named_parameters(remove_duplicate=False)] == before
+
+    def test_an_expert_that_no_capture_meets_is_not_lost(self):
+        """One choice for a whole sequence: a few sequences choose a few experts."""
+
+        class Sentences(Loop):
+            def route(self, x):
+                w, ids = self.gate(x.mean(1)).softmax(-1).topk(2, -1)
+                return w.repeat_interleave(x.shape[1], 0), ids.repeat_interleave(x.shape[1], 0)
+
+            def forward(self, x):
+                w, ids = self.route(x)
+                t = x.flatten(0, 1)
+                out = torch.zeros_like(t)
+                for e, expert in enumerate(self.experts):
+                    n, k = torch.where(ids == e)
+                    out = out.index_add(0, n, expert(t[n]) * w[n, k, None])
+                return out.view_as(x)
+
+        model = Model(Sentences())
+        compiled = moefx.compile(
+            model, example_inputs=(torch.randn(2, 3, D),), plan=moefx.Plan(validation="symbolic")
+        )
+        x = torch.randn(64, 3, D)
+        torch.testing.assert_close(compiled(x), model(x))
+
+
 class TestCalls:
     @pytest.mark.parametrize("shape", [(1, D), (0, D), (2, 0, D), (33, D)])
     def test_sizes(self, compiled, reference, shape):

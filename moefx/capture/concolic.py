@@ -191,7 +191,7 @@ class HostRead:
     """A boolean or a float that Python read from a tensor: a branch may hang on it, which capture followed one way."""
 
     source: Source
-    value: bool | float
+    value: bool | float | str
     node: fx.Node
 
 

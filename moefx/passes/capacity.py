@@ -49,6 +49,17 @@ def find_formula(
     return Formula(law.over(tokens)) if law is not None else None
 
 
+_CLAMPS = (
+    "{0}",
+    "max({0}, {low})",
+    "min({0}, {tokens})",
+    "min({0}, {high})",
+    "max(min({0}, {tokens}), {low})",
+    "min(max({0}, {low}), {tokens})",
+    "min(max({0}, {low}), {high})",
+)
+
+
 def _clamped(text: str, tokens: str, points: Sequence[tuple[Mapping[str, int], int]]) -> Formula | None:
     """`text`, between a floor and a ceiling where it needs them; half of the values must be its own."""
     try:
@@ -57,12 +68,12 @@ def _clamped(text: str, tokens: str, points: Sequence[tuple[Mapping[str, int], i
         return None
     if sum(a == v for a, (_, v) in zip(values, points, strict=True)) * 2 < len(points):
         return None
-    low, high = min(v for _, v in points), max(v for _, v in points)
-    for clamp in ("{0}", "max({0}, {low})", "min({0}, {tokens})", "min({0}, {high})", "max(min({0}, {tokens}), {low})",
-                  "min(max({0}, {low}), {tokens})", "min(max({0}, {low}), {high})"):  # fmt: skip
-        formula = Formula(clamp.format(text, tokens=tokens, low=low, high=high))
-        if all(formula(dims) == v == evaluate(formula.text, dims) for dims, v in points):
-            return formula
+    seen = sorted({v for _, v in points})
+    for low in seen[:4]:  # where the tokens themselves are a ceiling, the floor is not the least value
+        for clamp in _CLAMPS:
+            formula = Formula(clamp.format(text, tokens=tokens, low=low, high=seen[-1]))
+            if all(formula(dims) == v == evaluate(formula.text, dims) for dims, v in points):
+                return formula
     return None
 
 

@@ -882,10 +882,17 @@ class _Lookup:
         self.lifter, self.tokens, self.slots, self.experts = lifter, tokens, slots, experts
         self.T = math.prod(tokens)
         self.dropped: list[tuple[int, int, int]] = []
-        self.readings: list[tuple[tuple[bool, int], int, Ref]] = []
+        self.readings: list[tuple[tuple[bool, bool, int], int, Ref]] = []
+        before = {  # at a single token several readings fit: as in the other capture is best
+            (ref.node.meta["index"], ref.axes)
+            for group in (lifter.like.groups if lifter.like is not None else ())
+            for value in group.values
+            for ref in (value.columns or (value,))
+        }
         for n in nodes:
             for rank, axes in self._axes(tuple(n.meta["val"].shape)):
-                self.readings.append(((n in lifter.inside, rank), n.meta["index"], Ref(n, axes)))
+                index = n.meta["index"]
+                self.readings.append((((index, axes) not in before, n in lifter.inside, rank), index, Ref(n, axes)))
         self.readings.sort(key=lambda r: r[:2])
         self._tables: dict[tuple, dict[Term, list[Ref]]] = {}
 

@@ -1,0 +1,157 @@
+"""Capacity: a rule where one says which slots count, else the program's own mask."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import moefx
+from moefx.errors import Refused
+
+from ..blocks import D, E, K, Loop, Mlp, rewritten
+
+
+class Queue(Loop):
+    """Each expert takes the first `room` of its slots, in an order that subclasses choose."""
+
+    def __init__(self, room=lambda n: max(2, int(1.1 * K * n / E))):
+        super().__init__(Mlp)
+        self.room = room
+
+    def order(self, t, k, w):
+        return torch.arange(len(t))
+
+    def forward(self, x):
+        w, ids = self.route(x)
+        out, room = torch.zeros_like(x), self.room(x.shape[0])
+        for e in range(E):
+            t, k = torch.where(ids == e)
+            first = self.order(t, k, w)[:room]
+            t, k = t[first], k[first]
+            out = out.index_add(0, t, self.expert(e, x[t], w[t, k, None]))
+        return out
+
+
+class FirstChoices(Queue):
+    def order(self, t, k, w):
+        return torch.argsort(k, stable=True)
+
+
+class Largest(Queue):
+    def order(self, t, k, w):
+        return torch.argsort(w[t, k], descending=True, stable=True)
+
+
+class Last(Queue):
+    def order(self, t, k, w):
+        return torch.arange(len(t)).flip(0)
+
+
+def same(block: nn.Module, *tokens: int) -> None:
+    model = nn.Sequential(block).double()
+    compiled = moefx.compile(model, example_inputs=(torch.randn(9, D, dtype=torch.float64),))
+    for n in tokens:
+        x = torch.randn(n, D, dtype=torch.float64)
+        torch.testing.assert_close(compiled(x), model(x))
+    assert moefx.blocks(compiled)[0].fallbacks == 0
+
+
+@pytest.mark.parametrize(
+    ("block", "order"), [(Queue, "position_token"), (FirstChoices, "position_slot"), (Largest, "weight")]
+)
+def test_the_rule_is_found_and_kept_to(block, order):
+    match = rewritten(block()).match
+    assert match.drop is not None and match.drop.order == order and match.keep is None
+    assert all(match.drop.capacity({"S": n}) == max(2, int(1.1 * K * n / E)) for n in range(1, 3000))
+    same(block(), 1, 2, 7, 50, 333)
+
+
+@pytest.mark.parametrize(
+    "room",
+    [
+        lambda n: math.ceil(n / E),
+        lambda n: min(n, max(4, math.ceil(n * 1.25 / E))),
+        lambda n: K * ((n + E - 1) // E),
+        lambda n: (n // 3) + (n // 3) % 2 + 1,
+        lambda n: round(0.3 * n) + 1,
+    ],
+    ids=["ceil", "clamped", "rounded_up", "even", "round"],
+)
+def test_rooms(room):
+    capacity = rewritten(Queue(room)).match.drop.capacity
+    assert [capacity({"S": n}) for n in range(1, 600)] == [room(n) for n in range(1, 600)]
+
+
+def test_an_order_that_is_no_rule_is_refused():
+    with pytest.raises(Refused, match="by no rule that is known"):
+        rewritten(Last())
+
+
+class Masked(Loop):
+    def keep(self, w):
+        return w > 0.3
+
+    def forward(self, x):
+        w, ids = self.route(x)
+        keep, out = self.keep(w), torch.zeros_like(x)
+        for e in range(E):
+            t, k = torch.where((ids == e) & keep)
+            out = out.index_add(0, t, self.expert(e, x[t], w[t, k, None]))
+        return out
+
+
+class SecondIsOptional(Masked):
+    """The first choice always counts, whatever the comparison says about it."""
+
+    def keep(self, w):
+        keep = w > 0.3
+        return torch.cat([torch.ones_like(keep[:, :1]), keep[:, 1:]], 1)
+
+
+@pytest.mark.parametrize("block", [Masked, SecondIsOptional])
+def test_a_mask_of_the_programs_own(block):
+    block = block()
+    match = rewritten(block).match
+    assert match.drop is None and match.keep is not None
+    nn.init.zeros_(block.gate.weight)  # all weights are 1/E: below the threshold
+    same(block, 1, 7, 50)
+
+
+class PassesThrough(Loop):
+    def __init__(self):
+        super().__init__(Mlp, k=1)
+
+    def forward(self, x):
+        w, ids = self.route(x)
+        out, room = x.clone(), max(1, int(1.5 * x.shape[0] / E))
+        for e in range(E):
+            t = (ids[:, 0] == e).nonzero().squeeze(-1)[:room]
+            out[t] = self.expert(e, x[t], w[t])
+        return out
+
+
+def test_tokens_without_an_expert_may_pass_through():
+    match = rewritten(PassesThrough()).match
+    assert match.lifted[0].missed is not None and match.drop is not None
+    same(PassesThrough(), 1, 7, 50, 333)
+
+
+def test_padding_goes_to_nobody():
+    class Padding(Loop):
+        def forward(self, x):
+            w, ids = self.route(x)
+            ids = ids.masked_fill(x[:, :1] > 1.0, E)
+            out = torch.zeros_like(x)
+            for e in range(E):
+                t, k = torch.where(ids == e)
+                out = out.index_add(0, t, self.expert(e, x[t], w[t, k, None]))
+            return out
+
+    match = rewritten(Padding()).match
+    assert match.drop is None and match.keep is None and match.num_experts == E
+    same(Padding(), 1, 7, 50)
+
+
