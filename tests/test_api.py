@@ -170,7 +170,7 @@ class TestFound:
                     out = out.index_add(0, n, expert(t[n]) * w[n, k, None])
                 return out.view_as(x)
 
-        model = Model(Sentences())
+        model = nn.Sequential(Sentences())
         compiled = moefx.compile(
             model, example_inputs=(torch.randn(2, 3, D),), plan=moefx.Plan(validation="symbolic")
         )

@@ -25,6 +25,7 @@ from ...ir.experts import (
 )
 from ...ir.routing import combine
 from .gemm import linear, linear_into, padding
+from .memory import new_buffer
 from .pool import for_each
 from .weights import matrices
 
@@ -172,7 +173,7 @@ class SegmentGemms:
     # -- buffers --
 
     def new_rows(self, like: Tensor, num_rows: int, width: int, dtype: torch.dtype) -> Tensor | None:
-        return like.new_empty((num_rows, width), dtype=dtype)
+        return new_buffer(like, (num_rows, width), dtype)
 
     def new_sum(self, index: PftIndex, width: int, dtype: torch.dtype) -> TokenSum | RowsToSum:
         # Elsewhere index_add_ adds atomically: in any order.
@@ -182,7 +183,7 @@ class SegmentGemms:
         """What gradients of the parameters go to: a stack, or a list with a place for each."""
         if separate_gradients(parameters, dim):
             return [None] * self.num_experts
-        return parameters[0].new_empty((self.num_experts, *parameters[0].shape[-dim:]))
+        return new_buffer(parameters[0], (self.num_experts, *parameters[0].shape[-dim:]))
 
     def finish_rows(self, rows: Tensor) -> Tensor:
         """Zero the tail, which no segment wrote. Hygiene: nobody reads it."""
@@ -299,7 +300,7 @@ def _grouped_mm(
     dtype = check_dtypes("grouped_mm", rows, w, dtype)
     num_in, num_out = weight_shape("grouped_mm", w, expert_offsets, transposed, rows.shape[1])
     gemms = SegmentGemms(expert_offsets, dtype, num_in * num_out)
-    out, operands = rows.new_empty((rows.shape[0], num_out)), gemms.weights(w, transposed)
+    out, operands = new_buffer(rows, (rows.shape[0], num_out)), gemms.weights(w, transposed)
     read, places = gemms.read(rows), gemms.places(out)
 
     def run(group: Group) -> None:
@@ -318,7 +319,7 @@ def _grouped_mm_backward(
 ) -> Tensor:
     gemms = SegmentGemms(expert_offsets, rows.dtype, size := grad.shape[1] * rows.shape[1])
     shape = (grad.shape[1], rows.shape[1]) if transposed else (rows.shape[1], grad.shape[1])
-    out = rows.new_empty((gemms.num_experts, *shape), dtype=dtype)
+    out = new_buffer(rows, (gemms.num_experts, *shape), dtype)
     grads, inputs = gemms.read(grad), gemms.read(rows)
 
     def run(group: Group) -> None:
