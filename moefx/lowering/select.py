@@ -69,9 +69,7 @@ def force(op: str, provider: str) -> Iterator[None]:
     if op not in registry:
         raise InvalidPlan(f"no op moefx::{op}; there are {', '.join(sorted(registry))}")
     if provider not in registry[op].providers:
-        raise InvalidPlan(
-            f"moefx::{op} has no provider {provider!r}; it has {', '.join(registry[op].providers)}"
-        )
+        raise InvalidPlan(f"moefx::{op} has no provider {provider!r}; it has {', '.join(registry[op].providers)}")
     before = _forced.get(op)
     _forced[op] = provider
     try:

@@ -49,11 +49,7 @@ def test_equals_segments(make, routing, keep, reduce):
     select.reset_counters()
     with everywhere():
         got = run()
-    assert (
-        select.counters()["expert_mlp", "grouped_mm"]
-        == select.counters()["expert_mlp_backward", "grouped_mm"]
-        == 1
-    )
+    assert select.counters()["expert_mlp", "grouped_mm"] == select.counters()["expert_mlp_backward", "grouped_mm"] == 1
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -161,9 +157,7 @@ class TestOnGpu:
             layer = LAYERS["interleaved_clamped"](4, 16, 8, torch.bfloat16)
             x, weights = torch.randn(40, 16, dtype=torch.bfloat16), torch.rand(40, 3)
         token_ids, _, offsets, inverse, w = dialect.build_pft(ids, weights, None, num_experts=4)
-        parameters = [
-            [p.detach() for p in group] for group in (layer.up, layer.up_bias, layer.down, layer.down_bias)
-        ]
+        parameters = [[p.detach() for p in group] for group in (layer.up, layer.up_bias, layer.down, layer.down_bias)]
         tail = torch.arange(120, device="cuda") >= offsets[-1]
 
         def run(fill):

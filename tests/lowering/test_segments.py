@@ -65,9 +65,7 @@ def test_counts_the_provider_and_the_path_of_the_weights():
     layer.fused(torch.randn(9, 8).double(), routing, routing.topk_weights).sum().backward()
     assert select.counters()["expert_mlp", "segments"] == 1
     assert select.counters()["expert_mlp_backward", "segments"] == 1
-    assert not any(
-        provider == "reference" for op, provider in select.counters() if op.startswith("expert_mlp")
-    )
+    assert not any(provider == "reference" for op, provider in select.counters() if op.startswith("expert_mlp"))
     assert select.weight_paths() == {"separate": 6}  # gate, up and down, in forward and backward: no copies
 
 
@@ -75,9 +73,7 @@ def test_the_linear_output_needs_no_second_down_projection(monkeypatch):
     """<dO, y> comes from <dA', A>; only an output that is not linear in y recomputes y."""
     calls = []
     original = mlp.Parameters.project_down
-    monkeypatch.setattr(
-        mlp.Parameters, "project_down", lambda self, *args: calls.append(1) or original(self, *args)
-    )
+    monkeypatch.setattr(mlp.Parameters, "project_down", lambda self, *args: calls.append(1) or original(self, *args))
     for name, expected in (("swiglu_list", 0), ("interleaved_clamped", 0), ("nonlinear_out", 1)):
         layer, routing = LAYERS[name](3, 4, 2), random_routing(5, 2, 3)
         out = layer.fused(torch.randn(5, 4).double(), routing, routing.topk_weights.requires_grad_())
@@ -91,9 +87,7 @@ def test_under_autocast_only_hit_experts_are_cast(monkeypatch):
     routing = random_routing(1, 2, 8, torch.float32)
     looked_up = []
     original = segments.Operands.__getitem__
-    monkeypatch.setattr(
-        segments.Operands, "__getitem__", lambda self, e: looked_up.append(e) or original(self, e)
-    )
+    monkeypatch.setattr(segments.Operands, "__getitem__", lambda self, e: looked_up.append(e) or original(self, e))
     with torch.autocast("cpu", torch.bfloat16):
         layer.fused(torch.randn(1, 8), routing, routing.topk_weights)
     assert set(looked_up) == set(routing.topk_ids.flatten().tolist())

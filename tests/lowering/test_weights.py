@@ -13,9 +13,7 @@ from moefx.lowering.torch.weights import matrices, stack, strided_view
 def views(num: int = 3, shape: tuple[int, ...] = (4, 5), spacing: int = 20, offset: int = 0) -> list[Tensor]:
     """Parameters laid out in one storage."""
     storage = torch.randn(offset + spacing * num)
-    return [
-        nn.Parameter(storage[offset + i * spacing :][: shape[0] * shape[1]].view(shape)) for i in range(num)
-    ]
+    return [nn.Parameter(storage[offset + i * spacing :][: shape[0] * shape[1]].view(shape)) for i in range(num)]
 
 
 @pytest.mark.parametrize("spacing", [20, 24, 60])

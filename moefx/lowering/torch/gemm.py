@@ -39,9 +39,7 @@ def linear_into(out: Tensor, left: Tensor, w: Tensor, *, add: bool = False) -> T
         return torch.addmm(out, left, w.t(), out=out) if add else torch.mm(left, w.t(), out=out)
     for start in range(0, left.shape[1], _K_BLOCK):
         block = slice(start, start + _K_BLOCK)
-        product = torch.ops.mkldnn._linear_pointwise.default(
-            left[:, block], w[:, block], None, "none", [], ""
-        )
+        product = torch.ops.mkldnn._linear_pointwise.default(left[:, block], w[:, block], None, "none", [], "")
         add = bool(add or start)
         out.add_(product) if add else out.copy_(product)
     return out

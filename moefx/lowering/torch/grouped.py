@@ -196,8 +196,6 @@ def _grouped_mm_backward(
     return GroupedGemms(expert_offsets, rows.dtype).outer(Whole(), left, right, None, dtype)
 
 
-@expert_rows_backward.provider(
-    "grouped_mm", supports=lambda grad, expert_offsets, *, dtype: applies(grad, None)
-)
+@expert_rows_backward.provider("grouped_mm", supports=lambda grad, expert_offsets, *, dtype: applies(grad, None))
 def _expert_rows_backward(grad: Tensor, expert_offsets: Tensor, *, dtype: torch.dtype) -> Tensor:
     return GroupedGemms(expert_offsets, grad.dtype).sum_rows(Whole(), grad, None, dtype).contiguous()

@@ -140,14 +140,10 @@ class Backward:
         (self.grad_down,) = self._stacks(need_down, [call.down], 2)
         (self.grad_down_bias,) = self._stacks(need_down_bias, [call.down_bias], 1)
         out_uses, act_uses = expression.variables(call.body.out), expression.variables(call.act)
-        self.w_of_out = (
-            self._column(torch.promote_types(grad.dtype, torch.float32)) if "w" in out_uses else None
-        )
+        self.w_of_out = self._column(torch.promote_types(grad.dtype, torch.float32)) if "w" in out_uses else None
         self.w_of_act = self._column(call.w.dtype) if "w" in act_uses and call.w is not None else None
 
-    def _stacks(
-        self, needed: bool, parameters: Sequence[Sequence[Tensor] | None], dim: int
-    ) -> list[Gradient | None]:
+    def _stacks(self, needed: bool, parameters: Sequence[Sequence[Tensor] | None], dim: int) -> list[Gradient | None]:
         return [Gradient(p, self.gemms.new_stack(p, dim)) if needed and p else None for p in parameters]
 
     def _column(self, dtype: torch.dtype) -> Buffer | None:
@@ -226,9 +222,7 @@ class Backward:
         """Gradients of the up-projections from those of the parts, which are slices of them."""
         result = []
         for g, h in enumerate(hidden):
-            parts = [
-                (f"a{i}", slice(*part)) for i, (group, *part) in enumerate(self.call.body.parts) if group == g
-            ]
+            parts = [(f"a{i}", slice(*part)) for i, (group, *part) in enumerate(self.call.body.parts) if group == g]
             parts = [(name, columns) for name, columns in parts if name in by_act]
             if len(parts) == 1 and by_act[parts[0][0]].shape == h.shape:
                 result.append(by_act[parts[0][0]])
@@ -341,6 +335,6 @@ def _backward_with(make: Callable[[Tensor, torch.dtype, int], Gemms]) -> Callabl
 expert_mlp.provider("segments")(_forward_with(SegmentGemms))
 expert_mlp_backward.provider("segments")(_backward_with(SegmentGemms))
 expert_mlp.provider("grouped_mm", supports=_grouped_applies)(_forward_with(GroupedGemms))
-expert_mlp_backward.provider(
-    "grouped_mm", supports=lambda grad, *args, **kwargs: _grouped_applies(*args, **kwargs)
-)(_backward_with(GroupedGemms))
+expert_mlp_backward.provider("grouped_mm", supports=lambda grad, *args, **kwargs: _grouped_applies(*args, **kwargs))(
+    _backward_with(GroupedGemms)
+)

@@ -56,6 +56,4 @@ def strided_view(w: Sequence[Tensor]) -> Tensor | None:
     extent = (sum((n - 1) * s for n, s in zip(first.shape, strides, strict=True)) + 1) * size
     if begin + (len(w) - 1) * spacing + extent > first.untyped_storage().nbytes():
         return None
-    return first.detach().as_strided(
-        (len(w), *first.shape), (spacing // size, *strides), first.storage_offset()
-    )
+    return first.detach().as_strided((len(w), *first.shape), (spacing // size, *strides), first.storage_offset())
