@@ -13,6 +13,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from ._plan import Plan
+from .capture.concolic import python_random
 from .capture.inputs import Arguments, Leaf
 from .errors import InvalidPlan, MoefxError, NoMoEBlockFound, Refused
 from .inspection.explain import Explanation, MatchedBlock
@@ -341,14 +342,15 @@ def _validate(model: nn.Module, found: Survey, plan: Plan) -> dict[int, str]:
         args, kwargs = _numeric_arguments(block, matched)
         fn, picks = matched.result.graph.compile(), _picker(block, matched.result)
         try:
-            check = verify_block(
-                block,
-                lambda b, *a, _f=fn, _p=picks, **k: _f(b, *_p(*a, **k)),
-                args,
-                kwargs,
-                name=matched.names[0],
-                seconds=max(left, 1.0),
-            )
+            with python_random():
+                check = verify_block(
+                    block,
+                    lambda b, *a, _f=fn, _p=picks, **k: _f(b, *_p(*a, **k)),
+                    args,
+                    kwargs,
+                    name=matched.names[0],
+                    seconds=max(left, 1.0),
+                )
         except Exception as error:
             verdicts[id(matched)] = f"could not run: {type(error).__name__}: {str(error)[:120]}"
             continue

@@ -12,10 +12,13 @@ The result is a functional ATen graph (in-place updates and views are resolved h
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import copy
 import dataclasses
 import logging
 import operator
+import random
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -170,7 +173,7 @@ class Call:
 class Effect:
     """What the block changed besides returning a value."""
 
-    kind: str  # "buffer" | "input" | "attribute"
+    kind: str  # "buffer" | "input" | "attribute" | "state" (a plain attribute) | "record" (a container)
     target: Any
     node: fx.Node
 
@@ -246,6 +249,7 @@ class Tracer(TorchDispatchMode):
         self.sizes = SizeLog()
         self.modes_read: set[str] = set()
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.most_nodes = 0  # more than so many is an endless loop; 0: no limit
         self.quiet = 0  # inside an operation that is recorded whole
 
     # ------------------------------------------------------------------ nodes
@@ -253,6 +257,8 @@ class Tracer(TorchDispatchMode):
         return self._register(self.graph.call_function(target, plain(args), plain(kwargs)))
 
     def _register(self, node: fx.Node) -> fx.Node:
+        if 0 < self.most_nodes < len(self.nodes):
+            raise CaptureError(f"more than {self.most_nodes} operations, at {user_source()}: {user_source().text}")
         node.meta["index"] = len(self.nodes)
         node.meta["source"] = user_source()
         node.meta["grad"] = _grad_enabled()
@@ -427,6 +433,16 @@ class Tracer(TorchDispatchMode):
                 )
         return node.meta["weight"]
 
+    def _is_state(self, node: fx.Node) -> bool:
+        """Computed from buffers and attributes only: a step counter, say."""
+        stack, leaves = [node], set()
+        while stack:
+            n = stack.pop()
+            stack += n.all_input_nodes
+            if not n.all_input_nodes:
+                leaves.add(n.op == "get_attr" and n.meta.get("kind") in ("buffer", "attribute"))
+        return leaves == {True} or (True in leaves and node.meta["val"].dim() == 0 and not _from_floats(node))
+
     def concrete(self, t: torch.Tensor) -> torch.Tensor:
         return self.shadow(self.node_of(t)) if isinstance(t, FakeTensor) else t
 
@@ -459,7 +475,7 @@ class Tracer(TorchDispatchMode):
 
     def _host_read(self, t: torch.Tensor) -> Any:
         value = self.concrete(t).item()
-        if t.dtype is torch.bool or is_float(t):
+        if t.dtype is torch.bool or is_float(t) or self._is_state(self.node_of(t)):
             source = user_source()
             value = self.flips.get(source, value)
             self.reads.append(HostRead(source, value, self.node_of(t)))
@@ -658,6 +674,20 @@ class Tracer(TorchDispatchMode):
         return out
 
 
+def _from_floats(node: fx.Node) -> bool:
+    """Whether an integer follows from arguments or abstract floats: it is part of the routing."""
+    stack, seen = [node], set()
+    while stack:
+        n = stack.pop()
+        if n in seen:
+            continue
+        seen.add(n)
+        if n.op == "placeholder" or isinstance(n.meta.get("val"), FakeTensor):
+            return True
+        stack += n.all_input_nodes
+    return False
+
+
 _GROUPED_MM = getattr(aten, "_grouped_mm", None)
 
 
@@ -818,6 +848,7 @@ def capture(
     *,
     flips: Mapping[Source, bool | float | str] | None = None,
     dims: dict[str, int] | None = None,
+    most_nodes: int = 0,
 ) -> Capture:
     """Run `block(*args, **kwargs)` on abstract floats under `routing`.
 
@@ -825,7 +856,7 @@ def capture(
     buffers are left as they were. Raises `CaptureError` with the user's source line.
     """
     tracer = Tracer(routing, flips)
-    tracer.sizes = SizeLog(dims or {})
+    tracer.sizes, tracer.most_nodes = SizeLog(dims or {}), most_nodes
     tracer.named = _plain_tensors(block)
     state: dict[str, torch.Tensor] = {}
     buffers = {name for name, _ in block.named_buffers(remove_duplicate=False)}
@@ -865,21 +896,26 @@ def capture(
 
     names = {id(m): n for n, m in block.named_modules() if n}
     before = {n: dict(vars(m)) for n, m in block.named_modules()}
+    records = [(f"{n}.{k}".lstrip("."), v) for n, m in before.items() for k, v in m.items() if _is_record(k, v)]
+    contents = [(path, value, copy.copy(value)) for path, value in records]
     # fake kernels log the errors that they raise; ours go to the user as messages
     noisy = logging.getLogger("torch._subclasses.fake_tensor")
     level = noisy.level
     noisy.setLevel(logging.CRITICAL)
     try:
-        with torch.random.fork_rng(devices=[]), _recording(tracer, names), tracer, _Functions(tracer):
+        with python_random(), torch.random.fork_rng(devices=[]), _recording(tracer, names), tracer, _Functions(tracer):
             torch.manual_seed(routing.seed)
             out = torch.func.functional_call(block, state, args, kwargs, strict=False, tie_weights=False)
         with torch._C.DisableTorchFunction():
             effects = _effects(tracer, block, before, state, inputs)
+            effects += [Effect("record", path, None) for path, now, old in contents if not _same_items(now, old)]  # type: ignore[arg-type]
             out = pytree.tree_map_only(torch.Tensor, lambda t: _returned(tracer, t), out)
     finally:
         noisy.setLevel(level)
         for n, m in block.named_modules():
             _restore(m, before[n])
+        for _, now, old in contents:
+            _refill(now, old)
     tracer.graph.output(None)
     return Capture(
         tracer.graph,
@@ -893,6 +929,37 @@ def capture(
         tracer,
         tracer.modes_read,
     )
+
+
+def _is_record(key: str, value: Any) -> bool:
+    """A container of the user's on a module."""
+    return type(value) in (list, dict, set, collections.deque) and not key.startswith("_")
+
+
+def _same_items(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(a[k] is b[k] for k in a)
+    return a == b if isinstance(a, set) else len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
+
+
+def _refill(container: Any, items: Any) -> None:
+    if not _same_items(container, items):
+        container.clear()
+        container.extend(items) if hasattr(container, "extend") else container.update(items)
+
+
+@contextlib.contextmanager
+def python_random() -> Iterator[None]:
+    """Python's own random numbers come out after a capture as if there had been none; numpy's, if it is in use."""
+    state = random.getstate()
+    numpy = sys.modules.get("numpy")
+    numpy_state = numpy.random.get_state() if numpy else None
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        if numpy:
+            numpy.random.set_state(numpy_state)
 
 
 def _returned(tracer: Tracer, t: torch.Tensor) -> fx.Node:

@@ -184,6 +184,12 @@ class Rewriter:
                     "which buffers or attributes the block changes depends on the routing",
                     culprits=tuple(str(e.target) for e in column),
                 )
+            if first.kind == "record":
+                raise Refused(
+                    f"the block keeps a record in its attribute {first.target} at every call",
+                    culprits=(str(first.target),),
+                    remedy="keep it in a buffer, or record it with a hook",
+                )
             if first.kind == "state":
                 if any(isinstance(e.node, type(first.node)) is False or e.node != first.node for e in column):
                     raise Refused(

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ...capture.concolic import MIXED, Capture, Source, capture, compares_floats
 from ...capture.inputs import Arguments
@@ -139,7 +140,9 @@ class Prover:
         self, routing: Routing, sizes: dict[str, int], flips: Mapping[Source, bool | float | str] | None = None
     ) -> Capture:
         args, kwargs = self.arguments.at(sizes, seed=routing.seed)
-        return capture(self.block, args, kwargs, routing, flips=flips, dims=sizes)
+        # a number that is not the program's own may be how often a loop runs
+        most = 20 * len(self.lifted[0].capture.nodes) if flips and self.lifted else 0
+        return capture(self.block, args, kwargs, routing, flips=flips, dims=sizes, most_nodes=most)
 
     def lift(
         self, routing: Routing, sizes: dict[str, int], flips: Mapping[Source, bool | float | str] | None = None
@@ -162,6 +165,7 @@ class Prover:
         groups = self._merged()
         self._flip_branches()
         self._mix_comparisons()
+        self._carry_over()
         self._other_sizes()
         self._leaked_sizes()
         self.lifted, self.sizes = self._complete()
@@ -302,9 +306,12 @@ class Prover:
                 seen = outcomes.setdefault(read.source, set())
                 seen |= {True, False} if ranges and ranges.decided(read.node) else {read.value}
         for source, seen in outcomes.items():
+            kinds = {type(v) for v in seen}
             others: list[Any] = (
                 [1e30, -1e30, 0.0]
-                if any(type(v) is float for v in seen)
+                if float in kinds
+                else [10**6, 0, -1]
+                if int in kinds
                 else [not v for v in seen]
                 if len(seen) == 1
                 else []
@@ -344,6 +351,29 @@ class Prover:
                     remedy="moefx needs one formula for all tokens",
                 ) from why
             self._add(mixed, self.sizes[0])
+
+    def _carry_over(self) -> None:
+        """What a call leaves in the block's attributes must not change what the next call computes."""
+        first = self.lifted[0].capture
+        left = {str(e.target): e.node for e in first.effects if e.kind == "attribute"}
+        if not left:
+            return
+        with contextlib.ExitStack() as stack:
+            for path, node in left.items():
+                owner, _, key = path.rpartition(".")
+                state = vars(self.block.get_submodule(owner))
+                stack.callback(state.update, {key: state[key]}) if key in state else stack.callback(state.pop, key)
+                val = node.meta["val"]
+                state[key] = torch.randn(val.shape).to(val.dtype) if isinstance(val, FakeTensor) else val.clone()
+            again = self.lift(Routing("diverse", 0), self.sizes[0])
+        _same_form(self.lifted[0], again)
+        names = [[str(n.target) for n in c.nodes if n.op == "call_function"] for c in (first, again.capture)]
+        if names[0] != names[1] and any(n.op == "get_attr" and n.meta["fqn"] in left for n in again.capture.nodes):
+            raise Refused(
+                "what a call leaves in an attribute changes the next call",
+                culprits=tuple(left),
+                source=str(next(iter(left.values())).meta["source"]),
+            )
 
     def _other_sizes(self) -> None:
         """One token, and many: sizes at which code often takes another way."""
