@@ -17,6 +17,7 @@ import contextlib
 import copy
 import dataclasses
 import logging
+import math
 import operator
 import random
 import sys
@@ -733,6 +734,8 @@ class _Functions(TorchFunctionMode):
         tracer = self.tracer
         if tracer.quiet:
             return func(*args, **options)
+        if func in _COUNTS:  # of elements: the product of the sizes
+            return math.prod(sized(args[0].shape, tracer.sizes))
         if func in _SIZES:
             return sized(func(*args, **options), tracer.sizes)
         whole = _WHOLE.get(func)
@@ -752,10 +755,11 @@ def _is_batched(t: torch.Tensor) -> bool:
 _SIZES = {
     torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
     torch.Tensor.size,
-    torch.Tensor.numel,
-    torch.Tensor.nelement,
     torch.Tensor.__len__,
 }  # type: ignore[attr-defined]
+
+
+_COUNTS = {torch.Tensor.numel, torch.Tensor.nelement, torch.numel}
 
 
 @contextlib.contextmanager

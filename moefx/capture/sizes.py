@@ -96,12 +96,17 @@ class _Number:
     def __getattr__(self, name: str) -> Any:
         if name in ("value", "expr", "log", "node") or name.startswith("__"):
             raise AttributeError(name)
+        self.log.leak(self.expr)
         return getattr(self.value, name)
 
     def __repr__(self) -> str:
+        self.log.leak(self.expr)
         return repr(self.value)
 
+    __str__ = __repr__
+
     def __format__(self, spec: str) -> str:
+        self.log.leak(self.expr)
         return format(self.value, spec)
 
     def __bool__(self) -> bool:

@@ -47,7 +47,7 @@ class DropRule:
 
 
 _MOST_EXTRA = 8
-_LEAK_SIZES = (128, 512, 2048)
+_LEAK_SIZES = (131, 517, 2053)  # no powers of two: these are often told apart
 
 
 @dataclasses.dataclass
@@ -89,7 +89,7 @@ class Match:
     def probe(self) -> list[tuple[dict[str, int], Capture]]:
         """Captures at more sizes, for numbers that depend on them."""
         if not self.probes:
-            for tokens in (2, 6, 10, 20, 40, 64, 100, 128, 200, 320, 512):
+            for tokens in (2, 3, 6, 7, 10, 13, 20, 33, 40, 64, 65, 100, 127, 128, 200, 320, 333, 512):
                 dims = self.arguments.dims
                 sizes = dict.fromkeys(dims, 1) | {dims[-1]: tokens}
                 self.probes.append((sizes, self.capture_at(Routing("diverse", 0), sizes)))
