@@ -436,12 +436,7 @@ class Tracer(TorchDispatchMode):
 
     def _is_state(self, node: fx.Node) -> bool:
         """Computed from buffers and attributes only: a step counter, say."""
-        stack, leaves = [node], set()
-        while stack:
-            n = stack.pop()
-            stack += n.all_input_nodes
-            if not n.all_input_nodes:
-                leaves.add(n.op == "get_attr" and n.meta.get("kind") in ("buffer", "attribute"))
+        leaves = _leaves(node)
         return leaves == {True} or (True in leaves and node.meta["val"].dim() == 0 and not _from_floats(node))
 
     def concrete(self, t: torch.Tensor) -> torch.Tensor:
@@ -673,6 +668,21 @@ class Tracer(TorchDispatchMode):
                 for node in self.nodes[before:]:
                     node.meta["opaque"] = True
         return out
+
+
+def _leaves(node: fx.Node) -> frozenset[bool]:
+    """Of the values without inputs that a node follows from: whether they are buffers or attributes."""
+    stack = [node]
+    while stack:
+        n = stack[-1]
+        inputs = n.all_input_nodes
+        if waiting := [a for a in inputs if "leaves" not in a.meta]:
+            stack += waiting
+            continue
+        state = n.op == "get_attr" and n.meta.get("kind") in ("buffer", "attribute")
+        n.meta["leaves"] = frozenset().union(*[a.meta["leaves"] for a in inputs]) if inputs else frozenset([state])
+        stack.pop()
+    return node.meta["leaves"]
 
 
 def _from_floats(node: fx.Node) -> bool:

@@ -254,7 +254,7 @@ def _undominated(candidates: list[Ref], lifted: Lifted) -> list[Ref]:
 
 
 def _alike(a: torch.fx.Node, b: torch.fx.Node) -> bool:
-    return a.op == b.op and str(a.target) == str(b.target)
+    return a.op == b.op and str(a.target) == str(b.target) and a.meta["source"] == b.meta["source"]
 
 
 __all__ = ["explain_drops"]

@@ -276,8 +276,10 @@ class Lifter:
                 remedy="the routed sum must be one tensor before it is used further",
             )
         first: Refused | None = None
-        before = self.like.cut.target if self.like is not None else None
-        candidates.sort(key=lambda c: (c[0], before is not None and c[2].target != before, c[1]))
+        candidates.sort(key=lambda c: c[:2])
+        at = _line(self.like.cut if self.like is not None else candidates[0][2])
+        # of one line in a loop the last turn: where the last experts have no tokens, theirs may add nothing
+        candidates.sort(key=lambda c: (c[0], _line(c[2]) != at, -c[1] if _line(c[2]) == at else c[1]))
         for _, _, cut in candidates[:12]:
             try:
                 return self._canonical(cut)
@@ -809,6 +811,10 @@ class Lifter:
 
 
 # ---------------------------------------------------------------------- helpers
+def _line(n: fx.Node) -> tuple[Any, Any]:
+    return n.target, n.meta["source"]
+
+
 def walk(body: Body) -> list[Body]:
     """A body and all the bodies in it."""
     out, stack = [], [body]

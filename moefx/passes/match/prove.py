@@ -366,7 +366,7 @@ class Prover:
                 state = vars(self.block.get_submodule(owner))
                 stack.callback(state.update, {key: state[key]}) if key in state else stack.callback(state.pop, key)
                 val = node.meta["val"]
-                state[key] = torch.randn(val.shape).to(val.dtype) if isinstance(val, FakeTensor) else val.clone()
+                state[key] = _random(val) if isinstance(val, FakeTensor) else val.clone()
             again = self.lift(Routing("diverse", 0), self.sizes[0])
         _same_form(self.lifted[0], again)
         names = [[str(n.target) for n in c.nodes if n.op == "call_function"] for c in (first, again.capture)]
@@ -380,26 +380,25 @@ class Prover:
     def _other_sizes(self) -> None:
         """One token, and many: sizes at which code often takes another way."""
         dims = self.arguments.dims
-        for sizes in (
-            {d: 1 for d in dims},
-            self.arguments.choose(3 * max(29, self.hint // 4), 2) if self.hint <= 64 else None,
-        ):
-            if sizes is None:
-                continue
+        one = dict.fromkeys(dims, 1)
+        for sizes in [one, *([self.arguments.choose(3 * max(29, self.hint // 4), 2)] if self.hint <= 64 else [])]:
             told_apart = not all(g.holds(sizes) for g in self._guards())
-            try:
-                lifted = self.lift(Routing("diverse", 5), sizes)
-                told_apart |= not all(g.holds(self.sizes[0]) for g in lifted.capture.sizes.guards)
-                _same_form(self.lifted[0], lifted)
-            except (Refused, CaptureError, RuntimeError, IndexError, ValueError):
-                if told_apart:
-                    continue  # by a comparison that we saw: a guard
-                if set(sizes.values()) != {1}:
-                    raise
-                self.extra_guards.append(SizeGuard("*".join(dims), "gt", "1", True))
-                continue
-            lifted.optional = told_apart or set(sizes.values()) == {1}
-            self._add(lifted, sizes)
+            # one token may not meet all kinds of experts at once
+            for seed in (5, 6, 7, 8) if sizes == one else (5,):
+                try:
+                    lifted = self.lift(Routing("diverse", seed), sizes)
+                    told_apart |= not all(g.holds(self.sizes[0]) for g in lifted.capture.sizes.guards)
+                    _same_form(self.lifted[0], lifted)
+                except (Refused, CaptureError, RuntimeError, IndexError, ValueError):
+                    if not told_apart and sizes != one:
+                        raise
+                    continue
+                lifted.optional = told_apart or sizes == one
+                self._add(lifted, sizes)
+                break
+            else:
+                if not told_apart:  # else it is by a comparison that we saw: a guard
+                    self.extra_guards.append(SizeGuard("*".join(dims), "gt", "1", True))
 
     def _leaked_sizes(self) -> None:
         """A size that became a plain number (`int(n / 2)`) may decide a branch unseen. So more sizes are captured, and
@@ -456,6 +455,11 @@ def _same_form(a: Lifted, b: Lifted) -> None:
         h if h is not None else dataclasses.replace(g, ids=[], tables=[{} for _ in g.tables], values=[])
         for g, h in zip(a.groups, ordered, strict=True)
     ]
+
+
+def _random(like: torch.Tensor) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)  # not the user's
+    return torch.randn(like.shape, generator=generator).to(like.dtype)
 
 
 def _lines(taken: Capture) -> set[tuple[str, str]]:
