@@ -117,7 +117,8 @@ class Lifter:
         self.children = sibling_names(block)
         self.leaves_memo: dict[Term, frozenset[Term]] = {}
         self.skeletons: dict[Term, int] = {}
-        self.numbers: dict[tuple[Place, ...], list[int]] = {}
+        self.numbers: dict[Place, list[int]] = {}
+        self.owners: dict[Term, frozenset[int]] = {}
         self.given: set[Term] = set()  # rows of kept nodes
         self.outputs = [n for n in pytree.tree_leaves(capture.out) if isinstance(n, fx.Node)]
         self.outputs += [e.node for e in capture.effects if isinstance(e.node, fx.Node)]
@@ -260,6 +261,7 @@ class Lifter:
         if not experts:
             raise Refused("no parameter is used for some tokens only: nothing is routed")
         self.experts = experts
+        self.owners.clear()
         routed, cuts = self.cuts(experts)
         self.routed = routed
         self.inside = self._inside_calls()
@@ -410,30 +412,27 @@ class Lifter:
                     ]
         return [] if is_const(t, 0) else [t]
 
-    def _experts_in(self, t: Term) -> frozenset[Any]:
+    def _experts_in(self, t: Term) -> frozenset[int]:
         """The experts (by natural index) whose parameters reach a term."""
-        mine = {Place.of(x) for x in self.leaves(t) if parameter_of(x).args[0] in self.experts}
-        return frozenset(self._natural(tuple(sorted(mine, key=str)), several=True))
+        found = self.owners.get(t)
+        if found is None:
+            found = self.owners[t] = frozenset(self._natural(self._key(t), several=True))
+        return found
 
     def _natural(self, places: tuple[Place, ...], several: bool = False) -> list[int]:
-        """The expert numbers that fit all the places of a key; with `several`, of each place on its own."""
-        if places not in self.numbers:
-            options = [expert_indices(p, self.children) for p in places]
-            common = [i for i in (options[0] if options else []) if all(i in o for o in options)]
-            self.numbers[places] = common
-        common = self.numbers[places]
+        """The expert numbers that fit all the places of a key; with `several`, of each place on its own the likeliest:
+        the one that most of the other places could have too."""
+        options = [self._options(p) for p in places]
+        common = [i for i in (options[0] if options else []) if all(i in o for o in options)]
         if several and not common and len(places) > 1:
-            by_common: set[int] = set()
-            for p in places:
-                by_common |= set(self._numbers_with_siblings(p, places))
-            return sorted(by_common)
+            votes = Counter(i for o in options for i in o)
+            return sorted({min(o, key=lambda i: -votes[i]) for o in options if o})
         return common[:1]
 
-    def _numbers_with_siblings(self, place: Place, places: tuple[Place, ...]) -> list[int]:
-        """A place's likeliest number: the one that most of the other places could have too."""
-        options = expert_indices(place, self.children)
-        others = Counter(i for p in places if p != place for i in expert_indices(p, self.children))
-        return sorted(options, key=lambda i: -others[i])[:1]
+    def _options(self, place: Place) -> list[int]:
+        if place not in self.numbers:
+            self.numbers[place] = expert_indices(place, self.children)
+        return self.numbers[place]
 
     def _skeleton(self, t: Term) -> int:
         """A hash of the form of a term: which ops, not which rows, weights or parameters."""
