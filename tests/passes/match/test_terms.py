@@ -212,7 +212,7 @@ class Builder:
     def einsum(self, pair: Pair) -> Pair:
         """With a second operand: shared labels are summed or kept, and it may be a one-hot mask."""
         t, x = pair
-        labels = "abcd"[: x.dim()]
+        labels = "abcdefgh"[: x.dim()]
         mine = "".join(c for c in labels if self.draw(st.booleans()))
         extra = "z" if self.draw(st.booleans()) else ""
         size = dict(zip(labels, x.shape, strict=True)) | {"z": 2}
