@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 
 from ._plan import Plan
@@ -78,7 +79,7 @@ def survey(
     """
     start = time.perf_counter()
     tell = progress or (lambda _: None)
-    args, kwargs = example_arguments(model, example_inputs)
+    args, kwargs = pytree.tree_map_only(torch.Tensor, _valued, example_arguments(model, example_inputs))
     with _originals(model):
         try:
             found = find(model, args, kwargs)
@@ -91,6 +92,13 @@ def survey(
             ) from error
         matched, refused = _try_chains(model, found, plan, tell)
     return Survey(matched, refused, time.perf_counter() - start)
+
+
+def _valued(t: torch.Tensor) -> torch.Tensor:
+    """Integers and masks are values to capture: those of the meta device become the first token, nothing masked."""
+    if not t.is_meta or t.is_floating_point() or t.is_complex():
+        return t
+    return torch.full(t.shape, t.dtype is torch.bool, dtype=t.dtype, device="cpu")
 
 
 @contextlib.contextmanager

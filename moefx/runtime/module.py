@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import MoefxError, Refused
 from ..ir.binding import Leaves, Specialisation, binder, call_specialisation, leaves_of
@@ -172,7 +174,8 @@ class BlockForward:
         call = Specialisation(*fields)
         entry = next((e for e in self._entries if e.program.key.admits(call)), None)
         if entry is None:
-            self._specialised(call, [], None, None)
+            with _untraced():
+                self._specialised(call, [], None, None)
         for entry in self._entries:
             if entry.program.key.admits(call):
                 entry.absorbed.check(self.name)
@@ -262,6 +265,16 @@ class BlockForward:
     def __repr__(self) -> str:
         name = self.name or type(self.block).__name__
         return f"<rewritten forward of {name}, {len(self._entries)} program(s)>"
+
+
+@contextlib.contextmanager
+def _untraced() -> Iterator[None]:
+    """Without the modes that a trace runs under: `export(strict=False)` would record the captures as the model's."""
+    with contextlib.ExitStack() as stack:
+        for _ in _get_current_function_mode_stack():
+            stack.enter_context(_pop_mode_temporarily())
+        stack.enter_context(_disable_current_modes())
+        yield
 
 
 class _Entry:

@@ -1,0 +1,119 @@
+"""torch.compile and torch.export of a compiled model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from . import models
+from .models import ALL, CLOSE, NEAR, assert_rewritten, assert_same, ids, logits, loss, pair, step
+
+SIZES = ((2, 6), (3, 5), (1, 11))
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_one_graph_for_several_sizes(kind):
+    layers = 1 if kind == "qwen3" else 2
+    original, compiled = pair(kind, layers=layers)
+    backend = CompileCounterWithBackend("aot_eager")
+    compiled.compile(fullgraph=True, backend=backend)
+    for number, size in enumerate(SIZES):
+        tokens = ids(*size, seed=number)
+        assert_same(step(compiled, tokens), step(original, tokens), **NEAR)
+    assert backend.frame_count <= 3  # the first sizes, then dynamic ones
+    names = [str(node.target) for node in backend.graphs[-1].graph.nodes]
+    assert sum("expert_mlp" in name for name in names) == layers
+    assert_rewritten(compiled, calls=False)
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_inference_has_a_graph_of_its_own(kind):
+    original, compiled = pair(kind, layers=1)
+    fast = torch.compile(compiled.eval(), fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        for size in SIZES[:2]:
+            torch.testing.assert_close(logits(fast, ids(*size)), logits(original.eval(), ids(*size)), **NEAR)
+    assert_rewritten(compiled, calls=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ALL)
+def test_inductor(kind):
+    original, compiled = pair(kind, layers=1)
+    compiled.compile(fullgraph=True, backend="inductor")
+    for size in SIZES[:2]:
+        assert_same(step(compiled, ids(*size)), step(original, ids(*size)), **NEAR)
+    assert_rewritten(compiled, calls=False)
+
+
+def test_layer_by_layer():
+    original, compiled = pair("loop")
+    backend = CompileCounterWithBackend("aot_eager")
+    for moe in compiled.moes:
+        moe.compile(fullgraph=True, backend=backend)
+    for size in SIZES:
+        assert_same(step(compiled, ids(*size)), step(original, ids(*size)))
+    assert backend.frame_count <= 3  # not once per layer
+    assert list(compiled.state_dict()) == list(original.state_dict())
+
+
+@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "lenient"])
+def test_export(kind, strict):
+    original, compiled = pair(kind)
+    compiled.eval()
+    original.eval()
+    batch, length = torch.export.Dim("batch", min=2, max=64), torch.export.Dim("length", min=2, max=60)
+    exported = torch.export.export(
+        compiled, (), {"input_ids": ids()}, dynamic_shapes={"input_ids": {0: batch, 1: length}}, strict=strict
+    )
+    assert sum("expert_mlp" in str(node.target) for node in exported.graph.nodes) == 2
+    assert exported.state_dict.keys() == original.state_dict().keys()
+    for size in SIZES[:2]:
+        torch.testing.assert_close(logits(exported.module(), ids(*size)), logits(original, ids(*size)), **NEAR)
+
+
+def test_an_exported_model_can_be_saved(tmp_path):
+    original, compiled = pair("loop")
+    exported = torch.export.export(compiled, (), {"input_ids": ids()})
+    torch.export.save(exported, tmp_path / "model.pt2")
+    loaded = torch.export.load(tmp_path / "model.pt2").module()
+    torch.testing.assert_close(loaded(input_ids=ids(seed=5)), logits(original, ids(seed=5)), **CLOSE)
+
+
+def test_a_loss_function_around_the_model():
+    """The compiled region may be larger than the model."""
+    original, compiled = pair("stacked")
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def train_loss(tokens):
+        return loss(compiled, tokens) * 2
+
+    train_loss(ids()).backward()
+    (2 * loss(original, ids())).backward()
+    for actual, expected in zip(compiled.parameters(), original.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, expected.grad, **CLOSE)
+
+
+def test_autocast_inside_of_a_compiled_region():
+    original, compiled = pair("loop", torch.float32)
+    fast = torch.compile(compiled, fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        torch.testing.assert_close(logits(fast, ids()), logits(original, ids()), rtol=0.05, atol=0.05)
+        torch.testing.assert_close(logits(fast, ids()), logits(compiled, ids()), rtol=0.02, atol=0.02)
+
+
+def test_a_changed_expert_is_noticed_when_the_graph_is_made_again():
+    _, compiled = pair("loop")
+    models.experts_of(compiled)[1].up = nn.Linear(models.D, models.H, bias=False).double()
+    with pytest.raises(Exception, match=r"moes\.1\.experts\.1\.up was replaced"):
+        torch.compile(compiled, fullgraph=True, backend="aot_eager")(ids())
