@@ -12,6 +12,7 @@ The result is a functional ATen graph (in-place updates and views are resolved h
 
 from __future__ import annotations
 
+import builtins
 import collections
 import contextlib
 import copy
@@ -41,6 +42,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ..errors import CaptureError
+from .counts import LENGTH, Count, Share, counted, tells_empty
 from .routing import Routing
 from .sizes import Size, SizeLog, plain, sized
 
@@ -196,7 +198,8 @@ class HostRead:
 
     source: Source
     value: bool | float | str
-    node: fx.Node
+    node: fx.Node | None  # None: the length of something
+    asked: tuple[str, Any] | None = None  # the comparison, where `node` is a number
 
 
 class _Alias:
@@ -252,6 +255,8 @@ class Tracer(TorchDispatchMode):
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.most_nodes = 0  # more than so many is an endless loop; 0: no limit
         self.quiet = 0  # inside an operation that is recorded whole
+        self.lengths: set[int] = set()  # how many rows the routing left somewhere
+        self.touched = False  # whether the op at work was called with a number of the routing
 
     # ------------------------------------------------------------------ nodes
     def emit(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> fx.Node:
@@ -263,6 +268,8 @@ class Tracer(TorchDispatchMode):
         node.meta["index"] = len(self.nodes)
         node.meta["source"] = user_source()
         node.meta["grad"] = _grad_enabled()
+        # whether how many rows it has may follow from the routing
+        node.meta["ragged"] = node.target in _RAGGED or any(a.meta.get("ragged") for a in node.all_input_nodes)
         self.nodes.append(node)
         return node
 
@@ -270,6 +277,9 @@ class Tracer(TorchDispatchMode):
         if isinstance(value, torch.Tensor):
             node.meta["val"] = value if isinstance(value, FakeTensor) else value.clone()
             node.meta["known"] = known or not is_float(value)
+            maker = node.args[0] if node.target is operator.getitem else node
+            if value.dim() and getattr(maker, "target", None) in _RAGGED:
+                self.lengths.add(value.shape[0])
         else:
             node.meta["val"] = value
 
@@ -433,6 +443,30 @@ class Tracer(TorchDispatchMode):
                     bool(inputs) and all(self._is_weight(a) for a in inputs)
                 )
         return node.meta["weight"]
+
+    # ------------------------------------------------------------------ numbers of the routing (a `CountLog`)
+    def compared(self, count: Any, op: str, other: Any, value: bool) -> bool:
+        if isinstance(other, (Count, Share)) and op in ("eq", "ne"):
+            return value  # keys of a dict: whether two ids are one is no branch
+        if tells_empty(count, op, other):
+            return value  # without rows nothing is computed; other captures had experts without
+        source = user_source()
+        value = bool(self.flips.get(source, value))
+        self.reads.append(HostRead(source, value, count.expr if isinstance(count.expr, fx.Node) else None, (op, other)))
+        return value
+
+    def leak(self, expr: Any) -> None:
+        self.sizes.routed = True
+
+    def use(self, size: Any) -> None:
+        self.touched = True
+
+    def rows_of_routing(self, before: int) -> None:
+        """The ops since `before` made rows as many as the routing says."""
+        for node in self.nodes[before:]:
+            node.meta["ragged"] = True
+            if isinstance(val := node.meta.get("val"), torch.Tensor) and val.dim():
+                self.lengths.add(val.shape[0])
 
     def _is_state(self, node: fx.Node) -> bool:
         """Computed from buffers and attributes only: a step counter, say."""
@@ -741,20 +775,51 @@ class _Functions(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         args, options = plain(args), plain(kwargs or {})
-        tracer = self.tracer
+        tracer, before = self.tracer, len(self.tracer.nodes)
+        touched, tracer.touched = tracer.touched, False
         if tracer.quiet:
             return func(*args, **options)
         if func in _COUNTS:  # of elements: the product of the sizes
-            return math.prod(sized(args[0].shape, tracer.sizes))
+            return math.prod(self._shape(args[0]))
         if func in _SIZES:
-            return sized(func(*args, **options), tracer.sizes)
+            if func is torch.Tensor.__len__ or args[1:] or options:
+                dim = 0 if func is torch.Tensor.__len__ else (*args[1:], *options.values())[0]
+                return self._shape(args[0])[dim] if dim is not None else self._shape(args[0])
+            return self._shape(args[0])
+        if func in _NUMBERS:
+            return self._numbers(args[0], func(*args, **options))
+        if func is torch.Tensor.__int__:
+            return int(self._numbers(args[0], func(*args, **options)))
         whole = _WHOLE.get(func)
         tensors = tensors_in(args) if whole is not None else []
         if whole is None or not any(is_float(t) for t in tensors) or any(map(_is_batched, tensors)):
-            return func(*args, **options)
+            out = func(*args, **options)
+            if touched:
+                tracer.rows_of_routing(before)
+            return out
         if func is torch.Tensor.__rmatmul__:
             args, func = (args[1], args[0]), torch.matmul
         return tracer.record_whole(_WHOLE[func], args, options, lambda: func(*args, **options))
+
+
+    def _shape(self, t: torch.Tensor) -> torch.Size:
+        tracer = self.tracer
+        with torch._C.DisableTorchFunction():
+            shape = t.shape
+            first = shape[0] if shape else None
+            ragged = first in tracer.lengths and not _is_batched(t) and tracer.node_of(t).meta.get("ragged")
+        out = sized(shape, tracer.sizes)
+        if ragged and type(out[0]) is int:
+            out = torch.Size([counted(first, LENGTH, tracer), *out[1:]])
+        return out
+
+    def _numbers(self, t: torch.Tensor, value: Any) -> Any:
+        """Integers that Python read from the routing."""
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            if is_float(t) or t.dtype is torch.bool or _is_batched(t):
+                return value
+            node = self.tracer.node_of(t)
+            return counted(value, node, self.tracer) if _from_floats(node) else value
 
 
 def _is_batched(t: torch.Tensor) -> bool:
@@ -769,6 +834,12 @@ _SIZES = {
 }  # type: ignore[attr-defined]
 
 
+_NUMBERS = {torch.Tensor.item, torch.Tensor.tolist}
+_RAGGED = {
+    getattr(getattr(aten, name), overload)
+    for name in ("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive")
+    for overload in getattr(aten, name).overloads()
+}
 _COUNTS = {torch.Tensor.numel, torch.Tensor.nelement, torch.numel}
 
 
@@ -827,7 +898,12 @@ def _recording(tracer: Tracer, names: dict[int, str]) -> Iterator[None]:
 
         return query
 
+    def length(of: Any) -> Any:  # the builtin would turn what `__len__` returns into a plain number
+        return of.__len__() if isinstance(of, torch.Tensor) else plain_len(of)
+
+    plain_len = len
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_patched(builtins, "len", length))
         stack.enter_context(_patched(torch.autograd.Function, "apply", classmethod(apply)))
         stack.enter_context(_patched(nn.Module, "__call__", call))
         # `self.lin.to(dtype)` inside a forward must not try to swap fake parameters

@@ -16,7 +16,7 @@ import torch
 
 from ..ir.codegen import FUNCTIONS
 
-_COMPARE = {
+COMPARE = {
     "lt": operator.lt,
     "le": operator.le,
     "gt": operator.gt,
@@ -41,7 +41,7 @@ class SizeGuard:
 
     def holds(self, dims: dict[str, int]) -> bool:
         left, right = (evaluate(side, dims) for side in (self.left, self.right))
-        return _COMPARE[self.op](left, right) is self.value
+        return COMPARE[self.op](left, right) is self.value
 
     def __str__(self) -> str:
         symbol = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}[self.op]
@@ -55,6 +55,7 @@ class SizeLog:
         guards: comparisons, each once.
         leaks: expressions that became plain numbers (`int(n / 2)`, `math.sqrt(n)`): comparisons with these go unseen.
         used: expressions of the sizes that ops were called with.
+        routed: whether a number that follows from the routing (a `Count`) became a plain one.
     """
 
     def __init__(self, dims: dict[str, int] | None = None):
@@ -62,6 +63,7 @@ class SizeLog:
         self.guards: list[SizeGuard] = []
         self.leaks: set[str] = set()
         self.used: set[str] = set()
+        self.routed = False
         names = list(self.dims)
         self.expressions: dict[int, str] = {}
         for i, a in enumerate(names):
@@ -77,20 +79,23 @@ class SizeLog:
     def leak(self, expr: str) -> None:
         self.leaks.add(expr)
 
+    def use(self, size: Number) -> None:
+        self.used.add(size.expr)
 
-class _Number:
-    """What `Size` and `Ratio` share: a number with the expression it came from."""
+
+class Number:
+    """What `Size` and `Ratio` share: a number with the expression it came from, None for one from the routing."""
 
     value: Any
-    expr: str
-    log: SizeLog
+    expr: Any
+    log: Any
     _is: type
 
     # `isinstance(n, int)` holds as it does for the number; torch takes it as its own symbolic number, and it is not a
     # real int because `0.5 * n` would then be left to `float`, which knows nothing of expressions
     __class__ = property(lambda self: self._is)  # type: ignore[assignment]
 
-    def __init__(self, value: Any, expr: str, log: SizeLog):
+    def __init__(self, value: Any, expr: Any, log: Any):
         self.value, self.expr, self.log = value, expr, log
 
     def __getattr__(self, name: str) -> Any:
@@ -137,16 +142,20 @@ class _Number:
     def __round__(self, digits: int | None = None) -> Any:
         if digits is not None:
             return round(float(self), digits)
-        return Size(round(self.value), f"round({self.expr})", self.log)
+        return self._like(round(self.value), f"round({self.expr})")
 
-    def __floor__(self) -> Size:
-        return Size(math.floor(self.value), f"floor({self.expr})", self.log)
+    def __floor__(self) -> Any:
+        return self._like(math.floor(self.value), f"floor({self.expr})")
 
-    def __ceil__(self) -> Size:
-        return Size(math.ceil(self.value), f"ceil({self.expr})", self.log)
+    def __ceil__(self) -> Any:
+        return self._like(math.ceil(self.value), f"ceil({self.expr})")
 
-    def __trunc__(self) -> Size:
-        return Size(math.trunc(self.value), f"trunc({self.expr})", self.log)
+    def __trunc__(self) -> Any:
+        return self._like(math.trunc(self.value), f"trunc({self.expr})")
+
+    def _like(self, value: Any, expr: str) -> Any:
+        """Another number of the same origin."""
+        return _made(value, expr, self.log)
 
     def __divmod__(self, other: Any) -> Any:
         return self // other, self % other
@@ -155,7 +164,7 @@ class _Number:
         return other // self, other % self
 
 
-class Size(_Number, torch.SymInt):
+class Size(Number, torch.SymInt):
     """An int with the expression it came from."""
 
     _is = int
@@ -164,26 +173,26 @@ class Size(_Number, torch.SymInt):
         return self.value
 
 
-class Ratio(_Number, torch.SymFloat):
+class Ratio(Number, torch.SymFloat):
     """A float that was computed from a `Size`."""
 
     _is = float
 
 
 def _expr(x: Any) -> str | None:
-    if isinstance(x, _Number):
-        return x.expr
+    if isinstance(x, Number):
+        return x.expr if isinstance(x.expr, str) else None
     return f"({x!r})" if type(x) in (int, float) and x < 0 else repr(x) if type(x) in (int, float, bool) else None
 
 
 def _value(x: Any) -> Any:
-    return x.value if isinstance(x, _Number) else x
+    return x.value if isinstance(x, Number) else x
 
 
 def plain(x: Any) -> Any:
     """For an op: a `Size` or `Ratio` as the number it is, also in the containers that arguments are made of."""
-    if isinstance(x, _Number):
-        x.log.used.add(x.expr)
+    if isinstance(x, Number):
+        x.log.use(x)
         return x.value
     if type(x) in (tuple, list):
         return type(x)([plain(v) for v in x])
@@ -216,7 +225,7 @@ def _arithmetic(symbol: str, fn: Callable, swapped: bool) -> Callable:
 
 
 def _unary(text: str, fn: Callable) -> Callable:
-    return lambda self: _made(fn(self.value), text.format(self.expr), self.log)
+    return lambda self: self._like(fn(self.value), text.format(self.expr))
 
 
 def _comparison(name: str, fn: Callable) -> Callable:
@@ -236,21 +245,22 @@ def _comparison(name: str, fn: Callable) -> Callable:
 
 def _define(kind: type) -> None:
     """The operators; those that torch's symbolic numbers have would look for a symbol of torch's."""
-    for name, symbol, fn in (
-        ("add", "+", operator.add), ("sub", "-", operator.sub), ("mul", "*", operator.mul), ("mod", "%", operator.mod),
-        ("floordiv", "//", operator.floordiv), ("truediv", "/", operator.truediv), ("pow", "**", operator.pow),
-        ("lshift", "<<", operator.lshift), ("rshift", ">>", operator.rshift), ("and", "&", operator.and_),
-        ("or", "|", operator.or_), ("xor", "^", operator.xor),
-    ):  # fmt: skip
+    for name, (symbol, fn) in ARITHMETIC.items():
         setattr(kind, f"__{name}__", _arithmetic(symbol, fn, False))
         setattr(kind, f"__r{name}__", _arithmetic(symbol, fn, True))
     for name, text, fn in (("neg", "(-{})", operator.neg), ("pos", "{}", operator.pos), ("abs", "abs({})", abs)):
         setattr(kind, f"__{name}__", _unary(text, fn))
-    for name, fn in _COMPARE.items():
+    for name, fn in COMPARE.items():
         setattr(kind, f"__{name}__", _comparison(name, fn))
 
 
-_define(_Number)
+ARITHMETIC = {
+    "add": ("+", operator.add), "sub": ("-", operator.sub), "mul": ("*", operator.mul), "mod": ("%", operator.mod),
+    "floordiv": ("//", operator.floordiv), "truediv": ("/", operator.truediv), "pow": ("**", operator.pow),
+    "lshift": ("<<", operator.lshift), "rshift": (">>", operator.rshift), "and": ("&", operator.and_),
+    "or": ("|", operator.or_), "xor": ("^", operator.xor),
+}  # fmt: skip
+_define(Number)
 
 
 def sized(value: Any, log: SizeLog) -> Any:

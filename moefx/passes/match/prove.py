@@ -23,7 +23,7 @@ from ...errors import CaptureError, Refused
 from ..capacity import Formula
 from .lift import Body, Lifted, Lifter, Ref
 from .paths import Place, sibling_names
-from .ranges import Ranges
+from .ranges import UNBOUNDED, Ranges
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,7 +234,7 @@ class Prover:
                 total = max([total, self._siblings(table), *[self._stack(place) for place in list(table.values())[:1]]])
         for node in first.index.nodes:
             ids = Ranges(first.capture.nodes).of(node)
-            if ids is not None and (ids[0] >= 0).all() and ids[1].size:
+            if ids is not None and (ids[0] >= 0).all() and ids[1].numel() and ids[1].max() < UNBOUNDED:
                 total = max(total, int(ids[1].max()) + 1)
         return total
 
@@ -301,10 +301,14 @@ class Prover:
         Python read is given the values that turn any comparison with it."""
         outcomes: dict[Source, set[Any]] = {}
         for lifted in self.lifted:
-            ranges = Ranges(lifted.capture.nodes) if lifted.capture.reads else None
             for read in lifted.capture.reads:
-                seen = outcomes.setdefault(read.source, set())
-                seen |= {True, False} if ranges and ranges.decided(read.node) else {read.value}
+                outcomes.setdefault(read.source, set()).add(read.value)
+        for lifted in self.lifted:
+            doubtful = [read for read in lifted.capture.reads if len(outcomes[read.source]) == 1]
+            ranges = Ranges(lifted.capture.nodes) if doubtful else None
+            for read in doubtful:
+                if ranges and read.node is not None and ranges.decided(read.node, read.asked):
+                    outcomes[read.source] = {True, False}
         for source, seen in outcomes.items():
             kinds = {type(v) for v in seen}
             others: list[Any] = (
@@ -337,7 +341,7 @@ class Prover:
         for lifted in self.lifted:
             for n in filter(compares_floats, lifted.capture.nodes):
                 val = n.meta["val"]
-                per_slot = val.shape[-1:] == (lifted.slots,) and val.numel() == lifted.ids.size
+                per_slot = val.shape[-1:] == (lifted.slots,) and val.numel() == lifted.ids.numel()
                 for slot, column in enumerate(val.reshape(-1, lifted.slots).t() if per_slot else [val]):
                     outcomes.setdefault((n.meta["source"], slot), set()).update(column.unique().tolist())
         for source in dict.fromkeys(source for (source, _), seen in outcomes.items() if len(seen) == 1):
@@ -401,10 +405,13 @@ class Prover:
                     self.extra_guards.append(SizeGuard("*".join(dims), "gt", "1", True))
 
     def _leaked_sizes(self) -> None:
-        """A size that became a plain number (`int(n / 2)`) may decide a branch unseen. So more sizes are captured, and
-        where one runs other lines than all before, the form is guarded to hold below it."""
-        if not any(lifted.capture.sizes.leaks for lifted in self.lifted):
+        """A size, or how many tokens an expert got, that became a plain number (`int(n / 2)`) may decide a branch
+        unseen. So more sizes are captured, and where one runs other lines than all before, the form is guarded to hold
+        below it."""
+        routed = any(lifted.capture.sizes.routed for lifted in self.lifted)
+        if not routed and not any(lifted.capture.sizes.leaks for lifted in self.lifted):
             return
+        crowd = Routing("flooded", 8) if routed else Routing("diverse", 8)
         many = [lifted.capture for lifted in self.lifted if math.prod(lifted.tokens) > 1]
         every = set().union(*map(_lines, many))
         always = set.intersection(*map(_lines, many))
@@ -415,7 +422,7 @@ class Prover:
             sizes = dict.fromkeys(self.arguments.dims, 1) | {self.arguments.dims[-1]: tokens}
             if not all(g.holds(sizes) for g in self._guards()):
                 return False
-            taken = self.capture(Routing("diverse", 8), sizes)
+            taken = self.capture(crowd, sizes)
             seen = _lines(taken)
             return len(taken.nodes) <= most and not (always <= seen <= every)
 

@@ -16,14 +16,16 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import fx
 
+from ...capture.counts import Count
+from ...capture.sizes import plain
 from .semantics import SELECTIONS
 
 aten = torch.ops.aten
-Range = tuple[np.ndarray, np.ndarray]
+Range = tuple[torch.Tensor, torch.Tensor]  # of a shape that broadcasts to the node's
+UNBOUNDED = 1 << 40  # grows with the number of tokens
 
 _MOVES = {
     "view", "_unsafe_view", "reshape", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "select",
@@ -57,10 +59,17 @@ class Ranges:
     def of(self, node: fx.Node) -> Range | None:
         return self._known.get(node)
 
-    def decided(self, node: fx.Node) -> bool:
-        """Whether a boolean is the same under every routing."""
+    def decided(self, node: fx.Node, asked: tuple[str, Any] | None = None) -> bool:
+        """Whether a boolean, or what was asked of a number (`("lt", 8)`), is the same under every routing."""
         found = self.of(node)
-        return found is not None and bool((found[0] == found[1]).all())
+        if found is None:
+            return False
+        if asked is not None:
+            if isinstance(asked[1], Count):
+                return False
+            lo, hi = map(torch.tensor, _hull(found))
+            found = _compare(asked[0], (lo, hi), self._pair(plain(asked[1])))
+        return bool((found[0] == found[1]).all())
 
     def _range(self, node: fx.Node) -> Range | None:
         val = node.meta.get("val")
@@ -69,12 +78,15 @@ class Ranges:
         if node.op != "call_function":
             return None
         if not node.all_input_nodes:
-            exact = val.numpy().astype(np.int64)
+            exact = val.to(torch.int64)
             return exact, exact
         name = _name(node)
         if name == "getitem":
             bundle, i = node.args
             source = bundle.args[0].meta.get("val") if isinstance(bundle, fx.Node) and bundle.args else None
+            if i == 0 and _name(bundle).startswith(("_unique", "unique")):
+                found = self._known.get(bundle.args[0])
+                return found and _uniform(*_hull(found), val)
             if i == 1 and _name(bundle) in SELECTIONS and source is not None and source.dim():
                 dim, _ = SELECTIONS[_name(bundle)](bundle)
                 return _uniform(0, source.shape[dim] - 1, val)
@@ -88,7 +100,7 @@ class Ranges:
         if name == "nonzero":
             return self._nonzero(node, val)
         if name in ("bincount", "histc"):
-            return _uniform(0, node.args[0].meta["val"].numel(), val)
+            return _uniform(0, UNBOUNDED, val)
         if name == "scatter" and len(node.args) == 4:
             return self._scatter(node, val)
         inputs = [self._known.get(a) for a in node.all_input_nodes]
@@ -99,8 +111,7 @@ class Ranges:
     def _apply(self, node: fx.Node, name: str, val: torch.Tensor) -> Range | None:
         def bound(side: int) -> Any:
             def value(n: fx.Node) -> torch.Tensor:
-                array = self._known[n][side]
-                return torch.from_numpy(np.array(np.broadcast_to(array, tuple(n.meta["val"].shape))))
+                return self._known[n][side].expand(n.meta["val"].shape).contiguous()
 
             return fx.node.map_arg(
                 (node.args, {k: v for k, v in node.kwargs.items() if k != "device"}), value
@@ -113,28 +124,26 @@ class Ranges:
                 args, kwargs = bound(1)
                 hi = node.target(*args, **kwargs)
                 lo, hi = (x[0] if isinstance(x, tuple) else x for x in (lo, hi))
-                return lo.numpy().astype(np.int64), hi.numpy().astype(np.int64)
+                lo, hi = lo.to(torch.int64), hi.to(torch.int64)
+                if name in ("sum", "cumsum"):  # over tokens, of which there may be more
+                    hi = torch.where(lo == hi, hi, UNBOUNDED)
+                return lo, hi.clamp(max=UNBOUNDED)
             if name in _COMPARE:
                 a, b = (self._pair(x) for x in node.args[:2])
                 return _compare(name, a, b)
             if name == "index":
-                return _uniform(
-                    int(self._known[node.args[0]][0].min(initial=0)),
-                    int(self._known[node.args[0]][1].max(initial=0)),
-                    val,
-                )
+                return _uniform(*_hull(self._known[node.args[0]]), val)
             if name in ("logical_not", "bitwise_not") and val.dtype == torch.bool:
-                lo, hi = self._known[node.args[0]]
-                return 1 - hi, 1 - lo
+                return _compare("eq", self._known[node.args[0]], self._pair(0))
         except (RuntimeError, TypeError, ValueError):
             pass
         return _uniform(0, 1, val) if val.dtype == torch.bool else None
 
     def _pair(self, x: Any) -> Range:
         if isinstance(x, fx.Node):
-            lo, hi = self._known[x]
-            return lo, hi
-        return np.asarray(x), np.asarray(x)
+            return self._known[x]
+        exact = torch.as_tensor(x)
+        return exact, exact
 
     def _nonzero(self, node: fx.Node, val: torch.Tensor) -> Range | None:
         """Coordinates of what may be true."""
@@ -143,9 +152,8 @@ class Ranges:
         shape = mask.meta["val"].shape
         hi = [n - 1 for n in shape]
         if found is not None and found[1].shape == tuple(shape):
-            possible = np.nonzero(found[1])
-            hi = [int(p.max(initial=0)) for p in possible]
-        return np.zeros((1, len(hi)), np.int64), np.asarray([hi], np.int64).reshape(1, -1)
+            hi = [max(p, default=0) for p in found[1].nonzero().t().tolist()]
+        return torch.zeros((1, len(hi)), dtype=torch.int64), torch.tensor([hi], dtype=torch.int64)
 
     def _scatter(self, node: fx.Node, val: torch.Tensor) -> Range | None:
         """`one_hot`: a constant written at indices that have a range."""
@@ -153,13 +161,10 @@ class Ranges:
         found, under = self._known.get(index), self._known.get(base)
         if found is None or under is None or not isinstance(value, (int, bool)):
             return None
-        lo, hi = (np.broadcast_to(x, tuple(val.shape)).copy() for x in under)
-        positions = np.arange(val.shape[dim]).reshape(
-            [-1 if d == dim % val.dim() else 1 for d in range(val.dim())]
-        )
-        inside = (positions >= found[0].min(initial=0)) & (positions <= found[1].max(initial=0))
-        inside = np.broadcast_to(inside, lo.shape)
-        return np.where(inside, np.minimum(lo, value), lo), np.where(inside, np.maximum(hi, value), hi)
+        inside = torch.zeros(val.shape, dtype=torch.bool)
+        inside.narrow(dim, 0, min(_hull(found)[1] + 1, val.shape[dim])).fill_(True)
+        lo, hi = (x.expand(val.shape) for x in under)
+        return torch.where(inside, lo.clamp(max=int(value)), lo), torch.where(inside, hi.clamp(min=int(value)), hi)
 
 
 def _name(node: Any) -> str:
@@ -168,7 +173,13 @@ def _name(node: Any) -> str:
 
 
 def _uniform(lo: int, hi: int, val: torch.Tensor) -> Range:
-    return np.full(tuple(val.shape), lo, np.int64), np.full(tuple(val.shape), hi, np.int64)
+    return torch.full(val.shape, lo), torch.full(val.shape, hi)
+
+
+def _hull(found: Range) -> tuple[int, int]:
+    """The least and the greatest that any element can be, 0 included."""
+    lo, hi = found
+    return min([0, *lo.reshape(-1).tolist()]), max([0, *hi.reshape(-1).tolist()])
 
 
 def _negative(node: fx.Node) -> bool:

@@ -1,0 +1,103 @@
+"""Numbers that follow from the routing: how many tokens an expert got, the id of one.
+
+Code may branch on them (`if len(tokens) > 256`), and a capture sees one outcome only. So such a number reports what it
+is compared with, as a read of a boolean that can be made to come out the other way.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from .sizes import ARITHMETIC, COMPARE, Number
+
+LENGTH = object()  # where a number came from: it is how many rows there are
+
+
+def tells_empty(count: Number, op: str, other: Any) -> bool:
+    """Whether a comparison only asks whether there are any rows."""
+    return count.expr is LENGTH and (op, other) in (
+        ("eq", 0), ("ne", 0), ("gt", 0), ("le", 0), ("ge", 1), ("lt", 1),
+    )  # fmt: skip
+
+
+class CountLog(Protocol):
+    """Who is told."""
+
+    def compared(self, count: Number, op: str, other: Any, value: bool) -> bool:
+        """A comparison came out as `value`; returns how it is to come out."""
+        ...
+
+    def leak(self, expr: Any) -> None:
+        """It became a plain number: what that is compared with is not seen."""
+        ...
+
+    def use(self, size: Number) -> None:
+        """An op was called with it."""
+        ...
+
+
+class _Routed(Number):
+    """`expr` is the node that the number was read from, `LENGTH`, or None where it was computed from such."""
+
+    def _like(self, value: Any, expr: Any = None) -> Any:
+        return counted(value, None, self.log)
+
+
+class Count(_Routed, torch.SymInt):
+    _is = int
+
+    def __index__(self) -> int:
+        return self.value
+
+
+class Share(_Routed, torch.SymFloat):
+    _is = float
+
+
+def counted(value: Any, node: Any, log: CountLog) -> Any:
+    """`value` (a number, or a list of numbers) as numbers that report comparisons."""
+    if type(value) is list:
+        return [counted(v, node, log) for v in value]
+    if type(value) is int:
+        return Count(value, node, log)
+    return Share(value, node, log) if type(value) is float else value
+
+
+def _arithmetic(fn: Callable, swapped: bool) -> Callable:
+    def method(self: _Routed, other: Any) -> Any:
+        if isinstance(other, torch.Tensor):
+            return fn(other, self.value) if swapped else fn(self.value, other)
+        value = other.value if isinstance(other, Number) else other
+        if type(value) not in (int, float, bool):
+            return fn(value, self.value) if swapped else fn(self.value, value)  # a list as often as this
+        found = fn(value, self.value) if swapped else fn(self.value, value)
+        stays = self.expr is LENGTH and fn is operator.mul and type(value) is int and value > 0  # still 0 without rows
+        return Count(found, LENGTH, self.log) if stays else self._like(found)
+
+    return method
+
+
+def _comparison(name: str, fn: Callable) -> Callable:
+    def method(self: _Routed, other: Any) -> Any:
+        if isinstance(other, torch.Tensor):
+            return fn(self.value, other)
+        value = other.value if isinstance(other, Number) else other
+        if type(value) not in (int, float, bool):
+            return NotImplemented
+        return self.log.compared(self, name, other, fn(self.value, value))
+
+    return method
+
+
+for _name, (_, _fn) in ARITHMETIC.items():
+    setattr(_Routed, f"__{_name}__", _arithmetic(_fn, False))
+    setattr(_Routed, f"__r{_name}__", _arithmetic(_fn, True))
+for _name, _fn in COMPARE.items():
+    setattr(_Routed, f"__{_name}__", _comparison(_name, _fn))
+
+
+__all__ = ["LENGTH", "Count", "CountLog", "Share", "counted", "tells_empty"]

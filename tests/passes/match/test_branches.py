@@ -1,0 +1,138 @@
+"""Branches on what follows from the routing: how many tokens an expert got, which experts were chosen."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+import torch
+from torch import nn
+
+import moefx
+
+D, E, K = 16, 4, 2
+
+
+class Loop(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(D, E, bias=False)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(D, 24), nn.ReLU(), nn.Linear(24, D)) for _ in range(E)
+        )
+
+    def forward(self, x):
+        t = x.reshape(-1, D)
+        weights, chosen = self.gate(t).softmax(-1).topk(K)
+        return self.mix(t, weights, chosen).view_as(x)
+
+    def mix(self, t, weights, chosen):
+        out = torch.zeros_like(t)
+        for e in range(E):
+            token, slot = torch.where(chosen == e)
+            y = self.experts[e](t[token])
+            if self.special(e, t[token], chosen):
+                y = y * 0.5
+            out.index_add_(0, token, y * weights[token, slot, None])
+        return out
+
+    def special(self, e, rows, chosen):
+        return False
+
+
+def case(special):
+    return type("Special", (Loop,), {"special": lambda self, e, rows, chosen: special(e, rows, chosen)})
+
+
+TRAPS = {
+    "len": lambda e, rows, chosen: len(rows) > 300,
+    "shape": lambda e, rows, chosen: rows.shape[0] >= 70,
+    "size": lambda e, rows, chosen: rows.size(0) > 300,
+    "numel": lambda e, rows, chosen: rows.numel() > 5000,
+    "one_of": lambda e, rows, chosen: len(rows) in (77, 99),
+    "share": lambda e, rows, chosen: len(rows) / chosen.shape[0] > 0.999,
+    "odd": lambda e, rows, chosen: len(rows) % 2,
+    "item": lambda e, rows, chosen: (chosen == e).sum().item() > 300,
+    "tensor": lambda e, rows, chosen: (chosen == e).sum() > 300,
+    "int": lambda e, rows, chosen: int((chosen == e).sum()) > 300,
+    "tolist": lambda e, rows, chosen: torch.bincount(chosen.flatten(), minlength=E).tolist()[e] > 300,
+    "difference": lambda e, rows, chosen: rows.shape[0] - 300 > 0,
+}
+
+
+@pytest.mark.parametrize("special", TRAPS.values(), ids=TRAPS)
+def test_how_many_tokens_an_expert_got_must_not_matter(special):
+    """Refused, or guarded so that the sizes at which it does matter run the original."""
+    model = case(special)().double()
+    compiled = moefx.compile(model, example_inputs=(torch.randn(2, 40, D).double(),), strict=False)
+    halved = 0
+    for tokens in (1, 77, 300, 900):
+        x = torch.randn(1, 1, D).double().expand(1, tokens, D) + 1e-3 * torch.randn(1, tokens, D).double()
+        torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
+        halved += not torch.allclose(model(x), Loop.mix(_plain(model), x[0], *_routed(model, x)), rtol=0, atol=1e-9)
+    assert halved, "the trap never sprang"
+
+
+def _plain(model):
+    plain = Loop().double()
+    plain.load_state_dict(model.state_dict())
+    return plain
+
+
+def _routed(model, x):
+    return model.gate(x[0]).softmax(-1).topk(K)
+
+
+class Unique(Loop):
+    """Only the experts that were hit, with all the checks that careful people write."""
+
+    def mix(self, t, weights, chosen):
+        out = torch.zeros_like(t)
+        for e in chosen.unique().tolist():
+            if e >= len(self.experts):
+                continue
+            token, slot = torch.where(chosen == e)
+            if len(token) == 0 or token.numel() == 0 or token.shape[0] < 1:
+                continue
+            out.index_add_(0, token, self.experts[e](t[token]) * weights[token, slot, None])
+        return out
+
+
+class Offsets(Loop):
+    """Slices of the sorted tokens, their bounds on the host."""
+
+    def mix(self, t, weights, chosen):
+        flat = chosen.flatten()
+        order = flat.argsort(stable=True)
+        rows, outs, start = t[order // K], [], 0
+        for e, count in enumerate(torch.bincount(flat, minlength=E).tolist()):
+            if count > 0:
+                outs.append(self.experts[e](rows[start : start + count]))
+            start += count
+        y = torch.cat(outs) * weights.flatten()[order, None]
+        return torch.zeros_like(t).index_add_(0, order // K, y)
+
+
+class Lists(Loop):
+    """Python's own containers, keyed by expert ids."""
+
+    def mix(self, t, weights, chosen):
+        groups = defaultdict(list)
+        for token, experts in enumerate(chosen.tolist()):
+            for slot, e in enumerate(experts):
+                groups[e].append((token, slot))
+        out = torch.zeros_like(t)
+        for e in sorted(groups):
+            token, slot = torch.tensor(groups[e]).unbind(1)
+            out.index_add_(0, token, self.experts[e](t[token]) * weights[token, slot, None])
+        return out
+
+
+@pytest.mark.parametrize("kind", [Unique, Offsets, Lists])
+def test_bookkeeping_on_the_host_is_no_branch(kind):
+    model = kind().double()
+    compiled = moefx.compile(model, example_inputs=(torch.randn(2, 40, D).double(),))
+    for tokens in (1, 3, 200):
+        x = torch.randn(1, tokens, D).double()
+        torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
+    assert moefx.explain(compiled).matched[0].calls == (3, 0, 0)  # never the original
