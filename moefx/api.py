@@ -216,11 +216,8 @@ def program_of(
     arguments = tuple((path, _on(kind, device)) for path, kind in call.arguments)
     reads_grad = bool(result.match.modes_read & {"is_grad_enabled", "is_inference_mode_enabled"})
     key = Specialisation(block.training, True if reads_grad else None, autocast, arguments)
-    # a part of a kept module whose parameters are read beside its call must not change
-    read = [str(n.target).rpartition(".")[0] for n in result.graph.nodes if n.op == "get_attr"]
-    inner = [owner for owner in read for kept in result.rewritten.repeated if owner.startswith(f"{kept}.")]
-    absorbed = dict.fromkeys([*absorbed_names(block, result.graph), *inner])
-    return Program(key, result.history, tuple(absorbed), _guards(result))
+    absorbed = absorbed_names(block, result.graph, result.rewritten.repeated)
+    return Program(key, result.history, absorbed, _guards(result))
 
 
 def _signature_binder(block: nn.Module) -> Any:

@@ -19,6 +19,7 @@ from .capture.find import Found, Seen, find, signature
 from .errors import CaptureError, InvalidInput, Refused
 from .pipeline import Result, rewrite_block
 from .runtime.module import rewritten_blocks
+from .runtime.watch import absorbed_names, hook_on
 
 _NOT_ROUTED = "nothing is routed"
 
@@ -91,7 +92,8 @@ def survey(
                 "Pass example_inputs=(...) or example_inputs={...} that it accepts"
             ) from error
         matched, refused = _try_chains(model, found, plan, tell)
-    return Survey(matched, refused, time.perf_counter() - start)
+    matched, hooked = _without_hooked(model, matched)
+    return Survey(matched, [*refused, *hooked], time.perf_counter() - start)
 
 
 def _valued(t: torch.Tensor) -> torch.Tensor:
@@ -144,6 +146,26 @@ def _try_chains(
             refusals[i].append(_chooses_only(chain, modules, found))
     refused = {r[0].name: r[0] for r in refusals.values() if r}
     return matched, [r for r in refused.values() if not _touches(r.name, taken)]
+
+
+def _without_hooked(model: nn.Module, matched: list[Matched]) -> tuple[list[Matched], list[Refusal]]:
+    """Blocks whose rewritten graph would not call a module that someone listens to stay as they are."""
+    modules, refused = dict(model.named_modules()), []
+    for m in matched:
+        for name in list(m.names):
+            parts = absorbed_names(modules[name], m.result.graph, m.result.rewritten.repeated)
+            hooks = {part: hook_on(modules[name].get_submodule(part)) for part in parts}
+            if part := next((part for part, hook in hooks.items() if hook), ""):
+                m.names.remove(name)
+                refused.append(
+                    Refusal(
+                        name,
+                        f"{part} has a {hooks[part]}, which the rewritten block would not call",
+                        _first_line(modules[name]),
+                        remedy="remove it; hooks on the block itself, its router and its shared experts stay",
+                    )
+                )
+    return [m for m in matched if m.names], refused
 
 
 def _priority(name: str, modules: dict[str, nn.Module], found: Found) -> tuple:

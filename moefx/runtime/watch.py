@@ -38,6 +38,7 @@ class AbsorbedModules:
         self.names = tuple(names)
         self.modules = [block.get_submodule(name) for name in self.names]
         self.types = [type(module) for module in self.modules]
+        self.forwards = [module.__dict__.get("forward") for module in self.modules]
         self.children = [dict(module._modules) for module in self.modules]
         # A module on the way to an absorbed one may itself be kept or change: only the link counts.
         known = set(self.names)
@@ -74,8 +75,8 @@ class AbsorbedModules:
             now = self.block.get_submodule(owner)._modules.get(name)
             if now is not child:
                 self._changed(block_name, f"{owner}.{name}".strip("."), _replaced(child, now))
-        for name, module, cls, children in zip(
-            self.names, self.modules, self.types, self.children, strict=True
+        for name, module, cls, children, forward in zip(
+            self.names, self.modules, self.types, self.children, self.forwards, strict=True
         ):
             if type(module) is not cls:
                 self._changed(block_name, name, f"became a {type(module).__name__}")
@@ -83,12 +84,10 @@ class AbsorbedModules:
                 if module._modules.get(child) is not children.get(child):
                     what = _replaced(children.get(child), module._modules.get(child))
                     self._changed(block_name, f"{name}.{child}", what)
-            if "forward" in module.__dict__:
+            if module.__dict__.get("forward") is not forward:
                 self._changed(block_name, name, "was given a forward of its own")
-            for kind in _HOOKS:
-                if getattr(module, kind):
-                    hook = kind.strip("_").removesuffix("s").replace("_", " ")
-                    self._changed(block_name, name, f"got a {hook}")
+            if hook := hook_on(module):
+                self._changed(block_name, name, f"got a {hook}")
 
     def _changed(self, block_name: str, name: str, what: str) -> None:
         raise AbsorbedModuleChanged(
@@ -118,15 +117,28 @@ class _Live:
         self.hooks_version = -1
 
 
-def absorbed_names(block: nn.Module, graph: BlockGraph) -> tuple[str, ...]:
+def hook_on(module: nn.Module) -> str:
+    """What kind of hook a module has: "forward hook", "backward pre hook", ...; "" without any."""
+    kind = next((kind for kind in _HOOKS if getattr(module, kind)), "")
+    return kind.strip("_").removesuffix("s").replace("_", " ")
+
+
+def absorbed_names(block: nn.Module, graph: BlockGraph, repeated: Sequence[str] = ()) -> tuple[str, ...]:
     """The submodules that a graph replaces: all that it neither calls, nor that are part of or contain a
-    called one."""
+    called one.
+
+    Of `repeated` modules, which are called and of which parts are computed once more beside the call, these parts
+    must not change either.
+    """
     kept = [str(node.target) for node in graph.graph.nodes if node.op == "call_module"]
+    read = [str(node.target).rpartition(".")[0] for node in graph.graph.nodes if node.op == "get_attr"]
+    inner = [owner for owner in read if any(owner.startswith(f"{name}.") for name in repeated)]
 
     def is_kept(name: str) -> bool:
         return any(f"{name}.".startswith(f"{k}.") or f"{k}.".startswith(f"{name}.") for k in kept)
 
-    return tuple(name for name, _ in block.named_modules() if name and not is_kept(name))
+    replaced = [name for name, _ in block.named_modules() if name and not is_kept(name)]
+    return tuple(dict.fromkeys([*replaced, *inner]))
 
 
 def _prefixes(name: str) -> list[str]:
