@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -22,6 +21,7 @@ from ..capacity import Formula, find_formula
 from .lift import Body, Lifted, Ref, _aligned, walk
 from .prove import DropRule, Match
 from .semantics import Semantics
+from .shapes import unravel
 from .terms import is_const
 
 Slot = tuple[int, int]
@@ -33,10 +33,10 @@ def explain_drops(match: Match) -> None:
     Raises:
         Refused: neither a rule nor a mask of the program says which slots count.
     """
-    owned = sorted({e for group in match.groups for e in group.ids})
-    if all((np.isin(lifted.ids, owned) == lifted.kept).all() for lifted in match.lifted):
+    owned = {e for group in match.groups for e in group.ids}
+    if all(torch.equal(torch.isin(lifted.ids, torch.tensor([*owned])), lifted.kept) for lifted in match.lifted):
         return
-    match.drop = _rule(match, set(owned))
+    match.drop = _rule(match, owned)
     if match.drop is None:
         match.keep = _mask(match)
 
@@ -59,8 +59,8 @@ def _rule(match: Match, owned: set[int]) -> DropRule | None:
 
 def _ranks(lifted: Lifted, order: str, owned: set[int]) -> dict[Slot, int] | None:
     """How many slots of the same expert are before each slot in the queue."""
-    tokens, slots = lifted.ids.shape
-    flat = [(t, k) for t in range(tokens) for k in range(slots)]
+    ids = lifted.ids.tolist()
+    flat = [(t, k) for t, row in enumerate(ids) for k in range(len(row))]
     if order == "position_slot":
         flat.sort(key=lambda s: (s[1], s[0]))
     elif order == "weight":
@@ -70,12 +70,11 @@ def _ranks(lifted: Lifted, order: str, owned: set[int]) -> dict[Slot, int] | Non
         flat.sort(key=lambda s: -float(weights[s]))
     taken: dict[int, int] = defaultdict(int)
     ranks = {}
-    for slot in flat:
-        expert = int(lifted.ids[slot])
-        if expert not in owned:
-            continue
-        ranks[slot] = taken[expert]
-        taken[expert] += 1
+    for t, k in flat:
+        expert = ids[t][k]
+        if expert in owned:
+            ranks[t, k] = taken[expert]
+            taken[expert] += 1
     return ranks
 
 
@@ -181,9 +180,9 @@ def _explained_by_weights(lifted: Lifted) -> bool:
             return False
         if {"tk", "kt", "m"} & set(ref.axes):
             return False
-        it = iter(np.unravel_index(t, lifted.tokens) if ref.axes.count("t") > 1 else (t,))
+        it = iter(unravel(t, lifted.tokens) if ref.axes.count("t") > 1 else (t,))
         where = {
-            a: k if x == "k" else int(lifted.ids[t, k]) if x == "e" else int(next(it))
+            a: k if x == "k" else int(lifted.ids[t, k]) if x == "e" else next(it)
             for a, x in enumerate(ref.axes)
         }
         term = S.term(ref.node)
@@ -191,7 +190,7 @@ def _explained_by_weights(lifted: Lifted) -> bool:
             T.resolve(T.picks(term, where)), 0
         )
 
-    dropped = [(int(t), int(k)) for t, k in zip(*np.nonzero(~lifted.kept), strict=True)]
+    dropped = (~lifted.kept).nonzero().tolist()
     scalars = [
         ref for group in lifted.groups for i, ref in enumerate(group.values) if _is_scalar(group.body, i)
     ]
@@ -206,9 +205,9 @@ def _mask_candidates(lifted: Lifted) -> list[Ref]:
     """Nodes before the cut whose truth (`inverted`: falsehood) per token and slot is exactly which slots count."""
     out: list[Ref] = []
 
-    def offer(n: torch.fx.Node, axes: tuple[str, ...], truth: np.ndarray) -> None:
+    def offer(n: torch.fx.Node, axes: tuple[str, ...], truth: torch.Tensor) -> None:
         for inverted in (False, True):
-            if ((truth != inverted) == lifted.kept).all():
+            if torch.equal(truth != inverted, lifted.kept):
                 out.append(Ref(n, axes, inverted=inverted))
 
     for n in lifted.capture.nodes:
@@ -225,15 +224,15 @@ def _mask_candidates(lifted: Lifted) -> list[Ref]:
             val = lifted.capture.shadow(n)
         for axes, flat in _aligned((val != 0).to(torch.int64), lifted.tokens):
             if flat.shape == lifted.kept.shape:
-                offer(n, axes, flat.bool().numpy())
+                offer(n, axes, flat.bool())
         lead = tuple(val.shape[:-1])
         if (
             lead in (lifted.tokens, (lifted.kept.shape[0],))
             and val.shape[-1] > lifted.ids.max()
             and lifted.ids.min() >= 0
         ):
-            flat = (val != 0).reshape(lifted.kept.shape[0], -1).numpy()
-            offer(n, ("t",) * len(lead) + ("e",), np.take_along_axis(flat, lifted.ids, 1))
+            flat = (val != 0).reshape(lifted.kept.shape[0], -1)
+            offer(n, ("t",) * len(lead) + ("e",), flat.gather(1, lifted.ids))
     return sorted(out, key=lambda ref: ref.inverted)
 
 

@@ -17,7 +17,6 @@ import re
 from collections import Counter, defaultdict
 from typing import Any
 
-import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
@@ -99,11 +98,11 @@ class Lifted:
     tokens: tuple[int, ...]
     slots: int
     index: Ref
-    ids: np.ndarray  # [T, K]
+    ids: torch.Tensor  # int64 [T, K]
     groups: list[Group]
     shared: list[Ref]
     missed: Ref | None  # what tokens get of which no slot counts, where that is not zero
-    kept: np.ndarray  # bool [T, K]: False where the slot contributes nothing
+    kept: torch.Tensor  # bool [T, K]: False where the slot contributes nothing
     absorbed: set[fx.Node]
     optional: bool = False  # at sizes at which the program may go another way: the proof can do without
 
@@ -130,7 +129,7 @@ class Lifter:
         shape = term.shape[: len(term.shape) - 1 if lead is None else lead]
         if math.prod(shape) > _MOST_ROWS:
             raise Refused(f"{math.prod(shape)} rows are too many to look at", source=str(node.meta["source"]))
-        return [self.T.resolve(self.T.picks(term, dict(enumerate(ix)))) for ix in np.ndindex(*shape)]
+        return [self.T.resolve(self.T.picks(term, dict(enumerate(ix)))) for ix in itertools.product(*map(range, shape))]
 
     def leaves(self, t: Term) -> frozenset[Term]:
         """The parameter parts that reach a term as vectors (a scalar is a routing weight, not an expert)."""
@@ -362,17 +361,17 @@ class Lifter:
         self.skeletons.clear()
         shared, rest = self._shared(rest)
         missed, rest = self._missed(rest, routed)
-        taken = np.zeros(ids.shape, dtype=bool)
+        chosen = ids.tolist()
+        taken = [[False] * K for _ in chosen]
         instances: dict[int, list[tuple[int, int, Term]]] = defaultdict(list)
         for t, (parts, slots) in enumerate(zip(routed, where, strict=True)):
             for part, k in zip(parts, slots, strict=True):
-                taken[t, k] = True
+                taken[t][k] = True
                 instances[self._skeleton(part)].append((t, k, part))
-        self._place_keyless(rest, ids, taken, instances)
-        self.lookup.dropped = [
-            (int(t), int(k), int(ids[t, k])) for t, k in zip(*np.nonzero(~taken), strict=True)
-        ]
-        groups = [self._group(members, ids) for members in instances.values()]
+        self._place_keyless(rest, chosen, taken, instances)
+        kept = torch.tensor(taken)
+        self.lookup.dropped = [(t, k, chosen[t][k]) for t, k in (~kept).nonzero().tolist()]
+        groups = [self._group(members, chosen) for members in instances.values()]
         if not any(g.has_matrices for g in groups):
             raise Refused(
                 "experts are single vectors looked up per token (retrieval), not functions with a matrix product",
@@ -385,7 +384,7 @@ class Lifter:
                 f"expert {clash[0]} does not always compute the same function", source=str(cut.meta["source"])
             )
         absorbed = {n for n in self.routed if n.meta["index"] <= cut.meta["index"]}
-        return Lifted(self.capture, cut, tokens, K, index, ids, groups, shared, missed, taken, absorbed)
+        return Lifted(self.capture, cut, tokens, K, index, ids, groups, shared, missed, kept, absorbed)
 
     def _flatten(self, t: Term) -> list[Term]:
         """The summands of a row, one per expert: what one expert adds up (a bias, a residual) stays together, and
@@ -458,7 +457,7 @@ class Lifter:
 
     def _explain(
         self, cut: fx.Node, tokens: tuple[int, ...], routed: list[list[Term]]
-    ) -> tuple[Ref, np.ndarray, list[list[int]]]:
+    ) -> tuple[Ref, torch.Tensor, list[list[int]]]:
         """The integer node that says which experts each token used, and the slot of each summand."""
         keys = [[self._key(p) for p in parts] for parts in routed]
         natural: dict[tuple[Place, ...], int] = {}
@@ -492,23 +491,23 @@ class Lifter:
             for _, _, ref, flat in sorted(candidates, key=lambda c: c[:2]):
                 if flat.shape[1] < widest:
                     continue
-                ids = flat.numpy()
                 names = (
                     natural
                     if by_name and -1 not in natural.values()
                     else None
                     if by_name
-                    else _consistent(keys, ids)
+                    else _consistent(keys, flat)
                 )
-                slots = _slots(keys, ids, names) if names else None
+                slots = _slots(keys, flat, names) if names else None
                 if slots is None:
                     continue
-                unused = ids.size - sum(map(len, slots))
-                outside = ids.size - int(np.isin(ids, list(names.values())).sum())  # type: ignore[union-attr]
+                owned = torch.tensor(list(names.values()))  # type: ignore[union-attr]
+                unused = flat.numel() - sum(map(len, slots))
+                outside = flat.numel() - int(torch.isin(flat, owned).sum())
                 if unused == outside:  # ids that are nobody's say themselves which slots do not count
                     self.names = names
-                    return ref, ids, slots
-                first = first or (ref, ids, slots, names)
+                    return ref, flat, slots
+                first = first or (ref, flat, slots, names)
         if first is not None:
             self.names = first[3]
             return first[:3]
@@ -531,18 +530,18 @@ class Lifter:
 
     def _as_before(
         self, keys: list[list[Any]], natural: dict[Any, int], tokens: tuple[int, ...]
-    ) -> tuple[Ref, np.ndarray, list[list[int]]] | None:
+    ) -> tuple[Ref, torch.Tensor, list[list[int]]] | None:
         """The nodes that chose the experts in the other capture, at the same places of this one."""
         assert self.like is not None
         T = math.prod(tokens)
 
-        def twin(ref: Ref) -> tuple[Ref, np.ndarray] | None:
+        def twin(ref: Ref) -> tuple[Ref, torch.Tensor] | None:
             if ref.columns:
                 parts = [twin(c) for c in ref.columns]
                 if any(p is None for p in parts):
                     return None
                 columns = tuple(p[0] for p in parts)  # type: ignore[index]
-                return Ref(columns[0].node, ref.axes, columns), np.concatenate([p[1] for p in parts], axis=1)  # type: ignore[index]
+                return Ref(columns[0].node, ref.axes, columns), torch.cat([p[1] for p in parts], dim=1)  # type: ignore[index]
             at = ref.node.meta["index"]
             node = self.capture.nodes[at] if at < len(self.capture.nodes) else None
             val = node.meta.get("val") if node is not None else None
@@ -554,8 +553,8 @@ class Lifter:
             ):
                 return None
             if "m" in ref.axes:
-                return Ref(node, ref.axes), np.tile(np.arange(val.shape[-1]), (T, 1))
-            found = [flat.numpy() for axes, flat in _aligned(val, tokens) if axes == ref.axes]
+                return Ref(node, ref.axes), torch.arange(val.shape[-1]).expand(T, -1)
+            found = [flat for axes, flat in _aligned(val, tokens) if axes == ref.axes]
             return (Ref(node, ref.axes), found[0]) if found else None
 
         found = twin(self.like.index)
@@ -567,23 +566,23 @@ class Lifter:
 
     def _columns(
         self, keys: list[list[Any]], natural: dict[Any, int], widest: int, candidates: list
-    ) -> tuple[Ref, np.ndarray, list[list[int]]] | None:
+    ) -> tuple[Ref, torch.Tensor, list[list[int]]] | None:
         """Several integer nodes with one choice each, such as a first and a second argmax."""
         if -1 in natural.values() or widest < 2:
             return None
         wanted = [{natural[k] for k in row} for row in keys]
         single = [
-            (ref, flat.numpy())
+            (ref, flat)
             for _, _, ref, flat in sorted(candidates, key=lambda c: c[1])
             if flat.shape[1] == 1
         ]
         covering = []
         for ref, ids in single:
-            hits = sum(int(i) in w for i, w in zip(ids[:, 0], wanted, strict=True))
-            if hits * 2 > len(keys) and not any((ids == other).all() for _, other in covering):
+            hits = sum(i in w for i, w in zip(ids[:, 0].tolist(), wanted, strict=True))
+            if hits * 2 > len(keys) and not any(torch.equal(ids, other) for _, other in covering):
                 covering.append((ref, ids))
         for chosen in itertools.combinations(covering[:12], widest):
-            ids = np.concatenate([i for _, i in chosen], axis=1)
+            ids = torch.cat([i for _, i in chosen], dim=1)
             slots = _slots(keys, ids, natural)
             if slots is not None:
                 self.names = natural
@@ -593,7 +592,7 @@ class Lifter:
 
     def _mask(
         self, keys: list[list[Any]], natural: dict[Any, int], tokens: tuple[int, ...]
-    ) -> tuple[Ref, np.ndarray, list[list[int]]] | None:
+    ) -> tuple[Ref, torch.Tensor, list[list[int]]] | None:
         """A mask of the chosen experts (a threshold, say): every expert is a slot, and most are dropped."""
         if -1 in natural.values():
             return None
@@ -612,16 +611,16 @@ class Lifter:
                 or not lowest <= val.shape[-1] <= _MOST_EXPERTS_OF_A_MASK
             ):
                 continue
-            mask = val.reshape(T, -1).numpy()
+            mask = val.reshape(T, -1).tolist()
             if any(
                 all(
-                    set(np.flatnonzero(c)) == {natural[k] for k in row}
-                    for c, row in zip(chosen, keys, strict=True)
+                    {e for e, set_ in enumerate(chosen) if set_ is truth} == {natural[k] for k in row}
+                    for chosen, row in zip(mask, keys, strict=True)
                 )
-                for chosen in (mask, ~mask)
+                for truth in (True, False)
             ):
                 self.names = natural
-                ids = np.tile(np.arange(val.shape[-1]), (T, 1))
+                ids = torch.arange(val.shape[-1]).expand(T, -1)
                 return (
                     Ref(n, ("t",) * (val.dim() - 1) + ("m",)),
                     ids,
@@ -676,21 +675,21 @@ class Lifter:
         return (ref, [[] for _ in rest]) if ref is not None else (None, rest)
 
     def _place_keyless(
-        self, rest: list[list[Term]], ids: np.ndarray, taken: np.ndarray, instances: dict
+        self, rest: list[list[Term]], ids: list[list[int]], taken: list[list[bool]], instances: dict
     ) -> None:
         """Summands without parameters (identity experts): the slots that are left, told apart by their weights."""
         for t, parts in enumerate(rest):
             for part in [summand for whole in parts for summand in self._by_weight(whole)]:
-                free = [k for k in range(ids.shape[1]) if not taken[t, k]]
+                free = [k for k, used in enumerate(taken[t]) if not used]
                 scalars = {a for a in part.terms if math.prod(a.shape) == 1}
                 fits = [
-                    k for k in free if any(self.lookup.value_at(t, k, int(ids[t, k]), s) for s in scalars)
+                    k for k in free if any(self.lookup.value_at(t, k, ids[t][k], s) for s in scalars)
                 ] or (free if len(free) == 1 else [])
                 if not fits:
                     raise Refused(
                         f"a part of the output is neither an expert's nor the same for all tokens: {show(part, 3)}"
                     )
-                taken[t, fits[0]] = True
+                taken[t][fits[0]] = True
                 instances[self._skeleton(part)].append((t, fits[0], part))
 
     def _by_weight(self, t: Term) -> list[Term]:
@@ -709,8 +708,8 @@ class Lifter:
         return [t]
 
     # ------------------------------------------------------------------ anti-unification
-    def _group(self, members: list[tuple[int, int, Term]], ids: np.ndarray) -> Group:
-        where = [(t, k, int(ids[t, k])) for t, k, _ in members]
+    def _group(self, members: list[tuple[int, int, Term]], ids: list[list[int]]) -> Group:
+        where = [(t, k, ids[t][k]) for t, k, _ in members]
         self.tables: list[dict[int, Place]] = []
         self.values: list[Ref] = []
         self.bodies: dict[tuple[Term, ...], Body] = {}
@@ -840,7 +839,7 @@ def _aligned(val: torch.Tensor, tokens: tuple[int, ...]) -> list[tuple[tuple[str
     return out
 
 
-def _slots(keys: list[list[Any]], ids: np.ndarray, names: dict[Any, int]) -> list[list[int]] | None:
+def _slots(keys: list[list[Any]], ids: torch.Tensor, names: dict[Any, int]) -> list[list[int]] | None:
     """For each token, the slot of each key; None if some key's expert is not among the token's ids."""
     out = []
     for row, chosen in zip(keys, ids.tolist(), strict=True):
@@ -857,7 +856,7 @@ def _slots(keys: list[list[Any]], ids: np.ndarray, names: dict[Any, int]) -> lis
     return out
 
 
-def _consistent(keys: list[list[Any]], ids: np.ndarray) -> dict[Any, int] | None:
+def _consistent(keys: list[list[Any]], ids: torch.Tensor) -> dict[Any, int] | None:
     """A one-to-one naming of keys by ids that fits every token, if there is exactly one."""
     options: dict[Any, set[int]] = {}
     for row, chosen in zip(keys, ids.tolist(), strict=True):
@@ -886,6 +885,7 @@ class _Lookup:
     ):
         self.lifter, self.tokens, self.slots, self.experts = lifter, tokens, slots, experts
         self.T = math.prod(tokens)
+        self.positions = list(itertools.product(*map(range, tokens)))
         self.dropped: list[tuple[int, int, int]] = []
         self.readings: list[tuple[tuple[bool, bool, int], int, Ref]] = []
         before = {  # at a single token several readings fit: as in the other capture is best
@@ -929,14 +929,14 @@ class _Lookup:
         if ref.columns:
             ref = ref.columns[k]
         term = self.lifter.S.term(ref.node)
-        position = np.unravel_index(t, self.tokens)
+        position = self.positions[t]
         where: dict[int, int] = {}
         seen = 0
         many = ref.axes.count("t") > 1
         for axis, kind in enumerate(ref.axes):
             i = {"k": k, "e": e, "tk": t * self.slots + k, "kt": k * self.T + t}.get(kind)
             if i is None:
-                i = int(position[seen]) if many else t
+                i = position[seen] if many else t
                 seen += 1
             if not 0 <= i < term.shape[axis]:
                 return None

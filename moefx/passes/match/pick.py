@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
+import torch
 
-from .terms import Term, Terms, is_const, number
+from .shapes import reshape_group, unravel
+from .terms import Term, Terms, is_const, number, without_row
 
 _WIDEST_SUM = 1 << 16
 
@@ -17,7 +18,9 @@ def pick(T: Terms, t: Term, axis: int, i: int) -> Term:
         case "const":
             return T.const(number(t), shape)
         case "array":
-            return T.array(t.args[0].value.take(i, axis))
+            if not shape:
+                return T.const(t.args[0].flat[i])
+            return T.array(t.args[0].value.select(axis, i))
         case "pw":
             return _pick_elementwise(T, t, axis, i)
         case "ein":
@@ -129,43 +132,22 @@ def _pick_reshape(T: Terms, t: Term, axis: int, i: int) -> Term:
         return T.reshape(inner, shape)
     ins, outs = reshape_group(inner.shape, t.shape, axis)
     if len(outs) == 1:
-        where = np.unravel_index(i, [inner.shape[d] for d in ins])
-        return T.reshape(T.picks(inner, {d: int(w) for d, w in zip(ins, where, strict=True)}), shape)
+        where = unravel(i, [inner.shape[d] for d in ins])
+        return T.reshape(T.picks(inner, dict(zip(ins, where, strict=True))), shape)
     if len(ins) == 1:
         sizes = [t.shape[d] for d in outs]
-        elements = np.arange(math.prod(sizes)).reshape(sizes).take(i, outs.index(axis)).reshape(1, -1)
+        elements = torch.arange(math.prod(sizes)).reshape(sizes).select(outs.index(axis), i).reshape(1, -1)
         return T.reshape(T.index(inner, ins, elements, ins[0]), shape)
     merged = (*inner.shape[: ins[0]], math.prod(inner.shape[d] for d in ins), *inner.shape[ins[-1] + 1 :])
     flat = T.make("reshape", (inner,), merged)
     return _pick_reshape(T, T.make("reshape", (flat,), t.shape), axis, i)
 
 
-def reshape_group(old: tuple[int, ...], new: tuple[int, ...], axis: int) -> tuple[list[int], list[int]]:
-    """The input axes and output axes of the smallest block of a reshape that holds output axis `axis`."""
-    i = j = 0
-    while i < len(old) or j < len(new):
-        ins, outs, a, b = [], [], 1, 1
-        while not (ins or outs) or a != b or (i < len(old) and old[i] == 1):
-            if i < len(old) and (a <= b or old[i] == 1) and not (ins and a == b and old[i] != 1):
-                ins.append(i)
-                a *= old[i]
-                i += 1
-            elif j < len(new):
-                outs.append(j)
-                b *= new[j]
-                j += 1
-            else:
-                break
-        if axis in outs:
-            return [d for d in ins if old[d] != 1], [d for d in outs if new[d] != 1]
-    raise AssertionError((old, new, axis))
-
-
 def _pick_index(T: Terms, t: Term, axis: int, i: int) -> Term:
     inner, dims, indices, position = t.args
-    width = indices.value.ndim - 1
+    width = indices.value.dim() - 1
     if position <= axis < position + width:
-        return T.index(inner, dims, indices.value.take(i, axis - position + 1), position, routed=True)
+        return T.index(inner, dims, indices.value.select(axis - position + 1, i), position, routed=True)
     rest = [d for d in range(len(inner.shape)) if d not in dims]
     source = rest[axis if axis < position else axis - width]
     moved = [d - (d > source) for d in dims]
@@ -182,8 +164,8 @@ def _pick_put(T: Terms, t: Term, axis: int, i: int) -> Term:
         if len(dims) > 1 and len(hits):
             break
         if len(hits) and not accumulate:
-            return _plus(T, T.pick(values, 0, int(hits[-1])), added)
-        added += [T.pick(values, 0, int(j)) for j in reversed(hits)]
+            return _plus(T, T.pick(values, 0, hits[-1]), added)
+        added += [T.pick(values, 0, j) for j in reversed(hits)]
         t = base
     if t.op != "put":
         return _plus(T, T.pick(t, axis, i), added)
@@ -191,8 +173,8 @@ def _pick_put(T: Terms, t: Term, axis: int, i: int) -> Term:
     under = T.pick(base, axis, i)
     if axis in dims:
         q = dims.index(axis)
-        hits = indices.hits(q, i)
-        left = np.delete(indices.value, q, 0)[:, hits]
+        hits = torch.tensor(indices.hits(q, i), dtype=torch.int64)
+        left = without_row(indices.value, q)[:, hits]
         values = T.index(values, (0,), hits[None], 0)
         dims = [d - (d > axis) for d in dims if d != axis]
         return _plus(T, T.put(under, dims, left, values, accumulate), added)
@@ -268,7 +250,7 @@ def _structure(T: Terms, t: Term) -> set[int]:
             }
         case "index":
             inner, dims, indices, position = t.args
-            width = indices.value.ndim - 1
+            width = indices.value.dim() - 1
             rest = [d for d in range(len(inner.shape)) if d not in dims]
             out = {position + k for k in range(width)}
             return out | {

@@ -9,17 +9,15 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...capture.concolic import SHAPE_ONLY
+from .shapes import positions
 from .terms import Term, Terms
 
 aten = torch.ops.aten
@@ -106,9 +104,9 @@ class Semantics:
             return self.opaque(node)
         return self.T.array(self.shadow(node))
 
-    def numbers(self, node: Any) -> np.ndarray:
+    def numbers(self, node: Any) -> torch.Tensor:
         """A concrete integer argument."""
-        return node.meta["val"].numpy() if isinstance(node, fx.Node) else np.asarray(node)
+        return torch.as_tensor(node.meta["val"] if isinstance(node, fx.Node) else node, dtype=torch.int64)
 
     def _elementwise(self, node: fx.Node) -> Term:
         packet, overload = _name(node), node.target._overloadname
@@ -122,10 +120,10 @@ class Semantics:
         if i == 0 and name in SELECTIONS:
             dim, keep = SELECTIONS[name](bundle)
             source = self._value(bundle.args[0])
-            picked = self.shadow(bundle)[1].numpy()
+            picked = self.shadow(bundle)[1]
             dim %= max(1, len(source.shape))
             if not keep:
-                picked = np.expand_dims(picked, dim)
+                picked = picked.unsqueeze(dim)
             out = gather(self.T, source, dim, picked)
             out = out if keep else self.T.reshape(out, node.meta["val"].shape)
             return out if bundle.meta["grad"] else self.T.pw("detach", out)
@@ -327,7 +325,7 @@ def _pad(S: Semantics, n: fx.Node, a: Term, pad: list[int], value: float = 0) ->
     return a
 
 
-def _moved(S: Semantics, a: Term, dim: int, order: np.ndarray) -> Term:
+def _moved(S: Semantics, a: Term, dim: int, order: torch.Tensor) -> Term:
     return S.T.index(a, (dim,), order[None], dim)
 
 
@@ -338,7 +336,7 @@ def _repeat(S: Semantics, n: fx.Node, a: Term, times: list[int]) -> Term:
         if a.shape[dim] == 1:
             a = S.T.expand(a, (*a.shape[:dim], k, *a.shape[dim + 1 :]))
         elif k != 1:
-            a = _moved(S, a, dim, np.tile(np.arange(a.shape[dim]), k))
+            a = _moved(S, a, dim, torch.arange(a.shape[dim]).repeat(k))
     return a
 
 
@@ -349,13 +347,13 @@ def _repeat_interleave(
     if dim is None:
         a, dim = S.T.reshape(a, (math.prod(a.shape),)), 0
     counts = S.numbers(n.args[1]) if isinstance(n.args[1], fx.Node) else times
-    return _moved(S, a, dim % len(a.shape), np.repeat(np.arange(a.shape[dim]), counts))
+    return _moved(S, a, dim % len(a.shape), torch.arange(a.shape[dim]).repeat_interleave(counts))
 
 
 @rule("flip")
 def _flip(S: Semantics, n: fx.Node, a: Term, dims: list[int]) -> Term:
     for d in dims:
-        a = _moved(S, a, d % len(a.shape), np.arange(a.shape[d])[::-1])
+        a = _moved(S, a, d % len(a.shape), torch.arange(a.shape[d]).flip(0))
     return a
 
 
@@ -364,7 +362,7 @@ def _roll(S: Semantics, n: fx.Node, a: Term, shifts: list[int], dims: list[int] 
     if not dims:
         return None
     for k, d in zip(shifts, dims, strict=True):
-        a = _moved(S, a, d % len(a.shape), np.roll(np.arange(a.shape[d]), k))
+        a = _moved(S, a, d % len(a.shape), torch.arange(a.shape[d]).roll(k))
     return a
 
 
@@ -373,7 +371,7 @@ def _roll(S: Semantics, n: fx.Node, a: Term, shifts: list[int], dims: list[int] 
 def _index(S: Semantics, n: fx.Node, a: Term, _: Any) -> Term:
     nodes = n.args[1]
     dims = [d for d, i in enumerate(nodes) if i is not None]
-    indices = np.stack(np.broadcast_arrays(*[S.numbers(nodes[d]) for d in dims]))
+    indices = torch.stack(torch.broadcast_tensors(*[S.numbers(nodes[d]) for d in dims]))
     position = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
     return S.T.index(a, dims, indices, position, routed=any(is_routed(nodes[d]) for d in dims))
 
@@ -400,48 +398,48 @@ def _take(S: Semantics, n: fx.Node, a: Term, _: Any) -> Term:
     return S.T.index(S.T.reshape(a, (math.prod(a.shape),)), (0,), S.numbers(n.args[1])[None], 0)
 
 
-def _routed_axes(indices: np.ndarray, dim: int) -> list[int]:
+def _routed_axes(indices: torch.Tensor, dim: int) -> list[int]:
     """`dim` and the axes along which an index tensor varies; along the others it was merely expanded."""
     varies = [
-        d for d in range(indices.ndim) if indices.shape[d] > 1 and not (indices == indices.take([0], d)).all()
+        d for d in range(indices.dim()) if indices.shape[d] > 1 and not (indices == indices.narrow(d, 0, 1)).all()
     ]
     return sorted({dim, *varies})
 
 
-def gather(T: Terms, a: Term, dim: int, indices: np.ndarray) -> Term:
+def gather(T: Terms, a: Term, dim: int, indices: torch.Tensor) -> Term:
     if not a.shape:
         return a
     dim %= len(a.shape)
     axes = _routed_axes(indices, dim)
-    free = [d for d in range(indices.ndim) if d not in axes]
+    free = [d for d in range(indices.dim()) if d not in axes]
     for d in free:
         a = T.slice(a, d, 0, indices.shape[d])
-    core = indices[tuple(slice(None) if d in axes else 0 for d in range(indices.ndim))]
-    grid = np.indices(core.shape)
+    core = indices[tuple(slice(None) if d in axes else 0 for d in range(indices.dim()))]
+    grid = positions(core.shape)
     grid[axes.index(dim)] = core
     out = T.index(a, axes, grid, 0)
     placed = [*axes, *free]
-    return T.permute(out, [placed.index(d) for d in range(indices.ndim)])
+    return T.permute(out, [placed.index(d) for d in range(indices.dim())])
 
 
 def scatter(
-    T: Terms, base: Term, dim: int, indices: np.ndarray, source: Term, accumulate: bool
+    T: Terms, base: Term, dim: int, indices: torch.Tensor, source: Term, accumulate: bool
 ) -> Term | None:
     if not base.shape:
         return None
     dim %= len(base.shape)
     axes = [d for d in _routed_axes(indices, dim)]
-    free = [d for d in range(indices.ndim) if d not in axes]
+    free = [d for d in range(indices.dim()) if d not in axes]
     if any(indices.shape[d] != base.shape[d] for d in free):
-        axes, free = list(range(indices.ndim)), []
+        axes, free = list(range(indices.dim())), []
     source = T.expand(source, indices.shape) if not source.shape else source
-    for d in range(indices.ndim):
+    for d in range(indices.dim()):
         source = T.slice(source, d, 0, indices.shape[d])
-    core = indices[tuple(slice(None) if d in axes else 0 for d in range(indices.ndim))]
-    grid = np.indices(core.shape)
+    core = indices[tuple(slice(None) if d in axes else 0 for d in range(indices.dim()))]
+    grid = positions(core.shape)
     grid[axes.index(dim)] = core
     values = T.permute(source, [*axes, *free])
-    values = T.reshape(values, (core.size, *[base.shape[d] for d in free]))
+    values = T.reshape(values, (core.numel(), *[base.shape[d] for d in free]))
     return T.put(base, axes, grid.reshape(len(axes), -1), values, accumulate)
 
 
@@ -503,9 +501,9 @@ def _index_put(
 ) -> Term | None:
     nodes = n.args[1]
     dims = [d for d, i in enumerate(nodes) if i is not None]
-    indices = np.stack(np.broadcast_arrays(*[S.numbers(nodes[d]) for d in dims]))
+    indices = torch.stack(torch.broadcast_tensors(*[S.numbers(nodes[d]) for d in dims]))
     position = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
-    width = indices.ndim - 1
+    width = indices.dim() - 1
     rest_shape = [m for d, m in enumerate(a.shape) if d not in dims]
     values = S.T.expand(values, (*rest_shape[:position], *indices.shape[1:], *rest_shape[position:]))
     front = [
@@ -520,7 +518,7 @@ def _index_put(
 @rule("select_scatter")
 def _select_scatter(S: Semantics, n: fx.Node, a: Term, b: Term, dim: int, i: int) -> Term:
     dim %= len(a.shape)
-    return S.T.put(a, (dim,), np.array([[i % a.shape[dim]]]), S.T.reshape(b, (1, *b.shape)), False)
+    return S.T.put(a, (dim,), torch.tensor([[i % a.shape[dim]]]), S.T.reshape(b, (1, *b.shape)), False)
 
 
 @rule("slice_scatter")
@@ -535,7 +533,7 @@ def _slice_scatter(
     step: int = 1,
 ) -> Term:
     dim %= len(a.shape)
-    where = np.arange(a.shape[dim])[start:stop:step]
+    where = torch.arange(a.shape[dim])[start:stop:step]
     if len(where) == a.shape[dim]:
         return b
     b = S.T.permute(b, [dim, *[d for d in range(len(a.shape)) if d != dim]])
@@ -544,8 +542,7 @@ def _slice_scatter(
 
 @rule("masked_scatter")
 def _masked_scatter(S: Semantics, n: fx.Node, a: Term, _: Any, source: Term) -> Term:
-    mask = np.broadcast_to(S.numbers(n.args[1]), a.shape)
-    where = np.stack(np.nonzero(mask))
+    where = S.numbers(n.args[1]).expand(a.shape).nonzero().t()
     flat = S.T.reshape(source, (math.prod(source.shape),))
     return S.T.put(a, tuple(range(len(a.shape))), where, S.T.slice(flat, 0, 0, where.shape[1]), False)
 
@@ -695,7 +692,7 @@ def _grouped_mm(
     if node is None or bias is not None or len(x.shape) != 2 or len(w.shape) != 3:
         return None
     bounds = [0, *S.numbers(node).tolist()]
-    groups = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
+    groups = torch.arange(len(bounds) - 1).repeat_interleave(torch.tensor(bounds).diff())
     used = S.T.slice(x, 0, 0, bounds[-1])
     weights = S.T.index(w, (0,), groups[None], 0)
     out = S.T.ein(["by", "byz"], "bz", [used, weights])
@@ -803,4 +800,3 @@ def _norm(S: Semantics, bundle: fx.Node) -> Term:
 
 
 __all__ = ["RULES", "SELECTIONS", "Semantics", "gather", "is_routed", "scatter"]
-_ = (F, operator)

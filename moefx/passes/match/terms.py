@@ -8,14 +8,19 @@ row met which parameters with which weights. Nothing is expanded that nobody ask
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
+from .shapes import broadcast
+
 aten = torch.ops.aten
+_FEW = 256
 
 
 class Term:
@@ -52,32 +57,32 @@ class Term:
 
 
 class Array:
-    """A concrete integer or number array inside a term; interned, so identity is equality."""
+    """Concrete integers (int64) or numbers (float64) inside a term; interned, so identity is equality."""
 
-    __slots__ = ("_hits", "value")
-
-    def __init__(self, value: np.ndarray):
+    def __init__(self, value: torch.Tensor):
         self.value = value
-        self._hits: dict[tuple[int, int], np.ndarray] = {}
 
-    def hits(self, row: int, i: int) -> np.ndarray:
+    @functools.cached_property
+    def flat(self) -> list[float]:
+        return self.value.reshape(-1).tolist()
+
+    @functools.cached_property
+    def _positions(self) -> list[dict[int, list[int]]]:
+        rows = []
+        for row in self.value.tolist():
+            rows.append(positions := defaultdict(list))
+            for position, number in enumerate(row):
+                positions[number].append(position)
+        return rows
+
+    def hits(self, row: int, i: int) -> list[int]:
         """Positions along the last axis where row `row` equals `i`."""
-        if (row, i) not in self._hits:
-            order = np.argsort(self.value[row], kind="stable")
-            keys = self.value[row][order]
-            starts = np.flatnonzero(np.r_[True, keys[1:] != keys[:-1]]) if len(keys) else np.empty(0, int)
-            for start, stop in zip(starts, np.r_[starts[1:], len(keys)], strict=True):
-                self._hits[row, int(keys[start])] = order[start:stop]
-            self._hits.setdefault((row, i), _NONE)
-        return self._hits[row, i]
-
-
-_NONE = np.empty(0, dtype=np.int64)
+        return self._positions[row].get(i, [])
 
 
 def show(t: Any, depth: int = 6) -> str:
     if not isinstance(t, Term):
-        return repr(t.value.shape) if isinstance(t, Array) else repr(t)
+        return repr(tuple(t.value.shape)) if isinstance(t, Array) else repr(t)
     if t.op == "const":
         return f"{t.args[0]:g}"
     if t.op in ("param", "node"):
@@ -111,9 +116,9 @@ class Terms:
             term = self._table[key] = Term(op, args, shape)
         return term
 
-    def intern(self, value: np.ndarray) -> Array:
-        value = np.ascontiguousarray(value)
-        key = (value.dtype.str, value.shape, value.tobytes())
+    def intern(self, value: torch.Tensor) -> Array:
+        value = value.contiguous()
+        key = (value.dtype, value.shape, ctypes.string_at(value.data_ptr(), value.nbytes))
         return self._arrays.setdefault(key, Array(value))
 
     # ------------------------------------------------------------------ leaves
@@ -121,20 +126,17 @@ class Terms:
         value = float(value)
         return self.make("const", ("nan" if value != value else value,), shape)
 
-    def array(self, value: torch.Tensor | np.ndarray) -> Term:
-        if isinstance(value, torch.Tensor):
-            value = (value.double() if value.is_floating_point() else value.to(torch.int64)).numpy()
-        if value.size and (value == value.flat[0]).all():
-            return self.const(value.flat[0], value.shape)
-        if value.size and value.dtype.kind == "f" and np.isnan(value).all():
-            return self.const(math.nan, value.shape)
+    def array(self, value: torch.Tensor) -> Term:
+        value = value.detach().to(torch.float64 if value.is_floating_point() else torch.int64)
+        if value.numel() and (same := _same_number(value)) is not None:
+            return self.const(same, value.shape)
         return self.make("array", (self.intern(value),), value.shape)
 
     # ------------------------------------------------------------------ elementwise
     def pw(self, name: str, *items: Any, **kwargs: Any) -> Term:
         """An elementwise op on terms and static values, with the identities that routing constants need."""
         terms = [a for a in items if isinstance(a, Term)]
-        shape = np.broadcast_shapes(*[t.shape for t in terms])
+        shape = broadcast([t.shape for t in terms])
         if all(math.prod(t.shape) == 1 for t in terms) and shape:
             return self.reshape(
                 self.pw(name, *[self.reshape(a, ()) if isinstance(a, Term) else a for a in items], **kwargs),
@@ -182,10 +184,7 @@ class Terms:
 
     def _compute(self, name: str, items: tuple, kwargs: dict, shape: tuple[int, ...]) -> Term | None:
         """Elementwise on known numbers, in float64."""
-        size = math.prod(
-            np.broadcast_shapes(*[t.shape for t in items if isinstance(t, Term) and t.op == "array"] or [()])
-        )
-        if size > 1 << 20:
+        if math.prod(broadcast([t.shape for t in items if isinstance(t, Term) and t.op == "array"])) > 1 << 20:
             return None
         values = [
             torch.as_tensor(_number(t), dtype=torch.float64) if isinstance(t, Term) else t for t in items
@@ -224,7 +223,7 @@ class Terms:
         if t.op == "const":
             return self.const(_number(t), shape)
         if t.op == "array":
-            return self.array(t.args[0].value.transpose(order))
+            return self.array(t.args[0].value.permute(order))
         if t.op == "permute":
             return self.permute(t.args[0], [t.args[1][d] for d in order])
         return self.make("permute", (t, order), shape)
@@ -284,48 +283,52 @@ class Terms:
         if all(t.op == "const" and t.args == terms[0].args for t in terms):
             return self.const(_number(terms[0]), shape)
         if all(t.op in ("const", "array") for t in terms):
-            return self.array(np.concatenate([np.broadcast_to(_number(t), t.shape) for t in terms], axis=dim))
+            numbers = [torch.as_tensor(_number(t), dtype=None if t.op == "array" else torch.float64) for t in terms]
+            pieces = [n.expand(t.shape) for n, t in zip(numbers, terms, strict=True)]
+            return self.array(torch.cat(pieces, dim))
         return self.make("cat", (dim, *terms), shape)
 
     def index(
-        self, t: Term, dims: Sequence[int], indices: np.ndarray, position: int, routed: bool = False
+        self, t: Term, dims: Sequence[int], indices: torch.Tensor, position: int, routed: bool = False
     ) -> Term:
         """Advanced indexing: `indices` [m, *I] into `dims`; the axes of I stand at `position` of the result.
         What routing chose stays an index even where it happens to be a range."""
         dims = tuple(dims)
-        sizes = np.array([t.shape[d] for d in dims]).reshape((-1,) + (1,) * (indices.ndim - 1))
-        indices = np.where(indices < 0, indices + sizes, indices)
-        if indices.ndim == 1:
-            return self.picks(t, dict(zip(dims, indices.tolist(), strict=True)))
+        if indices.dim() == 1:
+            at = zip(dims, indices.tolist(), strict=True)
+            return self.picks(t, {d: i + t.shape[d] if i < 0 else i for d, i in at})
+        indices = _from_the_start(indices, [t.shape[d] for d in dims])
         rest = [n for d, n in enumerate(t.shape) if d not in dims]
         shape = (*rest[:position], *indices.shape[1:], *rest[position:])
         if t.op == "const":
             return self.const(_number(t), shape)
-        if t.op == "index" and dims == (position,) == (t.args[3],) and t.args[2].value.ndim == 2:
+        if t.op == "index" and dims == (position,) == (t.args[3],) and t.args[2].value.dim() == 2:
             inner, inner_dims, first, _ = t.args  # an index of an index
             return self.index(inner, inner_dims, first.value[:, indices[0]], position, routed)
-        if len(dims) > 1 and indices.size and (q := _constant_row(indices)) is not None:
-            picked = self.pick(t, dims[q], int(indices[q].flat[0]))
-            left, indices = [d - (d > dims[q]) for d in dims if d != dims[q]], np.delete(indices, q, 0)
-            every = len(left) == 1 and np.array_equal(indices[0], np.arange(picked.shape[left[0]]))
-            return self.index(picked, left, indices, position, routed=not every)
-        if not routed and len(dims) == 1 and indices.ndim == 2 and position == dims[0] and indices.size:
-            first, steps = int(indices[0, 0]), np.diff(indices[0])
-            if indices.size > 1 and steps[0] > 0 and (steps == steps[0]).all():
-                return self.slice(t, dims[0], first, int(indices[0, -1]) + 1, int(steps[0]))
+        if len(dims) > 1 and indices.numel():
+            for q, row in enumerate(indices):  # a coordinate that is the same for all elements
+                if (i := _same_number(row)) is not None:
+                    picked = self.pick(t, dims[q], int(i))
+                    left, indices = [d - (d > dims[q]) for d in dims if d != dims[q]], without_row(indices, q)
+                    every = len(left) == 1 and torch.equal(indices[0], torch.arange(picked.shape[left[0]]))
+                    return self.index(picked, left, indices, position, routed=not every)
+        if not routed and len(dims) == 1 and indices.dim() == 2 and position == dims[0] and indices.numel() > 1:
+            line = indices[0].tolist()
+            first, last, step = line[0], line[-1], line[1] - line[0]
+            if step > 0 and line == list(range(first, last + 1, step)):
+                return self.slice(t, dims[0], first, last + 1, step)
         return self.make("index", (t, dims, self.intern(indices), position), shape)
 
     def put(
-        self, base: Term, dims: Sequence[int], indices: np.ndarray, values: Term, accumulate: bool
+        self, base: Term, dims: Sequence[int], indices: torch.Tensor, values: Term, accumulate: bool
     ) -> Term:
         """`base` with `values` [n, *rest] written (or added) at `indices` [m, n] of `dims`."""
         if indices.shape[1] == 0:
             return base
         rest = tuple(n for d, n in enumerate(base.shape) if d not in dims)
         values = self.expand(values, (indices.shape[1], *rest))
-        sizes = np.array([base.shape[d] for d in dims])[:, None]
-        indices = np.where(indices < 0, indices + sizes, indices)
-        if len(dims) == 1 and not accumulate and np.array_equal(indices[0], np.arange(base.shape[dims[0]])):
+        indices = _from_the_start(indices, [base.shape[d] for d in dims])
+        if len(dims) == 1 and not accumulate and torch.equal(indices[0], torch.arange(base.shape[dims[0]])):
             order = [*range(1, dims[0] + 1), 0, *range(dims[0] + 1, len(base.shape))]
             return self.permute(values, order)  # all of it is written
         return self.make("put", (base, tuple(dims), self.intern(indices), values, accumulate), base.shape)
@@ -408,7 +411,7 @@ class Terms:
         if t.op == "const":
             return self.const(_number(t) * math.prod(t.shape[d] for d in dims), shape)
         if t.op == "array":
-            return self.array(t.args[0].value.sum(axis=dims))
+            return self.array(t.args[0].value.sum(dims))
         if all(t.shape[d] == 1 for d in dims):
             return self.reshape(t, shape)
         return self.make("sum", (tuple(d - len(t.shape) for d in dims), t), shape)
@@ -448,9 +451,27 @@ class Terms:
         return found
 
 
-def _constant_row(indices: np.ndarray) -> int | None:
-    """A coordinate that is the same for all elements of an advanced index."""
-    return next((q for q, row in enumerate(indices) if (row == row.flat[0]).all()), None)
+def without_row(indices: torch.Tensor, q: int) -> torch.Tensor:
+    return torch.cat([indices[:q], indices[q + 1 :]])
+
+
+def _from_the_start(indices: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    """Indices [m, *I] with the negative ones counted from the start of the m axes."""
+    below = indices < 0
+    if not below.any():
+        return indices
+    return torch.where(below, indices + torch.tensor(sizes).reshape(-1, *[1] * (indices.dim() - 1)), indices)
+
+
+def _same_number(value: torch.Tensor) -> float | None:
+    """The number that all elements are, if it is one."""
+    if value.numel() <= _FEW:  # this runs for every row of every mask: faster than two ops on a tensor
+        numbers = value.reshape(-1).tolist()
+        first, same = numbers[0], numbers.count(numbers[0]) == len(numbers)
+    else:
+        first = value.reshape(-1)[0].item()
+        same = bool((value == first).all())
+    return first if same or (first != first and bool(value.isnan().all())) else None
 
 
 def is_const(t: Any, value: float | None = None) -> bool:

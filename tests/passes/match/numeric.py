@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
 from moefx.passes.match.terms import Array, Term, Terms, number
@@ -34,7 +34,7 @@ def _value(t: Term, value: Any, values: Mapping[Any, torch.Tensor]) -> torch.Ten
         case "const":
             return torch.full(t.shape, number(t), dtype=torch.float64)
         case "array":
-            return torch.from_numpy(np.array(args[0].value)).double()
+            return args[0].value.double()
         case "pw":
             return torch.broadcast_to(
                 _elementwise(
@@ -63,8 +63,8 @@ def _value(t: Term, value: Any, values: Mapping[Any, torch.Tensor]) -> torch.Ten
         case "index":
             inner, dims, indices, position = args
             moved = value(inner).movedim(dims, tuple(range(len(dims))))
-            out = moved[tuple(torch.from_numpy(np.array(row)) for row in indices.value)]
-            width = indices.value.ndim - 1
+            out = moved[tuple(indices.value)]
+            width = indices.value.dim() - 1
             return out.movedim(tuple(range(width)), tuple(range(position, position + width)))
         case "put":
             base, dims, indices, source, accumulate = args
@@ -110,7 +110,7 @@ def _row(name: str, dims: list[int], static: tuple, x: torch.Tensor) -> torch.Te
 
 def all_picks(T: Terms, t: Term, lead: int) -> list[Term]:
     """The resolved rows of a term under its first `lead` axes, as the lifter asks for them."""
-    return [T.resolve(T.picks(t, dict(enumerate(ix)))) for ix in np.ndindex(*t.shape[:lead])]
+    return [T.resolve(T.picks(t, dict(enumerate(ix)))) for ix in itertools.product(*map(range, t.shape[:lead]))]
 
 
 def check(T: Terms, t: Term, expected: torch.Tensor, values: Mapping[Any, torch.Tensor]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -133,14 +132,14 @@ class Builder:
             return pair
         dim, shape = self.dim(x), self.draw(st.sampled_from([(2,), (4,), (2, 2)]))
         ids = self.integers(x.shape[dim], *shape)
-        return self.T.index(t, (dim,), ids.numpy()[None], dim), x[(slice(None),) * dim + (ids,)]
+        return self.T.index(t, (dim,), ids[None], dim), x[(slice(None),) * dim + (ids,)]
 
     def index_many(self, pair: Pair) -> Pair:
         t, x = pair
         if x.dim() < 2:
             return pair
         a, b = self.integers(x.shape[0], 3), self.integers(x.shape[1], 3) - x.shape[1]
-        return self.T.index(t, (0, 1), np.stack([a.numpy(), b.numpy()]), 0), x[a, b]
+        return self.T.index(t, (0, 1), torch.stack([a, b]), 0), x[a, b]
 
     def gather(self, pair: Pair) -> Pair:
         """`x.gather(0, ids)` as indexing of all axes."""
@@ -149,7 +148,7 @@ class Builder:
             return pair
         ids = self.integers(x.shape[0], 2, x.shape[1])
         columns = torch.arange(x.shape[1]).expand_as(ids)
-        return self.T.index(t, (0, 1), torch.stack([ids, columns]).numpy(), 0), x.gather(0, ids)
+        return self.T.index(t, (0, 1), torch.stack([ids, columns]), 0), x.gather(0, ids)
 
     def put(self, pair: Pair) -> Pair:
         """`index_add` and `index_copy` along any axis."""
@@ -162,7 +161,7 @@ class Builder:
         source, y = self.leaf(n, *x.shape[:dim], *x.shape[dim + 1 :])
         moved = y.movedim(0, dim)
         out = x.index_add(dim, ids, moved) if accumulate else x.index_copy(dim, ids, moved)
-        return self.T.put(t, (dim,), ids.numpy()[None], source, accumulate), out
+        return self.T.put(t, (dim,), ids[None], source, accumulate), out
 
     def put_many(self, pair: Pair) -> Pair:
         """`index_put` into the first two axes."""
@@ -178,7 +177,7 @@ class Builder:
         )
         a, b = flat // x.shape[1], flat % x.shape[1]
         source, y = self.leaf(n, *x.shape[2:])
-        indices = torch.stack([a, b]).numpy()
+        indices = torch.stack([a, b])
         return self.T.put(t, (0, 1), indices, source, accumulate), x.index_put((a, b), y, accumulate)
 
     # ------------------------------------------------------------------ computing
@@ -294,7 +293,7 @@ class TestNormalForm:
     def test_a_run_of_indices_is_a_slice(self):
         T = Terms()
         a = T.make("param", ("a",), (8, 2))
-        assert T.index(a, (0,), np.array([[2, 3, 4]]), 0) is T.slice(a, 0, 2, 5)
+        assert T.index(a, (0,), torch.tensor([[2, 3, 4]]), 0) is T.slice(a, 0, 2, 5)
 
     def test_slice_of_cat(self):
         T = Terms()
@@ -370,14 +369,14 @@ class TestNormalForm:
     def test_overwritten_rows_are_the_last_written(self):
         T = Terms()
         base, new = T.make("param", ("b",), (3, 2)), T.make("param", ("n",), (2, 2))
-        out = T.put(base, (0,), np.array([[1, 1]]), new, False)
+        out = T.put(base, (0,), torch.tensor([[1, 1]]), new, False)
         assert T.pick(out, 0, 1) is T.pick(new, 0, 1) and T.pick(out, 0, 0) is T.pick(base, 0, 0)
 
     def test_long_chain_of_adds_does_not_recurse(self):
         T = Terms()
         out = T.const(0, (4, 2))
         for e in range(3000):
-            out = T.put(out, (0,), np.array([[e % 4]]), T.make("param", (f"e{e}",), (1, 2)), True)
+            out = T.put(out, (0,), torch.tensor([[e % 4]]), T.make("param", (f"e{e}",), (1, 2)), True)
         assert show(T.pick(out, 0, 3), 1).startswith("add(")
 
     def test_too_large(self):
