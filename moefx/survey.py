@@ -16,7 +16,7 @@ from ._plan import Plan
 from .capture.concolic import is_users
 from .capture.examples import example_arguments
 from .capture.find import Found, Seen, find, signature
-from .errors import CaptureError, InvalidInput, Refused
+from .errors import CaptureError, InvalidInput, MoefxError, Refused
 from .pipeline import Result, rewrite_block
 from .runtime.module import rewritten_blocks
 from .runtime.watch import absorbed_names, hook_on
@@ -77,11 +77,17 @@ def survey(
     Raises:
         InvalidInput: the example inputs do not fit.
         CaptureError: the model does not run on them.
+        MoefxError: the model is sharded by FSDP.
     """
     start = time.perf_counter()
     tell = progress or (lambda _: None)
+    if _is_fully_sharded(model):
+        raise MoefxError(
+            f"{type(model).__name__} is sharded already, and FSDP modules cannot be copied: "
+            "call moefx.compile first, then fully_shard on the compiled model"
+        )
     args, kwargs = pytree.tree_map_only(torch.Tensor, _valued, example_arguments(model, example_inputs))
-    with _originals(model):
+    with _originals(model), torch.compiler.set_stance("force_eager"):  # parts may be compiled by torch already
         try:
             found = find(model, args, kwargs)
         except (CaptureError, InvalidInput):
@@ -92,8 +98,8 @@ def survey(
                 "Pass example_inputs=(...) or example_inputs={...} that it accepts"
             ) from error
         matched, refused = _try_chains(model, found, plan, tell)
-    matched, hooked = _without_hooked(model, matched)
-    return Survey(matched, [*refused, *hooked], time.perf_counter() - start)
+    matched, others = _without_outside_parts(model, matched)
+    return Survey(matched, [*refused, *others], time.perf_counter() - start)
 
 
 def _valued(t: torch.Tensor) -> torch.Tensor:
@@ -148,24 +154,45 @@ def _try_chains(
     return matched, [r for r in refused.values() if not _touches(r.name, taken)]
 
 
-def _without_hooked(model: nn.Module, matched: list[Matched]) -> tuple[list[Matched], list[Refusal]]:
-    """Blocks whose rewritten graph would not call a module that someone listens to stay as they are."""
+def _without_outside_parts(model: nn.Module, matched: list[Matched]) -> tuple[list[Matched], list[Refusal]]:
+    """Blocks stay as they are if others have a hand in their experts: hooks would not fire, shards not be gathered."""
     modules, refused = dict(model.named_modules()), []
     for m in matched:
         for name in list(m.names):
-            parts = absorbed_names(modules[name], m.result.graph, m.result.rewritten.repeated)
-            hooks = {part: hook_on(modules[name].get_submodule(part)) for part in parts}
-            if part := next((part for part, hook in hooks.items() if hook), ""):
+            block = modules[name]
+            if why := _outside_part(block, m.result):
                 m.names.remove(name)
-                refused.append(
-                    Refusal(
-                        name,
-                        f"{part} has a {hooks[part]}, which the rewritten block would not call",
-                        _first_line(modules[name]),
-                        remedy="remove it; hooks on the block itself, its router and its shared experts stay",
-                    )
-                )
+                refused.append(Refusal(name, why[0], _first_line(block), remedy=why[1]))
     return [m for m in matched if m.names], refused
+
+
+def _outside_part(block: nn.Module, result: Result) -> tuple[str, str] | None:
+    for part in absorbed_names(block, result.graph, result.rewritten.repeated):
+        if hook := hook_on(block.get_submodule(part)):
+            return (
+                f"{part} has a {hook}, which the rewritten block would not call",
+                "remove it; hooks on the block itself, its router and its shared experts stay",
+            )
+    for name, parameter in block.named_parameters():
+        if _is_sharded(parameter):
+            return f"{name} is a DTensor", "compile first, then shard the compiled model"
+    return None
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+def _is_fully_sharded(model: nn.Module) -> bool:
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    return any(isinstance(m, (FSDPModule, FullyShardedDataParallel)) for m in model.modules())
 
 
 def _priority(name: str, modules: dict[str, nn.Module], found: Found) -> tuple:
@@ -271,13 +298,16 @@ def _user_line(error: BaseException) -> str:
 Attribute = tuple[str, str]  # (submodule, attribute)
 
 
+_OWN = {*vars(nn.Module()), "_compiled_call_impl"} - {"training"}  # attributes that torch itself keeps
+
+
 def _differing(names: list[str], modules: dict[str, nn.Module]) -> list[Attribute]:
     """Plain attributes that are not equal in all of these modules: a layer's number, a scale, a flag."""
     first = modules[names[0]]
     out = []
     for path, module in first.named_modules():
         for key, value in vars(module).items():
-            if key.startswith("_") and key != "_is_hf_initialized" and key in nn.Module().__dict__:
+            if key in _OWN:
                 continue
             if key == "forward" or isinstance(value, nn.Module):
                 continue

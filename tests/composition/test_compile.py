@@ -117,3 +117,15 @@ def test_a_changed_expert_is_noticed_when_the_graph_is_made_again():
     models.experts_of(compiled)[1].up = nn.Linear(models.D, models.H, bias=False).double()
     with pytest.raises(Exception, match=r"moes\.1\.experts\.1\.up was replaced"):
         torch.compile(compiled, fullgraph=True, backend="aot_eager")(ids())
+
+
+@pytest.mark.parametrize("part", ["", "moes.0", "moes.1.experts.2"])
+def test_parts_that_torch_compiles_already(part):
+    """Capture looks through `Module.compile`; what it compiled before stays usable."""
+    original, _ = pair("loop")
+    expected = step(original, ids())
+    original.get_submodule(part).compile(backend="aot_eager")
+    compiled = models.compiled_of(original)
+    assert_same(step(compiled, ids()), expected)
+    assert_same(step(original, ids()), expected)
+    assert_rewritten(compiled)
