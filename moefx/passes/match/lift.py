@@ -24,8 +24,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...capture.concolic import Capture
 from ...errors import Refused
+from .nodes import is_routed
 from .paths import Place, expert_indices, is_parameter, parameter_of, sibling_names
-from .semantics import Semantics, is_routed
+from .semantics import Semantics
 from .terms import Term, TooLarge, is_const, number, show
 
 _MOST_SLOTS = 64

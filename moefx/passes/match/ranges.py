@@ -21,7 +21,7 @@ from torch import fx
 
 from ...capture.counts import Count
 from ...capture.sizes import plain
-from .semantics import SELECTIONS
+from .nodes import SELECTIONS, op_name
 
 aten = torch.ops.aten
 Range = tuple[torch.Tensor, torch.Tensor]  # of a shape that broadcasts to the node's
@@ -80,15 +80,15 @@ class Ranges:
         if not node.all_input_nodes:
             exact = val.to(torch.int64)
             return exact, exact
-        name = _name(node)
+        name = op_name(node)
         if name == "getitem":
             bundle, i = node.args
             source = bundle.args[0].meta.get("val") if isinstance(bundle, fx.Node) and bundle.args else None
-            if i == 0 and _name(bundle).startswith(("_unique", "unique")):
+            if i == 0 and op_name(bundle).startswith(("_unique", "unique")):
                 found = self._known.get(bundle.args[0])
                 return found and _uniform(*_hull(found), val)
-            if i == 1 and _name(bundle) in SELECTIONS and source is not None and source.dim():
-                dim, _ = SELECTIONS[_name(bundle)](bundle)
+            if i == 1 and op_name(bundle) in SELECTIONS and source is not None and source.dim():
+                dim, _ = SELECTIONS[op_name(bundle)](bundle)
                 return _uniform(0, source.shape[dim] - 1, val)
             return None
         if name in ("argmax", "argmin", "argsort"):
@@ -165,11 +165,6 @@ class Ranges:
         inside.narrow(dim, 0, min(_hull(found)[1] + 1, val.shape[dim])).fill_(True)
         lo, hi = (x.expand(val.shape) for x in under)
         return torch.where(inside, lo.clamp(max=int(value)), lo), torch.where(inside, hi.clamp(min=int(value)), hi)
-
-
-def _name(node: Any) -> str:
-    packet = getattr(node.target, "overloadpacket", None)
-    return packet.__name__ if packet is not None else getattr(node.target, "__name__", str(node.target))
 
 
 def _uniform(lo: int, hi: int, val: torch.Tensor) -> Range:

@@ -1,0 +1,62 @@
+"""Nodes of a capture: which op they are, which of them select, and which integers routing decides."""
+
+# fx types an argument as anything that a program can hold: the code knows better.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+# pyright: reportIndexIssue=false, reportOptionalSubscript=false, reportOptionalIterable=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportReturnType=false, reportOperatorIssue=false, reportUnhashable=false
+# pyright: reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ...capture.concolic import SHAPE_ONLY
+
+
+def op_name(node: fx.Node) -> str:
+    packet = getattr(node.target, "overloadpacket", None)
+    return packet.__name__ if packet is not None else getattr(node.target, "__name__", str(node.target))
+
+
+def _arg(node: fx.Node, i: int, name: str, default: Any) -> Any:
+    return node.args[i] if len(node.args) > i else node.kwargs.get(name, default)
+# for ops that return what they selected and where: along which dim, and whether it is kept
+SELECTIONS: dict[str, Callable[[fx.Node], tuple[int, bool]]] = {
+    "topk": lambda n: (_arg(n, 2, "dim", -1), True),
+    "sort": lambda n: (n.kwargs.get("dim", next((a for a in n.args[1:] if type(a) is int), -1)), True),
+    "max": lambda n: (_arg(n, 1, "dim", 0), bool(_arg(n, 2, "keepdim", False))),
+    "min": lambda n: (_arg(n, 1, "dim", 0), bool(_arg(n, 2, "keepdim", False))),
+    "kthvalue": lambda n: (_arg(n, 2, "dim", -1), bool(_arg(n, 3, "keepdim", False))),
+}
+
+
+def is_known(node: fx.Node) -> bool:
+    """Whether a value follows from integers alone, so that its numbers are at hand."""
+    return bool(node.meta.get("known")) and node.op != "placeholder"
+
+
+def is_routed(node: Any) -> bool:
+    """Whether an integer was computed from floats or from arguments: another routing, another integer."""
+    if not isinstance(node, fx.Node):
+        return False
+    stack = [node]
+    while stack:
+        n = stack[-1]
+        if "routed" in n.meta:
+            stack.pop()
+            continue
+        if n.op == "placeholder" or isinstance(n.meta.get("val"), FakeTensor):
+            n.meta["routed"] = True
+        else:
+            inputs = [] if n.target in SHAPE_ONLY else n.all_input_nodes
+            unseen = [a for a in inputs if "routed" not in a.meta]
+            if unseen:
+                stack += unseen
+                continue
+            n.meta["routed"] = any(a.meta["routed"] for a in inputs)
+        stack.pop()
+    return node.meta["routed"]
