@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from .capture.inputs import Arguments, Leaf
 from .errors import InvalidPlan, MoefxError, NoMoEBlockFound, Refused
 from .inspection.explain import Explanation, MatchedBlock
 from .inspection.history import History
+from .ir.attributes import Where, attributes, globals_of, is_plain, reading, unchanged, value_at
 from .ir.binding import Guard, Specialisation, binder, call_specialisation, leaves_of
 from .ir.block import BlockGraph
 from .ir.body import ExpertBody
@@ -25,7 +26,7 @@ from .pipeline import Result, rewrite_block
 from .runtime.copying import copy_model
 from .runtime.module import BlockForward, install, rewritten_blocks
 from .runtime.program import Program
-from .runtime.watch import absorbed_names
+from .runtime.watch import ReadAttributes, absorbed_names
 from .survey import Matched, Refusal, Survey, survey
 from .verification.level2 import verify_block
 from .verification.report import VerifyReport, verify
@@ -203,13 +204,19 @@ def _nothing_found(model: nn.Module, found: Survey) -> str:
 
 
 def _program(matched: Matched, block: nn.Module) -> Program:
-    return program_of(block, matched.result, matched.call.args, matched.call.kwargs)
+    return program_of(block, matched.result, matched.call.args, matched.call.kwargs, read=matched.read)
 
 
 def program_of(
-    block: nn.Module, result: Result, args: tuple, kwargs: dict[str, Any], autocast: torch.dtype | None = None
+    block: nn.Module,
+    result: Result,
+    args: tuple,
+    kwargs: dict[str, Any],
+    autocast: torch.dtype | None = None,
+    read: Iterable[Where] = (),
 ) -> Program:
-    """The program of a rewritten block, with the specialisation and the guards that it holds for."""
+    """The program of a rewritten block, with the specialisation and the guards that it holds for; `read`: the
+    attributes of the block that its captures read."""
     leaves = leaves_of(_signature_binder(block)(*args, **kwargs))
     call = call_specialisation(block, leaves)
     device = next((t.device.type for t in (*block.parameters(), *block.buffers())), "cpu")
@@ -217,7 +224,10 @@ def program_of(
     reads_grad = bool(result.match.modes_read & {"is_grad_enabled", "is_inference_mode_enabled"})
     key = Specialisation(block.training, True if reads_grad else None, autocast, arguments)
     absorbed = absorbed_names(block, result.graph, result.rewritten.repeated)
-    return Program(key, result.history, absorbed, _guards(result))
+    written = {str(e.target) for lifted in result.match.lifted for e in lifted.capture.effects}
+    values = {w: value_at(block, w) for w in sorted(read) if str(w) not in written}
+    relied = {w: unchanged(v) for w, v in {**values, **globals_of(block)}.items() if is_plain(v)}
+    return Program(key, result.history, absorbed, _guards(result), relied)
 
 
 def _signature_binder(block: nn.Module) -> Any:
@@ -265,9 +275,10 @@ class Specialise:
     ) -> Program | None:
         forward = vars(block).get("forward")
         assert isinstance(forward, BlockForward)
-        if any(program.key.admits(call) for program in forward.programs):
+        programs = [p for p in forward.programs if ReadAttributes(block, p.attributes).hold()]
+        if any(program.key.admits(call) for program in programs):
             return None  # only a guard on sizes stands in the way: the same lift would meet it again
-        for program in forward.programs:  # the same but for the device, which capture does not look at
+        for program in programs:  # the same but for the device, which capture does not look at
             if _without_device(program.key) == _without_device(
                 call._replace(grad=program.key.grad, training=call.training)
             ):
@@ -276,6 +287,7 @@ class Specialise:
                     program.history,
                     program.absorbed,
                     program.guards,
+                    program.attributes,
                 )
         if args is None:
             args, kwargs = self._arguments(block, call)
@@ -288,14 +300,16 @@ class Specialise:
         autocast = torch.autocast("cpu", call.autocast or torch.bfloat16, enabled=call.autocast is not None)
         counted = forward.counts.original
         with forward.running("original"), autocast, torch.enable_grad():
-            result = rewrite_block(block, forward.name, args, kwargs, self.plan)  # type: ignore[arg-type]
-            program = program_of(block, result, args, kwargs, call.autocast)  # type: ignore[arg-type]
+            with reading(block, attributes(block)) as read:
+                result = rewrite_block(block, forward.name, args, kwargs, self.plan)  # type: ignore[arg-type]
+            program = program_of(block, result, args, kwargs, call.autocast, read)  # type: ignore[arg-type]
         forward.counts.original = counted  # the captures were not calls of the user's
         return Program(
             program.key._replace(arguments=call.arguments, training=call.training),
             program.history,
             program.absorbed,
             program.guards,
+            program.attributes,
         )
 
     def _arguments(self, block: nn.Module, call: Specialisation) -> tuple[tuple, dict[str, Any]]:

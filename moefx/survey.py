@@ -17,6 +17,7 @@ from .capture.concolic import is_users
 from .capture.examples import example_arguments
 from .capture.find import Found, Seen, find, signature
 from .errors import CaptureError, InvalidInput, MoefxError, Refused
+from .ir.attributes import Where, attributes, reading, same, value_at
 from .pipeline import Result, rewrite_block
 from .runtime.module import rewritten_blocks
 from .runtime.watch import absorbed_names, hook_on
@@ -60,6 +61,7 @@ class Matched:
     call: Seen
     result: Result
     seconds: float
+    read: set[Where]  # plain attributes that the result depends on
 
 
 @dataclasses.dataclass
@@ -238,23 +240,22 @@ def _prove_all(
     made: list[Matched] = []
     like = signature(modules[name])
     alike = [n for n, m in modules.items() if signature(m) == like]
-    watched = _differing(alike, modules)
+    watched = attributes(modules[name])
     left = [name, *[n for n in alike if n != name]]
     while left:
         first = left[0]
         call = found.calls.get(first) or dataclasses.replace(found.calls[name], name=first)
         tell(first)
         start = time.perf_counter()
-        with _reading(modules[first], watched) as read:
+        with reading(modules[first], watched) as read:
             result = _rewrite(modules[first], first, call, plan)
-        same = [
+        equal = [first] + [
             n
             for n in left
-            if all(_equal(_attribute(modules[n], a), _attribute(modules[first], a)) for a in read)
+            if n != first and all(same(value_at(modules[n], w), value_at(modules[first], w)) for w in read)
         ]
-        same = [first, *[n for n in same if n != first]]
-        made.append(Matched(same, call, result, time.perf_counter() - start))
-        left = [n for n in left if n not in same]
+        made.append(Matched(equal, call, result, time.perf_counter() - start, read))
+        left = [n for n in left if n not in equal]
     return made
 
 
@@ -292,72 +293,3 @@ def _user_line(error: BaseException) -> str:
             where = f"{file.rsplit('/', 1)[-1]}:{trace.tb_lineno}"
         trace = trace.tb_next
     return where
-
-
-# ---------------------------------------------------------------------- modules that are the same but for their weights
-Attribute = tuple[str, str]  # (submodule, attribute)
-
-
-_OWN = {*vars(nn.Module()), "_compiled_call_impl"} - {"training"}  # attributes that torch itself keeps
-
-
-def _differing(names: list[str], modules: dict[str, nn.Module]) -> list[Attribute]:
-    """Plain attributes that are not equal in all of these modules: a layer's number, a scale, a flag."""
-    first = modules[names[0]]
-    out = []
-    for path, module in first.named_modules():
-        for key, value in vars(module).items():
-            if key in _OWN:
-                continue
-            if key == "forward" or isinstance(value, nn.Module):
-                continue
-            if any(not _equal(_attribute(modules[n], (path, key)), value) for n in names[1:]):
-                out.append((path, key))
-    return out
-
-
-def _attribute(module: nn.Module, where: Attribute) -> Any:
-    return vars(module.get_submodule(where[0])).get(where[1])
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if a is b:
-        return True
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, torch.Tensor):
-        return a.shape == b.shape and not a.is_meta and bool(torch.equal(a, b))
-    try:
-        return bool(a == b)
-    except Exception:
-        return False
-
-
-@contextlib.contextmanager
-def _reading(block: nn.Module, watched: list[Attribute]) -> Iterator[set[Attribute]]:
-    """Note which of the watched attributes a capture reads: a descriptor on the class comes before the instance."""
-    read: set[Attribute] = set()
-    patched: dict[tuple[type, str], dict[int, str]] = {}
-    for path, key in watched:
-        module = block.get_submodule(path)
-        patched.setdefault((type(module), key), {})[id(module)] = path
-
-    def watch(key: str, paths: dict[int, str]) -> property:
-        def get(self: nn.Module) -> Any:
-            if id(self) in paths:
-                read.add((paths[id(self)], key))
-            try:
-                return vars(self)[key]
-            except KeyError:
-                raise AttributeError(key) from None
-
-        return property(get, lambda self, value: vars(self).__setitem__(key, value))
-
-    with contextlib.ExitStack() as stack:
-        for (cls, key), paths in patched.items():
-            if key in vars(cls):
-                read |= {(p, key) for p in paths.values()}
-                continue
-            setattr(cls, key, watch(key, paths))
-            stack.callback(delattr, cls, key)
-        yield read

@@ -22,9 +22,10 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporar
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import MoefxError, Refused
+from ..ir.attributes import Where
 from ..ir.binding import Leaves, Specialisation, binder, call_specialisation, leaves_of
 from .program import Program
-from .watch import AbsorbedModules
+from .watch import AbsorbedModules, ReadAttributes
 
 # Of one block, taken or refused. An argument that changes at every call must not lift at every call.
 MAX_SPECIALISATIONS = 16
@@ -96,14 +97,14 @@ class BlockForward:
         leaves = leaves_of(self._bind(*args, **kwargs))
         call = call_specialisation(self.block, leaves)
         if torch.compiler.is_compiling():
-            self._prepare_trace(*call)
-            entry = self._admitted(call, leaves)
+            entry = self._admitted(call, leaves) if self._prepare_trace(*call) else None
+            if entry is not None and not entry.program.unchanged(self.block):
+                entry = None  # never so here; what was read is a guard of the trace
         else:
             entry = self._admitted(call, leaves) or self._specialised(call, leaves, args, kwargs)
         if entry is None:
             return self.run_original(*args, **kwargs)
         if not torch.compiler.is_compiling():
-            entry.absorbed.check(self.name)
             self.counts.rewritten += 1
         if self._forced:
             return entry.run_after(self._forced, self.block, leaves)
@@ -125,6 +126,12 @@ class BlockForward:
         failed = False
         for entry in self._entries:
             if entry.program.key.admits(call):
+                if not torch.compiler.is_compiling():
+                    entry.absorbed.check(self.name)
+                    if not entry.attributes.hold():
+                        self.counts.last_failed_guard = entry.why_not()
+                        failed = True
+                        continue
                 if entry.program.guard is None:
                     return entry
                 index = entry.program.guard(self.block, *[leaves[i][1] for i in entry.program.picks])
@@ -172,14 +179,20 @@ class BlockForward:
         Dynamo passes constants, of which a subclass of tuple is none: hence the fields.
         """
         call = Specialisation(*fields)
-        entry = next((e for e in self._entries if e.program.key.admits(call)), None)
-        if entry is None:
+        if not self._holding(call):
             with _untraced():
                 self._specialised(call, [], None, None)
-        for entry in self._entries:
-            if entry.program.key.admits(call):
-                entry.absorbed.check(self.name)
-        return True
+        holding = self._holding(call)
+        # the trace takes the first that admits the call
+        self._entries.sort(key=lambda entry: entry not in holding)
+        return bool(holding)
+
+    def _holding(self, call: Specialisation) -> list[_Entry]:
+        """The programs for a call whose attributes are unchanged."""
+        admitted = [e for e in self._entries if e.program.key.admits(call)]
+        for entry in admitted:
+            entry.absorbed.check(self.name)
+        return [e for e in admitted if e.attributes.hold()]
 
     # -- programs ----------------------------------------------------------------------------------
 
@@ -282,6 +295,11 @@ class _Entry:
 
     def __init__(self, program: Program, absorbed: AbsorbedModules):
         self.program, self.absorbed = program, absorbed
+        self.attributes = ReadAttributes(absorbed.block, program.attributes)
+
+    def why_not(self) -> str:
+        where, now = self.attributes.changed() or (Where("", ""), None)
+        return f"{where} == {self.program.attributes.get(where)!r}: it is {now!r} now, and the forward reads it"
 
     def run_after(self, pass_name: str, block: nn.Module, leaves: Leaves) -> Any:
         graph = self.program.history[pass_name].graph

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..inspection.history import History
+from ..ir import codegen
+from ..ir.attributes import Where
 from ..ir.binding import Guard, Specialisation
 
 
@@ -17,11 +20,14 @@ class Program:
         history: the graphs that led to it; the last one runs.
         absorbed: names, relative to the block, of the submodules whose computation the graph took over.
         guards: further conditions that capture relied on.
+        attributes: plain attributes of the block and its parts that it holds for.
 
     Attributes:
         fn: `(block, *values of the placeholders) -> output`.
         guard: `(block, *values of the placeholders) -> index of the guard that fails, or -1`; None without
             guards.
+        unchanged: `(block) -> whether the attributes are what they were`, for Dynamo, which then guards them; not those
+            of absorbed modules, of which there are many.
         picks: positions of the placeholders' values among the leaves of a call.
     """
 
@@ -32,16 +38,35 @@ class Program:
         history: History,
         absorbed: Sequence[str] = (),
         guards: Sequence[Guard] = (),
+        attributes: Mapping[Where, Any] | None = None,
     ):
         self.key = key
         self.history = history
         self.absorbed = tuple(absorbed)
         self.guards = tuple(guards)
+        self.attributes = dict(attributes or {})
         graph = history.graph
         self.fn: Callable[..., Any] = graph.compile()
         self.guard: Callable[..., int] | None = graph.compile_guards(self.guards) if self.guards else None
+        self.unchanged: Callable[..., bool] = self._compile_attributes()
         self.fn_with_load: Callable[..., Any] | None = None
         self.picks = graph.binding.indices(key)
+
+    def _compile_attributes(self) -> Callable[..., bool]:
+        tests, scope = ["True"], {}
+        for i, (where, value) in enumerate(self.attributes.items()):
+            if where.module.startswith("@"):
+                scope[f"m{i}"], scope[f"v{i}"] = sys.modules.get(where.module[1:]), value
+                tests.append(f"m{i}.{where.name} == v{i}")
+                continue
+            parts = [*where.module.split("."), where.name, where.inner]
+            if where.module in self.absorbed or not all(p.isidentifier() or p.isdigit() or not p for p in parts):
+                continue
+            path = "".join(f"._modules['{p}']" if p.isdigit() else f".{p}" for p in parts if p)
+            scope[f"v{i}"] = value
+            tests.append(f"self{path} {'is' if callable(value) else '=='} v{i}")
+        source = f"def unchanged(self):\n    return {' and '.join(tests)}\n"
+        return codegen.build(source, scope, "unchanged", f"{self.history.name} attributes")
 
     def prepare_load(self) -> None:
         """Make `fn_with_load`: as `fn`, but it returns `(output, (expert_offsets, ...))`."""
@@ -50,13 +75,13 @@ class Program:
 
     def renamed(self, name: str) -> Program:
         """The same program for another block of the same structure."""
-        return Program(self.key, self.history.renamed(name), self.absorbed, self.guards)
+        return Program(self.key, self.history.renamed(name), self.absorbed, self.guards, self.attributes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Program, (self.key, self.history, self.absorbed, self.guards)
+        return Program, (self.key, self.history, self.absorbed, self.guards, self.attributes)
 
     def __repr__(self) -> str:
         return f"<Program {self.history.name or 'model'}: {self.key}>"

@@ -1,4 +1,4 @@
-"""Notices when a submodule whose computation was absorbed into a rewritten block is changed.
+"""Notices when what a rewrite relied on is changed: absorbed submodules, and attributes that the forward reads.
 
 A rewritten block reads the parameters of its experts but does not call the expert modules: a hook on one of
 them would never fire, an adapter put in its place (LoRA) would be ignored. So every call looks whether the
@@ -9,7 +9,7 @@ the last look.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import AbsorbedModuleChanged
+from ..ir.attributes import Where, owner_of, same, value_at
 from ..ir.block import BlockGraph
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -115,6 +116,73 @@ class _Live:
             (absorbed.block.get_submodule(owner), name, child) for owner, name, child in absorbed.links
         ]
         self.hooks_version = -1
+
+
+class ReadAttributes:
+    """Plain attributes that a program was made for (`top_k`, a scale, a flag of a configuration): whether they still
+    are what they were. Compared in C, one call for each object that holds some."""
+
+    def __init__(self, block: nn.Module, values: Mapping[Where, Any]):
+        self.block, self.values = block, values
+        self._live: _LiveAttributes | None = None
+
+    def hold(self) -> bool:
+        if not self.values:
+            return True
+        if self._live is None:
+            if self.changed() is not None:
+                return False
+            self._live = _LiveAttributes(self.block, self.values)
+        if self._live.hold():
+            return True
+        self._live = None  # an object that holds some may have been replaced by an equal one
+        return self.changed() is None
+
+    def changed(self) -> tuple[Where, Any] | None:
+        """The first one that is another now, and what it is."""
+        for where, value in self.values.items():
+            now = value_at(self.block, where)
+            if not same(now, value):
+                return where, now
+        return None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_live": None}
+
+
+class _LiveAttributes:
+    """Lists prepared for comparison in C. What stands in the place of an absorbed module is not looked at here."""
+
+    def __init__(self, block: nn.Module, values: Mapping[Where, Any]):
+        held: dict[int, tuple[Any, dict[str, Any]]] = {}
+        self.holders: list[tuple[dict[str, Any], str, Any]] = []
+        self.shared: list[tuple[Any, str, Any]] = []  # of the class
+        for where, value in values.items():
+            owner, name = owner_of(block, where), where.inner or where.name
+            if name in vars(owner):
+                held.setdefault(id(owner), (owner, {}))[1][name] = value
+            else:
+                self.shared.append((owner, name, value))
+            if where.inner:
+                self.holders.append((vars(block.get_submodule(where.module)), where.name, owner))
+        alike: dict[tuple[str, ...], list[tuple[Any, dict[str, Any]]]] = {}
+        for owner, own in held.values():
+            alike.setdefault(tuple(own), []).append((vars(owner), own))
+        self.held = [
+            (get, [state for state, _ in pairs], [get(own) for _, own in pairs])
+            for names, pairs in alike.items()
+            for get in [itemgetter(*names)]
+        ]
+
+    def hold(self) -> bool:
+        try:
+            return (
+                all([list(map(get, states)) == expected for get, states, expected in self.held])
+                and all([holder.get(name) is it for holder, name, it in self.holders])
+                and all([same(getattr(owner, name), value) for owner, name, value in self.shared])
+            )
+        except Exception:  # gone, or of a kind that does not compare
+            return False
 
 
 def hook_on(module: nn.Module) -> str:

@@ -1,0 +1,164 @@
+"""Plain attributes and globals that a forward reads: when they change, the rewrite does too."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import moefx
+
+D, E = 16, 4
+GAIN = 1.0
+SETTINGS = {"temperature": 1.0}
+
+
+def amplified(y):
+    return y * GAIN
+
+
+class Config:
+    def __init__(self):
+        self.bias, self.name = 0.0, "unused"
+
+
+class Block(nn.Module):
+    boost = 1.0
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(D, E)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(D), nn.Linear(D, 24), nn.ReLU(), nn.Linear(24, D)) for _ in range(E)
+        )
+        self.k, self.scale, self.norm, self.act = 2, 1.0, False, F.relu
+        self.options, self.config = {"power": [1.0, 2.0]}, Config()
+        self.seen = 0
+
+    def forward(self, x):
+        scores = self.router(x) / SETTINGS["temperature"] + self.config.bias
+        weights, chosen = scores.sigmoid().topk(self.k)
+        if self.norm:
+            weights = weights / weights.sum(-1, keepdim=True)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            token, slot = torch.where(chosen == e)
+            y = self.act(expert(x[token])) * self.options["power"][1]
+            out.index_add_(0, token, amplified(y) * weights[token, slot, None])
+        return out * self.scale * self.boost
+
+
+CHANGES = {
+    "int": lambda m: setattr(m, "k", 1),
+    "float": lambda m: setattr(m, "scale", 2.0),
+    "flag": lambda m: setattr(m, "norm", True),
+    "function": lambda m: setattr(m, "act", F.gelu),
+    "container": lambda m: m.options["power"].__setitem__(1, 3.0),
+    "configuration": lambda m: setattr(m.config, "bias", 0.7),
+    "other_configuration": lambda m: setattr(m, "config", type("Other", (), {"bias": -0.3})()),
+    "of_the_class": lambda m: setattr(m, "boost", 3.0),
+    "of_an_expert": lambda m: setattr(m.experts[1][0], "eps", 0.5),
+}
+
+
+@pytest.fixture
+def x():
+    return torch.randn(30, D, dtype=torch.double)
+
+
+def pair(x):
+    model = Block().double()
+    return model, moefx.compile(copy.deepcopy(model), example_inputs=(x,))
+
+
+def calls(compiled):
+    return moefx.explain(compiled).matched[0].calls
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_changed_attribute_is_compiled_anew(change, x):
+    model, compiled = pair(x)
+    before = model(x)
+    torch.testing.assert_close(compiled(x), before, rtol=0, atol=1e-13)
+    change(model), change(compiled)
+    assert not torch.allclose(model(x), before)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
+    assert calls(compiled) == (3, 0, 1)  # three rewritten calls, one that met a changed attribute
+
+
+def test_what_is_not_read_may_change(x):
+    model, compiled = pair(x)
+    compiled.config.name, compiled.seen = "other", 5
+    torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
+    assert calls(compiled) == (1, 0, 0)
+
+
+def test_back_to_the_old_value_finds_the_old_program(x):
+    model, compiled = pair(x)
+    for k in (1, 2, 1, 2):
+        model.k = compiled.k = k
+        torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
+    assert len(compiled.forward.programs) == 2
+
+
+@pytest.mark.parametrize("name, value", [("GAIN", 5.0), ("SETTINGS", {"temperature": 0.2})])
+def test_a_changed_global_is_compiled_anew(monkeypatch, name, value, x):
+    model, compiled = pair(x)
+    torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
+    before = model(x)
+    monkeypatch.setitem(globals(), name, value)
+    assert not torch.allclose(model(x), before)
+    torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
+    assert calls(compiled) == (2, 0, 1)
+
+
+def test_dynamo_guards_them(x):
+    model, compiled = pair(x)
+    traced = torch.compile(compiled, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(traced(x), model(x), rtol=0, atol=1e-13)
+    for change in (CHANGES["int"], CHANGES["float"], CHANGES["container"]):
+        change(model), change(compiled)
+        torch.testing.assert_close(traced(x), model(x), rtol=0, atol=1e-13)
+
+
+def test_copies_watch_their_own(x):
+    model, compiled = pair(x)
+    twin = copy.deepcopy(compiled)
+    twin.k = 1
+    torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
+    model.k = 1
+    torch.testing.assert_close(twin(x), model(x), rtol=0, atol=1e-13)
+    assert calls(compiled) == (1, 0, 0)
+
+
+def test_a_loaded_model_remembers(x):
+    model, compiled = pair(x)
+    compiled(x)
+    buffer = io.BytesIO()
+    torch.save(compiled, buffer, pickle_module=pickle)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=False)
+    loaded.scale = model.scale = 4.0
+    torch.testing.assert_close(loaded(x), model(x), rtol=0, atol=1e-13)
+
+
+def test_layers_that_differ_in_an_attribute_are_proven_apart(x):
+    class Layers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = Block(), Block(), Block()
+            self.b.scale, self.c.seen = 3.0, 7
+
+        def forward(self, x):
+            return self.c(self.b(self.a(x)))
+
+    model = Layers().double()
+    compiled = moefx.compile(copy.deepcopy(model), example_inputs=(x,))
+    torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-12)
+    assert [m.calls for m in moefx.explain(compiled).matched] == [(1, 0, 0)] * 3
