@@ -4,7 +4,9 @@
 
 The block gathers each expert's tokens and adds its output with `index_add_`; its parameters are a ModuleList of
 experts, or stacked. Outputs and all gradients of both are compared with the block in float64 first. Then forward
-and backward of both take turns, so that a busy machine disturbs both. Prints medians, minima and their ratios.
+and backward of both take turns, so that a busy machine disturbs both. Prints medians, minima and their ratios,
+and the ratio of CPU times, which on a busy machine is the steadier one (with several threads it also counts those
+that spin while they wait).
 """
 
 from __future__ import annotations
@@ -80,13 +82,14 @@ class Run:
     def __init__(self, model: nn.Module, x: Tensor, grad: Tensor):
         self.model, self.x, self.grad = model, x.clone().requires_grad_(), grad
 
-    def __call__(self) -> float:
+    def __call__(self) -> tuple[float, float]:
+        """Milliseconds on the clock, and of all threads' CPU time."""
         for leaf in (self.x, *self.model.parameters()):
             leaf.grad = None
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         self.out = self.model(self.x)
         self.out.backward(self.grad)
-        return 1e3 * (time.perf_counter() - start)
+        return 1e3 * (time.perf_counter() - start), 1e3 * (time.process_time() - cpu_start)
 
     def results(self) -> list[Tensor]:
         self()
@@ -120,15 +123,23 @@ def measure(layout: str, threads: int, args: argparse.Namespace) -> dict[str, An
     error = check(**runs)
     select.reset_counters()
     times: dict[str, list[float]] = {name: [] for name in runs}
+    cpu_times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(args.repeats):
         for name, run in runs.items():
-            times[name].append(run())
+            clock, cpu = run()
+            times[name].append(clock)
+            cpu_times[name].append(cpu)
     result: dict[str, Any] = {
         "layout": layout, "threads": threads, "error": round(error, 2),
         "weights": select.weight_paths(), "fallbacks": moefx.blocks(compiled)[0].fallbacks,
     }  # fmt: skip
-    for label, of in {"median": statistics.median, "min": min}.items():
-        found = {name: of(ms) for name, ms in times.items()}
+    for label, of, kind in (
+        ("median", statistics.median, times),
+        ("min", min, times),
+        ("cpu_median", statistics.median, cpu_times),
+        ("cpu_min", min, cpu_times),
+    ):
+        found = {name: of(ms) for name, ms in kind.items()}
         result[label] = {n: round(ms, 1) for n, ms in found.items()}
         result[label]["ratio"] = round(found["original"] / found["compiled"], 2)
     return result
@@ -147,14 +158,16 @@ def main() -> None:
 
     shape = f"T={args.tokens} E={args.experts} K={args.top_k} d={args.dim} h={args.hidden} float32"
     print(f"{shape}, keep={args.keep}, torch {torch.__version__}; forward + backward, ms")
-    print(f"{'':24}{'original':>18}{'compiled':>18}{'ratio':>15}   error (original = 1)")
+    print(f"{'':24}{'original':>18}{'compiled':>18}{'ratio':>15}{'CPU':>14}   error (original = 1)")
     results = []
     for threads in args.threads:
         for layout in args.layouts:
             results.append(r := measure(layout, threads, args))
             cells = [f"{r['median'][k]:8.1f} ({r['min'][k]:6.1f})" for k in ("original", "compiled")]
             cells.append(f"{r['median']['ratio']:5.2f} ({r['min']['ratio']:.2f})")
-            print(f"{layout:>12} {threads} thread(s){cells[0]:>18}{cells[1]:>18}{cells[2]:>15}   {r['error']}")
+            cells.append(f"{r['cpu_median']['ratio']:5.2f} ({r['cpu_min']['ratio']:.2f})")
+            row = "".join(f"{cell:>{width}}" for cell, width in zip(cells, (18, 18, 15, 14), strict=True))
+            print(f"{layout:>12} {threads} thread(s){row}   {r['error']}", flush=True)
     print("median (minimum)")
     if args.json:
         from environment import environment
