@@ -14,8 +14,9 @@ import pathlib
 import torch
 from torch import Tensor
 
-# Multiplications; below, setting oneDNN up (about 10 us) costs more than it gains.
-_MIN_SIZE = 2**20
+# Multiplications; below, setting oneDNN up (about 10 us), and an expert's being a group of its own for it (see
+# `SegmentGemms`), cost more than it gains.
+_MIN_SIZE = 2**21
 # oneDNN adds up along k without blocking: rounding errors of long sums are up to twice MKL's. Blocks keep
 # them close.
 _K_BLOCK = 512
