@@ -21,11 +21,11 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_arg
 
-from ..capture.concolic import Effect
+from ..capture.concolic import CONTRACTIONS, Effect, autocast_dtype
 from ..errors import Refused
 from ..ir import dialect  # registers the ops
 from .kept import KeptGraph, Twins, is_random
-from .match.lift import Body, Ref, walk
+from .match.form import Body, Ref, walk
 from .match.paths import Place
 from .match.prove import Expert, Match
 
@@ -84,6 +84,12 @@ class Rewriter:
         self.overwritten: dict[fx.Node, fx.Node] = {}
         self.inverses: list[fx.Node] = []  # of each group: the row of each slot, -1 where it does not count
 
+    def _same_autocast(self) -> None:
+        """The ops of the dialect do what autocast asks for; a program that switches it off for the experts does not."""
+        for n in self.lifted.absorbed:
+            if autocast_dtype() and n.target in CONTRACTIONS and n.meta["autocast"] != autocast_dtype():
+                raise Refused("the experts switch autocast off", source=str(n.meta["source"]))
+
     # ------------------------------------------------------------------ the whole block
     def rewrite(self) -> Rewritten:
         captures = self.kept.captures
@@ -91,6 +97,7 @@ class Rewriter:
         spec = outs[0][1]
         if any(s != spec for _, s in outs):
             raise Refused("the structure of what the block returns depends on the routing")
+        self._same_autocast()
         effects = self._effects()
         for effect, _ in effects:
             if effect.kind == "input":  # what the backward keeps must not change when the input does

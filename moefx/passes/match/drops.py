@@ -18,7 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ...capture.concolic import Capture
 from ...errors import Refused
 from ..capacity import Formula, find_formula
-from .lift import Body, Lifted, Ref, _aligned, walk
+from .chosen import aligned
+from .form import Body, Lifted, Ref, walk
 from .prove import DropRule, Match
 from .semantics import Semantics
 from .shapes import unravel
@@ -222,7 +223,7 @@ def _mask_candidates(lifted: Lifted) -> list[Ref]:
             if not n.meta.get("known") or val.numel() > 1 << 20:
                 continue
             val = lifted.capture.shadow(n)
-        for axes, flat in _aligned((val != 0).to(torch.int64), lifted.tokens):
+        for axes, flat in aligned((val != 0).to(torch.int64), lifted.tokens):
             if flat.shape == lifted.kept.shape:
                 offer(n, axes, flat.bool())
         lead = tuple(val.shape[:-1])

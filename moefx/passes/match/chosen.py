@@ -1,0 +1,223 @@
+"""Which integer tensor of the program says which experts each token used, and in which slot each summand is."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from .form import Lifted, Ref
+from .owners import Key, Owners
+from .terms import Term
+
+_MOST_SLOTS = 64
+_MOST_EXPERTS_OF_A_MASK = 128
+
+
+class Choice(NamedTuple):
+    """What says which experts were used: the node, what it holds, and the slot of each summand of each token."""
+
+    index: Ref
+    ids: torch.Tensor  # int64 [T, K]
+    slots: list[list[int]]
+
+
+def choice(
+    owners: Owners,
+    tokens: tuple[int, ...],
+    summands: list[list[Term]],
+    nodes: list[fx.Node],
+    inside: set[fx.Node],
+    like: Lifted | None,
+) -> Choice | None:
+    """The choice that explains the routed summands of every token, if there is one.
+
+    Args:
+        nodes: to look among.
+        inside: those of them that are a submodule's own, to be taken only where no other fits.
+        like: the form of another capture of the block; what chose the experts there is looked at first.
+    """
+    search = _Search(owners, tokens, summands, nodes)
+    found = search.as_before(like) if like is not None else None
+    if found is not None:
+        return found
+    candidates = search.candidates(inside)
+    return search.one_node(candidates) or search.columns(candidates) or search.mask()
+
+
+class _Search:
+    def __init__(
+        self, owners: Owners, tokens: tuple[int, ...], summands: list[list[Term]], nodes: list[fx.Node]
+    ):
+        self.tokens, self.nodes = tokens, nodes
+        self.T = math.prod(tokens)
+        self.keys = [[owners.key(p) for p in parts] for parts in summands]
+        self.widest = max(map(len, self.keys))
+        names = {key: next(iter(owners.natural(key)), None) for key in {k for row in self.keys for k in row}}
+        # the experts' own numbers, where all have one
+        self.natural: dict[Key, int] | None = None if None in names.values() else names  # type: ignore[assignment]
+
+    def _integers(self) -> Iterator[tuple[fx.Node, torch.Tensor]]:
+        for n in self.nodes:
+            val = n.meta.get("val")
+            if isinstance(val, torch.Tensor) and not isinstance(val, FakeTensor):
+                yield n, val
+
+    def candidates(self, inside: set[fx.Node]) -> list[tuple[Ref, torch.Tensor]]:
+        """Readings of integer nodes as [T, K], the likeliest first."""
+        found = []
+        for n, val in self._integers():
+            if val.dtype not in (torch.bool, torch.uint8):
+                for axes, flat in aligned(val, self.tokens):
+                    if flat.shape[1] <= _MOST_SLOTS:
+                        order = (flat.shape[1] != self.widest, n in inside, n.meta["index"])
+                        found.append((order, Ref(n, axes), flat))
+        return [(ref, flat) for _, ref, flat in sorted(found, key=lambda c: c[0])]
+
+    def one_node(self, candidates: list[tuple[Ref, torch.Tensor]]) -> Choice | None:
+        """A node that holds the ids of all slots, by the experts' own numbers or by any others."""
+        first = None
+        for by_name in (True, False) if self.natural is not None else (False,):
+            for ref, ids in candidates:
+                if ids.shape[1] < self.widest:
+                    continue
+                names = self.natural if by_name else _consistent(self.keys, ids)
+                slots = _slots(self.keys, ids, names) if names else None
+                if names is None or slots is None:
+                    continue
+                unused = ids.numel() - sum(map(len, slots))
+                outside = ids.numel() - int(torch.isin(ids, torch.tensor(list(names.values()))).sum())
+                if unused == outside:  # ids that are nobody's say themselves which slots do not count
+                    return Choice(ref, ids, slots)
+                first = first or Choice(ref, ids, slots)
+        return first
+
+    def as_before(self, like: Lifted) -> Choice | None:
+        """The nodes that chose the experts in the other capture, at the same places of this one."""
+        found = self._twin(like.index) if self.natural is not None else None
+        slots = _slots(self.keys, found[1], self.natural) if found is not None else None  # type: ignore[arg-type]
+        return None if found is None or slots is None else Choice(*found, slots)
+
+    def _twin(self, ref: Ref) -> tuple[Ref, torch.Tensor] | None:
+        if ref.columns:
+            parts = [part for c in ref.columns if (part := self._twin(c)) is not None]
+            if len(parts) < len(ref.columns):
+                return None
+            columns = tuple(c for c, _ in parts)
+            return Ref(columns[0].node, ref.axes, columns), torch.cat([ids for _, ids in parts], dim=1)
+        for n, val in self._integers():
+            if n.meta["index"] == ref.node.meta["index"] and n.target == ref.node.target:
+                if "m" in ref.axes:
+                    return Ref(n, ref.axes), torch.arange(val.shape[-1]).expand(self.T, -1)
+                found = [flat for axes, flat in aligned(val, self.tokens) if axes == ref.axes]
+                return (Ref(n, ref.axes), found[0]) if found else None
+        return None
+
+    def columns(self, candidates: list[tuple[Ref, torch.Tensor]]) -> Choice | None:
+        """Several integer nodes with one choice each, such as a first and a second argmax."""
+        if self.natural is None or self.widest < 2:
+            return None
+        wanted = [{self.natural[k] for k in row} for row in self.keys]
+        single = [(ref, ids) for ref, ids in candidates if ids.shape[1] == 1]
+        single.sort(key=lambda c: c[0].node.meta["index"])
+        covering: list[tuple[Ref, torch.Tensor]] = []
+        for ref, ids in single:
+            hits = sum(i in w for i, w in zip(ids[:, 0].tolist(), wanted, strict=True))
+            if hits * 2 > len(self.keys) and not any(torch.equal(ids, other) for _, other in covering):
+                covering.append((ref, ids))
+        for chosen in itertools.combinations(covering[:12], self.widest):
+            ids = torch.cat([i for _, i in chosen], dim=1)
+            slots = _slots(self.keys, ids, self.natural)
+            if slots is not None:
+                columns = tuple(r for r, _ in chosen)
+                return Choice(Ref(columns[0].node, ("t", "k"), columns), ids, slots)
+        return None
+
+    def mask(self) -> Choice | None:
+        """A mask of the chosen experts (a threshold, say): every expert is a slot, and most are dropped."""
+        if self.natural is None:
+            return None
+        wanted = [{self.natural[k] for k in row} for row in self.keys]
+        lowest = max(self.natural.values()) + 1
+        for n, val in self._integers():
+            if (
+                val.dtype != torch.bool
+                or tuple(val.shape[:-1]) not in (self.tokens, (self.T,))
+                or not lowest <= val.shape[-1] <= _MOST_EXPERTS_OF_A_MASK
+            ):
+                continue
+            rows = val.reshape(self.T, -1).tolist()
+            if any(
+                all({e for e, on in enumerate(row) if on is truth} == w for row, w in zip(rows, wanted, strict=True))
+                for truth in (True, False)
+            ):
+                ids = torch.arange(val.shape[-1]).expand(self.T, -1)
+                slots = [[self.natural[k] for k in row] for row in self.keys]
+                return Choice(Ref(n, ("t",) * (val.dim() - 1) + ("m",)), ids, slots)
+        return None
+
+
+def aligned(val: torch.Tensor, tokens: tuple[int, ...]) -> list[tuple[tuple[str, ...], torch.Tensor]]:
+    """Ways to read an integer tensor as [T, K]."""
+    T, shape, out = math.prod(tokens), tuple(val.shape), []
+    flat = val.to(torch.int64)
+    for lead in {tokens, (T,)}:
+        n = len(lead)
+        if shape[:n] == lead and len(shape) <= n + 1:
+            out.append((("t",) * n + ("k",) * (len(shape) - n), flat.reshape(T, -1)))
+        elif len(shape) == n + 1 and shape[1:] == lead:
+            out.append((("k", *("t",) * n), flat.reshape(shape[0], T).t()))
+    if len(shape) == 1 and shape[0] > T and shape[0] % T == 0:
+        out.append((("tk",), flat.reshape(T, -1)))
+        out.append((("kt",), flat.reshape(-1, T).t()))
+    return out
+
+
+def _slots(keys: list[list[Any]], ids: torch.Tensor, names: dict[Any, int]) -> list[list[int]] | None:
+    """For each token, the slot of each key; None if some key's expert is not among the token's ids."""
+    out = []
+    for row, chosen in zip(keys, ids.tolist(), strict=True):
+        left: dict[int, list[int]] = defaultdict(list)
+        for k, e in enumerate(chosen):
+            left[e].append(k)
+        slots = []
+        for key in row:
+            at = left.get(names[key])
+            if not at:
+                return None
+            slots.append(at.pop(0))
+        out.append(slots)
+    return out
+
+
+def _consistent(keys: list[list[Any]], ids: torch.Tensor) -> dict[Any, int] | None:
+    """A one-to-one naming of keys by ids that fits every token, if there is exactly one."""
+    options: dict[Any, set[int]] = {}
+    for row, chosen in zip(keys, ids.tolist(), strict=True):
+        for key in row:
+            options[key] = options.get(key, set(chosen)) & set(chosen)
+    changed = True
+    while changed:
+        changed = False
+        for key, mine in options.items():
+            if len(mine) == 1:
+                for other, theirs in options.items():
+                    if other is not key and len(theirs) > 1 and mine <= theirs:
+                        options[other] = theirs - mine
+                        changed = True
+    if any(len(o) != 1 for o in options.values()):
+        return None
+    names = {key: next(iter(o)) for key, o in options.items()}
+    return names if len(set(names.values())) == len(names) else None
+
+
+def every_expert_for_every_token(owners: Owners, summands: list[list[Term]]) -> bool:
+    keys = [{owners.key(p) for p in parts} for parts in summands]
+    every = set().union(*keys)
+    return all(row == every for row in keys)

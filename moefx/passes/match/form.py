@@ -1,0 +1,94 @@
+"""The canonical form: `out[t] = shared(x_t) + sum_k F(x_t, c[t,k]; theta[idx[t,k]])`, as data (design section 3.3)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import fx
+
+from ...capture.concolic import Capture
+from .paths import Place
+
+
+@dataclasses.dataclass(frozen=True)
+class Ref:
+    """A kept node that supplies a value of each (token, slot): which node, and how it is indexed.
+
+    `axes` says what the node's leading axes are: `t` the tokens (one axis or several), `k` the slots, `e` the experts;
+    `tk` and `kt` flattened pairs; `m` the experts where the node is a mask of the chosen ones. The remaining axes are
+    the value's. Where no single node holds all slots there is one for each: `columns`.
+    """
+
+    node: fx.Node
+    axes: tuple[str, ...]
+    columns: tuple[Ref, ...] = ()
+    inverted: bool = False  # a mask that is true where a slot does not count
+
+    @property
+    def form(self) -> tuple:
+        """What two captures must agree on."""
+        return self.axes, tuple(c.form for c in self.columns), self.inverted
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        return [n for c in self.columns for n in c.nodes] if self.columns else [self.node]
+
+
+@dataclasses.dataclass(frozen=True)
+class Body:
+    """The template of a routed summand: `op` with static `args` and bodies, or a leaf.
+
+    Leaves: `value` (Ref), `expert` (table of `Place` by expert id), `shared` (Place), `const` (number).
+    """
+
+    op: str
+    args: tuple
+    shape: tuple[int, ...]
+
+
+@dataclasses.dataclass
+class Group:
+    """Experts of one form: their ids and the body they share."""
+
+    ids: list[int]
+    body: Body
+    tables: list[dict[int, Place]]
+    values: list[Ref]
+
+    @property
+    def has_matrices(self) -> bool:
+        """Whether some contraction of the body has an expert's matrix as an operand."""
+        return any(
+            b.op == "ein"
+            and any(isinstance(a, Body) and a.op == "expert" and len(a.shape) >= 2 for a in b.args)
+            for b in walk(self.body)
+        )
+
+
+@dataclasses.dataclass
+class Lifted:
+    """The canonical form of one capture."""
+
+    capture: Capture
+    cut: fx.Node
+    tokens: tuple[int, ...]
+    slots: int
+    index: Ref
+    ids: torch.Tensor  # int64 [T, K]
+    groups: list[Group]
+    shared: list[Ref]
+    missed: Ref | None  # what tokens get of which no slot counts, where that is not zero
+    kept: torch.Tensor  # bool [T, K]: False where the slot contributes nothing
+    absorbed: set[fx.Node]
+    optional: bool = False  # at sizes at which the program may go another way: the proof can do without
+
+
+def walk(body: Body) -> list[Body]:
+    """A body and all the bodies in it."""
+    out, stack = [], [body]
+    while stack:
+        b = stack.pop()
+        out.append(b)
+        stack.extend(a for a in b.args if isinstance(a, Body))
+    return out

@@ -1,0 +1,169 @@
+"""Which node supplies a value: weights and input rows are recognised by what they are, not by where they came from."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+
+from torch import fx
+
+from .form import Lifted, Ref
+from .semantics import Semantics
+from .terms import Term, is_const
+
+
+class Lookup:
+    """Finds the node whose elements are given terms: weights and input rows are recognised by what they are."""
+
+    def __init__(
+        self, S: Semantics, nodes: list[fx.Node], tokens: tuple[int, ...], slots: int, experts: int,
+        inside: set[fx.Node], like: Lifted | None,
+    ):  # fmt: skip
+        """`nodes`: to look among. `inside`: those that are a submodule's own, to be taken only where no other fits.
+        `like`: the form of another capture of the block."""
+        self.S, self.tokens, self.slots, self.experts = S, tokens, slots, experts
+        self.T = math.prod(tokens)
+        self.positions = list(itertools.product(*map(range, tokens)))
+        self.dropped: list[tuple[int, int, int]] = []
+        self.readings: list[tuple[tuple[bool, bool, int], int, Ref]] = []
+        before = {  # at a single token several readings fit: as in the other capture is best
+            (ref.node.meta["index"], ref.axes)
+            for group in (like.groups if like is not None else ())
+            for value in group.values
+            for ref in (value.columns or (value,))
+        }
+        for n in nodes:
+            for rank, axes in self._axes(tuple(n.meta["val"].shape)):
+                index = n.meta["index"]
+                self.readings.append((((index, axes) not in before, n in inside, rank), index, Ref(n, axes)))
+        self.readings.sort(key=lambda r: r[:2])
+        self._tables: dict[tuple, dict[Term, list[Ref]]] = {}
+
+    def _axes(self, shape: tuple[int, ...]) -> list[tuple[int, tuple[str, ...]]]:
+        T, K, out = self.T, self.slots, []
+        for lead in dict.fromkeys([(T,), self.tokens]):
+            n = len(lead)
+            t = ("t",) * n
+            extra = 0 if n == 1 else 1
+            if shape[:n] == lead:
+                out.append((extra, t))
+                if shape[n : n + 1] == (K,):
+                    out.append((extra, (*t, "k")))
+                if len(shape) > n and shape[n] >= self.experts:
+                    out.append((4 + extra, (*t, "e")))
+            if shape[:1] == (K,) and shape[1 : n + 1] == lead:
+                out.append((2 + extra, ("k", *t)))
+            if len(shape) > n and shape[0] >= self.experts and shape[1 : n + 1] == lead:
+                out.append((6 + extra, ("e", *t)))
+        if shape[:1] == (T * K,) and K > 1:
+            out += [(3, ("tk",)), (3, ("kt",))]
+        if shape and shape[0] >= self.experts and shape[0] != T:
+            out.append((8, ("e",)))
+        if math.prod(shape) == 1:
+            out.append((9, ()))
+        return out
+
+    def element(self, ref: Ref, t: int, k: int, e: int) -> Term | None:
+        if ref.columns:
+            ref = ref.columns[k]
+        term = self.S.term(ref.node)
+        position = self.positions[t]
+        where: dict[int, int] = {}
+        seen = 0
+        many = ref.axes.count("t") > 1
+        for axis, kind in enumerate(ref.axes):
+            i = {"k": k, "e": e, "tk": t * self.slots + k, "kt": k * self.T + t}.get(kind)
+            if i is None:
+                i = position[seen] if many else t
+                seen += 1
+            if not 0 <= i < term.shape[axis]:
+                return None
+            where[axis] = i
+        return self.S.T.resolve(self.S.T.picks(term, where))
+
+    def rows(self) -> set[Term]:
+        """The rows, one per token, of all readings that have one."""
+        out = set()
+        for _, _, ref in self.readings:
+            if set(ref.axes) == {"t"} and len(ref.node.meta["val"].shape) > len(ref.axes):
+                out |= {r for t in range(self.T) if (r := self.element(ref, t, 0, 0)) is not None}
+        return out
+
+    def find(
+        self, where: list[tuple[int, int, int]], terms: list[Term], slots: bool = True, wide: bool = False
+    ) -> Ref | None:
+        """The node (and reading) whose element at every place is the given term. A value that is not a scalar must
+        be one per token, unless `wide`."""
+        at = where[0]
+        if (at, slots) not in self._tables:
+            table: dict[Term, list[Ref]] = defaultdict(list)
+            for _, _, ref in self.readings:
+                if slots or set(ref.axes) == {"t"}:
+                    found = self.element(ref, *at)
+                    if found is not None:
+                        table[found].append(ref)
+            self._tables[at, slots] = table
+        scalar = math.prod(terms[0].shape) == 1
+        first: Ref | None = None
+        for ref in self._tables[at, slots].get(terms[0], ()):
+            if not (scalar or wide or set(ref.axes) <= {"t"}):
+                continue
+            if all(self.element(ref, *place) is term for place, term in zip(where, terms, strict=True)):
+                if not (scalar and self.dropped) or self._zero_where_dropped(ref):
+                    return ref
+                first = first or ref
+        if first is None and scalar and slots and self.slots > 1:
+            return self._columns(where, terms)
+        return first
+
+    def find_rows(self, t: int, term: Term, rest: list[list[Term]]) -> tuple[Ref, list[Term]] | None:
+        """The node whose row `t` is `term`, and whose other rows are among what is left of the sums, or zero."""
+        for _, _, ref in self.readings:
+            if set(ref.axes) != {"t"} or self.element(ref, t, 0, 0) is not term:
+                continue
+            column = [self.element(ref, i, 0, 0) for i in range(self.T)]
+            if all(r is not None and (is_const(r, 0) or r in parts) for r, parts in zip(column, rest, strict=True)):
+                return ref, column  # type: ignore[return-value]
+        return None
+
+    def _zero_where_dropped(self, ref: Ref) -> bool:
+        """Whether a weight says itself which slots count."""
+        return all(
+            (found := self.element(ref, *place)) is None or is_const(found, 0) for place in self.dropped
+        )
+
+    def _columns(self, where: list[tuple[int, int, int]], terms: list[Term]) -> Ref | None:
+        """One node for each slot."""
+        columns = []
+        for k in range(self.slots):
+            mine = [(place, term) for place, term in zip(where, terms, strict=True) if place[1] == k]
+            if not mine or len(mine) == len(where):
+                return None
+            first, wanted = mine[0]
+            found = None
+            for _, _, ref in self.readings:
+                if (
+                    {"k", "tk", "kt"} & set(ref.axes)
+                    or "t" not in ref.axes
+                    or self.element(ref, *first) is not wanted
+                ):
+                    continue
+                if all(self.element(ref, *place) is term for place, term in mine):
+                    found = ref
+                    break
+            if found is None:
+                return None
+            columns.append(found)
+        return Ref(columns[0].node, ("t", "k"), tuple(columns))
+
+    def holds(self, term: Term) -> list[Ref]:
+        """Readings that have this term somewhere (looked for at the first places only)."""
+        return [ref for table in self._tables.values() for ref in table.get(term, ())]
+
+    def value_at(self, t: int, k: int, e: int, term: Term) -> bool:
+        return any(
+            self.element(ref, t, k, e) is term
+            for _, _, ref in self.readings
+            if "k" in ref.axes or "e" in ref.axes
+        )

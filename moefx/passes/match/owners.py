@@ -1,0 +1,72 @@
+"""Whose a summand is: the experts, by their natural numbers, whose parameters reach a term."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+from .paths import Place, expert_indices, parameter_of
+from .routed import Reach
+from .terms import Term, is_const
+
+Key = tuple[Place, ...]  # the places of the expert parameters that reach a summand
+
+
+class Owners:
+    """`experts`: FQNs of the parameters that are the experts'."""
+
+    def __init__(self, reach: Reach, experts: set[str]):
+        self.reach, self.experts = reach, experts
+        self._numbers: dict[Place, list[int]] = {}
+        self._owners: dict[Term, frozenset[int]] = {}
+
+    def summands(self, t: Term) -> list[Term]:
+        """The summands of a row, one per expert: what one expert adds up (a bias, a residual) stays together, and
+        scalar factors are distributed over sums of several experts."""
+        if t.op == "pw":
+            name, kwargs, *items = t.args
+            if name in ("add", "sub") and all(i.shape == t.shape for i in items):
+                mine = [self.of(i) for i in items]
+                if len(mine[0]) == 1 and mine[0] == mine[1]:
+                    return [t]
+                parts = self.summands(items[1])
+                if name == "sub":
+                    parts = [self.reach.T.pw("mul", p, self.reach.T.const(-1)) for p in parts]
+                return self.summands(items[0]) + parts
+            if name in ("mul", "div", "cast", "detach") and len(self.of(t)) > 1:
+                wide = [k for k, a in enumerate(items) if math.prod(a.shape) > 1]
+                if len(wide) == 1 and not (name == "div" and wide[0] == 1):
+                    inner = self.summands(items[wide[0]])
+                    return [
+                        self.reach.T.pw(
+                            name, *[p if k == wide[0] else a for k, a in enumerate(items)], **dict(kwargs)
+                        )
+                        for p in inner
+                    ]
+        return [] if is_const(t, 0) else [t]
+
+    def of(self, t: Term) -> frozenset[int]:
+        """The experts (by natural index) whose parameters reach a term."""
+        found = self._owners.get(t)
+        if found is None:
+            found = self._owners[t] = frozenset(self.natural(self.key(t), several=True))
+        return found
+
+    def key(self, t: Term) -> Key:
+        mine = {Place.of(x) for x in self.reach.leaves(t) if parameter_of(x).args[0] in self.experts}
+        return tuple(sorted(mine, key=str))
+
+    def natural(self, places: Key, several: bool = False) -> list[int]:
+        """The expert numbers that fit all the places of a key; with `several`, of each place on its own the likeliest:
+        the one that most of the other places could have too."""
+        options = [self._options(p) for p in places]
+        common = [i for i in (options[0] if options else []) if all(i in o for o in options)]
+        if several and not common and len(places) > 1:
+            votes = Counter(i for o in options for i in o)
+            return sorted({min(o, key=lambda i: -votes[i]) for o in options if o})
+        return common[:1]
+
+    def _options(self, place: Place) -> list[int]:
+        if place not in self._numbers:
+            self._numbers[place] = expert_indices(place, self.reach.children)
+        return self._numbers[place]

@@ -1,0 +1,213 @@
+"""What is routed: the parameters that only some tokens meet, and the nodes where all their results come together."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import re
+from collections import defaultdict
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ...capture.concolic import Capture
+from ...errors import Refused
+from .nodes import is_routed
+from .paths import Place, expert_indices, is_parameter, parameter_of, sibling_names
+from .semantics import Semantics
+from .terms import Term
+
+_MOST_ROWS = 1 << 14
+_MOST_NODES_BACK = 60
+
+
+class Reach:
+    """What reaches the rows of the nodes of one capture, as terms.
+
+    Attributes:
+        children: the numbered parts of every module of the block.
+        outputs: the nodes that the call returns or leaves behind.
+    """
+
+    def __init__(self, block: nn.Module, capture: Capture):
+        self.block, self.capture = block, capture
+        self.S = Semantics(capture.nodes, capture.shadow)
+        self.T = self.S.T
+        self.children = sibling_names(block)
+        self.outputs = [n for n in pytree.tree_leaves(capture.out) if isinstance(n, fx.Node)]
+        self.outputs += [e.node for e in capture.effects if isinstance(e.node, fx.Node)]
+        self._leaves: dict[Term, frozenset[Term]] = {}
+
+    def rows(self, node: fx.Node, lead: int | None = None) -> list[Term]:
+        """The resolved rows of a node; its last axis (or all but `lead`) belongs to the row."""
+        term = self.S.term(node)
+        shape = term.shape[: len(term.shape) - 1 if lead is None else lead]
+        if math.prod(shape) > _MOST_ROWS:
+            raise Refused(f"{math.prod(shape)} rows are too many to look at", source=str(node.meta["source"]))
+        return [self.T.resolve(self.T.picks(term, dict(enumerate(ix)))) for ix in itertools.product(*map(range, shape))]
+
+    def leaves(self, t: Term) -> frozenset[Term]:
+        """The parameter parts that reach a term as vectors (a scalar is a routing weight, not an expert)."""
+        found = self._leaves.get(t)
+        if found is None:
+            if is_parameter(t):
+                found = frozenset([t])
+            else:
+                parts = [self.leaves(a) for a in t.terms if math.prod(a.shape) > 1 or is_parameter(a)]
+                found = frozenset().union(*parts)
+            self._leaves[t] = found
+        return found
+
+    def live(self) -> set[fx.Node]:
+        """What the outputs and effects are computed from."""
+        live: set[fx.Node] = set()
+        stack = list(self.outputs)
+        while stack:
+            n = stack.pop()
+            if n not in live:
+                live.add(n)
+                stack.extend(n.all_input_nodes)
+        return live
+
+
+def expert_parameters(reach: Reach) -> set[str]:
+    """FQNs of the parameters that only some tokens meet, seen at the outputs or, behind something that mixes
+    tokens, at the last node before it."""
+    live = reach.live()
+    inner = [
+        n
+        for n in reversed(reach.capture.nodes)
+        if n in live and n not in reach.outputs and n.op == "call_function"
+    ]
+    tried = 0
+    for out in [*reach.outputs, *inner]:
+        val = out.meta.get("val")
+        if (
+            not isinstance(val, FakeTensor)
+            or val.dim() < 2
+            or not val.is_floating_point()
+            or math.prod(val.shape[:-1]) > _MOST_ROWS
+        ):
+            continue
+        tried += out not in reach.outputs
+        if tried > _MOST_NODES_BACK:
+            break
+        per_row = [reach.leaves(r) for r in reach.rows(out)]
+        if not per_row:
+            continue
+        common = frozenset.intersection(*per_row)
+        varying = frozenset().union(*per_row) - common
+        if varying:
+            return {parameter_of(t).args[0] for t in varying}
+    return set()
+
+
+def family(reach: Reach, experts: set[str]) -> set[str]:
+    """With parameters of some experts those of their siblings that no token met."""
+    names = {n for n, _ in reach.block.named_parameters(remove_duplicate=False)}
+    out = set(experts)
+    split = [fqn.split(".") for fqn in experts]
+    for parts in split:
+        for depth, part in enumerate(parts):
+            siblings = reach.children.get(".".join(parts[:depth]), [])
+            if part not in siblings:
+                continue
+            alike = [
+                p
+                for p in split
+                if len(p) == len(parts)
+                and p[:depth] == parts[:depth]
+                and p[depth + 1 :] == parts[depth + 1 :]
+            ]
+            if len(alike) > 1:
+                out |= {".".join([*parts[:depth], other, *parts[depth + 1 :]]) for other in siblings}
+    return out & names
+
+
+def alike_everywhere(reach: Reach) -> set[str]:
+    """FQNs of parameters that come in several of a kind, each of which every token meets: where every token chooses
+    all experts (k = E) no parameter varies, but what was chosen is there to be found."""
+    for out in reach.outputs:
+        val = out.meta.get("val")
+        if not isinstance(val, FakeTensor) or val.dim() < 2 or math.prod(val.shape[:-1]) > _MOST_ROWS:
+            continue
+        met = frozenset.intersection(*[reach.leaves(r) for r in reach.rows(out)])
+        kinds: dict[tuple, set[Place]] = defaultdict(set)
+        for place in map(Place.of, met):
+            if expert_indices(place, reach.children):
+                kinds[re.sub(r"\d+", "#", place.fqn), place.steps and place.steps[0][0]].add(place)
+        found = {p.fqn for places in kinds.values() if len(places) > 1 for p in places}
+        if found:
+            return found
+    return set()
+
+
+def chooses(reach: Reach) -> bool:
+    """Whether some integers with several entries per token follow from floats."""
+    shapes = (n.meta["val"].shape for n in reach.outputs if isinstance(n.meta.get("val"), FakeTensor))
+    tokens = math.prod(next(shapes, ())[:-1])
+    return any(
+        isinstance(val := n.meta.get("val"), torch.Tensor)
+        and not isinstance(val, FakeTensor)
+        and val.dtype != torch.bool
+        and val.numel() > tokens > 1
+        and is_routed(n)
+        for n in reach.capture.nodes
+    )
+
+
+def cuts(reach: Reach, experts: set[str]) -> tuple[set[fx.Node], list[fx.Node]]:
+    """(nodes computed from expert parameters, those among them that every routed path runs through)."""
+    live = reach.live()
+    routed: set[fx.Node] = set()
+    for n in reach.capture.nodes:
+        if (n.op == "get_attr" and n.meta["fqn"] in experts) or any(
+            a in routed for a in n.all_input_nodes
+        ):
+            routed.add(n)
+    order = [n for n in reach.capture.nodes if n in routed and n in live]
+    found, last, final = [], -1, set(reach.outputs)
+    for n in order:
+        here = n.meta["index"]
+        if last <= here and n.op != "get_attr":
+            found.append(n)
+        ends = [u.meta["index"] for u in n.users if u in live and u in routed]
+        last = max([last, *ends] + ([len(reach.capture.nodes)] if n in final else []))
+    return routed, found
+
+
+def inside_calls(capture: Capture, routed: set[fx.Node]) -> set[fx.Node]:
+    """Nodes that a submodule call without experts computes and keeps to itself: to use one would take the call
+    apart, and its hooks would not fire."""
+    order = sorted(n.meta["index"] for n in routed if n.op != "get_attr")
+    inside: set[fx.Node] = set()
+    for call in capture.calls:
+        at = bisect.bisect_left(order, call.start)
+        if at < len(order) and order[at] < call.stop:
+            continue
+        results = {n for n in pytree.tree_leaves(call.out) if isinstance(n, fx.Node)}
+        inside |= {n for n in capture.nodes[call.start : call.stop] if n not in results}
+    return inside
+
+
+def feeding(reach: Reach, cut: fx.Node, routed: set[fx.Node]) -> list[fx.Node]:
+    """Float nodes that are computed without expert parameters and feed the cut."""
+    seen: set[fx.Node] = set()
+    stack = [cut]
+    while stack:
+        n = stack.pop()
+        if n not in seen:
+            seen.add(n)
+            stack.extend(n.all_input_nodes)
+    return [
+        n
+        for n in reach.capture.nodes
+        if n in seen
+        and n not in routed
+        and isinstance(n.meta.get("val"), FakeTensor)
+        and n.op != "get_attr"
+        and not n.meta.get("known")
+    ]

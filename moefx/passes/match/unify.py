@@ -1,0 +1,150 @@
+"""Anti-unification: what the routed summands of all tokens and slots have in common, and how the rest varies."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...errors import Refused
+from .form import Body, Group, Ref
+from .lookup import Lookup
+from .owners import Owners
+from .paths import Place, is_parameter, parameter_of
+from .terms import Term, number, show
+
+Where = list[tuple[int, int, int]]  # token, slot and expert id of each summand
+
+
+class Skeletons:
+    """The form of terms as a hash: which ops, not which rows, weights or parameters. `given`: rows of kept nodes."""
+
+    def __init__(self, given: set[Term]):
+        self.given = given
+        self._found: dict[Term, int] = {}
+
+    def of(self, t: Term) -> int:
+        found = self._found.get(t)
+        if found is None:
+            if t in self.given:
+                form: Any = ("given", t.shape)
+            elif is_parameter(t):
+                form = ("parameter", t.shape)
+            elif math.prod(t.shape) == 1 and t.op != "const":
+                form = ("scalar",)
+            elif t.op in ("node", "at"):
+                form = (t.op, t.shape)
+            else:
+                form = (t.op, t.shape, *[self.of(a) if isinstance(a, Term) else a for a in t.args])
+            found = self._found[t] = hash(form)
+        return found
+
+
+class Unifier:
+    """The body of the experts of one form."""
+
+    def __init__(self, owners: Owners, lookup: Lookup, routed: set[fx.Node]):
+        self.owners, self.lookup, self.routed = owners, lookup, routed
+        self.experts = owners.experts
+        self.tables: list[dict[int, Place]] = []
+        self.values: list[Ref] = []
+        self.bodies: dict[tuple[Term, ...], Body] = {}
+
+    def group(self, members: list[tuple[int, int, Term]], ids: list[list[int]]) -> Group:
+        """`members`: token, slot and summand; `ids`: the experts of each token."""
+        where = [(t, k, ids[t][k]) for t, k, _ in members]
+        body = self._unify(where, [m for _, _, m in members])
+        return Group(sorted({e for _, _, e in where}), body, self.tables, self.values)
+
+    def _unify(self, where: Where, terms: list[Term]) -> Body:
+        first = terms[0]
+        key = tuple(terms)
+        if key in self.bodies:
+            return self.bodies[key]
+        same = all(t is first for t in terms)
+        if first.op == "const" and same:
+            return Body("const", (number(first),), first.shape)
+        if all(is_parameter(t) for t in terms) and (
+            any(parameter_of(t).args[0] in self.experts for t in terms) or same
+        ):
+            body = self._table(where, terms, same)
+        elif (ref := self.lookup.find(where, terms)) is not None:
+            body = self._value(ref, first)
+        else:
+            try:
+                body = self._decompose(where, terms)
+            except Refused:
+                # a value per slot that is wider than a scalar is a last resort: it exists for all slots at once
+                if first.op == "const" or (ref := self.lookup.find(where, terms, wide=True)) is None:
+                    raise
+                body = self._value(ref, first)
+        self.bodies[key] = body
+        return body
+
+    def _value(self, ref: Ref, term: Term) -> Body:
+        if ref not in self.values:
+            self.values.append(ref)
+        return Body("value", (self.values.index(ref),), term.shape)
+
+    def _decompose(self, where: Where, terms: list[Term]) -> Body:
+        first = terms[0]
+        for t in terms:
+            if t.op != first.op or t.shape != first.shape or len(t.args) != len(first.args):
+                raise Refused(
+                    "experts do not compute the same function",
+                    culprits=tuple(str(p) for p in {*self.owners.key(first), *self.owners.key(t)})[:4],
+                    remedy=f"{show(first, 2)} differs from {show(t, 2)}",
+                )
+        if first.op in ("node", "at", "put", "index", "array"):
+            raise self._foreign(first)
+        args: list[Any] = []
+        for position, a in enumerate(first.args):
+            column = [t.args[position] for t in terms]
+            if isinstance(a, Term):
+                args.append(self._unify(where, column))
+            elif all(c == a for c in column):
+                args.append(a)
+            else:
+                other = next(c for c in column if c != a)
+                raise Refused(f"a constant inside the experts depends on the routing: {a!r} and {other!r}")
+        return Body(first.op, tuple(args), first.shape)
+
+    def _table(self, where: Where, terms: list[Term], same: bool) -> Body:
+        shape = terms[0].shape
+        if same and parameter_of(terms[0]).args[0] not in self.experts:
+            return Body("shared", (Place.of(terms[0]),), shape)
+        table: dict[int, Place] = {}
+        for (_, _, e), t in zip(where, terms, strict=True):
+            place = Place.of(t)
+            if table.setdefault(e, place) != place:
+                raise Refused(
+                    f"expert {e} uses {place} for one token and {table[e]} for another", culprits=(place.fqn,)
+                )
+            if t.shape != shape:
+                raise Refused(
+                    "experts have parameters of different shapes",
+                    culprits=(str(place), str(next(iter(table.values())))),
+                )
+        if table not in self.tables:
+            self.tables.append(table)
+        return Body("expert", (self.tables.index(table),), shape)
+
+    def _foreign(self, t: Term) -> Refused:
+        """Something reached the routed sum that no token's own row explains."""
+        node = t
+        while node.terms:
+            node = node.terms[0]
+        if node.op == "node":
+            fx_node = node.args[0]
+            name = getattr(fx_node.target, "__name__", str(fx_node.target))
+            if fx_node in self.routed or torch.Tag.nondeterministic_seeded in getattr(
+                fx_node.target, "tags", ()
+            ):
+                return Refused(
+                    f"the experts' computation goes through {name}, which is not row by row",
+                    culprits=(name,),
+                    source=str(fx_node.meta["source"]),
+                )
+        return Refused(f"an output row depends on something else than its own input row: {show(t, 3)}")
