@@ -299,11 +299,13 @@ class Specialise:
         )
         autocast = torch.autocast("cpu", call.autocast or torch.bfloat16, enabled=call.autocast is not None)
         counted = forward.counts.original
-        with forward.running("original"), autocast, torch.enable_grad():
-            with reading(block, attributes(block)) as read:
-                result = rewrite_block(block, forward.name, args, kwargs, self.plan)  # type: ignore[arg-type]
-            program = program_of(block, result, args, kwargs, call.autocast, read)  # type: ignore[arg-type]
-        forward.counts.original = counted  # the captures were not calls of the user's
+        try:
+            with forward.running("original"), autocast, torch.enable_grad():
+                with reading(block, attributes(block)) as read:
+                    result = rewrite_block(block, forward.name, args, kwargs, self.plan)  # type: ignore[arg-type]
+                program = program_of(block, result, args, kwargs, call.autocast, read)  # type: ignore[arg-type]
+        finally:
+            forward.counts.original = counted  # the captures were not calls of the user's
         return Program(
             program.key._replace(arguments=call.arguments, training=call.training),
             program.history,

@@ -95,6 +95,11 @@ CONTRACTIONS = {F.linear, torch.einsum, torch.matmul, F.scaled_dot_product_atten
 }
 
 
+def autocast_dtype() -> torch.dtype | None:
+    """What autocast casts to here; None where it is off."""
+    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+
+
 def is_float(t: torch.Tensor) -> bool:
     return t.is_floating_point() or t.is_complex()
 
@@ -170,6 +175,7 @@ class Call:
     start: int
     stop: int
     depth: int
+    autocast: torch.dtype | None = None
 
 
 @dataclasses.dataclass
@@ -219,7 +225,7 @@ class Capture:
     """A captured block. `graph` is functional; every node's `meta` has
 
     `val` (a fake float or a real integer tensor), `known` (depends on routing integers and constants only), `grad`
-    (grad mode), `source`, `index` (position in program order).
+    (grad mode), `autocast` (its dtype, None where off), `source`, `index` (position in program order).
     """
 
     graph: fx.Graph
@@ -268,6 +274,7 @@ class Tracer(TorchDispatchMode):
         node.meta["index"] = len(self.nodes)
         node.meta["source"] = user_source()
         node.meta["grad"] = _grad_enabled()
+        node.meta["autocast"] = autocast_dtype()
         # whether how many rows it has may follow from the routing
         node.meta["ragged"] = node.target in _RAGGED or any(a.meta.get("ragged") for a in node.all_input_nodes)
         self.nodes.append(node)
@@ -878,7 +885,7 @@ def _recording(tracer: Tracer, names: dict[int, str]) -> Iterator[None]:
             return original_call(module, *args, **kwargs)
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             node_args, node_kwargs = pytree.tree_map_only(torch.Tensor, tracer.node_of, (args, kwargs))
-        record = Call(fqn, node_args, node_kwargs, None, len(tracer.nodes), 0, depth)
+        record = Call(fqn, node_args, node_kwargs, None, len(tracer.nodes), 0, depth, autocast_dtype())
         depth += 1
         try:
             out = original_call(module, *args, **kwargs)

@@ -84,7 +84,7 @@ class Source:
     ):
         self.scope: dict[str, Any] = {}
         # The builtins are those that the generated text itself uses.
-        self._taken = {node.name for node in graph.nodes} | {"self", "getattr", "slice", "float"}
+        self._taken = {node.name for node in graph.nodes} | {"self", "getattr", "slice", "float", "torch", "autocast"}
         self._recorded = frozenset(record)
         self._inline: dict[Node, str] = {}
         self._lines: list[str] = []
@@ -108,6 +108,15 @@ class Source:
         self.text = "\n".join([f"def forward({', '.join(['self', *placeholders])}):", *self._lines, ""])
 
     def _statement(self, node: Node, done: set[Node]) -> str:
+        line = self._plain_statement(node, done)
+        if line and "autocast" in node.meta and node.all_input_nodes:
+            dtype, like = node.meta["autocast"], self._value(node.all_input_nodes[0])
+            self.scope["autocast"] = torch.autocast
+            line = f"with autocast({like}.device.type, {dtype}, {dtype is not None}): {line}"
+            self.scope["torch"] = torch
+        return line
+
+    def _plain_statement(self, node: Node, done: set[Node]) -> str:
         call = self._call(node)
         if node.op == "get_attr" and len(node.users) == 1 and not is_getitem(next(iter(node.users))):
             # Read where it is used: a list of expert weights becomes one comprehension, and a parameter that

@@ -1,0 +1,67 @@
+"""A program that switches autocast on or off for a part of itself."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import moefx
+
+D, E, K = 16, 4, 2
+
+
+class Block(nn.Module):
+    """`router` and `experts`: autocast's dtype inside of them, None where it is switched off, "" where it stays."""
+
+    def __init__(self, router="", experts=""):
+        super().__init__()
+        self.gate = nn.Linear(D, E, bias=False)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(D, 24), nn.SiLU(), nn.Linear(24, D)) for _ in range(E)
+        )
+        self.inside = {"router": router, "experts": experts}
+
+    def forward(self, x):
+        with self.region("router"):
+            logits = F.linear(x, self.gate.weight)
+        weights, chosen = logits.softmax(-1).topk(K)
+        out = torch.zeros_like(x)
+        with self.region("experts"):
+            for e, expert in enumerate(self.experts):
+                token, slot = torch.where(chosen == e)
+                y = expert(x[token]) * weights[token, slot, None]
+                out = out.index_add(0, token, y.to(x.dtype))
+        return out
+
+    def region(self, part):
+        dtype = self.inside[part]
+        return (
+            contextlib.nullcontext()
+            if dtype == ""
+            else torch.autocast("cpu", torch.bfloat16, enabled=dtype is not None)
+        )
+
+
+@pytest.mark.parametrize("router", ["", None, torch.bfloat16], ids=["router", "router_off", "router_on"])
+@pytest.mark.parametrize("experts", ["", None, torch.bfloat16], ids=["experts", "experts_off", "experts_on"])
+@pytest.mark.parametrize("outside", [False, True], ids=["outside_off", "outside_on"])
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
+def test_regions(router, experts, outside, traced):
+    model, x = Block(router, experts), torch.randn(33, D)
+    compiled = moefx.compile(model, example_inputs=(x,))
+    run = torch.compile(compiled, fullgraph=True, backend="aot_eager") if traced else compiled
+    exact = Block(router="", experts="").double()
+    exact.load_state_dict(model.state_dict())
+    with torch.autocast("cpu", torch.bfloat16, enabled=outside):
+        expected, actual = model(x), run(x)
+    assert actual.dtype == expected.dtype
+    # both round at the same places, or one of them sums in a higher precision
+    error, yardstick = (actual - expected).abs().max(), (expected - exact(x.double())).abs().max()
+    assert error <= 2 * yardstick + 1e-6
+    if not traced:  # experts that switch it off run the original, which is said
+        fallback = outside and experts is None
+        assert moefx.explain(compiled).matched[0].calls[:2] == ((0, 1) if fallback else (1, 0))
