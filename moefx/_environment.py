@@ -29,7 +29,7 @@ def versions() -> dict[str, str]:
 def devices() -> dict[str, str]:
     found = {
         "platform": platform.platform(),
-        "cpu": f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
+        "cpu": f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads in use",
         "accelerator": "none",
     }
     if torch.cuda.is_available():

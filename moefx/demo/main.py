@@ -30,6 +30,13 @@ NUM_PARTS = 6
 BATCH = 8
 # Two float64 curves of one computation stay this close over a training run; a wrong gradient shows in step 1.
 CURVE_TOLERANCE = 1e-6
+LEGEND = """\
+  N sequences of T tokens, S = N*T; D features; each token takes K experts; B = S*K rows of the experts.
+  router(...), shared(...)   the model's own modules, called as they are
+  build_pft                  which rows belong to which expert: indices, no copies of tokens
+  expert_mlp                 gathers rows, runs the experts' GEMMs and what stands between them, and sums each
+                             token's results; g, u are its projections up, y the one down, w the routing weight
+  keep="h"                   the backward keeps g and u and recomputes what follows from them"""
 
 
 @dataclasses.dataclass
@@ -91,6 +98,7 @@ class Result:
     costs: Costs
     curves: Curves
     fallbacks: int  # calls of rewritten blocks that ran the original code instead
+    legend: str = LEGEND
     seconds: float = 0.0
 
     @property
@@ -218,12 +226,12 @@ def run(
     compile_seconds = time.perf_counter() - clock
     explanation = str(moefx.explain(compiled))
     print(explanation)
-    print(f"\ncompiled in {compile_seconds:.1f} s")
+    print(f"\nmoefx.compile took {compile_seconds:.1f} s, the numeric check of the rewritten blocks included")
 
     names = [block.name for block in moefx.blocks(compiled)]
     heading(2, NUM_PARTS, f'moefx.graph(model, "{names[0]}")')
     graphs = {name: str(moefx.graph(compiled, name)) for name in names}
-    print(graphs[names[0]])
+    print(f"{graphs[names[0]]}\n\n{LEGEND}")
 
     heading(3, NUM_PARTS, "moefx.verify(model, reference, inputs): forward and gradients")
     verification = moefx.verify(compiled, original, (ids,))
@@ -267,7 +275,7 @@ def run(
     if result.fallbacks:
         print(f"\n{result.fallbacks} calls of rewritten blocks ran the original code")
     verdict = (
-        "equivalent: verified, and the loss curves are equal" if result.ok else "NOT equivalent: see above"
+        "Equivalent: verified, and the loss curves are equal." if result.ok else "NOT equivalent: see above."
     )
     print(f"\n{verdict}")
     return result

@@ -59,6 +59,7 @@ def render(result: Result) -> str:
         difference=f"{curves.largest_difference:.1e}",
         explanation=escape(result.explanation),
         compile_seconds=f"{result.compile_seconds:.1f}",
+        legend=escape(result.legend),
         source=escape(inspect.getsource(demo_model.MoE)),
         first_name=escape(first),
         first_graph=escape(result.graphs[first]),

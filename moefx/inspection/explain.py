@@ -27,7 +27,8 @@ class MatchedBlock:
         names: names of the modules in the model.
         kind: class of the module.
         num_experts, top_k: E and K.
-        expert: what one expert computes, `silu(a0)*a1 | y*w`.
+        expert: what one expert computes between its GEMMs, and behind ` | ` with the result y of the last one
+            and the routing weight w: `silu(g)*u | y*w`.
         drop: how chosen experts may be dropped, "" if they never are.
         holds_for: the specialisation the rewrite was proven for.
         routings: under how many routings the same form was found.
@@ -100,7 +101,7 @@ class Explanation:
         ]
         for m in self.matched:
             lines += ["", f"  {_range(m.names)}   {m.kind}"]
-            lines.append(f"    experts     E={m.num_experts}, top-{m.top_k}, each {m.expert}")
+            lines.append(f"    experts     E={m.num_experts}, top-{m.top_k}, each {_steps(m.expert)}")
             if m.drop:
                 lines.append(f"    drops       {m.drop}")
             lines.append(
@@ -140,6 +141,17 @@ class Explanation:
         texts = [f"{text} x{found[path]}" for path, text in _WEIGHTS.items() if path in found]
         copies = found.get("cast", 0) + found.get("stacked_copy", 0)
         return ", ".join([*texts, *([] if copies else ["no copies"])])
+
+
+def _steps(expert: str) -> str:
+    """`silu(g)*u | y*w` -> `up -> silu(g)*u -> down = y -> y*w`."""
+    if "(" not in expert and " | " not in expert and "*" not in expert:
+        return expert
+    texts = []
+    for body in expert.split("; "):
+        act, bar, out = body.partition(" | ")
+        texts.append(f"up -> {act} -> down" + (f" = y -> {out}" if bar else ""))
+    return "; ".join(texts)
 
 
 def _range(names: tuple[str, ...]) -> str:

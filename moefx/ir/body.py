@@ -11,6 +11,8 @@ import torch
 
 from .expression import Expr, pretty, result_dtype, to_dtype, variables
 
+_ARITHMETIC = {"add", "sub", "mul", "div", "neg", "clamp", "clamp_min", "clamp_max", "_to_copy"}
+
 
 @dataclasses.dataclass(frozen=True)
 class Gemm:
@@ -93,9 +95,43 @@ class ExpertBody:
         return "w" in variables(self.act) or "w" in variables(self.out)
 
     def pretty(self) -> str:
-        """`silu(a0)*a1`, followed by ` | y*w` when something is done to the output."""
-        return pretty(self.act) + ("" if self.out == "y" else f" | {pretty(self.out)}")
+        """`silu(g)*u` or `relu(h)`, followed by ` | y*w` when something is done to the output y.
+
+        One part is h; of two the gate is g, the other one u; more are a0, a1, ...
+        """
+        names = {}
+        if len(self.parts) == 1:
+            names = {"a0": "h"}
+        elif len(self.parts) == 2:
+            gate = _gate(self.act)
+            names = {gate: "g", ("a1" if gate == "a0" else "a0"): "u"}
+        text = pretty(_renamed(self.act, names))
+        return text if self.out == "y" else f"{text} | {pretty(self.out)}"
 
 
 def _frozen(expr: Expr) -> Any:
     return tuple(map(_frozen, expr)) if isinstance(expr, (tuple, list)) else expr
+
+
+def _gate(act: Any) -> str:
+    """Which of two variables is the gate: the one that stands inside a function, not just in arithmetic."""
+    inside = _inside_functions(act, False)
+    return "a1" if "a1" in inside and "a0" not in inside else "a0"
+
+
+def _inside_functions(expr: Any, inside: bool) -> set[str]:
+    if isinstance(expr, str):
+        return {expr} if inside else set()
+    if not isinstance(expr, (tuple, list)) or not expr:
+        return set()
+    inside = inside or str(expr[0]).partition(".")[0] not in _ARITHMETIC
+    return set().union(*(_inside_functions(e, inside) for e in expr[1:]))
+
+
+def _renamed(expr: Any, names: dict[str, str]) -> Any:
+    if isinstance(expr, str):
+        return names.get(expr, expr)
+    if isinstance(expr, (tuple, list)) and expr:
+        head = expr[0] if isinstance(expr[0], str) and expr[0] not in names else _renamed(expr[0], names)
+        return (head, *(e if isinstance(e, dict) else _renamed(e, names) for e in expr[1:]))
+    return expr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -12,7 +11,6 @@ from torch.fx import Graph, Node
 from .block import BUILD_PFT, target_name
 from .body import ExpertBody
 from .codegen import is_getitem
-from .expression import pretty
 from .names import AttributeRange, attribute_ranges
 
 # What the results of dialect ops, and the values that go into them, are called when the pass that made the
@@ -24,7 +22,6 @@ _ROLES = {
     ("moefx::dispatch", 0): "x",
     ("moefx::expert_mlp", 0): "x",
 }
-_ARITHMETIC = {"add", "sub", "mul", "div", "neg", "clamp", "clamp_min", "clamp_max", "_to_copy"}
 
 
 def shown_names(graph: Graph) -> dict[Node, str]:
@@ -122,39 +119,5 @@ def _braces(runs: Sequence[AttributeRange | str]) -> str:
 
 
 def body_text(body: str) -> str:
-    """The pointwise part of an `ExpertBody` (its JSON): `silu(g)*u`, `relu(h)`; ` | y*w` is what follows the
-    last GEMM."""
-    expert = ExpertBody.from_json(body)
-    if len(expert.parts) == 1:
-        names = {"a0": "h"}
-    elif len(expert.parts) == 2:
-        gate = _gate(expert.act)
-        names = {gate: "g", ("a1" if gate == "a0" else "a0"): "u"}
-    else:
-        names = {}
-    text = pretty(_renamed(expert.act, names))
-    return text if expert.out == "y" else f"{text} | {pretty(expert.out)}"
-
-
-def _gate(act: Any) -> str:
-    """Which of two variables is the gate: the one that stands inside a function, not just in arithmetic."""
-    inside = _inside_functions(act, False)
-    return "a1" if "a1" in inside and "a0" not in inside else "a0"
-
-
-def _inside_functions(expr: Any, inside: bool) -> set[str]:
-    if isinstance(expr, str):
-        return {expr} if inside else set()
-    if not isinstance(expr, (tuple, list)) or not expr:
-        return set()
-    inside = inside or str(expr[0]).partition(".")[0] not in _ARITHMETIC
-    return set().union(*(_inside_functions(e, inside) for e in expr[1:]))
-
-
-def _renamed(expr: Any, names: dict[str, str]) -> Any:
-    if isinstance(expr, str):
-        return names.get(expr, expr)
-    if isinstance(expr, (tuple, list)) and expr:
-        head = expr[0] if isinstance(expr[0], str) and expr[0] not in names else _renamed(expr[0], names)
-        return (head, *(e if isinstance(e, dict) else _renamed(e, names) for e in expr[1:]))
-    return expr
+    """`ExpertBody.pretty` of its JSON."""
+    return ExpertBody.from_json(body).pretty()

@@ -113,6 +113,8 @@ class _Printer:
 
     def _line(self, node: Node) -> Line:
         source = str(node.meta.get("source") or "")
+        if source.startswith("?"):  # no frame of the user's
+            source = ""
         if node.op == "placeholder":
             return Line(self.names[node], "input", value_text(node), source, node)
         if node.op == "output":
@@ -267,8 +269,16 @@ class _Printer:
             return f"{self.names[pft]}.{_PFT_FIELDS[index]}"
         letters = node.meta.get("letters")
         if node in self.folded and isinstance(letters, str):
-            return letters
+            return self._axis(node) or letters
         return self.names[node]
+
+    def _axis(self, size: Node) -> str:
+        """What the axis is called in the shape of the input that this size is read off."""
+        source, axis = (*size.args, None, None)[:2]
+        letters = source.meta.get("letters") if isinstance(source, Node) and source.op == "placeholder" else None
+        if isinstance(letters, tuple) and isinstance(axis, int) and axis < len(letters):
+            return str(letters[axis])
+        return ""
 
 
 def _left_out(argument: Any, value: Any) -> bool:

@@ -33,8 +33,8 @@ def test_lists_and_tuples_are_the_same_body():
 
 
 def test_pretty():
-    assert BODY.pretty() == "silu(a0)*a1 | y*w"
-    assert ExpertBody(BODY.up, BODY.parts, BODY.act, BODY.down).pretty() == "silu(a0)*a1"
+    assert BODY.pretty() == "silu(g)*u | y*w"
+    assert ExpertBody(BODY.up, BODY.parts, BODY.act, BODY.down).pretty() == "silu(g)*u"
 
 
 def test_knows_whether_it_uses_the_row_weight():

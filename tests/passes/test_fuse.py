@@ -54,7 +54,7 @@ class TestBodies:
     def test_separate(self):
         body = body_of(Loop(Gated))
         assert len(body.up) == 2 and body.parts == ((0, None, None, 1), (1, None, None, 1))
-        assert body.pretty() == "silu(a0)*a1 | y*w" and body.up[0].num == E and body.up[0].transposed
+        assert body.pretty() == "silu(g)*u | y*w" and body.up[0].num == E and body.up[0].transposed
 
     def test_biases(self):
         body = body_of(Loop(lambda: Gated(bias=True)))
@@ -62,7 +62,7 @@ class TestBodies:
 
     def test_plain(self):
         body = body_of(Loop(lambda: Mlp(F.relu)))
-        assert body.pretty() == "relu(a0) | y*w" and len(body.up) == 1
+        assert body.pretty() == "relu(h) | y*w" and len(body.up) == 1
 
     def test_keyword_arguments(self):
         assert "tanh" in body_of(Loop(lambda: Mlp(lambda x: F.gelu(x, approximate="tanh")))).pretty()
