@@ -93,7 +93,8 @@ class Run:
 
     def results(self) -> list[Tensor]:
         self()
-        return [self.out.detach(), *(leaf.grad for leaf in (self.x, *self.model.parameters()))]
+        gradients = (leaf.grad for leaf in (self.x, *self.model.parameters()))
+        return [self.out.detach(), *(g for g in gradients if g is not None)]
 
 
 def check(original: Run, compiled: Run) -> float:
@@ -146,7 +147,7 @@ def measure(layout: str, threads: int, args: argparse.Namespace) -> dict[str, An
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     for name, default in {"tokens": 2048, "experts": 64, "top-k": 8, "dim": 256, "hidden": 128}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])

@@ -116,7 +116,7 @@ def against_bars(name: str, call: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("models", nargs="*", help=f"of {', '.join(MODELS)}; default: all")
     parser.add_argument("--json", type=Path, help="write the results here, with the environment")
     parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
