@@ -55,7 +55,6 @@ class KeptGraph:
         self.twins: dict[fx.Node, Twins] = {}
         self.sizes = Sizes(match, self.graph, self.inputs, self.twins, self.made)
         self.device: fx.Node | None = None
-        self.paths: list[int] = []
 
     def _choose_calls(self) -> None:
         self.calls = kept_calls(self.match, self.inlined)
@@ -317,7 +316,6 @@ class KeptGraph:
                 source=where,
             )
         return float(first) if isinstance(first, float) else first
-
 
     # ------------------------------------------------------------------ shapes in letters
     def describe(self, twins: Twins) -> dict[str, Any]:

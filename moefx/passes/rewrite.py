@@ -19,7 +19,6 @@ from torch import fx
 
 from ..capture.concolic import CONTRACTIONS, Effect, autocast_dtype
 from ..errors import Refused
-from ..ir import dialect  # registers the ops
 from .kept import KeptGraph
 from .match.form import Ref
 from .match.prove import Match
@@ -27,8 +26,6 @@ from .routed_sum import RoutedSum
 from .twins import Twins, is_random
 
 aten = torch.ops.aten
-ops = torch.ops.moefx
-_ = dialect
 
 
 @dataclasses.dataclass

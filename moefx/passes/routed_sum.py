@@ -1,0 +1,196 @@
+"""The node where all routed paths meet, in the dialect: routing data, the experts on rows, and the sum per token."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..errors import Refused
+from ..ir import dialect  # registers the ops
+from .emit import Emitter
+from .kept import KeptGraph
+from .match.form import Body, Ref, walk
+from .match.prove import Expert, Match
+from .rows import Rows
+
+aten = torch.ops.aten
+ops = torch.ops.moefx
+_ = dialect
+
+
+class RoutedSum:
+    def __init__(self, match: Match, kept: KeptGraph):
+        self.match, self.lifted, self.kept = match, match.lifted[0], kept
+        self.emit = Emitter(kept)
+        self.inverses: list[fx.Node] = []  # of each group: the row of each slot, -1 where it does not count
+
+    def make(self) -> fx.Node:
+        cut = self.kept.cut
+        val = cut.first.meta["val"]
+        ids = self._per_slot(self.lifted.index)
+        keep = self._keep()
+        total: fx.Node | None = None
+        for group in self.match.groups:
+            part = self._group(group, ids, keep)
+            total = part if total is None else self.emit.call(aten.add.Tensor, (total, part), letters=("S", "D"))
+        assert total is not None
+        if total.meta["val"].dtype != val.dtype:
+            total = self.emit.call(aten._to_copy.default, (total,), {"dtype": val.dtype})
+        if self.lifted.missed:
+            total = self._or_missed(total, self.lifted.missed)
+        for ref in self.lifted.shared:
+            row = self.emit.reshape(self.kept.node(ref.node), (-1, val.shape[-1]))
+            total = self.emit.call(aten.add.Tensor, (row, total), letters=("S", "D"))
+        if val.dim() != 2:
+            shape = [
+                self.kept.sizes.number([t.meta["val"].shape[d] for t in cut], "the output") for d in range(val.dim())
+            ]
+            total = self.emit.call(aten.view.default, (total, shape), meta=self.kept.describe(cut))
+        else:
+            total.meta["letters"] = self.kept.describe(cut)["letters"]
+        return total
+
+    def _or_missed(self, total: fx.Node, ref: Ref) -> fx.Node:
+        """`total` [S,D], and for tokens of which no slot counts the rows of another node."""
+        taken: fx.Node | None = None
+        for inverse in self.inverses:
+            here = self.emit.call(aten.any.dim, (self.emit.call(aten.ge.Scalar, (inverse, 0)), 1, True))
+            taken = here if taken is None else self.emit.call(aten.logical_or.default, (taken, here))
+        row = self.emit.reshape(self.kept.node(ref.node), (-1, total.meta["val"].shape[-1]))
+        return self.emit.call(aten.where.self, (taken, total, row), letters=("S", "D"))
+
+    def _keep(self) -> fx.Node | None:
+        if not self.match.keep:
+            return None
+        keep = self._per_slot(self.match.keep[0])
+        if self.match.keep[0].inverted:
+            keep = self.emit.call(aten.eq.Scalar, (keep, 0))
+        elif keep.meta["val"].dtype != torch.bool:
+            keep = self.emit.call(aten.ne.Scalar, (keep, 0))
+        return keep
+
+    def _per_slot(self, ref: Ref, slot: int | None = None) -> fx.Node:
+        """A kept value as [S,K], or as [S,1] for one slot of it."""
+        if ref.columns:
+            columns = [self._per_slot(c, k) for k, c in enumerate(ref.columns)]
+            return self.emit.call(aten.cat.default, (columns, 1), letters=("S", "K"))
+        node, K = self.kept.node(ref.node), 1 if slot is not None else self.lifted.slots
+        axes = tuple(a for i, a in enumerate(ref.axes) if a != "t" or "t" not in ref.axes[:i])
+        shape = node.meta["val"].shape
+        match axes:
+            case ("t", "k"):
+                out = self.emit.reshape(node, (-1, K))
+            case ("k", "t"):
+                out = self.emit.call(aten.t.default, (self.emit.reshape(node, (K, -1)),))
+            case ("tk",):
+                out = self.emit.reshape(node, (-1, K))
+            case ("kt",):
+                out = self.emit.call(aten.t.default, (self.emit.reshape(node, (K, -1)),))
+            case ("t",):
+                out = self.emit.reshape(node, (-1, 1))
+                if K > 1:
+                    out = self.emit.call(aten.expand.default, (out, [-1, K]))
+            case ("t", "e"):
+                out = self.emit.call(
+                    aten.gather.default,
+                    (self.emit.reshape(node, (-1, shape[-1])), 1, self._ids64(shape[-1], slot)),
+                )
+            case ("t", "m"):
+                chosen = self.emit.reshape(node, (-1, shape[-1]))
+                device = self.kept.input_device()
+                every = self.emit.call(
+                    aten.arange.default,
+                    (shape[-1],),
+                    {"device": device},
+                    fake=torch.int64,
+                    shape=(shape[-1],),
+                )
+                out = self.emit.call(
+                    aten.expand_as.default, (self.emit.call(aten.unsqueeze.default, (every, 0)), chosen)
+                )
+            case ("e", "t"):
+                flat = self.emit.call(aten.t.default, (self.emit.reshape(node, (shape[0], -1)),))
+                out = self.emit.call(aten.gather.default, (flat, 1, self._ids64(shape[0], slot)))
+            case ("e",):
+                out = self.emit.call(
+                    aten.index.Tensor, (self.emit.reshape(node, (shape[0],)), [self._ids64(shape[0], slot)])
+                )
+            case _:
+                out = self.emit.call(
+                    aten.expand.default,
+                    (
+                        self.emit.reshape(node, (1, 1)),
+                        [self.kept.sizes.number([math.prod(li.tokens) for li in self.match.lifted], ""), K],
+                    ),
+                )
+        out.meta["letters"] = ("S", "K")
+        return out
+
+    def _ids64(self, width: int, slot: int | None = None) -> fx.Node:
+        index = self.lifted.index
+        ids = (
+            self._per_slot(index)
+            if slot is None
+            else self._per_slot(index.columns[slot], slot)
+            if index.columns
+            else None
+        )
+        if ids is None:
+            ids = self.emit.call(aten.slice.Tensor, (self._per_slot(index), 1, slot, slot + 1))  # type: ignore[operator]
+        if ids.meta["val"].dtype != torch.int64:
+            ids = self.emit.call(aten._to_copy.default, (ids,), {"dtype": torch.int64})
+        outside = any((li.ids < 0).any() or (li.ids >= width).any() for li in self.match.lifted)
+        return self.emit.call(aten.clamp.default, (ids, 0, width - 1)) if outside else ids
+
+    def _group(self, group: Expert, ids: fx.Node, keep: fx.Node | None) -> fx.Node:
+        if group.ids != list(range(len(group.ids))) or len(self.match.groups) > 1:
+            ids = self._local_ids(group, ids)
+        scalars = [i for i in _used_values(group.body) if math.prod(_value_shape(group.body, i)) == 1]
+        weights = {i: self._per_slot(group.values[i][0]) for i in scalars}
+        first = scalars[0] if scalars else None
+        kwargs: dict[str, Any] = {"num_experts": len(group.ids)}
+        if self.match.drop is not None:
+            kwargs |= {"capacity": self.kept.sizes.formula(self.match.drop.capacity), "drop": self.match.drop.order}
+        pft = self.emit.call(ops.build_pft.default, (ids, weights.get(first), keep), kwargs)  # type: ignore[arg-type]
+        letters = (("B",), ("B",), ("E+1",), ("S", "K"), ("B",))
+        pft.meta["letters"] = letters
+        parts = [self.emit.call(operator.getitem, (pft, i), letters=letters[i]) for i in range(5)]
+        self.inverses.append(parts[3])
+        rows = Rows(self.emit, self.match, group, parts, weights, first)
+        y = rows.value(group.body)
+        if y.kind != "row":
+            raise Refused("what the experts compute does not depend on the token")
+        out = self.emit.call(ops.combine.default, (y.node, None, parts[0], parts[2], parts[3]))
+        out.meta["letters"] = ("S", "D")
+        return out
+
+    def _local_ids(self, group: Expert, ids: fx.Node) -> fx.Node:
+        """Expert ids within one of several groups; -1 for the experts of the others."""
+        low, high = group.ids[0], group.ids[-1]
+        if group.ids == list(range(low, high + 1)):
+            shifted = self.emit.call(aten.sub.Tensor, (ids, low)) if low else ids
+            inside = self.emit.call(aten.lt.Scalar, (shifted, len(group.ids)))
+            return self.emit.call(aten.where.ScalarOther, (inside, shifted, -1))
+        table = [-1] * (max(self.match.num_experts, 1 + max(int(li.ids.max()) for li in self.match.lifted)))
+        for local, e in enumerate(group.ids):
+            table[e] = local
+        node = self.emit.call(
+            torch.tensor,
+            (table,),
+            {"dtype": torch.int64, "device": self.kept.input_device()},
+            fake=torch.int64,
+            shape=(len(table),),
+        )
+        return self.emit.call(aten.index.Tensor, (node, [ids]))
+
+
+def _used_values(body: Body) -> list[int]:
+    return sorted({b.args[0] for b in walk(body) if b.op == "value"})
+
+
+def _value_shape(body: Body, i: int) -> tuple[int, ...]:
+    return next(b.shape for b in walk(body) if b.op == "value" and b.args[0] == i)

@@ -1,0 +1,290 @@
+"""The template of one group of experts, emitted on routed rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..errors import Refused
+from .emit import Emitter
+from .match.form import Body
+from .match.prove import Expert, Match
+from .weights import Weights
+
+aten = torch.ops.aten
+ops = torch.ops.moefx
+
+
+@dataclasses.dataclass
+class Value:
+    """A body value while it is emitted. `kind`: `row` ([B, ...]), `expert` ([E, ...] or E tensors), `fixed`."""
+
+    node: Any  # fx.Node, or list[fx.Node] for E separate tensors
+    kind: str
+    rank: int  # axes of one row
+
+
+class Rows:
+    """`pft`: what `build_pft` returned. `weights`: [S,K] by value of the body; that numbered `first` is in the PFT."""
+
+    def __init__(
+        self,
+        emit: Emitter,
+        match: Match,
+        group: Expert,
+        pft: list[fx.Node],
+        weights: dict[int, fx.Node],
+        first: int | None,
+    ):
+        self.emit, self.match, self.group, self.weights, self.first = emit, match, group, weights, first
+        self.token_ids, self.slot_ids, self.offsets, self.inverse, self.combine_weights = pft
+        self.parameters = Weights(emit, match.block)
+        self.done: dict[Body, Value] = {}
+        self.call = emit.call
+
+    def value(self, b: Body) -> Value:
+        if b not in self.done:
+            self.done[b] = self._value(b)
+        return self.done[b]
+
+    def _value(self, b: Body) -> Value:
+        match b.op:
+            case "const":
+                return Value(b.args[0], "fixed", 0)
+            case "shared":
+                return Value(self.parameters.one(b.args[0]), "fixed", len(b.shape))
+            case "expert":
+                return Value(self.parameters.of_all(self.group.tables[b.args[0]]), "expert", len(b.shape))
+            case "value":
+                return self._given(b)
+            case "pw":
+                return self._elementwise(b)
+            case "ein":
+                return self._contract(b)
+        inner = next(self.value(a) for a in b.args if isinstance(a, Body))
+        inner = self._stacked(inner)
+        off = 0 if inner.kind == "fixed" else 1
+        lead = [-1] if inner.kind == "row" else [len(self.group.ids)] if inner.kind == "expert" else []
+        match b.op:
+            case "slice":
+                _, dim, start, stop, step = b.args
+                node = self.call(aten.slice.Tensor, (inner.node, dim + off, start, stop, step))
+            case "reshape":
+                node = self.call(aten.reshape.default, (inner.node, [*lead, *b.shape]))
+            case "expand":
+                have = inner.node.meta["val"]
+                ones = [1] * (len(b.shape) - (have.dim() - off))
+                flat = (
+                    self.call(aten.reshape.default, (inner.node, [*lead, *ones, *have.shape[off:]]))
+                    if ones
+                    else inner.node
+                )
+                node = self.call(aten.expand.default, (flat, [*([-1] * off), *b.shape]))
+            case "permute":
+                node = self.call(
+                    aten.permute.default, (inner.node, [*range(off), *[d + off for d in b.args[1]]])
+                )
+            case "sum":
+                node = self.call(aten.sum.dim_IntList, (inner.node, list(b.args[0])))
+            case "row":
+                node = self._row_op(b, inner)
+            case "cat":
+                pieces = [self._as_rows(self.value(a), len(b.shape)) for a in b.args[1:]]
+                return Value(self.call(aten.cat.default, (pieces, b.args[0] + 1)), "row", len(b.shape))
+            case _:
+                raise Refused(f"the experts use {b.op} in a way that is not supported on rows")
+        return Value(node, inner.kind, len(b.shape))
+
+    def _row_op(self, b: Body, inner: Value) -> fx.Node:
+        name, dims, _, static, _ = b.args
+        x = inner.node
+        match name:
+            case "softmax" | "log_softmax":
+                return self.call(getattr(aten, name).int, (x, dims[0]))
+            case "layer_norm":
+                return self.call(
+                    aten.layer_norm.default,
+                    (x, list(x.meta["val"].shape[len(dims) * -1 :]), None, None, static[0]),
+                )
+            case "rms_norm":
+                return self.call(
+                    aten.rms_norm.default, (x, list(x.meta["val"].shape[len(dims) * -1 :]), None, static[0])
+                )
+            case "amax" | "amin" | "logsumexp":
+                return self.call(getattr(aten, name).default, (x, list(dims)))
+            case "linalg_vector_norm":
+                return self.call(aten.linalg_vector_norm.default, (x, static[0], list(dims)))
+            case "var":
+                return self.call(aten.var.correction, (x, list(dims)), {"correction": static[0]})
+            case "prod" | "cumsum":
+                overload = aten.prod.dim_int if name == "prod" else aten.cumsum.default
+                return self.call(overload, (x, dims[0]))
+        raise Refused(f"the experts use {name}, which is not supported on rows")
+
+    def _given(self, b: Body) -> Value:
+        i = b.args[0]
+        ref = self.group.values[i][0]
+        if math.prod(b.shape) == 1:
+            if i == self.first:
+                return Value(self.emit.reshape(self.combine_weights, (-1,)), "row", 0)
+            picked = self.call(
+                aten.index.Tensor, (self.weights[i], [self.token_ids, self.slot_ids]), letters=("B",)
+            )
+            return Value(picked, "row", 0)
+        node, shape = self.emit.kept.node(ref.node), b.shape
+        if set(ref.axes) <= {"t"}:
+            flat = self.emit.reshape(node, (-1, math.prod(shape)))
+            rows = self.call(
+                ops.dispatch.default, (flat, self.token_ids, self.offsets, self.inverse), letters=("B", "D")
+            )
+        else:  # one value per token and slot
+            axes = tuple(a for j, a in enumerate(ref.axes) if a != "t" or "t" not in ref.axes[:j])
+            K, width = self.match.slots, math.prod(shape)
+            if axes in (("t", "k"), ("tk",)):
+                by_slot = self.emit.reshape(node, (-1, K, width))
+            elif axes in (("k", "t"), ("kt",)):
+                by_slot = self.call(aten.transpose.int, (self.emit.reshape(node, (K, -1, width)), 0, 1))
+            else:
+                raise Refused(
+                    "the experts' input is computed per token and expert", source=str(ref.node.meta["source"])
+                )
+            rows = self.call(
+                aten.index.Tensor, (by_slot, [self.token_ids, self.slot_ids]), letters=("B", "D")
+            )
+        if len(shape) != 1:
+            rows = self.call(aten.reshape.default, (rows, [-1, *shape]))
+        return Value(rows, "row", len(shape))
+
+    def _stacked(self, v: Value) -> Value:
+        """E separate tensors as one, where an op needs them together (a copy at every step)."""
+        if isinstance(v.node, list):
+            return Value(self.call(aten.stack.default, (v.node,)), v.kind, v.rank)
+        return v
+
+    def _as_rows(self, v: Value, rank: int) -> fx.Node:
+        """A value with one leading row axis and `rank` more."""
+        if v.kind == "expert":
+            nodes = v.node if isinstance(v.node, list) else [v.node]
+            if v.rank != 1:
+                flat = self._stacked(v).node
+                shape = flat.meta["val"].shape[1:]
+                nodes = [self.call(aten.reshape.default, (flat, [flat.meta["val"].shape[0], -1]))]
+            total = self.call(
+                aten.sym_size.int,
+                (self.token_ids, 0),
+                {},
+                meta={"val": self.token_ids.meta["val"].shape[0], "letters": "B"},
+            )
+            node = self.call(ops.expert_rows.default, (nodes, self.offsets, total))
+            if v.rank != 1:
+                node = self.call(aten.reshape.default, (node, [-1, *shape]))
+        else:
+            node = v.node
+        for _ in range(rank - v.rank):
+            node = self.call(aten.unsqueeze.default, (node, 1))
+        return node
+
+    def _elementwise(self, b: Body) -> Value:
+        name, kwargs, *items = b.args
+        values = [self.value(a) if isinstance(a, Body) else a for a in items]
+        bodies = [v for v in values if isinstance(v, Value)]
+        kind = (
+            "row"
+            if any(v.kind == "row" for v in bodies)
+            else "expert"
+            if any(v.kind == "expert" for v in bodies)
+            else "fixed"
+        )
+        if name in ("cast", "detach") and kind == "expert" and isinstance(bodies[0].node, list):
+            nodes = [self._apply(name, [n], dict(kwargs)) for n in bodies[0].node]
+            return Value(nodes, "expert", bodies[0].rank)
+        rank = max(v.rank for v in bodies)
+        args: list[Any] = []
+        for v in values:
+            if not isinstance(v, Value):
+                args.append(v)
+            elif v.kind == "fixed":
+                args.append(v.node)
+            elif kind == "row":
+                args.append(self._as_rows(v, rank))
+            else:
+                node = self._stacked(v).node
+                for _ in range(rank - v.rank):
+                    node = self.call(aten.unsqueeze.default, (node, 1))
+                args.append(node)
+        return Value(self._apply(name, args, dict(kwargs)), kind, rank)
+
+    def _apply(self, name: str, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+        match name:
+            case "cast":
+                return self.call(
+                    aten._to_copy.default, (args[0],), {"dtype": getattr(torch, kwargs["dtype"])}
+                )
+            case "detach":
+                return self.call(aten.detach.default, (args[0],))
+            case "where":
+                tensors = [isinstance(a, fx.Node) for a in args]
+                overload = {(True, True): "self", (True, False): "ScalarOther", (False, True): "ScalarSelf"}[
+                    tensors[1], tensors[2]
+                ]
+                return self.call(getattr(aten.where, overload), tuple(args))
+            case "add" | "sub" | "mul" | "div":
+                if not isinstance(args[0], fx.Node):  # a number on the left
+                    if name in ("add", "mul"):
+                        args = [args[1], args[0]]
+                    elif name == "sub":
+                        return self.call(aten.rsub.Scalar, (args[1], args[0]))
+                    else:
+                        reciprocal = self.call(aten.reciprocal.default, (args[1],))
+                        return self.call(aten.mul.Tensor, (reciprocal, args[0]))
+                return self.call(getattr(aten, name).Tensor, tuple(args))
+        packet, _, overload = name.partition(".")
+        op = getattr(getattr(aten, packet), overload)
+        args = [_scalar(op, i, a) for i, a in enumerate(args)]
+        return self.call(op, tuple(args), kwargs)
+
+    def _contract(self, b: Body) -> Value:
+        inputs, output, *operands = b.args
+        values = [self.value(a) for a in operands]
+        if len(values) > 2:
+            raise Refused(f"a product of {len(values)} tensors inside the experts is not supported")
+        if len(values) == 2 and values[0].kind != "row" and values[1].kind == "row":
+            values, inputs = values[::-1], inputs[::-1]
+        if (
+            len(values) == 2
+            and values[0].kind == "row"
+            and values[1].kind == "expert"
+            and values[0].rank == 1
+            and values[1].rank == 2
+        ):
+            rows, weights = values
+            label = inputs[0]
+            transposed = inputs[1][1] == label
+            nodes = weights.node if isinstance(weights.node, list) else [weights.node]
+            out = self.call(
+                ops.grouped_mm.default, (rows.node, nodes, self.offsets), {"transposed": transposed}
+            )
+            out.meta["letters"] = ("B", str(out.meta["val"].shape[-1]))
+            return Value(out, "row", 1)
+        if any(v.kind == "row" for v in values):
+            args = [self._as_rows(v, v.rank) if v.kind != "fixed" else v.node for v in values]
+            labels = [("Z" if v.kind != "fixed" else "") + s for v, s in zip(values, inputs, strict=True)]
+            return Value(
+                self.call(aten.einsum.default, (",".join(labels) + "->Z" + output, args)), "row", len(output)
+            )
+        stacked = [self._stacked(v) for v in values]
+        kind = "expert" if any(v.kind == "expert" for v in values) else "fixed"
+        labels = [("Z" if v.kind == "expert" else "") + s for v, s in zip(values, inputs, strict=True)]
+        equation = ",".join(labels) + "->" + ("Z" if kind == "expert" else "") + output
+        return Value(self.call(aten.einsum.default, (equation, [v.node for v in stacked])), kind, len(output))
+
+
+def _scalar(op: Any, position: int, value: Any) -> Any:
+    """A number where the op wants a tensor becomes one by the op's own rules; where it wants an int, an int."""
+    if isinstance(value, float) and value == int(value) and "int" in str(op._schema.arguments[position].type):
+        return int(value)
+    return value

@@ -1,0 +1,52 @@
+"""The captures side by side: the same node in each of them, and whether it is the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx
+
+from ..errors import Refused
+
+aten = torch.ops.aten
+_RANDOM = torch.Tag.nondeterministic_seeded
+_VIEWS = {str(op) for op in (aten.view.default, aten._unsafe_view.default, aten.reshape.default)}
+
+
+class Twins(tuple):
+    """The same node in every capture."""
+
+    @property
+    def first(self) -> fx.Node:
+        return self[0]
+
+    def __hash__(self) -> int:
+        return hash(self[0])
+
+
+def leaf_nodes(tree: Any) -> list[fx.Node]:
+    return [n for n in pytree.tree_leaves(tree) if isinstance(n, fx.Node)]
+
+
+def label(n: fx.Node) -> str:
+    packet = getattr(n.target, "overloadpacket", None)
+    return packet.__name__ if packet is not None else getattr(n.target, "__name__", str(n.target))
+
+
+def kind(n: fx.Node) -> str:
+    """The op; which kind of view a reshape comes out as depends on the strides, and so on the sizes."""
+    return "reshape" if str(n.target) in _VIEWS else str(n.target)
+
+
+def is_random(n: fx.Node) -> bool:
+    return _RANDOM in getattr(n.target, "tags", ())
+
+
+def depends(here: fx.Node, there: fx.Node) -> Refused:
+    return Refused(
+        "what runs outside of the experts depends on the routing or the sizes: "
+        f"{label(here)} here, {label(there)} there",
+        source=str(there.meta["source"]),
+    )
