@@ -261,6 +261,7 @@ class Tracer(TorchDispatchMode):
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.most_nodes = 0  # more than so many is an endless loop; 0: no limit
         self.quiet = 0  # inside an operation that is recorded whole
+        self.autocast = autocast_dtype()  # at the last call of the program's; below an op it reads as off
         self.lengths: set[int] = set()  # how many rows the routing left somewhere
         self.touched = False  # whether the op at work was called with a number of the routing
 
@@ -274,7 +275,7 @@ class Tracer(TorchDispatchMode):
         node.meta["index"] = len(self.nodes)
         node.meta["source"] = user_source()
         node.meta["grad"] = _grad_enabled()
-        node.meta["autocast"] = autocast_dtype()
+        node.meta["autocast"] = self.autocast
         # whether how many rows it has may follow from the routing
         node.meta["ragged"] = node.target in _RAGGED or any(a.meta.get("ragged") for a in node.all_input_nodes)
         self.nodes.append(node)
@@ -786,6 +787,7 @@ class _Functions(TorchFunctionMode):
         touched, tracer.touched = tracer.touched, False
         if tracer.quiet:
             return func(*args, **options)
+        tracer.autocast = autocast_dtype()
         if func in _COUNTS:  # of elements: the product of the sizes
             return math.prod(self._shape(args[0]))
         if func in _SIZES:
@@ -993,6 +995,7 @@ def capture(
 
     names = {id(m): n for n, m in block.named_modules() if n}
     before = {n: dict(vars(m)) for n, m in block.named_modules()}
+    hooks = [(held, copy.copy(held)) for own in before.values() for k, held in own.items() if k in HOOKS]
     records = [(f"{n}.{k}".lstrip("."), v) for n, m in before.items() for k, v in m.items() if _is_record(k, v)]
     contents = [(path, value, copy.copy(value)) for path, value in records]
     # fake kernels log the errors that they raise; ours go to the user as messages
@@ -1011,7 +1014,7 @@ def capture(
         noisy.setLevel(level)
         for n, m in block.named_modules():
             _restore(m, before[n])
-        for _, now, old in contents:
+        for now, old in [*hooks, *[(now, old) for _, now, old in contents]]:  # models install hooks when first called
             _refill(now, old)
     tracer.graph.output(None)
     return Capture(
@@ -1026,6 +1029,9 @@ def capture(
         tracer,
         tracer.modes_read,
     )
+
+
+HOOKS = {k for k in vars(nn.Module()) if k.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))}
 
 
 def _is_record(key: str, value: Any) -> bool:

@@ -69,6 +69,9 @@ def globals_of(block: nn.Module) -> dict[Where, Any]:
                 todo.append(value)
             elif is_plain(value) and not callable(value):
                 found[Where(f"@{thing.__module__}", name)] = value
+            elif (getattr(value, "__module__", None) or "").split(".")[0] not in _OTHERS and hasattr(value, "__dict__"):
+                inner = {k: v for k, v in vars(value).items() if k in names and is_plain(v) and not callable(v)}
+                found |= {Where(f"@{thing.__module__}", name, k): v for k, v in inner.items()}
     return found
 
 
@@ -149,7 +152,8 @@ def _noting(cls: type, name: str, places: dict[int, Where], read: set[Where]) ->
 def owner_of(block: nn.Module, where: Where) -> Any:
     """The object that holds an attribute; None if it is gone."""
     if where.module.startswith("@"):
-        return sys.modules.get(where.module[1:])
+        python = sys.modules.get(where.module[1:])
+        return getattr(python, where.name, None) if where.inner else python
     module = block.get_submodule(where.module)
     return getattr(module, where.name, None) if where.inner else module
 

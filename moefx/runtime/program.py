@@ -57,7 +57,7 @@ class Program:
         for i, (where, value) in enumerate(self.attributes.items()):
             if where.module.startswith("@"):
                 scope[f"m{i}"], scope[f"v{i}"] = sys.modules.get(where.module[1:]), value
-                tests.append(f"m{i}.{where.name} == v{i}")
+                tests.append(f"m{i}.{'.'.join(filter(None, where[1:]))} == v{i}")
                 continue
             parts = [*where.module.split("."), where.name, where.inner]
             if where.module in self.absorbed or not all(p.isidentifier() or p.isdigit() or not p for p in parts):

@@ -164,7 +164,7 @@ class _LiveAttributes:
             else:
                 self.shared.append((owner, name, value))
             if where.inner:
-                self.holders.append((vars(block.get_submodule(where.module)), where.name, owner))
+                self.holders.append((vars(owner_of(block, where._replace(inner=""))), where.name, owner))
         alike: dict[tuple[str, ...], list[tuple[Any, dict[str, Any]]]] = {}
         for owner, own in held.values():
             alike.setdefault(tuple(own), []).append((vars(owner), own))

@@ -572,3 +572,25 @@ class TestPieces:
         a, b = run(block, meta(5, 4)), run(block, meta(5, 4))
         assert torch.equal(a.out.meta["val"], b.out.meta["val"])
         assert not torch.equal(a.out.meta["val"], run(block, meta(5, 4), seed=1).out.meta["val"])
+
+
+class TestHooksOfTheModel:
+    """A model may install hooks when it is first called, as transformers does: that call was not the user's."""
+
+    def test_installed_during_a_capture_are_gone(self):
+        class Recorder(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.router, self.installed, self.seen = nn.Linear(8, 4), False, []
+
+            def forward(self, x):
+                if not self.installed:
+                    self.router.register_forward_hook(lambda module, args, out: self.seen.append(out))
+                    self.installed = True
+                return self.router(x)
+
+        block = Recorder()
+        before = block.router.register_forward_pre_hook(lambda module, args: None)
+        capture(block, (torch.empty(3, 8, device="meta"),), {}, Routing())
+        assert not block.installed and not block.router._forward_hooks and not block.seen
+        assert list(block.router._forward_pre_hooks) == [before.id]

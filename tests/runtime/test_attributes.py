@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import types
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import moefx
 D, E = 16, 4
 GAIN = 1.0
 SETTINGS = {"temperature": 1.0}
+NAMESPACE = types.SimpleNamespace(offset=0.0, other=1)
 
 
 def amplified(y):
@@ -41,7 +43,7 @@ class Block(nn.Module):
         self.seen = 0
 
     def forward(self, x):
-        scores = self.router(x) / SETTINGS["temperature"] + self.config.bias
+        scores = self.router(x) / SETTINGS["temperature"] + self.config.bias + NAMESPACE.offset
         weights, chosen = scores.sigmoid().topk(self.k)
         if self.norm:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -118,11 +120,23 @@ def test_a_changed_global_is_compiled_anew(monkeypatch, name, value, x):
     assert calls(compiled) == (2, 0, 1)
 
 
-def test_dynamo_guards_them(x):
+def test_a_changed_global_object_is_compiled_anew(monkeypatch, x):
+    model, compiled = pair(x)
+    monkeypatch.setattr(NAMESPACE, "other", 2)
+    torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
+    assert calls(compiled) == (1, 0, 0)
+    monkeypatch.setattr(NAMESPACE, "offset", -1.0)
+    torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
+    assert calls(compiled) == (2, 0, 1)
+
+
+def test_dynamo_guards_them(monkeypatch, x):
+    monkeypatch.setattr(NAMESPACE, "offset", 0.0)
     model, compiled = pair(x)
     traced = torch.compile(compiled, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(traced(x), model(x), rtol=0, atol=1e-13)
-    for change in (CHANGES["int"], CHANGES["float"], CHANGES["container"]):
+    changes = [CHANGES["int"], CHANGES["float"], CHANGES["container"], lambda m: setattr(NAMESPACE, "offset", 0.5)]
+    for change in changes:
         change(model), change(compiled)
         torch.testing.assert_close(traced(x), model(x), rtol=0, atol=1e-13)
 

@@ -52,7 +52,9 @@ class Block(nn.Module):
 @pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
 def test_regions(router, experts, outside, traced):
     model, x = Block(router, experts), torch.randn(33, D)
-    compiled = moefx.compile(model, example_inputs=(x,))
+    # so few rows in bfloat16 are noise for the numeric check: one in several draws is over its bound
+    compiled = moefx.compile(model, example_inputs=(x,), plan=moefx.Plan(validation="symbolic"))
+    torch._dynamo.reset()
     run = torch.compile(compiled, fullgraph=True, backend="aot_eager") if traced else compiled
     exact = Block(router="", experts="").double()
     exact.load_state_dict(model.state_dict())
