@@ -1,0 +1,116 @@
+"""What stays the user's own beside the experts: sizes, constants, and what is refused there, through `compile`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import moefx
+from moefx.errors import Refused
+
+from .blocks import D, E, Loop, rewritten
+
+
+def same(block: nn.Module, *shapes: tuple[int, ...]) -> None:
+    """Compiled once, equal to the original at every size, and never the original itself."""
+    torch.manual_seed(0)
+    model = nn.Sequential(block).double()
+    compiled = moefx.compile(model, example_inputs=(torch.randn(shapes[0], dtype=torch.float64),))
+    for shape in shapes:
+        x = torch.randn(shape, dtype=torch.float64)
+        found, expected = compiled(x), model(x)
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    assert moefx.blocks(compiled)[0].fallbacks == 0
+
+
+class Averaged(Loop):
+    """Numbers that follow from the size in several ways."""
+
+    def forward(self, x):
+        n = x.shape[0]
+        out = super().forward(x)
+        place = torch.arange(n, dtype=x.dtype) / (2 * n + 3)
+        return out / n + place[:, None] + torch.full((n, 1), n // 2, dtype=x.dtype)
+
+
+class Sequences(Loop):
+    """Batch and sequence apart; a result of each, and Python numbers beside the tensors."""
+
+    def forward(self, x):
+        batch, length, dim = x.shape
+        out = super().forward(x.reshape(batch * length, dim)).view(batch, length, dim)
+        load = torch.zeros(E, dtype=x.dtype).index_add(
+            0, self.route(x.reshape(-1, dim))[1].flatten(), torch.ones(batch * length * self.k, dtype=x.dtype)
+        )
+        return out, load / (batch * length), batch * length, {"pairs": (length, None, 2.5)}
+
+
+class Constants(Loop):
+    """Tensors that are made in forward from Python numbers."""
+
+    def forward(self, x):
+        tilt = torch.tensor([0.5, -0.25, 0.125, 1.0, 2.0, -1.0], dtype=x.dtype)
+        return super().forward(x) * tilt + torch.tensor(3.0, dtype=x.dtype)
+
+
+def test_numbers_that_follow_from_the_size():
+    same(Averaged(), *((n, D) for n in (5, 1, 12, 31)))
+
+
+def test_several_results_and_python_numbers():
+    same(Sequences(), (2, 5, D), (1, 1, D), (3, 4, D), (5, 7, D))
+
+
+def test_constants():
+    same(Constants(), *((n, D) for n in (5, 1, 12)))
+
+
+class TestRefused:
+    def refusal(self, block: nn.Module, reason: str) -> None:
+        with pytest.raises(Refused, match=reason):
+            rewritten(block)
+
+    def test_a_value_from_inside_the_experts(self):
+        """The rows of the experts do not exist one by one after the rewrite."""
+
+        class Leaks(Loop):
+            def forward(self, x):
+                w, ids = self.route(x)
+                out, norm = torch.zeros_like(x), x.new_zeros(())
+                for e in range(E):
+                    t, k = torch.where(ids == e)
+                    y = self.expert(e, x[t], w[t, k, None])
+                    norm = norm + y.square().sum()
+                    out = out.index_add(0, t, y)
+                return out, norm
+
+        self.refusal(Leaks(), "the experts' results do not come together in one tensor")
+
+    def test_a_number_that_depends_on_the_routing(self):
+        class Counted(Loop):
+            def forward(self, x):
+                busiest = int(self.route(x)[1].flatten().bincount(minlength=E).max())
+                return super().forward(x) * busiest
+
+        self.refusal(Counted(), "a number depends on the routing")
+
+    def test_a_list_whose_length_depends_on_the_routing(self):
+        class Lists(Loop):
+            def forward(self, x):
+                hit = self.route(x)[1].unique().tolist()
+                return super().forward(x), torch.stack([x.mean() * e for e in hit]).sum()
+
+        self.refusal(Lists(), "what runs outside of the experts depends on the routing")
+
+    def test_a_parameter_chosen_by_the_routing(self):
+        class Chosen(Loop):
+            def __init__(self):
+                super().__init__()
+                self.scales = nn.ParameterList(nn.Parameter(torch.randn(())) for _ in range(E))
+
+            def forward(self, x):
+                first = int(self.route(x)[1][0, 0])
+                return super().forward(x) * self.scales[first]
+
+        self.refusal(Chosen(), r"different parameters are used under different routings \[scales\.")
