@@ -1,9 +1,10 @@
 """Numbers that a block computes from its sizes in Python, such as an expert capacity, as formulas.
 
 `capacity = max(4, int(1.25 * T * k / E))` leaves its value, at each size that was captured, and the expressions that
-`Size` followed on the way: `1.25*T*2/8`. The formula is one of these, rounded and clamped, that gives all values. Where
-none does it is the simplest `round(p/q * tokens)`, between a floor and a ceiling; sizes where rounding is delicate
-(p/q * tokens an integer) are among those looked at, so that a float formula is told apart from the exact one.
+`Size` followed on the way: `1.25*T*2/8`. The formula is one of these, rounded (also to a multiple) and clamped, that
+gives all values. Where none does it is the simplest `round(p/q * tokens)`, between a floor and a ceiling; sizes where
+rounding is delicate (p/q * tokens an integer) are among those looked at, so that a float formula is told apart from
+the exact one.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def find_formula(
         return None
     tokens = "*".join(points[0][0])
     for text in sorted(expressions, key=lambda e: (len(e), e)):
-        for rounded in (text, f"int({text})", f"ceil({text})", f"round({text})"):
+        whole = (f"int({text})", f"ceil({text})", f"round({text})")
+        tiles = [tile for w in whole[:2] for m in _MULTIPLES for tile in (f"-(-{w}//{m})*{m}", f"{w}//{m}*{m}")]
+        for rounded in (text, *whole, *tiles):
             found = _clamped(rounded, tokens, points)
             if found is not None:
                 return found
@@ -49,6 +52,7 @@ def find_formula(
     return Formula(law.over(tokens)) if law is not None else None
 
 
+_MULTIPLES = (2, 4, 8, 16, 32, 64, 128, 256)  # of a tile, say
 _CLAMPS = (
     "{0}",
     "max({0}, {low})",

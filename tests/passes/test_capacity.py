@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from moefx.passes.capacity import Law, find_law
+from moefx.passes.capacity import Law, find_formula, find_law
 
 TOKENS = (29, 33, 17, 2, 6, 10, 20, 40, 64, 100, 128, 200, 320, 512)
 
@@ -68,3 +68,14 @@ def test_text(law, text):
 
 def test_low_wins_over_high():
     assert Law(Fraction(1), False, 8, 4)(100) == 8
+
+
+@pytest.mark.parametrize("tile", [4, 8, 64])
+@pytest.mark.parametrize("up", [True, False], ids=["up", "down"])
+def test_multiples_of_a_tile(tile, up):
+    """`(int(0.9 * T / 4) + 7) // 8 * 8`: what follows `int` goes unseen."""
+    values = [(s, (int(0.9 * s / 4) + (tile - 1 if up else 0)) // tile * tile) for s in TOKENS]
+    formula = find_formula([({"S": s}, v) for s, v in values], ["((0.9*S)/4)"], laws=False)
+    assert formula is not None
+    for s in (1, 5, 777, 4096):
+        assert formula({"S": s}) == (int(0.9 * s / 4) + (tile - 1 if up else 0)) // tile * tile

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .form import Lifted, Ref
 from .owners import Key, Owners
+from .paths import Place
 from .terms import Term
 
 _MOST_SLOTS = 64
@@ -100,9 +101,25 @@ class _Search:
 
     def as_before(self, like: Lifted) -> Choice | None:
         """The nodes that chose the experts in the other capture, at the same places of this one."""
-        found = self._twin(like.index) if self.natural is not None else None
-        slots = _slots(self.keys, found[1], self.natural) if found is not None else None  # type: ignore[arg-type]
+        names = self.natural or self._names_in(like)
+        found = self._twin(like.index) if names is not None else None
+        slots = _slots(self.keys, found[1], names) if found is not None else None  # type: ignore[arg-type]
         return None if found is None or slots is None else Choice(*found, slots)
+
+    def _names_in(self, like: Lifted) -> dict[Key, int] | None:
+        """The experts' numbers in the other capture, by their parameters, if it met them all."""
+        owners: dict[Place, set[int]] = defaultdict(set)
+        for table in (table for group in like.groups for table in group.tables):
+            for e, place in table.items():
+                owners[place].add(e)
+        names: dict[Key, int] = {}
+        for key in {k for row in self.keys for k in row}:
+            mine = [owners[p] for p in key if p in owners]
+            number = set.intersection(*mine) if mine else set()
+            if len(number) != 1:
+                return None
+            names[key] = number.pop()
+        return names
 
     def _twin(self, ref: Ref) -> tuple[Ref, torch.Tensor] | None:
         if ref.columns:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter, defaultdict
-from typing import Any
 
 import torch
 from torch import fx, nn
@@ -22,6 +21,7 @@ from ...errors import Refused
 from .chosen import Choice, choice, every_expert_for_every_token
 from .form import Body, Lifted, Ref
 from .lookup import Lookup
+from .nodes import line
 from .owners import Owners
 from .paths import parameter_of
 from .routed import Reach, alike_everywhere, chooses, cuts, expert_parameters, family, feeding, inside_calls
@@ -96,9 +96,9 @@ class Lifter:
         if not found:
             return []
         found.sort(key=lambda c: c[:2])
-        at = _line(self.like.cut if self.like is not None else found[0][2])
+        at = line(self.like.cut if self.like is not None else found[0][2])
         # of one line in a loop the last turn: where the last experts have no tokens, theirs may add nothing
-        found.sort(key=lambda c: (c[0], _line(c[2]) != at, -c[1] if _line(c[2]) == at else c[1]))
+        found.sort(key=lambda c: (c[0], line(c[2]) != at, -c[1] if line(c[2]) == at else c[1]))
         return [n for _, _, n in found]
 
     def _source_of_experts(self) -> str:
@@ -173,10 +173,6 @@ class Lifter:
             remedy="the experts of a token must follow from that token's own choice (token choice), "
             "not from the other tokens",
         )
-
-
-def _line(n: fx.Node) -> tuple[Any, Any]:
-    return n.target, n.meta["source"]
 
 
 # ---------------------------------------------------------------------- summands that are no expert's

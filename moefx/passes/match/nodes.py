@@ -22,8 +22,14 @@ def op_name(node: fx.Node) -> str:
     return packet.__name__ if packet is not None else getattr(node.target, "__name__", str(node.target))
 
 
+def line(node: fx.Node) -> tuple[Any, Any]:
+    """Which op it is, and of which line of the program: the same for all turns of a loop."""
+    return node.target, node.meta["source"]
+
+
 def _arg(node: fx.Node, i: int, name: str, default: Any) -> Any:
     return node.args[i] if len(node.args) > i else node.kwargs.get(name, default)
+
 # for ops that return what they selected and where: along which dim, and whether it is kept
 SELECTIONS: dict[str, Callable[[fx.Node], tuple[int, bool]]] = {
     "topk": lambda n: (_arg(n, 2, "dim", -1), True),

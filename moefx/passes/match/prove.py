@@ -387,10 +387,12 @@ class Prover:
         one = dict.fromkeys(dims, 1)
         for sizes in [one, *([self.arguments.choose(3 * max(29, self.hint // 4), 2)] if self.hint <= 64 else [])]:
             told_apart = not all(g.holds(sizes) for g in self._guards())
-            # one token may not meet all kinds of experts at once
-            for seed in (5, 6, 7, 8) if sizes == one else (5,):
+            # whether one token shows the form hangs on what it chooses: experts that do nothing show nothing
+            most = max(self.lifted[0].groups, key=lambda g: len(g.ids)).ids
+            more = [Routing("diverse", 5, (e,)) for e in most[:3]] + [Routing("diverse", seed) for seed in range(6, 10)]
+            for routing in [Routing("diverse", 5), *(more if sizes == one else [])]:
                 try:
-                    lifted = self.lift(Routing("diverse", seed), sizes)
+                    lifted = self.lift(routing, sizes)
                     told_apart |= not all(g.holds(self.sizes[0]) for g in lifted.capture.sizes.guards)
                     _same_form(self.lifted[0], lifted)
                 except (Refused, CaptureError, RuntimeError, IndexError, ValueError):

@@ -7,6 +7,7 @@ import itertools
 import math
 import re
 from collections import defaultdict
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -15,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...capture.concolic import Capture
 from ...errors import Refused
-from .nodes import is_routed
+from .nodes import is_routed, line
 from .paths import Place, expert_indices, is_parameter, parameter_of, sibling_names
 from .semantics import Semantics
 from .terms import Term
@@ -194,7 +195,8 @@ def inside_calls(capture: Capture, routed: set[fx.Node]) -> set[fx.Node]:
 
 
 def feeding(reach: Reach, cut: fx.Node, routed: set[fx.Node]) -> list[fx.Node]:
-    """Float nodes that are computed without expert parameters and feed the cut."""
+    """Float nodes that are computed without expert parameters and feed the cut. Not those that a loop over the experts
+    makes of their tokens: where one expert has all tokens, its rows look like everybody's."""
     seen: set[fx.Node] = set()
     stack = [cut]
     while stack:
@@ -202,6 +204,9 @@ def feeding(reach: Reach, cut: fx.Node, routed: set[fx.Node]) -> list[fx.Node]:
         if n not in seen:
             seen.add(n)
             stack.extend(n.all_input_nodes)
+    lengths: dict[Any, set[int]] = defaultdict(set)
+    for n in filter(_has_rows_of_routing, seen):
+        lengths[line(n)].add(n.meta["val"].shape[0])
     return [
         n
         for n in reach.capture.nodes
@@ -210,4 +215,9 @@ def feeding(reach: Reach, cut: fx.Node, routed: set[fx.Node]) -> list[fx.Node]:
         and isinstance(n.meta.get("val"), FakeTensor)
         and n.op != "get_attr"
         and not n.meta.get("known")
+        and not (_has_rows_of_routing(n) and len(lengths[line(n)]) > 1)
     ]
+
+
+def _has_rows_of_routing(n: fx.Node) -> bool:
+    return n.meta.get("ragged", False) and isinstance(n.meta.get("val"), FakeTensor) and n.meta["val"].dim() > 0

@@ -110,6 +110,44 @@ STRANGERS.case("s_expert_conv1x1", "I1", "match", "experts as nn.Conv1d with ker
 )
 
 
+class ClampedLoop(Loop):
+    """Where one expert has all tokens, its clamped rows are like a node of every token's."""
+
+    def run(self, e, rows):
+        return self.experts[e](rows.clamp(-2, 2).abs())
+
+
+STRANGERS.case("s_clamped_rows", "I1", "match", "the rows are clamped in the loop over the experts")(
+    lambda: ClampedLoop(Gated, count=4)
+)
+
+
+@STRANGERS.case(
+    "s_moe_plus_plus", "I2", "match", "MoE++: FFN experts, one that copies, one that is a constant, one that is zero"
+)
+class MoEPlusPlus(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(D, E, bias=False)
+        self.down, self.up = nn.Linear(D, H, bias=False), nn.Linear(H, D, bias=False)
+        self.experts = nn.ModuleList([Mlp(H, D) for _ in range(E - 3)])
+        self.constant = nn.Parameter(torch.empty(H))
+
+    def forward(self, x):
+        t = x.reshape(-1, D)
+        w, idx = route(self.gate, t)
+        z = self.down(t)
+        out = torch.zeros_like(z)
+        for e, expert in enumerate(self.experts):
+            n, k = torch.where(idx == e)
+            out.index_add_(0, n, expert(z[n].clamp(-5, 5)) * w[n, k, None])
+        n, k = torch.where(idx == E - 3)
+        out.index_add_(0, n, z[n] * w[n, k, None])
+        n, k = torch.where(idx == E - 2)
+        out.index_add_(0, n, self.constant * w[n, k, None])
+        return self.up(out).view_as(x)
+
+
 class BiasApart(nn.Module):
     """Returns its output bias separately, as Megatron's linear layers do."""
 
