@@ -42,6 +42,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ..errors import CaptureError
+from ..ir.fields import opened
 from .counts import LENGTH, Count, Share, counted, tells_empty
 from .routing import Routing
 from .sizes import Size, SizeLog, plain, sized
@@ -1009,7 +1010,7 @@ def capture(
         with torch._C.DisableTorchFunction():
             effects = _effects(tracer, block, before, state, inputs)
             effects += [Effect("record", path, None) for path, now, old in contents if not _same_items(now, old)]  # type: ignore[arg-type]
-            out = pytree.tree_map_only(torch.Tensor, lambda t: _returned(tracer, t), out)
+            out = opened(out, lambda t: _returned(tracer, t))
     finally:
         noisy.setLevel(level)
         for n, m in block.named_modules():

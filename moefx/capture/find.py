@@ -20,6 +20,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..ir.fields import opened
 from .concolic import Tracer, capture, is_float
 from .routing import Routing
 
@@ -178,7 +179,9 @@ def _observing(around: Callable, chosen: Callable) -> Iterator[None]:
 
 def _nodes(tracer: Tracer, tree: Any) -> list[fx.Node]:
     with _disable_current_modes(), torch._C.DisableTorchFunction():
-        return [tracer.node_of(t) for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
+        found: list[fx.Node] = []
+        opened(tree, lambda t: found.append(tracer.node_of(t)))
+        return found
 
 
 def _side_by_side(calls: list[Seen]) -> bool:

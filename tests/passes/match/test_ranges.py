@@ -9,7 +9,7 @@ from torch import nn
 
 from moefx.capture.concolic import capture
 from moefx.capture.routing import Routing
-from moefx.passes.match.ranges import Ranges
+from moefx.passes.match.ranges import UNBOUNDED, Ranges
 
 E = 4
 
@@ -42,7 +42,8 @@ def ranges(fn):
         (lambda s: s.sort(-1).indices[:, :2], (0, E - 1)),
         (lambda s: s.topk(2).indices + 3, (3, E + 2)),
         (lambda s: s.topk(2).indices.clamp(max=1), (0, 1)),
-        (lambda s: torch.bincount(s.argmax(-1), minlength=E), (0, 5)),
+        (lambda s: torch.bincount(s.argmax(-1), minlength=E), (0, UNBOUNDED)),  # of tokens there may be more
+        (lambda s: (s.argmax(-1) == 1).sum(), (0, UNBOUNDED)),
         (lambda s: torch.arange(3), (0, 2)),
         (lambda s: s, None),
     ],
