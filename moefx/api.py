@@ -13,7 +13,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from ._plan import Plan
-from .capture.concolic import python_random
+from .capture.effects import python_random
 from .capture.inputs import Arguments, Leaf
 from .errors import InvalidPlan, MoefxError, NoMoEBlockFound, Refused
 from .inspection.explain import Explanation, MatchedBlock

@@ -13,9 +13,9 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from ._plan import Plan
-from .capture.concolic import is_users
 from .capture.examples import example_arguments
 from .capture.find import Found, Seen, find, signature
+from .capture.source import is_users
 from .errors import CaptureError, InvalidInput, MoefxError, Refused
 from .ir.attributes import Where, attributes, reading, same, value_at
 from .pipeline import Result, rewrite_block

@@ -21,8 +21,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..ir.fields import opened
-from .concolic import Tracer, capture, is_float
+from .captured import is_float
+from .concolic import capture
 from .routing import Routing
+from .tracer import Tracer
 
 _CHOICES = {"topk", "max", "min", "argmax", "argmin", "sort", "argsort", "kthvalue", "multinomial"}
 
@@ -152,7 +154,7 @@ def _observing(around: Callable, chosen: Callable) -> Iterator[None]:
     """Hook the tracer that `capture` makes: its module calls and its float-to-integer boundaries."""
     from . import concolic
 
-    recording, record = concolic._recording, Tracer.record
+    recording, record = concolic.recording, Tracer.record
 
     @contextlib.contextmanager
     def observed(tracer: Tracer, names: dict[int, str]) -> Iterator[None]:
@@ -170,11 +172,11 @@ def _observing(around: Callable, chosen: Callable) -> Iterator[None]:
             chosen(len(self.nodes))
         return record(self, func, args, kwargs)
 
-    concolic._recording, Tracer.record = observed, noted  # type: ignore[method-assign]
+    concolic.recording, Tracer.record = observed, noted  # type: ignore[method-assign]
     try:
         yield
     finally:
-        concolic._recording, Tracer.record = recording, record  # type: ignore[method-assign]
+        concolic.recording, Tracer.record = recording, record  # type: ignore[method-assign]
 
 
 def _nodes(tracer: Tracer, tree: Any) -> list[fx.Node]:

@@ -9,7 +9,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
-from ..capture.concolic import Call
+from ..capture.captured import Call
 from .match.prove import Match
 from .twins import Twins, leaf_nodes
 

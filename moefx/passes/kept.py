@@ -18,7 +18,7 @@ import torch.utils._pytree as pytree
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..capture.concolic import Call, autocast_dtype
+from ..capture.captured import Call, autocast_dtype
 from ..errors import Refused
 from .calls import follow, kept_calls, paths, within
 from .match.prove import Match

@@ -17,7 +17,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
-from ..capture.concolic import CONTRACTIONS, Effect, autocast_dtype
+from ..capture.captured import CONTRACTIONS, Effect, autocast_dtype
 from ..errors import Refused
 from .kept import KeptGraph
 from .match.form import Ref

@@ -10,8 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from moefx.capture.concolic import Capture, Effect, Source, capture, is_users
+from moefx.capture.captured import Capture, Effect
+from moefx.capture.concolic import capture
 from moefx.capture.routing import Routing
+from moefx.capture.source import Source, is_users
 from moefx.errors import CaptureError
 
 aten = torch.ops.aten

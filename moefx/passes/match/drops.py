@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...capture.concolic import Capture
+from ...capture.captured import Capture
 from ...errors import Refused
 from ..capacity import Formula, find_formula
 from .chosen import aligned

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import fx
 
-from ...capture.concolic import Capture
+from ...capture.captured import Capture
 from .paths import Place
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...capture.concolic import Capture
+from ...capture.captured import Capture
 from ...errors import Refused
 from .chosen import Choice, choice, every_expert_for_every_token
 from .form import Body, Lifted, Ref

@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...capture.concolic import SHAPE_ONLY
+from ...capture.captured import SHAPE_ONLY
 
 
 def op_name(node: fx.Node) -> str:

@@ -15,10 +15,12 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...capture.concolic import MIXED, Capture, Source, capture, compares_floats
+from ...capture.captured import MIXED, Capture, compares_floats
+from ...capture.concolic import capture
 from ...capture.inputs import Arguments
 from ...capture.routing import Routing
 from ...capture.sizes import SizeGuard
+from ...capture.source import Source
 from ...errors import CaptureError, Refused
 from ..capacity import Formula
 from .lift import Body, Lifted, Lifter, Ref

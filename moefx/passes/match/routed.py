@@ -14,7 +14,7 @@ import torch.utils._pytree as pytree
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...capture.concolic import Capture
+from ...capture.captured import Capture
 from ...errors import Refused
 from .nodes import is_routed, line
 from .paths import Place, expert_indices, is_parameter, parameter_of, sibling_names

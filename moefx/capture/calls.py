@@ -1,0 +1,96 @@
+"""What a capture must see that is no op: calls of submodules, custom autograd functions, queries of the mode."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .captured import Call, autocast_dtype
+from .source import is_ours
+from .tracer import Tracer
+
+
+@contextlib.contextmanager
+def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+    had = name in vars(owner)
+    old = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if had:
+            setattr(owner, name, old)
+        else:
+            delattr(owner, name)
+
+
+@contextlib.contextmanager
+def recording(tracer: Tracer, names: dict[int, str]) -> Iterator[None]:
+    """Everything that capture must see and that is not an op: module calls, custom autograd functions, mode queries."""
+    original_apply = torch.autograd.Function.__dict__["apply"]
+    original_call = nn.Module.__call__
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        run = original_apply.__get__(None, cls)
+        if tracer.quiet:
+            return run(*args, **kwargs)
+        return tracer.record_whole(cls.apply, args, kwargs, lambda: run(*args, **kwargs), opaque=True)
+
+    depth = 0
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        nonlocal depth
+        fqn = names.get(id(module))
+        if fqn is None or tracer.quiet:
+            return original_call(module, *args, **kwargs)
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            node_args, node_kwargs = pytree.tree_map_only(torch.Tensor, tracer.node_of, (args, kwargs))
+        record = Call(fqn, node_args, node_kwargs, None, len(tracer.nodes), 0, depth, autocast_dtype())
+        depth += 1
+        try:
+            out = original_call(module, *args, **kwargs)
+        finally:
+            depth -= 1
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            record.out = pytree.tree_map_only(torch.Tensor, tracer.node_of, _opened(out))
+        record.stop = len(tracer.nodes)
+        tracer.calls.append(record)
+        return out
+
+    def noted(name: str, fn: Callable) -> Callable:
+        def query(*args: Any, **kwargs: Any) -> Any:
+            if not is_ours(sys._getframe(1).f_code.co_filename):
+                tracer.modes_read.add(name)
+            return fn(*args, **kwargs)
+
+        return query
+
+    def length(of: Any) -> Any:  # the builtin would turn what `__len__` returns into a plain number
+        return of.__len__() if isinstance(of, torch.Tensor) else plain_len(of)
+
+    plain_len = len
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_patched(builtins, "len", length))
+        stack.enter_context(_patched(torch.autograd.Function, "apply", classmethod(apply)))
+        stack.enter_context(_patched(nn.Module, "__call__", call))
+        # `self.lin.to(dtype)` inside a forward must not try to swap fake parameters
+        stack.enter_context(_patched(nn.Module, "_apply", lambda self, fn, recurse=True: self))
+        for name in ("is_grad_enabled", "is_inference_mode_enabled"):
+            stack.enter_context(_patched(torch, name, noted(name, getattr(torch, name))))
+        yield
+
+
+def _opened(out: Any) -> Any:
+    """A dataclass as a dict of its fields, under keys that say so (`.logits`)."""
+    if dataclasses.is_dataclass(out) and not isinstance(out, (type, dict)):
+        return {f".{f.name}": _opened(getattr(out, f.name)) for f in dataclasses.fields(out)}
+    return out

@@ -1,0 +1,151 @@
+"""What a capture is: the graph of one run of a block, with what the run read, called and changed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch.utils._pytree as pytree
+from torch import fx
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+)
+
+from .sizes import SizeLog
+from .source import Source
+
+MIXED = "mixed"  # a comparison comes out either way, element by element
+
+aten = torch.ops.aten
+
+# These look at the shape of their argument, never at its values.
+SHAPE_ONLY = {
+    getattr(aten, name).default
+    for name in (
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "empty_like",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "new_empty",
+        "new_empty_strided",
+    )
+}
+
+
+CONTRACTIONS = {F.linear, torch.einsum, torch.matmul, F.scaled_dot_product_attention} | {
+    getattr(aten, name).default
+    for name in (
+        "mm",
+        "bmm",
+        "addmm",
+        "baddbmm",
+        "convolution",
+        "mv",
+        "dot",
+        "_grouped_mm",
+        "addbmm",
+        "addmv",
+    )
+    if hasattr(aten, name)
+}
+
+
+def autocast_dtype() -> torch.dtype | None:
+    """What autocast casts to here; None where it is off."""
+    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+
+
+def is_float(t: torch.Tensor) -> bool:
+    return t.is_floating_point() or t.is_complex()
+
+
+def map_tensors(tree: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
+    """`tree_map_only(Tensor)` for the plain containers that op arguments are made of; several times faster."""
+    if isinstance(tree, torch.Tensor):
+        return fn(tree)
+    if type(tree) in (tuple, list):
+        return type(tree)([map_tensors(x, fn) for x in tree])
+    if type(tree) is dict:
+        return {k: map_tensors(v, fn) for k, v in tree.items()}
+    if isinstance(tree, (tuple, list, dict)):
+        return pytree.tree_map_only(torch.Tensor, fn, tree)
+    return tree
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    map_tensors(tree, found.append)
+    return found
+
+
+@dataclasses.dataclass
+class Call:
+    """One call of a submodule of the block: which nodes went in, came out, and ran inside."""
+
+    fqn: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    out: Any
+    start: int
+    stop: int
+    depth: int
+    autocast: torch.dtype | None = None
+
+
+@dataclasses.dataclass
+class Effect:
+    """What the block changed besides returning a value."""
+
+    kind: str  # "buffer" | "input" | "attribute" | "state" (a plain attribute) | "record" (a container)
+    target: Any
+    node: fx.Node
+
+
+def compares_floats(node: fx.Node) -> bool:
+    """Whether a node makes booleans of abstract floats: a threshold, a check for NaN."""
+    val = node.meta.get("val")
+    return (
+        isinstance(val, torch.Tensor)
+        and val.dtype is torch.bool
+        and node.op == "call_function"
+        and any(isinstance(a.meta.get("val"), FakeTensor) and not a.meta.get("known") for a in node.all_input_nodes)
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class HostRead:
+    """A boolean or a float that Python read from a tensor: a branch may hang on it, which capture followed one way."""
+
+    source: Source
+    value: bool | float | str
+    node: fx.Node | None  # None: the length of something
+    asked: tuple[str, Any] | None = None  # the comparison, where `node` is a number
+
+
+@dataclasses.dataclass
+class Capture:
+    """A captured block. `graph` is functional; every node's `meta` has
+
+    `val` (a fake float or a real integer tensor), `known` (depends on routing integers and constants only), `grad`
+    (grad mode), `autocast` (its dtype, None where off), `source`, `index` (position in program order).
+    """
+
+    graph: fx.Graph
+    out: Any
+    calls: list[Call]
+    effects: list[Effect]
+    reads: list[HostRead]
+    sizes: SizeLog
+    nodes: list[fx.Node]
+    constants: dict[str, torch.Tensor]
+    tracer: Any  # what ran it: see `tracer`
+    modes_read: set[str]
+
+    def shadow(self, node: fx.Node) -> torch.Tensor:
+        return self.tracer.shadow(node)

@@ -1,0 +1,110 @@
+"""What a call of a block changes besides returning a value, and how a capture leaves no trace."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from .captured import Effect, tensors_in
+from .tracer import Tracer
+
+
+def plain_tensors(block: nn.Module) -> dict[int, str]:
+    """Tensors that hang on modules as ordinary attributes, by identity."""
+    named = {}
+    for prefix, module in block.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                named[id(value)] = f"{prefix}.{key}" if prefix else key
+    return named
+
+
+HOOKS = {k for k in vars(nn.Module()) if k.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))}
+
+
+def is_record(key: str, value: Any) -> bool:
+    """A container of the user's on a module."""
+    return type(value) in (list, dict, set, collections.deque) and not key.startswith("_")
+
+
+def same_items(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(a[k] is b[k] for k in a)
+    return a == b if isinstance(a, set) else len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
+
+
+def refill(container: Any, items: Any) -> None:
+    if not same_items(container, items):
+        container.clear()
+        container.extend(items) if hasattr(container, "extend") else container.update(items)
+
+
+@contextlib.contextmanager
+def python_random() -> Iterator[None]:
+    """Python's own random numbers come out after a capture as if there had been none; numpy's, if it is in use."""
+    state = random.getstate()
+    numpy = sys.modules.get("numpy")
+    numpy_state = numpy.random.get_state() if numpy else None
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        if numpy:
+            numpy.random.set_state(numpy_state)
+
+
+def effects_of(
+    tracer: Tracer,
+    block: nn.Module,
+    before: dict[str, dict[str, Any]],
+    state: dict[str, torch.Tensor],
+    inputs: list[tuple[int, torch.Tensor, fx.Node]],
+) -> list[Effect]:
+    found = []
+    for name, t in state.items():
+        if tracer.versions.get(id(t)):
+            found.append(Effect("buffer", name, tracer.node_of(t)))
+    for _, t, node in inputs:
+        if tracer.versions.get(id(t)):
+            found.append(Effect("input", node, tracer.node_of(t)))
+    for n, m in block.named_modules():
+        for key, value in vars(m).items():
+            old = before[n].get(key, None)
+            if (
+                value is old
+                or key in ("_parameters", "_buffers", "_modules")
+                or key.startswith("_forward")
+                or key.startswith("_backward")
+            ):
+                continue
+            path = f"{n}.{key}" if n else key
+            if isinstance(value, torch.Tensor) and id(value) in tracer.aliases:
+                found.append(Effect("attribute", path, tracer.node_of(value)))
+            elif not _unchanged(value, old):
+                found.append(Effect("state", path, value))  # type: ignore[arg-type]
+    return found
+
+
+def _unchanged(value: Any, old: Any) -> bool:
+    if tensors_in(value) or tensors_in(old):
+        return False
+    try:
+        return bool(value == old)
+    except Exception:
+        return False
+
+
+def restore(module: nn.Module, before: dict[str, Any]) -> None:
+    now = vars(module)
+    for key in [k for k in now if k not in before]:
+        del now[key]
+    for key, value in before.items():
+        if now.get(key) is not value:
+            now[key] = value

@@ -1,0 +1,103 @@
+"""torch's functions during a capture: contractions stay whole, sizes and numbers remember where they come from."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .captured import autocast_dtype, is_float, tensors_in
+from .counts import LENGTH, counted
+from .sizes import plain, sized
+from .tracer import Tracer, from_floats
+
+# Decomposing these loses what the lifter wants to see: one labelled contraction.
+_WHOLE: dict[Any, Any] = {
+    F.linear: F.linear,
+    torch.einsum: torch.einsum,
+    torch.matmul: torch.matmul,
+    torch.Tensor.matmul: torch.matmul,
+    torch.Tensor.__matmul__: torch.matmul,
+    torch.Tensor.__rmatmul__: lambda a, b: torch.matmul(b, a),
+    F.scaled_dot_product_attention: F.scaled_dot_product_attention,
+}
+
+
+class Functions(TorchFunctionMode):
+    """Keeps contractions whole and hands out sizes that remember where they came from."""
+
+    def __init__(self, tracer: Tracer):
+        super().__init__()
+        self.tracer = tracer
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, options = plain(args), plain(kwargs or {})
+        tracer, before = self.tracer, len(self.tracer.nodes)
+        touched, tracer.touched = tracer.touched, False
+        if tracer.quiet:
+            return func(*args, **options)
+        tracer.autocast = autocast_dtype()
+        if func in _COUNTS:  # of elements: the product of the sizes
+            return math.prod(self._shape(args[0]))
+        if func in _SIZES:
+            if func is torch.Tensor.__len__ or args[1:] or options:
+                dim = 0 if func is torch.Tensor.__len__ else (*args[1:], *options.values())[0]
+                return self._shape(args[0])[dim] if dim is not None else self._shape(args[0])
+            return self._shape(args[0])
+        if func in _NUMBERS:
+            return self._numbers(args[0], func(*args, **options))
+        if func is torch.Tensor.__int__:
+            return int(self._numbers(args[0], func(*args, **options)))
+        whole = _WHOLE.get(func)
+        tensors = tensors_in(args) if whole is not None else []
+        if whole is None or not any(is_float(t) for t in tensors) or any(map(_is_batched, tensors)):
+            out = func(*args, **options)
+            if touched:
+                tracer.rows_of_routing(before)
+            return out
+        if func is torch.Tensor.__rmatmul__:
+            args, func = (args[1], args[0]), torch.matmul
+        return tracer.record_whole(_WHOLE[func], args, options, lambda: func(*args, **options))
+
+
+    def _shape(self, t: torch.Tensor) -> torch.Size:
+        tracer = self.tracer
+        with torch._C.DisableTorchFunction():
+            shape = t.shape
+            first = shape[0] if shape else None
+            ragged = first in tracer.lengths and not _is_batched(t) and tracer.node_of(t).meta.get("ragged")
+        out = sized(shape, tracer.sizes)
+        if ragged and type(out[0]) is int:
+            out = torch.Size([counted(first, LENGTH, tracer), *out[1:]])
+        return out
+
+    def _numbers(self, t: torch.Tensor, value: Any) -> Any:
+        """Integers that Python read from the routing."""
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            if is_float(t) or t.dtype is torch.bool or _is_batched(t):
+                return value
+            node = self.tracer.node_of(t)
+            return counted(value, node, self.tracer) if from_floats(node) else value
+
+
+def _is_batched(t: torch.Tensor) -> bool:
+    """Inside `vmap`: the tensors that ops see are others than the ones that Python sees."""
+    return is_functorch_wrapped_tensor(t)
+
+
+_SIZES = {
+    torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.size,
+    torch.Tensor.__len__,
+}  # type: ignore[attr-defined]
+
+
+_NUMBERS = {torch.Tensor.item, torch.Tensor.tolist}
+_COUNTS = {torch.Tensor.numel, torch.Tensor.nelement, torch.numel}

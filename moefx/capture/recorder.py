@@ -1,0 +1,188 @@
+"""The graph of a capture as it grows: nodes for tensors, through views and in-place updates."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..errors import CaptureError
+from .captured import autocast_dtype, is_float
+from .sizes import plain
+from .source import user_source
+
+aten = torch.ops.aten
+
+
+_grad_enabled = torch.is_grad_enabled  # the query itself is patched during capture
+
+_RAGGED = {
+    getattr(getattr(aten, name), overload)
+    for name in ("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive")
+    for overload in getattr(aten, name).overloads()
+}
+
+
+class _Alias:
+    """One visible tensor object: its current node, and how it views its base."""
+
+    __slots__ = ("base", "node", "tensor", "version", "view")
+
+    def __init__(
+        self, tensor: torch.Tensor, node: fx.Node, base: torch.Tensor | None, view: tuple[Any, tuple] | None
+    ):
+        self.tensor, self.node, self.base, self.view = tensor, node, base, view
+        self.version = 0
+
+
+class Recorder(TorchDispatchMode):
+    """Which node stands for which tensor now; an update of a tensor reaches its base and all views of that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graph = fx.Graph()
+        self.nodes: list[fx.Node] = []
+        self.aliases: dict[int, _Alias] = {}
+        self.versions: dict[int, int] = {}  # of base tensors, by id
+        self.keep: list[Any] = []  # ids stay unique only while the objects live
+        self.constants: dict[str, torch.Tensor] = {}
+        self.named: dict[int, str] = {}  # plain attributes of modules, by id
+        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.most_nodes = 0  # more than so many is an endless loop; 0: no limit
+        self.autocast = autocast_dtype()  # at the last call of the program's; below an op it reads as off
+        self.lengths: set[int] = set()  # how many rows the routing left somewhere
+
+    # ------------------------------------------------------------------ nodes
+    def emit(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> fx.Node:
+        return self._register(self.graph.call_function(target, plain(args), plain(kwargs)))
+
+    def _register(self, node: fx.Node) -> fx.Node:
+        if 0 < self.most_nodes < len(self.nodes):
+            raise CaptureError(f"more than {self.most_nodes} operations, at {user_source()}: {user_source().text}")
+        node.meta["index"] = len(self.nodes)
+        node.meta["source"] = user_source()
+        node.meta["grad"] = _grad_enabled()
+        node.meta["autocast"] = self.autocast
+        # whether how many rows it has may follow from the routing
+        node.meta["ragged"] = node.target in _RAGGED or any(a.meta.get("ragged") for a in node.all_input_nodes)
+        self.nodes.append(node)
+        return node
+
+    def describe(self, node: fx.Node, value: Any, known: bool) -> None:
+        if isinstance(value, torch.Tensor):
+            node.meta["val"] = value if isinstance(value, FakeTensor) else value.clone()
+            node.meta["known"] = known or not is_float(value)
+            maker = node.args[0] if node.target is operator.getitem else node
+            if value.dim() and getattr(maker, "target", None) in _RAGGED:
+                self.lengths.add(value.shape[0])
+        else:
+            node.meta["val"] = value
+
+    def track(
+        self, t: torch.Tensor, node: fx.Node, base: torch.Tensor | None = None, view: Any = None
+    ) -> None:
+        alias = _Alias(t, node, base, view)
+        alias.version = self.version(t, alias)
+        self.aliases[id(t)] = alias
+        self.keep.append(t)
+
+    def root(self, t: torch.Tensor, alias: _Alias | None = None) -> torch.Tensor:
+        alias = alias or self.aliases[id(t)]
+        while alias.base is not None:
+            t = alias.base
+            alias = self.aliases[id(t)]
+        return t
+
+    def version(self, t: torch.Tensor, alias: _Alias) -> int:
+        return self.versions.get(id(self.root(t, alias)), 0)
+
+    def node_of(self, t: torch.Tensor) -> fx.Node:
+        alias = self.aliases.get(id(t))
+        if alias is None:
+            return self._constant(t)
+        if alias.base is not None and alias.version != self.version(t, alias):
+            op, args = alias.view  # type: ignore[misc]
+            alias.node = self.emit(op, (self.node_of(alias.base), *args), {})
+            self.describe(alias.node, t, bool(alias.node.args[0].meta.get("known")))  # type: ignore[union-attr]
+            alias.version = self.version(t, alias)
+        return alias.node
+
+    def _constant(self, t: torch.Tensor) -> fx.Node:
+        """A tensor that nobody recorded: a plain attribute, a closure variable, a literal."""
+        if isinstance(t, FakeTensor):
+            raise CaptureError(f"a tensor of unknown origin reached {user_source()}: {user_source().text}")
+        name = self.named.get(id(t)) or f"_moefx_constant_{len(self.constants)}"
+        node = self._register(self.graph.create_node("get_attr", name.replace(".", "_"), name=None))
+        node.meta["fqn"] = name
+        node.meta["kind"] = "attribute" if id(t) in self.named else "constant"
+        if id(t) not in self.named:
+            self.constants[name] = t
+        value = t.detach()
+        self.describe(node, value, True)
+        node.meta["shadow"] = value.clone()
+        if is_float(value):
+            node.meta["val"] = self.to_fake(value)
+        self.track(t, node)
+        return node
+
+    def mutate(self, t: torch.Tensor, node: fx.Node) -> None:
+        """`t` now holds `node`; so do the parts of it that its base and the base's other views see."""
+        alias = self.aliases.get(id(t))
+        if alias is None:
+            self._constant(t)
+            alias = self.aliases[id(t)]
+        if alias.base is None:
+            self.versions[id(t)] = self.versions.get(id(t), 0) + 1
+        else:
+            self.mutate(alias.base, self._write_back(alias, node))
+        alias.node = node
+        alias.version = self.version(t, alias)
+
+    def _write_back(self, alias: _Alias, node: fx.Node) -> fx.Node:
+        """The base's new value after its view was given the value `node`."""
+        op, args = alias.view  # type: ignore[misc]
+        base = alias.base
+        assert base is not None
+        packet, old = op.overloadpacket, self.node_of(base)
+        if packet is aten.select:
+            new = self.emit(aten.select_scatter.default, (old, node, *args), {})
+        elif packet is aten.slice:
+            new = self.emit(aten.slice_scatter.default, (old, node, *args), {})
+        elif packet is aten.diagonal:
+            new = self.emit(aten.diagonal_scatter.default, (old, node, *args), {})
+        elif packet in (
+            aten.view,
+            aten._unsafe_view,
+            aten.reshape,
+            aten.squeeze,
+            aten.unsqueeze,
+            aten.detach,
+            aten.alias,
+        ):
+            new = self.emit(aten.reshape.default, (node, list(base.shape)), {})
+        elif packet in (aten.transpose, aten.t):
+            new = self.emit(op, (node, *args), {})
+        elif packet is aten.permute:
+            inverse = [0] * len(args[0])
+            for i, d in enumerate(args[0]):
+                inverse[d % base.dim()] = i
+            new = self.emit(aten.permute.default, (node, inverse), {})
+        else:
+            raise CaptureError(
+                f"in-place update through a view made by {packet}, at {user_source()}: {user_source().text}"
+            )
+        self.describe(new, base, bool(node.meta.get("known")) and bool(old.meta.get("known")))
+        return new
+
+    def to_fake(self, t: torch.Tensor) -> FakeTensor:
+        if isinstance(t, FakeTensor):
+            return t
+        with self.fake_mode:
+            return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype)  # type: ignore[return-value]

@@ -1,0 +1,420 @@
+"""What runs an op during a capture: floats are abstract, integers real, and floats get shadows where integers follow
+from them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+)
+from torch.fx.node import map_arg
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..errors import CaptureError
+from .captured import CONTRACTIONS, MIXED, SHAPE_ONLY, Call, HostRead, is_float, map_tensors, tensors_in
+from .counts import Count, Share, tells_empty
+from .recorder import Recorder
+from .routing import Routing
+from .sizes import SizeLog
+from .source import Source, user_source
+
+aten = torch.ops.aten
+
+
+class Tracer(Recorder):
+    """Runs and records every op of one capture; it is the `CountLog` of the numbers of the routing."""
+
+    def __init__(self, routing: Routing, flips: Mapping[Source, bool | float | str] | None = None):
+        super().__init__()
+        self.routing, self.flips = routing, flips or {}
+        self.reads: list[HostRead] = []
+        self.calls: list[Call] = []
+        self.sizes = SizeLog()
+        self.modes_read: set[str] = set()
+        self.quiet = 0  # inside an operation that is recorded whole
+        self.touched = False  # whether the op at work was called with a number of the routing
+
+    # ------------------------------------------------------------------ values
+    def shadow(self, node: fx.Node) -> torch.Tensor:
+        """The concrete value of a node under this routing, invented at the nearest contraction."""
+        stack = [node]
+        while stack:
+            top = stack[-1]
+            if "shadow" in top.meta:
+                stack.pop()
+                continue
+            value = top.meta.get("val")
+            if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
+                top.meta["shadow"] = value
+                stack.pop()
+                continue
+            if self._invented(top):
+                top.meta["shadow"] = self.routing.invent(top)
+                stack.pop()
+                continue
+            if top.target in SHAPE_ONLY:
+                like = top.args[0].meta["val"]  # type: ignore[union-attr]
+                top.meta["shadow"] = top.target(
+                    torch.zeros(like.shape, dtype=like.dtype), *top.args[1:], **{**top.kwargs, "device": None}
+                )  # type: ignore[operator]
+                stack.pop()
+                continue
+            pending = [a for a in top.all_input_nodes if "shadow" not in a.meta]
+            if pending:
+                stack.extend(pending)
+                continue
+            args, kwargs = map_arg((top.args, top.kwargs), lambda n: n.meta["shadow"])
+            kwargs = {
+                k: torch.device("cpu") if k == "device" and v is not None else v for k, v in kwargs.items()
+            }
+            with torch.no_grad():
+                top.meta["shadow"] = top.target(*args, **kwargs)  # type: ignore[operator]
+            stack.pop()
+        return node.meta["shadow"]
+
+    def _invented(self, node: fx.Node) -> bool:
+        if node.op in ("placeholder", "get_attr") or node.meta.get("opaque"):
+            return True
+        if node.target not in CONTRACTIONS:
+            return False
+        # a product with a weight makes new scores; a product of two activations follows from theirs
+        kinds = {self._is_weight(a) for a in node.all_input_nodes if not a.meta.get("known")}
+        return kinds == {True, False}
+
+    def _is_weight(self, node: fx.Node) -> bool:
+        """Computed from parameters and constants only."""
+        if "weight" not in node.meta:
+            inputs = node.all_input_nodes
+            if node.op == "placeholder" or node.meta.get("opaque"):
+                node.meta["weight"] = False
+            else:
+                node.meta["weight"] = node.op == "get_attr" or (
+                    bool(inputs) and all(self._is_weight(a) for a in inputs)
+                )
+        return node.meta["weight"]
+
+    # ------------------------------------------------------------------ numbers of the routing (a `CountLog`)
+    def compared(self, count: Any, op: str, other: Any, value: bool) -> bool:
+        if isinstance(other, (Count, Share)) and op in ("eq", "ne"):
+            return value  # keys of a dict: whether two ids are one is no branch
+        if tells_empty(count, op, other):
+            return value  # without rows nothing is computed; other captures had experts without
+        source = user_source()
+        value = bool(self.flips.get(source, value))
+        self.reads.append(HostRead(source, value, count.expr if isinstance(count.expr, fx.Node) else None, (op, other)))
+        return value
+
+    def leak(self, expr: Any) -> None:
+        self.sizes.routed = True
+
+    def use(self, size: Any) -> None:
+        self.touched = True
+
+    def rows_of_routing(self, before: int) -> None:
+        """The ops since `before` made rows as many as the routing says."""
+        for node in self.nodes[before:]:
+            node.meta["ragged"] = True
+            if isinstance(val := node.meta.get("val"), torch.Tensor) and val.dim():
+                self.lengths.add(val.shape[0])
+
+    def _is_state(self, node: fx.Node) -> bool:
+        """Computed from buffers and attributes only: a step counter, say."""
+        leaves = _leaves(node)
+        return leaves == {True} or (True in leaves and node.meta["val"].dim() == 0 and not from_floats(node))
+
+    def concrete(self, t: torch.Tensor) -> torch.Tensor:
+        return self.shadow(self.node_of(t)) if isinstance(t, FakeTensor) else t
+
+    # ------------------------------------------------------------------ execution
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (aten.lift_fresh.default, aten.lift.default):
+            return self._lift_literal(args[0])
+        if func is torch.ops.prim.device.default:
+            return torch.device("cpu")
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            if func is aten._local_scalar_dense.default:
+                return self._host_read(args[0])
+            if func is aten.is_same_size.default:
+                return func(*args)
+            if self.quiet:
+                return self.compute(func, args, kwargs)[0]
+            return self.record(func, args, kwargs)
+
+    def _lift_literal(self, t: torch.Tensor) -> torch.Tensor:
+        if is_float(t) and not isinstance(t, FakeTensor):
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
+                node = self._constant(t)
+                fake = node.meta["val"]
+                self.track(fake, node)
+                return fake
+        return t
+
+    def _host_read(self, t: torch.Tensor) -> Any:
+        value = self.concrete(t).item()
+        if t.dtype is torch.bool or is_float(t) or self._is_state(self.node_of(t)):
+            source = user_source()
+            value = self.flips.get(source, value)
+            self.reads.append(HostRead(source, value, self.node_of(t)))
+        return value
+
+    def record(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        name = func.overloadpacket.__name__
+        if name in (
+            "index",
+            "index_put",
+            "index_put_",
+            "_index_put_impl_",
+            "_unsafe_index",
+            "_unsafe_index_put",
+        ):
+            args = (args[0], self._integer_indices(args[1]), *args[2:])
+        elif name == "masked_select":
+            return self.record(
+                aten.index.Tensor, (args[0], self._integer_indices([args[1].expand(args[0].shape)])), {}
+            )
+        if func is aten.clone.default:
+            return self._same_value(func, args, kwargs)
+        schema = func._schema
+        written = [
+            i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write
+        ]
+        node_args, node_kwargs = map_tensors((args, kwargs), self.node_of)
+        known = func in SHAPE_ONLY or all(
+            self.node_of(t).meta.get("known") for t in tensors_in((args, kwargs))
+        )
+        known = known and torch.Tag.nondeterministic_seeded not in func.tags
+        if written:
+            return self._record_in_place(func, args, kwargs, node_args, node_kwargs, written, known)
+        out, concrete = self.compute(func, args, kwargs)
+        if self.flips and isinstance(out, torch.Tensor) and self.flips.get(user_source()) == MIXED:
+            coin = torch.rand(out.shape, generator=self.routing.generator) < 0.5
+            out = concrete = coin if out.dtype is torch.bool else out
+        is_view = any(a.alias_info is not None for a in schema.arguments)
+        return self.record_out(func, node_args, node_kwargs, args, out, concrete, is_view, known)
+
+    def _same_value(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
+        """A copy: other storage, the same value. Whether `contiguous` and `reshape` copy depends on the sizes."""
+        out, _ = self.compute(func, args, kwargs)
+        self.track(out, self.node_of(args[0]))
+        return out
+
+    def _integer_indices(self, indices: Any) -> list[torch.Tensor | None]:
+        out: list[torch.Tensor | None] = []
+        for i in indices:
+            if i is not None and i.dtype in (torch.bool, torch.uint8):
+                hits = self.record(aten.nonzero.default, (i,), {})
+                out += [self.record(aten.select.int, (hits, 1, d), {}) for d in range(i.dim())]
+            else:
+                out.append(i)
+        return out
+
+    def compute(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """(what the user sees, the concrete result where one was needed)."""
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        flat = tensors_in((args, kwargs))
+        if flat and not any(isinstance(t, FakeTensor) for t in flat):
+            concrete = func(*args, **kwargs)
+            return map_tensors(concrete, lambda t: self.to_fake(t) if is_float(t) else t), concrete
+        try:
+            with self.fake_mode:
+                out = _grouped_result(*args) if func.overloadpacket is _GROUPED_MM else func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            out = None
+        leaves = tensors_in(out)
+        if out is not None and leaves and all(is_float(t) for t in leaves):
+            return out, None
+        if self.quiet and flat:
+            raise CaptureError(
+                f"{func} inside an operation that is kept whole, at {user_source()}: {user_source().text}"
+            )
+        cargs, ckwargs = map_tensors((args, kwargs), self.concrete)
+        concrete = func(*cargs, **ckwargs)
+        if not tensors_in(concrete):
+            return concrete, concrete
+        fakes = iter(leaves) if out is not None else None
+
+        def visible(t: torch.Tensor) -> torch.Tensor:
+            fake = next(fakes) if fakes else None
+            if not is_float(t):
+                return t
+            return fake if fake is not None else self.to_fake(t)
+
+        return map_tensors(concrete, visible), concrete
+
+    def record_out(
+        self,
+        func: Any,
+        node_args: Any,
+        node_kwargs: Any,
+        args: tuple,
+        out: Any,
+        concrete: Any,
+        is_view: bool,
+        known: bool,
+    ) -> Any:
+        if isinstance(out, torch.Tensor):
+            if func in (aten._unsafe_view.default, aten.view.default):
+                func = aten.reshape.default  # of the value; copies are not recorded
+            node = self.emit(func, tuple(node_args), node_kwargs)
+            self.describe(node, out, known)
+            if concrete is not None and is_float(out):
+                node.meta["shadow"] = concrete
+            if is_view and id(out) not in self.aliases:
+                self.track(out, node, args[0], (func, tuple(node_args[1:])))
+            elif id(out) in self.aliases:  # returned its own argument
+                self.aliases[id(out)].node = node
+            else:
+                self.track(out, node)
+        elif isinstance(out, (tuple, list)) and tensors_in(out):
+            if is_view:
+                self._record_parts(func, node_args, args, out)
+            else:
+                bundle = self.emit(func, tuple(node_args), node_kwargs)
+                bundle.meta["val"] = None
+                if concrete is not None:
+                    bundle.meta["shadow"] = concrete
+                for i, t in enumerate(out):
+                    if isinstance(t, torch.Tensor):
+                        node = self.emit(operator.getitem, (bundle, i), {})
+                        self.describe(node, t, known)
+                        self.track(t, node)
+        return out
+
+    def _record_parts(self, func: Any, node_args: Any, args: tuple, out: Any) -> None:
+        """`split`, `chunk`, `unbind` as the selects and slices that they are."""
+        packet, base, start = func.overloadpacket, args[0], 0
+        unbind = packet is aten.unbind
+        dim = (args[1] if len(args) > 1 else 0) if unbind else (args[2] if len(args) > 2 else 0)
+        for i, t in enumerate(out):
+            if unbind:
+                view: tuple[Any, tuple] = (aten.select.int, (dim, i))
+            else:
+                view = (aten.slice.Tensor, (dim, start, start + t.shape[dim]))
+                start += t.shape[dim]
+            node = self.emit(view[0], (node_args[0], *view[1]), {})
+            self.describe(node, t, bool(node_args[0].meta.get("known")))
+            self.track(t, node, base, view)
+
+    def _record_in_place(
+        self,
+        func: Any,
+        args: tuple,
+        kwargs: dict[str, Any],
+        node_args: Any,
+        node_kwargs: Any,
+        written: list[int],
+        known: bool,
+    ) -> Any:
+        names = [func._schema.arguments[i].name for i in written]
+        targets = [args[i] if i < len(args) else kwargs[n] for i, n in zip(written, names, strict=True)]
+        targets = [t for t in targets if isinstance(t, torch.Tensor)]
+        if torch.Tag.inplace_view in func.tags:  # `t.transpose_(0, 1)`: the node of before keeps its shape
+            for t in targets:
+                self.node_of(t).meta["val"] = self.to_fake(torch.empty_like(t, device="meta"))
+        if any(not isinstance(t, FakeTensor) for t in targets):
+            cargs, ckwargs = map_tensors((args, kwargs), self.concrete)
+            func(*cargs, **ckwargs)  # the real integer tensor changes under the user's eyes
+        else:
+            self.compute(func, args, kwargs)
+        functional, node_args, node_kwargs = _functional(func, node_args, node_kwargs, names)
+        node = self.emit(functional, tuple(node_args), node_kwargs)
+        if len(targets) == 1:
+            parts = [node]
+        else:
+            node.meta["val"] = None
+            parts = [self.emit(operator.getitem, (node, i), {}) for i in range(len(targets))]
+        for t, part in zip(targets, parts, strict=True):
+            self.describe(part, t, known)
+            self.mutate(t, part)
+        return targets[0] if len(targets) == 1 else tuple(targets)
+
+    def record_whole(
+        self, target: Any, args: tuple, kwargs: dict[str, Any], run: Callable[[], Any], opaque: bool = False
+    ) -> Any:
+        """Record one call as one node; the ops inside it run but are not recorded."""
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            node_args, node_kwargs = map_tensors((args, kwargs), self.node_of)
+            known = all(self.node_of(t).meta.get("known") for t in tensors_in((args, kwargs)))
+        self.quiet += 1
+        try:
+            out = run()
+        finally:
+            self.quiet -= 1
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            before = len(self.nodes)
+            self.record_out(target, node_args, node_kwargs, args, out, None, False, known and not opaque)
+            if opaque:
+                for node in self.nodes[before:]:
+                    node.meta["opaque"] = True
+        return out
+
+
+def _leaves(node: fx.Node) -> frozenset[bool]:
+    """Of the values without inputs that a node follows from: whether they are buffers or attributes."""
+    stack = [node]
+    while stack:
+        n = stack[-1]
+        inputs = n.all_input_nodes
+        if waiting := [a for a in inputs if "leaves" not in a.meta]:
+            stack += waiting
+            continue
+        state = n.op == "get_attr" and n.meta.get("kind") in ("buffer", "attribute")
+        n.meta["leaves"] = frozenset().union(*[a.meta["leaves"] for a in inputs]) if inputs else frozenset([state])
+        stack.pop()
+    return node.meta["leaves"]
+
+
+def from_floats(node: fx.Node) -> bool:
+    """Whether an integer follows from arguments or abstract floats: it is part of the routing."""
+    stack, seen = [node], set()
+    while stack:
+        n = stack.pop()
+        if n in seen:
+            continue
+        seen.add(n)
+        if n.op == "placeholder" or isinstance(n.meta.get("val"), FakeTensor):
+            return True
+        stack += n.all_input_nodes
+    return False
+
+
+_GROUPED_MM = getattr(aten, "_grouped_mm", None)
+
+
+def _grouped_result(x: torch.Tensor, w: torch.Tensor, *_: Any) -> torch.Tensor:
+    """The shape of a grouped product; torch's own rule accepts bfloat16 only."""
+    return x.new_empty((*x.shape[:-1], w.shape[-1]))
+
+
+def _functional(
+    func: Any, args: Any, kwargs: dict[str, Any], names: list[str]
+) -> tuple[Any, Any, dict[str, Any]]:
+    """The functional form of an in-place or `out=` op, with its arguments."""
+    name, overload = func.overloadpacket.__name__, func._overloadname
+    namespace = getattr(torch.ops, func.namespace)
+    if name.endswith("_") and not name.endswith("__"):
+        packet = getattr(namespace, name[:-1], None)
+        if packet is not None and overload in packet.overloads():
+            return getattr(packet, overload), args, kwargs
+        wanted = [a.name for a in func._schema.arguments]
+        for candidate in packet.overloads() if packet is not None else ():
+            if [a.name for a in getattr(packet, candidate)._schema.arguments] == wanted:
+                return getattr(packet, candidate), args, kwargs
+    else:
+        wanted = [a.name for a in func._schema.arguments if not a.is_out]
+        for candidate in getattr(namespace, name).overloads():
+            op = getattr(getattr(namespace, name), candidate)
+            if [a.name for a in op._schema.arguments] == wanted:
+                return op, args, {k: v for k, v in kwargs.items() if k not in names}
+    raise CaptureError(f"no functional form of {func} is known, at {user_source()}: {user_source().text}")
