@@ -46,9 +46,7 @@ class Plan:
         ):
             value = getattr(self, field)
             if value not in get_args(choices):
-                raise InvalidPlan(
-                    f"Plan({field}={value!r}): expected one of {', '.join(map(repr, get_args(choices)))}"
-                )
+                raise InvalidPlan(f"Plan({field}={value!r}): expected one of {', '.join(map(repr, get_args(choices)))}")
         if not self.validation_seconds >= 0:
             raise InvalidPlan(f"Plan(validation_seconds={self.validation_seconds!r}): expected a number >= 0")
         object.__setattr__(self, "disable", tuple(self.disable))

@@ -106,10 +106,7 @@ def explain(
     if record is None:
         found = survey(model, example_inputs, _plan(plan, mesh))
         modules = dict(model.named_modules())
-        reports = [
-            _report(m, _program(m, modules[m.names[0]]), modules[m.names[0]], "not run")
-            for m in found.matched
-        ]
+        reports = [_report(m, _program(m, modules[m.names[0]]), modules[m.names[0]], "not run") for m in found.matched]
         return Explanation(type(model).__name__, tuple(reports), tuple(found.refused), found.seconds)
     forwards = rewritten_blocks(model)
     reports = []
@@ -120,9 +117,7 @@ def explain(
             sum(c.original for c in counts),
             sum(c.guard_failures for c in counts),
         )
-        notes = {
-            f"{reason}" for n in report.names if n in forwards for reason in forwards[n].refusals.values()
-        }
+        notes = {f"{reason}" for n in report.names if n in forwards for reason in forwards[n].refusals.values()}
         notes |= {f"guard failed: {c.last_failed_guard}" for c in counts if c.last_failed_guard}
         reports.append(dataclasses.replace(report, calls=calls, notes=(*report.notes, *sorted(notes))))
     return Explanation(type(model).__name__, tuple(reports), record.refused, record.seconds, _paths())
@@ -321,9 +316,7 @@ class Specialise:
         if len(kinds) != len(leaves) or any(
             len(leaf.shape) != kind[3] for leaf, kind in zip(leaves, kinds, strict=True)
         ):
-            raise Refused(
-                "a call with other arguments is traced before it was ever run; run it once in eager mode"
-            )
+            raise Refused("a call with other arguments is traced before it was ever run; run it once in eager mode")
         args, kwargs = self.arguments.at(self.arguments.sizes)
         dtypes = iter(kind[1] for kind in kinds)
         return pytree.tree_map_only(torch.Tensor, lambda t: t.to(next(dtypes)), (args, kwargs))

@@ -63,33 +63,23 @@ def parser() -> argparse.ArgumentParser:
     )
     commands = top.add_subparsers(dest="command", required=True, metavar="{demo,explain,verify,env}")
 
-    demo = commands.add_parser(
-        "demo", help="train a small MoE model, original beside compiled; write report.html"
-    )
+    demo = commands.add_parser("demo", help="train a small MoE model, original beside compiled; write report.html")
     demo.add_argument("--steps", type=positive, default=100, help="training steps (default: 100)")
     demo.add_argument("--repeats", type=positive, default=10, help="timed repetitions (default: 10)")
     demo.add_argument("--seed", type=int, default=0)
     demo.add_argument("--device", default="cpu", help="cpu (default), cuda, ...")
-    demo.add_argument(
-        "--out", type=Path, default=Path("report.html"), help="the report (default: report.html)"
-    )
+    demo.add_argument("--out", type=Path, default=Path("report.html"), help="the report (default: report.html)")
     demo.set_defaults(run=run_demo)
 
     explain = commands.add_parser("explain", help="what would be rewritten in a model, what not, and why")
     explain.add_argument("target", help=TARGET_HELP)
-    explain.add_argument(
-        "--meta", action="store_true", help="build the model on the meta device: no memory, any size"
-    )
+    explain.add_argument("--meta", action="store_true", help="build the model on the meta device: no memory, any size")
     explain.add_argument("--json", action="store_true", help="print JSON")
-    explain.add_argument(
-        "--graphs", action="store_true", help="print the rewritten graph of every block as well"
-    )
+    explain.add_argument("--graphs", action="store_true", help="print the rewritten graph of every block as well")
     add_plan(explain)
     explain.set_defaults(run=run_explain)
 
-    verify = commands.add_parser(
-        "verify", help="compile a model and compare with the original, forward and gradients"
-    )
+    verify = commands.add_parser("verify", help="compile a model and compare with the original, forward and gradients")
     verify.add_argument("target", help=TARGET_HELP)
     verify.add_argument("--json", action="store_true", help="print JSON")
     add_plan(verify)
@@ -145,18 +135,14 @@ def load(spec: str, device: str | None = None) -> Target:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
-            raise UsageError(
-                f"no module named {error.name!r} (searched the current directory and sys.path)"
-            ) from None
+            raise UsageError(f"no module named {error.name!r} (searched the current directory and sys.path)") from None
         failed(f"importing {module_name} failed", error)
     except Exception as error:
         failed(f"importing {module_name} failed", error)
     factory: Any = module
     for part in attribute.split("."):
         if not hasattr(factory, part):
-            raise UsageError(
-                f"module {module_name!r} has no attribute {attribute!r}{suggestion(module, attribute)}"
-            )
+            raise UsageError(f"module {module_name!r} has no attribute {attribute!r}{suggestion(module, attribute)}")
         factory = getattr(factory, part)
     if isinstance(factory, nn.Module):
         made: Any = factory
@@ -170,9 +156,7 @@ def load(spec: str, device: str | None = None) -> Target:
             failed(f"{spec} failed", error)
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
-        raise UsageError(
-            f"{spec} returned {describe(made)}, expected an nn.Module or a pair (nn.Module, inputs)"
-        )
+        raise UsageError(f"{spec} returned {describe(made)}, expected an nn.Module or a pair (nn.Module, inputs)")
     if isinstance(inputs, torch.Tensor):
         inputs = (inputs,)
     if isinstance(inputs, list):

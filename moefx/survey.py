@@ -48,9 +48,7 @@ class Refusal:
     def __str__(self) -> str:
         where = f" ({self.source})" if self.source else ""
         what = f" [{', '.join(self.culprits)}]" if self.culprits else ""
-        return f"{self.name or 'the model'}: {self.reason}{what}{where}" + (
-            f"; {self.remedy}" if self.remedy else ""
-        )
+        return f"{self.name or 'the model'}: {self.reason}{what}{where}" + (f"; {self.remedy}" if self.remedy else "")
 
 
 @dataclasses.dataclass
@@ -71,9 +69,7 @@ class Survey:
     seconds: float
 
 
-def survey(
-    model: nn.Module, example_inputs: Any, plan: Plan, progress: Callable[[str], None] | None = None
-) -> Survey:
+def survey(model: nn.Module, example_inputs: Any, plan: Plan, progress: Callable[[str], None] | None = None) -> Survey:
     """Find, prove and rewrite the MoE blocks of a model, which stays as it is.
 
     Raises:
@@ -228,9 +224,7 @@ def _chooses_only(chain: list[str], modules: dict[str, nn.Module], found: Found)
 
 def _touches(name: str, taken: set[str]) -> bool:
     """Whether a module is, contains or is part of one that was rewritten."""
-    return any(
-        name == t or t.startswith(name + ".") or name.startswith(t + ".") or not name or not t for t in taken
-    )
+    return any(name == t or t.startswith(name + ".") or name.startswith(t + ".") or not name or not t for t in taken)
 
 
 def _prove_all(

@@ -63,9 +63,7 @@ class TestErrors:
             moefx.compile(reference, example_inputs=wrong)
 
     def test_does_not_run(self, reference):
-        with pytest.raises(
-            CaptureError, match=r"Model does not run on the example inputs: .*Pass example_inputs"
-        ):
+        with pytest.raises(CaptureError, match=r"Model does not run on the example inputs: .*Pass example_inputs"):
             moefx.compile(reference, example_inputs=(torch.zeros(5, D + 1),))
 
     @pytest.mark.parametrize("plan", ["fast", 3, {"fuse": False}])
@@ -171,9 +169,7 @@ class TestFound:
                 return out.view_as(x)
 
         model = nn.Sequential(Sentences())
-        compiled = moefx.compile(
-            model, example_inputs=(torch.randn(2, 3, D),), plan=moefx.Plan(validation="symbolic")
-        )
+        compiled = moefx.compile(model, example_inputs=(torch.randn(2, 3, D),), plan=moefx.Plan(validation="symbolic"))
         x = torch.randn(64, 3, D)
         torch.testing.assert_close(compiled(x), model(x))
 

@@ -118,9 +118,7 @@ def test_env_names_versions_and_devices(capsys):
     assert facts["providers"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status"), [(["env"], 0), (["no-such-command"], 2), (["explain", "x"], 2)]
-)
+@pytest.mark.parametrize(("arguments", "status"), [(["env"], 0), (["no-such-command"], 2), (["explain", "x"], 2)])
 def test_the_module_runs_as_a_program(tmp_path, arguments, status):
     checkout = os.path.dirname(os.path.dirname(cli.__file__))
     result = subprocess.run(

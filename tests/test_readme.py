@@ -27,9 +27,7 @@ def test_python_blocks_run(number, tmp_path, monkeypatch):
     torch.manual_seed(0)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        exec(
-            compile(PYTHON_BLOCKS[number], str(tmp_path / "readme_block.py"), "exec"), {"__name__": "readme"}
-        )
+        exec(compile(PYTHON_BLOCKS[number], str(tmp_path / "readme_block.py"), "exec"), {"__name__": "readme"})
     assert "build_pft" in printed.getvalue()
 
 

@@ -30,19 +30,11 @@ def example_arguments(model: nn.Module, example_inputs: Any) -> tuple[tuple, dic
     if isinstance(dummies, dict) and dummies:
         return (), _without_cache(model, dict(dummies))
     first = next(
-        (
-            m
-            for m in model.modules()
-            if not list(m.children()) and next(m.parameters(recurse=False), None) is not None
-        ),
+        (m for m in model.modules() if not list(m.children()) and next(m.parameters(recurse=False), None) is not None),
         None,
     )
     name = next(
-        (
-            p.name
-            for p in inspect.signature(model.forward).parameters.values()
-            if p.kind == p.POSITIONAL_OR_KEYWORD
-        ),
+        (p.name for p in inspect.signature(model.forward).parameters.values() if p.kind == p.POSITIONAL_OR_KEYWORD),
         None,
     )
     if name is None or first is None:
@@ -65,9 +57,7 @@ def _given(example_inputs: Any) -> tuple[tuple, dict[str, Any]]:
         return (example_inputs,), {}
     if isinstance(example_inputs, (tuple, list)):
         return tuple(example_inputs), {}
-    raise InvalidInput(
-        f"example_inputs is a {type(example_inputs).__name__}; expected a tuple, a dict or a tensor"
-    )
+    raise InvalidInput(f"example_inputs is a {type(example_inputs).__name__}; expected a tuple, a dict or a tensor")
 
 
 def _without_cache(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:

@@ -103,11 +103,7 @@ def find(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Found:
             known = first.get(key) if any(True for _ in module.children()) else None
             seen = Seen(name, args, kwargs, _nodes(tracer, (args, kwargs)))
             calls.setdefault(name, seen)
-            if (
-                known is not None
-                and known[0] != name
-                and (again := _fresh(tracer, known[1], seen.inputs)) is not None
-            ):
+            if known is not None and known[0] != name and (again := _fresh(tracer, known[1], seen.inputs)) is not None:
                 twins[name] = known[0]
                 seen.outputs = _nodes(tracer, again)
                 return again
@@ -208,9 +204,7 @@ def _fresh(tracer: Tracer, out: Any, inputs: list[fx.Node]) -> Any:
     def fresh(t: torch.Tensor) -> torch.Tensor:
         node = tracer.node_of(t)
         twin = tracer.graph.placeholder(f"again{len(tracer.nodes)}")
-        twin.meta.update(
-            index=len(tracer.nodes), source=node.meta["source"], grad=True, known=False, again=inputs
-        )
+        twin.meta.update(index=len(tracer.nodes), source=node.meta["source"], grad=True, known=False, again=inputs)
         tracer.nodes.append(twin)
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             fake = tracer.to_fake(torch.empty(t.shape, dtype=t.dtype, device="meta"))
@@ -261,9 +255,7 @@ def _structural(model: nn.Module) -> dict[str, list[str]]:
             and any(p.dim() >= 2 for p in children[0].parameters())
         )
         if alike and isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            found.setdefault(
-                name.rpartition(".")[0], [f"{name}.{part}" for part, _ in module.named_children()]
-            )
+            found.setdefault(name.rpartition(".")[0], [f"{name}.{part}" for part, _ in module.named_children()])
         if any(p.dim() >= 3 and p.shape[0] > 1 for p in module._parameters.values() if p is not None):
             found.setdefault(name, [])
     return {

@@ -35,9 +35,7 @@ class Functions(TorchFunctionMode):
         super().__init__()
         self.tracer = tracer
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         args, options = plain(args), plain(kwargs or {})
         tracer, before = self.tracer, len(self.tracer.nodes)
         touched, tracer.touched = tracer.touched, False
@@ -65,7 +63,6 @@ class Functions(TorchFunctionMode):
         if func is torch.Tensor.__rmatmul__:
             args, func = (args[1], args[0]), torch.matmul
         return tracer.record_whole(_WHOLE[func], args, options, lambda: func(*args, **options))
-
 
     def _shape(self, t: torch.Tensor) -> torch.Size:
         tracer = self.tracer

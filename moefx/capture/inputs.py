@@ -51,9 +51,7 @@ class Arguments:
         self.dims: tuple[str, ...] = names
         self.sizes: dict[str, int] = dict(zip(names, lead, strict=True))
         self.width = hidden.shape[self.feature] if hidden.dim() > len(lead) else 0
-        self.flat: list[Any] = [
-            self._leaf(t, t is hidden) if isinstance(t, torch.Tensor) else t for t in flat
-        ]
+        self.flat: list[Any] = [self._leaf(t, t is hidden) if isinstance(t, torch.Tensor) else t for t in flat]
         self.tensors = [leaf for leaf in self.flat if isinstance(leaf, Leaf)]
 
     def _leaf(self, t: torch.Tensor, is_hidden: bool) -> Leaf:
@@ -101,9 +99,7 @@ class Arguments:
             if not isinstance(leaf, Leaf):
                 out.append(leaf)
                 continue
-            shape = [
-                math.prod(sizes[d] for d in n.split("*")) if isinstance(n, str) else n for n in leaf.shape
-            ]
+            shape = [math.prod(sizes[d] for d in n.split("*")) if isinstance(n, str) else n for n in leaf.shape]
             if leaf.example is None:
                 out.append(torch.empty(shape, dtype=leaf.dtype, device="meta"))
                 continue

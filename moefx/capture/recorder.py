@@ -35,9 +35,7 @@ class _Alias:
 
     __slots__ = ("base", "node", "tensor", "version", "view")
 
-    def __init__(
-        self, tensor: torch.Tensor, node: fx.Node, base: torch.Tensor | None, view: tuple[Any, tuple] | None
-    ):
+    def __init__(self, tensor: torch.Tensor, node: fx.Node, base: torch.Tensor | None, view: tuple[Any, tuple] | None):
         self.tensor, self.node, self.base, self.view = tensor, node, base, view
         self.version = 0
 
@@ -85,9 +83,7 @@ class Recorder(TorchDispatchMode):
         else:
             node.meta["val"] = value
 
-    def track(
-        self, t: torch.Tensor, node: fx.Node, base: torch.Tensor | None = None, view: Any = None
-    ) -> None:
+    def track(self, t: torch.Tensor, node: fx.Node, base: torch.Tensor | None = None, view: Any = None) -> None:
         alias = _Alias(t, node, base, view)
         alias.version = self.version(t, alias)
         self.aliases[id(t)] = alias

@@ -52,9 +52,7 @@ class Routing:
             bonus = 3.0 - r * step
             # a token's earlier, better choice stays the better one
             current = base.gather(1, column[:, None]).squeeze(1)
-            base.scatter_(
-                1, column[:, None], torch.where(current > 0.5, current, current * 0.2 + bonus)[:, None]
-            )
+            base.scatter_(1, column[:, None], torch.where(current > 0.5, current, current * 0.2 + bonus)[:, None])
         if self.kind == "diverse":  # now and then experts come out equal: `scores >= kth` then chooses more than `topk`
             again = [r for r in range(rows) if r % _period(n) >= n] or ([rows - 1] if rows > 4 else [])
             base[again[::2]] = base[again[::2]].round()

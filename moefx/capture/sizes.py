@@ -25,6 +25,7 @@ COMPARE = {
     "ne": operator.ne,
 }
 
+
 def evaluate(expr: str, dims: Mapping[str, int]) -> Any:
     """An expression that a `Size` carries: dims, numbers and arithmetic, nothing else."""
     return eval(expr, {"__builtins__": {}, **FUNCTIONS}, dict(dims))

@@ -71,9 +71,7 @@ class Tracer(Recorder):
                 stack.extend(pending)
                 continue
             args, kwargs = map_arg((top.args, top.kwargs), lambda n: n.meta["shadow"])
-            kwargs = {
-                k: torch.device("cpu") if k == "device" and v is not None else v for k, v in kwargs.items()
-            }
+            kwargs = {k: torch.device("cpu") if k == "device" and v is not None else v for k, v in kwargs.items()}
             with torch.no_grad():
                 top.meta["shadow"] = top.target(*args, **kwargs)  # type: ignore[operator]
             stack.pop()
@@ -133,9 +131,7 @@ class Tracer(Recorder):
         return self.shadow(self.node_of(t)) if isinstance(t, FakeTensor) else t
 
     # ------------------------------------------------------------------ execution
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if func in (aten.lift_fresh.default, aten.lift.default):
             return self._lift_literal(args[0])
@@ -179,19 +175,13 @@ class Tracer(Recorder):
         ):
             args = (args[0], self._integer_indices(args[1]), *args[2:])
         elif name == "masked_select":
-            return self.record(
-                aten.index.Tensor, (args[0], self._integer_indices([args[1].expand(args[0].shape)])), {}
-            )
+            return self.record(aten.index.Tensor, (args[0], self._integer_indices([args[1].expand(args[0].shape)])), {})
         if func is aten.clone.default:
             return self._same_value(func, args, kwargs)
         schema = func._schema
-        written = [
-            i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write
-        ]
+        written = [i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
         node_args, node_kwargs = map_tensors((args, kwargs), self.node_of)
-        known = func in SHAPE_ONLY or all(
-            self.node_of(t).meta.get("known") for t in tensors_in((args, kwargs))
-        )
+        known = func in SHAPE_ONLY or all(self.node_of(t).meta.get("known") for t in tensors_in((args, kwargs)))
         known = known and torch.Tag.nondeterministic_seeded not in func.tags
         if written:
             return self._record_in_place(func, args, kwargs, node_args, node_kwargs, written, known)
@@ -397,9 +387,7 @@ def _grouped_result(x: torch.Tensor, w: torch.Tensor, *_: Any) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], w.shape[-1]))
 
 
-def _functional(
-    func: Any, args: Any, kwargs: dict[str, Any], names: list[str]
-) -> tuple[Any, Any, dict[str, Any]]:
+def _functional(func: Any, args: Any, kwargs: dict[str, Any], names: list[str]) -> tuple[Any, Any, dict[str, Any]]:
     """The functional form of an in-place or `out=` op, with its arguments."""
     name, overload = func.overloadpacket.__name__, func._overloadname
     namespace = getattr(torch.ops, func.namespace)

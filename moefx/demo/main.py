@@ -106,15 +106,11 @@ class Result:
         return self.verified and self.curves.equal and self.fallbacks == 0
 
 
-def train(
-    models: dict[str, Any], text: bytes, *, steps: int, seed: int, learning_rate: float = 2e-3
-) -> Curves:
+def train(models: dict[str, Any], text: bytes, *, steps: int, seed: int, learning_rate: float = 2e-3) -> Curves:
     """Train `models` (original, compiled) in turns on the same batches, each with an AdamW of its own."""
     device = next(models["original"].parameters()).device
     context = models["original"].config.context
-    optimizers = {
-        name: torch.optim.AdamW(model.parameters(), lr=learning_rate) for name, model in models.items()
-    }
+    optimizers = {name: torch.optim.AdamW(model.parameters(), lr=learning_rate) for name, model in models.items()}
     curves = {name: [] for name in models}
     progress = Progress("training", steps)
     stream = batches(text, batch=BATCH, context=context, seed=seed)
@@ -127,9 +123,7 @@ def train(
     return Curves(curves["original"], curves["compiled"])
 
 
-def train_step(
-    model: Any, optimizer: torch.optim.Optimizer, ids: Tensor, labels: Tensor, losses: list[float]
-) -> None:
+def train_step(model: Any, optimizer: torch.optim.Optimizer, ids: Tensor, labels: Tensor, losses: list[float]) -> None:
     loss = model(ids, labels)
     loss.backward()
     optimizer.step()
@@ -151,12 +145,8 @@ def measure(models: dict[str, Any], names: list[str], ids: Tensor, labels: Tenso
             out.sum().backward()
         model.zero_grad()
 
-    model_bytes = {
-        n: saved_bytes(lambda m=m: m(ids, labels), parameters_and_buffers(m)) for n, m in models.items()
-    }
-    block_bytes = {
-        n: saved_bytes(lambda m=m: run_blocks(m), parameters_and_buffers(m)) for n, m in models.items()
-    }
+    model_bytes = {n: saved_bytes(lambda m=m: m(ids, labels), parameters_and_buffers(m)) for n, m in models.items()}
+    block_bytes = {n: saved_bytes(lambda m=m: run_blocks(m), parameters_and_buffers(m)) for n, m in models.items()}
     optimizers = {n: torch.optim.AdamW(m.parameters(), lr=1e-3) for n, m in models.items()}
     progress = Progress("timing", 2 * repeats)
     step_seconds = side_by_side(
@@ -206,9 +196,7 @@ def run(
     config = config or Config()
     original = LanguageModel(config).to(device)
     text = standard_library_text()
-    ids, labels = (
-        t.to(device) for t in next(batches(text, batch=BATCH, context=config.context, seed=seed + 1))
-    )
+    ids, labels = (t.to(device) for t in next(batches(text, batch=BATCH, context=config.context, seed=seed + 1)))
     num_parameters = sum(p.numel() for p in original.parameters())
     print(
         f"moefx {moefx.__version__}, torch {torch.__version__}, {platform.machine()}, "
@@ -274,8 +262,6 @@ def run(
     print(f"wrote {out.resolve()} after {result.seconds:.0f} s")
     if result.fallbacks:
         print(f"\n{result.fallbacks} calls of rewritten blocks ran the original code")
-    verdict = (
-        "Equivalent: verified, and the loss curves are equal." if result.ok else "NOT equivalent: see above."
-    )
+    verdict = "Equivalent: verified, and the loss curves are equal." if result.ok else "NOT equivalent: see above."
     print(f"\n{verdict}")
     return result

@@ -82,9 +82,7 @@ class MoE(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         self.router = Router(config)
-        self.experts = nn.ModuleList(
-            SwiGLU(config.dim, config.expert_hidden) for _ in range(config.num_experts)
-        )
+        self.experts = nn.ModuleList(SwiGLU(config.dim, config.expert_hidden) for _ in range(config.num_experts))
         self.shared = SwiGLU(config.dim, config.shared_experts * config.expert_hidden)
 
     def forward(self, x: Tensor) -> Tensor:

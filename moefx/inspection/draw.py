@@ -184,9 +184,7 @@ def _box(place: _Place) -> str:
     count = f'<tspan class="count">  × {box.count}</tspan>' if box.count > 1 else ""
     lines = [f'<text class="title" x="{place.x:.1f}" y="{y + 18:.1f}">{escape(box.title)}{count}</text>']
     for i, detail in enumerate(box.details, start=1):
-        lines.append(
-            f'<text class="detail" x="{place.x:.1f}" y="{y + 18 + _LINE * i:.1f}">{escape(detail)}</text>'
-        )
+        lines.append(f'<text class="detail" x="{place.x:.1f}" y="{y + 18 + _LINE * i:.1f}">{escape(detail)}</text>')
     many = " many" if box.count > 1 else ""
     return (
         f'<g class="box {box.kind}{many}"><title>{escape(box.tooltip)}</title>'

@@ -96,24 +96,18 @@ class Explanation:
 
     def __str__(self) -> str:
         blocks = sum(len(m.names) for m in self.matched)
-        lines = [
-            f"{self.model}: {blocks} MoE block(s) rewritten, {len(self.refused)} refused, {self.seconds:.1f} s"
-        ]
+        lines = [f"{self.model}: {blocks} MoE block(s) rewritten, {len(self.refused)} refused, {self.seconds:.1f} s"]
         for m in self.matched:
             lines += ["", f"  {_range(m.names)}   {m.kind}"]
             lines.append(f"    experts     E={m.num_experts}, top-{m.top_k}, each {_steps(m.expert)}")
             if m.drop:
                 lines.append(f"    drops       {m.drop}")
-            lines.append(
-                f"    proof       one form under {m.routings} routings; numeric check: {m.validation}"
-            )
+            lines.append(f"    proof       one form under {m.routings} routings; numeric check: {m.validation}")
             lines.append(f"    holds for   {m.holds_for}")
             lines += [f"    guard       {g}" for g in m.guards]
             if m.saved_after is not None:
                 before = f"{m.saved_before:,} -> " if m.saved_before is not None else ""
-                lines.append(
-                    f"    kept        {before}{m.saved_after:,} bytes a token for the backward of the experts"
-                )
+                lines.append(f"    kept        {before}{m.saved_after:,} bytes a token for the backward of the experts")
             if m.unfused:
                 lines.append(f"    not fused   {m.unfused}")
             rewritten, original, failed = m.calls

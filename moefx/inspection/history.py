@@ -85,9 +85,7 @@ class History:
         for snapshot in reversed(self.snapshots):
             if snapshot.pass_name == key:
                 return snapshot
-        raise KeyError(
-            f"no pass {key!r} ran on {self.name or 'the model'}; there is {', '.join(self.passes)}"
-        )
+        raise KeyError(f"no pass {key!r} ran on {self.name or 'the model'}; there is {', '.join(self.passes)}")
 
     def __iter__(self) -> Iterator[Snapshot]:
         return iter(self.snapshots)
@@ -146,8 +144,7 @@ class History:
     def __str__(self) -> str:
         width = max((len(s.pass_name) for s in self.snapshots), default=0)
         rows = [
-            f"  {s.index}/{s.total}  {s.pass_name.ljust(width)}  {s.ms:8.1f} ms  "
-            f"+{s.added:<3} -{s.removed:<3} {s.rule}"
+            f"  {s.index}/{s.total}  {s.pass_name.ljust(width)}  {s.ms:8.1f} ms  +{s.added:<3} -{s.removed:<3} {s.rule}"
             for s in self.snapshots
         ]
         return "\n".join([f"# history of {self.name or 'model'}", *(row.rstrip() for row in rows)])
@@ -155,9 +152,7 @@ class History:
 
 def diff_lines(before: list[Line], after: list[Line]) -> list[tuple[str, Line]]:
     """The lines of both, each marked " ", "-" or "+". Sources and alignment do not count as a change."""
-    matcher = difflib.SequenceMatcher(
-        a=[_text(n) for n in before], b=[_text(n) for n in after], autojunk=False
-    )
+    matcher = difflib.SequenceMatcher(a=[_text(n) for n in before], b=[_text(n) for n in after], autojunk=False)
     result: list[tuple[str, Line]] = []
     for tag, i1, i2, j1, j2 in matcher.get_opcodes():
         if tag == "equal":

@@ -117,8 +117,7 @@ def fragment(
 _LEGEND = (
     '<div class="legend">'
     + "".join(
-        f'<span><i style="background: var(--mx-{kind}); border-color: var(--mx-{kind}-line)"></i>'
-        f"{text}</span>"
+        f'<span><i style="background: var(--mx-{kind}); border-color: var(--mx-{kind}-line)"></i>{text}</span>'
         for kind, text in (
             ("kept", "the user's own module, called as it is"),
             ("dialect", "padding-free op"),
@@ -160,9 +159,7 @@ def _change(history: History, index: int) -> str:
         f'<span class="{css[mark]}">{mark if index else " "} {_code(text)}</span>'
         for (mark, _), text in zip(marked, texts, strict=True)
     )
-    summary = (
-        f"<strong>{escape(snapshot.pass_name)}</strong> <span class=muted>{escape(snapshot.header)}</span>"
-    )
+    summary = f"<strong>{escape(snapshot.pass_name)}</strong> <span class=muted>{escape(snapshot.header)}</span>"
     opened = " open" if changed else ""
     note = "" if changed else "<p class=muted>Nothing to change in this block.</p>"
     return f"<details{opened}><summary>{summary}</summary>{note}<pre>{code}</pre></details>"

@@ -85,9 +85,7 @@ def outline(block: BlockGraph) -> Outline:
 
 def _hidden(node: Node) -> bool:
     letters = node.meta.get("letters")
-    is_size = target_name(node) == "aten::sym_size" or (
-        isinstance(letters, str) and node.op == "call_function"
-    )
+    is_size = target_name(node) == "aten::sym_size" or (isinstance(letters, str) and node.op == "call_function")
     return node.op == "get_attr" or is_getitem(node) or is_size or is_dead(node)
 
 
@@ -160,9 +158,7 @@ def _frequent(labels: dict[Node, Hashable], least: int) -> set[Hashable]:
 
 
 def _own_label(node: Node) -> Hashable:
-    parameters = tuple(
-        re.sub(r"\d+", "#", attribute_name(n)) for n in node.all_input_nodes if n.op == "get_attr"
-    )
+    parameters = tuple(re.sub(r"\d+", "#", attribute_name(n)) for n in node.all_input_nodes if n.op == "get_attr")
     target = re.sub(r"\d+", "#", node.target) if isinstance(node.target, str) else node.target
     return node.op, str(target), parameters, len(node.all_input_nodes)
 

@@ -73,18 +73,14 @@ def script(history: History, block: nn.Module | None = None) -> str:
             line = _global(alias, value)
             if line not in parts:
                 parts.append(line)
-        functions.append(
-            (name, f"\n# {snapshot.header}\n" + source.text.replace("def forward(", f"def {name}(", 1))
-        )
+        functions.append((name, f"\n# {snapshot.header}\n" + source.text.replace("def forward(", f"def {name}(", 1)))
     parts += [text for _, text in functions]
     parts += [_STUBS, "block = Node()\n", *_block_lines(history, block), *_call_lines(history, functions)]
     return "".join(parts)
 
 
 def _block_lines(history: History, block: nn.Module | None) -> list[str]:
-    num_experts = (
-        max((n.kwargs.get("num_experts", 0) for s in history for n in s.graph.graph.nodes), default=0) or 2
-    )
+    num_experts = max((n.kwargs.get("num_experts", 0) for s in history for n in s.graph.graph.nodes), default=0) or 2
     lines: dict[str, str] = {}
     for snapshot in history:
         for node in snapshot.graph.graph.nodes:
@@ -103,9 +99,7 @@ def _call_lines(history: History, functions: list[tuple[str, str]]) -> list[str]
     lines = ["\n", *inputs, "\nreference = None\n"]
     for name, _ in functions:
         lines.append(f"result = {name}({names})\n")
-        lines.append(
-            "flat = [t for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]\n"
-        )
+        lines.append("flat = [t for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]\n")
         lines.append("reference = reference or flat\n")
         error = "max(float((a.double() - b.double()).abs().max()) for a, b in zip(flat, reference))"
         lines.append(f'print(f"{name}: largest difference {{{error}:.3g}}")\n')
@@ -121,9 +115,7 @@ def _results(node: Node, num_experts: int) -> str:
 
 def _tensor(node: Node, value: Any, below: int) -> str:
     if getattr(value, "shape", None) is None:
-        raise ValueError(
-            f"shape of {node.target} is not known; pass the block: history.repro(path, block=...)"
-        )
+        raise ValueError(f"shape of {node.target} is not known; pass the block: history.repro(path, block=...)")
     return f"tensor({[int(size) for size in value.shape]}, {value.dtype}, {below})"
 
 

@@ -208,9 +208,7 @@ class _ById:
 
 
 @functools.lru_cache(maxsize=1024)
-def _binder(
-    declared: str, names: tuple[str, ...], defaults: _ById
-) -> Callable[..., tuple[tuple[str, Any], ...]]:
+def _binder(declared: str, names: tuple[str, ...], defaults: _ById) -> Callable[..., tuple[tuple[str, Any], ...]]:
     pairs = ", ".join(f"({name!r}, {name})" for name in names)
     scope: dict[str, Any] = {f"default_{i}": value for i, value in enumerate(defaults.values)}
     exec(f"def forward({declared}):\n    return ({pairs}{',' if pairs else ''})\n", scope)

@@ -146,9 +146,7 @@ class Source:
             return f"{held}.{name} = {self._value(value)}"
         if target in INFIX and len(node.args) == 2 and not node.kwargs:
             left, right = map(self._value, node.args)
-            return (
-                f"({left}) {INFIX[target]} {right}" if left[0] == "-" else f"{left} {INFIX[target]} {right}"
-            )
+            return f"({left}) {INFIX[target]} {right}" if left[0] == "-" else f"{left} {INFIX[target]} {right}"
         return f"{self._function(target)}({self._arguments(node.args, node.kwargs)})"
 
     def _output(self, output: Any, record: Sequence[Node], output_spec: pytree.TreeSpec | None) -> str:
@@ -170,9 +168,7 @@ class Source:
         return self._global(name, target)
 
     def _arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
-        return ", ".join(
-            [self._value(a) for a in args] + [f"{k}={self._value(v)}" for k, v in kwargs.items()]
-        )
+        return ", ".join([self._value(a) for a in args] + [f"{k}={self._value(v)}" for k, v in kwargs.items()])
 
     def _value(self, value: Any) -> str:
         if isinstance(value, Node):

@@ -34,9 +34,7 @@ def shown_names(graph: Graph) -> dict[Node, str]:
             role = next(filter(None, (_role(node, user) for user in node.users)), "")
             producer = node.args[0] if is_getitem(node) else None
             if isinstance(producer, Node) and isinstance(node.args[1], int) and not role:
-                if node.args[1] == 0 and (
-                    len(producer.users) == 1 or target_name(producer) == "moefx::expert_mlp"
-                ):
+                if node.args[1] == 0 and (len(producer.users) == 1 or target_name(producer) == "moefx::expert_mlp"):
                     # The only result takes the op's name, so does the first of expert_mlp: the others are
                     # kept values.
                     names[node] = names[producer]

@@ -28,8 +28,7 @@ _SIGNATURE = (
     "Tensor[] up, Tensor[] up_bias, Tensor[] down, Tensor[] down_bias"
 )
 _CONTRACT = (
-    "x[S,D], token_ids[B], expert_offsets[E+1], inverse[S,K], row_weights[B]?, "
-    "up[*], up_bias[*], down[*], down_bias[*]"
+    "x[S,D], token_ids[B], expert_offsets[E+1], inverse[S,K], row_weights[B]?, up[*], up_bias[*], down[*], down_bias[*]"
 )
 
 
@@ -64,9 +63,7 @@ class Call:
         x, token_ids, expert_offsets, inverse, row_weights, up, up_bias, down, down_bias = args
         parsed = ExpertBody.from_json(body)
         if keep not in KEEP:
-            raise InvalidInput(
-                f"moefx::expert_mlp: keep={keep!r}, expected one of {', '.join(map(repr, KEEP))}"
-            )
+            raise InvalidInput(f"moefx::expert_mlp: keep={keep!r}, expected one of {', '.join(map(repr, KEEP))}")
         if parsed.uses_row_weight and row_weights is None:
             raise InvalidInput(
                 f"moefx::expert_mlp: {parsed.pretty()} uses the routing weight w, but row_weights is None"
@@ -135,8 +132,7 @@ def _split(tensors: Sequence[Tensor], gemms: Sequence[Gemm], *, of_bias: bool, w
 
 
 @op(
-    f'expert_mlp({_SIGNATURE}, *, str body, str keep="h", bool reduce=False, '
-    "ScalarType? dtype=None) -> Tensor[]",
+    f'expert_mlp({_SIGNATURE}, *, str body, str keep="h", bool reduce=False, ScalarType? dtype=None) -> Tensor[]',
     contract=f"{_CONTRACT} -> rows[B,D]",
 )
 def expert_mlp(
@@ -183,9 +179,7 @@ def _with_weight(call: Call, env: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _linear(call: Call, rows: Tensor, w: list[Tensor], bias: list[Tensor] | None, gemm: Gemm) -> Tensor:
-    out = experts.grouped_mm.reference(
-        rows, w, call.expert_offsets, transposed=gemm.transposed, dtype=call.dtype
-    )
+    out = experts.grouped_mm.reference(rows, w, call.expert_offsets, transposed=gemm.transposed, dtype=call.dtype)
     if bias is not None:
         out += experts.expert_rows.reference(bias, call.expert_offsets, call.num_rows).to(call.dtype)
     return out
@@ -243,9 +237,7 @@ def expert_mlp_backward(
     if need_x:
         grad_rows = torch.zeros_like(rows)
         for g, (w, _, gemm) in zip(grad_hidden, groups, strict=True):
-            grad_rows += experts.grouped_mm.reference(
-                g, w, offsets, transposed=not gemm.transposed, dtype=call.dtype
-            )
+            grad_rows += experts.grouped_mm.reference(g, w, offsets, transposed=not gemm.transposed, dtype=call.dtype)
         gradients.append(routing.combine.reference(grad_rows, None, call.token_ids, offsets, call.inverse))
     if need_w:
         gradients.append(weight_gradient(call, by_out.get("w"), by_act.get("w")))
@@ -259,9 +251,7 @@ def expert_mlp_backward(
             gradients += _as_returned(total(g, offsets, dtype=b[0].dtype), b, 1) if b else []
     if need_down:
         transposed, dtype = call.body.down.transposed, call.down[0].dtype
-        gradients += _as_returned(
-            outer(grad_y, act, offsets, transposed=transposed, dtype=dtype), call.down, 2
-        )
+        gradients += _as_returned(outer(grad_y, act, offsets, transposed=transposed, dtype=dtype), call.down, 2)
     if need_down_bias and call.down_bias:
         grad_bias = total(grad_y, offsets, dtype=call.down_bias[0].dtype)
         gradients += _as_returned(grad_bias, call.down_bias, 1)

@@ -14,8 +14,7 @@ from .op import op
 
 
 @op(
-    "grouped_mm(Tensor rows, Tensor[] w, Tensor expert_offsets, *, bool transposed, ScalarType? dtype=None) "
-    "-> Tensor",
+    "grouped_mm(Tensor rows, Tensor[] w, Tensor expert_offsets, *, bool transposed, ScalarType? dtype=None) -> Tensor",
     contract="rows[B,D], w[*], expert_offsets[E+1] -> out[B,F]",
 )
 def grouped_mm(
@@ -125,9 +124,7 @@ def weight_shape(
     return inner, outer
 
 
-def check_dtypes(
-    name: str, rows: Tensor, tensors: Sequence[Tensor], dtype: torch.dtype | None
-) -> torch.dtype:
+def check_dtypes(name: str, rows: Tensor, tensors: Sequence[Tensor], dtype: torch.dtype | None) -> torch.dtype:
     """The dtype to compute in; `InvalidInput` on a mixture that nobody asked for."""
     if dtype is None:
         other = next((t.dtype for t in tensors if t.dtype != rows.dtype), None)
@@ -164,17 +161,13 @@ def unstack(grad: Tensor | None, parameters: Sequence[Tensor], dim: int) -> list
 
 def _check_num_experts(name: str, num: Any, expert_offsets: Tensor) -> None:
     expected = expert_offsets.shape[0] - 1
-    torch._check(
-        num == expected, lambda: f"moefx::{name}: parameters of {num} experts, routing over {expected}"
-    )
+    torch._check(num == expected, lambda: f"moefx::{name}: parameters of {num} experts, routing over {expected}")
 
 
 @grouped_mm.fake
 def _(rows, w, expert_offsets, *, transposed, dtype=None):
     check_dtypes("grouped_mm", rows, w, dtype)
-    return rows.new_empty(
-        (rows.shape[0], weight_shape("grouped_mm", w, expert_offsets, transposed, rows.shape[1])[1])
-    )
+    return rows.new_empty((rows.shape[0], weight_shape("grouped_mm", w, expert_offsets, transposed, rows.shape[1])[1]))
 
 
 @grouped_mm_backward.fake
@@ -212,9 +205,7 @@ def _grouped_mm_gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
     if ctx.needs[0]:
         grad_rows = grouped_mm(grads[0], w, expert_offsets, transposed=not ctx.transposed, dtype=ctx.dtype)
     if ctx.needs[1]:
-        grad_w = grouped_mm_backward(
-            grads[0], rows, expert_offsets, transposed=ctx.transposed, dtype=w[0].dtype
-        )
+        grad_w = grouped_mm_backward(grads[0], rows, expert_offsets, transposed=ctx.transposed, dtype=w[0].dtype)
     return grad_rows, unstack(grad_w, w, 2), None
 
 

@@ -106,9 +106,7 @@ def program(text: str) -> Callable[[Mapping[str, Tensor]], Tensor]:
     return assemble("env", lines, result, ops)
 
 
-def assemble(
-    parameters: str, lines: Sequence[str], result: str, scope: Mapping[str, Any]
-) -> Callable[..., Any]:
+def assemble(parameters: str, lines: Sequence[str], result: str, scope: Mapping[str, Any]) -> Callable[..., Any]:
     """A function from lines `tN = ...`, each freed after its last use: they are as large as activations."""
     last_use = {name: i for i, line in enumerate(lines) for name in re.findall(r"\bt\d+\b", line)}
     for name in re.findall(r"\bt\d+\b", result):
@@ -156,9 +154,7 @@ def _walk(expr: Expr) -> Iterator[Expr]:
 def _result_dtype(text: str, dtypes: tuple[tuple[str, torch.dtype], ...]) -> torch.dtype:
     # Meta tensors of any size do: promotion looks at dtypes and at whether something is a tensor with
     # dimensions.
-    return program(text)(
-        {name: torch.empty((2, 2), dtype=dtype, device="meta") for name, dtype in dtypes}
-    ).dtype
+    return program(text)({name: torch.empty((2, 2), dtype=dtype, device="meta") for name, dtype in dtypes}).dtype
 
 
 # -- printing

@@ -108,9 +108,7 @@ class Op:
                 continue
             shape = value.shape
             if len(shape) != len(dims):
-                raise InvalidInput(
-                    f"moefx::{self.name}: {name} has shape {_show(shape)}, expected [{','.join(dims)}]"
-                )
+                raise InvalidInput(f"moefx::{self.name}: {name} has shape {_show(shape)}, expected [{','.join(dims)}]")
             for letter, size in zip(dims, shape, strict=True):
                 if letter == "_":
                     continue
@@ -133,9 +131,7 @@ class Op:
         torch.library.register_fake(f"{NAMESPACE}::{self.name}", checked, lib=_library)
         return function
 
-    def provider(
-        self, name: str, supports: Callable[..., bool] = lambda *_, **__: True
-    ) -> Callable[..., Any]:
+    def provider(self, name: str, supports: Callable[..., bool] = lambda *_, **__: True) -> Callable[..., Any]:
         """Register another implementation. `select` asks the latest registered one first."""
 
         def register(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -231,9 +227,7 @@ def _autograd_function(
             outputs = op.overload.redispatch(keyset & below, *args, **kwargs)
         structure["type"] = type(outputs) if isinstance(outputs, (list, tuple)) else None
         ctx.lengths = lengths
-        ctx.set_materialize_grads(
-            False
-        )  # kept activations have no gradient; zeros for them would cost their size
+        ctx.set_materialize_grads(False)  # kept activations have no gradient; zeros for them would cost their size
         save(ctx, args, kwargs, outputs)
         return tuple(outputs) if structure["type"] else outputs
 
@@ -268,13 +262,9 @@ def _show(shape: Sequence[Any]) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
 
-def _check_equal(
-    known: Any, size: Any, op: str, name: str, shape: Any, dims: Sequence[str], letter: str
-) -> None:
+def _check_equal(known: Any, size: Any, op: str, name: str, shape: Any, dims: Sequence[str], letter: str) -> None:
     def message() -> str:
-        return (
-            f"{op}: {name} has shape {_show(shape)} for [{','.join(dims)}], but {letter} is {known} elsewhere"
-        )
+        return f"{op}: {name} has shape {_show(shape)} for [{','.join(dims)}], but {letter} is {known} elsewhere"
 
     if isinstance(known, int) and isinstance(size, int):
         if known != size:

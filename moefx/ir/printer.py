@@ -119,9 +119,7 @@ class _Printer:
             return Line(self.names[node], "input", value_text(node), source, node)
         if node.op == "output":
             return Line("", f"return {self._value(output_value(self.block))}", "", source, None)
-        results: Sequence[Node | None] | None = (
-            [node] if target_name(node) == BUILD_PFT else self._results(node)
-        )
+        results: Sequence[Node | None] | None = [node] if target_name(node) == BUILD_PFT else self._results(node)
         comment = [self._comment(node, results)]
         kept = [node, *(r for r in results or () if r is not None)]
         if any(n.meta.get("save") for n in kept):
@@ -178,8 +176,7 @@ class _Printer:
         """Arguments by position while nothing is left out; defaults, None and empty lists are left out."""
         schema = target._schema.arguments
         values: list[tuple[Any, Any]] = [
-            (a, args[i] if i < len(args) else kwargs.get(a.name, a.default_value))
-            for i, a in enumerate(schema)
+            (a, args[i] if i < len(args) else kwargs.get(a.name, a.default_value)) for i, a in enumerate(schema)
         ]
         dialect = target.namespace == "moefx"
         if dialect:
@@ -200,9 +197,7 @@ class _Printer:
                     label = ""
                 elif dialect and argument.name in _MLP_LABELS:
                     label = _MLP_LABELS[argument.name] if labelled else ""
-                text = (
-                    self._list(value) if isinstance(value, (list, tuple)) and dialect else self._value(value)
-                )
+                text = self._list(value) if isinstance(value, (list, tuple)) and dialect else self._value(value)
                 texts.append(f"{label}={text}" if label else text)
         return ", ".join(texts) + (f"; {', '.join(tail)}" if tail else "")
 
@@ -221,9 +216,7 @@ class _Printer:
         return result
 
     def _arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
-        return ", ".join(
-            [self._value(a) for a in args] + [f"{k}={self._value(v)}" for k, v in kwargs.items()]
-        )
+        return ", ".join([self._value(a) for a in args] + [f"{k}={self._value(v)}" for k, v in kwargs.items()])
 
     def _infix(self, args: Sequence[Any], symbol: str) -> str:
         left, right = map(self._value, args)

@@ -87,9 +87,7 @@ def _rank_in_expert(expert: Tensor, queue: Tensor, num_experts: int) -> Tensor:
     """How many entries of the same expert are before each entry in the queue."""
     in_queue = expert.index_select(0, queue)
     by_expert, order = torch.sort(in_queue, stable=True)
-    first = torch.searchsorted(
-        by_expert, torch.arange(num_experts + 1, dtype=torch.int32, device=expert.device)
-    )
+    first = torch.searchsorted(by_expert, torch.arange(num_experts + 1, dtype=torch.int32, device=expert.device))
     rank = torch.arange(expert.shape[0], device=expert.device) - first.index_select(0, by_expert)
     return torch.empty_like(rank).scatter_(0, queue.index_select(0, order), rank)
 
@@ -107,15 +105,11 @@ def _check_routing(
     if num_experts < 1:
         raise InvalidInput(f"moefx::build_pft: num_experts={num_experts}, expected at least 1")
     if topk_weights is not None and not topk_weights.dtype.is_floating_point:
-        raise InvalidInput(
-            f"moefx::build_pft: topk_weights are {topk_weights.dtype}, expected floating point"
-        )
+        raise InvalidInput(f"moefx::build_pft: topk_weights are {topk_weights.dtype}, expected floating point")
     if keep is not None and keep.dtype is not torch.bool:
         raise InvalidInput(f"moefx::build_pft: keep is {keep.dtype}, expected torch.bool")
     if drop not in DROP_RULES:
-        raise InvalidInput(
-            f"moefx::build_pft: drop={drop!r}, expected one of {', '.join(map(repr, DROP_RULES))}"
-        )
+        raise InvalidInput(f"moefx::build_pft: drop={drop!r}, expected one of {', '.join(map(repr, DROP_RULES))}")
     if (capacity is None) != (drop == "none"):
         raise InvalidInput(f"moefx::build_pft: capacity={capacity} does not go with drop={drop!r}")
     if drop == "weight" and topk_weights is None:
@@ -167,8 +161,7 @@ def dispatch(x: Tensor, token_ids: Tensor, expert_offsets: Tensor, inverse: Tens
 
 
 @op(
-    "combine(Tensor rows, Tensor? combine_weights, Tensor token_ids, Tensor expert_offsets, Tensor inverse) "
-    "-> Tensor",
+    "combine(Tensor rows, Tensor? combine_weights, Tensor token_ids, Tensor expert_offsets, Tensor inverse) -> Tensor",
     contract="rows[B,D], combine_weights[B]?, token_ids[B], expert_offsets[E+1], inverse[S,K] -> out[S,D]",
 )
 def combine(
@@ -195,8 +188,7 @@ def combine(
 @op(
     "combine_backward(Tensor grad, Tensor rows, Tensor combine_weights, Tensor token_ids, "
     "Tensor expert_offsets) -> (Tensor, Tensor)",
-    contract="grad[S,D], rows[B,D], combine_weights[B], token_ids[B], expert_offsets[E+1] -> "
-    "rows[B,D], weights[B]",
+    contract="grad[S,D], rows[B,D], combine_weights[B], token_ids[B], expert_offsets[E+1] -> rows[B,D], weights[B]",
 )
 def combine_backward(
     grad: Tensor, rows: Tensor, combine_weights: Tensor, token_ids: Tensor, expert_offsets: Tensor

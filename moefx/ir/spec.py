@@ -101,9 +101,7 @@ def _illegal(node: Node, level: Level) -> str:
         return ""
     if not isinstance(target, torch._ops.OpOverload):
         name = getattr(target, "__qualname__", repr(target))
-        return (
-            "" if _is_torch_function(target) else f"{name} is a Python function; define an op (moefx.ir.op)"
-        )
+        return "" if _is_torch_function(target) else f"{name} is a Python function; define an op (moefx.ir.op)"
     if target.namespace == NAMESPACE:
         name = target._schema.name.partition("::")[2]
         if level.dialect is not None and name not in level.dialect:

@@ -30,9 +30,7 @@ def kept_calls(match: Match, inlined: set[int]) -> list[list[Call]]:
         per_capture.append(found)
     out: list[list[Call]] = []
     covered = -1
-    for key, call in sorted(
-        per_capture[0].items(), key=lambda item: (item[1].start, -item[1].stop, item[1].depth)
-    ):
+    for key, call in sorted(per_capture[0].items(), key=lambda item: (item[1].start, -item[1].stop, item[1].depth)):
         if call.start < covered or call.stop <= call.start or call.start in inlined:
             continue
         twins = [found.get(key) for found in per_capture]

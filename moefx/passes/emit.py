@@ -48,9 +48,7 @@ class Emitter:
         return self.call(aten.reshape.default, (node, list(shape)), letters=letters)
 
     def _evaluate(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        args, kwargs = map_arg(
-            (args, kwargs), lambda n: n.meta["val"] if "val" in n.meta else self._number(n)
-        )
+        args, kwargs = map_arg((args, kwargs), lambda n: n.meta["val"] if "val" in n.meta else self._number(n))
         with self.kept.fake_mode, torch.no_grad():
             return target(*args, **kwargs)
 

@@ -77,9 +77,7 @@ class _Fusion:
                 raise _Unlike("the routing weight scales the input of a biased product")
             act = _scale(act)
         body = ExpertBody(
-            up=tuple(
-                Gemm(len(u.gemm.args[1]), u.gemm.kwargs["transposed"], u.bias is not None) for u in self.ups
-            ),
+            up=tuple(Gemm(len(u.gemm.args[1]), u.gemm.kwargs["transposed"], u.bias is not None) for u in self.ups),
             parts=tuple(self.parts),
             act=act,
             down=Gemm(len(down.args[1]), down.kwargs["transposed"], down_bias is not None),
@@ -160,10 +158,7 @@ class _Fusion:
         if node.target is aten.detach.default:
             raise _Unlike("a part of the experts is detached from the gradient")
         args = [self._expression(a, known, parts) for a in node.args]
-        kwargs = {
-            k: str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v
-            for k, v in node.kwargs.items()
-        }
+        kwargs = {k: str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v for k, v in node.kwargs.items()}
         return [_head(node), *args, *([kwargs] if kwargs else [])]
 
     def _part(self, node: fx.Node) -> str | None:

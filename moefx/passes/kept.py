@@ -59,10 +59,7 @@ class KeptGraph:
     def _choose_calls(self) -> None:
         self.calls = kept_calls(self.match, self.inlined)
         self.call_of = {
-            n: call
-            for call in self.calls
-            for n in leaf_nodes(call[0].out)
-            if n.meta["index"] >= call[0].start
+            n: call for call in self.calls for n in leaf_nodes(call[0].out) if n.meta["index"] >= call[0].start
         }
 
     # ------------------------------------------------------------------ inputs
@@ -84,14 +81,10 @@ class KeptGraph:
         while True:
             self.twins.clear()
             plan = self._plan(roots)
-            inside = [
-                c for c in self.calls if any(within(p, c) and p.first not in self.call_of for p in plan)
-            ]
+            inside = [c for c in self.calls if any(within(p, c) and p.first not in self.call_of for p in plan)]
             # Values from inside a call are computed a second time beside it; a call that draws random numbers is taken
             # apart instead, so that they are drawn once.
-            apart = [
-                c for c in inside if any(is_random(n) for n in self.captures[0].nodes[c[0].start : c[0].stop])
-            ]
+            apart = [c for c in inside if any(is_random(n) for n in self.captures[0].nodes[c[0].start : c[0].stop])]
             self.repeated = sorted({c[0].fqn for c in inside})
             if not apart:
                 return plan
@@ -111,9 +104,7 @@ class KeptGraph:
             n = twins.first
             if n in seen:
                 if tuple(self.twins[n]) != tuple(twins):
-                    raise depends(
-                        n, next(b for a, b in zip(self.twins[n], twins, strict=True) if a is not b)
-                    )
+                    raise depends(n, next(b for a, b in zip(self.twins[n], twins, strict=True) if a is not b))
                 continue
             seen.add(n)
             self.twins[n] = twins
@@ -121,11 +112,7 @@ class KeptGraph:
                 if any(t.op != "placeholder" or t.meta["position"] != n.meta["position"] for t in twins):
                     raise depends(
                         n,
-                        next(
-                            t
-                            for t in twins
-                            if t.op != "placeholder" or t.meta["position"] != n.meta["position"]
-                        ),
+                        next(t for t in twins if t.op != "placeholder" or t.meta["position"] != n.meta["position"]),
                     )
                 continue
             call = self.call_of.get(n)
@@ -166,9 +153,7 @@ class KeptGraph:
     def _pair_trees(self, trees: list[Any]) -> list[Twins]:
         flats = [[a for a in pytree.tree_leaves(t) if isinstance(a, fx.Node)] for t in trees]
         if len({len(f) for f in flats}) != 1:
-            raise Refused(
-                "what runs outside of the experts depends on the routing (a different number of arguments)"
-            )
+            raise Refused("what runs outside of the experts depends on the routing (a different number of arguments)")
         return [Twins(column) for column in zip(*flats, strict=True)]
 
     # ------------------------------------------------------------------ emitting
@@ -234,9 +219,7 @@ class KeptGraph:
                 remedy="register it as a buffer",
             )
         meta = self.describe(twins)
-        return self.call(
-            torch.tensor, (value.tolist(),), {"dtype": value.dtype, "device": self.input_device()}, meta
-        )
+        return self.call(torch.tensor, (value.tolist(),), {"dtype": value.dtype, "device": self.input_device()}, meta)
 
     def _emit_call(self, call: list[Call]) -> None:
         first = call[0]
@@ -298,16 +281,13 @@ class KeptGraph:
                     source=where,
                 )
             items = [
-                self.zip_value(column, where, _step(spot, i))
-                for i, column in enumerate(zip(*values, strict=True))
+                self.zip_value(column, where, _step(spot, i)) for i, column in enumerate(zip(*values, strict=True))
             ]
             return type(first)(items) if type(first) in (list, tuple) else items
         if isinstance(first, dict):
             return {k: self.zip_value([v[k] for v in values], where, _step(spot, k)) for k in first}
         if isinstance(first, slice):
-            return slice(
-                *[self.zip_value([getattr(v, a) for v in values], where) for a in ("start", "stop", "step")]
-            )
+            return slice(*[self.zip_value([getattr(v, a) for v in values], where) for a in ("start", "stop", "step")])
         if isinstance(first, int) and not isinstance(first, bool):
             return self.sizes.number([int(v) for v in values], where, spot)
         if any(v is not first and v != first for v in values):

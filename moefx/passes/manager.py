@@ -119,9 +119,7 @@ class PassManager:
         fakes = _Fakes(mode, self.block)
         for node in graph.graph.nodes:
             twin = old.get(node.name)
-            if node.op != "call_function" or (
-                twin is not None and twin.target == node.target and "val" in node.meta
-            ):
+            if node.op != "call_function" or (twin is not None and twin.target == node.target and "val" in node.meta):
                 continue
             try:
                 value = fakes.evaluate(node)
@@ -132,9 +130,7 @@ class PassManager:
             if value is None:
                 continue
             if (claimed := _shapes(node.meta.get("val"))) and claimed != _shapes(value):
-                raise PassError(
-                    f"pass {name}: {node.name} is declared as {claimed} but computes {_shapes(value)}"
-                )
+                raise PassError(f"pass {name}: {node.name} is declared as {claimed} but computes {_shapes(value)}")
             node.meta.setdefault("val", value)
 
 
@@ -182,9 +178,7 @@ class _Fakes:
             value = getattr(self.block.get_submodule(owner), name)
         if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
             value = self.mode.from_tensor(value)
-        results: Any = (
-            value if isinstance(value, (tuple, list)) and not isinstance(value, TensorSpec) else (value,)
-        )
+        results: Any = value if isinstance(value, (tuple, list)) and not isinstance(value, TensorSpec) else (value,)
         return None if any(isinstance(v, TensorSpec) for v in results) else value
 
 
@@ -213,11 +207,7 @@ def _snapshot(
 
 
 def _counted(graph: BlockGraph) -> set[tuple[str, Any]]:
-    return {
-        (n.name, n.target)
-        for n in graph.graph.nodes
-        if n.op not in ("get_attr", "output") and not is_getitem(n)
-    }
+    return {(n.name, n.target) for n in graph.graph.nodes if n.op not in ("get_attr", "output") and not is_getitem(n)}
 
 
 def _fingerprint(graph: BlockGraph) -> list[tuple[Any, ...]]:

@@ -100,10 +100,7 @@ class Rewriter:
                 break
         effects = [(e, t) for e, t in effects if not self._inside_kept_call(e)]
         self.kept.emit(plan)
-        flat = [
-            self.kept.zip_value(list(column), "the output")
-            for column in zip(*[f for f, _ in outs], strict=True)
-        ]
+        flat = [self.kept.zip_value(list(column), "the output") for column in zip(*[f for f, _ in outs], strict=True)]
         attributes = self._emit_effects(effects)
         self.kept.graph.output(flat)
         _drop_dead(self.kept.graph)
@@ -215,9 +212,7 @@ class Rewriter:
                 target = self.kept.graph.get_attr(str(effect.target))
             else:
                 target = self.overwritten[effect.target]
-            self.kept.call(
-                aten.copy_.default, (target, value), {}, {"source": str(twins.first.meta["source"])}
-            )
+            self.kept.call(aten.copy_.default, (target, value), {}, {"source": str(twins.first.meta["source"])})
         return attributes
 
 

@@ -85,9 +85,7 @@ class Rows:
                 )
                 node = self.call(aten.expand.default, (flat, [*([-1] * off), *b.shape]))
             case "permute":
-                node = self.call(
-                    aten.permute.default, (inner.node, [*range(off), *[d + off for d in b.args[1]]])
-                )
+                node = self.call(aten.permute.default, (inner.node, [*range(off), *[d + off for d in b.args[1]]]))
             case "sum":
                 node = self.call(aten.sum.dim_IntList, (inner.node, list(b.args[0])))
             case "row":
@@ -131,9 +129,7 @@ class Rows:
         if math.prod(b.shape) == 1:
             if i == self.first:
                 return Value(self.emit.reshape(self.combine_weights, (-1,)), "row", 0)
-            picked = self.call(
-                aten.index.Tensor, (self.weights[i], [self.token_ids, self.slot_ids]), letters=("B",)
-            )
+            picked = self.call(aten.index.Tensor, (self.weights[i], [self.token_ids, self.slot_ids]), letters=("B",))
             return Value(picked, "row", 0)
         node, shape = self.emit.kept.node(ref.node), b.shape
         if set(ref.axes) <= {"t"}:
@@ -152,9 +148,7 @@ class Rows:
                 raise Refused(
                     "the experts' input is computed per token and expert", source=str(ref.node.meta["source"])
                 )
-            rows = self.call(
-                aten.index.Tensor, (by_slot, [self.token_ids, self.slot_ids]), letters=("B", "D")
-            )
+            rows = self.call(aten.index.Tensor, (by_slot, [self.token_ids, self.slot_ids]), letters=("B", "D"))
         if len(shape) != 1:
             rows = self.call(aten.reshape.default, (rows, [-1, *shape]))
         return Value(rows, "row", len(shape))
@@ -221,9 +215,7 @@ class Rows:
     def _apply(self, name: str, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
         match name:
             case "cast":
-                return self.call(
-                    aten._to_copy.default, (args[0],), {"dtype": getattr(torch, kwargs["dtype"])}
-                )
+                return self.call(aten._to_copy.default, (args[0],), {"dtype": getattr(torch, kwargs["dtype"])})
             case "detach":
                 return self.call(aten.detach.default, (args[0],))
             case "where":
@@ -265,17 +257,13 @@ class Rows:
             label = inputs[0]
             transposed = inputs[1][1] == label
             nodes = weights.node if isinstance(weights.node, list) else [weights.node]
-            out = self.call(
-                ops.grouped_mm.default, (rows.node, nodes, self.offsets), {"transposed": transposed}
-            )
+            out = self.call(ops.grouped_mm.default, (rows.node, nodes, self.offsets), {"transposed": transposed})
             out.meta["letters"] = ("B", str(out.meta["val"].shape[-1]))
             return Value(out, "row", 1)
         if any(v.kind == "row" for v in values):
             args = [self._as_rows(v, v.rank) if v.kind != "fixed" else v.node for v in values]
             labels = [("Z" if v.kind != "fixed" else "") + s for v, s in zip(values, inputs, strict=True)]
-            return Value(
-                self.call(aten.einsum.default, (",".join(labels) + "->Z" + output, args)), "row", len(output)
-            )
+            return Value(self.call(aten.einsum.default, (",".join(labels) + "->Z" + output, args)), "row", len(output))
         stacked = [self._stacked(v) for v in values]
         kind = "expert" if any(v.kind == "expert" for v in values) else "fixed"
         labels = [("Z" if v.kind == "expert" else "") + s for v, s in zip(values, inputs, strict=True)]

@@ -176,9 +176,7 @@ class Sizes:
 # ---------------------------------------------------------------------- laws: (times, over, plus)
 def _scaled(base: list[int], values: list[int]) -> tuple[int, int, int] | None:
     k, rest = divmod(values[0], base[0])
-    return (
-        (k, 1, 0) if rest == 0 and k and all(v == k * b for b, v in zip(base, values, strict=True)) else None
-    )
+    return (k, 1, 0) if rest == 0 and k and all(v == k * b for b, v in zip(base, values, strict=True)) else None
 
 
 def _divided(base: list[int], values: list[int]) -> tuple[int, int, int] | None:
@@ -189,9 +187,7 @@ def _divided(base: list[int], values: list[int]) -> tuple[int, int, int] | None:
         low = max(-(-v * over // b) for b, v in zip(base, values, strict=True))
         high = min(((v + 1) * over - 1) // b for b, v in zip(base, values, strict=True))
         for times in range(low, min(high, low) + 1):
-            if math.gcd(times, over) == 1 and all(
-                times * b // over == v for b, v in zip(base, values, strict=True)
-            ):
+            if math.gcd(times, over) == 1 and all(times * b // over == v for b, v in zip(base, values, strict=True)):
                 return (times, over, 0) if all(times * b % over == 0 for b in base) else None
     return None
 
@@ -203,6 +199,4 @@ def _affine(base: list[int], values: list[int]) -> tuple[int, int, int] | None:
     k, rest = divmod(values[i] - values[0], base[i] - base[0])
     plus = values[0] - k * base[0]
     fits = rest == 0 and k != 0 and len(set(base)) > 2 and abs(plus) <= 4
-    return (
-        (k, 1, plus) if fits and all(v == k * b + plus for b, v in zip(base, values, strict=True)) else None
-    )
+    return (k, 1, plus) if fits and all(v == k * b + plus for b, v in zip(base, values, strict=True)) else None

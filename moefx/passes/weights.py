@@ -91,9 +91,7 @@ class Weights:
                 or [p.steps[k][3] for p in places] != [i * width for i in range(len(places))]
             ):
                 return None
-            node = self.emit.call(
-                aten.reshape.default, (before, [*size[:dim], len(places), width, *size[dim + 1 :]])
-            )
+            node = self.emit.call(aten.reshape.default, (before, [*size[:dim], len(places), width, *size[dim + 1 :]]))
             node = node if dim == 0 else self.emit.call(aten.movedim.int, (node, dim, 0))
         else:
             return None

@@ -59,9 +59,7 @@ def _copy_model(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, nn.Module]
     for module in reversed(plain):
         attributes = memo[id(module)].__dict__
         for name, value in module.__getstate__().items():
-            attributes[name] = (
-                value if type(value) in _ATOMIC else _copied(value, memo, (model, module, name))
-            )
+            attributes[name] = value if type(value) in _ATOMIC else _copied(value, memo, (model, module, name))
     duplicate = _copied(model, memo, (model, model, ""))
     copies = {m: memo[id(m)] for m in modules if id(m) in memo}
     for module in copies.values():
@@ -113,9 +111,7 @@ def _copied(value: Any, memo: dict[int, Any], where: tuple[nn.Module, nn.Module,
             result[new] = item if type(item) in _ATOMIC else _copied(item, memo, where)
         return result
     if type(value) is OrderedDict and not value:
-        return memo.setdefault(
-            id(value), OrderedDict()
-        )  # most of a module's state: its empty hook registries
+        return memo.setdefault(id(value), OrderedDict())  # most of a module's state: its empty hook registries
     try:
         return copy.deepcopy(value, memo)
     except MoefxError:
@@ -152,9 +148,7 @@ def _rebound(value: Any, memo: dict[int, Any]) -> Any:
         return types.MethodType(value.__func__, _rebound(value.__self__, memo))
     if isinstance(value, functools.partial):
         keywords = {name: _rebound(v, memo) for name, v in value.keywords.items()}
-        return functools.partial(
-            _rebound(value.func, memo), *(_rebound(v, memo) for v in value.args), **keywords
-        )
+        return functools.partial(_rebound(value.func, memo), *(_rebound(v, memo) for v in value.args), **keywords)
     if isinstance(value, types.FunctionType) and id(value) not in memo:
         _rebind_function(value, memo)
     return memo[id(value)]

@@ -238,9 +238,7 @@ class BlockForward:
             MoefxError: statistics are not switched on.
         """
         if not self._recording:
-            raise MoefxError(
-                f"routing statistics of {self.name or 'the block'} are off; call record_load() first"
-            )
+            raise MoefxError(f"routing statistics of {self.name or 'the block'} are off; call record_load() first")
         if not self._offsets:
             return None
         return torch.cat([offsets.diff() for offsets in self._offsets])

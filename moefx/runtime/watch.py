@@ -112,9 +112,7 @@ class _Live:
         self.childless = [module._modules for module, children in pairs if not children]
         self.states = [module.__dict__ for module in absorbed.modules]
         self.sizes = list(map(len, self.states))
-        self.links = [
-            (absorbed.block.get_submodule(owner), name, child) for owner, name, child in absorbed.links
-        ]
+        self.links = [(absorbed.block.get_submodule(owner), name, child) for owner, name, child in absorbed.links]
         self.hooks_version = -1
 
 

@@ -133,9 +133,7 @@ class _Comparing:
 
     def judge(self, original: Run, compiled: Run, truth: Run, noise: list[Run] | None = None) -> list[Row]:
         rows = []
-        gradients = [
-            t for (kind, _), t in original.values.items() if kind.startswith("grad") and t is not None
-        ]
+        gradients = [t for (kind, _), t in original.values.items() if kind.startswith("grad") and t is not None]
         largest = max((size(t) for t in gradients), default=0.0)
         for key in (*original.values, *(k for k in compiled.values if k not in original.values)):
             kind, name = key
@@ -173,9 +171,7 @@ class _Moved:
         return nn.Parameter(self.move(p), requires_grad=p.requires_grad) if p.is_floating_point() else p
 
 
-def working_precision(
-    module: nn.Module, inputs: Inputs, dtype: torch.dtype | None
-) -> tuple[torch.dtype, int]:
+def working_precision(module: nn.Module, inputs: Inputs, dtype: torch.dtype | None) -> tuple[torch.dtype, int]:
     """The lowest floating-point precision that takes part (parameters, inputs, autocast), and the longest
     reduction: over the widest dimension of a parameter or, in weight gradients, over the tokens."""
     given = [t for _, t in leaves(inputs) if isinstance(t, Tensor)]
@@ -184,9 +180,7 @@ def working_precision(
     found = {t.dtype for t in (*parameters, *given) if t.is_floating_point()} if dtype is None else {dtype}
     if torch.is_autocast_enabled(device) and found != {torch.float64}:  # which autocast leaves alone
         found.add(torch.get_autocast_dtype(device))
-    num_tokens = [
-        t.numel() // (t.shape[-1] if t.is_floating_point() and t.ndim > 1 else 1) for t in given if t.numel()
-    ]
+    num_tokens = [t.numel() // (t.shape[-1] if t.is_floating_point() and t.ndim > 1 else 1) for t in given if t.numel()]
     length = max([n for p in parameters for n in p.shape] + num_tokens, default=1)
     return max(found or {torch.float32}, key=lambda d: torch.finfo(d).eps), length
 

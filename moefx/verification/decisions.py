@@ -25,16 +25,10 @@ def selects(func: Any, args: Any) -> bool:
 
 def decides(func: Any, args: Any, out: Any) -> bool:
     """Does this op turn floating-point values into integers or booleans?"""
-    if (
-        getattr(func, "namespace", "") != "aten"
-        or func._schema.is_mutable
-        or func is torch.ops.aten.view.dtype
-    ):
+    if getattr(func, "namespace", "") != "aten" or func._schema.is_mutable or func is torch.ops.aten.view.dtype:
         return False
     outs = out if isinstance(out, (tuple, list)) else (out,)
-    discrete = bool(outs) and all(
-        isinstance(o, Tensor) and not is_float(o) and not o.is_complex() for o in outs
-    )
+    discrete = bool(outs) and all(isinstance(o, Tensor) and not is_float(o) and not o.is_complex() for o in outs)
     return discrete and any(is_float(a) for a in args)
 
 

@@ -112,9 +112,7 @@ class _Scale:
 
     def error(self, value: Tensor, negligible: float = 0.0) -> Error:
         off = ((_rows(value, self.finite) - self.truth).abs() - negligible).clamp_min(0)
-        return Error(
-            float(torch.linalg.vector_norm(off)) / self.norm2, float((off.amax(-1) / self.rows).max())
-        )
+        return Error(float(torch.linalg.vector_norm(off)) / self.norm2, float((off.amax(-1) / self.rows).max()))
 
 
 def _rows(t: Tensor, finite: Tensor) -> Tensor:
@@ -150,15 +148,11 @@ def judge(
         return dataclasses.replace(row, ok=differ == 0, error=float(differ))
     finite = original.isfinite()
     if misplaced := int((~_same_kind(compiled, original)).sum()):
-        return _failed(
-            row, f"{misplaced} values are finite in one of original and compiled, not in the other"
-        )
+        return _failed(row, f"{misplaced} values are finite in one of original and compiled, not in the other")
     if not finite.any():
         return _failed(row, "nothing to compare: all values are NaN or Inf")
 
-    truth = torch.where(
-        truth.isfinite(), truth, original
-    )  # the working precision may take a branch of its own
+    truth = torch.where(truth.isfinite(), truth, original)  # the working precision may take a branch of its own
     scale = _Scale(truth, original, finite, tol.row_floor)
     error = scale.error(compiled, tol.negligible * largest)
     expected = [scale.error(t) for t in (original, *noise) if t.shape == original.shape]

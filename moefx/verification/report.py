@@ -102,13 +102,9 @@ def verify(
     """
     for model in (compiled, reference):
         if hasattr(model, "_orig_mod"):
-            raise InvalidInput(
-                "verify: give the model that torch.compile was called on; its result cannot be copied"
-            )
+            raise InvalidInput("verify: give the model that torch.compile was called on; its result cannot be copied")
     if any(p.is_meta for m in (compiled, reference) for p in (*m.parameters(), *m.buffers())):
-        raise InvalidInput(
-            "verify: a model is on the meta device and has no numbers; give it weights with to_empty()"
-        )
+        raise InvalidInput("verify: a model is on the meta device and has no numbers; give it weights with to_empty()")
     sets = _input_sets(inputs)
     return _Verifying(compiled, reference, dtype).report(sets, seeds, grads, loss, routings)
 
@@ -246,9 +242,7 @@ def _held_alike(compiled: nn.Module, reference: nn.Module) -> list[Row]:
             rows.append(Row("", name, kind, ok=False, error=math.inf, note=note))
         for name in ours.keys() & theirs.keys():
             a, b = ours[name], theirs[name]
-            if a is not b and not (
-                a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b.to(a.device))
-            ):
+            if a is not b and not (a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b.to(a.device))):
                 note = "the two models hold different values before they run"
                 rows.append(Row("", name, "state", ok=False, error=math.inf, note=note))
     modes = dict(reference.named_modules())

@@ -207,9 +207,7 @@ def execute(
             if t._version != version:
                 values["state", f"input {name}"] = t.detach().clone()
         if options.grads:
-            values |= {
-                ("output", f"{n}.requires_grad"): torch.tensor(t.requires_grad) for n, t in heads.items()
-            }
+            values |= {("output", f"{n}.requires_grad"): torch.tensor(t.requires_grad) for n, t in heads.items()}
             if options.loss is not None:
                 heads = {"loss": heads["loss"]}
             targets = {("grad_input", name): t for name, t in sources.items()}

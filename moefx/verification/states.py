@@ -24,9 +24,7 @@ def router_states(inputs: Inputs, seed: int) -> Iterator[tuple[str, Inputs]]:
 
     def hidden(change: Any) -> Inputs:
         """Change the hidden states: everything shaped like the largest floating-point argument."""
-        return mapped(
-            inputs, lambda _, t: change(t.detach()).to(t) if t.shape == shape else t.detach().clone()
-        )
+        return mapped(inputs, lambda _, t: change(t.detach()).to(t) if t.shape == shape else t.detach().clone())
 
     def noise(t: Tensor) -> Tensor:
         return torch.randn(t.shape, generator=generator).to(t.device) * t.float().std().nan_to_num(1.0)

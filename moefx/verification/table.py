@@ -49,9 +49,7 @@ def text(report: VerifyReport) -> str:
 
 def _first(report: VerifyReport) -> str:
     if report.first_block is None:
-        return (
-            "No rewritten block differs on the reference's own inputs: the difference lies outside of them."
-        )
+        return "No rewritten block differs on the reference's own inputs: the difference lies outside of them."
     after = f"; first pass that differs: {report.first_pass}" if report.first_pass else ""
     return f"First block that differs: {_name(report.first_block)}{after}"
 

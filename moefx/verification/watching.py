@@ -14,9 +14,7 @@ from .routing import Scope
 from .sandbox import Inputs, detached
 
 
-def watch_original(
-    box: nn.Module, names: Sequence[str], scope: Scope, calls: dict[str, Inputs] | None = None
-) -> None:
+def watch_original(box: nn.Module, names: Sequence[str], scope: Scope, calls: dict[str, Inputs] | None = None) -> None:
     """Watch the named blocks of a sandbox of the reference. The first arguments of each go into `calls`."""
 
     def watched(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -437,9 +437,7 @@ class TestValues:
         assert torch.equal(ids.meta["val"], (value @ value.t()).argmax(-1))
 
     def test_boolean_indexing_becomes_integer_indexing(self):
-        taken = run(
-            Fn(lambda self, x: x[(x @ self.w)[:, 0] > 0], w=nn.Parameter(torch.randn(4, 3))), meta(8, 4)
-        )
+        taken = run(Fn(lambda self, x: x[(x @ self.w)[:, 0] > 0], w=nn.Parameter(torch.randn(4, 3))), meta(8, 4))
         index = next(n for n in taken.nodes if n.target is aten.index.Tensor)
         assert index.args[1][0].meta["val"].dtype == torch.int64
 
@@ -465,19 +463,13 @@ class TestValues:
         assert nodes[aten.mul.Tensor].meta["grad"] is False and nodes[aten.add.Tensor].meta["grad"] is True
 
     def test_modes_read(self):
-        assert run(Fn(lambda self, x: x if torch.is_grad_enabled() else -x), meta(3)).modes_read == {
-            "is_grad_enabled"
-        }
+        assert run(Fn(lambda self, x: x if torch.is_grad_enabled() else -x), meta(3)).modes_read == {"is_grad_enabled"}
         assert run(Fn(lambda self, x: torch.relu(x)), meta(3)).modes_read == set()
 
     def test_sources_are_the_users_lines(self):
         taken = run(Fn(lambda self, x: x.relu()), meta(3))
         source = taken.out.meta["source"]
-        assert (
-            source.file == __file__
-            and "x.relu()" in source.text
-            and str(source).startswith("test_concolic.py:")
-        )
+        assert source.file == __file__ and "x.relu()" in source.text and str(source).startswith("test_concolic.py:")
 
     @pytest.mark.parametrize(
         ("file", "users"),

@@ -25,9 +25,7 @@ class TestLeaves:
     def test_masks_and_positions_follow(self):
         x, mask = torch.zeros(2, 7, 6), torch.ones(2, 7, dtype=torch.bool)
         positions, flat = torch.arange(7)[None], torch.zeros(14, dtype=torch.long)
-        arguments = Arguments(
-            (x,), {"mask": mask, "positions": positions, "flat": flat, "table": torch.zeros(6, 6)}
-        )
+        arguments = Arguments((x,), {"mask": mask, "positions": positions, "flat": flat, "table": torch.zeros(6, 6)})
         assert shapes(arguments) == [("B", "S", 6), ("B", "S"), (1, "S"), ("B*S",), (6, 6)]
 
     def test_square_masks(self):
@@ -100,9 +98,7 @@ class TestAt:
 
 class TestChoose:
     @settings(max_examples=60, deadline=None)
-    @given(
-        width=st.integers(1, 64), tokens=st.integers(5, 200), variant=st.integers(0, 6), batched=st.booleans()
-    )
+    @given(width=st.integers(1, 64), tokens=st.integers(5, 200), variant=st.integers(0, 6), batched=st.booleans())
     def test_sizes_are_enough_and_unlike(self, width, tokens, variant, batched):
         x = torch.zeros(2, 3, width) if batched else torch.zeros(3, width)
         sizes = Arguments((x,), {}).choose(tokens, variant)
@@ -112,9 +108,7 @@ class TestChoose:
     @pytest.mark.parametrize(
         "dims",
         [
-            pytest.param(
-                (3, 6), marks=pytest.mark.xfail(strict=True, reason="29 for the first three variants")
-            ),
+            pytest.param((3, 6), marks=pytest.mark.xfail(strict=True, reason="29 for the first three variants")),
             (2, 3, 6),
         ],
     )

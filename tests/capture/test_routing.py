@@ -81,9 +81,7 @@ class TestInvent:
     def node(self, op: str = "call_function", *shape: int, **meta) -> fx.Node:
         graph = fx.Graph()
         node = graph.call_function(torch.relu, ()) if op == "call_function" else graph.placeholder("x")
-        node.meta.update(
-            val=torch.empty(shape, device="meta", dtype=meta.pop("dtype", torch.float32)), **meta
-        )
+        node.meta.update(val=torch.empty(shape, device="meta", dtype=meta.pop("dtype", torch.float32)), **meta)
         return node
 
     def test_scores_for_results(self):
@@ -101,13 +99,7 @@ class TestInvent:
 
     def test_biases_step_back_for_preferred_experts(self):
         bias = torch.tensor([100.0, 0.0, 0.0])
-        assert (
-            Routing("diverse", 0, prefer=(1,))
-            .invent(self.node("call_function", 3, original=bias))
-            .abs()
-            .max()
-            < 1
-        )
+        assert Routing("diverse", 0, prefer=(1,)).invent(self.node("call_function", 3, original=bias)).abs().max() < 1
         assert torch.equal(Routing().invent(self.node("call_function", 3, original=bias)), bias)
 
     def test_parameters_without_values_are_small(self):

@@ -139,9 +139,7 @@ def build(kind: str, dtype: torch.dtype = torch.float64, layers: int = 2) -> nn.
     return model
 
 
-def pair(
-    kind: str, dtype: torch.dtype = torch.float64, layers: int = 2, **options: Any
-) -> tuple[nn.Module, nn.Module]:
+def pair(kind: str, dtype: torch.dtype = torch.float64, layers: int = 2, **options: Any) -> tuple[nn.Module, nn.Module]:
     """The original, and a compiled model with parameters of its own."""
     original = build(kind, dtype, layers)
     return original, compiled_of(original, **options)

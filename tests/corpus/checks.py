@@ -147,9 +147,7 @@ def compare_steps(
             same(f"{label}: {what}", expected[what], actual[what], tol)
 
 
-def block_calls(
-    case: Case, model: nn.Module, names: list[str], inputs: Inputs
-) -> dict[str, tuple[tuple, dict]]:
+def block_calls(case: Case, model: nn.Module, names: list[str], inputs: Inputs) -> dict[str, tuple[tuple, dict]]:
     """The arguments with which each named block is called in one forward."""
     modules, seen, handles = dict(model.named_modules()), {}, []
 
@@ -192,9 +190,7 @@ def check_rewritten(case: Case, compiled: nn.Module) -> str:
     for name in case.block_names:
         inside = [f for f in found if f.startswith(f"{name}." if name else "")]
         around = [f for f in found if name.startswith(f"{f}." if f else "")]
-        assert name in found or inside or around, (
-            f"block {name!r} was not rewritten (rewritten: {found or 'none'})"
-        )
+        assert name in found or inside or around, f"block {name!r} was not rewritten (rewritten: {found or 'none'})"
         if name not in found:
             notes.append(f"{name!r} as {(inside or around)[0]!r}")
     return ", ".join(notes[:2])
@@ -235,13 +231,9 @@ def check_same_shell(reference: nn.Module, compiled: nn.Module) -> None:
     """Same class, submodules, state_dict keys, shapes and dtypes; the original's checkpoint loads."""
     assert type(compiled) is type(reference), f"{type(reference).__name__} became {type(compiled).__name__}"
     expected, actual = reference.state_dict(), compiled.state_dict()
-    assert list(expected) == list(actual), (
-        f"state_dict keys differ: {sorted(set(expected) ^ set(actual))[:3]}"
-    )
+    assert list(expected) == list(actual), f"state_dict keys differ: {sorted(set(expected) ^ set(actual))[:3]}"
     for key, value in expected.items():
-        assert value.shape == actual[key].shape and value.dtype == actual[key].dtype, (
-            f"state_dict[{key!r}] differs"
-        )
+        assert value.shape == actual[key].shape and value.dtype == actual[key].dtype, f"state_dict[{key!r}] differs"
     tree = [(n, type(m)) for n, m in reference.named_modules()]
     assert tree == [(n, type(m)) for n, m in compiled.named_modules()], "the submodule tree differs"
     assert modes_of(reference) == modes_of(compiled), "the training flags differ"
@@ -251,9 +243,7 @@ def check_same_shell(reference: nn.Module, compiled: nn.Module) -> None:
 ROUTER_NAME = re.compile(r"(^|[._])(gate|gating|router|switch|wg|classifier)$")
 
 
-def check_router_hooks(
-    case: Case, reference: nn.Module, compiled: nn.Module, inputs: Inputs, tol: float
-) -> None:
+def check_router_hooks(case: Case, reference: nn.Module, compiled: nn.Module, inputs: Inputs, tol: float) -> None:
     """Forward hooks on router modules record the same tensors (on those that the original calls at all)."""
 
     def record(model: nn.Module, chosen: list[str]) -> list[tuple[str, list[torch.Tensor]]]:
@@ -285,33 +275,23 @@ def check_router_hooks(
         same(f"recorded by a hook on {name}", a, b, tol)
 
 
-def check_router_logits(
-    case: Case, reference: nn.Module, compiled: nn.Module, inputs: Inputs, tol: float
-) -> None:
+def check_router_logits(case: Case, reference: nn.Module, compiled: nn.Module, inputs: Inputs, tol: float) -> None:
     """`output_router_logits=True` of transformers models records through hooks."""
-    if not isinstance(inputs, dict) or not hasattr(
-        getattr(reference, "config", None), "output_router_logits"
-    ):
+    if not isinstance(inputs, dict) or not hasattr(getattr(reference, "config", None), "output_router_logits"):
         return
     outputs = []
     for model in (reference, compiled):
         torch.manual_seed(5)
         with torch.no_grad():
-            outputs.append(
-                getattr(case.call(model, {**inputs, "output_router_logits": True}), "router_logits", None)
-            )
+            outputs.append(getattr(case.call(model, {**inputs, "output_router_logits": True}), "router_logits", None))
     same("router_logits", outputs[0], outputs[1], tol)
 
 
-def check_fullgraph(
-    case: Case, reference: nn.Module, compiled: nn.Module, inputs: Inputs, tol: float
-) -> None:
+def check_fullgraph(case: Case, reference: nn.Module, compiled: nn.Module, inputs: Inputs, tol: float) -> None:
     """One rewritten block of each class compiles as one graph, for another batch shape and routing too."""
     modules, originals = dict(compiled.named_modules()), dict(reference.named_modules())
     names = list({type(modules[n]): n for n in reversed(rewritten_names(compiled))}.values())
-    several = [
-        block_calls(case, reference, names, i) for i in (inputs, case.fresh(3, 7, 5), case.fresh(1, 40, 6))
-    ]
+    several = [block_calls(case, reference, names, i) for i in (inputs, case.fresh(3, 7, 5), case.fresh(1, 40, 6))]
     for name in names:
         torch._dynamo.reset()
         call = torch.compile(modules[name], fullgraph=True, backend="aot_eager")

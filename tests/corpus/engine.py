@@ -23,9 +23,7 @@ class Refusal:
 def refusals(explanation: Any) -> list[Refusal]:
     """The refused blocks of an explanation."""
     refused = explanation.refused
-    items = (
-        list(refused.items()) if isinstance(refused, dict) else [(getattr(r, "name", ""), r) for r in refused]
-    )
+    items = list(refused.items()) if isinstance(refused, dict) else [(getattr(r, "name", ""), r) for r in refused]
     return [Refusal(str(n), str(getattr(r, "reason", r)), str(getattr(r, "source", ""))) for n, r in items]
 
 

@@ -211,9 +211,7 @@ def select(patterns: list[str]) -> Iterator[str]:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--quick", action="store_true", help="only the example's shape")
     parser.add_argument("--trace", action="store_true", help="full tracebacks")

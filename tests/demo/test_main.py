@@ -10,9 +10,7 @@ from moefx import cli
 from moefx.demo import main, report
 from moefx.demo.model import Config
 
-SMALL = Config(
-    dim=32, layers=2, heads=2, dense_hidden=32, num_experts=8, expert_hidden=16, top_k=3, context=16
-)
+SMALL = Config(dim=32, layers=2, heads=2, dense_hidden=32, num_experts=8, expert_hidden=16, top_k=3, context=16)
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,7 @@ from moefx.demo.data import batches, standard_library_text
 from moefx.demo.measure import block_inputs, parameters_and_buffers, saved_bytes, side_by_side
 from moefx.demo.model import Config, LanguageModel
 
-TINY = Config(
-    dim=32, layers=2, heads=2, dense_hidden=32, num_experts=8, expert_hidden=16, top_k=3, context=16
-)
+TINY = Config(dim=32, layers=2, heads=2, dense_hidden=32, num_experts=8, expert_hidden=16, top_k=3, context=16)
 
 
 def test_the_text_is_real_and_the_same_every_time():
@@ -52,9 +50,7 @@ def test_the_model_learns():
     model = LanguageModel(TINY)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
-    for ids, labels in itertools.islice(
-        batches(standard_library_text(50_000), batch=8, context=16, seed=0), 40
-    ):
+    for ids, labels in itertools.islice(batches(standard_library_text(50_000), batch=8, context=16, seed=0), 40):
         loss = model(ids, labels)
         loss.backward()
         optimizer.step()

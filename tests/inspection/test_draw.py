@@ -34,9 +34,7 @@ def looped(num_experts: int, chained: bool = True) -> BlockGraph:
         act = g.call_function(aten.silu.default, (g.call_function(aten.linear.default, (rows, gate)),))
         act = g.call_function(aten.mul.Tensor, (act, g.call_function(aten.linear.default, (rows, up))))
         y = g.call_function(aten.linear.default, (act, down))
-        y = g.call_function(
-            aten.mul.Tensor, (y, g.call_function(aten.index.Tensor, (weights, [token, slot])))
-        )
+        y = g.call_function(aten.mul.Tensor, (y, g.call_function(aten.index.Tensor, (weights, [token, slot]))))
         out = g.call_function(aten.index_add.default, (out if chained else first, 0, token, y))
     g.output(out)
     return BlockGraph("layers.0.mlp", g)

@@ -106,9 +106,7 @@ def block_graph(num_experts: int = E, *, fused: bool = True, name: str = "layers
         out = call(operator.getitem, y, 0, letters=("S", "D"))
     else:
         rows = call(ops.dispatch.default, x, token_ids, offsets, inverse, letters=("B", "D"))
-        gate = call(
-            ops.grouped_mm.default, rows, weights("gate"), offsets, transposed=True, letters=("B", "F")
-        )
+        gate = call(ops.grouped_mm.default, rows, weights("gate"), offsets, transposed=True, letters=("B", "F"))
         up = call(ops.grouped_mm.default, rows, weights("up"), offsets, transposed=True, letters=("B", "F"))
         act = call(aten.mul.Tensor, call(aten.silu.default, gate, letters=("B", "F")), up, letters=("B", "F"))
         y = call(ops.grouped_mm.default, act, weights("down"), offsets, transposed=True, letters=("B", "D"))

@@ -109,9 +109,7 @@ class Layer:
     def parameters(self) -> list[Tensor]:
         return [*self.up, *self.up_bias, *self.down, *self.down_bias]
 
-    def fused(
-        self, x: Tensor, routing: Routing, weights: Tensor, keep: str = "h", reduce: bool = False
-    ) -> Tensor:
+    def fused(self, x: Tensor, routing: Routing, weights: Tensor, keep: str = "h", reduce: bool = False) -> Tensor:
         token_ids, _, offsets, inverse, row_weights = routing.build(weights)
         rows, *_ = dialect.expert_mlp(
             *(x, token_ids, offsets, inverse, row_weights),

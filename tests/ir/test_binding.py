@@ -36,9 +36,7 @@ def test_binds_like_the_function_itself():
     assert bound == dict(expected.arguments)
 
 
-@pytest.mark.parametrize(
-    ("args", "kwargs"), [((), {}), ((1,), {"b": 2}), ((1, 2), {}), ((1, 2), {"a": 1, "d": 1})]
-)
+@pytest.mark.parametrize(("args", "kwargs"), [((), {}), ((1,), {"b": 2}), ((1, 2), {}), ((1, 2), {"a": 1, "d": 1})])
 def test_a_wrong_call_raises_what_python_raises(args, kwargs):
     signature = inspect.signature(every_kind)
     try:

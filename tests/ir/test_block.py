@@ -49,9 +49,7 @@ def test_every_kind_of_node_and_argument():
         self_ = g.placeholder("self_")
         weight = g.get_attr("experts.0.up.weight")
         low = g.call_function(aten.clamp.default, (x,), {"min": float("-inf"), "max": 3})
-        cast = g.call_function(
-            aten._to_copy.default, (low,), {"dtype": torch.float64, "device": torch.device("cpu")}
-        )
+        cast = g.call_function(aten._to_copy.default, (low,), {"dtype": torch.float64, "device": torch.device("cpu")})
         part = g.call_function(operator.getitem, (cast, (slice(None, 2), ..., None)))
         negative = g.call_function(operator.sub, (-1, part))
         stacked = g.call_function(torch.stack, ([negative, negative],))
@@ -168,9 +166,7 @@ def test_tracebacks_show_the_generated_source():
     with pytest.raises(RuntimeError) as caught:
         graph.compile()(block, torch.randn(2, D + 1))
     frames = [
-        f
-        for f in traceback.extract_tb(caught.value.__traceback__)
-        if f.filename.startswith("<moefx layers.3.mlp")
+        f for f in traceback.extract_tb(caught.value.__traceback__) if f.filename.startswith("<moefx layers.3.mlp")
     ]
     assert frames and "aten.reshape.default" in (frames[0].line or "")
     linecache.checkcache()

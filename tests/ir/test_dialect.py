@@ -158,9 +158,7 @@ def test_dispatch_and_combine_are_the_naive_ones(routing: Routing):
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize(
-    "ids", [[[0, 2], [2, 1], [0, 1]], [[0, 0], [0, 0], [0, -1]], [[3, -1], [9, 3], [-5, 7]]]
-)
+@pytest.mark.parametrize("ids", [[[0, 2], [2, 1], [0, 1]], [[0, 0], [0, 0], [0, -1]], [[3, -1], [9, 3], [-5, 7]]])
 def test_gradcheck(ids, weighted):
     routing = Routing(torch.tensor(ids), torch.rand(3, 2, dtype=torch.float64), 3)
     valid = routing.build()[2][-1]
@@ -194,9 +192,7 @@ def test_combine_adds_up_in_float32_at_least(dtype, weight_dtype):
 
 
 def test_gradients_of_a_weighted_combine_keep_the_tail_clean():
-    token_ids, _, offsets, inverse, weights = Routing(
-        torch.tensor([[0, -1], [1, 0]]), torch.rand(2, 2), 2
-    ).build()
+    token_ids, _, offsets, inverse, weights = Routing(torch.tensor([[0, -1], [1, 0]]), torch.rand(2, 2), 2).build()
     rows = poison(torch.randn(4, 3), offsets).requires_grad_()
     weights = weights.detach().requires_grad_()
     dialect.combine(rows, weights, token_ids, offsets, inverse).sum().backward()
@@ -280,9 +276,7 @@ def test_expert_rows_is_the_naive_one(routing: Routing, stacked: bool):
 def test_mixed_dtypes_are_an_error_outside_autocast():
     _, _, offsets, _, _ = random_routing(4, 2, 2).build()
     rows, w = torch.randn(8, 3, dtype=torch.bfloat16), torch.randn(2, 3, 4)
-    with pytest.raises(
-        InvalidInput, match=r"rows are torch.bfloat16, expert parameters are torch.float32.*autocast"
-    ):
+    with pytest.raises(InvalidInput, match=r"rows are torch.bfloat16, expert parameters are torch.float32.*autocast"):
         dialect.grouped_mm(rows, [w], offsets, transposed=False)
 
 
@@ -293,9 +287,7 @@ def test_autocast_computes_as_linear_does(dtype):
     w = [torch.randn(5, 4, requires_grad=True) for _ in range(2)]
     with torch.autocast("cpu", torch.bfloat16):
         out = dialect.grouped_mm(rows, w, offsets, transposed=True)
-        linear = torch.cat(
-            [torch.nn.functional.linear(rows[:2], w[0]), torch.nn.functional.linear(rows[2:], w[1])]
-        )
+        linear = torch.cat([torch.nn.functional.linear(rows[:2], w[0]), torch.nn.functional.linear(rows[2:], w[1])])
     assert out.dtype is torch.bfloat16
     torch.testing.assert_close(out, linear)
     grad = torch.randn(3, 5).bfloat16()

@@ -68,9 +68,7 @@ def test_equals_the_plain_experts_forward_and_backward(make, provider, routing, 
     select.reset_counters()
     with using(provider) as provider:
         check_against_plain(make(routing.num_experts, 4, 3), routing, keep, 4, reduce)
-    assert (
-        select.counters()["expert_mlp", provider] == select.counters()["expert_mlp_backward", provider] == 1
-    )
+    assert select.counters()["expert_mlp", provider] == select.counters()["expert_mlp_backward", provider] == 1
 
 
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
@@ -98,9 +96,7 @@ def test_the_tail_is_never_read(make, provider, keep, reduce):
     routing = Routing(torch.tensor([[0, 2], [2, -1], [3, 0]]), torch.rand(3, 2).double(), 3)
     x = torch.randn(3, 4, dtype=torch.float64)
     token_ids, _, offsets, inverse, row_weights = routing.build()
-    parameters = [
-        [p.detach() for p in group] for group in (layer.up, layer.up_bias, layer.down, layer.down_bias)
-    ]
+    parameters = [[p.detach() for p in group] for group in (layer.up, layer.up_bias, layer.down, layer.down_bias)]
     kwargs = {"body": layer.body.to_json(), "keep": keep, "reduce": reduce}
 
     def gradients(poison: Callable[[Tensor], Tensor]) -> list[Tensor]:
@@ -110,9 +106,7 @@ def test_the_tail_is_never_read(make, provider, keep, reduce):
         grad = torch.linspace(0, 1, rows.numel(), dtype=torch.float64).view(rows.shape)
         if not reduce:
             rows, grad = dialect.combine(poison(rows), None, token_ids, offsets, inverse), poison(grad)
-        back = dialect.expert_mlp_backward(
-            grad, *forward, list(map(poison, kept)), **kwargs, needs=[True] * 6
-        )
+        back = dialect.expert_mlp_backward(grad, *forward, list(map(poison, kept)), **kwargs, needs=[True] * 6)
         return [rows, *back]
 
     def with_nan(t: Tensor) -> Tensor:
@@ -193,9 +187,7 @@ def test_an_in_place_update_before_the_backward_raises(which):
 def test_double_backward():
     layer, routing = swiglu_list(3, 4, 2), random_routing(5, 2, 3)
     x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
-    (grad,) = torch.autograd.grad(
-        layer.fused(x, routing, routing.topk_weights).square().sum(), x, create_graph=True
-    )
+    (grad,) = torch.autograd.grad(layer.fused(x, routing, routing.topk_weights).square().sum(), x, create_graph=True)
     with pytest.raises(DoubleBackward, match="moefx::expert_mlp is differentiable once"):
         grad.sum().backward()
 
@@ -428,9 +420,7 @@ def test_checkpoint_and_inference_mode():
     leaves = [x, weights, *layer.parameters]
     expected = layer.fused(x, routing, weights)
     again = checkpoint(layer.fused, x, routing, weights, use_reentrant=False)
-    torch.testing.assert_close(
-        torch.autograd.grad(again.sum(), leaves), torch.autograd.grad(expected.sum(), leaves)
-    )
+    torch.testing.assert_close(torch.autograd.grad(again.sum(), leaves), torch.autograd.grad(expected.sum(), leaves))
     with torch.inference_mode():
         assert torch.equal(layer.fused(x, routing, weights, "none"), expected)
 
@@ -441,12 +431,8 @@ def test_fake_outputs_follow_the_policy_and_the_promotion():
     layer.up, layer.down = ([p.to("meta") for p in ps] for ps in (layer.up, layer.down))
     routing = Routing(routing.topk_ids.to("meta"), routing.topk_weights.to("meta"), 3)
     for keep in KEEPS:
-        fake = run(
-            layer, routing, torch.empty(6, 4, dtype=torch.bfloat16, device="meta"), routing.topk_weights, keep
-        )
-        assert [(f.shape, f.dtype, f.stride()) for f in fake] == [
-            (r.shape, r.dtype, r.stride()) for r in real[keep]
-        ]
+        fake = run(layer, routing, torch.empty(6, 4, dtype=torch.bfloat16, device="meta"), routing.topk_weights, keep)
+        assert [(f.shape, f.dtype, f.stride()) for f in fake] == [(r.shape, r.dtype, r.stride()) for r in real[keep]]
     assert real["h"][0].dtype is torch.float32  # bfloat16 y times float32 w
 
 
@@ -475,6 +461,4 @@ def test_opcheck(make, keep, reduce):
         [k.detach() for k in kept],
     )
     needs = [True] * 6
-    opcheck(
-        dialect.expert_mlp_backward.overload, (torch.randn_like(rows), *arguments), {**kwargs, "needs": needs}
-    )
+    opcheck(dialect.expert_mlp_backward.overload, (torch.randn_like(rows), *arguments), {**kwargs, "needs": needs})

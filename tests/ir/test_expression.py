@@ -135,9 +135,7 @@ def _autograd(expr, env: dict[str, Tensor], grad: Tensor) -> tuple[Tensor, dict[
     leaves = {n: t.clone().requires_grad_() for n, t in env.items()}
     out = evaluate(expr, leaves)
     names = variables(expr)
-    return out.detach(), dict(
-        zip(names, torch.autograd.grad(out, [leaves[n] for n in names], grad), strict=True)
-    )
+    return out.detach(), dict(zip(names, torch.autograd.grad(out, [leaves[n] for n in names], grad), strict=True))
 
 
 @pytest.mark.parametrize("expr", EXPRESSIONS, ids=pretty)

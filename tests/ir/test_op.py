@@ -142,9 +142,7 @@ def test_importing_the_dialect_is_light():
     seconds, modules = [], ""
     for _ in range(3):  # the best of three: the machine may be busy
         start = time.perf_counter()
-        out = subprocess.run(
-            [sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True
-        ).stdout
+        out = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True).stdout
         first, modules = out.strip().split("\n")
         seconds.append(float(first))
         if seconds[-1] < 0.15 or time.perf_counter() - start > 60:

@@ -34,9 +34,7 @@ def test_stacked_biases_and_drops():
     routed.meta["val"] = (hidden.meta["val"],) * 3
     ids, keep = (g.call_function(operator.getitem, (routed, i)) for i in (1, 2))
     ids.name, keep.name = "ids", "keep"
-    pft = g.call_function(
-        ops.build_pft.default, (ids, None, keep), {"num_experts": E, "capacity": 8, "drop": "weight"}
-    )
+    pft = g.call_function(ops.build_pft.default, (ids, None, keep), {"num_experts": E, "capacity": 8, "drop": "weight"})
     token_ids, offsets, inverse = (g.call_function(operator.getitem, (pft, i)) for i in (0, 2, 3))
     names = (
         "experts.gate_up_proj",
@@ -114,9 +112,7 @@ def test_plain_torch():
     scaled = g.call_function(aten.mul.Tensor, (shown, 2.5))
     low = g.call_function(aten.clamp.default, (scaled, None, float("inf")))
     masked = g.call_method("masked_fill", (low, x), {"value": False})
-    mixed = g.call_function(
-        torch.cat, ([weight, g.get_attr("shared.w"), g.get_attr("bias_1"), g.get_attr("bias_3")],)
-    )
+    mixed = g.call_function(torch.cat, ([weight, g.get_attr("shared.w"), g.get_attr("bias_1"), g.get_attr("bias_3")],))
     split = g.call_function(aten.split.Tensor, (mixed, 4))
     parts = [g.call_function(operator.getitem, (split, i)) for i in (0, 2)]
     mean, biased = (g.call_function(aten.sub.Tensor, (p, 1), {"alpha": 2}) for p in parts)

@@ -58,9 +58,7 @@ def test_violations_say_where_the_user_wrote_it():
     assert violations(block, LEVELS["fused"]) == violations(block, LEVELS["lowered"]) == []
     (found,) = violations(block, LEVELS["dialect"])
     found.node.meta["source"] = "model.py:7"
-    assert (
-        str(found) == f"{found.node.name}: moefx::expert_mlp does not exist at level 'dialect' (model.py:7)"
-    )
+    assert str(found) == f"{found.node.name}: moefx::expert_mlp does not exist at level 'dialect' (model.py:7)"
 
 
 def test_autograd_functions_are_legal():

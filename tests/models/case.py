@@ -123,9 +123,7 @@ def init_(model: nn.Module, seed: int) -> None:
     with torch.no_grad():
         for name, p in model.named_parameters():
             if p.ndim <= 1:
-                around = (
-                    1.0 if re.search(r"norm|bn\.weight|ln|scale|gamma", name) and "bias" not in name else 0.0
-                )
+                around = 1.0 if re.search(r"norm|bn\.weight|ln|scale|gamma", name) and "bias" not in name else 0.0
                 p.copy_(around + 0.1 * noise(p))
             else:
                 size = 0.5 if re.search(r"b1|b2|bias", name) else 1.0
@@ -151,9 +149,7 @@ class BlockSpec:
     no_candidate: bool = False
     bare: bool = False  # the model is the block itself, under the name ""
     blocks: tuple[str, ...] = ()  # relative to the block, when it holds several
-    layout: str = (
-        "bsd"  # how the block wants its input: "bsd", "sbd" (sequence first) or "flat" (tokens, dim)
-    )
+    layout: str = "bsd"  # how the block wants its input: "bsd", "sbd" (sequence first) or "flat" (tokens, dim)
     extra: ExtraInputs | None = None  # further positional inputs of the block
     inputs: ExtraInputs | None = None  # all inputs of a bare model, when it does not take [batch, seq, D]
     dim: int = D

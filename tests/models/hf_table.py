@@ -148,8 +148,7 @@ CASES: dict[str, dict[str, Any]] = {
         "note": "silu rank-1 experts; Embedding[E,d] x2; shared: dense GLU inside; out of scope "
         "(retrieval, 1 neuron/expert); leave alone",
         "verdict": "refuse",
-        "why": "product-key retrieval of one-neuron experts held in nn.Embedding tables: nothing to "
-        "group, leave alone",
+        "why": "product-key retrieval of one-neuron experts held in nn.Embedding tables: nothing to group, leave alone",
         "over": {"is_moe": True, "num_experts": 16, "num_experts_per_tok": 4},
         "v4_bad": "its own forward fails there",
     },
@@ -176,8 +175,7 @@ CASES: dict[str, dict[str, Any]] = {
         "note": "silu-GLU; [E,2h,d]|[E,d,h]; shared: shared MLP; 2 expert sets (text/vision) picked by "
         "bool-masked tokens; block returns tuple; inner block returns flattened 1-D",
         "verdict": "match",
-        "why": "two expert sets (text, vision); with text input only the text set runs, so at least "
-        "that one per layer",
+        "why": "two expert sets (text, vision); with text input only the text set runs, so at least that one per layer",
         "over": {
             "moe_num_shared_experts": 1,
             "moe_intermediate_size": [32, 24],
@@ -305,8 +303,7 @@ CASES: dict[str, dict[str, Any]] = {
         "kind": "lm",
         "idiom": "I9a",
         "router": "softmax->topk->renorm (always)",
-        "note": "silu-GLU; [E,2h,d]|[E,d,h]; shared: shared MLP; fp32 gate Linear; per-layer "
-        "num_experts lists allowed",
+        "note": "silu-GLU; [E,2h,d]|[E,d,h]; shared: shared MLP; fp32 gate Linear; per-layer num_experts lists allowed",
         "verdict": "match",
         "over": {},
     },
@@ -365,8 +362,7 @@ CASES: dict[str, dict[str, Any]] = {
         "kind": "lm",
         "idiom": "I9a",
         "router": "topk(logits+bias), sigmoid after, renorm flag",
-        "note": "silu-GLU; [E,2h,d]|[E,d,h]; shared: shared MLP; router has device/grad-mode branch "
-        "(mm out_dtype)",
+        "note": "silu-GLU; [E,2h,d]|[E,d,h]; shared: shared MLP; router has device/grad-mode branch (mm out_dtype)",
         "verdict": "match",
         "over": {"norm_topk_prob": True},
     },
@@ -531,9 +527,7 @@ CASES: dict[str, dict[str, Any]] = {
         "note": "silu-GLU; [E,2h,d]|[E,d,h]",
         "verdict": "match",
         "over": {},
-        "v4_rope": {
-            "rope_scaling": {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True}
-        },
+        "v4_rope": {"rope_scaling": {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True}},
     },
     "qwen3_omni_talker_text": {
         "cls": "Qwen3OmniMoeTalkerModel",

@@ -66,8 +66,7 @@ class CompareLoop(nn.Module):
     "i1c_any_mask_skip",
     "I1c",
     "match",
-    "boolean mask with any(), empty experts skipped, sigmoid scores with a selection bias, gated shared "
-    "expert",
+    "boolean mask with any(), empty experts skipped, sigmoid scores with a selection bias, gated shared expert",
 )
 class AnyMaskLoop(nn.Module):
     def __init__(self):
@@ -262,9 +261,7 @@ class GroupRouter(nn.Module):
         score = logits.sigmoid()
         choice = score + self.choice_bias
         best = choice.view(-1, 2, E // 2).topk(2, -1).values.sum(-1).topk(1, -1).indices
-        allowed = (
-            torch.zeros(t.shape[0], 2, dtype=torch.bool).scatter_(1, best, True).repeat_interleave(E // 2, 1)
-        )
+        allowed = torch.zeros(t.shape[0], 2, dtype=torch.bool).scatter_(1, best, True).repeat_interleave(E // 2, 1)
         idx = choice.masked_fill(~allowed, float("-inf")).topk(K, -1).indices
         w = score.gather(1, idx)
         return logits, 1.5 * w / (w.sum(-1, keepdim=True) + 1e-20), idx
@@ -274,8 +271,7 @@ class GroupRouter(nn.Module):
     "i9a_submodules_tuple",
     "I9a",
     "match",
-    "router and experts as submodules, transposed stacked weights, float32 accumulator, returns (output, "
-    "logits)",
+    "router and experts as submodules, transposed stacked weights, float32 accumulator, returns (output, logits)",
 )
 class HitLoopModules(nn.Module):
     def __init__(self):

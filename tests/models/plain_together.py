@@ -201,8 +201,7 @@ class SortSlices(nn.Module):
     "i6b_split_weight_before_norm",
     "I6b",
     "match",
-    "sort, split(list), weight BEFORE the expert, non-gated relu^2, RMS norm on every expert output, "
-    "index_add",
+    "sort, split(list), weight BEFORE the expert, non-gated relu^2, RMS norm on every expert output, index_add",
 )
 class SplitLists(nn.Module):
     def __init__(self):

@@ -150,9 +150,7 @@ class PypiSuite(Suite):
 PYPI = PypiSuite()
 
 
-@PYPI.case_of(
-    "mistral_inference", "mistral_inference_moe", "I1b", "match", "rows by comparison", layout="flat"
-)
+@PYPI.case_of("mistral_inference", "mistral_inference_moe", "I1b", "match", "rows by comparison", layout="flat")
 def _mistral():
     bare("mistral_inference")
     stub("simple_parsing", "simple_parsing.helpers")
@@ -189,9 +187,7 @@ def _mixtures(cls: str) -> nn.Module:
     return getattr(package, cls)(config)
 
 
-@PYPI.case_of(
-    "pytorch_mixtures", "pytorch_mixtures_topk", "I1b", "match", "router is a bare [d, E] parameter"
-)
+@PYPI.case_of("pytorch_mixtures", "pytorch_mixtures_topk", "I1b", "match", "router is a bare [d, E] parameter")
 def _mixtures_topk():
     return _mixtures("TopkMoE")
 
@@ -201,9 +197,7 @@ def _mixtures_expert_choice():
     return _mixtures("ExpertChoiceMoE")
 
 
-@PYPI.case_of(
-    "st_moe_pytorch", "st_moe", "I4", "either", "capacity, random threshold, straight-through", rng=True
-)
+@PYPI.case_of("st_moe_pytorch", "st_moe", "I4", "either", "capacity, random threshold, straight-through", rng=True)
 def _st_moe():
     bare("st_moe_pytorch", "colt5_attention")
     sys.modules["colt5_attention"].topk = importlib.import_module("colt5_attention.topk").topk  # type: ignore
@@ -243,8 +237,6 @@ def _soft_moe():
     return importlib.import_module("soft_moe_pytorch").SoftMoE(D, num_slots=4, num_experts=E)
 
 
-@PYPI.case_of(
-    "soft_moe_pytorch", "soft_moe_dynamic", "I10", "refuse", "as many soft slots as the sequence needs"
-)
+@PYPI.case_of("soft_moe_pytorch", "soft_moe_dynamic", "I10", "refuse", "as many soft slots as the sequence needs")
 def _soft_moe_dynamic():
     return importlib.import_module("soft_moe_pytorch").DynamicSlotsSoftMoE(D, num_experts=E)

@@ -97,9 +97,7 @@ def try_mutant(mutant: Mutant, reasons: bool = False, plan: moefx.Plan | None = 
             case = mutant.build()
             reference = copy.deepcopy(case.model)
             before = checks.State.of(reference)
-            compiled = moefx.compile(
-                case.model, example_inputs=copy.deepcopy(case.inputs), plan=plan, strict=False
-            )
+            compiled = moefx.compile(case.model, example_inputs=copy.deepcopy(case.inputs), plan=plan, strict=False)
             names = checks.rewritten_names(compiled)
             verdict.outcome = "rewritten" if names else "refused"
             if reasons and not names:
@@ -182,9 +180,7 @@ def select(patterns: list[str], sample: int = 0, full: bool = False) -> list[Mut
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("patterns", nargs="*")
     parser.add_argument("--sample", type=int, default=0, help="only so many, always the same ones")
     parser.add_argument("--check", action="store_true", help="check the suite, not moefx")

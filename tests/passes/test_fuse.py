@@ -45,9 +45,7 @@ def agrees(block: nn.Module, graph) -> None:
         strict=True,
     ):
         if b is not None or a is not None:
-            assert torch.allclose(
-                torch.zeros_like(b) if a is None else a, torch.zeros_like(a) if b is None else b
-            )
+            assert torch.allclose(torch.zeros_like(b) if a is None else a, torch.zeros_like(a) if b is None else b)
 
 
 class TestBodies:
@@ -228,9 +226,7 @@ class TestReduce:
 
 def test_off():
     result = rewritten(Loop(), plan=Plan(fuse=False))
-    assert (
-        not result.graph.find(ops.expert_mlp.default) and len(result.graph.find(ops.grouped_mm.default)) == 3
-    )
+    assert not result.graph.find(ops.expert_mlp.default) and len(result.graph.find(ops.grouped_mm.default)) == 3
 
 
 @pytest.mark.parametrize("keep", ["h", "x", "all"])

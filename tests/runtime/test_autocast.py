@@ -20,9 +20,7 @@ class Block(nn.Module):
     def __init__(self, router="", experts=""):
         super().__init__()
         self.gate = nn.Linear(D, E, bias=False)
-        self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(D, 24), nn.SiLU(), nn.Linear(24, D)) for _ in range(E)
-        )
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(D, 24), nn.SiLU(), nn.Linear(24, D)) for _ in range(E))
         self.inside = {"router": router, "experts": experts}
 
     def forward(self, x):

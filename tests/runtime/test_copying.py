@@ -143,10 +143,7 @@ def test_modules_with_a_copying_method_of_their_own(model):
         {"peculiar": Peculiar(), "state": WithState(), "graph": torch.fx.symbolic_trace(nn.Linear(2, 2))}
     )
     duplicate, copies = copy_model(holder)
-    assert (
-        duplicate["peculiar"].copied
-        and duplicate["peculiar"].linear.weight is holder["peculiar"].linear.weight
-    )
+    assert duplicate["peculiar"].copied and duplicate["peculiar"].linear.weight is holder["peculiar"].linear.weight
     assert duplicate["state"].handle == "new"
     assert copies[holder["state"].linear] is duplicate["state"].linear
     assert isinstance(duplicate["graph"], torch.fx.GraphModule)
@@ -157,9 +154,7 @@ def test_modules_with_a_copying_method_of_their_own(model):
 
 def test_what_cannot_be_copied_is_named(model):
     model.layers[1].stream = (i for i in range(3))
-    with pytest.raises(
-        MoefxError, match=r"layers\.1\.stream \(generator\) cannot be copied: .*remove the attribute"
-    ):
+    with pytest.raises(MoefxError, match=r"layers\.1\.stream \(generator\) cannot be copied: .*remove the attribute"):
         copy_model(model)
 
 

@@ -59,9 +59,7 @@ def test_the_signature_is_the_blocks_own():
     block, forward, x, expected = rewritten_block()
     assert inspect.signature(forward) == inspect.signature(Block().forward)
     torch.testing.assert_close(block(hidden_states=x, scale=1.0), expected)
-    with pytest.raises(
-        TypeError, match=r"forward\(\) missing 1 required positional argument: 'hidden_states'"
-    ):
+    with pytest.raises(TypeError, match=r"forward\(\) missing 1 required positional argument: 'hidden_states'"):
         block()
     assert forward.counts.original == 0
     assert repr(forward) == "<rewritten forward of Block, 1 program(s)>"
@@ -322,10 +320,7 @@ def test_copies_are_bound_to_their_own_block(how):
     duplicate = COPIES[how](model)
     for layer, old in zip(duplicate.layers, model.layers, strict=True):
         assert layer.forward.block is layer is not old
-        assert (
-            inspect.signature(layer.forward).parameters.keys()
-            == inspect.signature(old.forward).parameters.keys()
-        )
+        assert inspect.signature(layer.forward).parameters.keys() == inspect.signature(old.forward).parameters.keys()
     torch.testing.assert_close(duplicate(x), expected)
     with torch.no_grad():
         for p in duplicate.parameters():
@@ -456,9 +451,7 @@ def test_unknown_calls_are_specialised_when_dynamo_traces():
         return known if known.key.admits(call) else None
 
     install(block, [], specialise=specialise)
-    torch.testing.assert_close(
-        torch.compile(block, fullgraph=True, backend="aot_eager")(x), Block.forward(block, x)
-    )
+    torch.testing.assert_close(torch.compile(block, fullgraph=True, backend="aot_eager")(x), Block.forward(block, x))
 
 
 def test_guards_are_guards_of_dynamo_too():

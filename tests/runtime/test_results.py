@@ -35,9 +35,7 @@ class Block(nn.Module):
     def __init__(self, result):
         super().__init__()
         self.router, self.result = nn.Linear(D, E), result
-        self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(D, 24), nn.ReLU(), nn.Linear(24, D)) for _ in range(E)
-        )
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(D, 24), nn.ReLU(), nn.Linear(24, D)) for _ in range(E))
 
     def forward(self, x):
         logits = self.router(x)

@@ -38,11 +38,7 @@ class Model(nn.Module):
         for norm, layer in zip(self.norms, self.layers, strict=True):
             x = x + layer(norm(x))
         logits = self.head(x)
-        loss = (
-            {}
-            if labels is None
-            else {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
-        )
+        loss = {} if labels is None else {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
         return {**loss, "logits": logits}
 
 
@@ -54,9 +50,7 @@ def history(name: str = "", spoil: dict[str, Callable[[BlockGraph], BlockGraph]]
     for i, (pass_name, graph) in enumerate(graphs.items()):
         broken = (spoil or {}).get(pass_name, broken)
         graph = broken(graph.copy()) if broken else graph
-        snapshots.append(
-            Snapshot(i + 1, len(graphs), pass_name, 1.0, 1, 0, f"passes/{pass_name}.py:1", graph)
-        )
+        snapshots.append(Snapshot(i + 1, len(graphs), pass_name, 1.0, 1, 0, f"passes/{pass_name}.py:1", graph))
     return History(name, tuple(snapshots))
 
 

@@ -41,9 +41,7 @@ def test_a_correct_rewrite_passes(dtype, train, shape):
     assert kinds.count("output") == 2 and kinds.count("grad_input") == 1
     assert kinds.count("grad_param") == len(list(original.parameters()))
     assert ("buffer" in kinds) is train and "state" in kinds
-    assert {row.block for row in comparison.rows} == {"mlp"} and {row.case for row in comparison.rows} == {
-        "case 1"
-    }
+    assert {row.block for row in comparison.rows} == {"mlp"} and {row.case for row in comparison.rows} == {"case 1"}
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -107,8 +105,7 @@ def test_nothing_is_touched():
 
     def everything():
         state = [
-            (m.training, {k: id(v) for k, v in vars(m).items()})
-            for m in (*original.modules(), *compiled.modules())
+            (m.training, {k: id(v) for k, v in vars(m).items()}) for m in (*original.modules(), *compiled.modules())
         ]
         tensors = [
             *original.state_dict().values(),
@@ -225,10 +222,7 @@ def test_different_outputs_fail():
     assert ("output", "1") in failed(comparison)
     compiled.__class__ = type("Raises", (Plain,), {"forward": lambda self, x: x @ x})
     comparison = check(original, compiled, tokens(2, 3))
-    assert (
-        failed(comparison) == {("output", "forward and backward")}
-        and "RuntimeError" in comparison.rows[0].note
-    )
+    assert failed(comparison) == {("output", "forward and backward")} and "RuntimeError" in comparison.rows[0].note
     with pytest.raises(RuntimeError):  # an error of the original is the caller's
         check(compiled, original, tokens(2, 3))
 

@@ -84,9 +84,7 @@ def test_only_a_skewed_router_shows_it():
     assert {row.case for row in result.rows if not row.ok} == {"inputs that starve experts, float64"}
 
 
-@pytest.mark.parametrize(
-    "fault", ["scaled weight gradient", "activation constant", "one NaN", "missing bias"]
-)
+@pytest.mark.parametrize("fault", ["scaled weight gradient", "activation constant", "one NaN", "missing bias"])
 def test_under_autocast_the_algebra_is_still_compared_in_float64(fault):
     with torch.autocast("cpu", torch.bfloat16):
         result = check(block())

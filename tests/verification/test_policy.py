@@ -67,9 +67,7 @@ def test_the_bound_is_the_stated_formula():
     original, truth = product(torch.float32)
     row = verdict(original * (1 + 1e-4), original, truth, torch.float32)
     u = torch.finfo(torch.float32).eps / 2
-    rel2 = float(
-        (original.double() - truth).norm() / torch.maximum(truth.abs(), original.double().abs()).norm()
-    )
+    rel2 = float((original.double() - truth).norm() / torch.maximum(truth.abs(), original.double().abs()).norm())
     assert row.norm == "rel2" and row.error == pytest.approx(1e-4, rel=1e-2)
     assert row.bound == pytest.approx(2 * rel2 + u + u * 8)
     half = tolerance(torch.bfloat16, 64)

@@ -74,9 +74,7 @@ def test_the_first_block_and_the_first_pass_that_differ_are_named(pass_name, lay
     report = verify(compiled, original, (IDS,))
     assert not report.ok and report.first_block == f"layers.{layer}"
     assert report.first_pass == f"{pass_name} (passes/{pass_name}.py:1)"
-    assert {row.block for row in report.failed} == {"", f"layers.{layer}"}, (
-        "the other block is right by itself"
-    )
+    assert {row.block for row in report.failed} == {"", f"layers.{layer}"}, "the other block is right by itself"
     with pytest.raises(VerificationFailed, match=f"First block that differs: layers.{layer}; first pass"):
         report.raise_if_failed()
 
@@ -118,9 +116,7 @@ def test_a_program_that_is_not_its_last_graph():
     program = rewritten(compiled.layers[0]).programs[0]
     right, program.fn = program.fn, lambda block, x: right(block, x) * 1.1
     report = verify(compiled, original, (IDS,))
-    assert report.first_block == "layers.0" and report.first_pass.startswith(
-        "none: the graphs after all passes"
-    )
+    assert report.first_block == "layers.0" and report.first_pass.startswith("none: the graphs after all passes")
 
 
 def test_a_model_without_rewritten_blocks_fails():
@@ -221,11 +217,7 @@ def test_bad_calls():
 def test_json():
     original, compiled = compiled_pair()
     data = json.loads(verify(compiled, original, (IDS,)).to_json())
-    assert (
-        data["ok"] is True
-        and data["rows"][0]["kind"] == "output"
-        and data["routing"][0]["block"] == "layers.0"
-    )
+    assert data["ok"] is True and data["rows"][0]["kind"] == "output" and data["routing"][0]["block"] == "layers.0"
     data = json.loads(verify(original, original, (IDS,)).to_json())
     assert data["ok"] is False and data["rows"][-1]["error"] is None
 

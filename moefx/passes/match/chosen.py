@@ -53,9 +53,7 @@ def choice(
 
 
 class _Search:
-    def __init__(
-        self, owners: Owners, tokens: tuple[int, ...], summands: list[list[Term]], nodes: list[fx.Node]
-    ):
+    def __init__(self, owners: Owners, tokens: tuple[int, ...], summands: list[list[Term]], nodes: list[fx.Node]):
         self.tokens, self.nodes = tokens, nodes
         self.T = math.prod(tokens)
         self.keys = [[owners.key(p) for p in parts] for parts in summands]

@@ -182,19 +182,12 @@ def _explained_by_weights(lifted: Lifted) -> bool:
         if {"tk", "kt", "m"} & set(ref.axes):
             return False
         it = iter(unravel(t, lifted.tokens) if ref.axes.count("t") > 1 else (t,))
-        where = {
-            a: k if x == "k" else int(lifted.ids[t, k]) if x == "e" else next(it)
-            for a, x in enumerate(ref.axes)
-        }
+        where = {a: k if x == "k" else int(lifted.ids[t, k]) if x == "e" else next(it) for a, x in enumerate(ref.axes)}
         term = S.term(ref.node)
-        return all(0 <= i < term.shape[a] for a, i in where.items()) and is_const(
-            T.resolve(T.picks(term, where)), 0
-        )
+        return all(0 <= i < term.shape[a] for a, i in where.items()) and is_const(T.resolve(T.picks(term, where)), 0)
 
     dropped = (~lifted.kept).nonzero().tolist()
-    scalars = [
-        ref for group in lifted.groups for i, ref in enumerate(group.values) if _is_scalar(group.body, i)
-    ]
+    scalars = [ref for group in lifted.groups for i, ref in enumerate(group.values) if _is_scalar(group.body, i)]
     return any(all(is_zero(ref, t, k) for t, k in dropped) for ref in scalars)
 
 
@@ -213,11 +206,7 @@ def _mask_candidates(lifted: Lifted) -> list[Ref]:
 
     for n in lifted.capture.nodes:
         val = n.meta.get("val")
-        if (
-            n in lifted.absorbed
-            or n.meta["index"] >= lifted.cut.meta["index"]
-            or not isinstance(val, torch.Tensor)
-        ):
+        if n in lifted.absorbed or n.meta["index"] >= lifted.cut.meta["index"] or not isinstance(val, torch.Tensor):
             continue
         if isinstance(val, FakeTensor):
             if not n.meta.get("known") or val.numel() > 1 << 20:

@@ -60,8 +60,7 @@ class Group:
     def has_matrices(self) -> bool:
         """Whether some contraction of the body has an expert's matrix as an operand."""
         return any(
-            b.op == "ein"
-            and any(isinstance(a, Body) and a.op == "expert" and len(a.shape) >= 2 for a in b.args)
+            b.op == "ein" and any(isinstance(a, Body) and a.op == "expert" and len(a.shape) >= 2 for a in b.args)
             for b in walk(self.body)
         )
 

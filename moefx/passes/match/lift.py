@@ -51,9 +51,7 @@ class Lifter:
                     return self._lift(alike)
                 raise refusal from None
         except TooLarge:
-            raise Refused(
-                "its rows depend on too much else to be followed: rows are mixed, as in attention"
-            ) from None
+            raise Refused("its rows depend on too much else to be followed: rows are mixed, as in attention") from None
 
     def _lift(self, experts: set[str] | None) -> Lifted:
         self.experts = family(self.reach, experts or expert_parameters(self.reach))
@@ -194,9 +192,7 @@ def _shared(rest: list[list[Term]], lookup: Lookup) -> tuple[list[Ref], list[lis
     return refs, rest
 
 
-def _missed(
-    rest: list[list[Term]], routed: list[list[Term]], lookup: Lookup
-) -> tuple[Ref | None, list[list[Term]]]:
+def _missed(rest: list[list[Term]], routed: list[list[Term]], lookup: Lookup) -> tuple[Ref | None, list[list[Term]]]:
     """What the tokens that no expert took have instead: their own row, say, which the others do not have."""
     alone = [t for t, parts in enumerate(routed) if not parts]
     if not alone or any(len(rest[t]) != 1 for t in alone) or any(rest[t] for t in range(len(rest)) if routed[t]):
@@ -205,9 +201,7 @@ def _missed(
     return (ref, [[] for _ in rest]) if ref is not None else (None, rest)
 
 
-def _place_keyless(
-    t: int, parts: list[Term], ids: list[int], placed: list[tuple[int, Term]], lookup: Lookup
-) -> None:
+def _place_keyless(t: int, parts: list[Term], ids: list[int], placed: list[tuple[int, Term]], lookup: Lookup) -> None:
     """Summands of a token without parameters (identity experts): the slots that are left, told apart by their
     weights."""
     for part in [summand for whole in parts for summand in _by_weight(whole, lookup)]:
@@ -217,9 +211,7 @@ def _place_keyless(
         if not fits and len(free) == 1:
             fits = free
         if not fits:
-            raise Refused(
-                f"a part of the output is neither an expert's nor the same for all tokens: {show(part, 3)}"
-            )
+            raise Refused(f"a part of the output is neither an expert's nor the same for all tokens: {show(part, 3)}")
         placed.append((fits[0], part))
 
 

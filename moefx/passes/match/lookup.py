@@ -129,9 +129,7 @@ class Lookup:
 
     def _zero_where_dropped(self, ref: Ref) -> bool:
         """Whether a weight says itself which slots count."""
-        return all(
-            (found := self.element(ref, *place)) is None or is_const(found, 0) for place in self.dropped
-        )
+        return all((found := self.element(ref, *place)) is None or is_const(found, 0) for place in self.dropped)
 
     def _columns(self, where: list[tuple[int, int, int]], terms: list[Term]) -> Ref | None:
         """One node for each slot."""
@@ -143,11 +141,7 @@ class Lookup:
             first, wanted = mine[0]
             found = None
             for _, _, ref in self.readings:
-                if (
-                    {"k", "tk", "kt"} & set(ref.axes)
-                    or "t" not in ref.axes
-                    or self.element(ref, *first) is not wanted
-                ):
+                if {"k", "tk", "kt"} & set(ref.axes) or "t" not in ref.axes or self.element(ref, *first) is not wanted:
                     continue
                 if all(self.element(ref, *place) is term for place, term in mine):
                     found = ref
@@ -163,7 +157,5 @@ class Lookup:
 
     def value_at(self, t: int, k: int, e: int, term: Term) -> bool:
         return any(
-            self.element(ref, t, k, e) is term
-            for _, _, ref in self.readings
-            if "k" in ref.axes or "e" in ref.axes
+            self.element(ref, t, k, e) is term for _, _, ref in self.readings if "k" in ref.axes or "e" in ref.axes
         )

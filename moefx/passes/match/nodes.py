@@ -30,6 +30,7 @@ def line(node: fx.Node) -> tuple[Any, Any]:
 def _arg(node: fx.Node, i: int, name: str, default: Any) -> Any:
     return node.args[i] if len(node.args) > i else node.kwargs.get(name, default)
 
+
 # for ops that return what they selected and where: along which dim, and whether it is kept
 SELECTIONS: dict[str, Callable[[fx.Node], tuple[int, bool]]] = {
     "topk": lambda n: (_arg(n, 2, "dim", -1), True),

@@ -38,9 +38,7 @@ class Owners:
                 if len(wide) == 1 and not (name == "div" and wide[0] == 1):
                     inner = self.summands(items[wide[0]])
                     return [
-                        self.reach.T.pw(
-                            name, *[p if k == wide[0] else a for k, a in enumerate(items)], **dict(kwargs)
-                        )
+                        self.reach.T.pw(name, *[p if k == wide[0] else a for k, a in enumerate(items)], **dict(kwargs))
                         for p in inner
                     ]
         return [] if is_const(t, 0) else [t]

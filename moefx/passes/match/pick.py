@@ -27,8 +27,7 @@ def pick(T: Terms, t: Term, axis: int, i: int) -> Term:
             inputs, output, *operands = t.args
             label = output[axis]
             operands = [
-                T.pick(o, s.index(label), i) if label in s else o
-                for s, o in zip(inputs, operands, strict=True)
+                T.pick(o, s.index(label), i) if label in s else o for s, o in zip(inputs, operands, strict=True)
             ]
             return T.ein([s.replace(label, "") for s in inputs], output.replace(label, ""), operands)
         case "permute":
@@ -244,18 +243,14 @@ def _structure(T: Terms, t: Term) -> set[int]:
             if not inner:
                 return set()
             return {
-                d
-                for d, n in enumerate(t.shape)
-                if n > 1 and inner & set(reshape_group(t.args[0].shape, t.shape, d)[0])
+                d for d, n in enumerate(t.shape) if n > 1 and inner & set(reshape_group(t.args[0].shape, t.shape, d)[0])
             }
         case "index":
             inner, dims, indices, position = t.args
             width = indices.value.dim() - 1
             rest = [d for d in range(len(inner.shape)) if d not in dims]
             out = {position + k for k in range(width)}
-            return out | {
-                r if r < position else r + width for r, d in enumerate(rest) if d in structure(T, inner)
-            }
+            return out | {r if r < position else r + width for r, d in enumerate(rest) if d in structure(T, inner)}
         case "put":
             base, dims, _, values, _ = t.args
             rest = [d for d in range(len(base.shape)) if d not in dims]

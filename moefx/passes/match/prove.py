@@ -173,8 +173,7 @@ class Prover:
         self.lifted, self.sizes = self._complete()
         for group, merged in enumerate(groups):
             merged.values = [
-                list(refs)
-                for refs in zip(*[lifted.groups[group].values for lifted in self.lifted], strict=True)
+                list(refs) for refs in zip(*[lifted.groups[group].values for lifted in self.lifted], strict=True)
             ]
         modes = set().union(*[lifted.capture.modes_read for lifted in self.lifted])
         return Match(
@@ -453,9 +452,7 @@ def _same_form(a: Lifted, b: Lifted) -> None:
             f"the number of slots per token depends on routing or size: {a.slots} and {b.slots}", source=where
         )
     if a.index.form != b.index.form or len(a.shared) != len(b.shared):
-        raise Refused(
-            "which experts are chosen, or what is added for all tokens, depends on the routing", source=where
-        )
+        raise Refused("which experts are chosen, or what is added for all tokens, depends on the routing", source=where)
     if a.missed and b.missed and a.missed.form != b.missed.form:
         raise Refused("what tokens without an expert get depends on the routing", source=where)
     by_form = {(g.body, tuple(v.form for v in g.values)): g for g in b.groups}

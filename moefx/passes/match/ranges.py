@@ -113,9 +113,7 @@ class Ranges:
             def value(n: fx.Node) -> torch.Tensor:
                 return self._known[n][side].expand(n.meta["val"].shape).contiguous()
 
-            return fx.node.map_arg(
-                (node.args, {k: v for k, v in node.kwargs.items() if k != "device"}), value
-            )
+            return fx.node.map_arg((node.args, {k: v for k, v in node.kwargs.items() if k != "device"}), value)
 
         try:
             if name in _MOVES or (name in _MONOTONE and not _negative(node)):
@@ -178,9 +176,7 @@ def _hull(found: Range) -> tuple[int, int]:
 
 
 def _negative(node: fx.Node) -> bool:
-    return any(isinstance(a, (int, float)) and a < 0 for a in node.args) or bool(
-        node.kwargs.get("alpha", 1) != 1
-    )
+    return any(isinstance(a, (int, float)) and a < 0 for a in node.args) or bool(node.kwargs.get("alpha", 1) != 1)
 
 
 def _compare(name: str, a: Range, b: Range) -> Range:

@@ -79,9 +79,7 @@ def expert_parameters(reach: Reach) -> set[str]:
     tokens, at the last node before it."""
     live = reach.live()
     inner = [
-        n
-        for n in reversed(reach.capture.nodes)
-        if n in live and n not in reach.outputs and n.op == "call_function"
+        n for n in reversed(reach.capture.nodes) if n in live and n not in reach.outputs and n.op == "call_function"
     ]
     tried = 0
     for out in [*reach.outputs, *inner]:
@@ -119,9 +117,7 @@ def family(reach: Reach, experts: set[str]) -> set[str]:
             alike = [
                 p
                 for p in split
-                if len(p) == len(parts)
-                and p[:depth] == parts[:depth]
-                and p[depth + 1 :] == parts[depth + 1 :]
+                if len(p) == len(parts) and p[:depth] == parts[:depth] and p[depth + 1 :] == parts[depth + 1 :]
             ]
             if len(alike) > 1:
                 out |= {".".join([*parts[:depth], other, *parts[depth + 1 :]]) for other in siblings}
@@ -165,9 +161,7 @@ def cuts(reach: Reach, experts: set[str]) -> tuple[set[fx.Node], list[fx.Node]]:
     live = reach.live()
     routed: set[fx.Node] = set()
     for n in reach.capture.nodes:
-        if (n.op == "get_attr" and n.meta["fqn"] in experts) or any(
-            a in routed for a in n.all_input_nodes
-        ):
+        if (n.op == "get_attr" and n.meta["fqn"] in experts) or any(a in routed for a in n.all_input_nodes):
             routed.add(n)
     order = [n for n in reach.capture.nodes if n in routed and n in live]
     found, last, final = [], -1, set(reach.outputs)

@@ -186,9 +186,7 @@ class Terms:
         """Elementwise on known numbers, in float64."""
         if math.prod(broadcast([t.shape for t in items if isinstance(t, Term) and t.op == "array"])) > 1 << 20:
             return None
-        values = [
-            torch.as_tensor(_number(t), dtype=torch.float64) if isinstance(t, Term) else t for t in items
-        ]
+        values = [torch.as_tensor(_number(t), dtype=torch.float64) if isinstance(t, Term) else t for t in items]
         if name == "where":
             values[0] = values[0] != 0
         packet, _, overload = name.partition(".")
@@ -288,9 +286,7 @@ class Terms:
             return self.array(torch.cat(pieces, dim))
         return self.make("cat", (dim, *terms), shape)
 
-    def index(
-        self, t: Term, dims: Sequence[int], indices: torch.Tensor, position: int, routed: bool = False
-    ) -> Term:
+    def index(self, t: Term, dims: Sequence[int], indices: torch.Tensor, position: int, routed: bool = False) -> Term:
         """Advanced indexing: `indices` [m, *I] into `dims`; the axes of I stand at `position` of the result.
         What routing chose stays an index even where it happens to be a range."""
         dims = tuple(dims)
@@ -319,9 +315,7 @@ class Terms:
                 return self.slice(t, dims[0], first, last + 1, step)
         return self.make("index", (t, dims, self.intern(indices), position), shape)
 
-    def put(
-        self, base: Term, dims: Sequence[int], indices: torch.Tensor, values: Term, accumulate: bool
-    ) -> Term:
+    def put(self, base: Term, dims: Sequence[int], indices: torch.Tensor, values: Term, accumulate: bool) -> Term:
         """`base` with `values` [n, *rest] written (or added) at `indices` [m, n] of `dims`."""
         if indices.shape[1] == 0:
             return base

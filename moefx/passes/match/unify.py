@@ -139,9 +139,7 @@ class Unifier:
         if node.op == "node":
             fx_node = node.args[0]
             name = getattr(fx_node.target, "__name__", str(fx_node.target))
-            if fx_node in self.routed or torch.Tag.nondeterministic_seeded in getattr(
-                fx_node.target, "tags", ()
-            ):
+            if fx_node in self.routed or torch.Tag.nondeterministic_seeded in getattr(fx_node.target, "tags", ()):
                 return Refused(
                     f"the experts' computation goes through {name}, which is not row by row",
                     culprits=(name,),

@@ -92,9 +92,7 @@ class SwitchMesh(nn.Module):
         return torch.einsum("nec,ecd->nd", combine, out).view_as(x)
 
 
-@STRANGERS.case(
-    "s_tutel_locations", "I4", "match", "flat buffer [E * C, D], row number = expert * capacity + location"
-)
+@STRANGERS.case("s_tutel_locations", "I4", "match", "flat buffer [E * C, D], row number = expert * capacity + location")
 class TutelLocations(nn.Module):
     """Token-major queue: location in the order of (token, slot)."""
 
@@ -179,9 +177,7 @@ class SliceDrop(nn.Module):
         return out.reshape(b, s, d)
 
 
-@STRANGERS.case(
-    "s_capacity_last_wins", "I9", "either", "the queue keeps the last C arrivals instead of the first"
-)
+@STRANGERS.case("s_capacity_last_wins", "I9", "either", "the queue keeps the last C arrivals instead of the first")
 class LastWins(SliceDrop):
     def forward(self, x):
         b, s, d = x.shape

@@ -36,9 +36,7 @@ class GroupLimitedGate(nn.Module):
         return weights.type_as(x), indices
 
 
-@STRANGERS.case(
-    "s_deepseek_counts", "I9", "match", "bincount().tolist(), skip at zero, y[idx] +=, shared MLP"
-)
+@STRANGERS.case("s_deepseek_counts", "I9", "match", "bincount().tolist(), skip at zero, y[idx] +=, shared MLP")
 class DeepSeekCounts(nn.Module):
     def __init__(self):
         super().__init__()
@@ -76,9 +74,7 @@ class AddAuxiliaryLoss(torch.autograd.Function):
         return grad_output, torch.ones((), dtype=ctx.dtype)
 
 
-@STRANGERS.case(
-    "s_deepseek_scatter_reduce", "I6", "match", "scatter_reduce_ into a cache; aux loss in the backward"
-)
+@STRANGERS.case("s_deepseek_scatter_reduce", "I6", "match", "scatter_reduce_ into a cache; aux loss in the backward")
 class DeepSeekScatterReduce(nn.Module):
     def __init__(self, alpha=0.01):
         super().__init__()
@@ -113,9 +109,7 @@ class DeepSeekScatterReduce(nn.Module):
         return expert_cache
 
 
-@STRANGERS.case(
-    "s_deepseek_moe_infer", "I6", "match", "cnts.scatter_, sorted tokens, new_x[idxs] = outs, mul_ and sum"
-)
+@STRANGERS.case("s_deepseek_moe_infer", "I6", "match", "cnts.scatter_, sorted tokens, new_x[idxs] = outs, mul_ and sum")
 class DeepSeekInfer(nn.Module):
     def __init__(self):
         super().__init__()
@@ -393,10 +387,7 @@ class SlotThenExpert(nn.Module):
         super().__init__()
         self.gate = nn.Linear(D, E, bias=False)
         self.experts = nn.ModuleList(
-            [
-                nn.Sequential(nn.Linear(D, 4 * D), nn.ReLU(), nn.Linear(4 * D, D), nn.Dropout(0.0))
-                for _ in range(E)
-            ]
+            [nn.Sequential(nn.Linear(D, 4 * D), nn.ReLU(), nn.Linear(4 * D, D), nn.Dropout(0.0)) for _ in range(E)]
         )
 
     def forward(self, x):

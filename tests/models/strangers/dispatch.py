@@ -54,9 +54,7 @@ class MaskedSelect(Routed):
         return out
 
 
-@STRANGERS.case(
-    "s_index_put_accumulate", "I6", "match", "sort, unique_consecutive, split, index_put_(accumulate=True)"
-)
+@STRANGERS.case("s_index_put_accumulate", "I6", "match", "sort, unique_consecutive, split, index_put_(accumulate=True)")
 class IndexPut(Routed):
     def mix(self, t, w, idx):
         ids, order = idx.flatten().sort(stable=True)
@@ -68,9 +66,7 @@ class IndexPut(Routed):
         return out
 
 
-@STRANGERS.case(
-    "s_dict_of_lists", "I7", "match", "python dict expert -> list of (token, slot); stack of rows"
-)
+@STRANGERS.case("s_dict_of_lists", "I7", "match", "python dict expert -> list of (token, slot); stack of rows")
 class DictOfLists(Routed):
     def mix(self, t, w, idx):
         queues = defaultdict(list)
@@ -159,9 +155,7 @@ class GatherRows(torch.autograd.Function):
         return grad.index_select(0, index), None, None
 
 
-@STRANGERS.case(
-    "s_fastmoe_functions", "I6", "match", "FastMoE: custom autograd functions scatter and gather the rows"
-)
+@STRANGERS.case("s_fastmoe_functions", "I6", "match", "FastMoE: custom autograd functions scatter and gather the rows")
 class FastMoeFunctions(Routed):
     def mix(self, t, w, idx):
         _, pos = torch.sort(idx.view(-1), stable=True)
@@ -177,19 +171,13 @@ class FastMoeFunctions(Routed):
         return torch.bmm(w.view(-1, 1, K), y.view(-1, K, D)).reshape(-1, D)
 
 
-@STRANGERS.case(
-    "s_vmap_stacked_state", "I3", "match", "functional_call vmapped over the stacked state of all experts"
-)
+@STRANGERS.case("s_vmap_stacked_state", "I3", "match", "functional_call vmapped over the stacked state of all experts")
 class VmapExperts(nn.Module):
     def __init__(self):
         super().__init__()
         self.gate = nn.Linear(D, E, bias=False)
-        params, _ = stack_module_state(
-            [nn.Sequential(nn.Linear(D, H), nn.Tanh(), nn.Linear(H, D)) for _ in range(E)]
-        )
-        self.stack = nn.ParameterDict(
-            {k.replace(".", "_"): nn.Parameter(v.detach()) for k, v in params.items()}
-        )
+        params, _ = stack_module_state([nn.Sequential(nn.Linear(D, H), nn.Tanh(), nn.Linear(H, D)) for _ in range(E)])
+        self.stack = nn.ParameterDict({k.replace(".", "_"): nn.Parameter(v.detach()) for k, v in params.items()})
         self.__dict__["base"] = nn.Sequential(nn.Linear(D, H), nn.Tanh(), nn.Linear(H, D)).to("meta")
 
     def forward(self, x):
@@ -201,9 +189,7 @@ class VmapExperts(nn.Module):
         return (w.unsqueeze(-1) * picked).sum(1).view_as(x)
 
 
-@STRANGERS.case(
-    "s_vmap_tokens", "I5", "match", "vmap over tokens of a function that indexes the stacked weights"
-)
+@STRANGERS.case("s_vmap_tokens", "I5", "match", "vmap over tokens of a function that indexes the stacked weights")
 class VmapTokens(nn.Module):
     def __init__(self):
         super().__init__()
@@ -240,9 +226,7 @@ class IndexSelectBmm(nn.Module):
         w, idx = self.router(t)
         flat = idx.reshape(-1)
         rows = t.repeat_interleave(3, 0).unsqueeze(-1)
-        h = torch.baddbmm(
-            self.up_bias.index_select(0, flat).unsqueeze(-1), self.up.index_select(0, flat), rows
-        )
+        h = torch.baddbmm(self.up_bias.index_select(0, flat).unsqueeze(-1), self.up.index_select(0, flat), rows)
         y = torch.bmm(self.down.index_select(0, flat), h.relu()).squeeze(-1)
         return (y.view(-1, 3, D) * w[..., None]).sum(-2).view_as(x)
 
@@ -290,9 +274,7 @@ class OneWideHidden(nn.Module):
         return self.wide_out(h.flatten(-2))
 
 
-@STRANGERS.case(
-    "s_dense_einsum", "I3", "match", "einsum with an expert axis over stacked weights, gates by scatter"
-)
+@STRANGERS.case("s_dense_einsum", "I3", "match", "einsum with an expert axis over stacked weights, gates by scatter")
 class DenseEinsum(nn.Module):
     def __init__(self):
         super().__init__()
@@ -307,9 +289,7 @@ class DenseEinsum(nn.Module):
         return torch.einsum("bseh,ehd,bse->bsd", h, self.w2, gates)
 
 
-@STRANGERS.case(
-    "s_grouped_conv", "I3", "match", "all experts in one grouped 1x1 convolution over the sequence"
-)
+@STRANGERS.case("s_grouped_conv", "I3", "match", "all experts in one grouped 1x1 convolution over the sequence")
 class GroupedConv(nn.Module):
     def __init__(self):
         super().__init__()
@@ -359,9 +339,7 @@ class GetattrExperts(nn.Module):
         return result.view_as(x)
 
 
-@STRANGERS.case(
-    "s_sparse_matrix_combine", "I6", "either", "a sparse COO matrix times the rows as dispatch and combine"
-)
+@STRANGERS.case("s_sparse_matrix_combine", "I6", "either", "a sparse COO matrix times the rows as dispatch and combine")
 class SparseMatrix(Routed):
     def mix(self, t, w, idx):
         flat = idx.flatten()
@@ -369,9 +347,7 @@ class SparseMatrix(Routed):
         token, n = order // K, len(order)
         counts = flat.bincount(minlength=E).tolist()
         y = torch.cat([f(r) for f, r in zip(self.experts, t[token].split(counts))])
-        combine = torch.sparse_coo_tensor(
-            torch.stack([token, torch.arange(n)]), w.flatten()[order], (len(t), n)
-        )
+        combine = torch.sparse_coo_tensor(torch.stack([token, torch.arange(n)]), w.flatten()[order], (len(t), n))
         return torch.sparse.mm(combine, y)
 
 

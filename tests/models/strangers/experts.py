@@ -58,9 +58,9 @@ STRANGERS.case("s_expert_single_linear", "I1", "match", "an expert is one linear
 STRANGERS.case("s_expert_prelu", "I1", "match", "an activation with a parameter of its own in every expert")(
     lambda: Loop(lambda: nn.Sequential(nn.Linear(D, H), nn.PReLU(H), nn.Linear(H, D)))
 )
-STRANGERS.case(
-    "s_expert_mish", "I1", "match", "an activation that is itself composed: x * tanh(softplus(x))"
-)(lambda: Loop(lambda: Mlp(act=lambda h: h * F.softplus(h).tanh())))
+STRANGERS.case("s_expert_mish", "I1", "match", "an activation that is itself composed: x * tanh(softplus(x))")(
+    lambda: Loop(lambda: Mlp(act=lambda h: h * F.softplus(h).tanh()))
+)
 STRANGERS.case("s_expert_reglu", "I1", "match", "ReLU-gated experts")(lambda: Loop(lambda: Gated(act=F.relu)))
 STRANGERS.case("s_expert_geglu_tanh", "I1", "match", "GELU(tanh)-gated experts")(
     lambda: Loop(lambda: Gated(act=lambda g: F.gelu(g, approximate="tanh")))
@@ -87,9 +87,7 @@ class Skip(nn.Module):
         return self.ln(x + self.inner(x))
 
 
-STRANGERS.case("s_expert_residual_inside", "I1", "match", "norm(x + f(x)) in every expert")(
-    lambda: Loop(Skip)
-)
+STRANGERS.case("s_expert_residual_inside", "I1", "match", "norm(x + f(x)) in every expert")(lambda: Loop(Skip))
 
 
 class Conv(nn.Module):
@@ -105,9 +103,7 @@ class Conv(nn.Module):
         return self.c2(F.relu(self.c1(x.t().unsqueeze(0)))).squeeze(0).t()
 
 
-STRANGERS.case("s_expert_conv1x1", "I1", "match", "experts as nn.Conv1d with kernel size 1")(
-    lambda: Loop(Conv)
-)
+STRANGERS.case("s_expert_conv1x1", "I1", "match", "experts as nn.Conv1d with kernel size 1")(lambda: Loop(Conv))
 
 
 class ClampedLoop(Loop):
@@ -174,9 +170,7 @@ STRANGERS.case("s_expert_returns_bias", "I1", "match", "an expert returns (outpu
 class DropoutExpert(nn.Module):
     def __init__(self):
         super().__init__()
-        self.net = nn.Sequential(
-            nn.Linear(D, H), nn.ReLU(), nn.Dropout(0.5), nn.Linear(H, D), nn.Dropout(0.1)
-        )
+        self.net = nn.Sequential(nn.Linear(D, H), nn.ReLU(), nn.Dropout(0.5), nn.Linear(H, D), nn.Dropout(0.1))
 
     def forward(self, x):
         return self.net(x)
@@ -191,9 +185,7 @@ STRANGERS.case(
 )(lambda: Loop(DropoutExpert))
 
 
-@STRANGERS.case(
-    "s_lora_experts", "I5", "match", "a shared base layer plus low-rank experts (mixture of LoRAs)"
-)
+@STRANGERS.case("s_lora_experts", "I5", "match", "a shared base layer plus low-rank experts (mixture of LoRAs)")
 class LoraExperts(nn.Module):
     def __init__(self, rank=4):
         super().__init__()
@@ -211,9 +203,7 @@ class LoraExperts(nn.Module):
         return (self.base(t) + delta * self.scaling).view_as(x)
 
 
-@STRANGERS.case(
-    "s_lora_on_frozen_experts", "I1", "match", "every expert is a frozen weight plus its own LoRA pair"
-)
+@STRANGERS.case("s_lora_on_frozen_experts", "I1", "match", "every expert is a frozen weight plus its own LoRA pair")
 class LoraOnFrozen(nn.Module):
     def __init__(self):
         super().__init__()
@@ -305,9 +295,7 @@ class SharedAsExpert(nn.Module):
         return (y.view(-1, K + 1, D) * w.unsqueeze(-1)).sum(1).view_as(x)
 
 
-@STRANGERS.case(
-    "s_shared_first_layer", "I1b", "match", "one up-projection for all, a down-projection per expert"
-)
+@STRANGERS.case("s_shared_first_layer", "I1b", "match", "one up-projection for all, a down-projection per expert")
 class SharedFirstLayer(nn.Module):
     def __init__(self):
         super().__init__()
@@ -324,9 +312,7 @@ class SharedFirstLayer(nn.Module):
         return out.view_as(x)
 
 
-@STRANGERS.case(
-    "s_per_expert_scale", "I1", "match", "a scalar and a vector scale per expert, indexed by the expert id"
-)
+@STRANGERS.case("s_per_expert_scale", "I1", "match", "a scalar and a vector scale per expert, indexed by the expert id")
 class PerExpertScale(nn.Module):
     def __init__(self):
         super().__init__()
@@ -346,9 +332,7 @@ class PerExpertScale(nn.Module):
         return out.view_as(x)
 
 
-@STRANGERS.case(
-    "s_learned_swish_beta", "I9a", "match", "stacked experts, a learned swish slope per expert and unit"
-)
+@STRANGERS.case("s_learned_swish_beta", "I9a", "match", "stacked experts, a learned swish slope per expert and unit")
 class LearnedSwish(nn.Module):
     def __init__(self):
         super().__init__()
@@ -488,9 +472,7 @@ class OtherWidth(nn.Module):
     def __init__(self):
         super().__init__()
         self.gate = nn.Linear(D, E, bias=False)
-        self.experts = nn.ModuleList(
-            [nn.Sequential(nn.Linear(D, H), nn.Tanh(), nn.Linear(H, 10)) for _ in range(E)]
-        )
+        self.experts = nn.ModuleList([nn.Sequential(nn.Linear(D, H), nn.Tanh(), nn.Linear(H, 10)) for _ in range(E)])
 
     def forward(self, x):
         t = x.reshape(-1, D)
@@ -502,9 +484,7 @@ class OtherWidth(nn.Module):
         return out.view(*x.shape[:-1], 10)
 
 
-@STRANGERS.case(
-    "s_two_kinds_of_experts", "I1", "either", "four wide experts and four narrow ones in two lists"
-)
+@STRANGERS.case("s_two_kinds_of_experts", "I1", "either", "four wide experts and four narrow ones in two lists")
 class TwoKinds(nn.Module):
     def __init__(self):
         super().__init__()

@@ -38,9 +38,7 @@ class Mixture(nn.Module):
         return self.mix(x.reshape(-1, x.shape[-1])).view_as(x)
 
 
-@STRANGERS.case(
-    "s_sequence_first", "I1", "match", "[S, B, D] inputs, transposed on the way in and out", layout="sbd"
-)
+@STRANGERS.case("s_sequence_first", "I1", "match", "[S, B, D] inputs, transposed on the way in and out", layout="sbd")
 class SequenceFirst(Mixture):
     def forward(self, hidden_states):
         s, b, d = hidden_states.shape
@@ -177,9 +175,7 @@ class MoeOutput:
     aux_loss: torch.Tensor
 
 
-@STRANGERS.case(
-    "s_dataclass_output", "I1", "match", "returns a dataclass with logits, ids and the auxiliary loss"
-)
+@STRANGERS.case("s_dataclass_output", "I1", "match", "returns a dataclass with logits, ids and the auxiliary loss")
 class DataclassOutput(nn.Module):
     def __init__(self):
         super().__init__()
@@ -195,15 +191,11 @@ class DataclassOutput(nn.Module):
         for e, f in enumerate(self.experts):
             n, k = torch.where(idx == e)
             out.index_add_(0, n, f(t[n]) * w[n, k, None])
-        frequency = torch.zeros(E, dtype=t.dtype).index_add(
-            0, idx.flatten(), torch.ones(idx.numel(), dtype=t.dtype)
-        )
+        frequency = torch.zeros(E, dtype=t.dtype).index_add(0, idx.flatten(), torch.ones(idx.numel(), dtype=t.dtype))
         return MoeOutput(out.view_as(x), logits, idx, E * (frequency / len(t) * p.mean(0)).sum())
 
 
-@STRANGERS.case(
-    "s_loss_in_attribute", "I1", "match", "the auxiliary loss and the last load are left in attributes"
-)
+@STRANGERS.case("s_loss_in_attribute", "I1", "match", "the auxiliary loss and the last load are left in attributes")
 class LossInAttribute(nn.Module):
     """The next layer (here: the host's wrapper) reads `inner.aux_loss` after the call."""
 
@@ -226,14 +218,10 @@ class AttributeMixture(Mixture):
         return self.mix(t).view_as(x)
 
 
-STRANGERS.specs["s_loss_in_attribute"] = dataclasses.replace(
-    STRANGERS.specs["s_loss_in_attribute"], blocks=("inner",)
-)
+STRANGERS.specs["s_loss_in_attribute"] = dataclasses.replace(STRANGERS.specs["s_loss_in_attribute"], blocks=("inner",))
 
 
-@STRANGERS.case(
-    "s_residual_in_place", "I1", "match", "adds the experts' results into its own input and returns that"
-)
+@STRANGERS.case("s_residual_in_place", "I1", "match", "adds the experts' results into its own input and returns that")
 class ResidualInPlace(Mixture):
     def forward(self, x):
         y = self.mix(x.clone().view(-1, D)).view_as(x)
@@ -241,9 +229,7 @@ class ResidualInPlace(Mixture):
         return x
 
 
-@STRANGERS.case(
-    "s_residual_clone", "I1", "match", "output starts as a clone of the tokens; rows are added to it"
-)
+@STRANGERS.case("s_residual_clone", "I1", "match", "output starts as a clone of the tokens; rows are added to it")
 class ResidualClone(nn.Module):
     def __init__(self):
         super().__init__()
@@ -282,9 +268,7 @@ class DecoderLayerInline(nn.Module):
         y = torch.zeros_like(t)
         for e in range(E):
             n, k = torch.where(idx == e)
-            y.index_add_(
-                0, n, (F.silu(t[n] @ self.w_gate[e]) * (t[n] @ self.w_up[e])) @ self.w_down[e] * w[n, k, None]
-            )
+            y.index_add_(0, n, (F.silu(t[n] @ self.w_gate[e]) * (t[n] @ self.w_up[e])) @ self.w_down[e] * w[n, k, None])
         return x + y.view_as(x)
 
 
@@ -340,9 +324,7 @@ class KeywordFlags(Mixture):
         return y
 
 
-@STRANGERS.case(
-    "s_nested_mixture", "I1", "either", "the experts are mixtures themselves", num_experts=4, live=2
-)
+@STRANGERS.case("s_nested_mixture", "I1", "either", "the experts are mixtures themselves", num_experts=4, live=2)
 class Nested(nn.Module):
     def __init__(self):
         super().__init__()
@@ -359,9 +341,7 @@ class Nested(nn.Module):
         return out.view_as(x)
 
 
-@STRANGERS.case(
-    "s_chunked_tokens", "I1", "either", "the tokens go through the loop in chunks of 16 to save memory"
-)
+@STRANGERS.case("s_chunked_tokens", "I1", "either", "the tokens go through the loop in chunks of 16 to save memory")
 class ChunkedTokens(Mixture):
     def forward(self, x):
         return torch.cat([self.mix(c) for c in x.reshape(-1, D).split(16)]).view_as(x)

@@ -11,9 +11,7 @@ from ..parts import Gated, Mlp, stacked
 from .suite import STRANGERS
 
 
-@STRANGERS.case(
-    "n_attention_heads", "-", "refuse", "attention with a list of heads: no choice", no_candidate=True
-)
+@STRANGERS.case("n_attention_heads", "-", "refuse", "attention with a list of heads: no choice", no_candidate=True)
 class AttentionHeads(nn.Module):
     def __init__(self):
         super().__init__()
@@ -25,9 +23,7 @@ class AttentionHeads(nn.Module):
         return self.out(torch.cat([F.scaled_dot_product_attention(q, k, v) for q, k, v in qkv], -1))
 
 
-@STRANGERS.case(
-    "n_multi_gate", "I3", "refuse", "MMoE: a dense softmax over the experts for each of two tasks"
-)
+@STRANGERS.case("n_multi_gate", "I3", "refuse", "MMoE: a dense softmax over the experts for each of two tasks")
 class MultiGate(nn.Module):
     def __init__(self):
         super().__init__()
@@ -41,9 +37,7 @@ class MultiGate(nn.Module):
         return sum(tower(v) for tower, v in zip(self.towers, views))
 
 
-@STRANGERS.case(
-    "n_sinkhorn_base", "I10", "refuse", "BASE: a balanced assignment of all tokens to experts", bare=False
-)
+@STRANGERS.case("n_sinkhorn_base", "I10", "refuse", "BASE: a balanced assignment of all tokens to experts", bare=False)
 class BaseLayer(nn.Module):
     """Every expert takes its best free tokens until all are taken: the experts choose."""
 
@@ -228,9 +222,7 @@ class ChainOfExperts(LoopOf):
         return t.view_as(x)
 
 
-@STRANGERS.case(
-    "n_product_of_experts", "I1", "either", "the chosen experts' outputs are multiplied, not added"
-)
+@STRANGERS.case("n_product_of_experts", "I1", "either", "the chosen experts' outputs are multiplied, not added")
 class ProductOfExperts(LoopOf):
     def __init__(self):
         super().__init__(Mlp)
@@ -245,9 +237,7 @@ class ProductOfExperts(LoopOf):
         return out.view_as(x)
 
 
-@STRANGERS.case(
-    "n_maximum_of_experts", "I3c", "either", "element-wise maximum over the chosen experts' outputs"
-)
+@STRANGERS.case("n_maximum_of_experts", "I3c", "either", "element-wise maximum over the chosen experts' outputs")
 class MaximumOfExperts(LoopOf):
     def __init__(self):
         super().__init__(Mlp)

@@ -72,9 +72,7 @@ class MlpRouter(Experts):
         return w.softmax(-1), idx
 
 
-@STRANGERS.case(
-    "s_negative_weights_l1", "I1", "match", "raw logits of the largest magnitude as weights, L1-normalised"
-)
+@STRANGERS.case("s_negative_weights_l1", "I1", "match", "raw logits of the largest magnitude as weights, L1-normalised")
 class L1Weights(Experts):
     def __init__(self):
         super().__init__()
@@ -98,9 +96,7 @@ class TanhWeights(Experts):
         return torch.tanh(self.gate(t)).take_along_dim(idx, -1), idx
 
 
-@STRANGERS.case(
-    "s_router_on_other_norm", "I1", "match", "router reads RMS-normed tokens, experts read the raw ones"
-)
+@STRANGERS.case("s_router_on_other_norm", "I1", "match", "router reads RMS-normed tokens, experts read the raw ones")
 class RouterNorm(Experts):
     def __init__(self):
         super().__init__()
@@ -232,9 +228,7 @@ class Multinomial(Experts):
         return p.gather(1, idx), idx
 
 
-@STRANGERS.case(
-    "s_gumbel_noise", "I1", "match", "Gumbel noise on the logits for the choice, clean weights", rng=True
-)
+@STRANGERS.case("s_gumbel_noise", "I1", "match", "Gumbel noise on the logits for the choice, clean weights", rng=True)
 class Gumbel(Experts):
     def __init__(self):
         super().__init__(Mlp)
@@ -265,9 +259,7 @@ class StraightThroughOne(Experts):
         return p / p.detach(), idx
 
 
-@STRANGERS.case(
-    "s_float32_router", "I1", "match", "router in float32 whatever the tokens are, autocast switched off"
-)
+@STRANGERS.case("s_float32_router", "I1", "match", "router in float32 whatever the tokens are, autocast switched off")
 class Float32Router(Experts):
     def __init__(self):
         super().__init__()
@@ -311,9 +303,7 @@ class TopP(Experts):
         return p * keep, idx.masked_fill(~keep, E)
 
 
-@STRANGERS.case(
-    "s_relu_router", "I1c", "either", "ReMoE: ReLU gates, every positive one counts, any number per token"
-)
+@STRANGERS.case("s_relu_router", "I1c", "either", "ReMoE: ReLU gates, every positive one counts, any number per token")
 class ReluRouter(Experts):
     def __init__(self):
         super().__init__()

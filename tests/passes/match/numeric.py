@@ -37,9 +37,7 @@ def _value(t: Term, value: Any, values: Mapping[Any, torch.Tensor]) -> torch.Ten
             return args[0].value.double()
         case "pw":
             return torch.broadcast_to(
-                _elementwise(
-                    args[0], dict(args[1]), [value(a) if isinstance(a, Term) else a for a in args[2:]]
-                ),
+                _elementwise(args[0], dict(args[1]), [value(a) if isinstance(a, Term) else a for a in args[2:]]),
                 t.shape,
             )
         case "ein":

@@ -17,9 +17,7 @@ class Loop(nn.Module):
     def __init__(self):
         super().__init__()
         self.gate = nn.Linear(D, E, bias=False)
-        self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(D, 24), nn.ReLU(), nn.Linear(24, D)) for _ in range(E)
-        )
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(D, 24), nn.ReLU(), nn.Linear(24, D)) for _ in range(E))
 
     def forward(self, x):
         t = x.reshape(-1, D)

@@ -153,5 +153,3 @@ def test_padding_goes_to_nobody():
     match = rewritten(Padding()).match
     assert match.drop is None and match.keep is None and match.num_experts == E
     same(Padding(), 1, 7, 50)
-
-

@@ -63,7 +63,6 @@ class TestRefused:
             return
         assert sorted(g.ids for g in match.groups) == [[0, 1, 2], [3]]  # or a group of its own
 
-
     def test_never_chosen_of_a_stack(self):
         class Half(nn.Module):
             def __init__(self):
@@ -169,9 +168,7 @@ class TestBranches:
                 scale = 2.0 if float(self.gate(x).amax()) > 1e4 else 1.0
                 return super().forward(x) * scale
 
-        with pytest.raises(
-            Refused, match=r"a value read from a tensor changes|a constant depends on the routing"
-        ):
+        with pytest.raises(Refused, match=r"a value read from a tensor changes|a constant depends on the routing"):
             rewritten(Peak())
 
     def test_a_branch_on_the_size_is_a_guard(self):

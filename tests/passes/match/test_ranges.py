@@ -28,9 +28,7 @@ def ranges(fn):
     taken = capture(Fn(fn), (torch.empty(5, 3, device="meta"),), {}, Routing())
     found = Ranges(taken.nodes)
     bounds = found.of(taken.out)
-    return (None if bounds is None else (int(bounds[0].min()), int(bounds[1].max()))), found.decided(
-        taken.out
-    )
+    return (None if bounds is None else (int(bounds[0].min()), int(bounds[1].max()))), found.decided(taken.out)
 
 
 @pytest.mark.parametrize(

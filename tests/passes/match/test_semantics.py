@@ -107,9 +107,7 @@ STATELESS = {
     "index_put": lambda s, x: x.index_put((I([2, 0]), I([1, 1])), x[0, :2]),
     "index_put_accumulate": lambda s, x: x.index_put((I([2, 2]),), x[:2], accumulate=True),
     "index_put_inner": lambda s, x: _put_inner(x),
-    "masked_scatter": lambda s, x: x.masked_scatter(
-        I([True, False, False, True, False])[:, None], x[1:3] * 2
-    ),
+    "masked_scatter": lambda s, x: x.masked_scatter(I([True, False, False, True, False])[:, None], x[1:3] * 2),
     "assign_row": lambda s, x: _assign(x),
     "assign_mask": lambda s, x: _assign_mask(x),
     "linear": lambda s, x: F.linear(x, x[:3], x[0, :3]),
@@ -263,9 +261,7 @@ class TestSelections:
 
         taken, S = terms_of(Fn(forward, w=torch.randn(D, E)), X)
         term = S.term(taken.out)
-        zeros = sum(
-            is_const(S.T.resolve(S.T.picks(term, {0: t, 1: e})), 0) for t in range(T) for e in range(E)
-        )
+        zeros = sum(is_const(S.T.resolve(S.T.picks(term, {0: t, 1: e})), 0) for t in range(T) for e in range(E))
         assert zeros == T * (E - 1)
 
 

@@ -102,9 +102,7 @@ class Builder:
         if not x.dim():
             return pair
         dim = self.dim(x)
-        start, stop = sorted(
-            (self.draw(st.integers(0, x.shape[dim])), self.draw(st.integers(0, x.shape[dim])))
-        )
+        start, stop = sorted((self.draw(st.integers(0, x.shape[dim])), self.draw(st.integers(0, x.shape[dim]))))
         step = self.draw(st.integers(1, 3))
         return self.T.slice(t, dim, start, stop, step), x[(slice(None),) * dim + (slice(start, stop, step),)]
 
@@ -170,11 +168,7 @@ class Builder:
             return pair
         accumulate = self.draw(st.booleans())
         n = self.draw(st.integers(1, x.shape[0] * x.shape[1]))
-        flat = (
-            self.integers(x.shape[0] * x.shape[1], n)
-            if accumulate
-            else self.distinct(x.shape[0] * x.shape[1], n)
-        )
+        flat = self.integers(x.shape[0] * x.shape[1], n) if accumulate else self.distinct(x.shape[0] * x.shape[1], n)
         a, b = flat // x.shape[1], flat % x.shape[1]
         source, y = self.leaf(n, *x.shape[2:])
         indices = torch.stack([a, b])
@@ -219,9 +213,7 @@ class Builder:
         out = "".join(
             c for c in self.draw(st.permutations(labels + extra)) if c not in mine or self.draw(st.booleans())
         )
-        return self.T.ein([labels, mine + extra], out, [t, u]), torch.einsum(
-            f"{labels},{mine + extra}->{out}", x, y
-        )
+        return self.T.ein([labels, mine + extra], out, [t, u]), torch.einsum(f"{labels},{mine + extra}->{out}", x, y)
 
     def softmax(self, pair: Pair) -> Pair:
         t, x = pair
@@ -311,11 +303,7 @@ class TestNormalForm:
     def test_neutral_elements_fold(self):
         T = Terms()
         a = T.make("param", ("a",), (3,))
-        assert (
-            T.pw("add", a, T.const(0)) is a
-            and T.pw("mul", T.const(1), a) is a
-            and T.pw("div", a, T.const(1)) is a
-        )
+        assert T.pw("add", a, T.const(0)) is a and T.pw("mul", T.const(1), a) is a and T.pw("div", a, T.const(1)) is a
         assert T.pw("sub", a, T.const(0, (3,))) is a
         assert T.pw("sub", T.const(0, (3,)), a) is not a
         assert T.pw("add", a, T.const(0, (2, 3))).shape == (2, 3)
@@ -340,9 +328,7 @@ class TestNormalForm:
         T = Terms()
         w = T.make("param", ("w",), (3, 4))
         rows = T.ein(["te", "ed"], "td", [T.array(torch.eye(3)[[2, 0]]), w])
-        assert T.resolve(T.pick(rows, 0, 0)) is T.pick(w, 0, 2) and T.resolve(T.pick(rows, 0, 1)) is T.pick(
-            w, 0, 0
-        )
+        assert T.resolve(T.pick(rows, 0, 0)) is T.pick(w, 0, 2) and T.resolve(T.pick(rows, 0, 1)) is T.pick(w, 0, 0)
 
     def test_masked_sum_over_experts_is_one_summand(self):
         T = Terms()

@@ -71,9 +71,7 @@ def _matmul(S: Reader, n: fx.Node, x: Term, w: Term, **kw: Any) -> Term | None:
 
 
 @rule("addmm", "baddbmm", "addmv")
-def _addmm(
-    S: Reader, n: fx.Node, bias: Term, x: Term, w: Term, *, beta: float = 1, alpha: float = 1
-) -> Term:
+def _addmm(S: Reader, n: fx.Node, bias: Term, x: Term, w: Term, *, beta: float = 1, alpha: float = 1) -> Term:
     out = (
         S.T.ein(["axy", "ayz"], "axz", [x, w])
         if len(x.shape) == 3
@@ -130,8 +128,7 @@ def _einsum(S: Reader, n: fx.Node, equation: Any, *operands: Any) -> Term | None
     if "..." in equation:
         free = [x for x in "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz" if x not in equation]
         widths = [
-            len(t.shape) - len(s.replace("...", "")) if "..." in s else 0
-            for s, t in zip(inputs, terms, strict=True)
+            len(t.shape) - len(s.replace("...", "")) if "..." in s else 0 for s, t in zip(inputs, terms, strict=True)
         ]
         dots = "".join(free[: max(widths)])
         inputs = [s.replace("...", dots[len(dots) - k :]) for s, k in zip(inputs, widths, strict=True)]

@@ -75,9 +75,7 @@ def gather(T: Terms, a: Term, dim: int, indices: torch.Tensor) -> Term:
     return T.permute(out, [placed.index(d) for d in range(indices.dim())])
 
 
-def scatter(
-    T: Terms, base: Term, dim: int, indices: torch.Tensor, source: Term, accumulate: bool
-) -> Term | None:
+def scatter(T: Terms, base: Term, dim: int, indices: torch.Tensor, source: Term, accumulate: bool) -> Term | None:
     if not base.shape:
         return None
     dim %= len(base.shape)

@@ -101,9 +101,7 @@ def _repeat(S: Reader, n: fx.Node, a: Term, times: list[int]) -> Term:
 
 
 @rule("repeat_interleave")
-def _repeat_interleave(
-    S: Reader, n: fx.Node, a: Term, times: Any, dim: int | None = None, **kw: Any
-) -> Term:
+def _repeat_interleave(S: Reader, n: fx.Node, a: Term, times: Any, dim: int | None = None, **kw: Any) -> Term:
     if dim is None:
         a, dim = S.T.reshape(a, (math.prod(a.shape),)), 0
     counts = S.numbers(n.args[1]) if isinstance(n.args[1], fx.Node) else times

@@ -29,9 +29,7 @@ def _kept(S: Reader, n: fx.Node, out: Term) -> Term:
 
 
 @rule("sum")
-def _sum(
-    S: Reader, n: fx.Node, a: Term, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
-) -> Term:
+def _sum(S: Reader, n: fx.Node, a: Term, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Term:
     old, new = n.args[0].meta["val"].dtype, n.meta["val"].dtype
     if old != new and old.is_floating_point:
         a = S.T.pw("cast", a, dtype=str(new).removeprefix("torch."))
@@ -39,9 +37,7 @@ def _sum(
 
 
 @rule("mean")
-def _mean(
-    S: Reader, n: fx.Node, a: Term, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
-) -> Term:
+def _mean(S: Reader, n: fx.Node, a: Term, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Term:
     old, new = n.args[0].meta["val"].dtype, n.meta["val"].dtype
     if old != new and old.is_floating_point:
         a = S.T.pw("cast", a, dtype=str(new).removeprefix("torch."))
@@ -60,9 +56,7 @@ def _scan(S: Reader, n: fx.Node, a: Term, dim: int, **kw: Any) -> Term:
 
 
 @rule("amax", "amin", "logsumexp", "prod", "argmax")
-def _reduce(
-    S: Reader, n: fx.Node, a: Term, dim: Any = None, keepdim: bool = False, **kw: Any
-) -> Term | None:
+def _reduce(S: Reader, n: fx.Node, a: Term, dim: Any = None, keepdim: bool = False, **kw: Any) -> Term | None:
     if kw.get("dtype") is not None:
         return None
     return _kept(S, n, S.T.row(op_name(n), _dims(a, dim), False, (), a))
@@ -79,11 +73,7 @@ def _vector_norm(
     *,
     dtype: Any = None,
 ) -> Term | None:
-    return (
-        None
-        if dtype is not None
-        else _kept(S, n, S.T.row("linalg_vector_norm", _dims(a, dim), False, (ord,), a))
-    )
+    return None if dtype is not None else _kept(S, n, S.T.row("linalg_vector_norm", _dims(a, dim), False, (ord,), a))
 
 
 @rule("var")
