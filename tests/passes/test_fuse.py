@@ -90,9 +90,6 @@ class TestBodies:
         body = body_of(Stacked(experts, w1=(D, H), b1=(H,), w2=(H, D), b2=(D,)))
         assert body.up[0].bias and body.down.bias and "clamp" in body.pretty()
 
-    @pytest.mark.xfail(
-        strict=True, reason="x*w before the expert: 'an expert computes one function under one routing ...'"
-    )
     def test_weight_before(self):
         class Before(Loop):
             def expert(self, e, x, w):
@@ -147,9 +144,6 @@ class TestUnfused:
 
         assert "stands between the gather and the up-projection" in unfused(Loop(Deep))
 
-    @pytest.mark.xfail(
-        strict=True, reason="x*w before the expert: 'an expert computes one function under one routing ...'"
-    )
     def test_biased_product_of_a_scaled_input(self):
         class Before(Loop):
             def expert(self, e, x, w):

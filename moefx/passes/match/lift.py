@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ...capture.captured import Capture
 from ...errors import Refused
 from .chosen import Choice, choice, every_expert_for_every_token
-from .form import Body, Lifted, Ref
+from .form import Lifted, Ref
 from .lookup import Lookup
 from .nodes import line
 from .owners import Owners
@@ -226,5 +226,3 @@ def _by_weight(t: Term, lookup: Lookup) -> list[Term]:
             return [p for product in products for p in _by_weight(product, lookup)]
     return [t]
 
-
-__all__ = ["Body", "Lifted", "Lifter", "Ref"]

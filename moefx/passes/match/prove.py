@@ -23,7 +23,8 @@ from ...capture.sizes import SizeGuard
 from ...capture.source import Source
 from ...errors import CaptureError, Refused
 from ..capacity import Formula
-from .lift import Body, Lifted, Lifter, Ref
+from .form import Body, Lifted, Ref
+from .lift import Lifter
 from .paths import Place, sibling_names
 from .ranges import UNBOUNDED, Ranges
 
