@@ -225,4 +225,3 @@ def _by_weight(t: Term, lookup: Lookup) -> list[Term]:
             products = [pw("mul", wide, s) if wide is a else pw("mul", s, wide) for s in scalar.args[2:]]
             return [p for product in products for p in _by_weight(product, lookup)]
     return [t]
-

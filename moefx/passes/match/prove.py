@@ -140,11 +140,15 @@ class Prover:
         self.extra_guards: list[SizeGuard] = []
 
     def capture(
-        self, routing: Routing, sizes: dict[str, int], flips: Mapping[Source, bool | float | str] | None = None
+        self,
+        routing: Routing,
+        sizes: dict[str, int],
+        flips: Mapping[Source, bool | float | str] | None = None,
+        most: int = 0,
     ) -> Capture:
         args, kwargs = self.arguments.at(sizes, seed=routing.seed)
-        # a number that is not the program's own may be how often a loop runs
-        most = 20 * len(self.lifted[0].capture.nodes) if flips and self.lifted else 0
+        if flips and self.lifted:  # a number that is not the program's own may be how often a loop runs
+            most = 20 * len(self.lifted[0].capture.nodes)
         return capture(self.block, args, kwargs, routing, flips=flips, dims=sizes, most_nodes=most)
 
     def lift(
@@ -423,22 +427,24 @@ class Prover:
         below = max(math.prod(sizes.values()) for sizes in self.sizes)
 
         def differs(tokens: int) -> bool:
+            """Raises `CaptureError` where a loop over the tokens makes a program too long to look at."""
             sizes = dict.fromkeys(self.arguments.dims, 1) | {self.arguments.dims[-1]: tokens}
             if not all(g.holds(sizes) for g in self._guards()):
                 return False
-            taken = self.capture(crowd, sizes)
-            seen = _lines(taken)
-            return len(taken.nodes) <= most and not (always <= seen <= every)
+            return not (always <= _lines(self.capture(crowd, sizes, most=most)) <= every)
 
         for tokens in _LEAK_SIZES:
-            if tokens > below and differs(tokens):
-                low, high = below, tokens
-                while high - low > 1:
-                    middle = (low + high) // 2
-                    low, high = (low, middle) if differs(middle) else (middle, high)
-                self.extra_guards.append(SizeGuard("*".join(self.arguments.dims), "lt", str(high), True))
+            if tokens <= below:
+                continue
+            try:
+                other = differs(tokens)
+            except CaptureError:
+                return  # its lines are those of the smaller sizes
+            if other:
+                high = str(_first(differs, below, tokens))
+                self.extra_guards.append(SizeGuard("*".join(self.arguments.dims), "lt", high, True))
                 return
-            below = max(below, tokens)
+            below = tokens
 
     def _guards(self) -> list[SizeGuard]:
         return [g for lifted in self.lifted for g in lifted.capture.sizes.guards]
@@ -464,6 +470,14 @@ def _same_form(a: Lifted, b: Lifted) -> None:
         h if h is not None else dataclasses.replace(g, ids=[], tables=[{} for _ in g.tables], values=[])
         for g, h in zip(a.groups, ordered, strict=True)
     ]
+
+
+def _first(differs: Callable[[int], bool], low: int, high: int) -> int:
+    """The least size that differs, between one that does not and one that does."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if differs(middle) else (middle, high)
+    return high
 
 
 def _random(like: torch.Tensor) -> torch.Tensor:
