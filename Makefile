@@ -21,13 +21,14 @@ unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PIP_TARGET PIP_PREFIX PIP_CONSTRAINT
 # torch is named in every install: pip then keeps it instead of resolving another one.
 INSTALL = $(1)/bin/python -m pip install --quiet --progress-bar off "$(TORCH)"
 
-.PHONY: help demo test test-fast test-hf4 lint format clean
+.PHONY: help demo test test-all test-fast test-hf4 lint format clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo       train a small MoE language model, original beside compiled; writes report.html"
-	@echo "make test       all tests, with transformers 5"
+	@echo "make test       the tests, with transformers 5"
+	@echo "make test-all   also those that take long: every mutant, not a quarter of them"
 	@echo "make test-hf4   the model corpus with transformers 4.57, in an environment of its own"
 	@echo "make lint       ruff and pyright"
 	@echo "make clean      remove the environments and caches"
@@ -36,10 +37,13 @@ demo: .venv/.moefx
 	.venv/bin/python -m moefx demo $(DEMO_ARGS)
 
 test: .venv/.test
+	$(call PYTEST,.venv) -m "not exhaustive" $(PYTEST_ARGS)
+
+test-all: .venv/.test
 	$(call PYTEST,.venv) $(PYTEST_ARGS)
 
 test-fast: .venv/.test
-	$(call PYTEST,.venv) -m "not slow" $(PYTEST_ARGS)
+	$(call PYTEST,.venv) -m "not slow and not exhaustive" $(PYTEST_ARGS)
 
 test-hf4: .venv-hf4/.test
 	$(call PYTEST,.venv-hf4) -m hf tests/corpus $(PYTEST_ARGS)
