@@ -113,9 +113,9 @@ class ClampedLoop(Loop):
         return self.experts[e](rows.clamp(-2, 2).abs())
 
 
-STRANGERS.case("s_clamped_rows", "I1", "match", "the rows are clamped in the loop over the experts")(
-    lambda: ClampedLoop(Gated, count=4)
-)
+STRANGERS.case(
+    "s_clamped_rows", "I1", "match", "the rows are clamped in the loop over the experts", num_experts=4, live=2
+)(lambda: ClampedLoop(Gated, count=4))
 
 
 @STRANGERS.case(
