@@ -120,7 +120,7 @@ class KeptGraph:
                 self._same_result(twins, call)
                 if id(call) not in {id(v) for v in needed.values() if isinstance(v, list)}:
                     needed[call[0].start * 2 - 1] = call
-                    stack += self._pair_trees([(c.args, c.kwargs) for c in call])
+                    stack += self._pair_trees([(c.args, c.kwargs) for c in call], f"module {call[0].fqn}")
                 continue
             if any(t is c for t, c in zip(twins, self.cut, strict=True)):
                 if tuple(twins) != tuple(self.cut):
@@ -148,12 +148,15 @@ class KeptGraph:
         for other in twins[1:]:
             if other.op != first.op or (first.op == "call_function" and kind(other) != kind(first)):
                 raise depends(first, other)
-        return self._pair_trees([(n.args, n.kwargs) for n in twins])
+        return self._pair_trees([(n.args, n.kwargs) for n in twins], str(first.meta["source"]))
 
-    def _pair_trees(self, trees: list[Any]) -> list[Twins]:
+    def _pair_trees(self, trees: list[Any], where: str) -> list[Twins]:
         flats = [[a for a in pytree.tree_leaves(t) if isinstance(a, fx.Node)] for t in trees]
         if len({len(f) for f in flats}) != 1:
-            raise Refused("what runs outside of the experts depends on the routing (a different number of arguments)")
+            raise Refused(
+                "what runs outside of the experts depends on the routing (a different number of arguments)",
+                source=where,
+            )
         return [Twins(column) for column in zip(*flats, strict=True)]
 
     # ------------------------------------------------------------------ emitting
@@ -176,6 +179,7 @@ class KeptGraph:
                 raise Refused(
                     "different parameters are used under different routings",
                     culprits=tuple(t.meta["fqn"] for t in twins),
+                    source=str(next(iter(n.users)).meta["source"]),
                 )
             if n.meta["kind"] == "constant":
                 return self._literal(twins)

@@ -114,3 +114,30 @@ class TestRefused:
                 return super().forward(x) * self.scales[first]
 
         self.refusal(Chosen(), r"different parameters are used under different routings \[scales\.")
+
+
+class TestSources:
+    """A refusal names the user's line."""
+
+    def test_a_list_of_another_length(self):
+        class Lists(Loop):
+            def forward(self, x):
+                hit = self.route(x)[1].unique().tolist()
+                return super().forward(x), torch.stack([x.mean() * e for e in hit]).sum()
+
+        with pytest.raises(Refused, match="different number of arguments") as refusal:
+            rewritten(Lists())
+        assert refusal.value.source.startswith("test_kept.py:")
+
+    def test_a_parameter_by_routing(self):
+        class Chosen(Loop):
+            def __init__(self):
+                super().__init__()
+                self.scales = nn.ParameterList(nn.Parameter(torch.randn(())) for _ in range(E))
+
+            def forward(self, x):
+                return super().forward(x) * self.scales[int(self.route(x)[1][0, 0])]
+
+        with pytest.raises(Refused, match="different parameters") as refusal:
+            rewritten(Chosen())
+        assert refusal.value.source.startswith("test_kept.py:")
