@@ -11,6 +11,7 @@ import dataclasses
 import re
 from typing import Any
 
+import pytest
 import torch
 import torch.nn as nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -279,12 +280,19 @@ def check_router_logits(case: Case, reference: nn.Module, compiled: nn.Module, i
     """`output_router_logits=True` of transformers models records through hooks."""
     if not isinstance(inputs, dict) or not hasattr(getattr(reference, "config", None), "output_router_logits"):
         return
-    outputs = []
-    for model in (reference, compiled):
+
+    def logits(model: nn.Module) -> Any:
         torch.manual_seed(5)
         with torch.no_grad():
-            outputs.append(getattr(case.call(model, {**inputs, "output_router_logits": True}), "router_logits", None))
-    same("router_logits", outputs[0], outputs[1], tol)
+            return getattr(case.call(model, {**inputs, "output_router_logits": True}), "router_logits", None)
+
+    try:
+        expected = logits(reference)
+    except AttributeError as own:  # JetMoe of transformers 4.57 reads an attribute here that it never sets
+        with pytest.raises(AttributeError, match=re.escape(str(own))):
+            logits(compiled)
+        return
+    same("router_logits", expected, logits(compiled), tol)
 
 
 def check_fullgraph(case: Case, reference: nn.Module, compiled: nn.Module, inputs: Inputs, tol: float) -> None:
