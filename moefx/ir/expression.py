@@ -21,12 +21,19 @@ from torch import Tensor
 
 Expr = Any  # tuple | list | str | int | float | bool | None
 
+# Pointwise, though torch 2.11 does not tag it so.
+_UNTAGGED = (torch.ops.aten.leaky_relu.default,)
 _INFIX = {"add": " + ", "sub": " - ", "mul": "*", "div": "/"}
 
 
 def canonical(expr: Expr) -> str:
     """The JSON text of an expression; equal expressions have equal texts, so it can be a key."""
     return json.dumps(expr, sort_keys=True, separators=(",", ":"))
+
+
+def is_pointwise(target: Any) -> bool:
+    """Whether a node's target is an ATen op that may stand in an expression."""
+    return target in _UNTAGGED or torch.Tag.pointwise in getattr(target, "tags", ())
 
 
 def variables(expr: Expr) -> tuple[str, ...]:

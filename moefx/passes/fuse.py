@@ -22,6 +22,7 @@ from torch import fx
 
 from ..ir.block import BlockGraph
 from ..ir.body import ExpertBody, Gemm
+from ..ir.expression import is_pointwise
 from .manager import graph_pass
 
 aten = torch.ops.aten
@@ -241,9 +242,7 @@ def _scale(expr: Any) -> Any:
 
 
 def _pointwise(n: fx.Node) -> bool:
-    return n.target in (aten._to_copy.default, aten.detach.default) or torch.Tag.pointwise in getattr(
-        n.target, "tags", ()
-    )
+    return n.target in (aten._to_copy.default, aten.detach.default) or is_pointwise(n.target)
 
 
 def _head(n: fx.Node) -> str:

@@ -33,7 +33,9 @@ def _module_of(spec: dict, kind: str) -> str:
 
 
 def _is_available(spec: dict) -> bool:
-    if is_v4() and spec.get("v4_bad"):
+    import transformers
+
+    if transformers.__version__.startswith(tuple(spec.get("bad", ()))):
         return False
     try:
         return importlib.util.find_spec(_module_of(spec, "modeling")) is not None

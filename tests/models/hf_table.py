@@ -1,7 +1,8 @@
 """The table behind `hf.py`: name -> classes, what the block looks like, overrides of `BASE`, verdict.
 
 Keys: `cls` model class, `cfg` config class, `dir` module directory, `block` class names of the MoE block,
-`kind` of inputs, `over`/`set`/`v4_over`/`v4_rope` configuration, `v4_bad` why 4.57 cannot run it."""
+`kind` of inputs, `over`/`set`/`v4_over`/`v4_rope` configuration, `bad` the versions of
+transformers (how they begin) that cannot run it, and why."""
 
 from __future__ import annotations
 
@@ -150,7 +151,7 @@ CASES: dict[str, dict[str, Any]] = {
         "verdict": "refuse",
         "why": "product-key retrieval of one-neuron experts held in nn.Embedding tables: nothing to group, leave alone",
         "over": {"is_moe": True, "num_experts": 16, "num_experts_per_tok": 4},
-        "v4_bad": "its own forward fails there",
+        "bad": {"4.": "its own forward fails there", "5.17.": "its own forward fails there"},
     },
     "dots1": {
         "cls": "Dots1ForCausalLM",
@@ -542,7 +543,7 @@ CASES: dict[str, dict[str, Any]] = {
         "verdict": "match",
         "over": {},
         "set": {"shared_expert_intermediate_size": 40},
-        "v4_bad": "its text config needs a rope dict that the 4.57 default lacks",
+        "bad": {"4.": "its text config needs a rope dict that the 4.57 default lacks"},
     },
     "switch_transformers": {
         "cls": "SwitchTransformersForConditionalGeneration",

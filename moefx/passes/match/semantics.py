@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ...ir.expression import is_pointwise
 from .nodes import SELECTIONS, is_known, op_name
 from .ops import RULES
 from .ops.indexing import gather
@@ -71,7 +72,7 @@ class Semantics:
             args = [self.value(a) for a in node.args]
             kwargs = {k: self.value(v) for k, v in node.kwargs.items()}
             out = found(self, node, *args, **kwargs)
-        elif getattr(node.target, "tags", None) and torch.Tag.pointwise in node.target.tags:
+        elif is_pointwise(node.target):
             out = self._elementwise(node)
         else:
             return self.opaque(node)
