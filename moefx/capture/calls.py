@@ -43,7 +43,7 @@ def recording(tracer: Tracer, names: dict[int, str]) -> Iterator[None]:
         run = original_apply.__get__(None, cls)
         if tracer.quiet:
             return run(*args, **kwargs)
-        return tracer.record_whole(cls.apply, args, kwargs, lambda: run(*args, **kwargs), opaque=True)
+        return tracer.record_whole(run, args, kwargs, lambda: run(*args, **kwargs), opaque=True)
 
     depth = 0
 

@@ -37,9 +37,8 @@ class Routing:
             ):
                 return original.detach().to("cpu", copy=True)
             return (0.01 * torch.randn(shape, generator=self.generator)).to(val.dtype)
-        if node.op == "call_function" and len(shape) >= 1 and 2 <= shape[-1] <= 4096:
-            rows = max(1, val.numel() // shape[-1])
-            return self.scores(rows, shape[-1]).view(shape).to(val.dtype)
+        if node.op == "call_function" and val.numel() and shape and 2 <= shape[-1] <= 4096:
+            return self.scores(val.numel() // shape[-1], shape[-1]).view(shape).to(val.dtype)
         return torch.randn(shape, generator=self.generator, dtype=torch.float32).to(val.dtype)
 
     def scores(self, rows: int, n: int) -> torch.Tensor:

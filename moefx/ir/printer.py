@@ -77,7 +77,9 @@ class _Printer:
         self.names = shown_names(block.graph)
         self.fields: dict[Node, tuple[Node, int]] = {}  # results of a build_pft: (its node, position)
         self.folded: set[Node] = set()
+        self.of_each: dict[Node, list[Node]] = {}  # a step of the first expert's: the same step of every expert's
         self._fold_nodes()
+        self._fold_experts()
 
     def lines(self) -> list[Line]:
         shown = [n for n in self.block.graph.nodes if n not in self.folded]
@@ -97,6 +99,17 @@ class _Printer:
                         self.folded.add(user)
             elif results := self._results(node):
                 self.folded.update(user for user in results if user is not None)
+
+    def _fold_experts(self) -> None:
+        """What every expert makes of its own parameters is shown once."""
+        steps: dict[str, list[Node]] = {}
+        for node in self.block.graph.nodes:
+            if "each" in node.meta:
+                steps.setdefault(node.meta["each"][0], []).append(node)
+        for nodes in steps.values():
+            if len(nodes) == nodes[0].meta["each"][2]:
+                self.of_each[nodes[0]] = nodes
+                self.folded.update(nodes[1:])
 
     def _results(self, node: Node) -> list[Node | None] | None:
         """What stands on the left of the line: the unpacked results, without unused ones at the end."""
@@ -126,9 +139,9 @@ class _Printer:
             comment.append("SAVE")
         names = ""
         if results:
-            names = ", ".join(self.names[r] if r else "_" for r in results)
+            names = ", ".join(self._node(r) if r else "_" for r in results)
         elif node.users:
-            names = self.names[node]
+            names = self._node(node)
         return Line(names, self._call(node), "   ".join(filter(None, comment)), source, node)
 
     def _comment(self, node: Node, results: Sequence[Node | None] | None) -> str:
@@ -238,6 +251,8 @@ class _Printer:
         if isinstance(value, (list, tuple)):
             if len(value) > 1 and all(isinstance(v, Node) and v.op == "get_attr" for v in value):
                 return self._list(value)
+            if value and self.of_each.get(value[0]) == list(value):
+                return self._node(value[0])
             items = ", ".join(map(self._value, value))
             return f"[{items}]" if isinstance(value, list) else f"({items}{',' * (len(value) == 1)})"
         if isinstance(value, dict):
@@ -255,6 +270,12 @@ class _Printer:
         return "..." if value is ... else str(value)
 
     def _node(self, node: Node) -> str:
+        if node in self.of_each:
+            alike = self.of_each[node]
+            if node.op == "get_attr":
+                paths = [attribute_name(n) for n in alike]
+                return range_texts(paths)[0] if len(set(paths)) > 1 else shown_path(paths[0])
+            return f"{self.names[node]}[0..{len(alike) - 1}]"
         if node.op == "get_attr":
             return shown_path(attribute_name(node))
         if node in self.fields:

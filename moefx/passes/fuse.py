@@ -85,9 +85,9 @@ class _Fusion:
             out=out,
         )
         w = next(iter(self.weights), None) if body.uses_row_weight else None
-        biases = [b for u in self.ups if u.bias is not None for b in u.bias.args[0]]
+        biases = [b for u in self.ups if u.bias is not None for b in self._like(u.gemm, u.bias)]
         up = [t for u in self.ups for t in u.gemm.args[1]]
-        down_biases = list(down_bias.args[0]) if down_bias is not None else []
+        down_biases = self._like(down, down_bias) if down_bias is not None else []
         parameters, dtype = _uncast([up, biases, list(down.args[1]), down_biases])
         args = (x, self.token_ids, self.offsets, self.inverse, w, *parameters)
         before, combine_weights = self.combine.args[:2]
@@ -140,6 +140,16 @@ class _Fusion:
             ):
                 return other[0]
         return None
+
+    def _like(self, gemm: fx.Node, bias: fx.Node) -> list[fx.Node]:
+        """The biases kept as the weights are: one tensor of all experts' or one of each."""
+        kept, weights = list(bias.args[0]), len(gemm.args[1])
+        if len(kept) == weights:
+            return kept
+        with self.graph.inserting_before(self.combine):
+            if weights == 1:
+                return [self.graph.call_function(aten.stack.default, (kept,))]
+            return [self.graph.call_function(aten.select.int, (kept[0], 0, e)) for e in range(weights)]
 
     def _with_bias(self, gemm: fx.Node, bias: fx.Node | None) -> fx.Node:
         return next(iter(gemm.users)) if bias is not None else gemm

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
+import operator
 from typing import Any
 
 import torch
@@ -11,8 +13,9 @@ from torch import fx
 
 from ..errors import Refused
 from .emit import Emitter
-from .match.form import Body
+from .match.form import Body, is_weight, walk
 from .match.prove import Expert, Match
+from .match.terms import Operand
 from .weights import Weights
 
 aten = torch.ops.aten
@@ -44,12 +47,41 @@ class Rows:
         self.token_ids, self.slot_ids, self.offsets, self.inverse, self.combine_weights = pft
         self.parameters = Weights(emit, match.block)
         self.done: dict[Body, Value] = {}
-        self.call = emit.call
+        self.number: int | None = None  # where one expert's own parameters are computed with: which one
+
+    def call(self, target: Any, args: tuple, kwargs: dict[str, Any] | None = None, **described: Any) -> fx.Node:
+        """An op. Its result has routed rows (letter B) where an operand has as many."""
+        node = self.emit.call(target, args, kwargs, **described)
+        val = node.meta["val"]
+        if isinstance(val, torch.Tensor) and val.dim() and "letters" not in node.meta:
+            operands = [a for a in node.all_input_nodes if a.meta.get("letters", ("",))[:1] == ("B",)]
+            if any(a.meta["val"].shape[0] == val.shape[0] for a in operands):
+                node.meta["letters"] = ("B", *map(str, val.shape[1:]))
+        return node
 
     def value(self, b: Body) -> Value:
         if b not in self.done:
-            self.done[b] = self._value(b)
+            apart = self.number is None and is_weight(b) and b.op != "expert" and not self._is_of_stacks(b)
+            self.done[b] = self._of_each(b) if apart else self._value(b)
         return self.done[b]
+
+    def _is_of_stacks(self, b: Body) -> bool:
+        """Whether what an expert makes of its parameters can be made of the stacks of all experts' at once."""
+        tables = [self.group.tables[leaf.args[0]] for leaf in walk(b) if leaf.op == "expert"]
+        return all(map(self.parameters.are_stacked, tables)) and not any(inner.op == "call" for inner in walk(b))
+
+    def _of_each(self, b: Body) -> Value:
+        """What each expert makes of its own parameters. The printer shows these steps once for all experts."""
+        graph, count = self.emit.kept.graph, len(self.group.ids)
+        first, nodes = len(graph.nodes), []
+        for number in range(count):
+            before = len(graph.nodes)
+            one = copy.copy(self)
+            one.number, one.done = number, {}
+            nodes.append(one.value(b).node)
+            for step, node in enumerate(list(graph.nodes)[before:]):
+                node.meta["each"] = (f"{first}.{step}", number, count)
+        return Value(nodes, "expert", len(b.shape))
 
     def _value(self, b: Body) -> Value:
         match b.op:
@@ -57,6 +89,9 @@ class Rows:
                 return Value(b.args[0], "fixed", 0)
             case "shared":
                 return Value(self.parameters.one(b.args[0]), "fixed", len(b.shape))
+            case "expert" if self.number is not None:
+                place = self.group.tables[b.args[0]][self.number]
+                return Value(self.parameters.one(place), "fixed", len(b.shape))
             case "expert":
                 return Value(self.parameters.of_all(self.group.tables[b.args[0]]), "expert", len(b.shape))
             case "value":
@@ -65,6 +100,8 @@ class Rows:
                 return self._elementwise(b)
             case "ein":
                 return self._contract(b)
+            case "call":
+                return Value(self._whole(b), "fixed", len(b.shape))
         inner = next(self.value(a) for a in b.args if isinstance(a, Body))
         inner = self._stacked(inner)
         off = 0 if inner.kind == "fixed" else 1
@@ -97,6 +134,20 @@ class Rows:
                 raise Refused(f"the experts use {b.op} in a way that is not supported on rows")
         return Value(node, inner.kind, len(b.shape))
 
+    def _whole(self, b: Body) -> fx.Node:
+        target, args, kwargs, part, *operands = b.args
+        nodes = [self.value(a) for a in operands]
+        if any(v.kind != "fixed" for v in nodes):
+            raise Refused(f"the experts use {target} in a way that is not supported on rows")
+
+        def filled(a: Any) -> Any:
+            if isinstance(a, Operand):
+                return nodes[a.number].node
+            return [filled(x) for x in a] if isinstance(a, tuple) else a
+
+        node = self.call(target, tuple(map(filled, args)), {k: filled(v) for k, v in kwargs})
+        return node if part is None else self.call(operator.getitem, (node, part))
+
     def _row_op(self, b: Body, inner: Value) -> fx.Node:
         name, dims, _, static, _ = b.args
         x = inner.node
@@ -114,6 +165,10 @@ class Rows:
                 )
             case "amax" | "amin" | "logsumexp":
                 return self.call(getattr(aten, name).default, (x, list(dims)))
+            case "max" | "min":
+                return self.call(
+                    operator.getitem, (self.call(getattr(aten, name).dim, (x, dims[0])), 0), letters=("B",)
+                )
             case "linalg_vector_norm":
                 return self.call(aten.linalg_vector_norm.default, (x, static[0], list(dims)))
             case "var":
@@ -258,7 +313,6 @@ class Rows:
             transposed = inputs[1][1] == label
             nodes = weights.node if isinstance(weights.node, list) else [weights.node]
             out = self.call(ops.grouped_mm.default, (rows.node, nodes, self.offsets), {"transposed": transposed})
-            out.meta["letters"] = ("B", str(out.meta["val"].shape[-1]))
             return Value(out, "row", 1)
         if any(v.kind == "row" for v in values):
             args = [self._as_rows(v, v.rank) if v.kind != "fixed" else v.node for v in values]

@@ -6,7 +6,7 @@ import torch
 from torch import fx, nn
 
 from .emit import Emitter
-from .match.paths import Place
+from .match.paths import Place, tensor_at
 
 aten = torch.ops.aten
 
@@ -19,7 +19,7 @@ class Weights:
         return self._steps(self._parameter(place.fqn), place.steps, 0)
 
     def _parameter(self, fqn: str) -> fx.Node:
-        parameter = self.block.get_parameter(fqn)
+        parameter = tensor_at(self.block, fqn)
         node = self.emit.kept.graph.get_attr(fqn)
         with self.emit.kept.fake_mode:
             node.meta["val"] = torch.empty(parameter.shape, dtype=parameter.dtype)
@@ -46,6 +46,10 @@ class Weights:
             elif op == "detach":
                 node = self.emit.call(aten.detach.default, (node,))
         return node
+
+    def are_stacked(self, places: list[Place]) -> bool:
+        """Whether the user keeps the parameters of all experts in one tensor."""
+        return len({p.fqn for p in places}) == 1
 
     def of_all(self, places: list[Place]) -> fx.Node | list[fx.Node]:
         """The parameters of all experts of a group: one stacked tensor where the user has one, else E of them."""

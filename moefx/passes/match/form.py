@@ -39,7 +39,8 @@ class Ref:
 class Body:
     """The template of a routed summand: `op` with static `args` and bodies, or a leaf.
 
-    Leaves: `value` (Ref), `expert` (table of `Place` by expert id), `shared` (Place), `const` (number).
+    Leaves: `value` (Ref), `expert` (table of `Place` by expert id), `shared` (Place), `const` (number). What no
+    `value` reaches is the same for all rows of an expert: see `is_weight`.
     """
 
     op: str
@@ -60,7 +61,7 @@ class Group:
     def has_matrices(self) -> bool:
         """Whether some contraction of the body has an expert's matrix as an operand."""
         return any(
-            b.op == "ein" and any(isinstance(a, Body) and a.op == "expert" and len(a.shape) >= 2 for a in b.args)
+            b.op == "ein" and any(isinstance(a, Body) and len(a.shape) >= 2 and is_weight(a) for a in b.args)
             for b in walk(self.body)
         )
 
@@ -81,6 +82,12 @@ class Lifted:
     kept: torch.Tensor  # bool [T, K]: False where the slot contributes nothing
     absorbed: set[fx.Node]
     optional: bool = False  # at sizes at which the program may go another way: the proof can do without
+
+
+def is_weight(body: Body) -> bool:
+    """Whether a body is computed from an expert's parameters alone: normalised, quantised, masked weights."""
+    leaves = {b.op for b in walk(body)}
+    return "expert" in leaves and "value" not in leaves
 
 
 def walk(body: Body) -> list[Body]:

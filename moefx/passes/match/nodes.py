@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -44,6 +45,26 @@ SELECTIONS: dict[str, Callable[[fx.Node], tuple[int, bool]]] = {
 def is_known(node: fx.Node) -> bool:
     """Whether a value follows from integers alone, so that its numbers are at hand."""
     return bool(node.meta.get("known")) and node.op != "placeholder"
+
+
+def from_state(node: fx.Node) -> bool:
+    """Whether a value is computed from parameters and buffers alone: the same for all tokens of a call."""
+    stack = [node]
+    while stack:
+        n = stack[-1]
+        if "from_state" not in n.meta:
+            unseen = [a for a in n.all_input_nodes if "from_state" not in a.meta]
+            if unseen:
+                stack += unseen
+                continue
+            if n.op == "get_attr":
+                n.meta["from_state"] = n.meta["kind"] in ("param", "buffer") and isinstance(n.meta["val"], FakeTensor)
+            else:
+                random = torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())
+                inputs = n.all_input_nodes
+                n.meta["from_state"] = bool(inputs) and not random and all(a.meta["from_state"] for a in inputs)
+        stack.pop()
+    return node.meta["from_state"]
 
 
 def is_routed(node: Any) -> bool:

@@ -1,10 +1,14 @@
-"""Expert parameters: from the terms that a capture found to tables `expert id -> place in the user's parameters`."""
+"""Expert parameters: from the terms that a capture found to tables `expert id -> place in the user's parameters`.
+
+An expert's buffers (the mask of a pruned weight, the scale of a quantised one) are found at places, too.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 
+import torch
 from torch import nn
 
 from .terms import Term
@@ -14,15 +18,25 @@ _MOVING = ("at", "slice", "reshape", "permute", "expand")
 
 def is_parameter(t: Term) -> bool:
     """A parameter or a part of one, moved but not computed with."""
-    while t.op in _MOVING or (t.op == "pw" and t.args[0] in ("cast", "detach")):
-        t = t.terms[0]
-    return t.op == "param"
+    return parameter_of(t).op == "param"
+
+
+def has_place(t: Term) -> bool:
+    """A parameter or a buffer or a part of one, moved but not computed with."""
+    return parameter_of(t).op in ("param", "buffer")
 
 
 def parameter_of(t: Term) -> Term:
-    while t.op != "param":
-        t = t.args[2] if t.op == "pw" else t.args[0]
+    """What is left of a part of a parameter (or of anything else) before it was moved."""
+    while t.op in _MOVING or (t.op == "pw" and t.args[0] in ("cast", "detach")):
+        t = t.terms[0]
     return t
+
+
+def tensor_at(block: nn.Module, fqn: str) -> torch.Tensor:
+    """A parameter or buffer of the block."""
+    owner, _, name = fqn.rpartition(".")
+    return getattr(block.get_submodule(owner), name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +49,7 @@ class Place:
     @staticmethod
     def of(t: Term) -> Place:
         steps: list[tuple] = []
-        while t.op != "param":
+        while t.op not in ("param", "buffer"):
             if t.op == "pw":
                 steps.append((t.args[0], *[v for _, v in t.args[1]]))
                 t = t.args[2]

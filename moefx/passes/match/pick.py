@@ -91,6 +91,7 @@ _ORDER = {
     "const": 0,
     "array": 0,
     "param": 1,
+    "buffer": 1,
     "node": 1,
     "put": 2,
     "reshape": 2,
@@ -216,7 +217,7 @@ def structure(T: Terms, t: Term) -> frozenset[int]:
 
 def _structure(T: Terms, t: Term) -> set[int]:
     match t.op:
-        case "const" | "node" | "param":
+        case "const" | "node" | "param" | "buffer" | "call":
             return set()
         case "array":
             return set(range(len(t.shape)))

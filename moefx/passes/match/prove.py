@@ -25,7 +25,7 @@ from ...errors import CaptureError, Refused
 from ..capacity import Formula
 from .form import Body, Lifted, Ref
 from .lift import Lifter
-from .paths import Place, sibling_names
+from .paths import Place, expert_indices, sibling_names, tensor_at
 from .ranges import UNBOUNDED, Ranges
 
 
@@ -237,20 +237,24 @@ class Prover:
         total = max(self._seen()) + 1
         for group in first.groups:
             for table in group.tables:
-                total = max([total, self._siblings(table), *[self._stack(place) for place in list(table.values())[:1]]])
+                total = max(total, self._siblings(table), self._stack(table))
         for node in first.index.nodes:
             ids = Ranges(first.capture.nodes).of(node)
             if ids is not None and (ids[0] >= 0).all() and ids[1].numel() and ids[1].max() < UNBOUNDED:
                 total = max(total, int(ids[1].max()) + 1)
         return total
 
-    def _stack(self, place: Place) -> int:
-        for op, *rest in place.steps:
-            if op == "at":
-                return self.block.get_parameter(place.fqn).shape[rest[1][0][0]]
-            if op == "slice":
-                _, dim, start, stop, _ = rest
-                return self.block.get_parameter(place.fqn).shape[dim] // (stop - start)
+    def _stack(self, table: dict[int, Place]) -> int:
+        """How many parts a tensor has, if the experts count them."""
+        if any(expert_indices(place, self.children)[:1] != [e] for e, place in table.items()):
+            return 0
+        for place in list(table.values())[:1]:
+            for op, *rest in place.steps:
+                if op == "at":
+                    return tensor_at(self.block, place.fqn).shape[rest[1][0][0]]
+                if op == "slice":
+                    _, dim, start, stop, _ = rest
+                    return tensor_at(self.block, place.fqn).shape[dim] // (stop - start)
         return 0
 
     def _siblings(self, table: dict[int, Place]) -> int:

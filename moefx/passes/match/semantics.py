@@ -17,11 +17,11 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...ir.expression import is_pointwise
-from .nodes import SELECTIONS, is_known, op_name
+from .nodes import SELECTIONS, from_state, is_known, op_name
 from .ops import RULES
 from .ops.indexing import gather
 from .ops.reducing import norm
-from .terms import Term, Terms
+from .terms import Operand, Term, Terms
 
 _LARGEST_ARRAY = 1 << 22
 
@@ -54,12 +54,14 @@ class Semantics:
 
     def _build(self, node: fx.Node) -> Term:
         val = node.meta.get("val")
-        if node.op == "get_attr" and node.meta["kind"] == "param" and isinstance(val, FakeTensor):
-            return self.T.make("param", (node.meta["fqn"],), tuple(val.shape))
+        if node.op == "get_attr" and node.meta["kind"] in ("param", "buffer") and isinstance(val, FakeTensor):
+            return self.T.make(node.meta["kind"], (node.meta["fqn"],), tuple(val.shape))
         if isinstance(val, torch.Tensor) and not isinstance(val, FakeTensor):
             return self.T.array(val) if val.numel() <= _LARGEST_ARRAY else self.opaque(node)
-        if not isinstance(val, torch.Tensor) or node.op != "call_function" or node.meta.get("opaque"):
+        if not isinstance(val, torch.Tensor) or node.op != "call_function":
             return self.opaque(node)
+        if node.meta.get("opaque"):
+            return self._whole(node)
         name = op_name(node)
         if name.startswith(("empty", "new_empty")):
             return self.T.const(math.nan, val.shape)
@@ -75,11 +77,11 @@ class Semantics:
         elif is_pointwise(node.target):
             out = self._elementwise(node)
         else:
-            return self.opaque(node)
+            out = self._whole(node)
         if out is not None and out.op != "node" and not node.meta["grad"] and not node.meta.get("known"):
             out = self.T.pw("detach", out)
         assert out is None or out.shape == tuple(val.shape), (node, node.target, out.shape, val.shape)
-        return out if out is not None else self.opaque(node)
+        return out if out is not None else self._whole(node)
 
     def value(self, a: Any) -> Any:
         """An argument of a node, with terms for nodes."""
@@ -108,6 +110,10 @@ class Semantics:
         """One result of an op with several: values that a selection took are a gather by the concrete indices."""
         bundle, i = node.args
         name = op_name(bundle)
+        if i == 0 and name in ("max", "min") and all(u.args[1] == 0 or not u.users for u in bundle.users):
+            dim, keep = SELECTIONS[name](bundle)
+            largest = self.T.row(name, [dim], False, (), self.value(bundle.args[0]))
+            return self.T.reshape(largest, node.meta["val"].shape)
         if i == 0 and name in SELECTIONS:
             dim, keep = SELECTIONS[name](bundle)
             source = self.value(bundle.args[0])
@@ -122,4 +128,24 @@ class Semantics:
             return norm(self, bundle)
         if i == 0 and name == "native_dropout" and (not bundle.args[2] or bundle.args[1] == 0):
             return self.value(bundle.args[0])
-        return self.opaque(node)
+        return self._whole(node)
+
+    def _whole(self, node: fx.Node) -> Term:
+        """What an op that no rule explains makes of parameters and buffers alone (of weights that are normalised or
+        quantised, say): a value of its own for each expert. Of anything else: the node as it is."""
+        if not from_state(node):
+            return self.opaque(node)
+        call, part = (node.args[0], node.args[1]) if op_name(node) == "getitem" else (node, None)
+        operands: list[Term] = []
+
+        def static(a: Any) -> Any:
+            if isinstance(a, fx.Node):
+                operands.append(self.value(a))
+                return Operand(len(operands) - 1)
+            return tuple(map(static, a)) if isinstance(a, (list, tuple)) else a
+
+        args = static(call.args)
+        kwargs = tuple((k, static(v)) for k, v in sorted(call.kwargs.items()))
+        if not all(isinstance(o, Term) and o.op not in ("const", "array") for o in operands):
+            return self.opaque(node)
+        return self.T.make("call", (call.target, args, kwargs, part, *operands), node.meta["val"].shape)

@@ -9,6 +9,7 @@ row met which parameters with which weights. Nothing is expanded that nobody ask
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import math
 from collections import defaultdict
@@ -29,7 +30,7 @@ class Term:
     | op | args |
     |---|---|
     | `node` | an FX node taken as it is |
-    | `param` | FQN |
+    | `param`, `buffer` | FQN |
     | `const` | a number, in every element |
     | `array` | an `Array` of known numbers |
     | `pw` | name, keyword arguments, items (terms and static values): elementwise with broadcasting |
@@ -40,6 +41,7 @@ class Term:
     | `index` | operand, dims, `Array` [m, *I], position of I: advanced indexing |
     | `put` | base, dims, `Array` [m, n], values [n, *rest], accumulate: every kind of scatter |
     | `at` | operand, ((axis, i), ...): an element that stays symbolic |
+    | `call` | function, arguments and keyword arguments (terms as `Operand`), which of its results, operands |
     """
 
     __slots__ = ("args", "op", "shape", "structure")
@@ -80,15 +82,24 @@ class Array:
         return self._positions[row].get(i, [])
 
 
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """Where the operand of this number stands among the arguments of a `call`."""
+
+    number: int
+
+
 def show(t: Any, depth: int = 6) -> str:
     if not isinstance(t, Term):
         return repr(tuple(t.value.shape)) if isinstance(t, Array) else repr(t)
     if t.op == "const":
         return f"{t.args[0]:g}"
-    if t.op in ("param", "node"):
+    if t.op in ("param", "buffer", "node"):
         return str(t.args[0])
     if depth == 0:
         return "..."
+    if t.op == "call":
+        return f"{getattr(t.args[0], '__name__', t.args[0])}({', '.join(show(a, depth - 1) for a in t.terms)})"
     head = t.args[0] if t.op in ("pw", "row") else t.op
     rest = t.args[2:] if t.op == "pw" else t.args[1:] if t.op == "row" else t.args
     return f"{head}({', '.join(show(a, depth - 1) for a in rest)})"

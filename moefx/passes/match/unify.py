@@ -12,7 +12,7 @@ from ...errors import Refused
 from .form import Body, Group, Ref
 from .lookup import Lookup
 from .owners import Owners
-from .paths import Place, is_parameter, parameter_of
+from .paths import Place, has_place, is_parameter, parameter_of
 from .terms import Term, number, show
 
 Where = list[tuple[int, int, int]]  # token, slot and expert id of each summand
@@ -30,7 +30,7 @@ class Skeletons:
         if found is None:
             if t in self.given:
                 form: Any = ("given", t.shape)
-            elif is_parameter(t):
+            elif has_place(t) and (is_parameter(t) or math.prod(t.shape) > 1):
                 form = ("parameter", t.shape)
             elif math.prod(t.shape) == 1 and t.op != "const":
                 form = ("scalar",)
@@ -72,6 +72,8 @@ class Unifier:
             body = self._table(where, terms, same)
         elif (ref := self.lookup.find(where, terms)) is not None:
             body = self._value(ref, first)
+        elif all(has_place(t) for t in terms):
+            body = self._table(where, terms, same)
         else:
             try:
                 body = self._decompose(where, terms)
@@ -115,6 +117,7 @@ class Unifier:
         shape = terms[0].shape
         if same and parameter_of(terms[0]).args[0] not in self.experts:
             return Body("shared", (Place.of(terms[0]),), shape)
+        self.experts.update(parameter_of(t).args[0] for t in terms)
         table: dict[int, Place] = {}
         for (_, _, e), t in zip(where, terms, strict=True):
             place = Place.of(t)
