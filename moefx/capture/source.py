@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
 import threading
+import types
 
 import torch
 
@@ -15,7 +17,7 @@ class Source:
 
     file: str
     line: int
-    offset: int  # bytecode offset: tells two reads on one line apart
+    offset: int  # where the expression begins and ends on its line: tells two reads on one line apart
 
     def __str__(self) -> str:
         return f"{self.file.rsplit('/', 1)[-1]}:{self.line}"
@@ -44,12 +46,28 @@ def is_users(file: str) -> bool:
     return not file.startswith((*_OURS, *_NOBODYS))
 
 
+_offsets: dict[tuple[int, int], tuple[types.CodeType, int]] = {}  # with the code, so that no other gets its id
+
+
+def _offset(code: types.CodeType, instruction: int) -> int:
+    """A number for the expression that runs. The interpreter replaces instructions of warm code by others, beside
+    them: the instruction alone may be another one at the next call."""
+    key = (id(code), instruction)
+    if key not in _offsets:
+        if len(_offsets) > 1 << 14:
+            _offsets.clear()
+        positions = getattr(code, "co_positions", None)  # since Python 3.11, as the replacing is
+        where = next(itertools.islice(positions(), instruction // 2, None)) if positions else (None,)
+        _offsets[key] = code, instruction if None in where else hash(where)
+    return _offsets[key][1]
+
+
 def user_source() -> Source:
     """The innermost frame that belongs neither to torch nor to this package."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
         if is_users(name):
-            return Source(name, frame.f_lineno, frame.f_lasti)
+            return Source(name, frame.f_lineno, _offset(frame.f_code, frame.f_lasti))
         frame = frame.f_back
     return Source("?", 0, 0)

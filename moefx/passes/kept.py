@@ -18,10 +18,11 @@ import torch.utils._pytree as pytree
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..capture.captured import Call, autocast_dtype
+from ..capture.captured import Call, autocast_dtype, is_float
 from ..errors import Refused
 from .calls import follow, kept_calls, paths, within
 from .match.prove import Match
+from .reads import ARITHMETIC, Live, Reads
 from .sizes import Sizes, Spot
 from .twins import Twins, depends, is_random, kind, label, leaf_nodes
 
@@ -55,6 +56,7 @@ class KeptGraph:
         self.twins: dict[fx.Node, Twins] = {}
         self.sizes = Sizes(match, self.graph, self.inputs, self.twins, self.made)
         self.device: fx.Node | None = None
+        self.reads = Reads(self.captures)
 
     def _choose_calls(self) -> None:
         self.calls = kept_calls(self.match, self.inlined)
@@ -151,13 +153,15 @@ class KeptGraph:
         return self._pair_trees([(n.args, n.kwargs) for n in twins], str(first.meta["source"]))
 
     def _pair_trees(self, trees: list[Any], where: str) -> list[Twins]:
-        flats = [[a for a in pytree.tree_leaves(t) if isinstance(a, fx.Node)] for t in trees]
+        leaves = [pytree.tree_leaves(t) for t in trees]
+        flats = [[a for a in flat if isinstance(a, fx.Node)] for flat in leaves]
         if len({len(f) for f in flats}) != 1:
             raise Refused(
                 "what runs outside of the experts depends on the routing (a different number of arguments)",
                 source=where,
             )
-        return [Twins(column) for column in zip(*flats, strict=True)]
+        read = [live.twins for column in zip(*leaves, strict=False) if (live := self.reads.find(column))]
+        return [*(Twins(column) for column in zip(*flats, strict=True)), *read]
 
     # ------------------------------------------------------------------ emitting
     def emit(self, plan: list[Any]) -> None:
@@ -189,6 +193,9 @@ class KeptGraph:
         where = str(n.meta["source"])
         if "sparse" in label(n):
             raise Refused("sparse tensors are not followed", culprits=(label(n),), source=where)
+        read = self.reads.find([t.args[1] for t in twins]) if n.target in ARITHMETIC else None
+        if read is not None and is_float(n.args[0].meta["val"]):
+            return self._with_number(twins, read)
         args = self.zip_value([t.args for t in twins], where, (twins, "args"))
         kwargs = self.zip_value([dict(t.kwargs) for t in twins], where, (twins, "kwargs"))
         kwargs.pop("pin_memory", None)
@@ -207,6 +214,24 @@ class KeptGraph:
         if not n.meta["grad"] and isinstance(val, FakeTensor) and n.all_input_nodes:
             out = self.call(aten.detach.default, (out,), {}, self.describe(twins))
         return out
+
+    def _with_number(self, twins: Twins, read: Live) -> fx.Node:
+        """`x * c`, where Python read the number from a tensor: the tensor is taken, without its gradient. In half
+        precision torch multiplies by a number in float32."""
+        n = twins.first
+        x, meta, dtype = self.made[n.args[0]], self.describe(twins), n.meta["val"].dtype
+        number = self.call(aten.detach.default, (self.made[read.twins.first],), {}, {})
+        number = self.call(aten._to_copy.default, (number,), {"dtype": torch.float64}, {})
+        number = self.call(aten.reshape.default, (number, []), {}, {})
+        if read.law is not None:
+            number = self.call(read.law, (number,), {}, {})
+        if dtype.itemsize >= 4:
+            out = self.call(n.target, (x, number), dict(n.kwargs), meta)
+        else:
+            x = self.call(aten._to_copy.default, (x,), {"dtype": torch.float32}, {})
+            out = self.call(n.target, (x, number), dict(n.kwargs), {})
+            out = self.call(aten._to_copy.default, (out,), {"dtype": dtype}, meta)
+        return out if n.meta["grad"] else self.call(aten.detach.default, (out,), {}, meta)
 
     def _literal(self, twins: Twins) -> fx.Node:
         values = [c.constants[t.meta["fqn"]] for c, t in zip(self.captures, twins, strict=True)]
@@ -294,6 +319,12 @@ class KeptGraph:
             return slice(*[self.zip_value([getattr(v, a) for v in values], where) for a in ("start", "stop", "step")])
         if isinstance(first, int) and not isinstance(first, bool):
             return self.sizes.number([int(v) for v in values], where, spot)
+        if self.reads.find(values) is not None:
+            raise Refused(
+                f"a number that Python read from a tensor is used: {first!r}",
+                source=where,
+                remedy="use the tensor itself, not its .item() or float()",
+            )
         if any(v is not first and v != first for v in values):
             raise Refused(
                 f"a constant depends on the routing: {first!r} and {next(v for v in values if v != first)!r}",

@@ -144,8 +144,8 @@ def test_equal_with_every_gradient(build):
 
 def test_every_expert_shows_once():
     compiled = moefx.compile(Loop(Normalised).double(), example_inputs=(torch.randn(5, D).double(),))
-    printed = str(moefx.graph(compiled, ""))
-    assert "div[0..3]        = experts[0..3].up.weight / expand[0..3]" in printed
+    printed = " ".join(str(moefx.graph(compiled, "")).split())
+    assert "div[0..3] = experts[0..3].up.weight / expand[0..3]" in printed
     assert "up=div[0..3]" in printed
 
 

@@ -1,0 +1,84 @@
+"""Numbers that Python reads off buffers and parameters are read again at every call."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import moefx
+
+from .blocks import D, E, Loop
+
+
+class Tempered(Loop):
+    """A temperature that anneals, read as a number; a parameter's too."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("tau", torch.tensor(2.0))
+        self.gain = nn.Parameter(torch.tensor([1.5]))
+
+    def route(self, x):
+        if self.training:
+            self.tau.mul_(0.9).clamp_(min=0.2)
+        return (self.gate(x) / float(self.tau) * self.gain.item()).softmax(-1).topk(self.k, -1)
+
+
+class Inverted(Loop):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("tau", torch.tensor(2.0))
+
+    def route(self, x):
+        return (self.gate(x) * (1 / self.tau.item())).softmax(-1).topk(self.k, -1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [Tempered, Inverted])
+def test_scores_are_scaled_by_what_the_tensor_holds_now(kind, dtype):
+    torch.manual_seed(0)
+    original, other = kind().to(dtype), kind().to(dtype)
+    other.load_state_dict(original.state_dict())
+    compiled = moefx.compile(other, example_inputs=(torch.randn(5, D).to(dtype),))
+    for tau in (2.0, 0.3, 7.0):
+        x, results = torch.randn(9, D).to(dtype), []
+        for model in (original, compiled):
+            model.tau.fill_(tau)
+            results.append((model(x), model.tau.clone()))
+        torch.testing.assert_close(results[1], results[0])
+    assert moefx.explain(compiled).matched[0].calls == (3, 0, 0)  # never the original
+
+
+def test_the_block_stays_one_graph():
+    compiled = moefx.compile(Tempered(), example_inputs=(torch.randn(5, D),))
+    x = torch.randn(6, D)
+    compiled.eval()
+    torch.testing.assert_close(torch.compile(compiled, fullgraph=True, backend="aot_eager")(x), compiled(x))
+
+
+class Compared(Loop):
+    """What a number from a buffer decides is a branch."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("step", torch.tensor(1.0))
+
+    def route(self, x):
+        w, ids = super().route(x)
+        return (w / w.sum(0, keepdim=True) if float(self.step) > 100 else w), ids
+
+
+def test_a_branch_on_the_number_is_refused():
+    with pytest.raises(moefx.NoMoEBlockFound, match="depends on the routing or the sizes.*test_reads"):
+        moefx.compile(Compared(), example_inputs=(torch.randn(5, D),))
+
+
+class Counted(Loop):
+    def forward(self, x):
+        return super().forward(x) * torch.full((D,), float(self.gate.weight[0, 0]) + E)
+
+
+def test_another_use_of_the_number_names_its_line():
+    with pytest.raises(moefx.NoMoEBlockFound, match=r"constant depends on the routing|Python read.*test_reads"):
+        moefx.compile(Counted(), example_inputs=(torch.randn(5, D),))
