@@ -117,7 +117,9 @@ def explain(
             sum(c.original for c in counts),
             sum(c.guard_failures for c in counts),
         )
-        notes = {f"{reason}" for n in report.names if n in forwards for reason in forwards[n].refusals.values()}
+        notes = {
+            f"{reason}" for n in report.names if n in forwards for reason in forwards[n].refusals.values() if reason
+        }
         notes |= {f"guard failed: {c.last_failed_guard}" for c in counts if c.last_failed_guard}
         reports.append(dataclasses.replace(report, calls=calls, notes=(*report.notes, *sorted(notes))))
     return Explanation(type(model).__name__, tuple(reports), record.refused, record.seconds, _paths())
@@ -255,12 +257,14 @@ def _guards(result: Result) -> list[Guard]:
         sides = [re.sub(r"\b[A-Z]\b", lambda m: where[m[0]], side) for side in (g.left, g.right)]
         # a plain comparison: Dynamo does not compare the outcome of one over symbolic sizes with True
         symbol = symbols[g.op if g.value else opposite[g.op]]
-        guards.append(Guard(f"{sides[0]} {symbol} {sides[1]}", f"the block compares sizes: {g}"))
+        condition, why = f"{sides[0]} {symbol} {sides[1]}", f"the block compares sizes: {g}"
+        guards.append(Guard(condition, why, one_way=g in result.match.within))
     return guards
 
 
 class Specialise:
-    """Lifts a block again for a call that no program admits: another mode, dtype or device. Picklable."""
+    """Lifts a block again for a call that no program admits: another mode, dtype, device, or sizes at which the block
+    goes another way. Picklable."""
 
     def __init__(self, arguments: Arguments, plan: Plan):
         self.arguments, self.plan = arguments, plan
@@ -271,10 +275,11 @@ class Specialise:
         forward = vars(block).get("forward")
         assert isinstance(forward, BlockForward)
         programs = [p for p in forward.programs if ReadAttributes(block, p.attributes).hold()]
-        if any(program.key.admits(call) for program in programs):
+        same = [p for p in programs if p.key.admits(call)]
+        if same and not any(g.one_way for p in same for g in p.guards):
             return None  # only a guard on sizes stands in the way: the same lift would meet it again
         for program in programs:  # the same but for the device, which capture does not look at
-            if _without_device(program.key) == _without_device(
+            if not same and _without_device(program.key) == _without_device(
                 call._replace(grad=program.key.grad, training=call.training)
             ):
                 return Program(

@@ -53,14 +53,10 @@ def rewrite_block(block: nn.Module, name: str, args: tuple, kwargs: dict[str, An
         Refused: the block is not (provably) a token-choice mixture of experts; the message says why and where.
         CaptureError: the block does not run on abstract tensors.
     """
-    # 1. capture and match: one canonical form that the captures under unlike routings agree on
     paths = argument_paths(block, args, kwargs)
     start = time.perf_counter()
-    match = deep(lambda: prove(block, args, kwargs))
-    # 2. drops: which slots do not count, by a rule or by the program's own mask
-    deep(lambda: explain_drops(match))
-    # 3. rewrite into the dialect, the user's own parts around it
-    rewritten = deep(lambda: rewrite(match, [placeholder_name(p) for p in paths]))
+    # 1.-3. prove, explain the drops, rewrite into the dialect
+    match, rewritten = deep(lambda: lift(block, args, kwargs, [placeholder_name(p) for p in paths]))
     ms = (time.perf_counter() - start) * 1e3
     graph = BlockGraph(name, rewritten.graph, Binding(tuple(paths)), rewritten.out_spec)
     # 4. passes on the graph; every snapshot runs
@@ -68,19 +64,42 @@ def rewrite_block(block: nn.Module, name: str, args: tuple, kwargs: dict[str, An
     return Result(match, rewritten, history)
 
 
-def prove(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Match:
-    """The proof, with the last axis of the hidden states as the features or, where that does not run, the second
-    one (images [B, C, H, W])."""
-    hint = most_experts(block)
+def lift(block: nn.Module, args: tuple, kwargs: dict[str, Any], names: list[str]) -> tuple[Match, Rewritten]:
+    """The proof and the rewrite, with the last axis of the hidden states as the features or, where that does not run,
+    the second one (images [B, C, H, W])."""
     try:
-        return Prover(block, Arguments(args, kwargs), hint).prove()
+        return _lift(block, Arguments(args, kwargs), names)
     except (Refused, CaptureError):
         raise
     except Exception as error:  # the user's code, on sizes it was not made for
         try:
-            return Prover(block, Arguments(args, kwargs, feature=1), hint).prove()
+            return _lift(block, Arguments(args, kwargs, feature=1), names)
         except Exception:
             raise error from None
+
+
+def _lift(block: nn.Module, arguments: Arguments, names: list[str]) -> tuple[Match, Rewritten]:
+    """For all sizes; where that cannot be, for those at which the program goes the way that it goes for the example."""
+    prover = Prover(block, arguments, most_experts(block))
+    try:
+        return _rewritten(prover, names)
+    except Refused as refusal:
+        side = prover.side()
+        if not side:
+            raise
+        try:
+            return _rewritten(Prover(block, arguments, prover.hint, side), names)
+        except Refused:
+            raise refusal from None
+
+
+def _rewritten(prover: Prover, names: list[str]) -> tuple[Match, Rewritten]:
+    # 1. capture and match: one canonical form that the captures under unlike routings agree on
+    match = prover.prove()
+    # 2. drops: which slots do not count, by a rule or by the program's own mask
+    explain_drops(match)
+    # 3. the dialect, the user's own parts around it
+    return match, rewrite(match, names)
 
 
 def argument_paths(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[Path]:

@@ -114,6 +114,7 @@ def compares_floats(node: fx.Node) -> bool:
         isinstance(val, torch.Tensor)
         and val.dtype is torch.bool
         and node.op == "call_function"
+        and node.target not in SHAPE_ONLY
         and any(isinstance(a.meta.get("val"), FakeTensor) and not a.meta.get("known") for a in node.all_input_nodes)
     )
 

@@ -88,11 +88,13 @@ class Guard:
             `"hidden_states.shape[0] * hidden_states.shape[1] > 4"` or `"self.top_k == 2"`.
         why: one clause for people: what was read.
         source: the user's `file.py:line` that read it, or "".
+        one_way: the program goes another way where it does not hold, which another lift may follow.
     """
 
     condition: str
     why: str = ""
     source: str = ""
+    one_way: bool = False
 
 
 def kind_of(value: Any) -> tuple[Any, ...]:

@@ -78,7 +78,7 @@ class BlockForward:
         self.name = name
         self.specialise = specialise
         self.counts = CallCounts()
-        self.refusals: dict[Specialisation, str] = {}
+        self.refusals: dict[tuple[Specialisation, tuple[str, ...]], str] = {}  # by call, and what kept it out
         self.original = _own_forward(block)
         self._entries: list[_Entry] = []
         self._forced = ""
@@ -154,7 +154,8 @@ class BlockForward:
         kwargs: Mapping[str, Any] | None,
     ) -> _Entry | None:
         """Ask for a program for this call, at most once for each specialisation."""
-        if self.specialise is None or self._specialising or call in self.refusals:
+        wanted = call, self._kept_out(call, leaves)
+        if self.specialise is None or self._specialising or wanted in self.refusals:
             return None
         if len(self._entries) + len(self.refusals) >= MAX_SPECIALISATIONS:
             return None
@@ -162,15 +163,27 @@ class BlockForward:
         try:
             program = self.specialise(self.block, call, args, kwargs)
         except Refused as refusal:
-            self.refusals[call] = str(refusal)
+            self.refusals[wanted] = str(refusal)
             return None
         finally:
             self._specialising = False
         if program is None:
-            self.refusals[call] = "not specialised"
+            self.refusals[wanted] = "not specialised"
             return None
+        if wanted[1]:  # whatever it turns out to be for
+            self.refusals[wanted] = ""
         self.add(program)
         return self._admitted(call, leaves) if args is not None else None
+
+    def _kept_out(self, call: Specialisation, leaves: Leaves) -> tuple[str, ...]:
+        """The conditions that keep the programs for such a call from this one, where the block goes another way."""
+        conditions = []
+        for entry in self._entries if leaves else []:
+            program = entry.program
+            if program.guard is not None and program.key.admits(call):
+                index = program.guard(self.block, *[leaves[i][1] for i in program.picks])
+                conditions += [program.guards[index].condition] if index >= 0 and program.guards[index].one_way else []
+        return tuple(conditions)
 
     @torch.compiler.assume_constant_result
     def _prepare_trace(self, *fields: Any) -> bool:

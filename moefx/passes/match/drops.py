@@ -26,6 +26,8 @@ from .shapes import unravel
 from .terms import is_const
 
 Slot = tuple[int, int]
+_LIMITS = {f"aten.{op}" for op in ("slice.Tensor", "lt.Scalar", "le.Scalar", "gt.Scalar", "ge.Scalar")}
+_LEAST_POINTS = 8  # sizes at which a capacity was seen: a formula for fewer would be a guess
 
 
 def explain_drops(match: Match) -> None:
@@ -104,7 +106,9 @@ def _capacity(match: Match, places: Sequence[tuple[int, int | None]]) -> Formula
     if overflow is None:
         return None
     numbers = [_numbers(lifted.capture) for lifted in match.lifted]
-    more = [(sizes, _numbers(taken)) for sizes, taken in match.probe()]
+    # where one expert has nearly all tokens, the program comes to the places where it drops
+    more = [(sizes, _numbers(taken)) for sizes, taken in match.probe("flooded")]
+    constant: Formula | None = None
     for where, value in numbers[overflow].items():
         if value is None or not all(_fits(n.get(where), p) for n, p in zip(numbers, places, strict=True)):
             continue
@@ -113,10 +117,12 @@ def _capacity(match: Match, places: Sequence[tuple[int, int | None]]) -> Formula
             for dims, n in [*zip(match.sizes, numbers, strict=True), *more]
             if (found := n.get(where)) is not None
         ]
-        formula = find_formula(points, match.expressions)
+        formula = find_formula(points, match.expressions) if len(points) >= _LEAST_POINTS else None
         if formula is not None and all(_fits(formula(d), p) for d, p in zip(match.sizes, places, strict=True)):
             return formula
-    return None
+        if len(points) >= _LEAST_POINTS and {n for _, n in points} == {value} and where[1] in _LIMITS:
+            constant = Formula(str(value))
+    return constant
 
 
 def _fits(value: int | None, places: tuple[int, int | None]) -> bool:

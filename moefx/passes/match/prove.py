@@ -87,16 +87,19 @@ class Match:
     capture_at: Callable[[Routing, dict[str, int]], Capture]
     drop: DropRule | None = None
     keep: list[Ref] | None = None
-    probes: list[tuple[dict[str, int], Capture]] = dataclasses.field(default_factory=list)
+    within: tuple[SizeGuard, ...] = ()  # the way the program goes for the example, where it has two
+    probes: dict[str, list[tuple[dict[str, int], Capture]]] = dataclasses.field(default_factory=dict)
 
-    def probe(self) -> list[tuple[dict[str, int], Capture]]:
-        """Captures at more sizes, for numbers that depend on them."""
-        if not self.probes:
+    def probe(self, kind: str = "diverse") -> list[tuple[dict[str, int], Capture]]:
+        """Captures at more sizes under this kind of routing, for numbers that depend on them."""
+        if kind not in self.probes:
+            probes = self.probes[kind] = []
             for tokens in (2, 3, 6, 7, 10, 13, 20, 33, 40, 64, 65, 100, 127, 128, 200, 320, 333, 512):
                 dims = self.arguments.dims
                 sizes = dict.fromkeys(dims, 1) | {dims[-1]: tokens}
-                self.probes.append((sizes, self.capture_at(Routing("diverse", 0), sizes)))
-        return self.probes
+                if all(g.holds(sizes) for g in self.within):
+                    probes.append((sizes, self.capture_at(Routing(kind, 0), sizes)))
+        return self.probes[kind]
 
     def without_optional(self) -> bool:
         """Leave out the captures at sizes at which the program may go another way; the form then holds for the other
@@ -131,8 +134,19 @@ class Match:
 
 
 class Prover:
-    def __init__(self, block: nn.Module, arguments: Arguments, num_experts_hint: int = 8):
-        self.block, self.arguments, self.hint = block, arguments, num_experts_hint
+    """Args:
+    within: sizes of which these do not hold are left alone: the program may do something else there.
+    """
+
+    def __init__(
+        self,
+        block: nn.Module,
+        arguments: Arguments,
+        num_experts_hint: int = 8,
+        within: tuple[SizeGuard, ...] = (),
+    ):
+        self.block, self.arguments, self.hint, self.within = block, arguments, num_experts_hint, within
+        self.asked: dict[SizeGuard, list[dict[str, int]]] = {}  # comparisons, and the sizes at which they were made
         self.children = sibling_names(block)
         self.lifted: list[Lifted] = []
         self.sizes: list[dict[str, int]] = []
@@ -149,7 +163,28 @@ class Prover:
         args, kwargs = self.arguments.at(sizes, seed=routing.seed)
         if flips and self.lifted:  # a number that is not the program's own may be how often a loop runs
             most = 20 * len(self.lifted[0].capture.nodes)
-        return capture(self.block, args, kwargs, routing, flips=flips, dims=sizes, most_nodes=most)
+        taken = capture(self.block, args, kwargs, routing, flips=flips, dims=sizes, most_nodes=most)
+        for guard in taken.sizes.guards:
+            self.asked.setdefault(guard, []).append(sizes)
+        return taken
+
+    def side(self) -> tuple[SizeGuard, ...]:
+        """Comparisons of sizes that came out otherwise than they do at the example's size, as they do there."""
+        example = self.arguments.sizes
+        sides = dict.fromkeys(g if g.holds(example) else dataclasses.replace(g, value=not g.value) for g in self.asked)
+        tried = [sizes for several in self.asked.values() for sizes in several]
+        return tuple(g for g in sides if not all(g.holds(sizes) for sizes in tried))
+
+    def _choose(self, tokens: int, variant: int) -> dict[str, int]:
+        """Sizes with about so many tokens; with more, or fewer, where the program goes the example's way only there."""
+        for n in (tokens, *(tokens * 2**i for i in range(1, 7)), *(tokens >> i for i in range(1, 5))):
+            sizes = self.arguments.choose(n, variant)
+            if self._is_within(sizes):
+                return sizes
+        raise Refused("no sizes were found at which all that is compared with them comes out as for the example")
+
+    def _is_within(self, sizes: dict[str, int]) -> bool:
+        return all(g.holds(sizes) for g in self.within)
 
     def lift(
         self, routing: Routing, sizes: dict[str, int], flips: Mapping[Source, bool | float | str] | None = None
@@ -165,7 +200,7 @@ class Prover:
         tokens = max(29, self.hint // 4)
         plans = [("diverse", tokens), ("skewed", max(25, tokens * 3 // 4)), ("flooded", 13)]
         for variant, (kind, n) in enumerate(plans):
-            sizes = self.arguments.choose(n, variant)
+            sizes = self._choose(n, variant)
             self._add(self.lift(Routing(kind, variant), sizes), sizes)
         self._cover()
         self._agree()
@@ -191,6 +226,7 @@ class Prover:
             list(dict.fromkeys(self.extra_guards)),
             modes,
             self.capture,
+            within=self.within,
         )
 
     def _add(self, lifted: Lifted, sizes: dict[str, int]) -> None:
@@ -213,7 +249,7 @@ class Prover:
                 full = [i for i in full if self.lifted[i].missed]
             if len(full) >= 3:
                 return [self.lifted[i] for i in full], [self.sizes[i] for i in full]
-            sizes = self.arguments.choose(max(21, self.hint // 4), seed)
+            sizes = self._choose(max(21, self.hint // 4), seed)
             self._add(self.lift(Routing(("diverse", "flooded")[seed % 2], seed), sizes), sizes)
             _same_form(self.lifted[0], self.lifted[-1])
         raise Refused("no routing was found under which all kinds of experts are used")
@@ -277,7 +313,7 @@ class Prover:
                     f"the first is expert {missing[0]}"
                 )
             extra += 1
-            sizes = self.arguments.choose(max(17, min(len(missing), 4 * self.hint)), extra)
+            sizes = self._choose(max(17, min(len(missing), 4 * self.hint)), extra)
             before = set(missing)
             self._add(self.lift(Routing("diverse", 10 + extra, prefer=tuple(missing)), sizes), sizes)
             if before == set(range(self.num_experts)) - self._seen() - self._zeros() and extra > 2:
@@ -395,7 +431,8 @@ class Prover:
         """One token, and many: sizes at which code often takes another way."""
         dims = self.arguments.dims
         one = dict.fromkeys(dims, 1)
-        for sizes in [one, *([self.arguments.choose(3 * max(29, self.hint // 4), 2)] if self.hint <= 64 else [])]:
+        many = [self.arguments.choose(3 * max(29, self.hint // 4), 2)] if self.hint <= 64 else []
+        for sizes in filter(self._is_within, [one, *many]):
             told_apart = not all(g.holds(sizes) for g in self._guards())
             # whether one token shows the form hangs on what it chooses: experts that do nothing show nothing
             most = max(self.lifted[0].groups, key=lambda g: len(g.ids)).ids

@@ -77,12 +77,24 @@ def test_the_rule_is_found_and_kept_to(block, order):
         lambda n: K * ((n + E - 1) // E),
         lambda n: (n // 3) + (n // 3) % 2 + 1,
         lambda n: round(0.3 * n) + 1,
+        lambda n: min(int(1.25 * n / E) + int(1.25 * n / E) % 2, 100),
     ],
-    ids=["ceil", "clamped", "rounded_up", "even", "round"],
+    ids=["ceil", "clamped", "rounded_up", "even", "round", "capped"],
 )
 def test_rooms(room):
     capacity = rewritten(Queue(room)).match.drop.capacity
     assert [capacity({"S": n}) for n in range(1, 600)] == [room(n) for n in range(1, 600)]
+
+
+def test_a_capacity_in_two_pieces_is_lifted_for_the_sizes_that_are_met():
+    """One piece for the example's side; the other one when a call is there, once."""
+    model = nn.Sequential(Queue(lambda n: (int(0.9 * n / E) + 7) // 8 * 8 if n > 20 else 3)).double()
+    compiled = moefx.compile(model, example_inputs=(torch.randn(33, D, dtype=torch.float64),))
+    block = moefx.blocks(compiled)[0]
+    for n in (21, 333, 20, 5, 600, 12):
+        x = torch.randn(n, D, dtype=torch.float64)
+        torch.testing.assert_close(compiled(x), model(x))
+    assert block.fallbacks == 0 and len(compiled[0].forward.programs) == 2
 
 
 def test_an_order_that_is_no_rule_is_refused():
@@ -153,3 +165,25 @@ def test_padding_goes_to_nobody():
     match = rewritten(Padding()).match
     assert match.drop is None and match.keep is None and match.num_experts == E
     same(Padding(), 1, 7, 50)
+
+
+class ByProbability(Loop):
+    """Every expert keeps its likeliest tokens (DeepSpeed's policy "probs"): the program's mask says which."""
+
+    def forward(self, x):
+        scores = self.gate(x).softmax(-1)
+        w, ids = scores.topk(K)
+        room = min(len(x), max(4, -(-len(x) * K // E)))
+        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, ids, True)
+        likely = torch.zeros_like(scores).scatter(1, ids, w).topk(room, dim=0, sorted=False).indices
+        kept = chosen & torch.zeros_like(chosen).scatter(0, likely, True)
+        gates = scores * kept
+        gates, out = gates / gates.sum(-1, keepdim=True).clamp_min(1e-9), torch.zeros_like(x)
+        for e in range(E):
+            t = kept[:, e].nonzero().flatten()
+            out = out.index_add(0, t, self.expert(e, x[t], gates[t, e, None]))
+        return out
+
+
+def test_every_expert_may_keep_its_likeliest_tokens():
+    same(ByProbability(), 1, 7, 50, 333)
