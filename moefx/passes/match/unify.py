@@ -42,6 +42,20 @@ class Skeletons:
         return found
 
 
+def _kind(t: Term) -> str:
+    """What a term is, for people."""
+    match t.op:
+        case "pw" | "row":
+            name = f"{t.args[0].removesuffix('.default')}(...)"
+        case "param" | "buffer" | "const":
+            name = show(t)
+        case "ein":
+            name = "a matrix product"
+        case _:
+            name = f"{t.op}(...)"
+    return f"{name} of shape {list(t.shape)}" if t.shape else name
+
+
 class Unifier:
     """The body of the experts of one form."""
 
@@ -97,7 +111,7 @@ class Unifier:
                 raise Refused(
                     "experts do not compute the same function",
                     culprits=tuple(str(p) for p in {*self.owners.key(first), *self.owners.key(t)})[:4],
-                    remedy=f"{show(first, 2)} differs from {show(t, 2)}",
+                    remedy=f"where one has {_kind(first)}, another has {_kind(t)}",
                 )
         if first.op in ("node", "at", "put", "index", "array"):
             raise self._foreign(first)
@@ -136,16 +150,28 @@ class Unifier:
 
     def _foreign(self, t: Term) -> Refused:
         """Something reached the routed sum that no token's own row explains."""
-        node = t
-        while node.terms:
-            node = node.terms[0]
-        if node.op == "node":
-            fx_node = node.args[0]
+        base = t
+        while base.terms:
+            base = base.terms[0]
+        what, source = base.op, ""
+        if base.op == "node":
+            fx_node = base.args[0]
             name = getattr(fx_node.target, "__name__", str(fx_node.target))
+            what = f"the argument {name}" if fx_node.op == "placeholder" else f"what {name} makes"
+            source = "" if fx_node.op == "placeholder" else str(fx_node.meta["source"])
             if fx_node in self.routed or torch.Tag.nondeterministic_seeded in getattr(fx_node.target, "tags", ()):
                 return Refused(
                     f"the experts' computation goes through {name}, which is not row by row",
                     culprits=(name,),
                     source=str(fx_node.meta["source"]),
                 )
-        return Refused(f"an output row depends on something else than its own input row: {show(t, 3)}")
+        elif has_place(base):
+            what = f"a part of {base.args[0]}"
+        if t.op == "at":
+            which = ", ".join(str(i) for _, i in t.args[1])
+            what = f"element [{which}] of {what}"
+        return Refused(
+            f"an output row depends on something else than its own input row: on {what}",
+            source=source,
+            remedy="each expert must treat the rows it gets one by one",
+        )

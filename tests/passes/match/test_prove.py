@@ -91,7 +91,7 @@ class TestRefused:
         block, x = Mixed(), torch.randn(7, D)
         assert torch.allclose(graph.compile()(block, x), block(x), atol=1e-6)
 
-    def test_dropped_without_a_mask(self):
+    def test_a_constant_capacity(self):
         class Dropping(Loop):
             def forward(self, x):
                 w, ids = self.route(x)
@@ -102,8 +102,12 @@ class TestRefused:
                     out = out.index_add(0, t, self.experts[e](x[t]) * w[t, k, None])
                 return out
 
-        with pytest.raises(Refused, match=r"some chosen experts are skipped|depends on"):
-            rewritten(Dropping())
+        block = Dropping().double()
+        result = rewritten(block, torch.zeros(5, D).double())
+        assert str(result.match.drop) == "3 places per expert, earlier tokens first"
+        for n in (2, 5, 40):
+            x = torch.randn(n, D).double()
+            assert torch.allclose(result.graph.compile()(block, x), block(x))
 
     def test_order_within_an_expert_matters(self):
         class Positional(Loop):
