@@ -47,6 +47,16 @@ def is_known(node: fx.Node) -> bool:
     return bool(node.meta.get("known")) and node.op != "placeholder"
 
 
+def asks_for_rows(node: fx.Node | None) -> bool:
+    """Whether a boolean only says that some token chose an expert: `(ids == e).any()`."""
+    if node is None or op_name(node) != "any":
+        return False
+    mask = node.args[0]
+    while op_name(mask) in ("view", "reshape", "any"):
+        mask = mask.args[0]
+    return op_name(mask) == "eq" and is_known(mask) and is_routed(mask)
+
+
 def from_state(node: fx.Node) -> bool:
     """Whether a value is computed from parameters and buffers alone: the same for all tokens of a call."""
     stack = [node]

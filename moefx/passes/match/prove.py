@@ -25,6 +25,7 @@ from ...errors import CaptureError, Refused
 from ..capacity import Formula
 from .form import Body, Lifted, Ref
 from .lift import Lifter
+from .nodes import asks_for_rows
 from .paths import Place, expert_indices, sibling_names, tensor_at
 from .ranges import UNBOUNDED, Ranges
 
@@ -355,7 +356,11 @@ class Prover:
             for read in doubtful:
                 if ranges and read.node is not None and ranges.decided(read.node, read.asked):
                     outcomes[read.source] = {True, False}
+        asked = {read.source: read.node for lifted in self.lifted for read in lifted.capture.reads}
         for source, seen in outcomes.items():
+            if seen == {True} and asks_for_rows(asked[source]):
+                self._without_rows(source)
+                continue
             kinds = {type(v) for v in seen}
             others: list[Any] = (
                 [1e30, -1e30, 0.0]
@@ -371,14 +376,34 @@ class Prover:
                     flipped = self.lift(Routing("diverse", 0), self.sizes[0], {source: value})
                     _same_form(self.lifted[0], flipped)
                 except Refused as why:
-                    raise Refused(
-                        f"a value read from a tensor changes what is computed: {source.text}",
-                        source=str(source),
-                        remedy="moefx needs one formula for all tokens",
-                    ) from why
+                    raise _changes(source) from why
                 except Exception:
                     continue  # the other way ends in an error, as it would in the original
                 self._add(flipped, self.sizes[0])  # from here on it is one of the captures that must agree
+
+    def _without_rows(self, source: Source) -> None:
+        """Whether an expert has rows came out true everywhere. At a few tokens it may not, and must not matter; where
+        it does even then, the program only asks about experts that were chosen (`for e in ids.unique()`)."""
+        why: Refused | None = None
+        for seed in range(8):
+            sizes = dict.fromkeys(self.arguments.dims, 1) | {self.arguments.dims[-1]: 2 + seed % 2}
+            kind = ("flooded", "diverse")[seed // 2 % 2]
+            try:
+                reads = self.capture(Routing(kind, 40 + seed), sizes).reads if self._is_within(sizes) else ()
+            except Exception:
+                continue  # the program does not run on so few
+            if all(read.value for read in reads if read.source == source):
+                continue
+            try:
+                lifted = self.lift(Routing(kind, 40 + seed), sizes)
+                _same_form(self.lifted[0], lifted)
+            except Refused as refusal:
+                why = refusal  # few tokens may not show the form: others will
+                continue
+            self._add(lifted, sizes)
+            return
+        if why is not None:
+            raise _changes(source) from why
 
     def _mix_comparisons(self) -> None:
         """A comparison of floats that came out the same for all elements in every capture (`weight > 0.01`), or for all
@@ -489,6 +514,14 @@ class Prover:
 
     def _guards(self) -> list[SizeGuard]:
         return [g for lifted in self.lifted for g in lifted.capture.sizes.guards]
+
+
+def _changes(source: Source) -> Refused:
+    return Refused(
+        f"a value read from a tensor changes what is computed: {source.text}",
+        source=str(source),
+        remedy="moefx needs one formula for all tokens",
+    )
 
 
 def _same_form(a: Lifted, b: Lifted) -> None:

@@ -126,7 +126,22 @@ class Lists(Loop):
         return out
 
 
-@pytest.mark.parametrize("kind", [Unique, Offsets, Lists])
+class Asked(Loop):
+    """Of every expert that was chosen, whether it was."""
+
+    def mix(self, t, weights, chosen):
+        out = torch.zeros_like(t)
+        for e in chosen.unique():
+            mask = chosen == int(e.item())
+            if not mask.any():
+                continue
+            token = mask.any(dim=-1).nonzero().squeeze(-1)
+            slot = mask[token].int().argmax(dim=-1, keepdim=True)
+            out.index_add_(0, token, self.experts[int(e)](t[token]) * weights[token].gather(-1, slot))
+        return out
+
+
+@pytest.mark.parametrize("kind", [Unique, Offsets, Lists, Asked])
 def test_bookkeeping_on_the_host_is_no_branch(kind):
     model = kind().double()
     compiled = moefx.compile(model, example_inputs=(torch.randn(2, 40, D).double(),))
@@ -134,3 +149,27 @@ def test_bookkeeping_on_the_host_is_no_branch(kind):
         x = torch.randn(1, tokens, D).double()
         torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
     assert moefx.explain(compiled).matched[0].calls == (3, 0, 0)  # never the original
+
+
+class IfThreeWasChosen(Loop):
+    def mix(self, t, weights, chosen):
+        out = super().mix(t, weights, chosen)
+        return out * 2 if (chosen == 3).any() else out
+
+
+class HalvedForEveryIdleExpert(Loop):
+    def mix(self, t, weights, chosen):
+        out = torch.zeros_like(t)
+        for e in range(E):
+            if (chosen == e).any():
+                token, slot = torch.where(chosen == e)
+                out = out.index_add(0, token, self.experts[e](t[token]) * weights[token, slot, None])
+            else:
+                out = out * 0.5
+        return out
+
+
+@pytest.mark.parametrize("kind", [IfThreeWasChosen, HalvedForEveryIdleExpert])
+def test_whether_an_expert_was_chosen_must_not_matter_elsewhere(kind):
+    with pytest.raises(moefx.NoMoEBlockFound, match="depends on the routing|under another"):
+        moefx.compile(kind().double(), example_inputs=(torch.randn(2, 40, D).double(),))
