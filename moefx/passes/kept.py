@@ -21,10 +21,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..capture.captured import Call, autocast_dtype, is_float
 from ..errors import Refused
 from .calls import follow, kept_calls, paths, within
+from .match.nodes import is_random
 from .match.prove import Match
 from .reads import ARITHMETIC, Live, Reads
 from .sizes import Sizes, Spot
-from .twins import Twins, depends, is_random, kind, label, leaf_nodes
+from .twins import Twins, depends, kind, label, leaf_nodes
 
 aten = torch.ops.aten
 

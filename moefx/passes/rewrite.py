@@ -21,9 +21,10 @@ from ..capture.captured import CONTRACTIONS, Effect, autocast_dtype
 from ..errors import Refused
 from .kept import KeptGraph
 from .match.form import Ref
+from .match.nodes import is_random
 from .match.prove import Match
 from .routed_sum import RoutedSum
-from .twins import Twins, is_random
+from .twins import Twins
 
 aten = torch.ops.aten
 

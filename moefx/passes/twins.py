@@ -11,7 +11,6 @@ from torch import fx
 from ..errors import Refused
 
 aten = torch.ops.aten
-_RANDOM = torch.Tag.nondeterministic_seeded
 _VIEWS = {str(op) for op in (aten.view.default, aten._unsafe_view.default, aten.reshape.default)}
 
 
@@ -38,10 +37,6 @@ def label(n: fx.Node) -> str:
 def kind(n: fx.Node) -> str:
     """The op; which kind of view a reshape comes out as depends on the strides, and so on the sizes."""
     return "reshape" if str(n.target) in _VIEWS else str(n.target)
-
-
-def is_random(n: fx.Node) -> bool:
-    return _RANDOM in getattr(n.target, "tags", ())
 
 
 def depends(here: fx.Node, there: fx.Node) -> Refused:

@@ -21,10 +21,10 @@ from ...errors import Refused
 from .chosen import Choice, choice, every_expert_for_every_token
 from .form import Lifted, Ref
 from .lookup import Lookup
-from .nodes import line
+from .nodes import is_random, line, op_name
 from .owners import Owners
 from .paths import parameter_of
-from .routed import Reach, alike_everywhere, chooses, cuts, expert_parameters, family, feeding, inside_calls
+from .routed import Reach, alike_everywhere, chooses, cuts, expert_parameters, feeding, inside_calls
 from .terms import Term, TooLarge, is_const, show
 from .unify import Skeletons, Unifier
 
@@ -54,7 +54,7 @@ class Lifter:
             raise Refused("its rows depend on too much else to be followed: rows are mixed, as in attention") from None
 
     def _lift(self, experts: set[str] | None) -> Lifted:
-        self.experts = family(self.reach, experts or expert_parameters(self.reach))
+        self.experts = experts or expert_parameters(self.reach)
         if not self.experts:
             raise Refused("no parameter is used for some tokens only: nothing is routed")
         self.routed, meeting = cuts(self.reach, self.experts)
@@ -82,7 +82,20 @@ class Lifter:
                     )
                 first = first or refusal
         assert first is not None
-        raise first
+        raise self._random(candidates[0]) or first
+
+    def _random(self, cut: fx.Node) -> Refused | None:
+        """Random numbers inside of the experts explain any failure."""
+        for n in self.routed:
+            if n.meta["index"] < cut.meta["index"] and is_random(n):
+                return Refused(
+                    "the experts draw random numbers (dropout in training?): which row gets which depends on the "
+                    "order of the experts",
+                    culprits=(op_name(n),),
+                    source=str(n.meta["source"]),
+                    remedy="set the dropout inside of the experts to 0, or compile the model in eval mode",
+                )
+        return None
 
     def _by_likelihood(self, meeting: list[fx.Node]) -> list[fx.Node]:
         """Nodes that can be the routed sum: those of the fewest rows first, and of these the earliest."""

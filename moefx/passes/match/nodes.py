@@ -47,6 +47,11 @@ def is_known(node: fx.Node) -> bool:
     return bool(node.meta.get("known")) and node.op != "placeholder"
 
 
+def is_random(node: fx.Node) -> bool:
+    """Whether an op draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
 def asks_for_rows(node: fx.Node | None) -> bool:
     """Whether a boolean only says that some token chose an expert: `(ids == e).any()`."""
     if node is None or op_name(node) != "any":
@@ -70,9 +75,8 @@ def from_state(node: fx.Node) -> bool:
             if n.op == "get_attr":
                 n.meta["from_state"] = n.meta["kind"] in ("param", "buffer") and isinstance(n.meta["val"], FakeTensor)
             else:
-                random = torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())
                 inputs = n.all_input_nodes
-                n.meta["from_state"] = bool(inputs) and not random and all(a.meta["from_state"] for a in inputs)
+                n.meta["from_state"] = bool(inputs) and not is_random(n) and all(a.meta["from_state"] for a in inputs)
         stack.pop()
     return node.meta["from_state"]
 

@@ -89,18 +89,18 @@ def expert_indices(place: Place, children: dict[str, list[str]]) -> list[int]:
     """Which expert a place may belong to, most likely first: its index in a stack, in a flat matrix, or among
     sibling modules. `children`: FQN of a parent -> its numbered parts in order.
     """
+    parts, found = place.fqn.split("."), []
+    for depth in range(len(parts)):
+        siblings = children.get(".".join(parts[:depth]), [])
+        if len(siblings) > 1 and parts[depth] in siblings:
+            found.append(siblings.index(parts[depth]))
     for op, *rest in place.steps:
         if op == "at" and rest[1]:
             return [rest[1][0][1]]
         if op == "slice":
             _, _, start, stop, step = rest
             if step == 1 and start % (stop - start) == 0:
-                return [start // (stop - start)]
-    parts, found = place.fqn.split("."), []
-    for depth in range(len(parts)):
-        siblings = children.get(".".join(parts[:depth]), [])
-        if len(siblings) > 1 and parts[depth] in siblings:
-            found.append(siblings.index(parts[depth]))
+                return [*found, start // (stop - start)]  # of an expert's own matrix, or of one of all experts'
     return found
 
 

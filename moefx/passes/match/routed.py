@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...capture.captured import Capture
 from ...errors import Refused
-from .nodes import is_routed, line
+from .nodes import from_state, is_routed, line
 from .paths import Place, expert_indices, is_parameter, parameter_of, sibling_names
 from .semantics import Semantics
 from .terms import Term
@@ -75,8 +75,8 @@ class Reach:
 
 
 def expert_parameters(reach: Reach) -> set[str]:
-    """FQNs of the parameters that only some tokens meet, seen at the outputs or, behind something that mixes
-    tokens, at the last node before it."""
+    """FQNs of the parameters that only some tokens meet, with their siblings that no token met, seen at the outputs or,
+    behind something that mixes tokens, at the last node before it."""
     live = reach.live()
     inner = [
         n for n in reversed(reach.capture.nodes) if n in live and n not in reach.outputs and n.op == "call_function"
@@ -89,6 +89,7 @@ def expert_parameters(reach: Reach) -> set[str]:
             or val.dim() < 2
             or not val.is_floating_point()
             or math.prod(val.shape[:-1]) > _MOST_ROWS
+            or from_state(out)  # its rows are no tokens
         ):
             continue
         tried += out not in reach.outputs
@@ -100,7 +101,9 @@ def expert_parameters(reach: Reach) -> set[str]:
         common = frozenset.intersection(*per_row)
         varying = frozenset().union(*per_row) - common
         if varying:
-            return {parameter_of(t).args[0] for t in varying}
+            found = {parameter_of(t).args[0] for t in varying}
+            every = {parameter_of(t).args[0] for t in common} - found  # a shared expert, in the list of the others
+            return family(reach, found) - every
     return set()
 
 
@@ -138,7 +141,7 @@ def alike_everywhere(reach: Reach) -> set[str]:
                 kinds[re.sub(r"\d+", "#", place.fqn), place.steps and place.steps[0][0]].add(place)
         found = {p.fqn for places in kinds.values() if len(places) > 1 for p in places}
         if found:
-            return found
+            return family(reach, found)
     return set()
 
 
