@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import operator
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,8 +19,10 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..errors import CaptureError
 from ..ir.fields import opened
 from .captured import is_float
 from .concolic import capture
@@ -60,14 +63,33 @@ class Found:
 
 
 def signature(module: nn.Module) -> tuple:
-    """Class and shapes: modules that agree in it may share one capture."""
-    own = [(n, tuple(t.shape), t.dtype) for n, t in module.named_parameters()]
+    """Classes, shapes, and what else a capture would be of: modules that agree in it may share one."""
     return (
-        type(module),
-        module.training,
-        tuple(own),
-        tuple((n, tuple(t.shape), t.dtype) for n, t in module.named_buffers()),
+        tuple((n, _code_of(m), m.training) for n, m in module.named_modules()),
+        tuple((n, tuple(t.shape), t.dtype, t.requires_grad) for n, t in module.named_parameters()),
+        tuple((n, tuple(t.shape), t.dtype, _numbers(t)) for n, t in module.named_buffers()),
     )
+
+
+def _code_of(module: nn.Module) -> tuple:
+    """The class, and methods of the module's own. A parametrized module has a class of its own, too."""
+    cls = type(module)
+    cls = cls.__mro__[1] if is_parametrized(module) else cls
+    own = [(k, getattr(v, "__func__", v)) for k, v in vars(module).items() if isinstance(v, _FUNCTIONS)]
+    return (cls, *((k, id(fn)) for k, fn in own))
+
+
+_FUNCTIONS = (types.FunctionType, types.MethodType)
+
+
+def _numbers(t: torch.Tensor) -> int | None:
+    """Integers and booleans are followed by their values."""
+    if t.is_floating_point() or t.is_complex() or t.is_meta:
+        return None
+    return hash(tuple(t.detach().cpu().flatten().tolist())) if t.numel() <= _MOST_NUMBERS else id(t)
+
+
+_MOST_NUMBERS = 1 << 16
 
 
 def _meta(value: Any) -> Any:
@@ -78,6 +100,14 @@ def _meta(value: Any) -> Any:
 
 def find(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Found:
     """Run `model` once on abstract floats. Raises `CaptureError` if it does not run."""
+    try:
+        return _find(model, args, kwargs, share=True)
+    except CaptureError:  # a module that was not run again may have left something that its parent reads
+        return _find(model, args, kwargs, share=False)
+
+
+def _find(model: nn.Module, args: tuple, kwargs: dict[str, Any], share: bool) -> Found:
+    """`share`: do not run a module again that is called as an equal one was."""
     calls: dict[str, Seen] = {}
     twins: dict[str, str] = {}
     first: dict[tuple, tuple[str, Any]] = {}
@@ -100,7 +130,7 @@ def find(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Found:
                     stack.pop()
             leaves = [_meta(x) for x in pytree.tree_leaves((args, kwargs))]
             key = (signatures[id(module)], tuple(leaves))
-            known = first.get(key) if any(True for _ in module.children()) else None
+            known = first.get(key) if share and any(True for _ in module.children()) else None
             seen = Seen(name, args, kwargs, _nodes(tracer, (args, kwargs)))
             calls.setdefault(name, seen)
             if known is not None and known[0] != name and (again := _fresh(tracer, known[1], seen.inputs)) is not None:
