@@ -107,16 +107,36 @@ class Effect:
     node: fx.Node
 
 
-def compares_floats(node: fx.Node) -> bool:
-    """Whether a node makes booleans of abstract floats: a threshold, a check for NaN."""
+def comparisons(node: fx.Node) -> list[fx.Node]:
+    """The comparisons that a boolean is made of, if these are of abstract floats (a threshold, a check for NaN) or of
+    what was counted of such, not of what was chosen by them."""
     val = node.meta.get("val")
-    return (
-        isinstance(val, torch.Tensor)
-        and val.dtype is torch.bool
-        and node.op == "call_function"
-        and node.target not in SHAPE_ONLY
-        and any(isinstance(a.meta.get("val"), FakeTensor) and not a.meta.get("known") for a in node.all_input_nodes)
-    )
+    if not isinstance(val, torch.Tensor) or val.dtype is not torch.bool or node.op != "call_function":
+        return []
+    stack, seen, found, floats = [node], set(), [], False
+    while stack:
+        n = stack.pop()
+        if n in seen or n.target in SHAPE_ONLY:
+            continue
+        seen.add(n)
+        name = n.target.__name__.partition(".")[0] if n.op == "call_function" else ""
+        if name in _CHOICES:
+            return []
+        if name in COMPARISONS:
+            found.append(n)
+        for a in n.all_input_nodes:
+            if isinstance(a.meta.get("val"), FakeTensor) and not a.meta.get("known"):
+                floats = True
+            else:
+                stack.append(a)
+    return found if floats else []
+
+
+COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isfinite", "isneginf", "isposinf", "signbit"}
+_CHOICES = {
+    "topk", "max", "min", "argmax", "argmin", "sort", "argsort", "kthvalue", "multinomial", "nonzero", "scatter",
+    "_unique2", "unique_dim", "unique_consecutive",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

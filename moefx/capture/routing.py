@@ -10,6 +10,8 @@ integer. Several unlike routings must lead to one template (design section 3.2),
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import fx
 
@@ -81,16 +83,36 @@ class Routing:
         stray = torch.rand(rows, generator=self.generator) < 0.1
         return torch.where(stray, torch.randint(0, n, (rows,), generator=self.generator), choice)
 
+    def coins(self, shape: Sequence[int]) -> torch.Tensor:
+        """Outcomes of a comparison, both in some rows, and in others the same one: what is asked of a row as a whole
+        (`(x != 0).any(-1)`) comes out both ways, too."""
+        outcome = torch.rand(shape, generator=self.generator) < 0.5
+        if len(shape) > 1:
+            row = torch.rand((*shape[:-1], 1), generator=self.generator)
+            outcome = torch.where(row < 0.6, row < 0.3, outcome)
+        return outcome
+
     def integers(self, t: torch.Tensor) -> torch.Tensor:
-        """A stand-in for an integer parameter or buffer. Its values are not part of the specialisation, so routings
-        after the first see them in another order: what was baked in shows."""
+        """A stand-in for an integer parameter or buffer. Its values are not part of the specialisation: where all are
+        the same there are others, too, and routings after the first see them in another order. What was baked in
+        shows."""
         if t.is_meta:
             return torch.zeros(t.shape, dtype=t.dtype)
         value = t.detach().to("cpu", copy=True)
-        if self.seed and value.numel() > 1 and value.dtype != torch.bool:
-            order = torch.randperm(value.shape[0], generator=torch.Generator().manual_seed(self.seed))
-            value = value[order]
+        if value.numel():
+            generator = torch.Generator().manual_seed(self.seed)
+            if (value == value.flatten()[0]).all():
+                value = _varied(value, generator)
+            elif self.seed and (value.dtype != torch.bool or value.dim() == 1):
+                value = value[torch.randperm(value.shape[0], generator=generator)]
         return value
+
+
+def _varied(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Flags of which some are the other way round; counters that have counted on."""
+    if value.dtype == torch.bool:
+        return value ^ (torch.rand(value.shape, generator=generator) < (0.25 if value.numel() > 1 else 0.5))
+    return value + torch.randint(0, 3, value.shape, generator=generator).to(value.dtype)
 
 
 def _period(n: int) -> int:

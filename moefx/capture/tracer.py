@@ -18,7 +18,7 @@ from torch.fx.node import map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import CaptureError
-from .captured import CONTRACTIONS, MIXED, SHAPE_ONLY, Call, HostRead, is_float, map_tensors, tensors_in
+from .captured import COMPARISONS, CONTRACTIONS, MIXED, SHAPE_ONLY, Call, HostRead, is_float, map_tensors, tensors_in
 from .counts import Count, Share, tells_empty
 from .recorder import Recorder
 from .routing import Routing
@@ -34,6 +34,7 @@ class Tracer(Recorder):
     def __init__(self, routing: Routing, flips: Mapping[Source, bool | float | str] | None = None):
         super().__init__()
         self.routing, self.flips = routing, flips or {}
+        self.coins: dict[tuple[Source, torch.Size], torch.Tensor] = {}  # outcomes of comparisons that come out mixed
         self.reads: list[HostRead] = []
         self.calls: list[Call] = []
         self.sizes = SizeLog()
@@ -156,7 +157,9 @@ class Tracer(Recorder):
         return t
 
     def _host_read(self, t: torch.Tensor) -> Any:
-        value = self.concrete(t).item()
+        node = self.node_of(t)
+        original = node.meta.get("original") if node.op == "get_attr" and not is_float(t) else None
+        value = (self.concrete(t) if original is None or original.is_meta else original).item()
         if t.dtype is torch.bool or is_float(t) or self._is_state(self.node_of(t)):
             source = user_source()
             value = self.flips.get(source, value)
@@ -186,9 +189,9 @@ class Tracer(Recorder):
         if written:
             return self._record_in_place(func, args, kwargs, node_args, node_kwargs, written, known)
         out, concrete = self.compute(func, args, kwargs)
-        if self.flips and isinstance(out, torch.Tensor) and self.flips.get(user_source()) == MIXED:
-            coin = torch.rand(out.shape, generator=self.routing.generator) < 0.5
-            out = concrete = coin if out.dtype is torch.bool else out
+        if self.flips and name in COMPARISONS and self.flips.get(user_source()) == MIXED:
+            key = (user_source(), out.shape)  # the same question in every turn of a loop has the same answer
+            out = concrete = self.coins.setdefault(key, self.routing.coins(out.shape)).clone()
         is_view = any(a.alias_info is not None for a in schema.arguments)
         return self.record_out(func, node_args, node_kwargs, args, out, concrete, is_view, known)
 

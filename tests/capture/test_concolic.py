@@ -228,7 +228,8 @@ class TestEffects:
         block = Block()
         taken = run(block, meta(9, 4))
         assert [(e.kind, e.target) for e in taken.effects] == [("buffer", "load")]
-        assert taken.shadow(taken.effects[0].node).sum() == 9
+        before = next(n for n in taken.nodes if n.op == "get_attr").meta["val"]
+        assert (taken.shadow(taken.effects[0].node) - before).sum() == 9
         assert block.load.sum() == 0
 
     def test_input(self):

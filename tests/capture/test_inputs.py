@@ -90,7 +90,13 @@ class TestAt:
             {},
         )
         (_, ids, none), _ = arguments.at({"S": 5})
-        assert ids.tolist() == [0] * 5 and none.shape == (0,)
+        assert ids.shape == (5,) and set(ids.tolist()) <= {0, 1} and none.shape == (0,)
+
+    @pytest.mark.parametrize("example", [torch.ones(4, dtype=torch.bool), torch.zeros(4, dtype=torch.long)])
+    def test_a_mask_that_masks_nothing_will(self, example):
+        arguments = Arguments((torch.zeros(4, 6), example), {})
+        for seed in range(3):
+            assert set(arguments.at({"S": 40}, seed=seed)[0][1].tolist()) == {0, 1}
 
     def test_requires_grad_is_noted(self):
         assert Arguments((torch.zeros(4, 6, requires_grad=True),), {}).tensors[0].requires_grad

@@ -221,6 +221,8 @@ def _mask_candidates(lifted: Lifted) -> list[Ref]:
         for axes, flat in aligned((val != 0).to(torch.int64), lifted.tokens):
             if flat.shape == lifted.kept.shape:
                 offer(n, axes, flat.bool())
+            elif flat.shape == (len(lifted.kept), 1):  # of whole tokens
+                offer(n, tuple(a for a in axes if a == "t"), flat.bool().expand(lifted.kept.shape))
         lead = tuple(val.shape[:-1])
         if (
             lead in (lifted.tokens, (lifted.kept.shape[0],))

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...capture.captured import MIXED, Capture, compares_floats
+from ...capture.captured import MIXED, Capture, comparisons
 from ...capture.concolic import capture
 from ...capture.inputs import Arguments
 from ...capture.routing import Routing
@@ -409,15 +409,17 @@ class Prover:
         """A comparison of floats that came out the same for all elements in every capture (`weight > 0.01`), or for all
         tokens' first choices, looks like a constant: once it is made to come out both ways."""
         outcomes: dict[tuple[Source, int], set[bool]] = {}
+        asked: dict[Source, set[Source]] = {}  # where the floats were compared
         for lifted in self.lifted:
-            for n in filter(compares_floats, lifted.capture.nodes):
+            for n in filter(comparisons, lifted.capture.nodes):
                 val = n.meta["val"]
+                asked.setdefault(n.meta["source"], set()).update(a.meta["source"] for a in comparisons(n))
                 per_slot = val.shape[-1:] == (lifted.slots,) and val.numel() == lifted.ids.numel()
                 for slot, column in enumerate(val.reshape(-1, lifted.slots).t() if per_slot else [val]):
                     outcomes.setdefault((n.meta["source"], slot), set()).update(column.unique().tolist())
         for source in dict.fromkeys(source for (source, _), seen in outcomes.items() if len(seen) == 1):
             try:
-                mixed = self.lift(Routing("diverse", 0), self.sizes[0], {source: MIXED})
+                mixed = self.lift(Routing("diverse", 0), self.sizes[0], dict.fromkeys(asked[source], MIXED))
                 _same_form(self.lifted[0], mixed)
             except Refused as why:
                 raise Refused(

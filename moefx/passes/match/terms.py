@@ -260,13 +260,9 @@ class Terms:
             return self.array(t.args[0].value[(slice(None),) * dim + (slice(start, stop, step),)])
         if t.op == "slice" and t.args[1] == dim:
             inner, _, first, _, stride = t.args
-            return self.slice(
-                inner,
-                dim,
-                first + start * stride,
-                first + (start + (size - 1) * step) * stride + 1,
-                stride * step,
-            )
+            begin = first + start * stride
+            end = begin + (size - 1) * step * stride + 1 if size else begin
+            return self.slice(inner, dim, begin, end, stride * step)
         if t.op == "reshape" and len(t.shape) == 1 and step == 1:
             block = math.prod(t.args[0].shape[1:])
             if size == block and start % block == 0:  # one row of what was flattened
