@@ -25,6 +25,8 @@ from ...errors import CaptureError, Refused
 from ..capacity import Formula
 from .form import Body, Lifted, Ref
 from .lift import Lifter
+from .limits import Place as LimitPlace
+from .limits import limits, not_reached
 from .nodes import asks_for_rows
 from .paths import Place, expert_indices, sibling_names, tensor_at
 from .ranges import UNBOUNDED, Ranges
@@ -51,6 +53,7 @@ class DropRule:
 
 
 _MOST_EXTRA = 8
+_MOST_TOKENS = 400  # of a capture that overflows a capacity
 _LEAK_SIZES = (131, 517, 2053)  # no powers of two: these are often told apart
 
 
@@ -208,6 +211,7 @@ class Prover:
         groups = self._merged()
         self._flip_branches()
         self._mix_comparisons()
+        self._overflow()
         self._carry_over()
         self._other_sizes()
         self._leaked_sizes()
@@ -430,6 +434,33 @@ class Prover:
             except Exception:
                 continue  # the other way ends in an error (a check for NaN), as it would in the original
             self._add(mixed, self.sizes[0])
+
+    def _overflow(self) -> None:
+        """Limits that the captures did not come to are gone beyond, with as many tokens as that takes; else the form is
+        guarded to hold only where there are too few to."""
+        slots = self.lifted[0].slots
+        for _ in range(3):
+            left = not_reached([lifted.capture for lifted in self.lifted])
+            # of a capacity that grows with the tokens and has room for all of them there is nothing behind
+            left = {place: seen for place, seen in left.items() if len(seen) == 1 or not self._has_room(place, slots)}
+            if not left:
+                return
+            lowest = min(min(seen) for seen in left.values())
+            tokens = int(lowest / 0.85) + 10
+            sizes = dict.fromkeys(self.arguments.dims, 1) | {self.arguments.dims[-1]: tokens}
+            if tokens > _MOST_TOKENS or sizes in self.sizes or not self._is_within(sizes):
+                break
+            try:
+                lifted = self.lift(Routing("flooded", 3), sizes)
+                _same_form(self.lifted[0], lifted)
+            except Refused:
+                break
+            self._add(lifted, sizes)
+        self.extra_guards.append(SizeGuard("*".join((*self.arguments.dims, str(slots))), "le", str(lowest), True))
+
+    def _has_room(self, place: LimitPlace, slots: int) -> bool:
+        found = [(limits(lifted.capture).get(place), math.prod(lifted.tokens)) for lifted in self.lifted]
+        return all(limit is None or limit >= tokens * slots for limit, tokens in found)
 
     def _carry_over(self) -> None:
         """What a call leaves in the block's attributes must not change what the next call computes."""
