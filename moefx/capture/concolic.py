@@ -24,11 +24,12 @@ from torch import fx, nn
 from ..ir.fields import opened
 from .calls import recording
 from .captured import Capture, Effect, is_float
-from .effects import HOOKS, effects_of, is_record, plain_tensors, python_random, refill, restore, same_items
+from .effects import HOOKS, effects_of, plain_tensors, python_random, refill, restore
 from .functions import Functions
 from .routing import Routing
 from .sizes import SizeLog
 from .source import Source
+from .surroundings import Surroundings
 from .tracer import Tracer
 
 aten = torch.ops.aten
@@ -91,8 +92,7 @@ def capture(
     names = {id(m): n for n, m in block.named_modules() if n}
     before = {n: dict(vars(m)) for n, m in block.named_modules()}
     hooks = [(held, copy.copy(held)) for own in before.values() for k, held in own.items() if k in HOOKS]
-    records = [(f"{n}.{k}".lstrip("."), v) for n, m in before.items() for k, v in m.items() if is_record(k, v)]
-    contents = [(path, value, copy.copy(value)) for path, value in records]
+    surroundings = Surroundings(block, (args, kwargs))
     # fake kernels log the errors that they raise; ours go to the user as messages
     noisy = logging.getLogger("torch._subclasses.fake_tensor")
     level = noisy.level
@@ -103,14 +103,15 @@ def capture(
             out = torch.func.functional_call(block, state, args, kwargs, strict=False, tie_weights=False)
         with torch._C.DisableTorchFunction():
             effects = effects_of(tracer, block, before, state, inputs)
-            effects += [Effect("record", path, None) for path, now, old in contents if not same_items(now, old)]  # type: ignore[arg-type]
+            effects += [Effect("record", path, None) for path in surroundings.changed()]  # type: ignore[arg-type]
             out = opened(out, lambda t: _returned(tracer, t))
     finally:
         noisy.setLevel(level)
         for n, m in block.named_modules():
             restore(m, before[n])
-        for now, old in [*hooks, *[(now, old) for _, now, old in contents]]:  # models install hooks when first called
+        for now, old in hooks:  # models install hooks when first called
             refill(now, old)
+        surroundings.restore()
     tracer.graph.output(None)
     return Capture(
         tracer.graph,

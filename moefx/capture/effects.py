@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import random
 import sys
@@ -27,11 +26,6 @@ def plain_tensors(block: nn.Module) -> dict[int, str]:
 
 
 HOOKS = {k for k in vars(nn.Module()) if k.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))}
-
-
-def is_record(key: str, value: Any) -> bool:
-    """A container of the user's on a module."""
-    return type(value) in (list, dict, set, collections.deque) and not key.startswith("_")
 
 
 def same_items(a: Any, b: Any) -> bool:

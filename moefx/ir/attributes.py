@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-_OWN = {*vars(nn.Module()), "_compiled_call_impl", "forward"}  # what torch itself keeps, and guards elsewhere
+OWN = {*vars(nn.Module()), "_compiled_call_impl", "forward"}  # what torch itself keeps, and guards elsewhere
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum, slice, range)
 _MISSING = object()
 
@@ -38,7 +38,7 @@ def attributes(block: nn.Module) -> dict[Where, Any]:
     found: dict[Where, Any] = {}
     for path, module in block.named_modules():
         for name, value in _attributes_of(module).items():
-            if name in _OWN or isinstance(value, nn.Module):
+            if name in OWN or isinstance(value, nn.Module):
                 continue
             found[Where(path, name)] = value
             if not is_plain(value) and not isinstance(value, torch.Tensor) and hasattr(value, "__dict__"):
@@ -53,7 +53,7 @@ def globals_of(block: nn.Module) -> dict[Where, Any]:
     seen: set[int] = set()
     while todo:
         thing = todo.pop()
-        if id(thing) in seen or (getattr(thing, "__module__", None) or "torch").split(".")[0] in _OTHERS:
+        if id(thing) in seen or (getattr(thing, "__module__", None) or "torch").split(".")[0] in OTHERS:
             continue
         seen.add(id(thing))
         if isinstance(thing, type):
@@ -62,24 +62,24 @@ def globals_of(block: nn.Module) -> dict[Where, Any]:
         thing = inspect.unwrap(thing) if callable(thing) else thing
         if not isinstance(thing, types.FunctionType) or thing.__module__ not in sys.modules:
             continue
-        names = _names(thing.__code__)
+        names = names_in(thing.__code__)
         for name in names & thing.__globals__.keys():
             value = thing.__globals__[name]
             if isinstance(value, (types.FunctionType, type)):
                 todo.append(value)
             elif is_plain(value) and not callable(value):
                 found[Where(f"@{thing.__module__}", name)] = value
-            elif (getattr(value, "__module__", None) or "").split(".")[0] not in _OTHERS and hasattr(value, "__dict__"):
+            elif (getattr(value, "__module__", None) or "").split(".")[0] not in OTHERS and hasattr(value, "__dict__"):
                 inner = {k: v for k, v in vars(value).items() if k in names and is_plain(v) and not callable(v)}
                 found |= {Where(f"@{thing.__module__}", name, k): v for k, v in inner.items()}
     return found
 
 
-_OTHERS = {"torch", "builtins", "transformers", "typing", "collections", "functools", "moefx", "numpy"}
+OTHERS = {"torch", "builtins", "transformers", "typing", "collections", "functools", "moefx", "numpy"}
 
 
-def _names(code: types.CodeType) -> set[str]:
-    nested = [_names(c) for c in code.co_consts if isinstance(c, types.CodeType)]
+def names_in(code: types.CodeType) -> set[str]:
+    nested = [names_in(c) for c in code.co_consts if isinstance(c, types.CodeType)]
     return set(code.co_names).union(*nested)
 
 
@@ -177,4 +177,7 @@ def is_plain(value: Any, depth: int = 2) -> bool:
     return False
 
 
-__all__ = ["Where", "attributes", "globals_of", "is_plain", "owner_of", "reading", "same", "unchanged", "value_at"]
+__all__ = [
+    "OTHERS", "OWN", "Where", "attributes", "globals_of", "is_plain", "names_in", "owner_of", "reading", "same",
+    "unchanged", "value_at",
+]  # fmt: skip

@@ -170,9 +170,10 @@ class Rewriter:
                 )
             if first.kind == "record":
                 raise Refused(
-                    f"the block keeps a record in its attribute {first.target} at every call",
+                    f"the block writes to {first.target} when it is called",
                     culprits=(str(first.target),),
-                    remedy="keep it in a buffer, or record it with a hook",
+                    remedy="return it, keep it in a buffer, or record it with a hook; if it is a cache, call the "
+                    "model once before moefx.compile",
                 )
             if first.kind == "state":
                 if any(isinstance(e.node, type(first.node)) is False or e.node != first.node for e in column):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 
 import pytest
 import torch
@@ -387,22 +388,28 @@ class TestWhole:
         assert set(call.out) == {".logits", ".aux"} and call.out[".logits"] is taken.out
 
 
+class Notes(threading.local):
+    """What a forward notes for its test: a capture puts back what lies in containers."""
+
+    __module__ = "threading"
+
+
 class TestValues:
     def test_integers_are_real_and_floats_abstract(self):
-        seen = {}
+        seen = Notes()
 
         def forward(self, x):
             values, ids = (x @ self.w).topk(2, -1)
-            seen.update(ids=ids, values=values)
+            seen.ids, seen.values = ids, values
             return values
 
         run(Fn(forward, w=nn.Parameter(torch.randn(4, 6))), meta(5, 4))
-        assert isinstance(seen["values"], FakeTensor) and not isinstance(seen["ids"], FakeTensor)
+        assert isinstance(seen.values, FakeTensor) and not isinstance(seen.ids, FakeTensor)
         assert (seen["ids"][:, 0] != seen["ids"][:, 1]).all()
 
     def test_one_routing_holds_through_groups_and_masks(self):
         """Groups, a threshold and a second selection all follow from one set of invented scores."""
-        seen = {}
+        seen = Notes()
 
         def forward(self, x):
             scores = (x @ self.w).sigmoid()
@@ -411,15 +418,15 @@ class TestValues:
             limited = scores.masked_fill(mask == 0, -1.0)
             ids = limited.topk(2, -1).indices
             above = scores >= scores.gather(1, ids).amin(-1, keepdim=True)
-            seen.update(groups=groups, ids=ids, above=above, limited=limited)
+            seen.groups, seen.ids, seen.above, seen.limited = groups, ids, above, limited
             return limited
 
         taken = run(Fn(forward, w=nn.Parameter(torch.randn(4, 6))), meta(11, 4))
-        groups, ids = seen["groups"], seen["ids"]
+        groups, ids = seen.groups, seen.ids
         assert ((ids // 2)[:, :, None] == groups[:, None, :]).any(-1).all()
         value = taken.shadow(taken.out)
         assert torch.equal(value.topk(2, -1).indices, ids)
-        assert seen["above"].gather(1, ids).all()
+        assert seen.above.gather(1, ids).all()
 
     def test_parameters_have_their_own_values_in_shadows(self):
         block = Fn(lambda self, x: (self.bias > 0).long(), bias=nn.Parameter(torch.tensor([1.0, -1.0])))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -78,17 +80,17 @@ class TestChains:
 
 class TestTwins:
     def test_equal_layers_run_once(self):
-        ran = []
+        ran = itertools.count()  # a list would be put back
 
         class Counted(Layer):
             def forward(self, x):
-                ran.append(self)
+                next(ran)
                 return super().forward(x)
 
         model = Stack(0)
         model.layers.extend(Counted() for _ in range(5))
         found = find(model, (X,), {})
-        assert len(ran) == 1 and found.twins == {f"layers.{i}": "layers.0" for i in range(1, 5)}
+        assert next(ran) == 1 and found.twins == {f"layers.{i}": "layers.0" for i in range(1, 5)}
         assert found.calls["layers.4"].args[0].shape == (5, D)
 
     def test_other_shapes_run_again(self):

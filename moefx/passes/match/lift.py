@@ -41,20 +41,25 @@ class Lifter:
     def lift(self, experts: set[str] | None = None) -> Lifted:
         """The canonical form. `experts`: FQNs of the experts' parameters as far as another capture has shown them."""
         try:
+            if experts is not None:
+                return self._lift(experts)
+            experts, every = expert_parameters(self.reach)
             try:
                 return self._lift(experts)
             except Refused as refusal:
-                alike = alike_everywhere(self.reach) if experts is None and chooses(self.reach) else None
-                if not alike:
-                    raise
-                with contextlib.suppress(Refused):
-                    return self._lift(alike)
+                if every:  # a shared expert, in the list of the others
+                    with contextlib.suppress(Refused):
+                        return self._lift(experts - every)
+                alike = alike_everywhere(self.reach) if chooses(self.reach) else None
+                if alike:
+                    with contextlib.suppress(Refused):
+                        return self._lift(alike)
                 raise refusal from None
         except TooLarge:
             raise Refused("its rows depend on too much else to be followed: rows are mixed, as in attention") from None
 
-    def _lift(self, experts: set[str] | None) -> Lifted:
-        self.experts = experts or expert_parameters(self.reach)
+    def _lift(self, experts: set[str]) -> Lifted:
+        self.experts = set(experts)
         if not self.experts:
             raise Refused("no parameter is used for some tokens only: nothing is routed")
         self.routed, meeting = cuts(self.reach, self.experts)

@@ -37,7 +37,7 @@ def limits(capture: Capture) -> dict[Place, int | None]:
             for end, reached in _end(n):
                 found[place] = None if reached or found.get(place, end) is None else end
         elif name in (*_ORDERED, "eq") and is_known(n) and is_routed(n):
-            for rows, limit, reached in _compared(n, name):
+            for rows, limit, reached in _compared(capture, n, name):
                 ranges = ranges or Ranges(capture.nodes)
                 if not _never_beyond(ranges, rows, limit):
                     found[place] = None if reached or found.get(place, limit) is None else limit
@@ -61,16 +61,17 @@ def _end(n: fx.Node) -> Iterator[tuple[int, bool]]:
         yield end, val.shape[0] > end  # type: ignore[union-attr]
 
 
-def _compared(n: fx.Node, name: str) -> Iterator[tuple[fx.Node, int, bool]]:
+def _compared(capture: Capture, n: fx.Node, name: str) -> Iterator[tuple[fx.Node, int, bool]]:
     """(what is compared, with which number, whether it came out both ways)."""
     left, right = n.args[:2]
     for rows, other in ((left, right), (right, left)):
         limit = _number(other)
         if limit is None or limit < 2 or not isinstance(rows, fx.Node) or not is_known(rows) or not is_routed(rows):
             continue
-        most = int(rows.meta["val"].max()) if rows.meta["val"].numel() else 0
+        value = capture.shadow(rows)
+        most = int(value.max()) if value.numel() else 0
         if name != "eq":
-            yield rows, limit, len(n.meta["val"].unique()) != 1 or most > limit
+            yield rows, limit, len(capture.shadow(n).unique()) != 1 or most > limit
         elif not isinstance(other, int) and n.meta["val"].shape[-1:] == (limit,):  # `one_hot(rank, capacity)`
             yield rows, limit, most >= limit
 

@@ -74,9 +74,9 @@ class Reach:
         return live
 
 
-def expert_parameters(reach: Reach) -> set[str]:
-    """FQNs of the parameters that only some tokens meet, with their siblings that no token met, seen at the outputs or,
-    behind something that mixes tokens, at the last node before it."""
+def expert_parameters(reach: Reach) -> tuple[set[str], set[str]]:
+    """FQNs of the parameters that only some tokens meet, with their siblings, seen at the outputs or, behind something
+    that mixes tokens, at the last node before it; and which of them every token meets."""
     live = reach.live()
     inner = [
         n for n in reversed(reach.capture.nodes) if n in live and n not in reach.outputs and n.op == "call_function"
@@ -102,9 +102,9 @@ def expert_parameters(reach: Reach) -> set[str]:
         varying = frozenset().union(*per_row) - common
         if varying:
             found = {parameter_of(t).args[0] for t in varying}
-            every = {parameter_of(t).args[0] for t in common} - found  # a shared expert, in the list of the others
-            return family(reach, found) - every
-    return set()
+            experts = family(reach, found)
+            return experts, experts & ({parameter_of(t).args[0] for t in common} - found)
+    return set(), set()
 
 
 def family(reach: Reach, experts: set[str]) -> set[str]:

@@ -1,0 +1,160 @@
+"""What a call can change outside of tensors and its modules' attributes: containers and objects that its code reaches.
+
+A list of losses in a manager object, a counter in a global, a cache of positions: a capture must leave them as they
+were, and a block that writes to them at every call cannot be replaced by a graph that does not.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..ir.attributes import OTHERS, OWN, names_in
+
+_CONTAINERS = (list, dict, set, collections.deque)
+_DEPTH = 3
+_MOST_ITEMS = 256
+
+
+class Surroundings:
+    """The contents of everything that the code of a block and its arguments reach, as they are now."""
+
+    def __init__(self, block: nn.Module, arguments: Any):
+        self._seen: set[int] = set()
+        self._held: list[tuple[str, Any, Any, Callable[[Any], None]]] = []  # path, container, its items, to put back
+        for prefix, module in block.named_modules():
+            for name, value in vars(module).items():
+                if name not in OWN:
+                    self._visit(f"{prefix}.{name}".lstrip("."), value)
+        names, classes = _reached(frozenset(map(type, block.modules())))
+        for path, namespace, name in names:
+            if name in namespace:
+                self._hold_name(path, namespace, name)
+                self._visit(path, namespace[name])
+        for cls in classes:
+            self._hold_class(cls)
+        self._visit("an argument", arguments)
+
+    def changed(self) -> list[str]:
+        """Paths of what is not as it was."""
+        return [path for path, thing, items, _ in self._held if not _same(_items(thing), items)]
+
+    def restore(self) -> None:
+        for _, thing, items, put in self._held:
+            if not _same(_items(thing), items):
+                put(items)
+
+    def _visit(self, path: str, value: Any, depth: int = _DEPTH) -> None:
+        if id(value) in self._seen or isinstance(value, (nn.Module, torch.Tensor, type, types.ModuleType)):
+            return
+        if isinstance(value, _CONTAINERS):
+            self._seen.add(id(value))
+            self._held.append((path, value, _items(value), functools.partial(_refill, value)))
+            inner: Iterable[Any] = value.values() if isinstance(value, dict) else value
+        elif isinstance(value, tuple):
+            inner = value
+        elif isinstance(value, (types.FunctionType, types.MethodType)):
+            self._seen.add(id(value))
+            inner = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
+        elif (_is_users(type(value)) or type(value) is types.SimpleNamespace) and hasattr(value, "__dict__"):
+            self._seen.add(id(value))
+            own = vars(value)
+            self._held.append((path, own, _items(own), functools.partial(_refill, own)))
+            inner = own.values()
+        else:
+            return
+        if depth and len(list(inner)) <= _MOST_ITEMS:
+            for item in inner:
+                self._visit(path, item, depth - 1)
+
+    def _hold_name(self, path: str, namespace: dict[str, Any], name: str) -> None:
+        one = _Name(namespace, name)
+        self._held.append((path, one, _items(one), lambda items: namespace.update({name: items[0]})))
+
+    def _hold_class(self, cls: type) -> None:
+        def put(items: dict[str, Any]) -> None:
+            for name in _items(_Class(cls)).keys() - items.keys():
+                delattr(cls, name)
+            for name, value in items.items():
+                if vars(cls).get(name) is not value:
+                    setattr(cls, name, value)
+
+        self._held.append((cls.__qualname__, _Class(cls), _items(_Class(cls)), put))
+        for name, value in vars(cls).items():
+            if not name.startswith("__"):
+                self._visit(f"{cls.__qualname__}.{name}", value)
+
+
+class _Name:
+    def __init__(self, namespace: dict[str, Any], name: str):
+        self.namespace, self.name = namespace, name
+
+
+class _Class:
+    def __init__(self, cls: type):
+        self.cls = cls
+
+
+def _items(thing: Any) -> Any:
+    """The contents, as a copy."""
+    if isinstance(thing, _Name):
+        return [thing.namespace.get(thing.name)]
+    if isinstance(thing, _Class):
+        return {k: v for k, v in vars(thing.cls).items() if not k.startswith("__") and not isinstance(v, property)}
+    return dict(thing) if isinstance(thing, dict) else set(thing) if isinstance(thing, set) else list(thing)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(a[k] is b[k] for k in a)
+    return a == b if isinstance(a, set) else len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
+
+
+def _refill(container: Any, items: Any) -> None:
+    container.clear()
+    container.extend(items) if hasattr(container, "extend") else container.update(items)
+
+
+def _is_users(cls: Any) -> bool:
+    return (getattr(cls, "__module__", None) or "builtins").split(".")[0] not in OTHERS | sys.stdlib_module_names
+
+
+@functools.lru_cache(maxsize=64)
+def _reached(classes: frozenset[type]) -> tuple[list[tuple[str, dict[str, Any], str]], list[type]]:
+    """(path, namespace, name) of the globals that the code of these classes names, with the functions and classes that
+    it names; and all these classes."""
+    users: list[type] = []
+    found: list[tuple[str, dict[str, Any], str]] = []
+    todo: list[Any] = [c for cls in classes for c in cls.__mro__]
+    seen: set[int] = set()
+    while todo:
+        thing = todo.pop()
+        if id(thing) in seen or not _is_users(thing):
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, type):
+            users.append(thing)
+            todo += [getattr(v, "fget", None) or getattr(v, "__func__", v) for v in vars(thing).values()]
+            continue
+        thing = inspect.unwrap(thing) if callable(thing) else thing
+        if not isinstance(thing, types.FunctionType):
+            continue
+        for name in names_in(thing.__code__) & thing.__globals__.keys():
+            value = thing.__globals__[name]
+            if isinstance(value, (types.FunctionType, type)):
+                todo.append(value)
+            elif not isinstance(value, types.ModuleType):
+                found.append((f"{thing.__module__}.{name}", thing.__globals__, name))
+                todo.append(type(value))
+    return found, users
+
+
+__all__ = ["Surroundings"]
