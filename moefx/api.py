@@ -27,7 +27,7 @@ from .runtime.copying import copy_model
 from .runtime.module import BlockForward, install, rewritten_blocks
 from .runtime.program import Program
 from .runtime.watch import ReadAttributes, absorbed_names
-from .survey import Matched, Refusal, Survey, survey
+from .survey import Matched, Refusal, Survey, first_line, survey
 from .verification.level2 import verify_block
 from .verification.report import VerifyReport, verify
 
@@ -101,12 +101,14 @@ def compile(
 def explain(
     model: nn.Module, *, mesh: Any = None, plan: Plan | str | None = None, example_inputs: Any = None
 ) -> Explanation:
-    """What `compile` finds in a model, or found in a compiled one. Runs nothing on a device."""
+    """What `compile` finds in a model, or found in a compiled one, the numeric check included."""
     record = vars(model).get(_RECORD)
     if record is None:
         found = survey(model, example_inputs, _plan(plan, mesh))
-        modules = dict(model.named_modules())
-        reports = [_report(m, _program(m, modules[m.names[0]]), modules[m.names[0]], "not run") for m in found.matched]
+        modules, verdicts = dict(model.named_modules()), _validate(model, found, _plan(plan, mesh))
+        reports = [
+            _report(m, _program(m, modules[m.names[0]]), modules[m.names[0]], verdicts[id(m)]) for m in found.matched
+        ]
         return Explanation(type(model).__name__, tuple(reports), tuple(found.refused), found.seconds)
     forwards = rewritten_blocks(model)
     reports = []
@@ -372,6 +374,7 @@ def _validate(model: nn.Module, found: Survey, plan: Plan) -> dict[int, str]:
                 Refusal(
                     matched.names[0],
                     f"the rewritten block does not agree with the original: {check.reason}",
+                    source=first_line(block),
                     remedy="please report this model",
                 )
             )

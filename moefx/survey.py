@@ -160,7 +160,7 @@ def _without_outside_parts(model: nn.Module, matched: list[Matched]) -> tuple[li
             block = modules[name]
             if why := _outside_part(block, m.result):
                 m.names.remove(name)
-                refused.append(Refusal(name, why[0], _first_line(block), remedy=why[1]))
+                refused.append(Refusal(name, why[0], first_line(block), remedy=why[1]))
     return [m for m in matched if m.names], refused
 
 
@@ -267,12 +267,12 @@ def _rewrite(module: nn.Module, name: str, call: Seen, plan: Plan) -> Result:
             raise Refused(f"it does not run at other sizes than the example's ({what})", source=where) from error
         raise Refused(
             f"moefx itself failed on it ({what})",
-            source=_first_line(module),
+            source=first_line(module),
             remedy="please report it, with the model if you can",
         ) from error
 
 
-def _first_line(module: nn.Module) -> str:
+def first_line(module: nn.Module) -> str:
     """Where the forward of a module begins."""
     code = getattr(type(module).forward, "__code__", None)
     return f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}" if code else ""

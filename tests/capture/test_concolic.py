@@ -405,7 +405,7 @@ class TestValues:
 
         run(Fn(forward, w=nn.Parameter(torch.randn(4, 6))), meta(5, 4))
         assert isinstance(seen.values, FakeTensor) and not isinstance(seen.ids, FakeTensor)
-        assert (seen["ids"][:, 0] != seen["ids"][:, 1]).all()
+        assert (seen.ids[:, 0] != seen.ids[:, 1]).all()
 
     def test_one_routing_holds_through_groups_and_masks(self):
         """Groups, a threshold and a second selection all follow from one set of invented scores."""
