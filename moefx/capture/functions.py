@@ -62,6 +62,9 @@ class Functions(TorchFunctionMode):
             return out
         if func is torch.Tensor.__rmatmul__:
             args, func = (args[1], args[0]), torch.matmul
+        for name in _NAMES.get(whole, ())[len(args) :]:
+            if name in options:
+                args = (*args, options.pop(name))
         return tracer.record_whole(_WHOLE[func], args, options, lambda: func(*args, **options))
 
     def _shape(self, t: torch.Tensor) -> torch.Size:
@@ -96,5 +99,7 @@ _SIZES = {
 }  # type: ignore[attr-defined]
 
 
+# arguments that may come by name
+_NAMES = {F.linear: ("input", "weight", "bias"), torch.matmul: ("input", "other")}
 _NUMBERS = {torch.Tensor.item, torch.Tensor.tolist}
 _COUNTS = {torch.Tensor.numel, torch.Tensor.nelement, torch.numel}

@@ -166,9 +166,16 @@ class Number:
 
 
 class Size(Number, torch.SymInt):
-    """An int with the expression it came from."""
+    """An int with the expression it came from.
+
+    It cannot be hashed, as torch's own symbolic numbers cannot: a cache that is keyed by sizes would keep it, and hand
+    it out when the capture is over.
+    """
 
     _is = int
+
+    def __hash__(self) -> int:
+        raise TypeError(f"unhashable type: the size {self.expr} is symbolic here; use int(...) of it as a key")
 
     def __index__(self) -> int:
         return self.value

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..ir.attributes import OTHERS, OWN, names_in
+from ..ir.attributes import OTHERS, OWN, is_plain, names_in
+from .captured import tensors_in
 
 _CONTAINERS = (list, dict, set, collections.deque)
 _DEPTH = 3
@@ -45,7 +46,11 @@ class Surroundings:
 
     def changed(self) -> list[str]:
         """Paths of what is not as it was."""
-        return [path for path, thing, items, _ in self._held if not _same(_items(thing), items)]
+        return [
+            path
+            for path, thing, items, _ in self._held
+            if not _same(now := _items(thing), items) and not _is_filled_cache(items, now)
+        ]
 
     def restore(self) -> None:
         for _, thing, items, put in self._held:
@@ -116,6 +121,13 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(a[k] is b[k] for k in a)
     return a == b if isinstance(a, set) else len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
+
+
+def _is_filled_cache(before: Any, now: Any) -> bool:
+    """A dict that got objects under new keys (a library's backends, say): neither tensors nor numbers that count."""
+    if not isinstance(now, dict) or any(now.get(k, now) is not v for k, v in before.items()):
+        return False
+    return not any(is_plain(v) or tensors_in(v) or tensors_in(getattr(v, "__dict__", ())) for v in now.values())
 
 
 def _refill(container: Any, items: Any) -> None:

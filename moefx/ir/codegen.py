@@ -221,7 +221,7 @@ class Source:
 # what expressions over sizes may call
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "ceil": math.ceil, "floor": math.floor, "trunc": math.trunc, "int": int, "round": round, "abs": abs,
-    "min": min, "max": max,
+    "min": min, "max": max, "log": math.log, "log2": math.log2, "sqrt": math.sqrt,
 }  # fmt: skip
 
 

@@ -326,6 +326,8 @@ class KeptGraph:
                 source=where,
                 remedy="use the tensor itself, not its .item() or float()",
             )
+        if type(first) is float and (made := self.sizes.real(list(values))) is not None:
+            return made
         if any(v is not first and v != first for v in values):
             raise Refused(
                 f"a constant depends on the routing: {first!r} and {next(v for v in values if v != first)!r}",

@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import fx
+from torch import fx, nn
 
 from ..capture.captured import CONTRACTIONS, Effect, autocast_dtype
 from ..errors import Refused
 from .kept import KeptGraph
 from .match.form import Ref
 from .match.nodes import is_random
+from .match.paths import tensor_at
 from .match.prove import Match
 from .routed_sum import RoutedSum
 from .twins import Twins
@@ -99,7 +100,8 @@ class Rewriter:
             plan = self.kept.plan(roots + self._outside_calls(draws))
             if self.kept.inlined == before:
                 break
-        effects = [(e, t) for e, t in effects if not self._inside_kept_call(e)]
+        called = [item[0].fqn for item in plan if isinstance(item, list)]
+        effects = [(e, t) for e, t in effects if not _is_of(e, called)]
         self.kept.emit(plan)
         flat = [self.kept.zip_value(list(column), "the output") for column in zip(*[f for f, _ in outs], strict=True)]
         attributes = self._emit_effects(effects)
@@ -194,13 +196,6 @@ class Rewriter:
                 )
         return out
 
-    def _inside_kept_call(self, effect: Effect) -> bool:
-        """A kept module updates its own buffers and attributes when it is called."""
-        if effect.kind == "input":
-            return False
-        owner = str(effect.target).rpartition(".")[0]
-        return any(owner == call[0].fqn or owner.startswith(call[0].fqn + ".") for call in self.kept.calls)
-
     def _emit_effects(self, effects: list[tuple[Effect, Twins]]) -> list[str]:
         attributes = []
         for effect, twins in effects:
@@ -212,10 +207,20 @@ class Rewriter:
                 continue
             if effect.kind == "buffer":
                 target = self.kept.graph.get_attr(str(effect.target))
+                if isinstance(tensor_at(self.match.block, str(effect.target)), nn.Parameter):  # through its `.data`
+                    target = self.kept.call(aten.detach.default, (target,), {}, {})
             else:
                 target = self.overwritten[effect.target]
             self.kept.call(aten.copy_.default, (target, value), {}, {"source": str(twins.first.meta["source"])})
         return attributes
+
+
+def _is_of(effect: Effect, modules: list[str]) -> bool:
+    """A module that is called updates its own buffers and attributes."""
+    if effect.kind == "input":
+        return False
+    owner = str(effect.target).rpartition(".")[0]
+    return any(owner == name or owner.startswith(name + ".") for name in modules)
 
 
 def _leaves(tree: Any) -> list[fx.Node]:

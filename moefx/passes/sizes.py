@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..capture.sizes import evaluate
 from ..errors import Refused
 from ..ir.codegen import FUNCTIONS
 from .capacity import Formula, find_formula
@@ -25,6 +26,7 @@ _BINARY = {
     ast.Mod: operator.mod, ast.Div: operator.truediv, ast.Pow: operator.pow, ast.LShift: operator.lshift,
     ast.RShift: operator.rshift, ast.BitAnd: operator.and_, ast.BitOr: operator.or_, ast.BitXor: operator.xor,
 }  # fmt: skip
+_REAL = ("{}", "log({})", "sqrt({})", "log2({})", "1/({})", "1/sqrt({})", "({})**0.5", "({})**-0.5", "-({})")
 Spot = tuple  # (twins, "args" or "kwargs", index, ...): where a number stands in a node
 
 
@@ -59,6 +61,20 @@ class Sizes:
                 )
             self._known[key] = made
         return self._known[key]
+
+    def real(self, values: list[float]) -> fx.Node | None:
+        """A float that the program computed from sizes."""
+        if len(set(values)) < 3:
+            return None
+        for text in sorted(self.match.expressions, key=lambda e: (len(e), e)):
+            for law in _REAL:
+                formula = law.format(text)
+                try:
+                    if all(evaluate(formula, s) == v for s, v in zip(self.match.sizes, values, strict=True)):
+                        return self._expression(ast.parse(formula, mode="eval").body)
+                except (ArithmeticError, ValueError):
+                    break
+        return None
 
     def _solve(self, values: list[int], spot: Spot | None) -> fx.Node | None:
         """As a function of the sizes of the inputs, or as the size of something that was computed."""

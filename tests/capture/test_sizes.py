@@ -64,7 +64,7 @@ class TestArithmetic:
         assert compute(Size(10, "S", log)) < 1000
         assert log.guards
 
-    @pytest.mark.parametrize("compute", [lambda s: int(s / 4), math.sqrt, float, lambda s: s in {11, 12}])
+    @pytest.mark.parametrize("compute", [lambda s: int(s / 4), math.sqrt, float])
     def test_what_becomes_a_plain_number_is_noted(self, compute):
         log = SizeLog({"S": 10})
         compute(Size(10, "S", log))
@@ -78,7 +78,8 @@ class TestArithmetic:
     def test_is_an_int(self):
         size = Size(4, "S", SizeLog())
         assert isinstance(size, int) and list(range(size)) == [0, 1, 2, 3] and [0] * size == [0] * 4
-        assert hash(size) == hash(4) and {4: "x"}[size] == "x"
+        with pytest.raises(TypeError, match="unhashable"):
+            hash(size)
         assert (size << 1, -size, size**2) == (8, -4, 16)
 
     def test_copies_are_plain(self):
