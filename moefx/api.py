@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import time
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -291,6 +292,7 @@ class Specialise:
                     program.guards,
                     program.attributes,
                 )
+        real = args is not None  # not only being traced
         if args is None:
             args, kwargs = self._arguments(block, call)
         kwargs = dict(kwargs or {})
@@ -306,6 +308,10 @@ class Specialise:
                 with reading(block, attributes(block)) as read:
                     result = rewrite_block(block, forward.name, args, kwargs, self.plan)  # type: ignore[arg-type]
                 program = program_of(block, result, args, kwargs, call.autocast, read)  # type: ignore[arg-type]
+                if real and self.plan.validation == "auto":
+                    ok, verdict = _numeric_check(block, result, forward.name, self.plan.validation_seconds)
+                    if not ok:
+                        raise Refused(f"the rewritten block does not agree with the original: {verdict}")
         finally:
             forward.counts.original = counted  # the captures were not calls of the user's
         return Program(
@@ -349,44 +355,42 @@ def _validate(model: nn.Module, found: Survey, plan: Plan) -> dict[int, str]:
         if left <= 0 and plan.validation == "auto":
             verdicts[id(matched)] = "skipped, the time budget is spent"
             continue
-        import time
-
         start = time.perf_counter()
-        args, kwargs = _numeric_arguments(block, matched)
-        fn, picks = matched.result.graph.compile(), _picker(block, matched.result)
-        try:
-            with python_random():
-                check = verify_block(
-                    block,
-                    lambda b, *a, _f=fn, _p=picks, **k: _f(b, *_p(*a, **k)),
-                    args,
-                    kwargs,
-                    name=matched.names[0],
-                    seconds=max(left, 1.0),
-                )
-        except Exception as error:
-            verdicts[id(matched)] = f"could not run: {type(error).__name__}: {str(error)[:120]}"
-            continue
+        ok, verdicts[id(matched)] = _numeric_check(block, matched.result, matched.names[0], max(left, 1.0))
         left -= time.perf_counter() - start
-        if not check.ok:
+        if not ok:
             found.matched.remove(matched)
             found.refused.append(
                 Refusal(
                     matched.names[0],
-                    f"the rewritten block does not agree with the original: {check.reason}",
+                    f"the rewritten block does not agree with the original: {verdicts[id(matched)]}",
                     source=first_line(block),
                     remedy="please report this model",
                 )
             )
-            continue
-        worst = max((row.error for row in check.rows), default=0.0)
-        verdicts[id(matched)] = f"agrees in {len(check.rows)} comparisons, worst error {worst:.1e}"
     return verdicts
 
 
-def _numeric_arguments(block: nn.Module, matched: Matched) -> tuple[tuple, dict[str, Any]]:
+def _numeric_check(block: nn.Module, result: Result, name: str, seconds: float) -> tuple[bool, str]:
+    """Whether nothing speaks against a rewrite, and what was seen. `block` runs as the original."""
+    args, kwargs = _numeric_arguments(block, result)
+    fn, picks = result.graph.compile(), _picker(block, result)
+    try:
+        with python_random():
+            check = verify_block(
+                block, lambda b, *a, **k: fn(b, *picks(*a, **k)), args, kwargs, name=name, seconds=seconds
+            )
+    except Exception as error:
+        return True, f"could not run: {type(error).__name__}: {str(error)[:120]}"
+    if not check.ok:
+        return False, check.reason
+    worst = max((row.error for row in check.rows), default=0.0)
+    return True, f"agrees in {len(check.rows)} comparisons, worst error {worst:.1e}"
+
+
+def _numeric_arguments(block: nn.Module, result: Result) -> tuple[tuple, dict[str, Any]]:
     """Real arguments for the numeric check: a few tokens, on the device of the weights."""
-    arguments = matched.result.match.arguments
+    arguments = result.match.arguments
     device = next((t.device for t in (*block.parameters(), *block.buffers())), torch.device("cpu"))
     args, kwargs = arguments.at(arguments.choose(24))
     generator = torch.Generator().manual_seed(0)
