@@ -38,8 +38,8 @@ def attributes(block: nn.Module) -> dict[Where, Any]:
     found: dict[Where, Any] = {}
     for path, module in block.named_modules():
         for name, value in _attributes_of(module).items():
-            if name in OWN or isinstance(value, nn.Module):
-                continue
+            if isinstance(value, nn.Module) or (name in OWN and not (name == "training" and path)):
+                continue  # the block's own mode is a matter of the specialisation
             found[Where(path, name)] = value
             if not is_plain(value) and not isinstance(value, torch.Tensor) and hasattr(value, "__dict__"):
                 found |= {Where(path, name, k): v for k, v in _attributes_of(value).items()}

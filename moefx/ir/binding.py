@@ -18,6 +18,7 @@ import enum
 import functools
 import inspect
 import re
+import types
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -99,14 +100,21 @@ class Guard:
 
 def kind_of(value: Any) -> tuple[Any, ...]:
     """What a specialisation records of one leaf: `("tensor", dtype, device type, rank)`, or a Python value's
-    type and value (`1`, `True` and `1.0` differ), or only the type of an object that cannot be compared by
-    value."""
+    type and value (`1`, `True` and `1.0` differ), a function's name, or only the type of an object that cannot be
+    compared by value."""
     if isinstance(value, torch.Tensor):
         return ("tensor", value.dtype, value.device.type, value.dim())
     if value is None or isinstance(
         value, (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device)
     ):
         return (type(value).__name__, value)
+    if isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):  # an activation
+        code = getattr(value, "__code__", None)
+        return ("function", value.__module__, value.__qualname__, code and code.co_firstlineno)
+    if isinstance(value, (range, slice, set, frozenset)):
+        return (type(value).__name__, repr(value))
+    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+        return (type(value).__name__, value.item())
     return ("object", type(value).__qualname__)
 
 

@@ -195,7 +195,8 @@ class KeptGraph:
         if "sparse" in label(n):
             raise Refused("sparse tensors are not followed", culprits=(label(n),), source=where)
         read = self.reads.find([t.args[1] for t in twins]) if n.target in ARITHMETIC else None
-        if read is not None and is_float(n.args[0].meta["val"]):
+        source: Any = n.args[0] if n.args else None
+        if read is not None and is_float(source.meta["val"]):
             return self._with_number(twins, read)
         args = self.zip_value([t.args for t in twins], where, (twins, "args"))
         kwargs = self.zip_value([dict(t.kwargs) for t in twins], where, (twins, "kwargs"))
@@ -220,7 +221,8 @@ class KeptGraph:
         """`x * c`, where Python read the number from a tensor: the tensor is taken, without its gradient. In half
         precision torch multiplies by a number in float32."""
         n = twins.first
-        x, meta, dtype = self.made[n.args[0]], self.describe(twins), n.meta["val"].dtype
+        source: Any = n.args[0]
+        x, meta, dtype = self.made[source], self.describe(twins), n.meta["val"].dtype
         number = self.call(aten.detach.default, (self.made[read.twins.first],), {}, {})
         number = self.call(aten._to_copy.default, (number,), {"dtype": torch.float64}, {})
         number = self.call(aten.reshape.default, (number, []), {}, {})
