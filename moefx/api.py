@@ -392,7 +392,9 @@ def _numeric_arguments(block: nn.Module, result: Result) -> tuple[tuple, dict[st
     """Real arguments for the numeric check: a few tokens, on the device of the weights."""
     arguments = result.match.arguments
     device = next((t.device for t in (*block.parameters(), *block.buffers())), torch.device("cpu"))
-    args, kwargs = arguments.at(arguments.choose(24))
+    few = [arguments.choose(tokens) for tokens in (24, 12, 48, 6, 96)] + result.match.sizes
+    sizes = next((s for s in few if all(g.holds(s) for g in result.match.guards)), few[0])
+    args, kwargs = arguments.at(sizes)
     generator = torch.Generator().manual_seed(0)
     leaves = iter(arguments.tensors)
 

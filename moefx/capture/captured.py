@@ -119,7 +119,7 @@ def comparisons(node: fx.Node) -> list[fx.Node]:
         if n in seen or n.target in SHAPE_ONLY:
             continue
         seen.add(n)
-        name = n.target.__name__.partition(".")[0] if n.op == "call_function" else ""
+        name = getattr(n.target, "__name__", "").partition(".")[0]
         if name in _CHOICES:
             return []
         if name in COMPARISONS:
