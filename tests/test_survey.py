@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import types
+
+import pytest
 import torch
 from torch import nn
 
@@ -43,6 +46,52 @@ def test_unread_numbers_share_one_program():
 
 def test_attributes_that_are_read_tell_apart():
     assert names(Model(Layer(1.0), Layer(2.0), Layer(1.0))) == [["layers.0", "layers.2"], ["layers.1"]]
+
+
+def activation(kind: type[nn.Module]) -> nn.Module:
+    layer = Layer()
+    for expert in layer.experts:
+        expert.act = kind()
+    return layer
+
+
+def integers(value: int) -> nn.Module:
+    layer = Layer()
+    layer.register_buffer("offset", torch.tensor(value))
+    return layer
+
+
+def method() -> nn.Module:
+    layer = Layer()
+    layer.route = types.MethodType(lambda self, x: self.gate(x).sigmoid().topk(self.k, -1), layer)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (lambda: activation(nn.ReLU), lambda: activation(nn.SiLU)),
+        (lambda: integers(1), lambda: integers(2)),
+        (Layer, method),
+    ],
+    ids=["class of a submodule", "integer buffer", "method of its own"],
+)
+def test_blocks_of_one_class_that_are_not_the_same(one, other):
+    model = Model(one(), other(), one())
+    assert names(model) == [["layers.0", "layers.2"], ["layers.1"]]
+
+
+def test_a_parent_reads_what_every_layer_left():
+    class Leaves(Layer):
+        def forward(self, x):
+            self.seen = x.mean()
+            return super().forward(x)
+
+    class Reads(Model):
+        def forward(self, x):
+            return super().forward(x) + sum(layer.seen for layer in self.layers)
+
+    assert names(Reads(Leaves(), Leaves())) == [["layers.0", "layers.1"]]
 
 
 def test_watching_leaves_the_class_alone():

@@ -22,7 +22,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..errors import CaptureError
 from ..ir.fields import opened
 from .captured import is_float
 from .concolic import capture
@@ -102,7 +101,7 @@ def find(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Found:
     """Run `model` once on abstract floats. Raises `CaptureError` if it does not run."""
     try:
         return _find(model, args, kwargs, share=True)
-    except CaptureError:  # a module that was not run again may have left something that its parent reads
+    except Exception:  # a module that was not run again may have left something that its parent reads
         return _find(model, args, kwargs, share=False)
 
 

@@ -20,6 +20,7 @@ from torch import nn
 from ..ir.attributes import OTHERS, OWN, is_plain, names_in
 from .captured import tensors_in
 
+_FUNCTIONS = (types.FunctionType, types.MethodType)
 _CONTAINERS = (list, dict, set, collections.deque)
 _DEPTH = 3
 _MOST_ITEMS = 256
@@ -35,7 +36,8 @@ class Surroundings:
             for name, value in vars(module).items():
                 if name not in OWN:
                     self._visit(f"{prefix}.{name}".lstrip("."), value)
-        names, classes = _reached(frozenset(map(type, block.modules())))
+        own = [v for m in block.modules() for v in vars(m).values() if isinstance(v, _FUNCTIONS)]
+        names, classes = _reached(frozenset([*map(type, block.modules()), *(getattr(f, "__func__", f) for f in own)]))
         for path, namespace, name in names:
             if name in namespace:
                 self._hold_name(path, namespace, name)
@@ -66,7 +68,7 @@ class Surroundings:
             inner: Iterable[Any] = value.values() if isinstance(value, dict) else value
         elif isinstance(value, tuple):
             inner = value
-        elif isinstance(value, (types.FunctionType, types.MethodType)):
+        elif isinstance(value, _FUNCTIONS):
             self._seen.add(id(value))
             inner = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
         elif (_is_users(type(value)) or type(value) is types.SimpleNamespace) and hasattr(value, "__dict__"):
@@ -140,12 +142,12 @@ def _is_users(cls: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=64)
-def _reached(classes: frozenset[type]) -> tuple[list[tuple[str, dict[str, Any], str]], list[type]]:
-    """(path, namespace, name) of the globals that the code of these classes names, with the functions and classes that
-    it names; and all these classes."""
+def _reached(code: frozenset[Any]) -> tuple[list[tuple[str, dict[str, Any], str]], list[type]]:
+    """(path, namespace, name) of the globals that these classes and functions name, with the functions and classes that
+    they name; and all these classes."""
     users: list[type] = []
     found: list[tuple[str, dict[str, Any], str]] = []
-    todo: list[Any] = [c for cls in classes for c in cls.__mro__]
+    todo: list[Any] = [c for thing in code for c in (thing.__mro__ if isinstance(thing, type) else [thing])]
     seen: set[int] = set()
     while todo:
         thing = todo.pop()

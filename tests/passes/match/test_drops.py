@@ -187,3 +187,19 @@ class ByProbability(Loop):
 
 def test_every_expert_may_keep_its_likeliest_tokens():
     same(ByProbability(), 1, 7, 50, 333)
+
+
+@pytest.mark.parametrize(
+    "room",
+    [lambda n: 64, lambda n: max(int(1.25 * K * n / E), 40), lambda n: -(-n * K // E // 64) * 64],
+    ids=["constant", "floor", "multiple"],
+)
+def test_a_capacity_that_few_tokens_do_not_fill(room):
+    same(Queue(room), 1, 33, 64, 100, 400)
+
+
+def test_a_capacity_beyond_all_that_is_captured_is_a_guard():
+    """Below it nothing is dropped; above it the original runs."""
+    block = Queue(lambda n: 2000)
+    match = rewritten(block).match
+    assert match.drop is None and [str(g) for g in match.guards] == [f"S*{K} <= 2000 is True"]

@@ -1,0 +1,120 @@
+"""What a block writes to outside of itself is put back, and told."""
+
+from __future__ import annotations
+
+import copy
+import types
+
+import pytest
+import torch
+from torch import nn
+
+import moefx
+
+from ..passes.blocks import D, Loop
+
+LOSSES: list[torch.Tensor] = []
+COUNT = 0
+BACKENDS: dict[str, object] = {}
+
+
+class Manager:
+    def __init__(self):
+        self.losses = []
+        self.last = None
+
+
+MANAGER = Manager()
+
+
+class Recorder:
+    last = None
+
+
+def to_list(block, loss):
+    LOSSES.append(loss)
+
+
+def to_manager(block, loss):
+    MANAGER.losses.append(loss)
+
+
+def to_attribute(block, loss):
+    MANAGER.last = loss
+
+
+def to_class(block, loss):
+    Recorder.last = loss
+
+
+def to_number(block, loss):
+    global COUNT
+    COUNT += 1
+
+
+def to_private_list(block, loss):
+    block._own.append(loss)
+
+
+def to_object(block, loss):
+    block.stats.last = loss
+
+
+class Writes(Loop):
+    def __init__(self, write):
+        super().__init__()
+        self.write, self._own, self.stats = write, [], types.SimpleNamespace(last=None)
+
+    def forward(self, x):
+        self.write(self, self.gate(x).logsumexp(-1).mean())
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    "write", [to_list, to_manager, to_attribute, to_class, to_number, to_private_list, to_object],
+    ids=lambda f: f.__name__,
+)  # fmt: skip
+def test_a_block_that_writes_elsewhere_is_refused_and_leaves_no_trace(write):
+    model = Writes(write)
+    with pytest.raises(moefx.NoMoEBlockFound, match="writes to"):
+        moefx.compile(model, example_inputs=(torch.randn(5, D),))
+    assert not LOSSES and not MANAGER.losses and not model._own and COUNT == 0
+    assert MANAGER.last is None and Recorder.last is None and model.stats.last is None
+
+
+def test_what_is_outside_of_the_block_may_write():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.moe = Loop()
+
+        def forward(self, x):
+            LOSSES.append(x.mean())
+            return self.moe(x)
+
+    model = Model()
+    compiled = moefx.compile(copy.deepcopy(model), example_inputs=(torch.randn(5, D),))
+    assert not LOSSES
+    compiled(torch.randn(5, D))
+    assert len(LOSSES) == 1
+    LOSSES.clear()
+
+
+def test_a_list_among_the_arguments():
+    class Appends(Loop):
+        def forward(self, x, aux):
+            aux.append(self.gate(x).mean())
+            return super().forward(x)
+
+    with pytest.raises(moefx.NoMoEBlockFound, match="writes to an argument"):
+        moefx.compile(Appends(), example_inputs=(torch.randn(5, D), []))
+
+
+def test_a_registry_that_is_filled_when_it_is_first_asked_is_no_record():
+    class Asks(Loop):
+        def forward(self, x):
+            BACKENDS.setdefault("torch", object())
+            return super().forward(x)
+
+    moefx.compile(Asks(), example_inputs=(torch.randn(5, D),))
+    BACKENDS.clear()  # the numeric check ran the block

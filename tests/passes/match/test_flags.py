@@ -1,0 +1,114 @@
+"""Masks, flags and comparisons that come out the same for the whole example: other calls bring others."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import moefx
+
+from ..blocks import D, E, Loop, Mlp
+
+ROWS = 33
+
+
+def compiled_of(model: nn.Module, *args: torch.Tensor) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    model = model.double()
+    return copy.deepcopy(model), moefx.compile(model, example_inputs=args)
+
+
+class Masked(Loop):
+    """Padding is taken out where the experts' rows are chosen, or what they return is."""
+
+    def __init__(self, early: bool):
+        super().__init__(Mlp)
+        self.early = early
+
+    def forward(self, x, mask):
+        w, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for e in range(E):
+            t, k = torch.where((ids == e) & mask[:, None] if self.early else ids == e)
+            y = self.expert(e, x[t], w[t, k, None])
+            out = out.index_add(0, t, y if self.early else y * mask[t, None])
+        return out
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_mask_of_ones_is_a_mask(early):
+    x = torch.randn(ROWS, D).double()
+    original, compiled = compiled_of(Masked(early), x, torch.ones(ROWS, dtype=torch.bool))
+    for mask in (torch.ones(ROWS), torch.zeros(ROWS), torch.arange(ROWS) % 3):
+        torch.testing.assert_close(compiled(x, mask > 0), original(x, mask > 0))
+    assert moefx.explain(compiled).matched[0].calls == (3, 0, 0)  # never the original
+
+
+class Padding(Loop):
+    def forward(self, x):
+        return super().forward(x) if not self.rule else self.mixed(x)
+
+    def __init__(self, rule=None):
+        super().__init__(Mlp)
+        self.rule = rule
+
+    def mixed(self, x):
+        w, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for e in range(E):
+            t, k = torch.where(ids == e)
+            out = out.index_add(0, t, self.rule(self.expert(e, x[t], w[t, k, None]), x, t))
+        return out
+
+
+def not_padding(y, x, t):
+    return y * (x != 0).any(-1)[t, None]
+
+
+def zero_is_padding(y, x, t):
+    return y.masked_fill((x == 0).all(-1)[t, None], 0.0)
+
+
+def counted(y, x, t):
+    return y * (torch.count_nonzero(x, -1) > 0)[t, None]
+
+
+@pytest.mark.parametrize("rule", [not_padding, zero_is_padding, counted])
+def test_rows_of_zeros_are_padding(rule):
+    x = torch.randn(ROWS, D).double()
+    original, compiled = compiled_of(Padding(rule), x)
+    x[::3] = 0
+    torch.testing.assert_close(compiled(x), original(x))
+    assert moefx.explain(compiled).matched[0].calls == (1, 0, 0)
+
+
+def halved_where_positive(y, x, t):
+    return y * torch.where((x > 0).all(-1)[t, None], 0.5, 1.0)
+
+
+def test_what_is_asked_of_a_row_as_a_whole_must_not_change_the_experts():
+    with pytest.raises(moefx.NoMoEBlockFound, match="came out the same everywhere"):
+        compiled_of(Padding(halved_where_positive), torch.randn(ROWS, D).double())
+
+
+class Alive(Loop):
+    """Experts can be switched off in a buffer."""
+
+    def __init__(self):
+        super().__init__(Mlp)
+        self.register_buffer("alive", torch.ones(E, dtype=torch.bool))
+
+    def route(self, x):
+        return self.gate(x).masked_fill(~self.alive, -1e9).softmax(-1).topk(self.k, -1)
+
+
+def test_flags_in_a_buffer_are_followed():
+    x = torch.randn(ROWS, D).double()
+    original, compiled = compiled_of(Alive(), x)
+    for model in (original, compiled):
+        model.alive[1] = False
+    torch.testing.assert_close(compiled(x), original(x))
+    assert moefx.explain(compiled).matched[0].calls == (1, 0, 0)
