@@ -239,6 +239,8 @@ class KeptGraph:
     def _literal(self, twins: Twins) -> fx.Node:
         values = [c.constants[t.meta["fqn"]] for c, t in zip(self.captures, twins, strict=True)]
         value = values[0]
+        if (counts := self._counts(twins, values)) is not None:
+            return counts
         if (
             value.is_meta
             or value.numel() > 4096
@@ -252,6 +254,23 @@ class KeptGraph:
             )
         meta = self.describe(twins)
         return self.call(torch.tensor, (value.tolist(),), {"dtype": value.dtype, "device": self.input_device()}, meta)
+
+    def _counts(self, twins: Twins, values: list[torch.Tensor]) -> fx.Node | None:
+        """How many tokens chose each expert, counted in Python: `tensor([len(rows) for rows in ...])`."""
+        if values[0].dim() != 1:
+            return None
+        index, E = self.match.lifted[0].index, len(values[0])
+        chosen = [torch.bincount(li.ids[li.ids >= 0], minlength=E) for li in self.match.lifted]
+        same = all(v.shape == c.shape and torch.equal(v.to(c.dtype), c) for v, c in zip(values, chosen, strict=True))
+        if not same or index.columns or "m" in index.axes or index.node not in self.made:
+            return None
+        with self.fake_mode:
+            every = {"val": torch.empty(E, dtype=torch.int64)}
+        ids = self.call(aten.reshape.default, (self.made[index.node], [-1, 1]), {}, {})
+        numbers = self.call(aten.arange.default, (E,), {"device": self.input_device()}, every)
+        hits = self.call(aten.eq.Tensor, (ids, numbers), {}, {})
+        counts = self.call(aten.sum.dim_IntList, (hits, [0]), {}, {})
+        return self.call(aten._to_copy.default, (counts,), {"dtype": values[0].dtype}, self.describe(twins))
 
     def _emit_call(self, call: list[Call]) -> None:
         first = call[0]

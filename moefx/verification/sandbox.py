@@ -87,7 +87,7 @@ def sandbox(module: nn.Module, parameters: Parameters, dtype: torch.dtype | None
     state of its own."""
     box, _ = copy_model(module)
     memo: dict[int, Any] = {id(m): m for m in box.modules()}
-    memo |= {id(p): parameters(p) for p in box.parameters()}
+    memo |= {id(p): _own(parameters(p)) for p in box.parameters()}
     for b in box.buffers():
         memo[id(b)] = b.detach().to(dtype if b.is_floating_point() else None, copy=True)
     for sub in box.modules():
@@ -105,6 +105,16 @@ def sandbox(module: nn.Module, parameters: Parameters, dtype: torch.dtype | None
                 if tensors:
                     vars(sub)[name] = copy.deepcopy(value, memo)
     return box
+
+
+def _own(p: nn.Parameter) -> nn.Parameter:
+    """A copy of what a forward may change through `.data`, such as the bias of a router; matrices are shared."""
+    if type(p) is not nn.Parameter or p.dim() > 1 or p.numel() > _LARGEST_OWN:
+        return p
+    return nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad)
+
+
+_LARGEST_OWN = 1 << 14
 
 
 @contextlib.contextmanager

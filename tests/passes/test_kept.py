@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -141,3 +144,57 @@ class TestSources:
         with pytest.raises(Refused, match="different parameters") as refusal:
             rewritten(Chosen())
         assert refusal.value.source.startswith("test_kept.py:")
+
+
+class Counting(Loop):
+    """How many tokens each expert got, as a list of Python's; labml's Switch layer returns it."""
+
+    def forward(self, x):
+        w, ids = self.route(x)
+        rows = [torch.where(ids == e) for e in range(E)]
+        counts, out = x.new_tensor([len(t) for t, _ in rows]), torch.zeros_like(x)
+        for e, (t, k) in enumerate(rows):
+            out = out.index_add(0, t, self.expert(e, x[t], w[t, k, None]))
+        return out, counts
+
+
+class Entropy(Loop):
+    """Floats that follow from the number of tokens."""
+
+    def forward(self, x):
+        scores = self.gate(x).log_softmax(-1).logsumexp(0) - math.log(x.shape[0])
+        return super().forward(x), scores, scores - x.shape[0] * self.k / E
+
+
+class Updated(Loop):
+    """A bias that is nudged through `.data`, as DeepSeek-V3's is."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(E), requires_grad=False)
+
+    def route(self, x):
+        scores = self.gate(x).sigmoid()
+        ids = (scores + self.bias).topk(self.k, -1).indices
+        self.bias.data -= 0.01 * (torch.bincount(ids.flatten(), minlength=E) - ids.numel() / E).sign()
+        return scores.gather(-1, ids), ids
+
+
+@pytest.mark.parametrize("block", [Counting, Entropy, Updated])
+def test_what_is_made_of_sizes_and_counts(block):
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.moe = block()
+
+        def forward(self, x):
+            return self.moe(x)
+
+    torch.manual_seed(0)
+    original = Both().double()
+    compiled = moefx.compile(copy.deepcopy(original), example_inputs=(torch.randn(9, D).double(),))
+    for tokens in (9, 1, 50):
+        x = torch.randn(tokens, D).double()
+        torch.testing.assert_close(compiled(x), original(x), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(dict(compiled.state_dict()), dict(original.state_dict()))
+    assert moefx.blocks(compiled)[0].fallbacks == 0
