@@ -84,6 +84,14 @@ class TestErrors:
             moefx.history(Mlp(), "moe")
 
 
+def test_forward_mode_derivatives_are_the_originals(reference):
+    compiled = moefx.compile(reference, example_inputs=EXAMPLE)
+    x, tangent = torch.randn(2, 5, D), torch.randn(2, 5, D)
+    expected, found = (torch.func.jvp(model, (x,), (tangent,))[1] for model in (reference, compiled))
+    assert expected.abs().max() > 0
+    torch.testing.assert_close(found, expected)
+
+
 class TestInspection:
     def test_explain_before_and_after(self, reference, compiled):
         (before,), (after,) = (

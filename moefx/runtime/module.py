@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -96,6 +97,9 @@ class BlockForward:
             return self.run_original(*args, **kwargs)
         leaves = leaves_of(self._bind(*args, **kwargs))
         call = call_specialisation(self.block, leaves)
+        if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
+            self.counts.last_failed_guard = "forward-mode derivatives are the original's"
+            return self.run_original(*args, **kwargs)
         if torch.compiler.is_compiling():
             entry = self._admitted(call, leaves) if self._prepare_trace(*call) else None
             if entry is not None and not entry.program.unchanged(self.block):
