@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import sys
 import threading
 from collections import Counter
@@ -13,21 +12,19 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
-from ...capture.captured import MIXED, Capture, comparisons
+from ...capture.captured import Capture
 from ...capture.concolic import capture
 from ...capture.inputs import Arguments
 from ...capture.routing import Routing
 from ...capture.sizes import SizeGuard
 from ...capture.source import Source
-from ...errors import CaptureError, Refused
+from ...errors import Refused
 from ..capacity import Formula
+from . import doubts
+from .agree import same_form
 from .form import Body, Lifted, Ref
 from .lift import Lifter
-from .limits import Place as LimitPlace
-from .limits import limits, not_reached
-from .nodes import asks_for_rows
 from .paths import Place, expert_indices, sibling_names, tensor_at
 from .ranges import UNBOUNDED, Ranges
 
@@ -53,8 +50,6 @@ class DropRule:
 
 
 _MOST_EXTRA = 8
-_MOST_TOKENS = 400  # of a capture that overflows a capacity
-_LEAK_SIZES = (131, 517, 2053)  # no powers of two: these are often told apart
 
 
 @dataclasses.dataclass
@@ -184,11 +179,11 @@ class Prover:
         """Sizes with about so many tokens; with more, or fewer, where the program goes the example's way only there."""
         for n in (tokens, *(tokens * 2**i for i in range(1, 7)), *(tokens >> i for i in range(1, 5))):
             sizes = self.arguments.choose(n, variant)
-            if self._is_within(sizes):
+            if self.is_within(sizes):
                 return sizes
         raise Refused("no sizes were found at which all that is compared with them comes out as for the example")
 
-    def _is_within(self, sizes: dict[str, int]) -> bool:
+    def is_within(self, sizes: dict[str, int]) -> bool:
         return all(g.holds(sizes) for g in self.within)
 
     def lift(
@@ -206,16 +201,16 @@ class Prover:
         plans = [("diverse", tokens), ("skewed", max(25, tokens * 3 // 4)), ("flooded", 13)]
         for variant, (kind, n) in enumerate(plans):
             sizes = self._choose(n, variant)
-            self._add(self.lift(Routing(kind, variant), sizes), sizes)
+            self.add(self.lift(Routing(kind, variant), sizes), sizes)
         self._cover()
         self._agree()
         groups = self._merged()
-        self._flip_branches()
-        self._mix_comparisons()
-        self._overflow()
-        self._carry_over()
+        doubts.flip_branches(self)
+        doubts.mix_comparisons(self)
+        doubts.overflow(self)
+        doubts.carry_over(self)
         self._other_sizes()
-        self._leaked_sizes()
+        doubts.leaked_sizes(self)
         self.lifted, self.sizes = self._complete()
         for group, merged in enumerate(groups):
             merged.values = [
@@ -235,7 +230,7 @@ class Prover:
             within=self.within,
         )
 
-    def _add(self, lifted: Lifted, sizes: dict[str, int]) -> None:
+    def add(self, lifted: Lifted, sizes: dict[str, int]) -> None:
         self.lifted.append(lifted)
         self.sizes.append(sizes)
 
@@ -245,7 +240,7 @@ class Prover:
         self.lifted.insert(0, self.lifted.pop(richest))
         self.sizes.insert(0, self.sizes.pop(richest))
         for other in self.lifted[1:]:
-            _same_form(self.lifted[0], other)
+            same_form(self.lifted[0], other)
 
     def _complete(self) -> tuple[list[Lifted], list[dict[str, int]]]:
         """The captures in which all kinds of experts were at work: the graph is read off these."""
@@ -256,8 +251,8 @@ class Prover:
             if len(full) >= 3:
                 return [self.lifted[i] for i in full], [self.sizes[i] for i in full]
             sizes = self._choose(max(21, self.hint // 4), seed)
-            self._add(self.lift(Routing(("diverse", "flooded")[seed % 2], seed), sizes), sizes)
-            _same_form(self.lifted[0], self.lifted[-1])
+            self.add(self.lift(Routing(("diverse", "flooded")[seed % 2], seed), sizes), sizes)
+            same_form(self.lifted[0], self.lifted[-1])
         raise Refused("no routing was found under which all kinds of experts are used")
 
     # ------------------------------------------------------------------ every expert is seen
@@ -321,7 +316,7 @@ class Prover:
             extra += 1
             sizes = self._choose(max(17, min(len(missing), 4 * self.hint)), extra)
             before = set(missing)
-            self._add(self.lift(Routing("diverse", 10 + extra, prefer=tuple(missing)), sizes), sizes)
+            self.add(self.lift(Routing("diverse", 10 + extra, prefer=tuple(missing)), sizes), sizes)
             if before == set(range(self.num_experts)) - self._seen() - self._zeros() and extra > 2:
                 extra = _MOST_EXTRA
 
@@ -347,152 +342,14 @@ class Prover:
             raise Refused("an expert computes one function under one routing and another under another")
         return out
 
-    # ------------------------------------------------------------------ branches on data
-    def _flip_branches(self) -> None:
-        """A branch that went one way in every capture is forced the other way once: it must not matter. A float that
-        Python read is given the values that turn any comparison with it."""
-        outcomes: dict[Source, set[Any]] = {}
-        for lifted in self.lifted:
-            for read in lifted.capture.reads:
-                outcomes.setdefault(read.source, set()).add(read.value)
-        for lifted in self.lifted:
-            doubtful = [read for read in lifted.capture.reads if len(outcomes[read.source]) == 1]
-            ranges = Ranges(lifted.capture.nodes) if doubtful else None
-            for read in doubtful:
-                if ranges and read.node is not None and ranges.decided(read.node, read.asked):
-                    outcomes[read.source] = {True, False}
-        asked = {read.source: read.node for lifted in self.lifted for read in lifted.capture.reads}
-        for source, seen in outcomes.items():
-            if seen == {True} and asks_for_rows(asked[source]):
-                self._without_rows(source)
-                continue
-            kinds = {type(v) for v in seen}
-            others: list[Any] = (
-                [1e30, -1e30, 0.0]
-                if float in kinds
-                else [10**6, 0, -1]
-                if int in kinds
-                else [not v for v in seen]
-                if len(seen) == 1
-                else []
-            )
-            for value in others:
-                try:
-                    flipped = self.lift(Routing("diverse", 0), self.sizes[0], {source: value})
-                    _same_form(self.lifted[0], flipped)
-                except Refused as why:
-                    raise _changes(source) from why
-                except Exception:
-                    continue  # the other way ends in an error, as it would in the original
-                self._add(flipped, self.sizes[0])  # from here on it is one of the captures that must agree
-
-    def _without_rows(self, source: Source) -> None:
-        """Whether an expert has rows came out true everywhere. At a few tokens it may not, and must not matter; where
-        it does even then, the program only asks about experts that were chosen (`for e in ids.unique()`)."""
-        why: Refused | None = None
-        for seed in range(8):
-            sizes = dict.fromkeys(self.arguments.dims, 1) | {self.arguments.dims[-1]: 2 + seed % 2}
-            kind = ("flooded", "diverse")[seed // 2 % 2]
-            try:
-                reads = self.capture(Routing(kind, 40 + seed), sizes).reads if self._is_within(sizes) else ()
-            except Exception:
-                continue  # the program does not run on so few
-            if all(read.value for read in reads if read.source == source):
-                continue
-            try:
-                lifted = self.lift(Routing(kind, 40 + seed), sizes)
-                _same_form(self.lifted[0], lifted)
-            except Refused as refusal:
-                why = refusal  # few tokens may not show the form: others will
-                continue
-            self._add(lifted, sizes)
-            return
-        if why is not None:
-            raise _changes(source) from why
-
-    def _mix_comparisons(self) -> None:
-        """A comparison of floats that came out the same for all elements in every capture (`weight > 0.01`), or for all
-        tokens' first choices, looks like a constant: once it is made to come out both ways."""
-        outcomes: dict[tuple[Source, int], set[bool]] = {}
-        asked: dict[Source, set[Source]] = {}  # where the floats were compared
-        for lifted in self.lifted:
-            for n in filter(comparisons, lifted.capture.nodes):
-                val = n.meta["val"]
-                asked.setdefault(n.meta["source"], set()).update(a.meta["source"] for a in comparisons(n))
-                per_slot = val.shape[-1:] == (lifted.slots,) and val.numel() == lifted.ids.numel()
-                for slot, column in enumerate(val.reshape(-1, lifted.slots).t() if per_slot else [val]):
-                    outcomes.setdefault((n.meta["source"], slot), set()).update(column.unique().tolist())
-        for source in dict.fromkeys(source for (source, _), seen in outcomes.items() if len(seen) == 1):
-            try:
-                mixed = self.lift(Routing("diverse", 0), self.sizes[0], dict.fromkeys(asked[source], MIXED))
-                _same_form(self.lifted[0], mixed)
-            except Refused as why:
-                raise Refused(
-                    f"a comparison that came out the same everywhere changes what is computed: {source.text}",
-                    source=str(source),
-                    remedy="moefx needs one formula for all tokens",
-                ) from why
-            except Exception:
-                continue  # the other way ends in an error (a check for NaN), as it would in the original
-            self._add(mixed, self.sizes[0])
-
-    def _overflow(self) -> None:
-        """Limits that the captures did not come to are gone beyond, with as many tokens as that takes; else the form is
-        guarded to hold only where there are too few to."""
-        slots = self.lifted[0].slots
-        for _ in range(3):
-            left = not_reached([lifted.capture for lifted in self.lifted])
-            # of a capacity that grows with the tokens and has room for all of them there is nothing behind
-            left = {place: seen for place, seen in left.items() if len(seen) == 1 or not self._has_room(place, slots)}
-            if not left:
-                return
-            lowest = min(min(seen) for seen in left.values())
-            tokens = int(lowest / 0.85) + 10
-            sizes = dict.fromkeys(self.arguments.dims, 1) | {self.arguments.dims[-1]: tokens}
-            if tokens > _MOST_TOKENS or sizes in self.sizes or not self._is_within(sizes):
-                break
-            try:
-                lifted = self.lift(Routing("flooded", 3), sizes)
-                _same_form(self.lifted[0], lifted)
-            except Refused:
-                break
-            self._add(lifted, sizes)
-        self.extra_guards.append(SizeGuard("*".join((*self.arguments.dims, str(slots))), "le", str(lowest), True))
-
-    def _has_room(self, place: LimitPlace, slots: int) -> bool:
-        found = [(limits(lifted.capture).get(place), math.prod(lifted.tokens)) for lifted in self.lifted]
-        return all(limit is None or limit >= tokens * slots for limit, tokens in found)
-
-    def _carry_over(self) -> None:
-        """What a call leaves in the block's attributes must not change what the next call computes."""
-        first = self.lifted[0].capture
-        left = {str(e.target): e.node for e in first.effects if e.kind == "attribute"}
-        if not left:
-            return
-        with contextlib.ExitStack() as stack:
-            for path, node in left.items():
-                owner, _, key = path.rpartition(".")
-                state = vars(self.block.get_submodule(owner))
-                stack.callback(state.update, {key: state[key]}) if key in state else stack.callback(state.pop, key)
-                val = node.meta["val"]
-                state[key] = _random(val) if isinstance(val, FakeTensor) else val.clone()
-            again = self.lift(Routing("diverse", 0), self.sizes[0])
-        _same_form(self.lifted[0], again)
-        names = [[str(n.target) for n in c.nodes if n.op == "call_function"] for c in (first, again.capture)]
-        if names[0] != names[1] and any(n.op == "get_attr" and n.meta["fqn"] in left for n in again.capture.nodes):
-            raise Refused(
-                "what a call leaves in an attribute changes the next call",
-                culprits=tuple(left),
-                source=str(next(iter(left.values())).meta["source"]),
-            )
-
+    # ------------------------------------------------------------------ other sizes
     def _other_sizes(self) -> None:
         """One token, and many: sizes at which code often takes another way."""
         dims = self.arguments.dims
         one = dict.fromkeys(dims, 1)
         many = [self.arguments.choose(3 * max(29, self.hint // 4), 2)] if self.hint <= 64 else []
-        for sizes in filter(self._is_within, [one, *many]):
-            told_apart = not all(g.holds(sizes) for g in self._guards())
+        for sizes in filter(self.is_within, [one, *many]):
+            told_apart = not all(g.holds(sizes) for g in self.seen_guards())
             # whether one token shows the form hangs on what it chooses: experts that do nothing show nothing
             most = max(self.lifted[0].groups, key=lambda g: len(g.ids)).ids
             more = [Routing("diverse", 5, (e,)) for e in most[:3]] + [Routing("diverse", seed) for seed in range(6, 10)]
@@ -500,102 +357,20 @@ class Prover:
                 try:
                     lifted = self.lift(routing, sizes)
                     told_apart |= not all(g.holds(self.sizes[0]) for g in lifted.capture.sizes.guards)
-                    _same_form(self.lifted[0], lifted)
+                    same_form(self.lifted[0], lifted)
                 except Exception:  # the program's own, at sizes that it is not made for
                     if not told_apart and sizes != one:
                         raise
                     continue
                 lifted.optional = told_apart or sizes == one
-                self._add(lifted, sizes)
+                self.add(lifted, sizes)
                 break
             else:
                 if not told_apart:  # else it is by a comparison that we saw: a guard
                     self.extra_guards.append(SizeGuard("*".join(dims), "gt", "1", True))
 
-    def _leaked_sizes(self) -> None:
-        """A size, or how many tokens an expert got, that became a plain number (`int(n / 2)`) may decide a branch
-        unseen. So more sizes are captured, and where one runs other lines than all before, the form is guarded to hold
-        below it."""
-        routed = any(lifted.capture.sizes.routed for lifted in self.lifted)
-        if not routed and not any(lifted.capture.sizes.leaks for lifted in self.lifted):
-            return
-        crowd = Routing("flooded", 8) if routed else Routing("diverse", 8)
-        many = [lifted.capture for lifted in self.lifted if math.prod(lifted.tokens) > 1]
-        every = set().union(*map(_lines, many))
-        always = set.intersection(*map(_lines, many))
-        most = 4 * max(len(c.nodes) for c in many)
-        below = max(math.prod(sizes.values()) for sizes in self.sizes)
-
-        def differs(tokens: int) -> bool:
-            """Raises `CaptureError` where a loop over the tokens makes a program too long to look at."""
-            sizes = dict.fromkeys(self.arguments.dims, 1) | {self.arguments.dims[-1]: tokens}
-            if not all(g.holds(sizes) for g in self._guards()):
-                return False
-            return not (always <= _lines(self.capture(crowd, sizes, most=most)) <= every)
-
-        for tokens in _LEAK_SIZES:
-            if tokens <= below:
-                continue
-            try:
-                other = differs(tokens)
-            except CaptureError:
-                return  # its lines are those of the smaller sizes
-            if other:
-                high = str(_first(differs, below, tokens))
-                self.extra_guards.append(SizeGuard("*".join(self.arguments.dims), "lt", high, True))
-                return
-            below = tokens
-
-    def _guards(self) -> list[SizeGuard]:
+    def seen_guards(self) -> list[SizeGuard]:
         return [g for lifted in self.lifted for g in lifted.capture.sizes.guards]
-
-
-def _changes(source: Source) -> Refused:
-    return Refused(
-        f"a value read from a tensor changes what is computed: {source.text}",
-        source=str(source),
-        remedy="moefx needs one formula for all tokens",
-    )
-
-
-def _same_form(a: Lifted, b: Lifted) -> None:
-    """Raise unless two lifts have one template. `b` may have met fewer kinds of experts and only some of the experts;
-    its groups are put into the order of `a`'s."""
-    where = str(a.cut.meta["source"])
-    if a.slots != b.slots:
-        raise Refused(
-            f"the number of slots per token depends on routing or size: {a.slots} and {b.slots}", source=where
-        )
-    if a.index.form != b.index.form or len(a.shared) != len(b.shared):
-        raise Refused("which experts are chosen, or what is added for all tokens, depends on the routing", source=where)
-    if a.missed and b.missed and a.missed.form != b.missed.form:
-        raise Refused("what tokens without an expert get depends on the routing", source=where)
-    by_form = {(g.body, tuple(v.form for v in g.values)): g for g in b.groups}
-    ordered = [by_form.pop((g.body, tuple(v.form for v in g.values)), None) for g in a.groups]
-    if by_form:
-        raise Refused("experts compute different functions under different routings", source=where)
-    b.groups[:] = [
-        h if h is not None else dataclasses.replace(g, ids=[], tables=[{} for _ in g.tables], values=[])
-        for g, h in zip(a.groups, ordered, strict=True)
-    ]
-
-
-def _first(differs: Callable[[int], bool], low: int, high: int) -> int:
-    """The least size that differs, between one that does not and one that does."""
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if differs(middle) else (middle, high)
-    return high
-
-
-def _random(like: torch.Tensor) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)  # not the user's
-    return torch.randn(like.shape, generator=generator).to(like.dtype)
-
-
-def _lines(taken: Capture) -> set[tuple[str, str]]:
-    """Which lines of the user's ran, and which ops they came to."""
-    return {(str(n.meta["source"]), str(n.target)) for n in taken.nodes if n.op == "call_function"}
 
 
 R = TypeVar("R")

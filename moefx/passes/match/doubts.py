@@ -1,0 +1,236 @@
+"""What the captures did not show: branches, comparisons, limits and sizes that came out one way in all of them.
+
+Each function takes a prover with its captures, makes the program go the other way where it can, and adds what that
+gives to the captures that must agree, or a guard. A form that holds only one way is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ...capture.captured import MIXED, Capture, comparisons
+from ...capture.routing import Routing
+from ...capture.sizes import SizeGuard
+from ...capture.source import Source
+from ...errors import CaptureError, Refused
+from .agree import same_form
+from .limits import Place, limits, not_reached
+from .nodes import asks_for_rows
+from .ranges import Ranges
+
+if TYPE_CHECKING:
+    from .prove import Prover
+
+_MOST_TOKENS = 400  # of a capture that overflows a capacity
+_LEAK_SIZES = (131, 517, 2053)  # no powers of two: these are often told apart
+
+
+def flip_branches(prover: Prover) -> None:
+    """A branch that went one way in every capture is forced the other way once: it must not matter. A float that
+    Python read is given the values that turn any comparison with it."""
+    outcomes: dict[Source, set[Any]] = {}
+    for lifted in prover.lifted:
+        for read in lifted.capture.reads:
+            outcomes.setdefault(read.source, set()).add(read.value)
+    for lifted in prover.lifted:
+        doubtful = [read for read in lifted.capture.reads if len(outcomes[read.source]) == 1]
+        ranges = Ranges(lifted.capture.nodes) if doubtful else None
+        for read in doubtful:
+            if ranges and read.node is not None and ranges.decided(read.node, read.asked):
+                outcomes[read.source] = {True, False}
+    asked = {read.source: read.node for lifted in prover.lifted for read in lifted.capture.reads}
+    for source, seen in outcomes.items():
+        if seen == {True} and asks_for_rows(asked[source]):
+            _without_rows(prover, source)
+            continue
+        kinds = {type(v) for v in seen}
+        others: list[Any] = (
+            [1e30, -1e30, 0.0]
+            if float in kinds
+            else [10**6, 0, -1]
+            if int in kinds
+            else [not v for v in seen]
+            if len(seen) == 1
+            else []
+        )
+        for value in others:
+            try:
+                flipped = prover.lift(Routing("diverse", 0), prover.sizes[0], {source: value})
+                same_form(prover.lifted[0], flipped)
+            except Refused as why:
+                raise _changes(source) from why
+            except Exception:
+                continue  # the other way ends in an error, as it would in the original
+            prover.add(flipped, prover.sizes[0])  # from here on it is one of the captures that must agree
+
+
+def _without_rows(prover: Prover, source: Source) -> None:
+    """Whether an expert has rows came out true everywhere. At a few tokens it may not, and must not matter; where
+    it does even then, the program only asks about experts that were chosen (`for e in ids.unique()`)."""
+    why: Refused | None = None
+    for seed in range(8):
+        sizes = dict.fromkeys(prover.arguments.dims, 1) | {prover.arguments.dims[-1]: 2 + seed % 2}
+        kind = ("flooded", "diverse")[seed // 2 % 2]
+        try:
+            reads = prover.capture(Routing(kind, 40 + seed), sizes).reads if prover.is_within(sizes) else ()
+        except Exception:
+            continue  # the program does not run on so few
+        if all(read.value for read in reads if read.source == source):
+            continue
+        try:
+            lifted = prover.lift(Routing(kind, 40 + seed), sizes)
+            same_form(prover.lifted[0], lifted)
+        except Refused as refusal:
+            why = refusal  # few tokens may not show the form: others will
+            continue
+        prover.add(lifted, sizes)
+        return
+    if why is not None:
+        raise _changes(source) from why
+
+
+def mix_comparisons(prover: Prover) -> None:
+    """A comparison of floats that came out the same for all elements in every capture (`weight > 0.01`), or for all
+    tokens' first choices, looks like a constant: once it is made to come out both ways."""
+    outcomes: dict[tuple[Source, int], set[bool]] = {}
+    asked: dict[Source, set[Source]] = {}  # where the floats were compared
+    for lifted in prover.lifted:
+        for n in filter(comparisons, lifted.capture.nodes):
+            val = n.meta["val"]
+            asked.setdefault(n.meta["source"], set()).update(a.meta["source"] for a in comparisons(n))
+            per_slot = val.shape[-1:] == (lifted.slots,) and val.numel() == lifted.ids.numel()
+            for slot, column in enumerate(val.reshape(-1, lifted.slots).t() if per_slot else [val]):
+                outcomes.setdefault((n.meta["source"], slot), set()).update(column.unique().tolist())
+    for source in dict.fromkeys(source for (source, _), seen in outcomes.items() if len(seen) == 1):
+        try:
+            mixed = prover.lift(Routing("diverse", 0), prover.sizes[0], dict.fromkeys(asked[source], MIXED))
+            same_form(prover.lifted[0], mixed)
+        except Refused as why:
+            raise Refused(
+                f"a comparison that came out the same everywhere changes what is computed: {source.text}",
+                source=str(source),
+                remedy="moefx needs one formula for all tokens",
+            ) from why
+        except Exception:
+            continue  # the other way ends in an error (a check for NaN), as it would in the original
+        prover.add(mixed, prover.sizes[0])
+
+
+def overflow(prover: Prover) -> None:
+    """Limits that the captures did not come to are gone beyond, with as many tokens as that takes; else the form is
+    guarded to hold only where there are too few to."""
+    slots = prover.lifted[0].slots
+    for _ in range(3):
+        left = not_reached([lifted.capture for lifted in prover.lifted])
+        # of a capacity that grows with the tokens and has room for all of them there is nothing behind
+        left = {place: seen for place, seen in left.items() if len(seen) == 1 or not _has_room(prover, place, slots)}
+        if not left:
+            return
+        lowest = min(min(seen) for seen in left.values())
+        tokens = int(lowest / 0.85) + 10
+        sizes = dict.fromkeys(prover.arguments.dims, 1) | {prover.arguments.dims[-1]: tokens}
+        if tokens > _MOST_TOKENS or sizes in prover.sizes or not prover.is_within(sizes):
+            break
+        try:
+            lifted = prover.lift(Routing("flooded", 3), sizes)
+            same_form(prover.lifted[0], lifted)
+        except Exception:  # the program's own too, at sizes that it is not made for
+            break
+        prover.add(lifted, sizes)
+    prover.extra_guards.append(SizeGuard("*".join((*prover.arguments.dims, str(slots))), "le", str(lowest), True))
+
+
+def _has_room(prover: Prover, place: Place, slots: int) -> bool:
+    found = [(limits(lifted.capture).get(place), math.prod(lifted.tokens)) for lifted in prover.lifted]
+    return all(limit is None or limit >= tokens * slots for limit, tokens in found)
+
+
+def carry_over(prover: Prover) -> None:
+    """What a call leaves in the block's attributes must not change what the next call computes."""
+    first = prover.lifted[0].capture
+    left = {str(e.target): e.node for e in first.effects if e.kind == "attribute"}
+    if not left:
+        return
+    with contextlib.ExitStack() as stack:
+        for path, node in left.items():
+            owner, _, key = path.rpartition(".")
+            state = vars(prover.block.get_submodule(owner))
+            stack.callback(state.update, {key: state[key]}) if key in state else stack.callback(state.pop, key)
+            val = node.meta["val"]
+            state[key] = _random(val) if isinstance(val, FakeTensor) else val.clone()
+        again = prover.lift(Routing("diverse", 0), prover.sizes[0])
+    same_form(prover.lifted[0], again)
+    names = [[str(n.target) for n in c.nodes if n.op == "call_function"] for c in (first, again.capture)]
+    if names[0] != names[1] and any(n.op == "get_attr" and n.meta["fqn"] in left for n in again.capture.nodes):
+        raise Refused(
+            "what a call leaves in an attribute changes the next call",
+            culprits=tuple(left),
+            source=str(next(iter(left.values())).meta["source"]),
+        )
+
+
+def leaked_sizes(prover: Prover) -> None:
+    """A size, or how many tokens an expert got, that became a plain number (`int(n / 2)`) may decide a branch
+    unseen. So more sizes are captured, and where one runs other lines than all before, the form is guarded to hold
+    below it."""
+    routed = any(lifted.capture.sizes.routed for lifted in prover.lifted)
+    if not routed and not any(lifted.capture.sizes.leaks for lifted in prover.lifted):
+        return
+    crowd = Routing("flooded", 8) if routed else Routing("diverse", 8)
+    many = [lifted.capture for lifted in prover.lifted if math.prod(lifted.tokens) > 1]
+    every = set().union(*map(_lines, many))
+    always = set.intersection(*map(_lines, many))
+    most = 4 * max(len(c.nodes) for c in many)
+    below = max(math.prod(sizes.values()) for sizes in prover.sizes)
+
+    def differs(tokens: int) -> bool:
+        """Raises `CaptureError` where a loop over the tokens makes a program too long to look at."""
+        sizes = dict.fromkeys(prover.arguments.dims, 1) | {prover.arguments.dims[-1]: tokens}
+        if not all(g.holds(sizes) for g in prover.seen_guards()):
+            return False
+        return not (always <= _lines(prover.capture(crowd, sizes, most=most)) <= every)
+
+    for tokens in _LEAK_SIZES:
+        if tokens <= below:
+            continue
+        try:
+            other = differs(tokens)
+        except CaptureError:
+            return  # its lines are those of the smaller sizes
+        if other:
+            high = str(_first(differs, below, tokens))
+            prover.extra_guards.append(SizeGuard("*".join(prover.arguments.dims), "lt", high, True))
+            return
+        below = tokens
+
+
+def _changes(source: Source) -> Refused:
+    return Refused(
+        f"a value read from a tensor changes what is computed: {source.text}",
+        source=str(source),
+        remedy="moefx needs one formula for all tokens",
+    )
+
+
+def _first(differs: Callable[[int], bool], low: int, high: int) -> int:
+    """The least size that differs, between one that does not and one that does."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if differs(middle) else (middle, high)
+    return high
+
+
+def _random(like: torch.Tensor) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)  # not the user's
+    return torch.randn(like.shape, generator=generator).to(like.dtype)
+
+
+def _lines(taken: Capture) -> set[tuple[str, str]]:
+    """Which lines of the user's ran, and which ops they came to."""
+    return {(str(n.meta["source"]), str(n.target)) for n in taken.nodes if n.op == "call_function"}
