@@ -311,7 +311,7 @@ class Specialise:
                 if real and self.plan.validation == "auto":
                     ok, verdict = _numeric_check(block, result, forward.name, self.plan.validation_seconds)
                     if not ok:
-                        raise Refused(f"the rewritten block does not agree with the original: {verdict}")
+                        raise Refused(verdict)
         finally:
             forward.counts.original = counted  # the captures were not calls of the user's
         return Program(
@@ -363,7 +363,7 @@ def _validate(model: nn.Module, found: Survey, plan: Plan) -> dict[int, str]:
             found.refused.append(
                 Refusal(
                     matched.names[0],
-                    f"the rewritten block does not agree with the original: {verdicts[id(matched)]}",
+                    verdicts[id(matched)],
                     source=first_line(block),
                     remedy="please report this model",
                 )
@@ -383,7 +383,7 @@ def _numeric_check(block: nn.Module, result: Result, name: str, seconds: float) 
     except Exception as error:
         return True, f"could not run: {type(error).__name__}: {str(error)[:120]}"
     if not check.ok:
-        return False, check.reason
+        return False, f"the rewritten block does not agree with the original: {check.reason}"
     worst = max((row.error for row in check.rows), default=0.0)
     return True, f"agrees in {len(check.rows)} comparisons, worst error {worst:.1e}"
 

@@ -10,9 +10,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import fx
-from torch._subclasses.fake_tensor import (
-    FakeTensor,
-)
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .sizes import SizeLog
 from .source import Source

@@ -91,6 +91,10 @@ class Arguments:
         sizes[self.dims[-1]] = _odd(rest, {self.width, *sizes.values()})
         return sizes
 
+    def sequence(self, tokens: int) -> dict[str, int]:
+        """Sizes of one sequence with so many tokens."""
+        return dict.fromkeys(self.dims, 1) | {self.dims[-1]: tokens}
+
     def at(self, sizes: dict[str, int], seed: int = 0) -> tuple[tuple, dict[str, Any]]:
         """(args, kwargs) at these sizes: meta tensors for floats, small real ones for integers."""
         generator = torch.Generator().manual_seed(77 + seed)

@@ -19,6 +19,7 @@ from torch import nn
 
 from ..ir.attributes import OTHERS, OWN, is_plain, names_in
 from .captured import tensors_in
+from .effects import refill, same_items
 
 _FUNCTIONS = (types.FunctionType, types.MethodType)
 _CONTAINERS = (list, dict, set, collections.deque)
@@ -51,12 +52,12 @@ class Surroundings:
         return [
             path
             for path, thing, items, _ in self._held
-            if not _same(now := _items(thing), items) and not _is_filled_cache(items, now)
+            if not same_items(now := _items(thing), items) and not _is_filled_cache(items, now)
         ]
 
     def restore(self) -> None:
         for _, thing, items, put in self._held:
-            if not _same(_items(thing), items):
+            if not same_items(_items(thing), items):
                 put(items)
 
     def _visit(self, path: str, value: Any, depth: int = _DEPTH) -> None:
@@ -64,7 +65,7 @@ class Surroundings:
             return
         if isinstance(value, _CONTAINERS):
             self._seen.add(id(value))
-            self._held.append((path, value, _items(value), functools.partial(_refill, value)))
+            self._held.append((path, value, _items(value), functools.partial(refill, value)))
             inner: Iterable[Any] = value.values() if isinstance(value, dict) else value
         elif isinstance(value, tuple):
             inner = value
@@ -74,7 +75,7 @@ class Surroundings:
         elif (_is_users(type(value)) or type(value) is types.SimpleNamespace) and hasattr(value, "__dict__"):
             self._seen.add(id(value))
             own = vars(value)
-            self._held.append((path, own, _items(own), functools.partial(_refill, own)))
+            self._held.append((path, own, _items(own), functools.partial(refill, own)))
             inner = own.values()
         else:
             return
@@ -119,22 +120,11 @@ def _items(thing: Any) -> Any:
     return dict(thing) if isinstance(thing, dict) else set(thing) if isinstance(thing, set) else list(thing)
 
 
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(a[k] is b[k] for k in a)
-    return a == b if isinstance(a, set) else len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
-
-
 def _is_filled_cache(before: Any, now: Any) -> bool:
     """A dict that got objects under new keys (a library's backends, say): neither tensors nor numbers that count."""
     if not isinstance(now, dict) or any(now.get(k, now) is not v for k, v in before.items()):
         return False
     return not any(is_plain(v) or tensors_in(v) or tensors_in(getattr(v, "__dict__", ())) for v in now.values())
-
-
-def _refill(container: Any, items: Any) -> None:
-    container.clear()
-    container.extend(items) if hasattr(container, "extend") else container.update(items)
 
 
 def _is_users(cls: Any) -> bool:

@@ -69,6 +69,25 @@ def test_constants():
     same(Constants(), *((n, D) for n in (5, 1, 12)))
 
 
+class Lists(Loop):
+    """As many values outside of the experts as experts were hit."""
+
+    def forward(self, x):
+        hit = self.route(x)[1].unique().tolist()
+        return super().forward(x), torch.stack([x.mean() * e for e in hit]).sum()
+
+
+class Chosen(Loop):
+    """A parameter that the first token's choice picks."""
+
+    def __init__(self):
+        super().__init__()
+        self.scales = nn.ParameterList(nn.Parameter(torch.randn(())) for _ in range(E))
+
+    def forward(self, x):
+        return super().forward(x) * self.scales[int(self.route(x)[1][0, 0])]
+
+
 class TestRefused:
     def refusal(self, block: nn.Module, reason: str) -> None:
         with pytest.raises(Refused, match=reason):
@@ -99,23 +118,9 @@ class TestRefused:
         self.refusal(Counted(), "a number depends on the routing")
 
     def test_a_list_whose_length_depends_on_the_routing(self):
-        class Lists(Loop):
-            def forward(self, x):
-                hit = self.route(x)[1].unique().tolist()
-                return super().forward(x), torch.stack([x.mean() * e for e in hit]).sum()
-
         self.refusal(Lists(), "what runs outside of the experts depends on the routing")
 
     def test_a_parameter_chosen_by_the_routing(self):
-        class Chosen(Loop):
-            def __init__(self):
-                super().__init__()
-                self.scales = nn.ParameterList(nn.Parameter(torch.randn(())) for _ in range(E))
-
-            def forward(self, x):
-                first = int(self.route(x)[1][0, 0])
-                return super().forward(x) * self.scales[first]
-
         self.refusal(Chosen(), r"different parameters are used under different routings \[scales\.")
 
 
@@ -123,24 +128,11 @@ class TestSources:
     """A refusal names the user's line."""
 
     def test_a_list_of_another_length(self):
-        class Lists(Loop):
-            def forward(self, x):
-                hit = self.route(x)[1].unique().tolist()
-                return super().forward(x), torch.stack([x.mean() * e for e in hit]).sum()
-
         with pytest.raises(Refused, match="different number of arguments") as refusal:
             rewritten(Lists())
         assert refusal.value.source.startswith("test_kept.py:")
 
     def test_a_parameter_by_routing(self):
-        class Chosen(Loop):
-            def __init__(self):
-                super().__init__()
-                self.scales = nn.ParameterList(nn.Parameter(torch.randn(())) for _ in range(E))
-
-            def forward(self, x):
-                return super().forward(x) * self.scales[int(self.route(x)[1][0, 0])]
-
         with pytest.raises(Refused, match="different parameters") as refusal:
             rewritten(Chosen())
         assert refusal.value.source.startswith("test_kept.py:")

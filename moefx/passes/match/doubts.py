@@ -20,7 +20,7 @@ from ...capture.sizes import SizeGuard
 from ...capture.source import Source
 from ...errors import CaptureError, Refused
 from .agree import same_form
-from .limits import Place, limits, not_reached
+from .limits import limits, not_reached
 from .nodes import asks_for_rows
 from .ranges import Ranges
 
@@ -75,7 +75,7 @@ def _without_rows(prover: Prover, source: Source) -> None:
     it does even then, the program only asks about experts that were chosen (`for e in ids.unique()`)."""
     why: Refused | None = None
     for seed in range(8):
-        sizes = dict.fromkeys(prover.arguments.dims, 1) | {prover.arguments.dims[-1]: 2 + seed % 2}
+        sizes = prover.arguments.sequence(2 + seed % 2)
         kind = ("flooded", "diverse")[seed // 2 % 2]
         try:
             reads = prover.capture(Routing(kind, 40 + seed), sizes).reads if prover.is_within(sizes) else ()
@@ -101,9 +101,11 @@ def mix_comparisons(prover: Prover) -> None:
     outcomes: dict[tuple[Source, int], set[bool]] = {}
     asked: dict[Source, set[Source]] = {}  # where the floats were compared
     for lifted in prover.lifted:
-        for n in filter(comparisons, lifted.capture.nodes):
+        for n in lifted.capture.nodes:
+            if not (made_of := comparisons(n)):
+                continue
             val = n.meta["val"]
-            asked.setdefault(n.meta["source"], set()).update(a.meta["source"] for a in comparisons(n))
+            asked.setdefault(n.meta["source"], set()).update(a.meta["source"] for a in made_of)
             per_slot = val.shape[-1:] == (lifted.slots,) and val.numel() == lifted.ids.numel()
             for slot, column in enumerate(val.reshape(-1, lifted.slots).t() if per_slot else [val]):
                 outcomes.setdefault((n.meta["source"], slot), set()).update(column.unique().tolist())
@@ -125,16 +127,20 @@ def mix_comparisons(prover: Prover) -> None:
 def overflow(prover: Prover) -> None:
     """Limits that the captures did not come to are gone beyond, with as many tokens as that takes; else the form is
     guarded to hold only where there are too few to."""
-    slots = prover.lifted[0].slots
+    slots, seen = prover.lifted[0].slots, [limits(lifted.capture) for lifted in prover.lifted]
     for _ in range(3):
-        left = not_reached([lifted.capture for lifted in prover.lifted])
-        # of a capacity that grows with the tokens and has room for all of them there is nothing behind
-        left = {place: seen for place, seen in left.items() if len(seen) == 1 or not _has_room(prover, place, slots)}
+        pairs = [lifted.slots * math.prod(lifted.tokens) for lifted in prover.lifted]
+        left = [
+            found
+            for place, found in not_reached(seen).items()
+            # of a capacity that grows with the tokens and has room for all of them there is nothing behind
+            if len(found) == 1 or any((s.get(place) or p) < p for s, p in zip(seen, pairs, strict=True))
+        ]
         if not left:
             return
-        lowest = min(min(seen) for seen in left.values())
+        lowest = min(map(min, left))
         tokens = int(lowest / 0.85) + 10
-        sizes = dict.fromkeys(prover.arguments.dims, 1) | {prover.arguments.dims[-1]: tokens}
+        sizes = prover.arguments.sequence(tokens)
         if tokens > _MOST_TOKENS or sizes in prover.sizes or not prover.is_within(sizes):
             break
         try:
@@ -143,12 +149,8 @@ def overflow(prover: Prover) -> None:
         except Exception:  # the program's own too, at sizes that it is not made for
             break
         prover.add(lifted, sizes)
+        seen.append(limits(lifted.capture))
     prover.extra_guards.append(SizeGuard("*".join((*prover.arguments.dims, str(slots))), "le", str(lowest), True))
-
-
-def _has_room(prover: Prover, place: Place, slots: int) -> bool:
-    found = [(limits(lifted.capture).get(place), math.prod(lifted.tokens)) for lifted in prover.lifted]
-    return all(limit is None or limit >= tokens * slots for limit, tokens in found)
 
 
 def carry_over(prover: Prover) -> None:
@@ -191,7 +193,7 @@ def leaked_sizes(prover: Prover) -> None:
 
     def differs(tokens: int) -> bool:
         """Raises `CaptureError` where a loop over the tokens makes a program too long to look at."""
-        sizes = dict.fromkeys(prover.arguments.dims, 1) | {prover.arguments.dims[-1]: tokens}
+        sizes = prover.arguments.sequence(tokens)
         if not all(g.holds(sizes) for g in prover.seen_guards()):
             return False
         return not (always <= _lines(prover.capture(crowd, sizes, most=most)) <= every)

@@ -44,9 +44,8 @@ def limits(capture: Capture) -> dict[Place, int | None]:
     return found
 
 
-def not_reached(captures: Sequence[Capture]) -> dict[Place, set[int]]:
-    """The limits at the places where no capture came to one."""
-    columns = [limits(c) for c in captures]
+def not_reached(columns: Sequence[dict[Place, int | None]]) -> dict[Place, set[int]]:
+    """The limits at the places where no capture came to one, from those of each capture."""
     places = dict.fromkeys(place for column in columns for place in column)
     found = {place: {column[place] for column in columns if place in column} for place in places}
     return {place: seen for place, seen in found.items() if None not in seen}  # type: ignore[misc]

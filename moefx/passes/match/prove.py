@@ -94,8 +94,7 @@ class Match:
         if kind not in self.probes:
             probes = self.probes[kind] = []
             for tokens in (2, 3, 6, 7, 10, 13, 20, 33, 40, 64, 65, 100, 127, 128, 200, 320, 333, 512):
-                dims = self.arguments.dims
-                sizes = dict.fromkeys(dims, 1) | {dims[-1]: tokens}
+                sizes = self.arguments.sequence(tokens)
                 if all(g.holds(sizes) for g in self.within):
                     with contextlib.suppress(Exception):  # sizes that the program does not take
                         probes.append((sizes, self.capture_at(Routing(kind, 0), sizes)))
@@ -346,7 +345,7 @@ class Prover:
     def _other_sizes(self) -> None:
         """One token, and many: sizes at which code often takes another way."""
         dims = self.arguments.dims
-        one = dict.fromkeys(dims, 1)
+        one = self.arguments.sequence(1)
         many = [self.arguments.choose(3 * max(29, self.hint // 4), 2)] if self.hint <= 64 else []
         for sizes in filter(self.is_within, [one, *many]):
             told_apart = not all(g.holds(sizes) for g in self.seen_guards())

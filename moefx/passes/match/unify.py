@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from torch import fx
 
 from ...errors import Refused
 from .form import Body, Group, Ref
 from .lookup import Lookup
+from .nodes import is_random
 from .owners import Owners
 from .paths import Place, has_place, is_parameter, parameter_of
 from .terms import Term, number, show
@@ -159,7 +159,7 @@ class Unifier:
             name = getattr(fx_node.target, "__name__", str(fx_node.target))
             what = f"the argument {name}" if fx_node.op == "placeholder" else f"what {name} makes"
             source = "" if fx_node.op == "placeholder" else str(fx_node.meta["source"])
-            if fx_node in self.routed or torch.Tag.nondeterministic_seeded in getattr(fx_node.target, "tags", ()):
+            if fx_node in self.routed or is_random(fx_node):
                 return Refused(
                     f"the experts' computation goes through {name}, which is not row by row",
                     culprits=(name,),
