@@ -14,22 +14,21 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from ._plan import Plan
-from .capture.effects import python_random
-from .capture.inputs import Arguments, Leaf
+from .capture.inputs import Arguments
 from .errors import InvalidPlan, MoefxError, NoMoEBlockFound, Refused
 from .inspection.explain import Explanation, MatchedBlock
 from .inspection.history import History
 from .ir.attributes import Where, attributes, globals_of, is_plain, reading, unchanged, value_at
-from .ir.binding import Guard, Specialisation, binder, call_specialisation, leaves_of
+from .ir.binding import Guard, Specialisation, call_specialisation, leaves_of
 from .ir.block import BlockGraph
 from .ir.body import ExpertBody
+from .numeric import numeric_check
 from .pipeline import Result, rewrite_block
 from .runtime.copying import copy_model
-from .runtime.module import BlockForward, install, rewritten_blocks
+from .runtime.module import BlockForward, install, rewritten_blocks, signature_binder
 from .runtime.program import Program
 from .runtime.watch import ReadAttributes, absorbed_names
 from .survey import Matched, Refusal, Survey, first_line, survey
-from .verification.level2 import verify_block
 from .verification.report import VerifyReport, verify
 
 _RECORD = "_moefx_record"
@@ -217,7 +216,7 @@ def program_of(
 ) -> Program:
     """The program of a rewritten block, with the specialisation and the guards that it holds for; `read`: the
     attributes of the block that its captures read."""
-    leaves = leaves_of(_signature_binder(block)(*args, **kwargs))
+    leaves = leaves_of(signature_binder(block)(*args, **kwargs))
     call = call_specialisation(block, leaves)
     device = next((t.device.type for t in (*block.parameters(), *block.buffers())), "cpu")
     arguments = tuple((path, _on(kind, device)) for path, kind in call.arguments)
@@ -228,15 +227,6 @@ def program_of(
     values = {w: value_at(block, w) for w in sorted(read) if str(w) not in written}
     relied = {w: unchanged(v) for w, v in {**values, **globals_of(block)}.items() if is_plain(v)}
     return Program(key, result.history, absorbed, _guards(result), relied)
-
-
-def _signature_binder(block: nn.Module) -> Any:
-    import inspect
-
-    forward = vars(block).get("forward")
-    if isinstance(forward, BlockForward):
-        forward = forward.original
-    return binder(inspect.signature(forward if forward is not None else type(block).forward.__get__(block)))
 
 
 def _on(kind: tuple, device: str) -> tuple:
@@ -309,7 +299,7 @@ class Specialise:
                     result = rewrite_block(block, forward.name, args, kwargs, self.plan)  # type: ignore[arg-type]
                 program = program_of(block, result, args, kwargs, call.autocast, read)  # type: ignore[arg-type]
                 if real and self.plan.validation == "auto":
-                    ok, verdict = _numeric_check(block, result, forward.name, self.plan.validation_seconds)
+                    ok, verdict = numeric_check(block, result, forward.name, self.plan.validation_seconds)
                     if not ok:
                         raise Refused(verdict)
         finally:
@@ -356,7 +346,7 @@ def _validate(model: nn.Module, found: Survey, plan: Plan) -> dict[int, str]:
             verdicts[id(matched)] = "skipped, the time budget is spent"
             continue
         start = time.perf_counter()
-        ok, verdicts[id(matched)] = _numeric_check(block, matched.result, matched.names[0], max(left, 1.0))
+        ok, verdicts[id(matched)] = numeric_check(block, matched.result, matched.names[0], max(left, 1.0))
         left -= time.perf_counter() - start
         if not ok:
             found.matched.remove(matched)
@@ -369,54 +359,6 @@ def _validate(model: nn.Module, found: Survey, plan: Plan) -> dict[int, str]:
                 )
             )
     return verdicts
-
-
-def _numeric_check(block: nn.Module, result: Result, name: str, seconds: float) -> tuple[bool, str]:
-    """Whether nothing speaks against a rewrite, and what was seen. `block` runs as the original."""
-    args, kwargs = _numeric_arguments(block, result)
-    fn, picks = result.graph.compile(), _picker(block, result)
-    try:
-        with python_random():
-            check = verify_block(
-                block, lambda b, *a, **k: fn(b, *picks(*a, **k)), args, kwargs, name=name, seconds=seconds
-            )
-    except Exception as error:
-        return True, f"could not run: {type(error).__name__}: {str(error)[:120]}"
-    if not check.ok:
-        return False, f"the rewritten block does not agree with the original: {check.reason}"
-    worst = max((row.error for row in check.rows), default=0.0)
-    return True, f"agrees in {len(check.rows)} comparisons, worst error {worst:.1e}"
-
-
-def _numeric_arguments(block: nn.Module, result: Result) -> tuple[tuple, dict[str, Any]]:
-    """Real arguments for the numeric check: a few tokens, on the device of the weights."""
-    arguments = result.match.arguments
-    device = next((t.device for t in (*block.parameters(), *block.buffers())), torch.device("cpu"))
-    few = [arguments.choose(tokens) for tokens in (24, 12, 48, 6, 96)] + result.match.sizes
-    sizes = next((s for s in few if all(g.holds(s) for g in result.match.guards)), few[0])
-    args, kwargs = arguments.at(sizes)
-    generator = torch.Generator().manual_seed(0)
-    leaves = iter(arguments.tensors)
-
-    def real(t: torch.Tensor) -> torch.Tensor:
-        leaf: Leaf = next(leaves)
-        if not t.is_floating_point():
-            return t.to(device)
-        value = torch.randn(t.shape, generator=generator).to(device, t.dtype)
-        return value.requires_grad_(leaf.requires_grad or True)
-
-    return pytree.tree_map_only(torch.Tensor, real, (args, kwargs))
-
-
-def _picker(block: nn.Module, result: Result) -> Any:
-    """From the arguments of a call to the values of the placeholders."""
-    bind, paths = _signature_binder(block), result.graph.binding.paths
-
-    def pick(*args: Any, **kwargs: Any) -> list[Any]:
-        values = dict(leaves_of(bind(*args, **kwargs)))
-        return [values[p] for p in paths]
-
-    return pick
 
 
 def _report(matched: Matched, program: Program, block: nn.Module, verdict: str) -> MatchedBlock:

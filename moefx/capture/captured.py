@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from .sizes import SizeLog
 from .source import Source
 
-MIXED = "mixed"  # a comparison comes out either way, element by element
+MIXED = "mixed"  # a comparison comes out either way, an integer as it was or one more, element by element
 
 aten = torch.ops.aten
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,9 +27,8 @@ from .effects import HOOKS, effects_of, plain_tensors, python_random, refill, re
 from .functions import Functions
 from .routing import Routing
 from .sizes import SizeLog
-from .source import Source
 from .surroundings import Surroundings
-from .tracer import Tracer
+from .tracer import Flips, Tracer
 
 aten = torch.ops.aten
 
@@ -41,7 +39,7 @@ def capture(
     kwargs: dict[str, Any],
     routing: Routing,
     *,
-    flips: Mapping[Source, bool | float | str] | None = None,
+    flips: Flips | None = None,
     dims: dict[str, int] | None = None,
     most_nodes: int = 0,
 ) -> Capture:

@@ -26,12 +26,14 @@ from .sizes import SizeLog
 from .source import Source, user_source
 
 aten = torch.ops.aten
+# how reads come out, by where they are; numbers by where they are computed, and by which op
+Flips = Mapping[Source | tuple[Source, str], bool | float | str]
 
 
 class Tracer(Recorder):
     """Runs and records every op of one capture; it is the `CountLog` of the numbers of the routing."""
 
-    def __init__(self, routing: Routing, flips: Mapping[Source, bool | float | str] | None = None):
+    def __init__(self, routing: Routing, flips: Flips | None = None):
         super().__init__()
         self.routing, self.flips = routing, flips or {}
         self.coins: dict[tuple[Source, torch.Size], torch.Tensor] = {}  # outcomes of comparisons that come out mixed
@@ -189,9 +191,13 @@ class Tracer(Recorder):
         if written:
             return self._record_in_place(func, args, kwargs, node_args, node_kwargs, written, known)
         out, concrete = self.compute(func, args, kwargs)
-        if self.flips and name in COMPARISONS and self.flips.get(user_source()) == MIXED:
-            key = (user_source(), out.shape)  # the same question in every turn of a loop has the same answer
-            out = concrete = self.coins.setdefault(key, self.routing.coins(out.shape)).clone()
+        if self.flips and isinstance(out, torch.Tensor):
+            source = user_source()
+            numbers = self.flips.get((source, str(func))) == MIXED
+            if numbers or (name in COMPARISONS and self.flips.get(source) == MIXED):
+                key = (source, out.shape)  # the same question in every turn of a loop has the same answer
+                coins = self.coins.setdefault(key, self.routing.coins(out.shape)).clone()
+                out = concrete = out + coins.to(out.dtype) if numbers else coins
         is_view = any(a.alias_info is not None for a in schema.arguments)
         return self.record_out(func, node_args, node_kwargs, args, out, concrete, is_view, known)
 

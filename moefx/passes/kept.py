@@ -347,7 +347,7 @@ class KeptGraph:
                 source=where,
                 remedy="use the tensor itself, not its .item() or float()",
             )
-        if type(first) is float and (made := self.sizes.real(list(values))) is not None:
+        if type(first) is float and (made := self.sizes.real(list(values), spot)) is not None:
             return made
         if any(v is not first and v != first for v in values):
             raise Refused(

@@ -62,8 +62,12 @@ class Sizes:
             self._known[key] = made
         return self._known[key]
 
-    def real(self, values: list[float]) -> fx.Node | None:
+    def real(self, values: list[float], spot: Spot | None = None) -> fx.Node | None:
         """A float that the program computed from sizes."""
+        if len(set(values)) > 1 and all(v.is_integer() for v in values):  # a capacity as a float
+            formula = self._by_probes([int(v) for v in values], spot)
+            if formula is not None:
+                return self._arith(float, self.formula(formula))
         if len(set(values)) < 3:
             return None
         for text in sorted(self.match.expressions, key=lambda e: (len(e), e)):

@@ -295,6 +295,14 @@ class BlockForward:
         return f"<rewritten forward of {name}, {len(self._entries)} program(s)>"
 
 
+def signature_binder(block: nn.Module) -> Callable[..., Any]:
+    """Binds the arguments of a call of `block`, rewritten or not, to the names of the original's signature."""
+    forward = vars(block).get("forward")
+    if isinstance(forward, BlockForward):
+        forward = forward.original
+    return binder(inspect.signature(forward if forward is not None else type(block).forward.__get__(block)))
+
+
 @contextlib.contextmanager
 def _untraced() -> Iterator[None]:
     """Without the modes that a trace runs under: `export(strict=False)` would record the captures as the model's."""

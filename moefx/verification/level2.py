@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .compare import Subject, compare
 from .policy import Row
-from .sandbox import Call, Casts, Options, call_forward, leaves
+from .sandbox import Call, Casts, Inputs, Options, call_forward, leaves
 from .states import router_states
 
 SLACK = 1e4
@@ -61,6 +61,7 @@ def verify_block(
     kwargs: dict[str, Any] | None = None,
     *,
     name: str = "",
+    crowd: Inputs | None = None,
     seconds: float = 30.0,
     max_bytes: int = MAX_BYTES,
     seed: int = 0,
@@ -69,9 +70,9 @@ def verify_block(
     backward.
 
     Router states: the given weights on the given inputs; inputs that send nearly all tokens to the same
-    experts and starve the others; unrelated inputs of the same scale. Nothing of `original` is touched
-    (parameters, `.grad`, buffers, random numbers). Runs at least the first state, then as many as `seconds`
-    allow; precision and the parameters whose gradients are compared follow from `max_bytes`.
+    experts and starve the others; unrelated inputs of the same scale; `crowd`, inputs of many tokens. Nothing of
+    `original` is touched (parameters, `.grad`, buffers, random numbers). Runs at least the first state, then as many
+    as `seconds` allow; precision and the parameters whose gradients are compared follow from `max_bytes`.
 
     Raises whatever `original` raises on the given inputs.
     """
@@ -80,7 +81,8 @@ def verify_block(
     tokens = sum(v.numel() * v.element_size() for _, v in leaves((args, kwargs)) if isinstance(v, Tensor))
     plan = _precisions(original, max_bytes - 64 * tokens, check.notes)
     given = (args, kwargs or {})
-    for state, inputs in router_states(given, seed):
+    states = [*router_states(given, seed), *([("a crowd of tokens", crowd)] if crowd else [])]
+    for state, inputs in states:
         for precision, subject_options, largest in plan:
             case = f"{state}, {precision}"
             if precision != plan[0][0] and inputs is not given:

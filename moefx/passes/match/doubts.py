@@ -16,18 +16,20 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...capture.captured import MIXED, Capture, comparisons
 from ...capture.routing import Routing
-from ...capture.sizes import SizeGuard
+from ...capture.sizes import SizeGuard, evaluate
 from ...capture.source import Source
 from ...errors import CaptureError, Refused
 from .agree import same_form
 from .limits import limits, not_reached
-from .nodes import asks_for_rows
+from .nodes import asks_for_rows, is_known, is_routed, numbers, op_name
 from .ranges import Ranges
 
 if TYPE_CHECKING:
     from .prove import Prover
 
-_MOST_TOKENS = 400  # of a capture that overflows a capacity
+_MOST_TOKENS = 600  # of a capture that overflows a capacity, or at which a number changed
+_LEVELS = ("floor_divide", "div", "clamp", "clamp_min", "minimum", "maximum", "index", "index_select", "gather",
+           "embedding", "bucketize", "searchsorted", "bitwise_right_shift", "__rshift__")  # fmt: skip
 _LEAK_SIZES = (131, 517, 2053)  # no powers of two: these are often told apart
 
 
@@ -124,6 +126,41 @@ def mix_comparisons(prover: Prover) -> None:
         prover.add(mixed, prover.sizes[0])
 
 
+def spread_numbers(prover: Prover) -> None:
+    """Integers of the routing that came out as one number everywhere (`counts // 300`, `counts.clamp(min=300)`) look
+    like a constant: they are made to differ."""
+    found: dict[tuple[Source, str], set[int]] = {}
+    for lifted in prover.lifted:
+        ranges: Ranges | None = None
+        for n in lifted.capture.nodes:
+            if op_name(n) not in _LEVELS or not is_known(n) or not is_routed(n):
+                continue
+            val, key = n.meta["val"], (n.meta["source"], str(n.target))
+            if not isinstance(val, torch.Tensor) or val.dtype == torch.bool or not val.numel():
+                continue
+            seen = found.setdefault(key, set())
+            seen.update(lifted.capture.shadow(n).unique().tolist())
+            if len(seen) == 1:
+                ranges = ranges or Ranges(lifted.capture.nodes)
+                if ranges.decided(n):
+                    seen |= {0, 1}
+    for (source, op), seen in found.items():
+        if len(seen) != 1:
+            continue
+        try:
+            spread = prover.lift(Routing("diverse", 0), prover.sizes[0], {(source, op): MIXED})
+            same_form(prover.lifted[0], spread)
+        except Refused as why:
+            raise Refused(
+                f"a number that is {seen.pop()} for few tokens changes what is computed: {source.text}",
+                source=str(source),
+                remedy="moefx needs one formula for all tokens",
+            ) from why
+        except Exception:
+            continue  # other numbers end in an error, as they would in the original
+        prover.add(spread, prover.sizes[0])
+
+
 def overflow(prover: Prover) -> None:
     """Limits that the captures did not come to are gone beyond, with as many tokens as that takes; else the form is
     guarded to hold only where there are too few to."""
@@ -178,38 +215,80 @@ def carry_over(prover: Prover) -> None:
 
 
 def leaked_sizes(prover: Prover) -> None:
-    """A size, or how many tokens an expert got, that became a plain number (`int(n / 2)`) may decide a branch
-    unseen. So more sizes are captured, and where one runs other lines than all before, the form is guarded to hold
-    below it."""
+    """A size, or how many tokens an expert got, that became a plain number (`int(n / 2)`) may decide a branch, or
+    what `max(4, int(n / 2))` is, unseen. So more sizes are captured. Where one runs other lines than all before, the
+    form is guarded to hold below it; where a number changes that was the same before, it is one more capture that
+    must agree."""
     routed = any(lifted.capture.sizes.routed for lifted in prover.lifted)
-    if not routed and not any(lifted.capture.sizes.leaks for lifted in prover.lifted):
+    leaked = any(lifted.capture.sizes.leaks for lifted in prover.lifted)
+    if not routed and not leaked and not _changes_later(prover):
         return
     crowd = Routing("flooded", 8) if routed else Routing("diverse", 8)
     many = [lifted.capture for lifted in prover.lifted if math.prod(lifted.tokens) > 1]
     every = set().union(*map(_lines, many))
     always = set.intersection(*map(_lines, many))
+    columns = [numbers(c.nodes) for c in many]
+    same = {place: v for place, v in columns[0].items() if v is not None and all(c.get(place) == v for c in columns)}
     most = 4 * max(len(c.nodes) for c in many)
     below = max(math.prod(sizes.values()) for sizes in prover.sizes)
+    moved = False
 
-    def differs(tokens: int) -> bool:
+    def differs(tokens: int, in_numbers: bool = False) -> bool:
         """Raises `CaptureError` where a loop over the tokens makes a program too long to look at."""
         sizes = prover.arguments.sequence(tokens)
         if not all(g.holds(sizes) for g in prover.seen_guards()):
             return False
-        return not (always <= _lines(prover.capture(crowd, sizes, most=most)) <= every)
+        taken = prover.capture(crowd, sizes, most=most)
+        if in_numbers:
+            return any(place in same and v not in (None, same[place]) for place, v in numbers(taken.nodes).items())
+        return not (always <= _lines(taken) <= every)
+
+    def only_below(high: int) -> SizeGuard:
+        return SizeGuard("*".join(prover.arguments.dims), "lt", str(high), True)
 
     for tokens in _LEAK_SIZES:
         if tokens <= below:
             continue
         try:
-            other = differs(tokens)
+            if differs(tokens):
+                prover.extra_guards.append(only_below(_first(differs, below, tokens)))
+                return
+            moves = not moved and differs(tokens, in_numbers=True)
         except CaptureError:
             return  # its lines are those of the smaller sizes
-        if other:
-            high = str(_first(differs, below, tokens))
-            prover.extra_guards.append(SizeGuard("*".join(prover.arguments.dims), "lt", high, True))
-            return
+        if moves:
+            first = _first(lambda n: differs(n, in_numbers=True), below, tokens)
+            if not _also_at(prover, first, only_below(first)):
+                prover.extra_guards.append(only_below(first))
+                return
+            moved = True
         below = tokens
+
+
+def _changes_later(prover: Prover) -> bool:
+    """Whether something that was computed from sizes (`S // 300`) was the same so far, and is not for more tokens."""
+    later = [prover.arguments.sequence(tokens) for tokens in _LEAK_SIZES]
+    for text in set().union(*[lifted.capture.sizes.used for lifted in prover.lifted]):
+        with contextlib.suppress(ArithmeticError, ValueError):
+            seen = {evaluate(text, sizes) for sizes in prover.sizes}
+            if len(seen) == 1 and {evaluate(text, sizes) for sizes in later} != seen:
+                return True
+    return False
+
+
+def _also_at(prover: Prover, tokens: int, below: SizeGuard) -> bool:
+    """Whether the form holds at so many tokens in a sequence too."""
+    sizes = prover.arguments.choose(2 * tokens, 1)  # not of one sequence: S is to be told from B*S
+    if 2 * tokens > _MOST_TOKENS:
+        return False
+    try:
+        lifted = prover.lift(Routing("diverse", 8), sizes)
+        same_form(prover.lifted[0], lifted)
+    except Refused:
+        return False
+    lifted.optional = below
+    prover.add(lifted, sizes)
+    return True
 
 
 def _changes(source: Source) -> Refused:

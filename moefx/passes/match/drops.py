@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...capture.captured import Capture
 from ...errors import Refused
 from ..capacity import Formula, find_formula
 from .chosen import aligned
 from .form import Body, Lifted, Ref, walk
+from .nodes import numbers
 from .prove import DropRule, Match
 from .semantics import Semantics
 from .shapes import unravel
@@ -105,17 +104,19 @@ def _capacity(match: Match, places: Sequence[tuple[int, int | None]]) -> Formula
     overflow = next((i for i, (_, most) in enumerate(places) if most is not None), None)
     if overflow is None:
         return None
-    numbers = [_numbers(lifted.capture) for lifted in match.lifted]
+    found_numbers = [numbers(lifted.capture.nodes) for lifted in match.lifted]
     # where one expert has nearly all tokens, the program comes to the places where it drops
-    more = [(sizes, _numbers(taken)) for sizes, taken in match.probe("flooded")]
+    more = [(sizes, numbers(taken.nodes)) for sizes, taken in match.probe("flooded")]
     constant: Formula | None = None
-    for where, value in numbers[overflow].items():
-        if value is None or not all(_fits(n.get(where), p) for n, p in zip(numbers, places, strict=True)):
+    for where, value in found_numbers[overflow].items():
+        if type(value) is not int or not all(
+            _fits(n.get(where), p) for n, p in zip(found_numbers, places, strict=True)
+        ):
             continue
         points = [
             (dims, found)
-            for dims, n in [*zip(match.sizes, numbers, strict=True), *more]
-            if (found := n.get(where)) is not None
+            for dims, n in [*zip(match.sizes, found_numbers, strict=True), *more]
+            if type(found := n.get(where)) is int
         ]
         formula = find_formula(points, match.expressions) if len(points) >= _LEAST_POINTS else None
         if formula is not None and all(_fits(formula(d), p) for d, p in zip(match.sizes, places, strict=True)):
@@ -125,34 +126,12 @@ def _capacity(match: Match, places: Sequence[tuple[int, int | None]]) -> Formula
     return constant
 
 
-def _fits(value: int | None, places: tuple[int, int | None]) -> bool:
+def _fits(value: float | None, places: tuple[int, int | None]) -> bool:
     """Whether `value` places explain a capture; a capture without drops need not have the number."""
     fewest, most = places
     if value is None:
         return most is None
     return value >= fewest and (most is None or value <= most)
-
-
-def _numbers(taken: Capture) -> dict[Any, int | None]:
-    """The integers that ops are called with, by place in the program; None where one place has several."""
-    found: dict[Any, int | None] = {}
-    for n in taken.nodes:
-        if n.op == "call_function":
-            for path, value in _integers((n.args, n.kwargs)):
-                where = (n.meta["source"], str(n.target), path)
-                found[where] = value if found.get(where, value) == value else None
-    return found
-
-
-def _integers(tree: Any, path: tuple = ()) -> Iterator[tuple[tuple, int]]:
-    if type(tree) is int:
-        yield path, tree
-    elif isinstance(tree, (tuple, list)):
-        for i, item in enumerate(tree):
-            yield from _integers(item, (*path, i))
-    elif isinstance(tree, dict):
-        for key, item in tree.items():
-            yield from _integers(item, (*path, key))
 
 
 # ---------------------------------------------------------------------- the program's own mask

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from ...capture.captured import Capture
+from ...capture.sizes import SizeGuard
 from .paths import Place
 
 
@@ -81,7 +82,7 @@ class Lifted:
     missed: Ref | None  # what tokens get of which no slot counts, where that is not zero
     kept: torch.Tensor  # bool [T, K]: False where the slot contributes nothing
     absorbed: set[fx.Node]
-    optional: bool = False  # at sizes at which the program may go another way: the proof can do without
+    optional: SizeGuard | None = None  # the proof can do without it, where a form holds for these sizes only
 
 
 def is_weight(body: Body) -> bool:

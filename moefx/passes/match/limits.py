@@ -6,6 +6,7 @@ that counts and ranks are compared with, are looked for, and what lies beyond th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -71,14 +72,14 @@ def _compared(capture: Capture, n: fx.Node, name: str) -> Iterator[tuple[fx.Node
         most = int(value.max()) if value.numel() else 0
         if name != "eq":
             yield rows, limit, len(capture.shadow(n).unique()) != 1 or most > limit
-        elif not isinstance(other, int) and n.meta["val"].shape[-1:] == (limit,):  # `one_hot(rank, capacity)`
+        elif isinstance(other, fx.Node) and n.meta["val"].shape[-1:] == (limit,):  # `one_hot(rank, capacity)`
             yield rows, limit, most >= limit
 
 
 def _number(x: Any) -> int | None:
     """A number that all elements are compared with; of 0, 1, 2, ... the first that is not among them."""
-    if isinstance(x, int) and not isinstance(x, bool):
-        return x
+    if type(x) in (int, float):
+        return math.ceil(x) if abs(x) < _NO_END else None
     if not isinstance(x, fx.Node) or is_routed(x) or not is_known(x):
         return None
     val = x.meta["val"].flatten()

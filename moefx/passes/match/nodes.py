@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -45,6 +45,28 @@ SELECTIONS: dict[str, Callable[[fx.Node], tuple[int, bool]]] = {
 def is_known(node: fx.Node) -> bool:
     """Whether a value follows from integers alone, so that its numbers are at hand."""
     return bool(node.meta.get("known")) and node.op != "placeholder"
+
+
+def numbers(nodes: Iterable[fx.Node]) -> dict[Any, int | float | None]:
+    """The numbers that ops are called with, by place in the program; None where one place has several."""
+    found: dict[Any, int | float | None] = {}
+    for n in nodes:
+        if n.op == "call_function":
+            for path, value in _numbers((n.args, n.kwargs)):
+                where = (n.meta["source"], str(n.target), path)
+                found[where] = value if found.get(where, value) == value else None
+    return found
+
+
+def _numbers(tree: Any, path: tuple = ()) -> Iterator[tuple[tuple, int | float]]:
+    if type(tree) in (int, float):
+        yield path, tree
+    elif isinstance(tree, (tuple, list)):
+        for i, item in enumerate(tree):
+            yield from _numbers(item, (*path, i))
+    elif isinstance(tree, dict):
+        for key, item in tree.items():
+            yield from _numbers(item, (*path, key))
 
 
 def is_random(node: fx.Node) -> bool:

@@ -7,7 +7,7 @@ import dataclasses
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -18,13 +18,14 @@ from ...capture.concolic import capture
 from ...capture.inputs import Arguments
 from ...capture.routing import Routing
 from ...capture.sizes import SizeGuard
-from ...capture.source import Source
+from ...capture.tracer import Flips
 from ...errors import Refused
-from ..capacity import Formula
+from ..capacity import Formula, find_formula
 from . import doubts
 from .agree import same_form
 from .form import Body, Lifted, Ref
 from .lift import Lifter
+from .nodes import line
 from .paths import Place, expert_indices, sibling_names, tensor_at
 from .ranges import UNBOUNDED, Ranges
 
@@ -106,20 +107,32 @@ class Match:
         left = [i for i, lifted in enumerate(self.lifted) if not lifted.optional]
         if len(left) == len(self.lifted) or len(left) < 2:
             return False
-        gone = [sizes for i, sizes in enumerate(self.sizes) if i not in left]
+        gone = [(self.sizes[i], lifted.optional) for i, lifted in enumerate(self.lifted) if lifted.optional]
         values = [refs for group in self.groups for refs in group.values]
         for column in [self.lifted, self.sizes, *values, *([self.keep] if self.keep else [])]:
             column[:] = [column[i] for i in left]  # type: ignore[index]
-        if any(all(g.holds(sizes) for g in self.guards) for sizes in gone):  # one token, and no comparison was seen
-            self.extra_guards.append(SizeGuard("*".join(self.arguments.dims), "gt", "1", True))
+        for sizes, guard in gone:
+            if all(g.holds(sizes) for g in self.guards):  # the program was not seen to compare
+                self.extra_guards.append(guard)
         return True
 
     @property
     def guards(self) -> list[SizeGuard]:
         """Comparisons of sizes that came out the same in every capture. Where captures went both ways and still agree
         on the form, the comparison does not matter."""
-        found = dict.fromkeys(g for lifted in self.lifted for g in lifted.capture.sizes.guards)
+        found = dict.fromkeys(self._with_formula(g) for lifted in self.lifted for g in lifted.capture.sizes.guards)
         return [*(g for g in found if all(g.holds(sizes) for sizes in self.sizes)), *self.extra_guards]
+
+    def _with_formula(self, guard: SizeGuard) -> SizeGuard:
+        """What a size is compared with may be another number at each size: `min(S, int(1.25 * S / E))`."""
+        points = []
+        for sizes, lifted in zip(self.sizes, self.lifted, strict=True):
+            alike = [g for g in lifted.capture.sizes.guards if dataclasses.replace(g, right=guard.right) == guard]
+            if len(alike) == 1 and alike[0].right.isdigit():
+                points.append((sizes, int(alike[0].right)))
+        formula = find_formula(points, self.expressions, laws=False) if len({n for _, n in points}) > 2 else None
+        own = formula is not None and any(n == formula(dims) and str(n) == guard.right for dims, n in points)
+        return dataclasses.replace(guard, right=formula.text) if formula and own else guard
 
     @property
     def expressions(self) -> set[str]:
@@ -156,7 +169,7 @@ class Prover:
         self,
         routing: Routing,
         sizes: dict[str, int],
-        flips: Mapping[Source, bool | float | str] | None = None,
+        flips: Flips | None = None,
         most: int = 0,
     ) -> Capture:
         args, kwargs = self.arguments.at(sizes, seed=routing.seed)
@@ -185,11 +198,28 @@ class Prover:
     def is_within(self, sizes: dict[str, int]) -> bool:
         return all(g.holds(sizes) for g in self.within)
 
-    def lift(
-        self, routing: Routing, sizes: dict[str, int], flips: Mapping[Source, bool | float | str] | None = None
-    ) -> Lifted:
-        taken = self.capture(routing, sizes, flips)
-        lifter = Lifter(self.block, taken, self.lifted[0] if self.lifted else None)
+    def _align(self) -> None:
+        """What no mask or limit touched in the first captures was found before it, as well as behind it; where a
+        later capture was touched it can only be read off behind. Then it is, in all captures."""
+        for like in self.lifted[1:]:
+            if all(_places(lifted, like) == _places(like, lifted) for lifted in self.lifted):
+                continue
+            try:
+                again = [self._lifted(lifted.capture, like) for lifted in self.lifted]
+                for old, new in zip(self.lifted, again, strict=True):
+                    same_form(self.lifted[0], new)
+                    new.optional = old.optional
+            except Refused:
+                continue
+            if all(_places(lifted, like) == _places(like, lifted) for lifted in again):
+                self.lifted = again
+                return
+
+    def lift(self, routing: Routing, sizes: dict[str, int], flips: Flips | None = None) -> Lifted:
+        return self._lifted(self.capture(routing, sizes, flips), self.lifted[0] if self.lifted else None)
+
+    def _lifted(self, taken: Capture, like: Lifted | None) -> Lifted:
+        lifter = Lifter(self.block, taken, like)
         lifted = lifter.lift(self.experts)
         self.experts = self.experts or lifter.experts
         lifted.groups.sort(key=lambda g: g.ids[0])
@@ -206,10 +236,12 @@ class Prover:
         groups = self._merged()
         doubts.flip_branches(self)
         doubts.mix_comparisons(self)
+        doubts.spread_numbers(self)
         doubts.overflow(self)
         doubts.carry_over(self)
         self._other_sizes()
         doubts.leaked_sizes(self)
+        self._align()
         self.lifted, self.sizes = self._complete()
         for group, merged in enumerate(groups):
             merged.values = [
@@ -344,8 +376,7 @@ class Prover:
     # ------------------------------------------------------------------ other sizes
     def _other_sizes(self) -> None:
         """One token, and many: sizes at which code often takes another way."""
-        dims = self.arguments.dims
-        one = self.arguments.sequence(1)
+        one, more_than_one = self.arguments.sequence(1), SizeGuard("*".join(self.arguments.dims), "gt", "1", True)
         many = [self.arguments.choose(3 * max(29, self.hint // 4), 2)] if self.hint <= 64 else []
         for sizes in filter(self.is_within, [one, *many]):
             told_apart = not all(g.holds(sizes) for g in self.seen_guards())
@@ -361,15 +392,22 @@ class Prover:
                     if not told_apart and sizes != one:
                         raise
                     continue
-                lifted.optional = told_apart or sizes == one
+                if told_apart or sizes == one:
+                    lifted.optional = more_than_one
                 self.add(lifted, sizes)
                 break
             else:
                 if not told_apart:  # else it is by a comparison that we saw: a guard
-                    self.extra_guards.append(SizeGuard("*".join(dims), "gt", "1", True))
+                    self.extra_guards.append(more_than_one)
 
     def seen_guards(self) -> list[SizeGuard]:
         return [g for lifted in self.lifted for g in lifted.capture.sizes.guards]
+
+
+def _places(lifted: Lifted, other: Lifted) -> list[Any]:
+    """Where the program computes what the experts take, of the kinds of experts that another capture met, too."""
+    both = [g for g, h in zip(lifted.groups, other.groups, strict=True) if g.ids and h.ids]
+    return [line(n) for g in both for ref in g.values for n in ref.nodes]
 
 
 R = TypeVar("R")

@@ -1,0 +1,90 @@
+"""The numeric check of one rewrite: real arguments for it, of a few tokens and of many."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from .capture.effects import python_random
+from .capture.inputs import Leaf
+from .ir.binding import leaves_of
+from .pipeline import Result
+from .runtime.module import signature_binder
+from .verification.level2 import verify_block
+
+
+def numeric_check(block: nn.Module, result: Result, name: str, seconds: float) -> tuple[bool, str]:
+    """Whether nothing speaks against a rewrite, and what was seen. `block` runs as the original."""
+    args, kwargs = _arguments(block, result)
+    crowd = _arguments(block, result, crowd=True) if _is_small(block) else None
+    fn, picks = result.graph.compile(), _picker(block, result)
+    try:
+        with python_random():
+            check = verify_block(
+                block, lambda b, *a, **k: fn(b, *picks(*a, **k)), args, kwargs, name=name, crowd=crowd, seconds=seconds
+            )
+    except Exception as error:
+        return True, f"could not run: {type(error).__name__}: {str(error)[:120]}"
+    if not check.ok:
+        return False, f"the rewritten block does not agree with the original: {check.reason}"
+    worst = max((row.error for row in check.rows), default=0.0)
+    return True, f"agrees in {len(check.rows)} comparisons, worst error {worst:.1e}"
+
+
+def _is_small(block: nn.Module) -> bool:
+    """Whether a block can be run on hundreds of tokens without a wait."""
+    return sum(p.numel() for p in block.parameters()) <= 1 << 22
+
+
+def _arguments(block: nn.Module, result: Result, crowd: bool = False) -> Any:
+    """Real arguments for the numeric check: a few tokens, on the device of the weights. `crowd`: more tokens than
+    the proof looked at, most of them alike so that some experts get hundreds; None where the rewrite is not for
+    so many."""
+    arguments, guards = result.match.arguments, result.match.guards
+    device = next((t.device for t in (*block.parameters(), *block.buffers())), torch.device("cpu"))
+    if crowd:
+        several = [arguments.sequence(521)]
+    else:
+        several = [arguments.choose(tokens) for tokens in (24, 12, 48, 6, 96)] + result.match.sizes
+    sizes = next((s for s in several if all(g.holds(s) for g in guards)), None if crowd else several[0])
+    if sizes is None:
+        return None
+    args, kwargs = arguments.at(sizes)
+    generator = torch.Generator().manual_seed(0)
+    leaves = iter(arguments.tensors)
+
+    def real(t: torch.Tensor) -> torch.Tensor:
+        leaf: Leaf = next(leaves)
+        if not t.is_floating_point():
+            return t.to(device)
+        value = torch.randn(t.shape, generator=generator)
+        if crowd and t.dim() > arguments.feature:
+            value = _alike(value.movedim(arguments.feature, -1)).movedim(-1, arguments.feature)
+        return value.to(device, t.dtype).requires_grad_(leaf.requires_grad or True)
+
+    return pytree.tree_map_only(torch.Tensor, real, (args, kwargs))
+
+
+def _alike(x: torch.Tensor) -> torch.Tensor:
+    """Two thirds of the rows nearly the same: a router sends them to the same experts."""
+    rows = x.reshape(-1, x.shape[-1]).clone()
+    alike = rows[: 2 * len(rows) // 3]
+    alike.mul_(0.05).add_(rows[-1])
+    return rows.reshape(x.shape)
+
+
+def _picker(block: nn.Module, result: Result) -> Any:
+    """From the arguments of a call to the values of the placeholders."""
+    bind, paths = signature_binder(block), result.graph.binding.paths
+
+    def pick(*args: Any, **kwargs: Any) -> list[Any]:
+        values = dict(leaves_of(bind(*args, **kwargs)))
+        return [values[p] for p in paths]
+
+    return pick
+
+
+__all__ = ["numeric_check"]

@@ -1,0 +1,126 @@
+"""What only many tokens show: counts, ranks and sizes above what a proof looks at."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import moefx
+
+from ..blocks import D, E, Loop, Mlp
+
+
+class Weighted(Loop):
+    """The weights are changed by something of the whole batch."""
+
+    def __init__(self, change):
+        super().__init__(Mlp)
+        self.change = change
+        self.register_buffer("table", torch.cat([torch.ones(150), torch.full((9000,), 0.5)]))
+
+    def forward(self, x):
+        w, ids = self.route(x)
+        counts = F.one_hot(ids, E).sum((0, 1))
+        w = self.change(self, w, ids, counts)
+        out = torch.zeros_like(x)
+        for e in range(E):
+            t, k = torch.where(ids == e)
+            out = out.index_add(0, t, self.expert(e, x[t], w[t, k, None]))
+        return out
+
+
+def _rank(ids, dtype=torch.int64):
+    hits = F.one_hot(ids, E).reshape(-1, E).to(dtype)
+    return (hits.cumsum(0) - 1).gather(1, ids.reshape(-1, 1)).reshape(ids.shape)
+
+
+CHANGES = {
+    "divided": lambda b, w, ids, n: w / (1 + (n // 150)[ids]),
+    "clamped": lambda b, w, ids, n: w * (n.clamp(min=150)[ids] / 150.0),
+    "looked_up": lambda b, w, ids, n: w * b.table[n][ids],
+    "rank_divided": lambda b, w, ids, n: w / (1 + _rank(ids) // 100),
+    "rank_limited": lambda b, w, ids, n: w * (_rank(ids) < 100),
+    "rank_in_half": lambda b, w, ids, n: w * (_rank(ids, torch.bfloat16) < 100),
+    "rank_in_float": lambda b, w, ids, n: w * (_rank(ids).float() < 99.5),
+    "size_divided": lambda b, w, ids, n: w / (1 + w.shape[0] // 150),
+    "size_floored": lambda b, w, ids, n: w * max(3, int(0.02 * w.shape[0])),
+    "size_floored_float": lambda b, w, ids, n: w * (_rank(ids).float() < float(max(20, int(0.1 * w.shape[0])))),
+}
+
+
+def crowd(tokens: int) -> torch.Tensor:
+    x = torch.randn(tokens, D, dtype=torch.float64)
+    x[: 2 * tokens // 3] = x[0].clone()
+    return x
+
+
+@pytest.mark.parametrize("name", list(CHANGES))
+def test_a_crowd(name):
+    """Where no numeric check can see it: without weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Weighted(CHANGES[name])).double()
+    compiled = moefx.compile(
+        nn.Sequential(Weighted(CHANGES[name])).double().to("meta"),
+        example_inputs=(torch.randn(9, D, dtype=torch.float64),),
+    )
+    compiled = compiled.to_empty(device="cpu")
+    compiled.load_state_dict(model.state_dict())
+    for tokens in (1, 9, 60, 300, 700):
+        x = crowd(tokens)
+        torch.testing.assert_close(compiled(x), model(x))
+    assert moefx.blocks(compiled)[0].fallbacks == 0
+
+
+def test_the_numeric_check_sees_a_crowd(monkeypatch):
+    """The net under the proof: with nothing to tell it of large counts, the rewrite is still refused."""
+    monkeypatch.setattr("moefx.passes.match.doubts.spread_numbers", lambda prover: None)
+    with pytest.raises(moefx.NoMoEBlockFound, match="a crowd of tokens"):
+        moefx.compile(
+            nn.Sequential(Weighted(CHANGES["divided"])).double(),
+            example_inputs=(torch.randn(9, D, dtype=torch.float64),),
+        )
+
+
+class PerSequence(Weighted):
+    """Places in each sequence, at least four of them; the least is all that small captures see."""
+
+    def forward(self, x):
+        w, ids = self.route(x)
+        places = max(min(x.shape[1], int(x.shape[1] * 1.25 / E)), 4)
+        hits = F.one_hot(ids, E).float()
+        before = (hits.cumsum(1) - hits).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+        w = w * (before < float(places))
+        flat, out = x.reshape(-1, D), torch.zeros_like(x.reshape(-1, D))
+        for e in range(E):
+            t, k = torch.where(ids.reshape(-1, ids.shape[-1]) == e)
+            out = out.index_add(0, t, self.expert(e, flat[t], w.reshape(-1, w.shape[-1])[t, k, None]))
+        return out.reshape(x.shape)
+
+
+def test_a_floor_that_small_sizes_do_not_leave():
+    model = nn.Sequential(PerSequence(None)).double()
+    compiled = moefx.compile(model, example_inputs=(torch.randn(2, 7, D, dtype=torch.float64),))
+    for shape in ((1, 1), (2, 7), (4, 10), (3, 60), (1, 300)):
+        x = torch.randn(*shape, D, dtype=torch.float64)
+        torch.testing.assert_close(compiled(x), model(x))
+    assert moefx.blocks(compiled)[0].fallbacks == 0
+
+
+def test_a_partial_is_the_same_in_the_copy():
+    """Partials compare by identity; the compiled model holds its own."""
+    block = Weighted(None)
+    block.change = functools.partial(_scaled, by=0.5)
+    compiled = moefx.compile(nn.Sequential(block), example_inputs=(torch.randn(9, D),))
+    compiled(torch.randn(9, D))
+    assert len(compiled[0].forward.programs) == 1
+    compiled[0].change = functools.partial(_scaled, by=2.0)
+    x = torch.randn(9, D)
+    torch.testing.assert_close(compiled(x), 4 * nn.Sequential(block)(x))
+
+
+def _scaled(block, w, ids, counts, by):
+    return w * by
