@@ -251,7 +251,7 @@ def _guards(result: Result) -> list[Guard]:
         # a plain comparison: Dynamo does not compare the outcome of one over symbolic sizes with True
         symbol = symbols[g.op if g.value else opposite[g.op]]
         condition, why = f"{sides[0]} {symbol} {sides[1]}", f"the block compares sizes: {g}"
-        guards.append(Guard(condition, why, one_way=g in result.match.within))
+        guards.append(Guard(condition, why, one_way=g not in result.match.extra_guards))
     return guards
 
 

@@ -5,6 +5,7 @@ capture -> match -> rewrite -> fuse -> checkpoint
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import time
@@ -16,6 +17,7 @@ from torch import nn
 
 from ._plan import Plan
 from .capture.inputs import Arguments
+from .capture.sizes import SizeGuard
 from .errors import CaptureError, Refused
 from .inspection.history import History
 from .ir.binding import Binding, Path, binder, leaves_of, placeholder_name
@@ -81,16 +83,25 @@ def lift(block: nn.Module, args: tuple, kwargs: dict[str, Any], names: list[str]
 def _lift(block: nn.Module, arguments: Arguments, names: list[str]) -> tuple[Match, Rewritten]:
     """For all sizes; where that cannot be, for those at which the program goes the way that it goes for the example."""
     prover = Prover(block, arguments, most_experts(block))
+
+    def only(side: tuple[SizeGuard, ...]) -> tuple[Match, Rewritten]:
+        return _rewritten(Prover(block, arguments, prover.hint, side), names)
+
     try:
-        return _rewritten(prover, names)
+        match, rewritten = _rewritten(prover, names)
     except Refused as refusal:
         side = prover.side()
         if not side:
             raise
         try:
-            return _rewritten(Prover(block, arguments, prover.hint, side), names)
+            return only(side)
         except Refused:
             raise refusal from None
+    other = [g for g in match.guards if not g.holds(arguments.sizes) and g not in match.extra_guards]
+    if other:  # a form, but not for the example
+        with contextlib.suppress(Refused):
+            return only(tuple(dataclasses.replace(g, value=not g.value) for g in other))
+    return match, rewritten
 
 
 def _rewritten(prover: Prover, names: list[str]) -> tuple[Match, Rewritten]:

@@ -5,7 +5,8 @@ integer. Several unlike routings must lead to one template (design section 3.2),
 
 * `diverse`: every expert is somebody's first choice, tokens have unlike partners, counts are uneven, some scores tie;
 * `skewed`: some experts get most tokens, some get none, some exactly one;
-* `flooded`: nearly all tokens choose the same experts, so that every capacity overflows.
+* `flooded`: nearly all tokens choose the same experts, so that every capacity overflows;
+* `contested`: the same, and what is the first choice of some is the second one of others.
 """
 
 from __future__ import annotations
@@ -46,10 +47,13 @@ class Routing:
     def scores(self, rows: int, n: int) -> torch.Tensor:
         """Scores [rows, n] whose order along each row is the wanted preference."""
         base = torch.rand(rows, n, generator=self.generator, dtype=torch.float64) - 0.5
+        swapped = torch.rand(rows, generator=self.generator) < 0.5 if self.kind == "contested" else None
         ranks = min(n, 16)
         step = 2.5 / ranks
         for r in range(ranks):
             column = self._choices(rows, n, r)
+            if swapped is not None and r < 2:
+                column = torch.where(swapped, self._choices(rows, n, 1 - r), column)
             bonus = 3.0 - r * step
             # a token's earlier, better choice stays the better one
             current = base.gather(1, column[:, None]).squeeze(1)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import CaptureError
 from .captured import COMPARISONS, CONTRACTIONS, MIXED, SHAPE_ONLY, Call, HostRead, is_float, map_tensors, tensors_in
-from .counts import Count, Share, tells_empty
+from .counts import LENGTH, Count, Share, tells_empty
 from .recorder import Recorder
 from .routing import Routing
 from .sizes import SizeLog
@@ -109,6 +109,8 @@ class Tracer(Recorder):
             return value  # without rows nothing is computed; other captures had experts without
         source = user_source()
         value = bool(self.flips.get(source, value))
+        if count.expr is LENGTH and count.value == 0:
+            return value  # either way nothing is computed: it tells nothing of what happens to rows
         self.reads.append(HostRead(source, value, count.expr if isinstance(count.expr, fx.Node) else None, (op, other)))
         return value
 
@@ -295,6 +297,10 @@ class Tracer(Recorder):
         packet, base, start = func.overloadpacket, args[0], 0
         unbind = packet is aten.unbind
         dim = (args[1] if len(args) > 1 else 0) if unbind else (args[2] if len(args) > 2 else 0)
+        if packet is aten.split and type(args[1]) is int:  # how many parts there are is a question of the size
+            size = self.sizes.expressions.get(base.shape[dim])
+            if size is not None:
+                self.sizes.note(f"-(-{size}//{args[1]})", "eq", str(len(out)), True)
         for i, t in enumerate(out):
             if unbind:
                 view: tuple[Any, tuple] = (aten.select.int, (dim, i))

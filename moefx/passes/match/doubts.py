@@ -181,7 +181,7 @@ def overflow(prover: Prover) -> None:
         if tokens > _MOST_TOKENS or sizes in prover.sizes or not prover.is_within(sizes):
             break
         try:
-            lifted = prover.lift(Routing("flooded", 3), sizes)
+            lifted = prover.lift(Routing("contested" if slots > 1 else "flooded", 3), sizes)
             same_form(prover.lifted[0], lifted)
         except Exception:  # the program's own too, at sizes that it is not made for
             break

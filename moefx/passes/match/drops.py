@@ -45,7 +45,8 @@ def explain_drops(match: Match) -> None:
 
 # ---------------------------------------------------------------------- a rule
 def _rule(match: Match, owned: set[int]) -> DropRule | None:
-    """The rule by which all captures of a match drop, if there is one."""
+    """The rule by which all captures of a match drop, if there is exactly one."""
+    found = []
     for order in ("position_token", "position_slot", "weight"):
         ranks = [_ranks(lifted, order, owned) for lifted in match.lifted]
         if any(r is None for r in ranks):
@@ -55,8 +56,8 @@ def _rule(match: Match, owned: set[int]) -> DropRule | None:
             continue
         capacity = _capacity(match, places)  # type: ignore[arg-type]
         if capacity is not None:
-            return DropRule(order, capacity)
-    return None
+            found.append(DropRule(order, capacity))
+    return found[0] if len(found) == 1 or (found and match.slots == 1) else None
 
 
 def _ranks(lifted: Lifted, order: str, owned: set[int]) -> dict[Slot, int] | None:

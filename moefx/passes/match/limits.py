@@ -35,12 +35,12 @@ def limits(capture: Capture) -> dict[Place, int | None]:
             continue
         name, place = op_name(n), (n.meta["source"], str(n.target))
         if name == "slice":
-            for end, reached in _end(n):
+            for end, reached in _end(capture, n):
                 found[place] = None if reached or found.get(place, end) is None else end
-        elif name in (*_ORDERED, "eq") and is_known(n) and is_routed(n):
+        elif name in (*_ORDERED, "eq") and is_known(n):
             for rows, limit, reached in _compared(capture, n, name):
                 ranges = ranges or Ranges(capture.nodes)
-                if not _never_beyond(ranges, rows, limit):
+                if not is_routed(rows) or not _never_beyond(ranges, rows, limit):
                     found[place] = None if reached or found.get(place, limit) is None else limit
     return found
 
@@ -52,13 +52,18 @@ def not_reached(columns: Sequence[dict[Place, int | None]]) -> dict[Place, set[i
     return {place: seen for place, seen in found.items() if None not in seen}  # type: ignore[misc]
 
 
-def _end(n: fx.Node) -> Iterator[tuple[int, bool]]:
-    """Where rows of an expert end, and whether some are behind it."""
-    source, dim, end = n.args[0], n.args[1] if len(n.args) > 1 else 0, n.args[3] if len(n.args) > 3 else None
-    val = source.meta.get("val")  # type: ignore[union-attr]
-    rows = source.meta.get("ragged") and isinstance(val, torch.Tensor) and dim == 0  # type: ignore[union-attr]
-    if rows and isinstance(end, int) and 0 < end < _NO_END:
-        yield end, val.shape[0] > end  # type: ignore[union-attr]
+def _end(capture: Capture, n: fx.Node) -> Iterator[tuple[int, bool]]:
+    """Where rows of an expert, or tokens, end, and whether some are behind it; from the start or from the end."""
+    source, dim, start, end = (*n.args, *(0, None, None)[len(n.args) - 1 :])[:4]
+    val: Any = source.meta.get("val")  # type: ignore[union-attr]
+    if not isinstance(val, torch.Tensor) or not val.dim():
+        return
+    rows, ragged = val.shape[dim], source.meta.get("ragged") and dim == 0  # type: ignore[union-attr]
+    if not ragged and rows not in capture.sizes.expressions:
+        return
+    for bound in (end, -start if isinstance(start, int) else None):
+        if isinstance(bound, int) and 0 < bound < _NO_END and (ragged or bound != rows):
+            yield bound, rows > bound
 
 
 def _compared(capture: Capture, n: fx.Node, name: str) -> Iterator[tuple[fx.Node, int, bool]]:
@@ -66,10 +71,13 @@ def _compared(capture: Capture, n: fx.Node, name: str) -> Iterator[tuple[fx.Node
     left, right = n.args[:2]
     for rows, other in ((left, right), (right, left)):
         limit = _number(other)
-        if limit is None or limit < 2 or not isinstance(rows, fx.Node) or not is_known(rows) or not is_routed(rows):
+        if limit is None or limit < 2 or not isinstance(rows, fx.Node) or not is_known(rows):
             continue
         value = capture.shadow(rows)
         most = int(value.max()) if value.numel() else 0
+        # else it counts if it is of positions in a sequence or a batch, and the limit no size itself
+        if not is_routed(rows) and (most + 1 not in capture.sizes.expressions or limit in capture.sizes.expressions):
+            continue
         if name != "eq":
             yield rows, limit, len(capture.shadow(n).unique()) != 1 or most > limit
         elif isinstance(other, fx.Node) and n.meta["val"].shape[-1:] == (limit,):  # `one_hot(rank, capacity)`

@@ -229,6 +229,8 @@ class Prover:
         tokens = max(29, self.hint // 4)
         plans = [("diverse", tokens), ("skewed", max(25, tokens * 3 // 4)), ("flooded", 13)]
         for variant, (kind, n) in enumerate(plans):
+            if kind == "flooded" and self.lifted[0].slots > 1:
+                kind = "contested"  # who of several slots comes first
             sizes = self._choose(n, variant)
             self.add(self.lift(Routing(kind, variant), sizes), sizes)
         self._cover()
@@ -378,6 +380,7 @@ class Prover:
         """One token, and many: sizes at which code often takes another way."""
         one, more_than_one = self.arguments.sequence(1), SizeGuard("*".join(self.arguments.dims), "gt", "1", True)
         many = [self.arguments.choose(3 * max(29, self.hint // 4), 2)] if self.hint <= 64 else []
+        self._few()
         for sizes in filter(self.is_within, [one, *many]):
             told_apart = not all(g.holds(sizes) for g in self.seen_guards())
             # whether one token shows the form hangs on what it chooses: experts that do nothing show nothing
@@ -399,6 +402,24 @@ class Prover:
             else:
                 if not told_apart:  # else it is by a comparison that we saw: a guard
                     self.extra_guards.append(more_than_one)
+
+    def _few(self) -> None:
+        """A few tokens that spread out, and a few that crowd on some experts and leave the others idle: a program
+        that asks who is idle changes what the second ones get. Sizes that it is not made for show nothing."""
+        sizes = self.arguments.sequence(3 if self.lifted[0].slots != 3 else 5)
+        busy = max(self.lifted[0].groups, key=lambda g: len(g.ids)).ids[0]
+        found, why = [], None
+        for routing in (Routing("diverse", 5), Routing("flooded", busy)) if self.is_within(sizes) else ():
+            try:
+                lifted = self.lift(routing, sizes)
+                same_form(self.lifted[0], lifted)
+                found.append(lifted)
+            except Exception as error:
+                why = error
+        if len(found) == 1 and isinstance(why, Refused):
+            raise why
+        for lifted in found if len(found) == 2 else ():
+            self.add(lifted, sizes)
 
     def seen_guards(self) -> list[SizeGuard]:
         return [g for lifted in self.lifted for g in lifted.capture.sizes.guards]
