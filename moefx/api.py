@@ -6,6 +6,7 @@ import dataclasses
 import re
 import time
 import warnings
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -32,6 +33,7 @@ from .survey import Matched, Refusal, Survey, first_line, survey
 from .verification.report import VerifyReport, verify
 
 _RECORD = "_moefx_record"
+_UNCHANGED: weakref.WeakKeyDictionary[nn.Module, Record] = weakref.WeakKeyDictionary()  # given back by `strict=False`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +81,7 @@ def compile(
     if not found.matched:
         if strict:
             raise NoMoEBlockFound(_nothing_found(model, found))
+        _UNCHANGED[model] = Record((), tuple(found.refused), found.seconds)
         return model
     if strict and any(r.likely for r in found.refused):
         warnings.warn(
@@ -103,6 +106,8 @@ def explain(
 ) -> Explanation:
     """What `compile` finds in a model, or found in a compiled one, the numeric check included."""
     record = vars(model).get(_RECORD)
+    if record is None and example_inputs is None:
+        record = _UNCHANGED.get(model)
     if record is None:
         found = survey(model, example_inputs, _plan(plan, mesh))
         modules, verdicts = dict(model.named_modules()), _validate(model, found, _plan(plan, mesh))

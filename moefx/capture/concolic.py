@@ -87,6 +87,7 @@ def capture(
             leaves[i] = value
     args, kwargs = pytree.tree_unflatten(leaves, spec)
 
+    given = dict(state)
     names = {id(m): n for n, m in block.named_modules() if n}
     before = {n: dict(vars(m)) for n, m in block.named_modules()}
     hooks = [(held, copy.copy(held)) for own in before.values() for k, held in own.items() if k in HOOKS]
@@ -100,7 +101,7 @@ def capture(
             torch.manual_seed(routing.seed)
             out = torch.func.functional_call(block, state, args, kwargs, strict=False, tie_weights=False)
         with torch._C.DisableTorchFunction():
-            effects = effects_of(tracer, block, before, state, inputs)
+            effects = effects_of(tracer, block, before, given, state, inputs)
             effects += [Effect("record", path, None) for path in surroundings.changed()]  # type: ignore[arg-type]
             out = opened(out, lambda t: _returned(tracer, t))
     finally:

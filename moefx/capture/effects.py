@@ -58,12 +58,16 @@ def effects_of(
     tracer: Tracer,
     block: nn.Module,
     before: dict[str, dict[str, Any]],
+    given: dict[str, torch.Tensor],
     state: dict[str, torch.Tensor],
     inputs: list[tuple[int, torch.Tensor, fx.Node]],
 ) -> list[Effect]:
+    """`given`, `state`: parameters and buffers before and after the call."""
     found = []
     for name, t in state.items():
-        if tracer.versions.get(id(t)):
+        if t is not given[name]:  # `self.load = 0.9 * self.load + ...` puts another tensor there
+            found.append(Effect("attribute", name, tracer.node_of(t)))
+        elif tracer.versions.get(id(t)):
             found.append(Effect("buffer", name, tracer.node_of(t)))
     for _, t, node in inputs:
         if tracer.versions.get(id(t)):

@@ -285,7 +285,8 @@ def _structural(model: nn.Module) -> dict[str, list[str]]:
         )
         if alike and isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             found.setdefault(name.rpartition(".")[0], [f"{name}.{part}" for part, _ in module.named_children()])
-        if any(p.dim() >= 3 and p.shape[0] > 1 for p in module._parameters.values() if p is not None):
+        layer = type(module).__module__.startswith("torch.nn.modules.")  # a convolution, say
+        if not layer and any(p.dim() >= 3 and p.shape[0] > 1 for p in module._parameters.values() if p is not None):
             found.setdefault(name, [])
     return {
         n: parts

@@ -332,6 +332,9 @@ class Tracer(Recorder):
             func(*cargs, **ckwargs)  # the real integer tensor changes under the user's eyes
         else:
             self.compute(func, args, kwargs)
+        if func is aten.copy_.default:
+            self.mutate(targets[0], self._converted(args[1], targets[0]))
+            return targets[0]
         functional, node_args, node_kwargs = _functional(func, node_args, node_kwargs, names)
         node = self.emit(functional, tuple(node_args), node_kwargs)
         if len(targets) == 1:
@@ -343,6 +346,14 @@ class Tracer(Recorder):
             self.describe(part, t, known)
             self.mutate(t, part)
         return targets[0] if len(targets) == 1 else tuple(targets)
+
+    def _converted(self, source: torch.Tensor, like: torch.Tensor) -> fx.Node:
+        """What `like.copy_(source)` leaves in `like`."""
+        if source.dtype != like.dtype:
+            source = self.record(aten._to_copy.default, (source,), {"dtype": like.dtype})
+        if source.shape != like.shape:
+            source = self.record(aten.expand.default, (source, list(like.shape)), {})
+        return self.node_of(source)
 
     def record_whole(
         self, target: Any, args: tuple, kwargs: dict[str, Any], run: Callable[[], Any], opaque: bool = False

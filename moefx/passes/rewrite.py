@@ -178,12 +178,12 @@ class Rewriter:
                     "model once before moefx.compile",
                 )
             if first.kind == "state":
-                if any(isinstance(e.node, type(first.node)) is False or e.node != first.node for e in column):
-                    raise Refused(
-                        f"the block changes its attribute {first.target} at every call",
-                        culprits=(str(first.target),),
-                    )
-                continue
+                raise Refused(
+                    f"the block sets its attribute {first.target} when it is called",
+                    culprits=(str(first.target),),
+                    remedy="keep it in a buffer, or set it outside of forward; if it is set once, call the model once "
+                    "before moefx.compile",
+                )
             out.append((first, Twins(e.node for e in column)))
         if len({len(e) for e in per_capture}) != 1:
             raise Refused("which buffers or attributes the block changes depends on the routing")

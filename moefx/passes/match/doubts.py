@@ -193,7 +193,8 @@ def overflow(prover: Prover) -> None:
 def carry_over(prover: Prover) -> None:
     """What a call leaves in the block's attributes must not change what the next call computes."""
     first = prover.lifted[0].capture
-    left = {str(e.target): e.node for e in first.effects if e.kind == "attribute"}
+    buffers = dict(prover.block.named_buffers())  # these are read when the call comes
+    left = {str(e.target): e.node for e in first.effects if e.kind == "attribute" and e.target not in buffers}
     if not left:
         return
     with contextlib.ExitStack() as stack:

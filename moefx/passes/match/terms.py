@@ -354,7 +354,7 @@ class Terms:
             if t.op == "const" and set(labels) <= elsewhere:
                 factor *= _number(t)
             elif not labels:
-                scalars.append(t)
+                scalars.append((t, not kept))
             else:
                 if t.op == "permute":
                     labels = "".join(labels[t.args[1].index(d)] for d in range(len(t.shape)))
@@ -364,8 +364,8 @@ class Terms:
         result = self.reshape(self._contract(kept, out, size), shape)
         for label in set("".join(inputs)) - set(output) - set("".join(labels for labels, _ in kept)):
             factor *= size[label]
-        for s in scalars:
-            result = self.pw("mul", result, s)
+        for s, leads in scalars:  # in the order that they have as rows of a longer product
+            result = self.pw("mul", s, result) if leads else self.pw("mul", result, s)
         return self.pw("mul", result, self.const(factor)) if factor != 1 else result
 
     def _contract(self, kept: list[tuple[str, Term]], out: str, size: dict[str, int]) -> Term:

@@ -141,7 +141,7 @@ def _einsum(S: Reader, n: fx.Node, equation: Any, *operands: Any) -> Term | None
     sizes: dict[str, int] = {}
     for s, t in zip(inputs, terms, strict=True):
         for x, m in zip(s, t.shape, strict=True):
-            sizes[x] = max(m, sizes.get(x, 1))
+            sizes[x] = m if m != 1 else sizes.get(x, 1)
     terms = [S.T.expand(t, [sizes[x] for x in s]) for s, t in zip(inputs, terms, strict=True)]
     return S.T.ein(inputs, out, terms)
 
