@@ -297,10 +297,9 @@ class Tracer(Recorder):
         packet, base, start = func.overloadpacket, args[0], 0
         unbind = packet is aten.unbind
         dim = (args[1] if len(args) > 1 else 0) if unbind else (args[2] if len(args) > 2 else 0)
-        if packet is aten.split and type(args[1]) is int:  # how many parts there are is a question of the size
-            size = self.sizes.expressions.get(base.shape[dim])
-            if size is not None:
-                self.sizes.note(f"-(-{size}//{args[1]})", "eq", str(len(out)), True)
+        width: Any = args[1] if packet is aten.split else None
+        if type(width) is int and (size := self.sizes.expressions.get(base.shape[dim])):
+            self.sizes.note(f"-(-{size}//{width})", "eq", str(len(out)), True)  # how many parts: a question of the size
         for i, t in enumerate(out):
             if unbind:
                 view: tuple[Any, tuple] = (aten.select.int, (dim, i))
@@ -333,8 +332,9 @@ class Tracer(Recorder):
         else:
             self.compute(func, args, kwargs)
         if func is aten.copy_.default:
-            self.mutate(targets[0], self._converted(args[1], targets[0]))
-            return targets[0]
+            target, source = args[:2]
+            self.mutate(target, self._converted(source, target))
+            return target
         functional, node_args, node_kwargs = _functional(func, node_args, node_kwargs, names)
         node = self.emit(functional, tuple(node_args), node_kwargs)
         if len(targets) == 1:

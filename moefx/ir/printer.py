@@ -232,7 +232,7 @@ class _Printer:
         return ", ".join([self._value(a) for a in args] + [f"{k}={self._value(v)}" for k, v in kwargs.items()])
 
     def _infix(self, args: Sequence[Any], symbol: str) -> str:
-        left, right = map(self._value, args)
+        left, right = (f"({v})" if a in self.folded and " " in v else v for a in args for v in [self._value(a)])
         return f"{left} {symbol} {right}"
 
     def _list(self, values: Sequence[Any]) -> str:
@@ -283,8 +283,14 @@ class _Printer:
             return f"{self.names[pft]}.{_PFT_FIELDS[index]}"
         letters = node.meta.get("letters")
         if node in self.folded and isinstance(letters, str):
-            return self._axis(node) or letters
+            return self._axis(node) or letters or self._size(node)
         return self.names[node]
+
+    def _size(self, size: Node) -> str:
+        """What is computed from sizes, as Python would have it."""
+        if size.target in _ARITHMETIC and len(size.args) == 2:
+            return self._infix(size.args, _ARITHMETIC[size.target])
+        return f"{getattr(size.target, '__name__', size.target)}({', '.join(map(self._value, size.args))})"
 
     def _axis(self, size: Node) -> str:
         """What the axis is called in the shape of the input that this size is read off."""
@@ -293,6 +299,12 @@ class _Printer:
         if isinstance(letters, tuple) and isinstance(axis, int) and axis < len(letters):
             return str(letters[axis])
         return ""
+
+
+_ARITHMETIC = {
+    operator.add: "+", operator.sub: "-", operator.mul: "*", operator.floordiv: "//", operator.mod: "%",
+    operator.truediv: "/", operator.pow: "**", operator.lshift: "<<", operator.rshift: ">>",
+}  # fmt: skip
 
 
 def _left_out(argument: Any, value: Any) -> bool:

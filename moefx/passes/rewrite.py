@@ -68,6 +68,7 @@ class Rewriter:
         self.kept = KeptGraph(match, lambda: RoutedSum(match, self.kept).make())
         self.kept.add_inputs(names)
         self.overwritten: dict[fx.Node, fx.Node] = {}
+        self.states: list[Effect] = []  # plain values that attributes are set to
 
     def _same_autocast(self) -> None:
         """The ops of the dialect do what autocast asks for; a program that switches it off for the experts does not."""
@@ -102,6 +103,14 @@ class Rewriter:
                 break
         called = [item[0].fqn for item in plan if isinstance(item, list)]
         effects = [(e, t) for e, t in effects if not _is_of(e, called)]
+        for state in self.states:
+            if not _is_of(state, called):
+                raise Refused(
+                    f"the block sets its attribute {state.target} when it is called",
+                    culprits=(str(state.target),),
+                    remedy="keep it in a buffer, or set it outside of forward; if it is set once, call the model once "
+                    "before moefx.compile",
+                )
         self.kept.emit(plan)
         flat = [self.kept.zip_value(list(column), "the output") for column in zip(*[f for f, _ in outs], strict=True)]
         attributes = self._emit_effects(effects)
@@ -178,12 +187,8 @@ class Rewriter:
                     "model once before moefx.compile",
                 )
             if first.kind == "state":
-                raise Refused(
-                    f"the block sets its attribute {first.target} when it is called",
-                    culprits=(str(first.target),),
-                    remedy="keep it in a buffer, or set it outside of forward; if it is set once, call the model once "
-                    "before moefx.compile",
-                )
+                self.states.append(first)
+                continue
             out.append((first, Twins(e.node for e in column)))
         if len({len(e) for e in per_capture}) != 1:
             raise Refused("which buffers or attributes the block changes depends on the routing")

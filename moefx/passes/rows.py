@@ -229,6 +229,7 @@ class Rows:
                 meta={"val": self.token_ids.meta["val"].shape[0], "letters": "B"},
             )
             node = self.call(ops.expert_rows.default, (nodes, self.offsets, total))
+            node.meta["letters"] = ("B", *map(str, node.meta["val"].shape[1:]))
             if v.rank != 1:
                 node = self.call(aten.reshape.default, (node, [-1, *shape]))
         else:

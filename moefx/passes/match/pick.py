@@ -10,6 +10,7 @@ from .shapes import reshape_group, unravel
 from .terms import Term, Terms, is_const, number, without_row
 
 _WIDEST_SUM = 1 << 16
+_MASKED = -1e8
 
 
 def pick(T: Terms, t: Term, axis: int, i: int) -> Term:
@@ -198,9 +199,16 @@ def _pick_row(T: Terms, t: Term, axis: int, i: int) -> Term:
     if axis not in acted:
         return T.row(name, _shift(acted, axis), keep, static, T.pick(inner, axis, i))
     shape = t.shape[:axis] + t.shape[axis + 1 :]
-    if name == "softmax" and is_const(T.resolve(T.pick(inner, axis, i)), -math.inf):
+    masked = name == "softmax" and _is_masked(T, inner, axis, i)
+    if masked and not all(_is_masked(T, inner, axis, j) for j in range(inner.shape[axis])):
         return T.const(0, shape)  # masked out before the softmax
     return T.make("at", (t, ((axis, i),)), shape)
+
+
+def _is_masked(T: Terms, scores: Term, axis: int, i: int) -> bool:
+    """Whether a score is -inf, or so low (-1e9, `finfo.min`) that its softmax beside any other score rounds to 0."""
+    score = T.resolve(T.pick(scores, axis, i))
+    return is_const(score) and number(score) <= _MASKED
 
 
 def _shift(dims: set[int], gone: int) -> list[int]:

@@ -20,7 +20,7 @@ from ...ir.expression import is_pointwise
 from .nodes import SELECTIONS, from_state, is_known, op_name
 from .ops import RULES
 from .ops.indexing import gather
-from .ops.reducing import norm
+from .ops.reducing import batch_norm, norm
 from .terms import Operand, Term, Terms
 
 _LARGEST_ARRAY = 1 << 22
@@ -126,6 +126,8 @@ class Semantics:
             return out if bundle.meta["grad"] else self.T.pw("detach", out)
         if i == 0 and name in ("native_layer_norm", "_fused_rms_norm"):
             return norm(self, bundle)
+        if i == 0 and name == "native_batch_norm" and not bundle.args[5]:
+            return batch_norm(self, bundle) or self._whole(node)
         if i == 0 and name == "native_dropout" and (not bundle.args[2] or bundle.args[1] == 0):
             return self.value(bundle.args[0])
         return self._whole(node)

@@ -103,3 +103,21 @@ def norm(S: Reader, bundle: fx.Node) -> Term:
     if bias is not None:
         out = S.T.pw("add", out, bias)
     return out if bundle.meta["grad"] else S.T.pw("detach", out)
+
+
+def batch_norm(S: Reader, bundle: fx.Node) -> Term | None:
+    """Batch norm in eval mode: elementwise, by statistics that are buffers."""
+    x, weight, bias, mean, var = (S.value(a) for a in bundle.args[:5])
+    if mean is None or var is None:
+        return None
+    T, channels = S.T, (mean.shape[0], *[1] * (len(x.shape) - 2))
+
+    def row(t: Term) -> Term:
+        return T.reshape(t, channels)
+
+    out = T.pw("mul", T.pw("sub", x, row(mean)), row(T.pw("rsqrt", T.pw("add", var, T.const(bundle.args[7])))))
+    if weight is not None:
+        out = T.pw("mul", out, row(weight))
+    if bias is not None:
+        out = T.pw("add", out, row(bias))
+    return out if bundle.meta["grad"] else T.pw("detach", out)

@@ -1,0 +1,141 @@
+"""Ways to write a block that people use: each is rewritten, and never runs the original."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import moefx
+
+from ..blocks import D, E, H, Loop, Mlp
+
+
+class EinsumOfRows(Loop):
+    """Weights and rows by boolean masks; an expert may have none, or one."""
+
+    def forward(self, x):
+        p = self.gate(x).softmax(-1)
+        chosen = torch.zeros_like(p).scatter(1, p.topk(2).indices, 1.0).bool()
+        out = torch.zeros_like(x)
+        for e in range(E):
+            rows = chosen[:, e]
+            out[rows] += torch.einsum("b,be->be", p[rows, e], self.experts[e](x[rows]))
+        return out
+
+
+class WrittenInto(Loop):
+    def forward(self, x):
+        out = torch.empty_like(x)
+        out[:] = super().forward(x)
+        return out
+
+
+class MovingAverage(Loop):
+    """A buffer that is put in place of the last one."""
+
+    def __init__(self):
+        super().__init__(Mlp)
+        self.register_buffer("load", torch.ones(E) / E)
+
+    def forward(self, x):
+        _, ids = self.route(x)
+        self.load = 0.9 * self.load + 0.1 * F.one_hot(ids, E).sum((0, 1)).to(self.load) / ids.numel()
+        return super().forward(x)
+
+
+class LowScores(Loop):
+    """All experts on all tokens; the gates of those that were not chosen round to zero."""
+
+    def forward(self, x):
+        scores = self.gate(x)
+        chosen = torch.zeros_like(scores).scatter(-1, scores.topk(2).indices, 1.0)
+        gates = scores.masked_fill(chosen == 0, -1e9).softmax(-1)
+        return sum(gates[:, e : e + 1] * expert(x) for e, expert in enumerate(self.experts))
+
+
+class Normalised(Loop):
+    """Batch norm in the experts, in eval mode."""
+
+    def __init__(self):
+        super().__init__(lambda: nn.Sequential(nn.Linear(D, H), nn.BatchNorm1d(H), nn.ReLU(), nn.Linear(H, D)))
+        for expert in self.experts:
+            expert[1].running_mean.normal_()
+            expert[1].running_var.uniform_(0.5, 2)
+        self.eval()
+
+    def forward(self, x):
+        w, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for e in range(E):
+            t, k = torch.where(ids == e)
+            if len(t):
+                out = out.index_add(0, t, self.expert(e, x[t], w[t, k, None]))
+        return out
+
+
+class Chunks(Loop):
+    """Groups of tokens: at more than 16 another program than at fewer."""
+
+    def forward(self, x):
+        parts = []
+        for chunk in x.split(16):
+            w, ids = self.route(chunk)
+            out = torch.zeros_like(chunk)
+            for e in range(E):
+                t, k = torch.where(ids == e)
+                out = out.index_add(0, t, self.expert(e, chunk[t], w[t, k, None]))
+            parts.append(out / len(chunk))
+        return torch.cat(parts)
+
+
+@pytest.mark.parametrize("kind", [EinsumOfRows, WrittenInto, MovingAverage, LowScores, Normalised])
+def test_rewritten(kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(kind()).double()
+    model.train(kind is not Normalised)
+    compiled = moefx.compile(model, example_inputs=(torch.randn(9, D, dtype=torch.float64),))
+    for tokens in (1, 2, 9, 80):
+        x = torch.randn(tokens, D, dtype=torch.float64)
+        buffers = {n: b.clone() for n, b in model.named_buffers()}
+        ours = compiled(x), dict(compiled.named_buffers())
+        for n, b in buffers.items():
+            model.get_submodule(n.rpartition(".")[0])._buffers[n.rpartition(".")[2]] = b
+        torch.testing.assert_close(ours, (model(x), dict(model.named_buffers())))
+    assert moefx.blocks(compiled)[0].fallbacks == 0
+
+
+def test_a_split_is_a_question_of_the_size():
+    model = nn.Sequential(Chunks()).double()
+    for tokens in (12, 40):
+        compiled = moefx.compile(model, example_inputs=(torch.randn(tokens, D, dtype=torch.float64),), strict=False)
+        for n in (1, 16, 17, 32, 33, 100):
+            x = torch.randn(n, D, dtype=torch.float64)
+            torch.testing.assert_close(compiled(x), model(x))
+
+
+class SkipsLoners(Loop):
+    def forward(self, x):
+        w, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for e in range(E):
+            t, k = torch.where(ids == e)
+            if len(t) < 2:
+                continue
+            out = out.index_add(0, t, self.expert(e, x[t], w[t, k, None]))
+        return out
+
+
+class Counts(Loop):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(("kind", "why"), [(SkipsLoners, "len"), (Counts, "sets its attribute calls")])
+def test_refused(kind, why):
+    with pytest.raises(moefx.NoMoEBlockFound, match=why):
+        moefx.compile(nn.Sequential(kind()).to("meta"), example_inputs=(torch.randn(9, D),))
