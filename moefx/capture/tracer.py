@@ -297,7 +297,7 @@ class Tracer(Recorder):
         packet, base, start = func.overloadpacket, args[0], 0
         unbind = packet is aten.unbind
         dim = (args[1] if len(args) > 1 else 0) if unbind else (args[2] if len(args) > 2 else 0)
-        width: Any = args[1] if packet is aten.split else None
+        width: Any = list(args)[1] if packet is aten.split else None
         if type(width) is int and (size := self.sizes.expressions.get(base.shape[dim])):
             self.sizes.note(f"-(-{size}//{width})", "eq", str(len(out)), True)  # how many parts: a question of the size
         for i, t in enumerate(out):
