@@ -47,6 +47,7 @@ _MONOTONE = {
     "amax",
     "max",
 }
+_ALONG = {"sum", "cumsum", "any", "amax"}  # their numbers are axes
 _COMPARE = ("eq", "ne", "lt", "le", "gt", "ge", "greater")
 
 
@@ -116,14 +117,15 @@ class Ranges:
             return fx.node.map_arg((node.args, {k: v for k, v in node.kwargs.items() if k != "device"}), value)
 
         try:
-            if name in _MOVES or (name in _MONOTONE and not _negative(node)):
+            if name in _MOVES | _ALONG or (name in _MONOTONE and not _negative(node)):
                 args, kwargs = bound(0)
                 lo = node.target(*args, **kwargs)
                 args, kwargs = bound(1)
                 hi = node.target(*args, **kwargs)
                 lo, hi = (x[0] if isinstance(x, tuple) else x for x in (lo, hi))
                 lo, hi = lo.to(torch.int64), hi.to(torch.int64)
-                if name in ("sum", "cumsum"):  # over tokens, of which there may be more
+                if name == "sum" or (name == "cumsum" and val.dim() and val.shape[node.args[1]] > 1):
+                    # over tokens, of which there may be more
                     hi = torch.where(lo == hi, hi, UNBOUNDED)
                 return lo, hi.clamp(max=UNBOUNDED)
             if name in _COMPARE:

@@ -43,6 +43,8 @@ def ranges(fn):
         (lambda s: torch.bincount(s.argmax(-1), minlength=E), (0, UNBOUNDED)),  # of tokens there may be more
         (lambda s: (s.argmax(-1) == 1).sum(), (0, UNBOUNDED)),
         (lambda s: torch.arange(3), (0, 2)),
+        (lambda s: F.one_hot(s.argmax(-1), E).cumsum(-2), (0, UNBOUNDED)),
+        (lambda s: F.one_hot(s.argmax(-1, keepdim=True), E).cumsum(-2), (0, 1)),  # along an axis of one
         (lambda s: s, None),
     ],
 )
