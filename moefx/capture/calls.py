@@ -13,6 +13,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import CheckpointFunction
 
 from .captured import Call, autocast_dtype
 from .source import is_ours
@@ -43,6 +44,9 @@ def recording(tracer: Tracer, names: dict[int, str]) -> Iterator[None]:
         run = original_apply.__get__(None, cls)
         if tracer.quiet:
             return run(*args, **kwargs)
+        if cls is CheckpointFunction:  # what is computed again in the backward is computed now
+            function, _, *inner = args
+            return function(*inner)
         return tracer.record_whole(run, args, kwargs, lambda: run(*args, **kwargs), opaque=True)
 
     depth = 0

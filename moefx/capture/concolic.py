@@ -103,7 +103,8 @@ def capture(
         with torch._C.DisableTorchFunction():
             effects = effects_of(tracer, block, before, given, state, inputs)
             effects += [Effect("record", path, None) for path in surroundings.changed()]  # type: ignore[arg-type]
-            out = opened(out, lambda t: _returned(tracer, t))
+            changed = {e.node: t for e in effects for _, t, node in inputs if e.kind == "input" and e.target is node}
+            out = opened(out, lambda t: _returned(tracer, t, changed))
     finally:
         noisy.setLevel(level)
         for n, m in block.named_modules():
@@ -126,10 +127,10 @@ def capture(
     )
 
 
-def _returned(tracer: Tracer, t: torch.Tensor) -> fx.Node:
-    """The node of a result; a copy of an input is not the input itself."""
+def _returned(tracer: Tracer, t: torch.Tensor, changed: dict[fx.Node, torch.Tensor]) -> fx.Node:
+    """The node of a result; a copy of an input is not the input itself. `changed`: inputs that were written to."""
     node = tracer.node_of(t)
-    if node.op == "placeholder" and node.meta["val"] is not t and is_float(t):
+    if (node.op == "placeholder" and node.meta["val"] is not t and is_float(t)) or changed.get(node, t) is not t:
         node = tracer.emit(aten.clone.default, (node,), {})
         tracer.describe(node, t, False)
     return node

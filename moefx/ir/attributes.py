@@ -19,7 +19,15 @@ from torch import nn
 
 OWN = {*vars(nn.Module()), "_compiled_call_impl", "forward"}  # what torch itself keeps, and guards elsewhere
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum, slice, range)
-_MISSING = object()
+
+
+class Missing(enum.Enum):
+    """The value of an attribute that is not there; code may ask whether it is."""
+
+    MISSING = "missing"
+
+
+_MISSING = Missing.MISSING
 
 
 class Where(NamedTuple):
@@ -100,6 +108,8 @@ def unchanged(value: Any) -> Any:
 def same(a: Any, b: Any) -> bool:
     if a is b:
         return True
+    if isinstance(a, Mapping) and isinstance(b, Mapping):  # the copy of one is a dict
+        return a.keys() == b.keys() and all(same(v, b[k]) for k, v in a.items())
     if type(a) is not type(b):
         return False
     try:
@@ -124,6 +134,9 @@ def reading(block: nn.Module, watched: Iterable[Where]) -> Iterator[set[Where]]:
     with contextlib.ExitStack() as stack:
         for (cls, name), places in by_class.items():
             before = vars(cls).get(name, _MISSING)
+            if before is not _MISSING and not is_plain(before):  # the class itself may need it
+                read |= set(places.values())
+                continue
             try:
                 setattr(cls, name, _noting(cls, name, places, read))
             except (TypeError, AttributeError):  # a class of C's: all of it may be read
@@ -133,7 +146,29 @@ def reading(block: nn.Module, watched: Iterable[Where]) -> Iterator[set[Where]]:
                 stack.callback(delattr, cls, name)
             else:
                 stack.callback(setattr, cls, name, before)
+        stack.enter_context(_noting_missing(block, read))
         yield read
+
+
+@contextlib.contextmanager
+def _noting_missing(block: nn.Module, read: set[Where]) -> Iterator[None]:
+    """Attributes that the code asks for and that are not there: `getattr(self, "scale", 1.0)`."""
+    paths = {id(m): path for path, m in block.named_modules()}
+    original = nn.Module.__getattr__
+
+    def get(self: nn.Module, name: str) -> Any:
+        try:
+            return original(self, name)
+        except AttributeError:
+            if id(self) in paths and not name.startswith("_"):
+                read.add(Where(paths[id(self)], name))
+            raise
+
+    nn.Module.__getattr__ = get  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__getattr__ = original  # type: ignore[method-assign]
 
 
 def _noting(cls: type, name: str, places: dict[int, Where], read: set[Where]) -> property:

@@ -114,6 +114,11 @@ class Rewriter:
         self.kept.emit(plan)
         flat = [self.kept.zip_value(list(column), "the output") for column in zip(*[f for f, _ in outs], strict=True)]
         attributes = self._emit_effects(effects)
+        changed = {t.first: self.overwritten[e.target] for e, t in effects if e.kind == "input"}
+        flat = [
+            changed.get(column[0], value) if isinstance(column[0], fx.Node) else value  # `x.add_(y); return x`
+            for value, column in zip(flat, zip(*[f for f, _ in outs], strict=True), strict=True)
+        ]
         self.kept.graph.output(flat)
         _drop_dead(self.kept.graph)
         absorbed = sorted({place.fqn for g in self.match.groups for table in g.tables for place in table})

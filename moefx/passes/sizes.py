@@ -27,6 +27,7 @@ _BINARY = {
     ast.RShift: operator.rshift, ast.BitAnd: operator.and_, ast.BitOr: operator.or_, ast.BitXor: operator.xor,
 }  # fmt: skip
 _REAL = ("{}", "log({})", "sqrt({})", "log2({})", "1/({})", "1/sqrt({})", "({})**0.5", "({})**-0.5", "-({})")
+_SHAPED = (aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.expand.default)
 Spot = tuple  # (twins, "args" or "kwargs", index, ...): where a number stands in a node
 
 
@@ -45,7 +46,7 @@ class Sizes:
         stands, to be looked up in further captures."""
         if len(set(values)) == 1:
             return values[0]
-        if -1 in values:
+        if -1 in values and spot is not None and spot[0].first.target in _SHAPED:
             return -1  # the shape of a view, inferred at some of the sizes
         key = tuple(values)
         if key not in self._known:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import AbsorbedModuleChanged
-from ..ir.attributes import Where, owner_of, same, value_at
+from ..ir.attributes import Missing, Where, owner_of, same, value_at
 from ..ir.block import BlockGraph
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -157,7 +157,7 @@ class _LiveAttributes:
         self.shared: list[tuple[Any, str, Any]] = []  # of the class
         for where, value in values.items():
             owner, name = owner_of(block, where), where.inner or where.name
-            if name in vars(owner):
+            if name in vars(owner) and value is not Missing.MISSING:
                 held.setdefault(id(owner), (owner, {}))[1][name] = value
             else:
                 self.shared.append((owner, name, value))
@@ -177,7 +177,7 @@ class _LiveAttributes:
             return (
                 all([list(map(get, states)) == expected for get, states, expected in self.held])
                 and all([holder.get(name) is it for holder, name, it in self.holders])
-                and all([same(getattr(owner, name), value) for owner, name, value in self.shared])
+                and all([same(getattr(owner, name, Missing.MISSING), value) for owner, name, value in self.shared])
             )
         except Exception:  # gone, or of a kind that does not compare
             return False

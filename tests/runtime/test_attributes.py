@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import logging
 import pickle
 import types
 
@@ -176,3 +177,47 @@ def test_layers_that_differ_in_an_attribute_are_proven_apart(x):
     compiled = moefx.compile(copy.deepcopy(model), example_inputs=(x,))
     torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-12)
     assert [m.calls for m in moefx.explain(compiled).matched] == [(1, 0, 0)] * 3
+
+
+class Settings(dict):
+    """A dict with its keys as attributes."""
+
+    def __getattr__(self, name):
+        if name not in self:
+            raise AttributeError(name)
+        return self[name]
+
+
+class Lenient(nn.Module):
+    """Asks for an attribute that may not be there, and for one of a dict of a class of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.settings = nn.Linear(D, E), Settings(gain=1.5)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(D, 24), nn.ReLU(), nn.Linear(24, D)) for _ in range(E))
+        self.logger = logging.getLogger(__name__)
+
+    def forward(self, x):
+        w, ids = self.router(x).softmax(-1).topk(2)
+        w = w * getattr(self, "late", 1.0) * self.settings.gain
+        out = torch.zeros_like(x)
+        for e in range(E):
+            t, k = torch.where(ids == e)
+            out = out.index_add(0, t, self.experts[e](x[t]) * w[t, k, None])
+        return out
+
+
+def test_attributes_that_are_not_there_and_dicts_of_other_classes():
+    model = nn.Sequential(Lenient()).double()
+    compiled = moefx.compile(model, example_inputs=(torch.randn(9, D, dtype=torch.float64),))
+    x = torch.randn(9, D, dtype=torch.float64)
+    torch.testing.assert_close(compiled(x), model(x))
+    assert len(compiled[0].forward.programs) == 1
+    again = pickle.loads(pickle.dumps(compiled))
+    torch.testing.assert_close(again(x), model(x))
+    assert len(again[0].forward.programs) == 1
+    compiled[0].late = model[0].late = 2.0
+    torch.testing.assert_close(compiled(x), model(x))
+    compiled[0].settings["gain"] = model[0].settings["gain"] = 0.5
+    torch.testing.assert_close(compiled(x), model(x))
+    assert moefx.blocks(compiled)[0].fallbacks == 0

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import moefx
 
@@ -90,7 +91,12 @@ class Chunks(Loop):
         return torch.cat(parts)
 
 
-@pytest.mark.parametrize("kind", [EinsumOfRows, WrittenInto, MovingAverage, LowScores, Normalised])
+class ReentrantCheckpoint(Loop):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=True)
+
+
+@pytest.mark.parametrize("kind", [EinsumOfRows, WrittenInto, MovingAverage, LowScores, Normalised, ReentrantCheckpoint])
 def test_rewritten(kind):
     torch.manual_seed(0)
     model = nn.Sequential(kind()).double()
@@ -113,6 +119,54 @@ def test_a_split_is_a_question_of_the_size():
         for n in (1, 16, 17, 32, 33, 100):
             x = torch.randn(n, D, dtype=torch.float64)
             torch.testing.assert_close(compiled(x), model(x))
+
+
+class AddsToItsInput(Loop):
+    def forward(self, x):
+        x.add_(super().forward(x.clone()))
+        return x
+
+
+class WritesACopy(Loop):
+    def forward(self, x):
+        y = super().forward(x.clone())
+        x.copy_(y)
+        return y
+
+
+@pytest.mark.parametrize("kind", [AddsToItsInput, WritesACopy])
+def test_what_is_returned_is_the_input_where_it_was(kind):
+    model = nn.Sequential(kind()).double()
+    compiled = moefx.compile(model, example_inputs=(torch.randn(9, D, dtype=torch.float64),))
+    for run in (model, compiled):
+        x = torch.randn(9, D, dtype=torch.float64)
+        with torch.no_grad():
+            y = run(x)
+        assert (y is x) == (kind is AddsToItsInput)
+        torch.testing.assert_close(x, y)
+
+
+class ByTask(Loop):
+    """A row of a table, by an integer buffer; all rows are alike when it is compiled."""
+
+    def __init__(self):
+        super().__init__(Mlp)
+        self.register_buffer("task", torch.tensor(0))
+        self.register_buffer("bias", torch.zeros(3, E))
+
+    def route(self, x):
+        return (self.gate(x) + self.bias[self.task]).softmax(-1).topk(self.k, -1)
+
+
+def test_a_row_by_an_integer_buffer():
+    """Rewritten or not, it is the row that the buffer says."""
+    model = nn.Sequential(ByTask()).double()
+    compiled = moefx.compile(model, example_inputs=(torch.randn(9, D, dtype=torch.float64),), strict=False)
+    model[0].bias.normal_()
+    for task in range(3):
+        model[0].task.fill_(task)
+        x = torch.randn(20, D, dtype=torch.float64)
+        torch.testing.assert_close(compiled(x), model(x))
 
 
 class SkipsLoners(Loop):
