@@ -203,3 +203,29 @@ def test_a_capacity_beyond_all_that_is_captured_is_a_guard():
     block = Queue(lambda n: 2000)
     match = rewritten(block).match
     assert match.drop is None and [str(g) for g in match.guards] == [f"S*{K} <= 2000 is True"]
+
+
+class Buffers(nn.Module):
+    """Slots that have a place are compacted into a buffer [E, C, D]; where most are dropped, fewer rows are left than
+    there are tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(D, 5, bias=False)
+        self.up, self.down = (nn.Parameter(torch.randn(5, *s) / 3) for s in ((D, 8), (8, D)))
+
+    def forward(self, x):
+        w, ids = self.gate(x).sigmoid().topk(2)
+        places, flat = (len(x) * 2 + 4) // 5, ids.reshape(-1)
+        hits = torch.nn.functional.one_hot(flat, 5)
+        rank = (hits.cumsum(0) * hits).sum(-1) - 1
+        keep = rank < places
+        token, e, rank = torch.arange(len(x)).repeat_interleave(2)[keep], flat[keep], rank[keep]
+        rows = x.new_zeros(5, places, D)
+        rows[e, rank] = x[token]
+        y = torch.bmm(torch.relu(torch.bmm(rows, self.up)), self.down)
+        return torch.zeros_like(x).index_add(0, token, y[e, rank] * w.reshape(-1)[keep, None])
+
+
+def test_buffers():
+    same(Buffers(), 1, 2, 9, 50, 333)
