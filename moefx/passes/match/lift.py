@@ -113,8 +113,8 @@ class Lifter:
             return []
         found.sort(key=lambda c: c[:2])
         at = line(self.like.cut if self.like is not None else found[0][2])
-        # of one line in a loop the last turn: where the last experts have no tokens, theirs may add nothing. The line of
-        # another capture counts before the rows: where most are dropped, fewer may be left than there are tokens.
+        # Of one line in a loop the last turn: where the last experts have no tokens, theirs may add nothing. The line
+        # of another capture counts before the rows: where most are dropped, fewer may be left than there are tokens.
         found.sort(
             key=lambda c: (
                 self.like is not None and line(c[2]) != at,
