@@ -200,7 +200,7 @@ def run(
     num_parameters = sum(p.numel() for p in original.parameters())
     print(
         f"moefx {moefx.__version__}, torch {torch.__version__}, {platform.machine()}, "
-        f"{torch.get_num_threads()} threads\n"
+        f"{torch.get_num_threads()} thread(s)\n"
         f"A byte-level language model: {num_parameters / 1e6:.1f} M parameters, {config.layers} layers, "
         f"{config.num_experts} experts of hidden size {config.expert_hidden} (top {config.top_k}) and "
         f"{config.shared_experts} shared ones;\n"

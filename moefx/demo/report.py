@@ -33,7 +33,7 @@ def render(result: Result) -> str:
     per_token = costs.tokens * len(result.graphs)
     environment = (
         f"moefx {moefx.__version__}, torch {torch.__version__}, Python {platform.python_version()}, "
-        f"{platform.machine()}, {torch.get_num_threads()} threads"
+        f"{platform.machine()}, {torch.get_num_threads()} thread(s)"
     )
     description = (
         f"A byte-level language model in the style of DeepSeek: {result.num_parameters / 1e6:.1f} M "
