@@ -9,7 +9,6 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from .capture.effects import python_random
-from .capture.inputs import Leaf
 from .ir.binding import leaves_of
 from .pipeline import Result
 from .runtime.module import signature_binder
@@ -54,16 +53,14 @@ def _arguments(block: nn.Module, result: Result, crowd: bool = False) -> Any:
         return None
     args, kwargs = arguments.at(sizes)
     generator = torch.Generator().manual_seed(0)
-    leaves = iter(arguments.tensors)
 
     def real(t: torch.Tensor) -> torch.Tensor:
-        leaf: Leaf = next(leaves)
         if not t.is_floating_point():
             return t.to(device)
         value = torch.randn(t.shape, generator=generator)
         if crowd and t.dim() > arguments.feature:
             value = _alike(value.movedim(arguments.feature, -1)).movedim(-1, arguments.feature)
-        return value.to(device, t.dtype).requires_grad_(leaf.requires_grad or True)
+        return value.to(device, t.dtype).requires_grad_()
 
     return pytree.tree_map_only(torch.Tensor, real, (args, kwargs))
 

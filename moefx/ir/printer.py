@@ -232,8 +232,12 @@ class _Printer:
         return ", ".join([self._value(a) for a in args] + [f"{k}={self._value(v)}" for k, v in kwargs.items()])
 
     def _infix(self, args: Sequence[Any], symbol: str) -> str:
-        left, right = (f"({v})" if a in self.folded and " " in v else v for a in args for v in [self._value(a)])
+        left, right = map(self._operand, args)
         return f"{left} {symbol} {right}"
+
+    def _operand(self, value: Any) -> str:
+        text = self._value(value)
+        return f"({text})" if value in self.folded and " " in text else text  # sizes that are computed stand inline
 
     def _list(self, values: Sequence[Any]) -> str:
         """A list of tensors: expert parameters as ranges; one element or one range stands without

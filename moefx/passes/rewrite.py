@@ -89,8 +89,9 @@ class Rewriter:
                 given = self.kept.made[effect.target]
                 self.overwritten[effect.target] = given
                 self.kept.made[effect.target] = self.kept.call(aten.clone.default, (given,), {}, dict(given.meta))
+        columns = list(zip(*[flat for flat, _ in outs], strict=True))
         roots: list[Twins] = []
-        for column in zip(*[flat for flat, _ in outs], strict=True):
+        for column in columns:
             if isinstance(column[0], fx.Node):
                 roots.append(Twins(column))
         roots += [twins for _, twins in effects]
@@ -112,12 +113,12 @@ class Rewriter:
                     "before moefx.compile",
                 )
         self.kept.emit(plan)
-        flat = [self.kept.zip_value(list(column), "the output") for column in zip(*[f for f, _ in outs], strict=True)]
+        flat = [self.kept.zip_value(list(column), "the output") for column in columns]
         attributes = self._emit_effects(effects)
         changed = {t.first: self.overwritten[e.target] for e, t in effects if e.kind == "input"}
-        flat = [
-            changed.get(column[0], value) if isinstance(column[0], fx.Node) else value  # `x.add_(y); return x`
-            for value, column in zip(flat, zip(*[f for f, _ in outs], strict=True), strict=True)
+        flat = [  # `x.add_(y); return x`
+            changed.get(column[0], value) if isinstance(column[0], fx.Node) else value
+            for value, column in zip(flat, columns, strict=True)
         ]
         self.kept.graph.output(flat)
         _drop_dead(self.kept.graph)

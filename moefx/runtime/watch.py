@@ -157,7 +157,7 @@ class _LiveAttributes:
         self.shared: list[tuple[Any, str, Any]] = []  # of the class
         for where, value in values.items():
             owner, name = owner_of(block, where), where.inner or where.name
-            if name in vars(owner) and value is not Missing.MISSING:
+            if name in vars(owner):
                 held.setdefault(id(owner), (owner, {}))[1][name] = value
             else:
                 self.shared.append((owner, name, value))

@@ -9,6 +9,7 @@ rounds where (a missing upcast) is asked once more in the block's own precision.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import time
 from typing import Any
@@ -82,9 +83,8 @@ def verify_block(
     tokens = sum(v.numel() * v.element_size() for _, v in leaves((args, kwargs)) if isinstance(v, Tensor))
     plan = _precisions(original, max_bytes - 64 * tokens, check.notes)
     given = (args, kwargs or {})
-    states = [*router_states(given, seed), *([("a crowd of tokens", crowd)] if crowd else [])]
     took = 0.0
-    for state, inputs in states:
+    for state, inputs in itertools.chain(router_states(given, seed), [("a crowd of tokens", crowd)] if crowd else []):
         if crowd is not None and inputs is crowd and took * _elements(crowd) > _LONGEST_CROWD * _elements(given):
             check.notes.append(f"{name or 'block'}: {state} not checked, it would take too long")
             continue

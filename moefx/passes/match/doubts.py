@@ -7,6 +7,7 @@ gives to the captures that must agree, or a guard. A form that holds only one wa
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from ...capture.captured import MIXED, Capture, comparisons
 from ...capture.routing import Routing
 from ...capture.sizes import SizeGuard, evaluate
 from ...capture.source import Source
+from ...capture.tracer import Flips
 from ...errors import CaptureError, Refused
 from .agree import same_form
 from .limits import limits, not_reached
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 _MOST_TOKENS = 600  # of a capture that overflows a capacity, or at which a number changed
 _LEVELS = ("floor_divide", "div", "clamp", "clamp_min", "minimum", "maximum", "index", "index_select", "gather",
            "embedding", "bucketize", "searchsorted", "bitwise_right_shift", "__rshift__")  # fmt: skip
+_READ = "a value read from a tensor"
 _LEAK_SIZES = (131, 517, 2053)  # no powers of two: these are often told apart
 
 
@@ -62,14 +65,7 @@ def flip_branches(prover: Prover) -> None:
             else []
         )
         for value in others:
-            try:
-                flipped = prover.lift(Routing("diverse", 0), prover.sizes[0], {source: value})
-                same_form(prover.lifted[0], flipped)
-            except Refused as why:
-                raise _changes(source) from why
-            except Exception:
-                continue  # the other way ends in an error, as it would in the original
-            prover.add(flipped, prover.sizes[0])  # from here on it is one of the captures that must agree
+            _force(prover, source, {source: value}, _READ)
 
 
 def _without_rows(prover: Prover, source: Source) -> None:
@@ -94,7 +90,7 @@ def _without_rows(prover: Prover, source: Source) -> None:
         prover.add(lifted, sizes)
         return
     if why is not None:
-        raise _changes(source) from why
+        raise _changes(source, _READ) from why
 
 
 def mix_comparisons(prover: Prover) -> None:
@@ -112,18 +108,8 @@ def mix_comparisons(prover: Prover) -> None:
             for slot, column in enumerate(val.reshape(-1, lifted.slots).t() if per_slot else [val]):
                 outcomes.setdefault((n.meta["source"], slot), set()).update(column.unique().tolist())
     for source in dict.fromkeys(source for (source, _), seen in outcomes.items() if len(seen) == 1):
-        try:
-            mixed = prover.lift(Routing("diverse", 0), prover.sizes[0], dict.fromkeys(asked[source], MIXED))
-            same_form(prover.lifted[0], mixed)
-        except Refused as why:
-            raise Refused(
-                f"a comparison that came out the same everywhere changes what is computed: {source.text}",
-                source=str(source),
-                remedy="moefx needs one formula for all tokens",
-            ) from why
-        except Exception:
-            continue  # the other way ends in an error (a check for NaN), as it would in the original
-        prover.add(mixed, prover.sizes[0])
+        what = "a comparison that came out the same everywhere"
+        _force(prover, source, dict.fromkeys(asked[source], MIXED), what)
 
 
 def spread_numbers(prover: Prover) -> None:
@@ -145,20 +131,8 @@ def spread_numbers(prover: Prover) -> None:
                 if ranges.decided(n):
                     seen |= {0, 1}
     for (source, op), seen in found.items():
-        if len(seen) != 1:
-            continue
-        try:
-            spread = prover.lift(Routing("diverse", 0), prover.sizes[0], {(source, op): MIXED})
-            same_form(prover.lifted[0], spread)
-        except Refused as why:
-            raise Refused(
-                f"a number that is {seen.pop()} for few tokens changes what is computed: {source.text}",
-                source=str(source),
-                remedy="moefx needs one formula for all tokens",
-            ) from why
-        except Exception:
-            continue  # other numbers end in an error, as they would in the original
-        prover.add(spread, prover.sizes[0])
+        if len(seen) == 1:
+            _force(prover, source, {(source, op): MIXED}, f"a number that is {seen.pop()} for few tokens")
 
 
 def overflow(prover: Prover) -> None:
@@ -234,15 +208,16 @@ def leaked_sizes(prover: Prover) -> None:
     below = max(math.prod(sizes.values()) for sizes in prover.sizes)
     moved = False
 
-    def differs(tokens: int, in_numbers: bool = False) -> bool:
-        """Raises `CaptureError` where a loop over the tokens makes a program too long to look at."""
+    @functools.cache
+    def differs(tokens: int) -> tuple[bool, bool]:
+        """Whether other lines run, and whether numbers are others. Raises `CaptureError` where a loop over the tokens
+        makes a program too long to look at."""
         sizes = prover.arguments.sequence(tokens)
         if not all(g.holds(sizes) for g in prover.seen_guards()):
-            return False
+            return False, False
         taken = prover.capture(crowd, sizes, most=most)
-        if in_numbers:
-            return any(place in same and v not in (None, same[place]) for place, v in numbers(taken.nodes).items())
-        return not (always <= _lines(taken) <= every)
+        moved = any(place in same and v not in (None, same[place]) for place, v in numbers(taken.nodes).items())
+        return not (always <= _lines(taken) <= every), moved
 
     def only_below(high: int) -> SizeGuard:
         return SizeGuard("*".join(prover.arguments.dims), "lt", str(high), True)
@@ -251,14 +226,14 @@ def leaked_sizes(prover: Prover) -> None:
         if tokens <= below:
             continue
         try:
-            if differs(tokens):
-                prover.extra_guards.append(only_below(_first(differs, below, tokens)))
-                return
-            moves = not moved and differs(tokens, in_numbers=True)
+            other_lines, other_numbers = differs(tokens)
         except CaptureError:
             return  # its lines are those of the smaller sizes
-        if moves:
-            first = _first(lambda n: differs(n, in_numbers=True), below, tokens)
+        if other_lines:
+            prover.extra_guards.append(only_below(_first(lambda n: differs(n)[0], below, tokens)))
+            return
+        if other_numbers and not moved:
+            first = _first(lambda n: differs(n)[1], below, tokens)
             if not _also_at(prover, first, only_below(first)):
                 prover.extra_guards.append(only_below(first))
                 return
@@ -292,9 +267,21 @@ def _also_at(prover: Prover, tokens: int, below: SizeGuard) -> bool:
     return True
 
 
-def _changes(source: Source) -> Refused:
+def _force(prover: Prover, source: Source, flips: Flips, what: str) -> None:
+    """Have the program go the other way; from here on that is one of the captures that must agree."""
+    try:
+        forced = prover.lift(Routing("diverse", 0), prover.sizes[0], flips)
+        same_form(prover.lifted[0], forced)
+    except Refused as why:
+        raise _changes(source, what) from why
+    except Exception:
+        return  # the other way ends in an error (a check for NaN), as it would in the original
+    prover.add(forced, prover.sizes[0])
+
+
+def _changes(source: Source, what: str) -> Refused:
     return Refused(
-        f"a value read from a tensor changes what is computed: {source.text}",
+        f"{what} changes what is computed: {source.text}",
         source=str(source),
         remedy="moefx needs one formula for all tokens",
     )

@@ -113,16 +113,15 @@ class Lifter:
             return []
         found.sort(key=lambda c: c[:2])
         at = line(self.like.cut if self.like is not None else found[0][2])
-        # Of one line in a loop the last turn: where the last experts have no tokens, theirs may add nothing. The line
-        # of another capture counts before the rows: where most are dropped, fewer may be left than there are tokens.
-        found.sort(
-            key=lambda c: (
-                self.like is not None and line(c[2]) != at,
-                c[0],
-                line(c[2]) != at,
-                -c[1] if line(c[2]) == at else c[1],
-            )
-        )
+
+        def likelihood(candidate: tuple[int, int, fx.Node]) -> tuple:
+            # Of one line in a loop the last turn: where the last experts have no tokens, theirs may add nothing. The
+            # line of another capture counts before the rows: where most are dropped, fewer may be left than tokens.
+            rows, position, n = candidate
+            elsewhere = line(n) != at
+            return self.like is not None and elsewhere, rows, elsewhere, position if elsewhere else -position
+
+        found.sort(key=likelihood)
         return [n for _, _, n in found]
 
     def _source_of_experts(self) -> str:
