@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import inspect
-import sys
 import types
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -17,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..ir.attributes import OTHERS, OWN, is_plain, names_in
+from ..ir.attributes import OWN, is_plain
+from ..ir.reached import Global, is_users, reached
 from .captured import tensors_in
 from .effects import refill, same_items
 
@@ -39,10 +38,11 @@ class Surroundings:
                     self._visit(f"{prefix}.{name}".lstrip("."), value)
         own = [v for m in block.modules() for v in vars(m).values() if isinstance(v, _FUNCTIONS)]
         names, classes = _reached(frozenset([*map(type, block.modules()), *(getattr(f, "__func__", f) for f in own)]))
-        for path, namespace, name in names:
-            if name in namespace:
-                self._hold_name(path, namespace, name)
-                self._visit(path, namespace[name])
+        for one in names:
+            if one.name in one.namespace:
+                path = f"{one.module}.{one.name}"
+                self._hold_name(path, one.namespace, one.name)
+                self._visit(path, one.value)
         for cls in classes:
             self._hold_class(cls)
         self._visit("an argument", arguments)
@@ -72,7 +72,7 @@ class Surroundings:
         elif isinstance(value, _FUNCTIONS):
             self._seen.add(id(value))
             inner = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
-        elif (_is_users(type(value)) or type(value) is types.SimpleNamespace) and hasattr(value, "__dict__"):
+        elif (is_users(type(value)) or type(value) is types.SimpleNamespace) and hasattr(value, "__dict__"):
             self._seen.add(id(value))
             own = vars(value)
             self._held.append((path, own, _items(own), functools.partial(refill, own)))
@@ -127,38 +127,10 @@ def _is_filled_cache(before: Any, now: Any) -> bool:
     return not any(is_plain(v) or tensors_in(v) or tensors_in(getattr(v, "__dict__", ())) for v in now.values())
 
 
-def _is_users(cls: Any) -> bool:
-    return (getattr(cls, "__module__", None) or "builtins").split(".")[0] not in OTHERS | sys.stdlib_module_names
-
-
 @functools.lru_cache(maxsize=64)
-def _reached(code: frozenset[Any]) -> tuple[list[tuple[str, dict[str, Any], str]], list[type]]:
-    """(path, namespace, name) of the globals that these classes and functions name, with the functions and classes that
-    they name; and all these classes."""
-    users: list[type] = []
-    found: list[tuple[str, dict[str, Any], str]] = []
-    todo: list[Any] = [c for thing in code for c in (thing.__mro__ if isinstance(thing, type) else [thing])]
-    seen: set[int] = set()
-    while todo:
-        thing = todo.pop()
-        if id(thing) in seen or not _is_users(thing):
-            continue
-        seen.add(id(thing))
-        if isinstance(thing, type):
-            users.append(thing)
-            todo += [getattr(v, "fget", None) or getattr(v, "__func__", v) for v in vars(thing).values()]
-            continue
-        thing = inspect.unwrap(thing) if callable(thing) else thing
-        if not isinstance(thing, types.FunctionType):
-            continue
-        for name in names_in(thing.__code__) & thing.__globals__.keys():
-            value = thing.__globals__[name]
-            if isinstance(value, (types.FunctionType, type)):
-                todo.append(value)
-            elif not isinstance(value, types.ModuleType):
-                found.append((f"{thing.__module__}.{name}", thing.__globals__, name))
-                todo.append(type(value))
-    return found, users
+def _reached(code: frozenset[Any]) -> tuple[list[Global], list[type]]:
+    """Once a block, not once a capture."""
+    return reached(code)
 
 
 __all__ = ["Surroundings"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
-import inspect
 import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+
+from .reached import OTHERS, reached
 
 OWN = {*vars(nn.Module()), "_compiled_call_impl", "forward"}  # what torch itself keeps, and guards elsewhere
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum, slice, range)
@@ -27,16 +28,21 @@ class Missing(enum.Enum):
     MISSING = "missing"
 
 
-_MISSING = Missing.MISSING
+MISSING = Missing.MISSING
 
 
 class Where(NamedTuple):
-    """An attribute of a submodule, or of an object (a configuration) that hangs there; or a global of a Python module,
-    whose name then stands behind an `@`."""
+    """An attribute of a submodule, or of an object (a configuration) that hangs there, or of one in that: `inner` is a
+    dotted path; or a global of a Python module, whose name then stands behind an `@`."""
 
     module: str
     name: str
     inner: str = ""
+
+    @property
+    def last(self) -> str:
+        """The attribute's own name."""
+        return (self.inner or self.name).rpartition(".")[2]
 
     def __str__(self) -> str:
         return ".".join(filter(None, self)).removeprefix("@")
@@ -50,52 +56,47 @@ def attributes(block: nn.Module) -> dict[Where, Any]:
             if isinstance(value, nn.Module) or (name in OWN and not (name == "training" and path)):
                 continue  # the block's own mode is a matter of the specialisation
             found[Where(path, name)] = value
-            if not is_plain(value) and not isinstance(value, torch.Tensor) and hasattr(value, "__dict__"):
-                found |= {Where(path, name, k): v for k, v in _attributes_of(value).items()}
+            found |= {Where(path, name, inner): v for inner, v in _inside(value).items()}
     return found
+
+
+def _inside(thing: Any, depth: int = 3) -> dict[str, Any]:
+    """The attributes of an object, and of the configurations in it, by their paths."""
+    if not depth or is_plain(thing) or isinstance(thing, (torch.Tensor, types.ModuleType)):
+        return {}
+    if not hasattr(thing, "__dict__") or (depth < 3 and not _is_configuration(thing)):
+        return {}
+    found = _attributes_of(thing)
+    return found | {f"{k}.{inner}": v for k, value in found.items() for inner, v in _inside(value, depth - 1).items()}
+
+
+def _is_configuration(thing: Any) -> bool:
+    """Rather than a logger or a process group, that lead to much that is nothing to the block."""
+    if isinstance(thing, nn.Module):
+        return False
+    root = type(thing).__module__.split(".")[0]
+    return root in ("types", "argparse") or root not in {"torch", "builtins", "numpy", *sys.stdlib_module_names}
 
 
 def globals_of(block: nn.Module) -> dict[Where, Any]:
-    """Plain globals that the code of a block names: its own classes, and the functions and classes that these name."""
+    """Plain globals that the code of a block names, and plain attributes of the objects among them."""
     found: dict[Where, Any] = {}
-    todo: list[Any] = list({type(module) for module in block.modules()})
-    seen: set[int] = set()
-    while todo:
-        thing = todo.pop()
-        if id(thing) in seen or (getattr(thing, "__module__", None) or "torch").split(".")[0] in OTHERS:
-            continue
-        seen.add(id(thing))
-        if isinstance(thing, type):
-            todo += [*thing.__mro__[1:], *[getattr(v, "fget", v) for v in vars(thing).values()]]
-            continue
-        thing = inspect.unwrap(thing) if callable(thing) else thing
-        if not isinstance(thing, types.FunctionType) or thing.__module__ not in sys.modules:
-            continue
-        names = names_in(thing.__code__)
-        for name in names & thing.__globals__.keys():
-            value = thing.__globals__[name]
-            if isinstance(value, (types.FunctionType, type)):
-                todo.append(value)
-            elif is_plain(value) and not callable(value):
-                found[Where(f"@{thing.__module__}", name)] = value
-            elif (getattr(value, "__module__", None) or "").split(".")[0] not in OTHERS and hasattr(value, "__dict__"):
-                inner = {k: v for k, v in vars(value).items() if k in names and is_plain(v) and not callable(v)}
-                found |= {Where(f"@{thing.__module__}", name, k): v for k, v in inner.items()}
+    for one in reached({type(module) for module in block.modules()})[0]:
+        python = sys.modules.get(one.module)
+        if python is None or vars(python) is not one.namespace:
+            continue  # code that was made on the fly
+        where, value = Where(f"@{one.module}", one.name), one.value
+        if is_plain(value):
+            found |= {} if callable(value) else {where: value}
+        elif type(value).__module__.split(".")[0] not in OTHERS and hasattr(value, "__dict__"):
+            inner = {k: v for k, v in vars(value).items() if k in one.used and is_plain(v) and not callable(v)}
+            found |= {where._replace(inner=k): v for k, v in inner.items()}
     return found
-
-
-OTHERS = {"torch", "builtins", "transformers", "typing", "collections", "functools", "moefx", "numpy"}
-
-
-def names_in(code: types.CodeType) -> set[str]:
-    nested = [names_in(c) for c in code.co_consts if isinstance(c, types.CodeType)]
-    return set(code.co_names).union(*nested)
 
 
 def value_at(block: nn.Module, where: Where) -> Any:
     """The value of an attribute now; something equal to nothing where it is gone."""
-    owner = owner_of(block, where)
-    return getattr(owner, where.inner or where.name, _MISSING)
+    return getattr(owner_of(block, where), where.last, MISSING)
 
 
 def unchanged(value: Any) -> Any:
@@ -130,11 +131,11 @@ def reading(block: nn.Module, watched: Iterable[Where]) -> Iterator[set[Where]]:
     by_class: dict[tuple[type, str], dict[int, Where]] = {}
     for where in watched:
         owner = owner_of(block, where)
-        by_class.setdefault((type(owner), where.inner or where.name), {})[id(owner)] = where
+        by_class.setdefault((type(owner), where.last), {})[id(owner)] = where
     with contextlib.ExitStack() as stack:
         for (cls, name), places in by_class.items():
-            before = vars(cls).get(name, _MISSING)
-            if before is not _MISSING and not is_plain(before):  # the class itself may need it
+            before = vars(cls).get(name, MISSING)
+            if before is not MISSING and not is_plain(before):  # the class itself may need it
                 read |= set(places.values())
                 continue
             try:
@@ -142,7 +143,7 @@ def reading(block: nn.Module, watched: Iterable[Where]) -> Iterator[set[Where]]:
             except (TypeError, AttributeError):  # a class of C's: all of it may be read
                 read |= set(places.values())
                 continue
-            if before is _MISSING:
+            if before is MISSING:
                 stack.callback(delattr, cls, name)
             else:
                 stack.callback(setattr, cls, name, before)
@@ -172,13 +173,13 @@ def _noting_missing(block: nn.Module, read: set[Where]) -> Iterator[None]:
 
 
 def _noting(cls: type, name: str, places: dict[int, Where], read: set[Where]) -> property:
-    default = getattr(cls, name, _MISSING)
+    default = getattr(cls, name, MISSING)
 
     def get(self: Any) -> Any:
         if id(self) in places:
             read.add(places[id(self)])
         value = vars(self).get(name, default)
-        if value is _MISSING:
+        if value is MISSING:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return value
 
@@ -189,11 +190,17 @@ def _noting(cls: type, name: str, places: dict[int, Where], read: set[Where]) ->
 
 def owner_of(block: nn.Module, where: Where) -> Any:
     """The object that holds an attribute; None if it is gone."""
-    if where.module.startswith("@"):
-        python = sys.modules.get(where.module[1:])
-        return getattr(python, where.name, None) if where.inner else python
-    module = block.get_submodule(where.module)
-    return getattr(module, where.name, None) if where.inner else module
+    return holders_of(block, where)[-1][1]
+
+
+def holders_of(block: nn.Module, where: Where) -> list[tuple[str, Any]]:
+    """The objects on the way to an attribute, each with its name in the one before."""
+    python = where.module.startswith("@")
+    found = [("", sys.modules.get(where.module[1:]) if python else block.get_submodule(where.module))]
+    if where.inner:
+        for name in [where.name, *where.inner.split(".")[:-1]]:
+            found.append((name, getattr(found[-1][1], name, None)))
+    return found
 
 
 def _attributes_of(thing: Any) -> dict[str, Any]:
@@ -216,6 +223,6 @@ def is_plain(value: Any, depth: int = 2) -> bool:
 
 
 __all__ = [
-    "OTHERS", "OWN", "Where", "attributes", "globals_of", "is_plain", "names_in", "owner_of", "reading", "same",
+    "MISSING", "OWN", "Where", "attributes", "globals_of", "holders_of", "is_plain", "owner_of", "reading", "same",
     "unchanged", "value_at",
 ]  # fmt: skip

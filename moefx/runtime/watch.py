@@ -9,6 +9,7 @@ the last look.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import Any
@@ -17,7 +18,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import AbsorbedModuleChanged
-from ..ir.attributes import Missing, Where, owner_of, same, value_at
+from ..ir.attributes import MISSING, Where, holders_of, same, value_at
 from ..ir.block import BlockGraph
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -156,13 +157,15 @@ class _LiveAttributes:
         self.holders: list[tuple[dict[str, Any], str, Any]] = []
         self.shared: list[tuple[Any, str, Any]] = []  # of the class
         for where, value in values.items():
-            owner, name = owner_of(block, where), where.inner or where.name
+            holders, name = holders_of(block, where), where.last
+            owner = holders[-1][1]
             if name in vars(owner):
                 held.setdefault(id(owner), (owner, {}))[1][name] = value
             else:
                 self.shared.append((owner, name, value))
-            if where.inner:
-                self.holders.append((vars(owner_of(block, where._replace(inner=""))), where.name, owner))
+            self.holders += [
+                (vars(outer), held_as, inner) for (_, outer), (held_as, inner) in itertools.pairwise(holders)
+            ]
         alike: dict[tuple[str, ...], list[tuple[Any, dict[str, Any]]]] = {}
         for owner, own in held.values():
             alike.setdefault(tuple(own), []).append((vars(owner), own))
@@ -177,7 +180,7 @@ class _LiveAttributes:
             return (
                 all([list(map(get, states)) == expected for get, states, expected in self.held])
                 and all([holder.get(name) is it for holder, name, it in self.holders])
-                and all([same(getattr(owner, name, Missing.MISSING), value) for owner, name, value in self.shared])
+                and all([same(getattr(owner, name, MISSING), value) for owner, name, value in self.shared])
             )
         except Exception:  # gone, or of a kind that does not compare
             return False

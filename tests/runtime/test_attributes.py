@@ -15,6 +15,8 @@ from torch import nn
 
 import moefx
 
+from . import scales
+
 D, E = 16, 4
 GAIN = 1.0
 SETTINGS = {"temperature": 1.0}
@@ -74,8 +76,8 @@ def x():
     return torch.randn(30, D, dtype=torch.double)
 
 
-def pair(x):
-    model = Block().double()
+def pair(x, kind=Block):
+    model = kind().double()
     return model, moefx.compile(copy.deepcopy(model), example_inputs=(x,))
 
 
@@ -129,6 +131,53 @@ def test_a_changed_global_object_is_compiled_anew(monkeypatch, x):
     monkeypatch.setattr(NAMESPACE, "offset", -1.0)
     torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
     assert calls(compiled) == (2, 0, 1)
+
+
+def test_a_setting_deep_in_a_configuration(x):
+    class Nested(Block):
+        def __init__(self):
+            super().__init__()
+            self.settings = types.SimpleNamespace(moe=types.SimpleNamespace(output=types.SimpleNamespace(scale=1.0)))
+
+        def forward(self, x):
+            return super().forward(x) * self.settings.moe.output.scale
+
+    model, compiled = pair(x, Nested)
+    for m in (model, compiled):
+        m.settings.moe.output.scale = 3.0
+    torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
+    assert calls(compiled) == (1, 0, 1)
+    for m in (model, compiled):  # an equal object in its place, then another one
+        m.settings.moe = types.SimpleNamespace(output=types.SimpleNamespace(scale=3.0))
+    torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
+    for m in (model, compiled):
+        m.settings.moe = types.SimpleNamespace(output=types.SimpleNamespace(scale=0.5))
+    torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
+    assert calls(compiled) == (3, 0, 2)
+
+
+class Calibration:
+    @classmethod
+    def of(cls, y):
+        return y * scales.SCALE
+
+
+class Helped(Block):
+    def forward(self, x):
+        return scales.scaled(super().forward(x))
+
+
+class Calibrated(Block):
+    def forward(self, x):
+        return Calibration.of(super().forward(x))
+
+
+@pytest.mark.parametrize("kind", [Helped, Calibrated])
+def test_a_changed_setting_of_another_module_is_compiled_anew(kind, monkeypatch, x):
+    model, compiled = pair(x, kind)
+    monkeypatch.setattr(scales, "SCALE", -2.0)
+    torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
+    assert calls(compiled) == (1, 0, 1)
 
 
 def test_dynamo_guards_them(monkeypatch, x):

@@ -1,0 +1,93 @@
+"""What the code of a block names, from outside: globals, through the functions and classes that it uses."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+# what is no part of the user's program, and is taken to stay as it is
+OTHERS = {"torch", "builtins", "transformers", "typing", "collections", "functools", "moefx", "numpy"}
+
+
+class Global(NamedTuple):
+    """A name of a Python module, and the names that the code which reads it uses: attributes of it may be among
+    them."""
+
+    module: str
+    namespace: dict[str, Any]
+    name: str
+    used: frozenset[str]
+
+    @property
+    def value(self) -> Any:
+        return self.namespace.get(self.name)
+
+
+def reached(code: Iterable[Any]) -> tuple[list[Global], list[type]]:
+    """The globals that these classes and functions name, with the functions, classes and modules that they name; and
+    all these classes."""
+    users: list[type] = []
+    found: dict[tuple[str, str], Global] = {}
+    todo: list[Any] = [c for thing in code for c in (thing.__mro__ if isinstance(thing, type) else [thing])]
+    seen: set[int] = set()
+    while todo:
+        thing = todo.pop()
+        if id(thing) in seen or not is_users(thing):
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, type):
+            users.append(thing)
+            todo += [*thing.__mro__[1:], *[_function(v) for v in vars(thing).values()]]
+            continue
+        thing = inspect.unwrap(thing) if callable(thing) else thing
+        if not isinstance(thing, types.FunctionType):
+            continue
+        names = _names_in(thing.__code__)
+        for space in _namespaces(thing.__globals__, names):
+            for name in names & space.keys():
+                value = space[name]
+                if isinstance(value, (types.FunctionType, type)):
+                    todo.append(value)
+                elif not isinstance(value, types.ModuleType):
+                    key = space.get("__name__", ""), name
+                    used = names | found[key].used if key in found else names
+                    found[key] = Global(key[0], space, name, used)
+                    todo.append(type(value))
+    return list(found.values()), users
+
+
+def _namespaces(own: dict[str, Any], names: frozenset[str]) -> Iterator[dict[str, Any]]:
+    """The globals of a function, and those of the modules among them that it names."""
+    todo, seen = [own], {id(own)}
+    while todo:
+        yield (space := todo.pop())
+        for name in names & space.keys():
+            value = space[name]
+            if isinstance(value, types.ModuleType) and _of_user(value.__name__) and id(vars(value)) not in seen:
+                seen.add(id(vars(value)))
+                todo.append(vars(value))
+
+
+def is_users(thing: Any) -> bool:
+    """Whether a class or a function is of the user's program, not of a library that it stands on."""
+    return _of_user(getattr(thing, "__module__", None) or "builtins")
+
+
+def _of_user(name: str) -> bool:
+    return name.split(".")[0] not in OTHERS | sys.stdlib_module_names
+
+
+def _function(member: Any) -> Any:
+    """Of a class: of a property and of a class or static method, the function."""
+    return getattr(member, "fget", None) or getattr(member, "__func__", member)
+
+
+def _names_in(code: types.CodeType) -> frozenset[str]:
+    nested = [_names_in(c) for c in code.co_consts if isinstance(c, types.CodeType)]
+    return frozenset(code.co_names).union(*nested)
+
+
+__all__ = ["OTHERS", "Global", "is_users", "reached"]
