@@ -230,7 +230,8 @@ def program_of(
     absorbed = absorbed_names(block, result.graph, result.rewritten.repeated)
     written = {str(e.target) for lifted in result.match.lifted for e in lifted.capture.effects}
     values = {w: value_at(block, w) for w in sorted(read) if str(w) not in written}
-    relied = {w: unchanged(v) for w, v in {**values, **globals_of(block)}.items() if is_plain(v)}
+    plain = {w: v for w, v in values.items() if is_plain(v) or (w.inner and isinstance(v, torch.Tensor))}
+    relied = {w: unchanged(v) for w, v in {**plain, **globals_of(block)}.items()}
     return Program(key, result.history, absorbed, _guards(result), relied)
 
 

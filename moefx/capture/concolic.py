@@ -102,7 +102,8 @@ def capture(
             out = torch.func.functional_call(block, state, args, kwargs, strict=False, tie_weights=False)
         with torch._C.DisableTorchFunction():
             effects = effects_of(tracer, block, before, given, state, inputs)
-            effects += [Effect("record", path, None) for path in surroundings.changed()]  # type: ignore[arg-type]
+            foreign = [tracer.named.get(i, "a tensor that is no buffer") for i in tracer.overwritten]
+            effects += [Effect("record", path, None) for path in [*surroundings.changed(), *foreign]]  # type: ignore[arg-type]
             changed = {e.node: t for e in effects for _, t, node in inputs if e.kind == "input" and e.target is node}
             out = opened(out, lambda t: _returned(tracer, t, changed))
     finally:
@@ -112,6 +113,9 @@ def capture(
         for now, old in hooks:  # models install hooks when first called
             refill(now, old)
         surroundings.restore()
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            for t, value in tracer.overwritten.values():
+                t.copy_(value)
     tracer.graph.output(None)
     return Capture(
         tracer.graph,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.hooks import RemovableHandle
 
 from .captured import autocast_dtype, is_float, tensors_in
 from .counts import LENGTH, counted
@@ -53,6 +55,14 @@ class Functions(TorchFunctionMode):
             return self._numbers(args[0], func(*args, **options))
         if func is torch.Tensor.__int__:
             return int(self._numbers(args[0], func(*args, **options)))
+        if func == _REQUIRES_GRAD:
+            return tracer.asks_for_grad(args[0])
+        if func in _HOOKS:
+            tracer.refuse(
+                f"the block calls {func.__name__} on a tensor: what that does to gradients is not part of a capture",
+                "use a torch.autograd.Function, or call it outside of the block",
+            )
+            return RemovableHandle(OrderedDict())
         whole = _WHOLE.get(func)
         tensors = tensors_in(args) if whole is not None else []
         if whole is None or not any(is_float(t) for t in tensors) or any(map(_is_batched, tensors)):
@@ -102,4 +112,6 @@ _SIZES = {
 # arguments that may come by name
 _NAMES = {F.linear: ("input", "weight", "bias"), torch.matmul: ("input", "other")}
 _NUMBERS = {torch.Tensor.item, torch.Tensor.tolist}
+_REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_HOOKS = {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook, torch.Tensor.retain_grad}
 _COUNTS = {torch.Tensor.numel, torch.Tensor.nelement, torch.numel}

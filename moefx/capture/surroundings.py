@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..ir.attributes import OWN, is_plain
-from ..ir.reached import Global, is_users, reached
+from ..ir.reached import Reached, is_users, reached
 from .captured import tensors_in
 from .effects import refill, same_items
 
@@ -37,13 +37,13 @@ class Surroundings:
                 if name not in OWN:
                     self._visit(f"{prefix}.{name}".lstrip("."), value)
         own = [v for m in block.modules() for v in vars(m).values() if isinstance(v, _FUNCTIONS)]
-        names, classes = _reached(frozenset([*map(type, block.modules()), *(getattr(f, "__func__", f) for f in own)]))
-        for one in names:
+        code = _reached(frozenset([*map(type, block.modules()), *(getattr(f, "__func__", f) for f in own)]))
+        for one in code.globals:
             if one.name in one.namespace:
                 path = f"{one.module}.{one.name}"
                 self._hold_name(path, one.namespace, one.name)
                 self._visit(path, one.value)
-        for cls in classes:
+        for cls in code.classes:
             self._hold_class(cls)
         self._visit("an argument", arguments)
 
@@ -52,16 +52,20 @@ class Surroundings:
         return [
             path
             for path, thing, items, _ in self._held
-            if not same_items(now := _items(thing), items) and not _is_filled_cache(items, now)
+            if not _same(now := _items(thing), items) and not _is_filled_cache(items, now)
         ]
 
     def restore(self) -> None:
         for _, thing, items, put in self._held:
-            if not same_items(_items(thing), items):
+            if not _same(_items(thing), items):
                 put(items)
 
     def _visit(self, path: str, value: Any, depth: int = _DEPTH) -> None:
         if id(value) in self._seen or isinstance(value, (nn.Module, torch.Tensor, type, types.ModuleType)):
+            return
+        if _is_array(value):
+            self._seen.add(id(value))
+            self._held.append((path, value, value.copy(), functools.partial(value.__setitem__, ...)))
             return
         if isinstance(value, _CONTAINERS):
             self._seen.add(id(value))
@@ -111,8 +115,19 @@ class _Class:
         self.cls = cls
 
 
+def _is_array(value: Any) -> bool:
+    """Of NumPy, which need not be there."""
+    return type(value).__module__ == "numpy" and type(value).__name__ == "ndarray" and value.dtype != object
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a.tobytes() == b.tobytes() if _is_array(a) else same_items(a, b)
+
+
 def _items(thing: Any) -> Any:
     """The contents, as a copy."""
+    if _is_array(thing):
+        return thing.copy()
     if isinstance(thing, _Name):
         return [thing.namespace.get(thing.name)]
     if isinstance(thing, _Class):
@@ -128,7 +143,7 @@ def _is_filled_cache(before: Any, now: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=64)
-def _reached(code: frozenset[Any]) -> tuple[list[Global], list[type]]:
+def _reached(code: frozenset[Any]) -> Reached:
     """Once a block, not once a capture."""
     return reached(code)
 

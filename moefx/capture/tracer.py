@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..errors import CaptureError
+from ..errors import CaptureError, Refused
 from .captured import COMPARISONS, CONTRACTIONS, MIXED, SHAPE_ONLY, Call, HostRead, is_float, map_tensors, tensors_in
 from .counts import LENGTH, Count, Share, tells_empty
 from .recorder import Recorder
@@ -41,6 +41,9 @@ class Tracer(Recorder):
         self.calls: list[Call] = []
         self.sizes = SizeLog()
         self.modes_read: set[str] = set()
+        self.refusals: list[Refused] = []
+        self.literals: set[int] = set()  # tensors that the program made of Python's numbers, by id
+        self.overwritten: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # tensors of others, and what they held
         self.quiet = 0  # inside an operation that is recorded whole
         self.touched = False  # whether the op at work was called with a number of the routing
 
@@ -114,6 +117,17 @@ class Tracer(Recorder):
         self.reads.append(HostRead(source, value, count.expr if isinstance(count.expr, fx.Node) else None, (op, other)))
         return value
 
+    def asks_for_grad(self, t: torch.Tensor) -> bool:
+        """Whether a tensor requires a gradient, which is not known here: it may come out either way."""
+        source = user_source()
+        value = bool(self.flips.get(source, t.requires_grad))
+        self.reads.append(HostRead(source, value, None))
+        return value
+
+    def refuse(self, reason: str, remedy: str) -> None:
+        """The program does here what a block must not do; other modules may."""
+        self.refusals.append(Refused(reason, source=str(user_source()), remedy=remedy))
+
     def leak(self, expr: Any) -> None:
         self.sizes.routed = True
 
@@ -157,7 +171,10 @@ class Tracer(Recorder):
                 node = self._constant(t)
                 fake = node.meta["val"]
                 self.track(fake, node)
+                self.literals.add(id(fake))
                 return fake
+        self.literals.add(id(t))
+        self.keep.append(t)
         return t
 
     def _host_read(self, t: torch.Tensor) -> Any:
@@ -185,6 +202,10 @@ class Tracer(Recorder):
             return self.record(aten.index.Tensor, (args[0], self._integer_indices([args[1].expand(args[0].shape)])), {})
         if func is aten.clone.default:
             return self._same_value(func, args, kwargs)
+        if kwargs.get("generator") is not None:
+            self.refuse(
+                "the block draws random numbers from a generator of its own", "draw them from torch's default generator"
+            )
         schema = func._schema
         written = [i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
         node_args, node_kwargs = map_tensors((args, kwargs), self.node_of)
@@ -326,6 +347,8 @@ class Tracer(Recorder):
         if torch.Tag.inplace_view in func.tags:  # `t.transpose_(0, 1)`: the node of before keeps its shape
             for t in targets:
                 self.node_of(t).meta["val"] = self.to_fake(torch.empty_like(t, device="meta"))
+        for t in targets:
+            self._keep_foreign(t)
         if any(not isinstance(t, FakeTensor) for t in targets):
             cargs, ckwargs = map_tensors((args, kwargs), self.concrete)
             func(*cargs, **ckwargs)  # the real integer tensor changes under the user's eyes
@@ -346,6 +369,14 @@ class Tracer(Recorder):
             self.describe(part, t, known)
             self.mutate(t, part)
         return targets[0] if len(targets) == 1 else tuple(targets)
+
+    def _keep_foreign(self, t: torch.Tensor) -> None:
+        """Before a tensor that was there before the call, and is neither buffer nor argument, is written to."""
+        self.node_of(t)
+        root = self.root(t)
+        kind = self.node_of(root).meta.get("kind")
+        if kind in ("constant", "attribute") and id(root) not in self.literals:
+            self.overwritten.setdefault(id(root), (root, root.detach().clone()))
 
     def _converted(self, source: torch.Tensor, like: torch.Tensor) -> fx.Node:
         """What `like.copy_(source)` leaves in `like`."""

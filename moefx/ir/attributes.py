@@ -64,7 +64,7 @@ def _inside(thing: Any, depth: int = 3) -> dict[str, Any]:
     """The attributes of an object, and of the configurations in it, by their paths."""
     if not depth or is_plain(thing) or isinstance(thing, (torch.Tensor, types.ModuleType)):
         return {}
-    if not hasattr(thing, "__dict__") or (depth < 3 and not _is_configuration(thing)):
+    if depth < 3 and not _is_configuration(thing):
         return {}
     found = _attributes_of(thing)
     return found | {f"{k}.{inner}": v for k, value in found.items() for inner, v in _inside(value, depth - 1).items()}
@@ -81,16 +81,18 @@ def _is_configuration(thing: Any) -> bool:
 def globals_of(block: nn.Module) -> dict[Where, Any]:
     """Plain globals that the code of a block names, and plain attributes of the objects among them."""
     found: dict[Where, Any] = {}
-    for one in reached({type(module) for module in block.modules()})[0]:
+    code = reached({type(module) for module in block.modules()})
+    used = code.names
+    for one in code.globals:
         python = sys.modules.get(one.module)
         if python is None or vars(python) is not one.namespace:
             continue  # code that was made on the fly
         where, value = Where(f"@{one.module}", one.name), one.value
         if is_plain(value):
             found |= {} if callable(value) else {where: value}
-        elif type(value).__module__.split(".")[0] not in OTHERS and hasattr(value, "__dict__"):
-            inner = {k: v for k, v in vars(value).items() if k in one.used and is_plain(v) and not callable(v)}
-            found |= {where._replace(inner=k): v for k, v in inner.items()}
+        elif type(value).__module__.split(".")[0] not in OTHERS:
+            inner = {k: v for k, v in _inside(value).items() if used.issuperset(k.split("."))}
+            found |= {where._replace(inner=k): v for k, v in inner.items() if is_plain(v) and not callable(v)}
     return found
 
 
@@ -99,20 +101,54 @@ def value_at(block: nn.Module, where: Where) -> Any:
     return getattr(owner_of(block, where), where.last, MISSING)
 
 
+class Held:
+    """A tensor in a container or a configuration, as it was; a copy of it is of the copied tensor."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor = tensor
+        self.version = 0 if tensor.is_inference() else tensor._version
+
+    def is_still(self, now: Any) -> bool:
+        return now is self.tensor and (now.is_inference() or now._version == self.version)
+
+    def __repr__(self) -> str:
+        return f"a tensor of version {self.version}"
+
+    def __getstate__(self) -> tuple[torch.Tensor, bool]:
+        return self.tensor, self.is_still(self.tensor)
+
+    def __setstate__(self, state: tuple[torch.Tensor, bool]) -> None:
+        self.__init__(state[0])  # a copy counts its changes from 0
+        self.version = self.version if state[1] else -1
+
+
 def unchanged(value: Any) -> Any:
     """A value that a later change of the container does not reach."""
+    if isinstance(value, torch.Tensor):
+        return Held(value)
     if isinstance(value, Mapping):
         return {k: unchanged(v) for k, v in value.items()}
     return type(value)(map(unchanged, value)) if type(value) in (list, set, tuple) else value
 
 
+def holds_tensors(value: Any) -> bool:
+    """Whether what `unchanged` returned has tensors in it."""
+    if isinstance(value, (list, tuple, dict)):
+        return any(map(holds_tensors, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, Held)
+
+
 def same(a: Any, b: Any) -> bool:
     if a is b:
         return True
+    if isinstance(b, Held):
+        return b.is_still(a)
     if isinstance(a, Mapping) and isinstance(b, Mapping):  # the copy of one is a dict
         return a.keys() == b.keys() and all(same(v, b[k]) for k, v in a.items())
     if type(a) is not type(b):
         return False
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
     try:
         if isinstance(a, torch.Tensor):
             return a.shape == b.shape and not a.is_meta and bool(torch.equal(a, b))
@@ -173,6 +209,7 @@ def _noting_missing(block: nn.Module, read: set[Where]) -> Iterator[None]:
 
 
 def _noting(cls: type, name: str, places: dict[int, Where], read: set[Where]) -> property:
+    """What sets an attribute to what it is already relies on that as well."""
     default = getattr(cls, name, MISSING)
 
     def get(self: Any) -> Any:
@@ -183,9 +220,12 @@ def _noting(cls: type, name: str, places: dict[int, Where], read: set[Where]) ->
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return value
 
-    return property(
-        get, lambda self, value: vars(self).__setitem__(name, value), lambda self: vars(self).__delitem__(name)
-    )
+    def put(self: Any, value: Any) -> None:
+        if id(self) in places:
+            read.add(places[id(self)])
+        vars(self)[name] = value
+
+    return property(get, put, lambda self: vars(self).__delitem__(name))
 
 
 def owner_of(block: nn.Module, where: Where) -> Any:
@@ -209,20 +249,25 @@ def _attributes_of(thing: Any) -> dict[str, Any]:
     for cls in reversed(type(thing).__mro__):
         if not cls.__module__.startswith(("torch.", "builtins")):
             shared |= {k: v for k, v in vars(cls).items() if not k.startswith("__") and isinstance(v, _PLAIN)}
-    return {**shared, **vars(thing)}
+    slots = [name for cls in type(thing).__mro__ for name in vars(cls).get("__slots__", ()) if hasattr(thing, name)]
+    return {**shared, **{name: getattr(thing, name) for name in slots}, **getattr(thing, "__dict__", {})}
 
 
-def is_plain(value: Any, depth: int = 2) -> bool:
-    """Whether a value can be compared: numbers, names and their containers, and functions by identity."""
+def is_plain(value: Any, depth: int = 4) -> bool:
+    """Whether a value can be compared: numbers, names and their containers, and functions by identity; and tensors in
+    containers."""
     if isinstance(value, _PLAIN) or (callable(value) and not isinstance(value, nn.Module)):
         return True
-    if depth and isinstance(value, (list, tuple, set, dict)) and len(value) <= 256:
+    if depth and isinstance(value, (list, tuple, set, dict)) and len(value) <= _MOST_ITEMS:
         items = [*value, *value.values()] if isinstance(value, dict) else value
-        return all(is_plain(v, depth - 1) for v in items)
+        return all(isinstance(v, torch.Tensor) or is_plain(v, depth - 1) for v in items)
     return False
 
 
+_MOST_ITEMS = 4096
+
+
 __all__ = [
-    "MISSING", "OWN", "Where", "attributes", "globals_of", "holders_of", "is_plain", "owner_of", "reading", "same",
-    "unchanged", "value_at",
+    "MISSING", "OWN", "Where", "attributes", "globals_of", "holders_of", "holds_tensors", "is_plain", "owner_of",
+    "reading", "same", "unchanged", "value_at",
 ]  # fmt: skip

@@ -13,24 +13,30 @@ OTHERS = {"torch", "builtins", "transformers", "typing", "collections", "functoo
 
 
 class Global(NamedTuple):
-    """A name of a Python module, and the names that the code which reads it uses: attributes of it may be among
-    them."""
+    """A name of a Python module that the code uses."""
 
     module: str
     namespace: dict[str, Any]
     name: str
-    used: frozenset[str]
 
     @property
     def value(self) -> Any:
         return self.namespace.get(self.name)
 
 
-def reached(code: Iterable[Any]) -> tuple[list[Global], list[type]]:
-    """The globals that these classes and functions name, with the functions, classes and modules that they name; and
-    all these classes."""
+class Reached(NamedTuple):
+    """What some code leads to: globals and classes of the user's, and all names that it uses."""
+
+    globals: list[Global]
+    classes: list[type]
+    names: frozenset[str]
+
+
+def reached(code: Iterable[Any]) -> Reached:
+    """What these classes and functions name, and the functions, classes and modules that they name."""
     users: list[type] = []
     found: dict[tuple[str, str], Global] = {}
+    every: set[str] = set()
     todo: list[Any] = [c for thing in code for c in (thing.__mro__ if isinstance(thing, type) else [thing])]
     seen: set[int] = set()
     while todo:
@@ -46,17 +52,17 @@ def reached(code: Iterable[Any]) -> tuple[list[Global], list[type]]:
         if not isinstance(thing, types.FunctionType):
             continue
         names = _names_in(thing.__code__)
+        every |= names
         for space in _namespaces(thing.__globals__, names):
             for name in names & space.keys():
                 value = space[name]
                 if isinstance(value, (types.FunctionType, type)):
                     todo.append(value)
                 elif not isinstance(value, types.ModuleType):
-                    key = space.get("__name__", ""), name
-                    used = names | found[key].used if key in found else names
-                    found[key] = Global(key[0], space, name, used)
+                    one = Global(space.get("__name__", ""), space, name)
+                    found[one.module, name] = one
                     todo.append(type(value))
-    return list(found.values()), users
+    return Reached(list(found.values()), users, frozenset(every))
 
 
 def _namespaces(own: dict[str, Any], names: frozenset[str]) -> Iterator[dict[str, Any]]:
@@ -90,4 +96,4 @@ def _names_in(code: types.CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(*nested)
 
 
-__all__ = ["OTHERS", "Global", "is_users", "reached"]
+__all__ = ["OTHERS", "Global", "Reached", "is_users", "reached"]

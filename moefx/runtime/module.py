@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import MoefxError, Refused
-from ..ir.attributes import Where
+from ..ir.attributes import Where, holds_tensors, unchanged, value_at
 from ..ir.binding import Leaves, Specialisation, binder, call_specialisation, leaves_of
 from .program import Program
 from .watch import AbsorbedModules, ReadAttributes
@@ -97,8 +98,8 @@ class BlockForward:
             return self.run_original(*args, **kwargs)
         leaves = leaves_of(self._bind(*args, **kwargs))
         call = call_specialisation(self.block, leaves)
-        if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
-            self.counts.last_failed_guard = "forward-mode derivatives are the original's"
+        if not torch.compiler.is_compiling() and _transformed():
+            self.counts.last_failed_guard = "forward-mode derivatives and torch.func transforms are the original's"
             return self.run_original(*args, **kwargs)
         if torch.compiler.is_compiling():
             entry = self._admitted(call, leaves) if self._prepare_trace(*call) else None
@@ -165,7 +166,8 @@ class BlockForward:
             return None
         self._specialising = True  # capture may run this very block
         try:
-            program = self.specialise(self.block, call, args, kwargs)
+            with _unobserved():
+                program = self.specialise(self.block, call, args, kwargs)
         except Refused as refusal:
             self.refusals[wanted] = str(refusal)
             return None
@@ -197,8 +199,7 @@ class BlockForward:
         """
         call = Specialisation(*fields)
         if not self._holding(call):
-            with _untraced():
-                self._specialised(call, [], None, None)
+            self._specialised(call, [], None, None)
         holding = self._holding(call)
         # the trace takes the first that admits the call
         self._entries.sort(key=lambda entry: entry not in holding)
@@ -303,10 +304,17 @@ def signature_binder(block: nn.Module) -> Callable[..., Any]:
     return binder(inspect.signature(forward if forward is not None else type(block).forward.__get__(block)))
 
 
+def _transformed() -> bool:
+    """Whether the call is differentiated in other ways than backward."""
+    return forward_ad._current_level >= 0 or peek_interpreter_stack() is not None
+
+
 @contextlib.contextmanager
-def _untraced() -> Iterator[None]:
-    """Without the modes that a trace runs under: `export(strict=False)` would record the captures as the model's."""
+def _unobserved() -> Iterator[None]:
+    """Without what watches the call: `export(strict=False)` would record the captures as the model's, a flop counter
+    count them, a checkpoint keep what they save for a backward."""
     with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t))
         for _ in _get_current_function_mode_stack():
             stack.enter_context(_pop_mode_temporarily())
         stack.enter_context(_disable_current_modes())
@@ -318,11 +326,13 @@ class _Entry:
 
     def __init__(self, program: Program, absorbed: AbsorbedModules):
         self.program, self.absorbed = program, absorbed
-        self.attributes = ReadAttributes(absorbed.block, program.attributes)
+        block = absorbed.block  # may be a copy of the one that the program was made for, with tensors of its own
+        values = {w: unchanged(value_at(block, w)) if holds_tensors(v) else v for w, v in program.attributes.items()}
+        self.attributes = ReadAttributes(block, values)
 
     def why_not(self) -> str:
         where, now = self.attributes.changed() or (Where("", ""), None)
-        return f"{where} == {self.program.attributes.get(where)!r}: it is {now!r} now, and the forward reads it"
+        return f"{where} == {self.attributes.values.get(where)!r}: it is {now!r} now, and the forward reads it"
 
     def run_after(self, pass_name: str, block: nn.Module, leaves: Leaves) -> Any:
         graph = self.program.history[pass_name].graph

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..inspection.history import History
 from ..ir import codegen
-from ..ir.attributes import Where
+from ..ir.attributes import Where, holds_tensors
 from ..ir.binding import Guard, Specialisation
 
 
@@ -55,11 +55,13 @@ class Program:
     def _compile_attributes(self) -> Callable[..., bool]:
         tests, scope = ["True"], {}
         for i, (where, value) in enumerate(self.attributes.items()):
+            if holds_tensors(value):
+                continue  # constants of the graph here
             if where.module.startswith("@"):
                 scope[f"m{i}"], scope[f"v{i}"] = sys.modules.get(where.module[1:]), value
                 tests.append(f"m{i}.{'.'.join(filter(None, where[1:]))} == v{i}")
                 continue
-            parts = [*where.module.split("."), where.name, where.inner]
+            parts = [*where.module.split("."), where.name, *where.inner.split(".")]
             if where.module in self.absorbed or not all(p.isidentifier() or p.isdigit() or not p for p in parts):
                 continue
             path = "".join(f"._modules['{p}']" if p.isdigit() else f".{p}" for p in parts if p)

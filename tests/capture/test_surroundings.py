@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import types
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from ..passes.blocks import D, Loop
 
 LOSSES: list[torch.Tensor] = []
 COUNT = 0
+TENSOR = torch.zeros(2)
 BACKENDS: dict[str, object] = {}
 
 
@@ -60,9 +62,31 @@ def to_object(block, loss):
     block.stats.last = loss
 
 
+def to_tensor_in_dict(block, loss):
+    block.held["load"] += loss.detach()
+
+
+def to_integers_in_dict(block, loss):
+    block.held["calls"].add_(1)
+
+
+def to_plain_tensor(block, loss):
+    block.plain.mul_(0.9).add_(loss.detach())
+
+
+def to_global_tensor(block, loss):
+    TENSOR[0] += 1
+
+
+def to_array(block, loss):
+    block.array[0] += 1.0
+
+
 class Writes(Loop):
     def __init__(self, write):
         super().__init__()
+        self.held = {"load": torch.zeros(()), "calls": torch.zeros((), dtype=torch.int64)}
+        self.plain, self.array = torch.zeros(()), numpy.zeros(2)
         self.write, self._own, self.stats = write, [], types.SimpleNamespace(last=None)
 
     def forward(self, x):
@@ -71,7 +95,8 @@ class Writes(Loop):
 
 
 @pytest.mark.parametrize(
-    "write", [to_list, to_manager, to_attribute, to_class, to_number, to_private_list, to_object],
+    "write", [to_list, to_manager, to_attribute, to_class, to_number, to_private_list, to_object,
+              to_tensor_in_dict, to_integers_in_dict, to_plain_tensor, to_global_tensor, to_array],
     ids=lambda f: f.__name__,
 )  # fmt: skip
 def test_a_block_that_writes_elsewhere_is_refused_and_leaves_no_trace(write):
@@ -79,6 +104,7 @@ def test_a_block_that_writes_elsewhere_is_refused_and_leaves_no_trace(write):
     with pytest.raises(moefx.NoMoEBlockFound, match="writes to"):
         moefx.compile(model, example_inputs=(torch.randn(5, D),))
     assert not LOSSES and not MANAGER.losses and not model._own and COUNT == 0
+    assert all(t == 0 for t in [*model.held.values(), model.plain, TENSOR[0], model.array[0]])
     assert MANAGER.last is None and Recorder.last is None and model.stats.last is None
 
 

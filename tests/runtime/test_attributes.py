@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import logging
 import pickle
@@ -154,6 +155,75 @@ def test_a_setting_deep_in_a_configuration(x):
         m.settings.moe = types.SimpleNamespace(output=types.SimpleNamespace(scale=0.5))
     torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
     assert calls(compiled) == (3, 0, 2)
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    scale: float = 1.0
+
+
+ARGUMENTS = types.SimpleNamespace(moe=Slotted())
+
+
+def get_arguments():
+    return ARGUMENTS
+
+
+class Holding(Block):
+    """What it reads is in containers and in an object with slots."""
+
+    def __init__(self):
+        super().__init__()
+        self.scales, self.held = [torch.ones(()), torch.ones(())], types.SimpleNamespace(t=torch.ones(()))
+        self.deep, self.slotted = {"a": {"b": {"c": 1.0}}}, Slotted()
+
+    def forward(self, x):
+        scale = self.scales[0] * self.held.t * self.deep["a"]["b"]["c"] * self.slotted.scale
+        return super().forward(x) * scale * get_arguments().moe.scale
+
+
+HELD = {
+    "in place": lambda m: m.scales[0].mul_(2.0),
+    "in a list": lambda m: m.scales.__setitem__(0, torch.tensor(3.0)),
+    "in an object": lambda m: setattr(m.held, "t", torch.tensor(3.0)),
+    "deep in a dict": lambda m: m.deep["a"]["b"].update(c=3.0),
+    "a slot": lambda m: setattr(m.slotted, "scale", 3.0),
+    "of all blocks": lambda m: setattr(get_arguments().moe, "scale", 3.0),
+}
+
+
+@pytest.mark.parametrize("change", HELD.values(), ids=HELD)
+def test_what_containers_hold_is_watched(change, x):
+    model, compiled = pair(x, Holding)
+    torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
+    assert calls(compiled) == (1, 0, 0)
+    for m in (model, compiled):
+        change(m)
+    torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
+    again = copy.deepcopy(compiled)
+    torch.testing.assert_close(again(x), model(x), rtol=0, atol=1e-13)
+    assert calls(compiled) == (2, 0, 1) and calls(again) == (3, 0, 1)
+    get_arguments().moe.scale = 1.0
+
+
+def test_an_attribute_that_each_call_sets_to_the_same(x):
+    class Tells(Block):
+        mode = "training"
+
+        def __init__(self):
+            super().__init__()
+            self.mode = "training"
+
+        def forward(self, x):
+            self.mode = "training" if self.training else "eval"
+            return super().forward(x)
+
+    model, compiled = pair(x, Tells)
+    for training in (True, False, True):
+        for m in (model, compiled):
+            m.train(training)(x)
+        assert compiled.mode == model.mode
+    assert calls(compiled)[0] == 1
 
 
 class Calibration:

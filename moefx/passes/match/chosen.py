@@ -18,6 +18,7 @@ from .paths import Place
 from .terms import Term
 
 _MOST_SLOTS = 64
+_MOST_COLUMNS = 12
 _MOST_EXPERTS_OF_A_MASK = 128
 
 
@@ -141,12 +142,13 @@ class _Search:
         wanted = [{self.natural[k] for k in row} for row in self.keys]
         single = [(ref, ids) for ref, ids in candidates if ids.shape[1] == 1]
         single.sort(key=lambda c: c[0].node.meta["index"])
-        covering: list[tuple[Ref, torch.Tensor]] = []
-        for ref, ids in single:
-            hits = sum(i in w for i, w in zip(ids[:, 0].tolist(), wanted, strict=True))
-            if hits * 2 > len(self.keys) and not any(torch.equal(ids, other) for _, other in covering):
-                covering.append((ref, ids))
-        for chosen in itertools.combinations(covering[:12], self.widest):
+        hits: dict[int, int] = {}  # of the columns that say something of their own, how many ids are of experts used
+        for at, (_, ids) in enumerate(single):
+            if not any(torch.equal(ids, single[other][1]) for other in hits):
+                hits[at] = sum(i in w for i, w in zip(ids[:, 0].tolist(), wanted, strict=True))
+        likely = sorted(sorted(hits, key=lambda at: -hits[at])[:_MOST_COLUMNS])
+        covering = [single[at] for at in likely]
+        for chosen in itertools.combinations(covering, self.widest):
             ids = torch.cat([i for _, i in chosen], dim=1)
             slots = _slots(self.keys, ids, self.natural)
             if slots is not None:

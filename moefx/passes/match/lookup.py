@@ -110,7 +110,7 @@ class Lookup:
             if not (scalar or wide or set(ref.axes) <= {"t"}):
                 continue
             if all(self.element(ref, *place) is term for place, term in zip(where, terms, strict=True)):
-                if not (scalar and self.dropped) or self._zero_where_dropped(ref):
+                if not (scalar and self.dropped) or self._zero_at(ref, self.dropped):
                     return ref
                 first = first or ref
         if first is None and scalar and slots and self.slots > 1:
@@ -127,9 +127,9 @@ class Lookup:
                 return ref, column  # type: ignore[return-value]
         return None
 
-    def _zero_where_dropped(self, ref: Ref) -> bool:
+    def _zero_at(self, ref: Ref, dropped: list[tuple[int, int, int]]) -> bool:
         """Whether a weight says itself which slots count."""
-        return all((found := self.element(ref, *place)) is None or is_const(found, 0) for place in self.dropped)
+        return all((found := self.element(ref, *place)) is None or is_const(found, 0) for place in dropped)
 
     def _columns(self, where: list[tuple[int, int, int]], terms: list[Term]) -> Ref | None:
         """One node for each slot."""
@@ -139,13 +139,16 @@ class Lookup:
             if not mine or len(mine) == len(where):
                 return None
             first, wanted = mine[0]
+            dropped = [place for place in self.dropped if place[1] == k]
             found = None
             for _, _, ref in self.readings:
                 if {"k", "tk", "kt"} & set(ref.axes) or "t" not in ref.axes or self.element(ref, *first) is not wanted:
                     continue
                 if all(self.element(ref, *place) is term for place, term in mine):
-                    found = ref
-                    break
+                    found = found or ref
+                    if self._zero_at(ref, dropped):
+                        found = ref
+                        break
             if found is None:
                 return None
             columns.append(found)

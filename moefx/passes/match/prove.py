@@ -176,6 +176,8 @@ class Prover:
         if flips and self.lifted:  # a number that is not the program's own may be how often a loop runs
             most = 20 * len(self.lifted[0].capture.nodes)
         taken = capture(self.block, args, kwargs, routing, flips=flips, dims=sizes, most_nodes=most)
+        if taken.tracer.refusals:
+            raise taken.tracer.refusals[0]
         for guard in taken.sizes.guards:
             self.asked.setdefault(guard, []).append(sizes)
         return taken
