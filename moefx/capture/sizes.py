@@ -178,6 +178,8 @@ class Size(Number, torch.SymInt):
         raise TypeError(f"unhashable type: the size {self.expr} is symbolic here; use int(...) of it as a key")
 
     def __index__(self) -> int:
+        """Asked for by Python: an op is given the number itself."""
+        self.log.leak(self.expr)
         return self.value
 
 

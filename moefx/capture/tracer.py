@@ -214,13 +214,22 @@ class Tracer(Recorder):
         if written:
             return self._record_in_place(func, args, kwargs, node_args, node_kwargs, written, known)
         out, concrete = self.compute(func, args, kwargs)
+        if type(out) is bool:  # `torch.equal`
+            source = user_source()
+            out = bool(self.flips.get(source, out))
+            self.reads.append(HostRead(source, out, None))
+            return out
         if self.flips and isinstance(out, torch.Tensor):
             source = user_source()
             numbers = self.flips.get((source, str(func))) == MIXED
             if numbers or (name in COMPARISONS and self.flips.get(source) == MIXED):
                 key = (source, out.shape)  # the same question in every turn of a loop has the same answer
                 coins = self.coins.setdefault(key, self.routing.coins(out.shape)).clone()
-                out = concrete = out + coins.to(out.dtype) if numbers else coins
+                if is_float(out):
+                    concrete = func(*map_tensors(args, self.concrete), **kwargs) if concrete is None else concrete
+                    concrete = concrete + coins.to(out.dtype)
+                else:
+                    out = concrete = out + coins.to(out.dtype) if numbers else coins
         is_view = any(a.alias_info is not None for a in schema.arguments)
         return self.record_out(func, node_args, node_kwargs, args, out, concrete, is_view, known)
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...capture.captured import MIXED, Capture, comparisons
@@ -30,10 +31,10 @@ if TYPE_CHECKING:
     from .prove import Prover
 
 _MOST_TOKENS = 600  # of a capture that overflows a capacity, or at which a number changed
-_LEVELS = ("floor_divide", "div", "clamp", "clamp_min", "minimum", "maximum", "index", "index_select", "gather",
-           "embedding", "bucketize", "searchsorted", "bitwise_right_shift", "__rshift__")  # fmt: skip
+_LOOKUPS = {"index", "index_select", "gather", "embedding", "bucketize", "searchsorted"}
+_COPIES = {"_to_copy", "clone", "where", "zeros_like", "ones_like", "full_like"}
 _READ = "a value read from a tensor"
-_LEAK_SIZES = (131, 517, 2053)  # no powers of two: these are often told apart
+_LEAK_SIZES = (131, 261, 517, 1029, 2053)  # no powers of two: these are often told apart
 
 
 def flip_branches(prover: Prover) -> None:
@@ -113,26 +114,45 @@ def mix_comparisons(prover: Prover) -> None:
 
 
 def spread_numbers(prover: Prover) -> None:
-    """Integers of the routing that came out as one number everywhere (`counts // 300`, `counts.clamp(min=300)`) look
-    like a constant: they are made to differ."""
-    found: dict[tuple[Source, str], set[int]] = {}
+    """Functions of counts or positions that came out as one number everywhere (`counts // 300`, `relu(counts - 300)`,
+    `table[arange(T) // 300]`), though not all was one that they are of, look like a constant: they are made to differ.
+    """
+    made: dict[tuple[Source, str], set[float]] = {}
+    of: dict[tuple[Source, str], set[float]] = {}
     for lifted in prover.lifted:
         ranges: Ranges | None = None
         for n in lifted.capture.nodes:
-            if op_name(n) not in _LEVELS or not is_known(n) or not is_routed(n):
+            if not (is_known(n) and _levels_off(n)):
                 continue
-            val, key = n.meta["val"], (n.meta["source"], str(n.target))
-            if not isinstance(val, torch.Tensor) or val.dtype == torch.bool or not val.numel():
+            key = (n.meta["source"], str(n.target))
+            seen = made.setdefault(key, set())
+            if len(seen) > 1:
                 continue
-            seen = found.setdefault(key, set())
-            seen.update(lifted.capture.shadow(n).unique().tolist())
-            if len(seen) == 1:
+            seen |= _values(lifted.capture, n)
+            of.setdefault(key, set()).update(*[_values(lifted.capture, a) for a in n.all_input_nodes])
+            if len(seen) == 1 and is_routed(n):
                 ranges = ranges or Ranges(lifted.capture.nodes)
                 if ranges.decided(n):
                     seen |= {0, 1}
-    for (source, op), seen in found.items():
-        if len(seen) == 1:
-            _force(prover, source, {(source, op): MIXED}, f"a number that is {seen.pop()} for few tokens")
+    for (source, op), seen in made.items():
+        if len(seen) == 1 and len(of[source, op]) > 1:
+            _force(prover, source, {(source, op): MIXED}, f"a number that is {seen.pop():g} for few tokens")
+
+
+def _levels_off(n: fx.Node) -> bool:
+    """Whether an op makes one number of each: not all that do have the tag of a pointwise op."""
+    val: Any = n.meta.get("val")
+    if not isinstance(val, torch.Tensor) or val.dtype == torch.bool or not val.numel() or op_name(n) in _COPIES:
+        return False
+    return op_name(n) in _LOOKUPS or any(
+        isinstance(v := a.meta.get("val"), torch.Tensor) and v.shape == val.shape for a in n.all_input_nodes
+    )
+
+
+def _values(capture: Capture, n: fx.Node) -> set[float]:
+    """Two of the values, or the one that all elements have."""
+    value = capture.shadow(n) if isinstance(n.meta.get("val"), torch.Tensor) else torch.empty(0)
+    return {float(value.min()), float(value.max())} if value.numel() else set()
 
 
 def overflow(prover: Prover) -> None:
@@ -208,6 +228,9 @@ def leaked_sizes(prover: Prover) -> None:
     below = max(math.prod(sizes.values()) for sizes in prover.sizes)
     moved = False
 
+    def has_moved(taken: Capture) -> bool:
+        return any(place in same and v not in (None, same[place]) for place, v in numbers(taken.nodes).items())
+
     @functools.cache
     def differs(tokens: int) -> tuple[bool, bool]:
         """Whether other lines run, and whether numbers are others. Raises `CaptureError` where a loop over the tokens
@@ -216,8 +239,7 @@ def leaked_sizes(prover: Prover) -> None:
         if not all(g.holds(sizes) for g in prover.seen_guards()):
             return False, False
         taken = prover.capture(crowd, sizes, most=most)
-        moved = any(place in same and v not in (None, same[place]) for place, v in numbers(taken.nodes).items())
-        return not (always <= _lines(taken) <= every), moved
+        return not (always <= _lines(taken) <= every), has_moved(taken)
 
     def only_below(high: int) -> SizeGuard:
         return SizeGuard("*".join(prover.arguments.dims), "lt", str(high), True)
@@ -234,7 +256,7 @@ def leaked_sizes(prover: Prover) -> None:
             return
         if other_numbers and not moved:
             first = _first(lambda n: differs(n)[1], below, tokens)
-            if not _also_at(prover, first, only_below(first)):
+            if not _also_at(prover, first, only_below(first), has_moved):
                 prover.extra_guards.append(only_below(first))
                 return
             moved = True
@@ -252,8 +274,8 @@ def _changes_later(prover: Prover) -> bool:
     return False
 
 
-def _also_at(prover: Prover, tokens: int, below: SizeGuard) -> bool:
-    """Whether the form holds at so many tokens in a sequence too."""
+def _also_at(prover: Prover, tokens: int, below: SizeGuard, has_moved: Callable[[Capture], bool]) -> bool:
+    """Whether the form holds at so many tokens in a sequence too, where a number has moved."""
     sizes = prover.arguments.choose(2 * tokens, 1)  # not of one sequence: S is to be told from B*S
     if 2 * tokens > _MOST_TOKENS:
         return False
@@ -262,6 +284,8 @@ def _also_at(prover: Prover, tokens: int, below: SizeGuard) -> bool:
         same_form(prover.lifted[0], lifted)
     except Refused:
         return False
+    if not has_moved(lifted.capture):
+        return False  # it has moved back
     lifted.optional = below
     prover.add(lifted, sizes)
     return True

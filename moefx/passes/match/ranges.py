@@ -128,6 +128,12 @@ class Ranges:
                     # over tokens, of which there may be more
                     hi = torch.where(lo == hi, hi, UNBOUNDED)
                 return lo, hi.clamp(max=UNBOUNDED)
+            if name in ("floor_divide", "div") and not isinstance(node.args[1], fx.Node) and not _negative(node):
+                return tuple(node.target(x, *node.args[1:], **node.kwargs) for x in self._known[node.args[0]])
+            if name == "remainder" and type(node.args[1]) is int and node.args[1] > 0:
+                lo, hi = self._known[node.args[0]]
+                inside = (lo >= 0) & (hi < node.args[1])
+                return torch.where(inside, lo, 0), torch.where(inside, hi, node.args[1] - 1)
             if name in _COMPARE:
                 a, b = (self._pair(x) for x in node.args[:2])
                 return _compare(name, a, b)

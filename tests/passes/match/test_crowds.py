@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import math
 
 import pytest
 import torch
@@ -73,6 +75,34 @@ def test_a_crowd(name):
         x = crowd(tokens)
         torch.testing.assert_close(compiled(x), model(x))
     assert moefx.blocks(compiled)[0].fallbacks == 0
+
+
+TABLE = [1.0] * 200 + [0.5] * 600
+# what is one number up to some number of tokens or of sizes, by roads that a proof need not follow
+LEVELS = {
+    "relu": lambda b, w, ids, n: w / (1 + torch.relu(n - 150)).to(w.dtype)[ids],
+    "floor of a float": lambda b, w, ids, n: w * (1 - 0.2 * (n.double() / 150).floor())[ids],
+    "rounded sigmoid": lambda b, w, ids, n: w * torch.sigmoid(0.5 * (150 - n.double())).round()[ids],
+    "exp": lambda b, w, ids, n: w * torch.exp(-(n.double() - 150).clamp(min=0))[ids],
+    "shift": lambda b, w, ids, n: w / (1 + (n >> 8))[ids],
+    "list by size": lambda b, w, ids, n: w * TABLE[w.shape[0]],
+    "logarithm of a size": lambda b, w, ids, n: w * (0.5 if int(math.log2(w.shape[0] + 2)) == 8 else 1.0),
+    "tensor of a size": lambda b, w, ids, n: w / (1 + (torch.tensor(float(w.shape[0])) / 150).floor()),
+    "positions": lambda b, w, ids, n: w / (1 + torch.arange(w.shape[0]) // 150)[:, None],
+    "equal": lambda b, w, ids, n: w * (0.5 if torch.equal(n.max(), torch.tensor(300)) else 1.0),
+}
+
+
+@pytest.mark.parametrize("name", list(LEVELS))
+def test_what_levels_off_is_right_or_refused(name):
+    model = nn.Sequential(Weighted(LEVELS[name])).double()
+    example = (torch.randn(9, D, dtype=torch.float64),)
+    compiled = moefx.compile(copy.deepcopy(model).to("meta"), example_inputs=example, strict=False)
+    compiled = compiled.to_empty(device="cpu")
+    compiled.load_state_dict(model.state_dict())
+    for tokens in (1, 9, 60, 254, 300, 700):
+        x = crowd(tokens)
+        torch.testing.assert_close(compiled(x), model(x), msg=f"{tokens} tokens")
 
 
 def test_the_numeric_check_sees_a_crowd(monkeypatch):
