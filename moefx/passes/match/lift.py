@@ -135,7 +135,7 @@ class Lifter:
         tokens = tuple(cut.meta["val"].shape[:-1])
         routed, rest = self._summands(cut)
         index, ids, slots = self._choice(cut, tokens, routed)
-        nodes = feeding(self.reach, cut, self.routed)
+        nodes = feeding(self.reach, cut, self.routed, self.like.capture if self.like is not None else None)
         lookup = Lookup(self.reach.S, nodes, tokens, ids.shape[1], int(ids.max()) + 1, self.inside, self.like)
         shared, rest = _shared(rest, lookup)
         missed, rest = _missed(rest, routed, lookup)

@@ -7,6 +7,7 @@ import itertools
 import math
 import re
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -191,9 +192,10 @@ def inside_calls(capture: Capture, routed: set[fx.Node]) -> set[fx.Node]:
     return inside
 
 
-def feeding(reach: Reach, cut: fx.Node, routed: set[fx.Node]) -> list[fx.Node]:
+def feeding(reach: Reach, cut: fx.Node, routed: set[fx.Node], like: Capture | None) -> list[fx.Node]:
     """Float nodes that are computed without expert parameters and feed the cut. Not those that a loop over the experts
-    makes of their tokens: where one expert has all tokens, its rows look like everybody's."""
+    makes of their tokens, here or in another capture of the block: where one expert has all tokens, its rows look like
+    everybody's."""
     seen: set[fx.Node] = set()
     stack = [cut]
     while stack:
@@ -201,9 +203,7 @@ def feeding(reach: Reach, cut: fx.Node, routed: set[fx.Node]) -> list[fx.Node]:
         if n not in seen:
             seen.add(n)
             stack.extend(n.all_input_nodes)
-    lengths: dict[Any, set[int]] = defaultdict(set)
-    for n in filter(_has_rows_of_routing, seen):
-        lengths[line(n)].add(n.meta["val"].shape[0])
+    of_some = _lines_of_some_rows(seen) | (_lines_of_some_rows(like.nodes) if like is not None else set())
     return [
         n
         for n in reach.capture.nodes
@@ -212,8 +212,16 @@ def feeding(reach: Reach, cut: fx.Node, routed: set[fx.Node]) -> list[fx.Node]:
         and isinstance(n.meta.get("val"), FakeTensor)
         and n.op != "get_attr"
         and not n.meta.get("known")
-        and not (_has_rows_of_routing(n) and len(lengths[line(n)]) > 1)
+        and not (_has_rows_of_routing(n) and line(n) in of_some)
     ]
+
+
+def _lines_of_some_rows(nodes: Iterable[fx.Node]) -> set[Any]:
+    """Where rows are made whose number follows from the routing, not always the same number."""
+    lengths: dict[Any, set[int]] = defaultdict(set)
+    for n in filter(_has_rows_of_routing, nodes):
+        lengths[line(n)].add(n.meta["val"].shape[0])
+    return {where for where, seen in lengths.items() if len(seen) > 1}
 
 
 def _has_rows_of_routing(n: fx.Node) -> bool:
