@@ -228,8 +228,7 @@ def program_of(
     reads_grad = bool(result.match.modes_read & {"is_grad_enabled", "is_inference_mode_enabled"})
     key = Specialisation(block.training, True if reads_grad else None, autocast, arguments)
     absorbed = absorbed_names(block, result.graph, result.rewritten.repeated)
-    written = {str(e.target) for lifted in result.match.lifted for e in lifted.capture.effects}
-    values = {w: value_at(block, w) for w in sorted(read) if str(w) not in written}
+    values = {w: value_at(block, w) for w in sorted(read)}
     plain = {w: v for w, v in values.items() if is_plain(v) or (w.inner and isinstance(v, torch.Tensor))}
     relied = {w: unchanged(v) for w, v in {**plain, **globals_of(block)}.items()}
     return Program(key, result.history, absorbed, _guards(result), relied)
@@ -240,7 +239,7 @@ def _on(kind: tuple, device: str) -> tuple:
 
 
 def _guards(result: Result) -> list[Guard]:
-    """Comparisons of sizes that capture followed, as conditions on the placeholders."""
+    """Comparisons of sizes that capture followed, as conditions on the placeholders; and what it took as fixed."""
     arguments = result.match.arguments
     names = [n.name for n in result.graph.placeholders]
     where = {}
@@ -258,6 +257,11 @@ def _guards(result: Result) -> list[Guard]:
         symbol = symbols[g.op if g.value else opposite[g.op]]
         condition, why = f"{sides[0]} {symbol} {sides[1]}", f"the block compares sizes: {g}"
         guards.append(Guard(condition, why, one_way=g not in result.match.extra_guards))
+    for name, leaf in zip(names, arguments.tensors, strict=True):
+        for axis, n in enumerate(leaf.shape):
+            if isinstance(n, int):
+                why = "this axis was taken for the features, or as fixed"
+                guards.append(Guard(f"{name}.shape[{axis}] == {n}", why, one_way=True))
     return guards
 
 
@@ -275,8 +279,6 @@ class Specialise:
         assert isinstance(forward, BlockForward)
         programs = [p for p in forward.programs if ReadAttributes(block, p.attributes).hold()]
         same = [p for p in programs if p.key.admits(call)]
-        if same and not any(g.one_way for p in same for g in p.guards):
-            return None  # only a guard on sizes stands in the way: the same lift would meet it again
         for program in programs:  # the same but for the device, which capture does not look at
             if not same and _without_device(program.key) == _without_device(
                 call._replace(grad=program.key.grad, training=call.training)

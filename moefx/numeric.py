@@ -8,7 +8,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from .capture.effects import python_random
+from .capture.effects import python_random, silenced
 from .ir.binding import leaves_of
 from .pipeline import Result
 from .runtime.module import signature_binder
@@ -21,7 +21,7 @@ def numeric_check(block: nn.Module, result: Result, name: str, seconds: float) -
     crowd = _arguments(block, result, crowd=True) if _is_small(block) else None
     fn, picks = result.graph.compile(), _picker(block, result)
     try:
-        with python_random():
+        with python_random(), silenced(block):
             check = verify_block(
                 block, lambda b, *a, **k: fn(b, *picks(*a, **k)), args, kwargs, name=name, crowd=crowd, seconds=seconds
             )

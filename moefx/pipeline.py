@@ -16,6 +16,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from ._plan import Plan
+from .capture.effects import silenced
 from .capture.inputs import Arguments
 from .capture.sizes import SizeGuard
 from .errors import CaptureError, Refused
@@ -58,7 +59,8 @@ def rewrite_block(block: nn.Module, name: str, args: tuple, kwargs: dict[str, An
     paths = argument_paths(block, args, kwargs)
     start = time.perf_counter()
     # 1.-3. prove, explain the drops, rewrite into the dialect
-    match, rewritten = deep(lambda: lift(block, args, kwargs, [placeholder_name(p) for p in paths]))
+    with silenced(block):
+        match, rewritten = deep(lambda: lift(block, args, kwargs, [placeholder_name(p) for p in paths]))
     ms = (time.perf_counter() - start) * 1e3
     graph = BlockGraph(name, rewritten.graph, Binding(tuple(paths)), rewritten.out_spec)
     # 4. passes on the graph; every snapshot runs

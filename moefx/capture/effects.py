@@ -28,6 +28,27 @@ def plain_tensors(block: nn.Module) -> dict[int, str]:
 HOOKS = {k for k in vars(nn.Module()) if k.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))}
 
 
+_BEFORE = {"_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"}
+
+
+@contextlib.contextmanager
+def silenced(block: nn.Module) -> Iterator[None]:
+    """While moefx runs a block for itself: without the block's own hooks, which stay outside of its forward, and those
+    that look at what its parts return, such as a recorder of router logits. Hooks that make a part's weights stay."""
+    taken: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for module in block.modules():
+        state = vars(module)
+        hooks = {k: state[k] for k in (HOOKS if module is block else HOOKS - _BEFORE) if state.get(k)}
+        if hooks:
+            taken.append((state, hooks))
+            state.update({k: type(held)() for k, held in hooks.items()})
+    try:
+        yield
+    finally:
+        for state, hooks in taken:
+            state.update(hooks)
+
+
 def same_items(a: Any, b: Any) -> bool:
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(a[k] is b[k] for k in a)

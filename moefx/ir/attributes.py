@@ -161,23 +161,24 @@ def same(a: Any, b: Any) -> bool:
 
 @contextlib.contextmanager
 def reading(block: nn.Module, watched: Iterable[Where]) -> Iterator[set[Where]]:
-    """Note which of these attributes are read while the context is open: a data descriptor on the class comes before
-    the instance."""
+    """Note which of these attributes are relied on while the context is open: read before they are set, or set to what
+    they are. A data descriptor on the class comes before the instance."""
     read: set[Where] = set()
-    by_class: dict[tuple[type, str], dict[int, Where]] = {}
+    by_class: dict[tuple[type, str], dict[int, tuple[Where, Any]]] = {}
     for where in watched:
         owner = owner_of(block, where)
-        by_class.setdefault((type(owner), where.last), {})[id(owner)] = where
+        before = getattr(owner, where.last, MISSING)
+        by_class.setdefault((type(owner), where.last), {})[id(owner)] = where, before
     with contextlib.ExitStack() as stack:
         for (cls, name), places in by_class.items():
             before = vars(cls).get(name, MISSING)
             if before is not MISSING and not is_plain(before):  # the class itself may need it
-                read |= set(places.values())
+                read |= {where for where, _ in places.values()}
                 continue
             try:
                 setattr(cls, name, _noting(cls, name, places, read))
             except (TypeError, AttributeError):  # a class of C's: all of it may be read
-                read |= set(places.values())
+                read |= {where for where, _ in places.values()}
                 continue
             if before is MISSING:
                 stack.callback(delattr, cls, name)
@@ -208,21 +209,21 @@ def _noting_missing(block: nn.Module, read: set[Where]) -> Iterator[None]:
         nn.Module.__getattr__ = original  # type: ignore[method-assign]
 
 
-def _noting(cls: type, name: str, places: dict[int, Where], read: set[Where]) -> property:
-    """What sets an attribute to what it is already relies on that as well."""
+def _noting(cls: type, name: str, places: dict[int, tuple[Where, Any]], read: set[Where]) -> property:
+    """`places`: the attribute of each object, and what it is before a call."""
     default = getattr(cls, name, MISSING)
 
     def get(self: Any) -> Any:
-        if id(self) in places:
-            read.add(places[id(self)])
         value = vars(self).get(name, default)
+        if id(self) in places and value is places[id(self)][1]:
+            read.add(places[id(self)][0])
         if value is MISSING:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return value
 
     def put(self: Any, value: Any) -> None:
-        if id(self) in places:
-            read.add(places[id(self)])
+        if id(self) in places and same(value, places[id(self)][1]):
+            read.add(places[id(self)][0])
         vars(self)[name] = value
 
     return property(get, put, lambda self: vars(self).__delitem__(name))

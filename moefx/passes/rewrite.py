@@ -17,7 +17,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
-from ..capture.captured import CONTRACTIONS, Effect, autocast_dtype
+from ..capture.captured import CONTRACTIONS, Call, Effect, autocast_dtype
 from ..errors import Refused
 from .kept import KeptGraph
 from .match.form import Ref
@@ -102,10 +102,10 @@ class Rewriter:
             plan = self.kept.plan(roots + self._outside_calls(draws))
             if self.kept.inlined == before:
                 break
-        called = [item[0].fqn for item in plan if isinstance(item, list)]
-        effects = [(e, t) for e, t in effects if not _is_of(e, called)]
+        calls = [item[0] for item in plan if isinstance(item, list)]
+        effects = [(e, t) for e, t in effects if not self._happens_in_a_call(e, t.first, calls)]
         for state in self.states:
-            if not _is_of(state, called):
+            if not any(_is_of(state, call) for call in calls):
                 raise Refused(
                     f"the block sets its attribute {state.target} when it is called",
                     culprits=(str(state.target),),
@@ -124,6 +124,26 @@ class Rewriter:
         _drop_dead(self.kept.graph)
         absorbed = sorted({place.fqn for g in self.match.groups for table in g.tables for place in table})
         return Rewritten(self.kept.graph, spec, absorbed, self.kept.repeated, attributes)
+
+    def _happens_in_a_call(self, effect: Effect, node: fx.Node, calls: list[Call]) -> bool:
+        """Whether a module that stays called changes its own state. What the block changes for it must not be read
+        before the end, where the change is made; nor may a parameter, whose gradient would not reach it."""
+        if effect.kind == "input":
+            return False
+        here, own = node.meta["index"], [call for call in calls if _is_of(effect, call)]
+        if any(call.start <= here < call.stop for call in own):
+            return True
+        is_parameter = effect.kind == "buffer" and isinstance(
+            tensor_at(self.match.block, str(effect.target)), nn.Parameter
+        )
+        if any(call.start > here for call in own) or (is_parameter and node.users):
+            raise Refused(
+                f"the block changes {effect.target} when it is called, and then computes with it",
+                culprits=(str(effect.target),),
+                source=str(node.meta["source"]),
+                remedy="leave it as it is and compute with a changed copy: F.linear(x, F.normalize(weight))",
+            )
+        return False
 
     def _needed_by_cut(self) -> list[Twins]:
         """The kept nodes that the routed sum reads, each in all captures."""
@@ -226,12 +246,9 @@ class Rewriter:
         return attributes
 
 
-def _is_of(effect: Effect, modules: list[str]) -> bool:
-    """A module that is called updates its own buffers and attributes."""
-    if effect.kind == "input":
-        return False
-    owner = str(effect.target).rpartition(".")[0]
-    return any(owner == name or owner.startswith(name + ".") for name in modules)
+def _is_of(effect: Effect, call: Call) -> bool:
+    """Whether the state of the called module is changed."""
+    return str(effect.target).startswith(call.fqn + ".")
 
 
 def _leaves(tree: Any) -> list[fx.Node]:

@@ -23,7 +23,7 @@ from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..errors import MoefxError, Refused
+from ..errors import AbsorbedModuleChanged, MoefxError
 from ..ir.attributes import Where, holds_tensors, unchanged, value_at
 from ..ir.binding import Leaves, Specialisation, binder, call_specialisation, leaves_of
 from .program import Program
@@ -164,12 +164,18 @@ class BlockForward:
             return None
         if len(self._entries) + len(self.refusals) >= MAX_SPECIALISATIONS:
             return None
+        if leaves and not wanted[1] and self._holding(call):
+            self.refusals[wanted] = "not specialised"  # the same lift would meet the same guard again
+            return None
         self._specialising = True  # capture may run this very block
         try:
             with _unobserved():
                 program = self.specialise(self.block, call, args, kwargs)
-        except Refused as refusal:
-            self.refusals[wanted] = str(refusal)
+        except AbsorbedModuleChanged:
+            raise
+        except Exception as error:  # the block's own as well, on abstract tensors or at other sizes
+            reason = str(error) if isinstance(error, MoefxError) else f"{type(error).__name__}: {error}"
+            self.refusals[wanted] = reason
             return None
         finally:
             self._specialising = False

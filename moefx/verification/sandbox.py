@@ -87,7 +87,12 @@ def sandbox(module: nn.Module, parameters: Parameters, dtype: torch.dtype | None
     state of its own."""
     box, _ = copy_model(module)
     memo: dict[int, Any] = {id(m): m for m in box.modules()}
-    memo |= {id(p): _own(parameters(p)) for p in box.parameters()}
+    copied = _affordable(box)
+    for p in box.parameters():
+        memo[id(p)] = _own(parameters(p), id(p) in copied)
+    for sub in box.modules():
+        if isinstance(sub, nn.RMSNorm) and sub.eps is None and sub.weight is not None:
+            sub.eps = _default_eps(sub.weight.dtype)  # which another precision would have another one of
     for b in box.buffers():
         memo[id(b)] = b.detach().to(dtype if b.is_floating_point() else None, copy=True)
     for sub in box.modules():
@@ -107,14 +112,30 @@ def sandbox(module: nn.Module, parameters: Parameters, dtype: torch.dtype | None
     return box
 
 
-def _own(p: nn.Parameter) -> nn.Parameter:
-    """A copy of what a forward may change through `.data`, such as the bias of a router; matrices are shared."""
-    if type(p) is not nn.Parameter or p.dim() > 1 or p.numel() > _LARGEST_OWN:
+def _affordable(module: nn.Module) -> set[int]:
+    """Parameters of which each sandbox has a copy, the smallest ones: a forward may change them in place (it normalises
+    the rows of its router, say)."""
+    found, total = set(), 0
+    for p in sorted(module.parameters(), key=torch.Tensor.numel):
+        total += p.numel()
+        if total > _MOST_COPIED:
+            break
+        found.add(id(p))
+    return found
+
+
+def _own(p: nn.Parameter, copied: bool) -> nn.Parameter:
+    """A parameter that can be given other `.data`, with values of its own or the shared ones."""
+    if type(p) is not nn.Parameter:
         return p
-    return nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad)
+    return nn.Parameter(p.detach().clone() if copied else p.detach(), requires_grad=p.requires_grad)
 
 
-_LARGEST_OWN = 1 << 14
+def _default_eps(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype if dtype.itemsize >= 4 else torch.float32).eps
+
+
+_MOST_COPIED = 1 << 22  # elements
 
 
 @contextlib.contextmanager

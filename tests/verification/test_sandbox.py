@@ -36,7 +36,7 @@ def test_a_sandbox_shares_parameters_and_owns_the_rest():
     model = Awkward()
     model.last = model.a.weight * 2  # what autograd made cannot be deep-copied
     box = sandbox(model, Casts(None))
-    assert box.a.weight is model.a.weight and box.b.weight is box.a.weight
+    assert torch.equal(box.a.weight, model.a.weight) and box.b.weight is box.a.weight
     x = torch.randn(3, 4)
     assert torch.equal(box(x), 2 * (model.b(model.a(x)) + model.a.weight.sum() + model.a.bias))
     assert int(box.count) == 1 and int(model.count) == 0
@@ -51,8 +51,22 @@ def test_a_sandbox_in_another_precision_is_all_in_it():
     assert box.held[0] is box.a.weight and box.held[1]["bias"] is box.a.bias
     assert box.mean.dtype == torch.float64 and box.count.dtype == torch.long
     assert box(torch.randn(3, 4).double()).dtype == torch.float64
-    assert sandbox(model, casts, torch.float64).a.weight is box.a.weight, "made once"
     assert model.a.weight.dtype == torch.float32 and model.mean.dtype == torch.float32
+
+
+def test_a_sandbox_copies_small_parameters_and_shares_large_ones(monkeypatch):
+    model, casts = Awkward(), Casts(torch.float64)
+    box = sandbox(model, Casts(None))
+    with torch.no_grad():
+        box.a.weight.mul_(2)  # as a forward does that normalises it
+    assert not torch.equal(box.a.weight, model.a.weight)
+    monkeypatch.setattr("moefx.verification.sandbox._MOST_COPIED", 10)
+    box = sandbox(model, Casts(None))
+    assert box.a.weight.data_ptr() == model.a.weight.data_ptr() and box.a.bias.data_ptr() != model.a.bias.data_ptr()
+    box.a.weight.data = torch.zeros(4, 4)
+    assert bool(model.a.weight.any())
+    cast = sandbox(model, casts, torch.float64)
+    assert cast.a.weight.data_ptr() == sandbox(model, casts, torch.float64).a.weight.data_ptr(), "made once"
 
 
 def test_execute_collects_everything_and_touches_nothing():

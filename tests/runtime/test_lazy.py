@@ -1,0 +1,194 @@
+"""A block that is lifted in the middle of a user's call: nothing of it shows."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import moefx
+
+from ..passes.blocks import D, Loop
+
+
+@pytest.fixture
+def x():
+    return torch.randn(9, D, dtype=torch.float64, requires_grad=True)
+
+
+def pair(x, model):
+    model = model.double()
+    return model, moefx.compile(copy.deepcopy(model), example_inputs=(x,))
+
+
+def counts(compiled):
+    (block,) = moefx.blocks(compiled)
+    return block.forward.counts.rewritten, block.fallbacks
+
+
+def test_recorders_see_their_own_call_only(x):
+    _, compiled = pair(x, Loop())
+    seen = []
+    compiled.gate.register_forward_hook(lambda module, args, out: seen.append(out))
+    compiled.eval()(x)
+    assert counts(compiled) == (1, 0)
+    assert len(seen) == 1 and type(seen[0]) is torch.Tensor
+
+
+@pytest.mark.parametrize("kind", ["forward hook", "pre hook"])
+def test_hooks_of_the_block_stay_outside_of_it(kind, x):
+    model = Loop()
+    if kind == "forward hook":
+        model.register_forward_hook(lambda module, args, out: out * 2)
+    else:
+        model.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    model, compiled = pair(x, model)
+    torch.testing.assert_close(compiled(x), model(x))
+    assert counts(compiled) == (1, 0)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_inside_a_checkpoint(reentrant, x):
+    model, compiled = pair(x, Loop())
+    results = []
+    for m in (model, compiled):
+        m.eval()
+        out = checkpoint(m, x, use_reentrant=reentrant)
+        out.sum().backward()
+        results.append((out, m.gate.weight.grad))
+    torch.testing.assert_close(*results)
+    assert counts(compiled)[1] == 0
+
+
+def test_captures_are_no_flops(x):
+    _, compiled = pair(x, Loop())
+    compiled.eval()
+    flops = []
+    for _ in range(2):
+        with FlopCounterMode(display=False) as counter:
+            compiled(x)
+        flops.append(counter.get_total_flops())
+    assert flops[0] == flops[1] > 0
+
+
+class Fussy(Loop):
+    """In eval mode it does what abstract numbers do not take."""
+
+    @staticmethod
+    @functools.cache
+    def scale(tokens):
+        return 1.0 / tokens
+
+    def forward(self, x):
+        return super().forward(x) * (1.0 if self.training else self.scale(x.shape[0]))
+
+
+def test_what_cannot_be_lifted_runs_as_it_is(x):
+    model, compiled = pair(x, Fussy())
+    for m in (model, compiled):
+        m.eval()
+    torch.testing.assert_close(compiled(x), model(x))
+    assert counts(compiled) == (0, 1)
+    assert "unhashable" in str(moefx.explain(compiled))
+
+
+def test_transforms_run_the_original(x):
+    model, compiled = pair(x, Loop())
+
+    def loss(module):
+        return lambda values: torch.func.functional_call(module, values, (x.detach(),)).square().sum()
+
+    grads, truth = (torch.func.grad(loss(m))(dict(m.named_parameters())) for m in (compiled, model))
+    torch.testing.assert_close(grads, truth)
+    assert counts(compiled) == (0, 1)
+
+
+def test_an_auxiliary_loss_that_adds_up(x):
+    class Adds(Loop):
+        aux = 0.0
+
+        def __init__(self):
+            super().__init__()
+            self.aux = 0.0
+
+        def forward(self, x):
+            self.aux = self.aux + self.gate(x).logsumexp(-1).square().mean()
+            return super().forward(x)
+
+    model, compiled = pair(x, Adds())
+    for _ in range(3):
+        for m in (model, compiled):
+            m(x)
+        torch.testing.assert_close(compiled.aux, model.aux)
+    for m in (model, compiled):
+        m.aux = 0.0
+        m(x)
+    torch.testing.assert_close(compiled.aux, model.aux)
+    assert counts(compiled)[0] >= 2
+
+
+def test_features_as_long_as_the_sequence():
+    """[B, C, L], of which the example does not say which axis is which."""
+
+    class Channels(Loop):
+        def forward(self, h):
+            rows = h.transpose(1, 2)
+            return super().forward(rows.reshape(-1, D)).view(rows.shape).transpose(1, 2)
+
+    model, compiled = pair(torch.randn(4, D, D, dtype=torch.float64), Channels())
+    for length in (D, 5, 40):
+        x = torch.randn(4, D, length, dtype=torch.float64)
+        torch.testing.assert_close(compiled(x), model(x))
+    assert counts(compiled) == (3, 0)
+
+
+class HooksATensor(Loop):
+    def forward(self, x):
+        if x.requires_grad:
+            x.register_hook(lambda grad: grad.clamp(-1, 1))
+        return super().forward(x)
+
+
+class KeepsAGradient(Loop):
+    def forward(self, x):
+        x = x * 1.0
+        x.retain_grad()
+        return super().forward(x)
+
+
+class OwnGenerator(Loop):
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def forward(self, x):
+        return super().forward(x + torch.rand(x.shape, generator=self.generator, dtype=x.dtype))
+
+
+class ChangesItsRouter(Loop):
+    def forward(self, x):
+        with torch.no_grad():
+            self.gate.weight.copy_(nn.functional.normalize(self.gate.weight))
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (HooksATensor, "if x.requires_grad"),
+        (KeepsAGradient, "retain_grad"),
+        (OwnGenerator, "generator of its own"),
+        (ChangesItsRouter, "changes gate.weight"),
+    ],
+)
+def test_what_a_graph_does_not_do_is_refused(kind, why, x):
+    model = kind().double()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(moefx.NoMoEBlockFound, match=why):
+        moefx.compile(model, example_inputs=(x,))
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
