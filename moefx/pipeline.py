@@ -78,6 +78,8 @@ def lift(block: nn.Module, args: tuple, kwargs: dict[str, Any], names: list[str]
     except Exception as error:  # the user's code, on sizes it was not made for
         try:
             return _lift(block, Arguments(args, kwargs, feature=1), names)
+        except Refused:
+            raise
         except Exception:
             raise error from None
 

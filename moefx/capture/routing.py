@@ -98,8 +98,8 @@ class Routing:
 
     def integers(self, t: torch.Tensor) -> torch.Tensor:
         """A stand-in for an integer parameter or buffer. Its values are not part of the specialisation: where all are
-        the same there are others, too, and routings after the first see them in another order. What was baked in
-        shows."""
+        the same there are others, too, and routings after the first see them in another order, 0, 1, 2, ... all
+        routings. What was baked in shows."""
         if t.is_meta:
             return torch.zeros(t.shape, dtype=t.dtype)
         value = t.detach().to("cpu", copy=True)
@@ -107,9 +107,14 @@ class Routing:
             generator = torch.Generator().manual_seed(self.seed)
             if (value == value.flatten()[0]).all():
                 value = _varied(value, generator)
-            elif self.seed and (value.dtype != torch.bool or value.dim() == 1):
+            elif (self.seed or _is_identity(value)) and (value.dtype != torch.bool or value.dim() == 1):
                 value = value[torch.randperm(value.shape[0], generator=generator)]
         return value
+
+
+def _is_identity(value: torch.Tensor) -> bool:
+    """A map of experts, say, to where they are, each to itself."""
+    return value.dim() == 1 and value.dtype != torch.bool and torch.equal(value, torch.arange(len(value)).to(value))
 
 
 def _varied(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

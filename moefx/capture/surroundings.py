@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..ir.attributes import OWN, is_plain
-from ..ir.reached import Reached, is_users, reached
+from ..ir.reached import Reached, code_of, is_users, reached
 from .captured import tensors_in
 from .effects import refill, same_items
 
@@ -30,14 +30,13 @@ class Surroundings:
     """The contents of everything that the code of a block and its arguments reach, as they are now."""
 
     def __init__(self, block: nn.Module, arguments: Any):
-        self._seen: set[int] = set()
+        self._seen = {id(module) for module in block.modules()}
         self._held: list[tuple[str, Any, Any, Callable[[Any], None]]] = []  # path, container, its items, to put back
         for prefix, module in block.named_modules():
             for name, value in vars(module).items():
                 if name not in OWN:
                     self._visit(f"{prefix}.{name}".lstrip("."), value)
-        own = [v for m in block.modules() for v in vars(m).values() if isinstance(v, _FUNCTIONS)]
-        code = _reached(frozenset([*map(type, block.modules()), *(getattr(f, "__func__", f) for f in own)]))
+        code = _reached(code_of(block))
         for one in code.globals:
             if one.name in one.namespace:
                 path = f"{one.module}.{one.name}"
@@ -61,7 +60,12 @@ class Surroundings:
                 put(items)
 
     def _visit(self, path: str, value: Any, depth: int = _DEPTH) -> None:
-        if id(value) in self._seen or isinstance(value, (nn.Module, torch.Tensor, type, types.ModuleType)):
+        if id(value) in self._seen or isinstance(value, (torch.Tensor, type, types.ModuleType)):
+            return
+        if isinstance(value, nn.Module):  # the parent of the block, say, in a list so that it is no part of it
+            self._seen.add(id(value))
+            own = vars(value)
+            self._held.append((path, own, _items(own), functools.partial(refill, own)))
             return
         if _is_array(value):
             self._seen.add(id(value))

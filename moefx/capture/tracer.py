@@ -209,6 +209,8 @@ class Tracer(Recorder):
         schema = func._schema
         written = [i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
         node_args, node_kwargs = map_tensors((args, kwargs), self.node_of)
+        if name.startswith(("index_put", "_index_put")):
+            node_args = (*node_args[:2], _with_leading_ones(node_args[2]), *node_args[3:])
         known = func in SHAPE_ONLY or all(self.node_of(t).meta.get("known") for t in tensors_in((args, kwargs)))
         known = known and torch.Tag.nondeterministic_seeded not in func.tags
         if written:
@@ -451,6 +453,16 @@ _GROUPED_MM = getattr(aten, "_grouped_mm", None)
 def _grouped_result(x: torch.Tensor, w: torch.Tensor, *_: Any) -> torch.Tensor:
     """The shape of a grouped product; torch's own rule accepts bfloat16 only."""
     return x.new_empty((*x.shape[:-1], w.shape[-1]))
+
+
+def _with_leading_ones(value: fx.Node) -> fx.Node:
+    """`y[mask] = rows`: where there is one row, torch takes the axis of the rows away."""
+    if value.target is aten.reshape.default:
+        source: Any = value.args[0]
+        shape = tuple(source.meta["val"].shape)
+        if shape[:1] == (1,) and shape[shape.count(1) :] == tuple(value.meta["val"].shape):
+            return source
+    return value
 
 
 def _functional(func: Any, args: Any, kwargs: dict[str, Any], names: list[str]) -> tuple[Any, Any, dict[str, Any]]:

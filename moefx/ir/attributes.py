@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .reached import OTHERS, reached
+from .reached import OTHERS, code_of, reached
 
 OWN = {*vars(nn.Module()), "_compiled_call_impl", "forward"}  # what torch itself keeps, and guards elsewhere
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum, slice, range)
@@ -81,7 +81,7 @@ def _is_configuration(thing: Any) -> bool:
 def globals_of(block: nn.Module) -> dict[Where, Any]:
     """Plain globals that the code of a block names, and plain attributes of the objects among them."""
     found: dict[Where, Any] = {}
-    code = reached({type(module) for module in block.modules()})
+    code = reached(code_of(block))
     used = code.names
     for one in code.globals:
         python = sys.modules.get(one.module)

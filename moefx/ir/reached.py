@@ -8,6 +8,8 @@ import types
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+from torch import nn
+
 # what is no part of the user's program, and is taken to stay as it is
 OTHERS = {"torch", "builtins", "transformers", "typing", "collections", "functools", "moefx", "numpy"}
 
@@ -25,11 +27,21 @@ class Global(NamedTuple):
 
 
 class Reached(NamedTuple):
-    """What some code leads to: globals and classes of the user's, and all names that it uses."""
+    """What some code leads to: globals and classes of the user's, and all names and numbers in it."""
 
     globals: list[Global]
     classes: list[type]
     names: frozenset[str]
+    numbers: frozenset[float]
+
+
+def code_of(block: nn.Module) -> frozenset[Any]:
+    """Its classes, those of its parts, and the functions that hang on them."""
+    own = [v for module in block.modules() for v in vars(module).values() if isinstance(v, _FUNCTIONS)]
+    return frozenset([*map(type, block.modules()), *(getattr(f, "__func__", f) for f in own)])
+
+
+_FUNCTIONS = (types.FunctionType, types.MethodType)
 
 
 def reached(code: Iterable[Any]) -> Reached:
@@ -37,6 +49,7 @@ def reached(code: Iterable[Any]) -> Reached:
     users: list[type] = []
     found: dict[tuple[str, str], Global] = {}
     every: set[str] = set()
+    numbers: set[float] = set()
     todo: list[Any] = [c for thing in code for c in (thing.__mro__ if isinstance(thing, type) else [thing])]
     seen: set[int] = set()
     while todo:
@@ -53,6 +66,7 @@ def reached(code: Iterable[Any]) -> Reached:
             continue
         names = _names_in(thing.__code__)
         every |= names
+        numbers |= _numbers_in(thing.__code__)
         for space in _namespaces(thing.__globals__, names):
             for name in names & space.keys():
                 value = space[name]
@@ -62,7 +76,7 @@ def reached(code: Iterable[Any]) -> Reached:
                     one = Global(space.get("__name__", ""), space, name)
                     found[one.module, name] = one
                     todo.append(type(value))
-    return Reached(list(found.values()), users, frozenset(every))
+    return Reached(list(found.values()), users, frozenset(every), frozenset(numbers))
 
 
 def _namespaces(own: dict[str, Any], names: frozenset[str]) -> Iterator[dict[str, Any]]:
@@ -96,4 +110,9 @@ def _names_in(code: types.CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(*nested)
 
 
-__all__ = ["OTHERS", "Global", "Reached", "is_users", "reached"]
+def _numbers_in(code: types.CodeType) -> set[float]:
+    nested = [_numbers_in(c) for c in code.co_consts if isinstance(c, types.CodeType)]
+    return {c for c in code.co_consts if type(c) in (int, float)}.union(*nested)
+
+
+__all__ = ["OTHERS", "Global", "Reached", "code_of", "is_users", "reached"]

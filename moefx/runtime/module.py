@@ -117,7 +117,13 @@ class BlockForward:
         if self._recording and entry.program.fn_with_load is not None:
             result, self._offsets = entry.program.fn_with_load(self.block, *values)
             return result
-        return entry.program.fn(self.block, *values)
+        if torch.compiler.is_compiling():
+            return entry.program.fn(self.block, *values)
+        try:
+            return entry.program.fn(self.block, *values)
+        except (TypeError, RuntimeError):
+            entry.absorbed.explain(self.name)  # a parameter of theirs may be gone
+            raise
 
     def run_original(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block as it was before the rewrite."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from operator import itemgetter
+from operator import itemgetter, methodcaller
 from typing import Any
 
 from torch import nn
@@ -42,6 +42,7 @@ class AbsorbedModules:
         self.types = [type(module) for module in self.modules]
         self.forwards = [module.__dict__.get("forward") for module in self.modules]
         self.children = [dict(module._modules) for module in self.modules]
+        self.without = [[n for n, p in module._parameters.items() if p is None] for module in self.modules]
         # A module on the way to an absorbed one may itself be kept or change: only the link counts.
         known = set(self.names)
         self.links = [
@@ -50,6 +51,10 @@ class AbsorbedModules:
             if owner not in known
         ]
         self._live: _Live | None = None
+
+    def explain(self, block_name: str) -> None:
+        """After a call that failed: raise `AbsorbedModuleChanged` if a parameter of theirs is missing."""
+        self._inspect(block_name)
 
     def check(self, block_name: str = "") -> None:
         """Raise `AbsorbedModuleChanged` when one of them was replaced, hooked, parametrized or given another
@@ -65,6 +70,7 @@ class AbsorbedModules:
             or list(map(_children_of, live.parents)) != live.children
             or any(live.childless)
             or list(map(len, live.states)) != live.sizes
+            or any([list(map(get, held)) != none for get, held, none in live.without])
             or any(owner._modules.get(name) is not child for owner, name, child in live.links)
         ):
             self._inspect(block_name)
@@ -77,8 +83,8 @@ class AbsorbedModules:
             now = self.block.get_submodule(owner)._modules.get(name)
             if now is not child:
                 self._changed(block_name, f"{owner}.{name}".strip("."), _replaced(child, now))
-        for name, module, cls, children, forward in zip(
-            self.names, self.modules, self.types, self.children, self.forwards, strict=True
+        for name, module, cls, children, without, forward in zip(
+            self.names, self.modules, self.types, self.children, self.without, self.forwards, strict=True
         ):
             if type(module) is not cls:
                 self._changed(block_name, name, f"became a {type(module).__name__}")
@@ -86,6 +92,9 @@ class AbsorbedModules:
                 if module._modules.get(child) is not children.get(child):
                     what = _replaced(children.get(child), module._modules.get(child))
                     self._changed(block_name, f"{name}.{child}", what)
+            for parameter, value in module._parameters.items():
+                if (value is None) is not (parameter in without):
+                    self._changed(block_name, f"{name}.{parameter}", "was removed" if value is None else "was added")
             if module.__dict__.get("forward") is not forward:
                 self._changed(block_name, name, "was given a forward of its own")
             if hook := hook_on(module):
@@ -110,6 +119,12 @@ class _Live:
         pairs = list(zip(absorbed.modules, absorbed.children, strict=True))
         self.parents = [module.__dict__ for module, children in pairs if children]
         self.children = [children for _, children in pairs if children]
+        # `None in the place of a parameter`, by its name: such as the bias of a Linear without
+        named: dict[str, list[dict[str, Any]]] = {}
+        for module, names in zip(absorbed.modules, absorbed.without, strict=True):
+            for name in names:
+                named.setdefault(name, []).append(module._parameters)
+        self.without = [(methodcaller("get", name), held, [None] * len(held)) for name, held in named.items()]
         self.childless = [module._modules for module, children in pairs if not children]
         self.states = [module.__dict__ for module in absorbed.modules]
         self.sizes = list(map(len, self.states))

@@ -109,9 +109,12 @@ class TestInvent:
 
 class TestIntegers:
     def test_first_routing_sees_them_as_they_are(self):
-        ids = torch.arange(8)
+        ids = torch.arange(8).flip(0)
         value = Routing("diverse", 0).integers(ids)
         assert torch.equal(value, ids) and value is not ids
+
+    def test_a_map_of_each_to_itself_is_seen_in_another_order(self):
+        assert not torch.equal(Routing("diverse", 0).integers(torch.arange(8)), torch.arange(8))
 
     def test_later_routings_see_another_order(self):
         ids = torch.arange(8)

@@ -29,6 +29,10 @@ class Manager:
 MANAGER = Manager()
 
 
+class Parent(nn.Module):
+    aux = None
+
+
 class Recorder:
     last = None
 
@@ -82,10 +86,15 @@ def to_array(block, loss):
     block.array[0] += 1.0
 
 
+def to_parent(block, loss):
+    block.parents[0].aux = loss
+
+
 class Writes(Loop):
     def __init__(self, write):
         super().__init__()
         self.held = {"load": torch.zeros(()), "calls": torch.zeros((), dtype=torch.int64)}
+        self.parents = [Parent()]
         self.plain, self.array = torch.zeros(()), numpy.zeros(2)
         self.write, self._own, self.stats = write, [], types.SimpleNamespace(last=None)
 
@@ -96,7 +105,7 @@ class Writes(Loop):
 
 @pytest.mark.parametrize(
     "write", [to_list, to_manager, to_attribute, to_class, to_number, to_private_list, to_object,
-              to_tensor_in_dict, to_integers_in_dict, to_plain_tensor, to_global_tensor, to_array],
+              to_tensor_in_dict, to_integers_in_dict, to_plain_tensor, to_global_tensor, to_array, to_parent],
     ids=lambda f: f.__name__,
 )  # fmt: skip
 def test_a_block_that_writes_elsewhere_is_refused_and_leaves_no_trace(write):
@@ -104,6 +113,7 @@ def test_a_block_that_writes_elsewhere_is_refused_and_leaves_no_trace(write):
     with pytest.raises(moefx.NoMoEBlockFound, match="writes to"):
         moefx.compile(model, example_inputs=(torch.randn(5, D),))
     assert not LOSSES and not MANAGER.losses and not model._own and COUNT == 0
+    assert model.parents[0].aux is None
     assert all(t == 0 for t in [*model.held.values(), model.plain, TENSOR[0], model.array[0]])
     assert MANAGER.last is None and Recorder.last is None and model.stats.last is None
 

@@ -82,3 +82,30 @@ class Counted(Loop):
 def test_another_use_of_the_number_names_its_line():
     with pytest.raises(moefx.NoMoEBlockFound, match=r"constant depends on the routing|Python read.*test_reads"):
         moefx.compile(Counted(), example_inputs=(torch.randn(5, D),))
+
+
+class Window(Loop):
+    """What it does changes in a window of steps only."""
+
+    def __init__(self, inside):
+        super().__init__()
+        self.register_buffer("step", torch.tensor(0))
+        self.inside, self.start, self.width = inside, 100, 20
+
+    def forward(self, x):
+        self.step.add_(1)
+        return super().forward(x) * (0.5 if self.inside(self, self.step.item()) else 1.0)
+
+
+@pytest.mark.parametrize(
+    "inside",
+    [
+        lambda m, step: 50 <= step < 60,
+        lambda m, step: step == 7,
+        lambda m, step: m.start < step <= m.start + 1,
+        lambda m, step: abs(step - 30) < 1,
+    ],
+)
+def test_a_window_of_steps_is_seen(inside):
+    with pytest.raises(moefx.NoMoEBlockFound, match=r"step|a constant depends"):
+        moefx.compile(Window(inside).double(), example_inputs=(torch.randn(5, D, dtype=torch.float64),))

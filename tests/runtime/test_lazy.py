@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import moefx
 
-from ..passes.blocks import D, Loop
+from ..passes.blocks import D, Loop, Mlp
 
 
 @pytest.fixture
@@ -145,6 +145,13 @@ def test_features_as_long_as_the_sequence():
         x = torch.randn(4, D, length, dtype=torch.float64)
         torch.testing.assert_close(compiled(x), model(x))
     assert counts(compiled) == (3, 0)
+
+
+def test_a_bias_that_is_gone(x):
+    _, compiled = pair(x, Loop(Mlp))
+    compiled.experts[2].up.bias = None
+    with pytest.raises(moefx.MoefxError, match=r"experts\.2\.up\.bias was removed"):
+        compiled(x)
 
 
 class HooksATensor(Loop):

@@ -238,6 +238,8 @@ CHANGES = {
     "backward hook": (lambda b: b.experts[3].up.register_full_backward_hook(print), "got a backward hook"),
     "parametrized": (lambda b: nn.utils.parametrizations.weight_norm(b.experts[0].down),
                      r"experts\.0\.down became a ParametrizedLinear"),
+    "a bias": (lambda b: setattr(b.experts[1].up, "bias", nn.Parameter(torch.zeros(1))),
+               r"experts\.1\.up\.bias was added"),
     "forward": (lambda b: setattr(b.experts[0].act, "forward", torch.relu),
                 r"act was given a forward of its own"),
 }  # fmt: skip

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...capture.captured import MIXED, Capture, comparisons
@@ -22,9 +23,11 @@ from ...capture.sizes import SizeGuard, evaluate
 from ...capture.source import Source
 from ...capture.tracer import Flips
 from ...errors import CaptureError, Refused
+from ...ir.attributes import attributes
+from ...ir.reached import code_of, reached
 from .agree import same_form
 from .limits import limits, not_reached
-from .nodes import asks_for_rows, is_known, is_routed, numbers, op_name
+from .nodes import asks_for_rows, is_known, is_routed, line, numbers, op_name
 from .ranges import Ranges
 
 if TYPE_CHECKING:
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
 _MOST_TOKENS = 600  # of a capture that overflows a capacity, or at which a number changed
 _LOOKUPS = {"index", "index_select", "gather", "embedding", "bucketize", "searchsorted"}
 _COPIES = {"_to_copy", "clone", "where", "zeros_like", "ones_like", "full_like"}
+_NO_LIMIT = 1e9
+_MOST_NUMBERS = 50
 _READ = "a value read from a tensor"
 _LEAK_SIZES = (131, 261, 517, 1029, 2053)  # no powers of two: these are often told apart
 
@@ -51,22 +56,55 @@ def flip_branches(prover: Prover) -> None:
             if ranges and read.node is not None and ranges.decided(read.node, read.asked):
                 outcomes[read.source] = {True, False}
     asked = {read.source: read.node for lifted in prover.lifted for read in lifted.capture.reads}
+    named: list[float] | None = None
     for source, seen in outcomes.items():
         if seen == {True} and asks_for_rows(asked[source]):
             _without_rows(prover, source)
             continue
         kinds = {type(v) for v in seen}
-        others: list[Any] = (
-            [1e30, -1e30, 0.0]
-            if float in kinds
-            else [10**6, 0, -1]
-            if int in kinds
-            else [not v for v in seen]
-            if len(seen) == 1
-            else []
-        )
+        others: list[Any] = [not v for v in seen] if len(seen) == 1 else []
+        if kinds & {float, int}:
+            named = _numbers_named(prover.block) if named is None else named
+            others = [1e30, -1e30, 0.0] if float in kinds else [10**6, -1, 0]
+            between = named if float in kinds else list(dict.fromkeys(map(round, named)))
+            others += _that_turn(prover, source, others, between)
         for value in others:
             _force(prover, source, {source: value}, _READ)
+
+
+def _that_turn(prover: Prover, source: Source, known: list[Any], values: list[Any]) -> list[Any]:
+    """The values with which the program does what it does with none of the known ones: it runs other ops, or computes
+    with other numbers than the value itself."""
+
+    def outline(value: Any) -> tuple[Any, list[Any], dict[Any, Any]] | None:
+        with contextlib.suppress(Exception):  # it may check the value
+            nodes = prover.capture(Routing("diverse", 0), prover.sizes[0], {source: value}).nodes
+            return value, list(map(line, nodes)), numbers(nodes)
+        return None
+
+    def differ(a: Any, b: Any) -> set[Any]:
+        return {p for p, n in a[2].items() if n != b[2].get(p) and (n, b[2].get(p)) != (a[0], b[0])}
+
+    seen = [o for o in map(outline, known) if o is not None]
+    found = []
+    for new in map(outline, values):
+        if new is None:
+            continue
+        alike = [o for o in seen if o[1] == new[1]]
+        if not alike or differ(new, alike[0]) - set().union(*[differ(o, alike[0]) for o in alike]):
+            found.append(new[0])
+            seen.append(new)
+    return found
+
+
+def _numbers_named(block: nn.Module) -> list[float]:
+    """Where a comparison with a step or a temperature may turn: the numbers in the code and the attributes of a block,
+    what is next to them, and what is between."""
+    found = set(reached(code_of(block)).numbers)
+    found |= {v for v in attributes(block).values() if type(v) in (int, float) and math.isfinite(v)}
+    own = sorted(n for n in found if abs(n) < _NO_LIMIT)
+    near = [n + d for d in (0, 1, -1) for n in own]
+    return [*dict.fromkeys([*near, *((a + b) / 2 for a, b in itertools.pairwise(own))])][:_MOST_NUMBERS]
 
 
 def _without_rows(prover: Prover, source: Source) -> None:
