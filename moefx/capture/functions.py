@@ -67,6 +67,10 @@ class Functions(TorchFunctionMode):
         tensors = tensors_in(args) if whole is not None else []
         if whole is None or not any(is_float(t) for t in tensors) or any(map(_is_batched, tensors)):
             out = func(*args, **options)
+            if func is torch.Tensor.__getitem__:
+                with _disable_current_modes(), torch._C.DisableTorchFunction():
+                    for dim, stop in _whole_slices(*args):
+                        out = tracer.record(torch.ops.aten.slice.Tensor, (out, dim, 0, stop), {})
             if touched:
                 tracer.rows_of_routing(before)
             return out
@@ -95,6 +99,25 @@ class Functions(TorchFunctionMode):
                 return value
             node = self.tracer.node_of(t)
             return counted(value, node, self.tracer) if from_floats(node) else value
+
+
+def _whole_slices(t: torch.Tensor, index: Any) -> list[tuple[int, int]]:
+    """(dim of the result, stop) of slices `[:stop]` that take all there is: torch leaves them out, and for other sizes
+    it does not."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if _is_batched(t) or not all(p is None or p is Ellipsis or type(p) in (int, slice) for p in parts):
+        return []
+    found, source, result = [], 0, 0
+    for part in parts:
+        if part is Ellipsis:
+            rest = t.dim() - sum(type(p) in (int, slice) for p in parts)
+            source, result = source + rest, result + rest
+            continue
+        if type(part) is slice and part.start in (None, 0) and part.step in (None, 1) and part.stop == t.shape[source]:
+            found.append((result, part.stop))
+        source += part is not None
+        result += type(part) is not int
+    return found
 
 
 def _is_batched(t: torch.Tensor) -> bool:

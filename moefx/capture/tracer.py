@@ -200,7 +200,7 @@ class Tracer(Recorder):
             args = (args[0], self._integer_indices(args[1]), *args[2:])
         elif name == "masked_select":
             return self.record(aten.index.Tensor, (args[0], self._integer_indices([args[1].expand(args[0].shape)])), {})
-        if func is aten.clone.default:
+        if func in (aten.clone.default, aten.alias.default):
             return self._same_value(func, args, kwargs)
         if kwargs.get("generator") is not None:
             self.refuse(
@@ -236,9 +236,11 @@ class Tracer(Recorder):
         return self.record_out(func, node_args, node_kwargs, args, out, concrete, is_view, known)
 
     def _same_value(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
-        """A copy: other storage, the same value. Whether `contiguous` and `reshape` copy depends on the sizes."""
+        """A copy, or all of it as a view: the same value. Whether `contiguous` and `reshape` copy depends on the
+        sizes, and so does whether a slice is all there is."""
         out, _ = self.compute(func, args, kwargs)
-        self.track(out, self.node_of(args[0]))
+        base = (args[0], (func, ())) if func is aten.alias.default else ()
+        self.track(out, self.node_of(args[0]), *base)
         return out
 
     def _integer_indices(self, indices: Any) -> list[torch.Tensor | None]:
