@@ -13,16 +13,18 @@ The result is a functional ATen graph (in-place updates and views are resolved h
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..ir.fields import opened
 from .calls import recording
-from .captured import Capture, Effect, is_float
+from .captured import Capture, Effect, is_float, tensors_in
 from .effects import HOOKS, effects_of, plain_tensors, python_random, refill, restore
 from .functions import Functions
 from .routing import Routing
@@ -105,6 +107,8 @@ def capture(
             foreign = [tracer.named.get(i, "a tensor that is no buffer") for i in tracer.overwritten]
             effects += [Effect("record", path, None) for path in [*surroundings.changed(), *foreign]]  # type: ignore[arg-type]
             changed = {e.node: t for e in effects for _, t, node in inputs if e.kind == "input" and e.target is node}
+            own = {key for t in tensors_in(out) for key in vars(t).keys() - _names_of_fakes()}
+            effects += [Effect("record", f"the attribute {key} of a tensor", None) for key in own]  # type: ignore[arg-type]
             out = opened(out, lambda t: _returned(tracer, t, changed))
     finally:
         noisy.setLevel(level)
@@ -129,6 +133,13 @@ def capture(
         tracer,
         tracer.modes_read,
     )
+
+
+@functools.cache
+def _names_of_fakes() -> set[str]:
+    """What every abstract tensor has among its attributes."""
+    with FakeTensorMode():
+        return set(vars(torch.empty(1).view(1)))
 
 
 def _returned(tracer: Tracer, t: torch.Tensor, changed: dict[fx.Node, torch.Tensor]) -> fx.Node:

@@ -239,8 +239,8 @@ class Tracer(Recorder):
         """A copy, or all of it as a view: the same value. Whether `contiguous` and `reshape` copy depends on the
         sizes, and so does whether a slice is all there is."""
         out, _ = self.compute(func, args, kwargs)
-        base = (args[0], (func, ())) if func is aten.alias.default else ()
-        self.track(out, self.node_of(args[0]), *base)
+        is_view = func is aten.alias.default
+        self.track(out, self.node_of(args[0]), args[0] if is_view else None, (func, ()) if is_view else None)
         return out
 
     def _integer_indices(self, indices: Any) -> list[torch.Tensor | None]:

@@ -89,11 +89,17 @@ def globals_of(block: nn.Module) -> dict[Where, Any]:
             continue  # code that was made on the fly
         where, value = Where(f"@{one.module}", one.name), one.value
         if is_plain(value):
-            found |= {} if callable(value) else {where: value}
+            found |= {where: value} if not callable(value) or _can_be_found(value) else {}
         elif type(value).__module__.split(".")[0] not in OTHERS:
             inner = {k: v for k, v in _inside(value).items() if used.issuperset(k.split("."))}
             found |= {where._replace(inner=k): v for k, v in inner.items() if is_plain(v) and not callable(v)}
     return found
+
+
+def _can_be_found(function: Any) -> bool:
+    """Whether a function is what its module knows by its name, so that it can be pickled."""
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    return getattr(module, getattr(function, "__qualname__", ""), None) is function
 
 
 def value_at(block: nn.Module, where: Where) -> Any:

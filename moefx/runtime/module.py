@@ -321,12 +321,24 @@ def _transformed() -> bool:
     return forward_ad._current_level >= 0 or peek_interpreter_stack() is not None
 
 
+def _pack(t: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return t, t._version
+
+
+def _unpack(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
+    """Autograd itself does not look at the version where there are hooks."""
+    t, version = saved
+    if t._version != version:
+        raise RuntimeError("a tensor that the backward needs was modified by an inplace operation")
+    return t
+
+
 @contextlib.contextmanager
 def _unobserved() -> Iterator[None]:
     """Without what watches the call: `export(strict=False)` would record the captures as the model's, a flop counter
     count them, a checkpoint keep what they save for a backward."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t))
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_pack, _unpack))
         for _ in _get_current_function_mode_stack():
             stack.enter_context(_pop_mode_temporarily())
         stack.enter_context(_disable_current_modes())

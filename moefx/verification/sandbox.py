@@ -13,6 +13,7 @@ import copy
 import dataclasses
 import math
 import random
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -141,16 +142,21 @@ _MOST_COPIED = 1 << 22  # elements
 @contextlib.contextmanager
 def random_state(seed: int, devices: Iterable[torch.device] = ()) -> Iterator[None]:
     """Seed every generator that a model may draw from, and put all of them back."""
-    state = random.getstate()
+    state, numpy = random.getstate(), sys.modules.get("numpy")
+    numpy_state = numpy.random.get_state() if numpy else None
     accelerators = _accelerators(devices)
     kind = accelerators[0].type if accelerators else "cuda"
     with torch.random.fork_rng(devices=accelerators, device_type=kind):
         torch.manual_seed(seed)
         random.seed(seed)
+        if numpy:
+            numpy.random.seed(seed)
         try:
             yield
         finally:
             random.setstate(state)
+            if numpy:
+                numpy.random.set_state(numpy_state)
 
 
 # ---- one run ----------------------------------------------------------------------------------------------
@@ -260,7 +266,8 @@ def _generators(devices: Iterable[torch.device]) -> int:
     """A digest of the state of all generators: one draw too few changes all that are drawn later."""
     states = [torch.get_rng_state()]
     states += [torch.get_device_module(d).get_rng_state(d) for d in _accelerators(devices)]
-    return zlib.crc32(b"".join(bytes(s.tolist()) for s in states) + repr(random.getstate()).encode())
+    python = repr((random.getstate(), numpy.random.get_state() if (numpy := sys.modules.get("numpy")) else None))
+    return zlib.crc32(b"".join(bytes(s.tolist()) for s in states) + python.encode())
 
 
 def _accelerators(devices: Iterable[torch.device]) -> list[torch.device]:

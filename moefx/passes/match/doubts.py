@@ -14,12 +14,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...capture.captured import MIXED, Capture, comparisons
 from ...capture.routing import Routing
-from ...capture.sizes import SizeGuard, evaluate
+from ...capture.sizes import SizeGuard, evaluate, plain
 from ...capture.source import Source
 from ...capture.tracer import Flips
 from ...errors import CaptureError, Refused
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 _MOST_TOKENS = 600  # of a capture that overflows a capacity, or at which a number changed
 _LOOKUPS = {"index", "index_select", "gather", "embedding", "bucketize", "searchsorted"}
+_CUTS = {"clamp", "clamp_max", "minimum", "remainder", "fmod", "bitwise_and", "__and__"}
 _COPIES = {"_to_copy", "clone", "where", "zeros_like", "ones_like", "full_like"}
 _NO_LIMIT = 1e9
 _MOST_NUMBERS = 50
@@ -175,6 +177,20 @@ def spread_numbers(prover: Prover) -> None:
     for (source, op), seen in made.items():
         if len(seen) == 1 and len(of[source, op]) > 1:
             _force(prover, source, {(source, op): MIXED}, f"a number that is {seen.pop():g} for few tokens")
+    cuts: dict[tuple[Source, str], bool] = {}
+    for lifted in prover.lifted:
+        for n in lifted.capture.nodes:
+            if op_name(n) in _CUTS and is_known(n) and isinstance(n.args[0], fx.Node):
+                key = (n.meta["source"], str(n.target))
+                cuts[key] = cuts.get(key, True) and _is_as_before(lifted.capture, n)
+    for source, op in (key for key, nowhere in cuts.items() if nowhere):
+        _force(prover, source, {(source, op): MIXED}, "a number that is cut off for many tokens")
+
+
+def _is_as_before(capture: Capture, n: fx.Node) -> bool:
+    """Whether nothing was cut off: `positions % 700`, `counts.clamp(max=300)`."""
+    before: Any = n.args[0]
+    return is_known(before) and torch.equal(capture.shadow(n), capture.shadow(before))
 
 
 def _levels_off(n: fx.Node) -> bool:
@@ -260,14 +276,14 @@ def leaked_sizes(prover: Prover) -> None:
     many = [lifted.capture for lifted in prover.lifted if math.prod(lifted.tokens) > 1]
     every = set().union(*map(_lines, many))
     always = set.intersection(*map(_lines, many))
-    columns = [numbers(c.nodes) for c in many]
+    columns = list(map(_all_numbers, many))
     same = {place: v for place, v in columns[0].items() if v is not None and all(c.get(place) == v for c in columns)}
     most = 4 * max(len(c.nodes) for c in many)
     below = max(math.prod(sizes.values()) for sizes in prover.sizes)
     moved = False
 
     def has_moved(taken: Capture) -> bool:
-        return any(place in same and v not in (None, same[place]) for place, v in numbers(taken.nodes).items())
+        return any(place in same and v not in (None, same[place]) for place, v in _all_numbers(taken).items())
 
     @functools.cache
     def differs(tokens: int) -> tuple[bool, bool]:
@@ -363,5 +379,12 @@ def _random(like: torch.Tensor) -> torch.Tensor:
 
 
 def _lines(taken: Capture) -> set[tuple[str, str]]:
-    """Which lines of the user's ran, and which ops they came to."""
-    return {(str(n.meta["source"]), str(n.target)) for n in taken.nodes if n.op == "call_function"}
+    """Which lines of the user's ran, which ops they came to, and what the call changed."""
+    ran = {(str(n.meta["source"]), str(n.target)) for n in taken.nodes if n.op == "call_function"}
+    return ran | {(effect.kind, str(effect.target)) for effect in taken.effects}
+
+
+def _all_numbers(taken: Capture) -> dict[Any, int | float | None]:
+    """Those that ops are called with, and those that are returned."""
+    returned = enumerate(pytree.tree_leaves(taken.out))
+    return {**numbers(taken.nodes), **{i: plain(v) for i, v in returned if isinstance(v, (int, float))}}

@@ -267,7 +267,7 @@ class Terms:
             block = math.prod(t.args[0].shape[1:])
             if size == block and start % block == 0:  # one row of what was flattened
                 return self.reshape(self.pick(t.args[0], 0, start // block), shape)
-        if t.op == "cat" and t.args[0] == dim and step == 1:
+        if t.op == "cat" and t.args[0] == dim and step == 1 and size:
             pieces, low = [], 0
             for piece in t.args[1:]:
                 a, b = max(start - low, 0), min(stop - low, piece.shape[dim])
