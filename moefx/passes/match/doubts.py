@@ -177,14 +177,15 @@ def spread_numbers(prover: Prover) -> None:
     for (source, op), seen in made.items():
         if len(seen) == 1 and len(of[source, op]) > 1:
             _force(prover, source, {(source, op): MIXED}, f"a number that is {seen.pop():g} for few tokens")
-    cuts: dict[tuple[Source, str], bool] = {}
+    cuts: dict[tuple[Source, str], set[str]] = {}  # where, and what stands in the way
     for lifted in prover.lifted:
         for n in lifted.capture.nodes:
             if op_name(n) in _CUTS and is_known(n) and isinstance(n.args[0], fx.Node):
-                key = (n.meta["source"], str(n.target))
-                cuts[key] = cuts.get(key, True) and _is_as_before(lifted.capture, n)
-    for source, op in (key for key, nowhere in cuts.items() if nowhere):
-        _force(prover, source, {(source, op): MIXED}, "a number that is cut off for many tokens")
+                limit = str((n.args[1:], n.kwargs)) if _is_as_before(lifted.capture, n) else "reached"
+                cuts.setdefault((n.meta["source"], str(n.target)), set()).add(limit)
+    for (source, op), limits_there in cuts.items():
+        if len(limits_there) == 1 and "reached" not in limits_there:  # not one that grows with the sizes
+            _force(prover, source, {(source, op): MIXED}, "a number that is cut off for many tokens")
 
 
 def _is_as_before(capture: Capture, n: fx.Node) -> bool:
