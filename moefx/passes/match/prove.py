@@ -270,8 +270,12 @@ class Prover:
         self.sizes.append(sizes)
 
     def _agree(self) -> None:
-        """All captures have the form of the one that met the most kinds of experts, which comes first."""
-        richest = max(range(len(self.lifted)), key=lambda i: (len(self.lifted[i].groups), -i))
+        """All captures have the form of the one that met the most slots and kinds of experts, which comes first."""
+        richest = max(range(len(self.lifted)), key=lambda i: (self.lifted[i].slots, len(self.lifted[i].groups), -i))
+        best = self.lifted[richest]
+        for i, lifted in enumerate(self.lifted):
+            if lifted.slots < best.slots:  # all second choices were dropped
+                self.lifted[i] = self._lifted(lifted.capture, best)
         self.lifted.insert(0, self.lifted.pop(richest))
         self.sizes.insert(0, self.sizes.pop(richest))
         for other in self.lifted[1:]:

@@ -56,6 +56,60 @@ class LowScores(Loop):
         return sum(gates[:, e : e + 1] * expert(x) for e, expert in enumerate(self.experts))
 
 
+class TwoColumns(Loop):
+    """A first and a second argmax, each with places in its own tensor; most second choices find none."""
+
+    def forward(self, x):
+        p = self.gate(x).softmax(-1)
+        first, a = p.max(-1)
+        second, b = (p * (1 - F.one_hot(a, E))).max(-1)
+        places = max(2, int(x.shape[0] / E))
+        hits = F.one_hot(a, E).cumsum(0) * F.one_hot(a, E)
+        kept_a = (hits <= places) & (hits > 0)
+        more = F.one_hot(b, E).cumsum(0) * F.one_hot(b, E) + kept_a.sum(0)
+        kept_b = (more <= places) & F.one_hot(b, E).bool()
+        w = (first * kept_a.any(-1))[:, None] * F.one_hot(a, E) + (second * kept_b.any(-1))[:, None] * F.one_hot(b, E)
+        return sum(w[:, e : e + 1] * expert(x) for e, expert in enumerate(self.experts))
+
+
+class ToItsPlace(Loop):
+    """Experts have been moved: a buffer says where each is."""
+
+    def __init__(self):
+        super().__init__(Mlp)
+        self.register_buffer("place", torch.arange(E))
+
+    def route(self, x):
+        w, ids = super().route(x)
+        return w, self.place[ids]
+
+
+class RootMeanSquare(nn.Module):
+    """Its scale looks like a weight of the token where one expert has all of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp = Mlp()
+
+    def forward(self, x):
+        return self.mlp(x * x.square().mean(-1, keepdim=True).add(1e-6).rsqrt())
+
+
+class Skipping(Loop):
+    def __init__(self):
+        super().__init__(RootMeanSquare)
+
+    def forward(self, x):
+        w, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            t, k = torch.where(ids == e)
+            if t.numel() == 0:
+                continue
+            out.index_add_(0, t, expert(x[t]) * w[t, k, None])
+        return out
+
+
 class Normalised(Loop):
     """Batch norm in the experts, in eval mode."""
 
@@ -96,7 +150,13 @@ class ReentrantCheckpoint(Loop):
         return checkpoint(super().forward, x, use_reentrant=True)
 
 
-@pytest.mark.parametrize("kind", [EinsumOfRows, WrittenInto, MovingAverage, LowScores, Normalised, ReentrantCheckpoint])
+KINDS = [
+    EinsumOfRows, WrittenInto, MovingAverage, LowScores, Normalised, ReentrantCheckpoint, TwoColumns, ToItsPlace,
+    Skipping,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_rewritten(kind):
     torch.manual_seed(0)
     model = nn.Sequential(kind()).double()
@@ -109,6 +169,16 @@ def test_rewritten(kind):
         for n, b in buffers.items():
             model.get_submodule(n.rpartition(".")[0])._buffers[n.rpartition(".")[2]] = b
         torch.testing.assert_close(ours, (model(x), dict(model.named_buffers())))
+    assert moefx.blocks(compiled)[0].fallbacks == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_norm_has_the_eps_of_its_dtype(dtype):
+    """`nn.RMSNorm` without one; the numeric check runs in float64."""
+    model = nn.Sequential(Loop(lambda: nn.Sequential(nn.RMSNorm(D), Mlp()))).to(dtype)
+    compiled = moefx.compile(model, example_inputs=(torch.randn(9, D, dtype=dtype),))
+    x = torch.randn(20, D, dtype=dtype)
+    torch.testing.assert_close(compiled(x), model(x))
     assert moefx.blocks(compiled)[0].fallbacks == 0
 
 
