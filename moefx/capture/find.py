@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import operator
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..ir.fields import opened
+from ..ir.reached import FUNCTIONS
 from .captured import is_float
 from .concolic import capture
 from .routing import Routing
@@ -74,11 +74,8 @@ def _code_of(module: nn.Module) -> tuple:
     """The class, and methods of the module's own. A parametrized module has a class of its own, too."""
     cls = type(module)
     cls = cls.__mro__[1] if is_parametrized(module) else cls
-    own = [(k, getattr(v, "__func__", v)) for k, v in vars(module).items() if isinstance(v, _FUNCTIONS)]
+    own = [(k, getattr(v, "__func__", v)) for k, v in vars(module).items() if isinstance(v, FUNCTIONS)]
     return (cls, *((k, id(fn)) for k, fn in own))
-
-
-_FUNCTIONS = (types.FunctionType, types.MethodType)
 
 
 def _numbers(t: torch.Tensor) -> int | None:

@@ -16,11 +16,10 @@ import torch
 from torch import nn
 
 from ..ir.attributes import OWN, is_plain
-from ..ir.reached import Reached, code_of, is_users, reached
+from ..ir.reached import FUNCTIONS, Reached, code_of, is_users, reached
 from .captured import tensors_in
 from .effects import refill, same_items
 
-_FUNCTIONS = (types.FunctionType, types.MethodType)
 _CONTAINERS = (list, dict, set, collections.deque)
 _DEPTH = 3
 _MOST_ITEMS = 256
@@ -77,7 +76,7 @@ class Surroundings:
             inner: Iterable[Any] = value.values() if isinstance(value, dict) else value
         elif isinstance(value, tuple):
             inner = value
-        elif isinstance(value, _FUNCTIONS):
+        elif isinstance(value, FUNCTIONS):
             self._seen.add(id(value))
             inner = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
         elif (is_users(type(value)) or type(value) is types.SimpleNamespace) and hasattr(value, "__dict__"):

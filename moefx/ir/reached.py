@@ -37,11 +37,11 @@ class Reached(NamedTuple):
 
 def code_of(block: nn.Module) -> frozenset[Any]:
     """Its classes, those of its parts, and the functions that hang on them."""
-    own = [v for module in block.modules() for v in vars(module).values() if isinstance(v, _FUNCTIONS)]
+    own = [v for module in block.modules() for v in vars(module).values() if isinstance(v, FUNCTIONS)]
     return frozenset([*map(type, block.modules()), *(getattr(f, "__func__", f) for f in own)])
 
 
-_FUNCTIONS = (types.FunctionType, types.MethodType)
+FUNCTIONS = (types.FunctionType, types.MethodType)
 
 
 def reached(code: Iterable[Any]) -> Reached:
@@ -64,9 +64,10 @@ def reached(code: Iterable[Any]) -> Reached:
         thing = inspect.unwrap(thing) if callable(thing) else thing
         if not isinstance(thing, types.FunctionType):
             continue
-        names = _names_in(thing.__code__)
+        codes = list(_with_nested(thing.__code__))
+        names = frozenset(name for code in codes for name in code.co_names)
         every |= names
-        numbers |= _numbers_in(thing.__code__)
+        numbers |= {c for code in codes for c in code.co_consts if type(c) in (int, float)}
         for space in _namespaces(thing.__globals__, names):
             for name in names & space.keys():
                 value = space[name]
@@ -105,14 +106,11 @@ def _function(member: Any) -> Any:
     return getattr(member, "fget", None) or getattr(member, "__func__", member)
 
 
-def _names_in(code: types.CodeType) -> frozenset[str]:
-    nested = [_names_in(c) for c in code.co_consts if isinstance(c, types.CodeType)]
-    return frozenset(code.co_names).union(*nested)
+def _with_nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _with_nested(inner)
 
 
-def _numbers_in(code: types.CodeType) -> set[float]:
-    nested = [_numbers_in(c) for c in code.co_consts if isinstance(c, types.CodeType)]
-    return {c for c in code.co_consts if type(c) in (int, float)}.union(*nested)
-
-
-__all__ = ["OTHERS", "Global", "Reached", "code_of", "is_users", "reached"]
+__all__ = ["FUNCTIONS", "OTHERS", "Global", "Reached", "code_of", "is_users", "reached"]

@@ -122,7 +122,7 @@ class BlockForward:
         try:
             return entry.program.fn(self.block, *values)
         except (TypeError, RuntimeError):
-            entry.absorbed.explain(self.name)  # a parameter of theirs may be gone
+            entry.absorbed.inspect(self.name)  # a parameter of theirs may be gone
             raise
 
     def run_original(self, *args: Any, **kwargs: Any) -> Any:

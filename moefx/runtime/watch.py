@@ -52,16 +52,12 @@ class AbsorbedModules:
         ]
         self._live: _Live | None = None
 
-    def explain(self, block_name: str) -> None:
-        """After a call that failed: raise `AbsorbedModuleChanged` if a parameter of theirs is missing."""
-        self._inspect(block_name)
-
     def check(self, block_name: str = "") -> None:
         """Raise `AbsorbedModuleChanged` when one of them was replaced, hooked, parametrized or given another
         forward."""
         live = self._live
         if live is None:
-            self._inspect(block_name)
+            self.inspect(block_name)
             live = self._live = _Live(self)
         # The version is read before the look: a hook that comes later changes it again.
         version = RemovableHandle.next_id
@@ -73,11 +69,11 @@ class AbsorbedModules:
             or any([list(map(get, held)) != none for get, held, none in live.without])
             or any(owner._modules.get(name) is not child for owner, name, child in live.links)
         ):
-            self._inspect(block_name)
+            self.inspect(block_name)
             live.sizes = list(map(len, live.states))
             live.hooks_version = version
 
-    def _inspect(self, block_name: str) -> None:
+    def inspect(self, block_name: str) -> None:
         """Look at everything, one module at a time."""
         for owner, name, child in self.links:
             now = self.block.get_submodule(owner)._modules.get(name)
@@ -119,7 +115,7 @@ class _Live:
         pairs = list(zip(absorbed.modules, absorbed.children, strict=True))
         self.parents = [module.__dict__ for module, children in pairs if children]
         self.children = [children for _, children in pairs if children]
-        # `None in the place of a parameter`, by its name: such as the bias of a Linear without
+        # by name, the places of parameters that are None, such as the bias of a Linear without one
         named: dict[str, list[dict[str, Any]]] = {}
         for module, names in zip(absorbed.modules, absorbed.without, strict=True):
             for name in names:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..capture.effects import python_random
 from ..runtime.copying import copy_model
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -142,21 +143,15 @@ _MOST_COPIED = 1 << 22  # elements
 @contextlib.contextmanager
 def random_state(seed: int, devices: Iterable[torch.device] = ()) -> Iterator[None]:
     """Seed every generator that a model may draw from, and put all of them back."""
-    state, numpy = random.getstate(), sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy else None
+    numpy = sys.modules.get("numpy")
     accelerators = _accelerators(devices)
     kind = accelerators[0].type if accelerators else "cuda"
-    with torch.random.fork_rng(devices=accelerators, device_type=kind):
+    with python_random(), torch.random.fork_rng(devices=accelerators, device_type=kind):
         torch.manual_seed(seed)
         random.seed(seed)
         if numpy:
             numpy.random.seed(seed)
-        try:
-            yield
-        finally:
-            random.setstate(state)
-            if numpy:
-                numpy.random.set_state(numpy_state)
+        yield
 
 
 # ---- one run ----------------------------------------------------------------------------------------------
