@@ -97,6 +97,9 @@ class Guard:
     source: str = ""
     one_way: bool = False
 
+    def __str__(self) -> str:
+        return f"{self.condition}: {self.why}" + (f" ({self.source})" if self.source else "")
+
 
 def kind_of(value: Any) -> tuple[Any, ...]:
     """What a specialisation records of one leaf: `("tensor", dtype, device type, rank)`, or a Python value's

@@ -98,32 +98,11 @@ class BlockForward:
             return self.run_original(*args, **kwargs)
         leaves = leaves_of(self._bind(*args, **kwargs))
         call = call_specialisation(self.block, leaves)
-        if not torch.compiler.is_compiling() and _transformed():
-            self.counts.last_failed_guard = "forward-mode derivatives and torch.func transforms are the original's"
-            return self.run_original(*args, **kwargs)
         if torch.compiler.is_compiling():
-            entry = self._admitted(call, leaves) if self._prepare_trace(*call) else None
-            if entry is not None and not entry.program.unchanged(self.block):
-                entry = None  # never so here; what was read is a guard of the trace
+            entry = self._traced(call, leaves)
         else:
-            entry = self._admitted(call, leaves) or self._specialised(call, leaves, args, kwargs)
-        if entry is None:
-            return self.run_original(*args, **kwargs)
-        if not torch.compiler.is_compiling():
-            self.counts.rewritten += 1
-        if self._forced:
-            return entry.run_after(self._forced, self.block, leaves)
-        values = [leaves[i][1] for i in entry.program.picks]
-        if self._recording and entry.program.fn_with_load is not None:
-            result, self._offsets = entry.program.fn_with_load(self.block, *values)
-            return result
-        if torch.compiler.is_compiling():
-            return entry.program.fn(self.block, *values)
-        try:
-            return entry.program.fn(self.block, *values)
-        except (TypeError, RuntimeError):
-            entry.absorbed.inspect(self.name)  # a parameter of theirs may be gone
-            raise
+            entry = self._found(call, leaves, args, kwargs)
+        return self.run_original(*args, **kwargs) if entry is None else self._run(entry, leaves)
 
     def run_original(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block as it was before the rewrite."""
@@ -133,28 +112,56 @@ class BlockForward:
             return self.original(*args, **kwargs)
         return type(self.block).forward(self.block, *args, **kwargs)
 
+    def _run(self, entry: _Entry, leaves: Leaves) -> Any:
+        if self._forced:
+            return entry.run_after(self._forced, self.block, leaves)
+        program, values = entry.program, [leaves[i][1] for i in entry.program.picks]
+        if self._recording and program.fn_with_load is not None:
+            result, self._offsets = program.fn_with_load(self.block, *values)
+            return result
+        if torch.compiler.is_compiling():
+            return program.fn(self.block, *values)
+        try:
+            return program.fn(self.block, *values)
+        except (TypeError, RuntimeError):
+            entry.absorbed.inspect(self.name)  # a parameter of theirs may be gone
+            raise
+
+    def _found(self, call: Specialisation, leaves: Leaves, args: Any, kwargs: Any) -> _Entry | None:
+        """The program for an eager call, made now if there is none."""
+        if _transformed():
+            self.counts.last_failed_guard = "forward-mode derivatives and torch.func transforms are the original's"
+            return None
+        entry = self._admitted(call, leaves) or self._specialised(call, leaves, args, kwargs)
+        if entry is not None:
+            self.counts.rewritten += 1
+        return entry
+
+    def _traced(self, call: Specialisation, leaves: Leaves) -> _Entry | None:
+        """The program for a call that Dynamo traces; what it relies on becomes a guard of the trace."""
+        if not self._prepare_trace(*call):
+            return None
+        for entry in self._entries:
+            if entry.program.key.admits(call) and entry.failed_guard(self.block, leaves) < 0:
+                return entry if entry.program.unchanged(self.block) else None
+        return None
+
     def _admitted(self, call: Specialisation, leaves: Leaves) -> _Entry | None:
+        """The program that is there for an eager call. Why one is not for it is noted."""
         failed = False
         for entry in self._entries:
-            if entry.program.key.admits(call):
-                if not torch.compiler.is_compiling():
-                    entry.absorbed.check(self.name)
-                    if not entry.attributes.hold():
-                        self.counts.last_failed_guard = entry.why_not()
-                        failed = True
-                        continue
-                if entry.program.guard is None:
-                    return entry
-                index = entry.program.guard(self.block, *[leaves[i][1] for i in entry.program.picks])
-                if index < 0:
-                    return entry
-                failed = True
-                if not torch.compiler.is_compiling():
-                    guard = entry.program.guards[index]
-                    where = f" ({guard.source})" if guard.source else ""
-                    self.counts.last_failed_guard = f"{guard.condition}: {guard.why}{where}"
-        if failed and not torch.compiler.is_compiling():
-            self.counts.guard_failures += 1
+            if not entry.program.key.admits(call):
+                continue
+            entry.absorbed.check(self.name)
+            if not entry.attributes.hold():
+                why = entry.why_not()
+            elif (index := entry.failed_guard(self.block, leaves)) >= 0:
+                why = str(entry.program.guards[index])
+            else:
+                return entry
+            self.counts.last_failed_guard = why
+            failed = True
+        self.counts.guard_failures += failed
         return None
 
     def _specialised(
@@ -197,10 +204,9 @@ class BlockForward:
         """The conditions that keep the programs for such a call from this one, where the block goes another way."""
         conditions = []
         for entry in self._entries if leaves else []:
-            program = entry.program
-            if program.guard is not None and program.key.admits(call):
-                index = program.guard(self.block, *[leaves[i][1] for i in program.picks])
-                conditions += [program.guards[index].condition] if index >= 0 and program.guards[index].one_way else []
+            if entry.program.key.admits(call):
+                index, guards = entry.failed_guard(self.block, leaves), entry.program.guards
+                conditions += [guards[index].condition] if index >= 0 and guards[index].one_way else []
         return tuple(conditions)
 
     @torch.compiler.assume_constant_result
@@ -353,6 +359,11 @@ class _Entry:
         block = absorbed.block  # may be a copy of the one that the program was made for, with tensors of its own
         values = {w: unchanged(value_at(block, w)) if holds_tensors(v) else v for w, v in program.attributes.items()}
         self.attributes = ReadAttributes(block, values)
+
+    def failed_guard(self, block: nn.Module, leaves: Leaves) -> int:
+        """The index of the guard that keeps a call out; -1 if none does."""
+        program = self.program
+        return -1 if program.guard is None else program.guard(block, *[leaves[i][1] for i in program.picks])
 
     def why_not(self) -> str:
         where, now = self.attributes.changed() or (Where("", ""), None)

@@ -21,7 +21,7 @@ from ...capture.sizes import SizeGuard
 from ...capture.tracer import Flips
 from ...errors import Refused
 from ..capacity import Formula, find_formula
-from . import doubts
+from . import crowds, doubts
 from .agree import same_form
 from .form import Body, Lifted, Ref
 from .lift import Lifter
@@ -240,11 +240,11 @@ class Prover:
         groups = self._merged()
         doubts.flip_branches(self)
         doubts.mix_comparisons(self)
-        doubts.spread_numbers(self)
-        doubts.overflow(self)
+        crowds.spread_numbers(self)
+        crowds.overflow(self)
         doubts.carry_over(self)
         self._other_sizes()
-        doubts.leaked_sizes(self)
+        crowds.leaked_sizes(self)
         self._align()
         self.lifted, self.sizes = self._complete()
         for group, merged in enumerate(groups):

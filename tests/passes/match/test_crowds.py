@@ -107,7 +107,7 @@ def test_what_levels_off_is_right_or_refused(name):
 
 def test_the_numeric_check_sees_a_crowd(monkeypatch):
     """The net under the proof: with nothing to tell it of large counts, the rewrite is still refused."""
-    monkeypatch.setattr("moefx.passes.match.doubts.spread_numbers", lambda prover: None)
+    monkeypatch.setattr("moefx.passes.match.crowds.spread_numbers", lambda prover: None)
     with pytest.raises(moefx.NoMoEBlockFound, match="a crowd of tokens"):
         moefx.compile(
             nn.Sequential(Weighted(CHANGES["divided"])).double(),
