@@ -348,7 +348,7 @@ def inputs(num_tokens: int, dtype: torch.dtype = torch.float32):
     return leaf(num_tokens, 3, dtype=dtype), routing.topk_ids, routing.topk_weights.requires_grad_(), w, v
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
 def test_compiles_as_one_graph_for_any_routing_and_size(backend):
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend(backend)

@@ -7,7 +7,7 @@ import pytest
 from .run import check_all, select, try_all
 
 SAMPLE = 24
-PARTS = 8  # so that workers can share them
+PARTS = 16  # so that workers can share them
 
 
 def report(chosen):
@@ -42,7 +42,7 @@ def test_all_mutants_differ_from_their_base():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "part", [pytest.param(i, marks=[pytest.mark.exhaustive] if i > 1 else []) for i in range(PARTS)]
+    "part", [pytest.param(i, marks=[pytest.mark.exhaustive] if i > 3 else []) for i in range(PARTS)]
 )
 def test_all_mutants(part):
     report(select([])[part::PARTS])
