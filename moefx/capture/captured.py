@@ -98,11 +98,17 @@ class Call:
 
 @dataclasses.dataclass
 class Effect:
-    """What the block changed besides returning a value."""
+    """What the block changed besides returning a value.
 
-    kind: str  # "buffer" | "input" | "attribute" | "state" (a plain attribute) | "record" (a container)
+    Attributes:
+        kind: "buffer", "input", "attribute" (set to a tensor, or to a container of tensors), "state" (set to anything
+            else) or "record" (something that is not the block's).
+        node: the new value; of an attribute that is a container, that container with nodes for its tensors.
+    """
+
+    kind: str
     target: Any
-    node: fx.Node
+    node: Any
 
 
 def comparisons(node: fx.Node) -> list[fx.Node]:

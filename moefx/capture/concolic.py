@@ -105,10 +105,10 @@ def capture(
         with torch._C.DisableTorchFunction():
             effects = effects_of(tracer, block, before, given, state, inputs)
             foreign = [tracer.named.get(i, "a tensor that is no buffer") for i in tracer.overwritten]
-            effects += [Effect("record", path, None) for path in [*surroundings.changed(), *foreign]]  # type: ignore[arg-type]
-            changed = {e.node: t for e in effects for _, t, node in inputs if e.kind == "input" and e.target is node}
+            effects += [Effect("record", path, None) for path in [*surroundings.changed(), *foreign]]
+            changed = {e.node: t for e in effects if e.kind == "input" for _, t, node in inputs if e.target is node}
             own = {key for t in tensors_in(out) for key in vars(t).keys() - _names_of_fakes()}
-            effects += [Effect("record", f"the attribute {key} of a tensor", None) for key in own]  # type: ignore[arg-type]
+            effects += [Effect("record", f"the attribute {key} of a tensor", None) for key in own]
             out = opened(out, lambda t: _returned(tracer, t, changed))
     finally:
         noisy.setLevel(level)

@@ -6,12 +6,13 @@ import contextlib
 import random
 import sys
 from collections.abc import Iterator
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from .captured import Effect, tensors_in
+from .captured import Effect, map_tensors, tensors_in
 from .tracer import Tracer
 
 
@@ -106,9 +107,18 @@ def effects_of(
             path = f"{n}.{key}" if n else key
             if isinstance(value, torch.Tensor) and id(value) in tracer.aliases:
                 found.append(Effect("attribute", path, tracer.node_of(value)))
+            elif _holds_results(value, tracer) and tensors_in(value):
+                found.append(Effect("attribute", path, map_tensors(value, tracer.node_of)))
             elif not _unchanged(value, old):
-                found.append(Effect("state", path, value))  # type: ignore[arg-type]
+                found.append(Effect("state", path, value))
     return found
+
+
+def _holds_results(value: Any, tracer: Tracer) -> bool:
+    """Whether a container is made of tensors of this call, and of names and numbers."""
+    if type(value) in (list, tuple, dict):
+        return all(_holds_results(v, tracer) for v in (value.values() if type(value) is dict else value))
+    return id(value) in tracer.aliases if isinstance(value, torch.Tensor) else type(value) in (str, bool, int, NoneType)
 
 
 def _unchanged(value: Any, old: Any) -> bool:

@@ -108,8 +108,9 @@ class Arguments:
                 out.append(torch.empty(shape, dtype=leaf.dtype, device="meta"))
                 continue
             n, pool = math.prod(shape), leaf.example
-            if len(pool) and (pool == pool[0]).all() and pool[0] in (0, 1):
-                pool = torch.tensor([0, 1, 1, 1] if pool[0] else [0, 0, 0, 1], dtype=leaf.dtype)  # a mask may mask more
+            if len(pool) and ((pool == 0) | (pool == 1)).all():
+                # a mask, whose example may mask nearly all or nearly nothing
+                pool = torch.tensor([0, 1, 1, 1] if pool.float().mean() > 0.5 else [0, 0, 0, 1], dtype=leaf.dtype)
                 pool = pool.repeat(7)[torch.randperm(28, generator=generator)]
             order = torch.arange(n) % max(1, len(pool))
             if seed:

@@ -7,9 +7,11 @@ with. A branch on a size becomes a guard of the rewritten block instead of being
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import operator
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -65,17 +67,32 @@ class SizeLog:
         self.leaks: set[str] = set()
         self.used: set[str] = set()
         self.routed = False
-        names = list(self.dims)
-        self.expressions: dict[int, str] = {}
-        for i, a in enumerate(names):
-            self.expressions.setdefault(self.dims[a], a)
-            for b in names[i + 1 :]:
-                self.expressions.setdefault(self.dims[a] * self.dims[b], f"{a}*{b}")
+        self.expressions: dict[int, str] = {}  # of single dims before those of products
+        for count in range(1, len(self.dims) + 1):
+            for chosen in itertools.combinations(self.dims, count):
+                self.expressions.setdefault(math.prod(self.dims[d] for d in chosen), "*".join(chosen))
 
     def note(self, left: str, op: str, right: str, value: bool) -> None:
         guard = SizeGuard(left, op, right, value)
         if guard not in self.guards:
             self.guards.append(guard)
+
+    def rename(self, known: Iterable[SizeGuard]) -> None:
+        """Comparisons that other captures have noted, by their names: B*S and S are one number here, where B is 1."""
+        names: dict[tuple[str, str, str], list[SizeGuard]] = {}
+        for guard in known:
+            names.setdefault((self._called(guard.left), guard.op, self._called(guard.right)), []).append(guard)
+        guards = []
+        for guard in self.guards:
+            alike = names.get((guard.left, guard.op, guard.right), [])
+            exact = [k for k in alike if (k.left, k.right) == (guard.left, guard.right)]
+            guards += [dataclasses.replace(k, value=guard.value) for k in exact or alike] or [guard]
+        self.guards = list(dict.fromkeys(guards))
+
+    def _called(self, text: str) -> str:
+        name = "|".join(map(re.escape, self.dims))
+        products = rf"\b(?:{name})(?:\*(?:{name}))*\b"
+        return re.sub(products, lambda m: self.expressions[evaluate(m[0], self.dims)], text) if self.dims else text
 
     def leak(self, expr: str) -> None:
         self.leaks.add(expr)

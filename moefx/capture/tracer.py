@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -148,6 +148,14 @@ class Tracer(Recorder):
 
     def concrete(self, t: torch.Tensor) -> torch.Tensor:
         return self.shadow(self.node_of(t)) if isinstance(t, FakeTensor) else t
+
+    def _constant(self, t: torch.Tensor) -> fx.Node:
+        if id(t) not in self.named and (t.requires_grad or isinstance(t, nn.Parameter)):
+            self.refuse(
+                f"the block computes with a parameter of {list(t.shape)} that is not its own",
+                "make the module that owns it a submodule of the block, or compute with it outside of the block",
+            )
+        return super()._constant(t)
 
     # ------------------------------------------------------------------ execution
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 
 from ..capture.sizes import evaluate
@@ -42,7 +43,7 @@ def find_formula(
     for text in sorted(expressions, key=lambda e: (len(e), e)):
         whole = (f"int({text})", f"ceil({text})", f"round({text})")
         tiles = [tile for w in whole[:2] for m in _MULTIPLES for tile in (f"-(-{w}//{m})*{m}", f"{w}//{m}*{m}")]
-        for rounded in (text, *whole, *tiles):
+        for rounded in (text, *whole, *tiles, *[more for w in whole for more in _and_then(w, points)]):
             found = _clamped(rounded, tokens, points)
             if found is not None:
                 return found
@@ -52,6 +53,7 @@ def find_formula(
     return Formula(law.over(tokens)) if law is not None else None
 
 
+_MOST_PLUS = 64
 _MULTIPLES = (2, 4, 8, 16, 32, 64, 128, 256)  # of a tile, say
 _CLAMPS = (
     "{0}",
@@ -62,6 +64,30 @@ _CLAMPS = (
     "min(max({0}, {low}), {tokens})",
     "min(max({0}, {low}), {high})",
 )
+
+
+def _and_then(text: str, points: Sequence[tuple[Mapping[str, int], int]]) -> Iterator[str]:
+    """What Python may have done with a rounded number, unseen: `int(..) + 1`, `2 * int(..)`, `int(..) // E + 1`."""
+    pairs = [(w, v) for dims, v in points if (w := _value(text, dims))]
+    if not pairs:
+        return
+    scaled, most = [text], max(pairs)
+    if (times := most[1] // most[0]) > 1:
+        scaled.append(f"{text}*{times}")
+    if most[1] and (over := most[0] // most[1]) > 1:
+        scaled += [f"{text}//{over + more}" for more in (0, 1)]
+    for changed in scaled:
+        shifts = Counter(v - w for dims, v in points if (w := _value(changed, dims)) is not None)
+        plus, often = shifts.most_common(1)[0]
+        if 2 * often >= len(points) and (plus or changed is not text) and abs(plus) <= _MOST_PLUS:
+            yield f"({changed}+{plus})"
+
+
+def _value(text: str, dims: Mapping[str, int]) -> int | None:
+    try:
+        return evaluate(text, dims)
+    except (ArithmeticError, ValueError):
+        return None
 
 
 def _clamped(text: str, tokens: str, points: Sequence[tuple[Mapping[str, int], int]]) -> Formula | None:

@@ -11,6 +11,7 @@ Everything before and after is the user's own program, re-emitted by `kept`.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -94,7 +95,7 @@ class Rewriter:
         for column in columns:
             if isinstance(column[0], fx.Node):
                 roots.append(Twins(column))
-        roots += [twins for _, twins in effects]
+        roots += [twins for _, leaves in effects for twins in leaves if isinstance(twins, Twins)]
         roots += self._needed_by_cut()
         draws = self._random()
         while True:
@@ -103,7 +104,7 @@ class Rewriter:
             if self.kept.inlined == before:
                 break
         calls = [item[0] for item in plan if isinstance(item, list)]
-        effects = [(e, t) for e, t in effects if not self._happens_in_a_call(e, t.first, calls)]
+        effects = [(e, leaves) for e, leaves in effects if not self._happens_in_a_call(e, leaves, calls)]
         for state in self.states:
             if not any(_is_of(state, call) for call in calls):
                 raise Refused(
@@ -115,7 +116,7 @@ class Rewriter:
         self.kept.emit(plan)
         flat = [self.kept.zip_value(list(column), "the output") for column in columns]
         attributes = self._emit_effects(effects)
-        changed = {t.first: self.overwritten[e.target] for e, t in effects if e.kind == "input"}
+        changed = {leaves[0].first: self.overwritten[e.target] for e, leaves in effects if e.kind == "input"}
         flat = [  # `x.add_(y); return x`
             changed.get(column[0], value) if isinstance(column[0], fx.Node) else value
             for value, column in zip(flat, columns, strict=True)
@@ -125,11 +126,12 @@ class Rewriter:
         absorbed = sorted({place.fqn for g in self.match.groups for table in g.tables for place in table})
         return Rewritten(self.kept.graph, spec, absorbed, self.kept.repeated, attributes)
 
-    def _happens_in_a_call(self, effect: Effect, node: fx.Node, calls: list[Call]) -> bool:
+    def _happens_in_a_call(self, effect: Effect, leaves: list[Any], calls: list[Call]) -> bool:
         """Whether a module that stays called changes its own state. What the block changes for it must not be read
         before the end, where the change is made; nor may a parameter, whose gradient would not reach it."""
         if effect.kind == "input":
             return False
+        node = next(twins.first for twins in leaves if isinstance(twins, Twins))
         here, own = node.meta["index"], [call for call in calls if _is_of(effect, call)]
         if any(call.start <= here < call.stop for call in own):
             return True
@@ -193,7 +195,8 @@ class Rewriter:
                 out.append(Twins(_leaves(c.out)[0] for c in call))
         return out
 
-    def _effects(self) -> list[tuple[Effect, Twins]]:
+    def _effects(self) -> list[tuple[Effect, list[Any]]]:
+        """Each with its new value: one `Twins`, or the leaves of a container."""
         per_capture = [c.effects for c in self.kept.captures]
         out = []
         for column in zip(*per_capture, strict=False):
@@ -215,27 +218,45 @@ class Rewriter:
             if first.kind == "state":
                 self.states.append(first)
                 continue
-            out.append((first, Twins(e.node for e in column)))
+            out.append((first, self._leaves_of(column)))
         if len({len(e) for e in per_capture}) != 1:
             raise Refused("which buffers or attributes the block changes depends on the routing")
-        for effect, twins in out:
-            if twins.first in self.lifted.absorbed and effect.kind == "buffer":
+        for effect, leaves in out:
+            if effect.kind == "buffer" and leaves[0].first in self.lifted.absorbed:
                 raise Refused(
                     f"the experts' computation updates the buffer {effect.target}",
                     culprits=(str(effect.target),),
-                    source=str(twins.first.meta["source"]),
+                    source=str(leaves[0].first.meta["source"]),
                 )
         return out
 
-    def _emit_effects(self, effects: list[tuple[Effect, Twins]]) -> list[str]:
+    def _leaves_of(self, column: Sequence[Effect]) -> list[Any]:
+        flat = [pytree.tree_flatten(e.node) for e in column]
+        if any(spec != flat[0][1] for _, spec in flat):
+            raise Refused(
+                f"what the block's attribute {column[0].target} holds depends on the routing",
+                culprits=(str(column[0].target),),
+            )
+        leaves = []
+        for values in zip(*[values for values, _ in flat], strict=True):
+            if not isinstance(values[0], fx.Node) and any(v != values[0] for v in values):
+                self.states.append(column[0])
+            leaves.append(Twins(values) if isinstance(values[0], fx.Node) else values[0])
+        return leaves
+
+    def _emit_effects(self, effects: list[tuple[Effect, list[Any]]]) -> list[str]:
         attributes = []
-        for effect, twins in effects:
-            value = self.kept.node(twins.first)
+        for effect, leaves in effects:
             if effect.kind == "attribute":
                 owner, _, name = str(effect.target).rpartition(".")
                 attributes.append(str(effect.target))
-                self.kept.call(setattr, (owner, name, value), {}, {"source": str(twins.first.meta["source"])})
+                values = [self.kept.node(v.first) if isinstance(v, Twins) else v for v in leaves]
+                value = pytree.tree_unflatten(values, pytree.tree_structure(effect.node))
+                source = next(str(v.first.meta["source"]) for v in leaves if isinstance(v, Twins))
+                self.kept.call(setattr, (owner, name, value), {}, {"source": source})
                 continue
+            twins = leaves[0]
+            value = self.kept.node(twins.first)
             if effect.kind == "buffer":
                 target = self.kept.graph.get_attr(str(effect.target))
                 if isinstance(tensor_at(self.match.block, str(effect.target)), nn.Parameter):  # through its `.data`

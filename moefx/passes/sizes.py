@@ -86,18 +86,24 @@ class Sizes:
         found = self._by_dims(values, (_scaled,))
         if found is None and (formula := self._by_expression(values, spot)) is not None:
             found = self.formula(formula)
-        return found or self._by_dims(values, (_divided, _affine)) or self._by_result(values)
+        return found or self._by_dims(values, (_divided, _affine), spot) or self._by_result(values)
 
-    def _by_dims(self, values: list[int], laws: Sequence[Callable]) -> fx.Node | None:
+    def _by_dims(self, values: list[int], laws: Sequence[Callable], spot: Spot | None = None) -> fx.Node | None:
         dims = self.match.arguments.dims
         for count in range(1, len(dims) + 1):
             for chosen in itertools.combinations(dims, count):
                 products = [math.prod(s[d] for d in chosen) for s in self.match.sizes]
                 for law in laws:
                     found = law(products, values)
-                    if found is not None:
+                    if found is not None and self._holds(chosen, found, self._probed(spot) or []):
                         return self._law(chosen, *found)
         return None
+
+    @staticmethod
+    def _holds(dims: Sequence[str], law: tuple[int, int, int], points: list[tuple[dict[str, int], int]]) -> bool:
+        """Few sizes have more laws than the one that the program follows."""
+        times, over, plus = law
+        return all(times * math.prod(sizes[d] for d in dims) // over + plus == v for sizes, v in points)
 
     def _by_result(self, values: list[int]) -> fx.Node | None:
         for twins in self.twins.values():  # such as the rows that a mask left

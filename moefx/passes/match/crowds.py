@@ -41,7 +41,7 @@ def overflow(prover: Prover) -> None:
     """Limits that the captures did not come to are gone beyond, with as many tokens as that takes; else the form is
     guarded to hold only where there are too few to."""
     slots, seen = prover.lifted[0].slots, [limits(lifted.capture) for lifted in prover.lifted]
-    for _ in range(3):
+    for turn in range(4):
         pairs = [lifted.slots * math.prod(lifted.tokens) for lifted in prover.lifted]
         left = [
             found
@@ -54,10 +54,10 @@ def overflow(prover: Prover) -> None:
         lowest = min(map(min, left))
         tokens = int(lowest / 0.85) + 10
         sizes = prover.arguments.sequence(tokens)
-        if tokens > _MOST_TOKENS or sizes in prover.sizes or not prover.is_within(sizes):
+        if tokens > _MOST_TOKENS or not prover.is_within(sizes):
             break
-        try:
-            lifted = prover.lift(Routing("contested" if slots > 1 else "flooded", 3), sizes)
+        try:  # some limits are those of all choices, some of the first ones
+            lifted = prover.lift(Routing("contested" if slots > 1 and turn % 2 == 0 else "flooded", 3 + turn), sizes)
             same_form(prover.lifted[0], lifted)
         except Exception:  # the program's own too, at sizes that it is not made for
             break

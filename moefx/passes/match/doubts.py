@@ -12,7 +12,8 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+import torch.utils._pytree as pytree
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...capture.captured import MIXED, comparisons
@@ -95,8 +96,7 @@ def carry_over(prover: Prover) -> None:
             owner, _, key = path.rpartition(".")
             state = vars(prover.block.get_submodule(owner))
             stack.callback(state.update, {key: state[key]}) if key in state else stack.callback(state.pop, key)
-            val = node.meta["val"]
-            state[key] = _random(val) if isinstance(val, FakeTensor) else val.clone()
+            state[key] = pytree.tree_map_only(fx.Node, _other_value, node)
         again = prover.lift(Routing("diverse", 0), prover.sizes[0])
     same_form(prover.lifted[0], again)
     names = [[str(n.target) for n in c.nodes if n.op == "call_function"] for c in (first, again.capture)]
@@ -104,7 +104,7 @@ def carry_over(prover: Prover) -> None:
         raise Refused(
             "what a call leaves in an attribute changes the next call",
             culprits=tuple(left),
-            source=str(next(iter(left.values())).meta["source"]),
+            source=str(next(n for n in pytree.tree_leaves(left) if isinstance(n, fx.Node)).meta["source"]),
         )
 
 
@@ -186,6 +186,11 @@ def _without_rows(prover: Prover, source: Source) -> None:
         return
     if why is not None:
         raise _changes(source, _READ) from why
+
+
+def _other_value(node: fx.Node) -> torch.Tensor:
+    val = node.meta["val"]
+    return _random(val) if isinstance(val, FakeTensor) else val.clone()
 
 
 def _random(like: torch.Tensor) -> torch.Tensor:

@@ -51,6 +51,9 @@ class DropRule:
 
 
 _MOST_EXTRA = 8
+# some are small, some multiples of what capacities are rounded to; with the last ones slopes that are alike differ
+_PROBES = (2, 3, 6, 7, 10, 13, 20, 33, 40, 64, 65, 100, 127, 128, 200, 320, 333, 512, 1031, 4096, 4099)
+_CHANCE = 1e-3
 
 
 @dataclasses.dataclass
@@ -84,7 +87,7 @@ class Match:
     num_experts: int
     extra_guards: list[SizeGuard]
     modes_read: set[str]
-    capture_at: Callable[[Routing, dict[str, int]], Capture]
+    capture_at: Callable[..., Capture]
     drop: DropRule | None = None
     keep: list[Ref] | None = None
     within: tuple[SizeGuard, ...] = ()  # the way the program goes for the example, where it has two
@@ -94,11 +97,13 @@ class Match:
         """Captures at more sizes under this kind of routing, for numbers that depend on them."""
         if kind not in self.probes:
             probes = self.probes[kind] = []
-            for tokens in (2, 3, 6, 7, 10, 13, 20, 33, 40, 64, 65, 100, 127, 128, 200, 320, 333, 512):
+            most = 4 * max(len(lifted.capture.nodes) for lifted in self.lifted)  # no loop over many tokens
+            for tokens in _PROBES:
                 sizes = self.arguments.sequence(tokens)
                 if all(g.holds(sizes) for g in self.within):
                     with contextlib.suppress(Exception):  # sizes that the program does not take
-                        probes.append((sizes, self.capture_at(Routing(kind, 0), sizes)))
+                        taken = self.capture_at(Routing(kind, 0), sizes, most=most if tokens > 512 else 0)
+                        probes.append((sizes, taken))
         return self.probes[kind]
 
     def without_optional(self) -> bool:
@@ -178,6 +183,7 @@ class Prover:
         taken = capture(self.block, args, kwargs, routing, flips=flips, dims=sizes, most_nodes=most)
         if taken.tracer.refusals:
             raise taken.tracer.refusals[0]
+        taken.sizes.rename(self.asked)
         for guard in taken.sizes.guards:
             self.asked.setdefault(guard, []).append(sizes)
         return taken
@@ -299,13 +305,14 @@ class Prover:
         return {e for lifted in self.lifted for g in lifted.groups for e in g.ids}
 
     def _zeros(self) -> set[int]:
-        """Ids that are chosen now and then and never contribute: experts that do nothing."""
-        chosen: Counter[int] = Counter()
-        kept: set[int] = set()
+        """Ids that are chosen now and then and never contribute: experts that do nothing. So often that it is not by
+        chance, as it may be where a mask or a capacity drops many slots."""
+        chosen, kept = Counter[int](), Counter[int]()
         for lifted in self.lifted:
             chosen.update(lifted.ids.reshape(-1).tolist())
-            kept |= set(lifted.ids[lifted.kept].tolist())
-        return {e for e, n in chosen.items() if n > 2 and e not in kept}
+            kept.update(lifted.ids[lifted.kept].tolist())
+        dropped = 1 - kept.total() / max(1, sum(n for e, n in chosen.items() if e in kept))
+        return {e for e, n in chosen.items() if e not in kept and n > 2 and dropped**n < _CHANCE}
 
     def _total(self) -> int:
         """How many experts there are: as many as the stacks are long, the siblings many, or the ids high."""
@@ -355,7 +362,8 @@ class Prover:
             extra += 1
             sizes = self._choose(max(17, min(len(missing), 4 * self.hint)), extra)
             before = set(missing)
-            self.add(self.lift(Routing("diverse", 10 + extra, prefer=tuple(missing)), sizes), sizes)
+            prefer = tuple(missing) * max(1, 16 // len(missing))
+            self.add(self.lift(Routing("diverse", 10 + extra, prefer=prefer), sizes), sizes)
             if before == set(range(self.num_experts)) - self._seen() - self._zeros() and extra > 2:
                 extra = _MOST_EXTRA
 

@@ -39,8 +39,8 @@ class Reach:
         self.S = Semantics(capture.nodes, capture.shadow)
         self.T = self.S.T
         self.children = sibling_names(block)
-        self.outputs = [n for n in pytree.tree_leaves(capture.out) if isinstance(n, fx.Node)]
-        self.outputs += [e.node for e in capture.effects if isinstance(e.node, fx.Node)]
+        results = [capture.out, *[e.node for e in capture.effects if e.kind != "state"]]
+        self.outputs = [n for n in pytree.tree_leaves(results) if isinstance(n, fx.Node)]
         self._leaves: dict[Term, frozenset[Term]] = {}
 
     def rows(self, node: fx.Node, lead: int | None = None) -> list[Term]:
