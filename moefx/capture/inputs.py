@@ -7,6 +7,7 @@ that what depends on a size shows). Which axes are token axes is read off the fi
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -24,6 +25,23 @@ class Leaf:
     dtype: torch.dtype
     example: torch.Tensor | None  # values to draw from, for integers and booleans
     requires_grad: bool
+
+    def values(self, n: int, seed: int, generator: torch.Generator) -> torch.Tensor:
+        """So many integers or booleans like those of the example. What belongs to one token stays together, as the
+        experts of a token do, of which no two are the same."""
+        assert self.example is not None
+        together = 1
+        for size in itertools.takewhile(lambda size: isinstance(size, int), reversed(self.shape)):
+            together *= int(size)
+        pool = self.example.reshape(-1, 1 if self.example.numel() % max(1, together) else max(1, together))
+        if not pool.numel():
+            return torch.zeros(n, dtype=self.dtype)
+        if together == 1 and ((pool == 0) | (pool == 1)).all():  # a mask, whose example may mask nearly all, or nothing
+            pool = torch.tensor([[0], [1], [1], [1]] if pool.float().mean() > 0.5 else [[0], [0], [0], [1]])
+            pool = pool.to(self.dtype).repeat(7, 1)[torch.randperm(28, generator=generator)]
+        rows = n // pool.shape[1]
+        order = torch.randint(0, len(pool), (rows,), generator=generator) if seed else torch.arange(rows) % len(pool)
+        return pool[order].flatten()
 
 
 class Arguments:
@@ -107,15 +125,7 @@ class Arguments:
             if leaf.example is None:
                 out.append(torch.empty(shape, dtype=leaf.dtype, device="meta"))
                 continue
-            n, pool = math.prod(shape), leaf.example
-            if len(pool) and ((pool == 0) | (pool == 1)).all():
-                # a mask, whose example may mask nearly all or nearly nothing
-                pool = torch.tensor([0, 1, 1, 1] if pool.float().mean() > 0.5 else [0, 0, 0, 1], dtype=leaf.dtype)
-                pool = pool.repeat(7)[torch.randperm(28, generator=generator)]
-            order = torch.arange(n) % max(1, len(pool))
-            if seed:
-                order = torch.randint(0, max(1, len(pool)), (n,), generator=generator)
-            out.append(pool[order].reshape(shape) if len(pool) else torch.zeros(shape, dtype=leaf.dtype))
+            out.append(leaf.values(math.prod(shape), seed, generator).reshape(shape))
         args, kwargs = pytree.tree_unflatten(out, self.spec)
         return args, kwargs
 

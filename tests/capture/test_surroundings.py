@@ -118,6 +118,25 @@ def test_a_block_that_writes_elsewhere_is_refused_and_leaves_no_trace(write):
     assert MANAGER.last is None and Recorder.last is None and model.stats.last is None
 
 
+class Borrows(Loop):
+    """Its router is another's: in a list, so that it is registered once."""
+
+    def __init__(self, router):
+        super().__init__()
+        self.routers = [router]
+
+    def route(self, x):
+        return self.routers[0](x).softmax(-1).topk(2, -1)
+
+
+def test_a_parameter_of_another_module_is_refused():
+    model = nn.ModuleDict({"router": nn.Linear(D, 4)})
+    model["moe"] = Borrows(model["router"])
+    model.forward = lambda x: model["moe"](x)
+    with pytest.raises(moefx.NoMoEBlockFound, match=r"a parameter of \[4, 6\] that is not its own"):
+        moefx.compile(model, example_inputs=(torch.randn(5, D),))
+
+
 def test_what_is_outside_of_the_block_may_write():
     class Model(nn.Module):
         def __init__(self):

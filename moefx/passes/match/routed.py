@@ -100,6 +100,9 @@ def expert_parameters(reach: Reach) -> tuple[set[str], set[str]]:
         if not per_row:
             continue
         common = frozenset.intersection(*per_row)
+        more = [met for met in per_row if met != common]  # not padding, say: what all others meet is no expert's
+        if more and (of_all := frozenset.intersection(*more)) != frozenset().union(*more):
+            common = of_all
         varying = frozenset().union(*per_row) - common
         if varying:
             found = {parameter_of(t).args[0] for t in varying}

@@ -78,12 +78,34 @@ def test_the_rule_is_found_and_kept_to(block, order):
         lambda n: (n // 3) + (n // 3) % 2 + 1,
         lambda n: round(0.3 * n) + 1,
         lambda n: min(int(1.25 * n / E) + int(1.25 * n / E) % 2, 100),
+        lambda n: int(1.1 * K * n / E) + 1,
+        lambda n: max(3, 2 * int(1.1 * n / E)),
+        lambda n: int(n * 1.1) // E + 1,
     ],
-    ids=["ceil", "clamped", "rounded_up", "even", "round", "capped"],
+    ids=["ceil", "clamped", "rounded_up", "even", "round", "capped", "plus_one", "times_two", "divided"],
 )
 def test_rooms(room):
     capacity = rewritten(Queue(room)).match.drop.capacity
     assert [capacity({"S": n}) for n in range(1, 600)] == [room(n) for n in range(1, 600)]
+
+
+class OfImages(Queue):
+    """Several token axes: the capacity is of their product."""
+
+    def __init__(self):
+        super().__init__(lambda n: max(4, math.ceil(2 * n / E * 1.25)))
+
+    def forward(self, x):
+        return super().forward(x.reshape(-1, D)).reshape(x.shape)
+
+
+def test_a_capacity_of_a_product_of_sizes():
+    model = nn.Sequential(OfImages()).double()
+    compiled = moefx.compile(model, example_inputs=(torch.randn(2, 8, 8, D, dtype=torch.float64),))
+    for size in ((2, 8, 8), (1, 1, 1), (1, 4, 16), (5, 3, 2), (1, 20, 20)):
+        x = torch.randn(*size, D, dtype=torch.float64)
+        torch.testing.assert_close(compiled(x), model(x))
+    assert moefx.blocks(compiled)[0].fallbacks == 0
 
 
 def test_a_capacity_in_two_pieces_is_lifted_for_the_sizes_that_are_met():

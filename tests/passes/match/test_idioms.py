@@ -150,9 +150,18 @@ class ReentrantCheckpoint(Loop):
         return checkpoint(super().forward, x, use_reentrant=True)
 
 
+class KeepsLosses(Loop):
+    """Several results in one attribute."""
+
+    def forward(self, x):
+        scores = self.gate(x)
+        self.losses = {"balance": scores.mean(0).square().sum(), "more": [scores.logsumexp(-1).mean(), "z", None]}
+        return super().forward(x)
+
+
 KINDS = [
     EinsumOfRows, WrittenInto, MovingAverage, LowScores, Normalised, ReentrantCheckpoint, TwoColumns, ToItsPlace,
-    Skipping,
+    Skipping, KeepsLosses,
 ]  # fmt: skip
 
 
@@ -169,6 +178,10 @@ def test_rewritten(kind):
         for n, b in buffers.items():
             model.get_submodule(n.rpartition(".")[0])._buffers[n.rpartition(".")[2]] = b
         torch.testing.assert_close(ours, (model(x), dict(model.named_buffers())))
+        if kind is KeepsLosses:
+            ours, theirs = compiled[0].losses, model[0].losses
+            assert ours["more"][1:] == ["z", None]
+            torch.testing.assert_close([ours["balance"], ours["more"][0]], [theirs["balance"], theirs["more"][0]])
     assert moefx.blocks(compiled)[0].fallbacks == 0
 
 
@@ -180,6 +193,82 @@ def test_a_norm_has_the_eps_of_its_dtype(dtype):
     x = torch.randn(20, D, dtype=dtype)
     torch.testing.assert_close(compiled(x), model(x))
     assert moefx.blocks(compiled)[0].fallbacks == 0
+
+
+class Masked(nn.Module):
+    """All experts on all tokens, and what padding has is taken away again."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.norm = nn.Linear(D, E), nn.LayerNorm(D)
+        self.w1, self.w2 = nn.Parameter(torch.randn(E, D, H)), nn.Parameter(torch.randn(E, H, D))
+
+    def forward(self, x, mask):
+        scores = self.gate(x)
+        best, ids = scores.topk(1, -1)
+        w = torch.zeros_like(scores).scatter(-1, ids, best.sigmoid()) * mask[..., None]
+        dense = torch.einsum("btd,edh->ebth", self.norm(x), self.w1).relu()
+        return x + torch.einsum("ebth,ehd,bte->btd", dense, self.w2, w)
+
+
+class WithoutPadding(Loop):
+    """Only what is no padding is looked at, behind a norm."""
+
+    def __init__(self):
+        super().__init__(Mlp, k=1)
+        self.norm = nn.LayerNorm(D)
+
+    def forward(self, x, mask):
+        out = torch.zeros_like(x)
+        out[mask] = super().forward(self.norm(x)[mask])
+        return out
+
+
+@pytest.mark.parametrize("kind", [Masked, WithoutPadding])
+@pytest.mark.parametrize("left", [0, 1, 5, 30, 63, 64])
+def test_masks_that_leave_few_or_nearly_all(kind, left):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"moe": kind()}).double()
+    model.forward = lambda x, mask: model["moe"](x, mask)
+    example = torch.randn(4, 16, D, dtype=torch.float64), (torch.arange(64) < left).view(4, 16)
+    compiled = moefx.compile(model, example_inputs=example)
+    for part in (0.0, 0.1, 0.9, 1.0):
+        x, mask = torch.randn(3, 20, D, dtype=torch.float64), torch.rand(3, 20) < part
+        torch.testing.assert_close(compiled["moe"](x, mask), model["moe"](x, mask))
+    assert moefx.blocks(compiled)[0].fallbacks == 0
+
+
+class Given(Loop):
+    """The router is the parent's; it has one for all layers."""
+
+    def forward(self, x, w, ids):
+        out = torch.zeros_like(x)
+        for e in range(E):
+            t, k = torch.where(ids == e)
+            out = out.index_add(0, t, self.expert(e, x[t], w[t, k, None]))
+        return out
+
+
+class SharedRouter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router, self.layers = nn.Linear(D, E), nn.ModuleList(Given() for _ in range(2))
+
+    def forward(self, x):
+        w, ids = self.router(x).softmax(-1).topk(2, -1)
+        for layer in self.layers:
+            x = x + layer(x, w, ids)
+        return x
+
+
+def test_a_choice_among_the_arguments():
+    model = SharedRouter().double()
+    compiled = moefx.compile(model, example_inputs=(torch.randn(40, D, dtype=torch.float64),))
+    assert [block.name for block in moefx.blocks(compiled)] == ["layers.0", "layers.1"]
+    for tokens in (1, 7, 100):
+        x = torch.randn(tokens, D, dtype=torch.float64)
+        torch.testing.assert_close(compiled(x), model(x))
+    assert all(block.fallbacks == 0 for block in moefx.blocks(compiled))
 
 
 def test_a_split_is_a_question_of_the_size():
