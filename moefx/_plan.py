@@ -20,7 +20,7 @@ class Plan:
     Attributes:
         checkpoint: what the expert MLP keeps for its backward (MoEBlaze section 5). `"h"`: its input X and the
             up-projection H, activation recomputed; `"x"`: X only; `"all"`: the activation too.
-            `"auto"`: the planner decides (`"h"` until a memory budget is given).
+            `"auto"`: for the planner to decide; `"h"` as long as there is none.
         expert_storage: `"original"` leaves the storage of ModuleList experts alone; `"contiguous"` lays it out so
             that the E parameters are equally spaced views (they stay the E original Parameters).
         validation: `"symbolic"` proves the rewrite on abstract tensors under several routings only; `"numeric"` also
@@ -49,6 +49,12 @@ class Plan:
                 raise InvalidPlan(f"Plan({field}={value!r}): expected one of {', '.join(map(repr, get_args(choices)))}")
         if not self.validation_seconds >= 0:
             raise InvalidPlan(f"Plan(validation_seconds={self.validation_seconds!r}): expected a number >= 0")
+        if type(self.fuse) is not bool:
+            raise InvalidPlan(f"Plan(fuse={self.fuse!r}): expected True or False")
+        if isinstance(self.disable, str):
+            raise InvalidPlan(
+                f"Plan(disable={self.disable!r}): expected names of passes in a tuple, ({self.disable!r},)"
+            )
         object.__setattr__(self, "disable", tuple(self.disable))
 
     def to_json(self) -> str:
@@ -56,10 +62,19 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        fields: dict[str, Any] = json.loads(text)
-        unknown = set(fields) - {f.name for f in dataclasses.fields(cls)}
+        """The plan that `to_json` wrote.
+
+        Raises:
+            InvalidPlan: no JSON object, or one with other fields.
+        """
+        try:
+            fields: dict[str, Any] = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise InvalidPlan(f"a plan is a JSON object: {error}") from error
+        known = [f.name for f in dataclasses.fields(cls)]
+        unknown = sorted(set(fields) - set(known)) if isinstance(fields, dict) else [repr(fields)]
         if unknown:
-            raise InvalidPlan(f"unknown Plan field(s) {', '.join(sorted(unknown))}")
+            raise InvalidPlan(f"a plan has no field {', '.join(unknown)}; it has {', '.join(known)}")
         return cls(**fields)
 
     def replace(self, **changes: Any) -> Plan:

@@ -16,7 +16,7 @@ from torch import nn
 
 from ._plan import Plan
 from .capture.inputs import Arguments
-from .errors import InvalidPlan, MoefxError, NoMoEBlockFound, Refused
+from .errors import InvalidInput, InvalidPlan, MoefxError, NoMoEBlockFound, Refused
 from .inspection.explain import Explanation, MatchedBlock
 from .inspection.history import History
 from .ir.attributes import Where, attributes, globals_of, is_plain, reading, unchanged, value_at
@@ -24,7 +24,7 @@ from .ir.binding import Guard, Specialisation, call_specialisation, leaves_of
 from .ir.block import BlockGraph
 from .ir.body import ExpertBody
 from .numeric import numeric_check
-from .pipeline import Result, rewrite_block
+from .pipeline import PASSES, Result, rewrite_block
 from .runtime.copying import copy_model
 from .runtime.module import BlockForward, install, rewritten_blocks, signature_binder
 from .runtime.program import Program
@@ -64,7 +64,8 @@ def compile(
         plan: a `Plan`, or None for the defaults.
         example_inputs: a tuple of positional or a dict of keyword arguments that `model` accepts. Without them: the
             model's own `dummy_inputs`, else token ids if its first layer is an embedding, else hidden states.
-        strict: raise if nothing was rewritten, warn once about what was refused. Otherwise return the model as it is.
+        strict: raise if nothing could be rewritten, warn once about what was refused. Without it a model in which
+            nothing could be rewritten is returned as it is, without a word.
 
     Returns:
         A new model of the same class around the same parameters and buffers, in which each rewritten block keeps its
@@ -73,9 +74,10 @@ def compile(
     Raises:
         NoMoEBlockFound: `strict`, and nothing was rewritten; the message lists what was refused and why.
         InvalidInput: the example inputs do not fit. CaptureError: the model does not run on them.
-        InvalidPlan: a plan field cannot be meant.
+        InvalidPlan: a plan field cannot be meant, or names a pass that there is not.
     """
     plan = _plan(plan, mesh)
+    model = _checked(model)
     found = survey(model, example_inputs, plan)
     verdicts = _validate(model, found, plan)
     if not found.matched:
@@ -105,6 +107,7 @@ def explain(
     model: nn.Module, *, mesh: Any = None, plan: Plan | str | None = None, example_inputs: Any = None
 ) -> Explanation:
     """What `compile` finds in a model, or found in a compiled one, the numeric check included."""
+    model = _checked(model)
     record = vars(model).get(_RECORD)
     if record is None and example_inputs is None:
         record = _UNCHANGED.get(model)
@@ -128,7 +131,9 @@ def explain(
             f"{reason}" for n in report.names if n in forwards for reason in forwards[n].refusals.values() if reason
         }
         notes |= {f"guard failed: {c.last_failed_guard}" for c in counts if c.last_failed_guard}
-        reports.append(dataclasses.replace(report, calls=calls, notes=(*report.notes, *sorted(notes))))
+        also = dict.fromkeys(str(p.key) for n in report.names if n in forwards for p in forwards[n].programs[1:])
+        notes = (*report.notes, *sorted(notes))
+        reports.append(dataclasses.replace(report, calls=calls, notes=notes, also_for=tuple(also)))
     return Explanation(type(model).__name__, tuple(reports), record.refused, record.seconds, _paths())
 
 
@@ -168,7 +173,7 @@ class Block:
 
 def blocks(compiled: nn.Module) -> list[Block]:
     """The rewritten blocks of a compiled model, in module order."""
-    return [Block(name, forward) for name, forward in rewritten_blocks(compiled).items()]
+    return [Block(name, forward) for name, forward in rewritten_blocks(_checked(compiled)).items()]
 
 
 def graph(compiled: nn.Module, name: str, *, after: str | None = None) -> BlockGraph:
@@ -183,9 +188,11 @@ def graph(compiled: nn.Module, name: str, *, after: str | None = None) -> BlockG
 
 def history(compiled: nn.Module, name: str) -> History:
     """All graphs of a block, pass by pass."""
-    forwards = rewritten_blocks(compiled)
+    forwards = rewritten_blocks(_checked(compiled))
+    if not forwards:
+        raise MoefxError("no block of this model is rewritten; pass what moefx.compile returned")
     if name not in forwards:
-        raise MoefxError(f"no rewritten block {name!r}; there is {', '.join(map(repr, forwards)) or 'none'}")
+        raise MoefxError(f"no rewritten block {name!r}; there is {', '.join(map(repr, forwards))}")
     return forwards[name].programs[0].history
 
 
@@ -193,17 +200,34 @@ def history(compiled: nn.Module, name: str) -> History:
 def _plan(plan: Plan | str | None, mesh: Any) -> Plan:
     if mesh is not None:
         raise MoefxError("compile(mesh=...): expert parallelism is not available yet; leave mesh out")
-    if plan is None or plan == "auto":
+    if plan is None:
         return Plan()
+    if plan == "auto":
+        raise InvalidPlan("plan='auto': the planner is not available yet; pass a moefx.Plan, or leave plan out")
     if not isinstance(plan, Plan):
-        raise InvalidPlan(f"plan is a {type(plan).__name__}; expected a moefx.Plan, 'auto' or None")
+        raise InvalidPlan(f"plan is a {type(plan).__name__}; expected a moefx.Plan or None")
+    names = [made.__name__ for made in PASSES]
+    for name in plan.disable:
+        if name not in names:
+            raise InvalidPlan(f"Plan(disable={list(plan.disable)}): no pass {name!r}; there is {', '.join(names)}")
     return plan
+
+
+def _checked(model: Any) -> nn.Module:
+    """The model, also inside of what `torch.compile` made of it."""
+    if not isinstance(model, nn.Module):
+        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise InvalidInput(f"expected a model, an instance of nn.Module; got {what}")
+    return getattr(model, "_orig_mod", model)
 
 
 def _nothing_found(model: nn.Module, found: Survey) -> str:
     head = f"no MoE block was found in {type(model).__name__}"
     if not found.refused:
-        return head + ": nothing in it chooses experts by token. See moefx.explain(model)."
+        return (
+            f"{head}: it has no part in which several submodules of one kind, or the slices of a stacked parameter, "
+            "could each be for some tokens only"
+        )
     return head + ". These look like one and were refused:\n  " + "\n  ".join(map(str, found.refused))
 
 

@@ -14,8 +14,8 @@ _WEIGHTS = {
     "stacked": "one stacked tensor, in place",
     "separate": "one tensor per expert, in place",
     "view": "a strided view over the experts' tensors, in place",
-    "cast": "CAST to the dtype of the GEMMs",
-    "stacked_copy": "COPIED into a stack",
+    "cast": "cast to the dtype of the GEMMs",
+    "stacked_copy": "copied into a stack",
 }
 
 
@@ -38,6 +38,7 @@ class MatchedBlock:
             unknown.
         unfused: why the experts were not fused into one op, "" if they were.
         guards: conditions on sizes that the rewrite holds for.
+        also_for: the specialisations that were compiled since, when a call of theirs came.
         calls: calls of these blocks so far (rewritten, original, guard failures).
     """
 
@@ -57,6 +58,7 @@ class MatchedBlock:
     guards: tuple[str, ...] = ()
     calls: tuple[int, int, int] = (0, 0, 0)
     notes: tuple[str, ...] = ()
+    also_for: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -105,6 +107,7 @@ class Explanation:
             lines.append(f"    proof       one form under {m.routings} routings; numeric check: {m.validation}")
             lines.append(f"    holds for   {m.holds_for}")
             lines += [f"    guard       {g}" for g in m.guards]
+            lines += [f"    also for    {key}" for key in m.also_for]
             if m.saved_after is not None:
                 before = f"{m.saved_before:,} -> " if m.saved_before is not None else ""
                 lines.append(f"    kept        {before}{m.saved_after:,} bytes a token for the backward of the experts")
@@ -125,6 +128,7 @@ class Explanation:
         if self.paths:
             lines += [
                 "",
+                "  in this process so far, all models and checks together",
                 "  providers   " + ", ".join(f"{op}: {provider} x{n}" for op, provider, n in self.paths),
             ]
             lines.append(f"  weights     {self._weights()}")

@@ -128,10 +128,27 @@ class Held:
         self.version = self.version if state[1] else -1
 
 
+class HeldArray:
+    """An array of NumPy's, as it was."""
+
+    def __init__(self, array: Any):
+        self.array = array.copy()
+
+    def is_still(self, now: Any) -> bool:
+        mine = self.array
+        same_kind = type(now) is type(mine) and (now.shape, now.dtype) == (mine.shape, mine.dtype)
+        return same_kind and now.tobytes() == mine.tobytes()
+
+    def __repr__(self) -> str:
+        return repr(self.array)
+
+
 def unchanged(value: Any) -> Any:
     """A value that a later change of the container does not reach."""
     if isinstance(value, torch.Tensor):
         return Held(value)
+    if _is_array(value):
+        return HeldArray(value)
     if isinstance(value, Mapping):
         return {k: unchanged(v) for k, v in value.items()}
     return type(value)(map(unchanged, value)) if type(value) in (list, set, tuple) else value
@@ -144,10 +161,17 @@ def holds_tensors(value: Any) -> bool:
     return isinstance(value, Held)
 
 
+def compares(value: Any) -> bool:
+    """Whether `==` says if what `unchanged` returned is still the same: neither tensors nor arrays are in it."""
+    if isinstance(value, (list, tuple, dict)):
+        return all(map(compares, value.values() if isinstance(value, dict) else value))
+    return not isinstance(value, (Held, HeldArray))
+
+
 def same(a: Any, b: Any) -> bool:
     if a is b:
         return True
-    if isinstance(b, Held):
+    if isinstance(b, (Held, HeldArray)):
         return b.is_still(a)
     if isinstance(a, Mapping) and isinstance(b, Mapping):  # the copy of one is a dict
         return a.keys() == b.keys() and all(same(v, b[k]) for k, v in a.items())
@@ -182,7 +206,7 @@ def reading(block: nn.Module, watched: Iterable[Where]) -> Iterator[set[Where]]:
                 read |= {where for where, _ in places.values()}
                 continue
             try:
-                setattr(cls, name, _noting(cls, name, places, read))
+                setattr(cls, name, _Noting(cls, name, places, read))
             except (TypeError, AttributeError):  # a class of C's: all of it may be read
                 read |= {where for where, _ in places.values()}
                 continue
@@ -215,24 +239,36 @@ def _noting_missing(block: nn.Module, read: set[Where]) -> Iterator[None]:
         nn.Module.__getattr__ = original  # type: ignore[method-assign]
 
 
-def _noting(cls: type, name: str, places: dict[int, tuple[Where, Any]], read: set[Where]) -> property:
-    """`places`: the attribute of each object, and what it is before a call."""
-    default = getattr(cls, name, MISSING)
+class _Noting:
+    """A data descriptor in the place of an attribute, of instances or of the class itself.
 
-    def get(self: Any) -> Any:
-        value = vars(self).get(name, default)
-        if id(self) in places and value is places[id(self)][1]:
-            read.add(places[id(self)][0])
+    Args:
+        places: the attribute of each object, and what it is before a call.
+    """
+
+    def __init__(self, cls: type, name: str, places: dict[int, tuple[Where, Any]], read: set[Where]):
+        self.name, self.places, self.read = name, places, read
+        self.default = getattr(cls, name, MISSING)
+
+    def __get__(self, owner: Any, cls: type) -> Any:
+        if owner is None:  # `Block.temperature`
+            self.read |= {where for where, _ in self.places.values()}
+            value = self.default
+        else:
+            value = vars(owner).get(self.name, self.default)
+            if id(owner) in self.places and value is self.places[id(owner)][1]:
+                self.read.add(self.places[id(owner)][0])
         if value is MISSING:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            raise AttributeError(f"{cls.__name__!r} object has no attribute {self.name!r}")
         return value
 
-    def put(self: Any, value: Any) -> None:
-        if id(self) in places and same(value, places[id(self)][1]):
-            read.add(places[id(self)][0])
-        vars(self)[name] = value
+    def __set__(self, owner: Any, value: Any) -> None:
+        if id(owner) in self.places and same(value, self.places[id(owner)][1]):
+            self.read.add(self.places[id(owner)][0])
+        vars(owner)[self.name] = value
 
-    return property(get, put, lambda self: vars(self).__delitem__(name))
+    def __delete__(self, owner: Any) -> None:
+        del vars(owner)[self.name]
 
 
 def owner_of(block: nn.Module, where: Where) -> Any:
@@ -263,7 +299,7 @@ def _attributes_of(thing: Any) -> dict[str, Any]:
 def is_plain(value: Any, depth: int = 4) -> bool:
     """Whether a value can be compared: numbers, names and their containers, and functions by identity; and tensors in
     containers."""
-    if isinstance(value, _PLAIN) or (callable(value) and not isinstance(value, nn.Module)):
+    if isinstance(value, _PLAIN) or _is_array(value) or (callable(value) and not isinstance(value, nn.Module)):
         return True
     if depth and isinstance(value, (list, tuple, set, dict)) and len(value) <= _MOST_ITEMS:
         items = [*value, *value.values()] if isinstance(value, dict) else value
@@ -271,10 +307,15 @@ def is_plain(value: Any, depth: int = 4) -> bool:
     return False
 
 
+def _is_array(value: Any) -> bool:
+    """Whether it is NumPy's, an array or a number."""
+    return type(value).__module__ == "numpy" and hasattr(value, "tobytes") and value.size <= _MOST_ITEMS
+
+
 _MOST_ITEMS = 4096
 
 
 __all__ = [
-    "MISSING", "OWN", "Where", "attributes", "globals_of", "holders_of", "holds_tensors", "is_plain", "owner_of",
-    "reading", "same", "unchanged", "value_at",
+    "MISSING", "OWN", "Where", "attributes", "compares", "globals_of", "holders_of", "holds_tensors", "is_plain",
+    "owner_of", "reading", "same", "unchanged", "value_at",
 ]  # fmt: skip

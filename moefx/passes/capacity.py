@@ -103,7 +103,8 @@ def _clamped(text: str, tokens: str, points: Sequence[tuple[Mapping[str, int], i
         for clamp in _CLAMPS:
             formula = Formula(clamp.format(text, tokens=tokens, low=low, high=seen[-1]))
             if all(formula(dims) == v == evaluate(formula.text, dims) for dims, v in points):
-                return formula
+                whole = all(type(evaluate(formula.text, dims)) is int for dims, _ in points)
+                return formula if whole else Formula(f"int({formula.text})")
     return None
 
 

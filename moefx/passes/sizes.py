@@ -6,12 +6,14 @@ import ast
 import itertools
 import math
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from ..capture.captured import Capture
 from ..capture.sizes import evaluate
 from ..errors import Refused
 from ..ir.codegen import FUNCTIONS
@@ -40,6 +42,7 @@ class Sizes:
     ):  # fmt: skip
         self.match, self.graph, self.inputs, self.twins, self.made = match, graph, inputs, twins, made
         self._known: dict[Any, fx.Node] = {}
+        self._lines: dict[int, dict[Any, list[fx.Node]]] = {}  # by capture
 
     def number(self, values: list[int], where: str, spot: Spot | None = None) -> int | fx.Node:
         """An integer that may depend on the input sizes, as a number or as a node that computes it. `spot` is where it
@@ -95,15 +98,17 @@ class Sizes:
                 products = [math.prod(s[d] for d in chosen) for s in self.match.sizes]
                 for law in laws:
                     found = law(products, values)
-                    if found is not None and self._holds(chosen, found, self._probed(spot) or []):
+                    if found is not None and (law is _scaled or self._holds(chosen, found, spot)):
                         return self._law(chosen, *found)
         return None
 
-    @staticmethod
-    def _holds(dims: Sequence[str], law: tuple[int, int, int], points: list[tuple[dict[str, int], int]]) -> bool:
+    def _holds(self, dims: Sequence[str], law: tuple[int, int, int], spot: Spot | None) -> bool:
         """Few sizes have more laws than the one that the program follows."""
         times, over, plus = law
-        return all(times * math.prod(sizes[d] for d in dims) // over + plus == v for sizes, v in points)
+        points = self._probed(spot)
+        return points is not None and all(
+            times * math.prod(sizes[d] for d in dims) // over + plus == v for sizes, v in points
+        )
 
     def _by_result(self, values: list[int]) -> fx.Node | None:
         for twins in self.twins.values():  # such as the rows that a mask left
@@ -119,8 +124,10 @@ class Sizes:
         """A formula that the program was seen to compute."""
         if len(set(values)) < 3:
             return None
-        points = list(zip(self.match.sizes, values, strict=True))
-        return find_formula([*points, *(self._probed(spot) or ())], self.match.expressions, laws=False)
+        points, more = list(zip(self.match.sizes, values, strict=True)), self._probed(spot)
+        found = find_formula([*points, *(more or ())], self.match.expressions, laws=False)
+        # how a number was rounded shows at more sizes only
+        return found if more is not None or found is None or found.text in self.match.expressions else None
 
     def _by_probes(self, values: list[int], spot: Spot | None) -> Formula | None:
         """A formula for a number, read off more sizes than the proof needed."""
@@ -131,19 +138,30 @@ class Sizes:
 
     def _probed(self, spot: Spot | None) -> list[tuple[dict[str, int], int]] | None:
         """The number that stands at a place of the program, at more sizes."""
-        if spot is None or len({t.meta["index"] for t in spot[0]}) != 1:
+        if spot is None:
             return None
-        points = []
+        turns = {
+            self._of_line(lifted.capture, t).index(t) for lifted, t in zip(self.match.lifted, spot[0], strict=True)
+        }
+        if len(turns) != 1:
+            return None
+        turn, points = turns.pop(), []
         for sizes, capture in self.match.probe():
-            index = spot[0].first.meta["index"]
-            node = capture.nodes[index] if index < len(capture.nodes) else None
-            if node is None or kind(node) != kind(spot[0].first):
-                return None
-            value: Any = getattr(node, spot[1])
-            for step in spot[2:]:
-                value = value[step]
-            points.append((sizes, int(value)))
+            alike = self._of_line(capture, spot[0].first)
+            if turn < len(alike):
+                value: Any = getattr(alike[turn], spot[1])
+                for step in spot[2:]:
+                    value = value[step]
+                points.append((sizes, int(value)))
         return points
+
+    def _of_line(self, capture: Capture, node: fx.Node) -> list[fx.Node]:
+        """The ops of one kind that a line of the program came to, turn by turn where it is in a loop."""
+        if id(capture) not in self._lines:
+            lines = self._lines[id(capture)] = defaultdict(list)
+            for n in capture.nodes:
+                lines[n.meta["source"], kind(n)].append(n)
+        return self._lines[id(capture)][node.meta["source"], kind(node)]
 
     def formula(self, formula: Formula) -> fx.Node:
         """The number that a formula gives, as a node."""

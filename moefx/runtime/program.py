@@ -8,7 +8,7 @@ from typing import Any
 
 from ..inspection.history import History
 from ..ir import codegen
-from ..ir.attributes import Where, holds_tensors
+from ..ir.attributes import Where, compares
 from ..ir.binding import Guard, Specialisation
 
 
@@ -55,7 +55,7 @@ class Program:
     def _compile_attributes(self) -> Callable[..., bool]:
         tests, scope = ["True"], {}
         for i, (where, value) in enumerate(self.attributes.items()):
-            if holds_tensors(value):
+            if not compares(value):
                 continue  # constants of the graph here
             if where.module.startswith("@") and callable(value):
                 continue  # Dynamo guards the functions that it traces

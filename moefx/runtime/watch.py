@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import AbsorbedModuleChanged
-from ..ir.attributes import MISSING, Where, holders_of, holds_tensors, same, value_at
+from ..ir.attributes import MISSING, Where, compares, holders_of, same, value_at
 from ..ir.block import BlockGraph
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -170,7 +170,7 @@ class _LiveAttributes:
         for where, value in values.items():
             holders, name = holders_of(block, where), where.last
             owner = holders[-1][1]
-            if name in getattr(owner, "__dict__", ()) and not holds_tensors(value):
+            if name in getattr(owner, "__dict__", ()) and compares(value):
                 held.setdefault(id(owner), (owner, {}))[1][name] = value
             else:
                 self.shared.append((owner, name, value))

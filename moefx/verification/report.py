@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import json
 import math
 from collections import Counter
@@ -22,7 +23,7 @@ from .policy import Row
 from .routing import RoutingRow, Scope
 from .sandbox import Casts, Inputs, Options, call_forward
 from .states import GIVEN, router_states
-from .table import text
+from .table import OTHER_VALUES, text
 from .watching import watch_compiled, watch_original
 
 
@@ -98,7 +99,7 @@ def verify(
         routings: also compare each block on hidden states that starve most experts, and on unrelated ones.
 
     Raises:
-        InvalidInput: models on the meta device, or no inputs.
+        InvalidInput: models on the meta device, of different structure, or inputs that the reference does not take.
     """
     for model in (compiled, reference):
         if hasattr(model, "_orig_mod"):
@@ -106,6 +107,12 @@ def verify(
     if any(p.is_meta for m in (compiled, reference) for p in (*m.parameters(), *m.buffers())):
         raise InvalidInput("verify: a model is on the meta device and has no numbers; give it weights with to_empty()")
     sets = _input_sets(inputs)
+    missing = [name for name in rewritten_blocks(compiled) if name not in dict(reference.named_modules())]
+    if missing:
+        raise InvalidInput(
+            f"verify: the reference has no module {missing[0]!r}; it must be the model that was compiled"
+        )
+    _check_binds(reference, sets)
     return _Verifying(compiled, reference, dtype).report(sets, seeds, grads, loss, routings)
 
 
@@ -218,6 +225,17 @@ def _input_sets(inputs: Any) -> list[Inputs]:
     return [_one_call(i) for i in sets]
 
 
+def _check_binds(reference: nn.Module, sets: Sequence[Inputs]) -> None:
+    signature = inspect.signature(reference.forward)
+    for args, kwargs in sets:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise InvalidInput(
+                f"verify: {type(reference).__name__}.forward{signature} does not take these inputs: {error}"
+            ) from error
+
+
 def _one_call(inputs: Any) -> Inputs:
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
@@ -243,13 +261,13 @@ def _held_alike(compiled: nn.Module, reference: nn.Module) -> list[Row]:
         for name in ours.keys() & theirs.keys():
             a, b = ours[name], theirs[name]
             if a is not b and not (a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b.to(a.device))):
-                note = "the two models hold different values before they run"
-                rows.append(Row("", name, "state", ok=False, error=math.inf, note=note))
+                rows.append(Row("", name, "state", ok=False, error=math.inf, note=OTHER_VALUES))
     modes = dict(reference.named_modules())
-    for name, module in compiled.named_modules():
-        if name in modes and modes[name].training != module.training:
-            note = f"compiled is in {_mode(module)} mode, the reference in {_mode(modes[name])} mode"
-            rows.append(Row("", f"{name or 'model'}.training", "state", ok=False, error=1.0, note=note))
+    other = [n for n, m in compiled.named_modules() if n in modes and modes[n].training != m.training]
+    for name in [n for n in other if not n or n.rpartition(".")[0] not in other]:  # not what is inside of one
+        ours, theirs = _mode(compiled.get_submodule(name)), _mode(modes[name])
+        note = f"compiled is in {ours} mode, the reference in {theirs} mode"
+        rows.append(Row("", f"{name or 'model'}.training", "state", ok=False, error=1.0, note=note))
     return sorted(rows, key=lambda row: row.name)
 
 

@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from .report import VerifyReport
 
 MAX_FAILED = 20
+OTHER_VALUES = "the two models hold different values before they run"
+LEGEND = (
+    "errors are relative to the original in float64, less what is below the rounding of the largest gradient; "
+    "norm: row, the worst row, or rel2, all of the tensor"
+)
 
 
 def text(report: VerifyReport) -> str:
@@ -29,6 +34,7 @@ def text(report: VerifyReport) -> str:
             for kind in dict.fromkeys(row.kind for row in rows if row.block == block)
         ]
     )
+    lines.append(f"  {LEGEND}")
     if report.routing:
         lines += ["", "routing, beside the reference's"]
         lines += _columns(
@@ -48,8 +54,13 @@ def text(report: VerifyReport) -> str:
 
 
 def _first(report: VerifyReport) -> str:
+    if any(row.note == OTHER_VALUES for row in report.rows):
+        return "The two models hold other weights or buffers: compare models of equal ones."
     if report.first_block is None:
-        return "No rewritten block differs on the reference's own inputs: the difference lies outside of them."
+        return (
+            "No rewritten block differs on the reference's own inputs: the difference lies outside of them. "
+            "verify takes the compiled model first, then the reference."
+        )
     after = f"; first pass that differs: {report.first_pass}" if report.first_pass else ""
     return f"First block that differs: {_name(report.first_block)}{after}"
 
