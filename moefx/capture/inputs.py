@@ -41,7 +41,16 @@ class Leaf:
             pool = pool.to(self.dtype).repeat(7, 1)[torch.randperm(28, generator=generator)]
         rows = n // pool.shape[1]
         order = torch.randint(0, len(pool), (rows,), generator=generator) if seed else torch.arange(rows) % len(pool)
-        return pool[order].flatten()
+        out = pool[order].flatten()
+        known = pool[pool >= 0].unique()
+        per_token = together > 1 and any(isinstance(size, str) for size in self.shape)
+        if seed and per_token and len(known) and out.dtype != torch.bool:
+            # other numbers for the same: that a row always has a 0, say, must not be relied on
+            others = known[torch.randperm(len(known), generator=generator)]
+            out = torch.where(
+                out >= 0, others[torch.searchsorted(known, out.clamp_min(0)).clamp_max(len(known) - 1)], out
+            )
+        return out
 
 
 class Arguments:

@@ -87,7 +87,7 @@ class _Search:
             for ref, ids in candidates:
                 if ids.shape[1] < self.widest:
                     continue
-                names = self.natural if by_name else _consistent(self.keys, ids)
+                names = self.natural if by_name else _consistent(self.keys, ids.tolist())
                 slots = _slots(self.keys, ids, names) if names else None
                 if names is None or slots is None:
                     continue
@@ -158,10 +158,7 @@ class _Search:
 
     def mask(self) -> Choice | None:
         """A mask of the chosen experts (a threshold, say): every expert is a slot, and most are dropped."""
-        if self.natural is None:
-            return None
-        wanted = [{self.natural[k] for k in row} for row in self.keys]
-        lowest = max(self.natural.values()) + 1
+        lowest = max(self.natural.values()) + 1 if self.natural is not None else self.widest
         for n, val in self._integers():
             if (
                 val.dtype != torch.bool
@@ -170,13 +167,17 @@ class _Search:
             ):
                 continue
             rows = val.reshape(self.T, -1).tolist()
-            if any(
-                all({e for e, on in enumerate(row) if on is truth} == w for row, w in zip(rows, wanted, strict=True))
-                for truth in (True, False)
-            ):
-                ids = torch.arange(val.shape[-1]).expand(self.T, -1)
-                slots = [[self.natural[k] for k in row] for row in self.keys]
-                return Choice(Ref(n, ("t",) * (val.dim() - 1) + ("m",)), ids, slots)
+            for truth in (True, False):
+                chosen = [[e for e, on in enumerate(row) if on is truth] for row in rows]
+                if any(len(e) != len(set(keys)) for e, keys in zip(chosen, self.keys, strict=True)):
+                    continue
+                names = self.natural if self.natural is not None else _consistent(self.keys, chosen)
+                if names is None:
+                    continue
+                slots = [[names[k] for k in row] for row in self.keys]
+                if [set(row) for row in slots] == [set(row) for row in chosen]:
+                    ids = torch.arange(val.shape[-1]).expand(self.T, -1)
+                    return Choice(Ref(n, ("t",) * (val.dim() - 1) + ("m",)), ids, slots)
         return None
 
 
@@ -213,10 +214,10 @@ def _slots(keys: list[list[Any]], ids: torch.Tensor, names: dict[Any, int]) -> l
     return out
 
 
-def _consistent(keys: list[list[Any]], ids: torch.Tensor) -> dict[Any, int] | None:
+def _consistent(keys: list[list[Any]], ids: list[list[int]]) -> dict[Any, int] | None:
     """A one-to-one naming of keys by ids that fits every token, if there is exactly one."""
     options: dict[Any, set[int]] = {}
-    for row, chosen in zip(keys, ids.tolist(), strict=True):
+    for row, chosen in zip(keys, ids, strict=True):
         for key in row:
             options[key] = options.get(key, set(chosen)) & set(chosen)
     changed = True

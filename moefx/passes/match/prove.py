@@ -242,6 +242,8 @@ class Prover:
             sizes = self._choose(n, variant)
             self.add(self.lift(Routing(kind, variant), sizes), sizes)
         self._cover()
+        if self.num_experts < 2:
+            raise Refused("there is one expert only, for all tokens: nothing is chosen")
         self._agree()
         groups = self._merged()
         doubts.flip_branches(self)
