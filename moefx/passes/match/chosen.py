@@ -60,8 +60,9 @@ class _Search:
         self.keys = [[owners.key(p) for p in parts] for parts in summands]
         self.widest = max(map(len, self.keys))
         names = {key: next(iter(owners.natural(key)), None) for key in {k for row in self.keys for k in row}}
-        # the experts' own numbers, where all have one
-        self.natural: dict[Key, int] | None = None if None in names.values() else names  # type: ignore[assignment]
+        # the experts' own numbers, where all have one, and not the first of two lists the same as the first of another
+        own = None not in names.values() and len(set(names.values())) == len(names)
+        self.natural: dict[Key, int] | None = names if own else None  # type: ignore[assignment]
 
     def _integers(self) -> Iterator[tuple[fx.Node, torch.Tensor]]:
         for n in self.nodes:
