@@ -180,7 +180,7 @@ def graph(compiled: nn.Module, name: str, *, after: str | None = None) -> BlockG
     """The rewritten graph of a block, or its graph after a named pass. `print` it.
 
     Raises:
-        MoefxError: no block of that name was rewritten. KeyError: no such pass.
+        MoefxError: no block of that name was rewritten. NoSuchPass: no such pass ran on it.
     """
     found = history(compiled, name)
     return found.graph if after is None else found[after].graph

@@ -15,6 +15,12 @@ class InvalidPlan(MoefxError, ValueError):
     """A `Plan` field has a value that cannot be meant, or that does not fit the model or the mesh."""
 
 
+class NoSuchPass(MoefxError, KeyError):
+    """A graph after a pass was asked for that did not run on the block."""
+
+    __str__ = Exception.__str__  # a KeyError shows its text in quotes
+
+
 class InvalidInput(MoefxError, ValueError):
     """Example inputs, or the inputs of a call, do not fit the model."""
 

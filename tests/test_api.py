@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import moefx
-from moefx.errors import CaptureError, InvalidInput, InvalidPlan, MoefxError, NoMoEBlockFound
+from moefx import Plan
+from moefx.errors import CaptureError, InvalidInput, InvalidPlan, MoefxError, NoMoEBlockFound, NoSuchPass
 
 from .passes.blocks import D, E, K, Loop, Mlp
 
@@ -49,7 +50,7 @@ def same(compiled: nn.Module, reference: nn.Module, x: torch.Tensor, **tolerance
 class TestErrors:
     def test_nothing_found(self):
         with pytest.raises(
-            NoMoEBlockFound, match=r"no MoE block was found in Mlp: nothing in it chooses experts by token"
+            NoMoEBlockFound, match=r"no MoE block was found in Mlp: it has no part in which several submodules"
         ):
             moefx.compile(Mlp(), example_inputs=EXAMPLE)
 
@@ -78,10 +79,43 @@ class TestErrors:
     def test_unknown_names(self, compiled):
         with pytest.raises(MoefxError, match="no rewritten block 'mo'; there is 'moe'"):
             moefx.graph(compiled, "mo")
-        with pytest.raises(KeyError):
+        with pytest.raises(NoSuchPass, match="no pass 'nothing' ran on moe; there is rewrite_block"):
             moefx.graph(compiled, "moe", after="nothing")
-        with pytest.raises(MoefxError, match="there is none"):
+        with pytest.raises(MoefxError, match=r"pass what moefx\.compile returned"):
             moefx.history(Mlp(), "moe")
+
+    @pytest.mark.parametrize("model", [Mlp, len, "moe"], ids=["class", "function", "text"])
+    def test_no_model(self, model):
+        for call in (moefx.compile, moefx.explain):
+            with pytest.raises(InvalidInput, match=r"an instance of nn\.Module"):
+                call(model)
+
+    @pytest.mark.parametrize(
+        ("plan", "text"),
+        [("auto", "planner is not available"), (Plan(disable=("fus",)), "no pass 'fus'; there is fuse, checkpoint")],
+        ids=["auto", "disable"],
+    )
+    def test_no_plan(self, plan, text):
+        for call in (moefx.compile, moefx.explain):
+            with pytest.raises(InvalidPlan, match=text):
+                call(Mlp(), example_inputs=EXAMPLE, plan=plan)
+
+    @pytest.mark.parametrize("fields", ['{"fuse": "no"}', '{"disable": "fuse"}', '{"chk": 1}', "[1]", "{"])
+    def test_fields_that_cannot_be_meant(self, fields):
+        with pytest.raises(InvalidPlan):
+            Plan.from_json(fields)
+
+    def test_what_torch_compile_made_of_it_is_looked_into(self, compiled):
+        wrapped = torch.compile(compiled)
+        assert str(moefx.graph(wrapped, "moe")) == str(moefx.graph(compiled, "moe"))
+        assert moefx.explain(wrapped).matched and moefx.blocks(wrapped)
+
+    def test_later_specialisations_are_told(self, reference):
+        compiled = moefx.compile(reference, example_inputs=EXAMPLE)
+        assert moefx.explain(compiled).matched[0].also_for == ()
+        compiled.eval()(torch.randn(2, 5, D))
+        (also,) = moefx.explain(compiled).matched[0].also_for
+        assert also.startswith("eval") and f"also for    {also}" in str(moefx.explain(compiled))
 
 
 def test_forward_mode_derivatives_are_the_originals(reference):

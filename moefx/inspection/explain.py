@@ -14,8 +14,8 @@ _WEIGHTS = {
     "stacked": "one stacked tensor, in place",
     "separate": "one tensor per expert, in place",
     "view": "a strided view over the experts' tensors, in place",
-    "cast": "cast to the dtype of the GEMMs",
-    "stacked_copy": "copied into a stack",
+    "cast": "CAST to the dtype of the GEMMs",
+    "stacked_copy": "COPIED into a stack",
 }
 
 

@@ -9,6 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..errors import NoSuchPass
 from ..ir.block import BlockGraph
 from ..ir.printer import Line, format_lines, print_lines
 
@@ -78,14 +79,14 @@ class History:
         """The snapshot at a position, or after the named pass.
 
         Raises:
-            KeyError: no pass of that name ran.
+            NoSuchPass: no pass of that name ran.
         """
         if isinstance(key, int):
             return self.snapshots[key]
         for snapshot in reversed(self.snapshots):
             if snapshot.pass_name == key:
                 return snapshot
-        raise KeyError(f"no pass {key!r} ran on {self.name or 'the model'}; there is {', '.join(self.passes)}")
+        raise NoSuchPass(f"no pass {key!r} ran on {self.name or 'the model'}; there is {', '.join(self.passes)}")
 
     def __iter__(self) -> Iterator[Snapshot]:
         return iter(self.snapshots)
@@ -102,7 +103,7 @@ class History:
         """What a pass changed, as a diff of the printed graphs; by default of the last pass.
 
         Raises:
-            KeyError: no pass of that name ran.
+            NoSuchPass: no pass of that name ran.
         """
         snapshot = self.snapshots[-1] if after is None else self[after]
         position = self.snapshots.index(snapshot)

@@ -5,12 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import fx
 from torch.fx.node import map_arg
 
 from .kept import KeptGraph
 
 aten = torch.ops.aten
+
+
+def _letters_of_alike(operands: Any, val: Any) -> Any:
+    """Of an operand of the same shape, as a pointwise op has one."""
+    shape = getattr(val, "shape", ())
+    metas = [n.meta for n in pytree.tree_leaves(operands) if isinstance(n, fx.Node)]
+    alike = [m["letters"] for m in metas if isinstance(m.get("letters"), tuple) and m["val"].shape == shape]
+    return alike[0] if alike else None
 
 
 class Emitter:
@@ -36,6 +45,7 @@ class Emitter:
                     meta["val"] = torch.empty(shape, dtype=fake)
             else:
                 meta["val"] = self._evaluate(target, args, kwargs)
+        letters = letters or _letters_of_alike((args, kwargs), meta["val"])
         if letters is not None:
             meta["letters"] = letters
         return self.kept.call(target, args, kwargs, meta)

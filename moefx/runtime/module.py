@@ -249,7 +249,7 @@ class BlockForward:
         problem.
 
         Raises:
-            KeyError: at the call, when no pass of that name ran.
+            NoSuchPass: at the call, when no pass of that name ran.
         """
         before, self._forced = self._forced, what
         try:

@@ -9,6 +9,7 @@ import logging
 import pickle
 import types
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -340,3 +341,41 @@ def test_attributes_that_are_not_there_and_dicts_of_other_classes():
     compiled[0].settings["gain"] = model[0].settings["gain"] = 0.5
     torch.testing.assert_close(compiled(x), model(x))
     assert moefx.blocks(compiled)[0].fallbacks == 0
+
+
+class Prior(Block):
+    """A NumPy array and an attribute of the class, which is read as the class's."""
+
+    temperature = 1.0
+
+    def __init__(self):
+        super().__init__()
+        self.prior = numpy.full(4, 0.25)
+
+    def forward(self, x):
+        return super().forward(x / Prior.temperature) * torch.as_tensor(numpy.log(self.prior), dtype=x.dtype).repeat(4)
+
+
+def replaced(block):
+    block.prior = numpy.array([0.7, 0.1, 0.1, 0.1])
+
+
+def in_place(block):
+    block.prior[0] = 3.0
+
+
+def of_the_class(block):
+    Prior.temperature = 5.0
+
+
+@pytest.mark.parametrize("change", [replaced, in_place, of_the_class])
+def test_arrays_and_attributes_of_the_class(change, x, monkeypatch):
+    monkeypatch.setattr(Prior, "temperature", 1.0)
+    model, compiled = pair(x, Prior)
+    before = compiled(x)
+    again = copy.deepcopy(compiled)
+    for block in (model, compiled):
+        change(block)
+    torch.testing.assert_close(compiled(x), model(x))
+    assert not torch.allclose(compiled(x), before)
+    torch.testing.assert_close(again(x), model(x) if change is of_the_class else before)
