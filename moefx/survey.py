@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ._plan import Plan
 from .capture.examples import example_arguments
@@ -119,7 +120,8 @@ def _originals(model: nn.Module) -> Iterator[None]:
 def _try_chains(
     model: nn.Module, found: Found, plan: Plan, tell: Callable[[str], None]
 ) -> tuple[list[Matched], list[Refusal]]:
-    """Prove the candidates, those with expert-like parameters and the smaller ones first; of each chain at most two."""
+    """Prove the candidates, those with expert-like parameters and the smaller ones first; of each chain at most two.
+    Those that are given a choice come last: the router should be a part of the block."""
     modules = dict(model.named_modules())
     chains_of: dict[str, list[int]] = {}
     for i, chain in enumerate(found.chains):
@@ -129,7 +131,7 @@ def _try_chains(
     taken: set[str] = set()
     refusals: dict[int, list[Refusal]] = {i: [] for i in range(len(found.chains))}
     for name in sorted(chains_of, key=lambda n: _priority(n, modules, found)):
-        open_chains = [i for i in chains_of[name] if len(refusals[i]) < 2]
+        open_chains = [i for i in chains_of[name] if len(refusals[i]) < 2 or _is_given_a_choice(name, found)]
         if not open_chains or _touches(name, taken):
             continue
         try:
@@ -196,7 +198,23 @@ def _is_fully_sharded(model: nn.Module) -> bool:
 def _priority(name: str, modules: dict[str, nn.Module], found: Found) -> tuple:
     inside = f"{name}." if name else ""
     expert_like = name in found.structural or any(s.startswith(inside) for s in found.structural)
-    return not expert_like, sum(p.numel() for p in modules[name].parameters())
+    return not expert_like, _is_given_a_choice(name, found), sum(p.numel() for p in modules[name].parameters())
+
+
+def _is_given_a_choice(name: str, found: Found) -> bool:
+    """Whether a module is called with integers that the model made of scores, rather than with token ids."""
+    for node in found.calls[name].inputs if name in found.calls else []:
+        val = node.meta.get("val")
+        if isinstance(val, torch.Tensor) and not val.is_floating_point() and val.dtype != torch.bool:
+            stack, seen = [node], set()
+            while stack:
+                n = stack.pop()
+                if isinstance(n.meta.get("val"), FakeTensor):
+                    return True
+                if n not in seen:
+                    seen.add(n)
+                    stack += [*n.all_input_nodes, *n.meta.get("again", ())]
+    return False
 
 
 def _all_contribute(name: str, modules: dict[str, nn.Module], found: Found) -> Refusal:
