@@ -315,21 +315,18 @@ class Specialise:
                     program.attributes,
                 )
         real = args is not None  # not only being traced
-        if args is None:
-            args, kwargs = self._arguments(block, call)
-        kwargs = dict(kwargs or {})
-        args, kwargs = pytree.tree_map_only(
+        abstract = pytree.tree_map_only(
             torch.Tensor,
             lambda t: t.detach().to("meta") if t.is_floating_point() else t.detach().cpu(),
-            (args, kwargs),
+            self._arguments(call) if args is None else (args, dict(kwargs or {})),
         )
         autocast = torch.autocast("cpu", call.autocast or torch.bfloat16, enabled=call.autocast is not None)
         counted = forward.counts.original
         try:
             with forward.running("original"), autocast, torch.enable_grad():
                 with reading(block, attributes(block)) as read:
-                    result = rewrite_block(block, forward.name, args, kwargs, self.plan)  # type: ignore[arg-type]
-                program = program_of(block, result, args, kwargs, call.autocast, read)  # type: ignore[arg-type]
+                    result, args, kwargs = self._rewrite(block, forward.name, call, *abstract)
+                program = program_of(block, result, args, kwargs, call.autocast, read)
                 if real and self.plan.validation == "auto":
                     ok, verdict = numeric_check(block, result, forward.name, self.plan.validation_seconds)
                     if not ok:
@@ -344,7 +341,19 @@ class Specialise:
             program.attributes,
         )
 
-    def _arguments(self, block: nn.Module, call: Specialisation) -> tuple[tuple, dict[str, Any]]:
+    def _rewrite(
+        self, block: nn.Module, name: str, call: Specialisation, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[Result, tuple, dict[str, Any]]:
+        try:
+            return rewrite_block(block, name, args, kwargs, self.plan), args, kwargs
+        except Refused as why:
+            try:  # one token does not tell which axes are of tokens
+                args, kwargs = self._arguments(call)
+                return rewrite_block(block, name, args, kwargs, self.plan), args, kwargs
+            except Refused:
+                raise why from None
+
+    def _arguments(self, call: Specialisation) -> tuple[tuple, dict[str, Any]]:
         """Arguments of the recorded shapes in the dtypes of the call, for a call that is only being traced."""
         kinds = [kind for _, kind in call.arguments if kind[0] == "tensor"]
         leaves = self.arguments.tensors

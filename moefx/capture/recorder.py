@@ -122,9 +122,12 @@ class Recorder(TorchDispatchMode):
             self.constants[name] = t
         value = t.detach()
         self.describe(node, value, True)
-        node.meta["shadow"] = value.clone()
         if is_float(value):
             node.meta["val"] = self.to_fake(value)
+        if is_float(value) and node.meta["kind"] == "attribute":  # a bias, say, that may be another at the next call
+            node.meta["original"] = t
+        else:
+            node.meta["shadow"] = value.clone()
         self.track(t, node)
         return node
 

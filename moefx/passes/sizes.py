@@ -87,6 +87,8 @@ class Sizes:
     def _solve(self, values: list[int], spot: Spot | None) -> fx.Node | None:
         """As a function of the sizes of the inputs, or as the size of something that was computed."""
         found = self._by_dims(values, (_scaled,))
+        if found is None and len(set(values)) > 2:  # what was made so far says it without more captures
+            found = self._by_result(values)
         if found is None and (formula := self._by_expression(values, spot)) is not None:
             found = self.formula(formula)
         return found or self._by_dims(values, (_divided, _affine), spot) or self._by_result(values)
@@ -152,6 +154,8 @@ class Sizes:
                 value: Any = getattr(alike[turn], spot[1])
                 for step in spot[2:]:
                     value = value[step]
+                if not isinstance(value, (int, float)) or value != int(value):
+                    return None
                 points.append((sizes, int(value)))
         return points
 

@@ -199,3 +199,21 @@ def test_what_a_graph_does_not_do_is_refused(kind, why, x):
     with pytest.raises(moefx.NoMoEBlockFound, match=why):
         moefx.compile(model, example_inputs=(x,))
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_one_token_first():
+    """It does not tell which axes of the arguments are of tokens; those that the model was compiled with do."""
+
+    class Weighted(Loop):
+        def forward(self, x, mask):
+            return super().forward(x.flatten(0, 1)).view_as(x) * mask[..., None]
+
+    model = nn.ModuleDict({"moe": Weighted()}).double()
+    model.forward = lambda x, mask: model["moe"](x, mask)
+    example = torch.randn(3, 7, D, dtype=torch.float64), torch.ones(3, 7, dtype=torch.float64)
+    compiled = moefx.compile(model, example_inputs=example)
+    model.eval(), compiled.eval()
+    for size in ((1, 1), (2, 5), (1, 40)):
+        x, mask = torch.randn(*size, D, dtype=torch.float64), torch.rand(size, dtype=torch.float64)
+        torch.testing.assert_close(compiled["moe"](x, mask), model["moe"](x, mask))
+    assert counts(compiled) == (3, 0)
