@@ -26,8 +26,9 @@ from .ir.block import BlockGraph
 from .passes.checkpoint import checkpoint
 from .passes.fuse import fuse
 from .passes.manager import PassManager
+from .passes.match.deep import deep
 from .passes.match.drops import explain_drops
-from .passes.match.prove import Match, Prover, deep
+from .passes.match.prove import Match, Prover
 from .passes.rewrite import Rewritten, rewrite
 
 PASSES = (fuse, checkpoint)

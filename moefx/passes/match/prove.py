@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
-import torch
 from torch import nn
 
 from ...capture.captured import Capture
@@ -445,44 +442,3 @@ def _places(lifted: Lifted, other: Lifted) -> list[Any]:
     """Where the program computes what the experts take, of the kinds of experts that another capture met, too."""
     both = [g for g, h in zip(lifted.groups, other.groups, strict=True) if g.ids and h.ids]
     return [line(n) for g in both for ref in g.values for n in ref.nodes]
-
-
-R = TypeVar("R")
-
-
-def deep(fn: Callable[[], R]) -> R:
-    """Run `fn` with room for the recursion that a chain of hundreds of experts needs."""
-    result: list[Any] = []
-    # autocast is a state of the thread; a proof is always about the differentiable code
-    autocast = {
-        "device_type": "cpu",
-        "dtype": torch.get_autocast_dtype("cpu"),
-        "enabled": torch.is_autocast_enabled("cpu"),
-    }
-
-    def run() -> None:
-        try:
-            with torch.autocast(**autocast), torch.enable_grad():
-                result.append((True, fn()))
-        except BaseException as error:
-            result.append((False, error))
-
-    with _limits():
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-    ok, value = result[0]
-    if not ok:
-        raise value
-    return value
-
-
-@contextlib.contextmanager
-def _limits() -> Iterator[None]:
-    recursion, stack = sys.getrecursionlimit(), threading.stack_size(512 << 20)
-    sys.setrecursionlimit(max(recursion, 200_000))
-    try:
-        yield
-    finally:
-        sys.setrecursionlimit(recursion)
-        threading.stack_size(stack)

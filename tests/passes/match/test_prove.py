@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+
 import pytest
 import torch
 from torch import nn
 
 from moefx.errors import Refused
-from moefx.passes.match.prove import deep
+from moefx.passes.match.deep import deep
 
 from ..blocks import D, E, K, Loop, Mlp, rewritten
 
@@ -192,3 +195,23 @@ class TestDeep:
         assert deep(lambda: down(20_000)) == 20_000
         with pytest.raises(KeyError):
             deep(lambda: {}["x"])
+
+    def test_one_that_ends_leaves_room_for_the_other(self):
+        started, ended, limit = threading.Event(), threading.Event(), sys.getrecursionlimit()
+
+        def first():
+            started.set()
+            return ended.wait(20)
+
+        def second():
+            assert started.wait(20)
+            deep(lambda: None)
+            found.append(sys.getrecursionlimit())
+            ended.set()
+
+        found: list[int] = []
+        other = threading.Thread(target=second)
+        other.start()
+        assert deep(first)
+        other.join()
+        assert found[0] > limit == sys.getrecursionlimit()
