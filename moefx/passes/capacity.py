@@ -39,6 +39,7 @@ def find_formula(
     """The formula that gives all these values at these sizes: one of the expressions, or (`laws`) a `Law`, or None."""
     if not points or len({v for _, v in points}) < 2:
         return None
+    points = [(dict(dims), v) for dims, v in dict.fromkeys((tuple(dims.items()), v) for dims, v in points)]
     tokens = "*".join(points[0][0])
     for text in sorted(expressions, key=lambda e: (len(e), e)):
         whole = (f"int({text})", f"ceil({text})", f"round({text})")
@@ -91,12 +92,12 @@ def _value(text: str, dims: Mapping[str, int]) -> int | None:
 
 
 def _clamped(text: str, tokens: str, points: Sequence[tuple[Mapping[str, int], int]]) -> Formula | None:
-    """`text`, between a floor and a ceiling where it needs them; half of the values must be its own."""
+    """`text`, between a floor and a ceiling where it needs them; a third of the values must be its own."""
     try:
         values = [evaluate(text, dims) for dims, _ in points]
     except (ArithmeticError, ValueError):
         return None
-    if sum(a == v for a, (_, v) in zip(values, points, strict=True)) * 2 < len(points):
+    if sum(a == v for a, (_, v) in zip(values, points, strict=True)) * 3 < len(points):
         return None
     seen = sorted({v for _, v in points})
     for low in seen[:4]:  # where the tokens themselves are a ceiling, the floor is not the least value

@@ -251,3 +251,27 @@ class Buffers(nn.Module):
 
 def test_buffers():
     same(Buffers(), 1, 2, 9, 50, 333)
+
+
+class PerSequence(Loop):
+    """Places are counted in each sequence: at 5 sequences of 19 the capacity is what it is at 3 tokens, at one of 40 it
+    is not."""
+
+    def __init__(self):
+        super().__init__(Mlp, k=1)
+
+    def forward(self, x):
+        w, ids = self.route(x)
+        chosen = torch.nn.functional.one_hot(ids[..., 0], E)
+        room = float(max(4, int(x.shape[1] * 1.25 / 8)))
+        kept = chosen * ((chosen.cumsum(1) - 1) * chosen < room)
+        return sum(kept[..., e : e + 1] * w * expert(x) for e, expert in enumerate(self.experts))
+
+
+def test_a_capacity_of_each_sequence():
+    model = nn.Sequential(PerSequence()).double()
+    compiled = moefx.compile(model, example_inputs=(torch.randn(2, 12, D, dtype=torch.float64),))
+    for size in ((2, 12), (1, 40), (5, 19), (3, 100), (1, 1), (4, 33)):
+        x = torch.randn(*size, D, dtype=torch.float64)
+        torch.testing.assert_close(compiled(x), model(x))
+    assert moefx.blocks(compiled)[0].fallbacks == 0
