@@ -354,7 +354,8 @@ class Specialise:
                 raise why from None
 
     def _arguments(self, call: Specialisation) -> tuple[tuple, dict[str, Any]]:
-        """Arguments of the recorded shapes in the dtypes of the call, for a call that is only being traced."""
+        """Arguments of the recorded shapes in the dtypes of the call: for one that is only being traced, or whose own
+        shapes do not show which axes are of tokens."""
         kinds = [kind for _, kind in call.arguments if kind[0] == "tensor"]
         leaves = self.arguments.tensors
         if len(kinds) != len(leaves) or any(
