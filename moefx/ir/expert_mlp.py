@@ -245,20 +245,21 @@ def expert_mlp_backward(
     if need_up:
         for g, (w, _, gemm) in zip(grad_hidden, groups, strict=True):
             grad_w = outer(g, rows, offsets, transposed=gemm.transposed, dtype=w[0].dtype)
-            gradients += _as_returned(grad_w, w, 2)
+            gradients += as_returned(grad_w, w, 2)
     if need_up_bias:
         for g, (_, b, _) in zip(grad_hidden, groups, strict=True):
-            gradients += _as_returned(total(g, offsets, dtype=b[0].dtype), b, 1) if b else []
+            gradients += as_returned(total(g, offsets, dtype=b[0].dtype), b, 1) if b else []
     if need_down:
         transposed, dtype = call.body.down.transposed, call.down[0].dtype
-        gradients += _as_returned(outer(grad_y, act, offsets, transposed=transposed, dtype=dtype), call.down, 2)
+        gradients += as_returned(outer(grad_y, act, offsets, transposed=transposed, dtype=dtype), call.down, 2)
     if need_down_bias and call.down_bias:
         grad_bias = total(grad_y, offsets, dtype=call.down_bias[0].dtype)
-        gradients += _as_returned(grad_bias, call.down_bias, 1)
+        gradients += as_returned(grad_bias, call.down_bias, 1)
     return gradients
 
 
-def _as_returned(stacked: Tensor, parameters: Sequence[Tensor], dim: int) -> list[Tensor]:
+def as_returned(stacked: Tensor, parameters: Sequence[Tensor], dim: int) -> list[Tensor]:
+    """A stacked gradient [E,...] in the form in which `expert_mlp_backward` returns it."""
     # Outputs of an op must not share storage.
     return [g.clone() for g in stacked] if experts.separate_gradients(parameters, dim) else [stacked]
 

@@ -80,4 +80,6 @@ def force(op: str, provider: str) -> Iterator[None]:
             _forced[op] = before
 
 
-from . import torch as _torch_providers  # noqa: E402, F401  registers the providers
+# Registers the providers; what is registered later is asked first.
+from . import torch as _torch_providers  # noqa: E402, F401
+from . import triton as _triton_providers  # noqa: E402, F401  isort: skip

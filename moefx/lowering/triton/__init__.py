@@ -1,0 +1,79 @@
+"""Providers "triton": routing and expert MLPs as Triton kernels, for CUDA and ROCm.
+
+The kernels are imported when the first call comes, Triton with them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...ir import expert_mlp as mlp
+from ...ir import routing
+
+_GEMM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _on_gpu(tensor: Tensor, *_: Any, **__: Any) -> bool:
+    return tensor.device.type == "cuda"
+
+
+def _takes_routing(topk_ids: Tensor, topk_weights: Tensor | None, *_: Any, drop: str = "none", **__: Any) -> bool:
+    # Places go by the weights' bits, of which the kernel looks at 32.
+    narrow = drop != "weight" or topk_weights is None or topk_weights.dtype is not torch.float64
+    return topk_ids.device.type == "cuda" and narrow
+
+
+def _takes_experts(x: Tensor, *_: Any, body: str, dtype: torch.dtype | None = None, **__: Any) -> bool:
+    return x.device.type == "cuda" and (dtype or x.dtype) in _GEMM_DTYPES and why_not(body) is None
+
+
+@functools.lru_cache(maxsize=1024)
+def why_not(body: str) -> str | None:
+    """Why the kernels do not take a body (its JSON text); None if they do."""
+    from .pointwise import Underivable, pointwise
+
+    try:
+        pointwise(body)
+    except Underivable as reason:
+        return str(reason)
+    return None
+
+
+def _build_pft(*args: Any, **kwargs: Any) -> Any:
+    from .routing import build_pft
+
+    return build_pft(*args, **kwargs)
+
+
+def _build_pft_backward(*args: Any) -> Any:
+    from .routing import build_pft_backward
+
+    return build_pft_backward(*args)
+
+
+def _expert_mlp(*args: Any, **kwargs: Any) -> Any:
+    from .expert_mlp import expert_mlp
+
+    return expert_mlp(*args, **kwargs)
+
+
+def _expert_mlp_backward(*args: Any, **kwargs: Any) -> Any:
+    from .expert_mlp import expert_mlp_backward
+
+    return expert_mlp_backward(*args, **kwargs)
+
+
+def _takes_backward(grad: Tensor, *args: Any, **kwargs: Any) -> bool:
+    return _takes_experts(*args, **kwargs)
+
+
+if importlib.util.find_spec("triton") is not None:
+    routing.build_pft.provider("triton", supports=_takes_routing)(_build_pft)
+    routing.build_pft_backward.provider("triton", supports=_on_gpu)(_build_pft_backward)
+    mlp.expert_mlp.provider("triton", supports=_takes_experts)(_expert_mlp)
+    mlp.expert_mlp_backward.provider("triton", supports=_takes_backward)(_expert_mlp_backward)

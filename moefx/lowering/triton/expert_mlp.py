@@ -1,0 +1,412 @@
+"""Provider "triton" of `expert_mlp` and its backward: `gemm`'s kernels with derived pointwise parts.
+
+The forward gathers in the up-projection, applies the pointwise part to its tiles, and scales in the sum over each
+token's rows. The backward is SonicMoE's algebra (see `lowering.torch.mlp`): with rows = y * c(w)
+
+    dA' = dO @ W2^T, and from it and H in one kernel: A, dH, c*A, <dA', A>
+    dW2 = (c*A)^T @ dO        d c = <dA', A> + <dO, bias>
+    dW1 = dH^T @ X            dX = sum over each token's rows of dH @ W1
+
+No atomics, and every sum in fixed order: results repeat bit by bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ...ir.expert_mlp import Call, as_returned
+from . import gemm, rows
+from .configs import Config, config, num_multiprocessors
+from .pointwise import Pointwise, pointwise
+from .weights import Operand, Weights, stacked_biases
+
+
+def expert_mlp(
+    *args: Any, body: str, keep: str = "h", reduce: bool = False, dtype: torch.dtype | None = None
+) -> list[Tensor]:
+    with _on(args[0].device):
+        return Run(args, body, keep, dtype).forward(keep, reduce)
+
+
+def expert_mlp_backward(
+    grad: Tensor,
+    *args: Any,
+    body: str,
+    keep: str,
+    reduce: bool = False,
+    dtype: torch.dtype | None = None,
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    with _on(args[0].device):
+        return Run(args[:-1], body, keep, dtype).backward(grad, args[-1], reduce, needs)
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device, which need not be the tensors'."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+class Run:
+    """One call: its arguments as the kernels take them."""
+
+    def __init__(self, args: Sequence[Any], body: str, keep: str, dtype: torch.dtype | None):
+        self.call = call = Call.of(args, body, keep, dtype)
+        self.point: Pointwise = pointwise(body)
+        self.up_widths, self.act_width, self.out_width = call.widths
+        self.device, self.dtype = call.x.device, call.dtype
+        self.num_experts = call.expert_offsets.shape[0] - 1
+        self.x = _rows_contiguous(call.x)
+        self.up = [Weights.of(w, g.transposed, call.dtype) for w, g in zip(call.up, call.body.up, strict=True)]
+        self.up_bias = [stacked_biases(b) for b in call.up_bias]
+        self.down = Weights.of(call.down, call.body.down.transposed, call.dtype)
+        self.down_bias = stacked_biases(call.down_bias)
+        # Where a kernel reads no weights, a pointer that may be loaded from.
+        self.w = call.token_ids if call.w is None else call.w
+        self.schedules: dict[int, tuple[Tensor, int]] = {}
+
+    def config(self, kernel: str, columns: int, inner: int) -> Config:
+        return config(kernel, self.device, self.dtype, (columns, inner))
+
+    @property
+    def precision(self) -> str:
+        """Of float32 products: what torch's own matmul would use."""
+        return "tf32" if self.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+    def empty(self, num_rows: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty((num_rows, width), dtype=dtype or self.dtype, device=self.device)
+
+    def schedule(self, bm: int) -> tuple[Tensor, int]:
+        """Row tiles of `bm` rows: (see `gemm.schedule_kernel`, at most so many)."""
+        if bm not in self.schedules:
+            max_tiles = triton.cdiv(self.call.num_rows, bm) + self.num_experts
+            schedule = torch.empty(2 * max_tiles + 1, dtype=torch.int32, device=self.device)
+            gemm.schedule_kernel[(self.num_experts,)](
+                self.call.expert_offsets, schedule, max_tiles, E=self.num_experts, E_BINS=self.bins, BM=bm, num_warps=1
+            )
+            self.schedules[bm] = (schedule, max_tiles)
+        return self.schedules[bm]
+
+    @property
+    def bins(self) -> int:
+        return triton.next_power_of_2(self.num_experts)
+
+    def grid(self, cut: Config, num_tiles: int) -> tuple[int]:
+        return (min(num_tiles, cut.persistent * num_multiprocessors(self.device)) if cut.persistent else num_tiles,)
+
+    def parts(self, hidden: Sequence[Tensor]) -> list[Tensor]:
+        """Where the kernels' parts begin in the up-projections; joined ones are one."""
+        if self.point.joined:
+            return [hidden[0], hidden[0]]
+        parts = list(self.call.parts(hidden).values())
+        return [parts[0], parts[-1]]
+
+    def part_weights(self) -> list[Weights]:
+        if self.point.joined:
+            return [self.up[0], self.up[0]]
+        parts = [self.up[g].columns(*columns) for g, *columns in self.call.body.parts]
+        return [parts[0], parts[-1]]
+
+    def part_biases(self) -> list[Tensor | None]:
+        parts = []
+        for g, start, stop, step in self.call.body.parts:
+            bias = self.up_bias[g]
+            parts.append(None if bias is None else bias[:, start:stop:step])
+        if self.point.joined and self.call.body.parts[0][1]:
+            parts.reverse()
+        return [parts[0], parts[-1]]
+
+    # -- forward
+
+    def forward(self, keep: str, reduce: bool) -> list[Tensor]:
+        call = self.call
+        num_tokens, num_rows = call.x.shape[0], call.num_rows
+        if num_rows == 0:
+            out = torch.zeros((num_tokens if reduce else 0, self.out_width), dtype=call.out_dtype, device=self.device)
+            kept = {"h": self.up_widths, "all": [*self.up_widths, self.act_width]}.get(keep, [])
+            return [out, *(self.empty(0, width) for width in kept)]
+        hidden = [self.empty(num_rows, width) for width in self.up_widths] if keep in ("h", "all") else None
+        act = self.empty(num_rows, self.act_width)
+        self.project_up(hidden, act)
+        out = self.empty(num_rows, self.out_width, self.dtype if reduce else call.out_dtype)
+        self.project_down(act, out, scaled=not reduce)
+        kept = {"h": hidden, "all": [*(hidden or []), act]}.get(keep, [])
+        if reduce:
+            del act
+            out = self.combine(out, call.out_dtype, self.point.scale)
+        return [out, *(kept or [])]
+
+    def project_up(self, hidden: list[Tensor] | None, act: Tensor | None) -> None:
+        call, point = self.call, self.point
+        width, inner = self.act_width, self.x.shape[1]
+        cut = self.config("up", width, inner)
+        schedule, max_tiles = self.schedule(cut.bm)
+        block = ((2 if point.joined else 1) * cut.bn, cut.bk) if cut.descriptors else None
+        w0, w1 = (w.operand(backward=False, block=block) for w in self.part_weights())
+        _check_alike(w0, w1)
+        bias0, bias1 = self.part_biases()
+        h0, h1 = self.parts(hidden) if hidden else (self.x, self.x)
+        gemm.up_kernel[self.grid(cut, max_tiles * triton.cdiv(width, cut.bn))](
+            *(self.x, self.x.stride(0), call.token_ids, call.expert_offsets, schedule, max_tiles),
+            *(w0.source, w1.source, w0.expert, w0.column, w0.inner),
+            *(bias0, bias1, *((0, 0) if bias0 is None else bias0.stride())),
+            *(self.w, h0, h1, h0.stride(0), self.x if act is None else act, width, inner),
+            ACT=point.act,
+            PARTS=point.num_parts,
+            JOINED=point.joined,
+            WEIGHT=w0.access,
+            COLUMNS_FIRST=w0.columns_first,
+            HAS_BIAS=bias0 is not None,
+            USES_WEIGHT=point.uses_weight,
+            STORE_H=hidden is not None,
+            STORE_ACT=act is not None,
+            **self.tiling(cut, width, inner),
+        )
+
+    def project_down(self, act: Tensor, out: Tensor, scaled: bool) -> None:
+        scale = self.point.scale if scaled else None
+        self.multiply_rows([act], [self.down], out, backward=False, bias=self.down_bias, scale=scale)
+
+    def multiply_rows(
+        self,
+        terms: Sequence[Tensor],
+        weights: Sequence[Weights],
+        out: Tensor,
+        *,
+        backward: bool,
+        bias: Tensor | None = None,
+        scale: Any = None,
+    ) -> None:
+        width, inner = out.shape[1], terms[0].shape[1]
+        cut = self.config("rows", width, inner)
+        schedule, max_tiles = self.schedule(cut.bm)
+        operands = [w.operand(backward=backward, block=(cut.bn, cut.bk) if cut.descriptors else None) for w in weights]
+        _check_alike(operands[0], operands[-1])
+        described = cut.descriptors and operands[0].access != gemm.TABLE.value and _aligned(terms[0])
+        left = [_describe(t, cut.bm, cut.bk) if described else t for t in terms]
+        gemm.rows_kernel[self.grid(cut, max_tiles * triton.cdiv(width, cut.bn))](
+            *(left[0], left[-1], terms[0].stride(0), self.call.expert_offsets, schedule, max_tiles),
+            *(operands[0].source, operands[-1].source, operands[0].expert, operands[0].column, operands[0].inner),
+            *(bias, *((0, 0) if bias is None else bias.stride()), self.w, out, width, inner),
+            SCALE=scale,
+            TERMS=len(terms),
+            ROWS_DESCRIPTOR=described,
+            WEIGHT=operands[0].access,
+            COLUMNS_FIRST=operands[0].columns_first,
+            HAS_BIAS=bias is not None,
+            HAS_SCALE=scale is not None,
+            **self.tiling(cut, width, inner),
+        )
+
+    def combine(self, out: Tensor, dtype: torch.dtype, scale: Any) -> Tensor:
+        """The sum of each token's rows, [S,width]."""
+        num_tokens, num_slots = self.call.inverse.shape
+        width = out.shape[1]
+        total = self.empty(num_tokens, width, dtype)
+        bd = min(triton.next_power_of_2(width), 2048)
+        bt = max(1, 2048 // bd)
+        rows.combine_kernel[(triton.cdiv(num_tokens, bt), triton.cdiv(width, bd))](
+            *(out, self.w, self.call.inverse, total, num_tokens, width),
+            **dict(SCALE=scale, K=num_slots, HAS_SCALE=scale is not None, BT=bt, BD=bd),
+        )
+        return total
+
+    def tiling(self, cut: Config, width: int, inner: int) -> dict[str, Any]:
+        return dict(
+            EVEN_N=width % cut.bn == 0,
+            EVEN_K=inner % cut.bk == 0,
+            PRECISION=self.precision,
+            BM=cut.bm,
+            BN=cut.bn,
+            BK=cut.bk,
+            GROUP=cut.group,
+            PERSISTENT=bool(cut.persistent),
+            FLATTEN=cut.flatten,
+            num_warps=cut.warps,
+            num_stages=cut.stages,
+        )
+
+    # -- backward
+
+    def backward(self, grad: Tensor, kept: Sequence[Tensor], reduce: bool, needs: Sequence[bool]) -> list[Tensor]:
+        need_x, need_w, need_up, need_up_bias, need_down, need_down_bias = needs
+        call, point = self.call, self.point
+        num_rows = call.num_rows
+        if num_rows == 0:
+            return self.zero_gradients(needs)
+        grad = _rows_contiguous(grad.to(self.dtype))
+        hidden = list(kept[: len(call.up)])
+        if not hidden:
+            hidden = [self.empty(num_rows, width) for width in self.up_widths]
+            self.project_up(hidden, None)
+        # Kept tensors are the forward's; what was recomputed here may be overwritten.
+        grad_hidden = [torch.empty_like(h) for h in hidden] if kept else hidden
+        scaled_act = self.empty(num_rows, self.act_width) if need_down else None
+        dots, num_partials = self.act_backward(grad, reduce, hidden, grad_hidden, scaled_act, need_w)
+        del hidden
+
+        results: list[Tensor] = []
+        grad_w = [self.weight_gradient(grad, reduce, dots, num_partials)] if need_w else []
+        del dots
+        grad_down = []
+        if need_down:
+            assert scaled_act is not None
+            sides = ((grad, reduce), (scaled_act, False))
+            stacked = self.outer(*(sides if self.down.out_dim == 0 else sides[::-1]), call.down[0].dtype)
+            grad_down = as_returned(stacked, call.down, 2)
+        del scaled_act
+        grad_down_bias = []
+        if need_down_bias and call.down_bias:
+            stacked = self.sum_rows(grad, reduce, point.scale, call.down_bias[0].dtype)
+            grad_down_bias = as_returned(stacked, call.down_bias, 1)
+        grad_up, grad_up_bias = [], []
+        for g, w in enumerate(self.up):
+            if need_up:
+                sides = ((grad_hidden[g], False), (self.x, True))
+                stacked = self.outer(*(sides if w.out_dim == 0 else sides[::-1]), call.up[g][0].dtype)
+                grad_up += as_returned(stacked, call.up[g], 2)
+            bias = call.up_bias[g]
+            if need_up_bias and bias:
+                grad_up_bias += as_returned(self.sum_rows(grad_hidden[g], False, None, bias[0].dtype), bias, 1)
+        if need_x:
+            grad_rows = self.empty(num_rows, call.x.shape[1])
+            self.multiply_rows(grad_hidden, self.up, grad_rows, backward=True)
+            del grad_hidden
+            results.append(self.combine(grad_rows, call.x.dtype, None))
+        return [*results, *grad_w, *grad_up, *grad_up_bias, *grad_down, *grad_down_bias]
+
+    def zero_gradients(self, needs: Sequence[bool]) -> list[Tensor]:
+        call = self.call
+        results = [torch.zeros_like(call.x)] if needs[0] else []
+        results += [torch.zeros(0, dtype=self.w.dtype, device=self.device)] if needs[1] else []
+        groups = (call.up, [b for b in call.up_bias if b], [call.down], [call.down_bias] if call.down_bias else [])
+        for need, group, dim in zip(needs[2:], groups, (2, 1, 2, 1), strict=True):
+            if need:
+                for p in group:
+                    results += as_returned(p[0].new_zeros((self.num_experts, *p[0].shape[-dim:])), p, dim)
+        return results
+
+    def act_backward(
+        self,
+        grad: Tensor,
+        gather: bool,
+        hidden: Sequence[Tensor],
+        grad_hidden: Sequence[Tensor],
+        scaled_act: Tensor | None,
+        need_w: bool,
+    ) -> tuple[Tensor | None, int]:
+        call, point = self.call, self.point
+        width, inner = self.act_width, self.out_width
+        cut = self.config("act_backward", width, inner)
+        schedule, max_tiles = self.schedule(cut.bm)
+        w = self.down.operand(backward=True, block=(cut.bn, cut.bk) if cut.descriptors else None)
+        num_partials, dots = triton.cdiv(width, cut.bn), None
+        num_sums = (point.scale is not None) + point.uses_weight
+        if need_w and num_sums:
+            dots = self.empty(num_partials * num_sums, call.num_rows, torch.float32)
+        (h0, h1), (dh0, dh1) = self.parts(hidden), self.parts(grad_hidden)
+        gemm.act_backward_kernel[self.grid(cut, max_tiles * num_partials)](
+            *(grad, grad.stride(0), call.token_ids, call.expert_offsets, schedule, max_tiles),
+            *(w.source, w.expert, w.column, w.inner, self.w, h0, h1, dh0, dh1, h0.stride(0)),
+            *(scaled_act, dots, call.num_rows, width, inner),
+            VJP=point.vjp,
+            SCALE=point.scale,
+            PARTS=point.num_parts,
+            JOINED=point.joined,
+            GATHER=gather,
+            WEIGHT=w.access,
+            COLUMNS_FIRST=w.columns_first,
+            HAS_SCALE=point.scale is not None,
+            USES_WEIGHT=point.uses_weight,
+            STORE_ACT=scaled_act is not None,
+            STORE_DOTS=dots is not None,
+            SLICES=cut.slices,
+            **self.tiling(cut, width, inner),
+        )
+        return dots, num_partials
+
+    def weight_gradient(self, grad: Tensor, gather: bool, dots: Tensor | None, num_partials: int) -> Tensor:
+        call, point = self.call, self.point
+        out = torch.empty(call.num_rows, dtype=self.w.dtype, device=self.device)
+        if dots is None:
+            return out.zero_()
+        bias = self.down_bias
+        block = 256 if bias is None else 32
+        rows.weight_gradient_kernel[(triton.cdiv(call.num_rows, block),)](
+            *(dots, num_partials, self.w, grad, grad.stride(0), call.token_ids, call.expert_offsets),
+            *(bias, *((0, 0) if bias is None else bias.stride()), out, call.num_rows, self.out_width),
+            SCALE_GRAD=point.scale_grad,
+            HAS_SCALE=point.scale is not None,
+            USES_WEIGHT=point.uses_weight,
+            HAS_BIAS=bias is not None,
+            GATHER=gather,
+            E=self.num_experts,
+            E_BINS=self.bins,
+            BLOCK=block,
+            BD=128,
+        )
+        return out
+
+    def outer(self, left: tuple[Tensor, bool], right: tuple[Tensor, bool], dtype: torch.dtype) -> Tensor:
+        """Sum over each expert's rows of left[r]^T right[r], [E,.,.]; each side is (rows, to be gathered)."""
+        (l, gather_left), (r, gather_right) = left, right
+        height, width = l.shape[1], r.shape[1]
+        cut = self.config("outer", width, height)
+        out = torch.empty((self.num_experts, height, width), dtype=dtype, device=self.device)
+        num_tiles = self.num_experts * triton.cdiv(height, cut.bm) * triton.cdiv(width, cut.bn)
+        describe_left = cut.descriptors and not gather_left and _aligned(l)
+        describe_right = cut.descriptors and not gather_right and _aligned(r)
+        gemm.outer_kernel[self.grid(cut, num_tiles)](
+            *(_describe(l, cut.bk, cut.bm) if describe_left else l, l.stride(0)),
+            *(_describe(r, cut.bk, cut.bn) if describe_right else r, r.stride(0)),
+            *(self.call.token_ids, self.call.expert_offsets, out, height, width, self.num_experts),
+            GATHER_LEFT=gather_left,
+            GATHER_RIGHT=gather_right,
+            LEFT_DESCRIPTOR=describe_left,
+            RIGHT_DESCRIPTOR=describe_right,
+            EVEN=height % cut.bm == 0 and width % cut.bn == 0,
+            PRECISION=self.precision,
+            BM=cut.bm,
+            BN=cut.bn,
+            BK=cut.bk,
+            GROUP=cut.group,
+            PERSISTENT=bool(cut.persistent),
+            FLATTEN=cut.flatten,
+            num_warps=cut.warps,
+            num_stages=cut.stages,
+        )
+        return out
+
+    def sum_rows(self, tensor: Tensor, gather: bool, scale: Any, dtype: torch.dtype) -> Tensor:
+        """[E,width]."""
+        width = tensor.shape[1]
+        out = self.empty(self.num_experts, width, dtype)
+        rows.sum_rows_kernel[(self.num_experts, triton.cdiv(width, 64))](
+            *(tensor, tensor.stride(0), self.call.token_ids, self.call.expert_offsets, self.w, out, width),
+            **dict(SCALE=scale, HAS_SCALE=scale is not None, GATHER=gather, BR=32, BD=64),
+        )
+        return out
+
+
+def _rows_contiguous(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(1) == 1 or tensor.shape[1] == 1 else tensor.contiguous()
+
+
+def _aligned(tensor: Tensor) -> bool:
+    size = tensor.element_size()
+    return tensor.stride(1) == 1 and tensor.stride(0) * size % 16 == 0 and tensor.data_ptr() % 16 == 0
+
+
+def _describe(tensor: Tensor, block_rows: int, block_columns: int) -> TensorDescriptor:
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [block_rows, block_columns])
+
+
+def _check_alike(a: Operand, b: Operand) -> None:
+    same = ("expert", "column", "inner", "access", "columns_first")
+    assert all(getattr(a, name) == getattr(b, name) for name in same), "parts with different strides"

@@ -1,0 +1,319 @@
+"""Provider "triton" of `build_pft`: the ERI arrays by a counting sort, in three launches (four where places go by
+weight).
+
+No global sort, no atomics on memory, no host sync; stable, so bitwise equal to the reference:
+
+    count    how many entries of each expert each block has                        one program for a block
+    scan     where each block's entries of an expert begin, and where it is full   one program for an expert
+    scatter  each block sorts its entries by expert and writes them                one program for a block
+    select   drop="weight" only: the largest weights of each expert, by radix      one program for an expert
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Entries in a block: of a short list, and of one so long that the table of counts would outgrow the list.
+_BLOCK, _BLOCK_LONG, _LONG = 1024, 2048, 2**19
+_DIGIT = 256  # of the radix
+
+
+@triton.jit
+def _experts_of(topk_ids, keep, entry, in_list, E: tl.constexpr, HAS_KEEP: tl.constexpr):
+    """The expert of each entry; E where there is none, which sorts behind the others."""
+    expert = tl.load(topk_ids + entry, mask=in_list, other=-1)
+    valid = in_list & (expert >= 0) & (expert < E)
+    if HAS_KEEP:
+        valid = valid & (tl.load(keep + entry, mask=in_list, other=0) != 0)
+    return tl.where(valid, expert, E).to(tl.int32)
+
+
+@triton.jit
+def count_kernel(
+    topk_ids, keep, counts, num_entries, num_blocks,
+    E: tl.constexpr, E_BINS: tl.constexpr, K: tl.constexpr, QUEUES: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_KEEP: tl.constexpr,
+):  # fmt: skip
+    """counts[e, q, block]. QUEUES is K where slots queue one after the other, else 1."""
+    block = tl.program_id(0)
+    entry = block * BLOCK + tl.arange(0, BLOCK)
+    expert = _experts_of(topk_ids, keep, entry, entry < num_entries, E, HAS_KEEP)
+    bins = tl.arange(0, E_BINS)
+    for queue in tl.static_range(QUEUES):
+        mine = expert < E
+        if QUEUES > 1:
+            mine = mine & (entry % K == queue)
+        count = tl.histogram(expert, E_BINS, mask=mine)
+        tl.store(counts + (bins * QUEUES + queue) * num_blocks + block, count, mask=bins < E)
+
+
+@triton.jit
+def scan_kernel(
+    topk_ids, keep, counts, begins, totals, cuts, num_entries, num_blocks, capacity,
+    E: tl.constexpr, K: tl.constexpr, QUEUES: tl.constexpr, Q_PAD: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr, HAS_KEEP: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """begins[e, block]: the expert's entries kept before the block; totals[e]: kept in all.
+
+    With several queues also cuts[e]: entries that queue (slot first, then token) from there on are dropped. Where
+    the queue is the list itself (QUEUES = 1), blocks begin as if nothing were dropped: `scatter` drops.
+    """
+    expert = tl.program_id(0)
+    queue, offset = tl.arange(0, Q_PAD), tl.arange(0, CHUNK)
+    row = counts + expert * QUEUES * num_blocks
+    in_queue = tl.zeros((Q_PAD,), tl.int32)
+    if QUEUES > 1:
+        for start in range(0, num_blocks, CHUNK):
+            block = start + offset
+            here = (queue < QUEUES)[:, None] & (block < num_blocks)[None, :]
+            in_queue += tl.sum(tl.load(row + queue[:, None] * num_blocks + block[None, :], mask=here, other=0), 1)
+    first = tl.cumsum(in_queue, 0) - in_queue  # of each queue, among the expert's entries
+    seen, kept_before = tl.zeros((Q_PAD,), tl.int32), tl.zeros((), tl.int32)
+    full_queue, full_block, still = tl.zeros((), tl.int32), tl.zeros((), tl.int32), tl.zeros((), tl.int32)
+    for start in range(0, num_blocks, CHUNK):
+        block = start + offset
+        here = (queue < QUEUES)[:, None] & (block < num_blocks)[None, :]
+        count = tl.load(row + queue[:, None] * num_blocks + block[None, :], mask=here, other=0)
+        kept = count
+        if QUEUES > 1:
+            before = (first + seen)[:, None] + tl.cumsum(count, 1) - count
+            kept = tl.minimum(tl.maximum(capacity - before, 0), count)
+            last = (before < capacity) & (before + count >= capacity) & here  # the block with the last kept entry
+            full_queue += tl.sum(tl.sum(tl.where(last, queue[:, None], 0), 1), 0)
+            full_block += tl.sum(tl.sum(tl.where(last, block[None, :], 0), 1), 0)
+            still += tl.sum(tl.sum(tl.where(last, capacity - before, 0), 1), 0)
+            seen += tl.sum(count, 1)
+        kept_in_block = tl.sum(kept, 0)
+        begin = kept_before + tl.cumsum(kept_in_block, 0) - kept_in_block
+        tl.store(begins + expert * num_blocks + block, begin, mask=block < num_blocks)
+        kept_before += tl.sum(kept_in_block, 0)
+    if CAPPED and QUEUES == 1:
+        kept_before = tl.minimum(kept_before, capacity)
+    tl.store(totals + expert, kept_before)
+    if QUEUES > 1:
+        cut = tl.where(capacity > 0, num_entries, 0)
+        if still > 0:
+            entry = full_block * BLOCK + tl.arange(0, BLOCK)
+            at = _experts_of(topk_ids, keep, entry, entry < num_entries, E, HAS_KEEP)
+            mine = ((at == expert) & (entry % K == full_queue)).to(tl.int32)
+            is_last = (tl.cumsum(mine, 0) == still) & (mine > 0)
+            token = tl.sum(tl.where(is_last, entry // K, 0), 0)
+            cut = full_queue * (num_entries // K) + token + 1
+        tl.store(cuts + expert, cut)
+
+
+@triton.jit
+def scatter_kernel(
+    topk_ids, keep, weights, begins, totals, cuts,
+    token_ids, slot_ids, expert_offsets, inverse, combine_weights, num_entries, num_blocks, capacity,
+    E: tl.constexpr, E_BINS: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, LOG_BLOCK: tl.constexpr,
+    HAS_KEEP: tl.constexpr, HAS_WEIGHTS: tl.constexpr, CAPPED: tl.constexpr, BY_SLOT: tl.constexpr,
+    STAGE: tl.constexpr,
+):  # fmt: skip
+    """Write each entry to its row, and zeros to the tail. STAGE: rows for `select`, token_ids holds entries."""
+    block = tl.program_id(0)
+    bins, offset = tl.arange(0, E_BINS), tl.arange(0, BLOCK)
+    total = tl.load(totals + bins, mask=bins < E, other=0)
+    start = tl.cumsum(total, 0) - total
+    num_rows = tl.sum(total, 0)
+    if block == 0 and not STAGE:
+        tl.store(expert_offsets + bins, start, mask=bins < E)
+        tl.store(expert_offsets + E + bins, num_rows + bins, mask=bins < 1)
+
+    entry = block * BLOCK + offset
+    expert = _experts_of(topk_ids, keep, entry, entry < num_entries, E, HAS_KEEP)
+    if BY_SLOT:
+        in_queue = (entry % K) * (num_entries // K) + entry // K
+        cut = tl.load(cuts + expert, mask=expert < E, other=0)
+        expert = tl.where(in_queue < cut, expert, E)
+    key = tl.sort((expert << LOG_BLOCK) | offset)
+    expert_sorted, source = key >> LOG_BLOCK, block * BLOCK + (key & (BLOCK - 1))
+    valid = expert_sorted < E
+    count = tl.histogram(expert, E_BINS, mask=expert < E)
+    begin = tl.load(begins + bins * num_blocks + block, mask=bins < E, other=0)
+    # Rank of a sorted entry in its expert: those of earlier blocks, and those before it in this one.
+    shift = begin - (tl.cumsum(count, 0) - count)
+    safe = tl.where(valid, expert_sorted, 0)
+    rank = tl.gather(shift, safe, 0) + offset
+    if CAPPED:
+        valid = valid & (rank < capacity)
+    row = tl.gather(start, safe, 0) + rank
+    tl.store(inverse + source, tl.where(valid, row, -1), mask=source < num_entries)
+    in_tail = (entry >= num_rows) & (entry < num_entries)
+    if STAGE:
+        tl.store(token_ids + row, source, mask=valid)
+    else:
+        tl.store(token_ids + row, source // K, mask=valid)
+        tl.store(slot_ids + row, source % K, mask=valid)
+        tl.store(token_ids + entry, tl.zeros_like(entry), mask=in_tail)
+        tl.store(slot_ids + entry, tl.zeros_like(entry), mask=in_tail)
+    if HAS_WEIGHTS:
+        weight = tl.load(weights + source, mask=valid, other=0.0)
+        tl.store(combine_weights + row, weight, mask=valid)
+        if not STAGE:
+            tl.store(combine_weights + entry, tl.zeros_like(weight), mask=in_tail)
+
+
+@triton.jit
+def _sortable(weight):
+    """float32 as uint32 in the same order; all NaNs above everything, -0 beside 0."""
+    weight = weight.to(tl.float32)
+    bits = tl.where(weight == 0, 0.0, weight).to(tl.uint32, bitcast=True)
+    negative = (bits >> 31) != 0
+    ordered = tl.where(negative, ~bits, bits | 0x80000000)
+    return tl.where(weight != weight, tl.full(bits.shape, 0xFFFFFFFF, tl.uint32), ordered)
+
+
+@triton.jit
+def select_kernel(
+    entries, staged_weights, totals,
+    token_ids, slot_ids, expert_offsets, inverse, combine_weights, num_entries, capacity,
+    E: tl.constexpr, E_BINS: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, DIGIT: tl.constexpr,
+):  # fmt: skip
+    """Keep each expert's `capacity` largest weights, of equal ones the first, in the order of the list."""
+    expert = tl.program_id(0)
+    bins, offset, digits = tl.arange(0, E_BINS), tl.arange(0, BLOCK), tl.arange(0, DIGIT)
+    total = tl.load(totals + bins, mask=bins < E, other=0)
+    kept = tl.minimum(total, capacity)
+    start = tl.cumsum(kept, 0) - kept
+    num_rows = tl.sum(kept, 0)
+    if expert == 0:
+        tl.store(expert_offsets + bins, start, mask=bins < E)
+        tl.store(expert_offsets + E + bins, num_rows + bins, mask=bins < 1)
+    row = tl.sum(tl.where(bins == expert, start, 0), 0)
+    staged = tl.sum(tl.where(bins < expert, total, 0), 0)
+    num_mine = tl.sum(tl.where(bins == expert, total, 0), 0)
+
+    # The smallest kept weight, digit by digit from the top; `wanted` of those equal to it are kept.
+    threshold, wanted = tl.zeros((), tl.uint32), tl.minimum(num_mine, capacity)
+    num_eligible = tl.where(wanted > 0, num_mine, 0)
+    for step in tl.static_range(4):
+        low = 24 - 8 * step
+        count = tl.zeros((DIGIT,), tl.int32)
+        for begin in range(0, num_mine, BLOCK):
+            here = begin + offset < num_mine
+            key = _sortable(tl.load(staged_weights + staged + begin + offset, mask=here, other=0.0))
+            if step > 0:
+                here = here & ((key >> (low + 8)) == (threshold >> (low + 8)))
+            count += tl.histogram(((key >> low) & (DIGIT - 1)).to(tl.int32), DIGIT, mask=here)
+        above = tl.sum(count, 0) - tl.cumsum(count, 0)
+        digit = tl.sum(tl.where((above < wanted) & (above + count >= wanted), digits, 0), 0)
+        wanted -= tl.sum(tl.where(digits == digit, above, 0), 0)
+        threshold = threshold | (digit.to(tl.uint32) << low)
+
+    equal_before = tl.zeros((), tl.int32)
+    for begin in range(0, num_mine, BLOCK):
+        here = begin + offset < num_mine
+        weight = tl.load(staged_weights + staged + begin + offset, mask=here, other=0.0)
+        entry = tl.load(entries + staged + begin + offset, mask=here, other=0)
+        key = _sortable(weight)
+        equal = (here & (key == threshold)).to(tl.int32)
+        rank = equal_before + tl.cumsum(equal, 0) - equal
+        keep = (begin + offset < num_eligible) & ((key > threshold) | ((equal > 0) & (rank < wanted)))
+        place = row + tl.cumsum(keep.to(tl.int32), 0) - 1
+        tl.store(token_ids + place, entry // K, mask=keep)
+        tl.store(slot_ids + place, entry % K, mask=keep)
+        tl.store(combine_weights + place, weight, mask=keep)
+        tl.store(inverse + entry, tl.where(keep, place, -1), mask=here)
+        row += tl.sum(keep.to(tl.int32), 0)
+        equal_before += tl.sum(equal, 0)
+
+    for begin in range(num_rows + expert * BLOCK, num_entries, E * BLOCK):
+        tail = begin + offset
+        tl.store(token_ids + tail, tl.zeros_like(tail), mask=tail < num_entries)
+        tl.store(slot_ids + tail, tl.zeros_like(tail), mask=tail < num_entries)
+        zero = tl.zeros((BLOCK,), combine_weights.dtype.element_ty)
+        tl.store(combine_weights + tail, zero, mask=tail < num_entries)
+
+
+@triton.jit
+def gather_inverse_kernel(grad, inverse, out, num_entries, BLOCK: tl.constexpr):
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(inverse + entry, mask=entry < num_entries, other=-1)
+    tl.store(out + entry, tl.load(grad + row, mask=row >= 0, other=0.0), mask=entry < num_entries)
+
+
+def build_pft(
+    topk_ids: Tensor,
+    topk_weights: Tensor | None,
+    keep: Tensor | None,
+    *,
+    num_experts: int,
+    capacity: int | None = None,
+    drop: str = "none",
+    block: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See `ir.routing.build_pft`. `block` (a power of two) is for tests."""
+    num_entries, num_slots, device = topk_ids.numel(), topk_ids.shape[1], topk_ids.device
+    block = block or (_BLOCK if num_entries <= _LONG else _BLOCK_LONG)
+    num_blocks, bins = triton.cdiv(num_entries, block), max(16, triton.next_power_of_2(num_experts))
+    if drop == "position_slot" and num_slots == 1:
+        drop = "position_token"
+    queues = num_slots if drop == "position_slot" else 1
+    capacity = num_entries if capacity is None else min(capacity, num_entries)
+    has_weights, by_weight = topk_weights is not None, drop == "weight"
+    ids = topk_ids.contiguous() if topk_ids.element_size() >= 4 else topk_ids.to(torch.int32)
+    keep = None if keep is None else keep.contiguous().view(torch.uint8)
+    weights = None if topk_weights is None else topk_weights.contiguous()
+
+    # One allocation for what is thrown away, one for each result.
+    sizes = (num_experts * queues * num_blocks, num_experts * num_blocks, num_experts, num_experts)
+    scratch = torch.empty(sum(sizes) + (num_entries if by_weight else 0), dtype=torch.int32, device=device)
+    counts, begins, totals, cuts, entries = scratch.split([*sizes, scratch.shape[0] - sum(sizes)])
+    token_ids = torch.empty(num_entries, dtype=torch.int32, device=device)
+    slot_ids = torch.empty_like(token_ids)
+    expert_offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
+    inverse = torch.empty(topk_ids.shape, dtype=torch.int32, device=device)
+    combine_weights = torch.empty(0, device=device) if weights is None else weights.new_empty(num_entries)
+    if num_entries == 0:
+        return token_ids, slot_ids, expert_offsets.zero_(), inverse, combine_weights
+
+    common = dict(E=num_experts, K=num_slots, BLOCK=block, HAS_KEEP=keep is not None)
+    warps = 4 if block <= _BLOCK else 8
+    count_kernel[(num_blocks,)](
+        ids, keep, counts, num_entries, num_blocks, **common, E_BINS=bins, QUEUES=queues, num_warps=warps
+    )
+    chunk = min(1024, max(16, triton.next_power_of_2(num_blocks)))
+    queue_pad = triton.next_power_of_2(queues)
+    scan_kernel[(num_experts,)](
+        *(ids, keep, counts, begins, totals, cuts, num_entries, num_blocks, capacity),
+        **common,
+        QUEUES=queues,
+        Q_PAD=queue_pad,
+        CHUNK=max(16, chunk // queue_pad),
+        CAPPED=drop == "position_token",
+        num_warps=1 if chunk <= 256 and queues == 1 else 4,
+    )
+    staged = torch.empty_like(combine_weights) if by_weight else combine_weights
+    scatter_kernel[(num_blocks,)](
+        *(ids, keep, weights, begins, totals, cuts),
+        *(entries if by_weight else token_ids, slot_ids, expert_offsets, inverse, staged),
+        *(num_entries, num_blocks, capacity),
+        **common,
+        E_BINS=bins,
+        LOG_BLOCK=block.bit_length() - 1,
+        HAS_WEIGHTS=has_weights,
+        CAPPED=drop == "position_token",
+        BY_SLOT=drop == "position_slot",
+        STAGE=by_weight,
+        num_warps=warps,
+    )
+    if by_weight:
+        select_kernel[(num_experts,)](
+            *(entries, staged, totals, token_ids, slot_ids, expert_offsets, inverse, combine_weights),
+            *(num_entries, capacity),
+            **dict(E=num_experts, E_BINS=bins, K=num_slots, BLOCK=block, DIGIT=_DIGIT),
+            num_warps=8,
+        )
+    return token_ids, slot_ids, expert_offsets, inverse, combine_weights
+
+
+def build_pft_backward(grad: Tensor, inverse: Tensor) -> Tensor:
+    out = grad.new_empty(inverse.shape)
+    if inverse.numel():
+        grid = (triton.cdiv(inverse.numel(), _BLOCK),)
+        gather_inverse_kernel[grid](grad.contiguous(), inverse, out, inverse.numel(), BLOCK=_BLOCK)
+    return out

@@ -1,0 +1,101 @@
+"""Kernels that move or add up rows: bound by memory, in fixed order, float32 sums rounded once."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def combine_kernel(
+    rows, row_weights, inverse, out, num_tokens, width,
+    SCALE: tl.constexpr, K: tl.constexpr, HAS_SCALE: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """out[s] = sum over k of SCALE(w[r]) * rows[r] with r = inverse[s,k], dropped ones left out."""
+    token = tl.program_id(0) * BT + tl.arange(0, BT)
+    column = tl.program_id(1) * BD + tl.arange(0, BD)
+    in_width = column < width
+    acc = tl.zeros((BT, BD), tl.float32)
+    for k in tl.static_range(K):
+        row = tl.load(inverse + token * K + k, mask=token < num_tokens, other=-1)
+        there = row >= 0
+        at = rows + row[:, None].to(tl.int64) * width + column[None, :]
+        value = tl.load(at, mask=there[:, None] & in_width[None, :], other=0.0).to(tl.float32)
+        if HAS_SCALE:
+            scale = SCALE(tl.load(row_weights + row, mask=there, other=0.0).to(tl.float32))
+            # A scale need not be 0 for a dropped choice, but what it multiplies is.
+            value = tl.where(there[:, None], value * scale[:, None], 0.0)
+        acc += value
+    at = out + token[:, None].to(tl.int64) * width + column[None, :]
+    tl.store(at, acc.to(out.dtype.element_ty), mask=(token < num_tokens)[:, None] & in_width[None, :])
+
+
+@triton.jit
+def gather_kernel(x, x_row, token_ids, expert_offsets, rows, width, E, BT: tl.constexpr, BD: tl.constexpr):
+    """rows[r] = x[token_ids[r]]; the tail is left as it is."""
+    row = tl.program_id(0) * BT + tl.arange(0, BT)
+    there = row < tl.load(expert_offsets + E)
+    column = tl.program_id(1) * BD + tl.arange(0, BD)
+    mask = there[:, None] & (column < width)[None, :]
+    token = tl.load(token_ids + row, mask=there, other=0)
+    value = tl.load(x + token[:, None].to(tl.int64) * x_row + column[None, :], mask=mask, other=0.0)
+    tl.store(rows + row[:, None].to(tl.int64) * width + column[None, :], value, mask=mask)
+
+
+@triton.jit
+def weight_gradient_kernel(
+    dots, num_partials, row_weights, grad, grad_row, token_ids, expert_offsets, bias, bias_expert, bias_column,
+    out, num_rows, width,
+    SCALE_GRAD: tl.constexpr, HAS_SCALE: tl.constexpr, USES_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    GATHER: tl.constexpr, E: tl.constexpr, E_BINS: tl.constexpr, BLOCK: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Gradient of the row weights from the partial sums of `act_backward_kernel`; zero in the tail."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = row < tl.load(expert_offsets + E)
+    total = tl.zeros((BLOCK,), tl.float32)
+    at = dots + row
+    if HAS_SCALE:
+        for _ in range(num_partials):
+            total += tl.load(at, mask=there, other=0.0)
+            at += num_rows
+        if HAS_BIAS:  # y has the bias in it: <dO, bias>
+            bins = tl.arange(0, E_BINS)
+            end = tl.load(expert_offsets + 1 + bins, mask=bins < E, other=2147483647)
+            expert = tl.sum((end[None, :] <= row[:, None]).to(tl.int32), 1)
+            grad_index = tl.load(token_ids + row, mask=there, other=0) if GATHER else row
+            for start in range(0, width, BD):
+                column = start + tl.arange(0, BD)
+                mask = there[:, None] & (column < width)[None, :]
+                g = tl.load(grad + grad_index[:, None].to(tl.int64) * grad_row + column[None, :], mask=mask, other=0.0)
+                b_at = bias + expert[:, None].to(tl.int64) * bias_expert + column[None, :] * bias_column
+                total += tl.sum(g.to(tl.float32) * tl.load(b_at, mask=mask, other=0.0).to(tl.float32), 1)
+        total *= SCALE_GRAD(tl.load(row_weights + row, mask=there, other=0.0).to(tl.float32))
+    if USES_WEIGHT:
+        for _ in range(num_partials):
+            total += tl.load(at, mask=there, other=0.0)
+            at += num_rows
+    tl.store(out + row, tl.where(there, total, 0.0).to(out.dtype.element_ty), mask=row < num_rows)
+
+
+@triton.jit
+def sum_rows_kernel(
+    rows, rows_row, token_ids, expert_offsets, row_weights, out, width,
+    SCALE: tl.constexpr, HAS_SCALE: tl.constexpr, GATHER: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """out[e] = sum of the rows of e, each times SCALE(w) if HAS_SCALE, [E,width]."""
+    expert, column = tl.program_id(0), tl.program_id(1) * BD + tl.arange(0, BD)
+    begin, end = tl.load(expert_offsets + expert), tl.load(expert_offsets + expert + 1)
+    acc = tl.zeros((BR, BD), tl.float32)
+    for start in range(begin, end, BR):
+        row = start + tl.arange(0, BR)
+        there = row < end
+        index = tl.load(token_ids + row, mask=there, other=0) if GATHER else row
+        mask = there[:, None] & (column < width)[None, :]
+        value = tl.load(rows + index[:, None].to(tl.int64) * rows_row + column[None, :], mask=mask, other=0.0)
+        value = value.to(tl.float32)
+        if HAS_SCALE:
+            scale = SCALE(tl.load(row_weights + row, mask=there, other=0.0).to(tl.float32))
+            value = tl.where(there[:, None], value * scale[:, None], 0.0)
+        acc += value
+    total = tl.sum(acc, 0).to(out.dtype.element_ty)
+    tl.store(out + expert.to(tl.int64) * width + column, total, mask=column < width)

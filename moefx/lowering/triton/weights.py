@@ -1,0 +1,112 @@
+"""Expert parameters as operands of the kernels, in place wherever their strides allow it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ...ir.experts import is_stacked
+from ..select import count_weight_path
+from ..torch.weights import stack, strided_view
+from . import gemm
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """The matrices of one GEMM: a stack [E,out,in] or [E,in,out] (any strides), or a table of addresses.
+
+    Attributes:
+        tensor: the stack; of a table one expert's matrix, for shapes and strides.
+        table: [E] int64, None for a stack.
+        out_dim: which of the last two dimensions is the GEMM's output in the forward: 0 or 1.
+    """
+
+    tensor: Tensor
+    table: Tensor | None
+    out_dim: int
+
+    @classmethod
+    def of(cls, parameters: Sequence[Tensor], transposed: bool, dtype: torch.dtype) -> Weights:
+        out_dim = 0 if transposed else 1
+        if not is_stacked(parameters, 2) and parameters[0].dtype is dtype and strided_view(parameters) is None:
+            addresses = tuple(p.data_ptr() for p in parameters)
+            strides = parameters[0].stride()
+            if all(p.stride() == strides for p in parameters) and not any(a % 16 for a in addresses):
+                count_weight_path("table")
+                return cls(parameters[0], _table(addresses, parameters[0].device), out_dim)
+        return cls(stack(parameters, dtype), None, out_dim)
+
+    @property
+    def num_out(self) -> int:
+        return self.tensor.shape[-2 + self.out_dim]
+
+    @property
+    def num_in(self) -> int:
+        return self.tensor.shape[-1 - self.out_dim]
+
+    def columns(self, start: int | None, stop: int | None, step: int) -> Weights:
+        """Some of the output columns."""
+        if (start, stop, step) == (None, None, 1):
+            return self
+        part = self.tensor.movedim(-2 + self.out_dim, 0)[start:stop:step].movedim(0, -2 + self.out_dim)
+        table = self.table
+        if table is not None:
+            table = table + (part.data_ptr() - self.tensor.data_ptr())
+        return Weights(part, table, self.out_dim)
+
+    def operand(self, *, backward: bool, block: tuple[int, int] | None) -> Operand:
+        """For a GEMM that sums over the inputs, or (`backward`) over the outputs.
+
+        Args:
+            block: (BN, BK) of a tensor descriptor; None for pointers. Taken as a wish.
+        """
+        column_dim = 1 - self.out_dim if backward else self.out_dim
+        column, inner = self.tensor.stride(-2 + column_dim), self.tensor.stride(-1 - column_dim)
+        columns_first = column_dim == 0
+        if self.table is not None:
+            return Operand(self.table, 0, column, inner, gemm.TABLE.value, columns_first)
+        expert = self.tensor.stride(0)
+        if block is not None and _describable(self.tensor):
+            shape = [1, *(block if columns_first else reversed(block))]
+            described = TensorDescriptor(self.tensor, list(self.tensor.shape), list(self.tensor.stride()), shape)
+            return Operand(described, expert, column, inner, gemm.DESCRIPTOR.value, columns_first)
+        return Operand(self.tensor, expert, column, inner, gemm.STRIDED.value, columns_first)
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """A weight as a kernel takes it: what to load from, its strides, and how."""
+
+    source: Any
+    expert: int
+    column: int
+    inner: int
+    access: int
+    columns_first: bool
+
+
+def _describable(tensor: Tensor) -> bool:
+    *outer, inner = tensor.stride()
+    aligned = all(s * tensor.element_size() % 16 == 0 for s in outer)
+    return inner == 1 and aligned and tensor.data_ptr() % 16 == 0 and tensor.numel() > 0
+
+
+@functools.lru_cache(maxsize=4096)
+def _table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(addresses, dtype=torch.int64, device=device)
+
+
+def stacked_biases(biases: Sequence[Tensor] | None) -> Tensor | None:
+    """[E,width], a copy where they are separate and not equally spaced."""
+    if biases is None:
+        return None
+    if is_stacked(biases, 1):
+        return biases[0]
+    view = strided_view(biases)
+    return torch.stack(list(biases)) if view is None else view

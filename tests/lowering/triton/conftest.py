@@ -1,0 +1,18 @@
+"""The tests here run the kernels: on a GPU where there is one, else in Triton's interpreter on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+if not torch.cuda.is_available():
+    from .interpreter import mend
+
+    mend()
+
+
+@pytest.fixture
+def device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"

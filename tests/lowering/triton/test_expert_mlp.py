@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from moefx.ir import dialect
+from moefx.lowering import select
+from moefx.lowering.triton import expert_mlp
+from moefx.lowering.triton.configs import Config
+
+from ...ir.routings import LAYERS, Layer, Routing, random_routing
+
+LINEAR = {name: make for name, make in LAYERS.items() if name != "nonlinear_out"}
+KEEPS = ["h", "x", "all"]
+SMALL = Config(32, 32, 16, warps=4, stages=2, group=2, slices=2)
+
+
+def on(device: str, layer: Layer, dtype: torch.dtype) -> Layer:
+    def move(tensors: list[Tensor]) -> list[Tensor]:
+        return [t.detach().to(device, dtype).requires_grad_() for t in tensors]
+
+    lists = {name: move(getattr(layer, name)) for name in ("up", "up_bias", "down", "down_bias")}
+    return dataclasses.replace(layer, **lists)
+
+
+def outputs_and_gradients(layer: Layer, routing: Routing, x: Tensor, weights: Tensor, grad: Tensor, **options):
+    x, weights = x.detach().requires_grad_(), weights.detach().requires_grad_()
+    out = layer.fused(x, routing, weights, **options)
+    leaves = [x, weights, *layer.parameters]
+    return [out, *torch.autograd.grad(out, leaves, grad.to(out.dtype))]
+
+
+def check(make, device: str, dtype: torch.dtype, routing: Routing, d: int, h: int, **options) -> None:
+    """Every output and gradient against float64: no further off than twice the torch provider, and some."""
+    exact_layer = make(routing.num_experts, d, h)
+    exact_layer = on("cpu", on("cpu", exact_layer, dtype), torch.float64)
+    layer = on(device, exact_layer, dtype)
+    num_tokens = routing.topk_ids.shape[0]
+    x, grad = torch.randn(num_tokens, d).to(dtype), torch.randn(num_tokens, d).to(dtype)
+    weights = routing.topk_weights.to(dtype)
+    exact = outputs_and_gradients(exact_layer, routing, x.double(), weights.double(), grad.double(), **options)
+    there = dataclasses.replace(
+        routing,
+        topk_ids=routing.topk_ids.to(device),
+        keep=None if routing.keep is None else routing.keep.to(device),
+    )
+    arguments = (layer, there, x.to(device), weights.to(device), grad.to(device))
+    results = {}
+    for provider in ("segments", "triton"):
+        with select.force("expert_mlp", provider), select.force("expert_mlp_backward", provider):
+            select.reset_counters()
+            results[provider] = outputs_and_gradients(*arguments, **options)
+            assert select.counters()["expert_mlp", provider] == select.counters()["expert_mlp_backward", provider] == 1
+    for i, want in enumerate(exact):
+        other, got = (results[p][i].cpu().double() for p in ("segments", "triton"))
+        scale = want.norm() + 1e-30
+        error, allowed = (got - want).norm() / scale, 2 * (other - want).norm() / scale
+        assert error <= allowed + torch.finfo(dtype).eps, (i, float(error), float(allowed))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("make", LINEAR.values(), ids=LINEAR.keys())
+@pytest.mark.parametrize("keep, reduce", [("h", True), ("x", False), ("all", True)])
+def test_forward_and_backward(device, monkeypatch, make, dtype, keep, reduce):
+    monkeypatch.setattr(expert_mlp, "config", lambda *_: SMALL)
+    routing = random_routing(50, 2, 5)
+    routing.topk_ids[routing.topk_ids == 3] = 1  # an expert that nobody goes to
+    check(make, device, dtype, routing, 48, 40, keep=keep, reduce=reduce)
