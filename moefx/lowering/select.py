@@ -82,4 +82,5 @@ def force(op: str, provider: str) -> Iterator[None]:
 
 # Registers the providers; what is registered later is asked first.
 from . import torch as _torch_providers  # noqa: E402, F401
+
 from . import triton as _triton_providers  # noqa: E402, F401  isort: skip

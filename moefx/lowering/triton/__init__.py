@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ir import expert_mlp as mlp
-from ...ir import routing
+from ...ir import expert_mlp as ir_mlp  # not by the names of this package's modules
+from ...ir import routing as ir_routing
 
 _GEMM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -73,7 +73,7 @@ def _takes_backward(grad: Tensor, *args: Any, **kwargs: Any) -> bool:
 
 
 if importlib.util.find_spec("triton") is not None:
-    routing.build_pft.provider("triton", supports=_takes_routing)(_build_pft)
-    routing.build_pft_backward.provider("triton", supports=_on_gpu)(_build_pft_backward)
-    mlp.expert_mlp.provider("triton", supports=_takes_experts)(_expert_mlp)
-    mlp.expert_mlp_backward.provider("triton", supports=_takes_backward)(_expert_mlp_backward)
+    ir_routing.build_pft.provider("triton", supports=_takes_routing)(_build_pft)
+    ir_routing.build_pft_backward.provider("triton", supports=_on_gpu)(_build_pft_backward)
+    ir_mlp.expert_mlp.provider("triton", supports=_takes_experts)(_expert_mlp)
+    ir_mlp.expert_mlp_backward.provider("triton", supports=_takes_backward)(_expert_mlp_backward)

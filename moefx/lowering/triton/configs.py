@@ -20,6 +20,8 @@ class Config:
         flatten: persistent loops as one software pipeline.
         descriptors: tensor descriptors (TMA) for weights, and for rows that are not gathered.
         slices: of the pointwise part in `act_backward_kernel`.
+        fused: the pointwise part is in the GEMM ("up", "act_backward"); else it has a kernel of its own, and the
+            GEMM is one of `rows_kernel`.
     """
 
     bm: int
@@ -32,6 +34,7 @@ class Config:
     flatten: bool = False
     descriptors: bool = False
     slices: int = 1
+    fused: bool = True
 
 
 @functools.cache
@@ -75,3 +78,53 @@ def config(kernel: str, device: torch.device, dtype: torch.dtype, shape: tuple[i
     if dtype is torch.float32:
         return _FLOAT32[kernel]
     return (_HOPPER if target(device) == "sm90" else _PORTABLE)[kernel]
+
+
+def candidates(kernel: str, device: torch.device, dtype: torch.dtype) -> list[Config]:
+    """What tuning tries."""
+    c = Config
+    if target(device) != "sm90" or dtype is torch.float32:
+        return [config(kernel, device, dtype, ())]
+    d = dict(descriptors=True)
+    return {
+        "up": [
+            c(128, 128, 64, 8, 4, **d),
+            c(128, 128, 64, 8, 3, **d, persistent=1),
+            c(128, 128, 64, 8, 3, **d, persistent=1, flatten=True),
+            c(128, 64, 64, 4, 3, **d),
+            c(128, 64, 32, 4, 4, **d),
+            c(128, 256, 64, 8, 3, **d, fused=False),
+            c(128, 256, 64, 8, 4, **d, fused=False),
+            c(128, 256, 64, 8, 3, **d, fused=False, persistent=1, flatten=True),
+        ],
+        "rows": [
+            c(128, 256, 64, 8, 3, **d),
+            c(128, 256, 64, 8, 3, **d, persistent=1, flatten=True),
+            c(128, 256, 64, 8, 4, **d, persistent=1),
+            c(128, 128, 64, 4, 3, **d),
+            c(128, 256, 64, 8, 4, **d, group=16),
+            c(256, 128, 64, 8, 4, **d),
+        ],
+        "act_backward": [
+            c(128, 256, 64, 8, 3, **d, slices=4),
+            c(64, 128, 64, 4, 4, **d, slices=2),
+            c(64, 256, 64, 4, 3, **d, slices=4),
+            c(64, 128, 64, 4, 3, **d, slices=4),
+            c(128, 256, 64, 8, 3, **d, fused=False),
+            c(128, 256, 64, 8, 4, **d, fused=False),
+            c(128, 256, 64, 8, 3, **d, fused=False, persistent=1, flatten=True),
+        ],
+        "outer": [
+            c(128, 256, 64, 8, 5, **d),
+            c(128, 256, 64, 8, 6, **d),
+            c(128, 256, 64, 8, 7, **d),
+            c(128, 256, 32, 8, 7, **d),
+            c(128, 256, 32, 8, 9, **d),
+            c(128, 128, 64, 4, 5, **d),
+            c(128, 128, 64, 4, 6, **d),
+            c(128, 128, 64, 8, 7, **d),
+            c(256, 128, 64, 8, 5, **d),
+            c(256, 128, 64, 8, 6, **d),
+            c(128, 256, 64, 8, 5, **d, group=4),
+        ],
+    }[kernel]

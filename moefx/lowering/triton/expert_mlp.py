@@ -72,7 +72,7 @@ class Run:
         self.schedules: dict[int, tuple[Tensor, int]] = {}
 
     def config(self, kernel: str, columns: int, inner: int) -> Config:
-        return config(kernel, self.device, self.dtype, (columns, inner))
+        return config(kernel, self.device, self.dtype, (columns, inner, self.call.num_rows // self.num_experts))
 
     @property
     def precision(self) -> str:
@@ -142,10 +142,17 @@ class Run:
             out = self.combine(out, call.out_dtype, self.point.scale)
         return [out, *(kept or [])]
 
-    def project_up(self, hidden: list[Tensor] | None, act: Tensor | None) -> None:
+    def project_up(self, hidden: list[Tensor] | None, act: Tensor | None, cut: Config | None = None) -> None:
         call, point = self.call, self.point
         width, inner = self.act_width, self.x.shape[1]
-        cut = self.config("up", width, inner)
+        cut = cut or self.config("up", width, inner)
+        if not cut.fused:
+            hidden = hidden or [self.empty(call.num_rows, w) for w in self.up_widths]
+            for h, w, bias in zip(hidden, self.up, self.up_bias, strict=True):
+                self.multiply_rows([self.x], [w], h, backward=False, gather=True, bias=bias, cut=cut)
+            if act is not None:
+                self.activate(hidden, act)
+            return
         schedule, max_tiles = self.schedule(cut.bm)
         block = ((2 if point.joined else 1) * cut.bn, cut.bk) if cut.descriptors else None
         w0, w1 = (w.operand(backward=False, block=block) for w in self.part_weights())
@@ -169,9 +176,19 @@ class Run:
             **self.tiling(cut, width, inner),
         )
 
-    def project_down(self, act: Tensor, out: Tensor, scaled: bool) -> None:
+    def activate(self, hidden: Sequence[Tensor], act: Tensor) -> None:
+        """The pointwise part by itself."""
+        point, width = self.point, self.act_width
+        (h0, h1), (bt, bd) = self.parts(hidden), _block(width)
+        rows.act_kernel[(triton.cdiv(self.call.num_rows, bt), triton.cdiv(width, bd))](
+            *(h0, h1, h0.stride(0), self.call.expert_offsets, self.w, act, width, self.num_experts),
+            **dict(ACT=point.act, PARTS=point.num_parts, JOINED=point.joined, USES_WEIGHT=point.uses_weight),
+            **dict(BT=bt, BD=bd),
+        )
+
+    def project_down(self, act: Tensor, out: Tensor, scaled: bool, cut: Config | None = None) -> None:
         scale = self.point.scale if scaled else None
-        self.multiply_rows([act], [self.down], out, backward=False, bias=self.down_bias, scale=scale)
+        self.multiply_rows([act], [self.down], out, backward=False, bias=self.down_bias, scale=scale, cut=cut)
 
     def multiply_rows(
         self,
@@ -182,20 +199,24 @@ class Run:
         backward: bool,
         bias: Tensor | None = None,
         scale: Any = None,
+        gather: bool = False,
+        cut: Config | None = None,
     ) -> None:
         width, inner = out.shape[1], terms[0].shape[1]
-        cut = self.config("rows", width, inner)
+        cut = cut or self.config("rows", width, inner)
         schedule, max_tiles = self.schedule(cut.bm)
         operands = [w.operand(backward=backward, block=(cut.bn, cut.bk) if cut.descriptors else None) for w in weights]
         _check_alike(operands[0], operands[-1])
-        described = cut.descriptors and operands[0].access != gemm.TABLE.value and _aligned(terms[0])
+        described = cut.descriptors and not gather and operands[0].access != gemm.TABLE.value and _aligned(terms[0])
         left = [_describe(t, cut.bm, cut.bk) if described else t for t in terms]
         gemm.rows_kernel[self.grid(cut, max_tiles * triton.cdiv(width, cut.bn))](
-            *(left[0], left[-1], terms[0].stride(0), self.call.expert_offsets, schedule, max_tiles),
+            *(left[0], left[-1], terms[0].stride(0), self.call.token_ids, self.call.expert_offsets),
+            *(schedule, max_tiles),
             *(operands[0].source, operands[-1].source, operands[0].expert, operands[0].column, operands[0].inner),
             *(bias, *((0, 0) if bias is None else bias.stride()), self.w, out, width, inner),
             SCALE=scale,
             TERMS=len(terms),
+            GATHER=gather,
             ROWS_DESCRIPTOR=described,
             WEIGHT=operands[0].access,
             COLUMNS_FIRST=operands[0].columns_first,
@@ -209,8 +230,7 @@ class Run:
         num_tokens, num_slots = self.call.inverse.shape
         width = out.shape[1]
         total = self.empty(num_tokens, width, dtype)
-        bd = min(triton.next_power_of_2(width), 2048)
-        bt = max(1, 2048 // bd)
+        bt, bd = _block(width)
         rows.combine_kernel[(triton.cdiv(num_tokens, bt), triton.cdiv(width, bd))](
             *(out, self.w, self.call.inverse, total, num_tokens, width),
             **dict(SCALE=scale, K=num_slots, HAS_SCALE=scale is not None, BT=bt, BD=bd),
@@ -300,17 +320,37 @@ class Run:
         grad_hidden: Sequence[Tensor],
         scaled_act: Tensor | None,
         need_w: bool,
+        cut: Config | None = None,
     ) -> tuple[Tensor | None, int]:
         call, point = self.call, self.point
         width, inner = self.act_width, self.out_width
-        cut = self.config("act_backward", width, inner)
-        schedule, max_tiles = self.schedule(cut.bm)
-        w = self.down.operand(backward=True, block=(cut.bn, cut.bk) if cut.descriptors else None)
-        num_partials, dots = triton.cdiv(width, cut.bn), None
+        cut = cut or self.config("act_backward", width, inner)
+        num_partials, dots = (triton.cdiv(width, cut.bn) if cut.fused else 1), None
         num_sums = (point.scale is not None) + point.uses_weight
         if need_w and num_sums:
             dots = self.empty(num_partials * num_sums, call.num_rows, torch.float32)
         (h0, h1), (dh0, dh1) = self.parts(hidden), self.parts(grad_hidden)
+        if not cut.fused:
+            grad_act = self.empty(call.num_rows, width) if scaled_act is None else scaled_act
+            self.multiply_rows([grad], [self.down], grad_act, backward=True, gather=gather, cut=cut)
+            bt, bd = _block(width)
+            rows.act_vjp_kernel[(triton.cdiv(call.num_rows, bt),)](
+                *(grad_act, h0, h1, dh0, dh1, h0.stride(0), call.expert_offsets, self.w, dots, call.num_rows),
+                *(width, self.num_experts),
+                VJP=point.vjp,
+                SCALE=point.scale,
+                PARTS=point.num_parts,
+                JOINED=point.joined,
+                HAS_SCALE=point.scale is not None,
+                USES_WEIGHT=point.uses_weight,
+                STORE_ACT=scaled_act is not None,
+                STORE_DOTS=dots is not None,
+                BT=bt,
+                BD=bd,
+            )
+            return dots, num_partials
+        schedule, max_tiles = self.schedule(cut.bm)
+        w = self.down.operand(backward=True, block=(cut.bn, cut.bk) if cut.descriptors else None)
         gemm.act_backward_kernel[self.grid(cut, max_tiles * num_partials)](
             *(grad, grad.stride(0), call.token_ids, call.expert_offsets, schedule, max_tiles),
             *(w.source, w.expert, w.column, w.inner, self.w, h0, h1, dh0, dh1, h0.stride(0)),
@@ -353,11 +393,13 @@ class Run:
         )
         return out
 
-    def outer(self, left: tuple[Tensor, bool], right: tuple[Tensor, bool], dtype: torch.dtype) -> Tensor:
+    def outer(
+        self, left: tuple[Tensor, bool], right: tuple[Tensor, bool], dtype: torch.dtype, cut: Config | None = None
+    ) -> Tensor:
         """Sum over each expert's rows of left[r]^T right[r], [E,.,.]; each side is (rows, to be gathered)."""
         (l, gather_left), (r, gather_right) = left, right
         height, width = l.shape[1], r.shape[1]
-        cut = self.config("outer", width, height)
+        cut = cut or self.config("outer", width, height)
         out = torch.empty((self.num_experts, height, width), dtype=dtype, device=self.device)
         num_tiles = self.num_experts * triton.cdiv(height, cut.bm) * triton.cdiv(width, cut.bn)
         describe_left = cut.descriptors and not gather_left and _aligned(l)
@@ -383,6 +425,16 @@ class Run:
         )
         return out
 
+    def gather(self, tensor: Tensor) -> Tensor:
+        """The routed rows [B,width] of a tensor by token."""
+        num_rows, width = self.call.num_rows, tensor.shape[1]
+        out, (bt, bd) = self.empty(num_rows, width), _block(width, 4096)
+        rows.gather_kernel[(triton.cdiv(num_rows, bt), triton.cdiv(width, bd))](
+            *(tensor, tensor.stride(0), self.call.token_ids, self.call.expert_offsets, out, width, self.num_experts),
+            **dict(BT=bt, BD=bd),
+        )
+        return out
+
     def sum_rows(self, tensor: Tensor, gather: bool, scale: Any, dtype: torch.dtype) -> Tensor:
         """[E,width]."""
         width = tensor.shape[1]
@@ -392,6 +444,12 @@ class Run:
             **dict(SCALE=scale, HAS_SCALE=scale is not None, GATHER=gather, BR=32, BD=64),
         )
         return out
+
+
+def _block(width: int, elements: int = 2048) -> tuple[int, int]:
+    """(rows, columns) of a block in kernels that are bound by memory."""
+    columns = min(triton.next_power_of_2(width), elements)
+    return max(1, elements // columns), columns
 
 
 def _rows_contiguous(tensor: Tensor) -> Tensor:

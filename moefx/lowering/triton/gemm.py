@@ -24,7 +24,11 @@ import triton.language as tl
 STRIDED, DESCRIPTOR, TABLE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
-@triton.jit
+# Sizes that change from call to call: a kernel is not compiled anew for them.
+_VARYING = ["max_tiles", "num_rows"]
+
+
+@triton.jit(do_not_specialize=_VARYING)
 def schedule_kernel(expert_offsets, schedule, max_tiles, E: tl.constexpr, E_BINS: tl.constexpr, BM: tl.constexpr):
     """schedule: expert of each tile, then (from max_tiles on) its first row, then the number of tiles."""
     expert, bins = tl.program_id(0), tl.arange(0, E_BINS)
@@ -108,7 +112,7 @@ def _halves(tile, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def _load_parts(h0, h1, at, mask, JOINED: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+def load_parts(h0, h1, at, mask, JOINED: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     """The variables of the pointwise part from the up-projections, in float32; one alone counts as both."""
     if JOINED:
         a0, a1 = _split(tl.load(h0 + at, mask=mask, other=0.0), BM, BN)
@@ -121,7 +125,7 @@ def _load_parts(h0, h1, at, mask, JOINED: tl.constexpr, PARTS: tl.constexpr, BM:
 
 
 @triton.jit
-def _store_parts(h0, h1, at, mask, v0, v1, JOINED: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+def store_parts(h0, h1, at, mask, v0, v1, JOINED: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     if JOINED:
         tl.store(h0 + at, tl.reshape(tl.join(v0, v1), (BM, 2 * BN)), mask=mask)
     else:
@@ -196,10 +200,10 @@ def _up_tile(
             wide = tl.arange(0, BW)
             wide_mask = is_mine[:, None] & (n * BW + wide < 2 * width)[None, :]
             h_at = first_row.to(tl.int64) * h_row + n * BW + (within[:, None] * h_row + wide[None, :])
-            _store_parts(h0, h1, h_at, wide_mask, v0, v1, JOINED, PARTS, BM, BN)
+            store_parts(h0, h1, h_at, wide_mask, v0, v1, JOINED, PARTS, BM, BN)
         else:
             h_at = first_row.to(tl.int64) * h_row + n * BN + (within[:, None] * h_row + offset[None, :])
-            _store_parts(h0, h1, h_at, mask, v0, v1, JOINED, PARTS, BM, BN)
+            store_parts(h0, h1, h_at, mask, v0, v1, JOINED, PARTS, BM, BN)
     if STORE_ACT:
         w = tl.zeros((BM, 1), tl.float32)
         if USES_WEIGHT:
@@ -209,7 +213,7 @@ def _up_tile(
         tl.store(act + act_at, value.to(act.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def up_kernel(
     x, x_row, token_ids, expert_offsets, schedule, max_tiles,
     w0, w1, w_expert, w_column, w_inner,
@@ -274,9 +278,9 @@ def _accumulate(
 
 @triton.jit
 def _rows_tile(
-    tile, num_row_tiles, rows0, rows1, rows_row, expert_offsets, schedule, max_tiles,
+    tile, num_row_tiles, rows0, rows1, rows_row, token_ids, expert_offsets, schedule, max_tiles,
     w0, w1, w_expert, w_column, w_inner, bias, bias_expert, bias_column, row_weights, out, width, inner,
-    SCALE: tl.constexpr, TERMS: tl.constexpr, ROWS_DESCRIPTOR: tl.constexpr, WEIGHT: tl.constexpr,
+    SCALE: tl.constexpr, TERMS: tl.constexpr, GATHER: tl.constexpr, ROWS_DESCRIPTOR: tl.constexpr, WEIGHT: tl.constexpr,
     COLUMNS_FIRST: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
@@ -285,17 +289,20 @@ def _rows_tile(
     expert, first_row = tl.load(schedule + m), tl.load(schedule + max_tiles + m)
     row = first_row + tl.arange(0, BM)
     is_mine = row < tl.load(expert_offsets + expert + 1)
-    safe_row = tl.where(is_mine, row, first_row)
+    if GATHER:
+        left_row = tl.load(token_ids + row, mask=is_mine, other=0)
+    else:
+        left_row = tl.where(is_mine, row, first_row)
     column = n * BN + tl.arange(0, BN)
     w_columns = column if EVEN_N else tl.where(column < width, column, 0)
     acc = tl.zeros((BM, BN), tl.float32)
     acc = _accumulate(
-        acc, rows0, rows_row, w0, w_expert, w_column, w_inner, inner, expert, first_row, safe_row, n, w_columns,
+        acc, rows0, rows_row, w0, w_expert, w_column, w_inner, inner, expert, first_row, left_row, n, w_columns,
         ROWS_DESCRIPTOR, WEIGHT, COLUMNS_FIRST, EVEN_K, PRECISION, BN, BK,
     )  # fmt: skip
     if TERMS == 2:
         acc = _accumulate(
-            acc, rows1, rows_row, w1, w_expert, w_column, w_inner, inner, expert, first_row, safe_row, n, w_columns,
+            acc, rows1, rows_row, w1, w_expert, w_column, w_inner, inner, expert, first_row, left_row, n, w_columns,
             ROWS_DESCRIPTOR, WEIGHT, COLUMNS_FIRST, EVEN_K, PRECISION, BN, BK,
         )  # fmt: skip
     if HAS_BIAS:
@@ -308,32 +315,33 @@ def _rows_tile(
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def rows_kernel(
-    rows0, rows1, rows_row, expert_offsets, schedule, max_tiles,
+    rows0, rows1, rows_row, token_ids, expert_offsets, schedule, max_tiles,
     w0, w1, w_expert, w_column, w_inner, bias, bias_expert, bias_column, row_weights, out, width, inner,
-    SCALE: tl.constexpr, TERMS: tl.constexpr, ROWS_DESCRIPTOR: tl.constexpr, WEIGHT: tl.constexpr,
+    SCALE: tl.constexpr, TERMS: tl.constexpr, GATHER: tl.constexpr, ROWS_DESCRIPTOR: tl.constexpr, WEIGHT: tl.constexpr,
     COLUMNS_FIRST: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     PERSISTENT: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
-    """out = (rows0 @ w0 (+ rows1 @ w1) (+ bias)) (* SCALE(row weight)), [B,width]."""
+    """out = (rows0 @ w0 (+ rows1 @ w1) (+ bias)) (* SCALE(row weight)), [B,width]; GATHER: row r of the left
+    operands is their token_ids[r]."""
     num_row_tiles = tl.load(schedule + 2 * max_tiles)
     num_tiles = num_row_tiles * tl.cdiv(width, BN)
     if PERSISTENT:
         for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=FLATTEN):
             _rows_tile(
-                tile, num_row_tiles, rows0, rows1, rows_row, expert_offsets, schedule, max_tiles,
+                tile, num_row_tiles, rows0, rows1, rows_row, token_ids, expert_offsets, schedule, max_tiles,
                 w0, w1, w_expert, w_column, w_inner, bias, bias_expert, bias_column, row_weights, out, width, inner,
-                SCALE, TERMS, ROWS_DESCRIPTOR, WEIGHT, COLUMNS_FIRST, HAS_BIAS, HAS_SCALE, EVEN_N, EVEN_K, PRECISION,
+                SCALE, TERMS, GATHER, ROWS_DESCRIPTOR, WEIGHT, COLUMNS_FIRST, HAS_BIAS, HAS_SCALE, EVEN_N, EVEN_K, PRECISION,
                 BM, BN, BK, GROUP,
             )  # fmt: skip
     elif tl.program_id(0) < num_tiles:
         _rows_tile(
-            tl.program_id(0), num_row_tiles, rows0, rows1, rows_row, expert_offsets, schedule, max_tiles,
+            tl.program_id(0), num_row_tiles, rows0, rows1, rows_row, token_ids, expert_offsets, schedule, max_tiles,
             w0, w1, w_expert, w_column, w_inner, bias, bias_expert, bias_column, row_weights, out, width, inner,
-            SCALE, TERMS, ROWS_DESCRIPTOR, WEIGHT, COLUMNS_FIRST, HAS_BIAS, HAS_SCALE, EVEN_N, EVEN_K, PRECISION,
+            SCALE, TERMS, GATHER, ROWS_DESCRIPTOR, WEIGHT, COLUMNS_FIRST, HAS_BIAS, HAS_SCALE, EVEN_N, EVEN_K, PRECISION,
             BM, BN, BK, GROUP,
         )  # fmt: skip
 
@@ -359,12 +367,12 @@ def _pointwise_backward(
     else:
         h_mask = mask
         h_at = base * h_row + n_offset + (within[:, None] * h_row + offset[None, :])
-    a0, a1 = _load_parts(h0, h1, h_at, h_mask, JOINED, PARTS, BM, BN)
+    a0, a1 = load_parts(h0, h1, h_at, h_mask, JOINED, PARTS, BM, BN)
     grad = tl.where(mask, grad, 0.0)
     value, d0, d1, dw = VJP(a0, a1, w, grad * scale)
     dot = tl.sum(tl.where(mask, grad * value, 0.0), 1)  # a masked value may be anything
     dt = dh0.dtype.element_ty
-    _store_parts(dh0, dh1, h_at, h_mask, d0.to(dt), d1.to(dt), JOINED, PARTS, BM, BN)
+    store_parts(dh0, dh1, h_at, h_mask, d0.to(dt), d1.to(dt), JOINED, PARTS, BM, BN)
     if STORE_ACT:
         at = base * width + n_offset + (within[:, None] * width + offset[None, :])
         tl.store(scaled_act + at, (value * scale).to(dt), mask=mask)
@@ -456,7 +464,7 @@ def _act_backward_tile(
             tl.store(at, by_weight, mask=is_mine)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def act_backward_kernel(
     grad, grad_row, token_ids, expert_offsets, schedule, max_tiles,
     w0, w_expert, w_column, w_inner, row_weights, h0, h1, dh0, dh1, h_row, scaled_act, dots, num_rows, width, inner,

@@ -19,6 +19,8 @@ from torch import Tensor
 # Entries in a block: of a short list, and of one so long that the table of counts would outgrow the list.
 _BLOCK, _BLOCK_LONG, _LONG = 1024, 2048, 2**19
 _DIGIT = 256  # of the radix
+# Sizes that change from call to call: a kernel is not compiled anew for them.
+_VARYING = ["num_entries", "num_blocks", "capacity"]
 
 
 @triton.jit
@@ -31,7 +33,7 @@ def _experts_of(topk_ids, keep, entry, in_list, E: tl.constexpr, HAS_KEEP: tl.co
     return tl.where(valid, expert, E).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def count_kernel(
     topk_ids, keep, counts, num_entries, num_blocks,
     E: tl.constexpr, E_BINS: tl.constexpr, K: tl.constexpr, QUEUES: tl.constexpr, BLOCK: tl.constexpr,
@@ -50,7 +52,7 @@ def count_kernel(
         tl.store(counts + (bins * QUEUES + queue) * num_blocks + block, count, mask=bins < E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def scan_kernel(
     topk_ids, keep, counts, begins, totals, cuts, num_entries, num_blocks, capacity,
     E: tl.constexpr, K: tl.constexpr, QUEUES: tl.constexpr, Q_PAD: tl.constexpr, BLOCK: tl.constexpr,
@@ -105,7 +107,7 @@ def scan_kernel(
         tl.store(cuts + expert, cut)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def scatter_kernel(
     topk_ids, keep, weights, begins, totals, cuts,
     token_ids, slot_ids, expert_offsets, inverse, combine_weights, num_entries, num_blocks, capacity,
@@ -167,7 +169,7 @@ def _sortable(weight):
     return tl.where(weight != weight, tl.full(bits.shape, 0xFFFFFFFF, tl.uint32), ordered)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def select_kernel(
     entries, staged_weights, totals,
     token_ids, slot_ids, expert_offsets, inverse, combine_weights, num_entries, capacity,
@@ -229,7 +231,7 @@ def select_kernel(
         tl.store(combine_weights + tail, zero, mask=tail < num_entries)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def gather_inverse_kernel(grad, inverse, out, num_entries, BLOCK: tl.constexpr):
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(inverse + entry, mask=entry < num_entries, other=-1)

@@ -5,8 +5,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .gemm import load_parts, store_parts
 
-@triton.jit
+# Sizes that change from call to call: a kernel is not compiled anew for them.
+_VARYING = ["num_tokens", "num_rows", "num_partials"]
+
+
+@triton.jit(do_not_specialize=_VARYING)
 def combine_kernel(
     rows, row_weights, inverse, out, num_tokens, width,
     SCALE: tl.constexpr, K: tl.constexpr, HAS_SCALE: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
@@ -42,7 +47,7 @@ def gather_kernel(x, x_row, token_ids, expert_offsets, rows, width, E, BT: tl.co
     tl.store(rows + row[:, None].to(tl.int64) * width + column[None, :], value, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def weight_gradient_kernel(
     dots, num_partials, row_weights, grad, grad_row, token_ids, expert_offsets, bias, bias_expert, bias_column,
     out, num_rows, width,
@@ -99,3 +104,71 @@ def sum_rows_kernel(
         acc += value
     total = tl.sum(acc, 0).to(out.dtype.element_ty)
     tl.store(out + expert.to(tl.int64) * width + column, total, mask=column < width)
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def act_kernel(
+    h0, h1, h_row, expert_offsets, row_weights, act, width, E,
+    ACT: tl.constexpr, PARTS: tl.constexpr, JOINED: tl.constexpr, USES_WEIGHT: tl.constexpr,
+    BT: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """act = ACT(a_0, a_1, w), [B,width], from the up-projections."""
+    row = tl.program_id(0) * BT + tl.arange(0, BT)
+    there = row < tl.load(expert_offsets + E)
+    start = tl.program_id(1) * BD
+    column, row = start + tl.arange(0, BD), row[:, None].to(tl.int64)
+    mask = there[:, None] & (column < width)[None, :]
+    if JOINED:
+        wide = 2 * start + tl.arange(0, 2 * BD)
+        a0, a1 = load_parts(
+            h0, h1, row * h_row + wide[None, :], there[:, None] & (wide < 2 * width)[None, :], True, PARTS, BT, BD
+        )
+    else:
+        a0, a1 = load_parts(h0, h1, row * h_row + column[None, :], mask, False, PARTS, BT, BD)
+    w = tl.zeros((BT, 1), tl.float32)
+    if USES_WEIGHT:
+        w = tl.load(row_weights + row, mask=there[:, None], other=0.0).to(tl.float32)
+    tl.store(act + row * width + column[None, :], ACT(a0, a1, w).to(act.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def act_vjp_kernel(
+    grad_act, h0, h1, dh0, dh1, h_row, expert_offsets, row_weights, dots, num_rows, width, E,
+    VJP: tl.constexpr, SCALE: tl.constexpr, PARTS: tl.constexpr, JOINED: tl.constexpr, HAS_SCALE: tl.constexpr,
+    USES_WEIGHT: tl.constexpr, STORE_ACT: tl.constexpr, STORE_DOTS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """`act_backward_kernel` without its GEMM: grad_act is dA' [B,width], and becomes scale * A if STORE_ACT."""
+    row = tl.program_id(0) * BT + tl.arange(0, BT)
+    there = row < tl.load(expert_offsets + E)
+    row_wide = row[:, None].to(tl.int64)
+    w = tl.zeros((BT, 1), tl.float32)
+    scale = tl.full((BT, 1), 1.0, tl.float32)
+    if HAS_SCALE or USES_WEIGHT:
+        w = tl.load(row_weights + row, mask=there, other=0.0).to(tl.float32)[:, None]
+    if HAS_SCALE:
+        scale = SCALE(w)
+    dot, by_weight = tl.zeros((BT,), tl.float32), tl.zeros((BT,), tl.float32)
+    for start in range(0, width, BD):
+        column = start + tl.arange(0, BD)
+        mask = there[:, None] & (column < width)[None, :]
+        h_at, h_mask = row_wide * h_row + column[None, :], mask
+        if JOINED:
+            wide = 2 * start + tl.arange(0, 2 * BD)
+            h_at, h_mask = row_wide * h_row + wide[None, :], there[:, None] & (wide < 2 * width)[None, :]
+        a0, a1 = load_parts(h0, h1, h_at, h_mask, JOINED, PARTS, BT, BD)
+        at = grad_act + row_wide * width + column[None, :]
+        grad = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        value, d0, d1, dw = VJP(a0, a1, w, grad * scale)
+        dt = dh0.dtype.element_ty
+        store_parts(dh0, dh1, h_at, h_mask, d0.to(dt), d1.to(dt), JOINED, PARTS, BT, BD)
+        if STORE_ACT:
+            tl.store(at, (value * scale).to(dt), mask=mask)
+        dot += tl.sum(tl.where(mask, grad * value, 0.0), 1)
+        if USES_WEIGHT:
+            by_weight += tl.sum(tl.where(mask, dw, 0.0), 1)
+    if STORE_DOTS:
+        if HAS_SCALE:
+            tl.store(dots + row, dot, mask=there)
+            dots += num_rows
+        if USES_WEIGHT:
+            tl.store(dots + row, by_weight, mask=there)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefx.ir import dialect
 from moefx.lowering import select
 from moefx.lowering.triton import expert_mlp
 from moefx.lowering.triton.configs import Config
@@ -16,6 +15,13 @@ from ...ir.routings import LAYERS, Layer, Routing, random_routing
 LINEAR = {name: make for name, make in LAYERS.items() if name != "nonlinear_out"}
 KEEPS = ["h", "x", "all"]
 SMALL = Config(32, 32, 16, warps=4, stages=2, group=2, slices=2)
+# Every way to cut and launch that there is.
+CONFIGS = {
+    "sliced": SMALL,
+    "separate": dataclasses.replace(SMALL, fused=False),
+    "quarters": dataclasses.replace(SMALL, bn=64, slices=4, persistent=1),
+    "descriptors": dataclasses.replace(SMALL, descriptors=True, persistent=1, flatten=True, slices=1),
+}
 
 
 def on(device: str, layer: Layer, dtype: torch.dtype) -> Layer:
@@ -69,3 +75,11 @@ def test_forward_and_backward(device, monkeypatch, make, dtype, keep, reduce):
     routing = random_routing(50, 2, 5)
     routing.topk_ids[routing.topk_ids == 3] = 1  # an expert that nobody goes to
     check(make, device, dtype, routing, 48, 40, keep=keep, reduce=reduce)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("make", LINEAR.values(), ids=LINEAR.keys())
+@pytest.mark.parametrize("cut", CONFIGS.values(), ids=CONFIGS.keys())
+def test_every_way_to_launch(device, monkeypatch, make, dtype, cut):
+    monkeypatch.setattr(expert_mlp, "config", lambda *_: cut)
+    check(make, device, dtype, random_routing(37, 3, 4), 64, 72, keep="h", reduce=True)

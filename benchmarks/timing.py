@@ -1,0 +1,27 @@
+"""Times on a GPU: events around the work, the L2 cache flushed before each, the median of several."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+import torch
+
+_FLUSH_BYTES = 256 * 2**20
+
+
+def milliseconds(work: Callable[[], object], repeats: int = 9, warmup: int = 2) -> float:
+    flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    for _ in range(warmup):
+        work()
+    torch.cuda.synchronize()
+    events = []
+    for _ in range(repeats):
+        flush.zero_()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        work()
+        end.record()
+        events.append((begin, end))
+    torch.cuda.synchronize()
+    return statistics.median(begin.elapsed_time(end) for begin, end in events)

@@ -1,0 +1,159 @@
+"""Times every candidate configuration of every kernel on the ten shapes, and checks what it computes.
+
+    python benchmarks/tune.py [--shapes qwen3_30b,olmoe] [--kernels up,outer] [--workers 12] --out tuned.jsonl
+
+Kernels are compiled by several processes first (Triton keeps them on disk).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from shapes import SHAPES, Shape, routed, tensors
+from timing import milliseconds
+from torch import Tensor
+
+from moefx.ir import dialect
+from moefx.ir.body import ExpertBody, Gemm
+from moefx.lowering.triton import expert_mlp
+from moefx.lowering.triton.configs import Config, candidates
+
+
+def swiglu(shape: Shape) -> ExpertBody:
+    return ExpertBody(
+        up=(Gemm(1, True),),
+        parts=((0, None, shape.h, 1), (0, shape.h, None, 1)),
+        act=("mul.Tensor", ("silu", "a0"), "a1"),
+        down=Gemm(1, True),
+        out=("mul.Tensor", "y", "w"),
+    )
+
+
+class Case:
+    """The tensors of one shape, each kernel as a function of its configuration, and what it should give."""
+
+    def __init__(self, shape: Shape):
+        self.shape = shape
+        self.x, self.w1, self.w2, self.grad = tensors(shape)
+        ids, weights = routed(shape)
+        pft = dialect.build_pft(ids, weights, None, num_experts=shape.E)
+        self.token_ids, _, self.offsets, self.inverse, row_weights = pft
+        self.row_weights = row_weights
+        args = (self.x, self.token_ids, self.offsets, self.inverse, row_weights, [self.w1], [], [self.w2], [])
+        self.run = expert_mlp.Run(args, swiglu(shape).to_json(), "h", None)
+        rows = shape.T * shape.K
+
+        def empty(*size: int) -> Tensor:
+            return torch.empty(size, dtype=self.x.dtype, device=self.x.device)
+
+        self.hidden, self.act, self.out = empty(rows, 2 * shape.h), empty(rows, shape.h), empty(rows, shape.d)
+        self.grad_hidden, self.scaled = empty(rows, 2 * shape.h), empty(rows, shape.h)
+        for tensor in (self.hidden, self.act, self.grad_hidden, self.scaled):
+            tensor.normal_()
+
+    def kernels(self) -> dict[str, tuple[float, Callable[[Config], object]]]:
+        """name -> (matrices of d x h, work)."""
+        run = self.run
+        grad_hidden, x, grad, scaled = (self.grad_hidden, False), (self.x, True), (self.grad, True), (self.scaled, False)
+        dtype = self.x.dtype
+        return {
+            "up": (2, lambda cut: run.project_up([self.hidden], self.act, cut)),
+            "down": (1, lambda cut: run.project_down(self.act, self.out, False, cut)),
+            "act_backward": (
+                1,
+                lambda cut: run.act_backward(
+                    self.grad, True, [self.hidden], [self.grad_hidden], self.scaled, True, cut
+                ),
+            ),
+            "dx": (2, lambda cut: run.multiply_rows([self.grad_hidden], run.up, self.out, backward=True, cut=cut)),
+            "dw1": (2, lambda cut: run.outer(grad_hidden, x, dtype, cut)),
+            "dw1_gathered": (2, lambda cut: run.outer(grad_hidden, (run.gather(self.x), False), dtype, cut)),
+            "dw2_gathered": (1, lambda cut: run.outer((run.gather(self.grad), False), scaled, dtype, cut)),
+            "dw2": (1, lambda cut: run.outer(grad, scaled, dtype, cut)),
+        }
+
+
+FAMILY = {"up": "up", "down": "rows", "dx": "rows", "act_backward": "act_backward", "dw1": "outer", "dw2": "outer"}
+FAMILY |= {"dw1_gathered": "outer", "dw2_gathered": "outer"}
+
+
+def jobs(kernels: list[str]) -> Iterator[tuple[str, Config]]:
+    for kernel in kernels:
+        for cut in candidates(FAMILY[kernel], torch.device("cuda"), torch.bfloat16):
+            yield kernel, cut
+
+
+def compile_share(shapes: list[Shape], kernels: list[str], share: int, of: int) -> None:
+    """Run each share-th job on few tokens: sizes that change from call to call are not compiled in."""
+    for shape in shapes:
+        case = None
+        for i, (kernel, cut) in enumerate(jobs(kernels)):
+            if i % of == share:
+                small = dataclasses.replace(shape, T=64, E=min(shape.E, 16))
+                case = case or Case(small)
+                try:
+                    case.kernels()[kernel][1](cut)
+                except Exception as error:
+                    print(f"{shape.name} {kernel} {cut}: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
+        torch.cuda.synchronize()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shapes", default=",".join(s.name for s in SHAPES))
+    parser.add_argument("--kernels", default=",".join(FAMILY))
+    parser.add_argument("--workers", type=int, default=12)
+    parser.add_argument("--share", type=int, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, default=480)
+    parser.add_argument("--out", default=None)
+    options = parser.parse_args()
+    shapes = [s for s in SHAPES if s.name in options.shapes.split(",")]
+    kernels = options.kernels.split(",")
+    begin = time.time()
+    if options.share is not None:
+        return compile_share(shapes, kernels, options.share, options.workers)
+    # Shapes differ in little that is compiled in: one process each would repeat the others' work.
+    command = [sys.executable, __file__, "--shapes", options.shapes, "--kernels", options.kernels]
+    command += ["--workers", str(options.workers)]
+    workers = [subprocess.Popen([*command, "--share", str(i)]) for i in range(options.workers)]
+    for worker in workers:
+        worker.wait()
+    print(f"compiled in {time.time() - begin:.0f} s", flush=True)
+    out = open(options.out, "a") if options.out else None
+    for shape in shapes:
+        case = Case(shape)
+        for kernel, (matrices, work) in case.kernels().items():
+            if kernel not in kernels:
+                continue
+            results = []
+            for cut in candidates(FAMILY[kernel], torch.device("cuda"), torch.bfloat16):
+                if time.time() - begin > options.seconds:
+                    return print("out of time")
+                try:
+                    ms = milliseconds(lambda work=work, cut=cut: work(cut), repeats=7)
+                except Exception as error:
+                    print(f"{shape.name} {kernel} {cut}: {type(error).__name__}: {str(error)[:100]}", file=sys.stderr)
+                    continue
+                tflops = matrices * shape.flops / ms / 1e9
+                results.append((ms, cut))
+                if out:
+                    row = dict(shape=shape.name, kernel=kernel, ms=ms, tflops=tflops, config=dataclasses.asdict(cut))
+                    print(json.dumps(row), file=out, flush=True)
+            for ms, cut in sorted(results, key=lambda r: r[0])[:3]:
+                tflops = matrices * shape.flops / ms / 1e9
+                fields = dataclasses.asdict(cut)
+                short = " ".join(f"{k}={int(v)}" for k, v in fields.items())
+                print(f"{shape.name:10} {kernel:13} {ms:8.3f} ms {tflops:6.0f} TFLOP/s  {short}", flush=True)
+        del case
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
