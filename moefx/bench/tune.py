@@ -1,6 +1,6 @@
 """Times every candidate configuration of every kernel on the ten shapes, and checks what it computes.
 
-    python benchmarks/tune.py [--shapes qwen3_30b,olmoe] [--kernels up,outer] [--workers 12] --out tuned.jsonl
+    python -m moefx.bench.tune [--shapes qwen3_30b,olmoe] [--kernels up,outer] [--workers 12] --out tuned.jsonl
 
 Kernels are compiled by several processes first (Triton keeps them on disk).
 """
@@ -16,14 +16,14 @@ import time
 from collections.abc import Callable, Iterator
 
 import torch
-from shapes import SHAPES, Shape, routed, tensors
-from timing import milliseconds
 from torch import Tensor
 
-from moefx.ir import dialect
-from moefx.ir.body import ExpertBody, Gemm
-from moefx.lowering.triton import expert_mlp
-from moefx.lowering.triton.configs import Config, candidates
+from ..ir import dialect
+from ..ir.body import ExpertBody, Gemm
+from ..lowering.triton import expert_mlp
+from ..lowering.triton.configs import Config, candidates
+from .shapes import SHAPES, Shape, routed, tensors
+from .timing import milliseconds
 
 
 def swiglu(shape: Shape) -> ExpertBody:
@@ -120,7 +120,7 @@ def main() -> None:
     if options.share is not None:
         return compile_share(shapes, kernels, options.share, options.workers)
     # Shapes differ in little that is compiled in: one process each would repeat the others' work.
-    command = [sys.executable, __file__, "--shapes", options.shapes, "--kernels", options.kernels]
+    command = [sys.executable, "-m", __spec__.name, "--shapes", options.shapes, "--kernels", options.kernels]
     command += ["--workers", str(options.workers)]
     workers = [subprocess.Popen([*command, "--share", str(i)]) for i in range(options.workers)]
     for worker in workers:
