@@ -56,8 +56,10 @@ def num_multiprocessors(device: torch.device) -> int:
 _HOPPER = {
     "up": Config(128, 128, 64, warps=8, stages=4, descriptors=True),
     "rows": Config(128, 256, 64, warps=8, stages=3, descriptors=True, persistent=1, flatten=True),
-    "act_backward": Config(128, 128, 64, warps=8, stages=3, descriptors=True, slices=4),
-    "outer": Config(128, 256, 64, warps=8, stages=4, descriptors=True),
+    "act_backward": Config(
+        128, 256, 64, warps=8, stages=3, descriptors=True, persistent=1, flatten=True, fused=False
+    ),
+    "outer": Config(128, 128, 64, warps=4, stages=5, descriptors=True),
 }
 _PORTABLE = {
     "up": Config(128, 64, 32, warps=8, stages=3),

@@ -1,0 +1,123 @@
+"""Expert MLPs forward, and forward with backward: moefx beside its peers, on the same tensors and routing.
+
+    python -m moefx.bench.moe [--shapes qwen3_30b,olmoe] [--peers moefx] [--routing uniform] [--out results.jsonl]
+
+Each peer runs in a process of its own. Outputs and gradients are checked against float32 first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .peers import PEERS, Inputs
+from .shapes import SHAPES, Shape, routed, tensors
+from .timing import milliseconds
+
+
+def inputs_of(shape: Shape, routing: str) -> Inputs:
+    x, w1, w2, grad = tensors(shape)
+    ids, weights = routed(shape, kind=routing)
+    return Inputs(shape, x, w1, w2, grad, ids, weights)
+
+
+def exact(inputs: Inputs, expert: int) -> tuple[Tensor, Tensor]:
+    """Gradients of one expert's two weights, in float32 from the same bfloat16 inputs."""
+    token, slot = (inputs.ids == expert).nonzero(as_tuple=True)
+    x, grad = inputs.x[token].float(), inputs.grad[token].float() * inputs.weights[token, slot, None]
+    w1, w2 = (w[expert].float().requires_grad_() for w in (inputs.w1, inputs.w2))
+    gate, up = (x @ w1.t()).chunk(2, -1)
+    out = (torch.nn.functional.silu(gate) * up) @ w2.t()
+    return torch.autograd.grad(out, (w1, w2), grad)
+
+
+def errors(inputs: Inputs, results: tuple[Tensor, ...]) -> dict[str, float]:
+    """Norm-wise, of the output and gradient of x on some tokens and of one expert's weight gradients."""
+    expert = int(torch.bincount(inputs.ids.reshape(-1)).argmax())
+    out, grad_x, grad_weights, grad_w1, grad_w2 = results
+    some = torch.arange(0, inputs.shape.T, max(1, inputs.shape.T // 64), device=out.device)
+    x, weights = inputs.x[some].float().requires_grad_(), inputs.weights[some].detach().requires_grad_()
+    total = torch.zeros_like(x)
+    for k in range(inputs.shape.K):
+        for row, e in enumerate(inputs.ids[some, k].tolist()):
+            gate, up = (inputs.w1[e].float() @ x[row]).chunk(2)
+            y = inputs.w2[e].float() @ (torch.nn.functional.silu(gate) * up)
+            total = total.index_add(0, torch.tensor([row], device=x.device), (y * weights[row, k])[None])
+    want_x, want_weights = torch.autograd.grad(total, (x, weights), inputs.grad[some].float())
+    want_w1, want_w2 = exact(inputs, expert)
+    pairs = {
+        "out": (out[some], total),
+        "grad_x": (grad_x[some], want_x),
+        "grad_weights": (grad_weights[some], want_weights),
+        "grad_w1": (grad_w1[expert], want_w1),
+        "grad_w2": (grad_w2[expert], want_w2),
+    }
+    return {name: float((got.float() - want).norm() / want.norm()) for name, (got, want) in pairs.items()}
+
+
+def measure(shape: Shape, peer: str, routing: str) -> dict[str, Any]:
+    inputs = inputs_of(shape, routing)
+    work = PEERS[peer](inputs)
+    row: dict[str, Any] = dict(shape=shape.name, peer=peer, routing=routing)
+    results = work.step()
+    if len(results) == 5:
+        row["errors"] = errors(inputs, results)
+    del results
+    torch.cuda.synchronize()
+    row["forward_ms"] = milliseconds(work.forward)
+    row["step_ms"] = milliseconds(work.step)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    results = work.step()
+    torch.cuda.synchronize()
+    row["peak_mib"] = (torch.cuda.max_memory_allocated() - before) / 2**20
+    row["tflops"] = 9 * shape.flops / row["step_ms"] / 1e9
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shapes", default=",".join(s.name for s in SHAPES))
+    parser.add_argument("--peers", default=",".join(PEERS))
+    parser.add_argument("--routing", default="uniform")
+    parser.add_argument("--out", default=None)
+    parser.add_argument("--here", action="store_true", help="in this process")
+    options = parser.parse_args()
+    for peer in options.peers.split(","):
+        if not options.here:
+            command = [sys.executable, "-m", __spec__.name, "--shapes", options.shapes, "--peers", peer, "--here"]
+            command += ["--routing", options.routing, *(["--out", options.out] if options.out else [])]
+            subprocess.run(command, check=False)
+            continue
+        for shape in (s for s in SHAPES if s.name in options.shapes.split(",")):
+            begin = time.time()
+            try:
+                row = measure(shape, peer, options.routing)
+            except (RuntimeError, ImportError) as error:
+                row = dict(shape=shape.name, peer=peer, routing=options.routing, error=f"{error}"[:300])
+            torch.cuda.empty_cache()
+            if options.out:
+                with open(options.out, "a") as file:
+                    print(json.dumps(row), file=file)
+            worst = max(row.get("errors", {"": float("nan")}).values())
+            if "error" in row:
+                print(f"{shape.name:10} {peer:18} {row['error']}", flush=True)
+            else:
+                print(
+                    f"{shape.name:10} {peer:18} forward {row['forward_ms']:8.3f} ms  step {row['step_ms']:8.3f} ms"
+                    f"  {row['tflops']:5.0f} TFLOP/s  peak {row['peak_mib']:8.0f} MiB  worst error {worst:.1e}"
+                    f"  ({time.time() - begin:.0f} s)",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""The systems that `bench moe` compares: each a function of one shape's tensors and routing.
+
+A peer gets the same x, weights, gradient and precomputed routing as the others, in the layout it likes best, and
+gives a `Work`: forward alone, and forward with backward. Peers that are not installed raise ImportError.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .shapes import Shape
+
+
+@dataclasses.dataclass
+class Inputs:
+    """One shape's tensors: x [T,d], w1 [E,2h,d] (gate above up), w2 [E,d,h], grad [T,d], ids and weights [T,K]."""
+
+    shape: Shape
+    x: Tensor
+    w1: Tensor
+    w2: Tensor
+    grad: Tensor
+    ids: Tensor
+    weights: Tensor
+
+    def leaves(self) -> list[Tensor]:
+        """Fresh leaves of x, weights, w1 and w2, on the same storage."""
+        return [t.detach().requires_grad_() for t in (self.x, self.weights, self.w1, self.w2)]
+
+
+@dataclasses.dataclass
+class Work:
+    """What is timed.
+
+    Attributes:
+        forward: the output [T,d], no gradients recorded.
+        step: output and gradients (of x, weights, w1, w2, in the layouts of `Inputs`).
+        prepare: run before the clock: index arrays from the routing, where the peer takes them precomputed.
+    """
+
+    forward: Callable[[], Tensor]
+    step: Callable[[], tuple[Tensor, ...]]
+
+
+def autograd(inputs: Inputs, function: Callable[..., Tensor]) -> Work:
+    """The work of a differentiable function of (x, weights, w1, w2)."""
+    leaves = inputs.leaves()
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return function(*leaves)
+
+    def step() -> tuple[Tensor, ...]:
+        out = function(*leaves)
+        return (out, *torch.autograd.grad(out, leaves, inputs.grad.to(out.dtype)))
+
+    return Work(forward, step)
+
+
+def moefx(inputs: Inputs, provider: str = "", keep: str = "h", route: bool = True) -> Work:
+    """moefx's public ops: routing arrays and expert MLP."""
+    from ..ir import dialect
+    from .tune import swiglu
+
+    body = swiglu(inputs.shape).to_json()
+
+    def function(x: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        pft = dialect.build_pft(inputs.ids, weights, None, num_experts=inputs.shape.E)
+        token_ids, _, offsets, inverse, row_weights = pft
+        arguments = (x, token_ids, offsets, inverse, row_weights, [w1], [], [w2], [])
+        return dialect.expert_mlp(*arguments, body=body, keep=keep, reduce=True)[0]
+
+    return autograd(inputs, function)
+
+
+def torch_grouped_mm(inputs: Inputs) -> Work:
+    """torch's grouped GEMM with plain torch around it."""
+    num_tokens, num_slots = inputs.ids.shape
+    order = inputs.ids.reshape(-1).argsort(stable=True)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.numel(), device=order.device)
+    counts = torch.bincount(inputs.ids.reshape(-1), minlength=inputs.shape.E)
+    ends, token = counts.cumsum(0).to(torch.int32), order // num_slots
+    gemm = getattr(F, "grouped_mm", None) or torch._grouped_mm
+
+    def function(x: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        hidden = gemm(x[token], w1.transpose(1, 2), offs=ends)
+        gate, up = hidden.chunk(2, -1)
+        rows = gemm(F.silu(gate) * up, w2.transpose(1, 2), offs=ends)
+        by_slot = rows[inverse].view(num_tokens, num_slots, -1)
+        return (by_slot * weights[..., None].to(rows.dtype)).sum(1)
+
+    return autograd(inputs, function)
+
+
+def bmm_ceiling(inputs: Inputs) -> Work:
+    """cuBLAS batched GEMMs alone, equal counts: no gather, no activation, no sum. Not an answer, a ceiling."""
+    shape = inputs.shape
+    n = shape.T * shape.K // shape.E
+    x = torch.randn(shape.E, n, shape.d, device=inputs.x.device).to(inputs.x.dtype)
+    hidden = torch.randn(shape.E, n, 2 * shape.h, device=inputs.x.device).to(inputs.x.dtype)
+    act = hidden[..., : shape.h].contiguous()
+
+    def forward() -> Tensor:
+        torch.bmm(x, inputs.w1.transpose(1, 2))
+        return torch.bmm(act, inputs.w2.transpose(1, 2))
+
+    def step() -> tuple[Tensor, ...]:
+        forward()
+        torch.bmm(x, inputs.w2)
+        torch.bmm(hidden, inputs.w1)
+        torch.bmm(hidden.transpose(1, 2), x)
+        return (torch.bmm(x.transpose(1, 2), act),)
+
+    return Work(forward, step)
+
+
+PEERS: dict[str, Callable[[Inputs], Work]] = {
+    "moefx": moefx,
+    "torch grouped_mm": torch_grouped_mm,
+    "BMM ceiling": bmm_ceiling,
+}
