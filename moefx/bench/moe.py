@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..lowering import select
 from .peers import PEERS, Inputs
 from .shapes import SHAPES, Shape, routed, tensors
 from .timing import milliseconds
@@ -59,7 +60,7 @@ def errors(inputs: Inputs, results: tuple[Tensor, ...]) -> dict[str, float]:
         "grad_w1": (grad_w1[expert], want_w1),
         "grad_w2": (grad_w2[expert], want_w2),
     }
-    return {name: float((got.float() - want).norm() / want.norm()) for name, (got, want) in pairs.items()}
+    return {name: float((got.detach().float() - want.detach()).norm() / want.detach().norm()) for name, (got, want) in pairs.items()}
 
 
 def measure(shape: Shape, peer: str, routing: str) -> dict[str, Any]:
@@ -79,6 +80,8 @@ def measure(shape: Shape, peer: str, routing: str) -> dict[str, Any]:
     results = work.step()
     torch.cuda.synchronize()
     row["peak_mib"] = (torch.cuda.max_memory_allocated() - before) / 2**20
+    if peer.startswith("moefx"):
+        row["providers"] = sorted({f"{op}: {provider}" for op, provider in select.counters()})
     row["tflops"] = 9 * shape.flops / row["step_ms"] / 1e9
     return row
 

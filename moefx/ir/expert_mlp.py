@@ -99,9 +99,11 @@ class Call:
             experts.weight_shape(name, w, offsets, g.transposed, self.x.shape[1])[1]
             for w, g in zip(self.up, self.body.up, strict=True)
         ]
-        group, start, stop, step = self.body.parts[0]
-        # A slice of a meta tensor knows how to slice a symbolic width.
-        act = torch.empty((1, up[group]), device="meta")[:, start:stop:step].shape[1]
+        group, *columns = self.body.parts[0]
+        if isinstance(up[group], int):
+            act = len(range(*slice(*columns).indices(up[group])))
+        else:  # a slice of a meta tensor knows how to slice a symbolic width
+            act = torch.empty((1, up[group]), device="meta")[:, slice(*columns)].shape[1]
         return up, act, experts.weight_shape(name, self.down, offsets, self.body.down.transposed, act)[1]
 
     def multiplications(self) -> int:

@@ -1,24 +1,28 @@
-"""The pointwise part of an expert as formulas: aten -> FX -> SymPy, its derivatives, and source text for kernels.
+"""The pointwise part of an expert as formulas: aten -> SymPy, value and derivatives, and source text for kernels.
 
-No activation is named here. torch's own decompositions take any pointwise op apart into the primitives below; SymPy
-differentiates what is left, and shares common subexpressions between the value and its derivatives. Derivatives
-follow torch at the kinks: relu has none at 0, clamp passes it at its bounds, equal operands of maximum share it.
+No activation is named here. The expression runs once on small tensors, under torch's autograd and with torch's own
+decompositions, while a dispatch mode writes down as SymPy expressions what the calls of the primitives below give.
+So the derivatives are those of torch, at the kinks and for infinities too: relu has none at 0, clamp passes it at
+its bounds, hardtanh does not, equal operands of maximum share it. Value and derivatives share their subexpressions.
 
 Everything is computed in float32; casts in the expression are left out, which rounds less often than the original.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import sympy
 import torch
-from sympy import Function, Symbol
-from torch.fx.experimental.proxy_tensor import make_fx
+from sympy import Function, S, Symbol
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..ir.expression import Expr, canonical, program, variables
 
@@ -27,259 +31,417 @@ class Underivable(Exception):
     """The expression has something in it for which there is no rule; the message says what."""
 
 
-# -- primitives: functions that SymPy neither evaluates nor simplifies, with the derivative that torch has
-# -----------------------------------------------------------------------------------------------------
+# -- primitives: functions that SymPy neither evaluates nor reorders
+# ------------------------------------------------------------------------------------------------------
+# Its own sums and products it does: it multiplies out numbers, merges powers, sorts operands. In floating point that
+# cancels and overflows where the expression as written does not.
 
 
-class Exp(Function):
-    def fdiff(self, argindex=1):
-        return self
+class Primitive(Function):
+    text: ClassVar[str]  # in Triton, with the arguments to be filled in
 
 
-class Expm1(Function):
-    def fdiff(self, argindex=1):
-        return Exp(self.args[0])
+class Condition(Primitive):
+    """True or false, as tl.where takes it."""
 
 
-class Log(Function):
-    def fdiff(self, argindex=1):
-        return 1 / self.args[0]
+class Add(Primitive):
+    text = "({} + {})"
+
+    @classmethod
+    def eval(cls, a: Any, b: Any) -> Any:
+        if a is S.Zero or b is S.Zero:
+            return b if a is S.Zero else a
+        return _exactly(float(a) + float(b)) if a.is_Number and b.is_Number else None
 
 
-class Log1p(Function):
-    def fdiff(self, argindex=1):
-        return 1 / (1 + self.args[0])
+class Subtract(Primitive):
+    text = "({} - {})"
+
+    @classmethod
+    def eval(cls, a: Any, b: Any) -> Any:
+        if a is S.Zero or b is S.Zero:
+            return Negate(b) if a is S.Zero else a
+        return _exactly(float(a) - float(b)) if a.is_Number and b.is_Number else None
 
 
-class Sigmoid(Function):
-    def fdiff(self, argindex=1):
-        return self * (1 - self)
+class Negate(Primitive):
+    text = "(-{})"
+
+    @classmethod
+    def eval(cls, a: Any) -> Any:
+        if isinstance(a, Negate):
+            return a.args[0]
+        return _exactly(-float(a)) if a.is_Number else None
 
 
-class Tanh(Function):
-    def fdiff(self, argindex=1):
-        return 1 - self**2
+class Multiply(Primitive):
+    text = "({} * {})"
+
+    @classmethod
+    def eval(cls, a: Any, b: Any) -> Any:
+        for one, other in ((a, b), (b, a)):
+            if one is S.One or one is S.NegativeOne:
+                return other if one is S.One else Negate(other)
+        return _exactly(float(a) * float(b)) if a.is_Number and b.is_Number else None
 
 
-class Erf(Function):
-    def fdiff(self, argindex=1):
-        return 2 / math.sqrt(math.pi) * Exp(-(self.args[0] ** 2))
+class Divide(Primitive):
+    text = "({} / {})"
+
+    @classmethod
+    def eval(cls, a: Any, b: Any) -> Any:
+        if b is S.One:
+            return a
+        return _exactly(float(a) / float(b)) if a.is_Number and b.is_Number and b is not S.Zero else None
 
 
-class Sqrt(Function):
-    def fdiff(self, argindex=1):
-        return 1 / (2 * self)
+class Where(Primitive):
+    text = "tl.where({}, {}, {})"
+
+    @classmethod
+    def eval(cls, condition: Any, a: Any, b: Any) -> Any:
+        return a if a == b else None
 
 
-class Sin(Function):
-    def fdiff(self, argindex=1):
-        return Cos(self.args[0])
+def _primitive(name: str, text: str, base: type = Primitive) -> Any:
+    return type(name, (base,), {"text": text, "__module__": __name__, "nargs": text.count("{}")})
 
 
-class Cos(Function):
-    def fdiff(self, argindex=1):
-        return -Sin(self.args[0])
+Maximum = _primitive("Maximum", "tl.maximum({}, {}, tl.PropagateNan.ALL)")
+Minimum = _primitive("Minimum", "tl.minimum({}, {}, tl.PropagateNan.ALL)")
+MaximumNumber = _primitive("MaximumNumber", "tl.maximum({}, {})")
+MinimumNumber = _primitive("MinimumNumber", "tl.minimum({}, {})")
+Absolute = _primitive("Absolute", "tl.abs({})")
+Sign = _primitive("Sign", "sign({})")
+Exp = _primitive("Exp", "tl.exp({})")
+Exp2 = _primitive("Exp2", "tl.exp2({})")
+Expm1 = _primitive("Expm1", "expm1({})")
+Log = _primitive("Log", "tl.log({})")
+Log2 = _primitive("Log2", "tl.log2({})")
+Log1p = _primitive("Log1p", "log1p({})")
+Sqrt = _primitive("Sqrt", "tl.sqrt({})")
+Rsqrt = _primitive("Rsqrt", "tl.rsqrt({})")
+Hypot = _primitive("Hypot", "hypot({}, {})")
+Sigmoid = _primitive("Sigmoid", "tl.sigmoid({})")
+Erf = _primitive("Erf", "tl.erf({})")
+Erfc = _primitive("Erfc", "erfc({})")
+Sin = _primitive("Sin", "tl.sin({})")
+Cos = _primitive("Cos", "tl.cos({})")
+Atan = _primitive("Atan", "atan({})")
+Sinh = _primitive("Sinh", "sinh({})")
+Cosh = _primitive("Cosh", "cosh({})")
+Tanh = _primitive("Tanh", "tanh({})")
+Asinh = _primitive("Asinh", "asinh({})")
 
-
-class Sign(Function):
-    def fdiff(self, argindex=1):
-        return sympy.Integer(0)
-
-
-class Absolute(Function):
-    def fdiff(self, argindex=1):
-        return Sign(self.args[0])
-
-
-class Compare(Function):
-    """Compare(kind, a, b), a condition; kind is one of the names in `_COMPARISONS`."""
-
-
-class All(Function):
-    """Both conditions."""
-
-
-class Any_(Function):
-    """Either condition."""
-
-
-class Not(Function):
-    """The condition does not hold; true for a NaN as well."""
-
-
-class Where(Function):
-    """Where(condition, a, b)."""
-
-    def _eval_derivative(self, s: Any) -> Any:
-        condition, a, b = self.args
-        da, db = sympy.diff(a, s), sympy.diff(b, s)
-        return da if da == db else Where(condition, da, db)
-
-
-_COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
-
-
-def _compare(kind: str) -> Callable[..., Any]:
-    return lambda a, b: Compare(Symbol(kind), a, b)
-
-
-def _less(a: Any, b: Any) -> Any:
-    return Compare(Symbol("lt"), a, b)
-
-
-def _at_least(x: Any, low: Any) -> Any:
-    return x if low is None else Where(_less(x, low), low, x)  # a NaN stays one
-
-
-def _at_most(x: Any, high: Any) -> Any:
-    return x if high is None else Where(_less(high, x), high, x)
-
-
-def _maximum(a: Any, b: Any) -> Any:
-    return Where(_less(b, a), a, Where(_less(a, b), b, (a + b) / 2))
-
-
-def _power(x: Any, exponent: Any) -> Any:
-    exponent = sympy.sympify(exponent)
-    if not x.is_Number and exponent.is_Number and exponent == int(exponent):
-        return x ** int(exponent)
-    if exponent.is_Number and exponent * 2 == int(exponent * 2):
-        return Sqrt(x) ** int(exponent * 2)
-    raise Underivable(f"a power with exponent {exponent}")
-
-
-def _no_rounding(function: Callable[..., Any]) -> Callable[..., Any]:
-    def checked(a: Any, b: Any, rounding_mode: str | None = None) -> Any:
-        if rounding_mode is not None:
-            raise Underivable(f"a division that rounds ({rounding_mode})")
-        return function(a, b)
-
-    return checked
-
-
-def _same(x: Any, *_: Any, **kwargs: Any) -> Any:
-    dtype = next((a for a in (*_, *kwargs.values()) if isinstance(a, torch.dtype)), torch.float32)
-    if not dtype.is_floating_point:
-        raise Underivable(f"a cast to {dtype}")
-    return x
-
-
-# aten and prims names (without overload) -> rule
-_RULES: dict[str, Callable[..., Any]] = {
-    "add": lambda a, b, alpha=1: a + alpha * b,
-    "sub": lambda a, b, alpha=1: a - alpha * b,
-    "rsub": lambda a, b, alpha=1: b - alpha * a,
-    "mul": lambda a, b: a * b,
-    "div": _no_rounding(lambda a, b: a / b),
-    "neg": lambda a: -a,
-    "reciprocal": lambda a: 1 / a,
-    "square": lambda a: a**2,
-    "pow": _power,
-    "exp": Exp,
-    "exp2": lambda a: Exp(a * math.log(2)),
-    "expm1": Expm1,
-    "log": Log,
-    "log2": lambda a: Log(a) / math.log(2),
-    "log1p": Log1p,
-    "sigmoid": Sigmoid,
-    "tanh": Tanh,
-    "erf": Erf,
-    "sqrt": Sqrt,
-    "rsqrt": lambda a: 1 / Sqrt(a),
-    "sin": Sin,
-    "cos": Cos,
-    "sign": Sign,
-    "abs": Absolute,
-    "where": Where,
-    "maximum": _maximum,
-    "minimum": lambda a, b: -_maximum(-a, -b),
-    "fmax": _maximum,
-    "fmin": lambda a, b: -_maximum(-a, -b),
-    "clamp": lambda x, min=None, max=None: _at_most(_at_least(x, min), max),
-    "clamp_min": _at_least,
-    "clamp_max": _at_most,
-    "logical_and": All,
-    "bitwise_and": All,
-    "logical_or": Any_,
-    "bitwise_or": Any_,
-    "logical_not": Not,
-    "bitwise_not": Not,
-    **{name: _compare(name) for name in _COMPARISONS},
-    **dict.fromkeys(("_to_copy", "to", "convert_element_type", "clone", "detach", "alias", "view_of"), _same),
-    **dict.fromkeys(("zeros_like", "new_zeros"), lambda *_, **__: sympy.Integer(0)),
-    **dict.fromkeys(("ones_like", "new_ones"), lambda *_, **__: sympy.Integer(1)),
-    **dict.fromkeys(("full_like", "full", "fill", "new_full"), lambda _, value, **__: sympy.sympify(value)),
-    "scalar_tensor": lambda value, **__: sympy.sympify(value),
-    "broadcast_in_dim": lambda x, *_: x,
-    "expand": lambda x, *_, **__: x,
-}
-
-
-# -- from aten to SymPy
-# -----------------------------------------------------------------------------------------------------
-
-
-@functools.lru_cache(maxsize=1024)
-def formula(text: str, names: tuple[str, ...]) -> Any:
-    """The SymPy expression of an expression given as its `canonical` text; variables become real symbols.
-
-    Raises:
-        Underivable: there is no rule for something in it.
-    """
-    graph = _in_fresh_thread(lambda: _traced(text, names))
-    values: dict[Any, Any] = {}
-    symbols = iter(names)
-
-    def value_of(argument: Any) -> Any:
-        if isinstance(argument, torch.fx.Node):
-            return values[argument]
-        if isinstance(argument, (list, tuple)):
-            return [value_of(a) for a in argument]
-        return _exactly(argument) if isinstance(argument, float) else argument
-
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            values[node] = Symbol(next(symbols), real=True)
-        elif node.op == "get_attr":
-            values[node] = _exactly(float(getattr(graph.owning_module, node.target)))
-        elif node.op == "output":
-            (result,) = node.args[0]
-            return sympy.sympify(value_of(result))
-        else:
-            name = _base_name(node.target)
-            if name not in _RULES:
-                raise Underivable(f"{name}, for which there is no rule")
-            try:
-                values[node] = _RULES[name](*map(value_of, node.args), **{k: value_of(v) for k, v in node.kwargs.items()})
-            except (TypeError, AttributeError) as error:
-                raise Underivable(f"{name} with arguments {node.args[1:]} {dict(node.kwargs)}") from error
-    raise AssertionError("a graph without output")
+Less = _primitive("Less", "({} < {})", Condition)
+LessEqual = _primitive("LessEqual", "({} <= {})", Condition)
+Greater = _primitive("Greater", "({} > {})", Condition)
+GreaterEqual = _primitive("GreaterEqual", "({} >= {})", Condition)
+Equal = _primitive("Equal", "({} == {})", Condition)
+NotEqual = _primitive("NotEqual", "({} != {})", Condition)
+Both = _primitive("Both", "({} & {})", Condition)
+Either = _primitive("Either", "({} | {})", Condition)
+OneOf = _primitive("OneOf", "({} ^ {})", Condition)
+Not = _primitive("Not", "({} == 0)", Condition)
 
 
 def _exactly(number: float) -> Any:
     """Whole numbers as such, so that factors of 1.0 disappear."""
-    return sympy.Integer(int(number)) if number.is_integer() else sympy.Float(number, 17)
+    if math.isfinite(number):
+        return sympy.Integer(int(number)) if number == int(number) else sympy.Float(number, 17)
+    return S.NaN if math.isnan(number) else S.Infinity if number > 0 else S.NegativeInfinity
 
 
-def _traced(text: str, names: Sequence[str]) -> torch.fx.Graph:
-    def function(*args: torch.Tensor) -> list[torch.Tensor]:
-        return [program(text)(dict(zip(names, args, strict=True)))]
+# -- rules
+# ------------------------------------------------------------------------------------------------------
 
-    # float32 whatever the call computes in: no promotions to undo.
-    args = [torch.ones((2, 3), device="meta") for _ in names]
-    trace = make_fx(function, decomposition_table=_decompositions())
+
+def _as_number(x: Any) -> Any:
+    return Where(x, S.One, S.Zero) if isinstance(x, Condition) else x
+
+
+def _as_condition(x: Any) -> Any:
+    return x if isinstance(x, Condition) else NotEqual(x, S.Zero)
+
+
+def _logical(function: Any) -> Callable[..., Any]:
+    return lambda *args: function(*map(_as_condition, args))
+
+
+def _bitwise(function: Any) -> Callable[..., Any]:
+    def checked(*args: Any) -> Any:
+        if not all(isinstance(a, Condition) for a in args):
+            raise Underivable("a bitwise operation on numbers")
+        return function(*args)
+
+    return checked
+
+
+def _choose(condition: Any, a: Any, b: Any) -> Any:
+    if isinstance(a, Condition) and isinstance(b, Condition):
+        return Either(Both(condition, a), Both(Not(condition), b))
+    return Where(_as_condition(condition), _as_number(a), _as_number(b))
+
+
+def _on_numbers(function: Any) -> Callable[..., Any]:
+    """For arguments among which there may be conditions, which count as 0 and 1."""
+    return lambda *args, **kwargs: function(*map(_as_number, args), **kwargs)
+
+
+def _clamp(x: Any, low: Any = None, high: Any = None, *, min: Any = None, max: Any = None) -> Any:
+    low, high = low if min is None else min, high if max is None else max
+    x = x if low is None else Maximum(x, low)
+    return x if high is None else Minimum(x, high)
+
+
+def _divide(a: Any, b: Any, rounding_mode: str | None = None) -> Any:
+    if rounding_mode is not None:
+        raise Underivable(f"a division that rounds ({rounding_mode})")
+    return Divide(a, b)
+
+
+def _power(x: Any, exponent: Any) -> Any:
+    if x.is_Number and float(x) > 0:
+        return Exp2(exponent) if x == 2 else Exp(Multiply(exponent, _exactly(math.log(x))))
+    if not exponent.is_Number or not math.isfinite(exponent):
+        raise Underivable("a power whose exponent is not a number" if x.free_symbols else f"a power of {x}")
+    if exponent < 0:
+        return Divide(S.One, _power(x, -exponent))
+    whole = math.floor(exponent)
+    result, square, rest = S.One, x, whole
+    while rest:
+        result = Multiply(result, square) if rest & 1 else result
+        rest >>= 1
+        square = Multiply(square, square) if rest else square
+    if exponent == whole:
+        return result
+    fraction = _exactly(float(exponent) - whole)  # in (0, 1): the error of the logarithm does not grow
+    return Multiply(result, Sqrt(x) if float(fraction) == 0.5 else Exp(Multiply(fraction, Log(x))))
+
+
+def _cast(x: Any, *args: Any, **kwargs: Any) -> Any:
+    dtype = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)), torch.float32)
+    if dtype is torch.bool:
+        return _as_condition(x)
+    if not dtype.is_floating_point or dtype.itemsize < 2:  # a cast to 8 bits is meant to round
+        raise Underivable(f"a cast to {dtype}")
+    return _as_number(x)
+
+
+def _constant(value: Any, **_: Any) -> Any:
+    return NotEqual(_exactly(value), S.Zero) if isinstance(value, bool) else value
+
+
+def _filled(value: Any) -> Callable[..., Any]:
+    return lambda *_, **__: value
+
+
+# aten and prims names (without overload) -> rule
+_RULES: dict[str, Callable[..., Any]] = {
+    **{
+        name: _on_numbers(function)
+        for name, function in {
+            "add": lambda a, b, alpha=S.One: Add(a, Multiply(alpha, b)),
+            "sub": lambda a, b, alpha=S.One: Subtract(a, Multiply(alpha, b)),
+            "rsub": lambda a, b, alpha=S.One: Subtract(b, Multiply(alpha, a)),
+            "mul": Multiply,
+            "div": _divide,
+            "neg": Negate,
+            "reciprocal": lambda a: Divide(S.One, a),
+            "pow": _power,
+            "exp": Exp,
+            "exp2": Exp2,
+            "expm1": Expm1,
+            "log": Log,
+            "log2": Log2,
+            "log10": lambda a: Multiply(Log(a), _exactly(1 / math.log(10))),
+            "log1p": Log1p,
+            "sqrt": Sqrt,
+            "rsqrt": Rsqrt,
+            "hypot": Hypot,
+            "sigmoid": Sigmoid,
+            "erf": Erf,
+            "erfc": Erfc,
+            "sin": Sin,
+            "cos": Cos,
+            "tan": lambda a: Divide(Sin(a), Cos(a)),
+            "atan": Atan,
+            "sinh": Sinh,
+            "cosh": Cosh,
+            "tanh": Tanh,
+            "asinh": Asinh,
+            "sign": Sign,
+            "abs": Absolute,
+            "maximum": Maximum,
+            "minimum": Minimum,
+            "fmax": MaximumNumber,
+            "fmin": MinimumNumber,
+            "clamp": _clamp,
+            "clamp_min": Maximum,
+            "clamp_max": Minimum,
+            "lt": Less,
+            "le": LessEqual,
+            "gt": Greater,
+            "ge": GreaterEqual,
+            "eq": Equal,
+            "ne": NotEqual,
+        }.items()
+    },
+    "where": _choose,
+    "masked_fill": lambda x, mask, value: _choose(mask, value, x),
+    "logical_and": _logical(Both),
+    "logical_or": _logical(Either),
+    "logical_xor": _logical(OneOf),
+    "logical_not": _logical(Not),
+    **dict.fromkeys(("bitwise_and", "__and__"), _bitwise(Both)),
+    **dict.fromkeys(("bitwise_or", "__or__"), _bitwise(Either)),
+    **dict.fromkeys(("bitwise_xor", "__xor__"), _bitwise(OneOf)),
+    "bitwise_not": _bitwise(Not),
+    **dict.fromkeys(("_to_copy", "to", "convert_element_type", "type_as"), _cast),
+    **dict.fromkeys(("clone", "detach", "alias", "view_of", "lift_fresh", "lift_fresh_copy"), lambda x, **_: x),
+    **dict.fromkeys(("expand", "broadcast_in_dim"), lambda x, *_, **__: x),
+    "copy_": lambda _, x, *__: x,
+    **dict.fromkeys(("zeros", "zeros_like", "new_zeros", "_efficientzerotensor"), _filled(S.Zero)),
+    **dict.fromkeys(("ones", "ones_like", "new_ones"), _filled(S.One)),
+    **dict.fromkeys(("empty", "empty_like", "empty_permuted", "new_empty"), _filled(None)),
+    **dict.fromkeys(("full_like", "full", "fill", "new_full"), lambda _, value, **__: _constant(value)),
+    "scalar_tensor": _constant,
+}
+
+
+# -- from aten to SymPy
+# ------------------------------------------------------------------------------------------------------
+
+
+def formula_of(expr: Expr, names: Sequence[str] | None = None) -> Any:
+    """The SymPy expression of an expression of the variables `names`, which become symbols.
+
+    Raises:
+        Underivable: there is no rule for something in it.
+    """
+    return _formulas(canonical(expr), tuple(variables(expr) if names is None else names), None, ())[0]
+
+
+def with_gradients(expr: Expr, grad: str, wrt: Sequence[str], ones: Sequence[str] = ()) -> list[Any]:
+    """[expr, grad * d expr / d wrt[0], ...], the variables named in `ones` (and `grad`, if it is) being 1."""
+    others = [name for name in variables(expr) if name not in wrt]
+    value, *gradients = _formulas(canonical(expr), (*wrt, *others), grad, tuple(ones))
+    return [value, *gradients[: len(wrt)]]
+
+
+def factor_of(expr: Expr, name: str, other: Sequence[str]) -> Any:
+    """c of an expression that is name * c, linear in `name` (see `expression.is_linear`)."""
+    return _formulas(canonical(expr), (name, *other), None, (name,))[0]
+
+
+def symbols_of(formula: Any) -> set[str]:
+    """Names of the variables that occur."""
+    stack, seen = [formula], {formula}  # a formula is a graph: as a tree it may be far larger
+    while stack:
+        new = set(stack.pop().args) - seen
+        stack.extend(new)
+        seen |= new
+    return {s.name for s in seen if s.is_Symbol}
+
+
+@functools.lru_cache(maxsize=1024)
+def _formulas(text: str, names: tuple[str, ...], grad: str | None, ones: tuple[str, ...]) -> tuple[Any, ...]:
+    """The value, and with `grad` its product with the derivative by each of the names."""
+
+    def read() -> tuple[Any, ...]:
+        try:
+            return _read(text, names, grad, ones, contextlib.nullcontext())
+        except Underivable as reason:
+            # A derivative without decomposition (at present softshrink's): decompose what it is the derivative of.
+            try:
+                return _read(text, names, grad, ones, _Decomposed())
+            except Underivable:
+                raise reason from None
+
+    return _in_fresh_thread(read)
+
+
+def _read(text: str, names: Sequence[str], grad: str | None, ones: Sequence[str], above: Any) -> tuple[Any, ...]:
+    reader = _Reader()
     try:
-        module = trace(*args)
-    except Exception as error:  # whatever torch's decompositions raise for what they do not take
-        raise Underivable(f"something that torch cannot trace ({type(error).__name__}: {error})") from error
-    module.graph.eliminate_dead_code()
-    return module.graph
+        with reader, above:
+            inputs = [reader.input(S.One if name in ones else Symbol(name)) for name in names]
+            value = program(text)(dict(zip(names, inputs, strict=True)))
+            if not isinstance(value, torch.Tensor):
+                raise Underivable(f"{value} instead of an expression")
+            if not value.dtype.is_floating_point:
+                raise Underivable(f"a result in {value.dtype}")
+            gradients: Sequence[Any] = ()
+            if grad is not None:
+                gradients = [None] * len(names)
+                if value.requires_grad:
+                    seed = reader.input(S.One if grad in ones else Symbol(grad)).to(value.dtype)
+                    gradients = torch.autograd.grad(value, inputs, seed, allow_unused=True)
+        return tuple(S.Zero if t is None else _as_number(reader.value_of(t)) for t in (value, *gradients))
+    except Underivable:
+        raise
+    except Exception as error:  # whatever torch raises for what it does not take
+        reason = (str(error).splitlines() or [""])[0]
+        raise Underivable(f"something that torch cannot run ({type(error).__name__}: {reason})") from error
 
 
-@functools.cache
-def _decompositions() -> dict[Any, Any]:
-    overloads = [op for op in torch._decomp.decomposition_table if isinstance(op, torch._ops.OpOverload)]
-    return {op: torch._decomp.decomposition_table[op] for op in overloads if _base_name(op) not in _RULES}
+class _Reader(TorchDispatchMode):
+    """Runs ATen calls on small tensors, and keeps for each tensor the SymPy expression of its elements.
+
+    What has no rule is taken apart by torch's own decomposition.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: dict[int, Any] = {}
+        self.alive: list[torch.Tensor] = []  # ids stay unique while the tensors live
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as in `ir.derivative`
+
+    def input(self, value: Any) -> torch.Tensor:
+        # float32 whatever the call computes in: no promotions to undo.
+        tensor = torch.ones((2, 3), device="cpu", requires_grad=True)
+        return self._keep(tensor, value)
+
+    def _keep(self, tensor: torch.Tensor, value: Any) -> torch.Tensor:
+        self.values[id(tensor)] = value
+        self.alive.append(tensor)
+        return tensor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, _base_name(func)
+        if name not in _RULES:
+            if func not in torch._decomp.decomposition_table:
+                raise Underivable(f"{name}, for which there is no rule")
+            with self:
+                return torch._decomp.decomposition_table[func](*args, **kwargs)
+        output = func(*args, **kwargs)
+        try:
+            value = _RULES[name](*map(self.value_of, args), **{k: self.value_of(v) for k, v in kwargs.items()})
+        except (TypeError, AttributeError) as error:
+            raise Underivable(f"{name} with arguments {args[1:]} {kwargs}") from error
+        return self._keep(output, value)
+
+    def value_of(self, argument: Any) -> Any:
+        if isinstance(argument, torch.Tensor):
+            # Unknown is only a constant that torch made from a number.
+            known = self.values.get(id(argument))
+            return _exactly(argument.item()) if known is None and id(argument) not in self.values else known
+        if isinstance(argument, (int, float)) and not isinstance(argument, bool):
+            return _exactly(argument)
+        return argument
+
+
+class _Decomposed(TorchFunctionMode):
+    """Decomposes above autograd, which then differentiates the parts."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(func, torch._ops.OpOverload) and _base_name(func) not in _RULES:
+            func = torch._decomp.decomposition_table.get(func, func)
+        return func(*args, **(kwargs or {}))
 
 
 def _base_name(op: Any) -> str:
@@ -305,25 +467,8 @@ def _in_fresh_thread(function: Callable[[], Any]) -> Any:
     return outcome["value"]
 
 
-def formula_of(expr: Expr, names: Sequence[str] | None = None) -> Any:
-    """`formula` of an expression tree."""
-    return formula(canonical(expr), tuple(variables(expr) if names is None else names))
-
-
-def with_gradients(value: Any, grad: str, wrt: Sequence[str]) -> list[Any]:
-    """[value, grad * d value / d wrt[0], ...]."""
-    g = Symbol(grad, real=True)
-    return [value, *(g * sympy.diff(value, Symbol(name, real=True)) for name in wrt)]
-
-
-def factor_of(expr: Expr, name: str, other: Sequence[str]) -> Any:
-    """c of an expression that is name * c, linear in `name` (see `expression.is_linear`)."""
-    value = formula_of(expr, (name, *other))
-    return value.subs(Symbol(name, real=True), 1)
-
-
 # -- from SymPy to source text
-# -----------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------
 
 
 def source(name: str, parameters: Sequence[str], results: Sequence[Any]) -> str:
@@ -334,66 +479,26 @@ def source(name: str, parameters: Sequence[str], results: Sequence[Any]) -> str:
     shared, reduced = sympy.cse(list(results), symbols=sympy.numbered_symbols("t"), order="none", list=True)
     lines = [f"    {symbol} = {_text(value)}" for symbol, value in shared]
     like = parameters[0]
-    texts = [_text(r) if r.free_symbols else f"tl.zeros_like({like}) + {_text(r)}" for r in reduced]
+    texts = [_text(r) if symbols_of(r) else f"tl.zeros_like({like}) + {_text(r)}" for r in reduced]
     return "\n".join([f"def {name}({', '.join(parameters)}):", *lines, f"    return {', '.join(texts)}", ""])
 
 
-_FUNCTIONS: Mapping[type, str] = {
-    Exp: "tl.exp",
-    Expm1: "expm1",
-    Log: "tl.log",
-    Log1p: "log1p",
-    Sigmoid: "tl.sigmoid",
-    Tanh: "tanh",
-    Erf: "tl.erf",
-    Sqrt: "tl.sqrt",
-    Sin: "tl.sin",
-    Cos: "tl.cos",
-    Sign: "sign",
-    Absolute: "tl.abs",
-    Where: "tl.where",
-}
-
-
 def _text(expr: Any) -> str:
-    """One expression, with parentheses around everything but atoms and calls."""
-    if isinstance(expr, Compare):
-        kind, a, b = expr.args
-        return f"({_text(a)} {_COMPARISONS[kind.name]} {_text(b)})"
-    if isinstance(expr, (All, Any_)):
-        a, b = expr.args
-        return f"({_text(a)} {'&' if isinstance(expr, All) else '|'} {_text(b)})"
-    if isinstance(expr, Not):
-        return f"({_text(expr.args[0])} == 0)"
-    if isinstance(expr, Function):
-        return f"{_FUNCTIONS[type(expr)]}({', '.join(map(_text, expr.args))})"
     if expr.is_Symbol:
         return expr.name
     if expr.is_Number:
         return _number(expr)
-    if expr.is_Add:
-        first, *rest = sorted(expr.args, key=lambda term: term.could_extract_minus_sign())
-        return "(" + _text(first) + "".join(map(_signed, rest)) + ")"
-    if expr.is_Mul:
-        above, below = [], []
-        for factor in expr.args:
-            base, exponent = factor.as_base_exp()
-            inverse = exponent.is_Integer and exponent < 0
-            (below if inverse else above).append(base**-exponent if inverse else factor)
-        text = " * ".join(map(_text, above)) or "1.0"
-        return f"({text})" if not below else f"({text} / ({' * '.join(map(_text, below))}))"
-    if expr.is_Pow and expr.exp.is_Integer:
-        base, exponent = _text(expr.base), int(expr.exp)
-        power = " * ".join([base] * abs(exponent)) if abs(exponent) <= 4 else f"power({base}, {abs(exponent)})"
-        return f"({power})" if exponent > 0 else f"(1.0 / ({power}))"
-    raise Underivable(f"{expr}, for which there is no text")
-
-
-def _signed(term: Any) -> str:
-    return f" - {_text(-term)}" if term.could_extract_minus_sign() else f" + {_text(term)}"
+    texts = map(_text, expr.args)
+    if all(a.is_Number for a in expr.args):  # for Python to leave it to Triton
+        texts = (f"tl.full((), {text}, tl.float32)" for text in texts)
+    return expr.text.format(*texts)
 
 
 def _number(value: Any) -> str:
-    if value.is_infinite or value is sympy.nan:
-        return f'float("{float(value)}")'
-    return repr(float(value))
+    number = float(value)
+    single = ctypes.c_float(number).value
+    if not math.isfinite(single):  # also what only float32 has no number for
+        return f'float("{single}")'
+    if 0 < abs(single) < torch.finfo(torch.float32).tiny:  # Triton would take it for float64
+        return f"tl.full((), {number!r}, tl.float32)"
+    return repr(number)

@@ -13,17 +13,19 @@ No atomics, and every sum in fixed order: results repeat bit by bit.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
+from triton import next_power_of_2
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...ir.expert_mlp import Call, as_returned
 from . import gemm, rows
 from .configs import Config, config, num_multiprocessors
+from .launch import cdiv, launch
 from .pointwise import Pointwise, pointwise
 from .weights import Operand, Weights, stacked_biases
 
@@ -85,17 +87,21 @@ class Run:
     def schedule(self, bm: int) -> tuple[Tensor, int]:
         """Row tiles of `bm` rows: (see `gemm.schedule_kernel`, at most so many)."""
         if bm not in self.schedules:
-            max_tiles = triton.cdiv(self.call.num_rows, bm) + self.num_experts
+            max_tiles = cdiv(self.call.num_rows, bm) + self.num_experts
             schedule = torch.empty(2 * max_tiles + 1, dtype=torch.int32, device=self.device)
-            gemm.schedule_kernel[(self.num_experts,)](
-                self.call.expert_offsets, schedule, max_tiles, E=self.num_experts, E_BINS=self.bins, BM=bm, num_warps=1
+            launch(
+                gemm.schedule_kernel,
+                (self.num_experts,),
+                (self.call.expert_offsets, schedule, max_tiles),
+                dict(E=self.num_experts, E_BINS=self.bins, BM=bm),
+                warps=1,
             )
             self.schedules[bm] = (schedule, max_tiles)
         return self.schedules[bm]
 
     @property
     def bins(self) -> int:
-        return triton.next_power_of_2(self.num_experts)
+        return next_power_of_2(self.num_experts)
 
     def grid(self, cut: Config, num_tiles: int) -> tuple[int]:
         return (min(num_tiles, cut.persistent * num_multiprocessors(self.device)) if cut.persistent else num_tiles,)
@@ -159,11 +165,13 @@ class Run:
         _check_alike(w0, w1)
         bias0, bias1 = self.part_biases()
         h0, h1 = self.parts(hidden) if hidden else (self.x, self.x)
-        gemm.up_kernel[self.grid(cut, max_tiles * triton.cdiv(width, cut.bn))](
+        args = (
             *(self.x, self.x.stride(0), call.token_ids, call.expert_offsets, schedule, max_tiles),
             *(w0.source, w1.source, w0.expert, w0.column, w0.inner),
             *(bias0, bias1, *((0, 0) if bias0 is None else bias0.stride())),
             *(self.w, h0, h1, h0.stride(0), self.x if act is None else act, width, inner),
+        )
+        constants = dict(
             ACT=point.act,
             PARTS=point.num_parts,
             JOINED=point.joined,
@@ -173,17 +181,25 @@ class Run:
             USES_WEIGHT=point.uses_weight,
             STORE_H=hidden is not None,
             STORE_ACT=act is not None,
-            **self.tiling(cut, width, inner),
         )
+        self.launch_gemm(gemm.up_kernel, cut, max_tiles * cdiv(width, cut.bn), width, inner, args, constants)
 
     def activate(self, hidden: Sequence[Tensor], act: Tensor) -> None:
         """The pointwise part by itself."""
         point, width = self.point, self.act_width
         (h0, h1), (bt, bd) = self.parts(hidden), _block(width)
-        rows.act_kernel[(triton.cdiv(self.call.num_rows, bt), triton.cdiv(width, bd))](
-            *(h0, h1, h0.stride(0), self.call.expert_offsets, self.w, act, width, self.num_experts),
-            **dict(ACT=point.act, PARTS=point.num_parts, JOINED=point.joined, USES_WEIGHT=point.uses_weight),
-            **dict(BT=bt, BD=bd),
+        launch(
+            rows.act_kernel,
+            (cdiv(self.call.num_rows, bt), cdiv(width, bd)),
+            (h0, h1, h0.stride(0), self.call.expert_offsets, self.w, act, width, self.num_experts),
+            dict(
+                ACT=point.act,
+                PARTS=point.num_parts,
+                JOINED=point.joined,
+                USES_WEIGHT=point.uses_weight,
+                BT=bt,
+                BD=bd,
+            ),
         )
 
     def project_down(self, act: Tensor, out: Tensor, scaled: bool, cut: Config | None = None) -> None:
@@ -207,13 +223,15 @@ class Run:
         schedule, max_tiles = self.schedule(cut.bm)
         operands = [w.operand(backward=backward, block=(cut.bn, cut.bk) if cut.descriptors else None) for w in weights]
         _check_alike(operands[0], operands[-1])
-        described = cut.descriptors and not gather and operands[0].access != gemm.TABLE.value and _aligned(terms[0])
+        described = cut.descriptors and not gather and operands[0].access != "table" and _aligned(terms[0])
         left = [_describe(t, cut.bm, cut.bk) if described else t for t in terms]
-        gemm.rows_kernel[self.grid(cut, max_tiles * triton.cdiv(width, cut.bn))](
+        args = (
             *(left[0], left[-1], terms[0].stride(0), self.call.token_ids, self.call.expert_offsets),
             *(schedule, max_tiles),
             *(operands[0].source, operands[-1].source, operands[0].expert, operands[0].column, operands[0].inner),
             *(bias, *((0, 0) if bias is None else bias.stride()), self.w, out, width, inner),
+        )
+        constants = dict(
             SCALE=scale,
             TERMS=len(terms),
             GATHER=gather,
@@ -222,8 +240,8 @@ class Run:
             COLUMNS_FIRST=operands[0].columns_first,
             HAS_BIAS=bias is not None,
             HAS_SCALE=scale is not None,
-            **self.tiling(cut, width, inner),
         )
+        self.launch_gemm(gemm.rows_kernel, cut, max_tiles * cdiv(width, cut.bn), width, inner, args, constants)
 
     def combine(self, out: Tensor, dtype: torch.dtype, scale: Any) -> Tensor:
         """The sum of each token's rows, [S,width]."""
@@ -231,16 +249,28 @@ class Run:
         width = out.shape[1]
         total = self.empty(num_tokens, width, dtype)
         bt, bd = _block(width)
-        rows.combine_kernel[(triton.cdiv(num_tokens, bt), triton.cdiv(width, bd))](
-            *(out, self.w, self.call.inverse, total, num_tokens, width),
-            **dict(SCALE=scale, K=num_slots, HAS_SCALE=scale is not None, BT=bt, BD=bd),
+        launch(
+            rows.combine_kernel,
+            (cdiv(num_tokens, bt), cdiv(width, bd)),
+            (out, self.w, self.call.inverse, total, num_tokens, width),
+            dict(SCALE=scale, K=num_slots, HAS_SCALE=scale is not None, BT=bt, BD=bd),
         )
         return total
 
-    def tiling(self, cut: Config, width: int, inner: int) -> dict[str, Any]:
-        return dict(
+    def launch_gemm(
+        self,
+        kernel: Any,
+        cut: Config,
+        num_tiles: int,
+        width: int,
+        inner: int,
+        args: Sequence[Any],
+        constants: dict[str, Any],
+    ) -> None:
+        constants |= dict(
             EVEN_N=width % cut.bn == 0,
             EVEN_K=inner % cut.bk == 0,
+            VECTOR=math.gcd(width, 8),
             PRECISION=self.precision,
             BM=cut.bm,
             BN=cut.bn,
@@ -248,9 +278,8 @@ class Run:
             GROUP=cut.group,
             PERSISTENT=bool(cut.persistent),
             FLATTEN=cut.flatten,
-            num_warps=cut.warps,
-            num_stages=cut.stages,
         )
+        launch(kernel, self.grid(cut, num_tiles), args, constants, warps=cut.warps, stages=cut.stages)
 
     # -- backward
 
@@ -325,7 +354,7 @@ class Run:
         call, point = self.call, self.point
         width, inner = self.act_width, self.out_width
         cut = cut or self.config("act_backward", width, inner)
-        num_partials, dots = (triton.cdiv(width, cut.bn) if cut.fused else 1), None
+        num_partials, dots = (cdiv(width, cut.bn) if cut.fused else 1), None
         num_sums = (point.scale is not None) + point.uses_weight
         if need_w and num_sums:
             dots = self.empty(num_partials * num_sums, call.num_rows, torch.float32)
@@ -334,9 +363,8 @@ class Run:
             grad_act = self.empty(call.num_rows, width) if scaled_act is None else scaled_act
             self.multiply_rows([grad], [self.down], grad_act, backward=True, gather=gather, cut=cut)
             bt, bd = _block(width)
-            rows.act_vjp_kernel[(triton.cdiv(call.num_rows, bt),)](
-                *(grad_act, h0, h1, dh0, dh1, h0.stride(0), call.expert_offsets, self.w, dots, call.num_rows),
-                *(width, self.num_experts),
+            args = (grad_act, h0, h1, dh0, dh1, h0.stride(0), call.expert_offsets, self.w, dots, call.num_rows)
+            constants = dict(
                 VJP=point.vjp,
                 SCALE=point.scale,
                 PARTS=point.num_parts,
@@ -348,13 +376,16 @@ class Run:
                 BT=bt,
                 BD=bd,
             )
+            launch(rows.act_vjp_kernel, (cdiv(call.num_rows, bt),), (*args, width, self.num_experts), constants)
             return dots, num_partials
         schedule, max_tiles = self.schedule(cut.bm)
         w = self.down.operand(backward=True, block=(cut.bn, cut.bk) if cut.descriptors else None)
-        gemm.act_backward_kernel[self.grid(cut, max_tiles * num_partials)](
+        args = (
             *(grad, grad.stride(0), call.token_ids, call.expert_offsets, schedule, max_tiles),
             *(w.source, w.expert, w.column, w.inner, self.w, h0, h1, dh0, dh1, h0.stride(0)),
             *(scaled_act, dots, call.num_rows, width, inner),
+        )
+        constants = dict(
             VJP=point.vjp,
             SCALE=point.scale,
             PARTS=point.num_parts,
@@ -367,8 +398,8 @@ class Run:
             STORE_ACT=scaled_act is not None,
             STORE_DOTS=dots is not None,
             SLICES=cut.slices,
-            **self.tiling(cut, width, inner),
         )
+        self.launch_gemm(gemm.act_backward_kernel, cut, max_tiles * num_partials, width, inner, args, constants)
         return dots, num_partials
 
     def weight_gradient(self, grad: Tensor, gather: bool, dots: Tensor | None, num_partials: int) -> Tensor:
@@ -378,9 +409,11 @@ class Run:
             return out.zero_()
         bias = self.down_bias
         block = 256 if bias is None else 32
-        rows.weight_gradient_kernel[(triton.cdiv(call.num_rows, block),)](
+        args = (
             *(dots, num_partials, self.w, grad, grad.stride(0), call.token_ids, call.expert_offsets),
             *(bias, *((0, 0) if bias is None else bias.stride()), out, call.num_rows, self.out_width),
+        )
+        constants = dict(
             SCALE_GRAD=point.scale_grad,
             HAS_SCALE=point.scale is not None,
             USES_WEIGHT=point.uses_weight,
@@ -391,6 +424,7 @@ class Run:
             BLOCK=block,
             BD=128,
         )
+        launch(rows.weight_gradient_kernel, (cdiv(call.num_rows, block),), args, constants)
         return out
 
     def outer(
@@ -401,18 +435,21 @@ class Run:
         height, width = l.shape[1], r.shape[1]
         cut = cut or self.config("outer", width, height)
         out = torch.empty((self.num_experts, height, width), dtype=dtype, device=self.device)
-        num_tiles = self.num_experts * triton.cdiv(height, cut.bm) * triton.cdiv(width, cut.bn)
+        num_tiles = self.num_experts * cdiv(height, cut.bm) * cdiv(width, cut.bn)
         describe_left = cut.descriptors and not gather_left and _aligned(l)
         describe_right = cut.descriptors and not gather_right and _aligned(r)
-        gemm.outer_kernel[self.grid(cut, num_tiles)](
+        args = (
             *(_describe(l, cut.bk, cut.bm) if describe_left else l, l.stride(0)),
             *(_describe(r, cut.bk, cut.bn) if describe_right else r, r.stride(0)),
             *(self.call.token_ids, self.call.expert_offsets, out, height, width, self.num_experts),
+        )
+        constants = dict(
             GATHER_LEFT=gather_left,
             GATHER_RIGHT=gather_right,
             LEFT_DESCRIPTOR=describe_left,
             RIGHT_DESCRIPTOR=describe_right,
             EVEN=height % cut.bm == 0 and width % cut.bn == 0,
+            VECTOR=math.gcd(height, width, 8),
             PRECISION=self.precision,
             BM=cut.bm,
             BN=cut.bn,
@@ -420,8 +457,9 @@ class Run:
             GROUP=cut.group,
             PERSISTENT=bool(cut.persistent),
             FLATTEN=cut.flatten,
-            num_warps=cut.warps,
-            num_stages=cut.stages,
+        )
+        launch(
+            gemm.outer_kernel, self.grid(cut, num_tiles), args, constants, warps=cut.warps, stages=cut.stages
         )
         return out
 
@@ -429,9 +467,11 @@ class Run:
         """The routed rows [B,width] of a tensor by token."""
         num_rows, width = self.call.num_rows, tensor.shape[1]
         out, (bt, bd) = self.empty(num_rows, width), _block(width, 4096)
-        rows.gather_kernel[(triton.cdiv(num_rows, bt), triton.cdiv(width, bd))](
-            *(tensor, tensor.stride(0), self.call.token_ids, self.call.expert_offsets, out, width, self.num_experts),
-            **dict(BT=bt, BD=bd),
+        launch(
+            rows.gather_kernel,
+            (cdiv(num_rows, bt), cdiv(width, bd)),
+            (tensor, tensor.stride(0), self.call.token_ids, self.call.expert_offsets, out, width, self.num_experts),
+            dict(BT=bt, BD=bd),
         )
         return out
 
@@ -439,16 +479,18 @@ class Run:
         """[E,width]."""
         width = tensor.shape[1]
         out = self.empty(self.num_experts, width, dtype)
-        rows.sum_rows_kernel[(self.num_experts, triton.cdiv(width, 64))](
-            *(tensor, tensor.stride(0), self.call.token_ids, self.call.expert_offsets, self.w, out, width),
-            **dict(SCALE=scale, HAS_SCALE=scale is not None, GATHER=gather, BR=32, BD=64),
+        launch(
+            rows.sum_rows_kernel,
+            (self.num_experts, cdiv(width, 64)),
+            (tensor, tensor.stride(0), self.call.token_ids, self.call.expert_offsets, self.w, out, width),
+            dict(SCALE=scale, HAS_SCALE=scale is not None, GATHER=gather, BR=32, BD=64),
         )
         return out
 
 
 def _block(width: int, elements: int = 2048) -> tuple[int, int]:
     """(rows, columns) of a block in kernels that are bound by memory."""
-    columns = min(triton.next_power_of_2(width), elements)
+    columns = min(next_power_of_2(width), elements)
     return max(1, elements // columns), columns
 
 

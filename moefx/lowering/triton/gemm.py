@@ -6,9 +6,9 @@ row token_ids[r] of a [S,D] tensor, and no gathered copy exists.
 
 Each weight comes as (weight, strides of expert, column, inner), and may be reached in three ways (WEIGHT):
 
-    STRIDED     a pointer to a stack, any strides
-    DESCRIPTOR  a tensor descriptor of the stack (TMA), block [1, ...] as stored
-    TABLE       a pointer to E addresses, of the experts' separate tensors
+    "strided"     a pointer to a stack, any strides
+    "descriptor"  a tensor descriptor of the stack (TMA), block [1, ...] as stored
+    "table"       a pointer to E addresses, of the experts' separate tensors
 
 COLUMNS_FIRST tells that a weight is stored as [column, inner] (as `nn.Linear.weight` is in the forward).
 
@@ -20,9 +20,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-STRIDED, DESCRIPTOR, TABLE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-
 
 # Sizes that change from call to call: a kernel is not compiled anew for them.
 _VARYING = ["max_tiles", "num_rows"]
@@ -59,10 +56,10 @@ def _place(tile, num_row_tiles, num_column_tiles, GROUP: tl.constexpr):
 @triton.jit
 def _matrix(w, w_expert, expert, like, WEIGHT: tl.constexpr):
     """The pointer to an expert's matrix; a descriptor is left as it is."""
-    if WEIGHT == TABLE:
+    if WEIGHT == "table":
         address = tl.load(w + expert)
         matrix = tl.multiple_of(address.to(tl.pointer_type(like.dtype.element_ty)), 16)
-    elif WEIGHT == STRIDED:
+    elif WEIGHT == "strided":
         matrix = w + expert.to(tl.int64) * w_expert
     else:
         matrix = w
@@ -75,7 +72,7 @@ def _weight(
     BN: tl.constexpr, BK: tl.constexpr, WEIGHT: tl.constexpr, COLUMNS_FIRST: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
     """[BK,BN] of an expert's matrix: its inner indices from k on and columns from `column` on."""
-    if WEIGHT == DESCRIPTOR:
+    if WEIGHT == "descriptor":
         if COLUMNS_FIRST:
             tile = w.load([expert, column, k]).reshape(BN, BK).T
         else:
@@ -87,6 +84,16 @@ def _weight(
         else:
             tile = tl.load(at, mask=(ks < inner - k)[:, None], other=0.0)
     return tile
+
+
+@triton.jit
+def _within(index, size, EVEN: tl.constexpr, VECTOR: tl.constexpr):
+    """Indices that may be loaded from: those from `size` on are 0. VECTOR divides `size`: so many stay contiguous."""
+    if EVEN:
+        safe = index
+    else:
+        safe = tl.max_contiguous(tl.multiple_of(tl.where(index < size, index, 0), VECTOR), VECTOR)
+    return safe
 
 
 @triton.jit
@@ -145,7 +152,7 @@ def _up_tile(
     bias0, bias1, bias_expert, bias_column, row_weights, h0, h1, h_row, act, width, inner,
     ACT: tl.constexpr, PARTS: tl.constexpr, JOINED: tl.constexpr, WEIGHT: tl.constexpr, COLUMNS_FIRST: tl.constexpr,
     HAS_BIAS: tl.constexpr, USES_WEIGHT: tl.constexpr, STORE_H: tl.constexpr, STORE_ACT: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     m, n = _place(tile, num_row_tiles, tl.cdiv(width, BN), GROUP)
@@ -157,12 +164,9 @@ def _up_tile(
     x_at = x + token[:, None].to(tl.int64) * x_row + ks[None, :]
     BW: tl.constexpr = 2 * BN if JOINED else BN
     if JOINED:
-        w_columns = n * BW + tl.arange(0, BW)
-        w_columns = tl.where(w_columns < 2 * width, w_columns, 0)
-    elif EVEN_N:
-        w_columns = column
+        w_columns = _within(n * BW + tl.arange(0, BW), 2 * width, EVEN_N, VECTOR)
     else:
-        w_columns = tl.where(column < width, column, 0)
+        w_columns = _within(column, width, EVEN_N, VECTOR)
     matrix0 = _matrix(w0, w_expert, expert, x, WEIGHT)
     matrix1 = _matrix(w1, w_expert, expert, x, WEIGHT)
     acc0 = tl.zeros((BM, BW), tl.float32)
@@ -220,7 +224,7 @@ def up_kernel(
     bias0, bias1, bias_expert, bias_column, row_weights, h0, h1, h_row, act, width, inner,
     ACT: tl.constexpr, PARTS: tl.constexpr, JOINED: tl.constexpr, WEIGHT: tl.constexpr, COLUMNS_FIRST: tl.constexpr,
     HAS_BIAS: tl.constexpr, USES_WEIGHT: tl.constexpr, STORE_H: tl.constexpr, STORE_ACT: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     PERSISTENT: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
@@ -234,7 +238,7 @@ def up_kernel(
                 w0, w1, w_expert, w_column, w_inner,
                 bias0, bias1, bias_expert, bias_column, row_weights, h0, h1, h_row, act, width, inner,
                 ACT, PARTS, JOINED, WEIGHT, COLUMNS_FIRST, HAS_BIAS, USES_WEIGHT, STORE_H, STORE_ACT,
-                EVEN_N, EVEN_K, PRECISION, BM, BN, BK, GROUP,
+                EVEN_N, EVEN_K, VECTOR, PRECISION, BM, BN, BK, GROUP,
             )  # fmt: skip
     elif tl.program_id(0) < num_tiles:
         _up_tile(
@@ -242,7 +246,7 @@ def up_kernel(
             w0, w1, w_expert, w_column, w_inner,
             bias0, bias1, bias_expert, bias_column, row_weights, h0, h1, h_row, act, width, inner,
             ACT, PARTS, JOINED, WEIGHT, COLUMNS_FIRST, HAS_BIAS, USES_WEIGHT, STORE_H, STORE_ACT,
-            EVEN_N, EVEN_K, PRECISION, BM, BN, BK, GROUP,
+            EVEN_N, EVEN_K, VECTOR, PRECISION, BM, BN, BK, GROUP,
         )  # fmt: skip
 
 
@@ -282,7 +286,7 @@ def _rows_tile(
     w0, w1, w_expert, w_column, w_inner, bias, bias_expert, bias_column, row_weights, out, width, inner,
     SCALE: tl.constexpr, TERMS: tl.constexpr, GATHER: tl.constexpr, ROWS_DESCRIPTOR: tl.constexpr, WEIGHT: tl.constexpr,
     COLUMNS_FIRST: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     m, n = _place(tile, num_row_tiles, tl.cdiv(width, BN), GROUP)
@@ -294,7 +298,7 @@ def _rows_tile(
     else:
         left_row = tl.where(is_mine, row, first_row)
     column = n * BN + tl.arange(0, BN)
-    w_columns = column if EVEN_N else tl.where(column < width, column, 0)
+    w_columns = _within(column, width, EVEN_N, VECTOR)
     acc = tl.zeros((BM, BN), tl.float32)
     acc = _accumulate(
         acc, rows0, rows_row, w0, w_expert, w_column, w_inner, inner, expert, first_row, left_row, n, w_columns,
@@ -321,7 +325,7 @@ def rows_kernel(
     w0, w1, w_expert, w_column, w_inner, bias, bias_expert, bias_column, row_weights, out, width, inner,
     SCALE: tl.constexpr, TERMS: tl.constexpr, GATHER: tl.constexpr, ROWS_DESCRIPTOR: tl.constexpr, WEIGHT: tl.constexpr,
     COLUMNS_FIRST: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     PERSISTENT: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
@@ -334,14 +338,14 @@ def rows_kernel(
             _rows_tile(
                 tile, num_row_tiles, rows0, rows1, rows_row, token_ids, expert_offsets, schedule, max_tiles,
                 w0, w1, w_expert, w_column, w_inner, bias, bias_expert, bias_column, row_weights, out, width, inner,
-                SCALE, TERMS, GATHER, ROWS_DESCRIPTOR, WEIGHT, COLUMNS_FIRST, HAS_BIAS, HAS_SCALE, EVEN_N, EVEN_K, PRECISION,
+                SCALE, TERMS, GATHER, ROWS_DESCRIPTOR, WEIGHT, COLUMNS_FIRST, HAS_BIAS, HAS_SCALE, EVEN_N, EVEN_K, VECTOR, PRECISION,
                 BM, BN, BK, GROUP,
             )  # fmt: skip
     elif tl.program_id(0) < num_tiles:
         _rows_tile(
             tl.program_id(0), num_row_tiles, rows0, rows1, rows_row, token_ids, expert_offsets, schedule, max_tiles,
             w0, w1, w_expert, w_column, w_inner, bias, bias_expert, bias_column, row_weights, out, width, inner,
-            SCALE, TERMS, GATHER, ROWS_DESCRIPTOR, WEIGHT, COLUMNS_FIRST, HAS_BIAS, HAS_SCALE, EVEN_N, EVEN_K, PRECISION,
+            SCALE, TERMS, GATHER, ROWS_DESCRIPTOR, WEIGHT, COLUMNS_FIRST, HAS_BIAS, HAS_SCALE, EVEN_N, EVEN_K, VECTOR, PRECISION,
             BM, BN, BK, GROUP,
         )  # fmt: skip
 
@@ -388,16 +392,16 @@ def _act_backward_tile(
     w0, w_expert, w_column, w_inner, row_weights, h0, h1, dh0, dh1, h_row, scaled_act, dots, num_rows, width, inner,
     VJP: tl.constexpr, SCALE: tl.constexpr, PARTS: tl.constexpr, JOINED: tl.constexpr, GATHER: tl.constexpr,
     WEIGHT: tl.constexpr, COLUMNS_FIRST: tl.constexpr, HAS_SCALE: tl.constexpr, USES_WEIGHT: tl.constexpr,
-    STORE_ACT: tl.constexpr, STORE_DOTS: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    SLICES: tl.constexpr,
+    STORE_ACT: tl.constexpr, STORE_DOTS: tl.constexpr, SLICES: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     m, n = _place(tile, num_row_tiles, tl.cdiv(width, BN), GROUP)
     expert, first_row = tl.load(schedule + m), tl.load(schedule + max_tiles + m)
     row = first_row + tl.arange(0, BM)
     is_mine = row < tl.load(expert_offsets + expert + 1)
     column, ks = n * BN + tl.arange(0, BN), tl.arange(0, BK)
-    w_columns = column if EVEN_N else tl.where(column < width, column, 0)
+    w_columns = _within(column, width, EVEN_N, VECTOR)
     if GATHER:
         left_row = tl.load(token_ids + row, mask=is_mine, other=0)
     else:
@@ -470,9 +474,9 @@ def act_backward_kernel(
     w0, w_expert, w_column, w_inner, row_weights, h0, h1, dh0, dh1, h_row, scaled_act, dots, num_rows, width, inner,
     VJP: tl.constexpr, SCALE: tl.constexpr, PARTS: tl.constexpr, JOINED: tl.constexpr, GATHER: tl.constexpr,
     WEIGHT: tl.constexpr, COLUMNS_FIRST: tl.constexpr, HAS_SCALE: tl.constexpr, USES_WEIGHT: tl.constexpr,
-    STORE_ACT: tl.constexpr, STORE_DOTS: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    SLICES: tl.constexpr, PERSISTENT: tl.constexpr, FLATTEN: tl.constexpr,
+    STORE_ACT: tl.constexpr, STORE_DOTS: tl.constexpr, SLICES: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PERSISTENT: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
     """dA' = grad[token_ids] @ w; from it and H: dH, scale * A, and for each column tile and row <dA', A>.
 
@@ -487,14 +491,14 @@ def act_backward_kernel(
                 tile, num_row_tiles, grad, grad_row, token_ids, expert_offsets, schedule, max_tiles,
                 w0, w_expert, w_column, w_inner, row_weights, h0, h1, dh0, dh1, h_row, scaled_act, dots, num_rows,
                 width, inner, VJP, SCALE, PARTS, JOINED, GATHER, WEIGHT, COLUMNS_FIRST, HAS_SCALE, USES_WEIGHT,
-                STORE_ACT, STORE_DOTS, EVEN_N, EVEN_K, PRECISION, BM, BN, BK, GROUP, SLICES,
+                STORE_ACT, STORE_DOTS, SLICES, EVEN_N, EVEN_K, VECTOR, PRECISION, BM, BN, BK, GROUP,
             )  # fmt: skip
     elif tl.program_id(0) < num_tiles:
         _act_backward_tile(
             tl.program_id(0), num_row_tiles, grad, grad_row, token_ids, expert_offsets, schedule, max_tiles,
             w0, w_expert, w_column, w_inner, row_weights, h0, h1, dh0, dh1, h_row, scaled_act, dots, num_rows,
             width, inner, VJP, SCALE, PARTS, JOINED, GATHER, WEIGHT, COLUMNS_FIRST, HAS_SCALE, USES_WEIGHT,
-            STORE_ACT, STORE_DOTS, EVEN_N, EVEN_K, PRECISION, BM, BN, BK, GROUP, SLICES,
+            STORE_ACT, STORE_DOTS, SLICES, EVEN_N, EVEN_K, VECTOR, PRECISION, BM, BN, BK, GROUP,
         )  # fmt: skip
 
 
@@ -545,7 +549,7 @@ def _outer_block(
 def _outer_tile(
     tile, left, left_row, right, right_row, token_ids, expert_offsets, out, height, width,
     GATHER_LEFT: tl.constexpr, GATHER_RIGHT: tl.constexpr, LEFT_DESCRIPTOR: tl.constexpr,
-    RIGHT_DESCRIPTOR: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    RIGHT_DESCRIPTOR: tl.constexpr, EVEN: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     num_row_tiles, num_column_tiles = tl.cdiv(height, BM), tl.cdiv(width, BN)
@@ -554,8 +558,7 @@ def _outer_tile(
     m, n = _place(within, num_row_tiles, num_column_tiles, GROUP)
     begin, end = tl.load(expert_offsets + expert), tl.load(expert_offsets + expert + 1)
     i, j = m * BM + tl.arange(0, BM), n * BN + tl.arange(0, BN)
-    i_safe = i if EVEN else tl.where(i < height, i, 0)
-    j_safe = j if EVEN else tl.where(j < width, j, 0)
+    i_safe, j_safe = _within(i, height, EVEN, VECTOR), _within(j, width, EVEN, VECTOR)
     acc = tl.zeros((BM, BN), tl.float32)
     whole = begin + (end - begin) // BK * BK
     for k in range(begin, whole, BK):
@@ -581,7 +584,7 @@ def _outer_tile(
 def outer_kernel(
     left, left_row, right, right_row, token_ids, expert_offsets, out, height, width, num_experts,
     GATHER_LEFT: tl.constexpr, GATHER_RIGHT: tl.constexpr, LEFT_DESCRIPTOR: tl.constexpr,
-    RIGHT_DESCRIPTOR: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    RIGHT_DESCRIPTOR: tl.constexpr, EVEN: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     PERSISTENT: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
@@ -591,10 +594,10 @@ def outer_kernel(
         for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=FLATTEN):
             _outer_tile(
                 tile, left, left_row, right, right_row, token_ids, expert_offsets, out, height, width,
-                GATHER_LEFT, GATHER_RIGHT, LEFT_DESCRIPTOR, RIGHT_DESCRIPTOR, EVEN, PRECISION, BM, BN, BK, GROUP,
+                GATHER_LEFT, GATHER_RIGHT, LEFT_DESCRIPTOR, RIGHT_DESCRIPTOR, EVEN, VECTOR, PRECISION, BM, BN, BK, GROUP,
             )  # fmt: skip
     else:
         _outer_tile(
             tl.program_id(0), left, left_row, right, right_row, token_ids, expert_offsets, out, height, width,
-            GATHER_LEFT, GATHER_RIGHT, LEFT_DESCRIPTOR, RIGHT_DESCRIPTOR, EVEN, PRECISION, BM, BN, BK, GROUP,
+            GATHER_LEFT, GATHER_RIGHT, LEFT_DESCRIPTOR, RIGHT_DESCRIPTOR, EVEN, VECTOR, PRECISION, BM, BN, BK, GROUP,
         )  # fmt: skip

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from typing import Any
 
-import sympy
+import torch
 
 from ...ir import expression
 from ...ir.body import ExpertBody
@@ -44,25 +44,31 @@ def pointwise(text: str) -> Pointwise:
     Raises:
         Underivable: the kernels do not take it; the message is the reason.
     """
-    body = ExpertBody.from_json(text)
+    try:
+        return _pointwise(ExpertBody.from_json(text))
+    except RecursionError as error:
+        raise Underivable("an expression nested too deeply") from error
+
+
+def _pointwise(body: ExpertBody) -> Pointwise:
     if not expression.is_linear(body.out, "y"):
         raise Underivable(f"{expression.pretty(body.out)} after the down-projection is not linear in y")
     order = _order(body)
-    names = (*order, "w")
-    value = epilogue.formula_of(body.act, names)
-    missing = [name for name in order if sympy.Symbol(name, real=True) not in value.free_symbols]
-    if missing:
-        raise Underivable(f"{expression.pretty(body.act)} does not depend on {missing[0]}")
+    for expr, known in ((body.act, (*order, "w")), (body.out, ("y", "w"))):
+        if unknown := [name for name in expression.variables(expr) if name not in known]:
+            raise Underivable(f"{expression.pretty(expr)} has a variable {unknown[0]}, of which nothing is known")
     parameters = (*order, *(["_"] if len(order) == 1 else []), "w")
-    gradients = epilogue.with_gradients(value, "g", parameters)
-    w = sympy.Symbol("w", real=True)
-    factor = epilogue.factor_of(body.out, "y", ("w",))
+    value, *gradients = epilogue.with_gradients(body.act, "g", parameters)
+    if missing := [name for name in order if name not in epilogue.symbols_of(value)]:
+        raise Underivable(f"{expression.pretty(body.act)} does not depend on {missing[0]}")
+    # With y and its gradient 1 what is left is the factor, and the derivative of that.
+    factor, factor_grad = epilogue.with_gradients(body.out, "g", ("w",), ones=("y", "g"))
     scaled = body.out != "y"
     return Pointwise(
         act=derived("act", parameters, [value]),
-        vjp=derived("vjp", (*parameters, "g"), gradients),
+        vjp=derived("vjp", (*parameters, "g"), [value, *gradients]),
         scale=derived("scale", ("w",), [factor]) if scaled else None,
-        scale_grad=derived("scale_grad", ("w",), [sympy.diff(factor, w)]) if scaled else None,
+        scale_grad=derived("scale_grad", ("w",), [factor_grad]) if scaled else None,
         uses_weight="w" in expression.variables(body.act),
         joined=len(order) == 2 and body.parts[0][3] == 2,
         num_parts=len(order),
@@ -71,23 +77,27 @@ def pointwise(text: str) -> Pointwise:
 
 def _order(body: ExpertBody) -> list[str]:
     """The variables in the order in which the kernels load them; the parts must fill the up-projections."""
-    parts = body.parts
-    if len(parts) > 2:
-        raise Underivable(f"{len(parts)} parts of the up-projection; the kernels take two")
-    groups = sorted(group for group, *_ in parts)
-    whole = (None, None, 1)
-    slices = [tuple(columns) for _, *columns in parts]
-    if groups == list(range(len(parts))) and all(_is_whole(columns) for columns in slices):
-        return [f"a{i}" for i in range(len(parts))]
+    slices = [_normal(*columns) for _, *columns in body.parts]
+    groups = [group for group, *_ in body.parts]
+    names = [f"a{i}" for i in range(len(body.parts))]
+    if len({gemm.bias for gemm in body.up}) > 1:
+        raise Underivable("of two up-projections one has a bias")
+    if len({gemm.transposed for gemm in body.up}) > 1:
+        raise Underivable("of two up-projections one is transposed")
+    if len(names) > 2:
+        raise Underivable(f"{len(names)} parts of the up-projection; the kernels take two")
+    if names and sorted(groups) == list(range(len(body.up))) and all(columns == (0, None, 1) for columns in slices):
+        return names
     if groups == [0, 0] and len(body.up) == 1:
-        if {(a or 0, step) for a, _, step in slices} == {(0, 2), (1, 2)} and all(b is None for _, b, _ in slices):
-            return ["a0", "a1"] if not slices[0][0] else ["a1", "a0"]
-        (first, second) = sorted(range(2), key=lambda i: slices[i][0] or 0)
-        left, right = slices[first], slices[second]
-        if left[2] == right[2] == 1 and not left[0] and right[1] is None and left[1] == right[0]:
-            return ["a0", "a1"]
-    raise Underivable(f"parts {slices} of {len(body.up)} up-projections, other than halves, alternating or whole: {whole}")
+        (start, stop, step), upper = min(slices), max(slices)
+        if (start, stop, step) == (0, None, 2) and upper == (1, None, 2):
+            return names if slices[0][0] == 0 else names[::-1]
+        if (start, step) == (0, 1) and stop not in (None, 0) and upper == (stop, None, 1):
+            return names
+    parts = ", ".join(f"{group}[{start}:{stop}:{step}]" for group, start, stop, step in body.parts)
+    raise Underivable(f"parts {parts} of {len(body.up)} up-projections, not whole ones, two halves or every other column")
 
 
-def _is_whole(columns: tuple[Any, ...]) -> bool:
-    return columns == (None, None, 1)
+def _normal(start: int | None, stop: int | None, step: int) -> tuple[int, int | None, int]:
+    """Columns as one writes them, from the way torch does."""
+    return start or 0, None if stop is None or stop >= torch.iinfo(torch.int64).max else stop, step

@@ -11,10 +11,14 @@ No global sort, no atomics on memory, no host sync; stable, so bitwise equal to 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .launch import cdiv, launch
 
 # Entries in a block: of a short list, and of one so long that the table of counts would outgrow the list.
 _BLOCK, _BLOCK_LONG, _LONG = 1024, 2048, 2**19
@@ -251,7 +255,7 @@ def build_pft(
     """See `ir.routing.build_pft`. `block` (a power of two) is for tests."""
     num_entries, num_slots, device = topk_ids.numel(), topk_ids.shape[1], topk_ids.device
     block = block or (_BLOCK if num_entries <= _LONG else _BLOCK_LONG)
-    num_blocks, bins = triton.cdiv(num_entries, block), max(16, triton.next_power_of_2(num_experts))
+    num_blocks, bins = cdiv(num_entries, block), max(16, triton.next_power_of_2(num_experts))
     if drop == "position_slot" and num_slots == 1:
         drop = "position_token"
     queues = num_slots if drop == "position_slot" else 1
@@ -273,49 +277,36 @@ def build_pft(
     if num_entries == 0:
         return token_ids, slot_ids, expert_offsets.zero_(), inverse, combine_weights
 
-    common = dict(E=num_experts, K=num_slots, BLOCK=block, HAS_KEEP=keep is not None)
-    warps = 4 if block <= _BLOCK else 8
-    count_kernel[(num_blocks,)](
-        ids, keep, counts, num_entries, num_blocks, **common, E_BINS=bins, QUEUES=queues, num_warps=warps
-    )
+    has_keep, warps = keep is not None, 4 if block <= _BLOCK else 8
+    capped, by_slot = drop == "position_token", drop == "position_slot"
+    sizes_of_list = (num_entries, num_blocks)
+    constants: dict[str, Any] = dict(E=num_experts, E_BINS=bins, K=num_slots, QUEUES=queues, BLOCK=block)
+    launch(count_kernel, (num_blocks,), (ids, keep, counts, *sizes_of_list), {**constants, "HAS_KEEP": has_keep}, warps=warps)
     chunk = min(1024, max(16, triton.next_power_of_2(num_blocks)))
     queue_pad = triton.next_power_of_2(queues)
-    scan_kernel[(num_experts,)](
-        *(ids, keep, counts, begins, totals, cuts, num_entries, num_blocks, capacity),
-        **common,
-        QUEUES=queues,
-        Q_PAD=queue_pad,
-        CHUNK=max(16, chunk // queue_pad),
-        CAPPED=drop == "position_token",
-        num_warps=1 if chunk <= 256 and queues == 1 else 4,
+    constants = dict(E=num_experts, K=num_slots, QUEUES=queues, Q_PAD=queue_pad, BLOCK=block)
+    launch(
+        scan_kernel,
+        (num_experts,),
+        (ids, keep, counts, begins, totals, cuts, *sizes_of_list, capacity),
+        {**constants, "CHUNK": max(16, chunk // queue_pad), "HAS_KEEP": has_keep, "CAPPED": capped},
+        warps=1 if chunk <= 256 and queues == 1 else 4,
     )
     staged = torch.empty_like(combine_weights) if by_weight else combine_weights
-    scatter_kernel[(num_blocks,)](
-        *(ids, keep, weights, begins, totals, cuts),
-        *(entries if by_weight else token_ids, slot_ids, expert_offsets, inverse, staged),
-        *(num_entries, num_blocks, capacity),
-        **common,
-        E_BINS=bins,
-        LOG_BLOCK=block.bit_length() - 1,
-        HAS_WEIGHTS=has_weights,
-        CAPPED=drop == "position_token",
-        BY_SLOT=drop == "position_slot",
-        STAGE=by_weight,
-        num_warps=warps,
-    )
+    constants = dict(E=num_experts, E_BINS=bins, K=num_slots, BLOCK=block, LOG_BLOCK=block.bit_length() - 1)
+    constants |= dict(HAS_KEEP=has_keep, HAS_WEIGHTS=has_weights, CAPPED=capped, BY_SLOT=by_slot, STAGE=by_weight)
+    args = (ids, keep, weights, begins, totals, cuts, entries if by_weight else token_ids, slot_ids, expert_offsets)
+    launch(scatter_kernel, (num_blocks,), (*args, inverse, staged, *sizes_of_list, capacity), constants, warps=warps)
     if by_weight:
-        select_kernel[(num_experts,)](
-            *(entries, staged, totals, token_ids, slot_ids, expert_offsets, inverse, combine_weights),
-            *(num_entries, capacity),
-            **dict(E=num_experts, E_BINS=bins, K=num_slots, BLOCK=block, DIGIT=_DIGIT),
-            num_warps=8,
-        )
+        args = (entries, staged, totals, token_ids, slot_ids, expert_offsets, inverse, combine_weights)
+        constants = dict(E=num_experts, E_BINS=bins, K=num_slots, BLOCK=block, DIGIT=_DIGIT)
+        launch(select_kernel, (num_experts,), (*args, num_entries, capacity), constants, warps=8)
     return token_ids, slot_ids, expert_offsets, inverse, combine_weights
 
 
 def build_pft_backward(grad: Tensor, inverse: Tensor) -> Tensor:
     out = grad.new_empty(inverse.shape)
     if inverse.numel():
-        grid = (triton.cdiv(inverse.numel(), _BLOCK),)
-        gather_inverse_kernel[grid](grad.contiguous(), inverse, out, inverse.numel(), BLOCK=_BLOCK)
+        args = (grad.contiguous(), inverse, out, inverse.numel())
+        launch(gather_inverse_kernel, (cdiv(inverse.numel(), _BLOCK),), args, dict(BLOCK=_BLOCK))
     return out

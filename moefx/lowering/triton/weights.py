@@ -14,7 +14,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ...ir.experts import is_stacked
 from ..select import count_weight_path
 from ..torch.weights import stack, strided_view
-from . import gemm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,13 +69,13 @@ class Weights:
         column, inner = self.tensor.stride(-2 + column_dim), self.tensor.stride(-1 - column_dim)
         columns_first = column_dim == 0
         if self.table is not None:
-            return Operand(self.table, 0, column, inner, gemm.TABLE.value, columns_first)
+            return Operand(self.table, 0, column, inner, "table", columns_first)
         expert = self.tensor.stride(0)
         if block is not None and _describable(self.tensor):
             shape = [1, *(block if columns_first else reversed(block))]
             described = TensorDescriptor(self.tensor, list(self.tensor.shape), list(self.tensor.stride()), shape)
-            return Operand(described, expert, column, inner, gemm.DESCRIPTOR.value, columns_first)
-        return Operand(self.tensor, expert, column, inner, gemm.STRIDED.value, columns_first)
+            return Operand(described, expert, column, inner, "descriptor", columns_first)
+        return Operand(self.tensor, expert, column, inner, "strided", columns_first)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +86,7 @@ class Operand:
     expert: int
     column: int
     inner: int
-    access: int
+    access: str
     columns_first: bool
 
 

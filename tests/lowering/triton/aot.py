@@ -1,0 +1,251 @@
+"""Compiles the kernels for GPUs that are not there, as the host code would launch them; prints a JSON line for each.
+
+    python -m tests.lowering.triton.aot --targets sm90,gfx942 --dtypes bfloat16 [--cases halves | --everything]
+
+The providers run on small CPU tensors while Triton's driver stands for the target and every launch stops after
+compiling: so what is compiled is what a GPU would be given, with its specialisation by sizes and alignment. It needs
+a process of its own, without TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import itertools
+import json
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from moefx.ir.body import ExpertBody, Gemm
+from moefx.ir.dialect import DROP_RULES
+from moefx.lowering.triton import configs, expert_mlp, routing
+from moefx.lowering.triton.configs import Config
+
+from ...ir.routings import Layer, interleaved_clamped, swiglu_list, weight_before
+
+TARGETS = {
+    "sm80": GPUTarget("cuda", 80, 32),
+    "sm90": GPUTarget("cuda", 90, 32),
+    "sm100": GPUTarget("cuda", 100, 32),
+    "gfx90a": GPUTarget("hip", "gfx90a", 64),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+    "gfx950": GPUTarget("hip", "gfx950", 64),
+}
+# tf32: float32 where torch may use it (`torch.backends.cuda.matmul.allow_tf32`).
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "tf32": torch.float32}
+FAMILIES = ("up", "rows", "act_backward", "outer")
+SIZE = (64, 2, 8)  # tokens, slots, experts
+
+
+def swiglu_halves(num_experts: int, d: int, h: int, dtype: torch.dtype) -> Layer:
+    """Stacked [E,2F,D], gate and up concatenated; weight applied to the output."""
+
+    def expert(*_: Any) -> Tensor:
+        raise NotImplementedError
+
+    body = ExpertBody(
+        up=(Gemm(1, True),),
+        parts=((0, None, h, 1), (0, h, None, 1)),
+        act=("mul.Tensor", ("silu", "a0"), "a1"),
+        down=Gemm(1, True),
+        out=("mul.Tensor", "y", "w"),
+    )
+    up, down = torch.empty(num_experts, 2 * h, d, dtype=dtype), torch.empty(num_experts, d, h, dtype=dtype)
+    return Layer(body, [up], [], [down], [], expert)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A layer and how it is called. `needs` as of `expert_mlp_backward`; `weights` None: routing weights in the
+    layer's dtype."""
+
+    make: Callable[..., Layer]
+    keep: str
+    reduce: bool
+    d: int = 256
+    h: int = 512
+    needs: Sequence[bool] = (True,) * 6
+    weights: torch.dtype | None = None
+
+
+CASES = {
+    "halves": Case(swiglu_halves, "h", True),
+    "halves_recomputed": Case(swiglu_halves, "x", True),
+    "frozen": Case(swiglu_halves, "h", True, needs=(True, True, False, False, False, False)),
+    "separate": Case(swiglu_list, "h", True),
+    "separate_recomputed": Case(swiglu_list, "x", False, weights=torch.float32),
+    # As the 2880 of gpt-oss: a multiple of 64, of no larger tile.
+    "interleaved": Case(interleaved_clamped, "h", True, 320, 320),
+    "interleaved_rows": Case(interleaved_clamped, "x", False),
+    "before": Case(weight_before, "h", True),
+    "before_float32": Case(weight_before, "x", True, weights=torch.float32),
+}
+
+
+class Compiler:
+    """Triton's driver, as far as it is asked before a launch, and in place of `JITFunction.run`: compiles for
+    `target`, and prints what it compiled, each kernel once."""
+
+    def __init__(self) -> None:
+        self.target = self.dtype = self.case = self.choice = ""
+        self.seen: set[Any] = set()
+        self.stock_run = JITFunction.run
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGETS[self.target]
+
+    def get_current_device(self) -> int:
+        return list(TARGETS).index(self.target)  # Triton keeps what it compiled by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def run(self, function: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        launch = {name: value for name, value in options.items() if isinstance(value, (int, str))}
+        line = dict(kernel=function.__name__, target=self.target, dtype=self.dtype, launch=launch)
+        line |= dict(case=self.case, choice=self.choice)
+        begin = time.perf_counter()
+        try:
+            kernel = self.stock_run(function, *args, grid=grid, warmup=True, **options)
+        except Exception as error:
+            line["error"] = f"{type(error).__name__}: {error}"[-2000:]
+            key = (function, self.target, str(launch))
+        else:
+            line["seconds"] = round(time.perf_counter() - begin, 2)
+            key = (function, self.target, kernel.hash)
+        if key not in self.seen:
+            self.seen.add(key)
+            print(json.dumps(line if "error" in line else line | resources(kernel)), flush=True)
+
+
+def install() -> Compiler:
+    """From now on launches only compile, and the host code sees the target in place of its tensors' device."""
+    compiler = Compiler()
+    triton.runtime.driver.set_active(compiler)
+    JITFunction.run = lambda function, *args, **options: compiler.run(function, *args, **options)
+    torch.cuda.current_device = compiler.get_current_device
+    configs.target = lambda device: compiler.target
+    stock_precision = expert_mlp.Run.precision.fget
+
+    def precision(run: expert_mlp.Run) -> str:
+        there = copy.copy(run)
+        there.device = torch.device("cuda")
+        return stock_precision(there)
+
+    expert_mlp.Run.precision = property(precision)
+    return compiler
+
+
+def resources(kernel: Any) -> dict[str, Any]:
+    """Registers and spills of a thread, bytes of shared memory, and how many instructions multiply matrices."""
+    asm = kernel.asm
+    found = dict(shared=kernel.metadata.shared, tensor_memory=getattr(kernel.metadata, "tmem_size", None) or 0)
+    if "amdgcn" in asm:
+        names = dict(
+            registers="vgpr_count",
+            vgpr_spills="vgpr_spill_count",
+            sgpr_spills="sgpr_spill_count",
+            stack="private_segment_fixed_size",
+        )
+        for name, field in names.items():
+            match = re.search(rf"\.{field}:\s+(\d+)", asm["amdgcn"])
+            assert match, field
+            found[name] = int(match[1])
+        return found | dict(mfma=asm["amdgcn"].count("v_mfma"))
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    used = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
+    # Nothing here has arrays or calls: what lies on the stack are spilled registers.
+    found |= dict(registers=used["REG"], stack=used["STACK"] + used["LOCAL"])
+    names = dict(wgmma="wgmma.mma_async", mma="mma.sync", tcgen05="tcgen05.mma")
+    return found | {name: asm["ptx"].count(instruction) for name, instruction in names.items()}
+
+
+def routed(size: tuple[int, int, int], dtype: torch.dtype, drop: str, has_keep: bool = False) -> tuple[Tensor, ...]:
+    """`build_pft` of (tokens, slots, experts), and its backward."""
+    *shape, num_experts = size
+    ids, weights = torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=dtype)
+    keep = torch.empty(shape, dtype=torch.bool) if has_keep else None
+    capacity = None if drop == "none" else 16
+    pft = routing.build_pft(ids, weights, keep, num_experts=num_experts, capacity=capacity, drop=drop)
+    routing.build_pft_backward(pft[-1], pft[-2])
+    return pft
+
+
+def routings(dtype: torch.dtype) -> None:
+    # The second is one of the lists that are cut into larger blocks.
+    for size, drop, has_keep in itertools.product([SIZE, (2**17, 8, 256)], DROP_RULES, [False, True]):
+        routed(size, dtype, drop, has_keep)
+    num_tokens, num_slots, num_experts = SIZE
+    routing.build_pft(torch.empty((num_tokens, num_slots), dtype=torch.int32), None, None, num_experts=num_experts)
+
+
+def forward_and_backward(case: Case, dtype: torch.dtype) -> None:
+    num_tokens, _, num_experts = SIZE
+    layer = case.make(num_experts, case.d, case.h, dtype)
+    x = torch.empty(num_tokens, case.d, dtype=dtype)
+    # This rule needs every kernel of the routing.
+    token_ids, _, offsets, inverse, weights = routed(SIZE, case.weights or dtype, "weight")
+    args = (x, token_ids, offsets, inverse, weights, layer.up, layer.up_bias, layer.down, layer.down_bias)
+    options = dict(body=layer.text, keep=case.keep, reduce=case.reduce)
+    out, *kept = expert_mlp.expert_mlp(*args, **options)
+    expert_mlp.expert_mlp_backward(torch.empty_like(out), *args, kept, **options, needs=case.needs)
+    expert_mlp.Run(args, layer.text, case.keep, None).gather(x)  # which only tuning does
+
+
+def configurations(dtype: torch.dtype, everything: bool) -> Iterator[tuple[str, dict[str, Config]]]:
+    """(by whom it is chosen, what to launch each family with in place of `configs.config`'s choice): "default", the
+    same with "separate" kernels for the pointwise part, and, if `everything`, all that "tuning" tries."""
+    yield "default", {}
+    device, sizes = torch.device("cpu"), [256, 1024, 4096]
+    by_shape: dict[str, list[Config]] = {}
+    for family in FAMILIES:
+        shapes = itertools.product(sizes, sizes, [1, 64, 4096])  # columns, inner size, rows of an expert
+        by_shape[family] = list(dict.fromkeys(configs.config(family, device, dtype, shape) for shape in shapes))
+    yield "separate", {f: dataclasses.replace(by_shape[f][0], fused=False) for f in ("up", "act_backward")}
+    if everything:
+        yield from (("default", {family: cut}) for family, cuts in by_shape.items() for cut in cuts)
+        for family in FAMILIES:
+            yield from (("tuning", {family: cut}) for cut in configs.candidates(family, device, dtype))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--targets", default=",".join(TARGETS))
+    parser.add_argument("--dtypes", default=",".join(DTYPES))
+    parser.add_argument("--cases", default="halves")
+    parser.add_argument("--everything", action="store_true", help="all cases, configurations and rules to drop by")
+    options = parser.parse_args()
+    compiler = install()
+    stock_config = expert_mlp.config
+    cases = list(CASES) if options.everything else options.cases.split(",")
+    for target, name in itertools.product(options.targets.split(","), options.dtypes.split(",")):
+        compiler.target, compiler.dtype, compiler.case, compiler.choice = target, name, "routing", "default"
+        torch.backends.cuda.matmul.allow_tf32 = name == "tf32"
+        dtype = DTYPES[name]
+        for cached in vars(configs).values():  # answers for another target
+            getattr(cached, "cache_clear", lambda: None)()
+        if options.everything and name == "float32":  # the routing has no other use for it than to move weights
+            routings(dtype)
+        for (choice, forced), case in itertools.product(configurations(dtype, options.everything), cases):
+            compiler.choice, compiler.case = choice, case
+            expert_mlp.config = lambda family, *args, forced=forced: forced.get(family) or stock_config(family, *args)
+            forward_and_backward(CASES[case], dtype)
+
+
+if __name__ == "__main__":
+    main()
