@@ -21,7 +21,7 @@ from torch import Tensor
 from ..ir import dialect
 from ..ir.body import ExpertBody, Gemm
 from ..lowering.triton import expert_mlp
-from ..lowering.triton.configs import Config, candidates
+from ..lowering.triton.configs import KERNELS, Config, candidates, target
 from .shapes import SHAPES, Shape, routed, tensors
 from .timing import milliseconds
 
@@ -32,7 +32,7 @@ def swiglu(shape: Shape) -> ExpertBody:
         parts=((0, None, shape.h, 1), (0, shape.h, None, 1)),
         act=("mul.Tensor", ("silu", "a0"), "a1"),
         down=Gemm(1, True),
-        out=("mul.Tensor", "y", "w"),
+        out=("_to_copy", ("mul.Tensor", "y", "w"), {"dtype": "bfloat16"}),
     )
 
 
@@ -60,33 +60,29 @@ class Case:
 
     def kernels(self) -> dict[str, tuple[float, Callable[[Config], object]]]:
         """name -> (matrices of d x h, work)."""
-        run = self.run
+        run, dtype = self.run, self.x.dtype
         grad_hidden, x, grad, scaled = (self.grad_hidden, False), (self.x, True), (self.grad, True), (self.scaled, False)
-        dtype = self.x.dtype
+        hidden, grad_rows = [self.hidden], [self.grad_hidden]
         return {
-            "up": (2, lambda cut: run.project_up([self.hidden], self.act, cut)),
+            "up": (2, lambda cut: run.project_up(hidden, self.act, cut)),
             "down": (1, lambda cut: run.project_down(self.act, self.out, False, cut)),
-            "act_backward": (
-                1,
-                lambda cut: run.act_backward(
-                    self.grad, True, [self.hidden], [self.grad_hidden], self.scaled, True, cut
-                ),
-            ),
-            "dx": (2, lambda cut: run.multiply_rows([self.grad_hidden], run.up, self.out, backward=True, cut=cut)),
-            "dw1": (2, lambda cut: run.outer(grad_hidden, x, dtype, cut)),
-            "dw1_gathered": (2, lambda cut: run.outer(grad_hidden, (run.gather(self.x), False), dtype, cut)),
-            "dw2_gathered": (1, lambda cut: run.outer((run.gather(self.grad), False), scaled, dtype, cut)),
-            "dw2": (1, lambda cut: run.outer(grad, scaled, dtype, cut)),
+            "act_backward": (1, lambda cut: run.act_backward(self.grad, True, hidden, grad_rows, self.scaled, True, cut)),
+            "grad_x": (2, lambda cut: run.multiply_rows(grad_rows, run.up, self.out, backward=True, cut=cut)),
+            "grad_up": (2, lambda cut: run.outer("grad_up", grad_hidden, x, dtype, cut)),
+            "grad_down": (1, lambda cut: run.outer("grad_down", grad, scaled, dtype, cut)),
         }
 
-
-FAMILY = {"up": "up", "down": "rows", "dx": "rows", "act_backward": "act_backward", "dw1": "outer", "dw2": "outer"}
-FAMILY |= {"dw1_gathered": "outer", "dw2_gathered": "outer"}
+    def sizes(self, kernel: str) -> tuple[int, int, int]:
+        """(columns, inner, mean rows of an expert), by which `configs.config` chooses."""
+        s = self.shape
+        pairs = dict(up=(s.h, s.d), down=(s.d, s.h), act_backward=(s.h, s.d), grad_x=(s.d, 2 * s.h))
+        pairs |= dict(grad_up=(s.d, 2 * s.h), grad_down=(s.h, s.d))
+        return (*pairs[kernel], s.T * s.K // s.E)
 
 
 def jobs(kernels: list[str]) -> Iterator[tuple[str, Config]]:
     for kernel in kernels:
-        for cut in candidates(FAMILY[kernel], torch.device("cuda"), torch.bfloat16):
+        for cut in candidates(kernel, torch.device("cuda"), torch.bfloat16):
             yield kernel, cut
 
 
@@ -108,11 +104,12 @@ def compile_share(shapes: list[Shape], kernels: list[str], share: int, of: int) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", default=",".join(s.name for s in SHAPES))
-    parser.add_argument("--kernels", default=",".join(FAMILY))
+    parser.add_argument("--kernels", default=",".join(KERNELS))
     parser.add_argument("--workers", type=int, default=12)
     parser.add_argument("--share", type=int, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=480)
-    parser.add_argument("--out", default=None)
+    parser.add_argument("--out", default=None, help="every time, as JSON lines")
+    parser.add_argument("--table", default=None, help="the best of each, as lines of the tuning table")
     options = parser.parse_args()
     shapes = [s for s in SHAPES if s.name in options.shapes.split(",")]
     kernels = options.kernels.split(",")
@@ -133,7 +130,7 @@ def main() -> None:
             if kernel not in kernels:
                 continue
             results = []
-            for cut in candidates(FAMILY[kernel], torch.device("cuda"), torch.bfloat16):
+            for cut in candidates(kernel, torch.device("cuda"), torch.bfloat16):
                 if time.time() - begin > options.seconds:
                     return print("out of time")
                 try:
@@ -146,7 +143,13 @@ def main() -> None:
                 if out:
                     row = dict(shape=shape.name, kernel=kernel, ms=ms, tflops=tflops, config=dataclasses.asdict(cut))
                     print(json.dumps(row), file=out, flush=True)
-            for ms, cut in sorted(results, key=lambda r: r[0])[:3]:
+            results.sort(key=lambda r: r[0])
+            if options.table and results:
+                row = dict(target=target(torch.device("cuda")), dtype="bfloat16", kernel=kernel)
+                row |= dict(shape=case.sizes(kernel), config=dataclasses.asdict(results[0][1]))
+                with open(options.table, "a") as file:
+                    print(json.dumps(row), file=file)
+            for ms, cut in results[:3]:
                 tflops = matrices * shape.flops / ms / 1e9
                 fields = dataclasses.asdict(cut)
                 short = " ".join(f"{k}={int(v)}" for k, v in fields.items())

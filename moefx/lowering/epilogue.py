@@ -31,6 +31,10 @@ class Underivable(Exception):
     """The expression has something in it for which there is no rule; the message says what."""
 
 
+class _NoRule(Underivable):
+    """There is neither a rule nor a decomposition for an op."""
+
+
 # -- primitives: functions that SymPy neither evaluates nor reorders
 # ------------------------------------------------------------------------------------------------------
 # Its own sums and products it does: it multiplies out numbers, merges powers, sorts operands. In floating point that
@@ -305,7 +309,8 @@ _RULES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("zeros", "zeros_like", "new_zeros", "_efficientzerotensor"), _filled(S.Zero)),
     **dict.fromkeys(("ones", "ones_like", "new_ones"), _filled(S.One)),
     **dict.fromkeys(("empty", "empty_like", "empty_permuted", "new_empty"), _filled(None)),
-    **dict.fromkeys(("full_like", "full", "fill", "new_full"), lambda _, value, **__: _constant(value)),
+    **dict.fromkeys(("full", "full_like", "fill"), lambda _, value, **__: _constant(value)),
+    "new_full": lambda _, size, value, **__: _constant(value),
     "scalar_tensor": _constant,
 }
 
@@ -352,8 +357,8 @@ def _formulas(text: str, names: tuple[str, ...], grad: str | None, ones: tuple[s
     def read() -> tuple[Any, ...]:
         try:
             return _read(text, names, grad, ones, contextlib.nullcontext())
-        except Underivable as reason:
-            # A derivative without decomposition (at present softshrink's): decompose what it is the derivative of.
+        except _NoRule as reason:
+            # Perhaps a derivative without decomposition: then decompose what it is the derivative of.
             try:
                 return _read(text, names, grad, ones, _Decomposed())
             except Underivable:
@@ -396,6 +401,7 @@ class _Reader(TorchDispatchMode):
         super().__init__()
         self.values: dict[int, Any] = {}
         self.alive: list[torch.Tensor] = []  # ids stay unique while the tensors live
+        self.within: list[str] = []  # what is being decomposed
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -415,9 +421,12 @@ class _Reader(TorchDispatchMode):
         kwargs, name = kwargs or {}, _base_name(func)
         if name not in _RULES:
             if func not in torch._decomp.decomposition_table:
-                raise Underivable(f"{name}, for which there is no rule")
+                raise _NoRule(f"{' in '.join(dict.fromkeys([name, *self.within[:1]]))}, for which there is no rule")
+            self.within.append(name)
             with self:
-                return torch._decomp.decomposition_table[func](*args, **kwargs)
+                output = torch._decomp.decomposition_table[func](*args, **kwargs)
+            self.within.pop()
+            return output
         output = func(*args, **kwargs)
         try:
             value = _RULES[name](*map(self.value_of, args), **{k: self.value_of(v) for k, v in kwargs.items()})

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch
+
+TABLE = Path(__file__).with_name("tuning.jsonl")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +28,7 @@ class Config:
         slices: of the pointwise part in `act_backward_kernel`.
         fused: the pointwise part is in the GEMM ("up", "act_backward"); else it has a kernel of its own, and the
             GEMM is one of `rows_kernel`.
+        gather_first: gather the rows into a buffer before the GEMM ("grad_up", "grad_down").
     """
 
     bm: int
@@ -35,6 +42,7 @@ class Config:
     descriptors: bool = False
     slices: int = 1
     fused: bool = True
+    gather_first: bool = False
 
 
 @functools.cache
@@ -53,80 +61,99 @@ def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-_HOPPER = {
-    "up": Config(128, 128, 64, warps=8, stages=4, descriptors=True),
-    "rows": Config(128, 256, 64, warps=8, stages=3, descriptors=True, persistent=1, flatten=True),
-    "act_backward": Config(
-        128, 256, 64, warps=8, stages=3, descriptors=True, persistent=1, flatten=True, fused=False
-    ),
-    "outer": Config(128, 128, 64, warps=4, stages=5, descriptors=True),
-}
-_PORTABLE = {
-    "up": Config(128, 64, 32, warps=8, stages=3),
-    "rows": Config(128, 128, 32, warps=8, stages=3),
-    "act_backward": Config(128, 64, 32, warps=8, stages=3, slices=2),
-    "outer": Config(128, 128, 32, warps=8, stages=3),
-}
-_FLOAT32 = {
-    "up": Config(64, 32, 32, warps=4, stages=2),
-    "rows": Config(64, 64, 32, warps=4, stages=2),
-    "act_backward": Config(64, 32, 32, warps=4, stages=2),
-    "outer": Config(64, 64, 32, warps=4, stages=2),
-}
+def _defaults(up: Config, rows: Config, act_backward: Config, outer: Config) -> dict[str, Config]:
+    return dict(up=up, down=rows, act_backward=act_backward, grad_x=rows, grad_up=outer, grad_down=outer)
+
+
+_HOPPER = _defaults(
+    up=Config(128, 128, 64, warps=8, stages=4, descriptors=True),
+    rows=Config(128, 256, 64, warps=8, stages=3, descriptors=True, persistent=1, flatten=True),
+    act_backward=Config(128, 256, 64, warps=8, stages=3, descriptors=True, persistent=1, flatten=True, fused=False),
+    outer=Config(128, 256, 32, warps=8, stages=7, descriptors=True),
+)
+_PORTABLE = _defaults(
+    up=Config(128, 64, 32, warps=8, stages=3),
+    rows=Config(128, 128, 32, warps=8, stages=3),
+    act_backward=Config(128, 64, 32, warps=8, stages=3, slices=2),
+    outer=Config(128, 128, 32, warps=8, stages=3),
+)
+_FLOAT32 = _defaults(
+    up=Config(64, 32, 32, warps=4, stages=2),
+    rows=Config(64, 64, 32, warps=4, stages=2),
+    act_backward=Config(64, 32, 32, warps=4, stages=2),
+    outer=Config(64, 64, 32, warps=4, stages=2),
+)
+KERNELS = tuple(_HOPPER)
 
 
 def config(kernel: str, device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]) -> Config:
-    """For a kernel ("up", "rows", "act_backward", "outer") on [columns of the result, inner size]."""
+    """For a GEMM, one of `KERNELS`, on shape (columns of the result, inner size, mean rows of an expert).
+
+    The nearest one of the tuning table, where that has the target and the dtype; else a default.
+    """
+    entries = _table().get((target(device), str(dtype).removeprefix("torch."), kernel))
+    if entries:
+        return min(entries, key=lambda entry: _distance(entry[0], shape))[1]
     if dtype is torch.float32:
         return _FLOAT32[kernel]
     return (_HOPPER if target(device) == "sm90" else _PORTABLE)[kernel]
 
 
+def _distance(a: Sequence[int], b: Sequence[int]) -> float:
+    return sum(math.log2(max(x, 1) / max(y, 1)) ** 2 for x, y in zip(a, b, strict=True))
+
+
+@functools.cache
+def _table() -> dict[tuple[str, str, str], list[tuple[tuple[int, ...], Config]]]:
+    """(target, dtype, kernel) -> [(shape, config)], from the JSON lines of `TABLE`; `bench tune` writes them."""
+    table: dict[tuple[str, str, str], list[tuple[tuple[int, ...], Config]]] = {}
+    for line in TABLE.read_text().splitlines() if TABLE.exists() else ():
+        row = json.loads(line)
+        entry = (tuple(row["shape"]), Config(**row["config"]))
+        table.setdefault((row["target"], row["dtype"], row["kernel"]), []).append(entry)
+    return table
+
+
 def candidates(kernel: str, device: torch.device, dtype: torch.dtype) -> list[Config]:
     """What tuning tries."""
-    c = Config
     if target(device) != "sm90" or dtype is torch.float32:
-        return [config(kernel, device, dtype, ())]
-    d = dict(descriptors=True)
-    return {
-        "up": [
-            c(128, 128, 64, 8, 4, **d),
-            c(128, 128, 64, 8, 3, **d, persistent=1),
-            c(128, 128, 64, 8, 3, **d, persistent=1, flatten=True),
-            c(128, 64, 64, 4, 3, **d),
-            c(128, 64, 32, 4, 4, **d),
-            c(128, 256, 64, 8, 3, **d, fused=False),
-            c(128, 256, 64, 8, 4, **d, fused=False),
-            c(128, 256, 64, 8, 3, **d, fused=False, persistent=1, flatten=True),
-        ],
-        "rows": [
-            c(128, 256, 64, 8, 3, **d),
-            c(128, 256, 64, 8, 3, **d, persistent=1, flatten=True),
-            c(128, 256, 64, 8, 4, **d, persistent=1),
-            c(128, 128, 64, 4, 3, **d),
-            c(128, 256, 64, 8, 4, **d, group=16),
-            c(256, 128, 64, 8, 4, **d),
-        ],
-        "act_backward": [
-            c(128, 256, 64, 8, 3, **d, slices=4),
-            c(64, 128, 64, 4, 4, **d, slices=2),
-            c(64, 256, 64, 4, 3, **d, slices=4),
-            c(64, 128, 64, 4, 3, **d, slices=4),
-            c(128, 256, 64, 8, 3, **d, fused=False),
-            c(128, 256, 64, 8, 4, **d, fused=False),
-            c(128, 256, 64, 8, 3, **d, fused=False, persistent=1, flatten=True),
-        ],
-        "outer": [
-            c(128, 256, 64, 8, 5, **d),
-            c(128, 256, 64, 8, 6, **d),
-            c(128, 256, 64, 8, 7, **d),
-            c(128, 256, 32, 8, 7, **d),
-            c(128, 256, 32, 8, 9, **d),
-            c(128, 128, 64, 4, 5, **d),
-            c(128, 128, 64, 4, 6, **d),
-            c(128, 128, 64, 8, 7, **d),
-            c(256, 128, 64, 8, 5, **d),
-            c(256, 128, 64, 8, 6, **d),
-            c(128, 256, 64, 8, 5, **d, group=4),
-        ],
-    }[kernel]
+        return [config(kernel, device, dtype, (1, 1, 1))]
+    return _HOPPER_CANDIDATES[kernel]
+
+
+def _hopper_candidates() -> dict[str, list[Config]]:
+    c = functools.partial(Config, descriptors=True)
+    rows = [
+        c(128, 256, 64, 8, 3),
+        c(128, 256, 64, 8, 3, persistent=1, flatten=True),
+        c(128, 256, 64, 8, 3, persistent=1, flatten=True, group=16),
+        c(128, 256, 64, 8, 4, persistent=1),
+        c(128, 128, 64, 4, 3),
+    ]
+    separate = [
+        c(128, 256, 64, 8, 4, fused=False),
+        c(128, 256, 64, 8, 3, fused=False, persistent=1, flatten=True),
+    ]
+    outer = [
+        c(128, 256, 32, 8, 7),
+        c(128, 256, 64, 8, 5),
+        c(128, 256, 64, 8, 7),
+        c(128, 128, 64, 4, 5),
+        c(256, 128, 32, 8, 7),
+        c(256, 128, 64, 8, 5),
+        c(128, 256, 64, 8, 3, gather_first=True),
+        c(128, 256, 32, 8, 6, gather_first=True),
+        c(128, 256, 64, 8, 3, gather_first=True, persistent=1),
+        c(128, 256, 32, 8, 6, persistent=1),
+    ]
+    return dict(
+        up=[c(128, 128, 64, 8, 4), c(128, 128, 64, 8, 4, group=16), c(128, 64, 32, 4, 4), *separate],
+        down=rows,
+        act_backward=[c(128, 256, 64, 8, 3, slices=4), c(64, 128, 64, 4, 3, slices=4), *separate],
+        grad_x=rows,
+        grad_up=outer,
+        grad_down=outer,
+    )
+
+
+_HOPPER_CANDIDATES = _hopper_candidates()

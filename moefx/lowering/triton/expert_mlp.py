@@ -219,7 +219,7 @@ class Run:
         cut: Config | None = None,
     ) -> None:
         width, inner = out.shape[1], terms[0].shape[1]
-        cut = cut or self.config("rows", width, inner)
+        cut = cut or self.config("grad_x" if backward else "down", width, inner)
         schedule, max_tiles = self.schedule(cut.bm)
         operands = [w.operand(backward=backward, block=(cut.bn, cut.bk) if cut.descriptors else None) for w in weights]
         _check_alike(operands[0], operands[-1])
@@ -307,7 +307,7 @@ class Run:
         if need_down:
             assert scaled_act is not None
             sides = ((grad, reduce), (scaled_act, False))
-            stacked = self.outer(*(sides if self.down.out_dim == 0 else sides[::-1]), call.down[0].dtype)
+            stacked = self.outer("grad_down", *(sides if self.down.out_dim == 0 else sides[::-1]), call.down[0].dtype)
             grad_down = as_returned(stacked, call.down, 2)
         del scaled_act
         grad_down_bias = []
@@ -318,7 +318,7 @@ class Run:
         for g, w in enumerate(self.up):
             if need_up:
                 sides = ((grad_hidden[g], False), (self.x, True))
-                stacked = self.outer(*(sides if w.out_dim == 0 else sides[::-1]), call.up[g][0].dtype)
+                stacked = self.outer("grad_up", *(sides if w.out_dim == 0 else sides[::-1]), call.up[g][0].dtype)
                 grad_up += as_returned(stacked, call.up[g], 2)
             bias = call.up_bias[g]
             if need_up_bias and bias:
@@ -428,26 +428,36 @@ class Run:
         return out
 
     def outer(
-        self, left: tuple[Tensor, bool], right: tuple[Tensor, bool], dtype: torch.dtype, cut: Config | None = None
+        self,
+        kernel: str,
+        left: tuple[Tensor, bool],
+        right: tuple[Tensor, bool],
+        dtype: torch.dtype,
+        cut: Config | None = None,
     ) -> Tensor:
         """Sum over each expert's rows of left[r]^T right[r], [E,.,.]; each side is (rows, to be gathered)."""
+        cut = cut or self.config(kernel, right[0].shape[1], left[0].shape[1])
+        if cut.gather_first:
+            left, right = ((self.gather(t), False) if to_gather else (t, False) for t, to_gather in (left, right))
         (l, gather_left), (r, gather_right) = left, right
         height, width = l.shape[1], r.shape[1]
-        cut = cut or self.config("outer", width, height)
         out = torch.empty((self.num_experts, height, width), dtype=dtype, device=self.device)
         num_tiles = self.num_experts * cdiv(height, cut.bm) * cdiv(width, cut.bn)
         describe_left = cut.descriptors and not gather_left and _aligned(l)
         describe_right = cut.descriptors and not gather_right and _aligned(r)
+        describe_out = cut.descriptors and width * out.element_size() % 16 == 0
         args = (
             *(_describe(l, cut.bk, cut.bm) if describe_left else l, l.stride(0)),
             *(_describe(r, cut.bk, cut.bn) if describe_right else r, r.stride(0)),
-            *(self.call.token_ids, self.call.expert_offsets, out, height, width, self.num_experts),
+            *(self.call.token_ids, self.call.expert_offsets),
+            *(_describe(out, 1, cut.bm, cut.bn) if describe_out else out, height, width, self.num_experts),
         )
         constants = dict(
             GATHER_LEFT=gather_left,
             GATHER_RIGHT=gather_right,
             LEFT_DESCRIPTOR=describe_left,
             RIGHT_DESCRIPTOR=describe_right,
+            OUT_DESCRIPTOR=describe_out,
             EVEN=height % cut.bm == 0 and width % cut.bn == 0,
             VECTOR=math.gcd(height, width, 8),
             PRECISION=self.precision,
@@ -458,9 +468,7 @@ class Run:
             PERSISTENT=bool(cut.persistent),
             FLATTEN=cut.flatten,
         )
-        launch(
-            gemm.outer_kernel, self.grid(cut, num_tiles), args, constants, warps=cut.warps, stages=cut.stages
-        )
+        launch(gemm.outer_kernel, self.grid(cut, num_tiles), args, constants, warps=cut.warps, stages=cut.stages)
         return out
 
     def gather(self, tensor: Tensor) -> Tensor:
@@ -503,8 +511,8 @@ def _aligned(tensor: Tensor) -> bool:
     return tensor.stride(1) == 1 and tensor.stride(0) * size % 16 == 0 and tensor.data_ptr() % 16 == 0
 
 
-def _describe(tensor: Tensor, block_rows: int, block_columns: int) -> TensorDescriptor:
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [block_rows, block_columns])
+def _describe(tensor: Tensor, *block: int) -> TensorDescriptor:
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block))
 
 
 def _check_alike(a: Operand, b: Operand) -> None:

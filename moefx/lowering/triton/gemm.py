@@ -549,7 +549,7 @@ def _outer_block(
 def _outer_tile(
     tile, left, left_row, right, right_row, token_ids, expert_offsets, out, height, width,
     GATHER_LEFT: tl.constexpr, GATHER_RIGHT: tl.constexpr, LEFT_DESCRIPTOR: tl.constexpr,
-    RIGHT_DESCRIPTOR: tl.constexpr, EVEN: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
+    RIGHT_DESCRIPTOR: tl.constexpr, OUT_DESCRIPTOR: tl.constexpr, EVEN: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     num_row_tiles, num_column_tiles = tl.cdiv(height, BM), tl.cdiv(width, BN)
@@ -571,20 +571,23 @@ def _outer_tile(
             acc, left, left_row, right, right_row, token_ids, whole, end, m * BM, i_safe, n * BN, j_safe,
             GATHER_LEFT, GATHER_RIGHT, LEFT_DESCRIPTOR, RIGHT_DESCRIPTOR, True, PRECISION, BK,
         )  # fmt: skip
-    at = (expert.to(tl.int64) * height + m * BM) * width + n * BN
-    at += tl.arange(0, BM)[:, None] * width + tl.arange(0, BN)[None, :]
-    value = acc.to(out.dtype.element_ty)
-    if EVEN:
-        tl.store(out + at, value)
+    if OUT_DESCRIPTOR:
+        out.store([expert, m * BM, n * BN], acc.to(out.dtype).reshape(1, BM, BN))
     else:
-        tl.store(out + at, value, mask=(i < height)[:, None] & (j < width)[None, :])
+        at = (expert.to(tl.int64) * height + m * BM) * width + n * BN
+        at += tl.arange(0, BM)[:, None] * width + tl.arange(0, BN)[None, :]
+        value = acc.to(out.dtype.element_ty)
+        if EVEN:
+            tl.store(out + at, value)
+        else:
+            tl.store(out + at, value, mask=(i < height)[:, None] & (j < width)[None, :])
 
 
 @triton.jit
 def outer_kernel(
     left, left_row, right, right_row, token_ids, expert_offsets, out, height, width, num_experts,
     GATHER_LEFT: tl.constexpr, GATHER_RIGHT: tl.constexpr, LEFT_DESCRIPTOR: tl.constexpr,
-    RIGHT_DESCRIPTOR: tl.constexpr, EVEN: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
+    RIGHT_DESCRIPTOR: tl.constexpr, OUT_DESCRIPTOR: tl.constexpr, EVEN: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     PERSISTENT: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
@@ -594,10 +597,10 @@ def outer_kernel(
         for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=FLATTEN):
             _outer_tile(
                 tile, left, left_row, right, right_row, token_ids, expert_offsets, out, height, width,
-                GATHER_LEFT, GATHER_RIGHT, LEFT_DESCRIPTOR, RIGHT_DESCRIPTOR, EVEN, VECTOR, PRECISION, BM, BN, BK, GROUP,
+                GATHER_LEFT, GATHER_RIGHT, LEFT_DESCRIPTOR, RIGHT_DESCRIPTOR, OUT_DESCRIPTOR, EVEN, VECTOR, PRECISION, BM, BN, BK, GROUP,
             )  # fmt: skip
     else:
         _outer_tile(
             tl.program_id(0), left, left_row, right, right_row, token_ids, expert_offsets, out, height, width,
-            GATHER_LEFT, GATHER_RIGHT, LEFT_DESCRIPTOR, RIGHT_DESCRIPTOR, EVEN, VECTOR, PRECISION, BM, BN, BK, GROUP,
+            GATHER_LEFT, GATHER_RIGHT, LEFT_DESCRIPTOR, RIGHT_DESCRIPTOR, OUT_DESCRIPTOR, EVEN, VECTOR, PRECISION, BM, BN, BK, GROUP,
         )  # fmt: skip

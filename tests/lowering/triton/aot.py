@@ -44,7 +44,6 @@ TARGETS = {
 }
 # tf32: float32 where torch may use it (`torch.backends.cuda.matmul.allow_tf32`).
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "tf32": torch.float32}
-FAMILIES = ("up", "rows", "act_backward", "outer")
 SIZE = (64, 2, 8)  # tokens, slots, experts
 
 
@@ -87,7 +86,7 @@ CASES = {
     "separate_recomputed": Case(swiglu_list, "x", False, weights=torch.float32),
     # As the 2880 of gpt-oss: a multiple of 64, of no larger tile.
     "interleaved": Case(interleaved_clamped, "h", True, 320, 320),
-    "interleaved_rows": Case(interleaved_clamped, "x", False),
+    "interleaved_rows": Case(interleaved_clamped, "x", False, weights=torch.float32),
     "before": Case(weight_before, "h", True),
     "before_float32": Case(weight_before, "x", True, weights=torch.float32),
 }
@@ -134,7 +133,6 @@ def install() -> Compiler:
     compiler = Compiler()
     triton.runtime.driver.set_active(compiler)
     JITFunction.run = lambda function, *args, **options: compiler.run(function, *args, **options)
-    torch.cuda.current_device = compiler.get_current_device
     configs.target = lambda device: compiler.target
     stock_precision = expert_mlp.Run.precision.fget
 
@@ -204,23 +202,23 @@ def forward_and_backward(case: Case, dtype: torch.dtype) -> None:
     options = dict(body=layer.text, keep=case.keep, reduce=case.reduce)
     out, *kept = expert_mlp.expert_mlp(*args, **options)
     expert_mlp.expert_mlp_backward(torch.empty_like(out), *args, kept, **options, needs=case.needs)
-    expert_mlp.Run(args, layer.text, case.keep, None).gather(x)  # which only tuning does
+    expert_mlp.Run(args, layer.text, case.keep, None).gather(x)  # which not every configuration does
 
 
 def configurations(dtype: torch.dtype, everything: bool) -> Iterator[tuple[str, dict[str, Config]]]:
-    """(by whom it is chosen, what to launch each family with in place of `configs.config`'s choice): "default", the
-    same with "separate" kernels for the pointwise part, and, if `everything`, all that "tuning" tries."""
+    """(by whom it is chosen, what to launch some of `configs.KERNELS` with in place of `configs.config`'s choice):
+    "default", the same with "separate" kernels for the pointwise part, and, if `everything`, all that "tuning"
+    tries."""
     yield "default", {}
-    device, sizes = torch.device("cpu"), [256, 1024, 4096]
-    by_shape: dict[str, list[Config]] = {}
-    for family in FAMILIES:
-        shapes = itertools.product(sizes, sizes, [1, 64, 4096])  # columns, inner size, rows of an expert
-        by_shape[family] = list(dict.fromkeys(configs.config(family, device, dtype, shape) for shape in shapes))
-    yield "separate", {f: dataclasses.replace(by_shape[f][0], fused=False) for f in ("up", "act_backward")}
+    device, sizes, by_shape = torch.device("cpu"), [512, 768, 1024, 1536, 2048, 2880, 4096, 7168], {}
+    for kernel in configs.KERNELS:
+        shapes = itertools.product(sizes, sizes, [1, 16, 64, 256, 1024, 4096])
+        by_shape[kernel] = list(dict.fromkeys(configs.config(kernel, device, dtype, shape) for shape in shapes))
+    yield "separate", {k: dataclasses.replace(by_shape[k][0], fused=False) for k in ("up", "act_backward")}
     if everything:
-        yield from (("default", {family: cut}) for family, cuts in by_shape.items() for cut in cuts)
-        for family in FAMILIES:
-            yield from (("tuning", {family: cut}) for cut in configs.candidates(family, device, dtype))
+        yield from (("default", {kernel: cut}) for kernel, cuts in by_shape.items() for cut in cuts)
+        for kernel in configs.KERNELS:
+            yield from (("tuning", {kernel: cut}) for cut in configs.candidates(kernel, device, dtype))
 
 
 def main() -> None:
@@ -243,7 +241,7 @@ def main() -> None:
             routings(dtype)
         for (choice, forced), case in itertools.product(configurations(dtype, options.everything), cases):
             compiler.choice, compiler.case = choice, case
-            expert_mlp.config = lambda family, *args, forced=forced: forced.get(family) or stock_config(family, *args)
+            expert_mlp.config = lambda kernel, *args, forced=forced: forced.get(kernel) or stock_config(kernel, *args)
             forward_and_backward(CASES[case], dtype)
 
 

@@ -1,0 +1,485 @@
+"""Formulas of pointwise expressions, without Triton: their text runs on torch's functions, in float64.
+
+Run as a program it prints the text for every expression here.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+import moefx
+from moefx.ir.expression import evaluate, pretty, variables
+from moefx.lowering import epilogue
+from moefx.lowering.epilogue import Underivable, factor_of, formula_of, source, symbols_of, with_gradients
+
+SILU, TANH_GELU = ("silu", "a0"), ("gelu", "a0", {"approximate": "tanh"})
+GATE, UP = ("clamp", "a0", None, 7.0), ("clamp", "a1", -7.0, 7.0)
+POSITIVE = ("add.Tensor", ("abs", "a0"), 0.25)
+
+# What experts are built of, and torch's other activations. Heads as `passes.fuse` writes them, some without overload.
+EXPRESSIONS = {
+    "swiglu": ("mul.Tensor", SILU, "a1"),
+    "geglu_tanh": ("mul.Tensor", TANH_GELU, "a1"),
+    "geglu_erf": ("mul.Tensor", ("gelu", "a0"), "a1"),
+    "clamped_swiglu": (
+        "mul.Tensor",
+        ("add.Tensor", UP, 1),
+        ("mul.Tensor", GATE, ("sigmoid", ("mul.Tensor", GATE, 1.702))),
+    ),
+    "relu_squared": ("pow.Tensor_Scalar", ("relu", "a0"), 2),
+    "soft_cap": ("mul.Tensor", ("tanh", ("div.Tensor", ("mul.Tensor", SILU, "a1"), 30.0)), 30.0),
+    "clamped_product": ("clamp", ("mul.Tensor", SILU, "a1"), -10.0, 10.0),
+    "silu": SILU,
+    "relu": ("relu", "a0"),
+    "identity": "a0",
+    "product": ("mul.Tensor", "a0", "a1"),
+    "weighted": ("mul.Tensor", ("mul.Tensor", SILU, "a1"), "w"),
+    "weighted_inside": ("mul.Tensor", ("silu", ("mul.Tensor", "a0", "w")), ("mul.Tensor", "a1", "w")),
+    "in_float32": (
+        "_to_copy",
+        ("mul.Tensor", ("silu", ("_to_copy", "a0", {"dtype": "float32"})), "a1"),
+        {"dtype": "bfloat16"},
+    ),
+    "softplus": ("softplus", "a0"),
+    "softplus_beta": ("softplus", "a0", 2.0, 4.0),
+    "mish": ("mish", "a0"),
+    "elu": ("elu", "a0", 0.7),
+    "elu_scaled": ("elu", "a0", 0.7, 1.1, 0.9),
+    "selu": ("selu", "a0"),
+    "celu": ("celu", "a0", 0.8),
+    "hardswish": ("hardswish", "a0"),
+    "hardsigmoid": ("hardsigmoid", "a0"),
+    "hardtanh": ("hardtanh", "a0"),
+    "hardtanh_bounds": ("hardtanh", "a0", -0.5, 3.0),
+    "relu6": ("relu6", "a0"),
+    "leaky_relu": ("leaky_relu", "a0", 0.1),
+    "leaky_relu_default": ("leaky_relu", "a0"),
+    "prelu": ("where.self", ("gt.Scalar", "a0", 0), "a0", ("mul.Tensor", "w", "a0")),
+    "softshrink": ("softshrink", "a0", 0.5),
+    "hardshrink": ("hardshrink", "a0", 0.5),
+    "softsign": ("div.Tensor", "a0", ("add.Tensor", ("abs", "a0"), 1)),
+    "log_sigmoid": ("log_sigmoid", "a0"),
+    "tanhshrink": ("sub.Tensor", "a0", ("tanh", "a0")),
+    "threshold": ("threshold", "a0", 0.125, -0.5),
+    "quick_gelu": ("mul.Tensor", "a0", ("sigmoid", ("mul.Tensor", "a0", 1.702))),
+    "serf": ("mul.Tensor", "a0", ("erf", ("softplus", "a0"))),
+    "squareplus": ("mul.Scalar", ("add.Tensor", "a0", ("sqrt", ("add.Scalar", ("square", "a0"), 4.0))), 0.5),
+    "erfc": ("erfc", "a0"),
+    "atan": ("atan", "a0"),
+    "sinh": ("sinh", "a0"),
+    "cosh": ("cosh", "a0"),
+    "asinh": ("asinh", "a0"),
+    "tan": ("tan", ("mul.Tensor", "a0", 0.1)),
+    "sin_cos": ("mul.Tensor", ("sin", "a0"), ("cos", "a1")),
+    "sinc": ("sinc", "a0"),
+    "snake": ("add.Tensor", "a0", ("pow.Tensor_Scalar", ("sin", "a0"), 2)),
+    "logs": ("add.Tensor", ("log2", POSITIVE), ("add.Tensor", ("log10", POSITIVE), ("log1p", POSITIVE))),
+    "expm1": ("expm1", "a0"),
+    "exp2": ("exp2", "a0"),
+    "base_2": ("pow.Scalar", 2, "a0"),
+    "base_3": ("pow.Scalar", 3.0, "a0"),
+    **{f"power_{p}": ("pow.Tensor_Scalar", "a0", p) for p in (0, 1, 3, 4, 7, -1, -2.0)},
+    **{f"root_{p}": ("pow.Tensor_Scalar", POSITIVE, p) for p in (0.5, 1.5, 2.7, -0.5, -1.3, 1 / 3)},
+    "roots": ("sub.Tensor", ("sqrt", POSITIVE), ("mul.Tensor", ("rsqrt", POSITIVE), ("reciprocal", POSITIVE))),
+    "logaddexp": ("logaddexp", "a0", "a1"),
+    "hypot": ("hypot", "a0", "a1"),
+    "logit": ("logit", ("add.Tensor", ("mul.Tensor", ("sigmoid", "a0"), 0.5), 0.25)),
+    "xlogy": ("xlogy.Tensor", "a0", POSITIVE),
+    "addcmul": ("addcmul", "w", "a0", "a1", {"value": 0.5}),
+    "addcdiv": ("addcdiv", "a1", "a0", POSITIVE, {"value": -2.0}),
+    "lerp": ("lerp.Scalar", "a0", "a1", 0.3),
+    "lerp_weight": ("lerp.Tensor", "a0", "a1", "w"),
+    "maximum": ("maximum", "a0", "a1"),
+    "minimum": ("minimum", "a0", ("mul.Tensor", "a1", 0.5)),
+    "fmax": ("fmax", "a0", "a1"),
+    "fmin": ("fmin", "a0", "a1"),
+    "clamp_min": ("clamp_min", "a0", 0.5),
+    "clamp_max": ("clamp_max", "a0", 3),
+    "clamp_keyword": ("clamp", "a0", {"max": 1.0}),
+    "clamp_by_tensors": ("clamp.Tensor", "a0", ("neg", ("abs", "a1")), ("abs", "a1")),
+    "clamp_crossed": ("clamp", "a0", 3.0, 1.0),
+    "nan_to_num": ("nan_to_num", "a0", 0.5, 2.0, -2.0),
+    "scalar_first": ("mul.Tensor", 3.0, ("sub.Tensor", 1, "a0")),
+    "scalar_over": ("div.Tensor", 2.0, POSITIVE),
+    "rsub": ("rsub.Scalar", "a0", 2.5),
+    "alpha": ("sub.Tensor", ("add.Tensor", "a0", "a1", {"alpha": 2}), "w", {"alpha": 0.5}),
+    "scalars": ("sub.Scalar", ("div.Scalar", ("add.Scalar", ("mul.Scalar", "a0", -3), 2), 7), 0.1),
+    "arithmetic_with_conditions": ("mul.Tensor", ("gt.Scalar", "a0", 0.5), "a0"),
+    "conditions": (
+        "where.self",
+        ("logical_or", ("logical_and", ("ge.Scalar", "a0", -1), ("lt.Tensor", "a0", "a1")), ("eq.Scalar", "a0", 3)),
+        ("where.self", ("logical_not", ("le.Tensor", "a0", "w")), "a1", ("neg", "a0")),
+        ("where.self", ("bitwise_not", ("ne.Scalar", "a1", 0)), "w", ("mul.Tensor", "a0", "a1")),
+    ),
+    "of_a_condition": ("mul.Tensor", ("_to_copy", ("bitwise_xor.Tensor", ("gt.Scalar", "a0", 0), ("isnan", "a1")),
+                                      {"dtype": "float32"}), "a1"),  # fmt: skip
+    "signs": ("mul.Tensor", ("sign", "a0"), ("abs", "a1")),
+    "step": ("mul.Tensor", ("sign", "a0"), 2.0),  # no derivative
+    "difference": ("mul.Tensor", ("sub.Tensor", "a0", "a1"), 0.1),
+    "reordered": ("add.Tensor", ("sub.Tensor", ("mul.Tensor", "a0", 1e8), ("mul.Tensor", "a0", 1e8)), "a1"),
+    "quotient": ("div.Tensor", "a0", "a1"),
+}
+
+# Kinks: 0, the bounds in the expressions above, equal operands of maximum.
+KINKS = (0.0, -0.0, 0.125, 0.25, 0.5, -0.5, 1.0, -1.0, 2.0, -2.0, 3.0, -3.0, 6.0, 7.0, -7.0, 10.0, 20.0)
+
+
+class Random:
+    """Random expressions, none of them ill-conditioned: every part is smooth or has a kink, no part is larger than its
+    operands' product, nothing is divided by what can come near 0, and what is raised to e is bounded."""
+
+    def __init__(self, seed: int):
+        self.rng = random.Random(seed)
+
+    def expression(self) -> object:
+        body = ("mul.Tensor", self.tree(3, "a0"), self.tree(2, "a1"))
+        return self.rng.choice([body, ("mul.Tensor", body, "w"), ("add.Tensor", body, self.tree(1, "w"))])
+
+    def tree(self, depth: int, must: str) -> object:
+        """An expression with the variable `must` in it."""
+        if depth == 0:
+            return must
+        kind = self.rng.random()
+        inner = self.tree(depth - 1, must)
+        if kind < 0.5:
+            return self.unary(inner)
+        other = self.tree(depth - 1, self.rng.choice(["a0", "a1", "w"]))
+        return self.binary(inner, other)
+
+    def unary(self, x: object) -> object:
+        c = round(self.rng.uniform(0.3, 2.5), 2)
+        return self.rng.choice(
+            [
+                *((name, x) for name in ("tanh", "sigmoid", "silu", "softplus", "relu", "erf", "sin", "cos", "abs")),
+                *((name, x) for name in ("atan", "mish", "gelu", "neg", "hardswish", "elu", "log_sigmoid")),
+                ("gelu", x, {"approximate": "tanh"}),
+                ("leaky_relu", x, c / 10),
+                ("exp", ("tanh", x)),
+                ("pow.Tensor_Scalar", ("tanh", x), self.rng.choice([2, 3])),
+                ("sqrt", ("add.Tensor", ("softplus", x), c)),
+                ("log", ("add.Tensor", ("square", x), c)),
+                ("pow.Tensor_Scalar", ("add.Scalar", ("abs", x), c), self.rng.choice([-1.5, -0.7, 0.3, 0.5])),
+                ("clamp", x, self.rng.choice([None, -c]), 2 * c),
+                ("add.Tensor", x, c),
+                ("mul.Tensor", x, -c),
+                ("mul.Scalar", x, c),
+                ("rsub.Scalar", x, c),
+                ("div.Tensor", x, c),
+            ]
+        )
+
+    def binary(self, x: object, y: object) -> object:
+        c = round(self.rng.uniform(0.3, 2.5), 2)
+        return self.rng.choice(
+            [
+                ("mul.Tensor", x, y),
+                ("mul.Tensor", ("sigmoid", x), y),
+                ("add.Tensor", x, y),
+                ("add.Tensor", x, y, {"alpha": c}),
+                ("sub.Tensor", x, ("tanh", y)),
+                ("div.Tensor", x, ("add.Scalar", ("abs", y), c)),
+                ("maximum", x, y),
+                ("minimum", x, y),
+                ("logaddexp", x, y),
+                ("addcmul", x, ("tanh", x), y, {"value": c}),
+                ("where.self", ("gt.Tensor", x, y), x, ("mul.Tensor", y, c)),
+                ("where.self", ("le.Scalar", x, c), ("tanh", y), x),
+            ]
+        )
+
+
+RANDOM = {f"random_{seed}": Random(seed).expression() for seed in range(50)}
+ALL = EXPRESSIONS | RANDOM
+
+
+def points(dtype: torch.dtype, expr: object = None) -> dict[str, Tensor]:
+    """Values for the variables and the gradient: random ones, and kinks of a0 and a1 in all pairs."""
+    g = torch.Generator().manual_seed(0)
+    env = {name: torch.randn(1000, generator=g, dtype=torch.float64) * 2 for name in ("a0", "a1", "g")}
+    kinks = torch.cartesian_prod(*[torch.tensor(KINKS, dtype=torch.float64)] * 2)
+    env = {name: torch.cat([env[name], extra]) for name, extra in zip(env, [*kinks.T, torch.ones(len(kinks))])}
+    env["w"] = torch.rand(len(env["g"]), generator=g, dtype=torch.float64)
+    return {name: t.to(dtype) for name, t in env.items()}
+
+
+def truth(expr: object, env: dict[str, Tensor], wrt: tuple[str, ...] = ("a0", "a1", "w")) -> list[Tensor]:
+    """Value and gradients by torch's autograd; where there is none, 0."""
+    leaves = {name: t.clone().requires_grad_() for name, t in env.items()}
+    value = evaluate(expr, leaves).to(env["a0"].dtype)
+    if not value.requires_grad:
+        return [value, *(torch.zeros_like(env["a0"]) for _ in wrt)]
+    grads = torch.autograd.grad(value, [leaves[n] for n in wrt], env["g"], allow_unused=True, materialize_grads=True)
+    return [value.detach(), *grads]
+
+
+def text_of(expr: object) -> str:
+    parameters = ("a0", "a1", "w")
+    return source("vjp", (*parameters, "g"), with_gradients(expr, "g", parameters))
+
+
+def stand_in(dtype: torch.dtype) -> dict[str, object]:
+    """What a formula's text refers to, on torch tensors."""
+
+    def of(*values: object) -> list[Tensor]:
+        return [v if isinstance(v, Tensor) else torch.tensor(v, dtype=dtype) for v in values]
+
+    tl = SimpleNamespace(
+        **{name: getattr(torch, name) for name in ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "erf")},
+        **{name: getattr(torch, name) for name in ("abs", "sigmoid", "zeros_like")},
+        where=lambda c, a, b: torch.where(c, *of(a, b)),
+        maximum=lambda a, b, nan=None: (torch.maximum if nan else torch.fmax)(*of(a, b)),
+        minimum=lambda a, b, nan=None: (torch.minimum if nan else torch.fmin)(*of(a, b)),
+        full=lambda shape, value, _: torch.full(shape, value, dtype=dtype),
+        PropagateNan=SimpleNamespace(ALL=True),
+        float32=None,
+    )
+    own = ("expm1", "log1p", "tanh", "sinh", "cosh", "asinh", "atan", "erfc", "hypot", "sign")
+    return {"tl": tl, **{name: getattr(torch, name) for name in own}}
+
+
+def run(text: str, *arguments: Tensor) -> tuple[Tensor, ...] | Tensor:
+    scope = stand_in(arguments[0].dtype)
+    exec(text, scope)
+    return scope[text.partition("(")[0].removeprefix("def ")](*arguments)
+
+
+# -- value and derivatives
+# ------------------------------------------------------------------------------------------------------
+
+
+# Whose constants torch's kernels round to float32 even in float64.
+SINGLE = dict.fromkeys(("celu", "hardsigmoid"), 2.0**-23)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_value_and_derivatives_are_torchs(name):
+    expr, env = without_casts(ALL[name]), points(torch.float64)
+    results = run(text_of(ALL[name]), *(env[n] for n in ("a0", "a1", "w", "g")))
+    for got, want in zip(results, truth(expr, env), strict=True):
+        torch.testing.assert_close(got, want, rtol=SINGLE.get(name, 1e-10), atol=1e-12, equal_nan=True)
+
+
+def without_casts(expr: object) -> object:
+    """For a truth in float64."""
+    if not isinstance(expr, (tuple, list)):
+        return expr
+    return without_casts(expr[1]) if expr[0] == "_to_copy" else (expr[0], *map(without_casts, expr[1:]))
+
+
+ATEN = [
+    f"{name}.{overload}"
+    for name in sorted(dir(torch.ops.aten))
+    if not name.endswith("_") and hasattr(getattr(torch.ops.aten, name), "overloads")
+    for overload in getattr(torch.ops.aten, name).overloads()
+    if torch.Tag.pointwise in getattr(getattr(torch.ops.aten, name), overload).tags and "out" not in overload
+]
+
+
+def call_of(head: str) -> object | None:
+    """A call of an op with variables for tensors, in (0.25, 1) so that most are defined; numbers for the rest."""
+    name, _, overload = head.partition(".")
+    tensors = iter([("add.Tensor", ("mul.Tensor", ("sigmoid", v), 0.5), 0.25) for v in ("a0", "a1", "w")])
+    arguments = []
+    for argument in getattr(getattr(torch.ops.aten, name), overload)._schema.arguments:
+        kind = str(argument.type)
+        if kind in ("Tensor", "Optional[Tensor]"):
+            arguments.append(next(tensors, None))
+        elif argument.kwarg_only or argument.has_default_value():
+            break
+        else:
+            arguments.append({"int": 2, "bool": False, "number": 0.75, "float": 0.75}.get(kind))
+    return (head, *arguments)
+
+
+def test_every_pointwise_op_of_aten_is_right_or_refused():
+    env, refused = points(torch.float64), {}
+    for head in ATEN:
+        expr = call_of(head)
+        try:
+            text = text_of(expr)
+        except Underivable as reason:
+            refused[head] = str(reason)
+            continue
+        results = run(text, *(env[n] for n in ("a0", "a1", "w", "g")))
+        for got, want in zip(results, truth(expr, env), strict=True):
+            torch.testing.assert_close(got, want, rtol=2.0**-23, atol=1e-10, equal_nan=True, msg=lambda m: f"{head}: {m}")
+    assert len(ATEN) - len(refused) > 90, refused
+
+
+@pytest.mark.parametrize(
+    "out",
+    [
+        "y",
+        ("mul.Tensor", "y", "w"),
+        ("mul.Tensor", "w", ("_to_copy", "y", {"dtype": "float32"})),
+        ("div.Tensor", ("neg", "y"), ("add.Tensor", "w", 1)),
+        ("mul.Tensor", ("sigmoid", "w"), ("mul.Tensor", 2.5, "y")),
+        ("add.Tensor", ("mul.Tensor", "y", "w"), "y", {"alpha": 3}),
+        ("sub.Tensor", "y", "y"),
+        ("mul.Tensor", "y", 0.5),
+        ("mul.Tensor", "y", ("exp", ("full_like", "y", 2.0))),
+    ],
+    ids=pretty,
+)
+def test_factor_of_what_is_linear_and_its_derivative(out):
+    y, w = torch.randn(50, dtype=torch.float64), torch.rand(50, dtype=torch.float64).requires_grad_()
+    factor, factor_grad = with_gradients(out, "g", ("w",), ones=("y", "g"))
+    assert factor == factor_of(out, "y", ("w",))
+    got, got_grad = (run(source("scale", ("w",), [f]), w.detach()) for f in (factor, factor_grad))
+    want = evaluate(out, {"y": y, "w": w})
+    torch.testing.assert_close(y * got, want.detach())
+    if want.requires_grad:
+        torch.testing.assert_close(y * got_grad, torch.autograd.grad(want.sum(), w)[0])
+    else:
+        assert not got_grad.any()
+
+
+# -- what the text is like
+# ------------------------------------------------------------------------------------------------------
+
+
+def test_value_and_derivatives_share_what_they_have_in_common():
+    assert text_of(EXPRESSIONS["swiglu"]) == (
+        "def vjp(a0, a1, w, g):\n"
+        "    t0 = tl.sigmoid(a0)\n"
+        "    t1 = (a0 * t0)\n"
+        "    return (t1 * a1), (((g * a1) * t0) * ((a0 * (1.0 - t0)) + 1.0)), (g * t1), tl.zeros_like(a0) + 0.0\n"
+    )
+
+
+def test_nothing_is_reordered_or_multiplied_out():
+    # 3*x - 3*y would cancel, (a*c)*b overflow, (x + z) - y lose z.
+    x, y = torch.tensor([1 / 3 + 2**-24]), torch.tensor([1 / 3])
+    expr = ("mul.Tensor", ("sub.Tensor", "a0", "a1"), 3.0)
+    assert run(source("f", ("a0", "a1"), [formula_of(expr)]), x, y) == (x - y) * 3
+    expr = ("mul.Tensor", ("mul.Tensor", "a0", "a1"), ("pow.Tensor_Scalar", "a0", 1))
+    assert run(source("f", ("a0", "a1"), [formula_of(expr)]), *torch.tensor([[1e30], [1e-30]])) == 1e30
+    expr = ("add.Tensor", ("sub.Tensor", "a0", "a1"), "w")
+    assert run(source("f", ("a0", "a1", "w"), [formula_of(expr)]), *torch.tensor([[1e8], [1e8], [1e-3]])) == 1e-3
+
+
+def test_the_text_does_not_depend_on_the_process():
+    program = f"import runpy; runpy.run_path({__file__!r}, run_name='__main__')"  # not from this directory
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            cwd=Path(moefx.__file__).parents[1],
+            env={**os.environ, "PYTHONHASHSEED": str(seed)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for seed in (1, 2)
+    ]
+    mine = "".join(text_of(expr) + "\n" for expr in ALL.values())
+    for process in processes:
+        assert process.communicate(timeout=120)[0] == mine
+        assert process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (2, "2.0"),
+        (-0.1, "-0.1"),
+        (float("inf"), 'float("inf")'),
+        (-1e60, 'float("-inf")'),  # as float32
+        (float("nan"), 'float("nan")'),
+        (1e-40, "tl.full((), 1e-40, tl.float32)"),
+        (1e-60, "1e-60"),
+        (2.0**80, repr(2.0**80)),
+    ],
+)
+def test_numbers(number, text):
+    assert source("f", ("a0",), [formula_of(("mul.Tensor", "a0", number))]).splitlines()[-1] == f"    return (a0 * {text})"
+
+
+def test_repeated_subexpressions_take_no_more_time_or_text():
+    expr = "a0"
+    for _ in range(10):  # as a tree 2^10 terms, and the derivative 4^10
+        expr = ("mul.Tensor", expr, ("sigmoid", expr))
+    begin = time.perf_counter()
+    assert len(text_of(expr).splitlines()) < 100
+    assert time.perf_counter() - begin < 2
+
+
+def test_deriving_takes_little_time():
+    text_of(EXPRESSIONS["clamped_swiglu"])  # what torch imports for it
+    epilogue._formulas.cache_clear()
+    begin = time.perf_counter()
+    text_of(EXPRESSIONS["clamped_swiglu"])
+    assert time.perf_counter() - begin < 0.3
+
+
+def test_a_name_that_does_not_occur_has_no_derivative():
+    value, by_a0, by_other = with_gradients(SILU, "g", ("a0", "_"))
+    assert symbols_of(value) == {"a0"}
+    assert symbols_of(by_a0) == {"a0", "g"}
+    assert by_other == 0
+
+
+# -- what is refused
+# ------------------------------------------------------------------------------------------------------
+
+INTEGERS = ("_to_copy", "a0", {"dtype": "int32"})
+REFUSED = [
+    (("floor", "a0"), "floor"),
+    (("round", "a0"), "round"),
+    (("remainder.Scalar", "a0", 2.0), "remainder"),
+    (("fmod.Scalar", "a0", 2.0), "fmod"),
+    (("div.Tensor_mode", "a0", 2.0, {"rounding_mode": "floor"}), "rounds.*floor|floor"),
+    (("bitwise_and.Scalar", INTEGERS, 1), "cast to torch.int32"),
+    (("bitwise_and.Scalar", "a0", 1), "bitwise_and"),
+    (("bitwise_left_shift.Tensor_Scalar", "a0", 1), "shift"),
+    (INTEGERS, "cast to torch.int32"),
+    (("_to_copy", ("_to_copy", "a0", {"dtype": "float8_e4m3fn"}), {"dtype": "float32"}), "cast to torch.float8_e4m3fn"),
+    (("_to_copy", "a0", {"dtype": "complex64"}), "cast to torch.complex64"),
+    (("gt.Scalar", "a0", 0), "torch.bool"),
+    (("rand_like", "a0"), "rand"),
+    (("bernoulli", "a0"), "rand in bernoulli"),
+    (("dropout", "a0", 0.5, True), "bernoulli"),
+    (("rrelu", "a0", 0.1, 0.3, True), "rrelu"),
+    (("acos", "a0"), "acos"),
+    (("lgamma", "a0"), "lgamma"),
+    (("pow.Tensor_Tensor", "a0", "a1"), "exponent is not a number"),
+    (("pow.Scalar", -2.0, "a0"), "power of -2"),
+    (("pow.Tensor_Scalar", "a0", float("inf")), "exponent"),
+    (("softmax.int", "a0", -1), "amax|softmax"),
+    (("sum", "a0"), "sum"),
+    (("cumsum", "a0", 0), "iota in cumsum"),
+    (("mm", "a0", "a1"), "mm|mat"),
+    (("t", "a0"), "transpose|permute|t, "),
+    (("flip", "a0", [1]), "flip|rev"),
+    (("no_such_op", "a0"), "no_such_op"),
+    (("mul.NoSuchOverload", "a0", "a1"), "NoSuchOverload"),
+    (("mul.Tensor", "a0"), "mul"),
+    (("mul.Tensor", "a0", None), "None"),
+    (("mul.Tensor", "a0", "a1", "w"), "mul"),
+    (("silu", 1.0), "silu"),
+    (("item", "a0"), "Scalar"),
+    (2.0, "2.0"),
+    (None, "None"),
+    ((), "instead of an expression"),
+    (("relu_", "a0"), "leaf|relu_"),
+    (("heaviside", "a0", "a1"), "heaviside"),
+]
+
+
+@pytest.mark.parametrize(("expr", "reason"), REFUSED, ids=[pretty(expr) if expr else str(expr) for expr, _ in REFUSED])
+def test_what_cannot_be_derived_is_named(expr, reason):
+    with pytest.raises(Underivable, match=reason) as caught:
+        with_gradients(expr, "g", ("a0", "a1", "w"))
+    assert len(str(caught.value)) < 300 and "\n" not in str(caught.value)
+
+
+if __name__ == "__main__":
+    print("\n".join(text_of(expr) for expr in ALL.values()))
