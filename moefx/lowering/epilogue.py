@@ -10,17 +10,19 @@ Everything is computed in float32; casts in the expression are left out, which r
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
 import functools
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import sympy
 import torch
 from sympy import Function, S, Symbol
+from torch._decomp import decomposition_table
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -97,6 +99,9 @@ class Divide(Primitive):
     def eval(cls, a: Any, b: Any) -> Any:
         if b is S.One:
             return a
+        # Written out in torch 2.11's derivative of silu, whose value has it as a primitive.
+        if a is S.One and isinstance(b, Add) and b.args[1] is S.One and isinstance(b.args[0], Exp):
+            return Sigmoid(Negate(b.args[0].args[0]))
         return _exactly(float(a) / float(b)) if a.is_Number and b.is_Number and b is not S.Zero else None
 
 
@@ -114,8 +119,6 @@ def _primitive(name: str, text: str, base: type = Primitive) -> Any:
 
 Maximum = _primitive("Maximum", "tl.maximum({}, {}, tl.PropagateNan.ALL)")
 Minimum = _primitive("Minimum", "tl.minimum({}, {}, tl.PropagateNan.ALL)")
-MaximumNumber = _primitive("MaximumNumber", "tl.maximum({}, {})")
-MinimumNumber = _primitive("MinimumNumber", "tl.minimum({}, {})")
 Absolute = _primitive("Absolute", "tl.abs({})")
 Sign = _primitive("Sign", "sign({})")
 Exp = _primitive("Exp", "tl.exp({})")
@@ -199,6 +202,11 @@ def _clamp(x: Any, low: Any = None, high: Any = None, *, min: Any = None, max: A
     return x if high is None else Minimum(x, high)
 
 
+def _of_numbers(function: Any) -> Callable[..., Any]:
+    """Of a NaN and a number the number."""
+    return lambda a, b: Where(NotEqual(a, a), b, Where(NotEqual(b, b), a, function(a, b)))
+
+
 def _divide(a: Any, b: Any, rounding_mode: str | None = None) -> Any:
     if rounding_mode is not None:
         raise Underivable(f"a division that rounds ({rounding_mode})")
@@ -279,8 +287,8 @@ _RULES: dict[str, Callable[..., Any]] = {
             "abs": Absolute,
             "maximum": Maximum,
             "minimum": Minimum,
-            "fmax": MaximumNumber,
-            "fmin": MinimumNumber,
+            "fmax": _of_numbers(Maximum),
+            "fmin": _of_numbers(Minimum),
             "clamp": _clamp,
             "clamp_min": Maximum,
             "clamp_max": Minimum,
@@ -342,12 +350,7 @@ def factor_of(expr: Expr, name: str, other: Sequence[str]) -> Any:
 
 def symbols_of(formula: Any) -> set[str]:
     """Names of the variables that occur."""
-    stack, seen = [formula], {formula}  # a formula is a graph: as a tree it may be far larger
-    while stack:
-        new = set(stack.pop().args) - seen
-        stack.extend(new)
-        seen |= new
-    return {s.name for s in seen if s.is_Symbol}
+    return {s.name for s in _operands_first([formula]) if s.is_Symbol}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -400,6 +403,7 @@ class _Reader(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.values: dict[int, Any] = {}
+        self.known: dict[Any, Any] = {}
         self.alive: list[torch.Tensor] = []  # ids stay unique while the tensors live
         self.within: list[str] = []  # what is being decomposed
 
@@ -409,22 +413,24 @@ class _Reader(TorchDispatchMode):
 
     def input(self, value: Any) -> torch.Tensor:
         # float32 whatever the call computes in: no promotions to undo.
-        tensor = torch.ones((2, 3), device="cpu", requires_grad=True)
+        tensor = torch.ones((2, 3), dtype=torch.float32, device="cpu", requires_grad=True)
         return self._keep(tensor, value)
 
     def _keep(self, tensor: torch.Tensor, value: Any) -> torch.Tensor:
-        self.values[id(tensor)] = value
+        # The same object for equal expressions: it takes no time to see that they are.
+        self.values[id(tensor)] = self.known.setdefault(value, value)
         self.alive.append(tensor)
         return tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, _base_name(func)
         if name not in _RULES:
-            if func not in torch._decomp.decomposition_table:
-                raise _NoRule(f"{' in '.join(dict.fromkeys([name, *self.within[:1]]))}, for which there is no rule")
+            parts = decomposition_table.get(func, func.decompose)
             self.within.append(name)
             with self:
-                output = torch._decomp.decomposition_table[func](*args, **kwargs)
+                output = parts(*args, **kwargs)
+            if output is NotImplemented:
+                raise _NoRule(f"{' in '.join(dict.fromkeys([name, self.within[0]]))}, for which there is no rule")
             self.within.pop()
             return output
         output = func(*args, **kwargs)
@@ -449,7 +455,7 @@ class _Decomposed(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if isinstance(func, torch._ops.OpOverload) and _base_name(func) not in _RULES:
-            func = torch._decomp.decomposition_table.get(func, func)
+            func = decomposition_table.get(func, func)
         return func(*args, **(kwargs or {}))
 
 
@@ -485,29 +491,50 @@ def source(name: str, parameters: Sequence[str], results: Sequence[Any]) -> str:
 
     It is written for Triton: `tl.exp` and the like, and the functions of `triton.elementary`.
     """
-    shared, reduced = sympy.cse(list(results), symbols=sympy.numbered_symbols("t"), order="none", list=True)
-    lines = [f"    {symbol} = {_text(value)}" for symbol, value in shared]
-    like = parameters[0]
-    texts = [_text(r) if symbols_of(r) else f"tl.zeros_like({like}) + {_text(r)}" for r in reduced]
-    return "\n".join([f"def {name}({', '.join(parameters)}):", *lines, f"    return {', '.join(texts)}", ""])
+    order = _operands_first(results)
+    uses = collections.Counter(results)
+    for expr in order:
+        uses.update(expr.args)
+    texts: dict[Any, str] = {}
+    lines: list[str] = []
+    for expr in order:
+        texts[expr] = text = _text(expr, texts)
+        # Long ones too, for the reader, and because Python bounds how deep parentheses may be.
+        if expr.args and (uses[expr] > 1 or len(text) > 90):
+            texts[expr] = f"t{len(lines)}"
+            lines.append(f"    {texts[expr]} = {text}")
+    zeros = f"tl.zeros_like({parameters[0]})"
+    returned = [texts[r] if symbols_of(r) else zeros if r is S.Zero else f"{zeros} + {texts[r]}" for r in results]
+    return "\n".join([f"def {name}({', '.join(parameters)}):", *lines, f"    return {', '.join(returned)}", ""])
 
 
-def _text(expr: Any) -> str:
+def _operands_first(formulas: Sequence[Any]) -> list[Any]:
+    """Each subexpression once. Without recursion: they may be nested deeper than Python's calls."""
+    order: dict[Any, None] = {}
+    stack = [(f, False) for f in reversed(formulas)]
+    while stack:
+        expr, done = stack.pop()
+        if done:
+            order[expr] = None
+        elif expr not in order:
+            stack += [(expr, True), *((a, False) for a in reversed(expr.args))]
+    return list(order)
+
+
+def _text(expr: Any, texts: Mapping[Any, str]) -> str:
     if expr.is_Symbol:
         return expr.name
     if expr.is_Number:
         return _number(expr)
-    texts = map(_text, expr.args)
+    arguments = [texts[a] for a in expr.args]
     if all(a.is_Number for a in expr.args):  # for Python to leave it to Triton
-        texts = (f"tl.full((), {text}, tl.float32)" for text in texts)
-    return expr.text.format(*texts)
+        arguments = [f"tl.full((), {a}, tl.float32)" for a in arguments]
+    return expr.text.format(*arguments)
 
 
 def _number(value: Any) -> str:
     number = float(value)
-    single = ctypes.c_float(number).value
-    if not math.isfinite(single):  # also what only float32 has no number for
+    if not math.isfinite(single := ctypes.c_float(number).value):
         return f'float("{single}")'
-    if 0 < abs(single) < torch.finfo(torch.float32).tiny:  # Triton would take it for float64
-        return f"tl.full((), {number!r}, tl.float32)"
-    return repr(number)
+    # What float32 has only denormals for, Triton would take for float64.
+    return f"tl.full((), {number!r}, tl.float32)" if 0 < abs(number) < 2.0**-126 else repr(number)

@@ -92,7 +92,8 @@ def hypot(x, y):
     a, b = tl.abs(x), tl.abs(y)
     large, small = tl.maximum(a, b, tl.PropagateNan.ALL), tl.minimum(a, b, tl.PropagateNan.ALL)
     ratio = tl.where(small == large, 1.0, small / large)
-    return large * tl.sqrt(1.0 + ratio * ratio)
+    infinite = (a == float("inf")) | (b == float("inf"))  # even beside a NaN
+    return tl.where(infinite, float("inf"), large * tl.sqrt(1.0 + ratio * ratio))
 
 
 @triton.jit

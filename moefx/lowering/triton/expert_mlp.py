@@ -12,7 +12,6 @@ No atomics, and every sum in fixed order: results repeat bit by bit.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -25,16 +24,18 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ...ir.expert_mlp import Call, as_returned
 from . import gemm, rows
 from .configs import Config, config, num_multiprocessors
-from .launch import cdiv, launch
+from .launch import cdiv
 from .pointwise import Pointwise, pointwise
+from .tape import apply, empty, launch, played
 from .weights import Operand, Weights, stacked_biases
 
 
 def expert_mlp(
     *args: Any, body: str, keep: str = "h", reduce: bool = False, dtype: torch.dtype | None = None
 ) -> list[Tensor]:
-    with _on(args[0].device):
-        return Run(args, body, keep, dtype).forward(keep, reduce)
+    inputs, constants = args[:5], [p for group in args[5:] for p in group]
+    key = ("forward", body, keep, reduce, dtype, precision(args[0]), *map(len, args[5:]))
+    return played(key, inputs, constants, lambda: Run(args, body, keep, dtype).forward(keep, reduce))
 
 
 def expert_mlp_backward(
@@ -46,13 +47,16 @@ def expert_mlp_backward(
     dtype: torch.dtype | None = None,
     needs: Sequence[bool],
 ) -> list[Tensor]:
-    with _on(args[0].device):
-        return Run(args[:-1], body, keep, dtype).backward(grad, args[-1], reduce, needs)
+    *args, kept = args
+    inputs, constants = [grad, *args[:5], *kept], [p for group in args[5:] for p in group]
+    key = ("backward", body, keep, reduce, dtype, precision(args[0]), *needs, *map(len, args[5:]))
+    return played(key, inputs, constants, lambda: Run(args, body, keep, dtype).backward(grad, kept, reduce, needs))
 
 
-def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device, which need not be the tensors'."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+def precision(x: Tensor) -> str:
+    """Of float32 products: what torch's own matmul would use."""
+    tf32 = x.dtype is torch.float32 and x.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
+    return "tf32" if tf32 else "ieee"
 
 
 class Run:
@@ -76,19 +80,14 @@ class Run:
     def config(self, kernel: str, columns: int, inner: int) -> Config:
         return config(kernel, self.device, self.dtype, (columns, inner, self.call.num_rows // self.num_experts))
 
-    @property
-    def precision(self) -> str:
-        """Of float32 products: what torch's own matmul would use."""
-        return "tf32" if self.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32 else "ieee"
-
     def empty(self, num_rows: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.empty((num_rows, width), dtype=dtype or self.dtype, device=self.device)
+        return empty((num_rows, width), dtype or self.dtype, self.device)
 
     def schedule(self, bm: int) -> tuple[Tensor, int]:
         """Row tiles of `bm` rows: (see `gemm.schedule_kernel`, at most so many)."""
         if bm not in self.schedules:
             max_tiles = cdiv(self.call.num_rows, bm) + self.num_experts
-            schedule = torch.empty(2 * max_tiles + 1, dtype=torch.int32, device=self.device)
+            schedule = empty((2 * max_tiles + 1,), torch.int32, self.device)
             launch(
                 gemm.schedule_kernel,
                 (self.num_experts,),
@@ -271,7 +270,7 @@ class Run:
             EVEN_N=width % cut.bn == 0,
             EVEN_K=inner % cut.bk == 0,
             VECTOR=math.gcd(width, 8),
-            PRECISION=self.precision,
+            PRECISION=precision(self.x),
             BM=cut.bm,
             BN=cut.bn,
             BK=cut.bk,
@@ -289,13 +288,15 @@ class Run:
         num_rows = call.num_rows
         if num_rows == 0:
             return self.zero_gradients(needs)
-        grad = _rows_contiguous(grad.to(self.dtype))
+        if grad.dtype is not self.dtype:
+            grad = apply(lambda tensor, dtype=self.dtype: tensor.to(dtype), grad)
+        grad = _rows_contiguous(grad)
         hidden = list(kept[: len(call.up)])
         if not hidden:
             hidden = [self.empty(num_rows, width) for width in self.up_widths]
             self.project_up(hidden, None)
         # Kept tensors are the forward's; what was recomputed here may be overwritten.
-        grad_hidden = [torch.empty_like(h) for h in hidden] if kept else hidden
+        grad_hidden = [self.empty(*h.shape) for h in hidden] if kept else hidden
         scaled_act = self.empty(num_rows, self.act_width) if need_down else None
         dots, num_partials = self.act_backward(grad, reduce, hidden, grad_hidden, scaled_act, need_w)
         del hidden
@@ -404,7 +405,7 @@ class Run:
 
     def weight_gradient(self, grad: Tensor, gather: bool, dots: Tensor | None, num_partials: int) -> Tensor:
         call, point = self.call, self.point
-        out = torch.empty(call.num_rows, dtype=self.w.dtype, device=self.device)
+        out = empty((call.num_rows,), self.w.dtype, self.device)
         if dots is None:
             return out.zero_()
         bias = self.down_bias
@@ -441,7 +442,7 @@ class Run:
             left, right = ((self.gather(t), False) if to_gather else (t, False) for t, to_gather in (left, right))
         (l, gather_left), (r, gather_right) = left, right
         height, width = l.shape[1], r.shape[1]
-        out = torch.empty((self.num_experts, height, width), dtype=dtype, device=self.device)
+        out = empty((self.num_experts, height, width), dtype, self.device)
         num_tiles = self.num_experts * cdiv(height, cut.bm) * cdiv(width, cut.bn)
         describe_left = cut.descriptors and not gather_left and _aligned(l)
         describe_right = cut.descriptors and not gather_right and _aligned(r)
@@ -460,7 +461,7 @@ class Run:
             OUT_DESCRIPTOR=describe_out,
             EVEN=height % cut.bm == 0 and width % cut.bn == 0,
             VECTOR=math.gcd(height, width, 8),
-            PRECISION=self.precision,
+            PRECISION=precision(self.x),
             BM=cut.bm,
             BN=cut.bn,
             BK=cut.bk,
@@ -503,7 +504,7 @@ def _block(width: int, elements: int = 2048) -> tuple[int, int]:
 
 
 def _rows_contiguous(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(1) == 1 or tensor.shape[1] == 1 else tensor.contiguous()
+    return tensor if tensor.stride(1) == 1 or tensor.shape[1] == 1 else apply(Tensor.contiguous, tensor)
 
 
 def _aligned(tensor: Tensor) -> bool:

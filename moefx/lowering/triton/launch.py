@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+from triton import knobs
 from triton.runtime import driver
-from triton.runtime.jit import JITFunction
 
+INTERPRETED = knobs.runtime.interpret  # the kernels are defined for Triton's interpreter
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
@@ -20,8 +22,8 @@ def launch(
     *,
     warps: int = 4,
     stages: int | None = None,
-) -> None:
-    """kernel[grid](*args, **constants), on the current device.
+) -> Callable[..., Any]:
+    """kernel[grid](*args, **constants), on the current device. Returns what does it again for other args.
 
     Triton looks up the compiled kernel by everything that it may have specialised on. So does this, but in one step;
     only what is new goes through Triton.
@@ -32,18 +34,21 @@ def launch(
         constants: all of its `tl.constexpr`s, in its order.
     """
     options = {"num_warps": warps} if stages is None else {"num_warps": warps, "num_stages": stages}
-    if not isinstance(kernel, JITFunction):  # Triton's interpreter
-        kernel[grid](*args, **constants, **options)
-        return
+    if INTERPRETED:
+        run = functools.partial(kernel[grid], **constants, **options)
+        run(*args)
+        return run
     values = tuple(constants.values())
     key = (kernel, driver.active.get_current_device(), warps, stages, *map(_kind, args), *values)
     compiled = _compiled.get(key)
     if compiled is None:
         names = tuple(p.name for p in kernel.params if p.is_constexpr)
         assert names == tuple(constants), f"{kernel}: constants {tuple(constants)}, expected {names}"
-        _compiled[key] = kernel[grid](*args, **constants, **options)
+        compiled = _compiled[key] = kernel[grid](*args, **constants, **options)
     else:
         compiled[(*grid, 1, 1)[:3]](*args, *values)
+    run = compiled[(*grid, 1, 1)[:3]]
+    return lambda *args: run(*args, *values)
 
 
 def _kind(argument: Any) -> Any:

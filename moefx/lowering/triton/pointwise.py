@@ -77,7 +77,7 @@ def _pointwise(body: ExpertBody) -> Pointwise:
 
 def _order(body: ExpertBody) -> list[str]:
     """The variables in the order in which the kernels load them; the parts must fill the up-projections."""
-    slices = [_normal(*columns) for _, *columns in body.parts]
+    slices = [_normal(start, stop, step) for _, start, stop, step in body.parts]
     groups = [group for group, *_ in body.parts]
     names = [f"a{i}" for i in range(len(body.parts))]
     if len({gemm.bias for gemm in body.up}) > 1:
@@ -89,13 +89,13 @@ def _order(body: ExpertBody) -> list[str]:
     if names and sorted(groups) == list(range(len(body.up))) and all(columns == (0, None, 1) for columns in slices):
         return names
     if groups == [0, 0] and len(body.up) == 1:
-        (start, stop, step), upper = min(slices), max(slices)
+        (start, stop, step), upper = sorted(slices, key=lambda columns: columns[0] != 0)
         if (start, stop, step) == (0, None, 2) and upper == (1, None, 2):
             return names if slices[0][0] == 0 else names[::-1]
         if (start, step) == (0, 1) and stop not in (None, 0) and upper == (stop, None, 1):
             return names
     parts = ", ".join(f"{group}[{start}:{stop}:{step}]" for group, start, stop, step in body.parts)
-    raise Underivable(f"parts {parts} of {len(body.up)} up-projections, not whole ones, two halves or every other column")
+    raise Underivable(f"parts {parts} of {len(body.up)} up-projections: not whole ones, halves or every other column")
 
 
 def _normal(start: int | None, stop: int | None, step: int) -> tuple[int, int | None, int]:

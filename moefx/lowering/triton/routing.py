@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import cdiv, launch
+from .launch import cdiv
+from .tape import apply, empty, launch, played
 
 # Entries in a block: of a short list, and of one so long that the table of counts would outgrow the list.
 _BLOCK, _BLOCK_LONG, _LONG = 1024, 2048, 2**19
@@ -253,6 +254,21 @@ def build_pft(
     block: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See `ir.routing.build_pft`. `block` (a power of two) is for tests."""
+    key = ("build_pft", num_experts, capacity, drop, block)
+    arguments = (topk_ids, topk_weights, keep)
+    results = played(key, arguments, (), lambda: _build_pft(*arguments, num_experts, capacity, drop, block))
+    return tuple(results)  # pyright: ignore[reportReturnType]
+
+
+def _build_pft(
+    topk_ids: Tensor,
+    topk_weights: Tensor | None,
+    keep: Tensor | None,
+    num_experts: int,
+    capacity: int | None,
+    drop: str,
+    block: int | None,
+) -> list[Tensor]:
     num_entries, num_slots, device = topk_ids.numel(), topk_ids.shape[1], topk_ids.device
     block = block or (_BLOCK if num_entries <= _LONG else _BLOCK_LONG)
     num_blocks, bins = cdiv(num_entries, block), max(16, triton.next_power_of_2(num_experts))
@@ -261,27 +277,30 @@ def build_pft(
     queues = num_slots if drop == "position_slot" else 1
     capacity = num_entries if capacity is None else min(capacity, num_entries)
     has_weights, by_weight = topk_weights is not None, drop == "weight"
-    ids = topk_ids.contiguous() if topk_ids.element_size() >= 4 else topk_ids.to(torch.int32)
-    keep = None if keep is None else keep.contiguous().view(torch.uint8)
-    weights = None if topk_weights is None else topk_weights.contiguous()
+    ids = topk_ids if topk_ids.element_size() >= 4 else apply(Tensor.int, topk_ids)
+    ids, keep, weights = (
+        t if t is None or t.is_contiguous() else apply(Tensor.contiguous, t) for t in (ids, keep, topk_weights)
+    )
+    keep = None if keep is None else keep.view(torch.uint8)
 
     # One allocation for what is thrown away, one for each result.
     sizes = (num_experts * queues * num_blocks, num_experts * num_blocks, num_experts, num_experts)
-    scratch = torch.empty(sum(sizes) + (num_entries if by_weight else 0), dtype=torch.int32, device=device)
+    scratch = empty((sum(sizes) + (num_entries if by_weight else 0),), torch.int32, device)
     counts, begins, totals, cuts, entries = scratch.split([*sizes, scratch.shape[0] - sum(sizes)])
-    token_ids = torch.empty(num_entries, dtype=torch.int32, device=device)
-    slot_ids = torch.empty_like(token_ids)
-    expert_offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
-    inverse = torch.empty(topk_ids.shape, dtype=torch.int32, device=device)
-    combine_weights = torch.empty(0, device=device) if weights is None else weights.new_empty(num_entries)
+    token_ids, slot_ids = (empty((num_entries,), torch.int32, device) for _ in range(2))
+    expert_offsets = empty((num_experts + 1,), torch.int32, device)
+    inverse = empty(tuple(topk_ids.shape), torch.int32, device)
+    weights_form = ((0,), torch.float32) if weights is None else ((num_entries,), weights.dtype)
+    combine_weights = empty(*weights_form, device)
     if num_entries == 0:
-        return token_ids, slot_ids, expert_offsets.zero_(), inverse, combine_weights
+        return [token_ids, slot_ids, torch.zeros_like(expert_offsets), inverse, combine_weights]
 
     has_keep, warps = keep is not None, 4 if block <= _BLOCK else 8
     capped, by_slot = drop == "position_token", drop == "position_slot"
     sizes_of_list = (num_entries, num_blocks)
     constants: dict[str, Any] = dict(E=num_experts, E_BINS=bins, K=num_slots, QUEUES=queues, BLOCK=block)
-    launch(count_kernel, (num_blocks,), (ids, keep, counts, *sizes_of_list), {**constants, "HAS_KEEP": has_keep}, warps=warps)
+    constants["HAS_KEEP"] = has_keep
+    launch(count_kernel, (num_blocks,), (ids, keep, counts, *sizes_of_list), constants, warps=warps)
     chunk = min(1024, max(16, triton.next_power_of_2(num_blocks)))
     queue_pad = triton.next_power_of_2(queues)
     constants = dict(E=num_experts, K=num_slots, QUEUES=queues, Q_PAD=queue_pad, BLOCK=block)
@@ -292,7 +311,7 @@ def build_pft(
         {**constants, "CHUNK": max(16, chunk // queue_pad), "HAS_KEEP": has_keep, "CAPPED": capped},
         warps=1 if chunk <= 256 and queues == 1 else 4,
     )
-    staged = torch.empty_like(combine_weights) if by_weight else combine_weights
+    staged = empty(*weights_form, device) if by_weight else combine_weights
     constants = dict(E=num_experts, E_BINS=bins, K=num_slots, BLOCK=block, LOG_BLOCK=block.bit_length() - 1)
     constants |= dict(HAS_KEEP=has_keep, HAS_WEIGHTS=has_weights, CAPPED=capped, BY_SLOT=by_slot, STAGE=by_weight)
     args = (ids, keep, weights, begins, totals, cuts, entries if by_weight else token_ids, slot_ids, expert_offsets)
@@ -301,12 +320,18 @@ def build_pft(
         args = (entries, staged, totals, token_ids, slot_ids, expert_offsets, inverse, combine_weights)
         constants = dict(E=num_experts, E_BINS=bins, K=num_slots, BLOCK=block, DIGIT=_DIGIT)
         launch(select_kernel, (num_experts,), (*args, num_entries, capacity), constants, warps=8)
-    return token_ids, slot_ids, expert_offsets, inverse, combine_weights
+    return [token_ids, slot_ids, expert_offsets, inverse, combine_weights]
 
 
 def build_pft_backward(grad: Tensor, inverse: Tensor) -> Tensor:
-    out = grad.new_empty(inverse.shape)
-    if inverse.numel():
-        args = (grad.contiguous(), inverse, out, inverse.numel())
-        launch(gather_inverse_kernel, (cdiv(inverse.numel(), _BLOCK),), args, dict(BLOCK=_BLOCK))
-    return out
+    """See `ir.routing.build_pft_backward`."""
+
+    def host_code() -> list[Tensor]:
+        out = empty(tuple(inverse.shape), grad.dtype, grad.device)
+        if inverse.numel():
+            grad_rows = grad if grad.is_contiguous() else apply(Tensor.contiguous, grad)
+            args = (grad_rows, inverse, out, inverse.numel())
+            launch(gather_inverse_kernel, (cdiv(inverse.numel(), _BLOCK),), args, dict(BLOCK=_BLOCK))
+        return [out]
+
+    return played("build_pft_backward", (grad, inverse), (), host_code)[0]

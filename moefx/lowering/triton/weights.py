@@ -14,6 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ...ir.experts import is_stacked
 from ..select import count_weight_path
 from ..torch.weights import stack, strided_view
+from .tape import apply, constant
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,13 +34,15 @@ class Weights:
     @classmethod
     def of(cls, parameters: Sequence[Tensor], transposed: bool, dtype: torch.dtype) -> Weights:
         out_dim = 0 if transposed else 1
-        if not is_stacked(parameters, 2) and parameters[0].dtype is dtype and strided_view(parameters) is None:
-            addresses = tuple(p.data_ptr() for p in parameters)
-            strides = parameters[0].stride()
-            if all(p.stride() == strides for p in parameters) and not any(a % 16 for a in addresses):
-                count_weight_path("table")
-                return cls(parameters[0], _table(addresses, parameters[0].device), out_dim)
-        return cls(stack(parameters, dtype), None, out_dim)
+        if parameters[0].dtype is not dtype:
+            return cls(apply(lambda *p: stack(p, dtype), *parameters), None, out_dim)
+        if is_stacked(parameters, 2) or strided_view(parameters) is not None:
+            return cls(stack(parameters, dtype), None, out_dim)
+        addresses, strides = tuple(p.data_ptr() for p in parameters), parameters[0].stride()
+        if all(p.stride() == strides for p in parameters) and not any(a % 16 for a in addresses):
+            count_weight_path("table")
+            return cls(parameters[0], constant(_table(addresses, parameters[0].device)), out_dim)
+        return cls(apply(lambda *p: stack(p, dtype), *parameters), None, out_dim)
 
     @property
     def num_out(self) -> int:
@@ -56,7 +59,7 @@ class Weights:
         part = self.tensor.movedim(-2 + self.out_dim, 0)[start:stop:step].movedim(0, -2 + self.out_dim)
         table = self.table
         if table is not None:
-            table = table + (part.data_ptr() - self.tensor.data_ptr())
+            table = constant(table + (part.data_ptr() - self.tensor.data_ptr()))
         return Weights(part, table, self.out_dim)
 
     def operand(self, *, backward: bool, block: tuple[int, int] | None) -> Operand:
@@ -108,4 +111,4 @@ def stacked_biases(biases: Sequence[Tensor] | None) -> Tensor | None:
     if is_stacked(biases, 1):
         return biases[0]
     view = strided_view(biases)
-    return torch.stack(list(biases)) if view is None else view
+    return apply(lambda *b: torch.stack(b), *biases) if view is None else view

@@ -1,0 +1,278 @@
+"""Calls recorded and played back: what a call launches depends on shapes and addresses, not on values.
+
+The host code of a call (checks, configurations, strides, descriptors) takes longer than a small MoE layer takes on
+the GPU. It runs once for each signature; what it allocated, launched and freed is a tape, which later calls play with
+their own tensors. `played` does that. Host code that does more than this module's `empty`, `launch` and `apply` is not
+recorded: it runs each time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .. import select
+from . import launch as launching
+
+_state = threading.local()  # the backward runs in autograd's threads
+_tapes: dict[Hashable, Tape] = {}
+_MAX_TAPES = 1024
+
+
+class Tape:
+    """One recorded call.
+
+    Tensors are slots: the inputs, the constants, then each allocation. A pointer is a slot and an offset in bytes.
+
+    Args:
+        inputs: tensors that may be others, with the same shapes and strides, when the tape is played. None where
+            there is none.
+        constants: tensors at addresses that the signature has in it, such as parameters. The tape does not keep
+            them alive.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor | None], constants: Sequence[Tensor]):
+        self.steps: list[tuple[Any, ...]] = []
+        self.results: list[int] = []
+        self.weight_paths: list[tuple[str, int]] = []  # how weights were read (see `select.weight_paths`)
+        self.num_slots = 0
+        self.slot_of: dict[int, int] = {}  # storage -> slot, while it lives; of an empty tensor its id
+        self.base_of: dict[int, int] = {}  # slot -> address of its tensor
+        self.fixed: dict[int, Tensor | None] = {}  # storage of a constant -> what to keep alive
+        self.playable = True
+        for tensor in inputs:
+            if tensor is not None and tensor.numel():
+                # Which of two views of one storage is meant could not be told from an address.
+                self.playable &= _storage(tensor) not in self.slot_of
+            self._add(tensor)
+        for tensor in constants:
+            self.playable &= _storage(tensor) not in self.slot_of or _storage(tensor) in self.fixed
+            self._add(tensor)
+            self.fixed[_storage(tensor)] = None
+
+    def _add(self, tensor: Tensor | None) -> int:
+        slot, self.num_slots = self.num_slots, self.num_slots + 1
+        if tensor is not None:
+            self.slot_of[_storage(tensor)], self.base_of[slot] = slot, tensor.data_ptr()
+        return slot
+
+    def made(self, tensor: Tensor, *step: Any) -> None:
+        """A new tensor, by `step` with the slot as its first argument."""
+        slot, key = self._add(tensor), _storage(tensor)
+        steps, slot_of = self.steps, self.slot_of
+        steps.append((step[0], slot, *step[1:]))
+
+        def freed(_: Any) -> None:
+            slot_of.pop(key, None)
+            steps.append((_free, slot))
+
+        # Held by the recording, so that the callback comes; `finish` lets go.
+        self.watched = [*getattr(self, "watched", ()), weakref.ref(tensor, freed)]
+
+    def constant(self, tensor: Tensor) -> None:
+        self.fixed[_storage(tensor)] = tensor
+
+    def applied(self, tensor: Tensor, function: Callable[..., Tensor], sources: Sequence[Tensor]) -> None:
+        slots = [self.slot_of.get(_storage(t)) for t in sources]
+        same = all(s is not None and self.base_of[s] == t.data_ptr() for s, t in zip(slots, sources, strict=True))
+        self.playable &= same
+        self.made(tensor, _apply, function, tuple(slots))
+
+    def launched(self, run: Callable[..., Any], args: Sequence[Any]) -> None:
+        template, pointers, descriptors = list(args), [], []
+        for i, argument in enumerate(args):
+            tensor = argument.base if isinstance(argument, TensorDescriptor) else argument
+            if not isinstance(tensor, Tensor):
+                continue
+            storage = _storage(tensor)
+            if storage in self.fixed:
+                template[i] = _pointer(tensor, 0) if argument is tensor else _at(argument, _Address.of(tensor))
+                continue
+            slot = self.slot_of.get(storage)
+            if slot is None:
+                self.playable = False
+                return
+            offset = tensor.data_ptr() - self.base_of[slot]
+            if argument is tensor:
+                template[i] = None
+                pointers.append((i, slot, offset))
+            else:
+                template[i] = None
+                descriptors.append((i, slot, offset, _at(argument, None)))
+        self.steps.append((_launch, run, template, tuple(pointers), tuple(descriptors)))
+
+    def finish(self, results: Sequence[Tensor]) -> bool:
+        """The call is over. Returns whether it can be played."""
+        for tensor in results:
+            slot = self.slot_of.get(_storage(tensor))
+            if slot is None or tensor.data_ptr() != self.base_of[slot]:
+                self.playable = False
+                break
+            self.results.append(slot)
+        self.steps = list(self.steps)  # what is freed from here on is the caller's
+        self.watched = []
+        return self.playable
+
+    def play(self, inputs: Sequence[Tensor | None], constants: Sequence[Tensor]) -> list[Tensor]:
+        tensors: list[Any] = [*inputs, *constants]
+        tensors += [None] * (self.num_slots - len(tensors))
+        for step, *rest in self.steps:
+            step(tensors, *rest)
+        return [tensors[slot] for slot in self.results]
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.numel() else id(tensor)
+
+
+class _Address:
+    """What a descriptor needs of its tensor, without keeping it alive."""
+
+    def __init__(self, address: int):
+        self.address = address
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Any:
+        return tensor if launching.INTERPRETED else cls(tensor.data_ptr())
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def _at(like: TensorDescriptor, base: Any) -> TensorDescriptor:
+    """The descriptor, of what is at another place."""
+    descriptor = TensorDescriptor.__new__(TensorDescriptor)  # which was checked when it was recorded
+    descriptor.__dict__.update(like.__dict__, base=base)
+    return descriptor
+
+
+def _allocate(tensors: list[Any], slot: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    tensors[slot] = torch.empty(shape, dtype=dtype, device=device)
+
+
+def _free(tensors: list[Any], slot: int) -> None:
+    tensors[slot] = None
+
+
+def _launch(
+    tensors: list[Any], run: Callable[..., Any], template: list[Any], pointers: Sequence[Any], descriptors: Sequence[Any]
+) -> None:
+    args = template.copy()
+    for i, slot, offset in pointers:
+        args[i] = _pointer(tensors[slot], offset)
+    for i, slot, offset, like in descriptors:
+        tensor = tensors[slot]
+        if offset or launching.INTERPRETED:
+            start = tensor.storage_offset() + offset // tensor.element_size()
+            tensor = tensor.as_strided(like.shape, like.strides, start)
+        args[i] = _at(like, tensor)
+    run(*args)
+
+
+def _pointer(tensor: Tensor, offset: int) -> Any:
+    """An address, which kernels take for a tensor; for the interpreter a tensor that begins there."""
+    if launching.INTERPRETED:
+        return tensor.as_strided((1,), (1,), tensor.storage_offset() + offset // tensor.element_size())
+    return tensor.data_ptr() + offset
+
+
+def _apply(tensors: list[Any], slot: int, function: Callable[..., Tensor], sources: Sequence[int]) -> None:
+    tensors[slot] = function(*(tensors[source] for source in sources))
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`torch.empty`, recorded."""
+    tensor = torch.empty(shape, dtype=dtype, device=device)
+    if (tape := getattr(_state, "tape", None)) is not None:
+        tape.made(tensor, _allocate, shape, dtype, device)
+    return tensor
+
+
+def apply(function: Callable[..., Tensor], *sources: Tensor) -> Tensor:
+    """function(*sources), recorded: a new tensor from inputs, constants or what was allocated."""
+    tensor = function(*sources)
+    if (tape := getattr(_state, "tape", None)) is not None:
+        tape.applied(tensor, function, sources)
+    return tensor
+
+
+def constant(tensor: Tensor) -> Tensor:
+    """Says that a tensor made by the host code is the same in every call of the signature."""
+    if (tape := getattr(_state, "tape", None)) is not None:
+        tape.constant(tensor)
+    return tensor
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    args: Sequence[Any],
+    constants: Mapping[str, Any],
+    *,
+    warps: int = 4,
+    stages: int | None = None,
+) -> None:
+    """`launch.launch`, recorded."""
+    run = launching.launch(kernel, grid, args, constants, warps=warps, stages=stages)
+    if (tape := getattr(_state, "tape", None)) is not None:
+        tape.launched(run, args)
+
+
+@contextlib.contextmanager
+def recording(tape: Tape) -> Iterator[None]:
+    before, _state.tape = getattr(_state, "tape", None), tape
+    try:
+        yield
+    finally:
+        _state.tape = before
+
+
+def played(
+    key: Hashable, inputs: Sequence[Tensor | None], constants: Sequence[Tensor], host_code: Callable[[], list[Tensor]]
+) -> list[Tensor]:
+    """The results of `host_code`, from the tape of an earlier call with this key where there is one.
+
+    Args:
+        key: whatever the host code depends on beside the contents of the tensors.
+        inputs, constants: see `Tape`.
+    """
+    key = (key, tuple(map(_form, inputs)), tuple(map(_place, constants)))
+    assert inputs[0] is not None
+    device = inputs[0].device
+    # Triton launches on the current device, which need not be the tensors'.
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        tape = _tapes.get(key)
+        if tape is not None:
+            for path, times in tape.weight_paths:
+                select.count_weight_path(path, times)
+            return tape.play(inputs, constants)
+        tape = Tape(inputs, constants)
+        if not tape.playable:
+            return host_code()
+        before = select.weight_paths()
+        with recording(tape):
+            results = host_code()
+        if tape.finish(results):
+            after = select.weight_paths()
+            tape.weight_paths = [(path, n - before.get(path, 0)) for path, n in after.items()]
+            if len(_tapes) >= _MAX_TAPES:
+                _tapes.clear()
+            _tapes[key] = tape
+        return results
+
+
+def _form(tensor: Tensor | None) -> Hashable:
+    if tensor is None:
+        return None
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16 == 0
+
+
+def _place(tensor: Tensor) -> Hashable:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype

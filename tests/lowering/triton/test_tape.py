@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch import Tensor
+
+from moefx.ir import experts
+from moefx.lowering import select
+from moefx.lowering.triton import expert_mlp, tape
+
+from ...ir.routings import Layer, Routing
+from .test_expert_mlp import CONFIGS, LINEAR, on, outputs_and_gradients
+
+OPS = ("build_pft", "build_pft_backward", "expert_mlp", "expert_mlp_backward")
+
+
+@pytest.fixture
+def plays(monkeypatch) -> list[tape.Tape]:
+    """The tapes that are played."""
+    seen, stock = [], tape.Tape.play
+    monkeypatch.setattr(tape.Tape, "play", lambda self, *args: seen.append(self) or stock(self, *args))
+    return seen
+
+
+def results(layer: Layer, device: str, seed: int, tapes: dict, monkeypatch, **options) -> list[Tensor]:
+    """Output and gradients for tensors and a routing that come from the seed, with these tapes at hand."""
+    # As on a GPU, where gradients of separate parameters are one stack.
+    monkeypatch.setattr(experts, "separate_gradients", lambda *_: False)
+    monkeypatch.setattr(tape, "_tapes", tapes)
+    torch.manual_seed(seed)
+    ids, weights = torch.rand(33, 4).argsort(1)[:, :2], torch.rand(33, 2)
+    x, grad = torch.randn(33, 64), torch.randn(33, 64)
+    routing = Routing(ids.to(device), weights.to(device), 4)
+    with contextlib.ExitStack() as stack:
+        for op in OPS:
+            stack.enter_context(select.force(op, "triton"))
+        return outputs_and_gradients(layer, routing, x.to(device), weights.to(device), grad.to(device), **options)
+
+
+@pytest.mark.parametrize("keep, reduce", [("h", True), ("x", True), ("all", True)])
+@pytest.mark.parametrize("name", ["sliced", "separate", "descriptors"])
+@pytest.mark.parametrize("make", LINEAR.values(), ids=LINEAR.keys())
+def test_a_played_call_equals_its_host_code(device, monkeypatch, plays, make, name, keep, reduce):
+    monkeypatch.setattr(expert_mlp, "config", lambda *_: CONFIGS[name])
+    layer, tapes = on(device, make(4, 64, 48), torch.float32), {}
+    options = dict(keep=keep, reduce=reduce)
+    results(layer, device, 0, tapes, monkeypatch, **options)
+    assert len(tapes) == len(OPS) and not plays
+    for seed in (1, 2):
+        got = results(layer, device, seed, tapes, monkeypatch, **options)
+        want = results(layer, device, seed, {}, monkeypatch, **options)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert len(plays) == 2 * len(OPS)
+
+
+def test_other_parameters_are_another_call(device, monkeypatch, plays):
+    tapes = {}
+    layers = [on(device, LINEAR["swiglu_list"](4, 64, 48), torch.float32) for _ in range(2)]
+    for layer in layers:
+        results(layer, device, 0, tapes, monkeypatch)
+    assert len(tapes) == 2 + 2 * 2 and len(plays) == 2  # routing is the same
+
+
+def test_what_is_changed_in_place_is_seen(device, monkeypatch, plays):
+    layer, tapes = on(device, LINEAR["interleaved_clamped"](4, 64, 48), torch.float32), {}
+    before = results(layer, device, 0, tapes, monkeypatch)
+    with torch.no_grad():
+        layer.down[0].mul_(2)
+        layer.down_bias[0].mul_(2)
+    torch.testing.assert_close(results(layer, device, 0, tapes, monkeypatch)[0], 2 * before[0])
+    assert len(plays) == len(OPS)
+
+
+def test_two_inputs_of_one_storage_run_the_host_code(device, monkeypatch, plays):
+    monkeypatch.setattr(tape, "_tapes", {})
+    both, calls = torch.zeros(2, 4, device=device), []
+    for _ in range(2):
+        tape.played("key", (both[0], both[1]), (), lambda: calls.append(0) or [])
+    assert len(calls) == 2 and not plays
+
+
+def test_host_code_that_does_more_than_launch_is_run_each_time(device, monkeypatch, plays):
+    monkeypatch.setattr(tape, "_tapes", {})
+    x, calls = torch.zeros(4, device=device), []
+    for _ in range(2):
+        (result,) = tape.played("key", (x,), (), lambda: calls.append(0) or [x + len(calls)])
+    assert result[0] == 2 and len(calls) == 2 and not plays
+
+
+def test_memory_is_freed_when_the_host_code_frees_it(device, monkeypatch):
+    monkeypatch.setattr(tape, "_tapes", tapes := {})
+    x = torch.zeros(4, device=device)
+
+    def host_code() -> list[Tensor]:
+        first = tape.empty((8,), torch.float32, x.device)
+        del first
+        return [tape.empty((2,), torch.float32, x.device)]
+
+    tape.played("key", (x,), (), host_code)
+    (recorded,) = tapes.values()
+    assert [step.__name__ for step, *_ in recorded.steps] == ["_allocate", "_free", "_allocate"]
