@@ -21,7 +21,8 @@ from typing import Any, ClassVar
 
 import sympy
 import torch
-from sympy import Function, S, Symbol
+from sympy import Expr as Expression
+from sympy import S, Symbol
 from torch._decomp import decomposition_table
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -37,14 +38,26 @@ class _NoRule(Underivable):
     """There is neither a rule nor a decomposition for an op."""
 
 
-# -- primitives: functions that SymPy neither evaluates nor reorders
+# -- primitives, which SymPy neither evaluates nor reorders
 # ------------------------------------------------------------------------------------------------------
 # Its own sums and products it does: it multiplies out numbers, merges powers, sorts operands. In floating point that
 # cancels and overflows where the expression as written does not.
 
 
-class Primitive(Function):
+class Primitive(Expression):
+    """A class for each; not SymPy's Function, whose cache compares expressions as trees, which can take forever."""
+
     text: ClassVar[str]  # in Triton, with the arguments to be filled in
+
+    def __new__(cls, *args: Any) -> Any:
+        if len(args) != cls.text.count("{}") or any(a is None for a in args):
+            raise TypeError(f"{cls.__name__}{args}")
+        result = cls.eval(*args)
+        return super().__new__(cls, *args) if result is None else result
+
+    @classmethod
+    def eval(cls, *args: Any) -> Any:
+        """What it is instead, without a loss; None if nothing."""
 
 
 class Condition(Primitive):
@@ -114,7 +127,7 @@ class Where(Primitive):
 
 
 def _primitive(name: str, text: str, base: type = Primitive) -> Any:
-    return type(name, (base,), {"text": text, "__module__": __name__, "nargs": text.count("{}")})
+    return type(name, (base,), {"text": text, "__module__": __name__})
 
 
 Maximum = _primitive("Maximum", "tl.maximum({}, {}, tl.PropagateNan.ALL)")
@@ -217,7 +230,7 @@ def _power(x: Any, exponent: Any) -> Any:
     if x.is_Number and float(x) > 0:
         return Exp2(exponent) if x == 2 else Exp(Multiply(exponent, _exactly(math.log(x))))
     if not exponent.is_Number or not math.isfinite(exponent):
-        raise Underivable("a power whose exponent is not a number" if x.free_symbols else f"a power of {x}")
+        raise Underivable(f"a power of {x}" if x.is_Number else "a power whose exponent is not a number")
     if exponent < 0:
         return Divide(S.One, _power(x, -exponent))
     whole = math.floor(exponent)
@@ -310,7 +323,7 @@ _RULES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("bitwise_or", "__or__"), _bitwise(Either)),
     **dict.fromkeys(("bitwise_xor", "__xor__"), _bitwise(OneOf)),
     "bitwise_not": _bitwise(Not),
-    **dict.fromkeys(("_to_copy", "to", "convert_element_type", "type_as"), _cast),
+    **dict.fromkeys(("_to_copy", "convert_element_type"), _cast),
     **dict.fromkeys(("clone", "detach", "alias", "view_of", "lift_fresh", "lift_fresh_copy"), lambda x, **_: x),
     **dict.fromkeys(("expand", "broadcast_in_dim"), lambda x, *_, **__: x),
     "copy_": lambda _, x, *__: x,

@@ -44,8 +44,9 @@ def weight_paths() -> dict[str, int]:
     """How often the weights of a GEMM were read in which way since the last reset.
 
     "stacked": one stacked tensor. "separate": E tensors, used one by one. "view": E tensors, equally spaced
-    in one storage, used as a strided view of it. "table": E tensors, found by a table of their addresses. "stacked_copy": E tensors copied into a stack for the call.
-    Beside one of these "cast": to another dtype for the call, as autocast asks for.
+    in one storage, used as a strided view of it. "table": E tensors, found by a table of their addresses.
+    "stacked_copy": E tensors copied into a stack for the call. Beside one of these "cast": to another dtype for
+    the call, as autocast asks for.
     """
     return dict(_paths)
 

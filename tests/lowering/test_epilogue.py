@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import moefx
-from moefx.ir.expression import evaluate, pretty, variables
+from moefx.ir.expression import evaluate, pretty
 from moefx.lowering import epilogue
 from moefx.lowering.epilogue import Underivable, factor_of, formula_of, source, symbols_of, with_gradients
 
@@ -121,8 +121,11 @@ EXPRESSIONS = {
         ("where.self", ("logical_not", ("le.Tensor", "a0", "w")), "a1", ("neg", "a0")),
         ("where.self", ("bitwise_not", ("ne.Scalar", "a1", 0)), "w", ("mul.Tensor", "a0", "a1")),
     ),
-    "of_a_condition": ("mul.Tensor", ("_to_copy", ("bitwise_xor.Tensor", ("gt.Scalar", "a0", 0), ("isnan", "a1")),
-                                      {"dtype": "float32"}), "a1"),  # fmt: skip
+    "of_a_condition": (
+        "mul.Tensor",
+        ("_to_copy", ("bitwise_xor.Tensor", ("gt.Scalar", "a0", 0), ("isnan", "a1")), {"dtype": "float32"}),
+        "a1",
+    ),
     "signs": ("mul.Tensor", ("sign", "a0"), ("abs", "a1")),
     "step": ("mul.Tensor", ("sign", "a0"), 2.0),  # no derivative
     "difference": ("mul.Tensor", ("sub.Tensor", "a0", "a1"), 0.1),
@@ -202,12 +205,12 @@ RANDOM = {f"random_{seed}": Random(seed).expression() for seed in range(50)}
 ALL = EXPRESSIONS | RANDOM
 
 
-def points(dtype: torch.dtype, expr: object = None) -> dict[str, Tensor]:
+def points(dtype: torch.dtype) -> dict[str, Tensor]:
     """Values for the variables and the gradient: random ones, and kinks of a0 and a1 in all pairs."""
     g = torch.Generator().manual_seed(0)
-    env = {name: torch.randn(1000, generator=g, dtype=torch.float64) * 2 for name in ("a0", "a1", "g")}
-    kinks = torch.cartesian_prod(*[torch.tensor(KINKS, dtype=torch.float64)] * 2)
-    env = {name: torch.cat([env[name], extra]) for name, extra in zip(env, [*kinks.T, torch.ones(len(kinks))])}
+    a0, a1 = torch.cartesian_prod(*[torch.tensor(KINKS, dtype=torch.float64)] * 2).T
+    kinks = {"a0": a0, "a1": a1, "g": torch.ones_like(a0)}
+    env = {n: torch.cat([torch.randn(1000, generator=g, dtype=torch.float64) * 2, t]) for n, t in kinks.items()}
     env["w"] = torch.rand(len(env["g"]), generator=g, dtype=torch.float64)
     return {name: t.to(dtype) for name, t in env.items()}
 
@@ -237,10 +240,10 @@ def stand_in(dtype: torch.dtype) -> dict[str, object]:
         **{name: getattr(torch, name) for name in ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "erf")},
         **{name: getattr(torch, name) for name in ("abs", "sigmoid", "zeros_like")},
         where=lambda c, a, b: torch.where(c, *of(a, b)),
-        maximum=lambda a, b, nan=None: (torch.maximum if nan else torch.fmax)(*of(a, b)),
-        minimum=lambda a, b, nan=None: (torch.minimum if nan else torch.fmin)(*of(a, b)),
+        maximum=lambda a, b, _: torch.maximum(*of(a, b)),
+        minimum=lambda a, b, _: torch.minimum(*of(a, b)),
         full=lambda shape, value, _: torch.full(shape, value, dtype=dtype),
-        PropagateNan=SimpleNamespace(ALL=True),
+        PropagateNan=SimpleNamespace(ALL=None),
         float32=None,
     )
     own = ("expm1", "log1p", "tanh", "sinh", "cosh", "asinh", "atan", "erfc", "hypot", "sign")
@@ -312,7 +315,8 @@ def test_every_pointwise_op_of_aten_is_right_or_refused():
             continue
         results = run(text, *(env[n] for n in ("a0", "a1", "w", "g")))
         for got, want in zip(results, truth(expr, env), strict=True):
-            torch.testing.assert_close(got, want, rtol=2.0**-23, atol=1e-10, equal_nan=True, msg=lambda m: f"{head}: {m}")
+            close = torch.isclose(got, want, rtol=2.0**-23, atol=1e-10, equal_nan=True)
+            assert close.all(), (head, got[~close], want[~close])
     assert len(ATEN) - len(refused) > 90, refused
 
 
@@ -353,7 +357,7 @@ def test_value_and_derivatives_share_what_they_have_in_common():
         "def vjp(a0, a1, w, g):\n"
         "    t0 = tl.sigmoid(a0)\n"
         "    t1 = (a0 * t0)\n"
-        "    return (t1 * a1), (((g * a1) * t0) * ((a0 * (1.0 - t0)) + 1.0)), (g * t1), tl.zeros_like(a0) + 0.0\n"
+        "    return (t1 * a1), (((g * a1) * t0) * ((a0 * (1.0 - t0)) + 1.0)), (g * t1), tl.zeros_like(a0)\n"
     )
 
 
@@ -370,20 +374,11 @@ def test_nothing_is_reordered_or_multiplied_out():
 
 def test_the_text_does_not_depend_on_the_process():
     program = f"import runpy; runpy.run_path({__file__!r}, run_name='__main__')"  # not from this directory
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", program],
-            cwd=Path(moefx.__file__).parents[1],
-            env={**os.environ, "PYTHONHASHSEED": str(seed)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for seed in (1, 2)
-    ]
-    mine = "".join(text_of(expr) + "\n" for expr in ALL.values())
-    for process in processes:
-        assert process.communicate(timeout=120)[0] == mine
-        assert process.returncode == 0
+    seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+    environment = {**os.environ, "PYTHONHASHSEED": seed}
+    root = Path(moefx.__file__).parents[1]
+    other = subprocess.run([sys.executable, "-c", program], cwd=root, env=environment, capture_output=True, text=True)
+    assert other.stdout == "".join(text_of(expr) + "\n" for expr in ALL.values()), other.stderr
 
 
 @pytest.mark.parametrize(
@@ -395,12 +390,13 @@ def test_the_text_does_not_depend_on_the_process():
         (-1e60, 'float("-inf")'),  # as float32
         (float("nan"), 'float("nan")'),
         (1e-40, "tl.full((), 1e-40, tl.float32)"),
-        (1e-60, "1e-60"),
+        (-1e-60, "tl.full((), -1e-60, tl.float32)"),
         (2.0**80, repr(2.0**80)),
     ],
 )
 def test_numbers(number, text):
-    assert source("f", ("a0",), [formula_of(("mul.Tensor", "a0", number))]).splitlines()[-1] == f"    return (a0 * {text})"
+    product = formula_of(("mul.Tensor", "a0", number))
+    assert source("f", ("a0",), [product]) == f"def f(a0):\n    return (a0 * {text})\n"
 
 
 def test_repeated_subexpressions_take_no_more_time_or_text():
@@ -409,7 +405,12 @@ def test_repeated_subexpressions_take_no_more_time_or_text():
         expr = ("mul.Tensor", expr, ("sigmoid", expr))
     begin = time.perf_counter()
     assert len(text_of(expr).splitlines()) < 100
-    assert time.perf_counter() - begin < 2
+    for depth in (200, 300):
+        expr = "a0"
+        for _ in range(depth):
+            expr = ("silu", expr)
+        text_of(expr)
+    assert time.perf_counter() - begin < 5
 
 
 def test_deriving_takes_little_time():

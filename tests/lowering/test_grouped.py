@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moefx.ir import dialect
+from moefx.ir.op import registry
 from moefx.lowering import select
 from moefx.lowering.torch import grouped
 from tests.ir.routings import LAYERS, random_routing, routings, swiglu_list
@@ -18,10 +19,11 @@ OPS = ["grouped_mm", "grouped_mm_backward", "expert_rows_backward", "expert_mlp"
 
 
 @contextlib.contextmanager
-def everywhere():
+def everywhere(provider: str = "grouped_mm"):
     with contextlib.ExitStack() as stack:
         for op in OPS:
-            stack.enter_context(select.force(op, "grouped_mm"))
+            if provider in registry[op].providers:
+                stack.enter_context(select.force(op, provider))
         yield
 
 
@@ -92,12 +94,19 @@ def test_readable_layouts():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 class TestOnGpu:
+    @pytest.fixture(params=["grouped_mm", "triton"])
+    def provider(self, request):
+        if request.param == "grouped_mm" and torch.cuda.get_device_capability() < (9, 0):
+            pytest.skip("no fused grouped GEMM")
+        with everywhere(request.param):
+            yield request.param
+
     @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
     @pytest.mark.parametrize("ids", [None, [[0, 2]] * 9, [[1, -1]] * 9])
     @pytest.mark.parametrize("reduce", [False, True])
-    def test_bfloat16_without_a_host_sync(self, make, ids, reduce):
-        if torch.cuda.get_device_capability() < (9, 0):
-            pytest.skip("no fused grouped GEMM")
+    def test_bfloat16_without_a_host_sync(self, make, ids, reduce, provider):
+        if provider == "triton" and make is LAYERS["nonlinear_out"]:
+            pytest.skip("not linear in y")
         torch.manual_seed(0)
         routing = random_routing(9, 2, 4, torch.float32)
         ids = routing.topk_ids if ids is None else torch.tensor(ids)
@@ -109,7 +118,7 @@ class TestOnGpu:
         for e, p in zip(exact.parameters, layer.parameters, strict=True):
             e.data.copy_(p)
         weights = routing.topk_weights.requires_grad_()
-        layer.fused(x, routing, weights).sum().backward()  # derivatives are traced once, with a sync
+        layer.fused(x, routing, weights, reduce=reduce).sum().backward()  # traced and compiled once, with syncs
         leaves = [x, weights, *layer.parameters]
         select.reset_counters()
         torch.cuda.set_sync_debug_mode("error")
@@ -118,8 +127,8 @@ class TestOnGpu:
             grads = torch.autograd.grad(out.float().square().sum(), leaves)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert select.counters()["expert_mlp", "grouped_mm"] == 1
-        assert select.counters()["expert_mlp_backward", "grouped_mm"] == 1
+        assert select.counters()["expert_mlp", provider] == 1
+        assert select.counters()["expert_mlp_backward", provider] == 1
         exact_leaves = [x.detach().double().requires_grad_(), weights.detach().double().requires_grad_()]
         reference = exact.fused(exact_leaves[0], routing, exact_leaves[1])
         expected = torch.autograd.grad(reference.square().sum(), [*exact_leaves, *exact.parameters])
@@ -129,7 +138,9 @@ class TestOnGpu:
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
     @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
-    def test_other_dtypes_run_in_segments(self, make, dtype):
+    def test_other_dtypes(self, make, dtype):
+        """Triton's, but for float64 and what is not linear in y."""
+        provider = "segments" if dtype is torch.float64 or make is LAYERS["nonlinear_out"] else "triton"
         torch.manual_seed(0)
         routing = random_routing(9, 2, 4, dtype)
         layer = make(4, 16, 8, dtype)
@@ -142,15 +153,13 @@ class TestOnGpu:
             setattr(on_gpu, name, [p.detach().cuda().requires_grad_() for p in getattr(layer, name)])
         select.reset_counters()
         out = on_gpu.fused(x.cuda(), cuda, cuda.topk_weights)
-        assert select.counters()["expert_mlp", "segments"] == 1
+        assert select.counters()["expert_mlp", provider] == 1
         tolerance = 20 * torch.finfo(dtype).eps
         torch.testing.assert_close(out.cpu(), expected, rtol=tolerance, atol=tolerance)
         got = torch.autograd.grad(out.sum(), on_gpu.parameters)
         torch.testing.assert_close([g.cpu() for g in got], list(grads), rtol=tolerance, atol=tolerance * 10)
 
-    def test_the_tail_is_never_read(self):
-        if torch.cuda.get_device_capability() < (9, 0):
-            pytest.skip("no fused grouped GEMM")
+    def test_the_tail_is_never_read(self, provider):
         torch.manual_seed(0)
         ids = torch.randint(-1, 5, (40, 3)).cuda()
         with torch.device("cuda"):
@@ -174,13 +183,15 @@ class TestOnGpu:
 
         select.reset_counters()
         clean, poisoned = run(0.0), run(float("nan"))
-        assert select.counters()["expert_mlp_backward", "grouped_mm"] == 2
+        assert select.counters()["expert_mlp_backward", provider] == 2
         for a, b in zip(clean, poisoned, strict=True):
             assert torch.equal(a, b)
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
     @pytest.mark.parametrize("reduce", [False, True])
-    def test_is_bitwise_repeatable(self, dtype, reduce):
+    def test_is_bitwise_repeatable(self, dtype, reduce, provider):
+        if provider == "grouped_mm" and dtype is torch.float32:
+            pytest.skip("bfloat16 only")
         with torch.device("cuda"):
             layer = swiglu_list(8, 64, 64, dtype)
             x = torch.randn(500, 64, dtype=dtype, requires_grad=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 import triton
@@ -11,18 +9,23 @@ import triton.language as tl
 from torch import Tensor
 
 from moefx.ir.body import ExpertBody, Gemm
-from moefx.ir.expression import evaluate, variables
-from moefx.lowering.triton import elementary, why_not
+from moefx.ir.expression import variables
+from moefx.lowering.triton import why_not
 from moefx.lowering.triton.pointwise import Pointwise, Underivable, pointwise
 
 from ..test_epilogue import ALL, ATEN, EXPRESSIONS, REFUSED, SILU, call_of, points, truth, without_casts
 
+# The interpreter computes what a kernel does not use, such as the other branch of a where.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
+
 EPS = torch.finfo(torch.float32).eps
-UP, WHOLE = Gemm(1, True), (None, None, 1)
+WHOLE = (None, None, 1)
+SWIGLU = EXPRESSIONS["swiglu"]
+DERIVED = {name: expr for name, expr in ALL.items() if name != "power_0"}  # that one is a constant
 
 
 def body_of(act: object, out: object = "y", parts: int = 2) -> ExpertBody:
-    return ExpertBody((UP,) * parts, tuple((i, *WHOLE) for i in range(parts)), act, UP, out)
+    return ExpertBody((Gemm(1, True),) * parts, tuple((i, *WHOLE) for i in range(parts)), act, Gemm(1, True), out)
 
 
 def pointwise_of(act: object) -> Pointwise:
@@ -43,6 +46,14 @@ def kernel(a0, a1, w, g, out, size, ACT: tl.constexpr, VJP: tl.constexpr, BLOCK:
     tl.store(out + 4 * size + at, dw, mask=mask)
 
 
+@triton.jit
+def scale_kernel(w, out, size, SCALE: tl.constexpr, SCALE_GRAD: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    weight = tl.load(w + at, mask=at < size)
+    tl.store(out + at, SCALE(weight), mask=at < size)
+    tl.store(out + size + at, SCALE_GRAD(weight), mask=at < size)
+
+
 def run(point: Pointwise, env: dict[str, Tensor], device: str) -> list[Tensor]:
     """Value and gradients by a0, a1 and w, in float32."""
     size = env["g"].numel()
@@ -54,26 +65,249 @@ def run(point: Pointwise, env: dict[str, Tensor], device: str) -> list[Tensor]:
     return results
 
 
+def rounding(device: str) -> float:
+    """Triton's exp on a GPU is off by some roundings for each power of e."""
+    return (4 if device == "cpu" else 32) * EPS
+
+
 # -- value and derivatives
 # ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [n for n in ALL if "a0" in variables(ALL[n]) and n != "power_0"])
+@pytest.mark.parametrize("name", DERIVED)
 def test_value_and_derivatives(device, name):
-    """Against float64, norm and largest error: no further off than a few times what torch is in float32 (its kernels
-    round at other places), and a few roundings. With the gradients at kinks, where a wrong choice is an error of 1."""
-    expr, single = ALL[name], points(torch.float32)
-    exact = truth(without_casts(expr), {n: t.double() for n, t in single.items()})
-    torchs = truth(without_casts(expr), single)
-    for what, got, want, other in zip(("value", "a0", "a1", "w"), run(pointwise_of(expr), single, device), exact, torchs):
-        report(name, what, got, want, other)
+    """Against float64: the norm of the error at most twice what torch's is in float32, which rounds at other places,
+    and four roundings; the largest error, relative to the element and the mean one, thrice and four roundings.
+
+    Among the points are all kinks, where a wrong choice is an error of the size of the gradient.
+    """
+    expr, env = without_casts(DERIVED[name]), points(torch.float32)
+    exact = truth(expr, {n: t.double() for n, t in env.items()})
+    torchs = truth(expr, env)
+    few = rounding(device)
+    for got, want, other in zip(run(pointwise_of(DERIVED[name]), env, device), exact, torchs, strict=True):
+        torch.testing.assert_close(got.isfinite(), other.isfinite())
+        error, usual, size = (t[other.isfinite()].double() for t in (got - want, other - want, want.abs()))
+        assert error.norm() <= 2 * usual.norm() + few * size.norm()
+        relative, usual = (t.abs() / (size + size.mean()).clamp_min(1e-30) for t in (error, usual))
+        assert relative.max() <= 3 * usual.max() + few
 
 
-def report(name, what, got, want, other):
-    same = torch.isfinite(want)
-    assert torch.equal(torch.isnan(got), torch.isnan(other)), (name, what)
-    error, allowed = (got - want)[same].abs(), (other - want)[same].abs()
-    scale = want[same].abs().double()
-    print(name, what, *(round(float(x), 2) for x in (
-        error.norm() / (scale.norm() + 1e-30) / EPS, allowed.norm() / (scale.norm() + 1e-30) / EPS,
-        (error / (scale + scale.mean())).nan_to_num().max() / EPS, (allowed / (scale + scale.mean())).nan_to_num().max() / EPS)))
+GRID = torch.logspace(-37, 1.9, 1000, dtype=torch.float64)  # to 79
+
+
+@pytest.mark.parametrize(
+    ("expr", "roundings"),
+    [
+        (("expm1", "a0"), 2),
+        (("log1p", ("abs", "a0")), 2),
+        (("log1p", ("mul.Tensor", ("sigmoid", "a0"), -0.75)), 4),
+        (("tanh", "a0"), 3),
+        (("sinh", "a0"), 4),
+        (("cosh", "a0"), 4),
+        (("asinh", "a0"), 3),
+        (("atan", "a0"), 2),
+        (("erfc", ("clamp", "a0", -5.0, 5.0)), 8),
+        (("erf", "a0"), 2),
+        (("sigmoid", "a0"), 3),
+        (("softplus", "a0"), 3),
+        (("log_sigmoid", "a0"), 3),
+        (("silu", "a0"), 4),
+        (("hypot", "a0", ("mul.Tensor", "a0", 0.3)), 3),
+        (("pow.Tensor_Scalar", ("abs", "a0"), 0.3), 64),  # a factor of the logarithm of 1e-37
+        (("pow.Tensor_Scalar", ("abs", "a0"), 1.5), 4),
+        (("pow.Tensor_Scalar", "a0", 3), 3),
+        (("rsqrt", ("abs", "a0")), 2),
+    ],
+    ids=str,
+)
+def test_elementary_functions_are_as_accurate_for_tiny_arguments(device, expr, roundings):
+    """Each element relative to itself; where the exact one is no normal float32 it may be lost."""
+    a = torch.cat([GRID, -GRID]).float()
+    env = dict(a0=a, a1=a, w=a, g=torch.ones_like(a))
+    (want, *_), (got, *_) = truth(expr, {n: t.double() for n, t in env.items()}), run(pointwise_of(expr), env, device)
+    error = (got - want).abs() / want.abs().clamp_min(1e-300)
+    if device != "cpu":
+        roundings += 2 * 79
+    normal = want.abs() > torch.finfo(torch.float32).tiny
+    assert error[normal].max() <= roundings * EPS, (error[normal].max() / EPS, a[normal][error[normal].argmax()])
+    assert (got - want)[~normal].abs().max() <= 1e-37 if not normal.all() else True
+
+
+def test_derivatives_of_sigmoids_for_large_arguments(device):
+    a = torch.cat([GRID, -GRID]).float()
+    env = dict(a0=a, a1=a, w=a, g=torch.ones_like(a))
+    for expr in [SILU, ("sigmoid", "a0"), ("tanh", "a0"), ("gelu", "a0"), ("mish", "a0"), ("softplus", "a0")]:
+        want, got = truth(expr, {n: t.double() for n, t in env.items()})[1], run(pointwise_of(expr), env, device)[1]
+        assert (got - want).abs().max() <= 4 * rounding(device)  # of 1
+
+
+# Zeros, tiny ones, where exp overflows or nearly, infinities.
+SPECIAL = [0.0, 1e-30, 1e-8, 0.5, 1, 20, 88, 89, 100, 1e4, torch.inf]
+SPECIAL += [*(-v for v in SPECIAL), torch.nan]
+# A few elements of each.
+EXCEPTIONS = {
+    "random_32": "inf * sigmoid(-89), which is 0 or just not",
+    "random_37": "one more sum of opposite infinities",
+}
+
+
+@pytest.mark.parametrize("name", DERIVED)
+def test_special_values(device, name):
+    """Finite, infinite or NaN as torch in float32; or as exact computation would be, where torch overflows midway.
+
+    Derivatives at NaN are left out: the vectors of torch's own kernels (elu's, hardtanh's, hardswish's) and the rest
+    behind the last vector disagree there.
+    """
+    expr, special = DERIVED[name], torch.tensor(SPECIAL)
+    a0, a1 = torch.cartesian_prod(special, special).T.contiguous()
+    env = dict(a0=a0.clone(), a1=a1.clone(), w=torch.full_like(a0, 0.5), g=torch.ones_like(a0))
+    torchs = truth(without_casts(expr), env)
+    exact = truth(without_casts(expr), {n: t.double() for n, t in env.items()})
+    rounded = EPS * (1 + a0.abs().nan_to_num(0, 0)) * (1 + a1.abs().nan_to_num(0, 0))
+    for i, got, want, other in zip(range(4), run(pointwise_of(expr), env, device), exact, torchs, strict=True):
+        same = (a0.isnan() | a1.isnan()) & (i > 0)
+        for w in (other, want.float()):
+            same |= (got == w) | (got.isnan() & w.isnan())
+            same |= ((got - w).abs() <= 1e-3 * w.abs() + rounded) & w.isfinite()
+        different = (~same).sum()
+        assert different <= (len(same) // 50 if name in EXCEPTIONS else 0), (a0[~same], a1[~same], got[~same])
+
+
+@pytest.mark.parametrize(
+    "out",
+    [
+        ("mul.Tensor", "y", "w"),
+        ("mul.Tensor", ("_to_copy", "y", {"dtype": "float32"}), "w"),
+        ("div.Tensor", ("neg", "y"), ("add.Tensor", "w", 1)),
+        ("mul.Tensor", ("sigmoid", "w"), ("mul.Tensor", 2.5, "y")),
+        ("mul.Tensor", "y", 0.5),
+        ("mul.Tensor", "y", ("exp", ("full_like", "w", 2.0))),
+    ],
+    ids=str,
+)
+def test_scale_and_its_derivative(device, out):
+    point = pointwise(body_of(SWIGLU, out).to_json())
+    w = torch.rand(100)
+    got = torch.empty(2, 100, device=device)
+    scale_kernel[(1,)](w.to(device), got, 100, SCALE=point.scale, SCALE_GRAD=point.scale_grad, BLOCK=128)
+    leaves = {"y": torch.ones(100, dtype=torch.float64), "w": w.double()}
+    env = {**leaves, "a0": leaves["y"], "g": torch.ones(100, dtype=torch.float64)}
+    value, by_w = truth(without_casts(out), env, ("w",))
+    torch.testing.assert_close(got.cpu(), torch.stack([value, by_w]).float(), rtol=rounding(device), atol=EPS)
+
+
+def test_numbers_no_float32_is_a_normal_one_of(device):
+    """Triton takes such literals for float64."""
+    for number in (1e-40, -1e60, torch.inf):
+        expr = ("maximum", ("mul.Tensor", "a0", number), ("clamp", "a0", 1e-42, number if number > 1 else None))
+        env = points(torch.float32)
+        point = pointwise_of(expr)
+        got, want = run(point, env, device), truth(expr, env)
+        torch.testing.assert_close(got[0], want[0], rtol=0, atol=1e-37, equal_nan=True)
+
+
+# -- what the kernels take
+# ------------------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_depend_on_w_does_not_load_it():
+    assert not pointwise_of(SWIGLU).uses_weight
+    assert pointwise_of(("mul.Tensor", SWIGLU, "w")).uses_weight
+    assert pointwise_of(SWIGLU).scale is None
+    assert pointwise_of(SWIGLU).num_parts == 2
+    assert pointwise_of(SILU).num_parts == 1
+
+
+def test_the_same_body_has_the_same_functions():
+    text = body_of(SWIGLU).to_json()
+    assert pointwise(text) is pointwise(text)
+    assert pointwise(text).vjp is pointwise(body_of(SWIGLU, ("mul.Tensor", "y", "w")).to_json()).vjp
+
+
+END = 2**63 - 1  # as slices in torch's graphs end
+PARTS = {
+    "one": ([(0, *WHOLE)], 1, False),
+    "two": ([(0, *WHOLE), (1, *WHOLE)], 2, False),
+    "two_swapped": ([(1, *WHOLE), (0, *WHOLE)], 2, False),
+    "to_the_end": ([(0, 0, END, 1), (1, 0, None, 1)], 2, False),
+    "halves": ([(0, None, 8, 1), (0, 8, None, 1)], 1, False),
+    "halves_swapped": ([(0, 8, END, 1), (0, 0, 8, 1)], 1, False),
+    "halves_from_the_end": ([(0, None, -8, 1), (0, -8, None, 1)], 1, False),
+    "interleaved": ([(0, None, None, 2), (0, 1, None, 2)], 1, True),
+    "interleaved_swapped": ([(0, 1, END, 2), (0, 0, END, 2)], 1, True),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts(device, name):
+    parts, num_up, joined = PARTS[name]
+    act = SILU if len(parts) == 1 else SWIGLU
+    point = pointwise(ExpertBody((Gemm(1, True),) * num_up, tuple(parts), act, Gemm(1, True)).to_json())
+    assert (point.num_parts, point.joined) == (len(parts), joined)
+    env = points(torch.float32)
+    # The kernel loads even columns first: swapped ones reach the functions the other way round.
+    a0, a1 = ("a1", "a0") if name == "interleaved_swapped" else ("a0", "a1")
+    got = run(point, {**env, "a0": env[a0], "a1": env[a1]}, device)
+    torch.testing.assert_close(got[0], truth(act, env)[0])
+
+
+THREE = ("mul.Tensor", SWIGLU, "a2")
+UNTAKEN = {
+    "three_parts": (body_of(THREE, parts=3), "3 parts"),
+    "no_part": (body_of("w", parts=0), "parts  of 0"),
+    "quarter": (ExpertBody((Gemm(1, True),), ((0, None, 8, 1),), SILU, Gemm(1, True)), r"parts 0\[None:8:1\]"),
+    "gap": (
+        ExpertBody((Gemm(1, True),), ((0, None, 8, 1), (0, 9, None, 1)), SWIGLU, Gemm(1, True)),
+        r"parts 0\[None:8:1\], 0\[9:None:1\] of 1 up-projections",
+    ),
+    "twice": (ExpertBody((Gemm(1, True),), ((0, *WHOLE), (0, *WHOLE)), SWIGLU, Gemm(1, True)), "parts"),
+    "every_third": (ExpertBody((Gemm(1, True),), ((0, 0, None, 3), (0, 1, None, 3)), SWIGLU, Gemm(1, True)), "parts"),
+    "unused_projection": (ExpertBody((Gemm(1, True),) * 2, ((0, *WHOLE),), SILU, Gemm(1, True)), "2 up-projections"),
+    "one_bias": (
+        ExpertBody((Gemm(1, True, bias=True), Gemm(1, True)), ((0, *WHOLE), (1, *WHOLE)), SWIGLU, Gemm(1, True)),
+        "bias",
+    ),
+    "one_transposed": (
+        ExpertBody((Gemm(1, True), Gemm(1, False)), ((0, *WHOLE), (1, *WHOLE)), SWIGLU, Gemm(1, True)),
+        "transposed",
+    ),
+    "ignores_a1": (body_of(SILU), r"silu\(a0\) does not depend on a1"),
+    "ignores_a0": (body_of(("silu", "w"), parts=1), r"silu\(w\) does not depend on a0"),
+    "constant": (body_of(("pow.Tensor_Scalar", "a0", 0), parts=1), "does not depend on a0"),
+    "number": (body_of(2.0, parts=1), "2.0 instead of an expression"),
+    "unknown": (body_of(("mul.Tensor", SWIGLU, "b")), "variable b"),
+    "y_in_act": (body_of(("mul.Tensor", SWIGLU, "y")), "variable y"),
+    "a0_in_out": (body_of(SWIGLU, ("mul.Tensor", "y", "a0")), "variable a0"),
+    "nonlinear_out": (body_of(SWIGLU, ("mul.Tensor", ("tanh", "y"), "w")), r"tanh\(y\)\*w .*not linear in y"),
+    "biased_out": (body_of(SWIGLU, ("add.Tensor", "y", "w")), "not linear in y"),
+    "out_without_y": (body_of(SWIGLU, "w"), "not linear in y"),
+    "rounding_out": (body_of(SWIGLU, ("div.Tensor_mode", "y", "w", {"rounding_mode": "floor"})), "rounds"),
+    "integer_out": (body_of(SWIGLU, ("_to_copy", "y", {"dtype": "int8"})), "cast to torch.int8"),
+}
+
+
+@pytest.mark.parametrize("name", UNTAKEN)
+def test_bodies_that_are_not_taken_say_why(name):
+    body, reason = UNTAKEN[name]
+    with pytest.raises(Underivable, match=reason):
+        pointwise(body.to_json())
+    assert why_not(body.to_json()) is not None
+
+
+def test_nothing_but_underivable_is_raised():
+    """Any op anywhere, and what is no expression."""
+    deep = "a0"
+    for _ in range(150):
+        deep = ("silu", deep)
+    expressions = [*(expr for expr, _ in REFUSED), *map(call_of, ATEN), deep, "", [], [[]], {}, True, ("mul.Tensor",)]
+    expressions += [("mul.Tensor", ["a0"], "a1"), (("silu",), "a0"), ("", "a0"), ("_to_copy", "a0", {"dtype": "none"})]
+    taken = 0
+    for expr in expressions:
+        for body in (body_of(expr, parts=1), body_of(expr), body_of(("mul.Tensor", expr, "a1")), body_of(SWIGLU, expr)):
+            try:
+                pointwise(body.to_json())
+                taken += 1
+            except Underivable as reason:
+                assert str(reason)
+    assert taken > 100
