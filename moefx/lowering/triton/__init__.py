@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...ir import expert_mlp as ir_mlp  # not by the names of this package's modules
 from ...ir import routing as ir_routing
+from ...ir.body import ExpertBody
 
 _GEMM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -28,17 +29,23 @@ def _takes_routing(topk_ids: Tensor, topk_weights: Tensor | None, *_: Any, drop:
     return topk_ids.device.type == "cuda" and narrow
 
 
-def _takes_experts(x: Tensor, *_: Any, body: str, dtype: torch.dtype | None = None, **__: Any) -> bool:
-    return x.device.type == "cuda" and (dtype or x.dtype) in _GEMM_DTYPES and why_not(body) is None
+def _takes_experts(x: Tensor, *args: Any, body: str, dtype: torch.dtype | None = None, **_: Any) -> bool:
+    if x.device.type != "cuda" or (dtype or x.dtype) not in _GEMM_DTYPES:
+        return False
+    up, widths, start = args[4], [], 0
+    for gemm in ExpertBody.from_json(body).up:
+        widths.append(up[start].shape[-2 if gemm.transposed else -1])
+        start += gemm.num
+    return why_not(body, tuple(widths)) is None
 
 
 @functools.lru_cache(maxsize=1024)
-def why_not(body: str) -> str | None:
-    """Why the kernels do not take a body (its JSON text); None if they do."""
+def why_not(body: str, widths: tuple[int, ...] | None = None) -> str | None:
+    """Why the kernels do not take a body (its JSON text) with up-projections of these widths; None if they do."""
     from .pointwise import Underivable, pointwise
 
     try:
-        pointwise(body)
+        pointwise(body, widths)
     except Underivable as reason:
         return str(reason)
     return None

@@ -64,8 +64,8 @@ class Run:
 
     def __init__(self, args: Sequence[Any], body: str, keep: str, dtype: torch.dtype | None):
         self.call = call = Call.of(args, body, keep, dtype)
-        self.point: Pointwise = pointwise(body)
         self.up_widths, self.act_width, self.out_width = call.widths
+        self.point: Pointwise = pointwise(body, tuple(self.up_widths))
         self.device, self.dtype = call.x.device, call.dtype
         self.num_experts = call.expert_offsets.shape[0] - 1
         self.x = _rows_contiguous(call.x)

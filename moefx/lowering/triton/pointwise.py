@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,22 +39,25 @@ class Pointwise:
 
 
 @functools.lru_cache(maxsize=1024)
-def pointwise(text: str) -> Pointwise:
+def pointwise(text: str, widths: tuple[int, ...] | None = None) -> Pointwise:
     """From the JSON text of a body.
+
+    Args:
+        widths: of the up-projections; None where no part is cut off at a number that may be the width.
 
     Raises:
         Underivable: the kernels do not take it; the message is the reason.
     """
     try:
-        return _pointwise(ExpertBody.from_json(text))
+        return _pointwise(ExpertBody.from_json(text), widths)
     except RecursionError as error:
         raise Underivable("an expression nested too deeply") from error
 
 
-def _pointwise(body: ExpertBody) -> Pointwise:
+def _pointwise(body: ExpertBody, widths: Sequence[int] | None) -> Pointwise:
     if not expression.is_linear(body.out, "y"):
         raise Underivable(f"{expression.pretty(body.out)} after the down-projection is not linear in y")
-    order = _order(body)
+    order = _order(body, widths)
     for expr, known in ((body.act, (*order, "w")), (body.out, ("y", "w"))):
         if unknown := [name for name in expression.variables(expr) if name not in known]:
             raise Underivable(f"{expression.pretty(expr)} has a variable {unknown[0]}, of which nothing is known")
@@ -75,9 +79,12 @@ def _pointwise(body: ExpertBody) -> Pointwise:
     )
 
 
-def _order(body: ExpertBody) -> list[str]:
+def _order(body: ExpertBody, widths: Sequence[int] | None) -> list[str]:
     """The variables in the order in which the kernels load them; the parts must fill the up-projections."""
-    slices = [_normal(start, stop, step) for _, start, stop, step in body.parts]
+    slices = [
+        _normal(start, stop, step, widths[group] if widths and group < len(widths) else None)
+        for group, start, stop, step in body.parts
+    ]
     groups = [group for group, *_ in body.parts]
     names = [f"a{i}" for i in range(len(body.parts))]
     if len({gemm.bias for gemm in body.up}) > 1:
@@ -92,12 +99,14 @@ def _order(body: ExpertBody) -> list[str]:
         (start, stop, step), upper = sorted(slices, key=lambda columns: columns[0] != 0)
         if (start, stop, step) == (0, None, 2) and upper == (1, None, 2):
             return names if slices[0][0] == 0 else names[::-1]
-        if (start, step) == (0, 1) and stop not in (None, 0) and upper == (stop, None, 1):
+        halves = stop not in (None, 0) and (widths is None or 2 * stop == widths[0])
+        if (start, step) == (0, 1) and halves and upper == (stop, None, 1):
             return names
     parts = ", ".join(f"{group}[{start}:{stop}:{step}]" for group, start, stop, step in body.parts)
     raise Underivable(f"parts {parts} of {len(body.up)} up-projections: not whole ones, halves or every other column")
 
 
-def _normal(start: int | None, stop: int | None, step: int) -> tuple[int, int | None, int]:
-    """Columns as one writes them, from the way torch does."""
-    return start or 0, None if stop is None or stop >= torch.iinfo(torch.int64).max else stop, step
+def _normal(start: int | None, stop: int | None, step: int, width: int | None) -> tuple[int, int | None, int]:
+    """Columns as one writes them, from the way torch does: the last one's end is None."""
+    end = torch.iinfo(torch.int64).max if width is None else width
+    return start or 0, None if stop is None or stop >= end else stop, step
