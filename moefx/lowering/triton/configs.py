@@ -25,6 +25,7 @@ class Config:
         persistent: programs for each multiprocessor; 0: one program for each tile.
         flatten: persistent loops as one software pipeline.
         descriptors: tensor descriptors (TMA) for weights, and for rows that are not gathered.
+        store_descriptors: for full tiles of rows as well ("down", "grad_x", and GEMMs that are not fused).
         slices: of the pointwise part in `act_backward_kernel`.
         fused: the pointwise part is in the GEMM ("up", "act_backward"); else it has a kernel of its own, and the
             GEMM is one of `rows_kernel`.
@@ -40,6 +41,7 @@ class Config:
     persistent: int = 0
     flatten: bool = False
     descriptors: bool = False
+    store_descriptors: bool = False
     slices: int = 1
     fused: bool = True
     gather_first: bool = False
@@ -123,16 +125,22 @@ def candidates(kernel: str, device: torch.device, dtype: torch.dtype) -> list[Co
 
 def _hopper_candidates() -> dict[str, list[Config]]:
     c = functools.partial(Config, descriptors=True)
+    t = functools.partial(c, store_descriptors=True)
     rows = [
         c(128, 256, 64, 8, 3),
+        t(128, 256, 64, 8, 3),
         c(128, 256, 64, 8, 3, persistent=1, flatten=True),
-        c(128, 256, 64, 8, 3, persistent=1, flatten=True, group=16),
+        t(128, 256, 64, 8, 3, persistent=1, flatten=True),
+        t(128, 256, 64, 8, 3, persistent=1),
         c(128, 256, 64, 8, 4, persistent=1),
-        c(128, 128, 64, 4, 3),
+        t(128, 128, 64, 4, 3),
+        t(256, 128, 64, 8, 3),
     ]
     separate = [
         c(128, 256, 64, 8, 4, fused=False),
+        t(128, 256, 64, 8, 3, fused=False),
         c(128, 256, 64, 8, 3, fused=False, persistent=1, flatten=True),
+        t(128, 256, 64, 8, 3, fused=False, persistent=1, flatten=True),
     ]
     outer = [
         c(128, 256, 32, 8, 7),

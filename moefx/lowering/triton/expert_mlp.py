@@ -223,18 +223,21 @@ class Run:
         operands = [w.operand(backward=backward, block=(cut.bn, cut.bk) if cut.descriptors else None) for w in weights]
         _check_alike(operands[0], operands[-1])
         described = cut.descriptors and not gather and operands[0].access != "table" and _aligned(terms[0])
+        described_out = cut.store_descriptors and _aligned(out)
         left = [_describe(t, cut.bm, cut.bk) if described else t for t in terms]
         args = (
             *(left[0], left[-1], terms[0].stride(0), self.call.token_ids, self.call.expert_offsets),
             *(schedule, max_tiles),
             *(operands[0].source, operands[-1].source, operands[0].expert, operands[0].column, operands[0].inner),
-            *(bias, *((0, 0) if bias is None else bias.stride()), self.w, out, width, inner),
+            *(bias, *((0, 0) if bias is None else bias.stride()), self.w, out),
+            *(_describe(out, cut.bm, cut.bn) if described_out else None, width, inner),
         )
         constants = dict(
             SCALE=scale,
             TERMS=len(terms),
             GATHER=gather,
             ROWS_DESCRIPTOR=described,
+            OUT_DESCRIPTOR=described_out,
             WEIGHT=operands[0].access,
             COLUMNS_FIRST=operands[0].columns_first,
             HAS_BIAS=bias is not None,

@@ -283,8 +283,9 @@ def _accumulate(
 @triton.jit
 def _rows_tile(
     tile, num_row_tiles, rows0, rows1, rows_row, token_ids, expert_offsets, schedule, max_tiles,
-    w0, w1, w_expert, w_column, w_inner, bias, bias_expert, bias_column, row_weights, out, width, inner,
-    SCALE: tl.constexpr, TERMS: tl.constexpr, GATHER: tl.constexpr, ROWS_DESCRIPTOR: tl.constexpr, WEIGHT: tl.constexpr,
+    w0, w1, w_expert, w_column, w_inner, bias, bias_expert, bias_column, row_weights, out, described_out, width, inner,
+    SCALE: tl.constexpr, TERMS: tl.constexpr, GATHER: tl.constexpr, ROWS_DESCRIPTOR: tl.constexpr, OUT_DESCRIPTOR: tl.constexpr,
+    WEIGHT: tl.constexpr,
     COLUMNS_FIRST: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
@@ -292,7 +293,8 @@ def _rows_tile(
     m, n = _place(tile, num_row_tiles, tl.cdiv(width, BN), GROUP)
     expert, first_row = tl.load(schedule + m), tl.load(schedule + max_tiles + m)
     row = first_row + tl.arange(0, BM)
-    is_mine = row < tl.load(expert_offsets + expert + 1)
+    end = tl.load(expert_offsets + expert + 1)
+    is_mine = row < end
     if GATHER:
         left_row = tl.load(token_ids + row, mask=is_mine, other=0)
     else:
@@ -314,16 +316,23 @@ def _rows_tile(
         acc += tl.load(bias_at, mask=column < width, other=0.0).to(tl.float32)[None, :]
     if HAS_SCALE:
         acc *= SCALE(tl.load(row_weights + row, mask=is_mine, other=0.0).to(tl.float32))[:, None]
-    mask = _mask(is_mine, column, width, EVEN_N)
+    value = acc.to(out.dtype.element_ty)
     at = first_row.to(tl.int64) * width + n * BN + (tl.arange(0, BM)[:, None] * width + tl.arange(0, BN)[None, :])
-    tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
+    if OUT_DESCRIPTOR:
+        if first_row + BM <= end:  # a descriptor would write into the next expert's rows
+            described_out.store([first_row, n * BN], value)
+        else:
+            tl.store(out + at, value, mask=_mask(is_mine, column, width, EVEN_N))
+    else:
+        tl.store(out + at, value, mask=_mask(is_mine, column, width, EVEN_N))
 
 
 @triton.jit(do_not_specialize=_VARYING)
 def rows_kernel(
     rows0, rows1, rows_row, token_ids, expert_offsets, schedule, max_tiles,
-    w0, w1, w_expert, w_column, w_inner, bias, bias_expert, bias_column, row_weights, out, width, inner,
-    SCALE: tl.constexpr, TERMS: tl.constexpr, GATHER: tl.constexpr, ROWS_DESCRIPTOR: tl.constexpr, WEIGHT: tl.constexpr,
+    w0, w1, w_expert, w_column, w_inner, bias, bias_expert, bias_column, row_weights, out, described_out, width, inner,
+    SCALE: tl.constexpr, TERMS: tl.constexpr, GATHER: tl.constexpr, ROWS_DESCRIPTOR: tl.constexpr, OUT_DESCRIPTOR: tl.constexpr,
+    WEIGHT: tl.constexpr,
     COLUMNS_FIRST: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
@@ -337,15 +346,15 @@ def rows_kernel(
         for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=FLATTEN):
             _rows_tile(
                 tile, num_row_tiles, rows0, rows1, rows_row, token_ids, expert_offsets, schedule, max_tiles,
-                w0, w1, w_expert, w_column, w_inner, bias, bias_expert, bias_column, row_weights, out, width, inner,
-                SCALE, TERMS, GATHER, ROWS_DESCRIPTOR, WEIGHT, COLUMNS_FIRST, HAS_BIAS, HAS_SCALE, EVEN_N, EVEN_K, VECTOR, PRECISION,
+                w0, w1, w_expert, w_column, w_inner, bias, bias_expert, bias_column, row_weights, out, described_out, width, inner,
+                SCALE, TERMS, GATHER, ROWS_DESCRIPTOR, OUT_DESCRIPTOR, WEIGHT, COLUMNS_FIRST, HAS_BIAS, HAS_SCALE, EVEN_N, EVEN_K, VECTOR, PRECISION,
                 BM, BN, BK, GROUP,
             )  # fmt: skip
     elif tl.program_id(0) < num_tiles:
         _rows_tile(
             tl.program_id(0), num_row_tiles, rows0, rows1, rows_row, token_ids, expert_offsets, schedule, max_tiles,
-            w0, w1, w_expert, w_column, w_inner, bias, bias_expert, bias_column, row_weights, out, width, inner,
-            SCALE, TERMS, GATHER, ROWS_DESCRIPTOR, WEIGHT, COLUMNS_FIRST, HAS_BIAS, HAS_SCALE, EVEN_N, EVEN_K, VECTOR, PRECISION,
+            w0, w1, w_expert, w_column, w_inner, bias, bias_expert, bias_column, row_weights, out, described_out, width, inner,
+            SCALE, TERMS, GATHER, ROWS_DESCRIPTOR, OUT_DESCRIPTOR, WEIGHT, COLUMNS_FIRST, HAS_BIAS, HAS_SCALE, EVEN_N, EVEN_K, VECTOR, PRECISION,
             BM, BN, BK, GROUP,
         )  # fmt: skip
 

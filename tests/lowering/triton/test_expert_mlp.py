@@ -20,7 +20,7 @@ CONFIGS = {
     "sliced": SMALL,
     "separate": dataclasses.replace(SMALL, fused=False),
     "quarters": dataclasses.replace(SMALL, bn=64, slices=4, persistent=1),
-    "descriptors": dataclasses.replace(SMALL, descriptors=True, persistent=1, flatten=True, slices=1),
+    "descriptors": dataclasses.replace(SMALL, descriptors=True, store_descriptors=True, persistent=1, flatten=True, slices=1),
 }
 
 

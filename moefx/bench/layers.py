@@ -1,0 +1,111 @@
+"""Trains a few real layers: Qwen3-30B-A3B's shapes, 4 layers, 4 x 4096 tokens, bfloat16, fused AdamW.
+
+    python -m moefx.bench.layers [--systems eager,grouped_mm,moefx,...] [--steps 10] [--out results.jsonl]
+
+transformers' own implementations beside moefx.compile of the eager one, each as it is and under torch.compile, each in
+a process of its own with the same weights and tokens. Reported: ms a step (median), the peak of memory above what
+weights, gradients' owners and optimizer hold before a step, and the losses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+import torch
+
+SYSTEMS = ("eager", "grouped_mm", "grouped_mm compiled", "moefx", "moefx compiled")
+
+
+def build(system: str, layers: int) -> torch.nn.Module:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=32000,
+        hidden_size=2048,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        moe_intermediate_size=768,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        use_cache=False,
+        tie_word_embeddings=False,
+    )
+    config._experts_implementation = "grouped_mm" if system.startswith("grouped_mm") else "eager"
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        torch.set_default_dtype(torch.bfloat16)
+        model = Qwen3MoeForCausalLM(config)
+        torch.set_default_dtype(torch.float32)
+    model.train()
+    if system.startswith("moefx"):
+        import moefx
+
+        model = moefx.compile(model)
+    return torch.compile(model) if system.endswith("compiled") else model
+
+
+def measure(system: str, steps: int, layers: int, batch: int, length: int) -> dict[str, Any]:
+    model = build(system, layers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    generator = torch.Generator(device="cuda").manual_seed(1)
+    ids = torch.randint(0, 32000, (steps, batch, length), device="cuda", generator=generator)
+    losses, times, held, peak = [], [], 0, 0
+    for step in range(steps):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        held, begin = torch.cuda.memory_allocated(), time.perf_counter()
+        loss = model(input_ids=ids[step], labels=ids[step]).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - begin) * 1e3)
+        losses.append(loss.item())
+        peak = torch.cuda.max_memory_allocated() - held
+    row = dict(system=system, ms=statistics.median(times[steps // 2 :]), peak_gib=peak / 2**30, losses=losses)
+    if system.startswith("moefx"):
+        from ..lowering import select
+
+        row["providers"] = sorted({f"{op}: {provider}" for op, provider in select.counters()})
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--systems", default=",".join(SYSTEMS))
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--out", default=None)
+    parser.add_argument("--here", action="store_true", help="in this process")
+    options = parser.parse_args()
+    for system in options.systems.split(","):
+        if not options.here:
+            command = [sys.executable, "-m", __spec__.name, "--systems", system, "--here"]
+            for name in ("steps", "layers", "batch", "length"):
+                command += [f"--{name}", str(getattr(options, name))]
+            subprocess.run([*command, *(["--out", options.out] if options.out else [])], check=False)
+            continue
+        row = measure(system, options.steps, options.layers, options.batch, options.length)
+        if options.out:
+            with open(options.out, "a") as file:
+                print(json.dumps(row), file=file)
+        print(
+            f"{system:20} {row['ms']:8.1f} ms a step  peak {row['peak_gib']:6.2f} GiB  "
+            f"losses {' '.join(f'{x:.3f}' for x in row['losses'][:4])} {', '.join(row.get('providers', []))}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
