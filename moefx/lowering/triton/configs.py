@@ -25,7 +25,7 @@ class Config:
         persistent: programs for each multiprocessor; 0: one program for each tile.
         flatten: persistent loops as one software pipeline.
         descriptors: tensor descriptors (TMA) for weights, and for rows that are not gathered.
-        store_descriptors: for full tiles of rows as well ("down", "grad_x", and GEMMs that are not fused).
+        store_descriptors: for full tiles of rows that are stored as well; not in `act_backward_kernel`.
         slices: of the pointwise part in `act_backward_kernel`.
         fused: the pointwise part is in the GEMM ("up", "act_backward"); else it has a kernel of its own, and the
             GEMM is one of `rows_kernel`.
@@ -128,19 +128,15 @@ def _hopper_candidates() -> dict[str, list[Config]]:
     t = functools.partial(c, store_descriptors=True)
     rows = [
         c(128, 256, 64, 8, 3),
-        t(128, 256, 64, 8, 3),
-        c(128, 256, 64, 8, 3, persistent=1, flatten=True),
-        t(128, 256, 64, 8, 3, persistent=1, flatten=True),
         t(128, 256, 64, 8, 3, persistent=1),
+        c(128, 256, 64, 8, 3, persistent=1, flatten=True),
         c(128, 256, 64, 8, 4, persistent=1),
-        t(128, 128, 64, 4, 3),
-        t(256, 128, 64, 8, 3),
+        c(128, 128, 64, 4, 3),
     ]
     separate = [
         c(128, 256, 64, 8, 4, fused=False),
-        t(128, 256, 64, 8, 3, fused=False),
+        t(128, 256, 64, 8, 3, fused=False, persistent=1),
         c(128, 256, 64, 8, 3, fused=False, persistent=1, flatten=True),
-        t(128, 256, 64, 8, 3, fused=False, persistent=1, flatten=True),
     ]
     outer = [
         c(128, 256, 32, 8, 7),
@@ -148,14 +144,20 @@ def _hopper_candidates() -> dict[str, list[Config]]:
         c(128, 256, 64, 8, 7),
         c(128, 128, 64, 4, 5),
         c(256, 128, 32, 8, 7),
-        c(256, 128, 64, 8, 5),
         c(128, 256, 64, 8, 3, gather_first=True),
         c(128, 256, 32, 8, 6, gather_first=True),
-        c(128, 256, 64, 8, 3, gather_first=True, persistent=1),
         c(128, 256, 32, 8, 6, persistent=1),
     ]
     return dict(
-        up=[c(128, 128, 64, 8, 4), c(128, 128, 64, 8, 4, group=16), c(128, 64, 32, 4, 4), *separate],
+        up=[
+            c(128, 128, 64, 8, 4),
+            t(128, 128, 64, 8, 4),
+            t(128, 128, 64, 8, 3, persistent=1),
+            c(128, 64, 32, 4, 4),
+            t(128, 64, 32, 4, 4),
+            t(128, 64, 64, 4, 3),
+            *separate,
+        ],
         down=rows,
         act_backward=[c(128, 256, 64, 8, 3, slices=4), c(64, 128, 64, 4, 3, slices=4), *separate],
         grad_x=rows,

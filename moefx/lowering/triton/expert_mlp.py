@@ -164,11 +164,17 @@ class Run:
         _check_alike(w0, w1)
         bias0, bias1 = self.part_biases()
         h0, h1 = self.parts(hidden) if hidden else (self.x, self.x)
+        stored = [t for t in (h0 if hidden else None, h1 if hidden else None, act) if t is not None]
+        described: list[Any] = [None, None, None]
+        if describe_out := cut.store_descriptors and all(map(_aligned, stored)):
+            if hidden:
+                described[:2] = (_describe(h, cut.bm, (2 if point.joined else 1) * cut.bn) for h in (h0, h1))
+            described[2] = None if act is None else _describe(act, cut.bm, cut.bn)
         args = (
             *(self.x, self.x.stride(0), call.token_ids, call.expert_offsets, schedule, max_tiles),
             *(w0.source, w1.source, w0.expert, w0.column, w0.inner),
             *(bias0, bias1, *((0, 0) if bias0 is None else bias0.stride())),
-            *(self.w, h0, h1, h0.stride(0), self.x if act is None else act, width, inner),
+            *(self.w, h0, h1, h0.stride(0), self.x if act is None else act, *described, width, inner),
         )
         constants = dict(
             ACT=point.act,
@@ -180,6 +186,7 @@ class Run:
             USES_WEIGHT=point.uses_weight,
             STORE_H=hidden is not None,
             STORE_ACT=act is not None,
+            OUT_DESCRIPTOR=describe_out,
         )
         self.launch_gemm(gemm.up_kernel, cut, max_tiles * cdiv(width, cut.bn), width, inner, args, constants)
 

@@ -107,6 +107,18 @@ def _mask(is_mine, column, width, EVEN_N: tl.constexpr):
 
 
 @triton.jit
+def _store(out, at, described, first_row, column, value, mask, is_full, OUT_DESCRIPTOR: tl.constexpr):
+    """A tile of rows: by its descriptor if it is full, for that would write into the next expert's rows."""
+    if OUT_DESCRIPTOR:
+        if is_full:
+            described.store([first_row, column], value)
+        else:
+            tl.store(out + at, value, mask=mask)
+    else:
+        tl.store(out + at, value, mask=mask)
+
+
+@triton.jit
 def _split(pair, BM: tl.constexpr, BN: tl.constexpr):
     """[BM, 2*BN] of interleaved columns as two [BM,BN]."""
     return tl.split(tl.reshape(pair, (BM, BN, 2)))
@@ -149,16 +161,17 @@ def store_parts(h0, h1, at, mask, v0, v1, JOINED: tl.constexpr, PARTS: tl.conste
 def _up_tile(
     tile, num_row_tiles, x, x_row, token_ids, expert_offsets, schedule, max_tiles,
     w0, w1, w_expert, w_column, w_inner,
-    bias0, bias1, bias_expert, bias_column, row_weights, h0, h1, h_row, act, width, inner,
+    bias0, bias1, bias_expert, bias_column, row_weights, h0, h1, h_row, act, described_h0, described_h1, described_act, width, inner,
     ACT: tl.constexpr, PARTS: tl.constexpr, JOINED: tl.constexpr, WEIGHT: tl.constexpr, COLUMNS_FIRST: tl.constexpr,
     HAS_BIAS: tl.constexpr, USES_WEIGHT: tl.constexpr, STORE_H: tl.constexpr, STORE_ACT: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
+    OUT_DESCRIPTOR: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     m, n = _place(tile, num_row_tiles, tl.cdiv(width, BN), GROUP)
     expert, first_row = tl.load(schedule + m), tl.load(schedule + max_tiles + m)
     row = first_row + tl.arange(0, BM)
-    is_mine = row < tl.load(expert_offsets + expert + 1)
+    end = tl.load(expert_offsets + expert + 1)
+    is_mine, is_full = row < end, first_row + BM <= end
     column, ks = n * BN + tl.arange(0, BN), tl.arange(0, BK)
     token = tl.load(token_ids + row, mask=is_mine, other=0)
     x_at = x + token[:, None].to(tl.int64) * x_row + ks[None, :]
@@ -201,30 +214,32 @@ def _up_tile(
     mask = _mask(is_mine, column, width, EVEN_N)
     if STORE_H:
         if JOINED:
-            wide = tl.arange(0, BW)
+            v, wide = tl.reshape(tl.join(v0, v1), (BM, BW)), tl.arange(0, BW)
             wide_mask = is_mine[:, None] & (n * BW + wide < 2 * width)[None, :]
             h_at = first_row.to(tl.int64) * h_row + n * BW + (within[:, None] * h_row + wide[None, :])
-            store_parts(h0, h1, h_at, wide_mask, v0, v1, JOINED, PARTS, BM, BN)
+            _store(h0, h_at, described_h0, first_row, n * BW, v, wide_mask, is_full, OUT_DESCRIPTOR)
         else:
             h_at = first_row.to(tl.int64) * h_row + n * BN + (within[:, None] * h_row + offset[None, :])
-            store_parts(h0, h1, h_at, mask, v0, v1, JOINED, PARTS, BM, BN)
+            _store(h0, h_at, described_h0, first_row, n * BN, v0, mask, is_full, OUT_DESCRIPTOR)
+            if PARTS == 2:
+                _store(h1, h_at, described_h1, first_row, n * BN, v1, mask, is_full, OUT_DESCRIPTOR)
     if STORE_ACT:
         w = tl.zeros((BM, 1), tl.float32)
         if USES_WEIGHT:
             w = tl.load(row_weights + row, mask=is_mine, other=0.0).to(tl.float32)[:, None]
-        value = ACT(v0.to(tl.float32), v1.to(tl.float32), w)
+        value = ACT(v0.to(tl.float32), v1.to(tl.float32), w).to(act.dtype.element_ty)
         act_at = first_row.to(tl.int64) * width + n * BN + (within[:, None] * width + offset[None, :])
-        tl.store(act + act_at, value.to(act.dtype.element_ty), mask=mask)
+        _store(act, act_at, described_act, first_row, n * BN, value, mask, is_full, OUT_DESCRIPTOR)
 
 
 @triton.jit(do_not_specialize=_VARYING)
 def up_kernel(
     x, x_row, token_ids, expert_offsets, schedule, max_tiles,
     w0, w1, w_expert, w_column, w_inner,
-    bias0, bias1, bias_expert, bias_column, row_weights, h0, h1, h_row, act, width, inner,
+    bias0, bias1, bias_expert, bias_column, row_weights, h0, h1, h_row, act, described_h0, described_h1, described_act, width, inner,
     ACT: tl.constexpr, PARTS: tl.constexpr, JOINED: tl.constexpr, WEIGHT: tl.constexpr, COLUMNS_FIRST: tl.constexpr,
     HAS_BIAS: tl.constexpr, USES_WEIGHT: tl.constexpr, STORE_H: tl.constexpr, STORE_ACT: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
+    OUT_DESCRIPTOR: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     PERSISTENT: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
@@ -236,16 +251,16 @@ def up_kernel(
             _up_tile(
                 tile, num_row_tiles, x, x_row, token_ids, expert_offsets, schedule, max_tiles,
                 w0, w1, w_expert, w_column, w_inner,
-                bias0, bias1, bias_expert, bias_column, row_weights, h0, h1, h_row, act, width, inner,
-                ACT, PARTS, JOINED, WEIGHT, COLUMNS_FIRST, HAS_BIAS, USES_WEIGHT, STORE_H, STORE_ACT,
+                bias0, bias1, bias_expert, bias_column, row_weights, h0, h1, h_row, act, described_h0, described_h1, described_act, width, inner,
+                ACT, PARTS, JOINED, WEIGHT, COLUMNS_FIRST, HAS_BIAS, USES_WEIGHT, STORE_H, STORE_ACT, OUT_DESCRIPTOR,
                 EVEN_N, EVEN_K, VECTOR, PRECISION, BM, BN, BK, GROUP,
             )  # fmt: skip
     elif tl.program_id(0) < num_tiles:
         _up_tile(
             tl.program_id(0), num_row_tiles, x, x_row, token_ids, expert_offsets, schedule, max_tiles,
             w0, w1, w_expert, w_column, w_inner,
-            bias0, bias1, bias_expert, bias_column, row_weights, h0, h1, h_row, act, width, inner,
-            ACT, PARTS, JOINED, WEIGHT, COLUMNS_FIRST, HAS_BIAS, USES_WEIGHT, STORE_H, STORE_ACT,
+            bias0, bias1, bias_expert, bias_column, row_weights, h0, h1, h_row, act, described_h0, described_h1, described_act, width, inner,
+            ACT, PARTS, JOINED, WEIGHT, COLUMNS_FIRST, HAS_BIAS, USES_WEIGHT, STORE_H, STORE_ACT, OUT_DESCRIPTOR,
             EVEN_N, EVEN_K, VECTOR, PRECISION, BM, BN, BK, GROUP,
         )  # fmt: skip
 
@@ -318,13 +333,8 @@ def _rows_tile(
         acc *= SCALE(tl.load(row_weights + row, mask=is_mine, other=0.0).to(tl.float32))[:, None]
     value = acc.to(out.dtype.element_ty)
     at = first_row.to(tl.int64) * width + n * BN + (tl.arange(0, BM)[:, None] * width + tl.arange(0, BN)[None, :])
-    if OUT_DESCRIPTOR:
-        if first_row + BM <= end:  # a descriptor would write into the next expert's rows
-            described_out.store([first_row, n * BN], value)
-        else:
-            tl.store(out + at, value, mask=_mask(is_mine, column, width, EVEN_N))
-    else:
-        tl.store(out + at, value, mask=_mask(is_mine, column, width, EVEN_N))
+    mask = _mask(is_mine, column, width, EVEN_N)
+    _store(out, at, described_out, first_row, n * BN, value, mask, first_row + BM <= end, OUT_DESCRIPTOR)
 
 
 @triton.jit(do_not_specialize=_VARYING)
