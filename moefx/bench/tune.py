@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
+import statistics
 import subprocess
 import sys
 import time
@@ -61,12 +63,16 @@ class Case:
     def kernels(self) -> dict[str, tuple[float, Callable[[Config], object]]]:
         """name -> (matrices of d x h, work)."""
         run, dtype = self.run, self.x.dtype
-        grad_hidden, x, grad, scaled = (self.grad_hidden, False), (self.x, True), (self.grad, True), (self.scaled, False)
+        grad_hidden, scaled = (self.grad_hidden, False), (self.scaled, False)
+        x, grad = (self.x, True), (self.grad, True)
         hidden, grad_rows = [self.hidden], [self.grad_hidden]
         return {
             "up": (2, lambda cut: run.project_up(hidden, self.act, cut)),
             "down": (1, lambda cut: run.project_down(self.act, self.out, False, cut)),
-            "act_backward": (1, lambda cut: run.act_backward(self.grad, True, hidden, grad_rows, self.scaled, True, cut)),
+            "act_backward": (
+                1,
+                lambda cut: run.act_backward(self.grad, True, hidden, grad_rows, self.scaled, True, cut),
+            ),
             "grad_x": (2, lambda cut: run.multiply_rows(grad_rows, run.up, self.out, backward=True, cut=cut)),
             "grad_up": (2, lambda cut: run.outer("grad_up", grad_hidden, x, dtype, cut)),
             "grad_down": (1, lambda cut: run.outer("grad_down", grad, scaled, dtype, cut)),
@@ -107,6 +113,7 @@ def main() -> None:
     parser.add_argument("--kernels", default=",".join(KERNELS))
     parser.add_argument("--workers", type=int, default=12)
     parser.add_argument("--share", type=int, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=480)
     parser.add_argument("--out", default=None, help="every time, as JSON lines")
     parser.add_argument("--table", default=None, help="the best of each, as lines of the tuning table")
@@ -123,26 +130,26 @@ def main() -> None:
     for worker in workers:
         worker.wait()
     print(f"compiled in {time.time() - begin:.0f} s", flush=True)
-    out = open(options.out, "a") if options.out else None
     for shape in shapes:
         case = Case(shape)
         for kernel, (matrices, work) in case.kernels().items():
             if kernel not in kernels:
                 continue
-            results = []
-            for cut in candidates(kernel, torch.device("cuda"), torch.bfloat16):
+            cuts = candidates(kernel, torch.device("cuda"), torch.bfloat16)
+            times: dict[Config, list[float]] = {cut: [] for cut in cuts}
+            # In turns: a GPU under load changes its clock by more than what tells two candidates apart.
+            for cut in (cut for _ in range(options.rounds) for cut in cuts):
                 if time.time() - begin > options.seconds:
                     return print("out of time")
                 try:
-                    ms = milliseconds(lambda work=work, cut=cut: work(cut), repeats=7)
-                except Exception as error:
+                    times[cut].append(milliseconds(functools.partial(work, cut), repeats=3, warmup=1))
+                except Exception as error:  # too much shared memory, say: not a candidate for this shape
                     print(f"{shape.name} {kernel} {cut}: {type(error).__name__}: {str(error)[:100]}", file=sys.stderr)
-                    continue
-                tflops = matrices * shape.flops / ms / 1e9
-                results.append((ms, cut))
-                if out:
-                    row = dict(shape=shape.name, kernel=kernel, ms=ms, tflops=tflops, config=dataclasses.asdict(cut))
-                    print(json.dumps(row), file=out, flush=True)
+            results = [(statistics.median(ms), cut) for cut, ms in times.items() if len(ms) == options.rounds]
+            for ms, cut in results if options.out else ():
+                row = dict(shape=shape.name, kernel=kernel, ms=ms, tflops=matrices * shape.flops / ms / 1e9)
+                with open(options.out, "a") as file:
+                    print(json.dumps({**row, "config": dataclasses.asdict(cut)}), file=file)
             results.sort(key=lambda r: r[0])
             if options.table and results:
                 row = dict(target=target(torch.device("cuda")), dtype="bfloat16", kernel=kernel)

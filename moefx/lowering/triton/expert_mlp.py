@@ -450,16 +450,16 @@ class Run:
         cut = cut or self.config(kernel, right[0].shape[1], left[0].shape[1])
         if cut.gather_first:
             left, right = ((self.gather(t), False) if to_gather else (t, False) for t, to_gather in (left, right))
-        (l, gather_left), (r, gather_right) = left, right
-        height, width = l.shape[1], r.shape[1]
+        (a, gather_left), (b, gather_right) = left, right
+        height, width = a.shape[1], b.shape[1]
         out = empty((self.num_experts, height, width), dtype, self.device)
         num_tiles = self.num_experts * cdiv(height, cut.bm) * cdiv(width, cut.bn)
-        describe_left = cut.descriptors and not gather_left and _aligned(l)
-        describe_right = cut.descriptors and not gather_right and _aligned(r)
+        describe_left = cut.descriptors and not gather_left and _aligned(a)
+        describe_right = cut.descriptors and not gather_right and _aligned(b)
         describe_out = cut.descriptors and width * out.element_size() % 16 == 0
         args = (
-            *(_describe(l, cut.bk, cut.bm) if describe_left else l, l.stride(0)),
-            *(_describe(r, cut.bk, cut.bn) if describe_right else r, r.stride(0)),
+            *(_describe(a, cut.bk, cut.bm) if describe_left else a, a.stride(0)),
+            *(_describe(b, cut.bk, cut.bn) if describe_right else b, b.stride(0)),
             *(self.call.token_ids, self.call.expert_offsets),
             *(_describe(out, 1, cut.bm, cut.bn) if describe_out else out, height, width, self.num_experts),
         )

@@ -144,7 +144,9 @@ def load_parts(h0, h1, at, mask, JOINED: tl.constexpr, PARTS: tl.constexpr, BM: 
 
 
 @triton.jit
-def store_parts(h0, h1, at, mask, v0, v1, JOINED: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+def store_parts(
+    h0, h1, at, mask, v0, v1, JOINED: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):
     if JOINED:
         tl.store(h0 + at, tl.reshape(tl.join(v0, v1), (BM, 2 * BN)), mask=mask)
     else:
@@ -161,10 +163,12 @@ def store_parts(h0, h1, at, mask, v0, v1, JOINED: tl.constexpr, PARTS: tl.conste
 def _up_tile(
     tile, num_row_tiles, x, x_row, token_ids, expert_offsets, schedule, max_tiles,
     w0, w1, w_expert, w_column, w_inner,
-    bias0, bias1, bias_expert, bias_column, row_weights, h0, h1, h_row, act, described_h0, described_h1, described_act, width, inner,
+    bias0, bias1, bias_expert, bias_column, row_weights, h0, h1, h_row, act, described_h0, described_h1,
+    described_act, width, inner,
     ACT: tl.constexpr, PARTS: tl.constexpr, JOINED: tl.constexpr, WEIGHT: tl.constexpr, COLUMNS_FIRST: tl.constexpr,
     HAS_BIAS: tl.constexpr, USES_WEIGHT: tl.constexpr, STORE_H: tl.constexpr, STORE_ACT: tl.constexpr,
-    OUT_DESCRIPTOR: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
+    OUT_DESCRIPTOR: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, VECTOR: tl.constexpr,
+    PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     m, n = _place(tile, num_row_tiles, tl.cdiv(width, BN), GROUP)
@@ -196,7 +200,8 @@ def _up_tile(
         acc0 = tl.dot(left, right0, acc0, input_precision=PRECISION)
         if PARTS == 2 and not JOINED:
             right1 = _weight(
-                matrix1, expert, n * BW, w_columns, w_column, k, ks, w_inner, inner, BW, BK, WEIGHT, COLUMNS_FIRST, EVEN_K
+                matrix1, expert, n * BW, w_columns, w_column, k, ks, w_inner, inner, BW, BK, WEIGHT, COLUMNS_FIRST,
+                EVEN_K
             )
             acc1 = tl.dot(left, right1, acc1, input_precision=PRECISION)
     if JOINED:
@@ -236,10 +241,12 @@ def _up_tile(
 def up_kernel(
     x, x_row, token_ids, expert_offsets, schedule, max_tiles,
     w0, w1, w_expert, w_column, w_inner,
-    bias0, bias1, bias_expert, bias_column, row_weights, h0, h1, h_row, act, described_h0, described_h1, described_act, width, inner,
+    bias0, bias1, bias_expert, bias_column, row_weights, h0, h1, h_row, act, described_h0, described_h1,
+    described_act, width, inner,
     ACT: tl.constexpr, PARTS: tl.constexpr, JOINED: tl.constexpr, WEIGHT: tl.constexpr, COLUMNS_FIRST: tl.constexpr,
     HAS_BIAS: tl.constexpr, USES_WEIGHT: tl.constexpr, STORE_H: tl.constexpr, STORE_ACT: tl.constexpr,
-    OUT_DESCRIPTOR: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
+    OUT_DESCRIPTOR: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, VECTOR: tl.constexpr,
+    PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     PERSISTENT: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
@@ -251,7 +258,8 @@ def up_kernel(
             _up_tile(
                 tile, num_row_tiles, x, x_row, token_ids, expert_offsets, schedule, max_tiles,
                 w0, w1, w_expert, w_column, w_inner,
-                bias0, bias1, bias_expert, bias_column, row_weights, h0, h1, h_row, act, described_h0, described_h1, described_act, width, inner,
+                bias0, bias1, bias_expert, bias_column, row_weights, h0, h1, h_row, act, described_h0, described_h1,
+                described_act, width, inner,
                 ACT, PARTS, JOINED, WEIGHT, COLUMNS_FIRST, HAS_BIAS, USES_WEIGHT, STORE_H, STORE_ACT, OUT_DESCRIPTOR,
                 EVEN_N, EVEN_K, VECTOR, PRECISION, BM, BN, BK, GROUP,
             )  # fmt: skip
@@ -259,7 +267,8 @@ def up_kernel(
         _up_tile(
             tl.program_id(0), num_row_tiles, x, x_row, token_ids, expert_offsets, schedule, max_tiles,
             w0, w1, w_expert, w_column, w_inner,
-            bias0, bias1, bias_expert, bias_column, row_weights, h0, h1, h_row, act, described_h0, described_h1, described_act, width, inner,
+            bias0, bias1, bias_expert, bias_column, row_weights, h0, h1, h_row, act, described_h0, described_h1,
+            described_act, width, inner,
             ACT, PARTS, JOINED, WEIGHT, COLUMNS_FIRST, HAS_BIAS, USES_WEIGHT, STORE_H, STORE_ACT, OUT_DESCRIPTOR,
             EVEN_N, EVEN_K, VECTOR, PRECISION, BM, BN, BK, GROUP,
         )  # fmt: skip
@@ -299,7 +308,8 @@ def _accumulate(
 def _rows_tile(
     tile, num_row_tiles, rows0, rows1, rows_row, token_ids, expert_offsets, schedule, max_tiles,
     w0, w1, w_expert, w_column, w_inner, bias, bias_expert, bias_column, row_weights, out, described_out, width, inner,
-    SCALE: tl.constexpr, TERMS: tl.constexpr, GATHER: tl.constexpr, ROWS_DESCRIPTOR: tl.constexpr, OUT_DESCRIPTOR: tl.constexpr,
+    SCALE: tl.constexpr, TERMS: tl.constexpr, GATHER: tl.constexpr, ROWS_DESCRIPTOR: tl.constexpr,
+    OUT_DESCRIPTOR: tl.constexpr,
     WEIGHT: tl.constexpr,
     COLUMNS_FIRST: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
@@ -341,7 +351,8 @@ def _rows_tile(
 def rows_kernel(
     rows0, rows1, rows_row, token_ids, expert_offsets, schedule, max_tiles,
     w0, w1, w_expert, w_column, w_inner, bias, bias_expert, bias_column, row_weights, out, described_out, width, inner,
-    SCALE: tl.constexpr, TERMS: tl.constexpr, GATHER: tl.constexpr, ROWS_DESCRIPTOR: tl.constexpr, OUT_DESCRIPTOR: tl.constexpr,
+    SCALE: tl.constexpr, TERMS: tl.constexpr, GATHER: tl.constexpr, ROWS_DESCRIPTOR: tl.constexpr,
+    OUT_DESCRIPTOR: tl.constexpr,
     WEIGHT: tl.constexpr,
     COLUMNS_FIRST: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
@@ -356,15 +367,19 @@ def rows_kernel(
         for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=FLATTEN):
             _rows_tile(
                 tile, num_row_tiles, rows0, rows1, rows_row, token_ids, expert_offsets, schedule, max_tiles,
-                w0, w1, w_expert, w_column, w_inner, bias, bias_expert, bias_column, row_weights, out, described_out, width, inner,
-                SCALE, TERMS, GATHER, ROWS_DESCRIPTOR, OUT_DESCRIPTOR, WEIGHT, COLUMNS_FIRST, HAS_BIAS, HAS_SCALE, EVEN_N, EVEN_K, VECTOR, PRECISION,
+                w0, w1, w_expert, w_column, w_inner, bias, bias_expert, bias_column, row_weights, out, described_out,
+                width, inner,
+                SCALE, TERMS, GATHER, ROWS_DESCRIPTOR, OUT_DESCRIPTOR, WEIGHT, COLUMNS_FIRST, HAS_BIAS, HAS_SCALE,
+                EVEN_N, EVEN_K, VECTOR, PRECISION,
                 BM, BN, BK, GROUP,
             )  # fmt: skip
     elif tl.program_id(0) < num_tiles:
         _rows_tile(
             tl.program_id(0), num_row_tiles, rows0, rows1, rows_row, token_ids, expert_offsets, schedule, max_tiles,
-            w0, w1, w_expert, w_column, w_inner, bias, bias_expert, bias_column, row_weights, out, described_out, width, inner,
-            SCALE, TERMS, GATHER, ROWS_DESCRIPTOR, OUT_DESCRIPTOR, WEIGHT, COLUMNS_FIRST, HAS_BIAS, HAS_SCALE, EVEN_N, EVEN_K, VECTOR, PRECISION,
+            w0, w1, w_expert, w_column, w_inner, bias, bias_expert, bias_column, row_weights, out, described_out,
+            width, inner,
+            SCALE, TERMS, GATHER, ROWS_DESCRIPTOR, OUT_DESCRIPTOR, WEIGHT, COLUMNS_FIRST, HAS_BIAS, HAS_SCALE,
+            EVEN_N, EVEN_K, VECTOR, PRECISION,
             BM, BN, BK, GROUP,
         )  # fmt: skip
 
@@ -495,7 +510,8 @@ def act_backward_kernel(
     WEIGHT: tl.constexpr, COLUMNS_FIRST: tl.constexpr, HAS_SCALE: tl.constexpr, USES_WEIGHT: tl.constexpr,
     STORE_ACT: tl.constexpr, STORE_DOTS: tl.constexpr, SLICES: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PERSISTENT: tl.constexpr, FLATTEN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PERSISTENT: tl.constexpr,
+    FLATTEN: tl.constexpr,
 ):  # fmt: skip
     """dA' = grad[token_ids] @ w; from it and H: dH, scale * A, and for each column tile and row <dA', A>.
 
@@ -568,7 +584,8 @@ def _outer_block(
 def _outer_tile(
     tile, left, left_row, right, right_row, token_ids, expert_offsets, out, height, width,
     GATHER_LEFT: tl.constexpr, GATHER_RIGHT: tl.constexpr, LEFT_DESCRIPTOR: tl.constexpr,
-    RIGHT_DESCRIPTOR: tl.constexpr, OUT_DESCRIPTOR: tl.constexpr, EVEN: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
+    RIGHT_DESCRIPTOR: tl.constexpr, OUT_DESCRIPTOR: tl.constexpr, EVEN: tl.constexpr, VECTOR: tl.constexpr,
+    PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     num_row_tiles, num_column_tiles = tl.cdiv(height, BM), tl.cdiv(width, BN)
@@ -606,7 +623,8 @@ def _outer_tile(
 def outer_kernel(
     left, left_row, right, right_row, token_ids, expert_offsets, out, height, width, num_experts,
     GATHER_LEFT: tl.constexpr, GATHER_RIGHT: tl.constexpr, LEFT_DESCRIPTOR: tl.constexpr,
-    RIGHT_DESCRIPTOR: tl.constexpr, OUT_DESCRIPTOR: tl.constexpr, EVEN: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
+    RIGHT_DESCRIPTOR: tl.constexpr, OUT_DESCRIPTOR: tl.constexpr, EVEN: tl.constexpr, VECTOR: tl.constexpr,
+    PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     PERSISTENT: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
@@ -616,10 +634,12 @@ def outer_kernel(
         for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=FLATTEN):
             _outer_tile(
                 tile, left, left_row, right, right_row, token_ids, expert_offsets, out, height, width,
-                GATHER_LEFT, GATHER_RIGHT, LEFT_DESCRIPTOR, RIGHT_DESCRIPTOR, OUT_DESCRIPTOR, EVEN, VECTOR, PRECISION, BM, BN, BK, GROUP,
+                GATHER_LEFT, GATHER_RIGHT, LEFT_DESCRIPTOR, RIGHT_DESCRIPTOR, OUT_DESCRIPTOR, EVEN, VECTOR,
+                PRECISION, BM, BN, BK, GROUP,
             )  # fmt: skip
     else:
         _outer_tile(
             tl.program_id(0), left, left_row, right, right_row, token_ids, expert_offsets, out, height, width,
-            GATHER_LEFT, GATHER_RIGHT, LEFT_DESCRIPTOR, RIGHT_DESCRIPTOR, OUT_DESCRIPTOR, EVEN, VECTOR, PRECISION, BM, BN, BK, GROUP,
+            GATHER_LEFT, GATHER_RIGHT, LEFT_DESCRIPTOR, RIGHT_DESCRIPTOR, OUT_DESCRIPTOR, EVEN, VECTOR, PRECISION,
+            BM, BN, BK, GROUP,
         )  # fmt: skip

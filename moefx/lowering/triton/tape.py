@@ -162,7 +162,11 @@ def _free(tensors: list[Any], slot: int) -> None:
 
 
 def _launch(
-    tensors: list[Any], run: Callable[..., Any], template: list[Any], pointers: Sequence[Any], descriptors: Sequence[Any]
+    tensors: list[Any],
+    run: Callable[..., Any],
+    template: list[Any],
+    pointers: Sequence[Any],
+    descriptors: Sequence[Any],
 ) -> None:
     args = template.copy()
     for i, slot, offset in pointers:

@@ -118,7 +118,10 @@ class Compiler:
         try:
             kernel = self.stock_run(function, *args, grid=grid, warmup=True, **options)
         except Exception as error:
-            line["error"] = f"{type(error).__name__}: {error}"[-2000:]
+            cause: BaseException = error
+            while cause.__cause__ is not None:  # each function of a kernel adds where it called the next one
+                cause = cause.__cause__
+            line["error"] = f"{type(cause).__name__}: {cause}"[-500:]
             key = (function, self.target, str(launch))
         else:
             line["seconds"] = round(time.perf_counter() - begin, 2)

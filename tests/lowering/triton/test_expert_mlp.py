@@ -13,14 +13,15 @@ from moefx.lowering.triton.configs import Config
 from ...ir.routings import LAYERS, Layer, Routing, random_routing
 
 LINEAR = {name: make for name, make in LAYERS.items() if name != "nonlinear_out"}
-KEEPS = ["h", "x", "all"]
 SMALL = Config(32, 32, 16, warps=4, stages=2, group=2, slices=2)
 # Every way to cut and launch that there is.
 CONFIGS = {
     "sliced": SMALL,
     "separate": dataclasses.replace(SMALL, fused=False),
     "quarters": dataclasses.replace(SMALL, bn=64, slices=4, persistent=1),
-    "descriptors": dataclasses.replace(SMALL, descriptors=True, store_descriptors=True, persistent=1, flatten=True, slices=1),
+    "descriptors": dataclasses.replace(
+        SMALL, descriptors=True, store_descriptors=True, persistent=1, flatten=True, slices=1
+    ),
 }
 
 
@@ -67,9 +68,12 @@ def check(make, device: str, dtype: torch.dtype, routing: Routing, d: int, h: in
         assert error <= allowed + torch.finfo(dtype).eps, (i, float(error), float(allowed))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("make", LINEAR.values(), ids=LINEAR.keys())
-@pytest.mark.parametrize("keep, reduce", [("h", True), ("x", False), ("all", True)])
+@pytest.mark.parametrize(
+    "dtype, keep, reduce",
+    [(torch.float32, "x", False), (torch.bfloat16, "h", False), (torch.float16, "all", True)],
+    ids=str,
+)
 def test_forward_and_backward(device, monkeypatch, make, dtype, keep, reduce):
     monkeypatch.setattr(expert_mlp, "config", lambda *_: SMALL)
     routing = random_routing(50, 2, 5)
@@ -77,9 +81,8 @@ def test_forward_and_backward(device, monkeypatch, make, dtype, keep, reduce):
     check(make, device, dtype, routing, 48, 40, keep=keep, reduce=reduce)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("make", LINEAR.values(), ids=LINEAR.keys())
 @pytest.mark.parametrize("cut", CONFIGS.values(), ids=CONFIGS.keys())
-def test_every_way_to_launch(device, monkeypatch, make, dtype, cut):
+def test_every_way_to_launch(device, monkeypatch, make, cut):
     monkeypatch.setattr(expert_mlp, "config", lambda *_: cut)
-    check(make, device, dtype, random_routing(37, 3, 4), 64, 72, keep="h", reduce=True)
+    check(make, device, torch.bfloat16, random_routing(37, 3, 4), 64, 72, keep="h", reduce=True)

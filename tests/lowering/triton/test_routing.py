@@ -53,7 +53,8 @@ def test_weights_of_any_sign_and_nan_are_ordered_as_torch_sorts_them(device):
 def test_dtypes_of_ids_and_weights(device, dtype, weights_dtype):
     ids, weights = torch.randint(6, (50, 2)).to(dtype), torch.rand(50, 2).to(weights_dtype)
     expected = dialect.build_pft.reference(ids, weights, None, num_experts=6)
-    for got, want in zip(routing.build_pft(ids.to(device), weights.to(device), None, num_experts=6), expected):
+    results = routing.build_pft(ids.to(device), weights.to(device), None, num_experts=6)
+    for got, want in zip(results, expected, strict=True):
         assert got.dtype == want.dtype and torch.equal(got.cpu(), want)
 
 

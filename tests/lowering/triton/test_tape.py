@@ -39,8 +39,9 @@ def results(layer: Layer, device: str, seed: int, tapes: dict, monkeypatch, **op
         return outputs_and_gradients(layer, routing, x.to(device), weights.to(device), grad.to(device), **options)
 
 
-@pytest.mark.parametrize("keep, reduce", [("h", True), ("x", True), ("all", True)])
-@pytest.mark.parametrize("name", ["sliced", "separate", "descriptors"])
+@pytest.mark.parametrize(
+    "name, keep, reduce", [("separate", "h", True), ("sliced", "x", True), ("descriptors", "all", True)]
+)
 @pytest.mark.parametrize("make", LINEAR.values(), ids=LINEAR.keys())
 def test_a_played_call_equals_its_host_code(device, monkeypatch, plays, make, name, keep, reduce):
     monkeypatch.setattr(expert_mlp, "config", lambda *_: CONFIGS[name])
@@ -48,11 +49,10 @@ def test_a_played_call_equals_its_host_code(device, monkeypatch, plays, make, na
     options = dict(keep=keep, reduce=reduce)
     results(layer, device, 0, tapes, monkeypatch, **options)
     assert len(tapes) == len(OPS) and not plays
-    for seed in (1, 2):
-        got = results(layer, device, seed, tapes, monkeypatch, **options)
-        want = results(layer, device, seed, {}, monkeypatch, **options)
-        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    assert len(plays) == 2 * len(OPS)
+    got = results(layer, device, 1, tapes, monkeypatch, **options)
+    want = results(layer, device, 1, {}, monkeypatch, **options)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert len(plays) == len(OPS)
 
 
 def test_other_parameters_are_another_call(device, monkeypatch, plays):
