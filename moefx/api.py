@@ -418,7 +418,18 @@ def _report(matched: Matched, program: Program, block: nn.Module, verdict: str) 
         expert=expert,
         drop=drop, holds_for=str(program.key), routings=len(match.lifted), validation=verdict, seconds=matched.seconds,
         saved_before=None, saved_after=_kept_bytes(graph), unfused=unfused, guards=tuple(str(g) for g in match.guards),
+        bodies=tuple(_body(n) for n in mlps),
     )  # fmt: skip
+
+
+def _body(node: fx.Node) -> tuple[str, tuple[int, ...]]:
+    """The body of an `expert_mlp`, as JSON, and the widths of its up-projections."""
+    text, widths, start = str(node.kwargs["body"]), [], 0
+    up: Any = node.args[5]
+    for gemm in ExpertBody.from_json(text).up:
+        widths.append(int(up[start].meta["val"].shape[-2 if gemm.transposed else -1]))
+        start += gemm.num
+    return text, tuple(widths)
 
 
 def _kept_bytes(graph: BlockGraph) -> int | None:

@@ -14,6 +14,7 @@ _WEIGHTS = {
     "stacked": "one stacked tensor, in place",
     "separate": "one tensor per expert, in place",
     "view": "a strided view over the experts' tensors, in place",
+    "table": "a table of the experts' tensors, in place",
     "cast": "CAST to the dtype of the GEMMs",
     "stacked_copy": "COPIED into a stack",
 }
@@ -38,6 +39,7 @@ class MatchedBlock:
             unknown.
         unfused: why the experts were not fused into one op, "" if they were.
         guards: conditions on sizes that the rewrite holds for.
+        bodies: of its fused experts, as JSON, with the widths of their up-projections.
         also_for: the specialisations that were compiled since, when a call of theirs came.
         calls: calls of these blocks so far (rewritten, original, guard failures).
     """
@@ -59,10 +61,19 @@ class MatchedBlock:
     calls: tuple[int, int, int] = (0, 0, 0)
     notes: tuple[str, ...] = ()
     also_for: tuple[str, ...] = ()
+    bodies: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     @property
     def name(self) -> str:
         return self.names[0]
+
+    @property
+    def no_kernels(self) -> str:
+        """Why the fused GPU kernels do not take these experts; "" if they do."""
+        from ..lowering import triton
+
+        reasons = [triton.why_not(*body) for body in self.bodies]
+        return "; ".join(dict.fromkeys(reason for reason in reasons if reason))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +100,7 @@ class Explanation:
             {
                 "model": self.model,
                 "seconds": self.seconds,
-                "matched": [dataclasses.asdict(m) for m in self.matched],
+                "matched": [{**dataclasses.asdict(m), "no_kernels": m.no_kernels} for m in self.matched],
                 "refused": [dataclasses.asdict(r) for r in self.refused],
                 "paths": [list(p) for p in self.paths],
                 "weights": dict(self.weights),
@@ -111,6 +122,8 @@ class Explanation:
             if m.saved_after is not None:
                 before = f"{m.saved_before:,} -> " if m.saved_before is not None else ""
                 lines.append(f"    kept        {before}{m.saved_after:,} bytes a token for the backward of the experts")
+            if reason := m.no_kernels:
+                lines.append(f"    GPU kernels not the fused ones: {reason}")
             if m.unfused:
                 lines.append(f"    not fused   {m.unfused}")
             rewritten, original, failed = m.calls

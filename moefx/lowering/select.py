@@ -11,6 +11,7 @@ Every choice is counted, so that tests and `explain` can say what ran:
 from __future__ import annotations
 
 import contextlib
+import os
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any

@@ -6,12 +6,13 @@ import dataclasses
 import functools
 import json
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-TABLE = Path(__file__).with_name("tuning.jsonl")
+TABLE = Path(os.environ.get("MOEFX_TUNING") or Path(__file__).with_name("tuning.jsonl"))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,42 @@
+"""What `explain` says of the fused GPU kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import moefx
+
+pytest.importorskip("triton")
+
+
+class Experts(nn.Module):
+    def __init__(self, activation):
+        super().__init__()
+        self.router = nn.Linear(16, 4)
+        self.up = nn.ModuleList(nn.Linear(16, 24) for _ in range(4))
+        self.down = nn.ModuleList(nn.Linear(24, 16) for _ in range(4))
+        self.activation = activation
+
+    def forward(self, x):
+        weights, chosen = self.router(x).softmax(-1).topk(2, -1)
+        out = torch.zeros_like(x)
+        for e, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
+            token, slot = torch.where(chosen == e)
+            out = out.index_add(0, token, down(self.activation(up(x[token]))) * weights[token, slot, None])
+        return out
+
+
+def test_experts_that_the_kernels_take_are_no_news():
+    found = moefx.explain(moefx.compile(Experts(F.silu), example_inputs=(torch.randn(24, 16),)))
+    assert found.matched[0].bodies and not found.matched[0].no_kernels
+    assert "GPU kernels" not in str(found)
+
+
+def test_what_cannot_be_derived_is_named():
+    model = Experts(lambda x: torch.round(x) + x)
+    found = moefx.explain(moefx.compile(model, example_inputs=(torch.randn(24, 16),)))
+    assert "GPU kernels not the fused ones: round" in str(found)
+    assert "round" in found.to_json()

@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+def run(setting: str) -> subprocess.CompletedProcess[str]:
+    program = """
+import torch
+from moefx._environment import run_tiny_block
+print(sorted(run_tiny_block("cpu", torch.float32)))
+"""
+    environment = {**os.environ, "MOEFX_PROVIDERS": setting}
+    return subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+
+
+def test_providers_from_the_environment():
+    done = run("expert_mlp=reference, combine=reference")
+    assert "('expert_mlp', 'reference')" in done.stdout and "('expert_mlp_backward', 'reference')" in done.stdout
+    assert "('combine', 'reference')" in done.stdout
+
+
+@pytest.mark.parametrize("setting", ["expert_mlp=fast", "mlp=reference", "expert_mlp"])
+def test_providers_that_do_not_exist_are_an_error(setting):
+    done = run(setting)
+    assert done.returncode and f"MOEFX_PROVIDERS={setting}" in done.stderr
