@@ -422,7 +422,7 @@ def _report(matched: Matched, program: Program, block: nn.Module, verdict: str) 
     )  # fmt: skip
 
 
-def _body(node: fx.Node) -> tuple[str, tuple[int, ...]]:
+def _body(node: torch.fx.Node) -> tuple[str, tuple[int, ...]]:
     """The body of an `expert_mlp`, as JSON, and the widths of its up-projections."""
     text, widths, start = str(node.kwargs["body"]), [], 0
     up: Any = node.args[5]

@@ -25,7 +25,7 @@ SYSTEMS = ("eager", "grouped_mm", "grouped_mm compiled", "moefx", "moefx compile
 def build(system: str, layers: int) -> torch.nn.Module:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    config = Qwen3MoeConfig(
+    config = Qwen3MoeConfig(  # pyright: ignore[reportCallIssue]
         vocab_size=32000,
         hidden_size=2048,
         num_hidden_layers=layers,
@@ -50,7 +50,7 @@ def build(system: str, layers: int) -> torch.nn.Module:
         import moefx
 
         model = moefx.compile(model)
-    return torch.compile(model) if system.endswith("compiled") else model
+    return torch.compile(model) if system.endswith("compiled") else model  # pyright: ignore[reportReturnType]
 
 
 def measure(system: str, steps: int, layers: int, batch: int, length: int) -> dict[str, Any]:

@@ -29,7 +29,7 @@ def inputs_of(shape: Shape, routing: str) -> Inputs:
     return Inputs(shape, x, w1, w2, grad, ids, weights)
 
 
-def weight_gradients(inputs: Inputs, expert: int) -> tuple[Tensor, Tensor]:
+def weight_gradients(inputs: Inputs, expert: int) -> tuple[Tensor, ...]:
     """Gradients of one expert's two weights, in float32 from the same bfloat16 inputs."""
     token, slot = (inputs.ids == expert).nonzero(as_tuple=True)
     x, grad = inputs.x[token].float(), inputs.grad[token].float() * inputs.weights[token, slot, None]
@@ -106,12 +106,12 @@ def main() -> None:
             try:
                 row = measure(shape, peer, options.routing)
             except (RuntimeError, ImportError) as error:
-                row = dict(shape=shape.name, peer=peer, routing=options.routing, error=f"{error}"[:300])
+                row: dict[str, Any] = dict(shape=shape.name, peer=peer, routing=options.routing, error=f"{error}"[:300])
             torch.cuda.empty_cache()
             if options.out:
                 with open(options.out, "a") as file:
                     print(json.dumps(row), file=file)
-            worst = max(row.get("errors", {"": float("nan")}).values())
+            worst = max(row["errors"].values()) if "errors" in row else float("nan")
             if "error" in row:
                 print(f"{shape.name:10} {peer:18} {row['error']}", flush=True)
             else:

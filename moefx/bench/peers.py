@@ -86,7 +86,7 @@ def torch_grouped_mm(inputs: Inputs) -> Work:
     inverse[order] = torch.arange(order.numel(), device=order.device)
     counts = torch.bincount(inputs.ids.reshape(-1), minlength=inputs.shape.E)
     ends, token = counts.cumsum(0).to(torch.int32), order // num_slots
-    gemm = getattr(F, "grouped_mm", None) or torch._grouped_mm
+    gemm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm")  # noqa: B009
 
     def function(x: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         hidden = gemm(x[token], w1.transpose(1, 2), offs=ends)

@@ -86,3 +86,22 @@ def force(op: str, provider: str) -> Iterator[None]:
 from . import torch as _torch_providers  # noqa: E402, F401
 
 from . import triton as _triton_providers  # noqa: E402, F401  isort: skip
+
+
+def _force_from(setting: str) -> None:
+    """`MOEFX_PROVIDERS="expert_mlp=grouped_mm,build_pft=reference"`: an op, and its backward, for the whole process.
+
+    Raises:
+        InvalidPlan: there is no such op or provider.
+    """
+    for item in filter(None, setting.split(",")):
+        op, _, provider = item.strip().partition("=")
+        if op not in registry or provider not in registry[op].providers:
+            names = registry[op].providers if op in registry else registry
+            raise InvalidPlan(f"MOEFX_PROVIDERS={setting}: no {item.strip()!r}; there are {', '.join(sorted(names))}")
+        for name in (op, f"{op}_backward"):
+            if name in registry and provider in registry[name].providers:
+                _forced[name] = provider
+
+
+_force_from(os.environ.get("MOEFX_PROVIDERS", ""))

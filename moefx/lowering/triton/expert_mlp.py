@@ -47,10 +47,10 @@ def expert_mlp_backward(
     dtype: torch.dtype | None = None,
     needs: Sequence[bool],
 ) -> list[Tensor]:
-    *args, kept = args
-    inputs, constants = [grad, *args[:5], *kept], [p for group in args[5:] for p in group]
-    key = ("backward", body, keep, reduce, dtype, precision(args[0]), *needs, *map(len, args[5:]))
-    return played(key, inputs, constants, lambda: Run(args, body, keep, dtype).backward(grad, kept, reduce, needs))
+    *forward, kept = args
+    inputs, constants = [grad, *forward[:5], *kept], [p for group in forward[5:] for p in group]
+    key = ("backward", body, keep, reduce, dtype, precision(forward[0]), *needs, *map(len, forward[5:]))
+    return played(key, inputs, constants, lambda: Run(forward, body, keep, dtype).backward(grad, kept, reduce, needs))
 
 
 def precision(x: Tensor) -> str:
@@ -306,7 +306,7 @@ class Run:
             hidden = [self.empty(num_rows, width) for width in self.up_widths]
             self.project_up(hidden, None)
         # Kept tensors are the forward's; what was recomputed here may be overwritten.
-        grad_hidden = [self.empty(*h.shape) for h in hidden] if kept else hidden
+        grad_hidden = [self.empty(num_rows, width) for width in self.up_widths] if kept else hidden
         scaled_act = self.empty(num_rows, self.act_width) if need_down else None
         dots, num_partials = self.act_backward(grad, reduce, hidden, grad_hidden, scaled_act, need_w)
         del hidden
@@ -318,7 +318,8 @@ class Run:
         if need_down:
             assert scaled_act is not None
             sides = ((grad, reduce), (scaled_act, False))
-            stacked = self.outer("grad_down", *(sides if self.down.out_dim == 0 else sides[::-1]), call.down[0].dtype)
+            left, right = sides if self.down.out_dim == 0 else sides[::-1]
+            stacked = self.outer("grad_down", left, right, call.down[0].dtype)
             grad_down = as_returned(stacked, call.down, 2)
         del scaled_act
         grad_down_bias = []
@@ -329,7 +330,8 @@ class Run:
         for g, w in enumerate(self.up):
             if need_up:
                 sides = ((grad_hidden[g], False), (self.x, True))
-                stacked = self.outer("grad_up", *(sides if w.out_dim == 0 else sides[::-1]), call.up[g][0].dtype)
+                left, right = sides if w.out_dim == 0 else sides[::-1]
+                stacked = self.outer("grad_up", left, right, call.up[g][0].dtype)
                 grad_up += as_returned(stacked, call.up[g], 2)
             bias = call.up_bias[g]
             if need_up_bias and bias:

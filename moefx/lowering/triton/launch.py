@@ -39,7 +39,8 @@ def launch(
         run(*args)
         return run
     values = tuple(constants.values())
-    key = (kernel, driver.active.get_current_device(), warps, stages, *map(_kind, args), *values)
+    device = driver.active.get_current_device()  # pyright: ignore[reportAttributeAccessIssue]
+    key = (kernel, device, warps, stages, *map(_kind, args), *values)
     compiled = _compiled.get(key)
     if compiled is None:
         names = tuple(p.name for p in kernel.params if p.is_constexpr)

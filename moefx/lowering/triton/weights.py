@@ -52,7 +52,7 @@ class Weights:
     def num_in(self) -> int:
         return self.tensor.shape[-1 - self.out_dim]
 
-    def columns(self, start: int | None, stop: int | None, step: int) -> Weights:
+    def columns(self, start: int | None, stop: int | None, step: int | None) -> Weights:
         """Some of the output columns."""
         if (start, stop, step) == (None, None, 1):
             return self
