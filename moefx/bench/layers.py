@@ -25,13 +25,13 @@ SYSTEMS = ("eager", "grouped_mm", "grouped_mm compiled", "moefx", "moefx compile
 def build(system: str, layers: int) -> torch.nn.Module:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    config = Qwen3MoeConfig(  # pyright: ignore[reportCallIssue]
+    config = Qwen3MoeConfig(
         vocab_size=32000,
         hidden_size=2048,
         num_hidden_layers=layers,
         num_attention_heads=32,
         num_key_value_heads=4,
-        head_dim=128,
+        head_dim=128,  # pyright: ignore[reportCallIssue]
         moe_intermediate_size=768,
         num_experts=128,
         num_experts_per_tok=8,
