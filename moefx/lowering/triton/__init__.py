@@ -42,12 +42,10 @@ def _takes_experts(x: Tensor, *args: Any, body: str, dtype: torch.dtype | None =
 @functools.lru_cache(maxsize=1024)
 def why_not(body: str, widths: tuple[int, ...] | None = None) -> str | None:
     """Why the kernels do not take a body (its JSON text) with up-projections of these widths; None if they do."""
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
-    from .pointwise import Underivable, pointwise
+    from .pointwise import Underivable, formulas
 
     try:
-        pointwise(body, widths)
+        formulas(body, widths)
     except Underivable as reason:
         return str(reason)
     return None

@@ -12,6 +12,7 @@ No atomics, and every sum in fixed order: results repeat bit by bit.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -23,11 +24,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...ir.expert_mlp import Call, as_returned
 from . import gemm, rows
-from .configs import Config, config, num_multiprocessors
+from .configs import Config, config, num_multiprocessors, target
 from .launch import cdiv
 from .pointwise import Pointwise, pointwise
 from .tape import apply, empty, launch, played
-from .weights import Operand, Weights, stacked_biases
+from .weights import Weights, stacked_biases
 
 
 def expert_mlp(
@@ -54,9 +55,13 @@ def expert_mlp_backward(
 
 
 def precision(x: Tensor) -> str:
-    """Of float32 products: what torch's own matmul would use."""
-    tf32 = x.dtype is torch.float32 and x.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
-    return "tf32" if tf32 else "ieee"
+    """Of float32 products: what torch's own matmul would use, where the matrix units have it."""
+    wanted = x.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    has_it = wanted and (target(x.device).startswith("sm") or target(x.device) == "gfx942")
+    return "tf32" if has_it else "ieee"
+
+
+_SHARED_BYTES = 227 * 1024 - 4096  # of a block on the GPUs that have tensor descriptors, less what barriers take
 
 
 class Run:
@@ -69,7 +74,7 @@ class Run:
         self.device, self.dtype = call.x.device, call.dtype
         self.num_experts = call.expert_offsets.shape[0] - 1
         self.x = _rows_contiguous(call.x)
-        self.up = [Weights.of(w, g.transposed, call.dtype) for w, g in zip(call.up, call.body.up, strict=True)]
+        self.up = Weights.alike(call.up, call.body.up[0].transposed, call.dtype)
         self.up_bias = [stacked_biases(b) for b in call.up_bias]
         self.down = Weights.of(call.down, call.body.down.transposed, call.dtype)
         self.down_bias = stacked_biases(call.down_bias)
@@ -161,7 +166,6 @@ class Run:
         schedule, max_tiles = self.schedule(cut.bm)
         block = ((2 if point.joined else 1) * cut.bn, cut.bk) if cut.descriptors else None
         w0, w1 = (w.operand(backward=False, block=block) for w in self.part_weights())
-        _check_alike(w0, w1)
         bias0, bias1 = self.part_biases()
         h0, h1 = self.parts(hidden) if hidden else (self.x, self.x)
         stored = [t for t in (h0 if hidden else None, h1 if hidden else None, act) if t is not None]
@@ -226,9 +230,13 @@ class Run:
     ) -> None:
         width, inner = out.shape[1], terms[0].shape[1]
         cut = cut or self.config("grad_x" if backward else "down", width, inner)
+        if out.element_size() > terms[0].element_size():
+            # The tile on its way out takes as much shared memory again as it does in 16 bit.
+            cut = dataclasses.replace(cut, flatten=False, store_descriptors=False)
         schedule, max_tiles = self.schedule(cut.bm)
         operands = [w.operand(backward=backward, block=(cut.bn, cut.bk) if cut.descriptors else None) for w in weights]
-        _check_alike(operands[0], operands[-1])
+        if operands[0].access == "table":  # flattened loops would load through addresses without a pipeline
+            cut = dataclasses.replace(cut, flatten=False)
         described = cut.descriptors and not gather and operands[0].access != "table" and _aligned(terms[0])
         described_out = cut.store_descriptors and _aligned(out)
         left = [_describe(t, cut.bm, cut.bk) if described else t for t in terms]
@@ -458,6 +466,9 @@ class Run:
         num_tiles = self.num_experts * cdiv(height, cut.bm) * cdiv(width, cut.bn)
         describe_left = cut.descriptors and not gather_left and _aligned(a)
         describe_right = cut.descriptors and not gather_right and _aligned(b)
+        if describe_left and describe_right:  # a gathered side takes fewer buffers than there are stages
+            bytes_of_stage = (cut.bm + cut.bn) * cut.bk * a.element_size()
+            cut = dataclasses.replace(cut, stages=max(1, min(cut.stages, _SHARED_BYTES // bytes_of_stage)))
         describe_out = cut.descriptors and width * out.element_size() % 16 == 0
         args = (
             *(_describe(a, cut.bk, cut.bm) if describe_left else a, a.stride(0)),
@@ -526,8 +537,3 @@ def _aligned(tensor: Tensor) -> bool:
 
 def _describe(tensor: Tensor, *block: int) -> TensorDescriptor:
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block))
-
-
-def _check_alike(a: Operand, b: Operand) -> None:
-    same = ("expert", "column", "inner", "access", "columns_first")
-    assert all(getattr(a, name) == getattr(b, name) for name in same), "parts with different strides"

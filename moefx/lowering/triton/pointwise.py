@@ -13,7 +13,6 @@ from ...ir import expression
 from ...ir.body import ExpertBody
 from .. import epilogue
 from ..epilogue import Underivable
-from .elementary import derived
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,9 +37,25 @@ class Pointwise:
     num_parts: int
 
 
+@dataclasses.dataclass(frozen=True)
+class Formulas:
+    """What a body computes between and behind its GEMMs (see `Pointwise`), in SymPy.
+
+    Attributes:
+        order: the variables, in the order in which the kernels load them.
+        vjp: the activation, and g times its derivatives by `parameters`.
+    """
+
+    order: list[str]
+    parameters: tuple[str, ...]
+    vjp: list[Any]
+    scale: Any
+    scale_grad: Any
+
+
 @functools.lru_cache(maxsize=1024)
-def pointwise(text: str, widths: tuple[int, ...] | None = None) -> Pointwise:
-    """From the JSON text of a body.
+def formulas(text: str, widths: tuple[int, ...] | None = None) -> Formulas:
+    """From the JSON text of a body. Needs no Triton.
 
     Args:
         widths: of the up-projections; None where no part is cut off at a number that may be the width.
@@ -49,12 +64,30 @@ def pointwise(text: str, widths: tuple[int, ...] | None = None) -> Pointwise:
         Underivable: the kernels do not take it; the message is the reason.
     """
     try:
-        return _pointwise(ExpertBody.from_json(text), widths)
+        return _formulas(ExpertBody.from_json(text), widths)
     except RecursionError as error:
         raise Underivable("an expression nested too deeply") from error
 
 
-def _pointwise(body: ExpertBody, widths: Sequence[int] | None) -> Pointwise:
+@functools.lru_cache(maxsize=1024)
+def pointwise(text: str, widths: tuple[int, ...] | None = None) -> Pointwise:
+    """`formulas` as functions for kernels."""
+    from .elementary import derived  # Triton's import, which `explain` does without
+
+    found, body = formulas(text, widths), ExpertBody.from_json(text)
+    scaled = body.out != "y"
+    return Pointwise(
+        act=derived("act", found.parameters, found.vjp[:1]),
+        vjp=derived("vjp", (*found.parameters, "g"), found.vjp),
+        scale=derived("scale", ("w",), [found.scale]) if scaled else None,
+        scale_grad=derived("scale_grad", ("w",), [found.scale_grad]) if scaled else None,
+        uses_weight="w" in expression.variables(body.act),
+        joined=len(found.order) == 2 and body.parts[0][3] == 2,
+        num_parts=len(found.order),
+    )
+
+
+def _formulas(body: ExpertBody, widths: Sequence[int] | None) -> Formulas:
     if not expression.is_linear(body.out, "y"):
         raise Underivable(f"{expression.pretty(body.out)} after the down-projection is not linear in y")
     order = _order(body, widths)
@@ -67,16 +100,7 @@ def _pointwise(body: ExpertBody, widths: Sequence[int] | None) -> Pointwise:
         raise Underivable(f"{expression.pretty(body.act)} does not depend on {missing[0]}")
     # With y and its gradient 1 what is left is the factor, and the derivative of that.
     factor, factor_grad = epilogue.with_gradients(body.out, "g", ("w",), ones=("y", "g"))
-    scaled = body.out != "y"
-    return Pointwise(
-        act=derived("act", parameters, [value]),
-        vjp=derived("vjp", (*parameters, "g"), [value, *gradients]),
-        scale=derived("scale", ("w",), [factor]) if scaled else None,
-        scale_grad=derived("scale_grad", ("w",), [factor_grad]) if scaled else None,
-        uses_weight="w" in expression.variables(body.act),
-        joined=len(order) == 2 and body.parts[0][3] == 2,
-        num_parts=len(order),
-    )
+    return Formulas(order, parameters, [value, *gradients], factor, factor_grad)
 
 
 def _order(body: ExpertBody, widths: Sequence[int] | None) -> list[str]:

@@ -33,16 +33,26 @@ class Weights:
 
     @classmethod
     def of(cls, parameters: Sequence[Tensor], transposed: bool, dtype: torch.dtype) -> Weights:
-        out_dim = 0 if transposed else 1
-        if parameters[0].dtype is not dtype:
-            return cls(apply(lambda *p: stack(p, dtype), *parameters), None, out_dim)
-        if is_stacked(parameters, 2) or strided_view(parameters) is not None:
-            return cls(stack(parameters, dtype), None, out_dim)
-        addresses, strides = tuple(p.data_ptr() for p in parameters), parameters[0].stride()
-        if all(p.stride() == strides for p in parameters) and not any(a % 16 for a in addresses):
-            count_weight_path("table")
-            return cls(parameters[0], constant(_table(addresses, parameters[0].device)), out_dim)
-        return cls(apply(lambda *p: stack(p, dtype), *parameters), None, out_dim)
+        return cls.alike([parameters], transposed, dtype)[0]
+
+    @classmethod
+    def alike(cls, groups: Sequence[Sequence[Tensor]], transposed: bool, dtype: torch.dtype) -> list[Weights]:
+        """Of GEMMs that one kernel runs together: all by strides, and these equal, or all by tables. In place where
+        that can be, else copied."""
+        out_dim, first = 0 if transposed else 1, groups[0][0]
+        if all(p.dtype is dtype for group in groups for p in group):
+            stacked = all(is_stacked(group, 2) or strided_view(group) is not None for group in groups)
+            if stacked:
+                made = [Weights(stack(group, dtype), None, out_dim) for group in groups]
+                if all(w.tensor.stride() == made[0].tensor.stride() for w in made):
+                    return made
+            separate = not any(is_stacked(group, 2) for group in groups)
+            if separate and all(p.stride() == first.stride() and p.data_ptr() % 16 == 0 for g in groups for p in g):
+                tables = [_table(tuple(p.data_ptr() for p in group), first.device) for group in groups]
+                for _ in groups:
+                    count_weight_path("table")
+                return [Weights(g[0], constant(t), out_dim) for g, t in zip(groups, tables, strict=True)]
+        return [Weights(apply(lambda *p: _copy(p, dtype), *group), None, out_dim) for group in groups]
 
     @property
     def num_out(self) -> int:
@@ -97,6 +107,14 @@ def _describable(tensor: Tensor) -> bool:
     *outer, inner = tensor.stride()
     aligned = all(s * tensor.element_size() % 16 == 0 for s in outer)
     return inner == 1 and aligned and tensor.data_ptr() % 16 == 0 and tensor.numel() > 0
+
+
+def _copy(parameters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """A contiguous stack in a dtype."""
+    if parameters[0].dtype is not dtype:
+        return stack(parameters, dtype).contiguous()
+    count_weight_path("stacked_copy")
+    return parameters[0].contiguous() if is_stacked(parameters, 2) else torch.stack(list(parameters))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -86,3 +86,48 @@ def test_forward_and_backward(device, monkeypatch, make, dtype, keep, reduce):
 def test_every_way_to_launch(device, monkeypatch, make, cut):
     monkeypatch.setattr(expert_mlp, "config", lambda *_: cut)
     check(make, device, torch.bfloat16, random_routing(37, 3, 4), 64, 72, keep="h", reduce=True)
+
+
+def spaced(tensors: list[Tensor]) -> list[Tensor]:
+    """The same in one storage."""
+    return [t.requires_grad_() for t in torch.stack([t.detach() for t in tensors]).unbind(0)]
+
+
+def apart(tensors: list[Tensor]) -> list[Tensor]:
+    """The same at addresses that are not equally spaced, each aligned."""
+    storage = torch.empty(2 * sum(t.numel() + 256 for t in tensors), dtype=tensors[0].dtype, device=tensors[0].device)
+    out, start = [], 0
+    for i, t in enumerate(tensors):
+        out.append(storage[start : start + t.numel()].view(t.shape).copy_(t.detach()).requires_grad_())
+        start += t.numel() + 64 * (1 + i)
+    return out
+
+
+def turned(tensors: list[Tensor]) -> list[Tensor]:
+    """The same with other strides."""
+    return [t.detach().mT.contiguous().mT.requires_grad_() for t in tensors]
+
+
+LAYOUTS = {
+    "spaced": (spaced, spaced, {"view"}),
+    "apart": (apart, apart, {"table"}),
+    "one apart": (spaced, apart, {"table"}),
+    "one turned": (spaced, turned, {"stacked_copy"}),
+    "turned": (turned, turned, {"table"}),
+}
+
+
+@pytest.mark.parametrize("gate, up, paths", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_separate_parameters_wherever_they_lie(device, monkeypatch, gate, up, paths):
+    monkeypatch.setattr(expert_mlp, "config", lambda *_: SMALL)
+    layer = on(device, LINEAR["swiglu_list"](4, 32, 16), torch.float32)
+    x, grad, routing = torch.randn(20, 32), torch.randn(20, 32), random_routing(20, 2, 4, torch.float32)
+    routing = Routing(routing.topk_ids.to(device), routing.topk_weights.to(device), 4)
+    arguments = (routing, x.to(device), routing.topk_weights, grad.to(device))
+    want = outputs_and_gradients(layer, *arguments)
+    layer = dataclasses.replace(layer, up=[*gate(layer.up[:4]), *up(layer.up[4:])], down=apart(layer.down))
+    with select.force("expert_mlp", "triton"), select.force("expert_mlp_backward", "triton"):
+        select.reset_counters()
+        got = outputs_and_gradients(layer, *arguments)
+    assert paths <= set(select.weight_paths())
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
