@@ -40,7 +40,6 @@ class Work:
     Attributes:
         forward: the output [T,d], no gradients recorded.
         step: output and gradients (of x, weights, w1, w2, in the layouts of `Inputs`).
-        prepare: run before the clock: index arrays from the routing, where the peer takes them precomputed.
     """
 
     forward: Callable[[], Tensor]
@@ -62,7 +61,7 @@ def autograd(inputs: Inputs, function: Callable[..., Tensor]) -> Work:
     return Work(forward, step)
 
 
-def moefx(inputs: Inputs, provider: str = "", keep: str = "h", route: bool = True) -> Work:
+def moefx(inputs: Inputs, keep: str = "h") -> Work:
     """moefx's public ops: routing arrays and expert MLP."""
     from ..ir import dialect
     from .tune import swiglu
