@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -41,7 +42,8 @@ class Tape:
     def __init__(self, inputs: Sequence[Tensor | None], constants: Sequence[Tensor]):
         self.steps: list[tuple[Any, ...]] = []
         self.results: list[int] = []
-        self.weight_paths: list[tuple[str, int]] = []  # how weights were read (see `select.weight_paths`)
+        self.weight_paths: Counter[str] = Counter()  # how weights were read (see `select`), but for `apply`
+        self.watched: list[Any] = []  # until `finish`, so that it is noticed when tensors are freed
         self.num_slots = 0
         self.slot_of: dict[int, int] = {}  # storage -> slot, while it lives; of an empty tensor its id
         self.base_of: dict[int, int] = {}  # slot -> address of its tensor
@@ -73,8 +75,7 @@ class Tape:
             slot_of.pop(key, None)
             steps.append((_free, slot))
 
-        # Held by the recording, so that the callback comes; `finish` lets go.
-        self.watched = [*getattr(self, "watched", ()), weakref.ref(tensor, freed)]
+        self.watched.append(weakref.ref(tensor, freed))
 
     def constant(self, tensor: Tensor) -> None:
         self.fixed[_storage(tensor)] = tensor
@@ -201,9 +202,11 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 def apply(function: Callable[..., Tensor], *sources: Tensor) -> Tensor:
     """function(*sources), recorded: a new tensor from inputs, constants or what was allocated."""
+    before = Counter(select.weight_paths())
     tensor = function(*sources)
     if (tape := getattr(_state, "tape", None)) is not None:
         tape.applied(tensor, function, sources)
+        tape.weight_paths.subtract(Counter(select.weight_paths()) - before)  # played, it counts itself
     return tensor
 
 
@@ -254,18 +257,17 @@ def played(
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         tape = _tapes.get(key)
         if tape is not None:
-            for path, times in tape.weight_paths:
+            for path, times in tape.weight_paths.items():
                 select.count_weight_path(path, times)
             return tape.play(inputs, constants)
         tape = Tape(inputs, constants)
         if not tape.playable:
             return host_code()
-        before = select.weight_paths()
+        before = Counter(select.weight_paths())
         with recording(tape):
             results = host_code()
         if tape.finish(results):
-            after = select.weight_paths()
-            tape.weight_paths = [(path, n - before.get(path, 0)) for path, n in after.items()]
+            tape.weight_paths.update(Counter(select.weight_paths()) - before)
             if len(_tapes) >= _MAX_TAPES:
                 _tapes.clear()
             _tapes[key] = tape

@@ -101,3 +101,14 @@ def test_memory_is_freed_when_the_host_code_frees_it(device, monkeypatch):
     tape.played("key", (x,), (), host_code)
     (recorded,) = tapes.values()
     assert [step.__name__ for step, *_ in recorded.steps] == ["_allocate", "_free", "_allocate"]
+
+
+def test_weights_are_counted_alike_when_played(device, monkeypatch, plays):
+    monkeypatch.setattr(expert_mlp, "config", lambda *_: CONFIGS["sliced"])
+    layer, tapes, counted = on(device, LINEAR["weight_before"](4, 64, 48), torch.float32), {}, []
+    layer.down[0] = layer.down[0].detach().mT.contiguous().mT.requires_grad_()  # one with other strides: a copy
+    for _ in range(2):
+        select.reset_counters()
+        results(layer, device, 0, tapes, monkeypatch)
+        counted.append({path: n for path, n in select.weight_paths().items() if n})
+    assert counted[0] == counted[1] and counted[0]["stacked_copy"] and plays
