@@ -235,9 +235,10 @@ class Run:
             cut = dataclasses.replace(cut, flatten=False, store_descriptors=False)
         schedule, max_tiles = self.schedule(cut.bm)
         operands = [w.operand(backward=backward, block=(cut.bn, cut.bk) if cut.descriptors else None) for w in weights]
-        if operands[0].access == "table":  # flattened loops would load through addresses without a pipeline
+        is_table = operands[0].access.startswith("table")
+        if is_table:  # flattened loops would load through addresses without a pipeline
             cut = dataclasses.replace(cut, flatten=False)
-        described = cut.descriptors and not gather and operands[0].access != "table" and _aligned(terms[0])
+        described = cut.descriptors and not gather and not is_table and _aligned(terms[0])
         described_out = cut.store_descriptors and _aligned(out)
         left = [_describe(t, cut.bm, cut.bk) if described else t for t in terms]
         args = (
@@ -425,9 +426,9 @@ class Run:
 
     def weight_gradient(self, grad: Tensor, gather: bool, dots: Tensor | None, num_partials: int) -> Tensor:
         call, point = self.call, self.point
-        out = empty((call.num_rows,), self.w.dtype, self.device)
         if dots is None:
-            return out.zero_()
+            return apply(lambda w, num_rows=call.num_rows: w.new_zeros(num_rows), self.w)
+        out = empty((call.num_rows,), self.w.dtype, self.device)
         bias = self.down_bias
         block = 256 if bias is None else 32
         args = (

@@ -8,7 +8,8 @@ Each weight comes as (weight, strides of expert, column, inner), and may be reac
 
     "strided"     a pointer to a stack, any strides
     "descriptor"  a tensor descriptor of the stack (TMA), block [1, ...] as stored
-    "table"       a pointer to E addresses, of the experts' separate tensors
+    "table"       a pointer to E addresses, of the experts' separate tensors, each a multiple of 16 bytes
+    "table, unaligned"  the same, of parts of them that begin anywhere
 
 COLUMNS_FIRST tells that a weight is stored as [column, inner] (as `nn.Linear.weight` is in the forward).
 
@@ -57,8 +58,9 @@ def _place(tile, num_row_tiles, num_column_tiles, GROUP: tl.constexpr):
 def _matrix(w, w_expert, expert, like, WEIGHT: tl.constexpr):
     """The pointer to an expert's matrix; a descriptor is left as it is."""
     if WEIGHT == "table":
-        address = tl.load(w + expert)
-        matrix = tl.multiple_of(address.to(tl.pointer_type(like.dtype.element_ty)), 16)
+        matrix = tl.multiple_of(tl.load(w + expert).to(tl.pointer_type(like.dtype.element_ty)), 16)
+    elif WEIGHT == "table, unaligned":
+        matrix = tl.load(w + expert).to(tl.pointer_type(like.dtype.element_ty))
     elif WEIGHT == "strided":
         matrix = w + expert.to(tl.int64) * w_expert
     else:

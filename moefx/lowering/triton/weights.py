@@ -24,12 +24,14 @@ class Weights:
     Attributes:
         tensor: the stack; of a table one expert's matrix, for shapes and strides.
         table: [E] int64, None for a stack.
+        offset: bytes from an expert's tensor, which is aligned, to what the table points to.
         out_dim: which of the last two dimensions is the GEMM's output in the forward: 0 or 1.
     """
 
     tensor: Tensor
     table: Tensor | None
     out_dim: int
+    offset: int = 0
 
     @classmethod
     def of(cls, parameters: Sequence[Tensor], transposed: bool, dtype: torch.dtype) -> Weights:
@@ -67,10 +69,9 @@ class Weights:
         if (start, stop, step) == (None, None, 1):
             return self
         part = self.tensor.movedim(-2 + self.out_dim, 0)[start:stop:step].movedim(0, -2 + self.out_dim)
-        table = self.table
-        if table is not None:
-            table = constant(table + (part.data_ptr() - self.tensor.data_ptr()))
-        return Weights(part, table, self.out_dim)
+        offset = part.data_ptr() - self.tensor.data_ptr()
+        table = None if self.table is None else constant(self.table + offset)
+        return Weights(part, table, self.out_dim, self.offset + offset)
 
     def operand(self, *, backward: bool, block: tuple[int, int] | None) -> Operand:
         """For a GEMM that sums over the inputs, or (`backward`) over the outputs.
@@ -82,7 +83,8 @@ class Weights:
         column, inner = self.tensor.stride(-2 + column_dim), self.tensor.stride(-1 - column_dim)
         columns_first = column_dim == 0
         if self.table is not None:
-            return Operand(self.table, 0, column, inner, "table", columns_first)
+            access = "table, unaligned" if self.offset % 16 else "table"
+            return Operand(self.table, 0, column, inner, access, columns_first)
         expert = self.tensor.stride(0)
         if block is not None and _describable(self.tensor):
             shape = [1, *(block if columns_first else reversed(block))]

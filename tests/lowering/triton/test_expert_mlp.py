@@ -9,6 +9,7 @@ from torch import Tensor
 from moefx.lowering import select
 from moefx.lowering.triton import expert_mlp
 from moefx.lowering.triton.configs import Config
+from moefx.lowering.triton.weights import Weights
 
 from ...ir.routings import LAYERS, Layer, Routing, random_routing
 
@@ -131,3 +132,25 @@ def test_separate_parameters_wherever_they_lie(device, monkeypatch, gate, up, pa
         got = outputs_and_gradients(layer, *arguments)
     assert paths <= set(select.weight_paths())
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_parts_of_separate_parameters_need_not_be_aligned():
+    matrices = apart([torch.randn(6, 6) for _ in range(3)])
+    (weights,) = Weights.alike([matrices], True, torch.float32)
+    halves = [weights.columns(None, 3, 1), weights.columns(3, None, 1)]  # the second begins at 72 bytes
+    accesses = [half.operand(backward=False, block=None).access for half in halves]
+    assert accesses == ["table", "table, unaligned"]
+
+
+def test_halves_of_separate_parameters_at_odd_widths(device, monkeypatch):
+    monkeypatch.setattr(expert_mlp, "config", lambda *_: SMALL)
+
+    def make(num_experts: int, d: int, h: int, dtype: torch.dtype = torch.float64) -> Layer:
+        layer = LINEAR["swiglu_list"](num_experts, d, h, dtype)
+        pairs = zip(layer.up[:num_experts], layer.up[num_experts:], strict=True)
+        both = [torch.cat([gate.detach(), up.detach()]) for gate, up in pairs]
+        parts = ((0, None, h, 1), (0, h, None, 1))
+        body = dataclasses.replace(layer.body, up=layer.body.up[:1], parts=parts)
+        return dataclasses.replace(layer, up=both, body=body)
+
+    check(make, device, torch.float32, random_routing(20, 2, 4), 13, 7, keep="h", reduce=True)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 
 import pytest
 import torch
@@ -112,3 +113,21 @@ def test_weights_are_counted_alike_when_played(device, monkeypatch, plays):
         results(layer, device, 0, tapes, monkeypatch)
         counted.append({path: n for path, n in select.weight_paths().items() if n})
     assert counted[0] == counted[1] and counted[0]["stacked_copy"] and plays
+
+
+def test_a_weight_that_the_body_ignores_has_a_zero_gradient_when_played(device, monkeypatch, plays):
+    monkeypatch.setattr(expert_mlp, "config", lambda *_: CONFIGS["sliced"])
+    monkeypatch.setattr(tape, "_tapes", {})
+    layer = on(device, LINEAR["weight_before"](4, 64, 48), torch.float32)
+    body = dataclasses.replace(layer.body, act=("silu", "a0")).to_json()
+    routing = Routing(torch.rand(33, 4).argsort(1)[:, :2].to(device), torch.rand(33, 2, device=device), 4)
+    token_ids, _, offsets, inverse, weights = routing.build()
+    x, grad = torch.randn(33, 64, device=device), torch.randn(66, 64, device=device)
+    args = (x, token_ids, offsets, inverse, weights, layer.up, layer.up_bias, layer.down, layer.down_bias)
+    needs = [False, True, False, False, False, False]
+    for _ in range(3):
+        poison = torch.full((66,), float("nan"), device=device)  # what the next allocation may find
+        del poison
+        (got,) = expert_mlp.expert_mlp_backward(grad, *args, [], body=body, keep="x", needs=needs)
+        assert got.shape == weights.shape and not got.any() and not got.isnan().any()
+    assert len(plays) == 2
