@@ -64,6 +64,7 @@ class Provider:
     name: str
     run: Callable[..., Any]
     supports: Callable[..., bool]
+    rank: int
 
 
 class Op:
@@ -131,11 +132,14 @@ class Op:
         torch.library.register_fake(f"{NAMESPACE}::{self.name}", checked, lib=_library)
         return function
 
-    def provider(self, name: str, supports: Callable[..., bool] = lambda *_, **__: True) -> Callable[..., Any]:
-        """Register another implementation. `select` asks the latest registered one first."""
+    def provider(
+        self, name: str, supports: Callable[..., bool] = lambda *_, **__: True, rank: int = 0
+    ) -> Callable[..., Any]:
+        """Register another implementation. `select` asks that of the highest rank first, of one rank the latest."""
 
         def register(run: Callable[..., Any]) -> Callable[..., Any]:
-            self.providers[name] = Provider(name, run, supports)
+            self.providers[name] = Provider(name, run, supports, rank)
+            self.providers = dict(sorted(self.providers.items(), key=lambda item: item[1].rank))
             return run
 
         return register

@@ -516,7 +516,7 @@ def source(name: str, parameters: Sequence[str], results: Sequence[Any]) -> str:
         if expr.args and (uses[expr] > 1 or len(text) > 90):
             texts[expr] = f"t{len(lines)}"
             lines.append(f"    {texts[expr]} = {text}")
-    zeros = f"tl.zeros_like({parameters[0]})"
+    zeros = f"tl.where({parameters[0]} == {parameters[0]}, 0.0, 0.0)"
     returned = [texts[r] if symbols_of(r) else zeros if r is S.Zero else f"{zeros} + {texts[r]}" for r in results]
     return "\n".join([f"def {name}({', '.join(parameters)}):", *lines, f"    return {', '.join(returned)}", ""])
 
@@ -541,7 +541,7 @@ def _text(expr: Any, texts: Mapping[Any, str]) -> str:
         return _number(expr)
     arguments = [texts[a] for a in expr.args]
     if all(a.is_Number for a in expr.args):  # for Python to leave it to Triton
-        arguments = [f"tl.full((), {a}, tl.float32)" for a in arguments]
+        arguments = [f"tl.cast({a}, tl.float32)" for a in arguments]
     return expr.text.format(*arguments)
 
 
@@ -550,4 +550,4 @@ def _number(value: Any) -> str:
     if not math.isfinite(single := ctypes.c_float(number).value):
         return f'float("{single}")'
     # What float32 has only denormals for, Triton would take for float64.
-    return f"tl.full((), {number!r}, tl.float32)" if 0 < abs(number) < 2.0**-126 else repr(number)
+    return f"tl.cast({number!r}, tl.float32)" if 0 < abs(number) < 2.0**-126 else repr(number)

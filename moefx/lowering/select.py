@@ -82,7 +82,7 @@ def force(op: str, provider: str) -> Iterator[None]:
             _forced[op] = before
 
 
-# Registers the providers; what is registered later is asked first.
+# Registers the providers.
 from . import torch as _torch_providers  # noqa: E402, F401
 
 from . import triton as _triton_providers  # noqa: E402, F401  isort: skip

@@ -27,3 +27,15 @@ def test_providers_from_the_environment():
 def test_providers_that_do_not_exist_are_an_error(setting):
     done = run(setting)
     assert done.returncode and f"MOEFX_PROVIDERS={setting}" in done.stderr
+
+
+@pytest.mark.parametrize("first", ["select", "triton", "triton.expert_mlp", "torch"])
+def test_the_order_of_providers_does_not_depend_on_what_is_imported_first(first):
+    program = f"""
+import moefx.lowering.{first}, moefx.lowering.select
+from moefx.ir.op import registry
+print(*registry["expert_mlp"].providers)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    *others, last = done.stdout.split()
+    assert others[0] == "reference" and last == "triton"

@@ -80,7 +80,7 @@ def _takes_backward(grad: Tensor, *args: Any, **kwargs: Any) -> bool:
 
 
 if importlib.util.find_spec("triton") is not None:
-    ir_routing.build_pft.provider("triton", supports=_takes_routing)(_build_pft)
-    ir_routing.build_pft_backward.provider("triton", supports=_on_gpu)(_build_pft_backward)
-    ir_mlp.expert_mlp.provider("triton", supports=_takes_experts)(_expert_mlp)
-    ir_mlp.expert_mlp_backward.provider("triton", supports=_takes_backward)(_expert_mlp_backward)
+    ir_routing.build_pft.provider("triton", supports=_takes_routing, rank=1)(_build_pft)
+    ir_routing.build_pft_backward.provider("triton", supports=_on_gpu, rank=1)(_build_pft_backward)
+    ir_mlp.expert_mlp.provider("triton", supports=_takes_experts, rank=1)(_expert_mlp)
+    ir_mlp.expert_mlp_backward.provider("triton", supports=_takes_backward, rank=1)(_expert_mlp_backward)

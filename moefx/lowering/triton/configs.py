@@ -31,6 +31,8 @@ class Config:
         fused: the pointwise part is in the GEMM ("up", "act_backward"); else it has a kernel of its own, and the
             GEMM is one of `rows_kernel`.
         gather_first: gather the rows into a buffer before the GEMM ("grad_up", "grad_down").
+        roles: the kernels of `hopper`, whose warps load, multiply or go on with the product, where they take the
+            tensors. Of the rest only stages, group, fused and gather_first count then.
     """
 
     bm: int
@@ -46,6 +48,7 @@ class Config:
     slices: int = 1
     fused: bool = True
     gather_first: bool = False
+    roles: bool = False
 
 
 @functools.cache
@@ -74,6 +77,13 @@ _HOPPER = _defaults(
     act_backward=Config(128, 256, 64, warps=8, stages=3, descriptors=True, persistent=1, flatten=True, fused=False),
     outer=Config(128, 256, 32, warps=8, stages=7, descriptors=True),
 )
+_ROLES = Config(128, 256, 64, warps=8, stages=4, persistent=1, roles=True)
+_HOPPER_ROLES = _defaults(
+    up=dataclasses.replace(_ROLES, stages=3),
+    rows=_ROLES,
+    act_backward=dataclasses.replace(_ROLES, stages=3),
+    outer=_ROLES,
+)
 _PORTABLE = _defaults(
     up=Config(128, 64, 32, warps=8, stages=3),
     rows=Config(128, 128, 32, warps=8, stages=3),
@@ -99,7 +109,12 @@ def config(kernel: str, device: torch.device, dtype: torch.dtype, shape: tuple[i
         return min(entries, key=lambda entry: _distance(entry[0], shape))[1]
     if dtype is torch.float32:
         return _FLOAT32[kernel]
-    return (_HOPPER if target(device) == "sm90" else _PORTABLE)[kernel]
+    return (_HOPPER_ROLES if target(device) == "sm90" else _PORTABLE)[kernel]
+
+
+def portable(kernel: str) -> Config:
+    """Where `Config.roles` does not take the tensors."""
+    return _HOPPER[kernel]
 
 
 def _distance(a: Sequence[int], b: Sequence[int]) -> float:
@@ -127,40 +142,34 @@ def candidates(kernel: str, device: torch.device, dtype: torch.dtype) -> list[Co
 def _hopper_candidates() -> dict[str, list[Config]]:
     c = functools.partial(Config, descriptors=True)
     t = functools.partial(c, store_descriptors=True)
+    r = functools.partial(dataclasses.replace, _ROLES)
     rows = [
+        r(),
         c(128, 256, 64, 8, 3),
         t(128, 256, 64, 8, 3, persistent=1),
         c(128, 256, 64, 8, 3, persistent=1, flatten=True),
-        c(128, 256, 64, 8, 4, persistent=1),
-        c(128, 128, 64, 4, 3),
     ]
     separate = [
+        r(fused=False),
         c(128, 256, 64, 8, 4, fused=False),
-        t(128, 256, 64, 8, 3, fused=False, persistent=1),
         c(128, 256, 64, 8, 3, fused=False, persistent=1, flatten=True),
     ]
     outer = [
-        c(128, 256, 32, 8, 7),
-        c(128, 256, 64, 8, 5),
+        r(),
+        r(gather_first=True),
         c(128, 256, 64, 8, 7),
-        c(128, 128, 64, 4, 5),
-        c(256, 128, 32, 8, 7),
         c(128, 256, 64, 8, 3, gather_first=True),
-        c(128, 256, 32, 8, 6, gather_first=True),
-        c(128, 256, 32, 8, 6, persistent=1),
     ]
     return dict(
         up=[
+            r(stages=3),
             c(128, 128, 64, 8, 4),
             t(128, 128, 64, 8, 4),
-            c(128, 128, 64, 8, 3, persistent=1),
-            c(128, 64, 32, 4, 4),
-            t(128, 64, 32, 4, 4),
             t(128, 64, 64, 4, 3),
             *separate,
         ],
         down=rows,
-        act_backward=[c(128, 128, 64, 8, 3, slices=4), c(64, 128, 64, 4, 3, slices=4), *separate],
+        act_backward=[r(stages=3), *separate],
         grad_x=rows,
         grad_up=outer,
         grad_down=outer,

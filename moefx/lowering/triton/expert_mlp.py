@@ -23,8 +23,8 @@ from triton import next_power_of_2
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...ir.expert_mlp import Call, as_returned
-from . import gemm, rows
-from .configs import Config, config, num_multiprocessors, target
+from . import gemm, roles, rows
+from .configs import Config, config, num_multiprocessors, portable, target
 from .launch import cdiv
 from .pointwise import Pointwise, pointwise
 from .tape import apply, empty, launch, played
@@ -163,6 +163,10 @@ class Run:
             if act is not None:
                 self.activate(hidden, act)
             return
+        if cut.roles:
+            if roles.project_up(self, hidden, act, cut):
+                return
+            cut = portable("up")
         schedule, max_tiles = self.schedule(cut.bm)
         block = ((2 if point.joined else 1) * cut.bn, cut.bk) if cut.descriptors else None
         w0, w1 = (w.operand(backward=False, block=block) for w in self.part_weights())
@@ -230,6 +234,12 @@ class Run:
     ) -> None:
         width, inner = out.shape[1], terms[0].shape[1]
         cut = cut or self.config("grad_x" if backward else "down", width, inner)
+        if cut.roles:
+            if roles.multiply_rows(
+                self, terms, weights, out, backward=backward, bias=bias, scale=scale, gather=gather, cut=cut
+            ):
+                return
+            cut = portable("down")
         if out.element_size() > terms[0].element_size():
             # The tile on its way out takes as much shared memory again as it does in 16 bit.
             cut = dataclasses.replace(cut, flatten=False, store_descriptors=False)
@@ -376,6 +386,8 @@ class Run:
         call, point = self.call, self.point
         width, inner = self.act_width, self.out_width
         cut = cut or self.config("act_backward", width, inner)
+        if cut.roles and cut.fused and not roles.takes_act_backward(self, grad, hidden):
+            cut = portable("act_backward")
         num_partials, dots = (cdiv(width, cut.bn) if cut.fused else 1), None
         num_sums = (point.scale is not None) + point.uses_weight
         if need_w and num_sums:
@@ -399,6 +411,9 @@ class Run:
                 BD=bd,
             )
             launch(rows.act_vjp_kernel, (cdiv(call.num_rows, bt),), (*args, width, self.num_experts), constants)
+            return dots, num_partials
+        if cut.roles:
+            roles.act_backward(self, grad, gather, (h0, h1), (dh0, dh1), scaled_act, dots, cut)
             return dots, num_partials
         schedule, max_tiles = self.schedule(cut.bm)
         w = self.down.operand(backward=True, block=(cut.bn, cut.bk) if cut.descriptors else None)
@@ -464,6 +479,10 @@ class Run:
         (a, gather_left), (b, gather_right) = left, right
         height, width = a.shape[1], b.shape[1]
         out = empty((self.num_experts, height, width), dtype, self.device)
+        if cut.roles:
+            if roles.outer(self, left, right, out, cut):
+                return out
+            cut = portable(kernel)
         num_tiles = self.num_experts * cdiv(height, cut.bm) * cdiv(width, cut.bn)
         describe_left = cut.descriptors and not gather_left and _aligned(a)
         describe_right = cut.descriptors and not gather_right and _aligned(b)

@@ -202,9 +202,9 @@ def _up_tile(
         acc0 = tl.dot(left, right0, acc0, input_precision=PRECISION)
         if PARTS == 2 and not JOINED:
             right1 = _weight(
-                matrix1, expert, n * BW, w_columns, w_column, k, ks, w_inner, inner, BW, BK, WEIGHT, COLUMNS_FIRST,
-                EVEN_K
-            )
+                matrix1, expert, n * BW, w_columns, w_column, k, ks, w_inner, inner,
+                BW, BK, WEIGHT, COLUMNS_FIRST, EVEN_K,
+            )  # fmt: skip
             acc1 = tl.dot(left, right1, acc1, input_precision=PRECISION)
     if JOINED:
         v0, v1 = _split(acc0, BM, BN)

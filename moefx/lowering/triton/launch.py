@@ -38,6 +38,7 @@ def launch(
         run = functools.partial(kernel[grid], **constants, **options)
         run(*args)
         return run
+    options["enable_fp_fusion"] = False  # what a formula rounds is rounded, as in torch
     values = tuple(constants.values())
     device = driver.active.get_current_device()  # pyright: ignore[reportAttributeAccessIssue]
     key = (kernel, device, warps, stages, *map(_kind, args), *values)
@@ -61,6 +62,11 @@ def _kind(argument: Any) -> Any:
     if argument is None:
         return None
     return argument.base.dtype, *argument.block_shape  # a tensor descriptor
+
+
+def described(argument: Any) -> Any:
+    """The tensor of a tensor descriptor, Triton's or Gluon's; what else it is, itself."""
+    return argument.base if hasattr(argument, "block_shape") else argument
 
 
 def cdiv(a: int, b: int) -> int:

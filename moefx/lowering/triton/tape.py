@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .. import select
 from . import launch as launching
@@ -89,7 +88,7 @@ class Tape:
     def launched(self, run: Callable[..., Any], args: Sequence[Any]) -> None:
         template, pointers, descriptors = list(args), [], []
         for i, argument in enumerate(args):
-            tensor = argument.base if isinstance(argument, TensorDescriptor) else argument
+            tensor = launching.described(argument)
             if not isinstance(tensor, Tensor):
                 continue
             storage = _storage(tensor)
@@ -147,9 +146,9 @@ class _Address:
         return self.address
 
 
-def _at(like: TensorDescriptor, base: Any) -> TensorDescriptor:
-    """The descriptor, of what is at another place."""
-    descriptor = TensorDescriptor.__new__(TensorDescriptor)  # which was checked when it was recorded
+def _at(like: Any, base: Any) -> Any:
+    """The tensor descriptor, of what is at another place."""
+    descriptor = object.__new__(type(like))  # which was checked when it was recorded
     descriptor.__dict__.update(like.__dict__, base=base)
     return descriptor
 

@@ -121,7 +121,7 @@ class Compiler:
             cause: BaseException = error
             while cause.__cause__ is not None:  # each function of a kernel adds where it called the next one
                 cause = cause.__cause__
-            line["error"] = f"{type(cause).__name__}: {cause}"[-500:]
+            line["error"] = f"{type(cause).__name__}: {cause}"[-1500:]
             key = (function, self.target, str(launch))
         else:
             line["seconds"] = round(time.perf_counter() - begin, 2)
@@ -209,16 +209,21 @@ def forward_and_backward(case: Case, dtype: torch.dtype) -> None:
     expert_mlp.Run(args, layer.text, case.keep, None).gather(x)  # which not every configuration does
 
 
+def roles(kernel: str, device: torch.device, dtype: torch.dtype) -> list[Config]:
+    return [cut for cut in configs.candidates(kernel, device, dtype) if cut.roles]
+
+
 def configurations(dtype: torch.dtype, everything: bool) -> Iterator[tuple[str, dict[str, Config]]]:
     """(by whom it is chosen, what to launch some of `configs.KERNELS` with in place of `configs.config`'s choice):
-    "default", the same with "separate" kernels for the pointwise part, and, if `everything`, all that "tuning"
-    tries."""
+    "default", with "separate" kernels for the pointwise part, with warps that have "roles", and, if `everything`, all
+    that "tuning" tries."""
     yield "default", {}
     device, sizes, by_shape = torch.device("cpu"), [512, 768, 1024, 1536, 2048, 2880, 4096, 7168], {}
     for kernel in configs.KERNELS:
         shapes = itertools.product(sizes, sizes, [1, 16, 64, 256, 1024, 4096])
         by_shape[kernel] = list(dict.fromkeys(configs.config(kernel, device, dtype, shape) for shape in shapes))
     yield "separate", {k: dataclasses.replace(by_shape[k][0], fused=False) for k in ("up", "act_backward")}
+    yield "roles", {k: cuts[0] for k in configs.KERNELS if (cuts := roles(k, device, dtype))}
     if everything:
         yield from (("default", {kernel: cut}) for kernel, cuts in by_shape.items() for cut in cuts)
         for kernel in configs.KERNELS:

@@ -20,9 +20,8 @@ CONFIGS = {
     "sliced": SMALL,
     "separate": dataclasses.replace(SMALL, fused=False),
     "quarters": dataclasses.replace(SMALL, bn=64, slices=4, persistent=1),
-    "descriptors": dataclasses.replace(
-        SMALL, descriptors=True, store_descriptors=True, persistent=1, flatten=True, slices=1
-    ),
+    "descriptors": dataclasses.replace(SMALL, descriptors=True, store_descriptors=True, persistent=1, slices=1),
+    "flattened": dataclasses.replace(SMALL, descriptors=True, persistent=1, flatten=True, slices=1),
 }
 
 
@@ -41,11 +40,16 @@ def outputs_and_gradients(layer: Layer, routing: Routing, x: Tensor, weights: Te
     return [out, *torch.autograd.grad(out, leaves, grad.to(out.dtype))]
 
 
-def check(make, device: str, dtype: torch.dtype, routing: Routing, d: int, h: int, **options) -> None:
-    """Every output and gradient against float64: no further off than twice the torch provider, and some."""
+def check(
+    make, device: str, dtype: torch.dtype, routing: Routing, d: int, h: int, arrange=lambda layer: layer, **options
+) -> None:
+    """Every output and gradient against float64: no further off than twice the torch provider, and some.
+
+    `arrange` lays out the parameters.
+    """
     exact_layer = make(routing.num_experts, d, h)
     exact_layer = on("cpu", on("cpu", exact_layer, dtype), torch.float64)
-    layer = on(device, exact_layer, dtype)
+    layer = arrange(on(device, exact_layer, dtype))
     num_tokens = routing.topk_ids.shape[0]
     x, grad = torch.randn(num_tokens, d).to(dtype), torch.randn(num_tokens, d).to(dtype)
     weights = routing.topk_weights.to(dtype)

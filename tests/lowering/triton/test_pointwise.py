@@ -59,7 +59,8 @@ def run(point: Pointwise, env: dict[str, Tensor], device: str) -> list[Tensor]:
     size = env["g"].numel()
     out = torch.full((5, size), 1e30, device=device)
     arguments = [env[name].to(device) for name in ("a0", "a1", "w", "g")]
-    kernel[(triton.cdiv(size, 1024),)](*arguments, out, size, ACT=point.act, VJP=point.vjp, BLOCK=1024)
+    options = {} if device == "cpu" else {"enable_fp_fusion": False}  # as `launch` does
+    kernel[(triton.cdiv(size, 1024),)](*arguments, out, size, ACT=point.act, VJP=point.vjp, BLOCK=1024, **options)
     act, *results = out.cpu()
     torch.testing.assert_close(act, results[0], rtol=0, atol=0, equal_nan=True)
     return results
@@ -170,6 +171,9 @@ def test_special_values(device, name):
         for w in (other, want.float()):
             same |= (got == w) | (got.isnan() & w.isnan())
             same |= ((got - w).abs() <= 1e-3 * w.abs() + rounded) & w.isfinite()
+        if device != "cpu":  # exp(-88) is 0 there, no denormal number
+            small = (a0.abs() - 94).abs().minimum((a1.abs() - 94).abs()) <= 6
+            same |= (a0.isinf() | a1.isinf()) & small
         different = (~same).sum()
         assert different <= (len(same) // 50 if name in EXCEPTIONS else 0), (a0[~same], a1[~same], got[~same])
 

@@ -1,0 +1,201 @@
+"""Launches the kernels of `hopper` for a call (see `expert_mlp.Run`), where they take its tensors.
+
+They take 16 bit operands that TMA can describe: rows and weights of which each dimension but the last begins at a
+multiple of 16 bytes, and the last is a multiple of 8. Separate parameters that lie anywhere are not theirs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from . import hopper
+from .configs import Config
+from .launch import cdiv
+from .tape import launch
+from .weights import Weights
+
+if TYPE_CHECKING:
+    from .expert_mlp import Run
+
+_BM, _BN, _BK, _WARPS = 128, 256, 64, 8  # what the registers of two warp groups, and shared memory, have room for
+_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+def project_up(run: Run, hidden: Sequence[Tensor] | None, act: Tensor | None, cut: Config) -> bool:
+    """Whether it was done: H, if it is kept, and the activation."""
+    point, call = run.point, run.call
+    parts, width = run.part_weights(), run.act_width
+    paired = point.num_parts == 2 and not point.joined
+    w = _weights(parts[: 2 if paired else 1], backward=False, columns=_BN // 2 if paired else _BN)
+    if w is None or not _fit(run.x, *(t for t in (*(hidden or ()), act) if t is not None)):
+        return False
+    bias0, bias1 = run.part_biases()
+    h0, h1 = run.parts(hidden) if hidden else (run.x, run.x)
+    schedule, max_tiles = run.schedule(_BM)
+    args = (
+        *(run.x, None, run.x.stride(0), call.token_ids, call.expert_offsets, schedule, max_tiles),
+        *(w[0], w[1] if paired else None),
+        *(bias0, bias1, *((0, 0) if bias0 is None else bias0.stride()), run.w, h0, h1, h0.stride(0)),
+        *(run.x if act is None else act, width, run.x.shape[1]),
+    )
+    constants = dict(
+        ACT=point.act,
+        PARTS=point.num_parts,
+        JOINED=point.joined,
+        GATHER=True,
+        COLUMNS_FIRST=parts[0].out_dim == 0,
+        HAS_BIAS=bias0 is not None,
+        USES_WEIGHT=point.uses_weight,
+        STORE_H=hidden is not None,
+        STORE_ACT=act is not None,
+    )
+    num_tiles = max_tiles * cdiv(width, _BN // point.num_parts)
+    _launch(run, hopper.hopper_up_kernel, num_tiles, args, constants, cut, ROWS=32)
+    return True
+
+
+def multiply_rows(
+    run: Run,
+    terms: Sequence[Tensor],
+    weights: Sequence[Weights],
+    out: Tensor,
+    *,
+    backward: bool,
+    bias: Tensor | None,
+    scale: Any,
+    gather: bool,
+    cut: Config,
+) -> bool:
+    """Whether it was done (see `expert_mlp.Run.multiply_rows`)."""
+    w = _weights(weights, backward=backward, columns=_BN)
+    if w is None or not _fit(*terms, out):
+        return False
+    call, (width, inner) = run.call, (out.shape[1], terms[0].shape[1])
+    schedule, max_tiles = run.schedule(_BM)
+    described = [None if gather else _describe(t, _BM, _BK) for t in terms] + [None]
+    args = (
+        *(terms[0], described[0], described[1], terms[0].stride(0), call.token_ids, call.expert_offsets),
+        *(schedule, max_tiles, *(*w, None)[:2], bias, *((0, 0) if bias is None else bias.stride()), run.w),
+        *(out, _describe(out, _BM, _BN // 4), width, inner),
+    )
+    constants = dict(
+        SCALE=scale,
+        TERMS=len(terms),
+        GATHER=gather,
+        COLUMNS_FIRST=(weights[0].out_dim == 0) != backward,
+        HAS_BIAS=bias is not None,
+        HAS_SCALE=scale is not None,
+    )
+    _launch(run, hopper.hopper_rows_kernel, max_tiles * cdiv(width, _BN), args, constants, cut)
+    return True
+
+
+def takes_act_backward(run: Run, grad: Tensor, hidden: Sequence[Tensor]) -> bool:
+    return _fit(grad, *hidden) and _weights([run.down], backward=True, columns=_BN) is not None
+
+
+def act_backward(
+    run: Run,
+    grad: Tensor,
+    gather: bool,
+    hidden: Sequence[Tensor],
+    grad_hidden: Sequence[Tensor],
+    scaled_act: Tensor | None,
+    dots: Tensor | None,
+    cut: Config,
+) -> None:
+    """See `expert_mlp.Run.act_backward`; `hidden` and `grad_hidden` are the parts."""
+    point, call = run.point, run.call
+    width, inner = run.act_width, run.out_width
+    w = _weights([run.down], backward=True, columns=_BN)
+    assert w is not None
+    schedule, max_tiles = run.schedule(_BM)
+    args = (
+        *(grad, None if gather else _describe(grad, _BM, _BK), grad.stride(0), call.token_ids, call.expert_offsets),
+        *(schedule, max_tiles, w[0], run.w, *hidden, *grad_hidden, hidden[0].stride(0), scaled_act, dots),
+        *(call.num_rows, width, inner),
+    )
+    constants = dict(
+        VJP=point.vjp,
+        SCALE=point.scale,
+        PARTS=point.num_parts,
+        JOINED=point.joined,
+        GATHER=gather,
+        COLUMNS_FIRST=run.down.out_dim == 1,
+        HAS_SCALE=point.scale is not None,
+        USES_WEIGHT=point.uses_weight,
+        STORE_ACT=scaled_act is not None,
+        STORE_DOTS=dots is not None,
+    )
+    num_tiles = max_tiles * cdiv(width, _BN)
+    _launch(run, hopper.hopper_act_backward_kernel, num_tiles, args, constants, cut, ROWS=16 if point.joined else 32)
+
+
+def outer(run: Run, left: tuple[Tensor, bool], right: tuple[Tensor, bool], out: Tensor, cut: Config) -> bool:
+    """Whether it was done (see `expert_mlp.Run.outer`)."""
+    (a, gather_left), (b, gather_right) = left, right
+    if not _fit(a, b, out):
+        return False
+    num_experts, height, width = out.shape
+    args = (
+        *(a, None if gather_left else _describe(a, _BK, _BM), a.stride(0)),
+        *(b, None if gather_right else _describe(b, _BK, _BN), b.stride(0)),
+        *(run.call.token_ids, run.call.expert_offsets, _describe(out, 1, _BM, _BN // 4), height, width, num_experts),
+    )
+    constants = dict(GATHER_LEFT=gather_left, GATHER_RIGHT=gather_right)
+    num_tiles = num_experts * cdiv(height, _BM) * cdiv(width, _BN)
+    _launch(run, hopper.hopper_outer_kernel, num_tiles, args, constants, cut)
+    return True
+
+
+def _launch(
+    run: Run,
+    kernel: Any,
+    num_tiles: int,
+    args: Sequence[Any],
+    constants: dict[str, Any],
+    cut: Config,
+    **more: int,
+) -> None:
+    constants |= dict(BM=_BM, BN=_BN, BK=_BK, STAGES=cut.stages, GROUP=cut.group, **more)
+    launch(kernel, run.grid(cut, num_tiles), args, constants, warps=_WARPS)
+
+
+def _fit(*tensors: Tensor) -> bool:
+    """Whether TMA can describe them: rows of a multiple of 8 elements of 16 bit, each row aligned."""
+    return all(
+        t.dtype in _TYPES
+        and t.stride(-1) == 1
+        and t.shape[-1] % 8 == 0
+        and t.data_ptr() % 16 == 0
+        and all(s * t.element_size() % 16 == 0 for s in t.stride()[:-1])
+        for t in tensors
+    )
+
+
+def _weights(weights: Sequence[Weights], *, backward: bool, columns: int) -> list[TensorDescriptor] | None:
+    """Described for boxes of so many columns; None if they cannot be."""
+    described = []
+    for w in weights:
+        if w.table is not None or not _fit(w.tensor):
+            return None
+        columns_first = (w.out_dim == 0) != backward
+        described.append(_describe(w.tensor, 1, *((columns, _BK) if columns_first else (_BK, columns))))
+    return described
+
+
+def _describe(tensor: Tensor, *block: int) -> TensorDescriptor:
+    layout = _layout(block, tensor.dtype)
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block), layout)
+
+
+@functools.cache
+def _layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
+    return gl.NVMMASharedLayout.get_default_for(list(block), _TYPES[dtype])

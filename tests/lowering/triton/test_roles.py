@@ -1,0 +1,152 @@
+"""The kernels whose warps have roles, on the GPUs they are for."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from moefx.lowering.triton import expert_mlp, hopper, roles
+from moefx.lowering.triton.configs import Config
+
+from ...ir.routings import Layer, Routing, random_routing
+from .aot import swiglu_halves
+from .test_expert_mlp import LINEAR, check, spaced
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="kernels for sm90"
+    ),
+]
+ROLES = Config(128, 256, 64, warps=8, stages=4, persistent=1, roles=True)
+CONFIGS = dict.fromkeys(["down", "grad_x", "grad_up", "grad_down"], ROLES)
+CONFIGS |= dict.fromkeys(["up", "act_backward"], dataclasses.replace(ROLES, stages=3))
+SEPARATE = dict.fromkeys(CONFIGS, dataclasses.replace(ROLES, fused=False, gather_first=True))
+POINT, PRODUCT = {"hopper_up_kernel", "hopper_act_backward_kernel"}, {"hopper_rows_kernel", "hopper_outer_kernel"}
+
+
+def equally_spaced(layer: Layer) -> Layer:
+    """Separate parameters as parts of one tensor: a stack with strides."""
+    e = layer.body.down.num
+    up = (
+        layer.up if len(layer.up) == 1 else [p for i in range(0, len(layer.up), e) for p in spaced(layer.up[i : i + e])]
+    )
+    return dataclasses.replace(layer, up=up, down=layer.down if len(layer.down) == 1 else spaced(layer.down))
+
+
+def halves(num_experts: int, d: int, h: int, dtype: torch.dtype = torch.float64) -> Layer:
+    layer = swiglu_halves(num_experts, d, h, dtype)
+    for p in layer.parameters:
+        torch.nn.init.normal_(p.requires_grad_().data, std=p.shape[-1] ** -0.5)
+    return layer
+
+
+LAYERS = LINEAR | {"halves": halves}
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Names of the kernels that were launched."""
+    names: set[str] = set()
+    stock = roles.launch
+
+    def launch(kernel, *args, **options):
+        names.add(kernel.__name__)
+        return stock(kernel, *args, **options)
+
+    monkeypatch.setattr(roles, "launch", launch)
+    return names
+
+
+@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
+@pytest.mark.parametrize(
+    "dtype, keep, reduce", [(torch.bfloat16, "h", True), (torch.float16, "x", False)], ids=["bf16-h", "fp16-x"]
+)
+@pytest.mark.parametrize("configs", [CONFIGS, SEPARATE], ids=["fused", "separate"])
+def test_forward_and_backward(monkeypatch, launched, make, dtype, keep, reduce, configs):
+    monkeypatch.setattr(expert_mlp, "config", lambda kernel, *_: configs[kernel])
+    routing = random_routing(700, 3, 6)
+    routing.topk_ids[routing.topk_ids == 3] = 1  # an expert that nobody goes to
+    check(make, "cuda", dtype, routing, 328, 264, equally_spaced, keep=keep, reduce=reduce)
+    assert launched == (PRODUCT | POINT if configs is CONFIGS else PRODUCT)
+
+
+@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
+def test_more_tiles_than_multiprocessors(monkeypatch, launched, make):
+    monkeypatch.setattr(expert_mlp, "config", lambda kernel, *_: CONFIGS[kernel])
+    check(make, "cuda", torch.bfloat16, random_routing(6000, 2, 12), 512, 768, equally_spaced, keep="h", reduce=True)
+    assert launched == PRODUCT | POINT
+
+
+def test_dropped_choices(monkeypatch, launched):
+    monkeypatch.setattr(expert_mlp, "config", lambda kernel, *_: CONFIGS[kernel])
+    routing = random_routing(300, 2, 4)
+    routing = dataclasses.replace(routing, keep=torch.rand(300, 2) < 0.7)
+    check(LINEAR["swiglu_list"], "cuda", torch.bfloat16, routing, 128, 256, equally_spaced, keep="h", reduce=True)
+    assert launched == PRODUCT | POINT
+
+
+def test_rows_behind_the_last_one_are_never_read(monkeypatch):
+    monkeypatch.setattr(expert_mlp, "config", lambda kernel, *_: CONFIGS[kernel])
+    layer = LINEAR["interleaved_clamped"](4, 256, 136, torch.bfloat16)
+    for name in ("up", "up_bias", "down", "down_bias"):
+        setattr(layer, name, [p.detach().cuda() for p in getattr(layer, name)])
+    routing = Routing(torch.randint(-1, 5, (200, 3)).cuda(), torch.rand(200, 3).cuda(), 4)
+    token_ids, _, offsets, inverse, w = routing.build()
+    x = torch.randn(200, 256, device="cuda", dtype=torch.bfloat16)
+    tail = torch.arange(600, device="cuda") >= offsets[-1]
+
+    def run(fill):
+        def put(t):
+            return t.masked_fill(tail.view(-1, *[1] * (t.dim() - 1)), fill)
+
+        args = (x, token_ids, offsets, inverse, put(w), layer.up, layer.up_bias, layer.down, layer.down_bias)
+        rows, *kept = expert_mlp.expert_mlp(*args, body=layer.text, keep="h")
+        grad = put(torch.linspace(-1, 1, rows.numel(), device="cuda").view(rows.shape).to(rows.dtype))
+        back = expert_mlp.expert_mlp_backward(
+            grad, *args, [put(k) for k in kept], body=layer.text, keep="h", needs=[True] * 6
+        )
+        return [rows[~tail], *back]
+
+    for clean, poisoned in zip(run(0.0), run(float("nan")), strict=True):
+        assert torch.equal(clean, poisoned)
+
+
+def test_what_they_do_not_take_goes_to_the_others(monkeypatch, launched):
+    monkeypatch.setattr(expert_mlp, "config", lambda kernel, *_: CONFIGS[kernel])
+    check(
+        LINEAR["swiglu_list"],
+        "cuda",
+        torch.bfloat16,
+        random_routing(100, 2, 4),
+        65,
+        33,
+        equally_spaced,
+        keep="h",
+        reduce=True,
+    )
+    assert not launched
+
+
+def test_results_repeat_bit_by_bit(monkeypatch):
+    monkeypatch.setattr(expert_mlp, "config", lambda kernel, *_: CONFIGS[kernel])
+    assert hopper.hopper_outer_kernel is not None
+    layer = LINEAR["swiglu_list"](8, 512, 512, torch.bfloat16)
+    for name in ("up", "up_bias", "down", "down_bias"):
+        setattr(layer, name, [p.detach().cuda() for p in getattr(layer, name)])
+    routing = random_routing(3000, 2, 8, torch.float32)
+    routing = Routing(routing.topk_ids.cuda(), routing.topk_weights.cuda(), 8)
+    token_ids, _, offsets, inverse, w = routing.build()
+    x = torch.randn(3000, 512, device="cuda", dtype=torch.bfloat16)
+    args = (x, token_ids, offsets, inverse, w, layer.up, layer.up_bias, layer.down, layer.down_bias)
+
+    def run():
+        out, *kept = expert_mlp.expert_mlp(*args, body=layer.text, keep="h", reduce=True)
+        options = dict(body=layer.text, keep="h", reduce=True, needs=[True] * 6)
+        return [out, *expert_mlp.expert_mlp_backward(torch.ones_like(out), *args, kept, **options)]
+
+    first = run()
+    for _ in range(20):
+        assert all(map(torch.equal, first, run()))
