@@ -32,7 +32,8 @@ class Config:
             GEMM is one of `rows_kernel`.
         gather_first: gather the rows into a buffer before the GEMM ("grad_up", "grad_down").
         roles: the kernels of `hopper`, whose warps load, multiply or go on with the product, where they take the
-            tensors. Of the rest only stages, group, fused and gather_first count then.
+            tensors. Of the rest only stages, group, fused, gather_first and, where there is a pointwise part, bn
+            (128 or 256 columns of the product) count then.
     """
 
     bm: int
@@ -163,13 +164,14 @@ def _hopper_candidates() -> dict[str, list[Config]]:
     return dict(
         up=[
             r(stages=3),
+            r(bn=128, stages=5),
             c(128, 128, 64, 8, 4),
             t(128, 128, 64, 8, 4),
             t(128, 64, 64, 4, 3),
             *separate,
         ],
         down=rows,
-        act_backward=[r(stages=3), *separate],
+        act_backward=[r(stages=3), r(bn=128, stages=5), *separate],
         grad_x=rows,
         grad_up=outer,
         grad_down=outer,

@@ -386,7 +386,7 @@ class Run:
         call, point = self.call, self.point
         width, inner = self.act_width, self.out_width
         cut = cut or self.config("act_backward", width, inner)
-        if cut.roles and cut.fused and not roles.takes_act_backward(self, grad, hidden):
+        if cut.roles and cut.fused and not roles.takes_act_backward(self, grad, hidden, cut):
             cut = portable("act_backward")
         num_partials, dots = (cdiv(width, cut.bn) if cut.fused else 1), None
         num_sums = (point.scale is not None) + point.uses_weight

@@ -32,6 +32,7 @@ _memory = gl.shared_memory_descriptor
 _as = getattr(_memory, "reinterpret", None) or _memory._reinterpret
 
 _LOADERS = gl.constexpr(128)  # threads that load
+_PIECE = gl.constexpr(64)  # columns of a product that are handed on at a time
 
 
 @gluon.jit
@@ -86,12 +87,23 @@ def _copy_rows(pointer, row_stride, row, mask, column, width, buffer, LAYOUT: gl
 
 
 @gluon.jit
-def _quarters(acc):
-    """[BM,BN] as four of [BM,BN/4], from left to right; elements stay where they are."""
+def _halves(acc):
     left, right = acc.reshape([acc.shape[0], 2, acc.shape[1] // 2]).permute(0, 2, 1).split()
-    a, b = left.reshape([acc.shape[0], 2, acc.shape[1] // 4]).permute(0, 2, 1).split()
-    c, d = right.reshape([acc.shape[0], 2, acc.shape[1] // 4]).permute(0, 2, 1).split()
-    return a, b, c, d
+    return left, right
+
+
+@gluon.jit
+def _pieces(acc):
+    """[BM,BN] by 64 columns, from left to right; elements stay in their threads."""
+    left, right = _halves(acc)
+    if acc.shape[1] == 128:
+        pieces = left, right
+    else:
+        gl.static_assert(acc.shape[1] == 256)
+        a, b = _halves(left)
+        c, d = _halves(right)
+        pieces = a, b, c, d
+    return pieces
 
 
 @gluon.jit
@@ -186,13 +198,14 @@ def _outer_multiply(
             block += 1
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index((block + STAGES - 1) % STAGES), count=1, pred=begin < end)
-        pieces = _quarters(acc.to(staged.dtype))
-        for i in gl.static_range(4):
+        pieces = _pieces(acc.to(staged.dtype))
+        tma.store_wait(0)  # those of the last tile; a tile that is not full has none to wait for later
+        for i in gl.static_range(BN // _PIECE):
             tma.store_wait(1)
             staged.index(i % 2).store(pieces[i])
             fence_async_shared()
-            piece = _as(staged.index(i % 2), staged.dtype, [1, BM, BN // 4], out.layout)
-            _tma_store(out, [expert, m * BM, n * BN + i * (BN // 4)], piece)
+            piece = _as(staged.index(i % 2), staged.dtype, [1, BM, _PIECE], out.layout)
+            _tma_store(out, [expert, m * BM, n * BN + i * _PIECE], piece)
     tma.store_wait(0)
 
 
@@ -207,10 +220,10 @@ def hopper_outer_kernel(
     num_tiles = num_experts * gl.cdiv(height, BM) * gl.cdiv(width, BN)
     LEFT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, BM], dtype)
     RIGHT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, BN], dtype)
-    OUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BN // 4], out.dtype)
+    OUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, _PIECE], out.dtype)
     left_buffers = gl.allocate_shared_memory(dtype, [STAGES, BK, BM], LEFT)
     right_buffers = gl.allocate_shared_memory(dtype, [STAGES, BK, BN], RIGHT)
-    staged = gl.allocate_shared_memory(out.dtype, [2, BM, BN // 4], OUT)
+    staged = gl.allocate_shared_memory(out.dtype, [2, BM, _PIECE], OUT)
     full, empty = _rings(STAGES)
     gl.warp_specialize(
         [
@@ -328,15 +341,16 @@ def _rows_multiply(
         if HAS_SCALE:
             row = first_row + gl.arange(0, BM, gl.SliceLayout(1, MMA))
             acc *= SCALE(gl.load(row_weights + row, mask=row < end, other=0.0).to(gl.float32))[:, None]
-        pieces = _quarters(acc.to(staged.dtype))
-        for i in gl.static_range(4):
+        pieces = _pieces(acc.to(staged.dtype))
+        tma.store_wait(0)  # those of the last tile; a tile that is not full has none to wait for later
+        for i in gl.static_range(BN // _PIECE):
             tma.store_wait(1)
             staged.index(i % 2).store(pieces[i])
             if first_row + BM <= end:
                 fence_async_shared()
-                _tma_store(out_desc, [first_row, n * BN + i * (BN // 4)], staged.index(i % 2))
+                _tma_store(out_desc, [first_row, n * BN + i * _PIECE], staged.index(i % 2))
             else:  # the box would write into the next expert's rows
-                at, mask = _places(width, first_row, n * BN + i * (BN // 4), end, width, BM, BN // 4, LAYOUT)
+                at, mask = _places(width, first_row, n * BN + i * _PIECE, end, width, BM, _PIECE, LAYOUT)
                 gl.store(out + at, staged.index(i % 2).load(LAYOUT), mask=mask)
     tma.store_wait(0)
 
@@ -355,10 +369,10 @@ def hopper_rows_kernel(
     W_SHAPE: gl.constexpr = [BN, BK] if COLUMNS_FIRST else [BK, BN]
     ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BK], dtype)
     W: gl.constexpr = gl.NVMMASharedLayout.get_default_for(W_SHAPE, dtype)
-    OUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BN // 4], out.dtype.element_ty)
+    OUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, _PIECE], out.dtype.element_ty)
     row_buffers = gl.allocate_shared_memory(dtype, [STAGES, BM, BK], ROWS)
     w_buffers = gl.allocate_shared_memory(dtype, [STAGES, W_SHAPE[0], W_SHAPE[1]], W)
-    staged = gl.allocate_shared_memory(out.dtype.element_ty, [2, BM, BN // 4], OUT)
+    staged = gl.allocate_shared_memory(out.dtype.element_ty, [2, BM, _PIECE], OUT)
     full, empty = _rings(STAGES)
     gl.warp_specialize(
         [
@@ -399,7 +413,7 @@ def _point_multiply(
     STAGES: gl.constexpr = row_buffers.shape[0]
     BM: gl.constexpr = row_buffers.shape[1]
     BK: gl.constexpr = row_buffers.shape[2]
-    BN: gl.constexpr = 4 * staged.shape[2]
+    BN: gl.constexpr = staged.shape[0] * _PIECE
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 128, 16])
     block, turn = 0, 0
     if PAIRED:
@@ -415,14 +429,13 @@ def _point_multiply(
             block += 1
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index((block + STAGES - 1) % STAGES), count=1)
-        pieces = _quarters(acc)
-        PIECE: gl.constexpr = BN // 4
+        pieces = _pieces(acc)
         mbarrier.wait(staged_empty, (turn & 1) ^ 1)
-        for i in gl.static_range(4):
+        for i in gl.static_range(BN // _PIECE):
             piece = pieces[i]
             if HAS_BIAS:
                 expert, _, n, _ = _rows_place(tile, width, expert_offsets, schedule, max_tiles, BM, TILE, GROUP)
-                column = i * PIECE + gl.arange(0, PIECE, gl.SliceLayout(0, piece.type.layout))
+                column = i * _PIECE + gl.arange(0, _PIECE, gl.SliceLayout(0, piece.type.layout))
                 is_first = column % 2 == 0 if JOINED else column < TILE
                 within = n * TILE + (column // 2 if JOINED else column % TILE)
                 at = expert.to(gl.int64) * bias_expert + within * bias_column
@@ -445,12 +458,12 @@ def _up_point(
     """Of each tile: H and the activation."""
     width, h_row = _eights(width), _eights(h_row)
     BM: gl.constexpr = staged.shape[1]
-    PIECE: gl.constexpr = staged.shape[2]
+    PIECES: gl.constexpr = staged.shape[0]
     CHUNKS: gl.constexpr = BM // ROWS
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    chunks = _as(staged, staged.dtype, [4 * CHUNKS, ROWS, PIECE], staged.layout)
+    chunks = _as(staged, staged.dtype, [PIECES * CHUNKS, ROWS, _PIECE], staged.layout)
     PAIRED: gl.constexpr = PARTS == 2 and not JOINED
-    NUM_PIECES: gl.constexpr = 2 if PAIRED else 4
+    NUM_PIECES: gl.constexpr = PIECES // 2 if PAIRED else PIECES
     turn = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         _, first_row, n, end = _rows_place(tile, width, expert_offsets, schedule, max_tiles, BM, TILE, GROUP)
@@ -459,19 +472,19 @@ def _up_point(
             r, c = i // NUM_PIECES, i % NUM_PIECES
             here = first_row + r * ROWS
             h_at, mask = _places(
-                h_row, here, (n * NUM_PIECES + c) * PIECE, end, 2 * width if JOINED else width, ROWS, PIECE, LAYOUT
+                h_row, here, (n * NUM_PIECES + c) * _PIECE, end, 2 * width if JOINED else width, ROWS, _PIECE, LAYOUT
             )
             v0 = chunks.index(c * CHUNKS + r).load(LAYOUT)
             v1 = v0
             if PAIRED:
-                v1 = chunks.index((c + 2) * CHUNKS + r).load(LAYOUT)
+                v1 = chunks.index((c + NUM_PIECES) * CHUNKS + r).load(LAYOUT)
             if STORE_H:
                 gl.store(h0 + h_at, v0, mask=mask)
                 if PAIRED:
                     gl.store(h1 + h_at, v1, mask=mask)
             if STORE_ACT:
                 if JOINED:
-                    v0, v1 = v0.reshape([ROWS, PIECE // 2, 2]).split()
+                    v0, v1 = v0.reshape([ROWS, _PIECE // 2, 2]).split()
                 COLUMNS: gl.constexpr = v0.shape[1]
                 OWN: gl.constexpr = v0.type.layout
                 at, act_mask = _places(width, here, n * TILE + c * COLUMNS, end, width, ROWS, COLUMNS, OWN)
@@ -492,7 +505,7 @@ def hopper_up_kernel(
     ACT: gl.constexpr, PARTS: gl.constexpr, JOINED: gl.constexpr, GATHER: gl.constexpr, COLUMNS_FIRST: gl.constexpr,
     HAS_BIAS: gl.constexpr, USES_WEIGHT: gl.constexpr, STORE_H: gl.constexpr, STORE_ACT: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    ROWS: gl.constexpr,
+    ROWS: gl.constexpr, POINT_WARPS: gl.constexpr,
 ):  # fmt: skip
     """See `gemm.up_kernel`. BN: columns of the product, of both parts together."""
     dtype: gl.constexpr = w0.dtype
@@ -503,10 +516,10 @@ def hopper_up_kernel(
     W_SHAPE: gl.constexpr = [W_COLUMNS, BK] if COLUMNS_FIRST else [BK, W_COLUMNS]
     A: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BK], dtype)
     W: gl.constexpr = gl.NVMMASharedLayout.get_default_for(W_SHAPE, dtype)
-    STAGED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BN // 4], dtype)
+    STAGED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, _PIECE], dtype)
     row_buffers = gl.allocate_shared_memory(dtype, [STAGES, BM, BK], A)
     w_buffers = gl.allocate_shared_memory(dtype, [STAGES * (2 if PAIRED else 1), W_SHAPE[0], W_SHAPE[1]], W)
-    staged = gl.allocate_shared_memory(dtype, [4, BM, BN // 4], STAGED)
+    staged = gl.allocate_shared_memory(dtype, [BN // _PIECE, BM, _PIECE], STAGED)
     staged_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     staged_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(staged_full, count=1)
@@ -538,8 +551,8 @@ def hopper_up_kernel(
                 ),
             ),
         ],
-        [4, 4],
-        [56, 112],
+        [4, POINT_WARPS],
+        [56, 112 if POINT_WARPS == 4 else 104],
     )  # fmt: skip
 
 
@@ -593,31 +606,31 @@ def _act_backward_point(
     """Of each tile: dH, scale * A, and the sums <dA', A>, as `gemm.act_backward_kernel`."""
     width, h_row = _eights(width), _eights(h_row)
     BM: gl.constexpr = staged.shape[1]
-    PIECE: gl.constexpr = staged.shape[2]
+    PIECES: gl.constexpr = staged.shape[0]
     CHUNKS: gl.constexpr = BM // ROWS
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    chunks = _as(staged, staged.dtype, [4 * CHUNKS, ROWS, PIECE], staged.layout)
+    chunks = _as(staged, staged.dtype, [PIECES * CHUNKS, ROWS, _PIECE], staged.layout)
     dtype: gl.constexpr = dh0.dtype.element_ty
     within, turn = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         _, first_row, n, end = _rows_place(tile, width, expert_offsets, schedule, max_tiles, BM, BN, GROUP)
-        next0, next1 = _load_parts(h0, h1, h_row, first_row, n * BN, end, width, ROWS, PIECE, PARTS, JOINED)
+        next0, next1 = _load_parts(h0, h1, h_row, first_row, n * BN, end, width, ROWS, _PIECE, PARTS, JOINED)
         mbarrier.wait(staged_full, turn & 1)
-        dot = gl.zeros([ROWS, PIECE], gl.float32, LAYOUT)
-        by_weight = gl.zeros([ROWS, PIECE], gl.float32, LAYOUT)
-        for i in range(CHUNKS * 4):
-            r, c = i // 4, i % 4
+        dot = gl.zeros([ROWS, _PIECE], gl.float32, LAYOUT)
+        by_weight = gl.zeros([ROWS, _PIECE], gl.float32, LAYOUT)
+        for i in range(CHUNKS * PIECES):
+            r, c = i // PIECES, i % PIECES
             row = first_row + r * ROWS + within
             is_mine = row < end
             a0, a1 = next0, next1
             if JOINED:
-                a0, a1 = a0.reshape([ROWS, PIECE, 2]).split()
+                a0, a1 = a0.reshape([ROWS, _PIECE, 2]).split()
             a0 = gl.convert_layout(a0, LAYOUT, assert_trivial=True).to(gl.float32)
             a1 = gl.convert_layout(a1, LAYOUT, assert_trivial=True).to(gl.float32)
             # What comes next is on its way while this is worked on.
             next0, next1 = _load_parts(
-                h0, h1, h_row, first_row + (i + 1) // 4 * ROWS, n * BN + (i + 1) % 4 * PIECE,
-                gl.where(i + 1 < CHUNKS * 4, end, 0), width, ROWS, PIECE, PARTS, JOINED,
+                h0, h1, h_row, first_row + (i + 1) // PIECES * ROWS, n * BN + (i + 1) % PIECES * _PIECE,
+                gl.where(i + 1 < CHUNKS * PIECES, end, 0), width, ROWS, _PIECE, PARTS, JOINED,
             )  # fmt: skip
             w = gl.zeros([ROWS, 1], gl.float32, LAYOUT)
             scale = gl.full([ROWS, 1], 1.0, gl.float32, LAYOUT)
@@ -625,7 +638,7 @@ def _act_backward_point(
                 w = gl.expand_dims(gl.load(row_weights + row, mask=is_mine, other=0.0).to(gl.float32), 1)
             if HAS_SCALE:
                 scale = SCALE(w)
-            at, mask = _places(width, first_row + r * ROWS, n * BN + c * PIECE, end, width, ROWS, PIECE, LAYOUT)
+            at, mask = _places(width, first_row + r * ROWS, n * BN + c * _PIECE, end, width, ROWS, _PIECE, LAYOUT)
             grad = chunks.index(c * CHUNKS + r).load(LAYOUT).to(gl.float32)
             grad = gl.where(mask, grad, 0.0)
             value, d0, d1, dw = VJP(a0, a1, w, grad * scale)
@@ -633,12 +646,12 @@ def _act_backward_point(
             if USES_WEIGHT:
                 by_weight += gl.where(mask, dw, 0.0)
             _store_parts(
-                dh0, dh1, d0.to(dtype), d1.to(dtype), h_row, first_row + r * ROWS, n * BN + c * PIECE, end, width,
-                ROWS, PIECE, PARTS, JOINED,
+                dh0, dh1, d0.to(dtype), d1.to(dtype), h_row, first_row + r * ROWS, n * BN + c * _PIECE, end, width,
+                ROWS, _PIECE, PARTS, JOINED,
             )  # fmt: skip
             if STORE_ACT:
                 gl.store(scaled_act + at, (value * scale).to(dtype), mask=mask)
-            if c == 3:
+            if c == PIECES - 1:
                 if STORE_DOTS:
                     sums = dots + n.to(gl.int64) * num_rows + row
                     if HAS_SCALE:
@@ -646,8 +659,8 @@ def _act_backward_point(
                         sums += gl.cdiv(width, BN).to(gl.int64) * num_rows
                     if USES_WEIGHT:
                         gl.store(sums, gl.sum(by_weight, 1), mask=is_mine)
-                dot = gl.zeros([ROWS, PIECE], gl.float32, LAYOUT)
-                by_weight = gl.zeros([ROWS, PIECE], gl.float32, LAYOUT)
+                dot = gl.zeros([ROWS, _PIECE], gl.float32, LAYOUT)
+                by_weight = gl.zeros([ROWS, _PIECE], gl.float32, LAYOUT)
         mbarrier.arrive(staged_empty, count=1)
         turn += 1
 
@@ -660,7 +673,7 @@ def hopper_act_backward_kernel(
     COLUMNS_FIRST: gl.constexpr,
     HAS_SCALE: gl.constexpr, USES_WEIGHT: gl.constexpr, STORE_ACT: gl.constexpr, STORE_DOTS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    ROWS: gl.constexpr,
+    ROWS: gl.constexpr, POINT_WARPS: gl.constexpr,
 ):  # fmt: skip
     """See `gemm.act_backward_kernel`."""
     dtype: gl.constexpr = w0.dtype
@@ -668,10 +681,10 @@ def hopper_act_backward_kernel(
     W_SHAPE: gl.constexpr = [BN, BK] if COLUMNS_FIRST else [BK, BN]
     A: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BK], dtype)
     W: gl.constexpr = gl.NVMMASharedLayout.get_default_for(W_SHAPE, dtype)
-    STAGED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BN // 4], dtype)
+    STAGED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, _PIECE], dtype)
     row_buffers = gl.allocate_shared_memory(dtype, [STAGES, BM, BK], A)
     w_buffers = gl.allocate_shared_memory(dtype, [STAGES, W_SHAPE[0], W_SHAPE[1]], W)
-    staged = gl.allocate_shared_memory(dtype, [4, BM, BN // 4], STAGED)
+    staged = gl.allocate_shared_memory(dtype, [BN // _PIECE, BM, _PIECE], STAGED)
     staged_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     staged_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(staged_full, count=1)
@@ -704,6 +717,6 @@ def hopper_act_backward_kernel(
                 ),
             ),
         ],
-        [4, 4],
-        [56, 112],
+        [4, POINT_WARPS],
+        [56, 112 if POINT_WARPS == 4 else 104],
     )  # fmt: skip

@@ -24,7 +24,9 @@ from .weights import Weights
 if TYPE_CHECKING:
     from .expert_mlp import Run
 
-_BM, _BN, _BK, _WARPS = 128, 256, 64, 8  # what the registers of two warp groups, and shared memory, have room for
+# What registers and shared memory have room for. Products with a pointwise part may be half as wide (`Config.bn`):
+# with twice as many warps for that part.
+_BM, _BN, _BK, _WARPS = 128, 256, 64, 8
 _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
@@ -33,7 +35,7 @@ def project_up(run: Run, hidden: Sequence[Tensor] | None, act: Tensor | None, cu
     point, call = run.point, run.call
     parts, width = run.part_weights(), run.act_width
     paired = point.num_parts == 2 and not point.joined
-    w = _weights(parts[: 2 if paired else 1], backward=False, columns=_BN // 2 if paired else _BN)
+    w = _weights(parts[: 2 if paired else 1], backward=False, columns=cut.bn // 2 if paired else cut.bn)
     if w is None or not _fit(run.x, *(t for t in (*(hidden or ()), act) if t is not None)):
         return False
     bias0, bias1 = run.part_biases()
@@ -56,8 +58,8 @@ def project_up(run: Run, hidden: Sequence[Tensor] | None, act: Tensor | None, cu
         STORE_H=hidden is not None,
         STORE_ACT=act is not None,
     )
-    num_tiles = max_tiles * cdiv(width, _BN // point.num_parts)
-    _launch(run, hopper.hopper_up_kernel, num_tiles, args, constants, cut, ROWS=32)
+    num_tiles = max_tiles * cdiv(width, cut.bn // point.num_parts)
+    _launch(run, hopper.hopper_up_kernel, num_tiles, args, constants, cut, cut.bn, **_point(cut))
     return True
 
 
@@ -83,7 +85,7 @@ def multiply_rows(
     args = (
         *(terms[0], described[0], described[1], terms[0].stride(0), call.token_ids, call.expert_offsets),
         *(schedule, max_tiles, *(*w, None)[:2], bias, *((0, 0) if bias is None else bias.stride()), run.w),
-        *(out, _describe(out, _BM, _BN // 4), width, inner),
+        *(out, _describe(out, _BM, 64), width, inner),
     )
     constants = dict(
         SCALE=scale,
@@ -97,8 +99,8 @@ def multiply_rows(
     return True
 
 
-def takes_act_backward(run: Run, grad: Tensor, hidden: Sequence[Tensor]) -> bool:
-    return _fit(grad, *hidden) and _weights([run.down], backward=True, columns=_BN) is not None
+def takes_act_backward(run: Run, grad: Tensor, hidden: Sequence[Tensor], cut: Config) -> bool:
+    return _fit(grad, *hidden) and _weights([run.down], backward=True, columns=cut.bn) is not None
 
 
 def act_backward(
@@ -114,7 +116,7 @@ def act_backward(
     """See `expert_mlp.Run.act_backward`; `hidden` and `grad_hidden` are the parts."""
     point, call = run.point, run.call
     width, inner = run.act_width, run.out_width
-    w = _weights([run.down], backward=True, columns=_BN)
+    w = _weights([run.down], backward=True, columns=cut.bn)
     assert w is not None
     schedule, max_tiles = run.schedule(_BM)
     args = (
@@ -134,8 +136,10 @@ def act_backward(
         STORE_ACT=scaled_act is not None,
         STORE_DOTS=dots is not None,
     )
-    num_tiles = max_tiles * cdiv(width, _BN)
-    _launch(run, hopper.hopper_act_backward_kernel, num_tiles, args, constants, cut, ROWS=16 if point.joined else 32)
+    num_tiles = max_tiles * cdiv(width, cut.bn)
+    rows = 16 if point.joined and cut.bn == _BN else 32  # two parts in one row take twice the registers
+    options = _point(cut) | dict(ROWS=rows)
+    _launch(run, hopper.hopper_act_backward_kernel, num_tiles, args, constants, cut, cut.bn, **options)
 
 
 def outer(run: Run, left: tuple[Tensor, bool], right: tuple[Tensor, bool], out: Tensor, cut: Config) -> bool:
@@ -147,7 +151,7 @@ def outer(run: Run, left: tuple[Tensor, bool], right: tuple[Tensor, bool], out: 
     args = (
         *(a, None if gather_left else _describe(a, _BK, _BM), a.stride(0)),
         *(b, None if gather_right else _describe(b, _BK, _BN), b.stride(0)),
-        *(run.call.token_ids, run.call.expert_offsets, _describe(out, 1, _BM, _BN // 4), height, width, num_experts),
+        *(run.call.token_ids, run.call.expert_offsets, _describe(out, 1, _BM, 64), height, width, num_experts),
     )
     constants = dict(GATHER_LEFT=gather_left, GATHER_RIGHT=gather_right)
     num_tiles = num_experts * cdiv(height, _BM) * cdiv(width, _BN)
@@ -162,10 +166,15 @@ def _launch(
     args: Sequence[Any],
     constants: dict[str, Any],
     cut: Config,
+    bn: int = _BN,
     **more: int,
 ) -> None:
-    constants |= dict(BM=_BM, BN=_BN, BK=_BK, STAGES=cut.stages, GROUP=cut.group, **more)
+    constants |= dict(BM=_BM, BN=bn, BK=_BK, STAGES=cut.stages, GROUP=cut.group, **more)
     launch(kernel, run.grid(cut, num_tiles), args, constants, warps=_WARPS)
+
+
+def _point(cut: Config) -> dict[str, int]:
+    return dict(ROWS=32, POINT_WARPS=4 if cut.bn == _BN else 8)
 
 
 def _fit(*tensors: Tensor) -> bool:

@@ -223,7 +223,8 @@ def configurations(dtype: torch.dtype, everything: bool) -> Iterator[tuple[str, 
         shapes = itertools.product(sizes, sizes, [1, 16, 64, 256, 1024, 4096])
         by_shape[kernel] = list(dict.fromkeys(configs.config(kernel, device, dtype, shape) for shape in shapes))
     yield "separate", {k: dataclasses.replace(by_shape[k][0], fused=False) for k in ("up", "act_backward")}
-    yield "roles", {k: cuts[0] for k in configs.KERNELS if (cuts := roles(k, device, dtype))}
+    for i in range(2):
+        yield "roles", {k: cuts[i] for k in configs.KERNELS if len(cuts := roles(k, device, dtype)) > i}
     if everything:
         yield from (("default", {kernel: cut}) for kernel, cuts in by_shape.items() for cut in cuts)
         for kernel in configs.KERNELS:

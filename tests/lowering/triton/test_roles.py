@@ -23,6 +23,7 @@ pytestmark = [
 ROLES = Config(128, 256, 64, warps=8, stages=4, persistent=1, roles=True)
 CONFIGS = dict.fromkeys(["down", "grad_x", "grad_up", "grad_down"], ROLES)
 CONFIGS |= dict.fromkeys(["up", "act_backward"], dataclasses.replace(ROLES, stages=3))
+NARROW = CONFIGS | dict.fromkeys(["up", "act_backward"], dataclasses.replace(ROLES, bn=128, stages=5))
 SEPARATE = dict.fromkeys(CONFIGS, dataclasses.replace(ROLES, fused=False, gather_first=True))
 POINT, PRODUCT = {"hopper_up_kernel", "hopper_act_backward_kernel"}, {"hopper_rows_kernel", "hopper_outer_kernel"}
 
@@ -64,18 +65,19 @@ def launched(monkeypatch):
 @pytest.mark.parametrize(
     "dtype, keep, reduce", [(torch.bfloat16, "h", True), (torch.float16, "x", False)], ids=["bf16-h", "fp16-x"]
 )
-@pytest.mark.parametrize("configs", [CONFIGS, SEPARATE], ids=["fused", "separate"])
+@pytest.mark.parametrize("configs", [CONFIGS, NARROW, SEPARATE], ids=["fused", "narrow", "separate"])
 def test_forward_and_backward(monkeypatch, launched, make, dtype, keep, reduce, configs):
     monkeypatch.setattr(expert_mlp, "config", lambda kernel, *_: configs[kernel])
     routing = random_routing(700, 3, 6)
     routing.topk_ids[routing.topk_ids == 3] = 1  # an expert that nobody goes to
     check(make, "cuda", dtype, routing, 328, 264, equally_spaced, keep=keep, reduce=reduce)
-    assert launched == (PRODUCT | POINT if configs is CONFIGS else PRODUCT)
+    assert launched == (PRODUCT if configs is SEPARATE else PRODUCT | POINT)
 
 
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
-def test_more_tiles_than_multiprocessors(monkeypatch, launched, make):
-    monkeypatch.setattr(expert_mlp, "config", lambda kernel, *_: CONFIGS[kernel])
+@pytest.mark.parametrize("configs", [CONFIGS, NARROW], ids=["fused", "narrow"])
+def test_more_tiles_than_multiprocessors(monkeypatch, launched, make, configs):
+    monkeypatch.setattr(expert_mlp, "config", lambda kernel, *_: configs[kernel])
     check(make, "cuda", torch.bfloat16, random_routing(6000, 2, 12), 512, 768, equally_spaced, keep="h", reduce=True)
     assert launched == PRODUCT | POINT
 
