@@ -12,8 +12,8 @@ from . import __version__
 
 
 def environment() -> dict[str, dict[str, str]]:
-    """Sections "versions", "devices" and "providers" of plain strings."""
-    return {"versions": versions(), "devices": devices(), "providers": providers()}
+    """Sections "versions", "devices", "providers" and "kernels" of plain strings."""
+    return {"versions": versions(), "devices": devices(), "providers": providers(), "kernels": kernels()}
 
 
 def versions() -> dict[str, str]:
@@ -70,3 +70,14 @@ def run_tiny_block(device: str, dtype: torch.dtype) -> list[tuple[str, str]]:
     )
     combine(rows, None, token_ids, offsets, inverse).sum().backward()
     return list(select.counters())
+
+
+def kernels() -> dict[str, str]:
+    """How a GPU's kernels are cut for a layer of middle size, and why."""
+    if not torch.cuda.is_available() or versions()["triton"] == "not installed":
+        return {"triton": "not used: no GPU, or no Triton"}
+    from .lowering.triton import configs
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    found = {name: configs.choice(name, device, torch.bfloat16, (2048, 2048, 1024)) for name in configs.KERNELS}
+    return {name: f"{chosen.text}; {why}" for name, (chosen, why) in found.items()}

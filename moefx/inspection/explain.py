@@ -7,7 +7,7 @@ import dataclasses
 import json
 from typing import Any
 
-from ..lowering import select
+from ..lowering import select, triton
 
 # How the GEMMs read lists of expert weights (`select.weight_paths`); the last two cost a copy in every call.
 _WEIGHTS = {
@@ -70,8 +70,6 @@ class MatchedBlock:
     @property
     def no_kernels(self) -> str:
         """Why the fused GPU kernels do not take these experts; "" if they do."""
-        from ..lowering import triton
-
         reasons = [triton.why_not(*body) for body in self.bodies]
         return "; ".join(dict.fromkeys(reason for reason in reasons if reason))
 
@@ -84,6 +82,7 @@ class Explanation:
         seconds: time to look at the whole model.
         paths: calls so far in this process by (op, provider).
         weights: how often the weights of a GEMM were read in which way (see `select.weight_paths`).
+        kernels: how the GPU kernels' GEMMs were cut and why (see `lowering.triton.configurations`).
     """
 
     model: str
@@ -94,6 +93,7 @@ class Explanation:
     weights: tuple[tuple[str, int], ...] = dataclasses.field(
         default_factory=lambda: tuple(sorted(select.weight_paths().items()))
     )
+    kernels: tuple[str, ...] = dataclasses.field(default_factory=triton.configurations)
 
     def to_json(self) -> str:
         return json.dumps(
@@ -103,6 +103,7 @@ class Explanation:
                 "matched": [{**dataclasses.asdict(m), "no_kernels": m.no_kernels} for m in self.matched],
                 "refused": [dataclasses.asdict(r) for r in self.refused],
                 "paths": [list(p) for p in self.paths],
+                "kernels": list(self.kernels),
                 "weights": dict(self.weights),
             }
         )
@@ -145,6 +146,7 @@ class Explanation:
                 "  providers   " + ", ".join(f"{op}: {provider} x{n}" for op, provider, n in self.paths),
             ]
             lines.append(f"  weights     {self._weights()}")
+            lines += [f"  kernel      {line}" for line in self.kernels]
         return "\n".join(lines)
 
     def _weights(self) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import sys
 from typing import Any
 
 import torch
@@ -49,6 +50,12 @@ def why_not(body: str, widths: tuple[int, ...] | None = None) -> str | None:
     except Underivable as reason:
         return str(reason)
     return None
+
+
+def configurations() -> tuple[str, ...]:
+    """How the GEMMs of this process were cut so far and why, a line for each kernel and shape."""
+    configs = sys.modules.get(f"{__name__}.configs")  # where no kernel ran, Triton is not imported for this
+    return tuple(configs.used()) if configs else ()
 
 
 def _build_pft(*args: Any, **kwargs: Any) -> Any:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import triton
 
 TABLE = Path(os.environ.get("MOEFX_TUNING") or Path(__file__).with_name("tuning.jsonl"))
 
@@ -50,6 +51,18 @@ class Config:
     fused: bool = True
     gather_first: bool = False
     roles: bool = False
+
+    @property
+    def text(self) -> str:
+        """Tile and what is not its default."""
+        rest = {f.name: (getattr(self, f.name), f.default) for f in dataclasses.fields(self)[5:]}
+        words = [name if v is True else f"{name}={int(v)}" for name, (v, default) in rest.items() if v != default]
+        return " ".join([f"{self.bm}x{self.bn}x{self.bk} warps={self.warps} stages={self.stages}", *words])
+
+
+# Gluon is experimental: with which Tritons the kernels of `hopper` are known to compile.
+_GLUON = ((3, 6), (3, 10))
+HAS_ROLES = _GLUON[0] <= tuple(map(int, triton.__version__.split(".")[:2])) < _GLUON[1]
 
 
 @functools.cache
@@ -103,14 +116,45 @@ KERNELS = tuple(_HOPPER)
 def config(kernel: str, device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]) -> Config:
     """For a GEMM, one of `KERNELS`, on shape (columns of the result, inner size, mean rows of an expert).
 
-    The nearest one of the tuning table, where that has the target and the dtype; else a default.
+    The nearest one of the tuning table, where that has the target and the dtype; else a default. `used` tells.
     """
-    entries = _table().get((target(device), str(dtype).removeprefix("torch."), kernel))
+    chosen, reason = choice(kernel, device, dtype, shape)
+    if target(device) != "interpreter":
+        _used[kernel, f"{_name(dtype)} {_text(shape)}"] = (chosen, reason)
+    return chosen
+
+
+def choice(kernel: str, device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[Config, str]:
+    """`config`, and why."""
+    entries = _table().get((target(device), _name(dtype), kernel))
     if entries:
-        return min(entries, key=lambda entry: _distance(entry[0], shape))[1]
-    if dtype is torch.float32:
-        return _FLOAT32[kernel]
-    return (_HOPPER_ROLES if target(device) == "sm90" else _PORTABLE)[kernel]
+        tuned, chosen = min(entries, key=lambda entry: _distance(entry[0], shape))
+        reason = f"tuned for {_text(tuned)}"
+    else:
+        defaults = _HOPPER_ROLES if target(device) == "sm90" else _PORTABLE
+        chosen = (_FLOAT32 if dtype is torch.float32 else defaults)[kernel]
+        reason = f"the default: nothing is tuned for {target(device)} {_name(dtype)}"
+    if chosen.roles and not HAS_ROLES:
+        chosen = portable(kernel)
+        reason = f"without Gluon's kernels, which are not known to compile with Triton {triton.__version__}"
+    return chosen, reason
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+_used: dict[tuple[str, str], tuple[Config, str]] = {}
+
+
+def used() -> list[str]:
+    """What `config` chose so far in this process and why, a line for each kernel and shape."""
+    return [f"{kernel} {shape}: {chosen.text}; {why}" for (kernel, shape), (chosen, why) in sorted(_used.items())]
+
+
+def _text(shape: Sequence[int]) -> str:
+    columns, inner, rows = shape
+    return f"[{inner} -> {columns}], {rows} rows an expert"
 
 
 def portable(kernel: str) -> Config:

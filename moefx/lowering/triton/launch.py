@@ -72,5 +72,3 @@ def described(argument: Any) -> Any:
 def cdiv(a: int, b: int) -> int:
     """As `triton.cdiv`, which is a function of kernels too and takes its time."""
     return -(-a // b)
-
-

@@ -7,6 +7,7 @@ multiple of 16 bytes, and the last is a multiple of 8. Separate parameters that 
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,6 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from . import hopper
 from .configs import Config
 from .launch import cdiv
 from .tape import launch
@@ -59,7 +59,7 @@ def project_up(run: Run, hidden: Sequence[Tensor] | None, act: Tensor | None, cu
         STORE_ACT=act is not None,
     )
     num_tiles = max_tiles * cdiv(width, cut.bn // point.num_parts)
-    _launch(run, hopper.hopper_up_kernel, num_tiles, args, constants, cut, cut.bn, **_point(cut))
+    _launch(run, "up", num_tiles, args, constants, cut, cut.bn, **_point(cut))
     return True
 
 
@@ -95,7 +95,7 @@ def multiply_rows(
         HAS_BIAS=bias is not None,
         HAS_SCALE=scale is not None,
     )
-    _launch(run, hopper.hopper_rows_kernel, max_tiles * cdiv(width, _BN), args, constants, cut)
+    _launch(run, "rows", max_tiles * cdiv(width, _BN), args, constants, cut)
     return True
 
 
@@ -139,7 +139,7 @@ def act_backward(
     num_tiles = max_tiles * cdiv(width, cut.bn)
     rows = 16 if point.joined and cut.bn == _BN else 32  # two parts in one row take twice the registers
     options = _point(cut) | dict(ROWS=rows)
-    _launch(run, hopper.hopper_act_backward_kernel, num_tiles, args, constants, cut, cut.bn, **options)
+    _launch(run, "act_backward", num_tiles, args, constants, cut, cut.bn, **options)
 
 
 def outer(run: Run, left: tuple[Tensor, bool], right: tuple[Tensor, bool], out: Tensor, cut: Config) -> bool:
@@ -155,13 +155,13 @@ def outer(run: Run, left: tuple[Tensor, bool], right: tuple[Tensor, bool], out: 
     )
     constants = dict(GATHER_LEFT=gather_left, GATHER_RIGHT=gather_right)
     num_tiles = num_experts * cdiv(height, _BM) * cdiv(width, _BN)
-    _launch(run, hopper.hopper_outer_kernel, num_tiles, args, constants, cut)
+    _launch(run, "outer", num_tiles, args, constants, cut)
     return True
 
 
 def _launch(
     run: Run,
-    kernel: Any,
+    kernel: str,
     num_tiles: int,
     args: Sequence[Any],
     constants: dict[str, Any],
@@ -170,7 +170,9 @@ def _launch(
     **more: int,
 ) -> None:
     constants |= dict(BM=_BM, BN=bn, BK=_BK, STAGES=cut.stages, GROUP=cut.group, **more)
-    launch(kernel, run.grid(cut, num_tiles), args, constants, warps=_WARPS)
+    # Gluon is experimental: not imported before `config` has chosen it (see `configs.HAS_ROLES`).
+    function = getattr(importlib.import_module(".hopper", __package__), f"hopper_{kernel}_kernel")
+    launch(function, run.grid(cut, num_tiles), args, constants, warps=_WARPS)
 
 
 def _point(cut: Config) -> dict[str, int]:
