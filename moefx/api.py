@@ -424,12 +424,8 @@ def _report(matched: Matched, program: Program, block: nn.Module, verdict: str) 
 
 def _body(node: torch.fx.Node) -> tuple[str, tuple[int, ...]]:
     """The body of an `expert_mlp`, as JSON, and the widths of its up-projections."""
-    text, widths, start = str(node.kwargs["body"]), [], 0
-    up: Any = node.args[5]
-    for gemm in ExpertBody.from_json(text).up:
-        widths.append(int(up[start].meta["val"].shape[-2 if gemm.transposed else -1]))
-        start += gemm.num
-    return text, tuple(widths)
+    text, up = str(node.kwargs["body"]), node.args[5]
+    return text, ExpertBody.from_json(text).up_widths([w.meta["val"] for w in up])  # type: ignore[union-attr]
 
 
 def _kept_bytes(graph: BlockGraph) -> int | None:

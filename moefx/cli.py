@@ -1,4 +1,4 @@
-"""The command line: `python -m moefx {demo,explain,verify,env}`.
+"""The command line: `python -m moefx {demo,explain,verify,bench,env}`.
 
 Exit status: 0 yes (equivalent; something is rewritten), 1 no, 2 the question could not be asked.
 """
@@ -26,6 +26,14 @@ TARGET_HELP = (
     "package.module:factory, called without arguments; returns an nn.Module, or (nn.Module, inputs) "
     "with inputs a tuple (positional), a dict (keyword) or one tensor"
 )
+
+
+BENCHMARKS = {
+    "moe": "expert MLPs on ten shapes beside other libraries",
+    "layers": "training steps of four Qwen3-30B-A3B layers",
+    "tune": "every configuration of every kernel",
+    "report": "a table and a plot of what moe wrote",
+}
 
 
 class UsageError(Exception):
@@ -61,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="python -m moefx", description="A compiler for mixture-of-experts training in PyTorch."
     )
-    commands = top.add_subparsers(dest="command", required=True, metavar="{demo,explain,verify,env}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="{demo,explain,verify,bench,env}")
 
     demo = commands.add_parser("demo", help="train a small MoE model, original beside compiled; write report.html")
     demo.add_argument("--steps", type=positive, default=100, help="training steps (default: 100)")
@@ -84,6 +92,12 @@ def parser() -> argparse.ArgumentParser:
     verify.add_argument("--json", action="store_true", help="print JSON")
     add_plan(verify)
     verify.set_defaults(run=run_verify)
+
+    bench = commands.add_parser("bench", help="measure on this machine's GPU")
+    kinds = "; ".join(f"{name}: {text}" for name, text in BENCHMARKS.items())
+    bench.add_argument("what", choices=BENCHMARKS, help=kinds)
+    bench.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="its own options; --help lists them")
+    bench.set_defaults(run=run_bench)
 
     env = commands.add_parser("env", help="versions, devices and the lowering providers that would be used")
     env.add_argument("--json", action="store_true", help="print JSON")
@@ -247,6 +261,16 @@ def guessed_inputs(model: nn.Module) -> tuple | dict:
 
     args, kwargs = tree_map_only(torch.Tensor, filled, example_arguments(model, None))
     return kwargs or args
+
+
+def run_bench(arguments: argparse.Namespace) -> int:
+    if arguments.what != "report" and not {"-h", "--help"} & set(arguments.rest):
+        import torch
+
+        if not torch.cuda.is_available():
+            raise UsageError("this measures GPU kernels, and torch sees no GPU here")
+    importlib.import_module(f"moefx.bench.{arguments.what}").main(arguments.rest)
+    return 0
 
 
 def run_env(arguments: argparse.Namespace) -> int:

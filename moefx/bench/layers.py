@@ -1,6 +1,6 @@
 """Trains a few real layers: Qwen3-30B-A3B's shapes, 4 layers, 4 x 4096 tokens, bfloat16, fused AdamW.
 
-    python -m moefx.bench.layers [--systems eager,grouped_mm,moefx,...] [--steps 10] [--out results.jsonl]
+    python -m moefx bench layers [--systems eager,grouped_mm,moefx,...] [--steps 10] [--out results.jsonl]
 
 transformers' own implementations beside moefx.compile of the eager one, each as it is and under torch.compile, each in
 a process of its own with the same weights and tokens. Reported: ms a step (median), the peak of memory above what
@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -79,8 +80,10 @@ def measure(system: str, steps: int, layers: int, batch: int, length: int) -> di
     return row
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m moefx bench layers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--systems", default=",".join(SYSTEMS))
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--layers", type=int, default=4)
@@ -88,7 +91,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--out", default=None)
     parser.add_argument("--here", action="store_true", help="in this process")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     for system in options.systems.split(","):
         if not options.here:
             command = [sys.executable, "-m", __spec__.name, "--systems", system, "--here"]

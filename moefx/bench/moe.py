@@ -1,6 +1,6 @@
 """Expert MLPs forward, and forward with backward: moefx beside its peers, on the same tensors and routing.
 
-    python -m moefx.bench.moe [--shapes qwen3_30b,olmoe] [--peers moefx] [--routing uniform] [--out results.jsonl]
+    python -m moefx bench moe [--shapes qwen3_30b,olmoe] [--peers moefx] [--routing uniform] [--out results.jsonl]
 
 Each peer runs in a process of its own. Outputs and gradients are checked against float32 first.
 """
@@ -8,15 +8,19 @@ Each peer runs in a process of its own. Outputs and gradients are checked agains
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._environment import environment
 from ..lowering import select
 from .peers import PEERS, Inputs
 from .shapes import SHAPES, Shape, routed, tensors
@@ -87,14 +91,25 @@ def measure(shape: Shape, peer: str, routing: str) -> dict[str, Any]:
     return row
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def write(row: dict[str, Any], path: str) -> None:
+    """Append a JSON line; the first one of a file tells where and with what it was measured."""
+    file = Path(path)
+    if not file.exists():
+        file.write_text(json.dumps({"environment": {"date": f"{datetime.date.today()}", **environment()}}) + "\n")
+    with file.open("a") as lines:
+        print(json.dumps(row), file=lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m moefx bench moe", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shapes", default=",".join(s.name for s in SHAPES))
     parser.add_argument("--peers", default=",".join(PEERS))
     parser.add_argument("--routing", default="uniform")
     parser.add_argument("--out", default=None)
     parser.add_argument("--here", action="store_true", help="in this process")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     for peer in options.peers.split(","):
         if not options.here:
             command = [sys.executable, "-m", __spec__.name, "--shapes", options.shapes, "--peers", peer, "--here"]
@@ -109,8 +124,7 @@ def main() -> None:
                 row: dict[str, Any] = dict(shape=shape.name, peer=peer, routing=options.routing, error=f"{error}"[:300])
             torch.cuda.empty_cache()
             if options.out:
-                with open(options.out, "a") as file:
-                    print(json.dumps(row), file=file)
+                write(row, options.out)
             worst = max(row["errors"].values()) if "errors" in row else float("nan")
             if "error" in row:
                 print(f"{shape.name:10} {peer:18} {row['error']}", flush=True)

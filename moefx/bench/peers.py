@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .shapes import Shape
+from .shapes import Shape, swiglu
 
 
 @dataclasses.dataclass
@@ -64,7 +64,6 @@ def autograd(inputs: Inputs, function: Callable[..., Tensor]) -> Work:
 def moefx(inputs: Inputs, keep: str = "h") -> Work:
     """moefx's public ops: routing arrays and expert MLP."""
     from ..ir import dialect
-    from .tune import swiglu
 
     body = swiglu(inputs.shape).to_json()
 

@@ -7,6 +7,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from ..ir.body import ExpertBody, Gemm
+
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
@@ -70,3 +72,14 @@ def tensors(shape: Shape, dtype: torch.dtype = torch.bfloat16, device: str = "cu
     w1 = normal(shape.E, 2 * shape.h, shape.d, scale=shape.d**-0.5)
     w2 = normal(shape.E, shape.d, shape.h, scale=shape.h**-0.5)
     return x, w1, w2, grad
+
+
+def swiglu(shape: Shape) -> ExpertBody:
+    """Gate above up in one stack, the routing weight applied to the output in bfloat16."""
+    return ExpertBody(
+        up=(Gemm(1, True),),
+        parts=((0, None, shape.h, 1), (0, shape.h, None, 1)),
+        act=("mul.Tensor", ("silu", "a0"), "a1"),
+        down=Gemm(1, True),
+        out=("_to_copy", ("mul.Tensor", "y", "w"), {"dtype": "bfloat16"}),
+    )

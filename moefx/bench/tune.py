@@ -1,6 +1,6 @@
 """Times every candidate configuration of every kernel on the ten shapes, and checks what it computes.
 
-    python -m moefx.bench.tune [--shapes qwen3_30b,olmoe] [--kernels up,outer] [--workers 12] --out tuned.jsonl
+    python -m moefx bench tune [--shapes qwen3_30b,olmoe] [--kernels up,outer] [--workers 12] --out tuned.jsonl
 
 Kernels are compiled by several processes first (Triton keeps them on disk).
 """
@@ -15,27 +15,16 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from ..ir import dialect
-from ..ir.body import ExpertBody, Gemm
 from ..lowering.triton import expert_mlp
 from ..lowering.triton.configs import KERNELS, Config, candidates, target
-from .shapes import SHAPES, Shape, routed, tensors
+from .shapes import SHAPES, Shape, routed, swiglu, tensors
 from .timing import milliseconds
-
-
-def swiglu(shape: Shape) -> ExpertBody:
-    return ExpertBody(
-        up=(Gemm(1, True),),
-        parts=((0, None, shape.h, 1), (0, shape.h, None, 1)),
-        act=("mul.Tensor", ("silu", "a0"), "a1"),
-        down=Gemm(1, True),
-        out=("_to_copy", ("mul.Tensor", "y", "w"), {"dtype": "bfloat16"}),
-    )
 
 
 class Case:
@@ -107,8 +96,10 @@ def compile_share(shapes: list[Shape], kernels: list[str], share: int, of: int) 
         torch.cuda.synchronize()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m moefx bench tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shapes", default=",".join(s.name for s in SHAPES))
     parser.add_argument("--kernels", default=",".join(KERNELS))
     parser.add_argument("--workers", type=int, default=12)
@@ -117,7 +108,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=480)
     parser.add_argument("--out", default=None, help="every time, as JSON lines")
     parser.add_argument("--table", default=None, help="the best of each, as lines of the tuning table")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     shapes = [s for s in SHAPES if s.name in options.shapes.split(",")]
     kernels = options.kernels.split(",")
     begin = time.time()

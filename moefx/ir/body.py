@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -75,6 +77,12 @@ class ExpertBody:
         fields["up"] = tuple(Gemm(**gemm) for gemm in fields["up"])
         fields["down"] = Gemm(**fields["down"])
         return ExpertBody(**fields)
+
+    def up_widths(self, up: Sequence[Any]) -> tuple[int, ...]:
+        """Of the up-projections, from their flat list of weights or whatever has their shapes."""
+        starts = itertools.accumulate((gemm.num for gemm in self.up[:-1]), initial=0)
+        shapes = [(up[start].shape, gemm.transposed) for start, gemm in zip(starts, self.up, strict=True)]
+        return tuple(int(shape[-2 if transposed else -1]) for shape, transposed in shapes)
 
     def act_in(self, dtype: torch.dtype, weight_dtype: torch.dtype | None) -> Expr:
         """`act`, cast where promotion (say by float32 routing weights) would leave the GEMMs' dtype."""

@@ -74,7 +74,7 @@ def _vjp(
         ]
         return _trace(joint, args, names)
 
-    return _in_fresh_thread(trace)
+    return in_fresh_thread(trace)
 
 
 def _trace(
@@ -166,7 +166,7 @@ class _Recorder(TorchDispatchMode):
         return repr(value)
 
 
-def _in_fresh_thread(function: Callable[[], Any]) -> Any:
+def in_fresh_thread(function: Callable[[], Any]) -> Any:
     """Run with torch's thread-local state as at start-up.
 
     Inside an op autograd is switched off below the reach of `enable_grad`, and autocast, inference mode or

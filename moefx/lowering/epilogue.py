@@ -15,7 +15,6 @@ import contextlib
 import ctypes
 import functools
 import math
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -27,6 +26,7 @@ from torch._decomp import decomposition_table
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..ir.derivative import in_fresh_thread
 from ..ir.expression import Expr, canonical, program, variables
 
 
@@ -356,11 +356,6 @@ def with_gradients(expr: Expr, grad: str, wrt: Sequence[str], ones: Sequence[str
     return [value, *gradients[: len(wrt)]]
 
 
-def factor_of(expr: Expr, name: str, other: Sequence[str]) -> Any:
-    """c of an expression that is name * c, linear in `name` (see `expression.is_linear`)."""
-    return _formulas(canonical(expr), (name, *other), None, (name,))[0]
-
-
 def symbols_of(formula: Any) -> set[str]:
     """Names of the variables that occur."""
     return {s.name for s in _operands_first([formula]) if s.is_Symbol}
@@ -380,7 +375,7 @@ def _formulas(text: str, names: tuple[str, ...], grad: str | None, ones: tuple[s
             except Underivable:
                 raise reason from None
 
-    return _in_fresh_thread(read)
+    return in_fresh_thread(read)
 
 
 def _read(text: str, names: Sequence[str], grad: str | None, ones: Sequence[str], above: Any) -> tuple[Any, ...]:
@@ -475,24 +470,6 @@ class _Decomposed(TorchFunctionMode):
 def _base_name(op: Any) -> str:
     """`silu` of aten::silu.out."""
     return op._schema.name.rpartition("::")[2]
-
-
-def _in_fresh_thread(function: Callable[[], Any]) -> Any:
-    """As in `ir.derivative`: inside an op torch's thread-local state is not what tracing wants."""
-    outcome: dict[str, Any] = {}
-
-    def run() -> None:
-        try:
-            outcome["value"] = function()
-        except BaseException as error:  # handed to the caller's thread
-            outcome["error"] = error
-
-    thread = threading.Thread(target=run, name="moefx-epilogue")
-    thread.start()
-    thread.join()
-    if "error" in outcome:
-        raise outcome["error"]
-    return outcome["value"]
 
 
 # -- from SymPy to source text

@@ -33,11 +33,7 @@ def _takes_routing(topk_ids: Tensor, topk_weights: Tensor | None, *_: Any, drop:
 def _takes_experts(x: Tensor, *args: Any, body: str, dtype: torch.dtype | None = None, **_: Any) -> bool:
     if x.device.type != "cuda" or (dtype or x.dtype) not in _GEMM_DTYPES:
         return False
-    up, widths, start = args[4], [], 0
-    for gemm in ExpertBody.from_json(body).up:
-        widths.append(up[start].shape[-2 if gemm.transposed else -1])
-        start += gemm.num
-    return why_not(body, tuple(widths)) is None
+    return why_not(body, ExpertBody.from_json(body).up_widths(args[4])) is None
 
 
 @functools.lru_cache(maxsize=1024)

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from triton import next_power_of_2
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...ir.expert_mlp import Call, as_returned
 from . import gemm, roles, rows
@@ -28,7 +27,7 @@ from .configs import Config, config, num_multiprocessors, portable, target
 from .launch import cdiv
 from .pointwise import Pointwise, pointwise
 from .tape import apply, empty, launch, played
-from .weights import Weights, stacked_biases
+from .weights import Weights, describable, describe, stacked_biases
 
 
 def expert_mlp(
@@ -174,10 +173,10 @@ class Run:
         h0, h1 = self.parts(hidden) if hidden else (self.x, self.x)
         stored = [t for t in (h0 if hidden else None, h1 if hidden else None, act) if t is not None]
         described: list[Any] = [None, None, None]
-        if describe_out := cut.store_descriptors and all(map(_aligned, stored)):
+        if describe_out := cut.store_descriptors and all(map(describable, stored)):
             if hidden:
-                described[:2] = (_describe(h, cut.bm, (2 if point.joined else 1) * cut.bn) for h in (h0, h1))
-            described[2] = None if act is None else _describe(act, cut.bm, cut.bn)
+                described[:2] = (describe(h, cut.bm, (2 if point.joined else 1) * cut.bn) for h in (h0, h1))
+            described[2] = None if act is None else describe(act, cut.bm, cut.bn)
         args = (
             *(self.x, self.x.stride(0), call.token_ids, call.expert_offsets, schedule, max_tiles),
             *(w0.source, w1.source, w0.expert, w0.column, w0.inner),
@@ -248,15 +247,15 @@ class Run:
         is_table = operands[0].access.startswith("table")
         if is_table:  # flattened loops would load through addresses without a pipeline
             cut = dataclasses.replace(cut, flatten=False)
-        described = cut.descriptors and not gather and not is_table and _aligned(terms[0])
-        described_out = cut.store_descriptors and _aligned(out)
-        left = [_describe(t, cut.bm, cut.bk) if described else t for t in terms]
+        described = cut.descriptors and not gather and not is_table and describable(terms[0])
+        described_out = cut.store_descriptors and describable(out)
+        left = [describe(t, cut.bm, cut.bk) if described else t for t in terms]
         args = (
             *(left[0], left[-1], terms[0].stride(0), self.call.token_ids, self.call.expert_offsets),
             *(schedule, max_tiles),
             *(operands[0].source, operands[-1].source, operands[0].expert, operands[0].column, operands[0].inner),
             *(bias, *((0, 0) if bias is None else bias.stride()), self.w, out),
-            *(_describe(out, cut.bm, cut.bn) if described_out else None, width, inner),
+            *(describe(out, cut.bm, cut.bn) if described_out else None, width, inner),
         )
         constants = dict(
             SCALE=scale,
@@ -295,10 +294,12 @@ class Run:
         args: Sequence[Any],
         constants: dict[str, Any],
     ) -> None:
-        constants |= dict(
-            EVEN_N=width % cut.bn == 0,
-            EVEN_K=inner % cut.bk == 0,
-            VECTOR=math.gcd(width, 8),
+        even = dict(EVEN_N=width % cut.bn == 0, EVEN_K=inner % cut.bk == 0, VECTOR=math.gcd(width, 8))
+        constants = {**constants, **even, **self.tile_constants(cut)}
+        launch(kernel, self.grid(cut, num_tiles), args, constants, warps=cut.warps, stages=cut.stages)
+
+    def tile_constants(self, cut: Config) -> dict[str, Any]:
+        return dict(
             PRECISION=precision(self.x),
             BM=cut.bm,
             BN=cut.bn,
@@ -307,7 +308,6 @@ class Run:
             PERSISTENT=bool(cut.persistent),
             FLATTEN=cut.flatten,
         )
-        launch(kernel, self.grid(cut, num_tiles), args, constants, warps=cut.warps, stages=cut.stages)
 
     # -- backward
 
@@ -484,17 +484,17 @@ class Run:
                 return out
             cut = portable(kernel)
         num_tiles = self.num_experts * cdiv(height, cut.bm) * cdiv(width, cut.bn)
-        describe_left = cut.descriptors and not gather_left and _aligned(a)
-        describe_right = cut.descriptors and not gather_right and _aligned(b)
+        describe_left = cut.descriptors and not gather_left and describable(a)
+        describe_right = cut.descriptors and not gather_right and describable(b)
         if describe_left and describe_right:  # a gathered side takes fewer buffers than there are stages
             bytes_of_stage = (cut.bm + cut.bn) * cut.bk * a.element_size()
             cut = dataclasses.replace(cut, stages=max(1, min(cut.stages, _SHARED_BYTES // bytes_of_stage)))
         describe_out = cut.descriptors and width * out.element_size() % 16 == 0
         args = (
-            *(_describe(a, cut.bk, cut.bm) if describe_left else a, a.stride(0)),
-            *(_describe(b, cut.bk, cut.bn) if describe_right else b, b.stride(0)),
+            *(describe(a, cut.bk, cut.bm) if describe_left else a, a.stride(0)),
+            *(describe(b, cut.bk, cut.bn) if describe_right else b, b.stride(0)),
             *(self.call.token_ids, self.call.expert_offsets),
-            *(_describe(out, 1, cut.bm, cut.bn) if describe_out else out, height, width, self.num_experts),
+            *(describe(out, 1, cut.bm, cut.bn) if describe_out else out, height, width, self.num_experts),
         )
         constants = dict(
             GATHER_LEFT=gather_left,
@@ -504,13 +504,7 @@ class Run:
             OUT_DESCRIPTOR=describe_out,
             EVEN=height % cut.bm == 0 and width % cut.bn == 0,
             VECTOR=math.gcd(height, width, 8),
-            PRECISION=precision(self.x),
-            BM=cut.bm,
-            BN=cut.bn,
-            BK=cut.bk,
-            GROUP=cut.group,
-            PERSISTENT=bool(cut.persistent),
-            FLATTEN=cut.flatten,
+            **self.tile_constants(cut),
         )
         launch(gemm.outer_kernel, self.grid(cut, num_tiles), args, constants, warps=cut.warps, stages=cut.stages)
         return out
@@ -548,12 +542,3 @@ def _block(width: int, elements: int = 2048) -> tuple[int, int]:
 
 def _rows_contiguous(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(1) == 1 or tensor.shape[1] == 1 else apply(Tensor.contiguous, tensor)
-
-
-def _aligned(tensor: Tensor) -> bool:
-    size = tensor.element_size()
-    return tensor.stride(1) == 1 and tensor.stride(0) * size % 16 == 0 and tensor.data_ptr() % 16 == 0
-
-
-def _describe(tensor: Tensor, *block: int) -> TensorDescriptor:
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block))

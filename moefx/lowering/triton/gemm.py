@@ -436,25 +436,16 @@ def _act_backward_tile(
     expert, first_row = tl.load(schedule + m), tl.load(schedule + max_tiles + m)
     row = first_row + tl.arange(0, BM)
     is_mine = row < tl.load(expert_offsets + expert + 1)
-    column, ks = n * BN + tl.arange(0, BN), tl.arange(0, BK)
+    column = n * BN + tl.arange(0, BN)
     w_columns = _within(column, width, EVEN_N, VECTOR)
     if GATHER:
         left_row = tl.load(token_ids + row, mask=is_mine, other=0)
     else:
         left_row = tl.where(is_mine, row, first_row)
-    left_at = grad + left_row[:, None].to(tl.int64) * grad_row + ks[None, :]
-    matrix = _matrix(w0, w_expert, expert, dh0, WEIGHT)
-    acc = tl.zeros((BM, BN), tl.float32)
-    for k in range(0, inner, BK):
-        if EVEN_K:
-            left = tl.load(left_at)
-        else:
-            left = tl.load(left_at, mask=(ks < inner - k)[None, :], other=0.0)
-        left_at += BK
-        right = _weight(
-            matrix, expert, n * BN, w_columns, w_column, k, ks, w_inner, inner, BN, BK, WEIGHT, COLUMNS_FIRST, EVEN_K
-        )
-        acc = tl.dot(left, right, acc, input_precision=PRECISION)
+    acc = _accumulate(
+        tl.zeros((BM, BN), tl.float32), grad, grad_row, w0, w_expert, w_column, w_inner, inner, expert, first_row,
+        left_row, n, w_columns, False, WEIGHT, COLUMNS_FIRST, EVEN_K, PRECISION, BN, BK,
+    )  # fmt: skip
     w = tl.zeros((BM, 1), tl.float32)
     scale = tl.full((BM, 1), 1.0, tl.float32)
     if HAS_SCALE or USES_WEIGHT:

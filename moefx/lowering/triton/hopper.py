@@ -1,13 +1,19 @@
 """The GEMMs of `gemm` for sm90, in Gluon: loads, products and what follows them run side by side.
 
-A block of threads is persistent and has roles, which hand tiles to each other through shared memory and barriers:
+Each multiprocessor has one block of threads for all its tiles. Its warps have roles, and hand data to each other
+through shared memory and barriers:
 
-    load       4 warps  fills a ring of stages: contiguous rows and weights by TMA, rows that are scattered or belong
-                        to two experts by cp.async, which can leave rows out
-    multiply   8 warps  adds up the product of a tile, and puts it into shared memory when it is complete; TMA writes
-                        it out while the next one is added up
+    load      4 warps       fills a ring of stages: weights and contiguous rows by TMA; scattered rows, and those of
+                            an expert's last, shorter stage, by cp.async, which can leave rows out
+    multiply  8 warps       adds up a tile's product, and puts it into shared memory, rounded, when it is complete
+    point     4 or 8 warps  the pointwise part of the tile that was put there last, with the rows of H it needs;
+                            in the kernels without one, TMA writes the tile out while the next one is added up
 
-The ring runs on across tiles, so that a tile's first stages are loaded while the last one is still multiplied.
+The ring runs on across tiles, so that a tile's first stages are loaded while the last one is still multiplied. Its
+barriers `full` count the loading threads, as each has copies of its own, and one for TMA's bytes.
+
+Everything is 16 bit, rows and weights as `roles` describes them. A tile is BM = 128 rows of one expert; rows behind the
+expert's last one are computed along where they come by TMA, zeros where they do not, and never stored.
 """
 
 from __future__ import annotations
@@ -37,6 +43,7 @@ _PIECE = gl.constexpr(64)  # columns of a product that are handed on at a time
 
 @gluon.jit
 def _place(tile, num_row_tiles, num_column_tiles, GROUP: gl.constexpr):
+    """As `gemm._place`."""
     group = tile // (GROUP * num_column_tiles)
     first = group * GROUP
     height = gl.minimum(num_row_tiles - first, GROUP)

@@ -19,7 +19,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from .configs import Config
 from .launch import cdiv
 from .tape import launch
-from .weights import Weights
+from .weights import Weights, describable
 
 if TYPE_CHECKING:
     from .expert_mlp import Run
@@ -181,14 +181,7 @@ def _point(cut: Config) -> dict[str, int]:
 
 def _fit(*tensors: Tensor) -> bool:
     """Whether TMA can describe them: rows of a multiple of 8 elements of 16 bit, each row aligned."""
-    return all(
-        t.dtype in _TYPES
-        and t.stride(-1) == 1
-        and t.shape[-1] % 8 == 0
-        and t.data_ptr() % 16 == 0
-        and all(s * t.element_size() % 16 == 0 for s in t.stride()[:-1])
-        for t in tensors
-    )
+    return all(t.dtype in _TYPES and t.shape[-1] % 8 == 0 and describable(t) for t in tensors)
 
 
 def _weights(weights: Sequence[Weights], *, backward: bool, columns: int) -> list[TensorDescriptor] | None:
@@ -209,4 +202,4 @@ def _describe(tensor: Tensor, *block: int) -> TensorDescriptor:
 
 @functools.cache
 def _layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
-    return gl.NVMMASharedLayout.get_default_for(list(block), _TYPES[dtype])
+    return gl.NVMMASharedLayout.get_default_for(list(block), _TYPES[dtype])  # pyright: ignore[reportCallIssue]

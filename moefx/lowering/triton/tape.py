@@ -217,16 +217,10 @@ def constant(tensor: Tensor) -> Tensor:
 
 
 def launch(
-    kernel: Any,
-    grid: tuple[int, ...],
-    args: Sequence[Any],
-    constants: Mapping[str, Any],
-    *,
-    warps: int = 4,
-    stages: int | None = None,
+    kernel: Any, grid: tuple[int, ...], args: Sequence[Any], constants: Mapping[str, Any], **options: int
 ) -> None:
     """`launch.launch`, recorded."""
-    run = launching.launch(kernel, grid, args, constants, warps=warps, stages=stages)
+    run = launching.launch(kernel, grid, args, constants, **options)
     if (tape := getattr(_state, "tape", None)) is not None:
         tape.launched(run, args)
 

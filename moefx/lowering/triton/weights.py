@@ -56,14 +56,6 @@ class Weights:
                 return [Weights(g[0], constant(t), out_dim) for g, t in zip(groups, tables, strict=True)]
         return [Weights(apply(lambda *p: _copy(p, dtype), *group), None, out_dim) for group in groups]
 
-    @property
-    def num_out(self) -> int:
-        return self.tensor.shape[-2 + self.out_dim]
-
-    @property
-    def num_in(self) -> int:
-        return self.tensor.shape[-1 - self.out_dim]
-
     def columns(self, start: int | None, stop: int | None, step: int | None) -> Weights:
         """Some of the output columns."""
         if (start, stop, step) == (None, None, 1):
@@ -86,9 +78,8 @@ class Weights:
             access = "table, unaligned" if self.offset % 16 else "table"
             return Operand(self.table, 0, column, inner, access, columns_first)
         expert = self.tensor.stride(0)
-        if block is not None and _describable(self.tensor):
-            shape = [1, *(block if columns_first else reversed(block))]
-            described = TensorDescriptor(self.tensor, list(self.tensor.shape), list(self.tensor.stride()), shape)
+        if block is not None and describable(self.tensor):
+            described = describe(self.tensor, 1, *(block if columns_first else reversed(block)))
             return Operand(described, expert, column, inner, "descriptor", columns_first)
         return Operand(self.tensor, expert, column, inner, "strided", columns_first)
 
@@ -105,10 +96,15 @@ class Operand:
     columns_first: bool
 
 
-def _describable(tensor: Tensor) -> bool:
+def describable(tensor: Tensor) -> bool:
+    """Whether TMA takes it: the last dimension contiguous, the others at multiples of 16 bytes."""
     *outer, inner = tensor.stride()
     aligned = all(s * tensor.element_size() % 16 == 0 for s in outer)
     return inner == 1 and aligned and tensor.data_ptr() % 16 == 0 and tensor.numel() > 0
+
+
+def describe(tensor: Tensor, *block: int) -> TensorDescriptor:
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block))
 
 
 def _copy(parameters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

@@ -101,5 +101,8 @@ def test_default_configurations():
 def test_everything(target, dtype):
     lines = compiled("--targets", target, "--dtypes", dtype, "--everything")
     check(lines)
-    takes_roles = target == "sm90" and dtype in ("bfloat16", "float16")
-    assert {line["kernel"] for line in lines} == kernels(target if takes_roles else "")
+    if target == "sm90" and dtype in ("bfloat16", "float16"):  # which has a better one, or does it in two steps
+        expected = kernels(target) - {"act_backward_kernel"}
+    else:
+        expected = kernels()
+    assert {line["kernel"] for line in lines} == expected
