@@ -60,9 +60,9 @@ def test_every_kind_of_node_and_argument():
         indices = g.call_function(operator.getitem, (pair, 1))
         g.output({"out": [total, (indices,)], "same": weight, "linear": linear, "flag": True, "none": None})
 
-    block, x = Block(), torch.randn(3, D)
+    block, x = Block(), 2 * torch.randn(3, D)
     result = graph_of(build).compile()(block, x, x)
-    total = torch.relu(-1 - x.clamp(max=3).double()[:2, ..., None])
+    total = 2 * torch.relu(-1 - x.clamp(max=3).double()[:2, ..., None])  # of two equal ones
     torch.testing.assert_close(result["out"][0], total)
     torch.testing.assert_close(result["out"][1][0], total.max(0).indices)
     torch.testing.assert_close(result["linear"], x @ block.experts[0].up.weight.T)
