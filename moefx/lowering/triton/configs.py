@@ -31,7 +31,8 @@ class Config:
         slices: of the pointwise part in `act_backward_kernel`.
         fused: the pointwise part is in the GEMM ("up", "act_backward"); else it has a kernel of its own, and the
             GEMM is one of `rows_kernel`.
-        gather_first: gather the rows into a buffer before the GEMM ("grad_up", "grad_down").
+        gather_first: gather the rows into a buffer before the GEMM ("grad_up", "grad_down"; "up" and "act_backward"
+            where they are not fused).
         roles: the kernels of `hopper`, whose warps load, multiply or go on with the product, where they take the
             tensors. Of the rest only stages, group, fused, gather_first and, where there is a pointwise part, bn
             (128 or 256 columns of the product) count then.
@@ -196,6 +197,7 @@ def _hopper_candidates() -> dict[str, list[Config]]:
     ]
     separate = [
         r(fused=False),
+        r(fused=False, gather_first=True),
         c(128, 256, 64, 8, 4, fused=False),
         c(128, 256, 64, 8, 3, fused=False, persistent=1, flatten=True),
     ]

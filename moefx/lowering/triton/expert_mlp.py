@@ -67,7 +67,9 @@ class Run:
     """One call: its arguments as the kernels take them."""
 
     def __init__(self, args: Sequence[Any], body: str, keep: str, dtype: torch.dtype | None):
-        self.call = call = Call.of(args, body, keep, dtype)
+        call = Call.of(args, body, keep, dtype)
+        names = ("token_ids", "expert_offsets", "inverse", "w")  # of which the kernels take no strides
+        self.call = call = dataclasses.replace(call, **{name: _contiguous(getattr(call, name)) for name in names})
         self.up_widths, self.act_width, self.out_width = call.widths
         self.point: Pointwise = pointwise(body, tuple(self.up_widths))
         self.device, self.dtype = call.x.device, call.dtype
@@ -75,6 +77,8 @@ class Run:
         self.x = _rows_contiguous(call.x)
         self.up = Weights.alike(call.up, call.body.up[0].transposed, call.dtype)
         self.up_bias = [stacked_biases(b) for b in call.up_bias]
+        if len({b.stride() for b in self.up_bias if b is not None}) > 1:  # one kernel adds both
+            self.up_bias = [_contiguous(b) for b in self.up_bias]
         self.down = Weights.of(call.down, call.body.down.transposed, call.dtype)
         self.down_bias = stacked_biases(call.down_bias)
         # Where a kernel reads no weights, a pointer that may be loaded from.
@@ -233,6 +237,8 @@ class Run:
     ) -> None:
         width, inner = out.shape[1], terms[0].shape[1]
         cut = cut or self.config("grad_x" if backward else "down", width, inner)
+        if gather and cut.gather_first:
+            terms, gather = [self.gather(term) for term in terms], False
         if cut.roles:
             if roles.multiply_rows(
                 self, terms, weights, out, backward=backward, bias=bias, scale=scale, gather=gather, cut=cut
@@ -538,6 +544,10 @@ def _block(width: int, elements: int = 2048) -> tuple[int, int]:
     """(rows, columns) of a block in kernels that are bound by memory."""
     columns = min(next_power_of_2(width), elements)
     return max(1, elements // columns), columns
+
+
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    return tensor if tensor is None or tensor.is_contiguous() else apply(Tensor.contiguous, tensor)
 
 
 def _rows_contiguous(tensor: Tensor) -> Tensor:

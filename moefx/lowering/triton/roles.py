@@ -7,14 +7,11 @@ multiple of 16 bytes, and the last is a multiple of 8. Separate parameters that 
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .configs import Config
 from .launch import cdiv
@@ -27,7 +24,7 @@ if TYPE_CHECKING:
 # What registers and shared memory have room for. Products with a pointwise part may be half as wide (`Config.bn`):
 # with twice as many warps for that part.
 _BM, _BN, _BK, _WARPS = 128, 256, 64, 8
-_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+_TYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}  # Gluon's names
 
 
 def project_up(run: Run, hidden: Sequence[Tensor] | None, act: Tensor | None, cut: Config) -> bool:
@@ -36,7 +33,7 @@ def project_up(run: Run, hidden: Sequence[Tensor] | None, act: Tensor | None, cu
     parts, width = run.part_weights(), run.act_width
     paired = point.num_parts == 2 and not point.joined
     w = _weights(parts[: 2 if paired else 1], backward=False, columns=cut.bn // 2 if paired else cut.bn)
-    if w is None or not _fit(run.x, *(t for t in (*(hidden or ()), act) if t is not None)):
+    if width % 8 or w is None or not _fit(run.x, *(t for t in (*(hidden or ()), act) if t is not None)):
         return False
     bias0, bias1 = run.part_biases()
     h0, h1 = run.parts(hidden) if hidden else (run.x, run.x)
@@ -100,7 +97,8 @@ def multiply_rows(
 
 
 def takes_act_backward(run: Run, grad: Tensor, hidden: Sequence[Tensor], cut: Config) -> bool:
-    return _fit(grad, *hidden) and _weights([run.down], backward=True, columns=cut.bn) is not None
+    fit = run.act_width % 8 == 0 and _fit(grad, *hidden)
+    return fit and _weights([run.down], backward=True, columns=cut.bn) is not None
 
 
 def act_backward(
@@ -170,8 +168,9 @@ def _launch(
     **more: int,
 ) -> None:
     constants |= dict(BM=_BM, BN=bn, BK=_BK, STAGES=cut.stages, GROUP=cut.group, **more)
-    # Gluon is experimental: not imported before `config` has chosen it (see `configs.HAS_ROLES`).
-    function = getattr(importlib.import_module(".hopper", __package__), f"hopper_{kernel}_kernel")
+    from . import hopper  # experimental Gluon: not before `config` has chosen it (see `configs.HAS_ROLES`)
+
+    function = getattr(hopper, f"hopper_{kernel}_kernel")
     launch(function, run.grid(cut, num_tiles), args, constants, warps=_WARPS)
 
 
@@ -184,7 +183,7 @@ def _fit(*tensors: Tensor) -> bool:
     return all(t.dtype in _TYPES and t.shape[-1] % 8 == 0 and describable(t) for t in tensors)
 
 
-def _weights(weights: Sequence[Weights], *, backward: bool, columns: int) -> list[TensorDescriptor] | None:
+def _weights(weights: Sequence[Weights], *, backward: bool, columns: int) -> list[Any] | None:
     """Described for boxes of so many columns; None if they cannot be."""
     described = []
     for w in weights:
@@ -195,11 +194,16 @@ def _weights(weights: Sequence[Weights], *, backward: bool, columns: int) -> lis
     return described
 
 
-def _describe(tensor: Tensor, *block: int) -> TensorDescriptor:
+def _describe(tensor: Tensor, *block: int) -> Any:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
     layout = _layout(block, tensor.dtype)
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block), layout)
 
 
 @functools.cache
 def _layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
-    return gl.NVMMASharedLayout.get_default_for(list(block), _TYPES[dtype])  # pyright: ignore[reportCallIssue]
+    from triton.experimental.gluon import language as gl
+
+    dtype_of_gluon = getattr(gl, _TYPES[dtype])
+    return gl.NVMMASharedLayout.get_default_for(list(block), dtype_of_gluon)  # pyright: ignore[reportCallIssue]

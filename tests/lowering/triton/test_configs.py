@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -50,3 +52,9 @@ def test_the_interpreter_leaves_no_trace(monkeypatch):
     monkeypatch.setattr(configs, "_used", {})
     configs.config("up", CPU, torch.float32, SHAPE)
     assert not triton.configurations()
+
+
+def test_gluon_is_not_imported_before_it_is_chosen():
+    program = "import sys, moefx.lowering.triton.expert_mlp; print('moefx.lowering.triton.hopper' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False"]

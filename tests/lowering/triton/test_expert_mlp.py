@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moefx.ir.body import ExpertBody, Gemm
 from moefx.lowering import select
 from moefx.lowering.triton import expert_mlp
 from moefx.lowering.triton.configs import Config
@@ -19,6 +20,7 @@ SMALL = Config(32, 32, 16, warps=4, stages=2, group=2, slices=2)
 CONFIGS = {
     "sliced": SMALL,
     "separate": dataclasses.replace(SMALL, fused=False),
+    "gathered": dataclasses.replace(SMALL, fused=False, gather_first=True),
     "quarters": dataclasses.replace(SMALL, bn=64, slices=4, persistent=1),
     "descriptors": dataclasses.replace(SMALL, descriptors=True, store_descriptors=True, persistent=1, slices=1),
     "flattened": dataclasses.replace(SMALL, descriptors=True, persistent=1, flatten=True, slices=1),
@@ -158,3 +160,56 @@ def test_halves_of_separate_parameters_at_odd_widths(device, monkeypatch):
         return dataclasses.replace(layer, up=both, body=body)
 
     check(make, device, torch.float32, random_routing(20, 2, 4), 13, 7, keep="h", reduce=True)
+
+
+def test_arguments_need_not_be_contiguous(device, monkeypatch):
+    monkeypatch.setattr(expert_mlp, "config", lambda *_: SMALL)
+    layer = on(device, LINEAR["swiglu_list"](4, 32, 16), torch.float32)
+    routing = random_routing(20, 2, 4, torch.float32)
+    routing = Routing(routing.topk_ids.to(device), routing.topk_weights.to(device), 4)
+    token_ids, _, offsets, inverse, w = routing.build()
+    x = torch.randn(20, 32, device=device)
+
+    def every_other(t: Tensor) -> Tensor:
+        return torch.stack([t, t + 1], -1)[..., 0]
+
+    results = []
+    for change in (lambda t: t, every_other):
+        args = (x, *map(change, (token_ids, offsets, inverse, w)), layer.up, [], layer.down, [])
+        out, *kept = expert_mlp.expert_mlp(*args, body=layer.text, keep="h", reduce=True)
+        options = dict(body=layer.text, keep="h", reduce=True, needs=[True, True, True, False, True, False])
+        results.append([out, *expert_mlp.expert_mlp_backward(out, *args, kept, **options)])
+    for want, got in zip(*results, strict=True):
+        assert torch.equal(want, got)
+
+
+def two_biased_projections(num_experts: int, d: int, h: int, dtype: torch.dtype = torch.float64) -> Layer:
+    """Of the biases one is a half of a stack of both, so that their strides differ."""
+    up = [torch.randn(num_experts, h, d, dtype=dtype) for _ in range(2)]
+    down = torch.randn(num_experts, d, h, dtype=dtype)
+    biases = [torch.randn(num_experts, 2 * h, dtype=dtype)[:, :h], torch.randn(num_experts, h, dtype=dtype)]
+
+    def expert(layer: Layer, i: int, x: Tensor, w: Tensor) -> Tensor:
+        gate, other = (x @ layer.up[g][i].mT + layer.up_bias[g][i] for g in range(2))
+        return torch.nn.functional.silu(gate) * other @ layer.down[0][i].mT
+
+    body = ExpertBody(
+        up=(Gemm(1, True, bias=True), Gemm(1, True, bias=True)),
+        parts=((0, None, None, 1), (1, None, None, 1)),
+        act=("mul.Tensor", ("silu", "a0"), "a1"),
+        down=Gemm(1, True),
+    )
+    return Layer(body, up, biases, [down], [], expert)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_biases_of_two_projections_need_not_have_equal_strides(device, monkeypatch, fused):
+    monkeypatch.setattr(expert_mlp, "config", lambda *_: dataclasses.replace(SMALL, fused=fused))
+
+    def with_strides(layer: Layer) -> Layer:
+        wide, other = (b.detach() for b in layer.up_bias)
+        wide = torch.cat([wide, wide + 1], 1)[:, : wide.shape[1]]
+        return dataclasses.replace(layer, up_bias=[wide.requires_grad_(), other.requires_grad_()])
+
+    routing = random_routing(37, 2, 4)
+    check(two_biased_projections, device, torch.float32, routing, 20, 12, with_strides, keep="h", reduce=True)
