@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 from importlib import metadata
@@ -74,7 +75,7 @@ def run_tiny_block(device: str, dtype: torch.dtype) -> list[tuple[str, str]]:
 
 def kernels() -> dict[str, str]:
     """How a GPU's kernels are cut for a layer of middle size, and why."""
-    if not torch.cuda.is_available() or versions()["triton"] == "not installed":
+    if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
         return {"triton": "not used: no GPU, or no Triton"}
     from .lowering.triton import configs
 

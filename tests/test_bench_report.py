@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from moefx import cli
-from moefx.bench import report
+from moefx.bench import CEILING, report
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "moe_h200.jsonl"
 
@@ -22,7 +22,7 @@ def results(tmp_path):
         {"environment": {"versions": {"torch": "2.11"}, "devices": {"accelerator": "a GPU"}}},
         row("a", "moefx", 9.0),
         row("a", "moefx", 4.0),
-        row("a", report.CEILING, 3.0),
+        row("a", CEILING, 3.0),
         row("b", "moefx", 1.0),
         dict(shape="b", peer="another", error="out of memory"),
     ]

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import CEILING
 from .shapes import Shape, swiglu
 
 
@@ -121,5 +122,5 @@ def bmm_ceiling(inputs: Inputs) -> Work:
 PEERS: dict[str, Callable[[Inputs], Work]] = {
     "moefx": moefx,
     "torch grouped_mm": torch_grouped_mm,
-    "BMM ceiling": bmm_ceiling,
+    CEILING: bmm_ceiling,
 }

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-CEILING = "BMM ceiling"
+from . import CEILING
+
 Results = dict[str, dict[str, Mapping[str, Any]]]  # shape -> peer -> row
 
 

@@ -49,7 +49,7 @@ def project_up(run: Run, hidden: Sequence[Tensor] | None, act: Tensor | None, cu
         PARTS=point.num_parts,
         JOINED=point.joined,
         GATHER=True,
-        COLUMNS_FIRST=parts[0].out_dim == 0,
+        COLUMNS_FIRST=parts[0].columns_first(backward=False),
         HAS_BIAS=bias0 is not None,
         USES_WEIGHT=point.uses_weight,
         STORE_H=hidden is not None,
@@ -88,7 +88,7 @@ def multiply_rows(
         SCALE=scale,
         TERMS=len(terms),
         GATHER=gather,
-        COLUMNS_FIRST=(weights[0].out_dim == 0) != backward,
+        COLUMNS_FIRST=weights[0].columns_first(backward=backward),
         HAS_BIAS=bias is not None,
         HAS_SCALE=scale is not None,
     )
@@ -128,7 +128,7 @@ def act_backward(
         PARTS=point.num_parts,
         JOINED=point.joined,
         GATHER=gather,
-        COLUMNS_FIRST=run.down.out_dim == 1,
+        COLUMNS_FIRST=run.down.columns_first(backward=True),
         HAS_SCALE=point.scale is not None,
         USES_WEIGHT=point.uses_weight,
         STORE_ACT=scaled_act is not None,
@@ -189,8 +189,8 @@ def _weights(weights: Sequence[Weights], *, backward: bool, columns: int) -> lis
     for w in weights:
         if w.table is not None or not _fit(w.tensor):
             return None
-        columns_first = (w.out_dim == 0) != backward
-        described.append(_describe(w.tensor, 1, *((columns, _BK) if columns_first else (_BK, columns))))
+        block = (columns, _BK) if w.columns_first(backward=backward) else (_BK, columns)
+        described.append(_describe(w.tensor, 1, *block))
     return described
 
 

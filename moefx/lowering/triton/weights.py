@@ -65,15 +65,19 @@ class Weights:
         table = None if self.table is None else constant(self.table + offset)
         return Weights(part, table, self.out_dim, self.offset + offset)
 
+    def columns_first(self, *, backward: bool) -> bool:
+        """Whether a matrix is stored as [column, inner] of the GEMM (see `operand`)."""
+        return (self.out_dim == 0) != backward
+
     def operand(self, *, backward: bool, block: tuple[int, int] | None) -> Operand:
         """For a GEMM that sums over the inputs, or (`backward`) over the outputs.
 
         Args:
             block: (BN, BK) of a tensor descriptor; None for pointers. Taken as a wish.
         """
-        column_dim = 1 - self.out_dim if backward else self.out_dim
-        column, inner = self.tensor.stride(-2 + column_dim), self.tensor.stride(-1 - column_dim)
-        columns_first = column_dim == 0
+        columns_first = self.columns_first(backward=backward)
+        first, second = self.tensor.stride()[-2:]
+        column, inner = (first, second) if columns_first else (second, first)
         if self.table is not None:
             access = "table, unaligned" if self.offset % 16 else "table"
             return Operand(self.table, 0, column, inner, access, columns_first)
