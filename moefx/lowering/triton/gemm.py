@@ -45,7 +45,7 @@ def schedule_kernel(expert_offsets, schedule, max_tiles, E: tl.constexpr, E_BINS
 
 
 @triton.jit
-def _place(tile, num_row_tiles, num_column_tiles, GROUP: tl.constexpr):
+def place(tile, num_row_tiles, num_column_tiles, GROUP: tl.constexpr):
     """(row tile, column tile): GROUP row tiles at a time, and all their columns."""
     group = tile // (GROUP * num_column_tiles)
     first = group * GROUP
@@ -173,7 +173,7 @@ def _up_tile(
     PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    m, n = _place(tile, num_row_tiles, tl.cdiv(width, BN), GROUP)
+    m, n = place(tile, num_row_tiles, tl.cdiv(width, BN), GROUP)
     expert, first_row = tl.load(schedule + m), tl.load(schedule + max_tiles + m)
     row = first_row + tl.arange(0, BM)
     end = tl.load(expert_offsets + expert + 1)
@@ -317,7 +317,7 @@ def _rows_tile(
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    m, n = _place(tile, num_row_tiles, tl.cdiv(width, BN), GROUP)
+    m, n = place(tile, num_row_tiles, tl.cdiv(width, BN), GROUP)
     expert, first_row = tl.load(schedule + m), tl.load(schedule + max_tiles + m)
     row = first_row + tl.arange(0, BM)
     end = tl.load(expert_offsets + expert + 1)
@@ -432,7 +432,7 @@ def _act_backward_tile(
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    m, n = _place(tile, num_row_tiles, tl.cdiv(width, BN), GROUP)
+    m, n = place(tile, num_row_tiles, tl.cdiv(width, BN), GROUP)
     expert, first_row = tl.load(schedule + m), tl.load(schedule + max_tiles + m)
     row = first_row + tl.arange(0, BM)
     is_mine = row < tl.load(expert_offsets + expert + 1)
@@ -584,7 +584,7 @@ def _outer_tile(
     num_row_tiles, num_column_tiles = tl.cdiv(height, BM), tl.cdiv(width, BN)
     expert = tile // (num_row_tiles * num_column_tiles)
     within = tile - expert * (num_row_tiles * num_column_tiles)
-    m, n = _place(within, num_row_tiles, num_column_tiles, GROUP)
+    m, n = place(within, num_row_tiles, num_column_tiles, GROUP)
     begin, end = tl.load(expert_offsets + expert), tl.load(expert_offsets + expert + 1)
     i, j = m * BM + tl.arange(0, BM), n * BN + tl.arange(0, BN)
     i_safe, j_safe = _within(i, height, EVEN, VECTOR), _within(j, width, EVEN, VECTOR)

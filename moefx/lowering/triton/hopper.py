@@ -29,6 +29,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .gemm import place
+
 # Names of triton 3.6 and of later versions.
 _tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
@@ -39,16 +41,6 @@ _as = getattr(_memory, "reinterpret", None) or _memory._reinterpret
 
 _LOADERS = gl.constexpr(128)  # threads that load
 _PIECE = gl.constexpr(64)  # columns of a product that are handed on at a time
-
-
-@gluon.jit
-def _place(tile, num_row_tiles, num_column_tiles, GROUP: gl.constexpr):
-    """As `gemm._place`."""
-    group = tile // (GROUP * num_column_tiles)
-    first = group * GROUP
-    height = gl.minimum(num_row_tiles - first, GROUP)
-    within = tile - group * (GROUP * num_column_tiles)
-    return first + within % height, within // height
 
 
 @gluon.jit
@@ -132,7 +124,7 @@ def _outer_place(tile, height, width, expert_offsets, BM: gl.constexpr, BN: gl.c
     num_row_tiles, num_column_tiles = gl.cdiv(height, BM), gl.cdiv(width, BN)
     expert = tile // (num_row_tiles * num_column_tiles)
     within = tile - expert * (num_row_tiles * num_column_tiles)
-    m, n = _place(within, num_row_tiles, num_column_tiles, GROUP)
+    m, n = place(within, num_row_tiles, num_column_tiles, GROUP)
     begin, end = gl.load(expert_offsets + expert), gl.load(expert_offsets + expert + 1)
     return expert, m, n, begin, end
 
@@ -263,7 +255,7 @@ def _rows_place(
     tile, width, expert_offsets, schedule, max_tiles, BM: gl.constexpr, TILE: gl.constexpr, GROUP: gl.constexpr
 ):
     """Of a tile: expert, first row, number of the columns' tile, and the row behind the expert's last one."""
-    m, n = _place(tile, gl.load(schedule + 2 * max_tiles), gl.cdiv(width, TILE), GROUP)
+    m, n = place(tile, gl.load(schedule + 2 * max_tiles), gl.cdiv(width, TILE), GROUP)
     expert, first_row = gl.load(schedule + m), gl.load(schedule + max_tiles + m)
     return expert, first_row, n, gl.load(expert_offsets + expert + 1)
 
