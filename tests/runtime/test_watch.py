@@ -42,5 +42,10 @@ def test_the_check_is_cheap():
     watch = AbsorbedModules(block, absorbed_names(block, block_graph(256)))
     watch.check()
     assert len(watch.modules) == 1281
-    # 35 us on an idle core, 1 % of the host time of such a layer; the bound leaves room for a busy machine.
-    assert min(timeit.repeat(watch.check, number=20, repeat=10)) / 20 < 250e-6
+    # 35 us on an idle core, 1 % of the host time of such a layer. What a slow or busy machine does to that, it does to
+    # the look at one module after another too, of which the check is a twelfth.
+    checks, looks = [], []
+    for _ in range(10):
+        checks.append(timeit.timeit(watch.check, number=10) / 10)
+        looks.append(timeit.timeit(lambda: watch.inspect(""), number=1))
+    assert min(checks) < min(looks) / 4
