@@ -187,14 +187,10 @@ class Run:
             *(bias0, bias1, *((0, 0) if bias0 is None else bias0.stride())),
             *(self.w, h0, h1, h0.stride(0), self.x if act is None else act, *described, width, inner),
         )
-        constants = dict(
-            ACT=point.act,
-            PARTS=point.num_parts,
-            JOINED=point.joined,
+        constants = point.act_constants | dict(
             WEIGHT=w0.access,
             COLUMNS_FIRST=w0.columns_first,
             HAS_BIAS=bias0 is not None,
-            USES_WEIGHT=point.uses_weight,
             STORE_H=hidden is not None,
             STORE_ACT=act is not None,
             OUT_DESCRIPTOR=describe_out,
@@ -203,20 +199,13 @@ class Run:
 
     def activate(self, hidden: Sequence[Tensor], act: Tensor) -> None:
         """The pointwise part by itself."""
-        point, width = self.point, self.act_width
+        width = self.act_width
         (h0, h1), (bt, bd) = self.parts(hidden), _block(width)
         launch(
             rows.act_kernel,
             (cdiv(self.call.num_rows, bt), cdiv(width, bd)),
             (h0, h1, h0.stride(0), self.call.expert_offsets, self.w, act, width, self.num_experts),
-            dict(
-                ACT=point.act,
-                PARTS=point.num_parts,
-                JOINED=point.joined,
-                USES_WEIGHT=point.uses_weight,
-                BT=bt,
-                BD=bd,
-            ),
+            self.point.act_constants | dict(BT=bt, BD=bd),
         )
 
     def project_down(self, act: Tensor, out: Tensor, scaled: bool, cut: Config | None = None) -> None:
@@ -399,27 +388,17 @@ class Run:
         if need_w and num_sums:
             dots = self.empty(num_partials * num_sums, call.num_rows, torch.float32)
         (h0, h1), (dh0, dh1) = self.parts(hidden), self.parts(grad_hidden)
+        constants = point.vjp_constants | dict(STORE_ACT=scaled_act is not None, STORE_DOTS=dots is not None)
         if not cut.fused:
             grad_act = self.empty(call.num_rows, width) if scaled_act is None else scaled_act
             self.multiply_rows([grad], [self.down], grad_act, backward=True, gather=gather, cut=cut)
             bt, bd = _block(width)
             args = (grad_act, h0, h1, dh0, dh1, h0.stride(0), call.expert_offsets, self.w, dots, call.num_rows)
-            constants = dict(
-                VJP=point.vjp,
-                SCALE=point.scale,
-                PARTS=point.num_parts,
-                JOINED=point.joined,
-                HAS_SCALE=point.scale is not None,
-                USES_WEIGHT=point.uses_weight,
-                STORE_ACT=scaled_act is not None,
-                STORE_DOTS=dots is not None,
-                BT=bt,
-                BD=bd,
-            )
-            launch(rows.act_vjp_kernel, (cdiv(call.num_rows, bt),), (*args, width, self.num_experts), constants)
+            args = (*args, width, self.num_experts)
+            launch(rows.act_vjp_kernel, (cdiv(call.num_rows, bt),), args, constants | dict(BT=bt, BD=bd))
             return dots, num_partials
         if cut.roles:
-            roles.act_backward(self, grad, gather, (h0, h1), (dh0, dh1), scaled_act, dots, cut)
+            roles.act_backward(self, grad, gather, (h0, h1), (dh0, dh1), scaled_act, dots, constants, cut)
             return dots, num_partials
         schedule, max_tiles = self.schedule(cut.bm)
         w = self.down.operand(backward=True, block=(cut.bn, cut.bk) if cut.descriptors else None)
@@ -428,20 +407,7 @@ class Run:
             *(w.source, w.expert, w.column, w.inner, self.w, h0, h1, dh0, dh1, h0.stride(0)),
             *(scaled_act, dots, call.num_rows, width, inner),
         )
-        constants = dict(
-            VJP=point.vjp,
-            SCALE=point.scale,
-            PARTS=point.num_parts,
-            JOINED=point.joined,
-            GATHER=gather,
-            WEIGHT=w.access,
-            COLUMNS_FIRST=w.columns_first,
-            HAS_SCALE=point.scale is not None,
-            USES_WEIGHT=point.uses_weight,
-            STORE_ACT=scaled_act is not None,
-            STORE_DOTS=dots is not None,
-            SLICES=cut.slices,
-        )
+        constants |= dict(GATHER=gather, WEIGHT=w.access, COLUMNS_FIRST=w.columns_first, SLICES=cut.slices)
         self.launch_gemm(gemm.act_backward_kernel, cut, max_tiles * num_partials, width, inner, args, constants)
         return dots, num_partials
 

@@ -55,6 +55,26 @@ def place(tile, num_row_tiles, num_column_tiles, GROUP: tl.constexpr):
 
 
 @triton.jit
+def rows_place(
+    tile, num_row_tiles, width, expert_offsets, schedule, max_tiles, TILE: tl.constexpr, GROUP: tl.constexpr
+):
+    """Of a tile of rows: expert, first row, number of the columns' tile, and the row behind the expert's last one."""
+    m, n = place(tile, num_row_tiles, tl.cdiv(width, TILE), GROUP)
+    expert, first_row = tl.load(schedule + m), tl.load(schedule + max_tiles + m)
+    return expert, first_row, n, tl.load(expert_offsets + expert + 1)
+
+
+@triton.jit
+def outer_place(tile, height, width, expert_offsets, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
+    """Of a tile of an expert's [height,width]: expert, numbers of the tile, and the expert's first and last rows."""
+    num_row_tiles, num_column_tiles = tl.cdiv(height, BM), tl.cdiv(width, BN)
+    expert = tile // (num_row_tiles * num_column_tiles)
+    within = tile - expert * (num_row_tiles * num_column_tiles)
+    m, n = place(within, num_row_tiles, num_column_tiles, GROUP)
+    return expert, m, n, tl.load(expert_offsets + expert), tl.load(expert_offsets + expert + 1)
+
+
+@triton.jit
 def _matrix(w, w_expert, expert, like, WEIGHT: tl.constexpr):
     """The pointer to an expert's matrix; a descriptor is left as it is."""
     if WEIGHT == "table":
@@ -173,10 +193,8 @@ def _up_tile(
     PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    m, n = place(tile, num_row_tiles, tl.cdiv(width, BN), GROUP)
-    expert, first_row = tl.load(schedule + m), tl.load(schedule + max_tiles + m)
+    expert, first_row, n, end = rows_place(tile, num_row_tiles, width, expert_offsets, schedule, max_tiles, BN, GROUP)
     row = first_row + tl.arange(0, BM)
-    end = tl.load(expert_offsets + expert + 1)
     is_mine, is_full = row < end, first_row + BM <= end
     column, ks = n * BN + tl.arange(0, BN), tl.arange(0, BK)
     token = tl.load(token_ids + row, mask=is_mine, other=0)
@@ -317,10 +335,8 @@ def _rows_tile(
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    m, n = place(tile, num_row_tiles, tl.cdiv(width, BN), GROUP)
-    expert, first_row = tl.load(schedule + m), tl.load(schedule + max_tiles + m)
+    expert, first_row, n, end = rows_place(tile, num_row_tiles, width, expert_offsets, schedule, max_tiles, BN, GROUP)
     row = first_row + tl.arange(0, BM)
-    end = tl.load(expert_offsets + expert + 1)
     is_mine = row < end
     if GATHER:
         left_row = tl.load(token_ids + row, mask=is_mine, other=0)
@@ -432,10 +448,9 @@ def _act_backward_tile(
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    m, n = place(tile, num_row_tiles, tl.cdiv(width, BN), GROUP)
-    expert, first_row = tl.load(schedule + m), tl.load(schedule + max_tiles + m)
+    expert, first_row, n, end = rows_place(tile, num_row_tiles, width, expert_offsets, schedule, max_tiles, BN, GROUP)
     row = first_row + tl.arange(0, BM)
-    is_mine = row < tl.load(expert_offsets + expert + 1)
+    is_mine = row < end
     column = n * BN + tl.arange(0, BN)
     w_columns = _within(column, width, EVEN_N, VECTOR)
     if GATHER:
@@ -581,11 +596,7 @@ def _outer_tile(
     PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    num_row_tiles, num_column_tiles = tl.cdiv(height, BM), tl.cdiv(width, BN)
-    expert = tile // (num_row_tiles * num_column_tiles)
-    within = tile - expert * (num_row_tiles * num_column_tiles)
-    m, n = place(within, num_row_tiles, num_column_tiles, GROUP)
-    begin, end = tl.load(expert_offsets + expert), tl.load(expert_offsets + expert + 1)
+    expert, m, n, begin, end = outer_place(tile, height, width, expert_offsets, BM, BN, GROUP)
     i, j = m * BM + tl.arange(0, BM), n * BN + tl.arange(0, BN)
     i_safe, j_safe = _within(i, height, EVEN, VECTOR), _within(j, width, EVEN, VECTOR)
     acc = tl.zeros((BM, BN), tl.float32)

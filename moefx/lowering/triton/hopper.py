@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .gemm import place
+from .gemm import outer_place, rows_place
 
 # Names of triton 3.6 and of later versions.
 _tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -37,10 +37,10 @@ _tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_globa
 _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 _memory = gl.shared_memory_descriptor
-_as = getattr(_memory, "reinterpret", None) or _memory._reinterpret
+view = getattr(_memory, "reinterpret", None) or _memory._reinterpret
 
 _LOADERS = gl.constexpr(128)  # threads that load
-_PIECE = gl.constexpr(64)  # columns of a product that are handed on at a time
+PIECE = gl.constexpr(64)  # columns of a product that are handed on at a time
 
 
 @gluon.jit
@@ -61,6 +61,22 @@ def _multiply_block(acc, a, b, full, empty, block, is_first, STAGES: gl.constexp
 
 
 @gluon.jit
+def multiply_blocks(
+    acc, row_buffers, w_buffers, full, empty, first, number, COLUMNS_FIRST: gl.constexpr, FENCE: gl.constexpr
+):
+    """acc + rows @ weights of the ring's next stages, all handed back."""
+    STAGES: gl.constexpr = row_buffers.shape[0]
+    for block in range(first, first + number):
+        a, b = row_buffers.index(block % STAGES), w_buffers.index(block % STAGES)
+        if COLUMNS_FIRST:
+            b = b.permute((1, 0))
+        acc = _multiply_block(acc, a, b, full, empty, block, block == first, STAGES, FENCE)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(empty.index((first + number + STAGES - 1) % STAGES), count=1)
+    return acc
+
+
+@gluon.jit
 def _rings(STAGES: gl.constexpr):
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -72,7 +88,22 @@ def _rings(STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _eights(size):
+def row_ring(
+    dtype: gl.constexpr, BM: gl.constexpr, BK: gl.constexpr, W_COLUMNS: gl.constexpr, W_BUFFERS: gl.constexpr,
+    COLUMNS_FIRST: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Stages of rows [BM,BK] and of W_BUFFERS boxes of weights as they are stored, and their barriers."""
+    W_SHAPE: gl.constexpr = [W_COLUMNS, BK] if COLUMNS_FIRST else [BK, W_COLUMNS]
+    ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BK], dtype)
+    W: gl.constexpr = gl.NVMMASharedLayout.get_default_for(W_SHAPE, dtype)
+    row_buffers = gl.allocate_shared_memory(dtype, [STAGES, BM, BK], ROWS)
+    w_buffers = gl.allocate_shared_memory(dtype, [STAGES * W_BUFFERS, W_SHAPE[0], W_SHAPE[1]], W)
+    full, empty = _rings(STAGES)
+    return row_buffers, w_buffers, full, empty
+
+
+@gluon.jit
+def eights(size):
     """A multiple of 8, as all sizes and strides are here: so the compiler knows, and moves 16 bytes at a time."""
     return size // 8 * 8
 
@@ -81,8 +112,8 @@ def _eights(size):
 def _copy_rows(pointer, row_stride, row, mask, column, width, buffer, LAYOUT: gl.constexpr):
     """cp.async of rows; zeros where they are masked, and right of the width."""
     columns = column + gl.arange(0, buffer.shape[1], gl.SliceLayout(0, LAYOUT))
-    there = mask[:, None] & (columns < _eights(width))[None, :]
-    _copy(buffer, pointer + row[:, None].to(gl.int64) * _eights(row_stride) + columns[None, :], mask=there)
+    there = mask[:, None] & (columns < eights(width))[None, :]
+    _copy(buffer, pointer + row[:, None].to(gl.int64) * eights(row_stride) + columns[None, :], mask=there)
 
 
 @gluon.jit
@@ -92,7 +123,7 @@ def _halves(acc):
 
 
 @gluon.jit
-def _pieces(acc):
+def in_pieces(acc):
     """[BM,BN] by 64 columns, from left to right; elements stay in their threads."""
     left, right = _halves(acc)
     if acc.shape[1] == 128:
@@ -106,7 +137,7 @@ def _pieces(acc):
 
 
 @gluon.jit
-def _places(
+def places(
     row_stride, first_row, first_column, end, width, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr
 ):
     """Offsets of a block, and which of them are before row `end` and column `width`."""
@@ -117,16 +148,6 @@ def _places(
 
 # -- gradients of the weights: sums over each expert's rows
 # -------------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _outer_place(tile, height, width, expert_offsets, BM: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr):
-    num_row_tiles, num_column_tiles = gl.cdiv(height, BM), gl.cdiv(width, BN)
-    expert = tile // (num_row_tiles * num_column_tiles)
-    within = tile - expert * (num_row_tiles * num_column_tiles)
-    m, n = place(within, num_row_tiles, num_column_tiles, GROUP)
-    begin, end = gl.load(expert_offsets + expert), gl.load(expert_offsets + expert + 1)
-    return expert, m, n, begin, end
 
 
 @gluon.jit
@@ -144,7 +165,7 @@ def _outer_load(
     ks = gl.arange(0, BK, gl.SliceLayout(1, LAYOUT))
     block = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        _, m, n, begin, end = _outer_place(tile, height, width, expert_offsets, BM, BN, GROUP)
+        _, m, n, begin, end = outer_place(tile, height, width, expert_offsets, BM, BN, GROUP)
         tokens = ks
         if GATHER_LEFT or GATHER_RIGHT:
             tokens = gl.load(token_ids + begin + ks, mask=begin + ks < end, other=0)
@@ -189,7 +210,7 @@ def _outer_multiply(
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BN, 16])
     block = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        expert, m, n, begin, end = _outer_place(tile, height, width, expert_offsets, BM, BN, GROUP)
+        expert, m, n, begin, end = outer_place(tile, height, width, expert_offsets, BM, BN, GROUP)
         acc = gl.zeros([BM, BN], gl.float32, MMA)
         for k in range(begin, end, BK):
             a, b = left_buffers.index(block % STAGES).permute((1, 0)), right_buffers.index(block % STAGES)
@@ -197,14 +218,14 @@ def _outer_multiply(
             block += 1
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index((block + STAGES - 1) % STAGES), count=1, pred=begin < end)
-        pieces = _pieces(acc.to(staged.dtype))
+        pieces = in_pieces(acc.to(staged.dtype))
         tma.store_wait(0)  # those of the last tile; a tile that is not full has none to wait for later
-        for i in gl.static_range(BN // _PIECE):
+        for i in gl.static_range(BN // PIECE):
             tma.store_wait(1)
             staged.index(i % 2).store(pieces[i])
             fence_async_shared()
-            piece = _as(staged.index(i % 2), staged.dtype, [1, BM, _PIECE], out.layout)
-            _tma_store(out, [expert, m * BM, n * BN + i * _PIECE], piece)
+            piece = view(staged.index(i % 2), staged.dtype, [1, BM, PIECE], out.layout)
+            _tma_store(out, [expert, m * BM, n * BN + i * PIECE], piece)
     tma.store_wait(0)
 
 
@@ -219,10 +240,10 @@ def hopper_outer_kernel(
     num_tiles = num_experts * gl.cdiv(height, BM) * gl.cdiv(width, BN)
     LEFT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, BM], dtype)
     RIGHT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, BN], dtype)
-    OUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, _PIECE], out.dtype)
+    OUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, PIECE], out.dtype)
     left_buffers = gl.allocate_shared_memory(dtype, [STAGES, BK, BM], LEFT)
     right_buffers = gl.allocate_shared_memory(dtype, [STAGES, BK, BN], RIGHT)
-    staged = gl.allocate_shared_memory(out.dtype, [2, BM, _PIECE], OUT)
+    staged = gl.allocate_shared_memory(out.dtype, [2, BM, PIECE], OUT)
     full, empty = _rings(STAGES)
     gl.warp_specialize(
         [
@@ -251,17 +272,7 @@ def hopper_outer_kernel(
 
 
 @gluon.jit
-def _rows_place(
-    tile, width, expert_offsets, schedule, max_tiles, BM: gl.constexpr, TILE: gl.constexpr, GROUP: gl.constexpr
-):
-    """Of a tile: expert, first row, number of the columns' tile, and the row behind the expert's last one."""
-    m, n = place(tile, gl.load(schedule + 2 * max_tiles), gl.cdiv(width, TILE), GROUP)
-    expert, first_row = gl.load(schedule + m), gl.load(schedule + max_tiles + m)
-    return expert, first_row, n, gl.load(expert_offsets + expert + 1)
-
-
-@gluon.jit
-def _rows_load(
+def rows_load(
     rows, rows0_desc, rows1_desc, rows_row, token_ids, expert_offsets, schedule, max_tiles, w0, w1, width, inner,
     num_tiles, row_buffers, w_buffers, full, empty,
     TERMS: gl.constexpr, PAIRED: gl.constexpr, JOINED: gl.constexpr, GATHER: gl.constexpr, TILE: gl.constexpr,
@@ -276,8 +287,11 @@ def _rows_load(
     BYTES: gl.constexpr = 2 * ((0 if GATHER else BM * BK) + W_BUFFERS * w_buffers.shape[1] * w_buffers.shape[2])
     block = 0
     within = gl.arange(0, BM, gl.SliceLayout(1, LAYOUT))
+    num_row_tiles = gl.load(schedule + 2 * max_tiles)
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        expert, first_row, n, end = _rows_place(tile, width, expert_offsets, schedule, max_tiles, BM, TILE, GROUP)
+        expert, first_row, n, end = rows_place(
+            tile, num_row_tiles, width, expert_offsets, schedule, max_tiles, TILE, GROUP
+        )
         column = n * TILE * (2 if JOINED else 1)
         is_mine, tokens = first_row + within < end, within
         if GATHER:
@@ -293,11 +307,11 @@ def _rows_load(
                 else:
                     at = [expert, k, column]
                 if term == 0:
-                    _tma_load(w0, at, bar, _as(w, w.dtype, w0.block_type.shape, w0.layout))
+                    _tma_load(w0, at, bar, view(w, w.dtype, w0.block_type.shape, w0.layout))
                 if PAIRED:
                     w = w_buffers.index(block % STAGES * 2 + 1)
                 if PAIRED or term == 1:
-                    _tma_load(w1, at, bar, _as(w, w.dtype, w1.block_type.shape, w1.layout))
+                    _tma_load(w1, at, bar, view(w, w.dtype, w1.block_type.shape, w1.layout))
                 if GATHER:
                     _copy_rows(rows, rows_row, tokens, is_mine, k, inner, row_buffers.index(block % STAGES), LAYOUT)
                 elif term == 0:
@@ -315,24 +329,19 @@ def _rows_multiply(
     SCALE: gl.constexpr, TERMS: gl.constexpr, GATHER: gl.constexpr, BN: gl.constexpr, COLUMNS_FIRST: gl.constexpr,
     HAS_BIAS: gl.constexpr, HAS_SCALE: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    width = _eights(width)
-    STAGES: gl.constexpr = row_buffers.shape[0]
+    width = eights(width)
     BM: gl.constexpr = row_buffers.shape[1]
-    BK: gl.constexpr = row_buffers.shape[2]
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BN, 16])
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    block = 0
+    block, num_blocks = 0, TERMS * gl.cdiv(inner, row_buffers.shape[2])
+    num_row_tiles = gl.load(schedule + 2 * max_tiles)
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        expert, first_row, n, end = _rows_place(tile, width, expert_offsets, schedule, max_tiles, BM, BN, GROUP)
+        expert, first_row, n, end = rows_place(
+            tile, num_row_tiles, width, expert_offsets, schedule, max_tiles, BN, GROUP
+        )
         acc = gl.zeros([BM, BN], gl.float32, MMA)
-        for k in range(0, TERMS * gl.cdiv(inner, BK)):
-            a, b = row_buffers.index(block % STAGES), w_buffers.index(block % STAGES)
-            if COLUMNS_FIRST:
-                b = b.permute((1, 0))
-            acc = _multiply_block(acc, a, b, full, empty, block, k == 0, STAGES, GATHER)
-            block += 1
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(empty.index((block + STAGES - 1) % STAGES), count=1)
+        acc = multiply_blocks(acc, row_buffers, w_buffers, full, empty, block, num_blocks, COLUMNS_FIRST, GATHER)
+        block += num_blocks
         if HAS_BIAS:
             column = n * BN + gl.arange(0, BN, gl.SliceLayout(0, MMA))
             b_at = bias + expert.to(gl.int64) * bias_expert + column * bias_column
@@ -340,16 +349,16 @@ def _rows_multiply(
         if HAS_SCALE:
             row = first_row + gl.arange(0, BM, gl.SliceLayout(1, MMA))
             acc *= SCALE(gl.load(row_weights + row, mask=row < end, other=0.0).to(gl.float32))[:, None]
-        pieces = _pieces(acc.to(staged.dtype))
+        pieces = in_pieces(acc.to(staged.dtype))
         tma.store_wait(0)  # those of the last tile; a tile that is not full has none to wait for later
-        for i in gl.static_range(BN // _PIECE):
+        for i in gl.static_range(BN // PIECE):
             tma.store_wait(1)
             staged.index(i % 2).store(pieces[i])
             if first_row + BM <= end:
                 fence_async_shared()
-                _tma_store(out_desc, [first_row, n * BN + i * _PIECE], staged.index(i % 2))
+                _tma_store(out_desc, [first_row, n * BN + i * PIECE], staged.index(i % 2))
             else:  # the box would write into the next expert's rows
-                at, mask = _places(width, first_row, n * BN + i * _PIECE, end, width, BM, _PIECE, LAYOUT)
+                at, mask = places(width, first_row, n * BN + i * PIECE, end, width, BM, PIECE, LAYOUT)
                 gl.store(out + at, staged.index(i % 2).load(LAYOUT), mask=mask)
     tma.store_wait(0)
 
@@ -363,16 +372,10 @@ def hopper_rows_kernel(
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """See `gemm.rows_kernel`."""
-    dtype: gl.constexpr = w0.dtype
     num_tiles = gl.load(schedule + 2 * max_tiles) * gl.cdiv(width, BN)
-    W_SHAPE: gl.constexpr = [BN, BK] if COLUMNS_FIRST else [BK, BN]
-    ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BK], dtype)
-    W: gl.constexpr = gl.NVMMASharedLayout.get_default_for(W_SHAPE, dtype)
-    OUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, _PIECE], out.dtype.element_ty)
-    row_buffers = gl.allocate_shared_memory(dtype, [STAGES, BM, BK], ROWS)
-    w_buffers = gl.allocate_shared_memory(dtype, [STAGES, W_SHAPE[0], W_SHAPE[1]], W)
-    staged = gl.allocate_shared_memory(out.dtype.element_ty, [2, BM, _PIECE], OUT)
-    full, empty = _rings(STAGES)
+    OUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, PIECE], out.dtype.element_ty)
+    row_buffers, w_buffers, full, empty = row_ring(w0.dtype, BM, BK, BN, 1, COLUMNS_FIRST, STAGES)
+    staged = gl.allocate_shared_memory(out.dtype.element_ty, [2, BM, PIECE], OUT)
     gl.warp_specialize(
         [
             (
@@ -384,7 +387,7 @@ def hopper_rows_kernel(
                 ),
             ),
             (
-                _rows_load,
+                rows_load,
                 (
                     rows, rows0_desc, rows1_desc, rows_row, token_ids, expert_offsets, schedule, max_tiles, w0, w1,
                     width, inner, num_tiles, row_buffers, w_buffers, full, empty,
@@ -394,328 +397,4 @@ def hopper_rows_kernel(
         ],
         [4],
         [88],
-    )  # fmt: skip
-
-
-# -- GEMMs with the pointwise part behind them, in warps of its own
-# -------------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _point_multiply(
-    expert_offsets, schedule, max_tiles, bias0, bias1, bias_expert, bias_column, width, inner, num_tiles,
-    row_buffers, w_buffers, full, empty, staged, staged_full, staged_empty,
-    FENCE: gl.constexpr, PAIRED: gl.constexpr, JOINED: gl.constexpr, HAS_BIAS: gl.constexpr,
-    TILE: gl.constexpr, COLUMNS_FIRST: gl.constexpr, GROUP: gl.constexpr,
-):  # fmt: skip
-    """Products of a tile, rounded, for the warps that go on with them."""
-    STAGES: gl.constexpr = row_buffers.shape[0]
-    BM: gl.constexpr = row_buffers.shape[1]
-    BK: gl.constexpr = row_buffers.shape[2]
-    BN: gl.constexpr = staged.shape[0] * _PIECE
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 128, 16])
-    block, turn = 0, 0
-    if PAIRED:
-        W_SHAPE: gl.constexpr = [STAGES, BN, BK] if COLUMNS_FIRST else [STAGES, BK, BN]
-        w_buffers = _as(w_buffers, w_buffers.dtype, W_SHAPE, w_buffers.layout)
-    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        acc = gl.zeros([BM, BN], gl.float32, MMA)
-        for k in range(0, gl.cdiv(inner, BK)):
-            a, b = row_buffers.index(block % STAGES), w_buffers.index(block % STAGES)
-            if COLUMNS_FIRST:
-                b = b.permute((1, 0))
-            acc = _multiply_block(acc, a, b, full, empty, block, k == 0, STAGES, FENCE)
-            block += 1
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(empty.index((block + STAGES - 1) % STAGES), count=1)
-        pieces = _pieces(acc)
-        mbarrier.wait(staged_empty, (turn & 1) ^ 1)
-        for i in gl.static_range(BN // _PIECE):
-            piece = pieces[i]
-            if HAS_BIAS:
-                expert, _, n, _ = _rows_place(tile, width, expert_offsets, schedule, max_tiles, BM, TILE, GROUP)
-                column = i * _PIECE + gl.arange(0, _PIECE, gl.SliceLayout(0, piece.type.layout))
-                is_first = column % 2 == 0 if JOINED else column < TILE
-                within = n * TILE + (column // 2 if JOINED else column % TILE)
-                at = expert.to(gl.int64) * bias_expert + within * bias_column
-                bias = gl.load(bias0 + at, mask=is_first & (within < width), other=0.0)
-                if PAIRED or JOINED:
-                    bias += gl.load(bias1 + at, mask=(is_first == 0) & (within < width), other=0.0)
-                piece += bias.to(gl.float32)[None, :]
-            staged.index(i).store(piece.to(staged.dtype))
-        mbarrier.arrive(staged_full, count=1)
-        turn += 1
-
-
-@gluon.jit
-def _up_point(
-    expert_offsets, schedule, max_tiles, row_weights, h0, h1, h_row, act, width, num_tiles, staged, staged_full,
-    staged_empty,
-    ACT: gl.constexpr, PARTS: gl.constexpr, JOINED: gl.constexpr, USES_WEIGHT: gl.constexpr, STORE_H: gl.constexpr,
-    STORE_ACT: gl.constexpr, TILE: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
-):  # fmt: skip
-    """Of each tile: H and the activation."""
-    width, h_row = _eights(width), _eights(h_row)
-    BM: gl.constexpr = staged.shape[1]
-    PIECES: gl.constexpr = staged.shape[0]
-    CHUNKS: gl.constexpr = BM // ROWS
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    chunks = _as(staged, staged.dtype, [PIECES * CHUNKS, ROWS, _PIECE], staged.layout)
-    PAIRED: gl.constexpr = PARTS == 2 and not JOINED
-    NUM_PIECES: gl.constexpr = PIECES // 2 if PAIRED else PIECES
-    turn = 0
-    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        _, first_row, n, end = _rows_place(tile, width, expert_offsets, schedule, max_tiles, BM, TILE, GROUP)
-        mbarrier.wait(staged_full, turn & 1)
-        for i in range(CHUNKS * NUM_PIECES):
-            r, c = i // NUM_PIECES, i % NUM_PIECES
-            here = first_row + r * ROWS
-            h_at, mask = _places(
-                h_row, here, (n * NUM_PIECES + c) * _PIECE, end, 2 * width if JOINED else width, ROWS, _PIECE, LAYOUT
-            )
-            v0 = chunks.index(c * CHUNKS + r).load(LAYOUT)
-            v1 = v0
-            if PAIRED:
-                v1 = chunks.index((c + NUM_PIECES) * CHUNKS + r).load(LAYOUT)
-            if STORE_H:
-                gl.store(h0 + h_at, v0, mask=mask)
-                if PAIRED:
-                    gl.store(h1 + h_at, v1, mask=mask)
-            if STORE_ACT:
-                if JOINED:
-                    v0, v1 = v0.reshape([ROWS, _PIECE // 2, 2]).split()
-                COLUMNS: gl.constexpr = v0.shape[1]
-                OWN: gl.constexpr = v0.type.layout
-                at, act_mask = _places(width, here, n * TILE + c * COLUMNS, end, width, ROWS, COLUMNS, OWN)
-                w = gl.zeros([ROWS, 1], gl.float32, OWN)
-                if USES_WEIGHT:
-                    row = here + gl.arange(0, ROWS, gl.SliceLayout(1, OWN))
-                    w = gl.expand_dims(gl.load(row_weights + row, mask=row < end, other=0.0).to(gl.float32), 1)
-                value = ACT(v0.to(gl.float32), v1.to(gl.float32), w).to(act.dtype.element_ty)
-                gl.store(act + at, value, mask=act_mask)
-        mbarrier.arrive(staged_empty, count=1)
-        turn += 1
-
-
-@gluon.jit(do_not_specialize=["max_tiles"])
-def hopper_up_kernel(
-    x, x_desc, x_row, token_ids, expert_offsets, schedule, max_tiles, w0, w1,
-    bias0, bias1, bias_expert, bias_column, row_weights, h0, h1, h_row, act, width, inner,
-    ACT: gl.constexpr, PARTS: gl.constexpr, JOINED: gl.constexpr, GATHER: gl.constexpr, COLUMNS_FIRST: gl.constexpr,
-    HAS_BIAS: gl.constexpr, USES_WEIGHT: gl.constexpr, STORE_H: gl.constexpr, STORE_ACT: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    ROWS: gl.constexpr, POINT_WARPS: gl.constexpr,
-):  # fmt: skip
-    """See `gemm.up_kernel`. BN: columns of the product, of both parts together."""
-    dtype: gl.constexpr = w0.dtype
-    PAIRED: gl.constexpr = PARTS == 2 and not JOINED
-    TILE: gl.constexpr = BN // PARTS
-    W_COLUMNS: gl.constexpr = BN // 2 if PAIRED else BN
-    num_tiles = gl.load(schedule + 2 * max_tiles) * gl.cdiv(width, TILE)
-    W_SHAPE: gl.constexpr = [W_COLUMNS, BK] if COLUMNS_FIRST else [BK, W_COLUMNS]
-    A: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BK], dtype)
-    W: gl.constexpr = gl.NVMMASharedLayout.get_default_for(W_SHAPE, dtype)
-    STAGED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, _PIECE], dtype)
-    row_buffers = gl.allocate_shared_memory(dtype, [STAGES, BM, BK], A)
-    w_buffers = gl.allocate_shared_memory(dtype, [STAGES * (2 if PAIRED else 1), W_SHAPE[0], W_SHAPE[1]], W)
-    staged = gl.allocate_shared_memory(dtype, [BN // _PIECE, BM, _PIECE], STAGED)
-    staged_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    staged_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(staged_full, count=1)
-    mbarrier.init(staged_empty, count=1)
-    full, empty = _rings(STAGES)
-    gl.warp_specialize(
-        [
-            (
-                _point_multiply,
-                (
-                    expert_offsets, schedule, max_tiles, bias0, bias1, bias_expert, bias_column, width, inner,
-                    num_tiles, row_buffers, w_buffers, full, empty, staged, staged_full, staged_empty,
-                    GATHER, PAIRED, JOINED, HAS_BIAS, TILE, COLUMNS_FIRST, GROUP,
-                ),
-            ),
-            (
-                _rows_load,
-                (
-                    x, x_desc, None, x_row, token_ids, expert_offsets, schedule, max_tiles, w0, w1, width, inner,
-                    num_tiles, row_buffers, w_buffers, full, empty, 1, PAIRED, JOINED, GATHER, TILE,
-                    COLUMNS_FIRST, GROUP,
-                ),
-            ),
-            (
-                _up_point,
-                (
-                    expert_offsets, schedule, max_tiles, row_weights, h0, h1, h_row, act, width, num_tiles, staged,
-                    staged_full, staged_empty, ACT, PARTS, JOINED, USES_WEIGHT, STORE_H, STORE_ACT, TILE, GROUP, ROWS,
-                ),
-            ),
-        ],
-        [4, POINT_WARPS],
-        [56, 112 if POINT_WARPS == 4 else 104],
-    )  # fmt: skip
-
-
-@gluon.jit
-def _load_parts(
-    h0, h1, h_row, first_row, first_column, end, width, ROWS: gl.constexpr, COLUMNS: gl.constexpr, PARTS: gl.constexpr,
-    JOINED: gl.constexpr,
-):  # fmt: skip
-    """Some columns of the parts of H as they are kept; one alone counts as both. JOINED: pairs in one."""
-    if JOINED:
-        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [gl.num_warps(), 1], [1, 0])
-        at, mask = _places(h_row, first_row, 2 * first_column, end, 2 * width, ROWS, 2 * COLUMNS, LAYOUT)
-        a0 = gl.load(h0 + at, mask=mask, other=0.0)
-        a1 = a0
-    else:
-        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-        at, mask = _places(h_row, first_row, first_column, end, width, ROWS, COLUMNS, LAYOUT)
-        a0 = gl.load(h0 + at, mask=mask, other=0.0)
-        a1 = a0
-        if PARTS == 2:
-            a1 = gl.load(h1 + at, mask=mask, other=0.0)
-    return a0, a1
-
-
-@gluon.jit
-def _store_parts(
-    h0, h1, d0, d1, h_row, first_row, first_column, end, width, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
-    PARTS: gl.constexpr, JOINED: gl.constexpr,
-):  # fmt: skip
-    if JOINED:
-        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [gl.num_warps(), 1], [1, 0])
-        at, mask = _places(h_row, first_row, 2 * first_column, end, 2 * width, ROWS, 2 * COLUMNS, LAYOUT)
-        pairs = gl.join(d0, d1).reshape([ROWS, 2 * COLUMNS])
-        gl.store(h0 + at, gl.convert_layout(pairs, LAYOUT, assert_trivial=True), mask=mask)
-    else:
-        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-        at, mask = _places(h_row, first_row, first_column, end, width, ROWS, COLUMNS, LAYOUT)
-        gl.store(h0 + at, d0, mask=mask)
-        if PARTS == 2:
-            gl.store(h1 + at, d1, mask=mask)
-
-
-@gluon.jit
-def _act_backward_point(
-    expert_offsets, schedule, max_tiles, row_weights, h0, h1, dh0, dh1, h_row, scaled_act, dots, num_rows, width,
-    num_tiles, staged, staged_full, staged_empty,
-    VJP: gl.constexpr, SCALE: gl.constexpr, PARTS: gl.constexpr, HAS_SCALE: gl.constexpr, USES_WEIGHT: gl.constexpr,
-    STORE_ACT: gl.constexpr, STORE_DOTS: gl.constexpr, JOINED: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr,
-    ROWS: gl.constexpr,
-):  # fmt: skip
-    """Of each tile: dH, scale * A, and the sums <dA', A>, as `gemm.act_backward_kernel`."""
-    width, h_row = _eights(width), _eights(h_row)
-    BM: gl.constexpr = staged.shape[1]
-    PIECES: gl.constexpr = staged.shape[0]
-    CHUNKS: gl.constexpr = BM // ROWS
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    chunks = _as(staged, staged.dtype, [PIECES * CHUNKS, ROWS, _PIECE], staged.layout)
-    dtype: gl.constexpr = dh0.dtype.element_ty
-    within, turn = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), 0
-    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        _, first_row, n, end = _rows_place(tile, width, expert_offsets, schedule, max_tiles, BM, BN, GROUP)
-        next0, next1 = _load_parts(h0, h1, h_row, first_row, n * BN, end, width, ROWS, _PIECE, PARTS, JOINED)
-        mbarrier.wait(staged_full, turn & 1)
-        dot = gl.zeros([ROWS, _PIECE], gl.float32, LAYOUT)
-        by_weight = gl.zeros([ROWS, _PIECE], gl.float32, LAYOUT)
-        for i in range(CHUNKS * PIECES):
-            r, c = i // PIECES, i % PIECES
-            row = first_row + r * ROWS + within
-            is_mine = row < end
-            a0, a1 = next0, next1
-            if JOINED:
-                a0, a1 = a0.reshape([ROWS, _PIECE, 2]).split()
-            a0 = gl.convert_layout(a0, LAYOUT, assert_trivial=True).to(gl.float32)
-            a1 = gl.convert_layout(a1, LAYOUT, assert_trivial=True).to(gl.float32)
-            # What comes next is on its way while this is worked on.
-            next0, next1 = _load_parts(
-                h0, h1, h_row, first_row + (i + 1) // PIECES * ROWS, n * BN + (i + 1) % PIECES * _PIECE,
-                gl.where(i + 1 < CHUNKS * PIECES, end, 0), width, ROWS, _PIECE, PARTS, JOINED,
-            )  # fmt: skip
-            w = gl.zeros([ROWS, 1], gl.float32, LAYOUT)
-            scale = gl.full([ROWS, 1], 1.0, gl.float32, LAYOUT)
-            if HAS_SCALE or USES_WEIGHT:
-                w = gl.expand_dims(gl.load(row_weights + row, mask=is_mine, other=0.0).to(gl.float32), 1)
-            if HAS_SCALE:
-                scale = SCALE(w)
-            at, mask = _places(width, first_row + r * ROWS, n * BN + c * _PIECE, end, width, ROWS, _PIECE, LAYOUT)
-            grad = chunks.index(c * CHUNKS + r).load(LAYOUT).to(gl.float32)
-            grad = gl.where(mask, grad, 0.0)
-            value, d0, d1, dw = VJP(a0, a1, w, grad * scale)
-            dot += gl.where(mask, grad * value, 0.0)
-            if USES_WEIGHT:
-                by_weight += gl.where(mask, dw, 0.0)
-            _store_parts(
-                dh0, dh1, d0.to(dtype), d1.to(dtype), h_row, first_row + r * ROWS, n * BN + c * _PIECE, end, width,
-                ROWS, _PIECE, PARTS, JOINED,
-            )  # fmt: skip
-            if STORE_ACT:
-                gl.store(scaled_act + at, (value * scale).to(dtype), mask=mask)
-            if c == PIECES - 1:
-                if STORE_DOTS:
-                    sums = dots + n.to(gl.int64) * num_rows + row
-                    if HAS_SCALE:
-                        gl.store(sums, gl.sum(dot, 1), mask=is_mine)
-                        sums += gl.cdiv(width, BN).to(gl.int64) * num_rows
-                    if USES_WEIGHT:
-                        gl.store(sums, gl.sum(by_weight, 1), mask=is_mine)
-                dot = gl.zeros([ROWS, _PIECE], gl.float32, LAYOUT)
-                by_weight = gl.zeros([ROWS, _PIECE], gl.float32, LAYOUT)
-        mbarrier.arrive(staged_empty, count=1)
-        turn += 1
-
-
-@gluon.jit(do_not_specialize=["max_tiles", "num_rows"])
-def hopper_act_backward_kernel(
-    grad, grad_desc, grad_row, token_ids, expert_offsets, schedule, max_tiles, w0, row_weights,
-    h0, h1, dh0, dh1, h_row, scaled_act, dots, num_rows, width, inner,
-    VJP: gl.constexpr, SCALE: gl.constexpr, PARTS: gl.constexpr, JOINED: gl.constexpr, GATHER: gl.constexpr,
-    COLUMNS_FIRST: gl.constexpr,
-    HAS_SCALE: gl.constexpr, USES_WEIGHT: gl.constexpr, STORE_ACT: gl.constexpr, STORE_DOTS: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    ROWS: gl.constexpr, POINT_WARPS: gl.constexpr,
-):  # fmt: skip
-    """See `gemm.act_backward_kernel`."""
-    dtype: gl.constexpr = w0.dtype
-    num_tiles = gl.load(schedule + 2 * max_tiles) * gl.cdiv(width, BN)
-    W_SHAPE: gl.constexpr = [BN, BK] if COLUMNS_FIRST else [BK, BN]
-    A: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BK], dtype)
-    W: gl.constexpr = gl.NVMMASharedLayout.get_default_for(W_SHAPE, dtype)
-    STAGED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, _PIECE], dtype)
-    row_buffers = gl.allocate_shared_memory(dtype, [STAGES, BM, BK], A)
-    w_buffers = gl.allocate_shared_memory(dtype, [STAGES, W_SHAPE[0], W_SHAPE[1]], W)
-    staged = gl.allocate_shared_memory(dtype, [BN // _PIECE, BM, _PIECE], STAGED)
-    staged_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    staged_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(staged_full, count=1)
-    mbarrier.init(staged_empty, count=1)
-    full, empty = _rings(STAGES)
-    gl.warp_specialize(
-        [
-            (
-                _point_multiply,
-                (
-                    expert_offsets, schedule, max_tiles, None, None, 0, 0, width, inner, num_tiles, row_buffers,
-                    w_buffers, full, empty, staged, staged_full, staged_empty, GATHER, False, False, False, BN,
-                    COLUMNS_FIRST, GROUP,
-                ),
-            ),
-            (
-                _rows_load,
-                (
-                    grad, grad_desc, None, grad_row, token_ids, expert_offsets, schedule, max_tiles, w0, None,
-                    width, inner, num_tiles, row_buffers, w_buffers, full, empty, 1, False, False, GATHER, BN,
-                    COLUMNS_FIRST, GROUP,
-                ),
-            ),
-            (
-                _act_backward_point,
-                (
-                    expert_offsets, schedule, max_tiles, row_weights, h0, h1, dh0, dh1, h_row, scaled_act, dots,
-                    num_rows, width, num_tiles, staged, staged_full, staged_empty, VJP, SCALE, PARTS, HAS_SCALE,
-                    USES_WEIGHT, STORE_ACT, STORE_DOTS, JOINED, BN, GROUP, ROWS,
-                ),
-            ),
-        ],
-        [4, POINT_WARPS],
-        [56, 112 if POINT_WARPS == 4 else 104],
     )  # fmt: skip

@@ -31,7 +31,7 @@ def launch(
     Args:
         args: the kernel's arguments other than `tl.constexpr`, which come first: tensors, tensor descriptors, ints,
             None.
-        constants: all of its `tl.constexpr`s, in its order.
+        constants: all of its `tl.constexpr`s.
     """
     options = {"num_warps": warps} if stages is None else {"num_warps": warps, "num_stages": stages}
     if INTERPRETED:
@@ -39,18 +39,23 @@ def launch(
         run(*args)
         return run
     options["enable_fp_fusion"] = False  # what a formula rounds is rounded, as in torch
-    values = tuple(constants.values())
+    names = _constants(kernel)
+    values = tuple([constants[name] for name in names])
     device = driver.active.get_current_device()  # pyright: ignore[reportAttributeAccessIssue]
     key = (kernel, device, warps, stages, *map(_kind, args), *values)
     compiled = _compiled.get(key)
     if compiled is None:
-        names = tuple(p.name for p in kernel.params if p.is_constexpr)
-        assert names == tuple(constants), f"{kernel}: constants {tuple(constants)}, expected {names}"
+        assert set(names) == set(constants), f"{kernel}: constants {tuple(constants)}, expected {names}"
         compiled = _compiled[key] = kernel[grid](*args, **constants, **options)
     else:
         compiled[(*grid, 1, 1)[:3]](*args, *values)
     run = compiled[(*grid, 1, 1)[:3]]
     return lambda *args: run(*args, *values)
+
+
+@functools.cache
+def _constants(kernel: Any) -> tuple[str, ...]:
+    return tuple(p.name for p in kernel.params if p.is_constexpr)
 
 
 def _kind(argument: Any) -> Any:

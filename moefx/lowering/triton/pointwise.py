@@ -36,6 +36,17 @@ class Pointwise:
     joined: bool
     num_parts: int
 
+    @property
+    def act_constants(self) -> dict[str, Any]:
+        """What kernels with the activation in them are compiled for."""
+        return dict(ACT=self.act, PARTS=self.num_parts, JOINED=self.joined, USES_WEIGHT=self.uses_weight)
+
+    @property
+    def vjp_constants(self) -> dict[str, Any]:
+        """The same of kernels with its backward."""
+        parts = dict(PARTS=self.num_parts, JOINED=self.joined, USES_WEIGHT=self.uses_weight)
+        return dict(VJP=self.vjp, SCALE=self.scale, HAS_SCALE=self.scale is not None, **parts)
+
 
 @dataclasses.dataclass(frozen=True)
 class Formulas:

@@ -1,7 +1,10 @@
-"""Launches the kernels of `hopper` for a call (see `expert_mlp.Run`), where they take its tensors.
+"""Launches the kernels of `hopper` and `hopper_point` for a call (see `expert_mlp.Run`), where they take its tensors.
 
 They take 16 bit operands that TMA can describe: rows and weights of which each dimension but the last begins at a
 multiple of 16 bytes, and the last is a multiple of 8. Separate parameters that lie anywhere are not theirs.
+
+The kernels are experimental Gluon and imported where they are launched: not before `config` has chosen them (see
+`configs.HAS_ROLES`).
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ _TYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}  # Gluon's names
 
 def project_up(run: Run, hidden: Sequence[Tensor] | None, act: Tensor | None, cut: Config) -> bool:
     """Whether it was done: H, if it is kept, and the activation."""
+    from .hopper_point import hopper_up_kernel
+
     point, call = run.point, run.call
     parts, width = run.part_weights(), run.act_width
     paired = point.num_parts == 2 and not point.joined
@@ -44,19 +49,15 @@ def project_up(run: Run, hidden: Sequence[Tensor] | None, act: Tensor | None, cu
         *(bias0, bias1, *((0, 0) if bias0 is None else bias0.stride()), run.w, h0, h1, h0.stride(0)),
         *(run.x if act is None else act, width, run.x.shape[1]),
     )
-    constants = dict(
-        ACT=point.act,
-        PARTS=point.num_parts,
-        JOINED=point.joined,
+    constants = point.act_constants | dict(
         GATHER=True,
         COLUMNS_FIRST=parts[0].columns_first(backward=False),
         HAS_BIAS=bias0 is not None,
-        USES_WEIGHT=point.uses_weight,
         STORE_H=hidden is not None,
         STORE_ACT=act is not None,
     )
     num_tiles = max_tiles * cdiv(width, cut.bn // point.num_parts)
-    _launch(run, "up", num_tiles, args, constants, cut, cut.bn, **_point(cut))
+    _launch(run, hopper_up_kernel, num_tiles, args, constants, cut, cut.bn, **_point(cut))
     return True
 
 
@@ -73,6 +74,8 @@ def multiply_rows(
     cut: Config,
 ) -> bool:
     """Whether it was done (see `expert_mlp.Run.multiply_rows`)."""
+    from .hopper import hopper_rows_kernel
+
     w = _weights(weights, backward=backward, columns=_BN)
     if w is None or not _fit(*terms, out):
         return False
@@ -92,7 +95,7 @@ def multiply_rows(
         HAS_BIAS=bias is not None,
         HAS_SCALE=scale is not None,
     )
-    _launch(run, "rows", max_tiles * cdiv(width, _BN), args, constants, cut)
+    _launch(run, hopper_rows_kernel, max_tiles * cdiv(width, _BN), args, constants, cut)
     return True
 
 
@@ -109,10 +112,13 @@ def act_backward(
     grad_hidden: Sequence[Tensor],
     scaled_act: Tensor | None,
     dots: Tensor | None,
+    constants: dict[str, Any],
     cut: Config,
 ) -> None:
     """See `expert_mlp.Run.act_backward`; `hidden` and `grad_hidden` are the parts."""
-    point, call = run.point, run.call
+    from .hopper_point import hopper_act_backward_kernel
+
+    call = run.call
     width, inner = run.act_width, run.out_width
     w = _weights([run.down], backward=True, columns=cut.bn)
     assert w is not None
@@ -122,26 +128,17 @@ def act_backward(
         *(schedule, max_tiles, w[0], run.w, *hidden, *grad_hidden, hidden[0].stride(0), scaled_act, dots),
         *(call.num_rows, width, inner),
     )
-    constants = dict(
-        VJP=point.vjp,
-        SCALE=point.scale,
-        PARTS=point.num_parts,
-        JOINED=point.joined,
-        GATHER=gather,
-        COLUMNS_FIRST=run.down.columns_first(backward=True),
-        HAS_SCALE=point.scale is not None,
-        USES_WEIGHT=point.uses_weight,
-        STORE_ACT=scaled_act is not None,
-        STORE_DOTS=dots is not None,
-    )
+    constants = constants | dict(GATHER=gather, COLUMNS_FIRST=run.down.columns_first(backward=True))
     num_tiles = max_tiles * cdiv(width, cut.bn)
-    rows = 16 if point.joined and cut.bn == _BN else 32  # two parts in one row take twice the registers
+    rows = 16 if run.point.joined and cut.bn == _BN else 32  # two parts in one row take twice the registers
     options = _point(cut) | dict(ROWS=rows)
-    _launch(run, "act_backward", num_tiles, args, constants, cut, cut.bn, **options)
+    _launch(run, hopper_act_backward_kernel, num_tiles, args, constants, cut, cut.bn, **options)
 
 
 def outer(run: Run, left: tuple[Tensor, bool], right: tuple[Tensor, bool], out: Tensor, cut: Config) -> bool:
     """Whether it was done (see `expert_mlp.Run.outer`)."""
+    from .hopper import hopper_outer_kernel
+
     (a, gather_left), (b, gather_right) = left, right
     if not _fit(a, b, out):
         return False
@@ -153,13 +150,13 @@ def outer(run: Run, left: tuple[Tensor, bool], right: tuple[Tensor, bool], out: 
     )
     constants = dict(GATHER_LEFT=gather_left, GATHER_RIGHT=gather_right)
     num_tiles = num_experts * cdiv(height, _BM) * cdiv(width, _BN)
-    _launch(run, "outer", num_tiles, args, constants, cut)
+    _launch(run, hopper_outer_kernel, num_tiles, args, constants, cut)
     return True
 
 
 def _launch(
     run: Run,
-    kernel: str,
+    kernel: Any,
     num_tiles: int,
     args: Sequence[Any],
     constants: dict[str, Any],
@@ -168,10 +165,7 @@ def _launch(
     **more: int,
 ) -> None:
     constants |= dict(BM=_BM, BN=bn, BK=_BK, STAGES=cut.stages, GROUP=cut.group, **more)
-    from . import hopper  # experimental Gluon: not before `config` has chosen it (see `configs.HAS_ROLES`)
-
-    function = getattr(hopper, f"hopper_{kernel}_kernel")
-    launch(function, run.grid(cut, num_tiles), args, constants, warps=_WARPS)
+    launch(kernel, run.grid(cut, num_tiles), args, constants, warps=_WARPS)
 
 
 def _point(cut: Config) -> dict[str, int]:
