@@ -77,8 +77,10 @@ def kernels() -> dict[str, str]:
     """How a GPU's kernels are cut for a layer of middle size, and why."""
     if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
         return {"triton": "not used: no GPU, or no Triton"}
-    from .lowering.triton import configs
+    from .lowering.triton import autotune, configs, tuning
 
     device = torch.device("cuda", torch.cuda.current_device())
-    found = {name: configs.choice(name, device, torch.bfloat16, (2048, 2048, 1024)) for name in configs.KERNELS}
-    return {name: f"{chosen.text}; {why}" for name, (chosen, why) in found.items()}
+    found = {name: tuning.choice(name, device, torch.bfloat16, (2048, 2048, 1024)) for name in configs.KERNELS}
+    lines = {name: f"{chosen.text}; {why}" for name, (chosen, why, _) in found.items()}
+    file, seconds = autotune.cache_file(tuning.gpu(device)), autotune.seconds_left()
+    return lines | {"tuned here": f"{len(autotune.kept(tuning.gpu(device)))} in {file}; {seconds:.0f} s for more"}

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from .._environment import environment
 from ..lowering import select
+from ..lowering.triton.timing import milliseconds
 from .peers import PEERS, Inputs
 from .shapes import SHAPES, Shape, routed, tensors
-from .timing import milliseconds
 
 
 def inputs_of(shape: Shape, routing: str) -> Inputs:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import json
 import statistics
 import subprocess
@@ -22,9 +21,10 @@ from torch import Tensor
 
 from ..ir import dialect
 from ..lowering.triton import expert_mlp
+from ..lowering.triton.autotune import timed
 from ..lowering.triton.configs import KERNELS, Config, candidates, target
+from ..lowering.triton.tuning import line
 from .shapes import SHAPES, Shape, routed, swiglu, tensors
-from .timing import milliseconds
 
 
 class Case:
@@ -68,7 +68,7 @@ class Case:
         }
 
     def sizes(self, kernel: str) -> tuple[int, int, int]:
-        """(columns, inner, mean rows of an expert), by which `configs.config` chooses."""
+        """(columns, inner, mean rows of an expert), by which `tuning.config` chooses."""
         s = self.shape
         pairs = dict(up=(s.h, s.d), down=(s.d, s.h), act_backward=(s.h, s.d), grad_x=(s.d, 2 * s.h))
         pairs |= dict(grad_up=(s.d, 2 * s.h), grad_down=(s.h, s.d))
@@ -127,31 +127,23 @@ def main(argv: Sequence[str] | None = None) -> None:
             if kernel not in kernels:
                 continue
             cuts = candidates(kernel, torch.device("cuda"), torch.bfloat16)
-            times: dict[Config, list[float]] = {cut: [] for cut in cuts}
-            # In turns: a GPU under load changes its clock by more than what tells two candidates apart.
-            for cut in (cut for _ in range(options.rounds) for cut in cuts):
-                if time.time() - begin > options.seconds:
-                    return print("out of time")
-                try:
-                    times[cut].append(milliseconds(functools.partial(work, cut), repeats=3, warmup=1))
-                except Exception as error:  # too much shared memory, say: not a candidate for this shape
-                    print(f"{shape.name} {kernel} {cut}: {type(error).__name__}: {str(error)[:100]}", file=sys.stderr)
-            results = [(statistics.median(ms), cut) for cut, ms in times.items() if len(ms) == options.rounds]
+            left = options.seconds - (time.time() - begin)
+            times, is_complete = timed(cuts, work, rounds=options.rounds, repeats=3, seconds=left)
+            if not is_complete:
+                return print("out of time")
+            results = [(statistics.median(ms), cut) for cut, ms in times.items()]
             for ms, cut in results if options.out else ():
                 row = dict(shape=shape.name, kernel=kernel, ms=ms, tflops=matrices * shape.flops / ms / 1e9)
                 with open(options.out, "a") as file:
                     print(json.dumps({**row, "config": dataclasses.asdict(cut)}), file=file)
             results.sort(key=lambda r: r[0])
             if options.table and results:
-                row = dict(target=target(torch.device("cuda")), dtype="bfloat16", kernel=kernel)
-                row |= dict(shape=case.sizes(kernel), config=dataclasses.asdict(results[0][1]))
+                best = line(target(torch.device("cuda")), "bfloat16", kernel, case.sizes(kernel), results[0][1])
                 with open(options.table, "a") as file:
-                    print(json.dumps(row), file=file)
+                    print(best, file=file)
             for ms, cut in results[:3]:
                 tflops = matrices * shape.flops / ms / 1e9
-                fields = dataclasses.asdict(cut)
-                short = " ".join(f"{k}={int(v)}" for k, v in fields.items())
-                print(f"{shape.name:10} {kernel:13} {ms:8.3f} ms {tflops:6.0f} TFLOP/s  {short}", flush=True)
+                print(f"{shape.name:10} {kernel:13} {ms:8.3f} ms {tflops:6.0f} TFLOP/s  {cut.text}", flush=True)
         del case
         torch.cuda.empty_cache()
 

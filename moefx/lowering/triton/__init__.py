@@ -50,8 +50,8 @@ def why_not(body: str, widths: tuple[int, ...] | None = None) -> str | None:
 
 def configurations() -> tuple[str, ...]:
     """How the GEMMs of this process were cut so far and why, a line for each kernel and shape."""
-    configs = sys.modules.get(f"{__name__}.configs")  # where no kernel ran, Triton is not imported for this
-    return tuple(configs.used()) if configs else ()
+    tuning = sys.modules.get(f"{__name__}.tuning")  # where no kernel ran, Triton is not imported for this
+    return tuple(tuning.used()) if tuning else ()
 
 
 def _build_pft(*args: Any, **kwargs: Any) -> Any:

@@ -1,19 +1,15 @@
-"""Tile sizes and the like, by kernel, target, dtype and shape."""
+"""Tile sizes and the like: what there is to choose from. `tuning` chooses."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-import math
-import os
-from collections.abc import Sequence
-from pathlib import Path
+from typing import TypeVar
 
 import torch
 import triton
 
-TABLE = Path(os.environ.get("MOEFX_TUNING") or Path(__file__).with_name("tuning.jsonl"))
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,30 +78,30 @@ def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-def _defaults(up: Config, rows: Config, act_backward: Config, outer: Config) -> dict[str, Config]:
+def _by_kernel(up: T, rows: T, act_backward: T, outer: T) -> dict[str, T]:
     return dict(up=up, down=rows, act_backward=act_backward, grad_x=rows, grad_up=outer, grad_down=outer)
 
 
-_HOPPER = _defaults(
+_HOPPER = _by_kernel(
     up=Config(128, 128, 64, warps=8, stages=4, descriptors=True),
     rows=Config(128, 256, 64, warps=8, stages=3, descriptors=True, persistent=1, flatten=True),
     act_backward=Config(128, 256, 64, warps=8, stages=3, descriptors=True, persistent=1, flatten=True, fused=False),
     outer=Config(128, 256, 32, warps=8, stages=7, descriptors=True),
 )
 _ROLES = Config(128, 256, 64, warps=8, stages=4, persistent=1, roles=True)
-_HOPPER_ROLES = _defaults(
+_HOPPER_ROLES = _by_kernel(
     up=dataclasses.replace(_ROLES, stages=3),
     rows=_ROLES,
     act_backward=dataclasses.replace(_ROLES, stages=3),
     outer=_ROLES,
 )
-_PORTABLE = _defaults(
+_PORTABLE = _by_kernel(
     up=Config(128, 64, 32, warps=8, stages=3),
     rows=Config(128, 128, 32, warps=8, stages=3),
     act_backward=Config(128, 64, 32, warps=8, stages=3, slices=2),
     outer=Config(128, 128, 32, warps=8, stages=3),
 )
-_FLOAT32 = _defaults(
+_FLOAT32 = _by_kernel(
     up=Config(64, 32, 32, warps=4, stages=2),
     rows=Config(64, 64, 32, warps=4, stages=2),
     act_backward=Config(64, 32, 32, warps=4, stages=2),
@@ -114,100 +110,38 @@ _FLOAT32 = _defaults(
 KERNELS = tuple(_HOPPER)
 
 
-def config(kernel: str, device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]) -> Config:
-    """For a GEMM, one of `KERNELS`, on shape (columns of the result, inner size, mean rows of an expert).
-
-    The nearest one of the tuning table, where that has the target and the dtype; else a default. `used` tells.
-    """
-    chosen, reason = choice(kernel, device, dtype, shape)
-    if target(device) != "interpreter":
-        _used[kernel, f"{_name(dtype)} {_text(shape)}"] = (chosen, reason)
-    return chosen
-
-
-def choice(kernel: str, device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[Config, str]:
-    """`config`, and why."""
-    entries = _table().get((target(device), _name(dtype), kernel))
-    if entries:
-        tuned, chosen = min(entries, key=lambda entry: _distance(entry[0], shape))
-        reason = f"tuned for {_text(tuned)}"
-    else:
-        defaults = _HOPPER_ROLES if target(device) == "sm90" else _PORTABLE
-        chosen = (_FLOAT32 if dtype is torch.float32 else defaults)[kernel]
-        reason = f"the default: nothing is tuned for {target(device)} {_name(dtype)}"
-    if chosen.roles and not HAS_ROLES:
-        chosen = portable(kernel)
-        reason = f"without Gluon's kernels, which are not known to compile with Triton {triton.__version__}"
-    return chosen, reason
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-_used: dict[tuple[str, str], tuple[Config, str]] = {}
-
-
-def used() -> list[str]:
-    """What `config` chose so far in this process and why, a line for each kernel and shape."""
-    return [f"{kernel} {shape}: {chosen.text}; {why}" for (kernel, shape), (chosen, why) in sorted(_used.items())]
-
-
-def _text(shape: Sequence[int]) -> str:
-    columns, inner, rows = shape
-    return f"[{inner} -> {columns}], {rows} rows an expert"
+def default(kernel: str, device: torch.device, dtype: torch.dtype) -> Config:
+    """Where nothing is tuned."""
+    if dtype is torch.float32:
+        return _FLOAT32[kernel]
+    return (_HOPPER_ROLES if target(device) == "sm90" else _PORTABLE)[kernel]
 
 
 def portable(kernel: str) -> Config:
-    """Where `Config.roles` does not take the tensors."""
+    """On sm90, where `Config.roles` does not take the tensors."""
     return _HOPPER[kernel]
-
-
-def _distance(a: Sequence[int], b: Sequence[int]) -> float:
-    return sum(math.log2(max(x, 1) / max(y, 1)) ** 2 for x, y in zip(a, b, strict=True))
-
-
-@functools.cache
-def _table() -> dict[tuple[str, str, str], list[tuple[tuple[int, ...], Config]]]:
-    """(target, dtype, kernel) -> [(shape, config)], from the JSON lines of `TABLE`; `bench tune` writes them."""
-    table: dict[tuple[str, str, str], list[tuple[tuple[int, ...], Config]]] = {}
-    for line in TABLE.read_text().splitlines() if TABLE.exists() else ():
-        row = json.loads(line)
-        entry = (tuple(row["shape"]), Config(**row["config"]))
-        table.setdefault((row["target"], row["dtype"], row["kernel"]), []).append(entry)
-    return table
 
 
 def candidates(kernel: str, device: torch.device, dtype: torch.dtype) -> list[Config]:
     """What tuning tries."""
-    if target(device) != "sm90" or dtype is torch.float32:
-        return [config(kernel, device, dtype, (1, 1, 1))]
-    return _HOPPER_CANDIDATES[kernel]
+    if dtype is torch.float32:
+        return [default(kernel, device, dtype), *_FLOAT32_CANDIDATES[kernel]]
+    if target(device) == "sm90":
+        return [cut for cut in _HOPPER_CANDIDATES[kernel] if HAS_ROLES or not cut.roles]
+    return [default(kernel, device, dtype), *_PORTABLE_CANDIDATES[kernel]]
 
 
 def _hopper_candidates() -> dict[str, list[Config]]:
     c = functools.partial(Config, descriptors=True)
     t = functools.partial(c, store_descriptors=True)
     r = functools.partial(dataclasses.replace, _ROLES)
-    rows = [
-        r(),
-        c(128, 256, 64, 8, 3),
-        t(128, 256, 64, 8, 3, persistent=1),
-        c(128, 256, 64, 8, 3, persistent=1, flatten=True),
-    ]
     separate = [
         r(fused=False),
         r(fused=False, gather_first=True),
         c(128, 256, 64, 8, 4, fused=False),
         c(128, 256, 64, 8, 3, fused=False, persistent=1, flatten=True),
     ]
-    outer = [
-        r(),
-        r(gather_first=True),
-        c(128, 256, 64, 8, 7),
-        c(128, 256, 64, 8, 3, gather_first=True),
-    ]
-    return dict(
+    return _by_kernel(
         up=[
             r(stages=3),
             r(bn=128, stages=5),
@@ -216,12 +150,47 @@ def _hopper_candidates() -> dict[str, list[Config]]:
             t(128, 64, 64, 4, 3),
             *separate,
         ],
-        down=rows,
+        rows=[
+            r(),
+            c(128, 256, 64, 8, 3),
+            t(128, 256, 64, 8, 3, persistent=1),
+            c(128, 256, 64, 8, 3, persistent=1, flatten=True),
+        ],
         act_backward=[r(stages=3), r(bn=128, stages=5), *separate],
-        grad_x=rows,
-        grad_up=outer,
-        grad_down=outer,
+        outer=[
+            r(),
+            r(gather_first=True),
+            c(128, 256, 64, 8, 7),
+            c(128, 256, 64, 8, 3, gather_first=True),
+        ],
+    )
+
+
+def _portable_candidates() -> dict[str, list[Config]]:
+    """What fits into 64 KiB of shared memory and the registers of every target."""
+    c = Config
+    rows = [c(128, 128, 64, 8, 2), c(128, 64, 32, 4, 3), c(64, 128, 32, 4, 3), c(128, 128, 32, 8, 3, persistent=1)]
+    separate = [dataclasses.replace(cut, fused=False) for cut in (_PORTABLE["down"], *rows[:2])]
+    return _by_kernel(
+        up=[c(64, 64, 32, 4, 3), *separate],
+        rows=rows,
+        act_backward=[c(64, 64, 32, 4, 3, slices=2), *separate],
+        outer=[c(128, 64, 32, 4, 3), c(128, 128, 64, 8, 2), c(128, 128, 32, 8, 3, gather_first=True)],
+    )
+
+
+def _float32_candidates() -> dict[str, list[Config]]:
+    c = Config
+    rows = [c(128, 64, 32, 8, 2), c(64, 128, 32, 8, 2), c(64, 64, 16, 4, 3)]
+    separate = [dataclasses.replace(cut, fused=False) for cut in (_FLOAT32["down"], *rows[:1])]
+    return _by_kernel(
+        up=[c(128, 32, 32, 8, 2), *separate],
+        rows=rows,
+        act_backward=[c(128, 32, 32, 8, 2), *separate],
+        outer=[c(128, 64, 32, 8, 2), c(64, 64, 32, 4, 2, gather_first=True)],
     )
 
 
 _HOPPER_CANDIDATES = _hopper_candidates()
+_PORTABLE_CANDIDATES = _portable_candidates()
+_FLOAT32_CANDIDATES = _float32_candidates()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,10 +23,11 @@ from triton import next_power_of_2
 
 from ...ir.expert_mlp import Call, as_returned
 from . import gemm, roles, rows
-from .configs import Config, config, num_multiprocessors, portable, target
+from .configs import Config, num_multiprocessors, portable, target
 from .launch import cdiv
 from .pointwise import Pointwise, pointwise
 from .tape import apply, empty, launch, played
+from .tuning import config
 from .weights import Weights, describable, describe, stacked_biases
 
 
@@ -85,8 +86,14 @@ class Run:
         self.w = call.token_ids if call.w is None else call.w
         self.schedules: dict[int, tuple[Tensor, int]] = {}
 
-    def config(self, kernel: str, columns: int, inner: int) -> Config:
-        return config(kernel, self.device, self.dtype, (columns, inner, self.call.num_rows // self.num_experts))
+    def config(self, kernel: str, columns: int, inner: int, trial: Callable[[Config], object]) -> Config:
+        """`tuning.config`, which may time the work that it is for."""
+        shape = (columns, inner, self.call.num_rows // self.num_experts)
+        recorded = self.schedules.copy()
+        try:
+            return config(kernel, self.device, self.dtype, shape, self.num_experts, trial)
+        finally:
+            self.schedules = recorded  # those of trials are on no tape
 
     def empty(self, num_rows: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
         return empty((num_rows, width), dtype or self.dtype, self.device)
@@ -158,7 +165,7 @@ class Run:
     def project_up(self, hidden: list[Tensor] | None, act: Tensor | None, cut: Config | None = None) -> None:
         call, point = self.call, self.point
         width, inner = self.act_width, self.x.shape[1]
-        cut = cut or self.config("up", width, inner)
+        cut = cut or self.config("up", width, inner, lambda cut: self.project_up(hidden, act, cut))
         if not cut.fused:
             hidden = hidden or [self.empty(call.num_rows, w) for w in self.up_widths]
             for h, w, bias in zip(hidden, self.up, self.up_bias, strict=True):
@@ -225,7 +232,11 @@ class Run:
         cut: Config | None = None,
     ) -> None:
         width, inner = out.shape[1], terms[0].shape[1]
-        cut = cut or self.config("grad_x" if backward else "down", width, inner)
+
+        def trial(cut: Config) -> None:
+            self.multiply_rows(terms, weights, out, backward=backward, bias=bias, scale=scale, gather=gather, cut=cut)
+
+        cut = cut or self.config("grad_x" if backward else "down", width, inner, trial)
         if gather and cut.gather_first:
             terms, gather = [self.gather(term) for term in terms], False
         if cut.roles:
@@ -380,7 +391,12 @@ class Run:
     ) -> tuple[Tensor | None, int]:
         call, point = self.call, self.point
         width, inner = self.act_width, self.out_width
-        cut = cut or self.config("act_backward", width, inner)
+
+        def trial(cut: Config) -> None:  # leaves H as it is
+            others = [torch.empty_like(h) for h in hidden] if grad_hidden is hidden else grad_hidden
+            self.act_backward(grad, gather, hidden, others, scaled_act, need_w, cut)
+
+        cut = cut or self.config("act_backward", width, inner, trial)
         if cut.roles and cut.fused and not roles.takes_act_backward(self, grad, hidden, cut):
             cut = portable("act_backward")
         num_partials, dots = (cdiv(width, cut.bn) if cut.fused else 1), None
@@ -445,7 +461,8 @@ class Run:
         cut: Config | None = None,
     ) -> Tensor:
         """Sum over each expert's rows of left[r]^T right[r], [E,.,.]; each side is (rows, to be gathered)."""
-        cut = cut or self.config(kernel, right[0].shape[1], left[0].shape[1])
+        sizes = right[0].shape[1], left[0].shape[1]
+        cut = cut or self.config(kernel, *sizes, lambda cut: self.outer(kernel, left, right, dtype, cut))
         if cut.gather_first:
             left, right = ((self.gather(t), False) if to_gather else (t, False) for t, to_gather in (left, right))
         (a, gather_left), (b, gather_right) = left, right

@@ -226,12 +226,17 @@ def launch(
 
 
 @contextlib.contextmanager
-def recording(tape: Tape) -> Iterator[None]:
+def recording(tape: Tape | None) -> Iterator[None]:
     before, _state.tape = getattr(_state, "tape", None), tape
     try:
         yield
     finally:
         _state.tape = before
+
+
+def paused() -> contextlib.AbstractContextManager[None]:
+    """What is done meanwhile is not on the tape."""
+    return recording(None)
 
 
 def played(

@@ -29,7 +29,7 @@ from triton.runtime.jit import JITFunction
 
 from moefx.ir.body import ExpertBody, Gemm
 from moefx.ir.dialect import DROP_RULES
-from moefx.lowering.triton import configs, expert_mlp, routing
+from moefx.lowering.triton import autotune, configs, expert_mlp, routing, tuning
 from moefx.lowering.triton.configs import Config
 
 from ...ir.routings import Layer, interleaved_clamped, swiglu_list, weight_before
@@ -142,6 +142,7 @@ def install() -> Compiler:
     triton.runtime.driver.set_active(compiler)
     JITFunction.run = lambda function, *args, **options: compiler.run(function, *args, **options)
     configs.target = lambda device: compiler.target
+    autotune.is_possible = lambda *_: False
     stock_precision, gpu = expert_mlp.precision, torch.device("cuda")
     expert_mlp.precision = lambda x: stock_precision(types.SimpleNamespace(dtype=x.dtype, device=gpu))
     # An earlier call's launches (see `tape`) were for another target or configuration.
@@ -214,14 +215,14 @@ def roles(kernel: str, device: torch.device, dtype: torch.dtype) -> list[Config]
 
 
 def configurations(dtype: torch.dtype, everything: bool) -> Iterator[tuple[str, dict[str, Config]]]:
-    """(by whom it is chosen, what to launch some of `configs.KERNELS` with in place of `configs.config`'s choice):
+    """(by whom it is chosen, what to launch some of `configs.KERNELS` with in place of `tuning.config`'s choice):
     "default", with "separate" kernels for the pointwise part, with warps that have "roles", and, if `everything`, all
     that "tuning" tries."""
     yield "default", {}
     device, sizes, by_shape = torch.device("cpu"), [512, 768, 1024, 1536, 2048, 2880, 4096, 7168], {}
     for kernel in configs.KERNELS:
         shapes = itertools.product(sizes, sizes, [1, 16, 64, 256, 1024, 4096])
-        by_shape[kernel] = list(dict.fromkeys(configs.config(kernel, device, dtype, shape) for shape in shapes))
+        by_shape[kernel] = list(dict.fromkeys(tuning.choice(kernel, device, dtype, shape)[0] for shape in shapes))
     yield "separate", {k: dataclasses.replace(by_shape[k][0], fused=False) for k in ("up", "act_backward")}
     for i in range(2):
         yield "roles", {k: cuts[i] for k in configs.KERNELS if len(cuts := roles(k, device, dtype)) > i}
@@ -245,8 +246,6 @@ def main() -> None:
         compiler.target, compiler.dtype, compiler.case, compiler.choice = target, name, "routing", "default"
         torch.backends.cuda.matmul.allow_tf32 = name == "tf32"
         dtype = DTYPES[name]
-        for cached in vars(configs).values():  # answers for another target
-            getattr(cached, "cache_clear", lambda: None)()
         if options.everything and name == "float32":  # the routing has no other use for it than to move weights
             routings(dtype)
         for (choice, forced), case in itertools.product(configurations(dtype, options.everything), cases):

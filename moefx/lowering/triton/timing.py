@@ -11,6 +11,7 @@ _FLUSH_BYTES = 256 * 2**20
 
 
 def milliseconds(work: Callable[[], object], repeats: int = 9, warmup: int = 2) -> float:
+    """On the current device and stream."""
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
     for _ in range(warmup):
         work()

@@ -1,0 +1,140 @@
+"""Configurations found out on this machine, for what no table has: timed once, then kept on disk.
+
+A kernel is timed in the call that needs it, on that call's tensors and routing, and writes what it would write anyway.
+`MOEFX_AUTOTUNE` says how many seconds a process may spend on this: 60 if it is not set, none under `CI`. What was
+found is kept in `MOEFX_CACHE` (~/.cache/moefx), in one file for each kind of GPU, version of Triton and of the kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+import re
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import triton
+from triton.errors import TritonError
+
+from ...errors import InvalidPlan
+from .configs import Config
+from .tape import paused
+from .timing import milliseconds
+
+_log = logging.getLogger(__name__)
+_SECONDS = 60.0
+_MIN_FLOPS = 2e9  # of a GEMM: smaller ones take less time than to launch them
+_ROUNDS = 5
+
+_lock = threading.Lock()
+_spent = 0.0
+
+
+def seconds_left() -> float:
+    return _allowed(os.environ.get("MOEFX_AUTOTUNE", ""), os.environ.get("CI", "")) - _spent
+
+
+@functools.cache
+def _allowed(setting: str, ci: str) -> float:
+    if not setting:
+        return _SECONDS if ci.lower() in ("", "0", "false") else 0.0
+    try:
+        return float(setting)
+    except ValueError:
+        raise InvalidPlan(f"MOEFX_AUTOTUNE={setting}: expected seconds, 0 for no tuning") from None
+
+
+def is_possible(shape: Sequence[int], num_experts: int) -> bool:
+    """Whether there is time left, and a GEMM of this shape (see `tuning.choice`) is worth it and may be timed now."""
+    columns, inner, rows = shape
+    if seconds_left() <= 0 or 2.0 * columns * inner * rows * num_experts < _MIN_FLOPS:
+        return False
+    return not torch.cuda.is_current_stream_capturing()
+
+
+def fastest(name: str, candidates: Sequence[Config], trial: Callable[[Config], object]) -> tuple[Config | None, bool]:
+    """The fastest candidate, None where none fits; and whether all were tried in the time that is left.
+
+    The first one is tried in any case: to run out of time is no worse than not to tune.
+    """
+    global _spent
+    with _lock, paused():
+        if not _spent:  # the user waits for the first time
+            what = "timing GPU kernels for shapes that are not in the tuning table, for up to %.0f s (MOEFX_AUTOTUNE)"
+            _log.warning(what, seconds_left())
+        _log.info("tuning %s: %d configurations, %.0f s left", name, len(candidates), seconds_left())
+        begin = time.perf_counter()
+        times, is_complete = timed(candidates, trial, rounds=_ROUNDS, repeats=1, seconds=seconds_left())
+        best = min(times, key=lambda cut: statistics.median(times[cut]), default=None)
+        took = time.perf_counter() - begin
+        _spent += took
+        _log.info("tuning %s: %s in %.1f s", name, best and best.text, took)
+    return best, is_complete
+
+
+def timed(
+    candidates: Sequence[Config], trial: Callable[[Config], object], *, rounds: int, repeats: int, seconds: float
+) -> tuple[dict[Config, list[float]], bool]:
+    """Milliseconds of each candidate that fits, `rounds` times; and whether all were tried in this many seconds."""
+    deadline, fit, is_complete = time.perf_counter() + seconds, [], True
+    for cut in candidates:
+        if fit and time.perf_counter() > deadline:
+            is_complete = False
+            break
+        try:
+            trial(cut)  # compiles it
+            fit.append(cut)
+        except (TritonError, torch.cuda.OutOfMemoryError) as error:  # too much shared memory, say
+            _log.info("%s does not fit: %s", cut.text, str(error)[:200])
+    times: dict[Config, list[float]] = {cut: [] for cut in fit}
+    # In turns: a GPU under load changes its clock by more than what tells two candidates apart.
+    for cut in [cut for _ in range(rounds) for cut in fit]:
+        times[cut].append(milliseconds(functools.partial(trial, cut), repeats=repeats, warmup=1))
+    return times, is_complete
+
+
+# -- on disk
+# -------------------------------------------------------------------------------------------
+
+
+def cache_file(gpu: str) -> Path:
+    """Where the configurations found for a kind of GPU are kept."""
+    home = os.environ.get("MOEFX_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "moefx")
+    return Path(home, f"tuning-{re.sub(r'[^0-9A-Za-z]+', '_', gpu)}-{_version()}.jsonl")
+
+
+@functools.cache
+def _version() -> str:
+    """Of what the times depend on: Triton and this package's sources."""
+    digest = hashlib.sha256(triton.__version__.encode())
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def kept(gpu: str) -> list[str]:
+    """The lines of the file."""
+    try:
+        return cache_file(gpu).read_text().splitlines()
+    except OSError:
+        return []
+
+
+def keep(gpu: str, line: str) -> None:
+    file = cache_file(gpu)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        # In one write at the end of the file: other processes may be tuning too.
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            os.write(descriptor, f"{line}\n".encode())
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        _log.warning("%s: what was tuned is not kept (%s); MOEFX_CACHE names another directory", file, error.strerror)

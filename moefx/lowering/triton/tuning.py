@@ -1,0 +1,148 @@
+"""Which configuration a GEMM is launched with: the nearest one that was tuned, here or in the table; else a default."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import logging
+import math
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import triton
+
+from ...errors import InvalidPlan
+from . import autotune, configs
+from .configs import Config
+
+TABLE = Path(os.environ.get("MOEFX_TUNING") or Path(__file__).with_name("tuning.jsonl"))
+_NEAR = 1.0  # as `_distance`: one of the three sizes off by a factor of 2
+
+Entry = tuple[tuple[int, ...], Config, str]  # shape, configuration, where it was tuned
+_log = logging.getLogger(__name__)
+_used: dict[tuple[str, str], tuple[Config, str]] = {}
+
+
+def config(
+    kernel: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: tuple[int, int, int],
+    num_experts: int = 0,
+    trial: Callable[[Config], object] | None = None,
+) -> Config:
+    """For a GEMM, one of `configs.KERNELS`. `used` tells what was chosen, and why.
+
+    Args:
+        shape: (columns of the result, inner size, mean rows of an expert).
+        trial: the work to be timed, where tuning may be done.
+    """
+    chosen, reason, distance = choice(kernel, device, dtype, shape)
+    if configs.target(device) == "interpreter":
+        return chosen
+    if distance > _NEAR and trial and autotune.is_possible(shape, num_experts):
+        chosen, reason = _tune(kernel, device, dtype, shape, trial, chosen, reason)
+    _used[kernel, f"{_name(dtype)} {_text(shape)}"] = (chosen, reason)
+    return chosen
+
+
+def choice(
+    kernel: str, device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]
+) -> tuple[Config, str, float]:
+    """What `config` chooses without tuning, why, and how far away the shape is that it was tuned for."""
+    entries = _entries(device).get((configs.target(device), _name(dtype), kernel))
+    if entries:
+        tuned, chosen, where = min(entries, key=lambda entry: _distance(entry[0], shape))
+        reason, distance = f"tuned {where} {_text(tuned)}", _distance(tuned, shape)
+    else:
+        chosen, distance = configs.default(kernel, device, dtype), math.inf
+        reason = f"the default: nothing is tuned for {configs.target(device)} {_name(dtype)}"
+    if chosen.roles and not configs.HAS_ROLES:
+        chosen = configs.portable(kernel)
+        reason = f"without Gluon's kernels, which are not known to compile with Triton {triton.__version__}"
+    return chosen, reason, distance
+
+
+def used() -> list[str]:
+    """What `config` chose so far in this process and why, a line for each kernel and shape."""
+    return [f"{kernel} {shape}: {chosen.text}; {why}" for (kernel, shape), (chosen, why) in sorted(_used.items())]
+
+
+def _tune(
+    kernel: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: tuple[int, int, int],
+    trial: Callable[[Config], object],
+    first: Config,
+    reason: str,
+) -> tuple[Config, str]:
+    others = [cut for cut in configs.candidates(kernel, device, dtype) if cut != first]
+    best, is_complete = autotune.fastest(f"{kernel} {_name(dtype)} {_text(shape)}", [first, *others], trial)
+    if best is None:
+        return first, f"{reason}; none fit when tuned here"
+    key = (configs.target(device), _name(dtype), kernel)
+    _entries(device).setdefault(key, []).append((shape, best, _HERE))
+    if not is_complete:
+        return best, f"tuned {_HERE} {_text(shape)}, until the seconds of MOEFX_AUTOTUNE were used up"
+    autotune.keep(gpu(device), line(*key, shape, best))
+    return best, f"tuned {_HERE} {_text(shape)}"
+
+
+_HERE = "here for"
+
+
+def gpu(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "none"
+
+
+@functools.cache
+def _entries(device: torch.device) -> dict[tuple[str, str, str], list[Entry]]:
+    """(target, dtype, kernel) -> what is tuned: in the table, and on this machine for this device."""
+    entries: dict[tuple[str, str, str], list[Entry]] = {}
+    try:
+        lines = TABLE.read_text().splitlines()
+    except OSError as error:
+        raise InvalidPlan(f"MOEFX_TUNING={TABLE}: {error.strerror}") from None
+    for number, text in enumerate(lines, 1):
+        try:
+            key, shape, cut = _parsed(text)
+        except (ValueError, TypeError, KeyError) as error:
+            raise InvalidPlan(f"{TABLE}:{number} is not a line of a tuning table ({error}): {text[:80]}") from None
+        entries.setdefault(key, []).append((shape, cut, "for"))
+    for text in autotune.kept(gpu(device)):
+        try:
+            key, shape, cut = _parsed(text)
+        except (ValueError, TypeError, KeyError):  # half of one, say: what it said is found out again
+            _log.warning("%s: left out what is not a configuration: %.80s", autotune.cache_file(gpu(device)), text)
+            continue
+        entries.setdefault(key, []).append((shape, cut, _HERE))
+    return entries
+
+
+def line(target: str, dtype: str, kernel: str, shape: Sequence[int], cut: Config) -> str:
+    """Of a tuning table."""
+    row = dict(target=target, dtype=dtype, kernel=kernel, shape=list(shape), config=dataclasses.asdict(cut))
+    return json.dumps(row)
+
+
+def _parsed(text: str) -> tuple[tuple[str, str, str], tuple[int, ...], Config]:
+    row = json.loads(text)
+    columns, inner, rows = map(int, row["shape"])
+    return (row["target"], row["dtype"], row["kernel"]), (columns, inner, rows), Config(**row["config"])
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _text(shape: Sequence[int]) -> str:
+    columns, inner, rows = shape
+    return f"[{inner} -> {columns}], {rows} rows an expert"
+
+
+def _distance(a: Sequence[int], b: Sequence[int]) -> float:
+    return sum(math.log2(max(x, 1) / max(y, 1)) ** 2 for x, y in zip(a, b, strict=True))

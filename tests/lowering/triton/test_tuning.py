@@ -1,0 +1,290 @@
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from triton.runtime.errors import OutOfResources
+
+from moefx.errors import InvalidPlan
+from moefx.ir import experts
+from moefx.lowering import select, triton
+from moefx.lowering.triton import autotune, configs, expert_mlp, tape, tuning
+from moefx.lowering.triton.configs import KERNELS, Config
+
+from ...ir.routings import Routing, interleaved_clamped, swiglu_list, weight_before
+from .test_expert_mlp import on, outputs_and_gradients
+
+CPU, SHAPE = torch.device("cpu"), (768, 2048, 1024)
+FAR = (768, 2048, 60)  # of which the table has nothing
+
+
+@pytest.fixture(autouse=True)
+def table(monkeypatch, tmp_path):
+    """As in a new process on a machine where nothing has been tuned."""
+    monkeypatch.setenv("MOEFX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tuning, "_used", {})
+    monkeypatch.setattr(autotune, "_spent", 0.0)
+    tuning._entries.cache_clear()
+    yield
+    tuning._entries.cache_clear()
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(configs, "target", lambda device: "sm90")
+
+
+def test_the_nearest_tuned_shape_and_why(hopper):
+    chosen, why, distance = tuning.choice("down", CPU, torch.bfloat16, (2048, 700, 1000))
+    assert why == "tuned for [768 -> 2048], 1024 rows an expert" and distance < 0.1
+    assert chosen == tuning.config("down", CPU, torch.bfloat16, (2048, 700, 1000))
+    (line,) = triton.configurations()
+    assert line == f"down bfloat16 [700 -> 2048], 1000 rows an expert: {chosen.text}; {why}"
+
+
+def test_defaults_where_nothing_is_tuned(hopper, monkeypatch):
+    for dtype, roles in ((torch.float16, True), (torch.float32, False)):
+        chosen, why, _ = tuning.choice("up", CPU, dtype, SHAPE)
+        assert chosen.roles is roles and why.startswith("the default: nothing is tuned for sm90")
+    monkeypatch.setattr(configs, "target", lambda device: "gfx942")
+    assert not tuning.choice("up", CPU, torch.bfloat16, SHAPE)[0].roles
+
+
+def test_a_triton_whose_gluon_is_not_known_gets_the_others(hopper, monkeypatch):
+    monkeypatch.setattr(configs, "HAS_ROLES", False)
+    for kernel in KERNELS:
+        chosen, why, _ = tuning.choice(kernel, CPU, torch.float16, SHAPE)
+        assert not chosen.roles and "without Gluon's kernels" in why
+        assert not any(cut.roles for cut in configs.candidates(kernel, CPU, torch.float16))
+
+
+def test_text_names_what_is_not_the_default():
+    plain = Config(128, 256, 64, warps=8, stages=4)
+    assert plain.text == "128x256x64 warps=8 stages=4"
+    assert dataclasses.replace(plain, group=4, roles=True).text == "128x256x64 warps=8 stages=4 group=4 roles"
+
+
+def test_the_interpreter_leaves_no_trace():
+    tuning.config("up", CPU, torch.float32, SHAPE)
+    assert not triton.configurations()
+
+
+def test_gluon_is_not_imported_before_it_is_chosen():
+    program = "import sys, moefx.lowering.triton.expert_mlp; print(*(n for n in sys.modules if 'hopper' in n))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert not [name for name in done.stdout.split() if name.startswith("moefx")]
+
+
+def test_tables_of_the_user_s(hopper, monkeypatch, tmp_path):
+    cut = configs.portable("down")
+    (tmp_path / "good").write_text(tuning.line("sm90", "bfloat16", "down", (256, 128, 64), cut) + "\n")
+    monkeypatch.setattr(tuning, "TABLE", tmp_path / "good")
+    assert tuning.choice("down", CPU, torch.bfloat16, SHAPE)[:2] == (
+        cut,
+        "tuned for [128 -> 256], 64 rows an expert",
+    )
+    fields = '"target": "sm90", "dtype": "bfloat16", "kernel": "down"'
+    for text in ("{", f"{{{fields}}}", f'{{{fields}, "shape": [1], "config": {{}}}}', "[]"):
+        tuning._entries.cache_clear()
+        (tmp_path / "bad").write_text((tmp_path / "good").read_text() + text)
+        monkeypatch.setattr(tuning, "TABLE", tmp_path / "bad")
+        with pytest.raises(InvalidPlan, match=r"bad:2 is not a line of a tuning table"):
+            tuning.choice("down", CPU, torch.bfloat16, SHAPE)
+    monkeypatch.setattr(tuning, "TABLE", tmp_path / "none")
+    with pytest.raises(InvalidPlan, match=r"MOEFX_TUNING=.*none: No such file"):
+        tuning.choice("down", CPU, torch.bfloat16, SHAPE)
+
+
+class Gpu:
+    """Stands for one on which some configurations are fast, and others do not fit."""
+
+    def __init__(self, monkeypatch):
+        self.fast, self.too_large, self.tried, self.seconds = None, [], [], 0.0
+        monkeypatch.setenv("MOEFX_AUTOTUNE", "600")
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        monkeypatch.setattr(autotune, "milliseconds", self.milliseconds)
+        monkeypatch.setattr(autotune.time, "perf_counter", lambda: self.seconds)
+
+    def trial(self, cut):
+        self.seconds += 1.0
+        if cut in self.too_large:
+            raise OutOfResources(300000, 227000, "shared memory")
+        self.tried.append(cut)
+
+    def milliseconds(self, work, **_):
+        work()
+        return 1.0 if self.tried[-1] == self.fast else 2.0
+
+    def config(self, shape=FAR, kernel="up", experts=128):
+        return tuning.config(kernel, CPU, torch.bfloat16, shape, experts, self.trial)
+
+
+@pytest.fixture
+def gpu(hopper, monkeypatch):
+    return Gpu(monkeypatch)
+
+
+class TestTuning:
+    def test_the_fastest_is_found_once_and_kept(self, gpu):
+        candidates = configs.candidates("up", CPU, torch.bfloat16)
+        for fast in (candidates[3], candidates[-1]):
+            gpu.fast = fast
+            shape = (FAR[0], FAR[1] * (1 if fast is candidates[3] else 8), FAR[2])
+            assert gpu.config(shape) == fast and set(gpu.tried) == set(candidates)
+            assert triton.configurations()[0 if fast is candidates[-1] else -1].endswith("60 rows an expert")
+            gpu.tried.clear()
+            near = (shape[0], shape[1], 100)
+            assert gpu.config(shape) == gpu.config(near) == fast and not gpu.tried
+            tuning._entries.cache_clear()  # another process
+            assert gpu.config(shape) == fast and not gpu.tried
+            assert tuning.choice("up", CPU, torch.bfloat16, near)[1].startswith("tuned here for")
+        assert len(autotune.kept(tuning.gpu(CPU))) == 2
+
+    def test_the_user_is_told_once(self, gpu, caplog):
+        for columns in (768, 6144):
+            gpu.config((columns, *FAR[1:]))
+        assert caplog.messages == [
+            "timing GPU kernels for shapes that are not in the tuning table, for up to 600 s (MOEFX_AUTOTUNE)"
+        ]
+
+    def test_not_where_the_table_has_it(self, gpu):
+        gpu.config(SHAPE)
+        assert not gpu.tried
+
+    def test_not_where_it_is_not_worth_it(self, gpu):
+        gpu.config((16, 16, 2), experts=2)
+        assert not gpu.tried
+
+    def test_not_while_a_graph_is_captured(self, gpu, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert gpu.config() == tuning.choice("up", CPU, torch.bfloat16, FAR)[0] and not gpu.tried
+
+    @pytest.mark.parametrize("setting, ci, seconds", [("", "", 60), ("", "true", 0), ("5", "true", 5), ("0", "", 0)])
+    def test_settings(self, gpu, monkeypatch, setting, ci, seconds):
+        monkeypatch.setenv("MOEFX_AUTOTUNE", setting)
+        monkeypatch.setenv("CI", ci)
+        assert autotune.seconds_left() == seconds
+        gpu.config()
+        assert bool(gpu.tried) == bool(seconds)
+
+    def test_a_setting_that_is_no_number(self, gpu, monkeypatch):
+        monkeypatch.setenv("MOEFX_AUTOTUNE", "on")
+        with pytest.raises(InvalidPlan, match="MOEFX_AUTOTUNE=on: expected seconds"):
+            gpu.config()
+
+    def test_when_time_runs_out(self, gpu, monkeypatch):
+        monkeypatch.setenv("MOEFX_AUTOTUNE", "2.5")
+        first = tuning.choice("up", CPU, torch.bfloat16, FAR)[0]
+        assert gpu.config() == first and 1 < len(set(gpu.tried)) < len(configs.candidates("up", CPU, torch.bfloat16))
+        assert triton.configurations()[0].endswith("until the seconds of MOEFX_AUTOTUNE were used up")
+        assert autotune.seconds_left() <= 0 and not autotune.kept(tuning.gpu(CPU))
+        gpu.tried.clear()
+        gpu.config(kernel="grad_up")
+        assert not gpu.tried
+
+    def test_what_does_not_fit_is_left_out(self, gpu):
+        candidates = configs.candidates("up", CPU, torch.bfloat16)
+        gpu.too_large, gpu.fast = candidates[:-1], candidates[0]
+        assert gpu.config() == candidates[-1]
+        assert len(autotune.kept(tuning.gpu(CPU))) == 1
+
+    def test_where_nothing_fits(self, gpu):
+        gpu.too_large = configs.candidates("up", CPU, torch.bfloat16)
+        assert gpu.config() == tuning.choice("up", CPU, torch.bfloat16, FAR)[0]
+        assert triton.configurations()[0].endswith("none fit when tuned here")
+
+    def test_other_errors_are_errors(self, gpu):
+        def trial(cut):
+            raise RuntimeError("an illegal memory access was encountered")
+
+        with pytest.raises(RuntimeError, match="illegal"):
+            tuning.config("up", CPU, torch.bfloat16, FAR, 128, trial)
+
+    def test_half_a_line_on_disk(self, gpu, caplog):
+        first = gpu.config()
+        file = autotune.cache_file(tuning.gpu(CPU))
+        file.write_text(file.read_text() + file.read_text()[:40] + "\n[1]\n")
+        tuning._entries.cache_clear()
+        gpu.tried.clear()
+        assert gpu.config() == first and not gpu.tried
+        assert caplog.text.count("left out what is not a configuration") == 2
+
+    @pytest.mark.skipif(os.name != "posix", reason="a directory in the place of a file's")
+    def test_a_directory_that_cannot_be_written(self, gpu, monkeypatch, tmp_path, caplog):
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv("MOEFX_CACHE", str(tmp_path / "file"))
+        gpu.fast = configs.candidates("up", CPU, torch.bfloat16)[2]
+        assert gpu.config() == gpu.fast and gpu.config() == gpu.fast
+        assert "MOEFX_CACHE names another directory" in caplog.text
+
+
+@pytest.mark.parametrize("keep", ["h", "x"])
+@pytest.mark.parametrize("case", [interleaved_clamped, swiglu_list, weight_before], ids=lambda case: case.__name__)
+def test_trials_change_nothing(monkeypatch, case, keep):
+    """Every kernel of a call is run with other configurations first: its results are bit by bit the same, and the next
+    call plays them from a tape."""
+    monkeypatch.setattr(experts, "separate_gradients", lambda *_: False)  # as on a GPU
+    torch.manual_seed(0)
+    layer = case(4, 16, 24, torch.float32)
+    x = torch.randn(12, 16)
+    ids = torch.stack([torch.randperm(4)[:2] for _ in range(12)])
+    token_ids, _, offsets, inverse, weights = Routing(ids, torch.rand(12, 2), 4).build()
+    args = (x, token_ids, offsets, inverse, weights, layer.up, layer.up_bias, layer.down, layer.down_bias)
+    options = dict(body=layer.text, keep=keep, reduce=True)
+    grad = torch.randn(12, 16)
+    tried = []
+
+    def config(kernel, device, dtype, shape, num_experts, trial, with_trials=False):
+        first = tuning.config(kernel, device, dtype, shape)
+        with autotune.paused():
+            for cut in configs.candidates(kernel, device, dtype)[1:3] if with_trials else ():
+                trial(cut)
+        tried.append(kernel)
+        return first
+
+    def run():
+        out, *kept = expert_mlp.expert_mlp(*args, **options)
+        return [out, *expert_mlp.expert_mlp_backward(grad, *args, kept, **options, needs=[True] * 6)]
+
+    monkeypatch.setattr(expert_mlp, "config", config)
+    tape._tapes.clear()
+    expected = run()
+    tape._tapes.clear()
+    tried.clear()
+    monkeypatch.setattr(expert_mlp, "config", functools.partial(config, with_trials=True))
+    first = run()
+    assert set(tried) == set(KERNELS)
+    tried.clear()
+    again = run()
+    assert not tried
+    for result, other, want in zip(first, again, expected, strict=True):
+        assert torch.equal(result, want) and torch.equal(other, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="times kernels on a GPU")
+def test_on_a_gpu(monkeypatch):
+    """A shape that no table has, in float32: every kernel is tuned in the first call, none in the second."""
+    monkeypatch.setenv("MOEFX_AUTOTUNE", "400")
+    torch.manual_seed(0)
+    layer = on("cuda", swiglu_list(8, 512, 384, torch.float32), torch.float32)
+    x, grad = torch.randn(2, 4096, 512, device="cuda")
+    routing = Routing(torch.rand(4096, 8, device="cuda").argsort(1)[:, :2], torch.rand(4096, 2, device="cuda"), 8)
+    results, calls = [], []
+    stock = autotune.fastest
+    monkeypatch.setattr(autotune, "fastest", lambda name, *args: calls.append(name) or stock(name, *args))
+    for _ in range(2):
+        results.append(outputs_and_gradients(layer, routing, x, routing.topk_weights, grad, reduce=True))
+        assert len(calls) == len(KERNELS)
+    assert all(map(torch.equal, *results))
+    assert all("tuned here for" in line for line in triton.configurations())
+    assert len(autotune.kept(tuning.gpu(x.device))) == len(KERNELS)
+    with select.force("expert_mlp", "segments"), select.force("expert_mlp_backward", "segments"):
+        expected = outputs_and_gradients(layer, routing, x, routing.topk_weights, grad, reduce=True)
+    for result, want in zip(results[0], expected, strict=True):
+        assert (result - want).norm() < 1e-5 * want.norm()
