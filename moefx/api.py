@@ -15,6 +15,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from ._plan import Plan
+from .capture.find import signature
 from .capture.inputs import Arguments
 from .errors import InvalidInput, InvalidPlan, MoefxError, NoMoEBlockFound, Refused
 from .inspection.explain import Explanation, MatchedBlock
@@ -244,15 +245,17 @@ def program_of(
     read: Iterable[Where] = (),
 ) -> Program:
     """The program of a rewritten block, with the specialisation and the guards that it holds for; `read`: the
-    attributes of the block that its captures read."""
+    attributes of the block that its captures read. It is for both modes if its own one is not among them."""
     leaves = leaves_of(signature_binder(block)(*args, **kwargs))
     call = call_specialisation(block, leaves)
     device = next((t.device.type for t in (*block.parameters(), *block.buffers())), "cpu")
     arguments = tuple((path, _on(kind, device)) for path, kind in call.arguments)
     reads_grad = bool(result.match.modes_read & {"is_grad_enabled", "is_inference_mode_enabled"})
-    key = Specialisation(block.training, True if reads_grad else None, autocast, arguments)
+    read, own_mode = set(read), Where("", "training")
+    training = block.training if own_mode in read else None
+    key = Specialisation(training, True if reads_grad else None, autocast, arguments)
     absorbed = absorbed_names(block, result.graph, result.rewritten.repeated)
-    values = {w: value_at(block, w) for w in sorted(read)}
+    values = {w: value_at(block, w) for w in sorted(read - {own_mode})}
     plain = {w: v for w, v in values.items() if is_plain(v) or (w.inner and isinstance(v, torch.Tensor))}
     relied = {w: unchanged(v) for w, v in {**plain, **globals_of(block)}.items()}
     return Program(key, result.history, absorbed, _guards(result), relied)
@@ -291,21 +294,41 @@ def _guards(result: Result) -> list[Guard]:
 
 class Specialise:
     """Lifts a block again for a call that no program admits: another mode, dtype, device, or sizes at which the block
-    goes another way. Picklable."""
+    goes another way. What is made for one block the others that are like it take over. Picklable."""
 
     def __init__(self, arguments: Arguments, plan: Plan):
         self.arguments, self.plan = arguments, plan
+        self.made: list[tuple[tuple, Program]] = []  # with the signature of the block
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "made": []}
 
     def __call__(
         self, block: nn.Module, call: Specialisation, args: tuple | None, kwargs: Mapping[str, Any] | None
     ) -> Program | None:
         forward = vars(block).get("forward")
         assert isinstance(forward, BlockForward)
+        like = signature(block)
+        for made_for, program in self.made:
+            if made_for == like and _takes(block, program, call, args, kwargs):
+                return program.renamed(forward.name)
+        program = self._lifted(block, forward, call, args, kwargs)
+        self.made.append((like, program))
+        return program
+
+    def _lifted(
+        self,
+        block: nn.Module,
+        forward: BlockForward,
+        call: Specialisation,
+        args: tuple | None,
+        kwargs: Mapping[str, Any] | None,
+    ) -> Program:
         programs = [p for p in forward.programs if ReadAttributes(block, p.attributes).hold()]
         same = [p for p in programs if p.key.admits(call)]
         for program in programs:  # the same but for the device, which capture does not look at
             if not same and _without_device(program.key) == _without_device(
-                call._replace(grad=program.key.grad, training=call.training)
+                call._replace(grad=program.key.grad, training=None if program.key.training is None else call.training)
             ):
                 return Program(
                     program.key._replace(arguments=call.arguments),
@@ -334,7 +357,7 @@ class Specialise:
         finally:
             forward.counts.original = counted  # the captures were not calls of the user's
         return Program(
-            program.key._replace(arguments=call.arguments, training=call.training),
+            program.key._replace(arguments=call.arguments),
             program.history,
             program.absorbed,
             program.guards,
@@ -365,6 +388,18 @@ class Specialise:
         args, kwargs = self.arguments.at(self.arguments.sizes)
         dtypes = iter(kind[1] for kind in kinds)
         return pytree.tree_map_only(torch.Tensor, lambda t: t.to(next(dtypes)), (args, kwargs))
+
+
+def _takes(
+    block: nn.Module, program: Program, call: Specialisation, args: tuple | None, kwargs: Mapping[str, Any] | None
+) -> bool:
+    """Whether a program that was made for another block is for this call of this one."""
+    if not program.key.admits(call) or not ReadAttributes(block, program.attributes).hold():
+        return False
+    if program.guard is None or args is None:
+        return True
+    leaves = leaves_of(signature_binder(block)(*args, **(kwargs or {})))
+    return program.guard(block, *[leaves[i][1] for i in program.picks]) < 0
 
 
 def _without_device(key: Specialisation) -> Specialisation:

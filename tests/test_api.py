@@ -111,11 +111,15 @@ class TestErrors:
         assert moefx.explain(wrapped).matched and moefx.blocks(wrapped)
 
     def test_later_specialisations_are_told(self, reference):
-        compiled = moefx.compile(reference, example_inputs=EXAMPLE)
+        compiled = moefx.compile(copy.deepcopy(reference), example_inputs=EXAMPLE)
         assert moefx.explain(compiled).matched[0].also_for == ()
-        compiled.eval()(torch.randn(2, 5, D))
+        compiled.eval()(torch.randn(2, 5, D))  # nothing in it depends on the mode
+        assert moefx.explain(compiled).matched[0].also_for == ()
+        compiled.double()(torch.randn(2, 5, D, dtype=torch.float64))
         (also,) = moefx.explain(compiled).matched[0].also_for
-        assert also.startswith("eval") and f"also for    {also}" in str(moefx.explain(compiled))
+        assert (
+            also.startswith("any mode") and "float64" in also and f"also for    {also}" in str(moefx.explain(compiled))
+        )
 
 
 def test_forward_mode_derivatives_are_the_originals(reference):
@@ -163,7 +167,8 @@ class TestStays:
     def test_copies(self, compiled, again):
         twin = again(compiled)
         with torch.no_grad():
-            twin.moe.experts[0].up.weight.mul_(2.0)
+            for expert in twin.moe.experts:
+                expert.up.weight.mul_(2.0)
         x = torch.randn(9, D)
         assert not torch.equal(twin(x), compiled(x))
         assert moefx.blocks(twin)[0].fallbacks == 0

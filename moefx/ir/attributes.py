@@ -53,8 +53,8 @@ def attributes(block: nn.Module) -> dict[Where, Any]:
     found: dict[Where, Any] = {}
     for path, module in block.named_modules():
         for name, value in _attributes_of(module).items():
-            if isinstance(value, nn.Module) or (name in OWN and not (name == "training" and path)):
-                continue  # the block's own mode is a matter of the specialisation
+            if isinstance(value, nn.Module) or (name in OWN and name != "training"):
+                continue
             found[Where(path, name)] = value
             found |= {Where(path, name, inner): v for inner, v in _inside(value).items()}
     return found

@@ -21,6 +21,13 @@ def x():
     return torch.randn(9, D, dtype=torch.float64, requires_grad=True)
 
 
+class Moody(Loop):
+    """It is lifted again when it is called in the other mode."""
+
+    def forward(self, x):
+        return super().forward(x) * (1.0 if self.training else 0.5)
+
+
 def pair(x, model):
     model = model.double()
     return model, moefx.compile(copy.deepcopy(model), example_inputs=(x,))
@@ -32,11 +39,11 @@ def counts(compiled):
 
 
 def test_recorders_see_their_own_call_only(x):
-    _, compiled = pair(x, Loop())
+    _, compiled = pair(x, Moody())
     seen = []
     compiled.gate.register_forward_hook(lambda module, args, out: seen.append(out))
     compiled.eval()(x)
-    assert counts(compiled) == (1, 0)
+    assert counts(compiled) == (1, 0) and len(moefx.blocks(compiled)[0].forward.programs) == 2
     assert len(seen) == 1 and type(seen[0]) is torch.Tensor
 
 
@@ -54,7 +61,7 @@ def test_hooks_of_the_block_stay_outside_of_it(kind, x):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_inside_a_checkpoint(reentrant, x):
-    model, compiled = pair(x, Loop())
+    model, compiled = pair(x, Moody())
     results = []
     for m in (model, compiled):
         m.eval()
@@ -66,7 +73,7 @@ def test_inside_a_checkpoint(reentrant, x):
 
 
 def test_captures_are_no_flops(x):
-    _, compiled = pair(x, Loop())
+    _, compiled = pair(x, Moody())
     compiled.eval()
     flops = []
     for _ in range(2):
@@ -204,7 +211,7 @@ def test_what_a_graph_does_not_do_is_refused(kind, why, x):
 def test_one_token_first():
     """It does not tell which axes of the arguments are of tokens; those that the model was compiled with do."""
 
-    class Weighted(Loop):
+    class Weighted(Moody):
         def forward(self, x, mask):
             return super().forward(x.flatten(0, 1)).view_as(x) * mask[..., None]
 
@@ -217,3 +224,97 @@ def test_one_token_first():
         x, mask = torch.randn(*size, D, dtype=torch.float64), torch.rand(size, dtype=torch.float64)
         torch.testing.assert_close(compiled["moe"](x, mask), model["moe"](x, mask))
     assert counts(compiled) == (3, 0)
+
+
+class Layers(nn.Module):
+    """Blocks that are alike, one after the other."""
+
+    def __init__(self, kind, number=3):
+        super().__init__()
+        self.blocks = nn.ModuleList([kind() for _ in range(number)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+@pytest.fixture
+def lifts(monkeypatch):
+    """How many blocks were lifted."""
+    found = []
+    for module in (moefx.api, moefx.survey):
+        stock = module.rewrite_block
+        monkeypatch.setattr(module, "rewrite_block", lambda *args, stock=stock: found.append(args[1]) or stock(*args))
+    return found
+
+
+def check(model, compiled, x):
+    before = [block.fallbacks for block in moefx.blocks(compiled)]
+    torch.testing.assert_close(compiled(x), model(x))
+    assert [block.fallbacks for block in moefx.blocks(compiled)] == before
+
+
+def test_what_does_not_ask_for_the_mode_is_for_both(x, lifts):
+    model, compiled = pair(x, Layers(Loop))
+    for mode in (False, True):
+        model.train(mode), compiled.train(mode)
+        check(model, compiled, x)
+    assert lifts == ["blocks.0"]
+    assert all(block.forward.programs[0].key.training is None for block in moefx.blocks(compiled))
+
+
+class WithDropout(Loop):
+    """One that asks for the mode of a part."""
+
+    def __init__(self):
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x):
+        return super().forward(self.dropout(x))
+
+
+@pytest.mark.parametrize("kind", [Moody, WithDropout])
+def test_what_does_is_lifted_once_for_all_that_are_alike(x, lifts, kind):
+    model, compiled = pair(x, Layers(kind))
+    model.eval(), compiled.eval()
+    for size in (9, 4):
+        check(model, compiled, x[:size])
+    assert lifts == ["blocks.0", "blocks.0"]
+    assert [len(block.forward.programs) for block in moefx.blocks(compiled)] == [2, 2, 2]
+    assert [str(b.forward.programs[1].history.name) for b in moefx.blocks(compiled)] == [
+        f"blocks.{i}" for i in range(3)
+    ]
+
+
+def test_a_block_that_is_not_alike_any_more_is_lifted_for_itself(x, lifts):
+    class Scaled(Moody):
+        factor = 1.0
+
+        def __init__(self):
+            super().__init__()
+            self.factor = 1.0
+
+        def forward(self, x):
+            return super().forward(x) * self.factor
+
+    model, compiled = pair(x, Layers(Scaled))
+    for m in (model, compiled):
+        m.eval()
+        m.blocks[1].factor = 3.0
+    check(model, compiled, x)
+    assert lifts == ["blocks.0", "blocks.0", "blocks.1"]
+
+
+def test_a_copy_takes_over_what_was_made_too(x, lifts):
+    model, compiled = pair(x, Layers(Moody))
+    twin = copy.deepcopy(compiled)
+    for m in (model, compiled, twin):
+        m.eval()
+    check(model, compiled, x)
+    with torch.no_grad():
+        for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+            b.copy_(a.mul_(1.5))
+    check(model, twin, x)
+    assert len(lifts) == 2
