@@ -147,8 +147,16 @@ class Sizes:
         }
         if len(turns) != 1:
             return None
-        turn, points = turns.pop(), []
-        for sizes, capture in self.match.probe():
+        turn = turns.pop()
+        for routing in self.match.probes:  # there already, and good for this if the program comes to the line there
+            points = self._points(spot, turn, routing)
+            if points is not None and len(points) == len(self.match.probe(routing)):
+                return points
+        return self._points(spot, turn, "diverse")
+
+    def _points(self, spot: Spot, turn: int, routing: str) -> list[tuple[dict[str, int], int]] | None:
+        points = []
+        for sizes, capture in self.match.probe(routing):
             alike = self._of_line(capture, spot[0].first)
             if turn < len(alike):
                 value: Any = getattr(alike[turn], spot[1])

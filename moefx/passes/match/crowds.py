@@ -23,6 +23,7 @@ from ...capture.source import Source
 from ...errors import CaptureError, Refused
 from .agree import same_form
 from .doubts import force
+from .form import loops_over_tokens
 from .limits import limits, not_reached
 from .nodes import is_known, is_routed, numbers, op_name
 from .ranges import Ranges
@@ -144,13 +145,16 @@ def leaked_sizes(prover: Prover) -> None:
     def only_below(high: int) -> SizeGuard:
         return SizeGuard("*".join(prover.arguments.dims), "lt", str(high), True)
 
+    longest = 4 * below if loops_over_tokens(prover.lifted) else math.inf
     for tokens in _LEAK_SIZES:
         if tokens <= below:
             continue
+        if tokens > longest:
+            return
         try:
             other_lines, other_numbers = differs(tokens)
-        except CaptureError:
-            return  # its lines are those of the smaller sizes
+        except CaptureError:  # too long, so a loop over the tokens
+            return
         if other_lines:
             prover.extra_guards.append(only_below(_first(lambda n: differs(n)[0], below, tokens)))
             return

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence
 
 import torch
 from torch import fx
@@ -99,3 +103,14 @@ def walk(body: Body) -> list[Body]:
         out.append(b)
         stack.extend(a for a in b.args if isinstance(a, Body))
     return out
+
+
+def loops_over_tokens(lifted: Sequence[Lifted]) -> bool:
+    """Whether a line runs once for each token: captures of many tokens take long, and show what those of few do."""
+    counts: dict[int, list[int]] = {}
+    for one in lifted:
+        lines = Counter((n.meta["source"], str(n.target)) for n in one.capture.nodes if n.op == "call_function")
+        counts.setdefault(math.prod(one.tokens), []).append(max(lines.values(), default=0))
+    by_tokens = [counts[tokens] for tokens in sorted(counts)]
+    grow = all(max(few) < min(many) for few, many in itertools.pairwise(by_tokens))
+    return len(counts) > 1 and grow and all(min(found) >= tokens for tokens, found in counts.items())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,7 @@ from ...errors import Refused
 from ..capacity import Formula, find_formula
 from . import crowds, doubts
 from .agree import same_form
-from .form import Body, Lifted, Ref
+from .form import Body, Lifted, Ref, loops_over_tokens
 from .lift import Lifter
 from .nodes import line
 from .paths import Place, expert_indices, sibling_names, tensor_at
@@ -94,12 +95,17 @@ class Match:
         """Captures at more sizes under this kind of routing, for numbers that depend on them."""
         if kind not in self.probes:
             probes = self.probes[kind] = []
-            most = 4 * max(len(lifted.capture.nodes) for lifted in self.lifted)  # no loop over many tokens
+            nodes = 4 * max(len(lifted.capture.nodes) for lifted in self.lifted)
+            longest = math.inf
+            if loops_over_tokens(self.lifted):
+                longest = 2 * max(math.prod(lifted.tokens) for lifted in self.lifted)
             for tokens in _PROBES:
+                if tokens > longest:
+                    break
                 sizes = self.arguments.sequence(tokens)
                 if all(g.holds(sizes) for g in self.within):
                     with contextlib.suppress(Exception):  # sizes that the program does not take
-                        taken = self.capture_at(Routing(kind, 0), sizes, most=most if tokens > 512 else 0)
+                        taken = self.capture_at(Routing(kind, 0), sizes, most=nodes if tokens > 512 else 0)
                         probes.append((sizes, taken))
         return self.probes[kind]
 

@@ -31,8 +31,8 @@ def results(layer: Layer, device: str, seed: int, tapes: dict, monkeypatch, **op
     monkeypatch.setattr(experts, "separate_gradients", lambda *_: False)
     monkeypatch.setattr(tape, "_tapes", tapes)
     torch.manual_seed(seed)
-    ids, weights = torch.rand(33, 4).argsort(1)[:, :2], torch.rand(33, 2)
-    x, grad = torch.randn(33, 64), torch.randn(33, 64)
+    ids, weights = torch.rand(17, 4).argsort(1)[:, :2], torch.rand(17, 2)
+    x, grad = torch.randn(17, 32), torch.randn(17, 32)
     routing = Routing(ids.to(device), weights.to(device), 4)
     with contextlib.ExitStack() as stack:
         for op in OPS:
@@ -46,7 +46,7 @@ def results(layer: Layer, device: str, seed: int, tapes: dict, monkeypatch, **op
 @pytest.mark.parametrize("make", LINEAR.values(), ids=LINEAR.keys())
 def test_a_played_call_equals_its_host_code(device, monkeypatch, plays, make, name, keep, reduce):
     monkeypatch.setattr(expert_mlp, "config", lambda *_: CONFIGS[name])
-    layer, tapes = on(device, make(4, 64, 48), torch.float32), {}
+    layer, tapes = on(device, make(4, 32, 40), torch.float32), {}
     options = dict(keep=keep, reduce=reduce)
     results(layer, device, 0, tapes, monkeypatch, **options)
     assert len(tapes) == len(OPS) and not plays
@@ -58,14 +58,14 @@ def test_a_played_call_equals_its_host_code(device, monkeypatch, plays, make, na
 
 def test_other_parameters_are_another_call(device, monkeypatch, plays):
     tapes = {}
-    layers = [on(device, LINEAR["swiglu_list"](4, 64, 48), torch.float32) for _ in range(2)]
+    layers = [on(device, LINEAR["swiglu_list"](4, 32, 40), torch.float32) for _ in range(2)]
     for layer in layers:
         results(layer, device, 0, tapes, monkeypatch)
     assert len(tapes) == 2 + 2 * 2 and len(plays) == 2  # routing is the same
 
 
 def test_what_is_changed_in_place_is_seen(device, monkeypatch, plays):
-    layer, tapes = on(device, LINEAR["interleaved_clamped"](4, 64, 48), torch.float32), {}
+    layer, tapes = on(device, LINEAR["interleaved_clamped"](4, 32, 40), torch.float32), {}
     before = results(layer, device, 0, tapes, monkeypatch)
     with torch.no_grad():
         layer.down[0].mul_(2)
@@ -106,7 +106,7 @@ def test_memory_is_freed_when_the_host_code_frees_it(device, monkeypatch):
 
 def test_weights_are_counted_alike_when_played(device, monkeypatch, plays):
     monkeypatch.setattr(expert_mlp, "config", lambda *_: CONFIGS["sliced"])
-    layer, tapes, counted = on(device, LINEAR["weight_before"](4, 64, 48), torch.float32), {}, []
+    layer, tapes, counted = on(device, LINEAR["weight_before"](4, 32, 40), torch.float32), {}, []
     layer.down[0] = layer.down[0].detach().mT.contiguous().mT.requires_grad_()  # one with other strides: a copy
     for _ in range(2):
         select.reset_counters()
@@ -118,11 +118,11 @@ def test_weights_are_counted_alike_when_played(device, monkeypatch, plays):
 def test_a_weight_that_the_body_ignores_has_a_zero_gradient_when_played(device, monkeypatch, plays):
     monkeypatch.setattr(expert_mlp, "config", lambda *_: CONFIGS["sliced"])
     monkeypatch.setattr(tape, "_tapes", {})
-    layer = on(device, LINEAR["weight_before"](4, 64, 48), torch.float32)
+    layer = on(device, LINEAR["weight_before"](4, 32, 40), torch.float32)
     body = dataclasses.replace(layer.body, act=("silu", "a0")).to_json()
     routing = Routing(torch.rand(33, 4).argsort(1)[:, :2].to(device), torch.rand(33, 2, device=device), 4)
     token_ids, _, offsets, inverse, weights = routing.build()
-    x, grad = torch.randn(33, 64, device=device), torch.randn(66, 64, device=device)
+    x, grad = torch.randn(33, 32, device=device), torch.randn(66, 32, device=device)
     args = (x, token_ids, offsets, inverse, weights, layer.up, layer.up_bias, layer.down, layer.down_bias)
     needs = [False, True, False, False, False, False]
     for _ in range(3):
