@@ -9,8 +9,6 @@ weights, gradients' owners and optimizer hold before a step, and the losses.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -19,6 +17,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+from .results import parser, write
 
 SYSTEMS = ("eager", "grouped_mm", "grouped_mm compiled", "moefx", "moefx compiled")
 
@@ -81,17 +81,14 @@ def measure(system: str, steps: int, layers: int, batch: int, length: int) -> di
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m moefx bench layers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--systems", default=",".join(SYSTEMS))
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--length", type=int, default=4096)
-    parser.add_argument("--out", default=None)
-    parser.add_argument("--here", action="store_true", help="in this process")
-    options = parser.parse_args(argv)
+    made = parser("layers", __doc__)
+    made.add_argument("--systems", default=",".join(SYSTEMS))
+    made.add_argument("--steps", type=int, default=10)
+    made.add_argument("--layers", type=int, default=4)
+    made.add_argument("--batch", type=int, default=4)
+    made.add_argument("--length", type=int, default=4096)
+    made.add_argument("--here", action="store_true", help="in this process")
+    options = made.parse_args(argv)
     for system in options.systems.split(","):
         if not options.here:
             command = [sys.executable, "-m", __spec__.name, "--systems", system, "--here"]
@@ -101,8 +98,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             continue
         row = measure(system, options.steps, options.layers, options.batch, options.length)
         if options.out:
-            with open(options.out, "a") as file:
-                print(json.dumps(row), file=file)
+            write(row, options.out)
         print(
             f"{system:20} {row['ms']:8.1f} ms a step  peak {row['peak_gib']:6.2f} GiB  "
             f"losses {' '.join(f'{x:.3f}' for x in row['losses'][:4])} {', '.join(row.get('providers', []))}",

@@ -1,30 +1,27 @@
 """Expert MLPs forward, and forward with backward: moefx beside its peers, on the same tensors and routing.
 
-    python -m moefx bench moe [--shapes qwen3_30b,olmoe] [--peers moefx] [--routing uniform] [--out results.jsonl]
+    python -m moefx bench moe [--shapes qwen3_30b,olmoe@512] [--peers moefx] [--routing uniform,zipf,hot] [--out FILE]
 
-Each peer runs in a process of its own. Outputs and gradients are checked against float32 first.
+Each peer runs in a process of its own. Outputs and gradients are checked against float32 first. Saved bytes are what
+autograd keeps between forward and backward, without the weights; the peak is that of a step, above what was there.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._environment import environment
 from ..lowering import select
 from ..lowering.triton.timing import milliseconds
-from .peers import PEERS, Inputs
-from .shapes import SHAPES, Shape, routed, tensors
+from .peers import PEERS, Inputs, Work
+from .results import parser, write
+from .shapes import SHAPES, Shape, routed, shape_of, tensors
 
 
 def inputs_of(shape: Shape, routing: str) -> Inputs:
@@ -68,6 +65,21 @@ def errors(inputs: Inputs, results: tuple[Tensor, ...]) -> dict[str, float]:
     return {name: float((pairs[name][0].float() - want).norm() / want.norm()) for name, want in exact.items()}
 
 
+def saved_bytes(inputs: Inputs, work: Work) -> int:
+    """What a step keeps for its backward; tensors that a function hides from autograd are not seen."""
+    kept: list[Tensor] = []  # so that none of them takes the place of one that is gone
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        work.step()
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
+    weights = {t.untyped_storage().data_ptr() for t in (inputs.w1, inputs.w2)}
+    return sum(size for at, size in storages.items() if at not in weights)
+
+
 def measure(shape: Shape, peer: str, routing: str) -> dict[str, Any]:
     inputs = inputs_of(shape, routing)
     work = PEERS[peer](inputs)
@@ -76,6 +88,7 @@ def measure(shape: Shape, peer: str, routing: str) -> dict[str, Any]:
     if len(results) == 5:
         row["errors"] = errors(inputs, results)
     del results
+    row["saved_bytes_per_token"] = saved_bytes(inputs, work) / shape.T
     torch.cuda.synchronize()
     row["forward_ms"] = milliseconds(work.forward)
     row["step_ms"] = milliseconds(work.step)
@@ -91,50 +104,46 @@ def measure(shape: Shape, peer: str, routing: str) -> dict[str, Any]:
     return row
 
 
-def write(row: dict[str, Any], path: str) -> None:
-    """Append a JSON line; the first one of a file tells where and with what it was measured."""
-    file = Path(path)
-    if not file.exists():
-        file.write_text(json.dumps({"environment": {"date": f"{datetime.date.today()}", **environment()}}) + "\n")
-    with file.open("a") as lines:
-        print(json.dumps(row), file=lines)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m moefx bench moe", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--shapes", default=",".join(s.name for s in SHAPES))
-    parser.add_argument("--peers", default=",".join(PEERS))
-    parser.add_argument("--routing", default="uniform")
-    parser.add_argument("--out", default=None)
-    parser.add_argument("--here", action="store_true", help="in this process")
-    options = parser.parse_args(argv)
+    made = parser("moe", __doc__)
+    made.add_argument("--shapes", default=",".join(s.name for s in SHAPES), help="by name, name@T or TxdxhxExK")
+    made.add_argument("--peers", default=",".join(PEERS), help=", ".join(PEERS))
+    made.add_argument("--routing", default="uniform", help="uniform, zipf, hot: one expert is everybody's first choice")
+    made.add_argument("--here", action="store_true", help="in this process")
+    options = made.parse_args(argv)
+    try:
+        shapes = [shape_of(text) for text in options.shapes.split(",")]
+    except ValueError as error:
+        made.error(str(error))
+    if unknown := set(options.peers.split(",")) - set(PEERS):
+        made.error(f"no peer {', '.join(sorted(unknown))}; there is {', '.join(PEERS)}")
     for peer in options.peers.split(","):
         if not options.here:
             command = [sys.executable, "-m", __spec__.name, "--shapes", options.shapes, "--peers", peer, "--here"]
             command += ["--routing", options.routing, *(["--out", options.out] if options.out else [])]
             subprocess.run(command, check=False)
             continue
-        for shape in (s for s in SHAPES if s.name in options.shapes.split(",")):
+        for shape, routing in [(shape, routing) for shape in shapes for routing in options.routing.split(",")]:
             begin = time.time()
             try:
-                row = measure(shape, peer, options.routing)
-            except (RuntimeError, ImportError) as error:
-                row: dict[str, Any] = dict(shape=shape.name, peer=peer, routing=options.routing, error=f"{error}"[:300])
+                row = measure(shape, peer, routing)
+            except Exception as error:  # a peer that is not installed, or of another version
+                row: dict[str, Any] = dict(shape=shape.name, peer=peer, routing=routing)
+                row["error"] = f"{type(error).__name__}: {error}"[:300]
             torch.cuda.empty_cache()
             if options.out:
                 write(row, options.out)
-            worst = max(row["errors"].values()) if "errors" in row else float("nan")
-            if "error" in row:
-                print(f"{shape.name:10} {peer:18} {row['error']}", flush=True)
-            else:
-                print(
-                    f"{shape.name:10} {peer:18} forward {row['forward_ms']:8.3f} ms  step {row['step_ms']:8.3f} ms"
-                    f"  {row['tflops']:5.0f} TFLOP/s  peak {row['peak_mib']:8.0f} MiB  worst error {worst:.1e}"
-                    f"  ({time.time() - begin:.0f} s)",
-                    flush=True,
-                )
+            print(f"{shape.name:10} {routing:8} {peer:24} {_text(row)}  ({time.time() - begin:.0f} s)", flush=True)
+
+
+def _text(row: Mapping[str, Any]) -> str:
+    if "error" in row:
+        return str(row["error"])
+    worst = max(row["errors"].values()) if "errors" in row else float("nan")
+    return (
+        f"forward {row['forward_ms']:8.3f} ms  step {row['step_ms']:8.3f} ms  {row['tflops']:5.0f} TFLOP/s  saved "
+        f"{row['saved_bytes_per_token']:.0f} bytes a token  peak {row['peak_mib']:8.0f} MiB  worst error {worst:.1e}"
+    )
 
 
 if __name__ == "__main__":

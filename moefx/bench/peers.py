@@ -7,7 +7,9 @@ gives a `Work`: forward alone, and forward with backward. Peers that are not ins
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -77,7 +79,7 @@ def moefx(inputs: Inputs, keep: str = "h") -> Work:
     return autograd(inputs, function)
 
 
-def torch_grouped_mm(inputs: Inputs) -> Work:
+def torch_grouped_mm(inputs: Inputs, wrap: Callable[..., Any] = lambda function: function) -> Work:
     """torch's grouped GEMM with plain torch around it."""
     num_tokens, num_slots = inputs.ids.shape
     order = inputs.ids.reshape(-1).argsort(stable=True)
@@ -93,6 +95,67 @@ def torch_grouped_mm(inputs: Inputs) -> Work:
         rows = gemm(F.silu(gate) * up, w2.transpose(1, 2), offs=ends)
         by_slot = rows[inverse].view(num_tokens, num_slots, -1)
         return (by_slot * weights[..., None].to(rows.dtype)).sum(1)
+
+    return autograd(inputs, wrap(function))
+
+
+def torch_grouped_mm_compiled(inputs: Inputs) -> Work:
+    return torch_grouped_mm(inputs, torch.compile)
+
+
+def transformers_experts(inputs: Inputs, implementation: str) -> Work:
+    """The experts of transformers' Qwen3-MoE with one of its implementations."""
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    shape = inputs.shape
+    config = Qwen3MoeConfig(num_experts=shape.E, hidden_size=shape.d, moe_intermediate_size=shape.h)
+    config._experts_implementation = implementation
+    with torch.device("meta"):
+        experts = Qwen3MoeExperts(config)
+
+    def function(x: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        arguments = (x, inputs.ids, weights.to(x.dtype))
+        return torch.func.functional_call(experts, dict(gate_up_proj=w1, down_proj=w2), arguments)
+
+    return autograd(inputs, function)
+
+
+def liger(inputs: Inputs) -> Work:
+    """Liger-Kernel's fused MoE, which its own tuner cuts."""
+    from liger_kernel.ops.fused_moe import LigerFusedMoEFunction  # pyright: ignore[reportMissingImports]
+
+    ids = inputs.ids.to(torch.int32)
+
+    def function(x: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        return LigerFusedMoEFunction.apply(x, w1, w2, ids, weights)
+
+    return autograd(inputs, function)
+
+
+def sonic_moe(inputs: Inputs) -> Work:
+    """SonicMoE's two projections with its routing metadata: its layer would choose the experts itself."""
+    from sonicmoe import functional  # pyright: ignore[reportMissingImports]
+    from sonicmoe.enums import ActivationType  # pyright: ignore[reportMissingImports]
+
+    (num_tokens, num_slots), num_experts = inputs.ids.shape, inputs.shape.E
+    ids, num_rows = inputs.ids.to(torch.int32), inputs.ids.numel()
+
+    def function(x: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        counts, offsets, gather, scatter, reverse = (
+            torch.empty(size, dtype=torch.int32, device=x.device)
+            for size in (num_experts, num_experts + 1, num_rows, num_rows, num_rows)
+        )
+        functional.TC_topk_router_metadata_triton(ids, num_experts, counts, offsets, gather, scatter, reverse)
+        is_inference = not torch.is_grad_enabled()
+        act, hidden = functional._UpProjection.apply(
+            *(x, w1.permute(1, 2, 0), None, offsets, num_rows, num_slots, gather, scatter, reverse, None, False),
+            *(ActivationType.SWIGLU, is_inference, True),
+        )
+        return functional._DownProjection.apply(
+            *(act, hidden, w2.permute(1, 2, 0), None, weights, offsets, num_tokens, num_slots, gather, scatter),
+            *(reverse, None, False, ActivationType.SWIGLU),
+        )
 
     return autograd(inputs, function)
 
@@ -122,5 +185,10 @@ def bmm_ceiling(inputs: Inputs) -> Work:
 PEERS: dict[str, Callable[[Inputs], Work]] = {
     "moefx": moefx,
     "torch grouped_mm": torch_grouped_mm,
+    "torch compiled": torch_grouped_mm_compiled,
+    "transformers": functools.partial(transformers_experts, implementation="grouped_mm"),
+    "transformers eager": functools.partial(transformers_experts, implementation="eager"),
+    "liger-kernel": liger,
+    "sonic-moe": sonic_moe,
     CEILING: bmm_ceiling,
 }

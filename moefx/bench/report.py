@@ -13,7 +13,7 @@ from typing import Any
 
 from . import CEILING
 
-Results = dict[str, dict[str, Mapping[str, Any]]]  # shape -> peer -> row
+Results = dict[str, dict[str, Mapping[str, Any]]]  # shape, and routing if it is not uniform -> peer -> row
 
 
 def read(path: Path) -> tuple[Mapping[str, Any], Results]:
@@ -24,7 +24,9 @@ def read(path: Path) -> tuple[Mapping[str, Any], Results]:
         if "environment" in row:
             environment = row["environment"]
         else:
-            results.setdefault(row["shape"], {})[row["peer"]] = row
+            routing = row.get("routing", "uniform")
+            what = row["shape"] if routing == "uniform" else f"{row['shape']} {routing}"
+            results.setdefault(what, {})[row["peer"]] = row
     return environment, results
 
 
@@ -79,9 +81,8 @@ def plot(environment: Mapping[str, Any], results: Results, path: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m moefx bench report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m moefx bench report", description=__doc__, formatter_class=formatter)
     parser.add_argument("results", type=Path)
     parser.add_argument("--plot", type=Path, default=None, help="a picture; needs matplotlib")
     options = parser.parse_args(argv)

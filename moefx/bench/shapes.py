@@ -41,6 +41,20 @@ SHAPES = [
 ]
 
 
+def shape_of(text: str) -> Shape:
+    """One of the ten by its name, also with another number of tokens (`olmoe@512`), or any other one (TxdxhxExK)."""
+    name, _, tokens = text.partition("@")
+    found = next((s for s in SHAPES if s.name == name), None)
+    try:
+        if found is None:
+            return Shape(text, *map(int, text.split("x")))
+        return dataclasses.replace(found, name=text, T=int(tokens)) if tokens else found
+    except (ValueError, TypeError):
+        raise ValueError(
+            f"no shape {text!r}: expected one of {', '.join(s.name for s in SHAPES)}, or TxdxhxExK"
+        ) from None
+
+
 def routed(shape: Shape, device: str = "cuda", kind: str = "uniform", seed: int = 0) -> tuple[Tensor, Tensor]:
     """(ids [T,K], weights [T,K] float32). "uniform": random scores, max/mean rows an expert about 1.1 to 1.3;
     "zipf": expert e is wanted as 1/(e+1); "hot": every token's first choice is expert 0."""

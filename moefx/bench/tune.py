@@ -7,13 +7,12 @@ Kernels are compiled by several processes first (Triton keeps them on disk).
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import statistics
 import subprocess
 import sys
 import time
+from argparse import SUPPRESS
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -24,6 +23,7 @@ from ..lowering.triton import expert_mlp
 from ..lowering.triton.autotune import timed
 from ..lowering.triton.configs import KERNELS, Config, candidates, target
 from ..lowering.triton.tuning import line
+from .results import parser, write
 from .shapes import SHAPES, Shape, routed, swiglu, tensors
 
 
@@ -97,18 +97,15 @@ def compile_share(shapes: list[Shape], kernels: list[str], share: int, of: int) 
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m moefx bench tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--shapes", default=",".join(s.name for s in SHAPES))
-    parser.add_argument("--kernels", default=",".join(KERNELS))
-    parser.add_argument("--workers", type=int, default=12)
-    parser.add_argument("--share", type=int, default=None, help=argparse.SUPPRESS)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=480)
-    parser.add_argument("--out", default=None, help="every time, as JSON lines")
-    parser.add_argument("--table", default=None, help="the best of each, as lines of the tuning table")
-    options = parser.parse_args(argv)
+    made = parser("tune", __doc__)
+    made.add_argument("--shapes", default=",".join(s.name for s in SHAPES))
+    made.add_argument("--kernels", default=",".join(KERNELS))
+    made.add_argument("--workers", type=int, default=12)
+    made.add_argument("--share", type=int, default=None, help=SUPPRESS)
+    made.add_argument("--rounds", type=int, default=5)
+    made.add_argument("--seconds", type=float, default=480)
+    made.add_argument("--table", default=None, help="the best of each, as lines of the tuning table")
+    options = made.parse_args(argv)
     shapes = [s for s in SHAPES if s.name in options.shapes.split(",")]
     kernels = options.kernels.split(",")
     begin = time.time()
@@ -134,8 +131,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             results = [(statistics.median(ms), cut) for cut, ms in times.items()]
             for ms, cut in results if options.out else ():
                 row = dict(shape=shape.name, kernel=kernel, ms=ms, tflops=matrices * shape.flops / ms / 1e9)
-                with open(options.out, "a") as file:
-                    print(json.dumps({**row, "config": dataclasses.asdict(cut)}), file=file)
+                write({**row, "config": dataclasses.asdict(cut)}, options.out)
             results.sort(key=lambda r: r[0])
             if options.table and results:
                 best = line(target(torch.device("cuda")), "bfloat16", kernel, case.sizes(kernel), results[0][1])

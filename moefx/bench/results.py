@@ -1,0 +1,31 @@
+"""What all benchmarks share: their options' parser, and JSON lines with the environment they were measured in."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .._environment import environment
+
+
+def parser(name: str, description: str | None) -> argparse.ArgumentParser:
+    """Of `python -m moefx bench NAME`."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    made = argparse.ArgumentParser(
+        prog=f"python -m moefx bench {name}", description=description, formatter_class=formatter
+    )
+    made.add_argument("--out", default=None, help="append JSON lines to this file")
+    return made
+
+
+def write(row: Mapping[str, Any], path: str) -> None:
+    """Append a JSON line; the first one of a file tells where and with what it was measured."""
+    file = Path(path)
+    if not file.exists():
+        file.write_text(json.dumps({"environment": {"date": f"{datetime.date.today()}", **environment()}}) + "\n")
+    with file.open("a") as lines:
+        print(json.dumps(row), file=lines)

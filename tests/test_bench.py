@@ -1,0 +1,100 @@
+"""What the benchmarks measure, on the CPU: the work of each peer that is installed, and what it saves."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from moefx import cli
+from moefx.bench import layers, moe, peers, results, routing, tune
+from moefx.bench.peers import PEERS, Inputs
+from moefx.bench.shapes import SHAPES, Shape, routed, shape_of, tensors
+
+SMALL = Shape("small", T=96, d=32, h=16, E=8, K=2)
+
+
+@pytest.fixture
+def inputs() -> Inputs:
+    x, w1, w2, grad = tensors(SMALL, device="cpu")
+    return Inputs(SMALL, x, w1, w2, grad, *routed(SMALL, device="cpu"))
+
+
+ON_A_CPU = ["moefx", "torch grouped_mm", "transformers", "transformers eager"]
+
+
+@pytest.mark.parametrize("name", ON_A_CPU)
+def test_outputs_and_gradients(inputs, name):
+    if name.startswith("transformers"):
+        pytest.importorskip("transformers.models.qwen3_moe")
+    errors = moe.errors(inputs, PEERS[name](inputs).step())
+    assert set(errors) == {"out", "grad_x", "grad_weights", "grad_w1", "grad_w2"}
+    assert all(0 < error < 0.02 for error in errors.values()), errors
+
+
+def test_an_error_is_seen(inputs):
+    out, *gradients = PEERS["moefx"](inputs).step()
+    for i in range(5):
+        results = [out, *gradients]
+        results[i] = results[i] * 1.1
+        assert sum(error > 0.05 for error in moe.errors(inputs, tuple(results)).values()) == 1
+
+
+@pytest.mark.parametrize("keep, columns", [("h", 2 * SMALL.K * SMALL.h), ("x", 0)])
+def test_saved_bytes(inputs, keep, columns):
+    """x and H in bfloat16, and at most 24 bytes of routing for each choice; the offsets are the experts'."""
+    saved = moe.saved_bytes(inputs, peers.moefx(inputs, keep=keep))
+    routing_bytes = saved - SMALL.T * 2 * (SMALL.d + columns)
+    assert 0 < routing_bytes <= 24 * SMALL.T * SMALL.K + 4 * (SMALL.E + 1)
+    assert moe.saved_bytes(inputs, PEERS["torch grouped_mm"](inputs)) > saved
+
+
+@pytest.mark.parametrize("kind", ["uniform", "zipf", "hot"])
+def test_routings(kind):
+    ids, weights = routed(SMALL, device="cpu", kind=kind)
+    loads = torch.bincount(ids.reshape(-1), minlength=SMALL.E)
+    assert loads.sum() == SMALL.T * SMALL.K and (kind == "hot") == (int(loads.max()) == SMALL.T)
+    found, expected = (make(ids, weights, SMALL.E) for make in (routing.moefx, routing.sorting))
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_shapes_by_their_names():
+    assert shape_of("olmoe") is SHAPES[1]
+    assert shape_of("olmoe@512") == Shape("olmoe@512", 512, 2048, 1024, 64, 8)
+    assert shape_of("96x32x16x8x2") == Shape("96x32x16x8x2", 96, 32, 16, 8, 2)
+    for text in ("olmo", "olmoe@many", "1x2x3x4", "1x2x3x4x5x6", "axbxcxdxe"):
+        with pytest.raises(ValueError, match=r"expected one of qwen3_30b, .*, or TxdxhxExK"):
+            shape_of(text)
+
+
+@pytest.mark.parametrize(
+    "arguments, why", [(["--shapes", "olmo"], "no shape 'olmo'"), (["--peers", "moefx,nobody"], "no peer nobody")]
+)
+def test_options_that_cannot_be_meant(arguments, why, capsys):
+    with pytest.raises(SystemExit) as ended:
+        moe.main(arguments)
+    assert ended.value.code == 2 and why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("benchmark", [moe, layers, tune, routing])
+def test_help(benchmark, capsys):
+    with pytest.raises(SystemExit) as ended:
+        benchmark.main(["--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert f"python -m moefx bench {benchmark.__name__.rpartition('.')[2]}" in text and "--out" in text
+
+
+def test_all_are_commands():
+    assert {benchmark.__name__.rpartition(".")[2] for benchmark in (moe, layers, tune, routing)} <= set(cli.BENCHMARKS)
+
+
+def test_lines_follow_their_environment(tmp_path):
+    path = tmp_path / "out.jsonl"
+    for ms in (1.0, 2.0):
+        results.write({"ms": ms}, str(path))
+    environment, *rows = map(json.loads, path.read_text().splitlines())
+    assert environment["environment"]["versions"]["torch"] == torch.__version__
+    assert rows == [{"ms": 1.0}, {"ms": 2.0}]
