@@ -332,7 +332,9 @@ class Run:
             self.project_up(hidden, None)
         # Kept tensors are the forward's; what was recomputed here may be overwritten.
         grad_hidden = [self.empty(num_rows, width) for width in self.up_widths] if kept else hidden
-        scaled_act = self.empty(num_rows, self.act_width) if need_down else None
+        # scale * A, the right side of dW2; without a scale that is the activation, which may have been kept.
+        kept_act = next(iter(kept[len(call.up) :]), None) if point.scale is None else None
+        scaled_act = self.empty(num_rows, self.act_width) if need_down and kept_act is None else None
         dots, num_partials = self.act_backward(grad, reduce, hidden, grad_hidden, scaled_act, need_w)
         del hidden
 
@@ -341,8 +343,9 @@ class Run:
         del dots
         grad_down = []
         if need_down:
-            assert scaled_act is not None
-            sides = ((grad, reduce), (scaled_act, False))
+            right = kept_act if scaled_act is None else scaled_act
+            assert right is not None
+            sides = ((grad, reduce), (right, False))
             left, right = sides if self.down.out_dim == 0 else sides[::-1]
             stacked = self.outer("grad_down", left, right, call.down[0].dtype)
             grad_down = as_returned(stacked, call.down, 2)

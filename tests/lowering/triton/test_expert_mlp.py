@@ -95,6 +95,22 @@ def test_every_way_to_launch(device, monkeypatch, make, cut):
     check(make, device, torch.bfloat16, random_routing(37, 3, 4), 64, 72, keep="h", reduce=True)
 
 
+@pytest.mark.parametrize("name", ["sliced", "separate"])
+@pytest.mark.parametrize("make", [LINEAR["weight_before"], LINEAR["swiglu_list"]], ids=["no scale", "scaled"])
+def test_a_kept_activation_is_the_one_that_is_recomputed(device, monkeypatch, make, name):
+    monkeypatch.setattr(expert_mlp, "config", lambda *_: CONFIGS[name])
+    torch.manual_seed(0)
+    layer, routing = on(device, make(4, 32, 24), torch.bfloat16), random_routing(19, 2, 4)
+    x, grad = torch.randn(2, 19, 32, device=device).bfloat16()
+    there = dataclasses.replace(routing, topk_ids=routing.topk_ids.to(device))
+    results = []
+    for keep in ("h", "all"):
+        with select.force("expert_mlp", "triton"), select.force("expert_mlp_backward", "triton"):
+            weights = routing.topk_weights.to(device, torch.bfloat16)
+            results.append(outputs_and_gradients(layer, there, x, weights, grad, keep=keep, reduce=True))
+    assert all(map(torch.equal, *results))
+
+
 def spaced(tensors: list[Tensor]) -> list[Tensor]:
     """The same in one storage."""
     return [t.requires_grad_() for t in torch.stack([t.detach() for t in tensors]).unbind(0)]
