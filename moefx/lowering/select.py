@@ -68,10 +68,7 @@ def force(op: str, provider: str) -> Iterator[None]:
     Raises:
         InvalidPlan: there is no such op or provider.
     """
-    if op not in registry:
-        raise InvalidPlan(f"no op moefx::{op}; there are {', '.join(sorted(registry))}")
-    if provider not in registry[op].providers:
-        raise InvalidPlan(f"moefx::{op} has no provider {provider!r}; it has {', '.join(registry[op].providers)}")
+    _check(op, provider)
     before = _forced.get(op)
     _forced[op] = provider
     try:
@@ -80,6 +77,14 @@ def force(op: str, provider: str) -> Iterator[None]:
         _forced.pop(op)
         if before is not None:
             _forced[op] = before
+
+
+def _check(op: str, provider: str, said: str = "") -> None:
+    if op not in registry:
+        raise InvalidPlan(f"{said}no op moefx::{op}; there are {', '.join(sorted(registry))}")
+    if provider not in registry[op].providers:
+        names = ", ".join(registry[op].providers)
+        raise InvalidPlan(f"{said}moefx::{op} has no provider {provider!r}; it has {names}")
 
 
 # Registers the providers.
@@ -96,9 +101,7 @@ def _force_from(setting: str) -> None:
     """
     for item in filter(None, setting.split(",")):
         op, _, provider = item.strip().partition("=")
-        if op not in registry or provider not in registry[op].providers:
-            names = registry[op].providers if op in registry else registry
-            raise InvalidPlan(f"MOEFX_PROVIDERS={setting}: no {item.strip()!r}; there are {', '.join(sorted(names))}")
+        _check(op, provider, f"MOEFX_PROVIDERS={setting}: ")
         for name in (op, f"{op}_backward"):
             if name in registry and provider in registry[name].providers:
                 _forced[name] = provider
