@@ -20,7 +20,7 @@ from .capture.inputs import Arguments
 from .errors import InvalidInput, InvalidPlan, MoefxError, NoMoEBlockFound, Refused
 from .inspection.explain import Explanation, MatchedBlock
 from .inspection.history import History
-from .ir.attributes import Where, attributes, globals_of, is_plain, reading, unchanged, value_at
+from .ir.attributes import OWN_MODE, Where, attributes, globals_of, is_plain, reading, unchanged, value_at
 from .ir.binding import Guard, Specialisation, call_specialisation, leaves_of
 from .ir.block import BlockGraph
 from .ir.body import ExpertBody
@@ -251,11 +251,11 @@ def program_of(
     device = next((t.device.type for t in (*block.parameters(), *block.buffers())), "cpu")
     arguments = tuple((path, _on(kind, device)) for path, kind in call.arguments)
     reads_grad = bool(result.match.modes_read & {"is_grad_enabled", "is_inference_mode_enabled"})
-    read, own_mode = set(read), Where("", "training")
-    training = block.training if own_mode in read else None
+    read = set(read)
+    training = block.training if OWN_MODE in read else None
     key = Specialisation(training, True if reads_grad else None, autocast, arguments)
     absorbed = absorbed_names(block, result.graph, result.rewritten.repeated)
-    values = {w: value_at(block, w) for w in sorted(read - {own_mode})}
+    values = {w: value_at(block, w) for w in sorted(read - {OWN_MODE})}
     plain = {w: v for w, v in values.items() if is_plain(v) or (w.inner and isinstance(v, torch.Tensor))}
     relied = {w: unchanged(v) for w, v in {**plain, **globals_of(block)}.items()}
     return Program(key, result.history, absorbed, _guards(result), relied)

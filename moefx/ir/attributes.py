@@ -48,6 +48,9 @@ class Where(NamedTuple):
         return ".".join(filter(None, self)).removeprefix("@")
 
 
+OWN_MODE = Where("", "training")  # of the block
+
+
 def attributes(block: nn.Module) -> dict[Where, Any]:
     """The attributes of a block, of its submodules and of the objects that they hold, by where they are."""
     found: dict[Where, Any] = {}
@@ -215,6 +218,7 @@ def reading(block: nn.Module, watched: Iterable[Where]) -> Iterator[set[Where]]:
             else:
                 stack.callback(setattr, cls, name, before)
         stack.enter_context(_noting_missing(block, read))
+        stack.enter_context(_noting_modes(block, read))
         yield read
 
 
@@ -237,6 +241,32 @@ def _noting_missing(block: nn.Module, read: set[Where]) -> Iterator[None]:
         yield
     finally:
         nn.Module.__getattr__ = original  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _noting_modes(block: nn.Module, read: set[Where]) -> Iterator[None]:
+    """The mode of a module that is not the block's changes with the block's own, as a rule: it counts as that. So does
+    one that may be looked up in a dictionary of attributes, unseen."""
+    inside = {id(m) for m in block.modules()}
+
+    class Mode:
+        def __get__(self, owner: Any, cls: type) -> Any:
+            if owner is None or "training" not in vars(owner):
+                raise AttributeError("training")
+            if id(owner) not in inside:
+                read.add(OWN_MODE)
+            return vars(owner)["training"]
+
+        def __set__(self, owner: Any, value: Any) -> None:
+            vars(owner)["training"] = value
+
+    if {"__dict__", "vars"} & set(reached(code_of(block)).names):
+        read.add(OWN_MODE)
+    nn.Module.training = Mode()  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del nn.Module.training
 
 
 class _Noting:

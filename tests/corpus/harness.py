@@ -188,7 +188,7 @@ def _left_alone(case: Case, result: Result, reference, compiled) -> None:
         result.stage = ""
         return
     result.stage = "explain"
-    explanation = moefx.explain(models.build(case.name, dtype=case.dtype).model, example_inputs=case.inputs)
+    explanation = moefx.explain(compiled)
     refusals = engine.refusals(explanation)
     assert refusals, "explain() lists no refusal"
     reasons = [r for r in refusals if r.reason]

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import moefx
+from moefx import api, survey
 
 from ..passes.blocks import D, Loop, Mlp
 
@@ -243,7 +244,7 @@ class Layers(nn.Module):
 def lifts(monkeypatch):
     """How many blocks were lifted."""
     found = []
-    for module in (moefx.api, moefx.survey):
+    for module in (api, survey):
         stock = module.rewrite_block
         monkeypatch.setattr(module, "rewrite_block", lambda *args, stock=stock: found.append(args[1]) or stock(*args))
     return found
@@ -318,3 +319,37 @@ def test_a_copy_takes_over_what_was_made_too(x, lifts):
             b.copy_(a.mul_(1.5))
     check(model, twin, x)
     assert len(lifts) == 2
+
+
+class AsksAnother(Loop):
+    """It asks for the mode of a module that is not its own part."""
+
+    def __init__(self):
+        super().__init__()
+        self.others = [nn.Identity()]  # not registered
+
+    def train(self, mode=True):
+        self.others[0].train(mode)
+        return super().train(mode)
+
+    def forward(self, x):
+        return super().forward(x) * (1.0 if self.others[0].training else 0.5)
+
+
+class LooksItUp(Loop):
+    def forward(self, x):
+        return super().forward(x) * (1.0 if vars(self)["training"] else 0.5)
+
+
+class Dynamic(Loop):
+    def forward(self, x):
+        return super().forward(x) * (1.0 if getattr(self, "train" + "ing") else 0.5)
+
+
+@pytest.mark.parametrize("kind", [AsksAnother, LooksItUp, Dynamic])
+def test_other_ways_to_ask_for_the_mode(x, kind):
+    model, compiled = pair(x, Layers(kind, 1))
+    for mode in (True, False, True):
+        model.train(mode), compiled.train(mode)
+        check(model, compiled, x)
+    assert len(moefx.blocks(compiled)[0].forward.programs) == 2
