@@ -186,7 +186,7 @@ def _float32_candidates() -> dict[str, list[Config]]:
     return _by_kernel(
         up=[c(128, 32, 32, 8, 2), *separate],
         rows=rows,
-        act_backward=[c(128, 32, 32, 8, 2), *separate],
+        act_backward=[c(128, 32, 32, 8, 2, slices=2), *separate],
         outer=[c(128, 64, 32, 8, 2), c(64, 64, 32, 4, 2, gather_first=True)],
     )
 

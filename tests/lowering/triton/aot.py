@@ -141,7 +141,7 @@ def install() -> Compiler:
     compiler = Compiler()
     triton.runtime.driver.set_active(compiler)
     JITFunction.run = lambda function, *args, **options: compiler.run(function, *args, **options)
-    configs.target = lambda device: compiler.target
+    configs.target = expert_mlp.target = lambda device: compiler.target
     autotune.is_possible = lambda *_: False
     stock_precision, gpu = expert_mlp.precision, torch.device("cuda")
     expert_mlp.precision = lambda x: stock_precision(types.SimpleNamespace(dtype=x.dtype, device=gpu))

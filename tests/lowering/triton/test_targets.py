@@ -89,6 +89,7 @@ def kernels(*targets: str) -> set[str]:
 def test_default_configurations():
     lines = compiled("--dtypes", "bfloat16")
     lines += compiled("--dtypes", "bfloat16", "--targets", "gfx942", "--cases", "interleaved")  # with biases
+    lines += compiled("--dtypes", "tf32", "--targets", "sm90")
     check(lines)
     assert {line["target"] for line in lines} == set(SHARED)
     assert {line["kernel"] for line in lines} == kernels(*SHARED)
