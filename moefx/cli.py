@@ -30,6 +30,7 @@ TARGET_HELP = (
 
 BENCHMARKS = {
     "moe": "expert MLPs on ten shapes beside other libraries",
+    "stages": "each kernel of an expert MLP's step by itself",
     "routing": "the arrays that say which token goes to which expert",
     "layers": "training steps of four Qwen3-30B-A3B layers",
     "tune": "every configuration of every kernel",

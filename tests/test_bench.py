@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moefx import cli
-from moefx.bench import layers, moe, peers, results, routing, tune
+from moefx.bench import layers, moe, peers, results, routing, stages, tune
 from moefx.bench.peers import PEERS, Inputs
 from moefx.bench.shapes import SHAPES, Shape, routed, shape_of, tensors
 
@@ -78,7 +78,7 @@ def test_options_that_cannot_be_meant(arguments, why, capsys):
     assert ended.value.code == 2 and why in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("benchmark", [moe, layers, tune, routing])
+@pytest.mark.parametrize("benchmark", [moe, layers, tune, routing, stages])
 def test_help(benchmark, capsys):
     with pytest.raises(SystemExit) as ended:
         benchmark.main(["--help"])
@@ -88,7 +88,9 @@ def test_help(benchmark, capsys):
 
 
 def test_all_are_commands():
-    assert {benchmark.__name__.rpartition(".")[2] for benchmark in (moe, layers, tune, routing)} <= set(cli.BENCHMARKS)
+    assert {benchmark.__name__.rpartition(".")[2] for benchmark in (moe, layers, tune, routing, stages)} <= set(
+        cli.BENCHMARKS
+    )
 
 
 def test_lines_follow_their_environment(tmp_path):

@@ -13,66 +13,16 @@ import subprocess
 import sys
 import time
 from argparse import SUPPRESS
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor
 
-from ..ir import dialect
-from ..lowering.triton import expert_mlp
 from ..lowering.triton.autotune import timed
 from ..lowering.triton.configs import KERNELS, Config, candidates, target
 from ..lowering.triton.tuning import line
+from .case import Case
 from .results import parser, write
-from .shapes import SHAPES, Shape, routed, swiglu, tensors
-
-
-class Case:
-    """The tensors of one shape, each kernel as a function of its configuration, and what it should give."""
-
-    def __init__(self, shape: Shape):
-        self.shape = shape
-        self.x, self.w1, self.w2, self.grad = tensors(shape)
-        ids, weights = routed(shape)
-        pft = dialect.build_pft(ids, weights, None, num_experts=shape.E)
-        self.token_ids, _, self.offsets, self.inverse, row_weights = pft
-        self.row_weights = row_weights
-        args = (self.x, self.token_ids, self.offsets, self.inverse, row_weights, [self.w1], [], [self.w2], [])
-        self.run = expert_mlp.Run(args, swiglu(shape).to_json(), "h", None)
-        rows = shape.T * shape.K
-
-        def empty(*size: int) -> Tensor:
-            return torch.empty(size, dtype=self.x.dtype, device=self.x.device)
-
-        self.hidden, self.act, self.out = empty(rows, 2 * shape.h), empty(rows, shape.h), empty(rows, shape.d)
-        self.grad_hidden, self.scaled = empty(rows, 2 * shape.h), empty(rows, shape.h)
-        for tensor in (self.hidden, self.act, self.grad_hidden, self.scaled):
-            tensor.normal_()
-
-    def kernels(self) -> dict[str, tuple[float, Callable[[Config], object]]]:
-        """name -> (matrices of d x h, work)."""
-        run, dtype = self.run, self.x.dtype
-        grad_hidden, scaled = (self.grad_hidden, False), (self.scaled, False)
-        x, grad = (self.x, True), (self.grad, True)
-        hidden, grad_rows = [self.hidden], [self.grad_hidden]
-        return {
-            "up": (2, lambda cut: run.project_up(hidden, self.act, cut)),
-            "down": (1, lambda cut: run.project_down(self.act, self.out, False, cut)),
-            "act_backward": (
-                1,
-                lambda cut: run.act_backward(self.grad, True, hidden, grad_rows, self.scaled, True, cut),
-            ),
-            "grad_x": (2, lambda cut: run.multiply_rows(grad_rows, run.up, self.out, backward=True, cut=cut)),
-            "grad_up": (2, lambda cut: run.outer("grad_up", grad_hidden, x, dtype, cut)),
-            "grad_down": (1, lambda cut: run.outer("grad_down", grad, scaled, dtype, cut)),
-        }
-
-    def sizes(self, kernel: str) -> tuple[int, int, int]:
-        """(columns, inner, mean rows of an expert), by which `tuning.config` chooses."""
-        s = self.shape
-        pairs = dict(up=(s.h, s.d), down=(s.d, s.h), act_backward=(s.h, s.d), grad_x=(s.d, 2 * s.h))
-        pairs |= dict(grad_up=(s.d, 2 * s.h), grad_down=(s.h, s.d))
-        return (*pairs[kernel], s.T * s.K // s.E)
+from .shapes import SHAPES, Shape
 
 
 def jobs(kernels: list[str]) -> Iterator[tuple[str, Config]]:

@@ -1,0 +1,95 @@
+"""One shape's expert MLP in pieces, for benchmarks of the single kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..lowering.triton import expert_mlp, routing, tuning
+from ..lowering.triton.configs import Config
+from .shapes import Shape, routed, swiglu, tensors
+
+
+class Case:
+    """The tensors of one shape, and what a step does with them, one piece of work after the other."""
+
+    def __init__(self, shape: Shape, device: str = "cuda", kind: str = "uniform"):
+        self.shape = shape
+        self.x, self.w1, self.w2, self.grad = tensors(shape, device=device)
+        self.ids, self.weights = routed(shape, device, kind)
+        self.token_ids, _, self.offsets, self.inverse, row_weights = self.route()
+        args = (self.x, self.token_ids, self.offsets, self.inverse, row_weights, [self.w1], [], [self.w2], [])
+        self.run = expert_mlp.Run(args, swiglu(shape).to_json(), "h", None)
+        rows = shape.T * shape.K
+
+        def empty(*size: int) -> Tensor:
+            return torch.empty(size, dtype=self.x.dtype, device=self.x.device)
+
+        self.hidden, self.act, self.out = empty(rows, 2 * shape.h), empty(rows, shape.h), empty(rows, shape.d)
+        self.grad_hidden, self.scaled = empty(rows, 2 * shape.h), empty(rows, shape.h)
+        for tensor in (self.hidden, self.act, self.grad_hidden, self.scaled):
+            tensor.normal_()
+
+    def route(self) -> Sequence[Any]:
+        return routing.build_pft(self.ids, self.weights, None, num_experts=self.shape.E)
+
+    def kernels(self) -> dict[str, tuple[float, Callable[[Config], object]]]:
+        """GEMM -> (matrices of d x h, work for a configuration)."""
+        run, dtype = self.run, self.x.dtype
+        grad_hidden, scaled = (self.grad_hidden, False), (self.scaled, False)
+        x, grad = (self.x, True), (self.grad, True)
+        hidden, grad_rows = [self.hidden], [self.grad_hidden]
+        return {
+            "up": (2, lambda cut: run.project_up(hidden, self.act, cut)),
+            "down": (1, lambda cut: run.project_down(self.act, self.out, False, cut)),
+            "act_backward": (
+                1,
+                lambda cut: run.act_backward(self.grad, True, hidden, grad_rows, self.scaled, True, cut),
+            ),
+            "grad_x": (2, lambda cut: run.multiply_rows(grad_rows, run.up, self.out, backward=True, cut=cut)),
+            "grad_up": (2, lambda cut: run.outer("grad_up", grad_hidden, x, dtype, cut)),
+            "grad_down": (1, lambda cut: run.outer("grad_down", grad, scaled, dtype, cut)),
+        }
+
+    def sizes(self, kernel: str) -> tuple[int, int, int]:
+        """(columns, inner, mean rows of an expert), by which `tuning.config` chooses."""
+        s = self.shape
+        pairs = dict(up=(s.h, s.d), down=(s.d, s.h), act_backward=(s.h, s.d), grad_x=(s.d, 2 * s.h))
+        pairs |= dict(grad_up=(s.d, 2 * s.h), grad_down=(s.h, s.d))
+        return (*pairs[kernel], s.T * s.K // s.E)
+
+    def stages(self) -> dict[str, tuple[int, int, Callable[[], object]]]:
+        """What a step launches, in its order -> (floating-point operations of GEMMs, bytes that must be read and
+        written once, work)."""
+        s, run, gemms = self.shape, self.run, self.kernels()
+        rows, width, matrix = s.T * s.K, self.x.element_size(), s.E * s.d * s.h
+        moved = {  # elements
+            "up": rows * (s.d + 3 * s.h) + 2 * matrix,
+            "down": rows * (s.h + s.d) + matrix,
+            "act_backward": rows * (s.d + 5 * s.h) + matrix,
+            "grad_down": rows * (s.h + s.d) + matrix,
+            "grad_up": rows * (2 * s.h + s.d) + 2 * matrix,
+            "grad_x": rows * (2 * s.h + s.d) + 2 * matrix,
+        }
+
+        def gemm(name: str) -> tuple[int, int, Callable[[], object]]:
+            matrices, work = gemms[name]
+            cut = tuning.choice(name, self.x.device, self.x.dtype, self.sizes(name))[0]
+            return int(matrices) * s.flops, moved[name] * width, lambda: work(cut)
+
+        combined = (0, (rows + s.T) * s.d * width)
+        scale = run.point.scale
+        return {
+            "routing": (0, rows * (8 + 4 + 4 * 4), self.route),
+            "up": gemm("up"),
+            "down": gemm("down"),
+            "combine": (*combined, lambda: run.combine(self.out, self.x.dtype, scale)),
+            "act_backward": gemm("act_backward"),
+            "grad_down": gemm("grad_down"),
+            "grad_up": gemm("grad_up"),
+            "grad_x": gemm("grad_x"),
+            "combine_backward": (*combined, lambda: run.combine(self.out, self.x.dtype, None)),
+        }

@@ -1,0 +1,68 @@
+"""Where the time of an expert MLP's step goes: each kernel by itself, beside what the GPU can do.
+
+    python -m moefx bench stages [--shapes qwen3_30b,olmoe@512] [--routing uniform,zipf,hot] [--out stages.jsonl]
+
+TFLOP/s of its GEMMs, and GB/s of what it must at least read and write. Autograd, and the gradient of the routing
+weights, which is small, are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..lowering.triton.timing import milliseconds
+from .case import Case
+from .results import parser, write
+from .shapes import SHAPES, shape_of
+
+
+def measure(case: Case) -> list[dict[str, object]]:
+    """A row for each stage."""
+    rows = []
+    for name, (flops, moved, work) in case.stages().items():
+        ms = milliseconds(work)
+        rows.append(dict(stage=name, ms=ms, tflops=flops / ms / 1e9, gbs=moved / ms / 1e6))
+    return rows
+
+
+def ceilings() -> list[dict[str, object]]:
+    """A large matrix product of torch's, and a copy."""
+    a, b = torch.randn(2, 8192, 8192, device="cuda").bfloat16()
+    product = milliseconds(lambda: a @ b)
+    source = torch.empty(2**30, dtype=torch.int8, device="cuda")
+    copy = milliseconds(source.clone)
+    return [
+        dict(stage="8192 x 8192 x 8192", ms=product, tflops=2 * 8192**3 / product / 1e9, gbs=0.0),
+        dict(stage="copy of 1 GiB", ms=copy, tflops=0.0, gbs=2 * source.numel() / copy / 1e6),
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    made = parser("stages", __doc__)
+    made.add_argument("--shapes", default=",".join(s.name for s in SHAPES), help="by name, name@T or TxdxhxExK")
+    made.add_argument("--routing", default="uniform", help="uniform, zipf, hot: one expert is everybody's first choice")
+    options = made.parse_args(argv)
+    try:
+        shapes = [shape_of(text) for text in options.shapes.split(",")]
+    except ValueError as error:
+        made.error(str(error))
+    measured = [("this GPU", "", ceilings())]
+    for shape in shapes:
+        for kind in options.routing.split(","):
+            measured.append((shape.name, kind, measure(Case(shape, kind=kind))))
+            torch.cuda.empty_cache()
+    for shape, kind, rows in measured:
+        print(f"{shape} {kind}")
+        for row in rows:
+            print(
+                f"  {row['stage']:20} {row['ms']:9.3f} ms {row['tflops']:7.0f} TFLOP/s {row['gbs']:7.0f} GB/s",
+                flush=True,
+            )
+            if options.out:
+                write(dict(shape=shape, routing=kind) | row, options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from moefx.bench import stages
+from moefx.bench.case import Case
+from moefx.bench.shapes import Shape
+
+SMALL = Shape("small", T=24, d=32, h=16, E=4, K=2)
+
+
+def test_the_stages_of_a_step(device, monkeypatch):
+    """Their GEMMs are those of a step, they must move what a step must, and each does its work."""
+
+    def one(work):
+        work()
+        return 1.0
+
+    monkeypatch.setattr(stages, "milliseconds", one)
+    case = Case(SMALL, device=device)
+    rows = {row["stage"]: row for row in stages.measure(case)}
+    assert list(rows)[:4] == ["routing", "up", "down", "combine"]
+    assert sum(row["tflops"] for row in rows.values()) * 1e9 == pytest.approx(9 * SMALL.flops)
+    weights = 2 * SMALL.E * SMALL.d * SMALL.h  # bytes of one matrix of each expert
+    assert 9 * weights < sum(row["gbs"] for row in rows.values()) * 1e6 < 9 * weights + 2**19
+    tokens, offsets = case.token_ids.long(), case.offsets.tolist()
+    for e, (start, stop) in enumerate(itertools.pairwise(offsets)):
+        hidden = case.x[tokens[start:stop]].float() @ case.w1[e].float().t()
+        gate, up = case.hidden[start:stop].float().chunk(2, -1)
+        torch.testing.assert_close(torch.cat([gate, up], 1), hidden, rtol=0.02, atol=0.02)
+        act = case.act[start:stop].float()
+        torch.testing.assert_close(act, torch.nn.functional.silu(gate) * up, rtol=0.02, atol=0.02)
+        grad = case.grad_hidden[start:stop].float() @ case.w1[e].float()  # `grad_x`, which wrote last
+        torch.testing.assert_close(case.out[start:stop].float(), grad, rtol=0.05, atol=0.05)
