@@ -82,5 +82,5 @@ def kernels() -> dict[str, str]:
     device = torch.device("cuda", torch.cuda.current_device())
     found = {name: tuning.choice(name, device, torch.bfloat16, (2048, 2048, 1024)) for name in configs.KERNELS}
     lines = {name: f"{chosen.text}; {why}" for name, (chosen, why, _) in found.items()}
-    file, seconds = autotune.cache_file(tuning.gpu(device)), autotune.seconds_left()
-    return lines | {"tuned here": f"{len(autotune.kept(tuning.gpu(device)))} in {file}; {seconds:.0f} s for more"}
+    kept, seconds = autotune.kept(tuning.gpu(device)), autotune.seconds_left()
+    return lines | {"tuned here": f"{len(kept)} shapes ({autotune.directory()}), {seconds:.0f} s for more in a process"}

@@ -8,7 +8,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
@@ -20,7 +20,18 @@ from .capture.inputs import Arguments
 from .errors import InvalidInput, InvalidPlan, MoefxError, NoMoEBlockFound, Refused
 from .inspection.explain import Explanation, MatchedBlock
 from .inspection.history import History
-from .ir.attributes import OWN_MODE, Where, attributes, globals_of, is_plain, reading, unchanged, value_at
+from .ir.attributes import (
+    OWN_MODE,
+    Where,
+    attributes,
+    follows_its_mode,
+    globals_of,
+    is_plain,
+    reading,
+    same,
+    unchanged,
+    value_at,
+)
 from .ir.binding import Guard, Specialisation, call_specialisation, leaves_of
 from .ir.block import BlockGraph
 from .ir.body import ExpertBody
@@ -92,11 +103,11 @@ def compile(
             stacklevel=2,
         )
     compiled, copies = copy_model(model)
-    modules = dict(model.named_modules())
+    modules, by_mode = dict(model.named_modules()), follows_its_mode(model)
     reports = []
     for matched in found.matched:
-        program = _program(matched, modules[matched.names[0]])
-        specialise = Specialise(matched.result.match.arguments, plan)
+        program = _program(matched, modules[matched.names[0]], by_mode)
+        specialise = Specialise(matched.result.match.arguments, plan, by_mode)
         for name in matched.names:
             install(copies[modules[name]], [program.renamed(name)], name=name, specialise=specialise)
         reports.append(_report(matched, program, modules[matched.names[0]], verdicts[id(matched)]))
@@ -115,8 +126,10 @@ def explain(
     if record is None:
         found = survey(model, example_inputs, _plan(plan, mesh))
         modules, verdicts = dict(model.named_modules()), _validate(model, found, _plan(plan, mesh))
+        by_mode = follows_its_mode(model)
         reports = [
-            _report(m, _program(m, modules[m.names[0]]), modules[m.names[0]], verdicts[id(m)]) for m in found.matched
+            _report(m, _program(m, modules[m.names[0]], by_mode), modules[m.names[0]], verdicts[id(m)])
+            for m in found.matched
         ]
         return Explanation(type(model).__name__, tuple(reports), tuple(found.refused), found.seconds)
     forwards = rewritten_blocks(model)
@@ -232,8 +245,9 @@ def _nothing_found(model: nn.Module, found: Survey) -> str:
     return head + ". These look like one and were refused:\n  " + "\n  ".join(map(str, found.refused))
 
 
-def _program(matched: Matched, block: nn.Module) -> Program:
-    return program_of(block, matched.result, matched.call.args, matched.call.kwargs, read=matched.read)
+def _program(matched: Matched, block: nn.Module, by_mode: bool) -> Program:
+    call = matched.call
+    return program_of(block, matched.result, call.args, call.kwargs, read=matched.read, by_mode=by_mode)
 
 
 def program_of(
@@ -243,16 +257,18 @@ def program_of(
     kwargs: dict[str, Any],
     autocast: torch.dtype | None = None,
     read: Iterable[Where] = (),
+    by_mode: bool = False,
 ) -> Program:
     """The program of a rewritten block, with the specialisation and the guards that it holds for; `read`: the
-    attributes of the block that its captures read. It is for both modes if its own one is not among them."""
+    attributes of the block that its captures read. It is for both modes if its own one is not among them, and not
+    `by_mode`: the model changes more than its modes."""
     leaves = leaves_of(signature_binder(block)(*args, **kwargs))
     call = call_specialisation(block, leaves)
     device = next((t.device.type for t in (*block.parameters(), *block.buffers())), "cpu")
     arguments = tuple((path, _on(kind, device)) for path, kind in call.arguments)
     reads_grad = bool(result.match.modes_read & {"is_grad_enabled", "is_inference_mode_enabled"})
     read = set(read)
-    training = block.training if OWN_MODE in read else None
+    training = block.training if by_mode or OWN_MODE in read else None
     key = Specialisation(training, True if reads_grad else None, autocast, arguments)
     absorbed = absorbed_names(block, result.graph, result.rewritten.repeated)
     values = {w: value_at(block, w) for w in sorted(read - {OWN_MODE})}
@@ -296,9 +312,9 @@ class Specialise:
     """Lifts a block again for a call that no program admits: another mode, dtype, device, or sizes at which the block
     goes another way. What is made for one block the others that are like it take over. Picklable."""
 
-    def __init__(self, arguments: Arguments, plan: Plan):
-        self.arguments, self.plan = arguments, plan
-        self.made: list[tuple[tuple, Program]] = []  # with the signature of the block
+    def __init__(self, arguments: Arguments, plan: Plan, by_mode: bool):
+        self.arguments, self.plan, self.by_mode = arguments, plan, by_mode
+        self.made: list[_Made] = []
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "made": []}
@@ -309,11 +325,12 @@ class Specialise:
         forward = vars(block).get("forward")
         assert isinstance(forward, BlockForward)
         like = signature(block)
-        for made_for, program in self.made:
-            if made_for == like and _takes(block, program, call, args, kwargs):
-                return program.renamed(forward.name)
-        program = self._lifted(block, forward, call, args, kwargs)
-        self.made.append((like, program))
+        self.made = [made for made in self.made if made.block() is not None]
+        for made in self.made:
+            if made.like == like and _takes(block, made, call, args, kwargs):
+                return made.program.renamed(forward.name)
+        program, read = self._lifted(block, forward, call, args, kwargs)
+        self.made.append(_Made(weakref.ref(block), like, read, program))
         return program
 
     def _lifted(
@@ -323,20 +340,21 @@ class Specialise:
         call: Specialisation,
         args: tuple | None,
         kwargs: Mapping[str, Any] | None,
-    ) -> Program:
+    ) -> tuple[Program, set[Where]]:
         programs = [p for p in forward.programs if ReadAttributes(block, p.attributes).hold()]
         same = [p for p in programs if p.key.admits(call)]
         for program in programs:  # the same but for the device, which capture does not look at
             if not same and _without_device(program.key) == _without_device(
                 call._replace(grad=program.key.grad, training=None if program.key.training is None else call.training)
             ):
-                return Program(
+                moved = Program(
                     program.key._replace(arguments=call.arguments),
                     program.history,
                     program.absorbed,
                     program.guards,
                     program.attributes,
                 )
+                return moved, set(program.attributes)
         real = args is not None  # not only being traced
         abstract = pytree.tree_map_only(
             torch.Tensor,
@@ -349,20 +367,21 @@ class Specialise:
             with forward.running("original"), autocast, torch.enable_grad():
                 with reading(block, attributes(block)) as read:
                     result, args, kwargs = self._rewrite(block, forward.name, call, *abstract)
-                program = program_of(block, result, args, kwargs, call.autocast, read)
+                program = program_of(block, result, args, kwargs, call.autocast, read, self.by_mode)
                 if real and self.plan.validation == "auto":
                     ok, verdict = numeric_check(block, result, forward.name, self.plan.validation_seconds)
                     if not ok:
                         raise Refused(verdict)
         finally:
             forward.counts.original = counted  # the captures were not calls of the user's
-        return Program(
+        program = Program(
             program.key._replace(arguments=call.arguments),
             program.history,
             program.absorbed,
             program.guards,
             program.attributes,
         )
+        return program, read
 
     def _rewrite(
         self, block: nn.Module, name: str, call: Specialisation, args: tuple, kwargs: dict[str, Any]
@@ -390,10 +409,22 @@ class Specialise:
         return pytree.tree_map_only(torch.Tensor, lambda t: t.to(next(dtypes)), (args, kwargs))
 
 
+class _Made(NamedTuple):
+    """A program that was lifted later: of which block, its signature, and the attributes that were read."""
+
+    block: weakref.ref[nn.Module]
+    like: tuple
+    read: set[Where]
+    program: Program
+
+
 def _takes(
-    block: nn.Module, program: Program, call: Specialisation, args: tuple | None, kwargs: Mapping[str, Any] | None
+    block: nn.Module, made: _Made, call: Specialisation, args: tuple | None, kwargs: Mapping[str, Any] | None
 ) -> bool:
     """Whether a program that was made for another block is for this call of this one."""
+    program, other = made.program, made.block()
+    if other is None or not all(same(value_at(block, w), value_at(other, w)) for w in made.read):
+        return False
     if not program.key.admits(call) or not ReadAttributes(block, program.attributes).hold():
         return False
     if program.guard is None or args is None:

@@ -125,6 +125,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             continue
         for shape, routing in [(shape, routing) for shape in shapes for routing in options.routing.split(",")]:
             begin = time.time()
+            torch._dynamo.reset()  # what is compiled for one shape must not serve the next
             try:
                 row = measure(shape, peer, routing)
             except Exception as error:  # a peer that is not installed, or of another version

@@ -49,6 +49,7 @@ class Where(NamedTuple):
 
 
 OWN_MODE = Where("", "training")  # of the block
+_UNSEEN = {"__dict__", "vars", "__getstate__", "__reduce__", "__reduce_ex__", "__getattribute__", "getattr_static"}
 
 
 def attributes(block: nn.Module) -> dict[Where, Any]:
@@ -199,6 +200,8 @@ def reading(block: nn.Module, watched: Iterable[Where]) -> Iterator[set[Where]]:
     read: set[Where] = set()
     by_class: dict[tuple[type, str], dict[int, tuple[Where, Any]]] = {}
     for where in watched:
+        if where.name == "training" and not where.inner:
+            continue  # see `_noting_modes`
         owner = owner_of(block, where)
         before = getattr(owner, where.last, MISSING)
         by_class.setdefault((type(owner), where.last), {})[id(owner)] = where, before
@@ -245,28 +248,45 @@ def _noting_missing(block: nn.Module, read: set[Where]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _noting_modes(block: nn.Module, read: set[Where]) -> Iterator[None]:
-    """The mode of a module that is not the block's changes with the block's own, as a rule: it counts as that. So does
-    one that may be looked up in a dictionary of attributes, unseen."""
-    inside = {id(m) for m in block.modules()}
+    """Modes of the block and its parts. That of a module which is none of them changes with the block's own, as a
+    rule: it counts as that. So does one that may be looked up unseen."""
+    inside = {id(m): (Where(path, "training"), m.training) for path, m in block.named_modules()}
 
     class Mode:
         def __get__(self, owner: Any, cls: type) -> Any:
             if owner is None or "training" not in vars(owner):
                 raise AttributeError("training")
-            if id(owner) not in inside:
-                read.add(OWN_MODE)
-            return vars(owner)["training"]
+            where, before = inside.get(id(owner), (OWN_MODE, None))
+            value = vars(owner)["training"]
+            if before is None or value is before:
+                read.add(where)
+            return value
 
         def __set__(self, owner: Any, value: Any) -> None:
+            where, before = inside.get(id(owner), (OWN_MODE, None))
+            if value is before:
+                read.add(where)
             vars(owner)["training"] = value
 
-    if {"__dict__", "vars"} & set(reached(code_of(block)).names):
+    if _UNSEEN & set(reached(code_of(block)).names):
         read.add(OWN_MODE)
+    outer = vars(nn.Module).get("training")
     nn.Module.training = Mode()  # type: ignore[assignment]
     try:
         yield
     finally:
-        del nn.Module.training
+        if outer is None:
+            del nn.Module.training
+        else:
+            nn.Module.training = outer
+
+
+def follows_its_mode(model: nn.Module) -> bool:
+    """Whether a part of a model has a `train` or `eval` of its own: what these change may be anything."""
+    stock = (nn.Module.train, nn.Module.eval)
+    return any(
+        (type(m).train, type(m).eval) != stock or not {"train", "eval"}.isdisjoint(vars(m)) for m in model.modules()
+    )
 
 
 class _Noting:

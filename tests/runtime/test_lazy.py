@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import moefx
 from moefx import api, survey
 
-from ..passes.blocks import D, Loop, Mlp
+from ..passes.blocks import D, E, Loop, Mlp
 
 
 @pytest.fixture
@@ -346,10 +346,67 @@ class Dynamic(Loop):
         return super().forward(x) * (1.0 if getattr(self, "train" + "ing") else 0.5)
 
 
-@pytest.mark.parametrize("kind", [AsksAnother, LooksItUp, Dynamic])
+class AsksOneOfItsKind(AsksAnother):
+    """Of a class that its own parts are of, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.others = [nn.Linear(1, 1)]
+
+
+class SwapsItsExperts(Loop):
+    """What it does in the other mode is not asked for in `forward`."""
+
+    def __init__(self):
+        super().__init__()
+        self.both = nn.ModuleList([self.experts, copy.deepcopy(self.experts)])
+
+    def train(self, mode=True):
+        self.experts = self.both[0 if mode else 1]
+        return super().train(mode)
+
+
+class Reorders(Loop):
+    """By a tensor that is no plain attribute."""
+
+    def train(self, mode=True):
+        self.order = torch.arange(E) if mode else torch.arange(E).flip(0)
+        return super().train(mode)
+
+    def route(self, x):
+        w, ids = super().route(x)
+        return w, self.order[ids]
+
+    def __init__(self):
+        super().__init__()
+        self.train()
+
+
+@pytest.mark.parametrize("kind", [AsksAnother, AsksOneOfItsKind, LooksItUp, Dynamic, SwapsItsExperts, Reorders])
 def test_other_ways_to_ask_for_the_mode(x, kind):
     model, compiled = pair(x, Layers(kind, 1))
     for mode in (True, False, True):
         model.train(mode), compiled.train(mode)
         check(model, compiled, x)
     assert len(moefx.blocks(compiled)[0].forward.programs) == 2
+
+
+class InOtherOrder(Moody):
+    """In eval mode only, and each block in its own."""
+
+    def __init__(self, order):
+        super().__init__()
+        self.order = order
+
+    def route(self, x):
+        w, ids = super().route(x)
+        return w, ids if self.training else self.order[ids]
+
+
+def test_blocks_that_differ_in_what_only_the_other_mode_reads(x):
+    layers = Layers(Loop, 0)
+    layers.blocks.extend([InOtherOrder(torch.arange(E)), InOtherOrder(torch.arange(E).flip(0))])
+    model, compiled = pair(x, layers)
+    for mode in (True, False):
+        model.train(mode), compiled.train(mode)
+        check(model, compiled, x)

@@ -31,6 +31,7 @@ _log = logging.getLogger(__name__)
 _SECONDS = 60.0
 _MIN_FLOPS = 2e9  # of a GEMM: smaller ones take less time than to launch them
 _ROUNDS = 5
+_TOO_LARGE = ("too many resources requested", "PassManager::run failed", "out of resource")
 
 _lock = threading.Lock()
 _spent = 0.0
@@ -70,10 +71,12 @@ def fastest(name: str, candidates: Sequence[Config], trial: Callable[[Config], o
             _log.warning(what, seconds_left())
         _log.info("tuning %s: %d configurations, %.0f s left", name, len(candidates), seconds_left())
         begin = time.perf_counter()
-        times, is_complete = timed(candidates, trial, rounds=_ROUNDS, repeats=1, seconds=seconds_left())
+        try:
+            times, is_complete = timed(candidates, trial, rounds=_ROUNDS, repeats=1, seconds=seconds_left())
+        finally:
+            took = time.perf_counter() - begin
+            _spent += took
         best = min(times, key=lambda cut: statistics.median(times[cut]), default=None)
-        took = time.perf_counter() - begin
-        _spent += took
         _log.info("tuning %s: %s in %.1f s", name, best and best.text, took)
     return best, is_complete
 
@@ -90,23 +93,47 @@ def timed(
         try:
             trial(cut)  # compiles it
             fit.append(cut)
-        except (TritonError, torch.cuda.OutOfMemoryError) as error:  # too much shared memory, say
+        except Exception as error:
+            if not _does_not_fit(error):
+                raise
             _log.info("%s does not fit: %s", cut.text, str(error)[:200])
     times: dict[Config, list[float]] = {cut: [] for cut in fit}
     # In turns: a GPU under load changes its clock by more than what tells two candidates apart.
     for cut in [cut for _ in range(rounds) for cut in fit]:
-        times[cut].append(milliseconds(functools.partial(trial, cut), repeats=repeats, warmup=1))
+        try:
+            times[cut].append(milliseconds(functools.partial(trial, cut), repeats=repeats, warmup=1))
+        except torch.cuda.OutOfMemoryError:  # the call may well have enough; only timing has not
+            times.pop(cut, None)
+            return {cut: found for cut, found in times.items() if found}, False
     return times, is_complete
+
+
+def _does_not_fit(error: Exception) -> bool:
+    """Whether a configuration fails by its size: too much shared memory, say. Errors of the driver and of LLVM are
+    plain RuntimeErrors; after most of those of the driver nothing else runs either."""
+    if isinstance(error, (TritonError, torch.cuda.OutOfMemoryError)):
+        return True
+    return type(error) is RuntimeError and any(text in str(error) for text in _TOO_LARGE)
 
 
 # -- on disk
 # -------------------------------------------------------------------------------------------
 
 
-def cache_file(gpu: str) -> Path:
+def directory() -> Path | None:
+    """Where configurations are kept; None where there is no place."""
+    if home := os.environ.get("MOEFX_CACHE"):
+        return Path(home)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser(), "moefx")
+    except RuntimeError:  # a user without a home
+        return None
+
+
+def cache_file(gpu: str) -> Path | None:
     """Where the configurations found for a kind of GPU are kept."""
-    home = os.environ.get("MOEFX_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "moefx")
-    return Path(home, f"tuning-{re.sub(r'[^0-9A-Za-z]+', '_', gpu)}-{_version()}.jsonl")
+    place = directory()
+    return place and place / f"tuning-{re.sub(r'[^0-9A-Za-z]+', '_', gpu)}-{_version()}.jsonl"
 
 
 @functools.cache
@@ -120,20 +147,23 @@ def _version() -> str:
 
 def kept(gpu: str) -> list[str]:
     """The lines of the file."""
+    file = cache_file(gpu)
     try:
-        return cache_file(gpu).read_text().splitlines()
+        return [line for line in file.read_text(errors="replace").splitlines() if line] if file else []
     except OSError:
         return []
 
 
 def keep(gpu: str, line: str) -> None:
     file = cache_file(gpu)
+    if file is None:
+        return
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        # In one write at the end of the file: other processes may be tuning too.
+        # In one write at the end of the file: other processes may be tuning too, and one may have been stopped.
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
-            os.write(descriptor, f"{line}\n".encode())
+            os.write(descriptor, f"\n{line}\n".encode())
         finally:
             os.close(descriptor)
     except OSError as error:

@@ -150,6 +150,7 @@ def leaked_sizes(prover: Prover) -> None:
         if tokens <= below:
             continue
         if tokens > longest:
+            prover.extra_guards.append(only_below(below + 1))
             return
         try:
             other_lines, other_numbers = differs(tokens)

@@ -5,6 +5,7 @@ import functools
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -213,6 +214,38 @@ class TestTuning:
         gpu.tried.clear()
         assert gpu.config() == first and not gpu.tried
         assert caplog.text.count("left out what is not a configuration") == 2
+        second = (8 * FAR[0], *FAR[1:])
+        file.write_bytes(file.read_bytes() + b"\xff{")  # half a line of another process
+        tuning._entries.cache_clear()
+        gpu.config(second)
+        tuning._entries.cache_clear()
+        gpu.tried.clear()
+        gpu.config(second)
+        assert not gpu.tried
+
+    def test_a_user_without_a_home(self, gpu, monkeypatch):
+        for name in ("MOEFX_CACHE", "XDG_CACHE_HOME", "HOME"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(Path, "expanduser", lambda path: (_ for _ in ()).throw(RuntimeError("no home")))
+        assert gpu.config() == gpu.config() and autotune.directory() is None
+
+    def test_what_the_driver_says_does_not_fit(self, gpu, monkeypatch):
+        candidates = configs.candidates("up", CPU, torch.bfloat16)
+
+        def trial(cut):
+            if cut != candidates[-1]:
+                raise RuntimeError("Triton Error [CUDA]: too many resources requested for launch")
+            gpu.trial(cut)
+
+        assert tuning.config("up", CPU, torch.bfloat16, FAR, 128, trial) == candidates[-1]
+
+    def test_no_memory_left_for_timing(self, gpu, monkeypatch):
+        def milliseconds(work, **_):
+            raise torch.cuda.OutOfMemoryError("out of memory")
+
+        monkeypatch.setattr(autotune, "milliseconds", milliseconds)
+        assert gpu.config() == tuning.choice("up", CPU, torch.bfloat16, FAR)[0]
+        assert autotune.seconds_left() < 600
 
     @pytest.mark.skipif(os.name != "posix", reason="a directory in the place of a file's")
     def test_a_directory_that_cannot_be_written(self, gpu, monkeypatch, tmp_path, caplog):
