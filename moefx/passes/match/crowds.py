@@ -145,12 +145,13 @@ def leaked_sizes(prover: Prover) -> None:
     def only_below(high: int) -> SizeGuard:
         return SizeGuard("*".join(prover.arguments.dims), "lt", str(high), True)
 
-    longest = 4 * below if loops_over_tokens(prover.lifted) else math.inf
+    proven = max(math.prod(lifted.tokens) for lifted in prover.lifted)
+    longest = 4 * proven if loops_over_tokens(prover.lifted) else math.inf
     for tokens in _LEAK_SIZES:
         if tokens <= below:
             continue
         if tokens > longest:
-            prover.extra_guards.append(only_below(below + 1))
+            prover.extra_guards.append(only_below(max(below, proven) + 1))
             return
         try:
             other_lines, other_numbers = differs(tokens)

@@ -13,7 +13,7 @@ from torch import nn
 
 import moefx
 
-from ..blocks import D, E, Loop, Mlp
+from ..blocks import D, E, K, Loop, Mlp
 
 
 class Weighted(Loop):
@@ -154,3 +154,22 @@ def test_a_partial_is_the_same_in_the_copy():
 
 def _scaled(block, w, ids, counts, by):
     return w * by
+
+
+class PerToken(Loop):
+    """A loop over tokens that does something else for many of them, as no size that was looked at shows."""
+
+    def forward(self, x):
+        w, ids = self.route(x)
+        rows = [sum(w[t, k] * self.experts[int(ids[t, k])](x[t : t + 1]) for k in range(K)) for t in range(len(x))]
+        return torch.cat(rows) * (1.0 if len(rows) <= 400 else 0.5)
+
+
+def test_a_loop_over_tokens_holds_where_it_was_looked_at():
+    torch.manual_seed(0)
+    model = PerToken().double()
+    compiled = moefx.compile(model, example_inputs=(torch.randn(5, D, dtype=torch.float64),))
+    for tokens, fallbacks in ((5, 0), (200, 0), (450, 1)):
+        x = torch.randn(tokens, D, dtype=torch.float64)
+        torch.testing.assert_close(compiled(x), model(x))
+        assert moefx.blocks(compiled)[0].fallbacks == fallbacks
