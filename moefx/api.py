@@ -3,44 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import time
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 
 from ._plan import Plan
-from .capture.find import signature
-from .capture.inputs import Arguments
-from .errors import InvalidInput, InvalidPlan, MoefxError, NoMoEBlockFound, Refused
+from .errors import InvalidInput, InvalidPlan, MoefxError, NoMoEBlockFound
 from .inspection.explain import Explanation, MatchedBlock
 from .inspection.history import History
-from .ir.attributes import (
-    OWN_MODE,
-    Where,
-    attributes,
-    follows_its_mode,
-    globals_of,
-    is_plain,
-    reading,
-    same,
-    unchanged,
-    value_at,
-)
-from .ir.binding import Guard, Specialisation, call_specialisation, leaves_of
+from .ir.attributes import OWN_MODE
+from .ir.binding import Specialisation
 from .ir.block import BlockGraph
 from .ir.body import ExpertBody
 from .numeric import numeric_check
-from .pipeline import PASSES, Result, rewrite_block
+from .pipeline import PASSES
 from .runtime.copying import copy_model
-from .runtime.module import BlockForward, install, rewritten_blocks, signature_binder
+from .runtime.module import BlockForward, install, rewritten_blocks
 from .runtime.program import Program
-from .runtime.watch import ReadAttributes, absorbed_names
+from .specialise import Specialise, program_of
 from .survey import Matched, Refusal, Survey, first_line, survey
 from .verification.report import VerifyReport, verify
 
@@ -103,11 +87,11 @@ def compile(
             stacklevel=2,
         )
     compiled, copies = copy_model(model)
-    modules, by_mode = dict(model.named_modules()), follows_its_mode(model)
+    modules = dict(model.named_modules())
     reports = []
     for matched in found.matched:
-        program = _program(matched, modules[matched.names[0]], by_mode)
-        specialise = Specialise(matched.result.match.arguments, plan, by_mode)
+        program = _program(matched, modules[matched.names[0]])
+        specialise = Specialise(matched.result.match.arguments, plan, by_mode=OWN_MODE in matched.read)
         for name in matched.names:
             install(copies[modules[name]], [program.renamed(name)], name=name, specialise=specialise)
         reports.append(_report(matched, program, modules[matched.names[0]], verdicts[id(matched)]))
@@ -126,10 +110,8 @@ def explain(
     if record is None:
         found = survey(model, example_inputs, _plan(plan, mesh))
         modules, verdicts = dict(model.named_modules()), _validate(model, found, _plan(plan, mesh))
-        by_mode = follows_its_mode(model)
         reports = [
-            _report(m, _program(m, modules[m.names[0]], by_mode), modules[m.names[0]], verdicts[id(m)])
-            for m in found.matched
+            _report(m, _program(m, modules[m.names[0]]), modules[m.names[0]], verdicts[id(m)]) for m in found.matched
         ]
         return Explanation(type(model).__name__, tuple(reports), tuple(found.refused), found.seconds)
     forwards = rewritten_blocks(model)
@@ -245,196 +227,8 @@ def _nothing_found(model: nn.Module, found: Survey) -> str:
     return head + ". These look like one and were refused:\n  " + "\n  ".join(map(str, found.refused))
 
 
-def _program(matched: Matched, block: nn.Module, by_mode: bool) -> Program:
-    call = matched.call
-    return program_of(block, matched.result, call.args, call.kwargs, read=matched.read, by_mode=by_mode)
-
-
-def program_of(
-    block: nn.Module,
-    result: Result,
-    args: tuple,
-    kwargs: dict[str, Any],
-    autocast: torch.dtype | None = None,
-    read: Iterable[Where] = (),
-    by_mode: bool = False,
-) -> Program:
-    """The program of a rewritten block, with the specialisation and the guards that it holds for; `read`: the
-    attributes of the block that its captures read. It is for both modes if its own one is not among them, and not
-    `by_mode`: the model changes more than its modes."""
-    leaves = leaves_of(signature_binder(block)(*args, **kwargs))
-    call = call_specialisation(block, leaves)
-    device = next((t.device.type for t in (*block.parameters(), *block.buffers())), "cpu")
-    arguments = tuple((path, _on(kind, device)) for path, kind in call.arguments)
-    reads_grad = bool(result.match.modes_read & {"is_grad_enabled", "is_inference_mode_enabled"})
-    read = set(read)
-    training = block.training if by_mode or OWN_MODE in read else None
-    key = Specialisation(training, True if reads_grad else None, autocast, arguments)
-    absorbed = absorbed_names(block, result.graph, result.rewritten.repeated)
-    values = {w: value_at(block, w) for w in sorted(read - {OWN_MODE})}
-    plain = {w: v for w, v in values.items() if is_plain(v) or (w.inner and isinstance(v, torch.Tensor))}
-    relied = {w: unchanged(v) for w, v in {**plain, **globals_of(block)}.items()}
-    return Program(key, result.history, absorbed, _guards(result), relied)
-
-
-def _on(kind: tuple, device: str) -> tuple:
-    return ("tensor", kind[1], device, kind[3]) if kind[0] == "tensor" else kind
-
-
-def _guards(result: Result) -> list[Guard]:
-    """Comparisons of sizes that capture followed, as conditions on the placeholders; and what it took as fixed."""
-    arguments = result.match.arguments
-    names = [n.name for n in result.graph.placeholders]
-    where = {}
-    for dim in arguments.dims:
-        for name, leaf in zip(names, arguments.tensors, strict=True):
-            if dim in leaf.shape:
-                where[dim] = f"{name}.shape[{leaf.shape.index(dim)}]"
-                break
-    symbols = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
-    opposite = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt", "eq": "ne", "ne": "eq"}
-    guards = []
-    for g in result.match.guards:
-        sides = [re.sub(r"\b[A-Z]\b", lambda m: where[m[0]], side) for side in (g.left, g.right)]
-        # a plain comparison: Dynamo does not compare the outcome of one over symbolic sizes with True
-        symbol = symbols[g.op if g.value else opposite[g.op]]
-        condition, why = f"{sides[0]} {symbol} {sides[1]}", f"the block compares sizes: {g}"
-        guards.append(Guard(condition, why, one_way=g not in result.match.extra_guards))
-    for name, leaf in zip(names, arguments.tensors, strict=True):
-        for axis, n in enumerate(leaf.shape):
-            if isinstance(n, int):
-                why = "this axis was taken for the features, or as fixed"
-                guards.append(Guard(f"{name}.shape[{axis}] == {n}", why, one_way=True))
-    return guards
-
-
-class Specialise:
-    """Lifts a block again for a call that no program admits: another mode, dtype, device, or sizes at which the block
-    goes another way. What is made for one block the others that are like it take over. Picklable."""
-
-    def __init__(self, arguments: Arguments, plan: Plan, by_mode: bool):
-        self.arguments, self.plan, self.by_mode = arguments, plan, by_mode
-        self.made: list[_Made] = []
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "made": []}
-
-    def __call__(
-        self, block: nn.Module, call: Specialisation, args: tuple | None, kwargs: Mapping[str, Any] | None
-    ) -> Program | None:
-        forward = vars(block).get("forward")
-        assert isinstance(forward, BlockForward)
-        like = signature(block)
-        self.made = [made for made in self.made if made.block() is not None]
-        for made in self.made:
-            if made.like == like and _takes(block, made, call, args, kwargs):
-                return made.program.renamed(forward.name)
-        program, read = self._lifted(block, forward, call, args, kwargs)
-        self.made.append(_Made(weakref.ref(block), like, read, program))
-        return program
-
-    def _lifted(
-        self,
-        block: nn.Module,
-        forward: BlockForward,
-        call: Specialisation,
-        args: tuple | None,
-        kwargs: Mapping[str, Any] | None,
-    ) -> tuple[Program, set[Where]]:
-        programs = [p for p in forward.programs if ReadAttributes(block, p.attributes).hold()]
-        same = [p for p in programs if p.key.admits(call)]
-        for program in programs:  # the same but for the device, which capture does not look at
-            if not same and _without_device(program.key) == _without_device(
-                call._replace(grad=program.key.grad, training=None if program.key.training is None else call.training)
-            ):
-                moved = Program(
-                    program.key._replace(arguments=call.arguments),
-                    program.history,
-                    program.absorbed,
-                    program.guards,
-                    program.attributes,
-                )
-                return moved, set(program.attributes)
-        real = args is not None  # not only being traced
-        abstract = pytree.tree_map_only(
-            torch.Tensor,
-            lambda t: t.detach().to("meta") if t.is_floating_point() else t.detach().cpu(),
-            self._arguments(call) if args is None else (args, dict(kwargs or {})),
-        )
-        autocast = torch.autocast("cpu", call.autocast or torch.bfloat16, enabled=call.autocast is not None)
-        counted = forward.counts.original
-        try:
-            with forward.running("original"), autocast, torch.enable_grad():
-                with reading(block, attributes(block)) as read:
-                    result, args, kwargs = self._rewrite(block, forward.name, call, *abstract)
-                program = program_of(block, result, args, kwargs, call.autocast, read, self.by_mode)
-                if real and self.plan.validation == "auto":
-                    ok, verdict = numeric_check(block, result, forward.name, self.plan.validation_seconds)
-                    if not ok:
-                        raise Refused(verdict)
-        finally:
-            forward.counts.original = counted  # the captures were not calls of the user's
-        program = Program(
-            program.key._replace(arguments=call.arguments),
-            program.history,
-            program.absorbed,
-            program.guards,
-            program.attributes,
-        )
-        return program, read
-
-    def _rewrite(
-        self, block: nn.Module, name: str, call: Specialisation, args: tuple, kwargs: dict[str, Any]
-    ) -> tuple[Result, tuple, dict[str, Any]]:
-        try:
-            return rewrite_block(block, name, args, kwargs, self.plan), args, kwargs
-        except Refused as why:
-            try:  # one token does not tell which axes are of tokens
-                args, kwargs = self._arguments(call)
-                return rewrite_block(block, name, args, kwargs, self.plan), args, kwargs
-            except Refused:
-                raise why from None
-
-    def _arguments(self, call: Specialisation) -> tuple[tuple, dict[str, Any]]:
-        """Arguments of the recorded shapes in the dtypes of the call: for one that is only being traced, or whose own
-        shapes do not show which axes are of tokens."""
-        kinds = [kind for _, kind in call.arguments if kind[0] == "tensor"]
-        leaves = self.arguments.tensors
-        if len(kinds) != len(leaves) or any(
-            len(leaf.shape) != kind[3] for leaf, kind in zip(leaves, kinds, strict=True)
-        ):
-            raise Refused("a call with other arguments is traced before it was ever run; run it once in eager mode")
-        args, kwargs = self.arguments.at(self.arguments.sizes)
-        dtypes = iter(kind[1] for kind in kinds)
-        return pytree.tree_map_only(torch.Tensor, lambda t: t.to(next(dtypes)), (args, kwargs))
-
-
-class _Made(NamedTuple):
-    """A program that was lifted later: of which block, its signature, and the attributes that were read."""
-
-    block: weakref.ref[nn.Module]
-    like: tuple
-    read: set[Where]
-    program: Program
-
-
-def _takes(
-    block: nn.Module, made: _Made, call: Specialisation, args: tuple | None, kwargs: Mapping[str, Any] | None
-) -> bool:
-    """Whether a program that was made for another block is for this call of this one."""
-    program, other = made.program, made.block()
-    if other is None or not all(same(value_at(block, w), value_at(other, w)) for w in made.read):
-        return False
-    if not program.key.admits(call) or not ReadAttributes(block, program.attributes).hold():
-        return False
-    if program.guard is None or args is None:
-        return True
-    leaves = leaves_of(signature_binder(block)(*args, **(kwargs or {})))
-    return program.guard(block, *[leaves[i][1] for i in program.picks]) < 0
-
-
-def _without_device(key: Specialisation) -> Specialisation:
-    return key._replace(arguments=tuple((path, _on(kind, "any")) for path, kind in key.arguments))
+def _program(matched: Matched, block: nn.Module) -> Program:
+    return program_of(block, matched.result, matched.call.args, matched.call.kwargs, read=matched.read)
 
 
 def _validate(model: nn.Module, found: Survey, plan: Plan) -> dict[int, str]:

@@ -18,7 +18,7 @@ from .capture.examples import example_arguments
 from .capture.find import Found, Seen, find, signature
 from .capture.source import is_users
 from .errors import CaptureError, InvalidInput, MoefxError, Refused
-from .ir.attributes import Where, attributes, reading, same, value_at
+from .ir.attributes import OWN_MODE, Where, attributes, follows_its_mode, reading, same, value_at
 from .pipeline import Result, rewrite_block
 from .runtime.module import rewritten_blocks
 from .runtime.watch import absorbed_names, hook_on
@@ -252,7 +252,7 @@ def _prove_all(
     made: list[Matched] = []
     like = signature(modules[name])
     alike = [n for n, m in modules.items() if signature(m) == like]
-    watched = attributes(modules[name])
+    watched, follows = attributes(modules[name]), follows_its_mode(modules[""])
     left = [name, *[n for n in alike if n != name]]
     while left:
         first = left[0]
@@ -261,6 +261,8 @@ def _prove_all(
         start = time.perf_counter()
         with reading(modules[first], watched) as read:
             result = _rewrite(modules[first], first, call, plan)
+        if follows:
+            read.add(OWN_MODE)
         equal = [first] + [
             n
             for n in left

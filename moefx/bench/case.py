@@ -36,7 +36,7 @@ class Case:
     def route(self) -> Sequence[Any]:
         return routing.build_pft(self.ids, self.weights, None, num_experts=self.shape.E)
 
-    def kernels(self) -> dict[str, tuple[float, Callable[[Config], object]]]:
+    def kernels(self) -> dict[str, tuple[int, Callable[[Config], object]]]:
         """GEMM -> (matrices of d x h, work for a configuration)."""
         run, dtype = self.run, self.x.dtype
         grad_hidden, scaled = (self.grad_hidden, False), (self.scaled, False)
@@ -78,7 +78,7 @@ class Case:
         def gemm(name: str) -> tuple[int, int, Callable[[], object]]:
             matrices, work = gemms[name]
             cut = tuning.choice(name, self.x.device, self.x.dtype, self.sizes(name))[0]
-            return int(matrices) * s.flops, moved[name] * width, lambda: work(cut)
+            return matrices * s.flops, moved[name] * width, lambda: work(cut)
 
         combined = (0, (rows + s.T) * s.d * width)
         scale = run.point.scale

@@ -20,8 +20,8 @@ from torch import Tensor
 from ..lowering import select
 from ..lowering.triton.timing import milliseconds
 from .peers import PEERS, Inputs, Work
-from .results import parser, write
-from .shapes import SHAPES, Shape, routed, shape_of, tensors
+from .results import add_routings, add_shapes, parser, write
+from .shapes import Shape, routed, tensors
 
 
 def inputs_of(shape: Shape, routing: str) -> Inputs:
@@ -106,24 +106,21 @@ def measure(shape: Shape, peer: str, routing: str) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     made = parser("moe", __doc__)
-    made.add_argument("--shapes", default=",".join(s.name for s in SHAPES), help="by name, name@T or TxdxhxExK")
+    add_shapes(made)
+    add_routings(made)
     made.add_argument("--peers", default=",".join(PEERS), help=", ".join(PEERS))
-    made.add_argument("--routing", default="uniform", help="uniform, zipf, hot: one expert is everybody's first choice")
     made.add_argument("--here", action="store_true", help="in this process")
     options = made.parse_args(argv)
-    try:
-        shapes = [shape_of(text) for text in options.shapes.split(",")]
-    except ValueError as error:
-        made.error(str(error))
     if unknown := set(options.peers.split(",")) - set(PEERS):
         made.error(f"no peer {', '.join(sorted(unknown))}; there is {', '.join(PEERS)}")
     for peer in options.peers.split(","):
         if not options.here:
-            command = [sys.executable, "-m", __spec__.name, "--shapes", options.shapes, "--peers", peer, "--here"]
-            command += ["--routing", options.routing, *(["--out", options.out] if options.out else [])]
+            command = [sys.executable, "-m", __spec__.name, "--peers", peer, "--here"]
+            command += ["--shapes", ",".join(shape.name for shape in options.shapes)]
+            command += ["--routing", ",".join(options.routing), *(["--out", options.out] if options.out else [])]
             subprocess.run(command, check=False)
             continue
-        for shape, routing in [(shape, routing) for shape in shapes for routing in options.routing.split(",")]:
+        for shape, routing in [(shape, routing) for shape in options.shapes for routing in options.routing]:
             begin = time.time()
             torch._dynamo.reset()  # what is compiled for one shape must not serve the next
             try:

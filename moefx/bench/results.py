@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .._environment import environment
+from .shapes import SHAPES, Shape, shape_of
 
 
 def parser(name: str, description: str | None) -> argparse.ArgumentParser:
@@ -20,6 +21,23 @@ def parser(name: str, description: str | None) -> argparse.ArgumentParser:
     )
     made.add_argument("--out", default=None, help="append JSON lines to this file")
     return made
+
+
+def add_shapes(made: argparse.ArgumentParser) -> None:
+    text = "by name, name@T or TxdxhxExK"
+    made.add_argument("--shapes", type=_shapes, default=SHAPES, metavar="LIST", help=text)
+
+
+def add_routings(made: argparse.ArgumentParser) -> None:
+    text = "uniform, zipf, hot: one expert is everybody's first choice"
+    made.add_argument("--routing", type=lambda text: text.split(","), default=["uniform"], metavar="LIST", help=text)
+
+
+def _shapes(text: str) -> list[Shape]:
+    try:
+        return [shape_of(name) for name in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def write(row: Mapping[str, Any], path: str) -> None:

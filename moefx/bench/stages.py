@@ -14,8 +14,7 @@ import torch
 
 from ..lowering.triton.timing import milliseconds
 from .case import Case
-from .results import parser, write
-from .shapes import SHAPES, shape_of
+from .results import add_routings, add_shapes, parser, write
 
 
 def measure(case: Case) -> list[dict[str, object]]:
@@ -41,16 +40,12 @@ def ceilings() -> list[dict[str, object]]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     made = parser("stages", __doc__)
-    made.add_argument("--shapes", default=",".join(s.name for s in SHAPES), help="by name, name@T or TxdxhxExK")
-    made.add_argument("--routing", default="uniform", help="uniform, zipf, hot: one expert is everybody's first choice")
+    add_shapes(made)
+    add_routings(made)
     options = made.parse_args(argv)
-    try:
-        shapes = [shape_of(text) for text in options.shapes.split(",")]
-    except ValueError as error:
-        made.error(str(error))
     measured = [("this GPU", "", ceilings())]
-    for shape in shapes:
-        for kind in options.routing.split(","):
+    for shape in options.shapes:
+        for kind in options.routing:
             measured.append((shape.name, kind, measure(Case(shape, kind=kind))))
             torch.cuda.empty_cache()
     for shape, kind, rows in measured:

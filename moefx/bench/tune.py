@@ -21,8 +21,8 @@ from ..lowering.triton.autotune import timed
 from ..lowering.triton.configs import KERNELS, Config, candidates, target
 from ..lowering.triton.tuning import line
 from .case import Case
-from .results import parser, write
-from .shapes import SHAPES, Shape
+from .results import add_shapes, parser, write
+from .shapes import Shape
 
 
 def jobs(kernels: list[str]) -> Iterator[tuple[str, Config]]:
@@ -48,7 +48,7 @@ def compile_share(shapes: list[Shape], kernels: list[str], share: int, of: int) 
 
 def main(argv: Sequence[str] | None = None) -> None:
     made = parser("tune", __doc__)
-    made.add_argument("--shapes", default=",".join(s.name for s in SHAPES))
+    add_shapes(made)
     made.add_argument("--kernels", default=",".join(KERNELS))
     made.add_argument("--workers", type=int, default=12)
     made.add_argument("--share", type=int, default=None, help=SUPPRESS)
@@ -56,14 +56,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     made.add_argument("--seconds", type=float, default=480)
     made.add_argument("--table", default=None, help="the best of each, as lines of the tuning table")
     options = made.parse_args(argv)
-    shapes = [s for s in SHAPES if s.name in options.shapes.split(",")]
-    kernels = options.kernels.split(",")
+    shapes, kernels = options.shapes, options.kernels.split(",")
     begin = time.time()
     if options.share is not None:
         return compile_share(shapes, kernels, options.share, options.workers)
     # Shapes differ in little that is compiled in: one process each would repeat the others' work.
-    command = [sys.executable, "-m", __spec__.name, "--shapes", options.shapes, "--kernels", options.kernels]
-    command += ["--workers", str(options.workers)]
+    command = [sys.executable, "-m", __spec__.name, "--kernels", options.kernels]
+    command += ["--shapes", ",".join(shape.name for shape in shapes), "--workers", str(options.workers)]
     workers = [subprocess.Popen([*command, "--share", str(i)]) for i in range(options.workers)]
     for worker in workers:
         worker.wait()

@@ -53,11 +53,12 @@ _UNSEEN = {"__dict__", "vars", "__getstate__", "__reduce__", "__reduce_ex__", "_
 
 
 def attributes(block: nn.Module) -> dict[Where, Any]:
-    """The attributes of a block, of its submodules and of the objects that they hold, by where they are."""
+    """The attributes of a block, of its submodules and of the objects that they hold, by where they are. Not their
+    modes, which `reading` notes by itself."""
     found: dict[Where, Any] = {}
     for path, module in block.named_modules():
         for name, value in _attributes_of(module).items():
-            if isinstance(value, nn.Module) or (name in OWN and name != "training"):
+            if isinstance(value, nn.Module) or name in OWN:
                 continue
             found[Where(path, name)] = value
             found |= {Where(path, name, inner): v for inner, v in _inside(value).items()}
@@ -200,8 +201,6 @@ def reading(block: nn.Module, watched: Iterable[Where]) -> Iterator[set[Where]]:
     read: set[Where] = set()
     by_class: dict[tuple[type, str], dict[int, tuple[Where, Any]]] = {}
     for where in watched:
-        if where.name == "training" and not where.inner:
-            continue  # see `_noting_modes`
         owner = owner_of(block, where)
         before = getattr(owner, where.last, MISSING)
         by_class.setdefault((type(owner), where.last), {})[id(owner)] = where, before

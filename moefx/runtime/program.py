@@ -9,7 +9,7 @@ from typing import Any
 from ..inspection.history import History
 from ..ir import codegen
 from ..ir.attributes import Where, compares
-from ..ir.binding import Guard, Specialisation
+from ..ir.binding import Guard, Path, Specialisation
 
 
 class Program:
@@ -80,6 +80,11 @@ class Program:
     def renamed(self, name: str) -> Program:
         """The same program for another block of the same structure."""
         return Program(self.key, self.history.renamed(name), self.absorbed, self.guards, self.attributes)
+
+    def with_arguments(self, arguments: tuple[tuple[Path, tuple[Any, ...]], ...]) -> Program:
+        """The same program for arguments of other kinds, as on another device."""
+        key = self.key._replace(arguments=arguments)
+        return Program(key, self.history, self.absorbed, self.guards, self.attributes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
         return self

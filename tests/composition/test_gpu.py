@@ -154,11 +154,11 @@ def test_gradient_checkpointing(models):
     x = inputs()
     expected = step(compiled, x)
     with by_kernels():
-        results = step(lambda_module(compiled), x)
+        results = step(checkpointed(compiled), x)
     assert all(map(torch.equal, results, expected))
 
 
-def lambda_module(block: nn.Module) -> nn.Module:
+def checkpointed(block: nn.Module) -> nn.Module:
     class Checkpointed(nn.Module):
         def __init__(self):
             super().__init__()

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import moefx
-from moefx import api, survey
+from moefx import specialise, survey
 
 from ..passes.blocks import D, E, Loop, Mlp
 
@@ -244,7 +244,7 @@ class Layers(nn.Module):
 def lifts(monkeypatch):
     """How many blocks were lifted."""
     found = []
-    for module in (api, survey):
+    for module in (specialise, survey):
         stock = module.rewrite_block
         monkeypatch.setattr(module, "rewrite_block", lambda *args, stock=stock: found.append(args[1]) or stock(*args))
     return found

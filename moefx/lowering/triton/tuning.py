@@ -22,6 +22,7 @@ TABLE = Path(os.environ.get("MOEFX_TUNING") or Path(__file__).with_name("tuning.
 _NEAR = 1.0  # as `_distance`: one of the three sizes off by a factor of 2
 
 Entry = tuple[tuple[int, ...], Config, str]  # shape, configuration, where it was tuned
+_HERE = "here for"
 _log = logging.getLogger(__name__)
 _used: dict[tuple[str, str], tuple[Config, str]] = {}
 
@@ -90,9 +91,6 @@ def _tune(
         return best, f"tuned {_HERE} {_text(shape)}, until the seconds of MOEFX_AUTOTUNE were used up"
     autotune.keep(gpu(device), line(*key, shape, best))
     return best, f"tuned {_HERE} {_text(shape)}"
-
-
-_HERE = "here for"
 
 
 def gpu(device: torch.device) -> str:

@@ -23,7 +23,7 @@ from ...capture.source import Source
 from ...errors import CaptureError, Refused
 from .agree import same_form
 from .doubts import force
-from .form import loops_over_tokens
+from .form import most_tokens
 from .limits import limits, not_reached
 from .nodes import is_known, is_routed, numbers, op_name
 from .ranges import Ranges
@@ -146,7 +146,7 @@ def leaked_sizes(prover: Prover) -> None:
         return SizeGuard("*".join(prover.arguments.dims), "lt", str(high), True)
 
     proven = max(math.prod(lifted.tokens) for lifted in prover.lifted)
-    longest = 4 * proven if loops_over_tokens(prover.lifted) else math.inf
+    longest = most_tokens(prover.lifted, times=4)
     for tokens in _LEAK_SIZES:
         if tokens <= below:
             continue

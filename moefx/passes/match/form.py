@@ -105,8 +105,13 @@ def walk(body: Body) -> list[Body]:
     return out
 
 
-def loops_over_tokens(lifted: Sequence[Lifted]) -> bool:
-    """Whether a line runs once for each token: captures of many tokens take long, and show what those of few do."""
+def most_tokens(lifted: Sequence[Lifted], times: int) -> float:
+    """Up to how many tokens captures are worth their time: `times` as many as there were if a line runs once for each
+    token, any number if not."""
+    return times * max(math.prod(one.tokens) for one in lifted) if _loops_over_tokens(lifted) else math.inf
+
+
+def _loops_over_tokens(lifted: Sequence[Lifted]) -> bool:
     counts: dict[int, list[int]] = {}
     for one in lifted:
         lines = Counter((n.meta["source"], str(n.target)) for n in one.capture.nodes if n.op == "call_function")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +21,7 @@ from ...errors import Refused
 from ..capacity import Formula, find_formula
 from . import crowds, doubts
 from .agree import same_form
-from .form import Body, Lifted, Ref, loops_over_tokens
+from .form import Body, Lifted, Ref, most_tokens
 from .lift import Lifter
 from .nodes import line
 from .paths import Place, expert_indices, sibling_names, tensor_at
@@ -96,12 +96,8 @@ class Match:
         if kind not in self.probes:
             probes = self.probes[kind] = []
             nodes = 4 * max(len(lifted.capture.nodes) for lifted in self.lifted)
-            longest = math.inf
-            if loops_over_tokens(self.lifted):
-                longest = 2 * max(math.prod(lifted.tokens) for lifted in self.lifted)
-            for tokens in _PROBES:
-                if tokens > longest:
-                    break
+            most = most_tokens(self.lifted, times=2)
+            for tokens in itertools.takewhile(lambda tokens: tokens <= most, _PROBES):
                 sizes = self.arguments.sequence(tokens)
                 if all(g.holds(sizes) for g in self.within):
                     with contextlib.suppress(Exception):  # sizes that the program does not take
