@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ._plan import Plan
+from .capture.autocast import under
 from .errors import InvalidInput, InvalidPlan, MoefxError, NoMoEBlockFound
 from .inspection.explain import Explanation, MatchedBlock
 from .inspection.history import History
@@ -74,8 +75,7 @@ def compile(
     """
     plan = _plan(plan, mesh)
     model = _checked(model)
-    found = survey(model, example_inputs, plan)
-    verdicts = _validate(model, found, plan)
+    found, verdicts = _proven(model, example_inputs, plan)
     if not found.matched:
         if strict:
             raise NoMoEBlockFound(_nothing_found(model, found))
@@ -108,8 +108,8 @@ def explain(
     if record is None and example_inputs is None:
         record = _UNCHANGED.get(model)
     if record is None:
-        found = survey(model, example_inputs, _plan(plan, mesh))
-        modules, verdicts = dict(model.named_modules()), _validate(model, found, _plan(plan, mesh))
+        found, verdicts = _proven(model, example_inputs, _plan(plan, mesh))
+        modules = dict(model.named_modules())
         reports = [
             _report(m, _program(m, modules[m.names[0]]), modules[m.names[0]], verdicts[id(m)]) for m in found.matched
         ]
@@ -229,6 +229,14 @@ def _nothing_found(model: nn.Module, found: Survey) -> str:
 
 def _program(matched: Matched, block: nn.Module) -> Program:
     return program_of(block, matched.result, matched.call.args, matched.call.kwargs, read=matched.read)
+
+
+def _proven(model: nn.Module, example_inputs: Any, plan: Plan) -> tuple[Survey, dict[int, str]]:
+    """What was found, and what the numeric checks say; without autocast, for which calls are proven when they come."""
+    device = next((t.device.type for t in (*model.parameters(), *model.buffers())), "cpu")
+    with under(device, None):
+        found = survey(model, example_inputs, plan)
+        return found, _validate(model, found, plan)
 
 
 def _validate(model: nn.Module, found: Survey, plan: Plan) -> dict[int, str]:

@@ -12,6 +12,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from ._plan import Plan
+from .capture.autocast import under
 from .capture.find import signature
 from .capture.inputs import Arguments
 from .errors import Refused
@@ -56,7 +57,9 @@ def program_of(
     values = {w: value_at(block, w) for w in sorted(read - {OWN_MODE})}
     plain = {w: v for w, v in values.items() if is_plain(v) or (w.inner and isinstance(v, torch.Tensor))}
     relied = {w: unchanged(v) for w, v in {**plain, **globals_of(block)}.items()}
-    return Program(key, result.history, absorbed, _guards(result), relied)
+    # Autocast differs from device to device.
+    moves = autocast is None and "autocast" not in result.match.modes_read
+    return Program(key, result.history, absorbed, _guards(result), relied, moves)
 
 
 def _on(kind: tuple, device: str) -> tuple:
@@ -131,9 +134,10 @@ class Specialise:
         programs = [p for p in forward.programs if ReadAttributes(block, p.attributes).hold()]
         admitting = [p for p in programs if p.key.admits(call)]
         for program in programs:  # the same but for the device, which capture does not look at
-            if not admitting and _without_device(program.key) == _without_device(
-                call._replace(grad=program.key.grad, training=None if program.key.training is None else call.training)
-            ):
+            alike = call._replace(
+                grad=program.key.grad, training=None if program.key.training is None else call.training
+            )
+            if not admitting and program.moves and _without_device(program.key) == _without_device(alike):
                 return program.with_arguments(call.arguments), set(program.attributes)
         real = args is not None  # not only being traced
         abstract = pytree.tree_map_only(
@@ -141,10 +145,9 @@ class Specialise:
             lambda t: t.detach().to("meta") if t.is_floating_point() else t.detach().cpu(),
             self._arguments(call) if args is None else (args, dict(kwargs or {})),
         )
-        autocast = torch.autocast("cpu", call.autocast or torch.bfloat16, enabled=call.autocast is not None)
         counted = forward.counts.original
         try:
-            with forward.running("original"), autocast, torch.enable_grad():
+            with forward.running("original"), under(call.device, call.autocast), torch.enable_grad():
                 with reading(block, attributes(block)) as read:
                     result, args, kwargs = self._rewrite(block, forward.name, call, *abstract)
                 if self.by_mode:

@@ -78,17 +78,17 @@ def test_options_that_cannot_be_meant(arguments, why, capsys):
     assert ended.value.code == 2 and why in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("benchmark", [moe, layers, tune, routing, stages])
-def test_help(benchmark, capsys):
+@pytest.mark.parametrize("module", [moe, layers, tune, routing, stages])
+def test_help(module, capsys):
     with pytest.raises(SystemExit) as ended:
-        benchmark.main(["--help"])
+        module.main(["--help"])
     assert ended.value.code == 0
     text = capsys.readouterr().out
-    assert f"python -m moefx bench {benchmark.__name__.rpartition('.')[2]}" in text and "--out" in text
+    assert f"python -m moefx bench {module.__name__.rpartition('.')[2]}" in text and "--out" in text
 
 
 def test_all_are_commands():
-    assert {benchmark.__name__.rpartition(".")[2] for benchmark in (moe, layers, tune, routing, stages)} <= set(
+    assert {module.__name__.rpartition(".")[2] for module in (moe, layers, tune, routing, stages)} <= set(
         cli.BENCHMARKS
     )
 

@@ -15,7 +15,8 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointFunction
 
-from .captured import Call, autocast_dtype
+from .autocast import dtype_here
+from .captured import Call
 from .source import is_ours
 from .tracer import Tracer
 
@@ -58,7 +59,7 @@ def recording(tracer: Tracer, names: dict[int, str]) -> Iterator[None]:
             return original_call(module, *args, **kwargs)
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             node_args, node_kwargs = pytree.tree_map_only(torch.Tensor, tracer.node_of, (args, kwargs))
-        record = Call(fqn, node_args, node_kwargs, None, len(tracer.nodes), 0, depth, autocast_dtype())
+        record = Call(fqn, node_args, node_kwargs, None, len(tracer.nodes), 0, depth, dtype_here())
         depth += 1
         try:
             out = original_call(module, *args, **kwargs)

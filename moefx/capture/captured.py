@@ -54,11 +54,6 @@ CONTRACTIONS = {F.linear, torch.einsum, torch.matmul, F.scaled_dot_product_atten
 }
 
 
-def autocast_dtype() -> torch.dtype | None:
-    """What autocast casts to here; None where it is off."""
-    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-
-
 def is_float(t: torch.Tensor) -> bool:
     return t.is_floating_point() or t.is_complex()
 

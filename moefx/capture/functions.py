@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import OrderedDict
 from typing import Any
@@ -13,7 +14,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
-from .captured import autocast_dtype, is_float, tensors_in
+from . import autocast
+from .captured import is_float, tensors_in
 from .counts import LENGTH, counted
 from .sizes import plain, sized
 from .tracer import Tracer, from_floats
@@ -43,7 +45,9 @@ class Functions(TorchFunctionMode):
         touched, tracer.touched = tracer.touched, False
         if tracer.quiet:
             return func(*args, **options)
-        tracer.autocast = autocast_dtype()
+        tracer.autocast = autocast.dtype_here()
+        if autocast.is_switched():
+            tracer.modes_read.add("autocast")
         if func in _COUNTS:  # of elements: the product of the sizes
             return math.prod(self._shape(args[0]))
         if func in _SIZES:
@@ -66,7 +70,7 @@ class Functions(TorchFunctionMode):
         whole = _WHOLE.get(func)
         tensors = tensors_in(args) if whole is not None else []
         if whole is None or not any(is_float(t) for t in tensors) or any(map(_is_batched, tensors)):
-            out = func(*args, **options)
+            out = self._run(func, args, options)
             if func is torch.Tensor.__getitem__:
                 with _disable_current_modes(), torch._C.DisableTorchFunction():
                     for dim, stop in _whole_slices(*args):
@@ -79,7 +83,24 @@ class Functions(TorchFunctionMode):
         for name in _NAMES.get(whole, ())[len(args) :]:
             if name in options:
                 args = (*args, options.pop(name))
-        return tracer.record_whole(_WHOLE[func], args, options, lambda: func(*args, **options))
+        run = functools.partial(func, *args, **options)
+        if autocast.is_emulated():
+            with autocast.cpu_does(tracer.autocast):  # to products all devices do the same
+                return tracer.record_whole(_WHOLE[func], args, options, run)
+        return tracer.record_whole(_WHOLE[func], args, options, run)
+
+    def _run(self, func: Any, args: tuple, options: dict[str, Any]) -> Any:
+        if not autocast.is_emulated():
+            return func(*args, **options)
+        tracer, given = self.tracer, None
+        with autocast.cpu_does(None):
+            if tracer.autocast is not None and not any(map(_is_batched, tensors_in((args, options)))):
+                given = autocast.cast_as_there(func, args, options, tracer.autocast, torch.Tensor.to)
+            if given is None:
+                return func(*args, **options)
+            args, options = given
+            with tracer.already_cast():
+                return func(*args, **options)
 
     def _shape(self, t: torch.Tensor) -> torch.Size:
         tracer = self.tracer

@@ -14,7 +14,8 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import CaptureError
-from .captured import autocast_dtype, is_float
+from .autocast import dtype_here
+from .captured import is_float
 from .sizes import plain
 from .source import user_source
 
@@ -54,7 +55,7 @@ class Recorder(TorchDispatchMode):
         self.named: dict[int, str] = {}  # plain attributes of modules, by id
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.most_nodes = 0  # more than so many is an endless loop; 0: no limit
-        self.autocast = autocast_dtype()  # at the last call of the program's; below an op it reads as off
+        self.autocast = dtype_here()  # at the last call of the program's; below an op it reads as off
         self.lengths: set[int] = set()  # how many rows the routing left somewhere
 
     # ------------------------------------------------------------------ nodes

@@ -3,8 +3,9 @@ from them."""
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.fx.node import map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import CaptureError, Refused
+from . import autocast
 from .captured import COMPARISONS, CONTRACTIONS, MIXED, SHAPE_ONLY, Call, HostRead, is_float, map_tensors, tensors_in
 from .counts import LENGTH, Count, Share, tells_empty
 from .recorder import Recorder
@@ -45,6 +47,7 @@ class Tracer(Recorder):
         self.literals: set[int] = set()  # tensors that the program made of Python's numbers, by id
         self.overwritten: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # tensors of others, and what they held
         self.quiet = 0  # inside an operation that is recorded whole
+        self.is_cast = False  # inside a function that autocast has cast the arguments of
         self.touched = False  # whether the op at work was called with a number of the routing
 
     # ------------------------------------------------------------------ values
@@ -171,7 +174,22 @@ class Tracer(Recorder):
                 return func(*args)
             if self.quiet:
                 return self.compute(func, args, kwargs)[0]
+            if self.autocast is not None and autocast.is_emulated() and not self.is_cast:
+                given = autocast.cast_as_there(func, args, kwargs, self.autocast, self._cast)
+                args, kwargs = given or (args, kwargs)
             return self.record(func, args, kwargs)
+
+    def _cast(self, t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return self.record(aten._to_copy.default, (t,), dict(dtype=dtype))
+
+    @contextlib.contextmanager
+    def already_cast(self) -> Iterator[None]:
+        """Autocast does nothing inside of a function that it has cast the arguments of."""
+        before, self.is_cast = self.is_cast, True
+        try:
+            yield
+        finally:
+            self.is_cast = before
 
     def _lift_literal(self, t: torch.Tensor) -> torch.Tensor:
         if is_float(t) and not isinstance(t, FakeTensor):

@@ -45,6 +45,11 @@ class Specialisation(NamedTuple):
     autocast: torch.dtype | None
     arguments: tuple[tuple[Path, tuple[Any, ...]], ...]
 
+    @property
+    def device(self) -> str:
+        """The kind of device of the first tensor."""
+        return next((kind[2] for _, kind in self.arguments if kind[0] == "tensor"), "cpu")
+
     def admits(self, call: Specialisation) -> bool:
         """Whether a program with this key may run a call with that specialisation."""
         return (

@@ -134,7 +134,7 @@ Maximum = _primitive("Maximum", "tl.maximum({}, {}, tl.PropagateNan.ALL)")
 Minimum = _primitive("Minimum", "tl.minimum({}, {}, tl.PropagateNan.ALL)")
 Absolute = _primitive("Absolute", "tl.abs({})")
 Sign = _primitive("Sign", "sign({})")
-Exp = _primitive("Exp", "tl.exp({})")
+Exp = _primitive("Exp", "exp({})")
 Exp2 = _primitive("Exp2", "tl.exp2({})")
 Expm1 = _primitive("Expm1", "expm1({})")
 Log = _primitive("Log", "tl.log({})")
@@ -143,7 +143,7 @@ Log1p = _primitive("Log1p", "log1p({})")
 Sqrt = _primitive("Sqrt", "tl.sqrt({})")
 Rsqrt = _primitive("Rsqrt", "tl.rsqrt({})")
 Hypot = _primitive("Hypot", "hypot({}, {})")
-Sigmoid = _primitive("Sigmoid", "tl.sigmoid({})")
+Sigmoid = _primitive("Sigmoid", "sigmoid({})")
 Erf = _primitive("Erf", "tl.erf({})")
 Erfc = _primitive("Erfc", "erfc({})")
 Sin = _primitive("Sin", "tl.sin({})")
@@ -479,7 +479,7 @@ def _base_name(op: Any) -> str:
 def source(name: str, parameters: Sequence[str], results: Sequence[Any]) -> str:
     """The text of a Python function of `parameters` that returns `results` (a tuple if there are several).
 
-    It is written for Triton: `tl.exp` and the like, and the functions of `triton.elementary`.
+    It is written for Triton: `tl.log` and the like, and the functions of `triton.elementary`.
     """
     order = _operands_first(results)
     uses = collections.Counter(results)

@@ -18,7 +18,8 @@ import torch.utils._pytree as pytree
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..capture.captured import Call, autocast_dtype, is_float
+from ..capture.autocast import dtype_here
+from ..capture.captured import Call, is_float
 from ..errors import Refused
 from .calls import follow, kept_calls, paths, within
 from .match.nodes import is_random
@@ -301,7 +302,7 @@ class KeptGraph:
 
     def _under_autocast(self, node: fx.Node, dtype: torch.dtype | None) -> None:
         """The program switched autocast on or off for a part of itself."""
-        if dtype != autocast_dtype():
+        if dtype != dtype_here():
             node.meta["autocast"] = dtype
 
     def _bind_call(self, twins: Twins, node: fx.Node) -> None:

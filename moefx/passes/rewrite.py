@@ -18,7 +18,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
-from ..capture.captured import CONTRACTIONS, Call, Effect, autocast_dtype
+from ..capture.autocast import dtype_here
+from ..capture.captured import CONTRACTIONS, Call, Effect
 from ..errors import Refused
 from .kept import KeptGraph
 from .match.form import Ref
@@ -74,7 +75,7 @@ class Rewriter:
     def _same_autocast(self) -> None:
         """The ops of the dialect do what autocast asks for; a program that switches it off for the experts does not."""
         for n in self.lifted.absorbed:
-            if autocast_dtype() and n.target in CONTRACTIONS and n.meta["autocast"] != autocast_dtype():
+            if dtype_here() and n.target in CONTRACTIONS and n.meta["autocast"] != dtype_here():
                 raise Refused("the experts switch autocast off", source=str(n.meta["source"]))
 
     def rewrite(self) -> Rewritten:

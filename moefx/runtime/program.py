@@ -21,6 +21,7 @@ class Program:
         absorbed: names, relative to the block, of the submodules whose computation the graph took over.
         guards: further conditions that capture relied on.
         attributes: plain attributes of the block and its parts that it holds for.
+        moves: it holds on any device.
 
     Attributes:
         fn: `(block, *values of the placeholders) -> output`.
@@ -39,12 +40,14 @@ class Program:
         absorbed: Sequence[str] = (),
         guards: Sequence[Guard] = (),
         attributes: Mapping[Where, Any] | None = None,
+        moves: bool = True,
     ):
         self.key = key
         self.history = history
         self.absorbed = tuple(absorbed)
         self.guards = tuple(guards)
         self.attributes = dict(attributes or {})
+        self.moves = moves
         graph = history.graph
         self.fn: Callable[..., Any] = graph.compile()
         self.guard: Callable[..., int] | None = graph.compile_guards(self.guards) if self.guards else None
@@ -79,12 +82,12 @@ class Program:
 
     def renamed(self, name: str) -> Program:
         """The same program for another block of the same structure."""
-        return Program(self.key, self.history.renamed(name), self.absorbed, self.guards, self.attributes)
+        return Program(self.key, self.history.renamed(name), self.absorbed, self.guards, self.attributes, self.moves)
 
     def with_arguments(self, arguments: tuple[tuple[Path, tuple[Any, ...]], ...]) -> Program:
         """The same program for arguments of other kinds, as on another device."""
         key = self.key._replace(arguments=arguments)
-        return Program(key, self.history, self.absorbed, self.guards, self.attributes)
+        return Program(key, self.history, self.absorbed, self.guards, self.attributes, self.moves)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
         return self

@@ -144,8 +144,9 @@ def test_inference_mode_keeps_nothing(models):
             out = compiled(x)
             torch.cuda.synchronize()
             held = torch.cuda.memory_allocated() - before - out.numel() * out.element_size()
-            assert (held >= kept) is keeps, (mode, held)
+            assert held >= kept if keeps else held == 0, (mode, held)
             assert torch.equal(out, expected)
+            del out
     assert_close(step(compiled, x)[:1], [expected])  # training goes on
 
 
@@ -176,6 +177,7 @@ def test_autocast():
     compiled = moefx.compile(copy.deepcopy(original), example_inputs=(inputs(64).float().detach(),))
     x = inputs().float().detach().requires_grad_()
     with torch.autocast("cuda", torch.bfloat16):
+        compiled(x)  # lifted again for autocast, which runs both programs on the CPU
         with by_kernels():
             results = step(compiled, x)
         expected = step(original, x)

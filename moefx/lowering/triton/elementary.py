@@ -101,24 +101,51 @@ def sign(x):
     return (x > 0).to(tl.float32) - (x < 0).to(tl.float32)
 
 
+@triton.jit
+def exp(x):
+    return tl.exp(x)
+
+
+@triton.jit
+def sigmoid(x):
+    return tl.sigmoid(x)
+
+
+@triton.jit
+def _ptx(instruction: tl.constexpr, x):
+    return tl.inline_asm_elementwise(instruction + ".approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+
+
+@triton.jit
+def ptx_exp(x):
+    return _ptx("ex2", x * 1.4426950408889634)
+
+
+@triton.jit
+def ptx_sigmoid(x):
+    return _ptx("rcp", 1.0 + _ptx("ex2", x * -1.4426950408889634))
+
+
 _SCOPE = dict(
-    **dict(expm1=expm1, log1p=log1p, tanh=tanh, sinh=sinh, cosh=cosh, asinh=asinh, atan=atan),
-    **dict(erfc=erfc, hypot=hypot, sign=sign, tl=tl),
+    **dict(exp=exp, sigmoid=sigmoid, expm1=expm1, log1p=log1p, tanh=tanh, sinh=sinh, cosh=cosh, asinh=asinh),
+    **dict(atan=atan, erfc=erfc, hypot=hypot, sign=sign, tl=tl),
 )
+# As exact, but for results below 1e-38, which become 0: Triton's own take twice the instructions to keep those.
+_PTX = dict(exp=ptx_exp, sigmoid=ptx_sigmoid)
 
 
 @functools.lru_cache(maxsize=1024)
-def _function(text: str) -> Any:
+def _function(text: str, ptx: bool) -> Any:
     """The Triton function of a source text. The same text is the same function."""
     name = text.partition("(")[0].removeprefix("def ")
     filename = f"<moefx {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
     # Triton reads the source of what it compiles back from the file.
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
-    scope = dict(_SCOPE, __name__=__name__)
+    scope = dict(_SCOPE | (_PTX if ptx else {}), __name__=__name__)
     exec(compile(text, filename, "exec"), scope)
     return triton.jit(scope[name])
 
 
-def derived(name: str, parameters: Sequence[str], results: Sequence[Any]) -> Any:
-    """`epilogue.source` as a function for kernels."""
-    return _function(epilogue.source(name, parameters, results))
+def derived(name: str, parameters: Sequence[str], results: Sequence[Any], ptx: bool = False) -> Any:
+    """`epilogue.source` as a function for kernels; `ptx`: for those of NVIDIA's GPUs alone."""
+    return _function(epilogue.source(name, parameters, results), ptx)

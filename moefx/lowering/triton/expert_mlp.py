@@ -72,8 +72,8 @@ class Run:
         names = ("token_ids", "expert_offsets", "inverse", "w")  # of which the kernels take no strides
         self.call = call = dataclasses.replace(call, **{name: _contiguous(getattr(call, name)) for name in names})
         self.up_widths, self.act_width, self.out_width = call.widths
-        self.point: Pointwise = pointwise(body, tuple(self.up_widths))
         self.device, self.dtype = call.x.device, call.dtype
+        self.point: Pointwise = pointwise(body, tuple(self.up_widths), target(self.device).startswith("sm"))
         self.num_experts = call.expert_offsets.shape[0] - 1
         self.x = _rows_contiguous(call.x)
         self.up = Weights.alike(call.up, call.body.up[0].transposed, call.dtype)
@@ -195,7 +195,7 @@ class Run:
             *(self.w, h0, h1, h0.stride(0), self.x if act is None else act, *described, width, inner),
         )
         constants = point.act_constants | dict(
-            WEIGHT=w0.access,
+            WEIGHT=max(w0.access, w1.access, key=len),  # unaligned if one of them is
             COLUMNS_FIRST=w0.columns_first,
             HAS_BIAS=bias0 is not None,
             STORE_H=hidden is not None,
@@ -478,9 +478,11 @@ class Run:
         num_tiles = self.num_experts * cdiv(height, cut.bm) * cdiv(width, cut.bn)
         describe_left = cut.descriptors and not gather_left and describable(a)
         describe_right = cut.descriptors and not gather_right and describable(b)
-        if describe_left and describe_right:  # a gathered side takes fewer buffers than there are stages
-            bytes_of_stage = (cut.bm + cut.bn) * cut.bk * a.element_size()
-            cut = dataclasses.replace(cut, stages=max(1, min(cut.stages, _SHARED_BYTES // bytes_of_stage)))
+        if describe_left or describe_right:  # stages are of what is described; a gathered side takes one buffer
+            left_bytes, right_bytes = (n * cut.bk * a.element_size() for n in (cut.bm, cut.bn))
+            bytes_of_stage = describe_left * left_bytes + describe_right * right_bytes
+            room = _SHARED_BYTES - (left_bytes + right_bytes - bytes_of_stage)
+            cut = dataclasses.replace(cut, stages=max(1, min(cut.stages, room // bytes_of_stage)))
         describe_out = cut.descriptors and width * out.element_size() % 16 == 0
         args = (
             *(describe(a, cut.bk, cut.bm) if describe_left else a, a.stride(0)),

@@ -58,10 +58,14 @@ def place(tile, num_row_tiles, num_column_tiles, GROUP: tl.constexpr):
 def rows_place(
     tile, num_row_tiles, width, expert_offsets, schedule, max_tiles, TILE: tl.constexpr, GROUP: tl.constexpr
 ):
-    """Of a tile of rows: expert, first row, number of the columns' tile, and the row behind the expert's last one."""
-    m, n = place(tile, num_row_tiles, tl.cdiv(width, TILE), GROUP)
-    expert, first_row = tl.load(schedule + m), tl.load(schedule + max_tiles + m)
-    return expert, first_row, n, tl.load(expert_offsets + expert + 1)
+    """Of a tile of rows: expert, first row, number of the columns' tile, and the row behind the expert's last one;
+    behind the last tile that is 0."""
+    num_column_tiles = tl.cdiv(width, TILE)
+    m, n = place(tile, num_row_tiles, num_column_tiles, GROUP)
+    there = tile < num_row_tiles * num_column_tiles
+    expert = tl.load(schedule + m, mask=there, other=0)
+    first_row = tl.load(schedule + max_tiles + m, mask=there, other=0)
+    return expert, first_row, n, tl.load(expert_offsets + expert + 1, mask=there, other=0)
 
 
 @triton.jit

@@ -288,14 +288,18 @@ def rows_load(
     block = 0
     within = gl.arange(0, BM, gl.SliceLayout(1, LAYOUT))
     num_row_tiles = gl.load(schedule + 2 * max_tiles)
+    next_expert, next_row, next_n, next_end = rows_place(
+        gl.program_id(0), num_row_tiles, width, expert_offsets, schedule, max_tiles, TILE, GROUP
+    )
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        expert, first_row, n, end = rows_place(
-            tile, num_row_tiles, width, expert_offsets, schedule, max_tiles, TILE, GROUP
-        )
-        column = n * TILE * (2 if JOINED else 1)
+        expert, first_row, end, column = next_expert, next_row, next_end, next_n * TILE * (2 if JOINED else 1)
         is_mine, tokens = first_row + within < end, within
         if GATHER:
             tokens = gl.load(token_ids + first_row + within, mask=is_mine, other=0)
+        # Where the next tile is takes loads that wait for each other: they are on their way meanwhile.
+        next_expert, next_row, next_n, next_end = rows_place(
+            tile + gl.num_programs(0), num_row_tiles, width, expert_offsets, schedule, max_tiles, TILE, GROUP
+        )
         for term in gl.static_range(TERMS):
             for k in range(0, inner, BK):
                 _wait_empty(empty, block, STAGES)

@@ -86,8 +86,14 @@ def _up_point(
     NUM_PIECES: gl.constexpr = PIECES // 2 if PAIRED else PIECES
     turn = 0
     num_row_tiles = gl.load(schedule + 2 * max_tiles)
+    _, next_row, next_n, next_end = rows_place(
+        gl.program_id(0), num_row_tiles, width, expert_offsets, schedule, max_tiles, TILE, GROUP
+    )
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        _, first_row, n, end = rows_place(tile, num_row_tiles, width, expert_offsets, schedule, max_tiles, TILE, GROUP)
+        first_row, n, end = next_row, next_n, next_end
+        _, next_row, next_n, next_end = rows_place(
+            tile + gl.num_programs(0), num_row_tiles, width, expert_offsets, schedule, max_tiles, TILE, GROUP
+        )
         mbarrier.wait(staged_full, turn & 1)
         for i in range(CHUNKS * NUM_PIECES):
             r, c = i // NUM_PIECES, i % NUM_PIECES
@@ -167,24 +173,30 @@ def hopper_up_kernel(
 
 
 @gluon.jit
-def _load_parts(
-    h0, h1, h_row, first_row, first_column, end, width, ROWS: gl.constexpr, COLUMNS: gl.constexpr, PARTS: gl.constexpr,
-    JOINED: gl.constexpr,
+def _load_chunk(
+    h0, h1, h_row, row_weights, first_row, first_column, end, width, within, PARTS: gl.constexpr, JOINED: gl.constexpr,
+    HAS_WEIGHT: gl.constexpr,
 ):  # fmt: skip
-    """Some columns of the parts of H as they are kept; one alone counts as both. JOINED: pairs in one."""
+    """64 columns of some rows: the parts of H as they are kept (one alone counts as both; JOINED: pairs in one), and
+    the rows' weights, zeros without."""
+    ROWS: gl.constexpr = within.shape[0]
     if JOINED:
         LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [gl.num_warps(), 1], [1, 0])
-        at, mask = places(h_row, first_row, 2 * first_column, end, 2 * width, ROWS, 2 * COLUMNS, LAYOUT)
+        at, mask = places(h_row, first_row, 2 * first_column, end, 2 * width, ROWS, 2 * PIECE, LAYOUT)
         a0 = gl.load(h0 + at, mask=mask, other=0.0)
         a1 = a0
     else:
         LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-        at, mask = places(h_row, first_row, first_column, end, width, ROWS, COLUMNS, LAYOUT)
+        at, mask = places(h_row, first_row, first_column, end, width, ROWS, PIECE, LAYOUT)
         a0 = gl.load(h0 + at, mask=mask, other=0.0)
         a1 = a0
         if PARTS == 2:
             a1 = gl.load(h1 + at, mask=mask, other=0.0)
-    return a0, a1
+    w = gl.zeros_like(within).to(gl.float32)
+    if HAS_WEIGHT:
+        row = first_row + within
+        w = gl.load(row_weights + row, mask=row < end, other=0.0).to(gl.float32)
+    return a0, a1, w
 
 
 @gluon.jit
@@ -221,11 +233,21 @@ def _act_backward_point(
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     chunks = view(staged, staged.dtype, [PIECES * CHUNKS, ROWS, PIECE], staged.layout)
     dtype: gl.constexpr = dh0.dtype.element_ty
+    HAS_WEIGHT: gl.constexpr = HAS_SCALE or USES_WEIGHT
+    LAST: gl.constexpr = CHUNKS * PIECES - 1
     within, turn = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), 0
     num_row_tiles = gl.load(schedule + 2 * max_tiles)
+    _, next_row, next_n, next_end = rows_place(
+        gl.program_id(0), num_row_tiles, width, expert_offsets, schedule, max_tiles, BN, GROUP
+    )
+    next0, next1, next_w = _load_chunk(
+        h0, h1, h_row, row_weights, next_row, next_n * BN, next_end, width, within, PARTS, JOINED, HAS_WEIGHT
+    )
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        _, first_row, n, end = rows_place(tile, num_row_tiles, width, expert_offsets, schedule, max_tiles, BN, GROUP)
-        next0, next1 = _load_parts(h0, h1, h_row, first_row, n * BN, end, width, ROWS, PIECE, PARTS, JOINED)
+        first_row, n, end = next_row, next_n, next_end
+        _, next_row, next_n, next_end = rows_place(
+            tile + gl.num_programs(0), num_row_tiles, width, expert_offsets, schedule, max_tiles, BN, GROUP
+        )
         mbarrier.wait(staged_full, turn & 1)
         dot = gl.zeros([ROWS, PIECE], gl.float32, LAYOUT)
         by_weight = gl.zeros([ROWS, PIECE], gl.float32, LAYOUT)
@@ -233,25 +255,24 @@ def _act_backward_point(
             r, c = i // PIECES, i % PIECES
             row = first_row + r * ROWS + within
             is_mine = row < end
-            a0, a1 = next0, next1
+            a0, a1, w = next0, next1, next_w
+            # What comes next, here or in the next tile, is on its way while this is worked on.
+            then_row = gl.where(i == LAST, next_row, first_row + (i + 1) // PIECES * ROWS)
+            then_column = gl.where(i == LAST, next_n * BN, n * BN + (i + 1) % PIECES * PIECE)
+            then_end = gl.where(i == LAST, next_end, end)
+            next0, next1, next_w = _load_chunk(
+                h0, h1, h_row, row_weights, then_row, then_column, then_end, width, within, PARTS, JOINED, HAS_WEIGHT
+            )
             if JOINED:
                 a0, a1 = a0.reshape([ROWS, PIECE, 2]).split()
             a0 = gl.convert_layout(a0, LAYOUT, assert_trivial=True).to(gl.float32)
             a1 = gl.convert_layout(a1, LAYOUT, assert_trivial=True).to(gl.float32)
-            # What comes next is on its way while this is worked on.
-            next0, next1 = _load_parts(
-                h0, h1, h_row, first_row + (i + 1) // PIECES * ROWS, n * BN + (i + 1) % PIECES * PIECE,
-                gl.where(i + 1 < CHUNKS * PIECES, end, 0), width, ROWS, PIECE, PARTS, JOINED,
-            )  # fmt: skip
-            w = gl.zeros([ROWS, 1], gl.float32, LAYOUT)
+            w = gl.expand_dims(w, 1)
             scale = gl.full([ROWS, 1], 1.0, gl.float32, LAYOUT)
-            if HAS_SCALE or USES_WEIGHT:
-                w = gl.expand_dims(gl.load(row_weights + row, mask=is_mine, other=0.0).to(gl.float32), 1)
             if HAS_SCALE:
                 scale = SCALE(w)
             at, mask = places(width, first_row + r * ROWS, n * BN + c * PIECE, end, width, ROWS, PIECE, LAYOUT)
             grad = chunks.index(c * CHUNKS + r).load(LAYOUT).to(gl.float32)
-            grad = gl.where(mask, grad, 0.0)
             value, d0, d1, dw = VJP(a0, a1, w, grad * scale)
             dot += gl.where(mask, grad * value, 0.0)
             if USES_WEIGHT:

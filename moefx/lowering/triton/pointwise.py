@@ -81,17 +81,17 @@ def formulas(text: str, widths: tuple[int, ...] | None = None) -> Formulas:
 
 
 @functools.lru_cache(maxsize=1024)
-def pointwise(text: str, widths: tuple[int, ...] | None = None) -> Pointwise:
-    """`formulas` as functions for kernels."""
+def pointwise(text: str, widths: tuple[int, ...] | None = None, ptx: bool = False) -> Pointwise:
+    """`formulas` as functions for kernels; `ptx`: for those of NVIDIA's GPUs alone."""
     from .elementary import derived  # Triton's import, which `explain` does without
 
     found, body = formulas(text, widths), ExpertBody.from_json(text)
     scaled = body.out != "y"
     return Pointwise(
-        act=derived("act", found.parameters, found.vjp[:1]),
-        vjp=derived("vjp", (*found.parameters, "g"), found.vjp),
-        scale=derived("scale", ("w",), [found.scale]) if scaled else None,
-        scale_grad=derived("scale_grad", ("w",), [found.scale_grad]) if scaled else None,
+        act=derived("act", found.parameters, found.vjp[:1], ptx),
+        vjp=derived("vjp", (*found.parameters, "g"), found.vjp, ptx),
+        scale=derived("scale", ("w",), [found.scale], ptx) if scaled else None,
+        scale_grad=derived("scale_grad", ("w",), [found.scale_grad], ptx) if scaled else None,
         uses_weight="w" in expression.variables(body.act),
         joined=len(found.order) == 2 and body.parts[0][3] == 2,
         num_parts=len(found.order),

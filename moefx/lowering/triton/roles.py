@@ -181,7 +181,7 @@ def _weights(weights: Sequence[Weights], *, backward: bool, columns: int) -> lis
     """Described for boxes of so many columns; None if they cannot be."""
     described = []
     for w in weights:
-        if w.table is not None or not _fit(w.tensor):
+        if w.addresses is not None or not _fit(w.tensor):
             return None
         block = (columns, _BK) if w.columns_first(backward=backward) else (_BK, columns)
         described.append(_describe(w.tensor, 1, *block))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,15 +24,13 @@ class Weights:
 
     Attributes:
         tensor: the stack; of a table one expert's matrix, for shapes and strides.
-        table: [E] int64, None for a stack.
-        offset: bytes from an expert's tensor, which is aligned, to what the table points to.
         out_dim: which of the last two dimensions is the GEMM's output in the forward: 0 or 1.
+        addresses: of the experts' matrices; None for a stack.
     """
 
     tensor: Tensor
-    table: Tensor | None
     out_dim: int
-    offset: int = 0
+    addresses: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, parameters: Sequence[Tensor], transposed: bool, dtype: torch.dtype) -> Weights:
@@ -45,16 +44,15 @@ class Weights:
         if all(p.dtype is dtype for group in groups for p in group):
             stacked = all(is_stacked(group, 2) or strided_view(group) is not None for group in groups)
             if stacked:
-                made = [Weights(stack(group, dtype), None, out_dim) for group in groups]
+                made = [Weights(stack(group, dtype), out_dim) for group in groups]
                 if all(w.tensor.stride() == made[0].tensor.stride() for w in made):
                     return made
             separate = not any(is_stacked(group, 2) for group in groups)
             if separate and all(p.stride() == first.stride() and p.data_ptr() % 16 == 0 for g in groups for p in g):
-                tables = [_table(tuple(p.data_ptr() for p in group), first.device) for group in groups]
                 for _ in groups:
                     count_weight_path("table")
-                return [Weights(g[0], constant(t), out_dim) for g, t in zip(groups, tables, strict=True)]
-        return [Weights(apply(lambda *p: _copy(p, dtype), *group), None, out_dim) for group in groups]
+                return [Weights(g[0], out_dim, tuple(p.data_ptr() for p in g)) for g in groups]
+        return [Weights(apply(lambda *p: _copy(p, dtype), *group), out_dim) for group in groups]
 
     def columns(self, start: int | None, stop: int | None, step: int | None) -> Weights:
         """Some of the output columns."""
@@ -62,8 +60,9 @@ class Weights:
             return self
         part = self.tensor.movedim(-2 + self.out_dim, 0)[start:stop:step].movedim(0, -2 + self.out_dim)
         offset = part.data_ptr() - self.tensor.data_ptr()
-        table = None if self.table is None else constant(self.table + offset)
-        return Weights(part, table, self.out_dim, self.offset + offset)
+        return Weights(
+            part, self.out_dim, None if self.addresses is None else tuple(a + offset for a in self.addresses)
+        )
 
     def columns_first(self, *, backward: bool) -> bool:
         """Whether a matrix is stored as [column, inner] of the GEMM (see `operand`)."""
@@ -78,9 +77,11 @@ class Weights:
         columns_first = self.columns_first(backward=backward)
         first, second = self.tensor.stride()[-2:]
         column, inner = (first, second) if columns_first else (second, first)
-        if self.table is not None:
-            access = "table, unaligned" if self.offset % 16 else "table"
-            return Operand(self.table, 0, column, inner, access, columns_first)
+        if self.addresses is not None:
+            access = "table, unaligned" if any(a % 16 for a in self.addresses) else "table"
+            return Operand(
+                constant(_table(self.addresses, self.tensor.device)), 0, column, inner, access, columns_first
+            )
         expert = self.tensor.stride(0)
         if block is not None and describable(self.tensor):
             described = describe(self.tensor, 1, *(block if columns_first else reversed(block)))
@@ -121,7 +122,19 @@ def _copy(parameters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def _table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(addresses, dtype=torch.int64, device=device)
+    """[E] int64. Made in another thread: what this one allocates may be for a CUDA graph (`torch.compile` runs a
+    function that way before it captures it), which must not find it alive in the end."""
+    made: list[Tensor] = []
+
+    def make() -> None:
+        made.append(torch.tensor(addresses, dtype=torch.int64, device=device))
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    return made[0]
 
 
 def stacked_biases(biases: Sequence[Tensor] | None) -> Tensor | None:

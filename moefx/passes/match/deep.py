@@ -10,22 +10,19 @@ from typing import Any, TypeVar
 
 import torch
 
+from ...capture import autocast
+
 R = TypeVar("R")
 
 
 def deep(fn: Callable[[], R]) -> R:
     """Run `fn` with room for the recursion that a chain of hundreds of experts needs."""
     result: list[Any] = []
-    # autocast is a state of the thread; a proof is always about the differentiable code
-    autocast = {
-        "device_type": "cpu",
-        "dtype": torch.get_autocast_dtype("cpu"),
-        "enabled": torch.is_autocast_enabled("cpu"),
-    }
+    here = autocast.state()  # of the thread; a proof is always about the differentiable code
 
     def run() -> None:
         try:
-            with torch.autocast(**autocast), torch.enable_grad():
+            with autocast.under(*here), torch.enable_grad():
                 result.append((True, fn()))
         except BaseException as error:
             result.append((False, error))

@@ -16,3 +16,11 @@ if not torch.cuda.is_available():
 @pytest.fixture
 def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def no_tapes():
+    """An earlier test's launches were recorded, perhaps at the same addresses, for other configurations."""
+    from moefx.lowering.triton import tape
+
+    tape._tapes.clear()

@@ -164,7 +164,8 @@ def test_parts_of_separate_parameters_need_not_be_aligned():
     assert accesses == ["table", "table, unaligned"]
 
 
-def test_halves_of_separate_parameters_at_odd_widths(device, monkeypatch):
+@pytest.mark.parametrize("arrange", [list, turned])
+def test_halves_of_separate_parameters_at_odd_widths(device, monkeypatch, arrange):
     monkeypatch.setattr(expert_mlp, "config", lambda *_: SMALL)
 
     def make(num_experts: int, d: int, h: int, dtype: torch.dtype = torch.float64) -> Layer:
@@ -175,7 +176,10 @@ def test_halves_of_separate_parameters_at_odd_widths(device, monkeypatch):
         body = dataclasses.replace(layer.body, up=layer.body.up[:1], parts=parts)
         return dataclasses.replace(layer, up=both, body=body)
 
-    check(make, device, torch.float32, random_routing(20, 2, 4), 13, 7, keep="h", reduce=True)
+    def arranged(layer: Layer) -> Layer:
+        return dataclasses.replace(layer, up=arrange(layer.up))
+
+    check(make, device, torch.float32, random_routing(20, 2, 4), 13, 7, arranged, keep="h", reduce=True)
 
 
 def test_arguments_need_not_be_contiguous(device, monkeypatch):

@@ -1,0 +1,183 @@
+"""Autocast as it is on the device that a block runs on. A capture runs on the CPU, where it does something else.
+
+Which functions compute in which precision depends on the kind of device: of bfloat16, `softmax` is float32 on CUDA and
+bfloat16 on the CPU. torch has the lists of all devices in every build, and is asked: by the same call with tensors of
+the device that hold no memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from ..errors import CaptureError
+from .captured import map_tensors, tensors_in
+
+aten = torch.ops.aten
+# What autocast knows by another name than the operation that is run.
+_KNOWN_AS = {
+    aten._softmax.default: lambda x, dim, _: aten.softmax.int(x, dim),
+    aten._log_softmax.default: lambda x, dim, _: aten.log_softmax.int(x, dim),
+}
+_LOW = (torch.bfloat16, torch.float16)
+_local = threading.local()
+
+
+class State(NamedTuple):
+    """For which kind of device captures are, and what autocast casts to outside of the block (None: nothing)."""
+
+    device: str = "cpu"
+    dtype: torch.dtype | None = None
+
+
+def state() -> State:
+    return getattr(_local, "state", State())
+
+
+@contextlib.contextmanager
+def under(device: str, dtype: torch.dtype | None) -> Iterator[None]:
+    """Captures in this context are for a device, under its autocast with this dtype or (None) without."""
+    device = "cpu" if device == "meta" else device
+    before, _local.state = state(), State(device, dtype)
+    try:
+        with contextlib.ExitStack() as stack:
+            for kind in {"cpu", device}:
+                stack.enter_context(_set(kind, dtype))
+            yield
+    finally:
+        _local.state = before
+
+
+def dtype_here() -> torch.dtype | None:
+    """What autocast casts to at this place of a block; None where it is off."""
+    device, outside = state()
+    if device != "cpu" and (there := _of(device)) != outside:
+        return there
+    return _of("cpu")  # a block that asks its tensors for their device is told that it is the CPU
+
+
+def is_switched() -> bool:
+    """Whether the block has switched autocast on or off here, for any device that it may be on."""
+    device, outside = state()
+    return any(_of(kind) != (outside if kind in ("cpu", device) else None) for kind in ("cpu", "cuda", device))
+
+
+def _of(kind: str) -> torch.dtype | None:
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+@contextlib.contextmanager
+def _set(kind: str, dtype: torch.dtype | None) -> Iterator[None]:
+    """As `torch.autocast`, which refuses devices that this machine does not have."""
+    before = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    torch.set_autocast_enabled(kind, dtype is not None)
+    torch.set_autocast_dtype(kind, dtype or before[1])
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        torch.set_autocast_enabled(kind, before[0])
+        torch.set_autocast_dtype(kind, before[1])
+
+
+def is_emulated() -> bool:
+    """Whether a capture is for another device than the CPU, whose autocast then must not act by itself."""
+    return state().device != "cpu"
+
+
+def cpu_does(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[None]:
+    """What the CPU's autocast casts to meanwhile."""
+    return _set("cpu", dtype)
+
+
+def cast_as_there(
+    func: Any, args: tuple, kwargs: dict[str, Any], dtype: torch.dtype, cast: Callable[..., torch.Tensor]
+) -> tuple[tuple, dict[str, Any]] | None:
+    """The arguments with the casts that autocast to `dtype` makes there; None where it leaves a function alone."""
+    device = state().device
+    if not _is_listed(func, device):
+        return None
+    floats = [t for t in tensors_in((args, kwargs)) if t.is_floating_point()]
+    casts, result = _asked(func, args, kwargs, device, dtype)
+    if not casts and result not in (None, *(t.dtype for t in floats)):  # the same by a `dtype` that it fills in
+        casts = [result if t.dtype in _LOW else None for t in floats]
+    wanted = {id(t): to for t, to in zip(floats, casts, strict=False) if to not in (None, t.dtype)}
+    return map_tensors((args, kwargs), lambda t: cast(t, wanted[id(t)]) if id(t) in wanted else t)
+
+
+@functools.cache
+def _names(device: str) -> frozenset[str]:
+    """Of the operations, with overloads, for which autocast does something."""
+    key = f"Autocast{device.upper()}"
+    try:
+        every = torch._C._dispatch_get_all_op_names()
+        return frozenset(n for n in every if torch._C._dispatch_has_kernel_for_dispatch_key(n, key))
+    except RuntimeError:  # no such key
+        raise CaptureError(f"what autocast does on {device} is not known") from None
+
+
+@functools.cache
+def _functions(device: str) -> frozenset[str]:
+    return frozenset(name.partition("::")[2].partition(".")[0] for name in _names(device))
+
+
+def _is_listed(func: Any, device: str) -> bool:
+    if isinstance(func, torch._ops.OpOverload):
+        return func in _KNOWN_AS or func.name() in _names(device)
+    return getattr(func, "__name__", "").strip("_") in _functions(device)
+
+
+class _Casts(TorchDispatchMode):
+    """Which of some tensors are cast, and to what."""
+
+    def __init__(self, watched: list[torch.Tensor]):
+        super().__init__()
+        self.index = {id(t): i for i, t in enumerate(watched)}
+        self.found: list[torch.dtype | None] = [None] * len(watched)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is aten._to_copy.default and id(args[0]) in self.index:
+            self.found[self.index[id(args[0])]] = kwargs.get("dtype")
+        return func(*args, **kwargs)
+
+
+_answers: dict[Any, tuple[list[torch.dtype | None], torch.dtype | None]] = {}
+
+
+def _asked(
+    func: Any, args: tuple, kwargs: dict[str, Any], device: str, dtype: torch.dtype
+) -> tuple[list[torch.dtype | None], torch.dtype | None]:
+    """(to what each floating argument is cast, the dtype of the result if that changes)."""
+    forms = map_tensors((args, kwargs), lambda t: (t.dtype, *map(int, t.shape)))
+    key = (func, device, dtype, repr(forms))
+    if key not in _answers:
+        call: Any = _KNOWN_AS.get(func, func)
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), FakeTensorMode(), torch.no_grad():
+            args, kwargs = map_tensors(
+                (args, kwargs), lambda t: torch.empty([int(n) for n in t.shape], dtype=t.dtype, device=device)
+            )
+            floats = [t for t in tensors_in((args, kwargs)) if t.is_floating_point()]
+            try:
+                with _set(device, None), _Casts(floats) as before:
+                    without = _result(call(*args, **kwargs))
+                with _set(device, dtype), _Casts(floats) as casts:
+                    result = _result(call(*args, **kwargs))
+            except Exception as error:
+                raise CaptureError(f"what autocast does to {func} on {device} is not known: {error}") from None
+        found = casts.found if casts.found != before.found else []
+        _answers[key] = found, result if result != without else None
+    return _answers[key]
+
+
+def _result(out: Any) -> torch.dtype | None:
+    return next((t.dtype for t in tensors_in(out) if t.is_floating_point()), None)

@@ -1,0 +1,124 @@
+"""What autocast does on another device than the CPU, where captures run: compared with torch's own, on tensors that
+hold no memory."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import moefx
+from moefx.capture.autocast import under
+from moefx.capture.concolic import capture
+from moefx.capture.routing import Routing
+from moefx.pipeline import rewrite_block
+
+from ..passes.blocks import D, Loop
+from ..runtime.test_autocast import Block
+from ..runtime.test_autocast import D as WIDTH
+
+ROWS = D
+FUNCTIONS = {
+    "Tensor.softmax": lambda x, w: x.softmax(-1),
+    "F.softmax": lambda x, w: F.softmax(x, dim=-1),
+    "softmax to bfloat16": lambda x, w: x.softmax(-1, dtype=torch.bfloat16),
+    "log_softmax": lambda x, w: torch.log_softmax(x, 1),
+    "gumbel_softmax": lambda x, w: F.gumbel_softmax(x),
+    "sum": lambda x, w: x.sum(-1, keepdim=True),
+    "share": lambda x, w: x / x.sum(-1, keepdim=True),
+    "mean": lambda x, w: x.mean(0),
+    "prod": lambda x, w: torch.prod(x, 1),
+    "cumsum": lambda x, w: x.cumsum(0),
+    "logsumexp": lambda x, w: x.logsumexp(-1) ** 2,
+    "exp": lambda x, w: x.exp(),
+    "exp in place": lambda x, w: x.clone().exp_(),
+    "square": lambda x, w: x.pow(2),
+    "a power": lambda x, w: 2**x,
+    "over": lambda x, w: 1 / x,
+    "norm": lambda x, w: x.norm(dim=-1),
+    "normalize": lambda x, w: F.normalize(x, dim=-1),
+    "layer_norm": lambda x, w: F.layer_norm(x, (D,)),
+    "rms_norm": lambda x, w: F.rms_norm(x, (D,)),
+    "softplus": lambda x, w: F.softplus(x),
+    "sigmoid": lambda x, w: x.sigmoid(),
+    "silu": lambda x, w: F.silu(x),
+    "addcmul": lambda x, w: torch.addcmul(x, w, x),
+    "cat": lambda x, w: torch.cat([x, w]),
+    "stack": lambda x, w: torch.stack([x, w]),
+    "linear": lambda x, w: F.linear(x, w),
+    "mm": lambda x, w: torch.mm(x, w),
+    "addmm": lambda x, w: torch.addmm(w, x, w),
+    "einsum": lambda x, w: torch.einsum("sd,de->se", x, w),
+    "cosine_similarity": lambda x, w: F.cosine_similarity(x, w, dim=-1),
+    "float": lambda x, w: x.float().softmax(-1).to(x.dtype),
+    "off": lambda x, w: _off(x),
+}
+
+
+def _off(x):
+    with torch.autocast("cuda", enabled=False):
+        return x.softmax(-1), torch.mm(x, x.t())
+
+
+class Calls(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.weight = function, nn.Parameter(torch.randn(D, D))
+
+    def forward(self, x):
+        return self.function(x, self.weight)
+
+
+def dtypes(tree) -> list[torch.dtype]:
+    return [t.dtype for t in torch.utils._pytree.tree_leaves(tree)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS.keys())
+def test_dtypes_are_those_of_the_device(function, dtype):
+    with FakeTensorMode():
+        x, weight = torch.empty(ROWS, D, dtype=dtype, device="cuda"), torch.empty(D, D, device="cuda")
+        with under("cuda", torch.bfloat16):
+            expected = dtypes(function(x, weight))
+    with under("cuda", torch.bfloat16):
+        found = capture(Calls(function), (torch.empty(ROWS, D, dtype=dtype, device="meta"),), {}, Routing())
+    assert dtypes(torch.utils._pytree.tree_map(lambda node: node.meta["val"], found.out)) == expected
+
+
+def test_the_passes_keep_them():
+    """`softmax` of a linear router: bfloat16 on the CPU, float32 on CUDA."""
+    arguments = (torch.empty(16, D, device="meta"),), {}
+    for device, expected in (("cpu", torch.bfloat16), ("cuda", torch.float32)):
+        with under(device, torch.bfloat16), torch.enable_grad():
+            graph = rewrite_block(Loop(), "block", *arguments, moefx.Plan()).graph
+        weights = next(node.args[1] for node in graph.nodes if "build_pft" in str(node.target))
+        assert weights.meta["val"].dtype is expected
+
+
+class OnItsDevice(Block):
+    """Routed in float32 whatever is around it, as models do it that only know CUDA."""
+
+    def region(self, part):
+        return torch.autocast("cuda", enabled=False) if part == "router" else super().region(part)
+
+
+def test_a_region_of_the_block_is_one_of_its_device():
+    arguments = (torch.empty(16, WIDTH, device="meta"),), {}
+    for device, expected in (("cpu", torch.bfloat16), ("cuda", torch.float32)):
+        with under(device, torch.bfloat16), torch.enable_grad():
+            result = rewrite_block(OnItsDevice(), "block", *arguments, moefx.Plan())
+        linear = next(node for node in result.graph.nodes if "linear" in str(node.target))
+        assert linear.meta["val"].dtype is expected
+    assert "autocast" in result.match.modes_read  # the program is not one for other devices
+
+
+def test_compiled_under_autocast_is_compiled_without_it():
+    torch.manual_seed(0)
+    original, x = Block(), torch.randn(40, WIDTH)
+    with torch.autocast("cpu", torch.bfloat16):
+        compiled = moefx.compile(copy.deepcopy(original), example_inputs=(x,))
+    torch.testing.assert_close(compiled(x), original(x))
