@@ -102,7 +102,7 @@ class Run:
         """Row tiles of `bm` rows: (see `gemm.schedule_kernel`, at most so many)."""
         if bm not in self.schedules:
             max_tiles = cdiv(self.call.num_rows, bm) + self.num_experts
-            schedule = empty((2 * max_tiles + 1,), torch.int32, self.device)
+            schedule = empty((3 * max_tiles + 1,), torch.int32, self.device)
             launch(
                 gemm.schedule_kernel,
                 (self.num_experts,),
@@ -189,7 +189,7 @@ class Run:
                 described[:2] = (describe(h, cut.bm, (2 if point.joined else 1) * cut.bn) for h in (h0, h1))
             described[2] = None if act is None else describe(act, cut.bm, cut.bn)
         args = (
-            *(self.x, self.x.stride(0), call.token_ids, call.expert_offsets, schedule, max_tiles),
+            *(self.x, self.x.stride(0), call.token_ids, schedule, max_tiles),
             *(w0.source, w1.source, w0.expert, w0.column, w0.inner),
             *(bias0, bias1, *((0, 0) if bias0 is None else bias0.stride())),
             *(self.w, h0, h1, h0.stride(0), self.x if act is None else act, *described, width, inner),
@@ -257,7 +257,7 @@ class Run:
         described_out = cut.store_descriptors and describable(out)
         left = [describe(t, cut.bm, cut.bk) if described else t for t in terms]
         args = (
-            *(left[0], left[-1], terms[0].stride(0), self.call.token_ids, self.call.expert_offsets),
+            *(left[0], left[-1], terms[0].stride(0), self.call.token_ids),
             *(schedule, max_tiles),
             *(operands[0].source, operands[-1].source, operands[0].expert, operands[0].column, operands[0].inner),
             *(bias, *((0, 0) if bias is None else bias.stride()), self.w, out),
@@ -422,7 +422,7 @@ class Run:
         schedule, max_tiles = self.schedule(cut.bm)
         w = self.down.operand(backward=True, block=(cut.bn, cut.bk) if cut.descriptors else None)
         args = (
-            *(grad, grad.stride(0), call.token_ids, call.expert_offsets, schedule, max_tiles),
+            *(grad, grad.stride(0), call.token_ids, schedule, max_tiles),
             *(w.source, w.expert, w.column, w.inner, self.w, h0, h1, dh0, dh1, h0.stride(0)),
             *(scaled_act, dots, call.num_rows, width, inner),
         )

@@ -28,7 +28,8 @@ _VARYING = ["max_tiles", "num_rows"]
 
 @triton.jit(do_not_specialize=_VARYING)
 def schedule_kernel(expert_offsets, schedule, max_tiles, E: tl.constexpr, E_BINS: tl.constexpr, BM: tl.constexpr):
-    """schedule: expert of each tile, then (from max_tiles on) its first row, then the number of tiles."""
+    """schedule: of each tile the expert, then (from max_tiles on) the first row, then (from 2 * max_tiles on) the row
+    behind the expert's last one; then the number of tiles."""
     expert, bins = tl.program_id(0), tl.arange(0, E_BINS)
     begin = tl.load(expert_offsets + bins, mask=bins < E, other=0)
     end = tl.load(expert_offsets + bins + 1, mask=bins < E, other=0)
@@ -36,12 +37,14 @@ def schedule_kernel(expert_offsets, schedule, max_tiles, E: tl.constexpr, E_BINS
     first = tl.sum(tl.where(bins < expert, num_tiles, 0), 0)
     mine = tl.sum(tl.where(bins == expert, num_tiles, 0), 0)
     row = tl.sum(tl.where(bins == expert, begin, 0), 0)
+    behind = tl.sum(tl.where(bins == expert, end, 0), 0)
     for start in range(0, mine, 64):
         tile = start + tl.arange(0, 64)
         tl.store(schedule + first + tile, tl.zeros_like(tile) + expert, mask=tile < mine)
         tl.store(schedule + max_tiles + first + tile, row + tile * BM, mask=tile < mine)
+        tl.store(schedule + 2 * max_tiles + first + tile, tl.zeros_like(tile) + behind, mask=tile < mine)
     if expert == 0:
-        tl.store(schedule + 2 * max_tiles, tl.sum(num_tiles, 0))
+        tl.store(schedule + 3 * max_tiles, tl.sum(num_tiles, 0))
 
 
 @triton.jit
@@ -55,17 +58,14 @@ def place(tile, num_row_tiles, num_column_tiles, GROUP: tl.constexpr):
 
 
 @triton.jit
-def rows_place(
-    tile, num_row_tiles, width, expert_offsets, schedule, max_tiles, TILE: tl.constexpr, GROUP: tl.constexpr
-):
+def rows_place(tile, num_row_tiles, width, schedule, max_tiles, TILE: tl.constexpr, GROUP: tl.constexpr):
     """Of a tile of rows: expert, first row, number of the columns' tile, and the row behind the expert's last one;
-    behind the last tile that is 0."""
+    behind the last tile that is 0. No load waits for another."""
     num_column_tiles = tl.cdiv(width, TILE)
     m, n = place(tile, num_row_tiles, num_column_tiles, GROUP)
-    there = tile < num_row_tiles * num_column_tiles
-    expert = tl.load(schedule + m, mask=there, other=0)
-    first_row = tl.load(schedule + max_tiles + m, mask=there, other=0)
-    return expert, first_row, n, tl.load(expert_offsets + expert + 1, mask=there, other=0)
+    there, at = tile < num_row_tiles * num_column_tiles, schedule + m
+    expert, first_row = tl.load(at, mask=there, other=0), tl.load(at + max_tiles, mask=there, other=0)
+    return expert, first_row, n, tl.load(at + 2 * max_tiles, mask=there, other=0)
 
 
 @triton.jit
@@ -187,7 +187,7 @@ def store_parts(
 
 @triton.jit
 def _up_tile(
-    tile, num_row_tiles, x, x_row, token_ids, expert_offsets, schedule, max_tiles,
+    tile, num_row_tiles, x, x_row, token_ids, schedule, max_tiles,
     w0, w1, w_expert, w_column, w_inner,
     bias0, bias1, bias_expert, bias_column, row_weights, h0, h1, h_row, act, described_h0, described_h1,
     described_act, width, inner,
@@ -197,7 +197,7 @@ def _up_tile(
     PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    expert, first_row, n, end = rows_place(tile, num_row_tiles, width, expert_offsets, schedule, max_tiles, BN, GROUP)
+    expert, first_row, n, end = rows_place(tile, num_row_tiles, width, schedule, max_tiles, BN, GROUP)
     row = first_row + tl.arange(0, BM)
     is_mine, is_full = row < end, first_row + BM <= end
     column, ks = n * BN + tl.arange(0, BN), tl.arange(0, BK)
@@ -263,7 +263,7 @@ def _up_tile(
 
 @triton.jit(do_not_specialize=_VARYING)
 def up_kernel(
-    x, x_row, token_ids, expert_offsets, schedule, max_tiles,
+    x, x_row, token_ids, schedule, max_tiles,
     w0, w1, w_expert, w_column, w_inner,
     bias0, bias1, bias_expert, bias_column, row_weights, h0, h1, h_row, act, described_h0, described_h1,
     described_act, width, inner,
@@ -275,12 +275,12 @@ def up_kernel(
     PERSISTENT: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
     """a_i = x[token_ids] @ w_i (+ bias_i), kept if STORE_H; act = ACT(a_0, a_1, w) [B,width] if STORE_ACT."""
-    num_row_tiles = tl.load(schedule + 2 * max_tiles)
+    num_row_tiles = tl.load(schedule + 3 * max_tiles)
     num_tiles = num_row_tiles * tl.cdiv(width, BN)
     if PERSISTENT:
         for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=FLATTEN):
             _up_tile(
-                tile, num_row_tiles, x, x_row, token_ids, expert_offsets, schedule, max_tiles,
+                tile, num_row_tiles, x, x_row, token_ids, schedule, max_tiles,
                 w0, w1, w_expert, w_column, w_inner,
                 bias0, bias1, bias_expert, bias_column, row_weights, h0, h1, h_row, act, described_h0, described_h1,
                 described_act, width, inner,
@@ -289,7 +289,7 @@ def up_kernel(
             )  # fmt: skip
     elif tl.program_id(0) < num_tiles:
         _up_tile(
-            tl.program_id(0), num_row_tiles, x, x_row, token_ids, expert_offsets, schedule, max_tiles,
+            tl.program_id(0), num_row_tiles, x, x_row, token_ids, schedule, max_tiles,
             w0, w1, w_expert, w_column, w_inner,
             bias0, bias1, bias_expert, bias_column, row_weights, h0, h1, h_row, act, described_h0, described_h1,
             described_act, width, inner,
@@ -330,7 +330,7 @@ def _accumulate(
 
 @triton.jit
 def _rows_tile(
-    tile, num_row_tiles, rows0, rows1, rows_row, token_ids, expert_offsets, schedule, max_tiles,
+    tile, num_row_tiles, rows0, rows1, rows_row, token_ids, schedule, max_tiles,
     w0, w1, w_expert, w_column, w_inner, bias, bias_expert, bias_column, row_weights, out, described_out, width, inner,
     SCALE: tl.constexpr, TERMS: tl.constexpr, GATHER: tl.constexpr, ROWS_DESCRIPTOR: tl.constexpr,
     OUT_DESCRIPTOR: tl.constexpr,
@@ -339,7 +339,7 @@ def _rows_tile(
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    expert, first_row, n, end = rows_place(tile, num_row_tiles, width, expert_offsets, schedule, max_tiles, BN, GROUP)
+    expert, first_row, n, end = rows_place(tile, num_row_tiles, width, schedule, max_tiles, BN, GROUP)
     row = first_row + tl.arange(0, BM)
     is_mine = row < end
     if GATHER:
@@ -371,7 +371,7 @@ def _rows_tile(
 
 @triton.jit(do_not_specialize=_VARYING)
 def rows_kernel(
-    rows0, rows1, rows_row, token_ids, expert_offsets, schedule, max_tiles,
+    rows0, rows1, rows_row, token_ids, schedule, max_tiles,
     w0, w1, w_expert, w_column, w_inner, bias, bias_expert, bias_column, row_weights, out, described_out, width, inner,
     SCALE: tl.constexpr, TERMS: tl.constexpr, GATHER: tl.constexpr, ROWS_DESCRIPTOR: tl.constexpr,
     OUT_DESCRIPTOR: tl.constexpr,
@@ -383,12 +383,12 @@ def rows_kernel(
 ):  # fmt: skip
     """out = (rows0 @ w0 (+ rows1 @ w1) (+ bias)) (* SCALE(row weight)), [B,width]; GATHER: row r of the left
     operands is their token_ids[r]."""
-    num_row_tiles = tl.load(schedule + 2 * max_tiles)
+    num_row_tiles = tl.load(schedule + 3 * max_tiles)
     num_tiles = num_row_tiles * tl.cdiv(width, BN)
     if PERSISTENT:
         for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=FLATTEN):
             _rows_tile(
-                tile, num_row_tiles, rows0, rows1, rows_row, token_ids, expert_offsets, schedule, max_tiles,
+                tile, num_row_tiles, rows0, rows1, rows_row, token_ids, schedule, max_tiles,
                 w0, w1, w_expert, w_column, w_inner, bias, bias_expert, bias_column, row_weights, out, described_out,
                 width, inner,
                 SCALE, TERMS, GATHER, ROWS_DESCRIPTOR, OUT_DESCRIPTOR, WEIGHT, COLUMNS_FIRST, HAS_BIAS, HAS_SCALE,
@@ -397,7 +397,7 @@ def rows_kernel(
             )  # fmt: skip
     elif tl.program_id(0) < num_tiles:
         _rows_tile(
-            tl.program_id(0), num_row_tiles, rows0, rows1, rows_row, token_ids, expert_offsets, schedule, max_tiles,
+            tl.program_id(0), num_row_tiles, rows0, rows1, rows_row, token_ids, schedule, max_tiles,
             w0, w1, w_expert, w_column, w_inner, bias, bias_expert, bias_column, row_weights, out, described_out,
             width, inner,
             SCALE, TERMS, GATHER, ROWS_DESCRIPTOR, OUT_DESCRIPTOR, WEIGHT, COLUMNS_FIRST, HAS_BIAS, HAS_SCALE,
@@ -444,7 +444,7 @@ def _pointwise_backward(
 
 @triton.jit
 def _act_backward_tile(
-    tile, num_row_tiles, grad, grad_row, token_ids, expert_offsets, schedule, max_tiles,
+    tile, num_row_tiles, grad, grad_row, token_ids, schedule, max_tiles,
     w0, w_expert, w_column, w_inner, row_weights, h0, h1, dh0, dh1, h_row, scaled_act, dots, num_rows, width, inner,
     VJP: tl.constexpr, SCALE: tl.constexpr, PARTS: tl.constexpr, JOINED: tl.constexpr, GATHER: tl.constexpr,
     WEIGHT: tl.constexpr, COLUMNS_FIRST: tl.constexpr, HAS_SCALE: tl.constexpr, USES_WEIGHT: tl.constexpr,
@@ -452,7 +452,7 @@ def _act_backward_tile(
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    expert, first_row, n, end = rows_place(tile, num_row_tiles, width, expert_offsets, schedule, max_tiles, BN, GROUP)
+    expert, first_row, n, end = rows_place(tile, num_row_tiles, width, schedule, max_tiles, BN, GROUP)
     row = first_row + tl.arange(0, BM)
     is_mine = row < end
     column = n * BN + tl.arange(0, BN)
@@ -516,7 +516,7 @@ def _act_backward_tile(
 
 @triton.jit(do_not_specialize=_VARYING)
 def act_backward_kernel(
-    grad, grad_row, token_ids, expert_offsets, schedule, max_tiles,
+    grad, grad_row, token_ids, schedule, max_tiles,
     w0, w_expert, w_column, w_inner, row_weights, h0, h1, dh0, dh1, h_row, scaled_act, dots, num_rows, width, inner,
     VJP: tl.constexpr, SCALE: tl.constexpr, PARTS: tl.constexpr, JOINED: tl.constexpr, GATHER: tl.constexpr,
     WEIGHT: tl.constexpr, COLUMNS_FIRST: tl.constexpr, HAS_SCALE: tl.constexpr, USES_WEIGHT: tl.constexpr,
@@ -530,19 +530,19 @@ def act_backward_kernel(
     dH may be the storage of H. dots: [column tiles, B] of <dA', A> if HAS_SCALE, then as many of the gradient of
     the row weight through ACT if USES_WEIGHT.
     """
-    num_row_tiles = tl.load(schedule + 2 * max_tiles)
+    num_row_tiles = tl.load(schedule + 3 * max_tiles)
     num_tiles = num_row_tiles * tl.cdiv(width, BN)
     if PERSISTENT:
         for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=FLATTEN):
             _act_backward_tile(
-                tile, num_row_tiles, grad, grad_row, token_ids, expert_offsets, schedule, max_tiles,
+                tile, num_row_tiles, grad, grad_row, token_ids, schedule, max_tiles,
                 w0, w_expert, w_column, w_inner, row_weights, h0, h1, dh0, dh1, h_row, scaled_act, dots, num_rows,
                 width, inner, VJP, SCALE, PARTS, JOINED, GATHER, WEIGHT, COLUMNS_FIRST, HAS_SCALE, USES_WEIGHT,
                 STORE_ACT, STORE_DOTS, SLICES, EVEN_N, EVEN_K, VECTOR, PRECISION, BM, BN, BK, GROUP,
             )  # fmt: skip
     elif tl.program_id(0) < num_tiles:
         _act_backward_tile(
-            tl.program_id(0), num_row_tiles, grad, grad_row, token_ids, expert_offsets, schedule, max_tiles,
+            tl.program_id(0), num_row_tiles, grad, grad_row, token_ids, schedule, max_tiles,
             w0, w_expert, w_column, w_inner, row_weights, h0, h1, dh0, dh1, h_row, scaled_act, dots, num_rows,
             width, inner, VJP, SCALE, PARTS, JOINED, GATHER, WEIGHT, COLUMNS_FIRST, HAS_SCALE, USES_WEIGHT,
             STORE_ACT, STORE_DOTS, SLICES, EVEN_N, EVEN_K, VECTOR, PRECISION, BM, BN, BK, GROUP,

@@ -272,8 +272,16 @@ def hopper_outer_kernel(
 
 
 @gluon.jit
+def _tokens(token_ids, row, end, GATHER: gl.constexpr):
+    tokens = row
+    if GATHER:
+        tokens = gl.load(token_ids + row, mask=row < end, other=0)
+    return tokens
+
+
+@gluon.jit
 def rows_load(
-    rows, rows0_desc, rows1_desc, rows_row, token_ids, expert_offsets, schedule, max_tiles, w0, w1, width, inner,
+    rows, rows0_desc, rows1_desc, rows_row, token_ids, schedule, max_tiles, w0, w1, width, inner,
     num_tiles, row_buffers, w_buffers, full, empty,
     TERMS: gl.constexpr, PAIRED: gl.constexpr, JOINED: gl.constexpr, GATHER: gl.constexpr, TILE: gl.constexpr,
     COLUMNS_FIRST: gl.constexpr, GROUP: gl.constexpr,
@@ -287,18 +295,22 @@ def rows_load(
     BYTES: gl.constexpr = 2 * ((0 if GATHER else BM * BK) + W_BUFFERS * w_buffers.shape[1] * w_buffers.shape[2])
     block = 0
     within = gl.arange(0, BM, gl.SliceLayout(1, LAYOUT))
-    num_row_tiles = gl.load(schedule + 2 * max_tiles)
+    num_row_tiles = gl.load(schedule + 3 * max_tiles)
+    # Where the next tile is, and where its rows lie, is on its way while a tile is loaded.
     next_expert, next_row, next_n, next_end = rows_place(
-        gl.program_id(0), num_row_tiles, width, expert_offsets, schedule, max_tiles, TILE, GROUP
+        gl.program_id(0), num_row_tiles, width, schedule, max_tiles, TILE, GROUP
     )
+    then_expert, then_row, then_n, then_end = rows_place(
+        gl.program_id(0) + gl.num_programs(0), num_row_tiles, width, schedule, max_tiles, TILE, GROUP
+    )
+    next_tokens = _tokens(token_ids, next_row + within, next_end, GATHER)
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         expert, first_row, end, column = next_expert, next_row, next_end, next_n * TILE * (2 if JOINED else 1)
-        is_mine, tokens = first_row + within < end, within
-        if GATHER:
-            tokens = gl.load(token_ids + first_row + within, mask=is_mine, other=0)
-        # Where the next tile is takes loads that wait for each other: they are on their way meanwhile.
-        next_expert, next_row, next_n, next_end = rows_place(
-            tile + gl.num_programs(0), num_row_tiles, width, expert_offsets, schedule, max_tiles, TILE, GROUP
+        tokens, is_mine = next_tokens, first_row + within < end
+        next_expert, next_row, next_n, next_end = then_expert, then_row, then_n, then_end
+        next_tokens = _tokens(token_ids, next_row + within, next_end, GATHER)
+        then_expert, then_row, then_n, then_end = rows_place(
+            tile + 2 * gl.num_programs(0), num_row_tiles, width, schedule, max_tiles, TILE, GROUP
         )
         for term in gl.static_range(TERMS):
             for k in range(0, inner, BK):
@@ -328,7 +340,7 @@ def rows_load(
 
 @gluon.jit
 def _rows_multiply(
-    expert_offsets, schedule, max_tiles, bias, bias_expert, bias_column, row_weights, out, out_desc, width, inner,
+    schedule, max_tiles, bias, bias_expert, bias_column, row_weights, out, out_desc, width, inner,
     num_tiles, row_buffers, w_buffers, full, empty, staged,
     SCALE: gl.constexpr, TERMS: gl.constexpr, GATHER: gl.constexpr, BN: gl.constexpr, COLUMNS_FIRST: gl.constexpr,
     HAS_BIAS: gl.constexpr, HAS_SCALE: gl.constexpr, GROUP: gl.constexpr,
@@ -338,11 +350,9 @@ def _rows_multiply(
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BN, 16])
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     block, num_blocks = 0, TERMS * gl.cdiv(inner, row_buffers.shape[2])
-    num_row_tiles = gl.load(schedule + 2 * max_tiles)
+    num_row_tiles = gl.load(schedule + 3 * max_tiles)
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        expert, first_row, n, end = rows_place(
-            tile, num_row_tiles, width, expert_offsets, schedule, max_tiles, BN, GROUP
-        )
+        expert, first_row, n, end = rows_place(tile, num_row_tiles, width, schedule, max_tiles, BN, GROUP)
         acc = gl.zeros([BM, BN], gl.float32, MMA)
         acc = multiply_blocks(acc, row_buffers, w_buffers, full, empty, block, num_blocks, COLUMNS_FIRST, GATHER)
         block += num_blocks
@@ -369,14 +379,14 @@ def _rows_multiply(
 
 @gluon.jit(do_not_specialize=["max_tiles"])
 def hopper_rows_kernel(
-    rows, rows0_desc, rows1_desc, rows_row, token_ids, expert_offsets, schedule, max_tiles, w0, w1,
+    rows, rows0_desc, rows1_desc, rows_row, token_ids, schedule, max_tiles, w0, w1,
     bias, bias_expert, bias_column, row_weights, out, out_desc, width, inner,
     SCALE: gl.constexpr, TERMS: gl.constexpr, GATHER: gl.constexpr, COLUMNS_FIRST: gl.constexpr,
     HAS_BIAS: gl.constexpr, HAS_SCALE: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """See `gemm.rows_kernel`."""
-    num_tiles = gl.load(schedule + 2 * max_tiles) * gl.cdiv(width, BN)
+    num_tiles = gl.load(schedule + 3 * max_tiles) * gl.cdiv(width, BN)
     OUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, PIECE], out.dtype.element_ty)
     row_buffers, w_buffers, full, empty = row_ring(w0.dtype, BM, BK, BN, 1, COLUMNS_FIRST, STAGES)
     staged = gl.allocate_shared_memory(out.dtype.element_ty, [2, BM, PIECE], OUT)
@@ -385,7 +395,7 @@ def hopper_rows_kernel(
             (
                 _rows_multiply,
                 (
-                    expert_offsets, schedule, max_tiles, bias, bias_expert, bias_column, row_weights, out, out_desc,
+                    schedule, max_tiles, bias, bias_expert, bias_column, row_weights, out, out_desc,
                     width, inner, num_tiles, row_buffers, w_buffers, full, empty, staged,
                     SCALE, TERMS, GATHER, BN, COLUMNS_FIRST, HAS_BIAS, HAS_SCALE, GROUP,
                 ),
@@ -393,7 +403,7 @@ def hopper_rows_kernel(
             (
                 rows_load,
                 (
-                    rows, rows0_desc, rows1_desc, rows_row, token_ids, expert_offsets, schedule, max_tiles, w0, w1,
+                    rows, rows0_desc, rows1_desc, rows_row, token_ids, schedule, max_tiles, w0, w1,
                     width, inner, num_tiles, row_buffers, w_buffers, full, empty,
                     TERMS, False, False, GATHER, BN, COLUMNS_FIRST, GROUP,
                 ),

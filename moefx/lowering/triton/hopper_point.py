@@ -27,7 +27,7 @@ def _stage(dtype: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr):
 
 @gluon.jit
 def _point_multiply(
-    expert_offsets, schedule, max_tiles, bias0, bias1, bias_expert, bias_column, width, inner, num_tiles,
+    schedule, max_tiles, bias0, bias1, bias_expert, bias_column, width, inner, num_tiles,
     row_buffers, w_buffers, full, empty, staged, staged_full, staged_empty,
     FENCE: gl.constexpr, PAIRED: gl.constexpr, JOINED: gl.constexpr, HAS_BIAS: gl.constexpr,
     TILE: gl.constexpr, COLUMNS_FIRST: gl.constexpr, GROUP: gl.constexpr,
@@ -42,7 +42,7 @@ def _point_multiply(
     if PAIRED:
         W_SHAPE: gl.constexpr = [STAGES, BN, BK] if COLUMNS_FIRST else [STAGES, BK, BN]
         w_buffers = view(w_buffers, w_buffers.dtype, W_SHAPE, w_buffers.layout)
-    num_row_tiles = gl.load(schedule + 2 * max_tiles)
+    num_row_tiles = gl.load(schedule + 3 * max_tiles)
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         acc = gl.zeros([BM, BN], gl.float32, MMA)
         acc = multiply_blocks(acc, row_buffers, w_buffers, full, empty, block, num_blocks, COLUMNS_FIRST, FENCE)
@@ -52,9 +52,7 @@ def _point_multiply(
         for i in gl.static_range(BN // PIECE):
             piece = pieces[i]
             if HAS_BIAS:
-                expert, _, n, _ = rows_place(
-                    tile, num_row_tiles, width, expert_offsets, schedule, max_tiles, TILE, GROUP
-                )
+                expert, _, n, _ = rows_place(tile, num_row_tiles, width, schedule, max_tiles, TILE, GROUP)
                 column = i * PIECE + gl.arange(0, PIECE, gl.SliceLayout(0, piece.type.layout))
                 is_first = column % 2 == 0 if JOINED else column < TILE
                 within = n * TILE + (column // 2 if JOINED else column % TILE)
@@ -69,8 +67,34 @@ def _point_multiply(
 
 
 @gluon.jit
+def _load_weights(row_weights, row, end, HAS_WEIGHT: gl.constexpr):
+    w = gl.zeros_like(row).to(gl.float32)
+    if HAS_WEIGHT:
+        w = gl.load(row_weights + row, mask=row < end, other=0.0).to(gl.float32)
+    return w
+
+
+@gluon.jit
+def _store_act(
+    act, v0, v1, row_weights, first_row, n, c, end, width, ACT: gl.constexpr, JOINED: gl.constexpr,
+    USES_WEIGHT: gl.constexpr, TILE: gl.constexpr,
+):  # fmt: skip
+    """The activation of the c-th piece of a tile."""
+    if JOINED:
+        v0, v1 = v0.reshape([v0.shape[0], v0.shape[1] // 2, 2]).split()
+    ROWS: gl.constexpr = v0.shape[0]
+    COLUMNS: gl.constexpr = v0.shape[1]
+    LAYOUT: gl.constexpr = v0.type.layout
+    at, mask = places(width, first_row, n * TILE + c * COLUMNS, end, width, ROWS, COLUMNS, LAYOUT)
+    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    w = gl.expand_dims(_load_weights(row_weights, row, end, USES_WEIGHT), 1)
+    value = ACT(v0.to(gl.float32), v1.to(gl.float32), w)
+    gl.store(act + at, value.to(act.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
 def _up_point(
-    expert_offsets, schedule, max_tiles, row_weights, h0, h1, h_row, act, width, num_tiles, staged, staged_full,
+    schedule, max_tiles, row_weights, h0, h1, h_row, act, width, num_tiles, staged, staged_full,
     staged_empty,
     ACT: gl.constexpr, PARTS: gl.constexpr, JOINED: gl.constexpr, USES_WEIGHT: gl.constexpr, STORE_H: gl.constexpr,
     STORE_ACT: gl.constexpr, TILE: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
@@ -85,49 +109,37 @@ def _up_point(
     PAIRED: gl.constexpr = PARTS == 2 and not JOINED
     NUM_PIECES: gl.constexpr = PIECES // 2 if PAIRED else PIECES
     turn = 0
-    num_row_tiles = gl.load(schedule + 2 * max_tiles)
-    _, next_row, next_n, next_end = rows_place(
-        gl.program_id(0), num_row_tiles, width, expert_offsets, schedule, max_tiles, TILE, GROUP
-    )
+    num_row_tiles = gl.load(schedule + 3 * max_tiles)
+    _, next_row, next_n, next_end = rows_place(gl.program_id(0), num_row_tiles, width, schedule, max_tiles, TILE, GROUP)
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         first_row, n, end = next_row, next_n, next_end
         _, next_row, next_n, next_end = rows_place(
-            tile + gl.num_programs(0), num_row_tiles, width, expert_offsets, schedule, max_tiles, TILE, GROUP
+            tile + gl.num_programs(0), num_row_tiles, width, schedule, max_tiles, TILE, GROUP
         )
         mbarrier.wait(staged_full, turn & 1)
-        for i in range(CHUNKS * NUM_PIECES):
-            r, c = i // NUM_PIECES, i % NUM_PIECES
+        for r in range(CHUNKS):
             here = first_row + r * ROWS
-            h_at, mask = places(
-                h_row, here, (n * NUM_PIECES + c) * PIECE, end, 2 * width if JOINED else width, ROWS, PIECE, LAYOUT
-            )
-            v0 = chunks.index(c * CHUNKS + r).load(LAYOUT)
-            v1 = v0
-            if PAIRED:
-                v1 = chunks.index((c + NUM_PIECES) * CHUNKS + r).load(LAYOUT)
-            if STORE_H:
-                gl.store(h0 + h_at, v0, mask=mask)
+            for c in gl.static_range(NUM_PIECES):
+                h_at, mask = places(
+                    h_row, here, (n * NUM_PIECES + c) * PIECE, end, 2 * width if JOINED else width, ROWS, PIECE, LAYOUT
+                )
+                v0 = chunks.index(c * CHUNKS + r).load(LAYOUT)
+                v1 = v0
                 if PAIRED:
-                    gl.store(h1 + h_at, v1, mask=mask)
-            if STORE_ACT:
-                if JOINED:
-                    v0, v1 = v0.reshape([ROWS, PIECE // 2, 2]).split()
-                COLUMNS: gl.constexpr = v0.shape[1]
-                OWN: gl.constexpr = v0.type.layout
-                at, act_mask = places(width, here, n * TILE + c * COLUMNS, end, width, ROWS, COLUMNS, OWN)
-                w = gl.zeros([ROWS, 1], gl.float32, OWN)
-                if USES_WEIGHT:
-                    row = here + gl.arange(0, ROWS, gl.SliceLayout(1, OWN))
-                    w = gl.expand_dims(gl.load(row_weights + row, mask=row < end, other=0.0).to(gl.float32), 1)
-                value = ACT(v0.to(gl.float32), v1.to(gl.float32), w).to(act.dtype.element_ty)
-                gl.store(act + at, value, mask=act_mask)
+                    v1 = chunks.index((c + NUM_PIECES) * CHUNKS + r).load(LAYOUT)
+                if STORE_H:
+                    gl.store(h0 + h_at, v0, mask=mask)
+                    if PAIRED:
+                        gl.store(h1 + h_at, v1, mask=mask)
+                if STORE_ACT:
+                    _store_act(act, v0, v1, row_weights, here, n, c, end, width, ACT, JOINED, USES_WEIGHT, TILE)
         mbarrier.arrive(staged_empty, count=1)
         turn += 1
 
 
 @gluon.jit(do_not_specialize=["max_tiles"])
 def hopper_up_kernel(
-    x, x_desc, x_row, token_ids, expert_offsets, schedule, max_tiles, w0, w1,
+    x, x_desc, x_row, token_ids, schedule, max_tiles, w0, w1,
     bias0, bias1, bias_expert, bias_column, row_weights, h0, h1, h_row, act, width, inner,
     ACT: gl.constexpr, PARTS: gl.constexpr, JOINED: gl.constexpr, GATHER: gl.constexpr, COLUMNS_FIRST: gl.constexpr,
     HAS_BIAS: gl.constexpr, USES_WEIGHT: gl.constexpr, STORE_H: gl.constexpr, STORE_ACT: gl.constexpr,
@@ -138,7 +150,7 @@ def hopper_up_kernel(
     PAIRED: gl.constexpr = PARTS == 2 and not JOINED
     TILE: gl.constexpr = BN // PARTS
     W_BUFFERS: gl.constexpr = 2 if PAIRED else 1
-    num_tiles = gl.load(schedule + 2 * max_tiles) * gl.cdiv(width, TILE)
+    num_tiles = gl.load(schedule + 3 * max_tiles) * gl.cdiv(width, TILE)
     staged, staged_full, staged_empty = _stage(w0.dtype, BM, BN)
     row_buffers, w_buffers, full, empty = row_ring(w0.dtype, BM, BK, BN // W_BUFFERS, W_BUFFERS, COLUMNS_FIRST, STAGES)
     gl.warp_specialize(
@@ -146,7 +158,7 @@ def hopper_up_kernel(
             (
                 _point_multiply,
                 (
-                    expert_offsets, schedule, max_tiles, bias0, bias1, bias_expert, bias_column, width, inner,
+                    schedule, max_tiles, bias0, bias1, bias_expert, bias_column, width, inner,
                     num_tiles, row_buffers, w_buffers, full, empty, staged, staged_full, staged_empty,
                     GATHER, PAIRED, JOINED, HAS_BIAS, TILE, COLUMNS_FIRST, GROUP,
                 ),
@@ -154,7 +166,7 @@ def hopper_up_kernel(
             (
                 rows_load,
                 (
-                    x, x_desc, None, x_row, token_ids, expert_offsets, schedule, max_tiles, w0, w1, width, inner,
+                    x, x_desc, None, x_row, token_ids, schedule, max_tiles, w0, w1, width, inner,
                     num_tiles, row_buffers, w_buffers, full, empty, 1, PAIRED, JOINED, GATHER, TILE,
                     COLUMNS_FIRST, GROUP,
                 ),
@@ -162,24 +174,21 @@ def hopper_up_kernel(
             (
                 _up_point,
                 (
-                    expert_offsets, schedule, max_tiles, row_weights, h0, h1, h_row, act, width, num_tiles, staged,
+                    schedule, max_tiles, row_weights, h0, h1, h_row, act, width, num_tiles, staged,
                     staged_full, staged_empty, ACT, PARTS, JOINED, USES_WEIGHT, STORE_H, STORE_ACT, TILE, GROUP, ROWS,
                 ),
             ),
         ],
         [4, POINT_WARPS],
-        [56, 112 if POINT_WARPS == 4 else 104],
+        [48, 128 if POINT_WARPS == 4 else 112],
     )  # fmt: skip
 
 
 @gluon.jit
-def _load_chunk(
-    h0, h1, h_row, row_weights, first_row, first_column, end, width, within, PARTS: gl.constexpr, JOINED: gl.constexpr,
-    HAS_WEIGHT: gl.constexpr,
-):  # fmt: skip
-    """64 columns of some rows: the parts of H as they are kept (one alone counts as both; JOINED: pairs in one), and
-    the rows' weights, zeros without."""
-    ROWS: gl.constexpr = within.shape[0]
+def _load_parts(
+    h0, h1, h_row, first_row, first_column, end, width, ROWS: gl.constexpr, PARTS: gl.constexpr, JOINED: gl.constexpr
+):
+    """64 columns of the parts of H as they are kept; one alone counts as both. JOINED: pairs in one."""
     if JOINED:
         LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [gl.num_warps(), 1], [1, 0])
         at, mask = places(h_row, first_row, 2 * first_column, end, 2 * width, ROWS, 2 * PIECE, LAYOUT)
@@ -192,11 +201,7 @@ def _load_chunk(
         a1 = a0
         if PARTS == 2:
             a1 = gl.load(h1 + at, mask=mask, other=0.0)
-    w = gl.zeros_like(within).to(gl.float32)
-    if HAS_WEIGHT:
-        row = first_row + within
-        w = gl.load(row_weights + row, mask=row < end, other=0.0).to(gl.float32)
-    return a0, a1, w
+    return a0, a1
 
 
 @gluon.jit
@@ -219,7 +224,7 @@ def _store_parts(
 
 @gluon.jit
 def _act_backward_point(
-    expert_offsets, schedule, max_tiles, row_weights, h0, h1, dh0, dh1, h_row, scaled_act, dots, num_rows, width,
+    schedule, max_tiles, row_weights, h0, h1, dh0, dh1, h_row, scaled_act, dots, num_rows, width,
     num_tiles, staged, staged_full, staged_empty,
     VJP: gl.constexpr, SCALE: gl.constexpr, PARTS: gl.constexpr, HAS_SCALE: gl.constexpr, USES_WEIGHT: gl.constexpr,
     STORE_ACT: gl.constexpr, STORE_DOTS: gl.constexpr, JOINED: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr,
@@ -234,72 +239,70 @@ def _act_backward_point(
     chunks = view(staged, staged.dtype, [PIECES * CHUNKS, ROWS, PIECE], staged.layout)
     dtype: gl.constexpr = dh0.dtype.element_ty
     HAS_WEIGHT: gl.constexpr = HAS_SCALE or USES_WEIGHT
-    LAST: gl.constexpr = CHUNKS * PIECES - 1
     within, turn = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), 0
-    num_row_tiles = gl.load(schedule + 2 * max_tiles)
-    _, next_row, next_n, next_end = rows_place(
-        gl.program_id(0), num_row_tiles, width, expert_offsets, schedule, max_tiles, BN, GROUP
-    )
-    next0, next1, next_w = _load_chunk(
-        h0, h1, h_row, row_weights, next_row, next_n * BN, next_end, width, within, PARTS, JOINED, HAS_WEIGHT
-    )
+    num_row_tiles = gl.load(schedule + 3 * max_tiles)
+    _, next_row, next_n, next_end = rows_place(gl.program_id(0), num_row_tiles, width, schedule, max_tiles, BN, GROUP)
+    next_w = _load_weights(row_weights, next_row + within, next_end, HAS_WEIGHT)
+    ahead = ()
+    for c in gl.static_range(PIECES):
+        ahead += (_load_parts(h0, h1, h_row, next_row, next_n * BN + c * PIECE, next_end, width, ROWS, PARTS, JOINED),)
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         first_row, n, end = next_row, next_n, next_end
         _, next_row, next_n, next_end = rows_place(
-            tile + gl.num_programs(0), num_row_tiles, width, expert_offsets, schedule, max_tiles, BN, GROUP
+            tile + gl.num_programs(0), num_row_tiles, width, schedule, max_tiles, BN, GROUP
         )
         mbarrier.wait(staged_full, turn & 1)
-        dot = gl.zeros([ROWS, PIECE], gl.float32, LAYOUT)
-        by_weight = gl.zeros([ROWS, PIECE], gl.float32, LAYOUT)
-        for i in range(CHUNKS * PIECES):
-            r, c = i // PIECES, i % PIECES
+        for r in range(CHUNKS):
             row = first_row + r * ROWS + within
             is_mine = row < end
-            a0, a1, w = next0, next1, next_w
-            # What comes next, here or in the next tile, is on its way while this is worked on.
-            then_row = gl.where(i == LAST, next_row, first_row + (i + 1) // PIECES * ROWS)
-            then_column = gl.where(i == LAST, next_n * BN, n * BN + (i + 1) % PIECES * PIECE)
-            then_end = gl.where(i == LAST, next_end, end)
-            next0, next1, next_w = _load_chunk(
-                h0, h1, h_row, row_weights, then_row, then_column, then_end, width, within, PARTS, JOINED, HAS_WEIGHT
-            )
-            if JOINED:
-                a0, a1 = a0.reshape([ROWS, PIECE, 2]).split()
-            a0 = gl.convert_layout(a0, LAYOUT, assert_trivial=True).to(gl.float32)
-            a1 = gl.convert_layout(a1, LAYOUT, assert_trivial=True).to(gl.float32)
-            w = gl.expand_dims(w, 1)
+            # The rows that come next, here or in the next tile, are loaded while these are worked on: each piece into
+            # the registers that the same piece of these rows has left, as a copy of registers would wait for it.
+            is_last = r == CHUNKS - 1
+            then_row = gl.where(is_last, next_row, first_row + (r + 1) * ROWS)
+            then_column, then_end = gl.where(is_last, next_n, n) * BN, gl.where(is_last, next_end, end)
+            w = gl.expand_dims(next_w, 1)
+            next_w = _load_weights(row_weights, then_row + within, then_end, HAS_WEIGHT)
             scale = gl.full([ROWS, 1], 1.0, gl.float32, LAYOUT)
             if HAS_SCALE:
                 scale = SCALE(w)
-            at, mask = places(width, first_row + r * ROWS, n * BN + c * PIECE, end, width, ROWS, PIECE, LAYOUT)
-            grad = chunks.index(c * CHUNKS + r).load(LAYOUT).to(gl.float32)
-            value, d0, d1, dw = VJP(a0, a1, w, grad * scale)
-            dot += gl.where(mask, grad * value, 0.0)
-            if USES_WEIGHT:
-                by_weight += gl.where(mask, dw, 0.0)
-            _store_parts(
-                dh0, dh1, d0.to(dtype), d1.to(dtype), h_row, first_row + r * ROWS, n * BN + c * PIECE, end, width,
-                ROWS, PIECE, PARTS, JOINED,
-            )  # fmt: skip
-            if STORE_ACT:
-                gl.store(scaled_act + at, (value * scale).to(dtype), mask=mask)
-            if c == PIECES - 1:
-                if STORE_DOTS:
-                    sums = dots + n.to(gl.int64) * num_rows + row
-                    if HAS_SCALE:
-                        gl.store(sums, gl.sum(dot, 1), mask=is_mine)
-                        sums += gl.cdiv(width, BN).to(gl.int64) * num_rows
-                    if USES_WEIGHT:
-                        gl.store(sums, gl.sum(by_weight, 1), mask=is_mine)
-                dot = gl.zeros([ROWS, PIECE], gl.float32, LAYOUT)
-                by_weight = gl.zeros([ROWS, PIECE], gl.float32, LAYOUT)
+            dot = gl.zeros([ROWS, PIECE], gl.float32, LAYOUT)
+            by_weight = gl.zeros([ROWS, PIECE], gl.float32, LAYOUT)
+            here, ahead = ahead, ()
+            for c in gl.static_range(PIECES):
+                a0, a1 = here[c]
+                if JOINED:
+                    a0, a1 = a0.reshape([ROWS, PIECE, 2]).split()
+                a0 = gl.convert_layout(a0, LAYOUT, assert_trivial=True).to(gl.float32)
+                a1 = gl.convert_layout(a1, LAYOUT, assert_trivial=True).to(gl.float32)
+                column = then_column + c * PIECE
+                ahead += (_load_parts(h0, h1, h_row, then_row, column, then_end, width, ROWS, PARTS, JOINED),)
+                column = n * BN + c * PIECE
+                at, mask = places(width, first_row + r * ROWS, column, end, width, ROWS, PIECE, LAYOUT)
+                grad = chunks.index(c * CHUNKS + r).load(LAYOUT).to(gl.float32)
+                value, d0, d1, dw = VJP(a0, a1, w, grad * scale)
+                dot += gl.where(mask, grad * value, 0.0)
+                if USES_WEIGHT:
+                    by_weight += gl.where(mask, dw, 0.0)
+                _store_parts(
+                    dh0, dh1, d0.to(dtype), d1.to(dtype), h_row, first_row + r * ROWS, column, end, width,
+                    ROWS, PIECE, PARTS, JOINED,
+                )  # fmt: skip
+                if STORE_ACT:
+                    gl.store(scaled_act + at, (value * scale).to(dtype), mask=mask)
+            if STORE_DOTS:
+                sums = dots + n.to(gl.int64) * num_rows + row
+                if HAS_SCALE:
+                    gl.store(sums, gl.sum(dot, 1), mask=is_mine)
+                    sums += gl.cdiv(width, BN).to(gl.int64) * num_rows
+                if USES_WEIGHT:
+                    gl.store(sums, gl.sum(by_weight, 1), mask=is_mine)
         mbarrier.arrive(staged_empty, count=1)
         turn += 1
 
 
 @gluon.jit(do_not_specialize=["max_tiles", "num_rows"])
 def hopper_act_backward_kernel(
-    grad, grad_desc, grad_row, token_ids, expert_offsets, schedule, max_tiles, w0, row_weights,
+    grad, grad_desc, grad_row, token_ids, schedule, max_tiles, w0, row_weights,
     h0, h1, dh0, dh1, h_row, scaled_act, dots, num_rows, width, inner,
     VJP: gl.constexpr, SCALE: gl.constexpr, PARTS: gl.constexpr, JOINED: gl.constexpr, GATHER: gl.constexpr,
     COLUMNS_FIRST: gl.constexpr,
@@ -308,7 +311,7 @@ def hopper_act_backward_kernel(
     ROWS: gl.constexpr, POINT_WARPS: gl.constexpr,
 ):  # fmt: skip
     """See `gemm.act_backward_kernel`."""
-    num_tiles = gl.load(schedule + 2 * max_tiles) * gl.cdiv(width, BN)
+    num_tiles = gl.load(schedule + 3 * max_tiles) * gl.cdiv(width, BN)
     staged, staged_full, staged_empty = _stage(w0.dtype, BM, BN)
     row_buffers, w_buffers, full, empty = row_ring(w0.dtype, BM, BK, BN, 1, COLUMNS_FIRST, STAGES)
     gl.warp_specialize(
@@ -316,7 +319,7 @@ def hopper_act_backward_kernel(
             (
                 _point_multiply,
                 (
-                    expert_offsets, schedule, max_tiles, None, None, 0, 0, width, inner, num_tiles, row_buffers,
+                    schedule, max_tiles, None, None, 0, 0, width, inner, num_tiles, row_buffers,
                     w_buffers, full, empty, staged, staged_full, staged_empty, GATHER, False, False, False, BN,
                     COLUMNS_FIRST, GROUP,
                 ),
@@ -324,7 +327,7 @@ def hopper_act_backward_kernel(
             (
                 rows_load,
                 (
-                    grad, grad_desc, None, grad_row, token_ids, expert_offsets, schedule, max_tiles, w0, None,
+                    grad, grad_desc, None, grad_row, token_ids, schedule, max_tiles, w0, None,
                     width, inner, num_tiles, row_buffers, w_buffers, full, empty, 1, False, False, GATHER, BN,
                     COLUMNS_FIRST, GROUP,
                 ),
@@ -332,12 +335,12 @@ def hopper_act_backward_kernel(
             (
                 _act_backward_point,
                 (
-                    expert_offsets, schedule, max_tiles, row_weights, h0, h1, dh0, dh1, h_row, scaled_act, dots,
+                    schedule, max_tiles, row_weights, h0, h1, dh0, dh1, h_row, scaled_act, dots,
                     num_rows, width, num_tiles, staged, staged_full, staged_empty, VJP, SCALE, PARTS, HAS_SCALE,
                     USES_WEIGHT, STORE_ACT, STORE_DOTS, JOINED, BN, GROUP, ROWS,
                 ),
             ),
         ],
         [4, POINT_WARPS],
-        [56, 112 if POINT_WARPS == 4 else 104],
+        [48, 128 if POINT_WARPS == 4 else 112],
     )  # fmt: skip

@@ -44,7 +44,7 @@ def project_up(run: Run, hidden: Sequence[Tensor] | None, act: Tensor | None, cu
     h0, h1 = run.parts(hidden) if hidden else (run.x, run.x)
     schedule, max_tiles = run.schedule(_BM)
     args = (
-        *(run.x, None, run.x.stride(0), call.token_ids, call.expert_offsets, schedule, max_tiles),
+        *(run.x, None, run.x.stride(0), call.token_ids, schedule, max_tiles),
         *(w[0], w[1] if paired else None),
         *(bias0, bias1, *((0, 0) if bias0 is None else bias0.stride()), run.w, h0, h1, h0.stride(0)),
         *(run.x if act is None else act, width, run.x.shape[1]),
@@ -57,7 +57,7 @@ def project_up(run: Run, hidden: Sequence[Tensor] | None, act: Tensor | None, cu
         STORE_ACT=act is not None,
     )
     num_tiles = max_tiles * cdiv(width, cut.bn // point.num_parts)
-    _launch(run, hopper_up_kernel, num_tiles, args, constants, cut, cut.bn, **_point(cut))
+    _launch(run, hopper_up_kernel, num_tiles, args, constants, cut, cut.bn, ROWS=32, POINT_WARPS=_point_warps(cut))
     return True
 
 
@@ -83,7 +83,7 @@ def multiply_rows(
     schedule, max_tiles = run.schedule(_BM)
     described = [None if gather else _describe(t, _BM, _BK) for t in terms] + [None]
     args = (
-        *(terms[0], described[0], described[1], terms[0].stride(0), call.token_ids, call.expert_offsets),
+        *(terms[0], described[0], described[1], terms[0].stride(0), call.token_ids),
         *(schedule, max_tiles, *(*w, None)[:2], bias, *((0, 0) if bias is None else bias.stride()), run.w),
         *(out, _describe(out, _BM, 64), width, inner),
     )
@@ -124,14 +124,14 @@ def act_backward(
     assert w is not None
     schedule, max_tiles = run.schedule(_BM)
     args = (
-        *(grad, None if gather else _describe(grad, _BM, _BK), grad.stride(0), call.token_ids, call.expert_offsets),
+        *(grad, None if gather else _describe(grad, _BM, _BK), grad.stride(0), call.token_ids),
         *(schedule, max_tiles, w[0], run.w, *hidden, *grad_hidden, hidden[0].stride(0), scaled_act, dots),
         *(call.num_rows, width, inner),
     )
     constants = constants | dict(GATHER=gather, COLUMNS_FIRST=run.down.columns_first(backward=True))
     num_tiles = max_tiles * cdiv(width, cut.bn)
-    rows = 16 if run.point.joined and cut.bn == _BN else 32  # two parts in one row take twice the registers
-    options = _point(cut) | dict(ROWS=rows)
+    warps = _point_warps(cut)
+    options = dict(ROWS=4 * warps, POINT_WARPS=warps)  # of more, registers would not hold what is on its way
     _launch(run, hopper_act_backward_kernel, num_tiles, args, constants, cut, cut.bn, **options)
 
 
@@ -168,8 +168,8 @@ def _launch(
     launch(kernel, run.grid(cut, num_tiles), args, constants, warps=_WARPS)
 
 
-def _point(cut: Config) -> dict[str, int]:
-    return dict(ROWS=32, POINT_WARPS=4 if cut.bn == _BN else 8)
+def _point_warps(cut: Config) -> int:
+    return 4 if cut.bn == _BN else 8
 
 
 def _fit(*tensors: Tensor) -> bool:

@@ -21,8 +21,10 @@ from torch import Tensor
 from .launch import cdiv
 from .tape import apply, empty, launch, played
 
-# Entries in a block: of a short list, and of one so long that the table of counts would outgrow the list.
-_BLOCK, _BLOCK_LONG, _LONG = 1024, 2048, 2**19
+_BLOCK, _WARPS = (
+    512,
+    2,
+)  # entries that are sorted together: by few warps, as what they exchange costs more than the rest
 _DIGIT = 256  # of the radix
 # Sizes that change from call to call: a kernel is not compiled anew for them.
 _VARYING = ["num_entries", "num_blocks", "capacity"]
@@ -270,7 +272,7 @@ def _build_pft(
     block: int | None,
 ) -> list[Tensor]:
     num_entries, num_slots, device = topk_ids.numel(), topk_ids.shape[1], topk_ids.device
-    block = block or (_BLOCK if num_entries <= _LONG else _BLOCK_LONG)
+    block = block or _BLOCK
     num_blocks, bins = cdiv(num_entries, block), max(16, triton.next_power_of_2(num_experts))
     if drop == "position_slot" and num_slots == 1:
         drop = "position_token"
@@ -295,12 +297,12 @@ def _build_pft(
     if num_entries == 0:
         return [token_ids, slot_ids, torch.zeros_like(expert_offsets), inverse, combine_weights]
 
-    has_keep, warps = keep is not None, 4 if block <= _BLOCK else 8
+    has_keep = keep is not None
     capped, by_slot = drop == "position_token", drop == "position_slot"
     sizes_of_list = (num_entries, num_blocks)
     constants: dict[str, Any] = dict(E=num_experts, E_BINS=bins, K=num_slots, QUEUES=queues, BLOCK=block)
     constants["HAS_KEEP"] = has_keep
-    launch(count_kernel, (num_blocks,), (ids, keep, counts, *sizes_of_list), constants, warps=warps)
+    launch(count_kernel, (num_blocks,), (ids, keep, counts, *sizes_of_list), constants, warps=_WARPS)
     chunk = min(1024, max(16, triton.next_power_of_2(num_blocks)))
     queue_pad = triton.next_power_of_2(queues)
     constants = dict(E=num_experts, K=num_slots, QUEUES=queues, Q_PAD=queue_pad, BLOCK=block)
@@ -315,7 +317,7 @@ def _build_pft(
     constants = dict(E=num_experts, E_BINS=bins, K=num_slots, BLOCK=block, LOG_BLOCK=block.bit_length() - 1)
     constants |= dict(HAS_KEEP=has_keep, HAS_WEIGHTS=has_weights, CAPPED=capped, BY_SLOT=by_slot, STAGE=by_weight)
     args = (ids, keep, weights, begins, totals, cuts, entries if by_weight else token_ids, slot_ids, expert_offsets)
-    launch(scatter_kernel, (num_blocks,), (*args, inverse, staged, *sizes_of_list, capacity), constants, warps=warps)
+    launch(scatter_kernel, (num_blocks,), (*args, inverse, staged, *sizes_of_list, capacity), constants, warps=_WARPS)
     if by_weight:
         args = (entries, staged, totals, token_ids, slot_ids, expert_offsets, inverse, combine_weights)
         constants = dict(E=num_experts, E_BINS=bins, K=num_slots, BLOCK=block, DIGIT=_DIGIT)
