@@ -96,7 +96,7 @@ def is_emulated() -> bool:
 
 def cpu_does(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[None]:
     """What the CPU's autocast casts to meanwhile."""
-    return _set("cpu", dtype)
+    return contextlib.nullcontext() if _of("cpu") is dtype else _set("cpu", dtype)
 
 
 def cast_as_there(

@@ -99,6 +99,17 @@ def test_the_passes_keep_them():
         assert weights.meta["val"].dtype is expected
 
 
+def test_inside_vmap():
+    def shares(row):
+        return row.softmax(-1) / row.exp().sum()
+
+    for dtype in (torch.bfloat16, torch.float32):
+        x = torch.empty(ROWS, D, dtype=dtype, device="meta")
+        with under("cuda", torch.bfloat16):
+            found = capture(Calls(lambda x, w: torch.vmap(shares)(x)), (x,), {}, Routing())
+        assert found.out.meta["val"].dtype is torch.float32
+
+
 class OnItsDevice(Block):
     """Routed in float32 whatever is around it, as models do it that only know CUDA."""
 
@@ -122,3 +133,11 @@ def test_compiled_under_autocast_is_compiled_without_it():
     with torch.autocast("cpu", torch.bfloat16):
         compiled = moefx.compile(copy.deepcopy(original), example_inputs=(x,))
     torch.testing.assert_close(compiled(x), original(x))
+
+
+def test_programs_move_to_other_devices_only_without_autocast():
+    x = torch.randn(40, WIDTH)
+    compiled = moefx.compile(Block(), example_inputs=(x,))
+    with torch.autocast("cpu", torch.bfloat16):
+        compiled(x)
+    assert [program.moves for program in vars(compiled)["forward"].programs] == [True, False]
