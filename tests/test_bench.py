@@ -9,7 +9,7 @@ import torch
 
 from moefx import cli
 from moefx.bench import layers, moe, peers, results, routing, stages, tune
-from moefx.bench.peers import PEERS, Inputs
+from moefx.bench.peers import ABLATION, PEERS, Inputs
 from moefx.bench.shapes import SHAPES, Shape, routed, shape_of, tensors
 
 SMALL = Shape("small", T=96, d=32, h=16, E=8, K=2)
@@ -31,6 +31,17 @@ def test_outputs_and_gradients(inputs, name):
     errors = moe.errors(inputs, PEERS[name](inputs).step())
     assert set(errors) == {"out", "grad_x", "grad_weights", "grad_w1", "grad_w2"}
     assert all(0 < error < 0.02 for error in errors.values()), errors
+
+
+@pytest.mark.parametrize("name", ABLATION)
+def test_outputs_and_gradients_of_the_ablation(inputs, name):
+    errors = moe.errors(inputs, ABLATION[name](inputs).step())
+    assert len(errors) == 5 and all(0 < error < 0.02 for error in errors.values()), errors
+
+
+def test_each_step_of_the_ablation_keeps_less(inputs):
+    saved = [moe.saved_bytes(inputs, make(inputs)) for make in ABLATION.values()]
+    assert saved == sorted(saved, reverse=True) and len(set(saved)) == len(saved)
 
 
 def test_an_error_is_seen(inputs):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..lowering.triton import expert_mlp, routing, tuning
@@ -92,4 +93,37 @@ class Case:
             "grad_up": gemm("grad_up"),
             "grad_x": gemm("grad_x"),
             "combine_backward": (*combined, lambda: run.combine(self.out, self.x.dtype, None)),
+        }
+
+    def parts(self) -> dict[str, dict[str, Callable[[], object]]]:
+        """The parts of a forward as X-MoE's figure 11 has them -> system -> work."""
+        s, stages = self.shape, self.stages()
+        gemm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm")  # noqa: B009
+        router = torch.randn(s.E, s.d, device=self.x.device).to(self.x.dtype)
+        flat, w1, w2 = self.ids.reshape(-1), self.w1.transpose(1, 2), self.w2.transpose(1, 2)
+        ends, by_slot = self.offsets[1:].to(torch.int32), self.weights[..., None].to(self.x.dtype)
+        rows = self.x[self.token_ids.long()]
+
+        def gating() -> object:
+            return F.linear(self.x, router).float().softmax(-1).topk(s.K)
+
+        def dispatch() -> object:
+            order = flat.argsort(stable=True)
+            return order.argsort(), torch.bincount(flat, minlength=s.E).cumsum(0), self.x[order // s.K]
+
+        def experts() -> object:
+            gate, up = gemm(rows, w1, offs=ends).chunk(2, -1)
+            return gemm(F.silu(gate) * up, w2, offs=ends)
+
+        def combine() -> object:
+            return (self.out[self.inverse.long()] * by_slot).sum(1)
+
+        def ours(*names: str) -> Callable[[], object]:
+            return lambda: [stages[name][2]() for name in names]
+
+        return {
+            "gating": {"moefx": gating, "torch": gating},
+            "dispatch": {"moefx": ours("routing"), "torch": dispatch},
+            "experts": {"moefx": ours("up", "down"), "torch": experts},
+            "combine": {"moefx": ours("combine"), "torch": combine},
         }

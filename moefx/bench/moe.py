@@ -1,6 +1,7 @@
 """Expert MLPs forward, and forward with backward: moefx beside its peers, on the same tensors and routing.
 
     python -m moefx bench moe [--shapes qwen3_30b,olmoe@512] [--peers moefx] [--routing uniform,zipf,hot] [--out FILE]
+    python -m moefx bench moe --ablation --shapes 524288x256x256x128x4    # MoEBlaze's tables 4 and 5
 
 Each peer runs in a process of its own. Outputs and gradients are checked against float32 first. Saved bytes are what
 autograd keeps between forward and backward, without the weights; the peak is that of a step, above what was there.
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from ..lowering import select
 from ..lowering.triton.timing import milliseconds
-from .peers import PEERS, Inputs, Work
+from .peers import ABLATION, PEERS, Inputs, Work
 from .results import add_routings, add_shapes, parser, write
 from .shapes import Shape, routed, tensors
 
@@ -82,7 +83,7 @@ def saved_bytes(inputs: Inputs, work: Work) -> int:
 
 def measure(shape: Shape, peer: str, routing: str) -> dict[str, Any]:
     inputs = inputs_of(shape, routing)
-    work = PEERS[peer](inputs)
+    work = (PEERS | ABLATION)[peer](inputs)
     row: dict[str, Any] = dict(shape=shape.name, peer=peer, routing=routing)
     results = work.step()
     if len(results) == 5:
@@ -98,7 +99,7 @@ def measure(shape: Shape, peer: str, routing: str) -> dict[str, Any]:
     work.step()
     torch.cuda.synchronize()
     row["peak_mib"] = (torch.cuda.max_memory_allocated() - before) / 2**20
-    if peer.startswith("moefx"):
+    if select.counters():
         row["providers"] = sorted({f"{op}: {provider}" for op, provider in select.counters()})
     row["tflops"] = 9 * shape.flops / row["step_ms"] / 1e9
     return row
@@ -109,10 +110,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_shapes(made)
     add_routings(made)
     made.add_argument("--peers", default=",".join(PEERS), help=", ".join(PEERS))
+    made.add_argument(
+        "--ablation", dest="peers", action="store_const", const=",".join(ABLATION), help="; ".join(ABLATION)
+    )
     made.add_argument("--here", action="store_true", help="in this process")
     options = made.parse_args(argv)
-    if unknown := set(options.peers.split(",")) - set(PEERS):
-        made.error(f"no peer {', '.join(sorted(unknown))}; there is {', '.join(PEERS)}")
+    if unknown := set(options.peers.split(",")) - (PEERS | ABLATION).keys():
+        made.error(f"no peer {', '.join(sorted(unknown))}; there is {', '.join(PEERS | ABLATION)}")
     for peer in options.peers.split(","):
         if not options.here:
             command = [sys.executable, "-m", __spec__.name, "--peers", peer, "--here"]

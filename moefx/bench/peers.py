@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import CEILING
+from .routing import sorting
 from .shapes import Shape, swiglu
 
 
@@ -64,17 +65,35 @@ def autograd(inputs: Inputs, function: Callable[..., Tensor]) -> Work:
     return Work(forward, step)
 
 
-def moefx(inputs: Inputs, keep: str = "h") -> Work:
-    """moefx's public ops: routing arrays and expert MLP."""
+def moefx(inputs: Inputs, keep: str = "h", dispatch: Callable[..., Any] | None = None) -> Work:
+    """moefx's public ops: routing arrays (or those of `dispatch`) and expert MLP."""
     from ..ir import dialect
 
     body = swiglu(inputs.shape).to_json()
 
     def function(x: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-        pft = dialect.build_pft(inputs.ids, weights, None, num_experts=inputs.shape.E)
+        if dispatch is None:
+            pft = dialect.build_pft(inputs.ids, weights, None, num_experts=inputs.shape.E)
+        else:
+            pft = dispatch(inputs.ids, weights, inputs.shape.E)
         token_ids, _, offsets, inverse, row_weights = pft
         arguments = (x, token_ids, offsets, inverse, row_weights, [w1], [], [w2], [])
         return dialect.expert_mlp(*arguments, body=body, keep=keep, reduce=True)[0]
+
+    return autograd(inputs, function)
+
+
+def torch_loop(inputs: Inputs) -> Work:
+    """Plain torch: tokens sorted by expert, and a loop over the experts."""
+
+    def function(x: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        token, _, offsets, _, row_weights = sorting(inputs.ids, weights, inputs.shape.E)
+        rows = []
+        for e, part in enumerate(x[token].tensor_split(offsets[1:-1].tolist())):
+            gate, up = F.linear(part, w1[e]).chunk(2, -1)
+            rows.append(F.linear(F.silu(gate) * up, w2[e]))
+        out = torch.cat(rows) * row_weights[:, None].to(x.dtype)
+        return torch.zeros_like(x).index_add(0, token, out)
 
     return autograd(inputs, function)
 
@@ -191,4 +210,11 @@ PEERS: dict[str, Callable[[Inputs], Work]] = {
     "liger-kernel": liger,
     "sonic-moe": sonic_moe,
     CEILING: bmm_ceiling,
+}
+# What makes the difference, one thing after the other, as in MoEBlaze's tables 4 and 5.
+ABLATION: dict[str, Callable[[Inputs], Work]] = {
+    "torch loop": torch_loop,
+    "+ kernels": functools.partial(moefx, keep="all", dispatch=sorting),
+    "+ checkpointing": functools.partial(moefx, keep="h", dispatch=sorting),
+    "+ dispatch": moefx,
 }

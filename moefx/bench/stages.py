@@ -1,6 +1,7 @@
 """Where the time of an expert MLP's step goes: each kernel by itself, beside what the GPU can do.
 
     python -m moefx bench stages [--shapes qwen3_30b,olmoe@512] [--routing uniform,zipf,hot] [--out stages.jsonl]
+    python -m moefx bench stages --forward      # gating, dispatch, experts, combine, as X-MoE's figure 11 has them
 
 TFLOP/s of its GEMMs, and GB/s of what it must at least read and write. Autograd, and the gradient of the routing
 weights, which is small, are left out.
@@ -26,6 +27,15 @@ def measure(case: Case) -> list[dict[str, object]]:
     return rows
 
 
+def forward(case: Case) -> list[dict[str, object]]:
+    """A row for each part of a forward and each system."""
+    return [
+        dict(stage=name, system=system, ms=milliseconds(work))
+        for name, works in case.parts().items()
+        for system, work in works.items()
+    ]
+
+
 def ceilings() -> list[dict[str, object]]:
     """A large matrix product of torch's, and a copy."""
     a, b = torch.randn(2, 8192, 8192, device="cuda").bfloat16()
@@ -42,19 +52,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     made = parser("stages", __doc__)
     add_shapes(made)
     add_routings(made)
+    made.add_argument("--forward", action="store_true", help="the parts of a forward, beside torch's grouped_mm")
     options = made.parse_args(argv)
-    measured = [("this GPU", "", ceilings())]
+    measured = [] if options.forward else [("this GPU", "", ceilings())]
     for shape in options.shapes:
         for kind in options.routing:
-            measured.append((shape.name, kind, measure(Case(shape, kind=kind))))
+            case = Case(shape, kind=kind)
+            measured.append((shape.name, kind, forward(case) if options.forward else measure(case)))
+            del case
             torch.cuda.empty_cache()
     for shape, kind, rows in measured:
         print(f"{shape} {kind}")
         for row in rows:
-            print(
-                f"  {row['stage']:20} {row['ms']:9.3f} ms {row['tflops']:7.0f} TFLOP/s {row['gbs']:7.0f} GB/s",
-                flush=True,
-            )
+            more = row["system"] if options.forward else f"{row['tflops']:7.0f} TFLOP/s {row['gbs']:7.0f} GB/s"
+            print(f"  {row['stage']:20} {row['ms']:9.3f} ms  {more}", flush=True)
             if options.out:
                 write(dict(shape=shape, routing=kind) | row, options.out)
 

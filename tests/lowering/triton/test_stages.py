@@ -35,3 +35,21 @@ def test_the_stages_of_a_step(device, monkeypatch):
         torch.testing.assert_close(act, torch.nn.functional.silu(gate) * up, rtol=0.02, atol=0.02)
         grad = case.grad_hidden[start:stop].float() @ case.w1[e].float()  # `grad_x`, which wrote last
         torch.testing.assert_close(case.out[start:stop].float(), grad, rtol=0.05, atol=0.05)
+
+
+def test_the_parts_of_a_forward(device):
+    """Both systems compute the same from the same: arrays of the routing, rows, and their weighted sum."""
+    case = Case(SMALL, device=device)
+    parts = case.parts()
+    assert list(parts) == ["gating", "dispatch", "experts", "combine"]
+    scores, ids = parts["gating"]["moefx"]()
+    assert scores.shape == ids.shape == (SMALL.T, SMALL.K)
+    inverse, ends, rows = parts["dispatch"]["torch"]()
+    (pft,) = parts["dispatch"]["moefx"]()
+    assert torch.equal(inverse, pft[3].reshape(-1)) and torch.equal(ends, pft[2][1:])
+    assert torch.equal(rows, case.x[pft[0].long()])
+    expected = parts["experts"]["torch"]()
+    parts["experts"]["moefx"]()
+    torch.testing.assert_close(case.out, expected, rtol=0.05, atol=0.05)
+    expected = parts["combine"]["torch"]()
+    torch.testing.assert_close(parts["combine"]["moefx"]()[0], expected, rtol=0.05, atol=0.05)
