@@ -39,14 +39,17 @@ class Stacked(nn.Module):
             return self.experts[e]["up"].weight, self.experts[e]["down"].weight
         return self.up[e], self.down[e]
 
+    def scores(self, x: Tensor) -> Tensor:
+        return self.gate(x).softmax(-1)
+
     def forward(self, x: Tensor) -> Tensor:
-        w, ids = self.gate(x).softmax(-1).topk(self.slots, -1)
+        w, ids = self.scores(x).topk(self.slots, -1)
         out = torch.zeros_like(x)
         for e in range(self.gate.out_features):
             up, down = self.weights(e)
             token, slot = torch.where(ids == e)
             gate, value = F.linear(x[token], up).chunk(2, -1)
-            out = out.index_add(0, token, F.linear(F.silu(gate) * value, down) * w[token, slot, None])
+            out = out.index_add(0, token, (F.linear(F.silu(gate) * value, down) * w[token, slot, None]).to(x.dtype))
         return out
 
 
@@ -171,12 +174,42 @@ def checkpointed(block: nn.Module) -> nn.Module:
     return Checkpointed()
 
 
-def test_autocast():
+def _off(block: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast("cuda", enabled=False):
+        return block.gate(x.float()).softmax(-1)
+
+
+def _shares(scores: Tensor) -> Tensor:
+    return scores / scores.sum(-1, keepdim=True)
+
+
+# Each computes in other precisions on CUDA than on the CPU, where blocks are captured: with ties in bfloat16 tokens
+# would go elsewhere.
+ROUTERS = {
+    "softmax": lambda block, x: block.gate(x).softmax(-1),
+    "sigmoid": lambda block, x: _shares(block.gate(x).sigmoid()),
+    "exp": lambda block, x: _shares(block.gate(x).exp()),
+    "float32": lambda block, x: block.gate(x).float().softmax(-1).to(x.dtype),
+    "without autocast": _off,
+    "normed": lambda block, x: F.linear(F.rms_norm(x, (D,)), block.gate.weight).softmax(-1),
+    "softplus": lambda block, x: F.normalize(F.softplus(block.gate(x)), dim=-1),
+    "a square": lambda block, x: 1 / (1 + block.gate(x) ** 2),
+}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS.keys())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast(router, dtype):
+    class Routed(Stacked):
+        def scores(self, x: Tensor) -> Tensor:
+            return router(self, x)
+
     torch.manual_seed(0)
-    original = Stacked(False).cuda()
+    original = Routed(False).cuda()
     compiled = moefx.compile(copy.deepcopy(original), example_inputs=(inputs(64).float().detach(),))
     x = inputs().float().detach().requires_grad_()
-    with torch.autocast("cuda", torch.bfloat16):
+    with torch.autocast("cuda", dtype):
         compiled(x)  # lifted again for autocast, which runs both programs on the CPU
         with by_kernels():
             results = step(compiled, x)
