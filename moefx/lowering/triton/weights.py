@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -124,17 +124,15 @@ def _copy(parameters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 def _table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
     """[E] int64. Made in another thread: what this one allocates may be for a CUDA graph (`torch.compile` runs a
     function that way before it captures it), which must not find it alive in the end."""
-    made: list[Tensor] = []
 
-    def make() -> None:
-        made.append(torch.tensor(addresses, dtype=torch.int64, device=device))
+    def make() -> Tensor:
+        table = torch.tensor(addresses, dtype=torch.int64, device=device)
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
+        return table
 
-    thread = threading.Thread(target=make)
-    thread.start()
-    thread.join()
-    return made[0]
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(make).result()
 
 
 def stacked_biases(biases: Sequence[Tensor] | None) -> Tensor | None:
