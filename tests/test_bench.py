@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import types
 
 import pytest
 import torch
@@ -42,6 +44,27 @@ def test_outputs_and_gradients_of_the_ablation(inputs, name):
 def test_each_step_of_the_ablation_keeps_less(inputs):
     saved = [moe.saved_bytes(inputs, make(inputs)) for make in ABLATION.values()]
     assert saved == sorted(saved, reverse=True) and len(set(saved)) == len(saved)
+
+
+def test_configurations_of_a_peer_are_shared_out(inputs, monkeypatch):
+    """Of four workers each compiles a quarter; a kernel with fewer configurations is compiled by all of them."""
+    ran: list[list[int]] = []
+
+    def peer(_: Inputs) -> peers.Work:
+        def step():
+            ran.append(module.many.configs + module.one.configs)
+
+        return peers.Work(step, step)
+
+    module = types.SimpleNamespace(many=types.SimpleNamespace(configs=[]), one=types.SimpleNamespace(configs=[]))
+    monkeypatch.setitem(sys.modules, "a_peer", module)
+    monkeypatch.setitem(peers.TUNED_IN, "peer", "a_peer")
+    monkeypatch.setitem(PEERS, "peer", peer)
+    for share in range(4):
+        module.many.configs, module.one.configs = list(range(10)), [100]
+        peers.compile_share("peer", inputs, share, of=4)
+    assert sorted(c for configs in ran for c in configs if c < 100) == list(range(10))
+    assert all(configs[-1] == 100 for configs in ran)
 
 
 def test_an_error_is_seen(inputs):

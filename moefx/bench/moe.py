@@ -9,10 +9,12 @@ autograd keeps between forward and backward, without the weights; the peak is th
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -20,8 +22,8 @@ from torch import Tensor
 
 from ..lowering import select
 from ..lowering.triton.timing import milliseconds
-from .peers import ABLATION, PEERS, Inputs, Work
-from .results import add_routings, add_shapes, parser, write
+from .peers import ABLATION, PEERS, TUNED_IN, Inputs, Work, compile_share
+from .results import add_routings, add_shapes, add_workers, in_parallel, parser, write
 from .shapes import Shape, routed, tensors
 
 
@@ -114,13 +116,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--ablation", dest="peers", action="store_const", const=",".join(ABLATION), help="; ".join(ABLATION)
     )
     made.add_argument("--here", action="store_true", help="in this process")
+    add_workers(made)
     options = made.parse_args(argv)
     if unknown := set(options.peers.split(",")) - (PEERS | ABLATION).keys():
         made.error(f"no peer {', '.join(sorted(unknown))}; there is {', '.join(PEERS | ABLATION)}")
+    shapes = ["--shapes", ",".join(shape.name for shape in options.shapes)]
     for peer in options.peers.split(","):
+        if options.share is not None:
+            for shape in options.shapes:
+                few = dataclasses.replace(shape, T=64, E=min(shape.E, 16))
+                compile_share(peer, inputs_of(few, "uniform"), options.share, options.workers)
+            continue
         if not options.here:
-            command = [sys.executable, "-m", __spec__.name, "--peers", peer, "--here"]
-            command += ["--shapes", ",".join(shape.name for shape in options.shapes)]
+            if peer in TUNED_IN and find_spec(TUNED_IN[peer].partition(".")[0]):
+                seconds = in_parallel(__spec__.name, ["--peers", peer, *shapes], options.workers)
+                print(f"{peer}: what it may choose from compiled in {seconds:.0f} s", flush=True)
+            command = [sys.executable, "-m", __spec__.name, "--peers", peer, "--here", *shapes]
             command += ["--routing", ",".join(options.routing), *(["--out", options.out] if options.out else [])]
             subprocess.run(command, check=False)
             continue

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -218,3 +219,15 @@ ABLATION: dict[str, Callable[[Inputs], Work]] = {
     "+ checkpointing": functools.partial(moefx, keep="h", dispatch=sorting),
     "+ dispatch": moefx,
 }
+
+# Where peers keep kernels that Triton's autotuner cuts, hundreds of which one process would compile for minutes.
+TUNED_IN = {"liger-kernel": "liger_kernel.ops.fused_moe_kernels"}
+
+
+def compile_share(peer: str, inputs: Inputs, share: int, of: int) -> None:
+    """One step with every of-th configuration of each of a peer's kernels."""
+    module = importlib.import_module(TUNED_IN[peer])
+    for tuner in vars(module).values():
+        if isinstance(configs := getattr(tuner, "configs", None), list):
+            tuner.configs = configs[share::of] or configs[:1]
+    PEERS[peer](inputs).step()

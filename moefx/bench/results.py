@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-from collections.abc import Mapping
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,22 @@ def _shapes(text: str) -> list[Shape]:
         return [shape_of(name) for name in text.split(",")]
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def add_workers(made: argparse.ArgumentParser) -> None:
+    made.add_argument("--workers", type=int, default=12, metavar="N", help="processes that compile kernels first")
+    made.add_argument("--share", type=int, default=None, help=argparse.SUPPRESS)
+
+
+def in_parallel(module: str, arguments: Sequence[str], workers: int) -> float:
+    """Run a benchmark in so many processes, each with a `--share` of what is to be compiled (Triton keeps it on disk);
+    the seconds that took."""
+    begin = time.time()
+    command = [sys.executable, "-m", module, *arguments, "--workers", str(workers)]
+    running = [subprocess.Popen([*command, "--share", str(i)]) for i in range(workers)]
+    for worker in running:
+        worker.wait()
+    return time.time() - begin
 
 
 def write(row: Mapping[str, Any], path: str) -> None:

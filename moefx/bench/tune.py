@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-import subprocess
 import sys
 import time
-from argparse import SUPPRESS
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -21,7 +19,7 @@ from ..lowering.triton.autotune import timed
 from ..lowering.triton.configs import KERNELS, Config, candidates, target
 from ..lowering.triton.tuning import line
 from .case import Case
-from .results import add_shapes, parser, write
+from .results import add_shapes, add_workers, in_parallel, parser, write
 from .shapes import Shape
 
 
@@ -50,8 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     made = parser("tune", __doc__)
     add_shapes(made)
     made.add_argument("--kernels", default=",".join(KERNELS))
-    made.add_argument("--workers", type=int, default=12)
-    made.add_argument("--share", type=int, default=None, help=SUPPRESS)
+    add_workers(made)
     made.add_argument("--rounds", type=int, default=5)
     made.add_argument("--seconds", type=float, default=480)
     made.add_argument("--table", default=None, help="the best of each, as lines of the tuning table")
@@ -61,12 +58,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.share is not None:
         return compile_share(shapes, kernels, options.share, options.workers)
     # Shapes differ in little that is compiled in: one process each would repeat the others' work.
-    command = [sys.executable, "-m", __spec__.name, "--kernels", options.kernels]
-    command += ["--shapes", ",".join(shape.name for shape in shapes), "--workers", str(options.workers)]
-    workers = [subprocess.Popen([*command, "--share", str(i)]) for i in range(options.workers)]
-    for worker in workers:
-        worker.wait()
-    print(f"compiled in {time.time() - begin:.0f} s", flush=True)
+    arguments = ["--kernels", options.kernels, "--shapes", ",".join(shape.name for shape in shapes)]
+    print(f"compiled in {in_parallel(__spec__.name, arguments, options.workers):.0f} s", flush=True)
     for shape in shapes:
         case = Case(shape)
         for kernel, (matrices, work) in case.kernels().items():
