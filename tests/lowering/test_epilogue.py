@@ -237,8 +237,7 @@ def stand_in(dtype: torch.dtype) -> dict[str, object]:
         return [v if isinstance(v, Tensor) else torch.tensor(v, dtype=dtype) for v in values]
 
     tl = SimpleNamespace(
-        **{name: getattr(torch, name) for name in ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "erf")},
-        **{name: getattr(torch, name) for name in ("abs", "sigmoid")},
+        **{name: getattr(torch, name) for name in ("exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "erf", "abs")},
         where=lambda c, a, b: torch.where(c, *of(a, b)),
         maximum=lambda a, b, _: torch.maximum(*of(a, b)),
         minimum=lambda a, b, _: torch.minimum(*of(a, b)),
@@ -246,7 +245,7 @@ def stand_in(dtype: torch.dtype) -> dict[str, object]:
         PropagateNan=SimpleNamespace(ALL=None),
         float32=None,
     )
-    own = ("expm1", "log1p", "tanh", "sinh", "cosh", "asinh", "atan", "erfc", "hypot", "sign")
+    own = ("exp", "sigmoid", "expm1", "log1p", "tanh", "sinh", "cosh", "asinh", "atan", "erfc", "hypot", "sign")
     return {"tl": tl, **{name: getattr(torch, name) for name in own}}
 
 
@@ -354,7 +353,7 @@ def test_factor_of_what_is_linear_and_its_derivative(out):
 def test_value_and_derivatives_share_what_they_have_in_common():
     assert text_of(EXPRESSIONS["swiglu"]) == (
         "def vjp(a0, a1, w, g):\n"
-        "    t0 = tl.sigmoid(a0)\n"
+        "    t0 = sigmoid(a0)\n"
         "    t1 = (a0 * t0)\n"
         "    return (t1 * a1), (((g * a1) * t0) * ((a0 * (1.0 - t0)) + 1.0)), (g * t1), tl.where(a0 == a0, 0.0, 0.0)\n"
     )
