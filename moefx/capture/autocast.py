@@ -11,6 +11,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -107,11 +108,22 @@ def cast_as_there(
     if not _is_listed(func, device):
         return None
     floats = [t for t in tensors_in((args, kwargs)) if t.is_floating_point()]
-    casts, result = _asked(func, args, kwargs, device, dtype)
-    if not casts and result not in (None, *(t.dtype for t in floats)):  # the same by a `dtype` that it fills in
+    casts, without, result = _asked(func, args, kwargs, device, dtype)
+    if not casts and result != without:  # by a `dtype` that it fills in, or beside casts of the function's own
         casts = [result if t.dtype in _LOW else None for t in floats]
     wanted = {id(t): to for t, to in zip(floats, casts, strict=False) if to not in (None, t.dtype)}
-    return map_tensors((args, kwargs), lambda t: cast(t, wanted[id(t)]) if id(t) in wanted else t)
+    args, kwargs = map_tensors((args, kwargs), lambda t: cast(t, wanted[id(t)]) if id(t) in wanted else t)
+    return args, kwargs
+
+
+def checked(func: Any, args: tuple, kwargs: dict[str, Any], dtype: torch.dtype, out: Any) -> Any:
+    """`out`, the result of such a call here, if it has the dtype that it has there."""
+    device = state().device
+    if _is_listed(func, device):
+        expected = _asked(func, args, kwargs, device, dtype)[2]
+        if expected != _result(out):
+            raise CaptureError(f"autocast on {device} makes {expected} of {func}, which is not reproduced here")
+    return out
 
 
 @functools.cache
@@ -151,32 +163,39 @@ class _Casts(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-_answers: dict[Any, tuple[list[torch.dtype | None], torch.dtype | None]] = {}
+_Answer = tuple[list[torch.dtype | None], torch.dtype | None, torch.dtype | None]
+_answers: dict[Any, _Answer] = {}
 
 
-def _asked(
-    func: Any, args: tuple, kwargs: dict[str, Any], device: str, dtype: torch.dtype
-) -> tuple[list[torch.dtype | None], torch.dtype | None]:
-    """(to what each floating argument is cast, the dtype of the result if that changes)."""
+def _asked(func: Any, args: tuple, kwargs: dict[str, Any], device: str, dtype: torch.dtype) -> _Answer:
+    """(to what autocast casts each floating argument, the dtypes of the result without and with autocast)."""
     forms = map_tensors((args, kwargs), lambda t: (t.dtype, *map(int, t.shape)))
     key = (func, device, dtype, repr(forms))
     if key not in _answers:
-        call: Any = _KNOWN_AS.get(func, func)
-        with _disable_current_modes(), torch._C.DisableTorchFunction(), FakeTensorMode(), torch.no_grad():
-            args, kwargs = map_tensors(
-                (args, kwargs), lambda t: torch.empty([int(n) for n in t.shape], dtype=t.dtype, device=device)
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            shapes = map_tensors(
+                (args, kwargs), lambda t: torch.empty([int(n) for n in t.shape], dtype=t.dtype, device="meta")
             )
-            floats = [t for t in tensors_in((args, kwargs)) if t.is_floating_point()]
-            try:
-                with _set(device, None), _Casts(floats) as before:
-                    without = _result(call(*args, **kwargs))
-                with _set(device, dtype), _Casts(floats) as casts:
-                    result = _result(call(*args, **kwargs))
-            except Exception as error:
-                raise CaptureError(f"what autocast does to {func} on {device} is not known: {error}") from None
-        found = casts.found if casts.found != before.found else []
-        _answers[key] = found, result if result != without else None
+        with ThreadPoolExecutor(1) as other:  # inside of an operation, this thread would leave autocast out
+            _answers[key] = other.submit(_ask, func, *shapes, device, dtype).result()
     return _answers[key]
+
+
+def _ask(func: Any, args: tuple, kwargs: dict[str, Any], device: str, dtype: torch.dtype) -> _Answer:
+    call: Any = _KNOWN_AS.get(func, func)
+    with FakeTensorMode(), torch.no_grad():
+        args, kwargs = map_tensors((args, kwargs), lambda t: torch.empty(t.shape, dtype=t.dtype, device=device))
+        floats = [t for t in tensors_in((args, kwargs)) if t.is_floating_point()]
+        without = None
+        with _set(device, None), _Casts(floats) as before, contextlib.suppress(Exception):  # dtypes that only it allows
+            without = _result(call(*args, **kwargs))
+        try:
+            with _set(device, dtype), _Casts(floats) as casts:
+                result = _result(call(*args, **kwargs))
+        except Exception as error:
+            raise CaptureError(f"what autocast does to {func} on {device} is not known: {error}") from None
+    # What a function casts by itself it casts here as well.
+    return casts.found if casts.found != before.found else [], without, result
 
 
 def _result(out: Any) -> torch.dtype | None:

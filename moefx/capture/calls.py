@@ -48,6 +48,7 @@ def recording(tracer: Tracer, names: dict[int, str]) -> Iterator[None]:
         if cls is CheckpointFunction:  # what is computed again in the backward is computed now
             function, _, *inner = args
             return function(*inner)
+        tracer.notice_autocast()
         return tracer.record_whole(run, args, kwargs, lambda: run(*args, **kwargs), opaque=True)
 
     depth = 0

@@ -45,9 +45,7 @@ class Functions(TorchFunctionMode):
         touched, tracer.touched = tracer.touched, False
         if tracer.quiet:
             return func(*args, **options)
-        tracer.autocast = autocast.dtype_here()
-        if autocast.is_switched():
-            tracer.modes_read.add("autocast")
+        tracer.notice_autocast()
         if func in _COUNTS:  # of elements: the product of the sizes
             return math.prod(self._shape(args[0]))
         if func in _SIZES:
@@ -85,8 +83,9 @@ class Functions(TorchFunctionMode):
                 args = (*args, options.pop(name))
         run = functools.partial(func, *args, **options)
         if autocast.is_emulated():
-            with autocast.cpu_does(tracer.autocast):  # to products all devices do the same
-                return tracer.record_whole(_WHOLE[func], args, options, run)
+            with autocast.cpu_does(tracer.autocast):  # to most products all devices do the same
+                out = tracer.record_whole(_WHOLE[func], args, options, run)
+            return out if tracer.autocast is None else autocast.checked(func, args, options, tracer.autocast, out)
         return tracer.record_whole(_WHOLE[func], args, options, run)
 
     def _run(self, func: Any, args: tuple, options: dict[str, Any]) -> Any:
@@ -98,9 +97,9 @@ class Functions(TorchFunctionMode):
                 given = autocast.cast_as_there(func, args, options, tracer.autocast, torch.Tensor.to)
             if given is None:
                 return func(*args, **options)
-            args, options = given
             with tracer.already_cast():
-                return func(*args, **options)
+                out = func(*given[0], **given[1])
+            return autocast.checked(func, args, options, tracer.autocast, out)
 
     def _shape(self, t: torch.Tensor) -> torch.Size:
         tracer = self.tracer

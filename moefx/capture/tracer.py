@@ -179,6 +179,12 @@ class Tracer(Recorder):
                 args, kwargs = given or (args, kwargs)
             return self.record(func, args, kwargs)
 
+    def notice_autocast(self) -> None:
+        """How it is at a call of the program's."""
+        self.autocast = autocast.dtype_here()
+        if autocast.is_switched():
+            self.modes_read.add("autocast")
+
     def _cast(self, t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return self.record(aten._to_copy.default, (t,), dict(dtype=dtype))
 

@@ -93,7 +93,7 @@ class Program:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Program, (self.key, self.history, self.absorbed, self.guards, self.attributes)
+        return Program, (self.key, self.history, self.absorbed, self.guards, self.attributes, self.moves)
 
     def __repr__(self) -> str:
         return f"<Program {self.history.name or 'model'}: {self.key}>"

@@ -4,6 +4,7 @@ hold no memory."""
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import moefx
 from moefx.capture.autocast import under
 from moefx.capture.concolic import capture
 from moefx.capture.routing import Routing
+from moefx.errors import CaptureError
 from moefx.pipeline import rewrite_block
 
 from ..passes.blocks import D, Loop
@@ -43,10 +45,15 @@ FUNCTIONS = {
     "normalize": lambda x, w: F.normalize(x, dim=-1),
     "layer_norm": lambda x, w: F.layer_norm(x, (D,)),
     "rms_norm": lambda x, w: F.rms_norm(x, (D,)),
+    "rms_norm with a weight": lambda x, w: F.rms_norm(x, (D,), w.mean(0)),
+    "attention": lambda x, w: F.multi_head_attention_forward(
+        *(x, x, x, D, 2, w.repeat(3, 1), None, None, None, False, 0.0, w, None), need_weights=False
+    )[0],
     "softplus": lambda x, w: F.softplus(x),
     "sigmoid": lambda x, w: x.sigmoid(),
     "silu": lambda x, w: F.silu(x),
     "addcmul": lambda x, w: torch.addcmul(x, w, x),
+    "scatter_add": lambda x, w: w.scatter_add(1, torch.zeros(ROWS, D, dtype=torch.int64, device=x.device), x),
     "cat": lambda x, w: torch.cat([x, w]),
     "stack": lambda x, w: torch.stack([x, w]),
     "linear": lambda x, w: F.linear(x, w),
@@ -110,6 +117,13 @@ def test_inside_vmap():
         assert found.out.meta["val"].dtype is torch.float32
 
 
+def test_what_is_not_reproduced_is_refused():
+    """An einsum that is no product of matrices: the CPU's autocast leaves it alone."""
+    block = Calls(lambda x, w: torch.einsum("sd,d->sd", x, w[0]))
+    with under("cuda", torch.bfloat16), pytest.raises(CaptureError, match=r"autocast on cuda makes torch.bfloat16 of"):
+        capture(block, (torch.empty(ROWS, D, device="meta"),), {}, Routing())
+
+
 class OnItsDevice(Block):
     """Routed in float32 whatever is around it, as models do it that only know CUDA."""
 
@@ -140,4 +154,5 @@ def test_programs_move_to_other_devices_only_without_autocast():
     compiled = moefx.compile(Block(), example_inputs=(x,))
     with torch.autocast("cpu", torch.bfloat16):
         compiled(x)
-    assert [program.moves for program in vars(compiled)["forward"].programs] == [True, False]
+    for model in (compiled, pickle.loads(pickle.dumps(compiled))):
+        assert [program.moves for program in vars(model)["forward"].programs] == [True, False]
