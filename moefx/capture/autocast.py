@@ -34,19 +34,20 @@ _local = threading.local()
 class State(NamedTuple):
     """For which kind of device captures are, and what autocast casts to outside of the block (None: nothing)."""
 
-    device: str = "cpu"
-    dtype: torch.dtype | None = None
+    device: str
+    dtype: torch.dtype | None
 
 
 def state() -> State:
-    return getattr(_local, "state", State())
+    """Of this thread. Where nobody said, captures are for the CPU."""
+    return getattr(_local, "state", None) or State("cpu", _of("cpu"))
 
 
 @contextlib.contextmanager
 def under(device: str, dtype: torch.dtype | None) -> Iterator[None]:
     """Captures in this context are for a device, under its autocast with this dtype or (None) without."""
     device = "cpu" if device == "meta" else device
-    before, _local.state = state(), State(device, dtype)
+    before, _local.state = getattr(_local, "state", None), State(device, dtype)
     try:
         with contextlib.ExitStack() as stack:
             for kind in {"cpu", device}:
