@@ -174,11 +174,11 @@ def _asked(func: Any, args: tuple, kwargs: dict[str, Any], device: str, dtype: t
     key = (func, device, dtype, repr(forms))
     if key not in _answers:
         with _disable_current_modes(), torch._C.DisableTorchFunction():
-            shapes = map_tensors(
+            like_args, like_kwargs = map_tensors(
                 (args, kwargs), lambda t: torch.empty([int(n) for n in t.shape], dtype=t.dtype, device="meta")
             )
         with ThreadPoolExecutor(1) as other:  # inside of an operation, this thread would leave autocast out
-            _answers[key] = other.submit(_ask, func, *shapes, device, dtype).result()
+            _answers[key] = other.submit(_ask, func, like_args, like_kwargs, device, dtype).result()
     return _answers[key]
 
 

@@ -91,15 +91,16 @@ class Functions(TorchFunctionMode):
     def _run(self, func: Any, args: tuple, options: dict[str, Any]) -> Any:
         if not autocast.is_emulated():
             return func(*args, **options)
-        tracer, given = self.tracer, None
+        dtype = self.tracer.autocast
         with autocast.cpu_does(None):
-            if tracer.autocast is not None and not any(map(_is_batched, tensors_in((args, options)))):
-                given = autocast.cast_as_there(func, args, options, tracer.autocast, torch.Tensor.to)
+            if dtype is None or any(map(_is_batched, tensors_in((args, options)))):
+                return func(*args, **options)
+            given = autocast.cast_as_there(func, args, options, dtype, torch.Tensor.to)
             if given is None:
                 return func(*args, **options)
-            with tracer.already_cast():
+            with self.tracer.already_cast():
                 out = func(*given[0], **given[1])
-            return autocast.checked(func, args, options, tracer.autocast, out)
+            return autocast.checked(func, args, options, dtype, out)
 
     def _shape(self, t: torch.Tensor) -> torch.Size:
         tracer = self.tracer
