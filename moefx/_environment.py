@@ -6,6 +6,7 @@ import importlib.util
 import os
 import platform
 from importlib import metadata
+from pathlib import Path
 
 import torch
 
@@ -83,4 +84,11 @@ def kernels() -> dict[str, str]:
     found = {name: tuning.choice(name, device, torch.bfloat16, (2048, 2048, 1024)) for name in configs.KERNELS}
     lines = {name: f"{chosen.text}; {why}" for name, (chosen, why, _) in found.items()}
     kept, seconds = autotune.kept(tuning.gpu(device)), autotune.seconds_left()
-    return lines | {"tuned here": f"{len(kept)} shapes ({autotune.directory()}), {seconds:.0f} s for more in a process"}
+    place = _without_home(autotune.directory())
+    return lines | {"tuned here": f"{len(kept)} shapes ({place}), {seconds:.0f} s for more in a process"}
+
+
+def _without_home(place: Path | None) -> str:
+    """A path as it may be shown to others: whose machine it is does not matter."""
+    home = Path(os.path.expanduser("~"))
+    return f"~/{place.relative_to(home)}" if place and home.name and home in place.parents else str(place)

@@ -17,7 +17,7 @@ from .errors import InvalidInput, InvalidPlan, MoefxError, NoMoEBlockFound
 from .inspection.explain import Explanation, MatchedBlock
 from .inspection.history import History
 from .ir.attributes import OWN_MODE
-from .ir.binding import Specialisation
+from .ir.binding import Specialisation, device_of
 from .ir.block import BlockGraph
 from .ir.body import ExpertBody
 from .numeric import numeric_check
@@ -233,8 +233,7 @@ def _program(matched: Matched, block: nn.Module) -> Program:
 
 def _proven(model: nn.Module, example_inputs: Any, plan: Plan) -> tuple[Survey, dict[int, str]]:
     """What was found, and what the numeric checks say; without autocast, for which calls are proven when they come."""
-    device = next((t.device.type for t in (*model.parameters(), *model.buffers())), "cpu")
-    with under(device, None):
+    with under(device_of(model).type, None):
         found = survey(model, example_inputs, plan)
         return found, _validate(model, found, plan)
 

@@ -9,7 +9,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from .capture.effects import python_random, silenced
-from .ir.binding import leaves_of
+from .ir.binding import device_of, leaves_of
 from .pipeline import Result
 from .runtime.module import signature_binder
 from .verification.level2 import verify_block
@@ -43,7 +43,7 @@ def _arguments(block: nn.Module, result: Result, crowd: bool = False) -> Any:
     the proof looked at, most of them alike so that some experts get hundreds; None where the rewrite is not for
     so many."""
     arguments, guards = result.match.arguments, result.match.guards
-    device = next((t.device for t in (*block.parameters(), *block.buffers())), torch.device("cpu"))
+    device = device_of(block)
     if crowd:
         several = [arguments.sequence(521)]
     else:

@@ -27,7 +27,7 @@ from .ir.attributes import (
     unchanged,
     value_at,
 )
-from .ir.binding import Guard, Specialisation, call_specialisation, leaves_of
+from .ir.binding import Guard, Specialisation, call_specialisation, device_of, leaves_of
 from .numeric import numeric_check
 from .pipeline import Result, rewrite_block
 from .runtime.module import BlockForward, signature_binder
@@ -47,7 +47,7 @@ def program_of(
     attributes of the block that its captures read. It is for both modes if its own one is not among them."""
     leaves = leaves_of(signature_binder(block)(*args, **kwargs))
     call = call_specialisation(block, leaves)
-    device = next((t.device.type for t in (*block.parameters(), *block.buffers())), "cpu")
+    device = device_of(block).type
     arguments = tuple((path, _on(kind, device)) for path, kind in call.arguments)
     reads_grad = bool(result.match.modes_read & {"is_grad_enabled", "is_inference_mode_enabled"})
     read = set(read)
@@ -133,11 +133,12 @@ class Specialise:
     ) -> tuple[Program, set[Where]]:
         programs = [p for p in forward.programs if ReadAttributes(block, p.attributes).hold()]
         admitting = [p for p in programs if p.key.admits(call)]
-        for program in programs:  # the same but for the device, which capture does not look at
+        # The same but for the device, which capture does not look at where nothing switches autocast.
+        for program in () if admitting else programs:
             alike = call._replace(
                 grad=program.key.grad, training=None if program.key.training is None else call.training
             )
-            if not admitting and program.moves and _without_device(program.key) == _without_device(alike):
+            if program.moves and _without_device(program.key) == _without_device(alike):
                 return program.with_arguments(call.arguments), set(program.attributes)
         real = args is not None  # not only being traced
         abstract = pytree.tree_map_only(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..lowering.triton import expert_mlp, routing, tuning
 from ..lowering.triton.configs import Config
+from .routing import sorting
 from .shapes import Shape, routed, swiglu, tensors
 
 
@@ -100,7 +101,7 @@ class Case:
         s, stages = self.shape, self.stages()
         gemm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm")  # noqa: B009
         router = torch.randn(s.E, s.d, device=self.x.device).to(self.x.dtype)
-        flat, w1, w2 = self.ids.reshape(-1), self.w1.transpose(1, 2), self.w2.transpose(1, 2)
+        w1, w2 = self.w1.transpose(1, 2), self.w2.transpose(1, 2)
         ends, by_slot = self.offsets[1:].to(torch.int32), self.weights[..., None].to(self.x.dtype)
         rows = self.x[self.token_ids.long()]
 
@@ -108,8 +109,8 @@ class Case:
             return F.linear(self.x, router).float().softmax(-1).topk(s.K)
 
         def dispatch() -> object:
-            order = flat.argsort(stable=True)
-            return order.argsort(), torch.bincount(flat, minlength=s.E).cumsum(0), self.x[order // s.K]
+            token_ids, _, offsets, inverse, _ = sorting(self.ids, self.weights, s.E)
+            return inverse.reshape(-1), offsets[1:], self.x[token_ids]
 
         def experts() -> object:
             gate, up = gemm(rows, w1, offs=ends).chunk(2, -1)

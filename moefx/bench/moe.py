@@ -9,7 +9,6 @@ autograd keeps between forward and backward, without the weights; the peak is th
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 import sys
 import time
@@ -124,8 +123,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for peer in options.peers.split(","):
         if options.share is not None:
             for shape in options.shapes:
-                few = dataclasses.replace(shape, T=64, E=min(shape.E, 16))
-                compile_share(peer, inputs_of(few, "uniform"), options.share, options.workers)
+                compile_share(peer, inputs_of(shape.small, "uniform"), options.share, options.workers)
             continue
         if not options.here:
             if peer in TUNED_IN and find_spec(TUNED_IN[peer].partition(".")[0]):

@@ -26,6 +26,11 @@ class Shape:
         """Of one d x h matrix over all routed rows: forward and backward take nine of them."""
         return 2 * self.T * self.K * self.d * self.h
 
+    @property
+    def small(self) -> Shape:
+        """Few tokens and experts of the same widths, which is what kernels are compiled for."""
+        return dataclasses.replace(self, T=64, E=min(self.E, 16))
+
 
 SHAPES = [
     Shape("qwen3_30b", 16384, 2048, 768, 128, 8),

@@ -35,8 +35,7 @@ def compile_share(shapes: list[Shape], kernels: list[str], share: int, of: int) 
         case = None
         for i, (kernel, cut) in enumerate(jobs(kernels)):
             if i % of == share:
-                small = dataclasses.replace(shape, T=64, E=min(shape.E, 16))
-                case = case or Case(small)
+                case = case or Case(shape.small)
                 try:
                     case.kernels()[kernel][1](cut)
                 except Exception as error:

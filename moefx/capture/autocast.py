@@ -79,10 +79,10 @@ def _of(kind: str) -> torch.dtype | None:
 def _set(kind: str, dtype: torch.dtype | None) -> Iterator[None]:
     """As `torch.autocast`, which refuses devices that this machine does not have."""
     before = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-    torch.set_autocast_enabled(kind, dtype is not None)
-    torch.set_autocast_dtype(kind, dtype or before[1])
     torch.autocast_increment_nesting()
     try:
+        torch.set_autocast_enabled(kind, dtype is not None)
+        torch.set_autocast_dtype(kind, dtype or before[1])
         yield
     finally:
         if torch.autocast_decrement_nesting() == 0:

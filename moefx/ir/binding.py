@@ -135,6 +135,11 @@ def leaves_of(named: Iterable[tuple[str, Any]]) -> Leaves:
     return leaves
 
 
+def device_of(module: torch.nn.Module) -> torch.device:
+    """Of its first parameter or buffer; the CPU without any."""
+    return next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+
+
 def call_specialisation(block: torch.nn.Module, leaves: Leaves) -> Specialisation:
     """The specialisation that a call of `block` with these leaves asks for; every field is concrete."""
     device = "cpu"

@@ -21,10 +21,8 @@ from torch import Tensor
 from .launch import cdiv
 from .tape import apply, empty, launch, played
 
-_BLOCK, _WARPS = (
-    512,
-    2,
-)  # entries that are sorted together: by few warps, as what they exchange costs more than the rest
+# Entries that are sorted together: by few warps, as what they exchange costs more than the rest.
+_BLOCK, _WARPS = 512, 2
 _DIGIT = 256  # of the radix
 # Sizes that change from call to call: a kernel is not compiled anew for them.
 _VARYING = ["num_entries", "num_blocks", "capacity"]

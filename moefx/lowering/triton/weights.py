@@ -60,9 +60,8 @@ class Weights:
             return self
         part = self.tensor.movedim(-2 + self.out_dim, 0)[start:stop:step].movedim(0, -2 + self.out_dim)
         offset = part.data_ptr() - self.tensor.data_ptr()
-        return Weights(
-            part, self.out_dim, None if self.addresses is None else tuple(a + offset for a in self.addresses)
-        )
+        addresses = None if self.addresses is None else tuple(a + offset for a in self.addresses)
+        return Weights(part, self.out_dim, addresses)
 
     def columns_first(self, *, backward: bool) -> bool:
         """Whether a matrix is stored as [column, inner] of the GEMM (see `operand`)."""
@@ -79,9 +78,8 @@ class Weights:
         column, inner = (first, second) if columns_first else (second, first)
         if self.addresses is not None:
             access = "table, unaligned" if any(a % 16 for a in self.addresses) else "table"
-            return Operand(
-                constant(_table(self.addresses, self.tensor.device)), 0, column, inner, access, columns_first
-            )
+            table = constant(_table(self.addresses, self.tensor.device))
+            return Operand(table, 0, column, inner, access, columns_first)
         expert = self.tensor.stride(0)
         if block is not None and describable(self.tensor):
             described = describe(self.tensor, 1, *(block if columns_first else reversed(block)))
