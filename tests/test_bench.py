@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import types
@@ -15,12 +16,17 @@ from moefx.bench.peers import ABLATION, PEERS, Inputs
 from moefx.bench.shapes import SHAPES, Shape, routed, shape_of, tensors
 
 SMALL = Shape("small", T=96, d=32, h=16, E=8, K=2)
+UNGATED = dataclasses.replace(SMALL, gated=False)
+
+
+def inputs_of(shape: Shape) -> Inputs:
+    x, w1, w2, grad = tensors(shape, device="cpu")
+    return Inputs(shape, x, w1, w2, grad, *routed(shape, device="cpu"))
 
 
 @pytest.fixture
 def inputs() -> Inputs:
-    x, w1, w2, grad = tensors(SMALL, device="cpu")
-    return Inputs(SMALL, x, w1, w2, grad, *routed(SMALL, device="cpu"))
+    return inputs_of(SMALL)
 
 
 ON_A_CPU = ["moefx", "torch grouped_mm", "transformers", "transformers eager"]
@@ -33,6 +39,20 @@ def test_outputs_and_gradients(inputs, name):
     errors = moe.errors(inputs, PEERS[name](inputs).step())
     assert set(errors) == {"out", "grad_x", "grad_weights", "grad_w1", "grad_w2"}
     assert all(0 < error < 0.02 for error in errors.values()), errors
+
+
+@pytest.mark.parametrize("name", ["moefx", "torch grouped_mm", "torch loop"])
+def test_experts_without_a_gate(name):
+    inputs = inputs_of(UNGATED)
+    assert UNGATED.matrices == 2 and inputs.w1.shape == (8, 16, 32)
+    errors = moe.errors(inputs, (PEERS | ABLATION)[name](inputs).step())
+    assert len(errors) == 5 and all(0 < error < 0.02 for error in errors.values()), errors
+
+
+@pytest.mark.parametrize("name", ["transformers", "liger-kernel", "sonic-moe"])
+def test_peers_that_need_a_gate_say_so(name):
+    with pytest.raises(NotImplementedError, match=f"{name} is measured with SwiGLU alone"):
+        PEERS[name](inputs_of(UNGATED))
 
 
 @pytest.mark.parametrize("name", ABLATION)
@@ -95,11 +115,13 @@ def test_routings(kind):
 
 
 def test_shapes_by_their_names():
-    assert shape_of("olmoe") is SHAPES[1]
+    assert shape_of("olmoe") == SHAPES[1]
     assert shape_of("olmoe@512") == Shape("olmoe@512", 512, 2048, 1024, 64, 8)
     assert shape_of("96x32x16x8x2") == Shape("96x32x16x8x2", 96, 32, 16, 8, 2)
-    for text in ("olmo", "olmoe@many", "1x2x3x4", "1x2x3x4x5x6", "axbxcxdxe"):
-        with pytest.raises(ValueError, match=r"expected one of qwen3_30b, .*, or TxdxhxExK"):
+    assert shape_of("blaze_c1/silu") == Shape("blaze_c1/silu", 65536, 512, 2048, 4, 1, gated=False)
+    assert shape_of("96x32x16x8x2/silu") == Shape("96x32x16x8x2/silu", 96, 32, 16, 8, 2, gated=False)
+    for text in ("olmo", "olmoe@many", "1x2x3x4", "1x2x3x4x5x6", "axbxcxdxe", "olmoe/relu", "1x2x3x4x5/silu/silu"):
+        with pytest.raises(ValueError, match=r"expected one of qwen3_30b, .*, NAME@T or TxdxhxExK"):
             shape_of(text)
 
 

@@ -20,11 +20,16 @@ def results(tmp_path):
     path = tmp_path / "results.jsonl"
     rows = [
         {"environment": {"versions": {"torch": "2.11"}, "devices": {"accelerator": "a GPU"}}},
-        row("a", "moefx", 9.0),
+        row("a", "moefx", 9.0),  # three rounds
         row("a", "moefx", 4.0),
         row("a", CEILING, 3.0),
+        row("a", "moefx", 3.0),
+        row("a", "moefx", 5.0) | dict(routing="zipf"),
+        row("a", "moefx", 4.4) | dict(routing="hot"),
         row("b", "moefx", 1.0),
         dict(shape="b", peer="another", error="out of memory"),
+        row("c", "another", 2.0),
+        dict(shape="c", peer="another", error="failed in the second round"),
     ]
     path.write_text("".join(json.dumps(r) + "\n" for r in rows))
     return path
@@ -32,11 +37,25 @@ def results(tmp_path):
 
 def test_table(results, capsys):
     assert cli.main(["bench", "report", str(results)]) == 0
-    head, a, b, failed = capsys.readouterr().out.splitlines()
-    assert head.split()[-4:] == ["moefx", "another", "BMM", "ceiling"]
-    assert a.split() == ["a", "4.000", "(0.75)", "-", "3.000"]  # the last measurement counts
+    steps, forwards, end = capsys.readouterr().out.split("\n\n")
+    title, head, a, zipf, hot, b, c = steps.splitlines()
+    assert title.startswith("ms forward+backward")
+    assert head.split() == ["moefx", "another", "BMM", "ceiling"]
+    assert a.split() == ["a", "4.000", "(0.75)", "-", "3.000"]  # the median
+    assert zipf.split() == ["a", "zipf", "5.000", "-", "-"] and hot.split()[:3] == ["a", "hot", "4.400"]
     assert b.split() == ["b", "1.000", "-", "-"]  # without a ceiling no part of it
-    assert failed == "b, another: out of memory"
+    assert c.split() == ["c", "-", "2.000", "-"]  # what failed once is left out
+    assert forwards.splitlines()[0] == "ms forward" and forwards.splitlines()[2].split() == ["a", "1.333", "-", "1.000"]
+    assert end.splitlines() == ["b, another: out of memory", "slowest routing, moefx: 1.25 times uniform (a zipf)"]
+
+
+def test_what_is_kept_has_no_ceiling(tmp_path):
+    path = tmp_path / "results.jsonl"
+    rows = (row("a", peer, 1.0) | dict(saved_bytes_per_token=100.0, peak_mib=5.0) for peer in ("moefx", CEILING))
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    *_, saved, peak = report.tables(report.read(path)[1]).strip().split("\n\n")
+    assert saved.splitlines()[1:] == [f"{'':22}{'moefx':>20}", f"{'a':22}{'100':>20}"]
+    assert peak.splitlines()[-1].split() == ["a", "5"]
 
 
 def test_plot(results, tmp_path):

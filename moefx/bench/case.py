@@ -12,7 +12,7 @@ from torch import Tensor
 from ..lowering.triton import expert_mlp, routing, tuning
 from ..lowering.triton.configs import Config
 from .routing import sorting
-from .shapes import Shape, routed, swiglu, tensors
+from .shapes import Shape, activation, body, routed, tensors
 
 
 class Case:
@@ -24,14 +24,14 @@ class Case:
         self.ids, self.weights = routed(shape, device, kind)
         self.token_ids, _, self.offsets, self.inverse, row_weights = self.route()
         args = (self.x, self.token_ids, self.offsets, self.inverse, row_weights, [self.w1], [], [self.w2], [])
-        self.run = expert_mlp.Run(args, swiglu(shape).to_json(), "h", None)
+        self.run = expert_mlp.Run(args, body(shape).to_json(), "h", None)
         rows = shape.T * shape.K
 
         def empty(*size: int) -> Tensor:
             return torch.empty(size, dtype=self.x.dtype, device=self.x.device)
 
-        self.hidden, self.act, self.out = empty(rows, 2 * shape.h), empty(rows, shape.h), empty(rows, shape.d)
-        self.grad_hidden, self.scaled = empty(rows, 2 * shape.h), empty(rows, shape.h)
+        self.hidden, self.act, self.out = empty(rows, shape.parts * shape.h), empty(rows, shape.h), empty(rows, shape.d)
+        self.grad_hidden, self.scaled = empty(rows, shape.parts * shape.h), empty(rows, shape.h)
         for tensor in (self.hidden, self.act, self.grad_hidden, self.scaled):
             tensor.normal_()
 
@@ -43,38 +43,38 @@ class Case:
         run, dtype = self.run, self.x.dtype
         grad_hidden, scaled = (self.grad_hidden, False), (self.scaled, False)
         x, grad = (self.x, True), (self.grad, True)
-        hidden, grad_rows = [self.hidden], [self.grad_hidden]
+        hidden, grad_rows, parts = [self.hidden], [self.grad_hidden], self.shape.parts
         return {
-            "up": (2, lambda cut: run.project_up(hidden, self.act, cut)),
+            "up": (parts, lambda cut: run.project_up(hidden, self.act, cut)),
             "down": (1, lambda cut: run.project_down(self.act, self.out, False, cut)),
             "act_backward": (
                 1,
                 lambda cut: run.act_backward(self.grad, True, hidden, grad_rows, self.scaled, True, cut),
             ),
-            "grad_x": (2, lambda cut: run.multiply_rows(grad_rows, run.up, self.out, backward=True, cut=cut)),
-            "grad_up": (2, lambda cut: run.outer("grad_up", grad_hidden, x, dtype, cut)),
+            "grad_x": (parts, lambda cut: run.multiply_rows(grad_rows, run.up, self.out, backward=True, cut=cut)),
+            "grad_up": (parts, lambda cut: run.outer("grad_up", grad_hidden, x, dtype, cut)),
             "grad_down": (1, lambda cut: run.outer("grad_down", grad, scaled, dtype, cut)),
         }
 
     def sizes(self, kernel: str) -> tuple[int, int, int]:
         """(columns, inner, mean rows of an expert), by which `tuning.config` chooses."""
         s = self.shape
-        pairs = dict(up=(s.h, s.d), down=(s.d, s.h), act_backward=(s.h, s.d), grad_x=(s.d, 2 * s.h))
-        pairs |= dict(grad_up=(s.d, 2 * s.h), grad_down=(s.h, s.d))
+        pairs = dict(up=(s.h, s.d), down=(s.d, s.h), act_backward=(s.h, s.d), grad_x=(s.d, s.parts * s.h))
+        pairs |= dict(grad_up=(s.d, s.parts * s.h), grad_down=(s.h, s.d))
         return (*pairs[kernel], s.T * s.K // s.E)
 
     def stages(self) -> dict[str, tuple[int, int, Callable[[], object]]]:
         """What a step launches, in its order -> (floating-point operations of GEMMs, bytes that must be read and
         written once, work)."""
         s, run, gemms = self.shape, self.run, self.kernels()
-        rows, width, matrix = s.T * s.K, self.x.element_size(), s.E * s.d * s.h
+        rows, width, matrix, hidden = s.T * s.K, self.x.element_size(), s.E * s.d * s.h, s.parts * s.h
         moved = {  # elements
-            "up": rows * (s.d + 3 * s.h) + 2 * matrix,
+            "up": rows * (s.d + hidden + s.h) + s.parts * matrix,
             "down": rows * (s.h + s.d) + matrix,
-            "act_backward": rows * (s.d + 5 * s.h) + matrix,
+            "act_backward": rows * (s.d + 2 * hidden + s.h) + matrix,
             "grad_down": rows * (s.h + s.d) + matrix,
-            "grad_up": rows * (2 * s.h + s.d) + 2 * matrix,
-            "grad_x": rows * (2 * s.h + s.d) + 2 * matrix,
+            "grad_up": rows * (hidden + s.d) + s.parts * matrix,
+            "grad_x": rows * (hidden + s.d) + s.parts * matrix,
         }
 
         def gemm(name: str) -> tuple[int, int, Callable[[], object]]:
@@ -113,8 +113,7 @@ class Case:
             return inverse.reshape(-1), offsets[1:], self.x[token_ids]
 
         def experts() -> object:
-            gate, up = gemm(rows, w1, offs=ends).chunk(2, -1)
-            return gemm(F.silu(gate) * up, w2, offs=ends)
+            return gemm(activation(s, gemm(rows, w1, offs=ends)), w2, offs=ends)
 
         def combine() -> object:
             return (self.out[self.inverse.long()] * by_slot).sum(1)

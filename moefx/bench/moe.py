@@ -9,6 +9,7 @@ autograd keeps between forward and backward, without the weights; the peak is th
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import time
@@ -23,7 +24,7 @@ from ..lowering import select
 from ..lowering.triton.timing import milliseconds
 from .peers import ABLATION, PEERS, TUNED_IN, Inputs, Work, compile_share
 from .results import add_routings, add_shapes, add_workers, in_parallel, parser, write
-from .shapes import Shape, routed, tensors
+from .shapes import Shape, activation, routed, tensors
 
 
 def inputs_of(shape: Shape, routing: str) -> Inputs:
@@ -37,8 +38,7 @@ def weight_gradients(inputs: Inputs, expert: int) -> tuple[Tensor, ...]:
     token, slot = (inputs.ids == expert).nonzero(as_tuple=True)
     x, grad = inputs.x[token].float(), inputs.grad[token].float() * inputs.weights[token, slot, None]
     w1, w2 = (w[expert].float().requires_grad_() for w in (inputs.w1, inputs.w2))
-    gate, up = (x @ w1.t()).chunk(2, -1)
-    out = (torch.nn.functional.silu(gate) * up) @ w2.t()
+    out = activation(inputs.shape, x @ w1.t()) @ w2.t()
     return torch.autograd.grad(out, (w1, w2), grad)
 
 
@@ -51,8 +51,7 @@ def errors(inputs: Inputs, results: tuple[Tensor, ...]) -> dict[str, float]:
     total = torch.zeros_like(x)
     for k in range(inputs.shape.K):
         for row, e in enumerate(inputs.ids[some, k].tolist()):
-            gate, up = (inputs.w1[e].float() @ x[row]).chunk(2)
-            y = inputs.w2[e].float() @ (torch.nn.functional.silu(gate) * up)
+            y = inputs.w2[e].float() @ activation(inputs.shape, inputs.w1[e].float() @ x[row])
             total = total.index_add(0, torch.tensor([row], device=x.device), (y * weights[row, k])[None])
     want_x, want_weights = torch.autograd.grad(total, (x, weights), inputs.grad[some].float())
     want_w1, want_w2 = weight_gradients(inputs, expert)
@@ -102,7 +101,7 @@ def measure(shape: Shape, peer: str, routing: str) -> dict[str, Any]:
     row["peak_mib"] = (torch.cuda.max_memory_allocated() - before) / 2**20
     if select.counters():
         row["providers"] = sorted({f"{op}: {provider}" for op, provider in select.counters()})
-    row["tflops"] = 9 * shape.flops / row["step_ms"] / 1e9
+    row["tflops"] = 3 * shape.matrices * shape.flops / row["step_ms"] / 1e9
     return row
 
 
@@ -114,37 +113,45 @@ def main(argv: Sequence[str] | None = None) -> None:
     made.add_argument(
         "--ablation", dest="peers", action="store_const", const=",".join(ABLATION), help="; ".join(ABLATION)
     )
+    made.add_argument("--rounds", type=int, default=1, metavar="N", help="times to go through the peers")
     made.add_argument("--here", action="store_true", help="in this process")
     add_workers(made)
     options = made.parse_args(argv)
     if unknown := set(options.peers.split(",")) - (PEERS | ABLATION).keys():
         made.error(f"no peer {', '.join(sorted(unknown))}; there is {', '.join(PEERS | ABLATION)}")
-    shapes = ["--shapes", ",".join(shape.name for shape in options.shapes)]
-    for peer in options.peers.split(","):
-        if options.share is not None:
-            for shape in options.shapes:
+    peers = options.peers.split(",")
+    if options.share is not None:
+        for peer, shape in itertools.product(peers, options.shapes):
+            if shape.gated:  # what is tuned in Triton takes no other
                 compile_share(peer, inputs_of(shape.small, "uniform"), options.share, options.workers)
-            continue
-        if not options.here:
+    elif options.here:
+        for peer, shape, routing in itertools.product(peers, options.shapes, options.routing):
+            _report(shape, peer, routing, options.out)
+    else:
+        shapes = ["--shapes", ",".join(shape.name for shape in options.shapes)]
+        for peer in peers:
             if peer in TUNED_IN and find_spec(TUNED_IN[peer].partition(".")[0]):
                 seconds = in_parallel(__spec__.name, ["--peers", peer, *shapes], options.workers)
                 print(f"{peer}: what it may choose from compiled in {seconds:.0f} s", flush=True)
+        for peer in peers * options.rounds:
             command = [sys.executable, "-m", __spec__.name, "--peers", peer, "--here", *shapes]
             command += ["--routing", ",".join(options.routing), *(["--out", options.out] if options.out else [])]
             subprocess.run(command, check=False)
-            continue
-        for shape, routing in [(shape, routing) for shape in options.shapes for routing in options.routing]:
-            begin = time.time()
-            torch._dynamo.reset()  # what is compiled for one shape must not serve the next
-            try:
-                row = measure(shape, peer, routing)
-            except Exception as error:  # a peer that is not installed, or of another version
-                row: dict[str, Any] = dict(shape=shape.name, peer=peer, routing=routing)
-                row["error"] = f"{type(error).__name__}: {error}"[:300]
-            torch.cuda.empty_cache()
-            if options.out:
-                write(row, options.out)
-            print(f"{shape.name:10} {routing:8} {peer:24} {_text(row)}  ({time.time() - begin:.0f} s)", flush=True)
+
+
+def _report(shape: Shape, peer: str, routing: str, out: str | None) -> None:
+    """Measure, print, and write."""
+    begin = time.time()
+    torch._dynamo.reset()  # what is compiled for one shape must not serve the next
+    row: dict[str, Any]
+    try:
+        row = measure(shape, peer, routing)
+    except Exception as error:  # a peer that is not installed, or of another version
+        row = dict(shape=shape.name, peer=peer, routing=routing, error=f"{type(error).__name__}: {error}"[:300])
+    torch.cuda.empty_cache()
+    if out:
+        write(row, out)
+    print(f"{shape.name:10} {routing:8} {peer:24} {_text(row)}  ({time.time() - begin:.0f} s)", flush=True)
 
 
 def _text(row: Mapping[str, Any]) -> str:

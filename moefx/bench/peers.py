@@ -18,12 +18,13 @@ from torch import Tensor
 
 from . import CEILING
 from .routing import sorting
-from .shapes import Shape, swiglu
+from .shapes import Shape, activation, body
 
 
 @dataclasses.dataclass
 class Inputs:
-    """One shape's tensors: x [T,d], w1 [E,2h,d] (gate above up), w2 [E,d,h], grad [T,d], ids and weights [T,K]."""
+    """One shape's tensors: x [T,d], w1 [E,2h,d] (gate above up; [E,h,d] without a gate), w2 [E,d,h], grad [T,d], and
+    ids and weights [T,K]."""
 
     shape: Shape
     x: Tensor
@@ -70,7 +71,7 @@ def moefx(inputs: Inputs, keep: str = "h", dispatch: Callable[..., Any] | None =
     """moefx's public ops: routing arrays (or those of `dispatch`) and expert MLP."""
     from ..ir import dialect
 
-    body = swiglu(inputs.shape).to_json()
+    expert = body(inputs.shape).to_json()
 
     def function(x: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         if dispatch is None:
@@ -79,7 +80,7 @@ def moefx(inputs: Inputs, keep: str = "h", dispatch: Callable[..., Any] | None =
             pft = dispatch(inputs.ids, weights, inputs.shape.E)
         token_ids, _, offsets, inverse, row_weights = pft
         arguments = (x, token_ids, offsets, inverse, row_weights, [w1], [], [w2], [])
-        return dialect.expert_mlp(*arguments, body=body, keep=keep, reduce=True)[0]
+        return dialect.expert_mlp(*arguments, body=expert, keep=keep, reduce=True)[0]
 
     return autograd(inputs, function)
 
@@ -91,8 +92,7 @@ def torch_loop(inputs: Inputs) -> Work:
         token, _, offsets, _, row_weights = sorting(inputs.ids, weights, inputs.shape.E)
         rows = []
         for e, part in enumerate(x[token].tensor_split(offsets[1:-1].tolist())):
-            gate, up = F.linear(part, w1[e]).chunk(2, -1)
-            rows.append(F.linear(F.silu(gate) * up, w2[e]))
+            rows.append(F.linear(activation(inputs.shape, F.linear(part, w1[e])), w2[e]))
         out = torch.cat(rows) * row_weights[:, None].to(x.dtype)
         return torch.zeros_like(x).index_add(0, token, out)
 
@@ -111,8 +111,7 @@ def torch_grouped_mm(inputs: Inputs, wrap: Callable[..., Any] = lambda function:
 
     def function(x: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         hidden = gemm(x[token], w1.transpose(1, 2), offs=ends)
-        gate, up = hidden.chunk(2, -1)
-        rows = gemm(F.silu(gate) * up, w2.transpose(1, 2), offs=ends)
+        rows = gemm(activation(inputs.shape, hidden), w2.transpose(1, 2), offs=ends)
         by_slot = rows[inverse].view(num_tokens, num_slots, -1)
         return (by_slot * weights[..., None].to(rows.dtype)).sum(1)
 
@@ -123,8 +122,14 @@ def torch_grouped_mm_compiled(inputs: Inputs) -> Work:
     return torch_grouped_mm(inputs, torch.compile)
 
 
+def _needs_gate(inputs: Inputs, peer: str) -> None:
+    if not inputs.shape.gated:
+        raise NotImplementedError(f"{peer} is measured with SwiGLU alone")
+
+
 def transformers_experts(inputs: Inputs, implementation: str) -> Work:
     """The experts of transformers' Qwen3-MoE with one of its implementations."""
+    _needs_gate(inputs, "transformers")
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
@@ -143,6 +148,7 @@ def transformers_experts(inputs: Inputs, implementation: str) -> Work:
 
 def liger(inputs: Inputs) -> Work:
     """Liger-Kernel's fused MoE, which its own tuner cuts."""
+    _needs_gate(inputs, "liger-kernel")
     from liger_kernel.ops.fused_moe import LigerFusedMoEFunction  # pyright: ignore[reportMissingImports]
 
     ids = inputs.ids.to(torch.int32)
@@ -155,6 +161,7 @@ def liger(inputs: Inputs) -> Work:
 
 def sonic_moe(inputs: Inputs) -> Work:
     """SonicMoE's two projections with its routing metadata: its layer would choose the experts itself."""
+    _needs_gate(inputs, "sonic-moe")
     from sonicmoe import functional  # pyright: ignore[reportMissingImports]
     from sonicmoe.enums import ActivationType  # pyright: ignore[reportMissingImports]
 
@@ -185,7 +192,7 @@ def bmm_ceiling(inputs: Inputs) -> Work:
     shape = inputs.shape
     n = shape.T * shape.K // shape.E
     x = torch.randn(shape.E, n, shape.d, device=inputs.x.device).to(inputs.x.dtype)
-    hidden = torch.randn(shape.E, n, 2 * shape.h, device=inputs.x.device).to(inputs.x.dtype)
+    hidden = torch.randn(shape.E, n, shape.parts * shape.h, device=inputs.x.device).to(inputs.x.dtype)
     act = hidden[..., : shape.h].contiguous()
 
     def forward() -> Tensor:

@@ -1,59 +1,106 @@
-"""A table, and a plot, of what `bench moe` wrote.
+"""Tables, and a plot, of what `bench moe` wrote.
 
 python -m moefx bench report results.jsonl [--plot results.png]
+
+Of what was measured in several rounds the medians count. A shape's name is followed by its routing where that is not
+uniform; what the slowest routing costs each peer is told below the tables.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from . import CEILING
 
-Results = dict[str, dict[str, Mapping[str, Any]]]  # shape, and routing if it is not uniform -> peer -> row
+Rows = dict[str, Mapping[str, Any]]  # by peer
+Results = dict[tuple[str, str], Rows]  # by shape and routing
+
+METRICS = {
+    "step_ms": ("ms forward+backward (part of the ceiling)", ".3f"),
+    "forward_ms": ("ms forward", ".3f"),
+    "saved_bytes_per_token": ("bytes a token from forward to backward", ".0f"),
+    "peak_mib": ("MiB at the peak of a step", ".0f"),
+}
 
 
 def read(path: Path) -> tuple[Mapping[str, Any], Results]:
-    """(environment, results) of JSON lines; of a peer measured twice the last."""
+    """(environment, results) of JSON lines."""
     environment: Mapping[str, Any] = {}
-    results: Results = {}
+    found: dict[tuple[str, str], dict[str, list[Mapping[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for row in map(json.loads, path.read_text().splitlines()):
         if "environment" in row:
             environment = row["environment"]
         else:
-            routing = row.get("routing", "uniform")
-            what = row["shape"] if routing == "uniform" else f"{row['shape']} {routing}"
-            results.setdefault(what, {})[row["peer"]] = row
-    return environment, results
+            found[row["shape"], row.get("routing", "uniform")][row["peer"]].append(row)
+    return environment, {what: {peer: _median(rows) for peer, rows in peers.items()} for what, peers in found.items()}
+
+
+def _median(rounds: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Of the rounds that succeeded; if none did, the last."""
+    succeeded = [row for row in rounds if "error" not in row]
+    if not succeeded:
+        return rounds[-1]
+    medians = {m: statistics.median(row[m] for row in succeeded) for m in METRICS if m in succeeded[0]}
+    return {**succeeded[-1], **medians}
 
 
 def peers_of(results: Results) -> list[str]:
     names = dict.fromkeys(peer for rows in results.values() for peer in rows)
-    return sorted(names, key=lambda name: (name == CEILING, name != "moefx", name))
+    return sorted(names, key=lambda name: (name == CEILING, name != "moefx"))
 
 
-def table(results: Results) -> str:
-    """Milliseconds of forward with backward, and the part of the ceiling that this is; what failed is named below."""
-    peers = peers_of(results)
-    lines, failed = [f"{'ms forward+backward':20}" + "".join(f"{peer:>22}" for peer in peers)], []
-    for shape, rows in results.items():
-        cells = []
-        for peer in peers:
-            row = rows.get(peer)
-            if row is None or "error" in row:
-                cells.append("-")
-                failed += [f"{shape}, {peer}: {row['error']}"] if row else []
-                continue
-            part = fraction(rows, peer)
-            cells.append(f"{row['step_ms']:.3f}" + (f" ({part:.2f})" if part and peer != CEILING else ""))
-        lines.append(f"{shape:20}" + "".join(f"{cell:>22}" for cell in cells))
-    return "\n".join([*lines, *failed])
+def tables(results: Results) -> str:
+    """One for each metric; what failed, and the slowest routings, are named below."""
+    lines = []
+    for metric, (title, how) in METRICS.items():
+        peers = [peer for peer in peers_of(results) if any(metric in rows.get(peer, {}) for rows in results.values())]
+        if metric not in ("step_ms", "forward_ms"):
+            peers = [peer for peer in peers if peer != CEILING]  # it keeps nothing that an answer needs
+        if peers:
+            lines += [title, " " * 22 + "".join(f"{peer:>20}" for peer in peers)]
+            for what, rows in results.items():
+                cells = (f"{_cell(rows, peer, metric, how):>20}" for peer in peers)
+                lines.append(f"{_name(*what):22}" + "".join(cells))
+            lines.append("")
+    for what, rows in results.items():
+        lines += [f"{_name(*what)}, {peer}: {row['error']}" for peer, row in rows.items() if "error" in row]
+    return "\n".join([*lines, *_slowest(results)])
 
 
-def fraction(rows: Mapping[str, Mapping[str, Any]], peer: str) -> float | None:
+def _name(shape: str, routing: str) -> str:
+    return shape if routing == "uniform" else f"{shape} {routing}"
+
+
+def _cell(rows: Rows, peer: str, metric: str, how: str) -> str:
+    if metric not in rows.get(peer, {}):
+        return "-"
+    part = fraction(rows, peer) if metric == "step_ms" and peer != CEILING else None
+    return f"{rows[peer][metric]:{how}}" + (f" ({part:.2f})" if part else "")
+
+
+def _slowest(results: Results) -> list[str]:
+    """Of each peer, how much longer its step takes where routing costs most."""
+    lines = []
+    for peer in peers_of(results):
+        times = {what: rows[peer]["step_ms"] for what, rows in results.items() if "step_ms" in rows.get(peer, {})}
+        slower = {
+            what: ms / times[what[0], "uniform"]
+            for what, ms in times.items()
+            if what[1] != "uniform" and (what[0], "uniform") in times
+        }
+        if slower and peer != CEILING:
+            worst = max(slower, key=lambda what: slower[what])
+            lines.append(f"slowest routing, {peer}: {slower[worst]:.2f} times uniform ({_name(*worst)})")
+    return lines
+
+
+def fraction(rows: Rows, peer: str) -> float | None:
     """Of the ceiling."""
     if not all("step_ms" in rows.get(name, {}) for name in (peer, CEILING)):
         return None
@@ -61,22 +108,26 @@ def fraction(rows: Mapping[str, Mapping[str, Any]], peer: str) -> float | None:
 
 
 def plot(environment: Mapping[str, Any], results: Results, path: Path) -> None:
+    """A row of bars for each routing."""
     from matplotlib.figure import Figure  # in the extra `bench`
 
-    shapes, peers = list(results), [peer for peer in peers_of(results) if peer != CEILING]
-    figure = Figure(figsize=(1.2 * len(shapes) + 2, 4), layout="constrained")
-    axes = figure.subplots()
+    routings = list(dict.fromkeys(routing for _, routing in results))
+    shapes = list(dict.fromkeys(shape for shape, _ in results))
+    peers = [peer for peer in peers_of(results) if peer != CEILING]
+    figure = Figure(figsize=(1.2 * len(shapes) + 2, 1 + 3 * len(routings)), layout="constrained")
     width = 0.8 / max(1, len(peers))
-    for i, peer in enumerate(peers):
-        parts = [fraction(results[shape], peer) or 0.0 for shape in shapes]
-        axes.bar([n + (i - (len(peers) - 1) / 2) * width for n in range(len(shapes))], parts, width, label=peer)
-    axes.axhline(1.0, color="black", linewidth=0.8)
-    axes.set_xticks(range(len(shapes)), shapes, rotation=20)
-    axes.set_ylabel("part of the ceiling (batched GEMMs alone)")
+    for routing, axes in zip(routings, figure.subplots(len(routings), squeeze=False)[:, 0], strict=True):
+        for i, peer in enumerate(peers):
+            parts = [fraction(results.get((shape, routing), {}), peer) or 0.0 for shape in shapes]
+            at = [n + (i - (len(peers) - 1) / 2) * width for n in range(len(shapes))]
+            axes.bar(at, parts, width, label=peer)
+        axes.axhline(1.0, color="black", linewidth=0.8)
+        axes.set_xticks(range(len(shapes)), shapes, rotation=20)
+        axes.set_ylabel(f"part of the ceiling\n{routing} routing")
     devices, versions = environment.get("devices", {}), environment.get("versions", {})
     where = ", ".join([devices.get("accelerator", "?"), *(f"{n} {versions.get(n, '?')}" for n in ("torch", "triton"))])
-    axes.set_title(f"MoE MLP, forward with backward, bfloat16\n{where}", fontsize=10)
-    axes.legend(loc="lower right")
+    figure.suptitle(f"MoE MLP, forward with backward, bfloat16; ceiling: batched GEMMs alone\n{where}", fontsize=10)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
     figure.savefig(path, dpi=150)
 
 
@@ -90,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         environment, results = read(options.results)
     except (OSError, ValueError, KeyError) as error:
         parser.error(f"{options.results}: {type(error).__name__}: {error}")
-    print(table(results))
+    print(tables(results))
     if options.plot:
         plot(environment, results, options.plot)
         print(f"wrote {options.plot}")

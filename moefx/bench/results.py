@@ -27,7 +27,7 @@ def parser(name: str, description: str | None) -> argparse.ArgumentParser:
 
 
 def add_shapes(made: argparse.ArgumentParser) -> None:
-    text = "by name, name@T or TxdxhxExK"
+    text = "by name, name@T or TxdxhxExK; with /silu behind it without a gate"
     made.add_argument("--shapes", type=_shapes, default=SHAPES, metavar="LIST", help=text)
 
 

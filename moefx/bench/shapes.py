@@ -1,10 +1,11 @@
-"""The ten shapes of expert MLPs that the GPU benchmarks run, and how their tensors are made."""
+"""The shapes of expert MLPs that the GPU benchmarks run, and how their tensors are made."""
 
 from __future__ import annotations
 
 import dataclasses
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..ir.body import ExpertBody, Gemm
@@ -12,7 +13,11 @@ from ..ir.body import ExpertBody, Gemm
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """T tokens of width d, E experts of hidden width h, K of them for each token."""
+    """T tokens of width d, E experts of hidden width h, K of them for each token.
+
+    Attributes:
+        gated: SwiGLU; else SiLU of one up-projection.
+    """
 
     name: str
     T: int
@@ -20,11 +25,22 @@ class Shape:
     h: int
     E: int
     K: int
+    gated: bool = True
 
     @property
     def flops(self) -> int:
-        """Of one d x h matrix over all routed rows: forward and backward take nine of them."""
+        """Of one d x h matrix over all routed rows: forward and backward take three times `matrices`."""
         return 2 * self.T * self.K * self.d * self.h
+
+    @property
+    def matrices(self) -> int:
+        """d x h matrices of an expert."""
+        return self.parts + 1
+
+    @property
+    def parts(self) -> int:
+        """Up-projections of an expert, each of h columns."""
+        return 2 if self.gated else 1
 
     @property
     def small(self) -> Shape:
@@ -44,19 +60,29 @@ SHAPES = [
     Shape("blaze_c6", 8192, 2048, 8192, 8, 4),
     Shape("blaze_t2", 131072, 256, 1024, 128, 4),
 ]
+_BY_NAME = {shape.name: shape for shape in SHAPES} | {  # and the rest of MoEBlaze's table 1
+    "blaze_c1": Shape("blaze_c1", 65536, 512, 2048, 4, 1),
+    "blaze_c2": Shape("blaze_c2", 65536, 1024, 4096, 8, 2),
+    "blaze_c4": Shape("blaze_c4", 32768, 512, 2048, 16, 4),
+    "blaze_c5": Shape("blaze_c5", 16384, 1024, 4096, 16, 4),
+}
+_UNGATED = "/silu"
 
 
 def shape_of(text: str) -> Shape:
-    """One of the ten by its name, also with another number of tokens (`olmoe@512`), or any other one (TxdxhxExK)."""
-    name, _, tokens = text.partition("@")
-    found = next((s for s in SHAPES if s.name == name), None)
+    """One that has a name, also with another number of tokens (`olmoe@512`), or any other one (TxdxhxExK); with `/silu`
+    behind it that of experts without a gate."""
+    sizes, gated = text.removesuffix(_UNGATED), not text.endswith(_UNGATED)
+    name, _, tokens = sizes.partition("@")
     try:
-        if found is None:
-            return Shape(text, *map(int, text.split("x")))
-        return dataclasses.replace(found, name=text, T=int(tokens)) if tokens else found
+        if name not in _BY_NAME:
+            T, d, h, E, K = map(int, sizes.split("x"))
+            return Shape(text, T, d, h, E, K, gated)
+        found = _BY_NAME[name]
+        return dataclasses.replace(found, name=text, T=int(tokens) if tokens else found.T, gated=gated)
     except (ValueError, TypeError):
         raise ValueError(
-            f"no shape {text!r}: expected one of {', '.join(s.name for s in SHAPES)}, or TxdxhxExK"
+            f"no shape {text!r}: expected one of {', '.join(_BY_NAME)}, NAME@T or TxdxhxExK, with {_UNGATED} or not"
         ) from None
 
 
@@ -77,7 +103,7 @@ def routed(shape: Shape, device: str = "cuda", kind: str = "uniform", seed: int 
 
 
 def tensors(shape: Shape, dtype: torch.dtype = torch.bfloat16, device: str = "cuda") -> tuple[Tensor, ...]:
-    """x [T,d], w1 [E,2h,d] (gate above up), w2 [E,d,h], grad [T,d]."""
+    """x [T,d], w1 [E,2h,d] (gate above up; [E,h,d] without a gate), w2 [E,d,h], grad [T,d]."""
     generator = torch.Generator(device=device).manual_seed(1)
 
     def normal(*size: int, scale: float = 1.0) -> Tensor:
@@ -88,17 +114,25 @@ def tensors(shape: Shape, dtype: torch.dtype = torch.bfloat16, device: str = "cu
         return out
 
     x, grad = normal(shape.T, shape.d), normal(shape.T, shape.d)
-    w1 = normal(shape.E, 2 * shape.h, shape.d, scale=shape.d**-0.5)
+    w1 = normal(shape.E, shape.parts * shape.h, shape.d, scale=shape.d**-0.5)
     w2 = normal(shape.E, shape.d, shape.h, scale=shape.h**-0.5)
     return x, w1, w2, grad
 
 
-def swiglu(shape: Shape) -> ExpertBody:
+def activation(shape: Shape, hidden: Tensor) -> Tensor:
+    """[...,2h], or [...,h] without a gate -> [...,h]."""
+    if not shape.gated:
+        return F.silu(hidden)
+    gate, up = hidden.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def body(shape: Shape) -> ExpertBody:
     """Gate above up in one stack, the routing weight applied to the output in bfloat16."""
     return ExpertBody(
         up=(Gemm(1, True),),
-        parts=((0, None, shape.h, 1), (0, shape.h, None, 1)),
-        act=("mul.Tensor", ("silu", "a0"), "a1"),
+        parts=((0, None, shape.h, 1), (0, shape.h, None, 1)) if shape.gated else ((0, None, None, 1),),
+        act=("mul.Tensor", ("silu", "a0"), "a1") if shape.gated else ("silu", "a0"),
         down=Gemm(1, True),
         out=("_to_copy", ("mul.Tensor", "y", "w"), {"dtype": "bfloat16"}),
     )
