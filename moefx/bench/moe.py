@@ -13,7 +13,7 @@ import itertools
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -25,6 +25,8 @@ from ..lowering.triton.timing import milliseconds
 from .peers import ABLATION, PEERS, TUNED_IN, Inputs, Work, compile_share
 from .results import add_routings, add_shapes, add_workers, in_parallel, parser, write
 from .shapes import Shape, activation, routed, tensors
+
+_REPEATS = 15
 
 
 def inputs_of(shape: Shape, routing: str) -> Inputs:
@@ -81,6 +83,14 @@ def saved_bytes(inputs: Inputs, work: Work) -> int:
     return sum(size for at, size in storages.items() if at not in weights)
 
 
+def settle(work: Callable[[], object], seconds: float = 0.3) -> None:
+    """Work until the GPU's clock is that of steady work."""
+    begin = time.time()
+    while time.time() - begin < seconds:
+        work()
+        torch.cuda.synchronize()
+
+
 def measure(shape: Shape, peer: str, routing: str) -> dict[str, Any]:
     inputs = inputs_of(shape, routing)
     work = (PEERS | ABLATION)[peer](inputs)
@@ -90,9 +100,9 @@ def measure(shape: Shape, peer: str, routing: str) -> dict[str, Any]:
         row["errors"] = errors(inputs, results)
     del results
     row["saved_bytes_per_token"] = saved_bytes(inputs, work) / shape.T
-    torch.cuda.synchronize()
-    row["forward_ms"] = milliseconds(work.forward)
-    row["step_ms"] = milliseconds(work.step)
+    settle(work.step)
+    row["forward_ms"] = milliseconds(work.forward, _REPEATS)
+    row["step_ms"] = milliseconds(work.step, _REPEATS)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

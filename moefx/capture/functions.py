@@ -20,6 +20,8 @@ from .counts import LENGTH, counted
 from .sizes import plain, sized
 from .tracer import Tracer, from_floats
 
+aten = torch.ops.aten
+
 # Decomposing these loses what the lifter wants to see: one labelled contraction.
 _WHOLE: dict[Any, Any] = {
     F.linear: F.linear,
@@ -65,6 +67,8 @@ class Functions(TorchFunctionMode):
                 "use a torch.autograd.Function, or call it outside of the block",
             )
             return RemovableHandle(OrderedDict())
+        if func in _RMS_NORMS and (norm := _without_eps(*args, **options)):
+            return self._run(torch.rms_norm, norm, {}, self._whole_norm)
         whole = _WHOLE.get(func)
         tensors = tensors_in(args) if whole is not None else []
         if whole is None or not any(is_float(t) for t in tensors) or any(map(_is_batched, tensors)):
@@ -88,19 +92,24 @@ class Functions(TorchFunctionMode):
             return out if tracer.autocast is None else autocast.checked(func, args, options, tracer.autocast, out)
         return tracer.record_whole(_WHOLE[func], args, options, run)
 
-    def _run(self, func: Any, args: tuple, options: dict[str, Any]) -> Any:
+    def _run(self, func: Any, args: tuple, options: dict[str, Any], run: Any = None) -> Any:
+        """`func`, or instead of it `run`, which records the same."""
+        run = run or func
         if not autocast.is_emulated():
-            return func(*args, **options)
+            return run(*args, **options)
         dtype = self.tracer.autocast
         with autocast.cpu_does(None):
             if dtype is None or any(map(_is_batched, tensors_in((args, options)))):
-                return func(*args, **options)
+                return run(*args, **options)
             given = autocast.cast_as_there(func, args, options, dtype, torch.Tensor.to)
             if given is None:
-                return func(*args, **options)
+                return run(*args, **options)
             with self.tracer.already_cast():
-                out = func(*given[0], **given[1])
+                out = run(*given[0], **given[1])
             return autocast.checked(func, args, options, dtype, out)
+
+    def _whole_norm(self, *args: Any) -> torch.Tensor:
+        return self.tracer.record_whole(aten.rms_norm.default, args, {}, functools.partial(torch.rms_norm, *args))
 
     def _shape(self, t: torch.Tensor) -> torch.Size:
         tracer = self.tracer
@@ -120,6 +129,16 @@ class Functions(TorchFunctionMode):
                 return value
             node = self.tracer.node_of(t)
             return counted(value, node, self.tracer) if from_floats(node) else value
+
+
+def _without_eps(
+    input: torch.Tensor, normalized_shape: list[int], weight: torch.Tensor | None = None, eps: float | None = None
+) -> tuple[torch.Tensor, list[int], torch.Tensor | None, None] | None:
+    """A norm's arguments if eps is left to torch, which takes that of the dtype: a number from one capture would be
+    wrong in another dtype."""
+    if eps is not None or not is_float(input) or _is_batched(input):
+        return None
+    return input, list(normalized_shape), weight, None
 
 
 def _whole_slices(t: torch.Tensor, index: Any) -> list[tuple[int, int]]:
@@ -153,6 +172,7 @@ _SIZES = {
 }  # type: ignore[attr-defined]
 
 
+_RMS_NORMS = {F.rms_norm, torch.rms_norm}
 # arguments that may come by name
 _NAMES = {F.linear: ("input", "weight", "bias"), torch.matmul: ("input", "other")}
 _NUMBERS = {torch.Tensor.item, torch.Tensor.tolist}

@@ -92,9 +92,6 @@ def sandbox(module: nn.Module, parameters: Parameters, dtype: torch.dtype | None
     copied = _affordable(box)
     for p in box.parameters():
         memo[id(p)] = _own(parameters(p), id(p) in copied)
-    for sub in box.modules():
-        if isinstance(sub, nn.RMSNorm) and sub.eps is None and sub.weight is not None:
-            sub.eps = _default_eps(sub.weight.dtype)  # which another precision would have another one of
     for b in box.buffers():
         memo[id(b)] = b.detach().to(dtype if b.is_floating_point() else None, copy=True)
     for sub in box.modules():
@@ -131,10 +128,6 @@ def _own(p: nn.Parameter, copied: bool) -> nn.Parameter:
     if type(p) is not nn.Parameter:
         return p
     return nn.Parameter(p.detach().clone() if copied else p.detach(), requires_grad=p.requires_grad)
-
-
-def _default_eps(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype if dtype.itemsize >= 4 else torch.float32).eps
 
 
 _MOST_COPIED = 1 << 22  # elements

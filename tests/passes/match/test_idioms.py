@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -185,14 +187,33 @@ def test_rewritten(kind):
     assert moefx.blocks(compiled)[0].fallbacks == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_norm_has_the_eps_of_its_dtype(dtype):
-    """`nn.RMSNorm` without one; the numeric check runs in float64."""
-    model = nn.Sequential(Loop(lambda: nn.Sequential(nn.RMSNorm(D), Mlp()))).to(dtype)
+class NormedScores(Loop):
+    """A norm that is no module, and without a weight."""
+
+    def route(self, x):
+        return super().route(F.rms_norm(x, (D,)))
+
+
+EPS_OF_THE_DTYPE = {
+    "a module in experts": lambda: Loop(lambda: nn.Sequential(nn.RMSNorm(D), Mlp())),
+    "a module without a weight": lambda: Loop(lambda: nn.Sequential(nn.RMSNorm(D, elementwise_affine=False), Mlp())),
+    "a function in the router": NormedScores,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", EPS_OF_THE_DTYPE)
+def test_a_norm_has_the_eps_of_its_dtype(kind, dtype):
+    """None is given; the numeric check runs in float64, and inputs are so small that eps counts."""
+    torch.manual_seed(0)
+    model = nn.Sequential(EPS_OF_THE_DTYPE[kind]()).to(dtype)
     compiled = moefx.compile(model, example_inputs=(torch.randn(9, D, dtype=dtype),))
-    x = torch.randn(20, D, dtype=dtype)
-    torch.testing.assert_close(compiled(x), model(x))
-    assert moefx.blocks(compiled)[0].fallbacks == 0
+    for also in (dtype, torch.float64, torch.float32):
+        a, b = copy.deepcopy(compiled).to(also), copy.deepcopy(model).to(also)
+        x = 1e-4 * torch.randn(20, D, dtype=also)
+        found, wanted = a(x).double(), b(x).double()
+        assert (found - wanted).norm() <= 20 * torch.finfo(also).eps * wanted.norm()
+        assert moefx.blocks(a)[0].fallbacks == 0
 
 
 class Masked(nn.Module):

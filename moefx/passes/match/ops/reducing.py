@@ -92,6 +92,15 @@ def _var(
     return _kept(S, n, S.T.row("var", _dims(a, dim), False, (1 if correction is None else correction,), a))
 
 
+@rule("rms_norm")
+def _rms_norm(S: Reader, n: fx.Node, x: Term, shape: Any, weight: Term | None = None, eps: Any = None) -> Term:
+    old, new = n.args[0].meta["val"].dtype, n.meta["val"].dtype
+    if old != new:  # by autocast
+        x = S.T.pw("cast", x, dtype=str(new).removeprefix("torch."))
+    out = S.T.row("rms_norm", range(-len(shape), 0), True, (eps,), x)
+    return out if weight is None else S.T.pw("mul", out, weight)
+
+
 def norm(S: Reader, bundle: fx.Node) -> Term:
     """Layer norm and RMS norm: normalise, then the elementwise part."""
     layer = op_name(bundle) == "native_layer_norm"
