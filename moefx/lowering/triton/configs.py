@@ -32,8 +32,6 @@ class Config:
         roles: the kernels of `hopper`, whose warps load, multiply or go on with the product, where they take the
             tensors. Of the rest only stages, group, fused, gather_first and, where there is a pointwise part, bn
             (128 or 256 columns of the product) count then.
-        point_warps: with roles, for a pointwise part: 2, 4, or 8 with bn=128. With 2 there are registers for matrix
-            products of 256 columns at a time.
     """
 
     bm: int
@@ -50,7 +48,6 @@ class Config:
     fused: bool = True
     gather_first: bool = False
     roles: bool = False
-    point_warps: int = 4
 
     @property
     def text(self) -> str:
@@ -147,8 +144,7 @@ def _hopper_candidates() -> dict[str, list[Config]]:
     return _by_kernel(
         up=[
             r(stages=3),
-            r(stages=3, point_warps=2),
-            r(bn=128, stages=6, point_warps=8),
+            r(bn=128, stages=6),
             c(128, 128, 64, 8, 4),
             t(128, 128, 64, 8, 4),
             t(128, 64, 64, 4, 3),
@@ -160,7 +156,7 @@ def _hopper_candidates() -> dict[str, list[Config]]:
             t(128, 256, 64, 8, 3, persistent=1),
             c(128, 256, 64, 8, 3, persistent=1, flatten=True),
         ],
-        act_backward=[r(stages=3), r(stages=3, point_warps=2), r(bn=128, stages=6, point_warps=8), *separate],
+        act_backward=[r(stages=3), r(bn=128, stages=6), *separate],
         outer=[
             r(),
             r(gather_first=True),

@@ -3,10 +3,10 @@
 Each multiprocessor has one block of threads for all its tiles. Its warps have roles, and hand data to each other
 through shared memory and barriers:
 
-    load      2 or 4 warps  fills a ring of stages: weights and contiguous rows by TMA; scattered rows, and those of
+    load      4 warps       fills a ring of stages: weights and contiguous rows by TMA; scattered rows, and those of
                             an expert's last, shorter stage, by cp.async, which can leave rows out
     multiply  8 warps       adds up a tile's product, and puts it into shared memory, rounded, when it is complete
-    point     2 to 8 warps  the pointwise part of the tile that was put there last, with the rows of H it needs;
+    point     4 or 8 warps  the pointwise part of the tile that was put there last, with the rows of H it needs;
                             in the kernels without one, TMA writes the tile out while the next one is added up
 
 The ring runs on across tiles, so that a tile's first stages are loaded while the last one is still multiplied. Its
@@ -39,7 +39,7 @@ _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_
 _memory = gl.shared_memory_descriptor
 view = getattr(_memory, "reinterpret", None) or _memory._reinterpret
 
-_LOADERS = gl.constexpr(4)  # warps
+_LOADERS = gl.constexpr(128)  # threads that load
 PIECE = gl.constexpr(64)  # columns of a product that are handed on at a time
 
 
@@ -77,11 +77,11 @@ def multiply_blocks(
 
 
 @gluon.jit
-def _rings(STAGES: gl.constexpr, LOAD_WARPS: gl.constexpr):
+def _rings(STAGES: gl.constexpr):
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=32 * LOAD_WARPS + 1)
+        mbarrier.init(full.index(i), count=_LOADERS + 1)
         mbarrier.init(empty.index(i), count=1)
     fence_async_shared()
     return full, empty
@@ -90,7 +90,7 @@ def _rings(STAGES: gl.constexpr, LOAD_WARPS: gl.constexpr):
 @gluon.jit
 def row_ring(
     dtype: gl.constexpr, BM: gl.constexpr, BK: gl.constexpr, W_COLUMNS: gl.constexpr, W_BUFFERS: gl.constexpr,
-    COLUMNS_FIRST: gl.constexpr, STAGES: gl.constexpr, LOAD_WARPS: gl.constexpr,
+    COLUMNS_FIRST: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Stages of rows [BM,BK] and of W_BUFFERS boxes of weights as they are stored, and their barriers."""
     W_SHAPE: gl.constexpr = [W_COLUMNS, BK] if COLUMNS_FIRST else [BK, W_COLUMNS]
@@ -98,7 +98,7 @@ def row_ring(
     W: gl.constexpr = gl.NVMMASharedLayout.get_default_for(W_SHAPE, dtype)
     row_buffers = gl.allocate_shared_memory(dtype, [STAGES, BM, BK], ROWS)
     w_buffers = gl.allocate_shared_memory(dtype, [STAGES * W_BUFFERS, W_SHAPE[0], W_SHAPE[1]], W)
-    full, empty = _rings(STAGES, LOAD_WARPS)
+    full, empty = _rings(STAGES)
     return row_buffers, w_buffers, full, empty
 
 
@@ -160,7 +160,7 @@ def _outer_load(
     BK: gl.constexpr = left_buffers.shape[1]
     BM: gl.constexpr = left_buffers.shape[2]
     BN: gl.constexpr = right_buffers.shape[2]
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     BYTES: gl.constexpr = (0 if GATHER_LEFT else BK * BM * 2) + (0 if GATHER_RIGHT else BK * BN * 2)
     ks = gl.arange(0, BK, gl.SliceLayout(1, LAYOUT))
     block = 0
@@ -244,7 +244,7 @@ def hopper_outer_kernel(
     left_buffers = gl.allocate_shared_memory(dtype, [STAGES, BK, BM], LEFT)
     right_buffers = gl.allocate_shared_memory(dtype, [STAGES, BK, BN], RIGHT)
     staged = gl.allocate_shared_memory(out.dtype, [2, BM, PIECE], OUT)
-    full, empty = _rings(STAGES, _LOADERS)
+    full, empty = _rings(STAGES)
     gl.warp_specialize(
         [
             (
@@ -262,7 +262,7 @@ def hopper_outer_kernel(
                 ),
             ),
         ],
-        [_LOADERS],
+        [4],
         [88],
     )  # fmt: skip
 
@@ -290,7 +290,7 @@ def rows_load(
     STAGES: gl.constexpr = row_buffers.shape[0]
     BM: gl.constexpr = row_buffers.shape[1]
     BK: gl.constexpr = row_buffers.shape[2]
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     W_BUFFERS: gl.constexpr = 2 if PAIRED else 1
     BYTES: gl.constexpr = 2 * ((0 if GATHER else BM * BK) + W_BUFFERS * w_buffers.shape[1] * w_buffers.shape[2])
     block = 0
@@ -388,7 +388,7 @@ def hopper_rows_kernel(
     """See `gemm.rows_kernel`."""
     num_tiles = gl.load(schedule + 3 * max_tiles) * gl.cdiv(width, BN)
     OUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, PIECE], out.dtype.element_ty)
-    row_buffers, w_buffers, full, empty = row_ring(w0.dtype, BM, BK, BN, 1, COLUMNS_FIRST, STAGES, _LOADERS)
+    row_buffers, w_buffers, full, empty = row_ring(w0.dtype, BM, BK, BN, 1, COLUMNS_FIRST, STAGES)
     staged = gl.allocate_shared_memory(out.dtype.element_ty, [2, BM, PIECE], OUT)
     gl.warp_specialize(
         [
@@ -409,6 +409,6 @@ def hopper_rows_kernel(
                 ),
             ),
         ],
-        [_LOADERS],
+        [4],
         [88],
     )  # fmt: skip

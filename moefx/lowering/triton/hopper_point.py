@@ -30,14 +30,14 @@ def _point_multiply(
     schedule, max_tiles, bias0, bias1, bias_expert, bias_column, width, inner, num_tiles,
     row_buffers, w_buffers, full, empty, staged, staged_full, staged_empty,
     FENCE: gl.constexpr, PAIRED: gl.constexpr, JOINED: gl.constexpr, HAS_BIAS: gl.constexpr,
-    TILE: gl.constexpr, COLUMNS_FIRST: gl.constexpr, GROUP: gl.constexpr, PRODUCT: gl.constexpr,
+    TILE: gl.constexpr, COLUMNS_FIRST: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Products of a tile, rounded, for the warps that go on with them. PRODUCT: columns of an instruction."""
+    """Products of a tile, rounded, for the warps that go on with them."""
     STAGES: gl.constexpr = row_buffers.shape[0]
     BM: gl.constexpr = row_buffers.shape[1]
     BK: gl.constexpr = row_buffers.shape[2]
     BN: gl.constexpr = staged.shape[0] * PIECE
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, PRODUCT, 16])
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 128, 16])
     block, num_blocks, turn = 0, gl.cdiv(inner, BK), 0
     if PAIRED:
         W_SHAPE: gl.constexpr = [STAGES, BN, BK] if COLUMNS_FIRST else [STAGES, BK, BN]
@@ -144,8 +144,7 @@ def hopper_up_kernel(
     ACT: gl.constexpr, PARTS: gl.constexpr, JOINED: gl.constexpr, GATHER: gl.constexpr, COLUMNS_FIRST: gl.constexpr,
     HAS_BIAS: gl.constexpr, USES_WEIGHT: gl.constexpr, STORE_H: gl.constexpr, STORE_ACT: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    ROWS: gl.constexpr, LOAD_WARPS: gl.constexpr, POINT_WARPS: gl.constexpr, PRODUCT: gl.constexpr,
-    LOAD_REGISTERS: gl.constexpr, POINT_REGISTERS: gl.constexpr,
+    ROWS: gl.constexpr, POINT_WARPS: gl.constexpr,
 ):  # fmt: skip
     """See `gemm.up_kernel`. BN: columns of the product, of both parts together."""
     PAIRED: gl.constexpr = PARTS == 2 and not JOINED
@@ -153,9 +152,7 @@ def hopper_up_kernel(
     W_BUFFERS: gl.constexpr = 2 if PAIRED else 1
     num_tiles = gl.load(schedule + 3 * max_tiles) * gl.cdiv(width, TILE)
     staged, staged_full, staged_empty = _stage(w0.dtype, BM, BN)
-    row_buffers, w_buffers, full, empty = row_ring(
-        w0.dtype, BM, BK, BN // W_BUFFERS, W_BUFFERS, COLUMNS_FIRST, STAGES, LOAD_WARPS
-    )
+    row_buffers, w_buffers, full, empty = row_ring(w0.dtype, BM, BK, BN // W_BUFFERS, W_BUFFERS, COLUMNS_FIRST, STAGES)
     gl.warp_specialize(
         [
             (
@@ -163,7 +160,7 @@ def hopper_up_kernel(
                 (
                     schedule, max_tiles, bias0, bias1, bias_expert, bias_column, width, inner,
                     num_tiles, row_buffers, w_buffers, full, empty, staged, staged_full, staged_empty,
-                    GATHER, PAIRED, JOINED, HAS_BIAS, TILE, COLUMNS_FIRST, GROUP, PRODUCT,
+                    GATHER, PAIRED, JOINED, HAS_BIAS, TILE, COLUMNS_FIRST, GROUP,
                 ),
             ),
             (
@@ -182,8 +179,8 @@ def hopper_up_kernel(
                 ),
             ),
         ],
-        [LOAD_WARPS, POINT_WARPS],
-        [LOAD_REGISTERS, POINT_REGISTERS],
+        [4, POINT_WARPS],
+        [48, 128 if POINT_WARPS == 4 else 112],
     )  # fmt: skip
 
 
@@ -311,13 +308,12 @@ def hopper_act_backward_kernel(
     COLUMNS_FIRST: gl.constexpr,
     HAS_SCALE: gl.constexpr, USES_WEIGHT: gl.constexpr, STORE_ACT: gl.constexpr, STORE_DOTS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    ROWS: gl.constexpr, LOAD_WARPS: gl.constexpr, POINT_WARPS: gl.constexpr, PRODUCT: gl.constexpr,
-    LOAD_REGISTERS: gl.constexpr, POINT_REGISTERS: gl.constexpr,
+    ROWS: gl.constexpr, POINT_WARPS: gl.constexpr,
 ):  # fmt: skip
     """See `gemm.act_backward_kernel`."""
     num_tiles = gl.load(schedule + 3 * max_tiles) * gl.cdiv(width, BN)
     staged, staged_full, staged_empty = _stage(w0.dtype, BM, BN)
-    row_buffers, w_buffers, full, empty = row_ring(w0.dtype, BM, BK, BN, 1, COLUMNS_FIRST, STAGES, LOAD_WARPS)
+    row_buffers, w_buffers, full, empty = row_ring(w0.dtype, BM, BK, BN, 1, COLUMNS_FIRST, STAGES)
     gl.warp_specialize(
         [
             (
@@ -325,7 +321,7 @@ def hopper_act_backward_kernel(
                 (
                     schedule, max_tiles, None, None, 0, 0, width, inner, num_tiles, row_buffers,
                     w_buffers, full, empty, staged, staged_full, staged_empty, GATHER, False, False, False, BN,
-                    COLUMNS_FIRST, GROUP, PRODUCT,
+                    COLUMNS_FIRST, GROUP,
                 ),
             ),
             (
@@ -345,6 +341,6 @@ def hopper_act_backward_kernel(
                 ),
             ),
         ],
-        [LOAD_WARPS, POINT_WARPS],
-        [LOAD_REGISTERS, POINT_REGISTERS],
+        [4, POINT_WARPS],
+        [48, 128 if POINT_WARPS == 4 else 112],
     )  # fmt: skip

@@ -24,7 +24,8 @@ from .weights import Weights, describable
 if TYPE_CHECKING:
     from .expert_mlp import Run
 
-# What registers and shared memory have room for. Products with a pointwise part may be half as wide (`Config.bn`).
+# What registers and shared memory have room for. Products with a pointwise part may be half as wide (`Config.bn`):
+# with twice as many warps for that part.
 _BM, _BN, _BK, _WARPS = 128, 256, 64, 8
 _TYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}  # Gluon's names
 
@@ -56,9 +57,7 @@ def project_up(run: Run, hidden: Sequence[Tensor] | None, act: Tensor | None, cu
         STORE_ACT=act is not None,
     )
     num_tiles = max_tiles * cdiv(width, cut.bn // point.num_parts)
-    _launch(
-        run, hopper_up_kernel, num_tiles, args, constants, cut, cut.bn, ROWS=min(32, 8 * cut.point_warps), **_point(cut)
-    )
+    _launch(run, hopper_up_kernel, num_tiles, args, constants, cut, cut.bn, ROWS=32, POINT_WARPS=_point_warps(cut))
     return True
 
 
@@ -131,8 +130,9 @@ def act_backward(
     )
     constants = constants | dict(GATHER=gather, COLUMNS_FIRST=run.down.columns_first(backward=True))
     num_tiles = max_tiles * cdiv(width, cut.bn)
-    rows = 4 * cut.point_warps  # of more, registers would not hold what is on its way
-    _launch(run, hopper_act_backward_kernel, num_tiles, args, constants, cut, cut.bn, ROWS=rows, **_point(cut))
+    warps = _point_warps(cut)
+    options = dict(ROWS=4 * warps, POINT_WARPS=warps)  # of more, registers would not hold what is on its way
+    _launch(run, hopper_act_backward_kernel, num_tiles, args, constants, cut, cut.bn, **options)
 
 
 def outer(run: Run, left: tuple[Tensor, bool], right: tuple[Tensor, bool], out: Tensor, cut: Config) -> bool:
@@ -168,13 +168,8 @@ def _launch(
     launch(kernel, run.grid(cut, num_tiles), args, constants, warps=_WARPS)
 
 
-def _point(cut: Config) -> dict[str, int]:
-    """How the warps of a kernel with a pointwise part share its registers. A matrix product of 256 columns needs 154 of
-    each thread before the warps trade theirs: with 12 warps there are 168, with 16 or 20 only 128 and 96."""
-    if cut.point_warps == 2:  # with those that load one group, whose warps all have the same number
-        return dict(LOAD_WARPS=2, POINT_WARPS=2, PRODUCT=256, LOAD_REGISTERS=128, POINT_REGISTERS=128)
-    registers = dict(LOAD_REGISTERS=48, POINT_REGISTERS=128 if cut.point_warps == 4 else 112)
-    return dict(LOAD_WARPS=4, POINT_WARPS=cut.point_warps, PRODUCT=128, **registers)
+def _point_warps(cut: Config) -> int:
+    return 4 if cut.bn == _BN else 8
 
 
 def _fit(*tensors: Tensor) -> bool:
