@@ -7,6 +7,7 @@ import pytest
 
 from moefx import cli
 from moefx.bench import CEILING, report
+from moefx.bench.shapes import SHAPES
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "moe_h200.jsonl"
 
@@ -42,7 +43,8 @@ def test_table(results, capsys):
     assert title.startswith("ms forward+backward")
     assert head.split() == ["moefx", "another", "BMM", "ceiling"]
     assert a.split() == ["a", "4.000", "(0.75)", "-", "3.000"]  # the median
-    assert zipf.split() == ["a", "zipf", "5.000", "-", "-"] and hot.split()[:3] == ["a", "hot", "4.400"]
+    assert zipf.split() == ["a", "zipf", "5.000", "(0.60)", "-", "3.000"]  # the ceiling of the shape
+    assert hot.split()[:3] == ["a", "hot", "4.400"]
     assert b.split() == ["b", "1.000", "-", "-"]  # without a ceiling no part of it
     assert c.split() == ["c", "-", "2.000", "-"]  # what failed once is left out
     assert forwards.splitlines()[0] == "ms forward" and forwards.splitlines()[2].split() == ["a", "1.333", "-", "1.000"]
@@ -54,7 +56,7 @@ def test_what_is_kept_has_no_ceiling(tmp_path):
     rows = (row("a", peer, 1.0) | dict(saved_bytes_per_token=100.0, peak_mib=5.0) for peer in ("moefx", CEILING))
     path.write_text("".join(json.dumps(r) + "\n" for r in rows))
     *_, saved, peak = report.tables(report.read(path)[1]).strip().split("\n\n")
-    assert saved.splitlines()[1:] == [f"{'':22}{'moefx':>20}", f"{'a':22}{'100':>20}"]
+    assert saved.splitlines()[1:] == [f" {'moefx':>20}", f"a{'100':>20}"]
     assert peak.splitlines()[-1].split() == ["a", "5"]
 
 
@@ -73,4 +75,5 @@ def test_what_cannot_be_read_is_named(tmp_path, capsys):
 def test_the_committed_results_name_their_environment():
     environment, results = report.read(RESULTS)
     assert "H200" in environment["devices"]["accelerator"] and environment["versions"]["triton"]
-    assert len(results) == 10 and all(report.fraction(rows, "moefx") for rows in results.values())
+    assert {shape for shape, _ in results} == {shape.name for shape in SHAPES}
+    assert len(results) == 30 and all(report.fraction(rows, "moefx") for rows in results.values())

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..lowering import select
 from ..lowering.triton.timing import milliseconds
+from . import CEILING
 from .peers import ABLATION, PEERS, TUNED_IN, Inputs, Work, compile_share
 from .results import add_routings, add_shapes, add_workers, in_parallel, parser, write
 from .shapes import Shape, activation, routed, tensors
@@ -135,8 +136,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             if shape.gated:  # what is tuned in Triton takes no other
                 compile_share(peer, inputs_of(shape.small, "uniform"), options.share, options.workers)
     elif options.here:
-        for peer, shape, routing in itertools.product(peers, options.shapes, options.routing):
-            _report(shape, peer, routing, options.out)
+        for peer, shape in itertools.product(peers, options.shapes):
+            for routing in options.routing[:1] if peer == CEILING else options.routing:
+                _report(shape, peer, routing, options.out)
     else:
         shapes = ["--shapes", ",".join(shape.name for shape in options.shapes)]
         for peer in peers:

@@ -33,11 +33,17 @@ def read(path: Path) -> tuple[Mapping[str, Any], Results]:
     """(environment, results) of JSON lines."""
     environment: Mapping[str, Any] = {}
     found: dict[tuple[str, str], dict[str, list[Mapping[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    ceilings: dict[str, list[Mapping[str, Any]]] = defaultdict(list)  # by shape: no routing is in them
     for row in map(json.loads, path.read_text().splitlines()):
         if "environment" in row:
             environment = row["environment"]
         else:
             found[row["shape"], row.get("routing", "uniform")][row["peer"]].append(row)
+            if row["peer"] == CEILING:
+                ceilings[row["shape"]].append(row)
+    for (shape, _), peers in found.items():
+        if shape in ceilings:
+            peers[CEILING] = ceilings[shape]
     return environment, {what: {peer: _median(rows) for peer, rows in peers.items()} for what, peers in found.items()}
 
 
@@ -58,18 +64,20 @@ def peers_of(results: Results) -> list[str]:
 def tables(results: Results) -> str:
     """One for each metric; what failed, and the slowest routings, are named below."""
     lines = []
+    names = {what: _name(*what) for what in results}
+    width = max(map(len, names.values()), default=0)
     for metric, (title, how) in METRICS.items():
         peers = [peer for peer in peers_of(results) if any(metric in rows.get(peer, {}) for rows in results.values())]
         if metric not in ("step_ms", "forward_ms"):
             peers = [peer for peer in peers if peer != CEILING]  # it keeps nothing that an answer needs
         if peers:
-            lines += [title, " " * 22 + "".join(f"{peer:>20}" for peer in peers)]
+            lines += [title, " " * width + "".join(f"{peer:>20}" for peer in peers)]
             for what, rows in results.items():
                 cells = (f"{_cell(rows, peer, metric, how):>20}" for peer in peers)
-                lines.append(f"{_name(*what):22}" + "".join(cells))
+                lines.append(f"{names[what]:{width}}" + "".join(cells))
             lines.append("")
     for what, rows in results.items():
-        lines += [f"{_name(*what)}, {peer}: {row['error']}" for peer, row in rows.items() if "error" in row]
+        lines += [f"{names[what]}, {peer}: {row['error']}" for peer, row in rows.items() if "error" in row]
     return "\n".join([*lines, *_slowest(results)])
 
 
