@@ -54,10 +54,14 @@ def choice(
     kernel: str, device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]
 ) -> tuple[Config, str, float]:
     """What `config` chooses without tuning, why, and how far away the shape is that it was tuned for."""
-    entries = _entries(device).get((configs.target(device), _name(dtype), kernel))
+    # float16 is as wide as bfloat16, and multiplied by the same units.
+    dtypes = (dtype, torch.bfloat16) if dtype is torch.float16 else (dtype,)
+    table = _entries(device)
+    entries = [(*e, d) for d in dtypes for e in table.get((configs.target(device), _name(d), kernel), ())]
     if entries:
-        tuned, chosen, where = min(entries, key=lambda entry: _distance(entry[0], shape))
+        tuned, chosen, where, its_dtype = min(entries, key=lambda entry: _distance(entry[0], shape))
         reason, distance = f"tuned {where} {_text(tuned)}", _distance(tuned, shape)
+        reason += "" if its_dtype is dtype else f", {_name(its_dtype)}"
     else:
         chosen, distance = configs.default(kernel, device, dtype), math.inf
         reason = f"the default: nothing is tuned for {configs.target(device)} {_name(dtype)}"

@@ -49,16 +49,30 @@ def test_the_nearest_tuned_shape_and_why(hopper):
 
 
 def test_defaults_where_nothing_is_tuned(hopper, monkeypatch):
-    for dtype, roles in ((torch.float16, True), (torch.float32, False)):
-        chosen, why, _ = tuning.choice("up", CPU, dtype, SHAPE)
-        assert chosen.roles is roles and why.startswith("the default: nothing is tuned for sm90")
+    chosen, why, _ = tuning.choice("up", CPU, torch.float32, SHAPE)
+    assert not chosen.roles and why.startswith("the default: nothing is tuned for sm90")
+    monkeypatch.setattr(tuning, "_entries", functools.cache(lambda device: {}))
+    assert tuning.choice("up", CPU, torch.float16, SHAPE)[0].roles
     monkeypatch.setattr(configs, "target", lambda device: "gfx942")
     assert not tuning.choice("up", CPU, torch.bfloat16, SHAPE)[0].roles
 
 
-def test_a_triton_whose_gluon_is_not_known_gets_the_others(hopper, monkeypatch):
-    monkeypatch.setattr(configs, "HAS_ROLES", False)
+def test_float16_is_cut_as_bfloat16(hopper, monkeypatch):
     for kernel in KERNELS:
+        (wanted, why, _), (chosen, reason, _) = (
+            tuning.choice(kernel, CPU, dtype, SHAPE) for dtype in (torch.bfloat16, torch.float16)
+        )
+        assert chosen == wanted and reason == f"{why}, bfloat16"
+    own = Config(64, 64, 64, warps=4, stages=2)  # of two that are equally near its own
+    tuning._entries(CPU).setdefault(("sm90", "float16", "up"), []).append((SHAPE, own, "here for"))
+    assert tuning.choice("up", CPU, torch.float16, SHAPE)[:2] == (own, f"tuned here for {tuning._text(SHAPE)}")
+
+
+def test_a_triton_whose_gluon_is_not_known_gets_the_others(hopper, monkeypatch):
+    kernels = [kernel for kernel in KERNELS if tuning.choice(kernel, CPU, torch.float16, SHAPE)[0].roles]
+    assert len(kernels) > 3
+    monkeypatch.setattr(configs, "HAS_ROLES", False)
+    for kernel in kernels:
         chosen, why, _ = tuning.choice(kernel, CPU, torch.float16, SHAPE)
         assert not chosen.roles and "without Gluon's kernels" in why
         assert not any(cut.roles for cut in configs.candidates(kernel, CPU, torch.float16))
