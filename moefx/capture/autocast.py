@@ -120,11 +120,31 @@ def cast_as_there(
 def checked(func: Any, args: tuple, kwargs: dict[str, Any], dtype: torch.dtype, out: Any) -> Any:
     """`out`, the result of such a call here, if it has the dtype that it has there."""
     device = state().device
-    if _is_listed(func, device):
+    is_listed = _is_listed(func, device)
+    if not is_listed and (_result(out) is None or getattr(func, "__name__", "") not in _composites()):
+        return out
+    try:
         expected = _asked(func, args, kwargs, device, dtype)[2]
-        if expected != _result(out):
-            raise CaptureError(f"autocast on {device} makes {expected} of {func}, which is not reproduced here")
+    except CaptureError:
+        if is_listed:
+            raise
+        return out
+    if expected != _result(out):
+        raise CaptureError(f"autocast on {device} makes {expected} of {func}, which is not reproduced here")
     return out
+
+
+def changes(func: Any, args: tuple, kwargs: dict[str, Any], dtype: torch.dtype, out: Any) -> bool:
+    """Whether autocast would do something to such a call when it is run again, other than make `out` of it."""
+    device = state().device
+    if not _is_listed(func, device):
+        return False
+    try:
+        casts, _, result = _asked(func, args, kwargs, device, dtype)
+    except CaptureError:
+        return True
+    floats = [t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point()]
+    return result != _result(out) or any(to not in (None, was) for to, was in zip(casts, floats, strict=False))
 
 
 @functools.cache
@@ -147,6 +167,16 @@ def _is_listed(func: Any, device: str) -> bool:
     if isinstance(func, torch._ops.OpOverload):
         return func in _KNOWN_AS or func.name() in _names(device)
     return getattr(func, "__name__", "").strip("_") in _functions(device)
+
+
+@functools.cache
+def _composites() -> frozenset[str]:
+    """Functions that torch makes of others, of which autocast may know one."""
+    key = "CompositeImplicitAutograd"
+    names = (n for n in torch._C._dispatch_get_all_op_names() if n.startswith("aten::"))
+    return frozenset(
+        n.partition("::")[2].partition(".")[0] for n in names if torch._C._dispatch_has_kernel_for_dispatch_key(n, key)
+    )
 
 
 class _Casts(TorchDispatchMode):

@@ -103,7 +103,7 @@ class Functions(TorchFunctionMode):
                 return run(*args, **options)
             given = autocast.cast_as_there(func, args, options, dtype, torch.Tensor.to)
             if given is None:
-                return run(*args, **options)
+                return autocast.checked(func, args, options, dtype, run(*args, **options))
             with self.tracer.already_cast():
                 out = run(*given[0], **given[1])
             return autocast.checked(func, args, options, dtype, out)

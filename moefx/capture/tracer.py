@@ -333,7 +333,7 @@ class Tracer(Recorder):
         if isinstance(out, torch.Tensor):
             if func in (aten._unsafe_view.default, aten.view.default):
                 func = aten.reshape.default  # of the value; copies are not recorded
-            node = self.emit(func, tuple(node_args), node_kwargs)
+            node = self._emit_op(func, node_args, node_kwargs, out)
             self.describe(node, out, known)
             if concrete is not None and is_float(out):
                 node.meta["shadow"] = concrete
@@ -347,7 +347,7 @@ class Tracer(Recorder):
             if is_view:
                 self._record_parts(func, node_args, args, out)
             else:
-                bundle = self.emit(func, tuple(node_args), node_kwargs)
+                bundle = self._emit_op(func, node_args, node_kwargs, out)
                 bundle.meta["val"] = None
                 if concrete is not None:
                     bundle.meta["shadow"] = concrete
@@ -357,6 +357,14 @@ class Tracer(Recorder):
                         self.describe(node, t, known)
                         self.track(t, node)
         return out
+
+    def _emit_op(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> fx.Node:
+        node = self.emit(func, tuple(args), kwargs)
+        if self.autocast is not None and isinstance(func, torch._ops.OpOverload):
+            values = map_arg((tuple(args), kwargs), lambda n: n.meta["val"])
+            if autocast.changes(func, values[0], values[1], self.autocast, out):
+                node.meta["autocast"] = None  # as it ran in the original, in place or inside of another function, say
+        return node
 
     def _record_parts(self, func: Any, node_args: Any, args: tuple, out: Any) -> None:
         """`split`, `chunk`, `unbind` as the selects and slices that they are."""
@@ -404,7 +412,7 @@ class Tracer(Recorder):
             self.mutate(target, self._converted(source, target))
             return target
         functional, node_args, node_kwargs = _functional(func, node_args, node_kwargs, names)
-        node = self.emit(functional, tuple(node_args), node_kwargs)
+        node = self._emit_op(functional, node_args, node_kwargs, targets[0])
         if len(targets) == 1:
             parts = [node]
         else:
@@ -502,19 +510,21 @@ def _with_leading_ones(value: fx.Node) -> fx.Node:
 def _functional(func: Any, args: Any, kwargs: dict[str, Any], names: list[str]) -> tuple[Any, Any, dict[str, Any]]:
     """The functional form of an in-place or `out=` op, with its arguments."""
     name, overload = func.overloadpacket.__name__, func._overloadname
-    namespace = getattr(torch.ops, func.namespace)
-    if name.endswith("_") and not name.endswith("__"):
-        packet = getattr(namespace, name[:-1], None)
-        if packet is not None and overload in packet.overloads():
-            return getattr(packet, overload), args, kwargs
-        wanted = [a.name for a in func._schema.arguments]
-        for candidate in packet.overloads() if packet is not None else ():
-            if [a.name for a in getattr(packet, candidate)._schema.arguments] == wanted:
-                return getattr(packet, candidate), args, kwargs
-    else:
-        wanted = [a.name for a in func._schema.arguments if not a.is_out]
-        for candidate in getattr(namespace, name).overloads():
-            op = getattr(getattr(namespace, name), candidate)
-            if [a.name for a in op._schema.arguments] == wanted:
-                return op, args, {k: v for k, v in kwargs.items() if k not in names}
+    packet = getattr(getattr(torch.ops, func.namespace), name[:-1] if _is_in_place(name) else name, None)
+    overloads = packet.overloads() if packet is not None else []
+    wanted = _signature(func)
+    for candidate in overloads:  # not by its name: `pow_.Scalar` is `pow.Tensor_Scalar`, not `pow.Scalar`
+        if _signature(getattr(packet, candidate)) == wanted:
+            return getattr(packet, candidate), args, {k: v for k, v in kwargs.items() if k not in names}
+    if _is_in_place(name) and overload in overloads:
+        return getattr(packet, overload), args, kwargs
     raise CaptureError(f"no functional form of {func} is known, at {user_source()}: {user_source().text}")
+
+
+def _is_in_place(name: str) -> bool:
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _signature(op: Any) -> list[tuple[str, str]]:
+    """Names and types of what it takes."""
+    return [(a.name, str(a.type)) for a in op._schema.arguments if not a.is_out]

@@ -3,6 +3,7 @@ hold no memory."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 
@@ -13,7 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import moefx
-from moefx.capture.autocast import under
+from moefx.capture.autocast import dtype_here, under
 from moefx.capture.concolic import capture
 from moefx.capture.routing import Routing
 from moefx.errors import CaptureError
@@ -37,7 +38,6 @@ FUNCTIONS = {
     "cumsum": lambda x, w: x.cumsum(0),
     "logsumexp": lambda x, w: x.logsumexp(-1) ** 2,
     "exp": lambda x, w: x.exp(),
-    "exp in place": lambda x, w: x.clone().exp_(),
     "square": lambda x, w: x.pow(2),
     "a power": lambda x, w: 2**x,
     "over": lambda x, w: 1 / x,
@@ -84,16 +84,68 @@ def dtypes(tree) -> list[torch.dtype]:
     return [t.dtype for t in torch.utils._pytree.tree_leaves(tree)]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS.keys())
-def test_dtypes_are_those_of_the_device(function, dtype):
+# Recorded as other operations than those that ran, for which autocast does something else.
+OF_ANOTHER_FORM = {
+    "exp in place": lambda x, w: x.clone().exp_(),
+    "cumsum in place": lambda x, w: x.clone().cumsum_(0),
+    "a power in place": lambda x, w: x.clone().pow_(2),
+    "addmm in place": lambda x, w: x.clone().addmm_(x, w.to(x.dtype)),
+    "exp into another": lambda x, w: torch.exp(x, out=torch.empty_like(x)),
+    "mm into another": lambda x, w: torch.mm(x, w.to(x.dtype), out=torch.empty_like(x)),
+    "tensordot": lambda x, w: torch.tensordot(x, w.to(x.dtype), 1),
+}
+
+
+def original_and_captured(function, device, dtype):
     with FakeTensorMode():
-        x, weight = torch.empty(ROWS, D, dtype=dtype, device="cuda"), torch.empty(D, D, device="cuda")
-        with under("cuda", torch.bfloat16):
+        x, weight = torch.empty(ROWS, D, dtype=dtype, device=device), torch.empty(D, D, device=device)
+        with under(device, torch.bfloat16):
             expected = dtypes(function(x, weight))
-    with under("cuda", torch.bfloat16):
-        found = capture(Calls(function), (torch.empty(ROWS, D, dtype=dtype, device="meta"),), {}, Routing())
+    with under(device, torch.bfloat16):
+        return expected, capture(Calls(function), (torch.empty(ROWS, D, dtype=dtype, device="meta"),), {}, Routing())
+
+
+def run_again(found, device) -> list[torch.dtype]:
+    """What the recorded operations make of it under autocast, each switched as its program switches it."""
+    made: dict[torch.fx.Node, object] = {}
+    with FakeTensorMode():
+        for node in sorted(_behind(found.out), key=lambda node: node.meta["index"]):
+            val = node.meta["val"]
+            if node.op == "call_function":
+                args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), made.get)
+                if kwargs.get("device") is not None:
+                    kwargs = {**kwargs, "device": device}
+                with under(device, torch.bfloat16):
+                    switched = node.meta["autocast"] != dtype_here()
+                    with under(device, node.meta["autocast"]) if switched else contextlib.nullcontext():
+                        made[node] = node.target(*args, **kwargs)
+            else:
+                made[node] = torch.empty(tuple(map(int, val.shape)), dtype=val.dtype, device=device)
+    return dtypes(torch.utils._pytree.tree_map(made.get, found.out))
+
+
+def _behind(out) -> set[torch.fx.Node]:
+    found, stack = set(), torch.utils._pytree.tree_leaves(out)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack += node.all_input_nodes
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "function, device",
+    [
+        *(pytest.param(f, "cuda", id=f"{name}-cuda") for name, f in FUNCTIONS.items()),
+        *(pytest.param(f, d, id=f"{name}-{d}") for name, f in OF_ANOTHER_FORM.items() for d in ("cuda", "cpu")),
+    ],
+)
+def test_dtypes_are_those_of_the_device(function, device, dtype):
+    expected, found = original_and_captured(function, device, dtype)
     assert dtypes(torch.utils._pytree.tree_map(lambda node: node.meta["val"], found.out)) == expected
+    assert run_again(found, device) == expected
 
 
 def test_the_passes_keep_them():
@@ -121,6 +173,9 @@ def test_what_is_not_reproduced_is_refused():
     """An einsum that is no product of matrices: the CPU's autocast leaves it alone."""
     block = Calls(lambda x, w: torch.einsum("sd,d->sd", x, w[0]))
     with under("cuda", torch.bfloat16), pytest.raises(CaptureError, match=r"autocast on cuda makes torch.bfloat16 of"):
+        capture(block, (torch.empty(ROWS, D, device="meta"),), {}, Routing())
+    block = Calls(torch.inner)  # made of `tensordot`, which nobody sees
+    with under("cuda", torch.bfloat16), pytest.raises(CaptureError, match=r"autocast on cuda makes torch.float32 of"):
         capture(block, (torch.empty(ROWS, D, device="meta"),), {}, Routing())
 
 
