@@ -161,9 +161,14 @@ class KeepsLosses(Loop):
         return super().forward(x)
 
 
+class PowersInPlace(Loop):
+    def route(self, x):
+        return super().route(x.clone().pow_(2).mul_(0.5))
+
+
 KINDS = [
     EinsumOfRows, WrittenInto, MovingAverage, LowScores, Normalised, ReentrantCheckpoint, TwoColumns, ToItsPlace,
-    Skipping, KeepsLosses,
+    Skipping, KeepsLosses, PowersInPlace,
 ]  # fmt: skip
 
 
