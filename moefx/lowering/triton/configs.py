@@ -28,7 +28,7 @@ class Config:
         fused: the pointwise part is in the GEMM ("up", "act_backward"); else it has a kernel of its own, and the
             GEMM is one of `rows_kernel`.
         gather_first: gather the rows into a buffer before the GEMM ("grad_up", "grad_down"; "up" and "act_backward"
-            where they are not fused).
+            where they are not fused, or have roles). What "act_backward" has gathered, "grad_down" takes.
         roles: the kernels of `hopper`, whose warps load, multiply or go on with the product, where they take the
             tensors. Of the rest only stages, group, fused, gather_first and, where there is a pointwise part, bn
             (128 or 256 columns of the product) count then.

@@ -335,25 +335,26 @@ class Run:
         # scale * A, the right side of dW2; without a scale that is the activation, which may have been kept.
         kept_act = next(iter(kept[len(call.up) :]), None) if point.scale is None else None
         scaled_act = self.empty(num_rows, self.act_width) if need_down and kept_act is None else None
-        dots, num_partials = self.act_backward(grad, reduce, hidden, grad_hidden, scaled_act, need_w)
+        dots, num_partials, grad, by_token = self.act_backward(grad, reduce, hidden, grad_hidden, scaled_act, need_w)
         del hidden
 
         results: list[Tensor] = []
-        grad_w = [self.weight_gradient(grad, reduce, dots, num_partials)] if need_w else []
+        grad_w = [self.weight_gradient(grad, by_token, dots, num_partials)] if need_w else []
         del dots
         grad_down = []
         if need_down:
             right = kept_act if scaled_act is None else scaled_act
             assert right is not None
-            sides = ((grad, reduce), (right, False))
+            sides = ((grad, by_token), (right, False))
             left, right = sides if self.down.out_dim == 0 else sides[::-1]
             stacked = self.outer("grad_down", left, right, call.down[0].dtype)
             grad_down = as_returned(stacked, call.down, 2)
         del scaled_act
         grad_down_bias = []
         if need_down_bias and call.down_bias:
-            stacked = self.sum_rows(grad, reduce, point.scale, call.down_bias[0].dtype)
+            stacked = self.sum_rows(grad, by_token, point.scale, call.down_bias[0].dtype)
             grad_down_bias = as_returned(stacked, call.down_bias, 1)
+        del grad
         grad_up, grad_up_bias = [], []
         for g, w in enumerate(self.up):
             if need_up:
@@ -391,7 +392,9 @@ class Run:
         scaled_act: Tensor | None,
         need_w: bool,
         cut: Config | None = None,
-    ) -> tuple[Tensor | None, int]:
+    ) -> tuple[Tensor | None, int, Tensor, bool]:
+        """dH and scale * A, and returns: partial sums <dA', A>, how many there are, and the gradient's rows as whoever
+        comes next should read them (by token or not)."""
         call, point = self.call, self.point
         width, inner = self.act_width, self.out_width
 
@@ -402,6 +405,8 @@ class Run:
         cut = cut or self.config("act_backward", width, inner, trial)
         if cut.roles and cut.fused and not roles.takes_act_backward(self, grad, hidden, cut):
             cut = portable("act_backward")
+        if gather and cut.gather_first:
+            grad, gather = self.gather(grad), False
         num_partials, dots = (cdiv(width, cut.bn) if cut.fused else 1), None
         num_sums = (point.scale is not None) + point.uses_weight
         if need_w and num_sums:
@@ -415,10 +420,10 @@ class Run:
             args = (grad_act, h0, h1, dh0, dh1, h0.stride(0), call.expert_offsets, self.w, dots, call.num_rows)
             args = (*args, width, self.num_experts)
             launch(rows.act_vjp_kernel, (cdiv(call.num_rows, bt),), args, constants | dict(BT=bt, BD=bd))
-            return dots, num_partials
+            return dots, num_partials, grad, gather
         if cut.roles:
             roles.act_backward(self, grad, gather, (h0, h1), (dh0, dh1), scaled_act, dots, constants, cut)
-            return dots, num_partials
+            return dots, num_partials, grad, gather
         schedule, max_tiles = self.schedule(cut.bm)
         w = self.down.operand(backward=True, block=(cut.bn, cut.bk) if cut.descriptors else None)
         args = (
@@ -428,7 +433,7 @@ class Run:
         )
         constants |= dict(GATHER=gather, WEIGHT=w.access, COLUMNS_FIRST=w.columns_first, SLICES=cut.slices)
         self.launch_gemm(gemm.act_backward_kernel, cut, max_tiles * num_partials, width, inner, args, constants)
-        return dots, num_partials
+        return dots, num_partials, grad, gather
 
     def weight_gradient(self, grad: Tensor, gather: bool, dots: Tensor | None, num_partials: int) -> Tensor:
         call, point = self.call, self.point

@@ -43,14 +43,15 @@ def project_up(run: Run, hidden: Sequence[Tensor] | None, act: Tensor | None, cu
     bias0, bias1 = run.part_biases()
     h0, h1 = run.parts(hidden) if hidden else (run.x, run.x)
     schedule, max_tiles = run.schedule(_BM)
+    x = run.gather(run.x) if cut.gather_first else run.x
     args = (
-        *(run.x, None, run.x.stride(0), call.token_ids, schedule, max_tiles),
+        *(x, _describe(x, _BM, _BK) if cut.gather_first else None, x.stride(0), call.token_ids, schedule, max_tiles),
         *(w[0], w[1] if paired else None),
         *(bias0, bias1, *((0, 0) if bias0 is None else bias0.stride()), run.w, h0, h1, h0.stride(0)),
         *(run.x if act is None else act, width, run.x.shape[1]),
     )
     constants = point.act_constants | dict(
-        GATHER=True,
+        GATHER=not cut.gather_first,
         COLUMNS_FIRST=parts[0].columns_first(backward=False),
         HAS_BIAS=bias0 is not None,
         STORE_H=hidden is not None,

@@ -24,6 +24,7 @@ ROLES = Config(128, 256, 64, warps=8, stages=4, persistent=1, roles=True)
 CONFIGS = dict.fromkeys(["down", "grad_x", "grad_up", "grad_down"], ROLES)
 CONFIGS |= dict.fromkeys(["up", "act_backward"], dataclasses.replace(ROLES, stages=3))
 NARROW = CONFIGS | dict.fromkeys(["up", "act_backward"], dataclasses.replace(ROLES, bn=128, stages=6))
+GATHERED = {kernel: dataclasses.replace(cut, gather_first=True) for kernel, cut in CONFIGS.items()}
 SEPARATE = dict.fromkeys(CONFIGS, dataclasses.replace(ROLES, fused=False, gather_first=True))
 POINT, PRODUCT = {"hopper_up_kernel", "hopper_act_backward_kernel"}, {"hopper_rows_kernel", "hopper_outer_kernel"}
 
@@ -65,7 +66,9 @@ def launched(monkeypatch):
 @pytest.mark.parametrize(
     "dtype, keep, reduce", [(torch.bfloat16, "h", True), (torch.float16, "x", False)], ids=["bf16-h", "fp16-x"]
 )
-@pytest.mark.parametrize("configs", [CONFIGS, NARROW, SEPARATE], ids=["fused", "narrow", "separate"])
+@pytest.mark.parametrize(
+    "configs", [CONFIGS, NARROW, GATHERED, SEPARATE], ids=["fused", "narrow", "gathered", "separate"]
+)
 def test_forward_and_backward(monkeypatch, launched, make, dtype, keep, reduce, configs):
     monkeypatch.setattr(expert_mlp, "config", lambda kernel, *_: configs[kernel])
     routing = random_routing(700, 3, 6)
@@ -75,7 +78,7 @@ def test_forward_and_backward(monkeypatch, launched, make, dtype, keep, reduce, 
 
 
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
-@pytest.mark.parametrize("configs", [CONFIGS, NARROW], ids=["fused", "narrow"])
+@pytest.mark.parametrize("configs", [CONFIGS, NARROW, GATHERED], ids=["fused", "narrow", "gathered"])
 def test_more_tiles_than_multiprocessors(monkeypatch, launched, make, configs):
     monkeypatch.setattr(expert_mlp, "config", lambda kernel, *_: configs[kernel])
     check(make, "cuda", torch.bfloat16, random_routing(6000, 2, 12), 512, 768, equally_spaced, keep="h", reduce=True)

@@ -9,7 +9,7 @@ from moefx.ir.body import ExpertBody, Gemm
 from moefx.lowering.triton import expert_mlp, roles
 
 from ...ir.routings import Routing
-from .test_roles import CONFIGS, NARROW
+from .test_roles import CONFIGS, GATHERED, NARROW
 
 D, E = 256, 4
 ALL = {"hopper_up_kernel", "hopper_rows_kernel", "hopper_act_backward_kernel", "hopper_outer_kernel"}
@@ -46,11 +46,12 @@ def hopper(monkeypatch):
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize("keep", ["h", "x"])
-def test_widths_that_are_multiples_of_8(monkeypatch, interleaved, transposed, keep):
-    assert launched(monkeypatch, 136, interleaved, transposed, keep) == ALL
+@pytest.mark.parametrize("configs", [CONFIGS, GATHERED], ids=["fused", "gathered"])
+def test_widths_that_are_multiples_of_8(monkeypatch, interleaved, transposed, keep, configs):
+    assert launched(monkeypatch, 136, interleaved, transposed, keep, configs) == ALL
 
 
-@pytest.mark.parametrize("configs", [CONFIGS, NARROW], ids=["fused", "narrow"])
+@pytest.mark.parametrize("configs", [CONFIGS, NARROW, GATHERED], ids=["fused", "narrow", "gathered"])
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize("keep", ["h", "x"])
