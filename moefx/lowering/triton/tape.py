@@ -252,7 +252,8 @@ def played(
     assert inputs[0] is not None
     device = inputs[0].device
     # Triton launches on the current device, which need not be the tensors'.
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+    is_elsewhere = device.type == "cuda" and torch.cuda.current_device() != device.index
+    with torch.cuda.device(device) if is_elsewhere else contextlib.nullcontext():
         tape = _tapes.get(key)
         if tape is not None:
             for path, times in tape.weight_paths.items():
