@@ -9,6 +9,7 @@ import types
 
 import pytest
 import torch
+from torch._C._autograd import DeviceType
 
 from moefx import cli
 from moefx.bench import layers, moe, peers, results, routing, stages, tune
@@ -141,6 +142,21 @@ def test_help(module, capsys):
     assert ended.value.code == 0
     text = capsys.readouterr().out
     assert f"python -m moefx bench {module.__name__.rpartition('.')[2]}" in text and "--out" in text
+
+
+def test_kernels_of_a_profile():
+    def event(key: str, us: float, kind: str):
+        device = getattr(DeviceType, kind)
+        return types.SimpleNamespace(key=key, self_device_time_total=us, count=2, device_type=device)
+
+    events = [event("aten::mm", 9.0, "CPU"), event("short", 1500.0, "CUDA"), event("long", 4000.0, "CUDA")]
+    assert layers.kernels([*events, event("nothing", 0.0, "CUDA")]) == [
+        dict(kernel="long", ms=4.0, calls=2),
+        dict(kernel="short", ms=1.5, calls=2),
+    ]
+    with torch.profiler.profile() as profile:
+        torch.ones(8, 8) @ torch.ones(8, 8)
+    assert layers.kernels(profile.key_averages()) == []  # the attributes are there
 
 
 def test_all_are_commands():

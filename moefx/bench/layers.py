@@ -1,10 +1,11 @@
 """Trains a few real layers: Qwen3-30B-A3B's shapes, 4 layers, 4 x 4096 tokens, bfloat16, fused AdamW.
 
-    python -m moefx bench layers [--systems eager,grouped_mm,moefx,...] [--steps 10] [--out results.jsonl]
+    python -m moefx bench layers [--systems eager,grouped_mm,moefx,...] [--steps 10] [--profile] [--out results.jsonl]
 
 transformers' own implementations beside moefx.compile of the eager one, each as it is and under torch.compile, each in
 a process of its own with the same weights and tokens. Reported: ms a step (median), the peak of memory above what
-weights, gradients' owners and optimizer hold before a step, and the losses.
+weights, gradients' owners and optimizer hold before a step, and the losses; with --profile the GPU's time in one more
+step, kernel by kernel.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch._C._autograd import DeviceType
 
 from .results import parser, write
 
+_SHOWN = 25  # kernels
 SYSTEMS = ("eager", "grouped_mm", "grouped_mm compiled", "moefx", "moefx compiled")
 
 
@@ -54,25 +57,41 @@ def build(system: str, layers: int) -> torch.nn.Module:
     return torch.compile(model) if system.endswith("compiled") else model  # pyright: ignore[reportReturnType]
 
 
-def measure(system: str, steps: int, layers: int, batch: int, length: int) -> dict[str, Any]:
+def kernels(events: Iterable[Any]) -> list[dict[str, Any]]:
+    """Name, ms and calls of each kernel in a profile, the longest first."""
+    found = [e for e in events if e.device_type == DeviceType.CUDA and e.self_device_time_total > 0]
+    found.sort(key=lambda e: -e.self_device_time_total)
+    return [dict(kernel=e.key[:120], ms=e.self_device_time_total / 1e3, calls=e.count) for e in found]
+
+
+def measure(system: str, steps: int, layers: int, batch: int, length: int, has_profile: bool = False) -> dict[str, Any]:
     model = build(system, layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     generator = torch.Generator(device="cuda").manual_seed(1)
     ids = torch.randint(0, 32000, (steps, batch, length), device="cuda", generator=generator)
     losses, times, held, peak = [], [], 0, 0
-    for step in range(steps):
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        held, begin = torch.cuda.memory_allocated(), time.perf_counter()
-        loss = model(input_ids=ids[step], labels=ids[step]).loss
+
+    def train(tokens: torch.Tensor) -> torch.Tensor:
+        loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         torch.cuda.synchronize()
+        return loss
+
+    for step in range(steps):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        held, begin = torch.cuda.memory_allocated(), time.perf_counter()
+        loss = train(ids[step])
         times.append((time.perf_counter() - begin) * 1e3)
         losses.append(loss.item())
         peak = torch.cuda.max_memory_allocated() - held
     row = dict(system=system, ms=statistics.median(times[steps // 2 :]), peak_gib=peak / 2**30, losses=losses)
+    if has_profile:
+        with torch.profiler.profile() as profile:
+            train(ids[-1])
+        row["kernels"] = kernels(profile.key_averages())
     if system.startswith("moefx"):
         from ..lowering import select
 
@@ -87,16 +106,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     made.add_argument("--layers", type=int, default=4)
     made.add_argument("--batch", type=int, default=4)
     made.add_argument("--length", type=int, default=4096)
+    made.add_argument("--profile", action="store_true", help="where the GPU's time goes")
     made.add_argument("--here", action="store_true", help="in this process")
     options = made.parse_args(argv)
     for system in options.systems.split(","):
         if not options.here:
             command = [sys.executable, "-m", __spec__.name, "--systems", system, "--here"]
+            command += ["--profile"] if options.profile else []
             for name in ("steps", "layers", "batch", "length"):
                 command += [f"--{name}", str(getattr(options, name))]
             subprocess.run([*command, *(["--out", options.out] if options.out else [])], check=False)
             continue
-        row = measure(system, options.steps, options.layers, options.batch, options.length)
+        row = measure(system, options.steps, options.layers, options.batch, options.length, options.profile)
         if options.out:
             write(row, options.out)
         print(
@@ -104,6 +125,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"losses {' '.join(f'{x:.3f}' for x in row['losses'][:4])} {', '.join(row.get('providers', []))}",
             flush=True,
         )
+        for kernel in row.get("kernels", [])[:_SHOWN]:
+            print(f"    {kernel['ms']:8.2f} ms {kernel['calls']:6} x {kernel['kernel'][:90]}", flush=True)
 
 
 if __name__ == "__main__":
