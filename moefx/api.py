@@ -13,6 +13,7 @@ from torch import nn
 
 from ._plan import Plan
 from .capture.autocast import under
+from .capture.lifting import lifting
 from .errors import InvalidInput, InvalidPlan, MoefxError, NoMoEBlockFound
 from .inspection.explain import Explanation, MatchedBlock
 from .inspection.history import History
@@ -233,7 +234,7 @@ def _program(matched: Matched, block: nn.Module) -> Program:
 
 def _proven(model: nn.Module, example_inputs: Any, plan: Plan) -> tuple[Survey, dict[int, str]]:
     """What was found, and what the numeric checks say; without autocast, for which calls are proven when they come."""
-    with under(device_of(model).type, None):
+    with lifting(), under(device_of(model).type, None):
         found = survey(model, example_inputs, plan)
         return found, _validate(model, found, plan)
 

@@ -23,6 +23,7 @@ from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..capture.lifting import is_here, lifting
 from ..errors import AbsorbedModuleChanged, MoefxError
 from ..ir.attributes import Where, holds_tensors, unchanged, value_at
 from ..ir.binding import Leaves, Specialisation, binder, call_specialisation, leaves_of
@@ -95,7 +96,10 @@ class BlockForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._forced == "original":
-            return self.run_original(*args, **kwargs)
+            if not self._specialising or is_here():
+                return self.run_original(*args, **kwargs)
+            with lifting():  # another thread lifts it, which does not concern this call
+                pass
         leaves = leaves_of(self._bind(*args, **kwargs))
         call = call_specialisation(self.block, leaves)
         if torch.compiler.is_compiling():
@@ -132,7 +136,8 @@ class BlockForward:
         if _transformed():
             self.counts.last_failed_guard = "forward-mode derivatives and torch.func transforms are the original's"
             return None
-        entry = self._admitted(call, leaves) or self._specialised(call, leaves, args, kwargs)
+        known = len(self._entries)
+        entry = self._admitted(call, leaves) or self._specialised(call, leaves, args, kwargs, known)
         if entry is not None:
             self.counts.rewritten += 1
         return entry
@@ -170,17 +175,37 @@ class BlockForward:
         leaves: Leaves,
         args: tuple[Any, ...] | None,
         kwargs: Mapping[str, Any] | None,
+        known: int = 0,
     ) -> _Entry | None:
-        """Ask for a program for this call, at most once for each specialisation."""
-        wanted = call, self._kept_out(call, leaves)
-        if self.specialise is None or self._specialising or wanted in self.refusals:
+        """Ask for a program for this call, at most once for each specialisation. `known`: programs that were there when
+        none of them admitted it."""
+        if self.specialise is None or (self._specialising and is_here()):  # capture may run this very block
             return None
-        if len(self._entries) + len(self.refusals) >= MAX_SPECIALISATIONS:
+        if (call, self._kept_out(call, leaves)) in self.refusals or self._is_full():
+            return None
+        with lifting():
+            if args is not None and len(self._entries) > known and (entry := self._admitted(call, leaves)):
+                return entry  # another thread made it meanwhile
+            return self._lifted(call, leaves, args, kwargs)
+
+    def _is_full(self) -> bool:
+        return len(self._entries) + len(self.refusals) >= MAX_SPECIALISATIONS
+
+    def _lifted(
+        self,
+        call: Specialisation,
+        leaves: Leaves,
+        args: tuple[Any, ...] | None,
+        kwargs: Mapping[str, Any] | None,
+    ) -> _Entry | None:
+        assert self.specialise is not None
+        wanted = call, self._kept_out(call, leaves)
+        if wanted in self.refusals or self._is_full():
             return None
         if leaves and not wanted[1] and self._holding(call):
             self.refusals[wanted] = "not specialised"  # the same lift would meet the same guard again
             return None
-        self._specialising = True  # capture may run this very block
+        self._specialising = True
         try:
             with _unobserved():
                 program = self.specialise(self.block, call, args, kwargs)

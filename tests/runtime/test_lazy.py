@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -410,3 +413,45 @@ def test_blocks_that_differ_in_what_only_the_other_mode_reads(x):
     for mode in (True, False):
         model.train(mode), compiled.train(mode)
         check(model, compiled, x)
+
+
+def at_once(*calls):
+    """What calls in threads of their own return."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        barrier = threading.Barrier(len(calls))
+
+        def run(call):
+            barrier.wait()
+            return call()
+
+        return list(pool.map(run, calls))
+
+
+@pytest.fixture
+def hasty_threads():
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_threads_that_lift_at_once(x, hasty_threads):
+    """Models of several threads, each called in a dtype that it was not compiled for."""
+    model, compiled = pair(x, Loop())
+    pairs = [(copy.deepcopy(model).to(t), copy.deepcopy(compiled).to(t)) for t in (torch.float32, torch.bfloat16) * 2]
+    inputs = [torch.randn(20, D, dtype=next(m.parameters()).dtype) for m, _ in pairs]
+    results = at_once(*(functools.partial(c, i) for (_, c), i in zip(pairs, inputs, strict=True)))
+    for (m, c), i, result in zip(pairs, inputs, results, strict=True):
+        torch.testing.assert_close(result, m(i))
+        assert counts(c) == (1, 0)
+
+
+def test_threads_that_share_a_block_lift_it_once(x, hasty_threads, monkeypatch):
+    _, compiled = pair(x, Moody())
+    lifted = []
+    stock = specialise.rewrite_block
+    monkeypatch.setattr(specialise, "rewrite_block", lambda *args: (lifted.append(args), stock(*args))[1])
+    compiled.eval()
+    first, *others = at_once(*[functools.partial(compiled, x)] * 3)
+    assert all(torch.equal(first, other) for other in others)
+    assert counts(compiled) == (3, 0) and len(lifted) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ def deep(fn: Callable[[], R]) -> R:
             result.append((False, error))
 
     with _Limit.raised():
-        _started(threading.Thread(target=run)).join()
+        _started(threading.Thread(target=contextvars.copy_context().run, args=(run,))).join()
     ok, value = result[0]
     if not ok:
         raise value
