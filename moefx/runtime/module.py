@@ -32,6 +32,7 @@ from .watch import AbsorbedModules, ReadAttributes
 
 # Of one block, taken or refused. An argument that changes at every call must not lift at every call.
 MAX_SPECIALISATIONS = 16
+_NOT_SPECIALISED = "not specialised"
 
 # (block, specialisation of the call, args, kwargs) -> a program for it, or None; may raise Refused. While
 # Dynamo
@@ -181,30 +182,33 @@ class BlockForward:
         none of them admitted it."""
         if self.specialise is None or (self._specialising and is_here()):  # capture may run this very block
             return None
-        if (call, self._kept_out(call, leaves)) in self.refusals or self._is_full():
+        if self._is_settled((call, self._kept_out(call, leaves))):
             return None
         with lifting():
             if args is not None and len(self._entries) > known and (entry := self._admitted(call, leaves)):
                 return entry  # another thread made it meanwhile
-            return self._lifted(call, leaves, args, kwargs)
+            wanted = call, self._kept_out(call, leaves)
+            if self._is_settled(wanted):
+                return None
+            if leaves and not wanted[1] and self._holding(call):
+                self.refusals[wanted] = _NOT_SPECIALISED  # the same lift would meet the same guard again
+                return None
+            program = self._asked_for(call, args, kwargs)
+            if isinstance(program, str):
+                self.refusals[wanted] = program
+                return None
+            if wanted[1]:  # whatever it turns out to be for
+                self.refusals[wanted] = ""
+            self.add(program)
+            return self._admitted(call, leaves) if args is not None else None
 
-    def _is_full(self) -> bool:
-        return len(self._entries) + len(self.refusals) >= MAX_SPECIALISATIONS
+    def _is_settled(self, wanted: tuple[Specialisation, tuple[str, ...]]) -> bool:
+        """Whether it was refused, or so much was asked for that nothing more is."""
+        return wanted in self.refusals or len(self._entries) + len(self.refusals) >= MAX_SPECIALISATIONS
 
-    def _lifted(
-        self,
-        call: Specialisation,
-        leaves: Leaves,
-        args: tuple[Any, ...] | None,
-        kwargs: Mapping[str, Any] | None,
-    ) -> _Entry | None:
+    def _asked_for(self, call: Specialisation, args: Any, kwargs: Any) -> Program | str:
+        """A new program, or why there is none."""
         assert self.specialise is not None
-        wanted = call, self._kept_out(call, leaves)
-        if wanted in self.refusals or self._is_full():
-            return None
-        if leaves and not wanted[1] and self._holding(call):
-            self.refusals[wanted] = "not specialised"  # the same lift would meet the same guard again
-            return None
         self._specialising = True
         try:
             with _unobserved():
@@ -212,18 +216,10 @@ class BlockForward:
         except AbsorbedModuleChanged:
             raise
         except Exception as error:  # the block's own as well, on abstract tensors or at other sizes
-            reason = str(error) if isinstance(error, MoefxError) else f"{type(error).__name__}: {error}"
-            self.refusals[wanted] = reason
-            return None
+            return str(error) if isinstance(error, MoefxError) else f"{type(error).__name__}: {error}"
         finally:
             self._specialising = False
-        if program is None:
-            self.refusals[wanted] = "not specialised"
-            return None
-        if wanted[1]:  # whatever it turns out to be for
-            self.refusals[wanted] = ""
-        self.add(program)
-        return self._admitted(call, leaves) if args is not None else None
+        return _NOT_SPECIALISED if program is None else program
 
     def _kept_out(self, call: Specialisation, leaves: Leaves) -> tuple[str, ...]:
         """The conditions that keep the programs for such a call from this one, where the block goes another way."""

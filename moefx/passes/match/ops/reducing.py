@@ -28,19 +28,21 @@ def _kept(S: Reader, n: fx.Node, out: Term) -> Term:
     return S.T.reshape(out, n.meta["val"].shape)
 
 
+def _as_result(S: Reader, n: fx.Node, a: Term) -> Term:
+    """The operand in the dtype of the result, to which the op (by its `dtype`) or autocast casts it first."""
+    old, new = n.args[0].meta["val"].dtype, n.meta["val"].dtype
+    cast = old != new and old.is_floating_point
+    return S.T.pw("cast", a, dtype=str(new).removeprefix("torch.")) if cast else a
+
+
 @rule("sum")
 def _sum(S: Reader, n: fx.Node, a: Term, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Term:
-    old, new = n.args[0].meta["val"].dtype, n.meta["val"].dtype
-    if old != new and old.is_floating_point:
-        a = S.T.pw("cast", a, dtype=str(new).removeprefix("torch."))
-    return _kept(S, n, S.T.sum(a, _dims(a, dim)))
+    return _kept(S, n, S.T.sum(_as_result(S, n, a), _dims(a, dim)))
 
 
 @rule("mean")
 def _mean(S: Reader, n: fx.Node, a: Term, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Term:
-    old, new = n.args[0].meta["val"].dtype, n.meta["val"].dtype
-    if old != new and old.is_floating_point:
-        a = S.T.pw("cast", a, dtype=str(new).removeprefix("torch."))
+    a = _as_result(S, n, a)
     dims = _dims(a, dim)
     return _kept(S, n, S.T.pw("div", S.T.sum(a, dims), S.T.const(math.prod(a.shape[d] for d in dims))))
 
@@ -94,10 +96,7 @@ def _var(
 
 @rule("rms_norm")
 def _rms_norm(S: Reader, n: fx.Node, x: Term, shape: Any, weight: Term | None = None, eps: Any = None) -> Term:
-    old, new = n.args[0].meta["val"].dtype, n.meta["val"].dtype
-    if old != new:  # by autocast
-        x = S.T.pw("cast", x, dtype=str(new).removeprefix("torch."))
-    out = S.T.row("rms_norm", range(-len(shape), 0), True, (eps,), x)
+    out = S.T.row("rms_norm", range(-len(shape), 0), True, (eps,), _as_result(S, n, x))
     return out if weight is None else S.T.pw("mul", out, weight)
 
 
