@@ -34,27 +34,45 @@ class Case:
         self.grad_hidden, self.scaled = empty(rows, shape.parts * shape.h), empty(rows, shape.h)
         for tensor in (self.hidden, self.act, self.grad_hidden, self.scaled):
             tensor.normal_()
+        self.handed_on: tuple[Tensor, bool] = (self.grad, True)
 
     def route(self) -> Sequence[Any]:
         return routing.build_pft(self.ids, self.weights, None, num_experts=self.shape.E)
 
-    def kernels(self) -> dict[str, tuple[int, Callable[[Config], object]]]:
-        """GEMM -> (matrices of d x h, work for a configuration)."""
+    def kernels(self) -> dict[str, tuple[int, Callable[[Config], Any]]]:
+        """GEMM -> (matrices of d x h, work for a configuration). That of grad_down takes dO as act_backward leaves it:
+        by token, until a configuration of that one gathers it."""
         run, dtype = self.run, self.x.dtype
         grad_hidden, scaled = (self.grad_hidden, False), (self.scaled, False)
-        x, grad = (self.x, True), (self.grad, True)
         hidden, grad_rows, parts = [self.hidden], [self.grad_hidden], self.shape.parts
+
+        def act_backward(cut: Config) -> None:
+            self.handed_on = run.act_backward(self.grad, True, hidden, grad_rows, self.scaled, True, cut)[2:]
+
         return {
             "up": (parts, lambda cut: run.project_up(hidden, self.act, cut)),
             "down": (1, lambda cut: run.project_down(self.act, self.out, False, cut)),
-            "act_backward": (
-                1,
-                lambda cut: run.act_backward(self.grad, True, hidden, grad_rows, self.scaled, True, cut),
-            ),
+            "act_backward": (1, act_backward),
             "grad_x": (parts, lambda cut: run.multiply_rows(grad_rows, run.up, self.out, backward=True, cut=cut)),
-            "grad_up": (parts, lambda cut: run.outer("grad_up", grad_hidden, x, dtype, cut)),
-            "grad_down": (1, lambda cut: run.outer("grad_down", grad, scaled, dtype, cut)),
+            "grad_up": (parts, lambda cut: run.outer("grad_up", grad_hidden, (self.x, True), dtype, cut)),
+            "grad_down": (1, lambda cut: run.outer("grad_down", self.handed_on, scaled, dtype, cut)),
         }
+
+    def choices(self) -> dict[str, tuple[int, Callable[[Config], Any]]]:
+        """As `kernels`, what to choose a configuration by: act_backward with the GEMM that takes what it gathers."""
+        gemms = self.kernels()
+        (_, act_backward), (_, grad_down) = gemms["act_backward"], gemms["grad_down"]
+        cut = self.chosen("grad_down")
+
+        def both(other: Config) -> None:
+            act_backward(other)
+            grad_down(cut)
+            self.handed_on = (self.grad, True)
+
+        return gemms | {"act_backward": (2, both)}
+
+    def chosen(self, kernel: str) -> Config:
+        return tuning.choice(kernel, self.x.device, self.x.dtype, self.sizes(kernel))[0]
 
     def sizes(self, kernel: str) -> tuple[int, int, int]:
         """(columns, inner, mean rows of an expert), by which `tuning.config` chooses."""
@@ -79,7 +97,7 @@ class Case:
 
         def gemm(name: str) -> tuple[int, int, Callable[[], object]]:
             matrices, work = gemms[name]
-            cut = tuning.choice(name, self.x.device, self.x.dtype, self.sizes(name))[0]
+            cut = self.chosen(name)
             return matrices * s.flops, moved[name] * width, lambda: work(cut)
 
         combined = (0, (rows + s.T) * s.d * width)

@@ -13,7 +13,7 @@ import itertools
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..lowering import select
-from ..lowering.triton.timing import milliseconds
+from ..lowering.triton.timing import milliseconds, settle
 from . import CEILING
 from .peers import ABLATION, PEERS, TUNED_IN, Inputs, Work, compile_share
 from .results import add_routings, add_shapes, add_workers, in_parallel, parser, write
@@ -82,14 +82,6 @@ def saved_bytes(inputs: Inputs, work: Work) -> int:
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
     weights = {t.untyped_storage().data_ptr() for t in (inputs.w1, inputs.w2)}
     return sum(size for at, size in storages.items() if at not in weights)
-
-
-def settle(work: Callable[[], object], seconds: float = 0.3) -> None:
-    """Work until the GPU's clock is that of steady work."""
-    begin = time.time()
-    while time.time() - begin < seconds:
-        work()
-        torch.cuda.synchronize()
 
 
 def measure(shape: Shape, peer: str, routing: str) -> dict[str, Any]:

@@ -13,15 +13,16 @@ from collections.abc import Sequence
 
 import torch
 
-from ..lowering.triton.timing import milliseconds
+from ..lowering.triton.timing import milliseconds, settle
 from .case import Case
 from .results import add_routings, add_shapes, parser, write
 
 
 def measure(case: Case) -> list[dict[str, object]]:
     """A row for each stage."""
-    rows = []
-    for name, (flops, moved, work) in case.stages().items():
+    rows, stages = [], case.stages()
+    settle(lambda: [work() for _, _, work in stages.values()])
+    for name, (flops, moved, work) in stages.items():
         ms = milliseconds(work)
         rows.append(dict(stage=name, ms=ms, tflops=flops / ms / 1e9, gbs=moved / ms / 1e6))
     return rows
@@ -29,11 +30,9 @@ def measure(case: Case) -> list[dict[str, object]]:
 
 def forward(case: Case) -> list[dict[str, object]]:
     """A row for each part of a forward and each system."""
-    return [
-        dict(stage=name, system=system, ms=milliseconds(work))
-        for name, works in case.parts().items()
-        for system, work in works.items()
-    ]
+    works = [(name, system, work) for name, parts in case.parts().items() for system, work in parts.items()]
+    settle(lambda: [work() for _, _, work in works])
+    return [dict(stage=name, system=system, ms=milliseconds(work)) for name, system, work in works]
 
 
 def ceilings() -> list[dict[str, object]]:

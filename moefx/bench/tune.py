@@ -22,6 +22,8 @@ from .case import Case
 from .results import add_shapes, add_workers, in_parallel, parser, write
 from .shapes import Shape
 
+_SETTLED = 0.04  # seconds
+
 
 def jobs(kernels: list[str]) -> Iterator[tuple[str, Config]]:
     for kernel in kernels:
@@ -37,7 +39,7 @@ def compile_share(shapes: list[Shape], kernels: list[str], share: int, of: int) 
             if i % of == share:
                 case = case or Case(shape.small)
                 try:
-                    case.kernels()[kernel][1](cut)
+                    case.choices()[kernel][1](cut)
                 except Exception as error:
                     print(f"{shape.name} {kernel} {cut}: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
         torch.cuda.synchronize()
@@ -61,12 +63,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"compiled in {in_parallel(__spec__.name, arguments, options.workers):.0f} s", flush=True)
     for shape in shapes:
         case = Case(shape)
-        for kernel, (matrices, work) in case.kernels().items():
+        for kernel, (matrices, work) in case.choices().items():
             if kernel not in kernels:
                 continue
             cuts = candidates(kernel, torch.device("cuda"), torch.bfloat16)
             left = options.seconds - (time.time() - begin)
-            times, is_complete = timed(cuts, work, rounds=options.rounds, repeats=3, seconds=left)
+            times, is_complete = timed(cuts, work, rounds=options.rounds, repeats=3, seconds=left, settled=_SETTLED)
             if not is_complete:
                 return print("out of time")
             results = [(statistics.median(ms), cut) for cut, ms in times.items()]

@@ -25,7 +25,7 @@ from triton.errors import TritonError
 from ...errors import InvalidPlan
 from .configs import Config
 from .tape import paused
-from .timing import milliseconds
+from .timing import milliseconds, settle
 
 _log = logging.getLogger(__name__)
 _SECONDS = 60.0
@@ -82,9 +82,19 @@ def fastest(name: str, candidates: Sequence[Config], trial: Callable[[Config], o
 
 
 def timed(
-    candidates: Sequence[Config], trial: Callable[[Config], object], *, rounds: int, repeats: int, seconds: float
+    candidates: Sequence[Config],
+    trial: Callable[[Config], object],
+    *,
+    rounds: int,
+    repeats: int,
+    seconds: float,
+    settled: float = 0.0,
 ) -> tuple[dict[Config, list[float]], bool]:
-    """Milliseconds of each candidate that fits, `rounds` times; and whether all were tried in this many seconds."""
+    """Milliseconds of each candidate that fits, `rounds` times; and whether all were tried in this many seconds.
+
+    Args:
+        settled: seconds to work before each measurement: steady work lowers the clock, of some candidates more.
+    """
     deadline, fit, is_complete = time.perf_counter() + seconds, [], True
     for cut in candidates:
         if fit and time.perf_counter() > deadline:
@@ -101,6 +111,7 @@ def timed(
     # In turns: a GPU under load changes its clock by more than what tells two candidates apart.
     for cut in [cut for _ in range(rounds) for cut in fit]:
         try:
+            settle(functools.partial(trial, cut), settled)
             times[cut].append(milliseconds(functools.partial(trial, cut), repeats=repeats, warmup=1))
         except torch.cuda.OutOfMemoryError:  # the call may well have enough; only timing has not
             times.pop(cut, None)

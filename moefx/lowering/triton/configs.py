@@ -144,6 +144,7 @@ def _hopper_candidates() -> dict[str, list[Config]]:
     return _by_kernel(
         up=[
             r(stages=3),
+            r(stages=3, gather_first=True),
             r(bn=128, stages=6),
             c(128, 128, 64, 8, 4),
             t(128, 128, 64, 8, 4),
@@ -156,7 +157,7 @@ def _hopper_candidates() -> dict[str, list[Config]]:
             t(128, 256, 64, 8, 3, persistent=1),
             c(128, 256, 64, 8, 3, persistent=1, flatten=True),
         ],
-        act_backward=[r(stages=3), r(bn=128, stages=6), *separate],
+        act_backward=[r(stages=3), r(stages=3, gather_first=True), r(bn=128, stages=6), *separate],
         outer=[
             r(),
             r(gather_first=True),

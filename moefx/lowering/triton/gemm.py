@@ -349,6 +349,9 @@ def _rows_tile(
     column = n * BN + tl.arange(0, BN)
     w_columns = _within(column, width, EVEN_N, VECTOR)
     acc = tl.zeros((BM, BN), tl.float32)
+    if HAS_BIAS:  # first: behind the products there is no register left for it
+        bias_at = bias + expert.to(tl.int64) * bias_expert + column * bias_column
+        acc += tl.load(bias_at, mask=column < width, other=0.0).to(tl.float32)[None, :]
     acc = _accumulate(
         acc, rows0, rows_row, w0, w_expert, w_column, w_inner, inner, expert, first_row, left_row, n, w_columns,
         ROWS_DESCRIPTOR, WEIGHT, COLUMNS_FIRST, EVEN_K, PRECISION, BN, BK,
@@ -358,9 +361,6 @@ def _rows_tile(
             acc, rows1, rows_row, w1, w_expert, w_column, w_inner, inner, expert, first_row, left_row, n, w_columns,
             ROWS_DESCRIPTOR, WEIGHT, COLUMNS_FIRST, EVEN_K, PRECISION, BN, BK,
         )  # fmt: skip
-    if HAS_BIAS:
-        bias_at = bias + expert.to(tl.int64) * bias_expert + column * bias_column
-        acc += tl.load(bias_at, mask=column < width, other=0.0).to(tl.float32)[None, :]
     if HAS_SCALE:
         acc *= SCALE(tl.load(row_weights + row, mask=is_mine, other=0.0).to(tl.float32))[:, None]
     value = acc.to(out.dtype.element_ty)

@@ -180,7 +180,7 @@ def hopper_up_kernel(
             ),
         ],
         [4, POINT_WARPS],
-        [48, 128 if POINT_WARPS == 4 else 112],
+        [48, 112],
     )  # fmt: skip
 
 
@@ -342,5 +342,5 @@ def hopper_act_backward_kernel(
             ),
         ],
         [4, POINT_WARPS],
-        [48, 128 if POINT_WARPS == 4 else 112],
+        [40, 136] if POINT_WARPS == 4 else [48, 112],
     )  # fmt: skip

@@ -58,7 +58,9 @@ def project_up(run: Run, hidden: Sequence[Tensor] | None, act: Tensor | None, cu
         STORE_ACT=act is not None,
     )
     num_tiles = max_tiles * cdiv(width, cut.bn // point.num_parts)
-    _launch(run, hopper_up_kernel, num_tiles, args, constants, cut, cut.bn, ROWS=32, POINT_WARPS=_point_warps(cut))
+    warps = _point_warps(cut)
+    options = dict(ROWS=4 * warps if point.joined else 32, POINT_WARPS=warps)
+    _launch(run, hopper_up_kernel, num_tiles, args, constants, cut, cut.bn, **options)
     return True
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable
 
 import torch
@@ -26,3 +27,11 @@ def milliseconds(work: Callable[[], object], repeats: int = 9, warmup: int = 2) 
         events.append((begin, end))
     torch.cuda.synchronize()
     return statistics.median(begin.elapsed_time(end) for begin, end in events)
+
+
+def settle(work: Callable[[], object], seconds: float = 0.3) -> None:
+    """Work until the GPU's clock is that of steady work."""
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        work()
+        torch.cuda.synchronize()

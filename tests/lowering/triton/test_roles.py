@@ -135,8 +135,9 @@ def test_what_they_do_not_take_goes_to_the_others(monkeypatch, launched):
     assert not launched
 
 
-def test_results_repeat_bit_by_bit(monkeypatch):
-    monkeypatch.setattr(expert_mlp, "config", lambda kernel, *_: CONFIGS[kernel])
+@pytest.mark.parametrize("configs", [CONFIGS, GATHERED], ids=["fused", "gathered"])
+def test_results_repeat_bit_by_bit(monkeypatch, configs):
+    monkeypatch.setattr(expert_mlp, "config", lambda kernel, *_: configs[kernel])
     layer = LINEAR["swiglu_list"](8, 512, 512, torch.bfloat16)
     for name in ("up", "up_bias", "down", "down_bias"):
         setattr(layer, name, [p.detach().cuda() for p in getattr(layer, name)])

@@ -20,6 +20,7 @@ def test_the_stages_of_a_step(device, monkeypatch):
         return 1.0
 
     monkeypatch.setattr(stages, "milliseconds", one)
+    monkeypatch.setattr(stages, "settle", one)
     case = Case(SMALL, device=device)
     rows = {row["stage"]: row for row in stages.measure(case)}
     assert list(rows)[:4] == ["routing", "up", "down", "combine"]
