@@ -1,7 +1,8 @@
 """The systems that `bench moe` compares: each a function of one shape's tensors and routing.
 
 A peer gets the same x, weights, gradient and precomputed routing as the others, in the layout it likes best, and
-gives a `Work`: forward alone, and forward with backward. Peers that are not installed raise ImportError.
+gives a `Work`: forward alone, and forward with backward. Peers that are not installed raise ImportError. MegaBlocks is
+not among them: its newest release, 0.10, wants torch 2.7.0.
 """
 
 from __future__ import annotations
@@ -146,6 +147,21 @@ def transformers_experts(inputs: Inputs, implementation: str) -> Work:
     return autograd(inputs, function)
 
 
+def scattermoe(inputs: Inputs) -> Work:
+    """ScatterMoE's two grouped products, as its gated layer calls them."""
+    from scattermoe.parallel_experts import flatten_sort_count, parallel_linear  # pyright: ignore[reportMissingImports]
+
+    (_, num_slots), num_experts = inputs.ids.shape, inputs.shape.E
+
+    def function(x: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        places = flatten_sort_count(inputs.ids, num_experts=num_experts)
+        hidden = parallel_linear(x, w1.transpose(1, 2), num_slots, *places, grouped_out=True)
+        act, gates = activation(inputs.shape, hidden), weights.to(x.dtype)
+        return parallel_linear(act, w2.transpose(1, 2), 1, *places, gates=gates, grouped_in=True)
+
+    return autograd(inputs, function)
+
+
 def liger(inputs: Inputs) -> Work:
     """Liger-Kernel's fused MoE, which its own tuner cuts."""
     _needs_gate(inputs, "liger-kernel")
@@ -215,6 +231,7 @@ PEERS: dict[str, Callable[[Inputs], Work]] = {
     "torch compiled": torch_grouped_mm_compiled,
     "transformers": functools.partial(transformers_experts, implementation="grouped_mm"),
     "transformers eager": functools.partial(transformers_experts, implementation="eager"),
+    "scattermoe": scattermoe,
     "liger-kernel": liger,
     "sonic-moe": sonic_moe,
     CEILING: bmm_ceiling,
