@@ -19,7 +19,7 @@ from ..errors import InvalidInput
 from . import derivative, experts, routing
 from .body import ExpertBody, Gemm
 from .expression import evaluate
-from .op import op
+from .op import is_last_use, op
 
 KEEP = ("h", "x", "all", "none")
 
@@ -153,7 +153,7 @@ def expert_mlp(
 
     Returns:
         The rows [B,D'] (or their sums [S,D']), then what the policy keeps: each up-projection [B,F], then the
-        activation [B,F'].
+        activation [B,F']. These are the backward's, which may overwrite them unless the graph is retained.
     """
     call = Call.of(args, body, keep, dtype)
     rows = call.x.index_select(0, call.token_ids)
@@ -189,7 +189,7 @@ def _linear(call: Call, rows: Tensor, w: list[Tensor], bias: list[Tensor] | None
 
 @op(
     f"expert_mlp_backward(Tensor grad, {_SIGNATURE}, Tensor[] kept, "
-    "*, str body, str keep, bool reduce=False, ScalarType? dtype=None, bool[] needs) -> Tensor[]",
+    "*, str body, str keep, bool reduce=False, ScalarType? dtype=None, bool[] needs, bool overwrite=False) -> Tensor[]",
     contract=f"grad[_,N], {_CONTRACT}, kept[*] -> gradients[*]",
 )
 def expert_mlp_backward(
@@ -200,12 +200,15 @@ def expert_mlp_backward(
     reduce: bool = False,
     dtype: torch.dtype | None = None,
     needs: Sequence[bool],
+    overwrite: bool = False,
 ) -> list[Tensor]:
     """Gradients of `expert_mlp` for `grad`, that of its first output.
 
     Args:
         kept: the extra outputs of the forward.
         needs: which to compute, of x, row_weights, up, up_bias, down, down_bias.
+        overwrite: whether `kept` may be written to. The schema does not say so: for the eager backward of a graph that
+            is freed behind it alone, where that memory is what peaks with the weights' gradients.
 
     Returns:
         The needed ones in that order, for up and up_bias GEMM by GEMM: for each one [E,...] stacked, or E
@@ -290,7 +293,7 @@ def _(*args, body, keep="h", reduce=False, dtype=None):
 
 
 @expert_mlp_backward.fake
-def _(grad, *args, body, keep, reduce=False, dtype=None, needs):
+def _(grad, *args, body, keep, reduce=False, dtype=None, needs, overwrite=False):
     call = Call.of(args[:-1], body, keep, dtype)
     x, w = call.x, args[4]
     dims = {
@@ -332,9 +335,12 @@ def _gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
     saved = iter(ctx.saved_tensors)  # once: each look at them unpacks, which checkpointing allows one time
     fixed = [next(saved) for _ in range(5)]
     lists = [[next(saved) for _ in range(size)] for size in ctx.sizes]
-    up, up_bias, down, down_bias, _ = lists
-    needs = [ctx.needs[0], *ctx.needs[4:]]
-    results = iter(expert_mlp_backward(grads[0], *fixed, *lists, **ctx.kwargs, needs=needs))
+    up, up_bias, down, down_bias, kept = lists
+    needs, kwargs = [ctx.needs[0], *ctx.needs[4:]], ctx.kwargs
+    if kept and is_last_use(kept):
+        kwargs = {**kwargs, "overwrite": True}
+        torch.autograd.graph.increment_version(kept)  # whoever saved them too is told
+    results = iter(expert_mlp_backward(grads[0], *fixed, *lists, **kwargs, needs=needs))
     body = ExpertBody.from_json(ctx.kwargs["body"])
     biased = [g for g in body.up if g.bias]
 

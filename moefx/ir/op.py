@@ -194,6 +194,15 @@ class Op:
         self.autograd(save=lambda ctx, args, kwargs, outputs: None, backward=backward)
 
 
+def is_last_use(saved: Sequence[Any]) -> bool:
+    """Whether the backward at work is the last to read what its node has saved: it really runs, and its graph is freed
+    behind it (no `retain_graph`)."""
+    keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)  # private in torch
+    if keeps_graph is None or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        return False
+    return all(type(t) is torch.Tensor for t in saved) and not keeps_graph()
+
+
 def op(schema: str, *, contract: str) -> Callable[[Callable[..., Any]], Op]:
     """Decorator: `Op(schema, contract=contract, reference=the decorated function)`."""
     return lambda reference: Op(schema, contract=contract, reference=reference)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 from collections.abc import Callable, Iterator
 
@@ -462,3 +463,67 @@ def test_opcheck(make, keep, reduce):
     )
     needs = [True] * 6
     opcheck(dialect.expert_mlp_backward.overload, (torch.randn_like(rows), *arguments), {**kwargs, "needs": needs})
+
+
+class TestWhatIsKeptMayBeOverwritten:
+    """Only by an eager backward whose graph is freed behind it."""
+
+    @pytest.fixture
+    def told(self, monkeypatch):
+        """`overwrite` in each backward."""
+        op, told = dialect.expert_mlp_backward, []
+        for name, provider in op.providers.items():
+
+            def run(*args, _run=provider.run, overwrite=False, **kwargs):
+                told.append(overwrite)
+                return _run(*args, **kwargs)
+
+            monkeypatch.setitem(op.providers, name, dataclasses.replace(provider, run=run))
+        return told
+
+    @pytest.fixture
+    def loss(self):
+        layer, routing = swiglu_list(3, 4, 2), random_routing(5, 2, 3)
+        self.leaves = [torch.randn(5, 4, dtype=torch.float64, requires_grad=True), *layer.parameters]
+        return lambda keep="h": layer.fused(self.leaves[0], routing, routing.topk_weights, keep).square().sum()
+
+    def test_when_the_graph_is_freed(self, told, loss):
+        loss().backward()
+        torch.autograd.grad(loss("all"), self.leaves)
+        assert told == [True, True]
+
+    def test_not_when_it_is_retained(self, told, loss):
+        out = loss()
+        first = torch.autograd.grad(out, self.leaves, retain_graph=True)
+        second = torch.autograd.grad(out, self.leaves[:1], create_graph=True)
+        assert told == [False, False]
+        third = torch.autograd.grad(out, self.leaves)
+        assert told == [False, False, True]
+        assert all(map(torch.equal, first, third)) and torch.equal(first[0], second[0])
+
+    def test_not_when_nothing_is_kept(self, told, loss):
+        loss("x").backward()
+        assert told == [False]
+
+    @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+    def test_not_when_it_is_compiled(self, told, loss, backend):
+        torch.compile(loss, backend=backend, fullgraph=True)().backward()
+        assert told == [backend == "eager"]  # where torch itself runs the backward
+
+    @pytest.mark.parametrize("use_reentrant", [False, True])
+    def test_under_checkpointing(self, told, loss, use_reentrant):
+        wanted = torch.autograd.grad(loss(), self.leaves)
+        out = checkpoint(lambda x: loss(), self.leaves[0], use_reentrant=use_reentrant)
+        out.backward()
+        assert told == [True, True]
+        for leaf, want in zip(self.leaves, wanted, strict=True):
+            assert leaf.grad is not None and torch.equal(leaf.grad, want)
+
+    def test_whoever_saved_it_too_is_told(self, loss):
+        layer, routing = swiglu_list(3, 4, 2), random_routing(5, 2, 3)
+        x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+        rows, hidden, *_ = run(layer, routing, x, routing.topk_weights)
+        other = (hidden * x.sum()).sum()
+        rows.sum().backward()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            other.backward()

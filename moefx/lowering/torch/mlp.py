@@ -321,6 +321,7 @@ def _backward_with(make: Callable[[Tensor, torch.dtype, int], Gemms]) -> Callabl
         reduce: bool = False,
         dtype: torch.dtype | None = None,
         needs: Sequence[bool],
+        overwrite: bool = False,
     ) -> list[Tensor]:
         call = Call.of(args[:-1], body, keep, dtype)
         gemms = make(call.expert_offsets, call.dtype, call.matrix_size())

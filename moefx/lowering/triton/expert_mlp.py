@@ -47,11 +47,16 @@ def expert_mlp_backward(
     reduce: bool = False,
     dtype: torch.dtype | None = None,
     needs: Sequence[bool],
+    overwrite: bool = False,
 ) -> list[Tensor]:
     *forward, kept = args
     inputs, constants = [grad, *forward[:5], *kept], [p for group in forward[5:] for p in group]
-    key = ("backward", body, keep, reduce, dtype, precision(forward[0]), *needs, *map(len, forward[5:]))
-    return played(key, inputs, constants, lambda: Run(forward, body, keep, dtype).backward(grad, kept, reduce, needs))
+    key = ("backward", body, keep, reduce, dtype, precision(forward[0]), *needs, overwrite, *map(len, forward[5:]))
+
+    def host_code() -> list[Tensor]:
+        return Run(forward, body, keep, dtype).backward(grad, kept, reduce, needs, overwrite)
+
+    return played(key, inputs, constants, host_code)
 
 
 def precision(x: Tensor) -> str:
@@ -317,7 +322,9 @@ class Run:
 
     # -- backward
 
-    def backward(self, grad: Tensor, kept: Sequence[Tensor], reduce: bool, needs: Sequence[bool]) -> list[Tensor]:
+    def backward(
+        self, grad: Tensor, kept: Sequence[Tensor], reduce: bool, needs: Sequence[bool], overwrite: bool
+    ) -> list[Tensor]:
         need_x, need_w, need_up, need_up_bias, need_down, need_down_bias = needs
         call, point = self.call, self.point
         num_rows = call.num_rows
@@ -330,8 +337,8 @@ class Run:
         if not hidden:
             hidden = [self.empty(num_rows, width) for width in self.up_widths]
             self.project_up(hidden, None)
-        # Kept tensors are the forward's; what was recomputed here may be overwritten.
-        grad_hidden = [self.empty(num_rows, width) for width in self.up_widths] if kept else hidden
+        # dH takes the place of H where that was recomputed here, or nobody reads it again.
+        grad_hidden = hidden if overwrite or not kept else [self.empty(num_rows, width) for width in self.up_widths]
         # scale * A, the right side of dW2; without a scale that is the activation, which may have been kept.
         kept_act = next(iter(kept[len(call.up) :]), None) if point.scale is None else None
         scaled_act = self.empty(num_rows, self.act_width) if need_down and kept_act is None else None
@@ -355,6 +362,11 @@ class Run:
             stacked = self.sum_rows(grad, by_token, point.scale, call.down_bias[0].dtype)
             grad_down_bias = as_returned(stacked, call.down_bias, 1)
         del grad
+        if need_x:  # before dW1: its rows are gone then
+            grad_rows = self.empty(num_rows, call.x.shape[1])
+            self.multiply_rows(grad_hidden, self.up, grad_rows, backward=True)
+            results.append(self.combine(grad_rows, call.x.dtype, None))
+            del grad_rows
         grad_up, grad_up_bias = [], []
         for g, w in enumerate(self.up):
             if need_up:
@@ -365,11 +377,6 @@ class Run:
             bias = call.up_bias[g]
             if need_up_bias and bias:
                 grad_up_bias += as_returned(self.sum_rows(grad_hidden[g], False, None, bias[0].dtype), bias, 1)
-        if need_x:
-            grad_rows = self.empty(num_rows, call.x.shape[1])
-            self.multiply_rows(grad_hidden, self.up, grad_rows, backward=True)
-            del grad_hidden
-            results.append(self.combine(grad_rows, call.x.dtype, None))
         return [*results, *grad_w, *grad_up, *grad_up_bias, *grad_down, *grad_down_bias]
 
     def zero_gradients(self, needs: Sequence[bool]) -> list[Tensor]:

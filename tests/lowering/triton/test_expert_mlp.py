@@ -111,6 +111,29 @@ def test_a_kept_activation_is_the_one_that_is_recomputed(device, monkeypatch, ma
     assert all(map(torch.equal, *results))
 
 
+@pytest.mark.parametrize("make", LINEAR.values(), ids=LINEAR.keys())
+@pytest.mark.parametrize("keep", ["h", "all"])
+@pytest.mark.parametrize("name", ["sliced", "separate"])
+def test_dh_takes_the_place_of_h(device, monkeypatch, make, keep, name):
+    """Where it may: with the same gradients, bit by bit."""
+    monkeypatch.setattr(expert_mlp, "config", lambda *_: CONFIGS[name])
+    layer, routing = on(device, make(4, 32, 24), torch.bfloat16), random_routing(19, 2, 4)
+    there = dataclasses.replace(routing, topk_ids=routing.topk_ids.to(device))
+    token_ids, _, offsets, inverse, w = there.build(routing.topk_weights.to(device, torch.bfloat16))
+    x, grad = torch.randn(2, 19, 32, device=device).bfloat16()
+    parameters = [[p.detach() for p in group] for group in (layer.up, layer.up_bias, layer.down, layer.down_bias)]
+    args, options = (x, token_ids, offsets, inverse, w, *parameters), dict(body=layer.text, keep=keep, reduce=True)
+    _, *kept = expert_mlp.expert_mlp(*args, **options)
+    before, results = [k.clone() for k in kept], []
+    for overwrite in (False, True):
+        results.append(
+            expert_mlp.expert_mlp_backward(grad, *args, kept, **options, needs=[True] * 6, overwrite=overwrite)
+        )
+        changed = [not torch.equal(k, b) for k, b in zip(kept, before, strict=True)]
+        assert changed == [overwrite and i < len(layer.body.up) for i in range(len(kept))]
+    assert all(map(torch.equal, *results))
+
+
 def spaced(tensors: list[Tensor]) -> list[Tensor]:
     """The same in one storage."""
     return [t.requires_grad_() for t in torch.stack([t.detach() for t in tensors]).unbind(0)]
