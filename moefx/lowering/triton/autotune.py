@@ -33,7 +33,7 @@ _MIN_FLOPS = 2e9  # of a GEMM: smaller ones take less time than to launch them
 _ROUNDS = 5
 _TOO_LARGE = ("too many resources requested", "PassManager::run failed", "out of resource")
 
-_lock = threading.Lock()
+turn = threading.RLock()  # of the thread that tunes; the others wait for what it finds
 _spent = 0.0
 
 
@@ -65,7 +65,7 @@ def fastest(name: str, candidates: Sequence[Config], trial: Callable[[Config], o
     The first one is tried in any case: to run out of time is no worse than not to tune.
     """
     global _spent
-    with _lock, paused():
+    with turn, paused():
         if not _spent:  # the user waits for the first time
             what = "timing GPU kernels for shapes that are not in the tuning table, for up to %.0f s (MOEFX_AUTOTUNE)"
             _log.warning(what, seconds_left())

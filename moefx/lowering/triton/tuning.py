@@ -45,7 +45,10 @@ def config(
     if configs.target(device) == "interpreter":
         return chosen
     if distance > _NEAR and trial and autotune.is_possible(shape, num_experts):
-        chosen, reason = _tune(kernel, device, dtype, shape, trial, chosen, reason)
+        with autotune.turn:
+            chosen, reason, distance = choice(kernel, device, dtype, shape)  # another thread may have found it
+            if distance > _NEAR:
+                chosen, reason = _tune(kernel, device, dtype, shape, trial, chosen, reason)
     _used[kernel, f"{_name(dtype)} {_text(shape)}"] = (chosen, reason)
     return chosen
 

@@ -5,6 +5,8 @@ import functools
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -159,6 +161,20 @@ class TestTuning:
             assert gpu.config(shape) == fast and not gpu.tried
             assert tuning.choice("up", CPU, torch.bfloat16, near)[1].startswith("tuned here for")
         assert len(autotune.kept(tuning.gpu(CPU))) == 2
+
+    def test_threads_wait_for_the_one_that_tunes(self, gpu):
+        candidates, found = configs.candidates("up", CPU, torch.bfloat16), []
+        gpu.fast = candidates[3]
+        threads = [threading.Thread(target=lambda: found.append(gpu.config())) for _ in range(3)]
+        with autotune.turn:
+            for thread in threads:
+                thread.start()
+            time.sleep(0.2)
+            assert not gpu.tried and not found
+        for thread in threads:
+            thread.join(60)
+        assert found == [gpu.fast] * 3
+        assert len(gpu.tried) == len(candidates) * (1 + autotune._ROUNDS)
 
     def test_the_user_is_told_once(self, gpu, caplog):
         for columns in (768, 6144):
