@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -21,8 +22,10 @@ from ..ir.op import Op, Provider, registry
 
 _calls: Counter[tuple[str, str]] = Counter()
 _paths: Counter[str] = Counter()
+_thread = threading.local()
 # Process-wide, not thread-local: on a GPU the backward runs in autograd's own threads.
 _forced: dict[str, str] = {}
+_preferred: dict[str, str] = {}  # of the environment: only where they take the arguments, as `compile` has other ones
 
 
 def choose(op: Op, args: Any, kwargs: Any) -> Provider:
@@ -31,7 +34,8 @@ def choose(op: Op, args: Any, kwargs: Any) -> Provider:
         provider = op.providers[_forced[op.name]]
     else:
         # "reference" was registered first and supports everything.
-        provider = next(p for p in reversed(op.providers.values()) if p.supports(*args, **kwargs))
+        wanted = [op.providers[_preferred[op.name]]] if op.name in _preferred else []
+        provider = next(p for p in (*wanted, *reversed(op.providers.values())) if p.supports(*args, **kwargs))
     _calls[op.name, provider.name] += 1
     return provider
 
@@ -52,8 +56,16 @@ def weight_paths() -> dict[str, int]:
     return dict(_paths)
 
 
+def weight_paths_here() -> Counter[str]:
+    """As `weight_paths`, of this thread alone and since it began."""
+    return Counter(getattr(_thread, "paths", ()))
+
+
 def count_weight_path(path: str, times: int = 1) -> None:
     _paths[path] += times
+    if not hasattr(_thread, "paths"):
+        _thread.paths = Counter()
+    _thread.paths[path] += times
 
 
 def reset_counters() -> None:
@@ -94,7 +106,8 @@ from . import triton as _triton_providers  # noqa: E402, F401  isort: skip
 
 
 def _force_from(setting: str) -> None:
-    """`MOEFX_PROVIDERS="expert_mlp=grouped_mm,build_pft=reference"`: an op, and its backward, for the whole process.
+    """`MOEFX_PROVIDERS="expert_mlp=grouped_mm,build_pft=reference"`: for an op, and its backward, in the whole process,
+    where they take the arguments: the proofs of `compile`, in float64, are beyond some.
 
     Raises:
         InvalidPlan: there is no such op or provider.
@@ -104,7 +117,7 @@ def _force_from(setting: str) -> None:
         _check(op, provider, f"MOEFX_PROVIDERS={setting}: ")
         for name in (op, f"{op}_backward"):
             if name in registry and provider in registry[name].providers:
-                _forced[name] = provider
+                _preferred[name] = provider
 
 
 _force_from(os.environ.get("MOEFX_PROVIDERS", ""))

@@ -23,6 +23,13 @@ def test_providers_from_the_environment():
     assert "('combine', 'reference')" in done.stdout
 
 
+def test_only_where_they_take_the_arguments():
+    """Triton's kernels run on GPUs; `compile` compares in float64, which grouped_mm has not."""
+    for provider in ("triton", "grouped_mm"):
+        done = run(f"expert_mlp={provider},combine=reference")
+        assert "('expert_mlp', 'segments')" in done.stdout and "('combine', 'reference')" in done.stdout
+
+
 @pytest.mark.parametrize("setting", ["expert_mlp=fast", "mlp=reference", "expert_mlp"])
 def test_providers_that_do_not_exist_are_an_error(setting):
     done = run(setting)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import math
 import os
 import re
 import statistics
@@ -46,9 +47,12 @@ def _allowed(setting: str, ci: str) -> float:
     if not setting:
         return _SECONDS if ci.lower() in ("", "0", "false") else 0.0
     try:
-        return float(setting)
+        seconds = float(setting)
     except ValueError:
-        raise InvalidPlan(f"MOEFX_AUTOTUNE={setting}: expected seconds, 0 for no tuning") from None
+        seconds = math.nan
+    if math.isnan(seconds):
+        raise InvalidPlan(f"MOEFX_AUTOTUNE={setting}: expected seconds, 0 for no tuning")
+    return seconds
 
 
 def is_possible(shape: Sequence[int], num_experts: int) -> bool:

@@ -61,7 +61,7 @@ def expert_mlp_backward(
 
 def precision(x: Tensor) -> str:
     """Of float32 products: what torch's own matmul would use, where the matrix units have it."""
-    wanted = x.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    wanted = x.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     has_it = wanted and (target(x.device).startswith("sm") or target(x.device) == "gfx942")
     return "tf32" if has_it else "ieee"
 
@@ -495,7 +495,8 @@ class Run:
             bytes_of_stage = describe_left * left_bytes + describe_right * right_bytes
             room = _SHARED_BYTES - (left_bytes + right_bytes - bytes_of_stage)
             cut = dataclasses.replace(cut, stages=max(1, min(cut.stages, room // bytes_of_stage)))
-        describe_out = cut.descriptors and width * out.element_size() % 16 == 0
+        # A tile on its way out lies in shared memory, which has no room for one of float64.
+        describe_out = cut.descriptors and width * out.element_size() % 16 == 0 and out.element_size() <= 4
         args = (
             *(describe(a, cut.bk, cut.bm) if describe_left else a, a.stride(0)),
             *(describe(b, cut.bk, cut.bn) if describe_right else b, b.stride(0)),

@@ -4,17 +4,18 @@ A tile is BM rows of one expert by BN columns. The rows' side is cut by a schedu
 neighbouring columns and rows run together, for the cache. Rows may be gathered: row r of the left operand is then
 row token_ids[r] of a [S,D] tensor, and no gathered copy exists.
 
-Each weight comes as (weight, strides of expert, column, inner), and may be reached in three ways (WEIGHT):
+Each weight comes as (weight, strides of expert, column, inner), and may be reached in several ways (WEIGHT):
 
     "strided"     a pointer to a stack, any strides
+    "strided, wide"     the same, of matrices in which offsets take more than 32 bits
     "descriptor"  a tensor descriptor of the stack (TMA), block [1, ...] as stored
     "table"       a pointer to E addresses, of the experts' separate tensors, each a multiple of 16 bytes
     "table, unaligned"  the same, of parts of them that begin anywhere
 
 COLUMNS_FIRST tells that a weight is stored as [column, inner] (as `nn.Linear.weight` is in the forward).
 
-Offsets within a tile are 32 bit, those of tiles and experts 64 bit. The rows behind a tile's last one belong to
-another expert or to nobody: they are computed along, and never stored.
+Offsets within a tile, and within a matrix that is not "wide", are 32 bit, those of tiles and experts 64 bit. The rows
+behind a tile's last one belong to another expert or to nobody: they are computed along, and never stored.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def _matrix(w, w_expert, expert, like, WEIGHT: tl.constexpr):
         matrix = tl.multiple_of(tl.load(w + expert).to(tl.pointer_type(like.dtype.element_ty)), 16)
     elif WEIGHT == "table, unaligned":
         matrix = tl.load(w + expert).to(tl.pointer_type(like.dtype.element_ty))
-    elif WEIGHT == "strided":
+    elif WEIGHT == "strided" or WEIGHT == "strided, wide":
         matrix = w + expert.to(tl.int64) * w_expert
     else:
         matrix = w
@@ -104,7 +105,10 @@ def _weight(
         else:
             tile = w.load([expert, k, column]).reshape(BK, BN)
     else:
-        at = w + k * w_inner + (ks[:, None] * w_inner + columns[None, :] * w_column)
+        if WEIGHT == "strided, wide":
+            at = w + (k + ks).to(tl.int64)[:, None] * w_inner + columns.to(tl.int64)[None, :] * w_column
+        else:
+            at = w + k * w_inner + (ks[:, None] * w_inner + columns[None, :] * w_column)
         if EVEN_K:
             tile = tl.load(at)
         else:

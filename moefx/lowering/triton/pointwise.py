@@ -129,10 +129,12 @@ def _order(body: ExpertBody, widths: Sequence[int] | None) -> list[str]:
     if len(names) > 2:
         raise Underivable(f"{len(names)} parts of the up-projection; the kernels take two")
     if names and sorted(groups) == list(range(len(body.up))) and all(columns == (0, None, 1) for columns in slices):
+        if widths and len(set(widths)) > 1:
+            raise Underivable(f"up-projections of different widths: {', '.join(map(str, widths))}")
         return names
     if groups == [0, 0] and len(body.up) == 1:
         (start, stop, step), upper = sorted(slices, key=lambda columns: columns[0] != 0)
-        if (start, stop, step) == (0, None, 2) and upper == (1, None, 2):
+        if (start, stop, step) == (0, None, 2) and upper == (1, None, 2) and not (widths and widths[0] % 2):
             return names if slices[0][0] == 0 else names[::-1]
         halves = stop not in (None, 0) and (widths is None or 2 * stop == widths[0])
         if (start, step) == (0, 1) and halves and upper == (stop, None, 1):

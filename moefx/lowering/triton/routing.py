@@ -275,13 +275,14 @@ def _build_pft(
     if drop == "position_slot" and num_slots == 1:
         drop = "position_token"
     queues = num_slots if drop == "position_slot" else 1
-    capacity = num_entries if capacity is None else min(capacity, num_entries)
+    capacity = num_entries if capacity is None else max(0, min(capacity, num_entries))
     has_weights, by_weight = topk_weights is not None, drop == "weight"
     ids = topk_ids if topk_ids.element_size() >= 4 else apply(Tensor.int, topk_ids)
-    ids, keep, weights = (
-        t if t is None or t.is_contiguous() else apply(Tensor.contiguous, t) for t in (ids, keep, topk_weights)
-    )
-    keep = None if keep is None else keep.view(torch.uint8)
+    ids, weights = (t if t is None or t.is_contiguous() else apply(Tensor.contiguous, t) for t in (ids, topk_weights))
+    if keep is not None and keep.is_contiguous():
+        keep = keep.view(torch.uint8)
+    elif keep is not None:
+        keep = apply(lambda t: t.contiguous().view(torch.uint8), keep)
 
     # One allocation for what is thrown away, one for each result.
     sizes = (num_experts * queues * num_blocks, num_experts * num_blocks, num_experts, num_experts)

@@ -45,7 +45,8 @@ class Tape:
         self.watched: list[Any] = []  # until `finish`, so that it is noticed when tensors are freed
         self.num_slots = 0
         self.slot_of: dict[int, int] = {}  # storage -> slot, while it lives; of an empty tensor its id
-        self.base_of: dict[int, int] = {}  # slot -> address of its tensor
+        self.form_of: dict[int, tuple[Any, ...]] = {}  # slot -> address, dtype, shape and strides of its tensor
+        self.constants: dict[int, list[int]] = {}  # storage -> slots of the constants in it
         self.fixed: dict[int, Tensor | None] = {}  # storage of a constant -> what to keep alive
         self.playable = True
         for tensor in inputs:
@@ -55,14 +56,29 @@ class Tape:
             self._add(tensor)
         for tensor in constants:
             self.playable &= _storage(tensor) not in self.slot_of or _storage(tensor) in self.fixed
-            self._add(tensor)
+            self.constants.setdefault(_storage(tensor), []).append(self._add(tensor))
             self.fixed[_storage(tensor)] = None
 
     def _add(self, tensor: Tensor | None) -> int:
         slot, self.num_slots = self.num_slots, self.num_slots + 1
         if tensor is not None:
-            self.slot_of[_storage(tensor)], self.base_of[slot] = slot, tensor.data_ptr()
+            self.slot_of[_storage(tensor)], self.form_of[slot] = slot, _exact_form(tensor)
         return slot
+
+    def _source(self, tensor: Tensor) -> tuple[int, Any] | None:
+        """The slot of what a tensor is or views, and how it views it: shape, strides, elements from the slot's start
+        on; None where it is the slot's tensor itself."""
+        storage, form = _storage(tensor), _exact_form(tensor)
+        slots = self.constants.get(storage) or ([self.slot_of[storage]] if storage in self.slot_of else [])
+        for slot in slots:
+            if self.form_of[slot] == form:
+                return slot, None
+        for slot in slots:
+            address, dtype, *_ = self.form_of[slot]
+            if dtype is tensor.dtype:
+                distance = (tensor.data_ptr() - address) // tensor.element_size()
+                return slot, (tensor.shape, tensor.stride(), distance)
+        return None
 
     def made(self, tensor: Tensor, *step: Any) -> None:
         """A new tensor, by `step` with the slot as its first argument."""
@@ -80,10 +96,9 @@ class Tape:
         self.fixed[_storage(tensor)] = tensor
 
     def applied(self, tensor: Tensor, function: Callable[..., Tensor], sources: Sequence[Tensor]) -> None:
-        slots = [self.slot_of.get(_storage(t)) for t in sources]
-        same = all(s is not None and self.base_of[s] == t.data_ptr() for s, t in zip(slots, sources, strict=True))
-        self.playable &= same
-        self.made(tensor, _apply, function, tuple(slots))
+        found = tuple(map(self._source, sources))
+        self.playable &= None not in found
+        self.made(tensor, _apply, function, found)
 
     def launched(self, run: Callable[..., Any], args: Sequence[Any]) -> None:
         template, pointers, descriptors = list(args), [], []
@@ -99,7 +114,7 @@ class Tape:
             if slot is None:
                 self.playable = False
                 return
-            offset = tensor.data_ptr() - self.base_of[slot]
+            offset = tensor.data_ptr() - self.form_of[slot][0]
             if argument is tensor:
                 template[i] = None
                 pointers.append((i, slot, offset))
@@ -111,8 +126,8 @@ class Tape:
     def finish(self, results: Sequence[Tensor]) -> bool:
         """The call is over. Returns whether it can be played."""
         for tensor in results:
-            slot = self.slot_of.get(_storage(tensor))
-            if slot is None or tensor.data_ptr() != self.base_of[slot]:
+            slot, view = self._source(tensor) or (0, ())
+            if view is not None:
                 self.playable = False
                 break
             self.results.append(slot)
@@ -130,6 +145,10 @@ class Tape:
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr() if tensor.numel() else id(tensor)
+
+
+def _exact_form(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 class _Address:
@@ -187,8 +206,15 @@ def _pointer(tensor: Tensor, offset: int) -> Any:
     return tensor.data_ptr() + offset
 
 
-def _apply(tensors: list[Any], slot: int, function: Callable[..., Tensor], sources: Sequence[int]) -> None:
-    tensors[slot] = function(*(tensors[source] for source in sources))
+def _apply(tensors: list[Any], slot: int, function: Callable[..., Tensor], sources: Sequence[Any]) -> None:
+    tensors[slot] = function(*(_viewed(tensors[source], view) for source, view in sources))
+
+
+def _viewed(tensor: Tensor, view: Any) -> Tensor:
+    if view is None:
+        return tensor
+    shape, strides, distance = view
+    return tensor.as_strided(shape, strides, tensor.storage_offset() + distance)
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -201,11 +227,11 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 def apply(function: Callable[..., Tensor], *sources: Tensor) -> Tensor:
     """function(*sources), recorded: a new tensor from inputs, constants or what was allocated."""
-    before = Counter(select.weight_paths())
+    before = select.weight_paths_here()
     tensor = function(*sources)
     if (tape := getattr(_state, "tape", None)) is not None:
         tape.applied(tensor, function, sources)
-        tape.weight_paths.subtract(Counter(select.weight_paths()) - before)  # played, it counts itself
+        tape.weight_paths.subtract(select.weight_paths_here() - before)  # played, it counts itself
     return tensor
 
 
@@ -262,11 +288,11 @@ def played(
         tape = Tape(inputs, constants)
         if not tape.playable:
             return host_code()
-        before = Counter(select.weight_paths())
+        before = select.weight_paths_here()
         with recording(tape):
             results = host_code()
         if tape.finish(results):
-            tape.weight_paths.update(Counter(select.weight_paths()) - before)
+            tape.weight_paths.update(select.weight_paths_here() - before)
             if len(_tapes) >= _MAX_TAPES:
                 _tapes.clear()
             _tapes[key] = tape

@@ -109,19 +109,19 @@ def _entries(device: torch.device) -> dict[tuple[str, str, str], list[Entry]]:
     """(target, dtype, kernel) -> what is tuned: in the table, and on this machine for this device."""
     entries: dict[tuple[str, str, str], list[Entry]] = {}
     try:
-        lines = TABLE.read_text().splitlines()
+        lines = TABLE.read_text(errors="replace").splitlines()
     except OSError as error:
         raise InvalidPlan(f"MOEFX_TUNING={TABLE}: {error.strerror}") from None
     for number, text in enumerate(lines, 1):
         try:
             key, shape, cut = _parsed(text)
-        except (ValueError, TypeError, KeyError) as error:
+        except _MALFORMED as error:
             raise InvalidPlan(f"{TABLE}:{number} is not a line of a tuning table ({error}): {text[:80]}") from None
         entries.setdefault(key, []).append((shape, cut, "for"))
     for text in autotune.kept(gpu(device)):
         try:
             key, shape, cut = _parsed(text)
-        except (ValueError, TypeError, KeyError):  # half of one, say: what it said is found out again
+        except _MALFORMED:  # half of one, say: what it said is found out again
             _log.warning("%s: left out what is not a configuration: %.80s", autotune.cache_file(gpu(device)), text)
             continue
         entries.setdefault(key, []).append((shape, cut, _HERE))
@@ -134,10 +134,19 @@ def line(target: str, dtype: str, kernel: str, shape: Sequence[int], cut: Config
     return json.dumps(row)
 
 
+_MALFORMED = (ValueError, TypeError, KeyError, OverflowError, RecursionError)  # what `_parsed` may raise
+
+
 def _parsed(text: str) -> tuple[tuple[str, str, str], tuple[int, ...], Config]:
     row = json.loads(text)
     columns, inner, rows = map(int, row["shape"])
-    return (row["target"], row["dtype"], row["kernel"]), (columns, inner, rows), Config(**row["config"])
+    cut = Config(**row["config"])
+    for name, value in dataclasses.asdict(cut).items():
+        is_size = name in ("bm", "bn", "bk", "warps")
+        least = 0 if name == "persistent" or isinstance(value, bool) else 1
+        if not isinstance(value, int) or value < least or (is_size and value & (value - 1)):
+            raise ValueError(f"{name} is {value!r}")
+    return (str(row["target"]), str(row["dtype"]), str(row["kernel"])), (columns, inner, rows), cut
 
 
 def _name(dtype: torch.dtype) -> str:

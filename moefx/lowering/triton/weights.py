@@ -48,7 +48,8 @@ class Weights:
                 if all(w.tensor.stride() == made[0].tensor.stride() for w in made):
                     return made
             separate = not any(is_stacked(group, 2) for group in groups)
-            if separate and all(p.stride() == first.stride() and p.data_ptr() % 16 == 0 for g in groups for p in g):
+            alike = all(p.stride() == first.stride() and p.data_ptr() % 16 == 0 for g in groups for p in g)
+            if separate and alike and not _is_wide(first):
                 for _ in groups:
                     count_weight_path("table")
                 return [Weights(g[0], out_dim, tuple(p.data_ptr() for p in g)) for g in groups]
@@ -84,7 +85,8 @@ class Weights:
         if block is not None and describable(self.tensor):
             described = describe(self.tensor, 1, *(block if columns_first else reversed(block)))
             return Operand(described, expert, column, inner, "descriptor", columns_first)
-        return Operand(self.tensor, expert, column, inner, "strided", columns_first)
+        access = "strided, wide" if _is_wide(self.tensor) else "strided"
+        return Operand(self.tensor, expert, column, inner, access, columns_first)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,10 +102,19 @@ class Operand:
 
 
 def describable(tensor: Tensor) -> bool:
-    """Whether TMA takes it: the last dimension contiguous, the others at multiples of 16 bytes."""
+    """Whether TMA takes it: the last dimension contiguous, the others at multiples of 16 bytes, none expanded."""
     *outer, inner = tensor.stride()
-    aligned = all(s * tensor.element_size() % 16 == 0 for s in outer)
+    aligned = all(s * tensor.element_size() % 16 == 0 and s > 0 for s in outer)
     return inner == 1 and aligned and tensor.data_ptr() % 16 == 0 and tensor.numel() > 0
+
+
+_MAX_OFFSET = 2**31 - 1
+
+
+def _is_wide(tensor: Tensor) -> bool:
+    """Whether offsets within one matrix take more than 32 bits: where the experts' axis is an inner one, say."""
+    (rows, columns), (row, column) = tensor.shape[-2:], tensor.stride()[-2:]
+    return (rows - 1) * row + (columns - 1) * column > _MAX_OFFSET
 
 
 def describe(tensor: Tensor, *block: int) -> TensorDescriptor:
@@ -112,7 +123,7 @@ def describe(tensor: Tensor, *block: int) -> TensorDescriptor:
 
 def _copy(parameters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """A contiguous stack in a dtype."""
-    if parameters[0].dtype is not dtype:
+    if any(p.dtype is not dtype for p in parameters):
         return stack(parameters, dtype).contiguous()
     count_weight_path("stacked_copy")
     return parameters[0].contiguous() if is_stacked(parameters, 2) else torch.stack(list(parameters))

@@ -42,7 +42,7 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
     "gfx950": GPUTarget("hip", "gfx950", 64),
 }
-# tf32: float32 where torch may use it (`torch.backends.cuda.matmul.allow_tf32`).
+# tf32: float32 where torch may use it (`torch.backends.cuda.matmul.fp32_precision`).
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "tf32": torch.float32}
 SIZE = (64, 2, 8)  # tokens, slots, experts
 
@@ -244,7 +244,7 @@ def main() -> None:
     cases = list(CASES) if options.everything else options.cases.split(",")
     for target, name in itertools.product(options.targets.split(","), options.dtypes.split(",")):
         compiler.target, compiler.dtype, compiler.case, compiler.choice = target, name, "routing", "default"
-        torch.backends.cuda.matmul.allow_tf32 = name == "tf32"
+        torch.backends.cuda.matmul.fp32_precision = "tf32" if name == "tf32" else "ieee"
         dtype = DTYPES[name]
         if options.everything and name == "float32":  # the routing has no other use for it than to move weights
             routings(dtype)

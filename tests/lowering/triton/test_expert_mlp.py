@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from torch import Tensor
 
 from moefx.ir.body import ExpertBody, Gemm
 from moefx.lowering import select
-from moefx.lowering.triton import expert_mlp
+from moefx.lowering.triton import expert_mlp, weights
 from moefx.lowering.triton.configs import Config
 from moefx.lowering.triton.weights import Weights
 
@@ -177,6 +179,68 @@ def test_separate_parameters_wherever_they_lie(device, monkeypatch, gate, up, pa
         got = outputs_and_gradients(layer, *arguments)
     assert paths <= set(select.weight_paths())
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", LINEAR.values(), ids=LINEAR.keys())
+def test_offsets_of_more_than_32_bits(device, monkeypatch, make):
+    """Matrices whose rows lie far apart: here any."""
+    monkeypatch.setattr(expert_mlp, "config", lambda *_: SMALL)
+    monkeypatch.setattr(weights, "_MAX_OFFSET", 0)
+    seen, stock = set(), Weights.operand
+
+    def operand(self, **options):
+        seen.add((found := stock(self, **options)).access)
+        return found
+
+    monkeypatch.setattr(Weights, "operand", operand)
+    check(make, device, torch.float32, random_routing(37, 3, 4), 48, 40, spaced_out, keep="h", reduce=True)
+    assert seen == {"strided, wide"}
+
+
+def spaced_out(layer: Layer) -> Layer:
+    """The experts' axis inside, as in one [out, E, in]."""
+    up, down = (
+        [t.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_() for t in group]
+        if group[0].dim() == 3
+        else spaced(group)
+        for group in (layer.up, layer.down)
+    )
+    return dataclasses.replace(layer, up=up, down=down)
+
+
+def test_matrices_that_need_64_bits():
+    for strides, is_wide in (((16, 2**26, 1), True), ((2**31, 2**25, 1), False), ((2**31, 1, 2**28), True)):
+        assert weights._is_wide(torch.empty_strided((2, 40, 16), strides, device="meta")) == is_wide
+
+
+def test_experts_of_several_dtypes(device, monkeypatch):
+    """Under autocast some may be cast already."""
+    monkeypatch.setattr(expert_mlp, "config", lambda *_: SMALL)
+    layer, routing = on(device, LINEAR["swiglu_list"](4, 32, 16), torch.float32), random_routing(20, 2, 4)
+    there = dataclasses.replace(routing, topk_ids=routing.topk_ids.to(device))
+    token_ids, _, offsets, inverse, w = there.build(routing.topk_weights.to(device, torch.bfloat16))
+    x = torch.randn(20, 32, device=device).bfloat16()
+    results = []
+    for mixed in (False, True):
+        up = [p.detach().bfloat16() if mixed and i % 2 == 0 else p.detach() for i, p in enumerate(layer.up)]
+        down, up_bias, down_bias = ([p.detach() for p in g] for g in (layer.down, layer.up_bias, layer.down_bias))
+        args = (x, token_ids, offsets, inverse, w, up, up_bias, down, down_bias)
+        results.append(expert_mlp.expert_mlp(*args, body=layer.text, reduce=True, dtype=torch.bfloat16)[0])
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("setting", ["torch.backends.fp32_precision", "torch.backends.cuda.matmul.fp32_precision"])
+def test_precision_said_in_torch_s_newer_way(setting):
+    """Which makes torch refuse to be asked in the older one."""
+    program = f"""
+import torch
+from moefx.lowering.triton import expert_mlp
+{setting} = "tf32"
+expert_mlp.target = lambda device: "sm90"
+print(expert_mlp.precision(torch.zeros(1)), expert_mlp.precision(torch.zeros(1).bfloat16()))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["tf32", "ieee"]
 
 
 def test_parts_of_separate_parameters_need_not_be_aligned():

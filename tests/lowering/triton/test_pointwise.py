@@ -299,6 +299,15 @@ def test_bodies_that_are_not_taken_say_why(name):
     assert why_not(body.to_json()) is not None
 
 
+def test_widths_that_are_not_taken():
+    """A product of another width is broadcast by the others; pairs of columns need two of each."""
+    two = ExpertBody((Gemm(1, True),) * 2, ((0, *WHOLE), (1, *WHOLE)), SWIGLU, Gemm(1, True)).to_json()
+    assert why_not(two, (16, 16)) is None
+    assert "of different widths: 16, 1" in str(why_not(two, (16, 1)))
+    pairs = ExpertBody((Gemm(1, True),), ((0, 0, None, 2), (0, 1, None, 2)), SWIGLU, Gemm(1, True)).to_json()
+    assert why_not(pairs, (8,)) is None and why_not(pairs, (3,)) is not None
+
+
 def test_nothing_but_underivable_is_raised():
     """Any op anywhere, and what is no expression."""
     deep = "a0"

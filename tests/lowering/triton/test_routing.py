@@ -33,7 +33,7 @@ def test_many_blocks(device, drop, num_tokens, num_slots, num_experts):
     scores = torch.randn(num_tokens, num_experts) + torch.randn(num_experts)
     weights, ids = scores.softmax(1).topk(num_slots, 1)
     weights = (weights * 64).round() / 64  # ties
-    for capacity in [None] if drop == "none" else [1, num_tokens // 5, 2**40]:
+    for capacity in [None] if drop == "none" else [-1, 0, 1, num_tokens // 5, 2**40]:
         check_equals_the_reference(Routing(ids, weights, num_experts, None, capacity, drop), device, 64)
 
 

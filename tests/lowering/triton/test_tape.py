@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 
 import pytest
 import torch
 from torch import Tensor
 
-from moefx.ir import experts
+from moefx.ir import dialect, experts
 from moefx.lowering import select
 from moefx.lowering.triton import expert_mlp, tape
 
@@ -80,6 +81,61 @@ def test_two_inputs_of_one_storage_run_the_host_code(device, monkeypatch, plays)
     for _ in range(2):
         tape.played("key", (both[0], both[1]), (), lambda: calls.append(0) or [])
     assert len(calls) == 2 and not plays
+
+
+VIEWS = {"turned": lambda w: w.view(3, 2).mT, "part": lambda w: w[:, 1:], "flat": lambda w: w.flatten()[2:5]}
+
+
+@pytest.mark.parametrize("of", [*VIEWS.values(), lambda w: w], ids=[*VIEWS, "itself"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_constants_of_one_storage_are_told_apart(monkeypatch, plays, of, is_first):
+    """Parameters that begin at one address, say: what is made of one is made of that one when it is played."""
+    monkeypatch.setattr(tape, "_tapes", {})
+    w = torch.arange(6.0).view(2, 3)
+    constants = (w, of(w)) if is_first else (of(w), w)
+    for source in (w, of(w), w[1:, ::2]):  # the last one is none of them, but a view of both
+        got = [
+            tape.played(str(source), (torch.zeros(4),), constants, lambda t=source: [tape.apply(torch.clone, t)])
+            for _ in range(2)
+        ]
+        assert all(torch.equal(result, source) for (result,) in got)
+    assert plays
+
+
+def test_a_view_of_what_was_made_is_no_result_of_a_tape(monkeypatch, plays):
+    monkeypatch.setattr(tape, "_tapes", {})
+    x = torch.arange(6.0).view(2, 3)
+    for _ in range(2):
+        (got,) = tape.played("key", (x,), (), lambda: [tape.apply(torch.clone, x).mT])
+        assert torch.equal(got, x.mT)
+    assert not plays
+
+
+def test_weights_that_other_threads_count_are_not_on_the_tape(monkeypatch, plays):
+    monkeypatch.setattr(tape, "_tapes", {})
+    x = torch.zeros(4)
+
+    def host_code() -> list[Tensor]:
+        thread = threading.Thread(target=lambda: select.count_weight_path("view", 5))
+        thread.start()
+        thread.join()
+        return [tape.apply(torch.clone, x)]
+
+    tape.played("key", (x,), (), host_code)
+    select.reset_counters()
+    tape.played("key", (x,), (), host_code)
+    assert plays and not any(select.weight_paths().values())
+
+
+@pytest.mark.parametrize(
+    "arrange", [lambda keep: keep, lambda keep: keep.repeat_interleave(2, 1)[:, ::2]], ids=["contiguous", "strided"]
+)
+def test_choices_that_are_left_out_are_recorded(device, monkeypatch, plays, arrange):
+    monkeypatch.setattr(tape, "_tapes", {})
+    ids, keep = torch.rand(17, 4).argsort(1)[:, :2].to(device), arrange((torch.rand(17, 2) < 0.5).to(device))
+    with select.force("build_pft", "triton"):
+        first, second = (dialect.build_pft(ids, ids.float(), keep, num_experts=4) for _ in range(2))
+    assert all(map(torch.equal, first, second)) and len(plays) == 1
 
 
 def test_host_code_that_does_more_than_launch_is_run_each_time(device, monkeypatch, plays):
