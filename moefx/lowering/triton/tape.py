@@ -201,6 +201,8 @@ def _launch(
 
 def _pointer(tensor: Tensor, offset: int) -> Any:
     """An address, which kernels take for a tensor; for the interpreter a tensor that begins there."""
+    if launching.INTERPRETED and tensor.numel() == 0:
+        return tensor
     if launching.INTERPRETED:
         return tensor.as_strided((1,), (1,), tensor.storage_offset() + offset // tensor.element_size())
     return tensor.data_ptr() + offset

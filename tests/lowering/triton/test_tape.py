@@ -127,14 +127,16 @@ def test_weights_that_other_threads_count_are_not_on_the_tape(monkeypatch, plays
     assert plays and not any(select.weight_paths().values())
 
 
-@pytest.mark.parametrize(
-    "arrange", [lambda keep: keep, lambda keep: keep.repeat_interleave(2, 1)[:, ::2]], ids=["contiguous", "strided"]
-)
-def test_choices_that_are_left_out_are_recorded(device, monkeypatch, plays, arrange):
+@pytest.mark.parametrize("has_weights", [True, False])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_choices_that_are_left_out_are_recorded(device, monkeypatch, plays, stride, has_weights):
     monkeypatch.setattr(tape, "_tapes", {})
-    ids, keep = torch.rand(17, 4).argsort(1)[:, :2].to(device), arrange((torch.rand(17, 2) < 0.5).to(device))
+    ids, weights = torch.rand(17, 4).argsort(1)[:, :2].to(device), torch.rand(17, 2, device=device)
+    keep = (torch.rand(17, 2) < 0.5).repeat_interleave(stride, 1)[:, ::stride].to(device)
     with select.force("build_pft", "triton"):
-        first, second = (dialect.build_pft(ids, ids.float(), keep, num_experts=4) for _ in range(2))
+        first, second = (
+            dialect.build_pft(ids, weights if has_weights else None, keep, num_experts=4) for _ in range(2)
+        )
     assert all(map(torch.equal, first, second)) and len(plays) == 1
 
 
