@@ -197,7 +197,8 @@ class Op:
 def is_last_use(saved: Sequence[Any]) -> bool:
     """Whether the backward at work is the last to read what its node has saved: it really runs, and its graph is freed
     behind it (no `retain_graph`)."""
-    keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)  # private in torch
+    private = getattr(torch._C, "_autograd", None)
+    keeps_graph = getattr(private, "_get_current_graph_task_keep_graph", None)
     if keeps_graph is None or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return False
     return all(type(t) is torch.Tensor for t in saved) and not keeps_graph()
