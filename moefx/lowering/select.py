@@ -11,7 +11,9 @@ Every choice is counted, so that tests and `explain` can say what ran:
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -22,10 +24,16 @@ from ..ir.op import Op, Provider, registry
 
 _calls: Counter[tuple[str, str]] = Counter()
 _paths: Counter[str] = Counter()
-_thread = threading.local()
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.paths: Counter[str] = Counter()
+
+
+_thread = _Thread()
 # Process-wide, not thread-local: on a GPU the backward runs in autograd's own threads.
 _forced: dict[str, str] = {}
-_preferred: dict[str, str] = {}  # of the environment: only where they take the arguments, as `compile` has other ones
 
 
 def choose(op: Op, args: Any, kwargs: Any) -> Provider:
@@ -34,8 +42,7 @@ def choose(op: Op, args: Any, kwargs: Any) -> Provider:
         provider = op.providers[_forced[op.name]]
     else:
         # "reference" was registered first and supports everything.
-        wanted = [op.providers[_preferred[op.name]]] if op.name in _preferred else []
-        provider = next(p for p in (*wanted, *reversed(op.providers.values())) if p.supports(*args, **kwargs))
+        provider = next(p for p in reversed(op.providers.values()) if p.supports(*args, **kwargs))
     _calls[op.name, provider.name] += 1
     return provider
 
@@ -58,13 +65,11 @@ def weight_paths() -> dict[str, int]:
 
 def weight_paths_here() -> Counter[str]:
     """As `weight_paths`, of this thread alone and since it began."""
-    return Counter(getattr(_thread, "paths", ()))
+    return _thread.paths.copy()
 
 
 def count_weight_path(path: str, times: int = 1) -> None:
     _paths[path] += times
-    if not hasattr(_thread, "paths"):
-        _thread.paths = Counter()
     _thread.paths[path] += times
 
 
@@ -117,7 +122,8 @@ def _force_from(setting: str) -> None:
         _check(op, provider, f"MOEFX_PROVIDERS={setting}: ")
         for name in (op, f"{op}_backward"):
             if name in registry and provider in registry[name].providers:
-                _preferred[name] = provider
+                providers = registry[name].providers
+                providers[provider] = dataclasses.replace(providers.pop(provider), rank=sys.maxsize)  # asked first
 
 
 _force_from(os.environ.get("MOEFX_PROVIDERS", ""))

@@ -279,10 +279,9 @@ def _build_pft(
     has_weights, by_weight = topk_weights is not None, drop == "weight"
     ids = topk_ids if topk_ids.element_size() >= 4 else apply(Tensor.int, topk_ids)
     ids, weights = (t if t is None or t.is_contiguous() else apply(Tensor.contiguous, t) for t in (ids, topk_weights))
-    if keep is not None and keep.is_contiguous():
-        keep = keep.view(torch.uint8)
-    elif keep is not None:
-        keep = apply(lambda t: t.contiguous().view(torch.uint8), keep)
+    if keep is not None:
+        is_flat = keep.is_contiguous()
+        keep = keep.view(torch.uint8) if is_flat else apply(lambda t: t.contiguous().view(torch.uint8), keep)
 
     # One allocation for what is thrown away, one for each result.
     sizes = (num_experts * queues * num_blocks, num_experts * num_blocks, num_experts, num_experts)

@@ -44,32 +44,31 @@ class Tape:
         self.weight_paths: Counter[str] = Counter()  # how weights were read (see `select`), but for `apply`
         self.watched: list[Any] = []  # until `finish`, so that it is noticed when tensors are freed
         self.num_slots = 0
-        self.slot_of: dict[int, int] = {}  # storage -> slot, while it lives; of an empty tensor its id
+        self.slots_of: dict[int, list[int]] = {}  # storage -> slots, while it lives; of an empty tensor its id
         self.form_of: dict[int, tuple[Any, ...]] = {}  # slot -> address, dtype, shape and strides of its tensor
-        self.constants: dict[int, list[int]] = {}  # storage -> slots of the constants in it
         self.fixed: dict[int, Tensor | None] = {}  # storage of a constant -> what to keep alive
         self.playable = True
         for tensor in inputs:
             if tensor is not None and tensor.numel():
                 # Which of two views of one storage is meant could not be told from an address.
-                self.playable &= _storage(tensor) not in self.slot_of
+                self.playable &= _storage(tensor) not in self.slots_of
             self._add(tensor)
         for tensor in constants:
-            self.playable &= _storage(tensor) not in self.slot_of or _storage(tensor) in self.fixed
-            self.constants.setdefault(_storage(tensor), []).append(self._add(tensor))
+            self.playable &= _storage(tensor) not in self.slots_of or _storage(tensor) in self.fixed
+            self._add(tensor)
             self.fixed[_storage(tensor)] = None
 
     def _add(self, tensor: Tensor | None) -> int:
         slot, self.num_slots = self.num_slots, self.num_slots + 1
         if tensor is not None:
-            self.slot_of[_storage(tensor)], self.form_of[slot] = slot, _exact_form(tensor)
+            self.slots_of.setdefault(_storage(tensor), []).append(slot)
+            self.form_of[slot] = _exact_form(tensor)
         return slot
 
     def _source(self, tensor: Tensor) -> tuple[int, Any] | None:
         """The slot of what a tensor is or views, and how it views it: shape, strides, elements from the slot's start
         on; None where it is the slot's tensor itself."""
-        storage, form = _storage(tensor), _exact_form(tensor)
-        slots = self.constants.get(storage) or ([self.slot_of[storage]] if storage in self.slot_of else [])
+        slots, form = self.slots_of.get(_storage(tensor), ()), _exact_form(tensor)
         for slot in slots:
             if self.form_of[slot] == form:
                 return slot, None
@@ -83,11 +82,11 @@ class Tape:
     def made(self, tensor: Tensor, *step: Any) -> None:
         """A new tensor, by `step` with the slot as its first argument."""
         slot, key = self._add(tensor), _storage(tensor)
-        steps, slot_of = self.steps, self.slot_of
+        steps, slots_of = self.steps, self.slots_of
         steps.append((step[0], slot, *step[1:]))
 
         def freed(_: Any) -> None:
-            slot_of.pop(key, None)
+            slots_of.pop(key, None)
             steps.append((_free, slot))
 
         self.watched.append(weakref.ref(tensor, freed))
@@ -110,10 +109,10 @@ class Tape:
             if storage in self.fixed:
                 template[i] = _pointer(tensor, 0) if argument is tensor else _at(argument, _Address.of(tensor))
                 continue
-            slot = self.slot_of.get(storage)
-            if slot is None:
+            if storage not in self.slots_of:
                 self.playable = False
                 return
+            slot = self.slots_of[storage][-1]
             offset = tensor.data_ptr() - self.form_of[slot][0]
             if argument is tensor:
                 template[i] = None

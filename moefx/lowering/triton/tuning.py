@@ -146,7 +146,10 @@ def _parsed(text: str) -> tuple[tuple[str, str, str], tuple[int, ...], Config]:
         least = 0 if name == "persistent" or isinstance(value, bool) else 1
         if not isinstance(value, int) or value < least or (is_size and value & (value - 1)):
             raise ValueError(f"{name} is {value!r}")
-    return (str(row["target"]), str(row["dtype"]), str(row["kernel"])), (columns, inner, rows), cut
+    key = row["target"], row["dtype"], row["kernel"]
+    if not all(isinstance(name, str) for name in key):
+        raise TypeError(f"{key} are not names")
+    return key, (columns, inner, rows), cut
 
 
 def _name(dtype: torch.dtype) -> str:
