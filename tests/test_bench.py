@@ -147,15 +147,20 @@ def test_help(module, capsys):
 def test_kernels_of_a_profile():
     def event(key: str, us: float, kind: str):
         device = getattr(DeviceType, kind)
-        return types.SimpleNamespace(key=key, self_device_time_total=us, count=2, device_type=device)
+        is_range = key.startswith("Optimizer.step")
+        return types.SimpleNamespace(
+            key=key, self_device_time_total=us, count=2, device_type=device, is_user_annotation=is_range
+        )
 
     events = [event("aten::mm", 9.0, "CPU"), event("short", 1500.0, "CUDA"), event("long", 4000.0, "CUDA")]
-    assert layers.kernels([*events, event("nothing", 0.0, "CUDA")]) == [
+    events += [event("nothing", 0.0, "CUDA"), event("Optimizer.step#AdamW.step", 9000.0, "CUDA")]
+    assert layers.kernels(events) == [
         dict(kernel="long", ms=4.0, calls=2),
         dict(kernel="short", ms=1.5, calls=2),
     ]
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile() as profile, torch.profiler.record_function("Optimizer.step"):
         torch.ones(8, 8) @ torch.ones(8, 8)
+    assert {e.is_user_annotation for e in profile.key_averages()} == {False, True}
     assert layers.kernels(profile.key_averages()) == []  # the attributes are there
 
 

@@ -152,10 +152,10 @@ def _report(shape: Shape, peer: str, routing: str, out: str | None) -> None:
         row = measure(shape, peer, routing)
     except Exception as error:  # a peer that is not installed, or of another version
         row = dict(shape=shape.name, peer=peer, routing=routing, error=f"{type(error).__name__}: {error}"[:300])
-    torch.cuda.empty_cache()
     if out:
         write(row, out)
     print(f"{shape.name:10} {routing:8} {peer:24} {_text(row)}  ({time.time() - begin:.0f} s)", flush=True)
+    torch.cuda.empty_cache()  # raises where a peer's kernel has broken the GPU's context, and nothing can follow
 
 
 def _text(row: Mapping[str, Any]) -> str:

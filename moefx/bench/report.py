@@ -118,24 +118,27 @@ def fraction(rows: Rows, peer: str) -> float | None:
 def plot(environment: Mapping[str, Any], results: Results, path: Path) -> None:
     """A row of bars for each routing."""
     from matplotlib.figure import Figure  # in the extra `bench`
+    from matplotlib.patches import Patch
 
     routings = list(dict.fromkeys(routing for _, routing in results))
     shapes = list(dict.fromkeys(shape for shape, _ in results))
-    peers = [peer for peer in peers_of(results) if peer != CEILING]
+    colors = {peer: f"C{i}" for i, peer in enumerate(peer for peer in peers_of(results) if peer != CEILING)}
     figure = Figure(figsize=(1.2 * len(shapes) + 2, 1 + 3 * len(routings)), layout="constrained")
-    width = 0.8 / max(1, len(peers))
+    width = 0.8 / max(1, len(colors))
     for routing, axes in zip(routings, figure.subplots(len(routings), squeeze=False)[:, 0], strict=True):
-        for i, peer in enumerate(peers):
-            parts = [fraction(results.get((shape, routing), {}), peer) or 0.0 for shape in shapes]
-            at = [n + (i - (len(peers) - 1) / 2) * width for n in range(len(shapes))]
-            axes.bar(at, parts, width, label=peer)
+        for n, shape in enumerate(shapes):
+            rows = results.get((shape, routing), {})
+            parts = {peer: part for peer in colors if (part := fraction(rows, peer))}
+            for i, (peer, part) in enumerate(parts.items()):  # side by side, without gaps for those not measured
+                axes.bar(n + (i - (len(parts) - 1) / 2) * width, part, width, color=colors[peer])
         axes.axhline(1.0, color="black", linewidth=0.8)
         axes.set_xticks(range(len(shapes)), shapes, rotation=20)
         axes.set_ylabel(f"part of the ceiling\n{routing} routing")
     devices, versions = environment.get("devices", {}), environment.get("versions", {})
     where = ", ".join([devices.get("accelerator", "?"), *(f"{n} {versions.get(n, '?')}" for n in ("torch", "triton"))])
     figure.suptitle(f"MoE MLP, forward with backward, bfloat16; ceiling: batched GEMMs alone\n{where}", fontsize=10)
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
+    patches = [Patch(color=color, label=peer) for peer, color in colors.items()]
+    figure.legend(handles=patches, loc="outside lower center", ncols=4, fontsize=8)
     figure.savefig(path, dpi=150)
 
 
