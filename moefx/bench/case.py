@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..lowering.triton import expert_mlp, routing, tuning
+from ..lowering.triton import routing, tuning
 from ..lowering.triton.configs import Config
+from ..lowering.triton.run import Run
 from .routing import sorting
 from .shapes import Shape, activation, body, routed, tensors
 
@@ -24,7 +25,7 @@ class Case:
         self.ids, self.weights = routed(shape, device, kind)
         self.token_ids, _, self.offsets, self.inverse, row_weights = self.route()
         args = (self.x, self.token_ids, self.offsets, self.inverse, row_weights, [self.w1], [], [self.w2], [])
-        self.run = expert_mlp.Run(args, body(shape).to_json(), "h", None)
+        self.run = Run(args, body(shape).to_json(), "h", None)
         rows = shape.T * shape.K
 
         def empty(*size: int) -> Tensor:

@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .gemm import outer_place, rows_place
+from .tiles import outer_place, rows_place
 
 # Names of triton 3.6 and of later versions.
 _tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared

@@ -9,8 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .gemm import rows_place
 from .hopper import PIECE, eights, in_pieces, multiply_blocks, places, row_ring, rows_load, view
+from .tiles import rows_place
 
 
 @gluon.jit
@@ -230,7 +230,7 @@ def _act_backward_point(
     STORE_ACT: gl.constexpr, STORE_DOTS: gl.constexpr, JOINED: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr,
     ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Of each tile: dH, scale * A, and the sums <dA', A>, as `gemm.act_backward_kernel`."""
+    """Of each tile: dH, scale * A, and the sums <dA', A>, as `gemm_backward.act_backward_kernel`."""
     width, h_row = eights(width), eights(h_row)
     BM: gl.constexpr = staged.shape[1]
     PIECES: gl.constexpr = staged.shape[0]
@@ -310,7 +310,7 @@ def hopper_act_backward_kernel(
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     ROWS: gl.constexpr, POINT_WARPS: gl.constexpr,
 ):  # fmt: skip
-    """See `gemm.act_backward_kernel`."""
+    """See `gemm_backward.act_backward_kernel`."""
     num_tiles = gl.load(schedule + 3 * max_tiles) * gl.cdiv(width, BN)
     staged, staged_full, staged_empty = _stage(w0.dtype, BM, BN)
     row_buffers, w_buffers, full, empty = row_ring(w0.dtype, BM, BK, BN, 1, COLUMNS_FIRST, STAGES)

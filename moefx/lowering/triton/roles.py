@@ -1,4 +1,4 @@
-"""Launches the kernels of `hopper` and `hopper_point` for a call (see `expert_mlp.Run`), where they take its tensors.
+"""Launches the kernels of `hopper` and `hopper_point` for a call (see `run.Run`), where they take its tensors.
 
 They take 16 bit operands that TMA can describe: rows and weights of which each dimension but the last begins at a
 multiple of 16 bytes, and the last is a multiple of 8. Separate parameters that lie anywhere are not theirs.
@@ -22,7 +22,7 @@ from .tape import launch
 from .weights import Weights, describable
 
 if TYPE_CHECKING:
-    from .expert_mlp import Run
+    from .run import Run
 
 # What registers and shared memory have room for. Products with a pointwise part may be half as wide (`Config.bn`):
 # with twice as many warps for that part.
@@ -76,7 +76,7 @@ def multiply_rows(
     gather: bool,
     cut: Config,
 ) -> bool:
-    """Whether it was done (see `expert_mlp.Run.multiply_rows`)."""
+    """Whether it was done (see `run.Run.multiply_rows`)."""
     from .hopper import hopper_rows_kernel
 
     w = _weights(weights, backward=backward, columns=_BN)
@@ -118,7 +118,7 @@ def act_backward(
     constants: dict[str, Any],
     cut: Config,
 ) -> None:
-    """See `expert_mlp.Run.act_backward`; `hidden` and `grad_hidden` are the parts."""
+    """See `run.Run.act_backward`; `hidden` and `grad_hidden` are the parts."""
     from .hopper_point import hopper_act_backward_kernel
 
     call = run.call
@@ -139,7 +139,7 @@ def act_backward(
 
 
 def outer(run: Run, left: tuple[Tensor, bool], right: tuple[Tensor, bool], out: Tensor, cut: Config) -> bool:
-    """Whether it was done (see `expert_mlp.Run.outer`)."""
+    """Whether it was done (see `run.Run.outer`)."""
     from .hopper import hopper_outer_kernel
 
     (a, gather_left), (b, gather_right) = left, right

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .gemm import load_parts, store_parts
+from .tiles import load_parts, store_parts
 
 # Sizes that change from call to call: a kernel is not compiled anew for them.
 _VARYING = ["num_tokens", "num_rows", "num_partials"]

@@ -30,6 +30,7 @@ from triton.runtime.jit import JITFunction
 from moefx.ir.body import ExpertBody, Gemm
 from moefx.ir.dialect import DROP_RULES
 from moefx.lowering.triton import autotune, configs, expert_mlp, routing, tuning
+from moefx.lowering.triton import run as run_module
 from moefx.lowering.triton.configs import Config
 
 from ...ir.routings import Layer, interleaved_clamped, swiglu_list, weight_before
@@ -141,10 +142,10 @@ def install() -> Compiler:
     compiler = Compiler()
     triton.runtime.driver.set_active(compiler)
     JITFunction.run = lambda function, *args, **options: compiler.run(function, *args, **options)
-    configs.target = expert_mlp.target = lambda device: compiler.target
+    configs.target = run_module.target = lambda device: compiler.target
     autotune.is_possible = lambda *_: False
-    stock_precision, gpu = expert_mlp.precision, torch.device("cuda")
-    expert_mlp.precision = lambda x: stock_precision(types.SimpleNamespace(dtype=x.dtype, device=gpu))
+    stock_precision, gpu = run_module.precision, torch.device("cuda")
+    run_module.precision = lambda x: stock_precision(types.SimpleNamespace(dtype=x.dtype, device=gpu))
     # An earlier call's launches (see `tape`) were for another target or configuration.
     expert_mlp.played = routing.played = lambda key, inputs, constants, host_code: host_code()
     return compiler
@@ -207,7 +208,7 @@ def forward_and_backward(case: Case, dtype: torch.dtype) -> None:
     options = dict(body=layer.text, keep=case.keep, reduce=case.reduce)
     out, *kept = expert_mlp.expert_mlp(*args, **options)
     expert_mlp.expert_mlp_backward(torch.empty_like(out), *args, kept, **options, needs=case.needs)
-    expert_mlp.Run(args, layer.text, case.keep, None).gather(x)  # which not every configuration does
+    run_module.Run(args, layer.text, case.keep, None).gather(x)  # which not every configuration does
 
 
 def roles(kernel: str, device: torch.device, dtype: torch.dtype) -> list[Config]:
@@ -240,7 +241,7 @@ def main() -> None:
     parser.add_argument("--everything", action="store_true", help="all cases, configurations and rules to drop by")
     options = parser.parse_args()
     compiler = install()
-    stock_config = expert_mlp.config
+    stock_config = run_module.config
     cases = list(CASES) if options.everything else options.cases.split(",")
     for target, name in itertools.product(options.targets.split(","), options.dtypes.split(",")):
         compiler.target, compiler.dtype, compiler.case, compiler.choice = target, name, "routing", "default"
@@ -250,7 +251,7 @@ def main() -> None:
             routings(dtype)
         for (choice, forced), case in itertools.product(configurations(dtype, options.everything), cases):
             compiler.choice, compiler.case = choice, case
-            expert_mlp.config = lambda kernel, *args, forced=forced: forced.get(kernel) or stock_config(kernel, *args)
+            run_module.config = lambda kernel, *args, forced=forced: forced.get(kernel) or stock_config(kernel, *args)
             forward_and_backward(CASES[case], dtype)
 
 

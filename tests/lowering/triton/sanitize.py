@@ -11,7 +11,8 @@ import sys
 import torch
 
 from moefx.lowering import select
-from moefx.lowering.triton import expert_mlp, tape
+from moefx.lowering.triton import run as run_module
+from moefx.lowering.triton import tape
 from moefx.lowering.triton.configs import KERNELS, Config, candidates, portable
 
 from ...ir.routings import Layer, random_routing
@@ -44,7 +45,7 @@ def steps(name: str) -> None:
     every = {kernel: _candidates(kernel, dtype) for kernel in KERNELS}
     for i in range(max(map(len, every.values()))):
         cuts = {kernel: some[i % len(some)] for kernel, some in every.items()}
-        expert_mlp.config = lambda kernel, *_, cuts=cuts: cuts[kernel]
+        run_module.config = lambda kernel, *_, cuts=cuts: cuts[kernel]
         tape._tapes.clear()  # the last configurations' launches
         with select.force("expert_mlp", "triton"), select.force("expert_mlp_backward", "triton"):
             arguments = (layer, routing, x, routing.topk_weights.to(x), grad)

@@ -11,6 +11,7 @@ from torch import Tensor
 from moefx.ir.body import ExpertBody, Gemm
 from moefx.lowering import select
 from moefx.lowering.triton import expert_mlp, weights
+from moefx.lowering.triton import run as run_module
 from moefx.lowering.triton.configs import Config
 from moefx.lowering.triton.weights import Weights
 
@@ -84,7 +85,7 @@ def check(
     ids=str,
 )
 def test_forward_and_backward(device, monkeypatch, make, dtype, keep, reduce):
-    monkeypatch.setattr(expert_mlp, "config", lambda *_: SMALL)
+    monkeypatch.setattr(run_module, "config", lambda *_: SMALL)
     routing = random_routing(50, 2, 5)
     routing.topk_ids[routing.topk_ids == 3] = 1  # an expert that nobody goes to
     check(make, device, dtype, routing, 48, 40, keep=keep, reduce=reduce)
@@ -93,14 +94,14 @@ def test_forward_and_backward(device, monkeypatch, make, dtype, keep, reduce):
 @pytest.mark.parametrize("make", LINEAR.values(), ids=LINEAR.keys())
 @pytest.mark.parametrize("cut", CONFIGS.values(), ids=CONFIGS.keys())
 def test_every_way_to_launch(device, monkeypatch, make, cut):
-    monkeypatch.setattr(expert_mlp, "config", lambda *_: cut)
+    monkeypatch.setattr(run_module, "config", lambda *_: cut)
     check(make, device, torch.bfloat16, random_routing(37, 3, 4), 64, 72, keep="h", reduce=True)
 
 
 @pytest.mark.parametrize("name", ["sliced", "separate"])
 @pytest.mark.parametrize("make", [LINEAR["weight_before"], LINEAR["swiglu_list"]], ids=["no scale", "scaled"])
 def test_a_kept_activation_is_the_one_that_is_recomputed(device, monkeypatch, make, name):
-    monkeypatch.setattr(expert_mlp, "config", lambda *_: CONFIGS[name])
+    monkeypatch.setattr(run_module, "config", lambda *_: CONFIGS[name])
     torch.manual_seed(0)
     layer, routing = on(device, make(4, 32, 24), torch.bfloat16), random_routing(19, 2, 4)
     x, grad = torch.randn(2, 19, 32, device=device).bfloat16()
@@ -118,7 +119,7 @@ def test_a_kept_activation_is_the_one_that_is_recomputed(device, monkeypatch, ma
 @pytest.mark.parametrize("name", ["sliced", "separate"])
 def test_dh_takes_the_place_of_h(device, monkeypatch, make, keep, name):
     """Where it may: with the same gradients, bit by bit."""
-    monkeypatch.setattr(expert_mlp, "config", lambda *_: CONFIGS[name])
+    monkeypatch.setattr(run_module, "config", lambda *_: CONFIGS[name])
     layer, routing = on(device, make(4, 32, 24), torch.bfloat16), random_routing(19, 2, 4)
     there = dataclasses.replace(routing, topk_ids=routing.topk_ids.to(device))
     token_ids, _, offsets, inverse, w = there.build(routing.topk_weights.to(device, torch.bfloat16))
@@ -167,7 +168,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("gate, up, paths", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_separate_parameters_wherever_they_lie(device, monkeypatch, gate, up, paths):
-    monkeypatch.setattr(expert_mlp, "config", lambda *_: SMALL)
+    monkeypatch.setattr(run_module, "config", lambda *_: SMALL)
     layer = on(device, LINEAR["swiglu_list"](4, 32, 16), torch.float32)
     x, grad, routing = torch.randn(20, 32), torch.randn(20, 32), random_routing(20, 2, 4, torch.float32)
     routing = Routing(routing.topk_ids.to(device), routing.topk_weights.to(device), 4)
@@ -184,7 +185,7 @@ def test_separate_parameters_wherever_they_lie(device, monkeypatch, gate, up, pa
 @pytest.mark.parametrize("make", LINEAR.values(), ids=LINEAR.keys())
 def test_offsets_of_more_than_32_bits(device, monkeypatch, make):
     """Matrices whose rows lie far apart: here any."""
-    monkeypatch.setattr(expert_mlp, "config", lambda *_: SMALL)
+    monkeypatch.setattr(run_module, "config", lambda *_: SMALL)
     monkeypatch.setattr(weights, "_MAX_OFFSET", 0)
     seen, stock = set(), Weights.operand
 
@@ -215,7 +216,7 @@ def test_matrices_that_need_64_bits():
 
 def test_experts_of_several_dtypes(device, monkeypatch):
     """Under autocast some may be cast already."""
-    monkeypatch.setattr(expert_mlp, "config", lambda *_: SMALL)
+    monkeypatch.setattr(run_module, "config", lambda *_: SMALL)
     layer, routing = on(device, LINEAR["swiglu_list"](4, 32, 16), torch.float32), random_routing(20, 2, 4)
     there = dataclasses.replace(routing, topk_ids=routing.topk_ids.to(device))
     token_ids, _, offsets, inverse, w = there.build(routing.topk_weights.to(device, torch.bfloat16))
@@ -234,10 +235,10 @@ def test_precision_said_in_torch_s_newer_way(setting):
     """Which makes torch refuse to be asked in the older one."""
     program = f"""
 import torch
-from moefx.lowering.triton import expert_mlp
+from moefx.lowering.triton import run
 {setting} = "tf32"
-expert_mlp.target = lambda device: "sm90"
-print(expert_mlp.precision(torch.zeros(1)), expert_mlp.precision(torch.zeros(1).bfloat16()))
+run.target = lambda device: "sm90"
+print(run.precision(torch.zeros(1)), run.precision(torch.zeros(1).bfloat16()))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["tf32", "ieee"]
@@ -253,7 +254,7 @@ def test_parts_of_separate_parameters_need_not_be_aligned():
 
 @pytest.mark.parametrize("arrange", [list, turned])
 def test_halves_of_separate_parameters_at_odd_widths(device, monkeypatch, arrange):
-    monkeypatch.setattr(expert_mlp, "config", lambda *_: SMALL)
+    monkeypatch.setattr(run_module, "config", lambda *_: SMALL)
 
     def make(num_experts: int, d: int, h: int, dtype: torch.dtype = torch.float64) -> Layer:
         layer = LINEAR["swiglu_list"](num_experts, d, h, dtype)
@@ -270,7 +271,7 @@ def test_halves_of_separate_parameters_at_odd_widths(device, monkeypatch, arrang
 
 
 def test_arguments_need_not_be_contiguous(device, monkeypatch):
-    monkeypatch.setattr(expert_mlp, "config", lambda *_: SMALL)
+    monkeypatch.setattr(run_module, "config", lambda *_: SMALL)
     layer = on(device, LINEAR["swiglu_list"](4, 32, 16), torch.float32)
     routing = random_routing(20, 2, 4, torch.float32)
     routing = Routing(routing.topk_ids.to(device), routing.topk_weights.to(device), 4)
@@ -311,7 +312,7 @@ def two_biased_projections(num_experts: int, d: int, h: int, dtype: torch.dtype 
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_biases_of_two_projections_need_not_have_equal_strides(device, monkeypatch, fused):
-    monkeypatch.setattr(expert_mlp, "config", lambda *_: dataclasses.replace(SMALL, fused=fused))
+    monkeypatch.setattr(run_module, "config", lambda *_: dataclasses.replace(SMALL, fused=fused))
 
     def with_strides(layer: Layer) -> Layer:
         wide, other = (b.detach() for b in layer.up_bias)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from moefx.lowering.triton import expert_mlp, roles
+from moefx.lowering.triton import run as run_module
 from moefx.lowering.triton.configs import Config
 
 from ...ir.routings import Layer, Routing, random_routing
@@ -70,7 +71,7 @@ def launched(monkeypatch):
     "configs", [CONFIGS, NARROW, GATHERED, SEPARATE], ids=["fused", "narrow", "gathered", "separate"]
 )
 def test_forward_and_backward(monkeypatch, launched, make, dtype, keep, reduce, configs):
-    monkeypatch.setattr(expert_mlp, "config", lambda kernel, *_: configs[kernel])
+    monkeypatch.setattr(run_module, "config", lambda kernel, *_: configs[kernel])
     routing = random_routing(700, 3, 6)
     routing.topk_ids[routing.topk_ids == 3] = 1  # an expert that nobody goes to
     check(make, "cuda", dtype, routing, 328, 264, equally_spaced, keep=keep, reduce=reduce)
@@ -80,13 +81,13 @@ def test_forward_and_backward(monkeypatch, launched, make, dtype, keep, reduce, 
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
 @pytest.mark.parametrize("configs", [CONFIGS, NARROW, GATHERED], ids=["fused", "narrow", "gathered"])
 def test_more_tiles_than_multiprocessors(monkeypatch, launched, make, configs):
-    monkeypatch.setattr(expert_mlp, "config", lambda kernel, *_: configs[kernel])
+    monkeypatch.setattr(run_module, "config", lambda kernel, *_: configs[kernel])
     check(make, "cuda", torch.bfloat16, random_routing(6000, 2, 12), 512, 768, equally_spaced, keep="h", reduce=True)
     assert launched == PRODUCT | POINT
 
 
 def test_dropped_choices(monkeypatch, launched):
-    monkeypatch.setattr(expert_mlp, "config", lambda kernel, *_: CONFIGS[kernel])
+    monkeypatch.setattr(run_module, "config", lambda kernel, *_: CONFIGS[kernel])
     routing = random_routing(300, 2, 4)
     routing = dataclasses.replace(routing, keep=torch.rand(300, 2) < 0.7)
     check(LINEAR["swiglu_list"], "cuda", torch.bfloat16, routing, 128, 256, equally_spaced, keep="h", reduce=True)
@@ -94,7 +95,7 @@ def test_dropped_choices(monkeypatch, launched):
 
 
 def test_rows_behind_the_last_one_are_never_read(monkeypatch):
-    monkeypatch.setattr(expert_mlp, "config", lambda kernel, *_: CONFIGS[kernel])
+    monkeypatch.setattr(run_module, "config", lambda kernel, *_: CONFIGS[kernel])
     layer = LINEAR["interleaved_clamped"](4, 256, 136, torch.bfloat16)
     for name in ("up", "up_bias", "down", "down_bias"):
         setattr(layer, name, [p.detach().cuda() for p in getattr(layer, name)])
@@ -120,7 +121,7 @@ def test_rows_behind_the_last_one_are_never_read(monkeypatch):
 
 
 def test_what_they_do_not_take_goes_to_the_others(monkeypatch, launched):
-    monkeypatch.setattr(expert_mlp, "config", lambda kernel, *_: CONFIGS[kernel])
+    monkeypatch.setattr(run_module, "config", lambda kernel, *_: CONFIGS[kernel])
     check(
         LINEAR["swiglu_list"],
         "cuda",
@@ -137,7 +138,7 @@ def test_what_they_do_not_take_goes_to_the_others(monkeypatch, launched):
 
 @pytest.mark.parametrize("configs", [CONFIGS, GATHERED], ids=["fused", "gathered"])
 def test_results_repeat_bit_by_bit(monkeypatch, configs):
-    monkeypatch.setattr(expert_mlp, "config", lambda kernel, *_: configs[kernel])
+    monkeypatch.setattr(run_module, "config", lambda kernel, *_: configs[kernel])
     layer = LINEAR["swiglu_list"](8, 512, 512, torch.bfloat16)
     for name in ("up", "up_bias", "down", "down_bias"):
         setattr(layer, name, [p.detach().cuda() for p in getattr(layer, name)])

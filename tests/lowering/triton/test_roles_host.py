@@ -7,6 +7,7 @@ import torch
 
 from moefx.ir.body import ExpertBody, Gemm
 from moefx.lowering.triton import expert_mlp, roles
+from moefx.lowering.triton import run as run_module
 
 from ...ir.routings import Routing
 from .test_roles import CONFIGS, GATHERED, NARROW
@@ -17,10 +18,10 @@ ALL = {"hopper_up_kernel", "hopper_rows_kernel", "hopper_act_backward_kernel", "
 
 def launched(monkeypatch, h: int, interleaved: bool, transposed: bool, keep: str, configs=CONFIGS, x=None) -> set[str]:
     names: set[str] = set()
-    for module in (roles, expert_mlp):
+    for module in (roles, run_module):
         monkeypatch.setattr(module, "launch", lambda kernel, *_, **__: names.add(kernel.__name__))
     monkeypatch.setattr(expert_mlp, "played", lambda key, inputs, constants, host_code: host_code())
-    monkeypatch.setattr(expert_mlp, "config", lambda kernel, *_: configs[kernel])
+    monkeypatch.setattr(run_module, "config", lambda kernel, *_: configs[kernel])
     parts = ((0, None, None, 2), (0, 1, None, 2)) if interleaved else ((0, None, h, 1), (0, h, None, 1))
     act = ("mul.Tensor", ("silu", "a0"), "a1")
     body = ExpertBody(

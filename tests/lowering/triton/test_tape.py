@@ -11,6 +11,7 @@ from torch import Tensor
 from moefx.ir import dialect, experts
 from moefx.lowering import select
 from moefx.lowering.triton import expert_mlp, tape
+from moefx.lowering.triton import run as run_module
 
 from ...ir.routings import Layer, Routing
 from .test_expert_mlp import CONFIGS, LINEAR, on, outputs_and_gradients
@@ -46,7 +47,7 @@ def results(layer: Layer, device: str, seed: int, tapes: dict, monkeypatch, **op
 )
 @pytest.mark.parametrize("make", LINEAR.values(), ids=LINEAR.keys())
 def test_a_played_call_equals_its_host_code(device, monkeypatch, plays, make, name, keep, reduce):
-    monkeypatch.setattr(expert_mlp, "config", lambda *_: CONFIGS[name])
+    monkeypatch.setattr(run_module, "config", lambda *_: CONFIGS[name])
     layer, tapes = on(device, make(4, 32, 40), torch.float32), {}
     options = dict(keep=keep, reduce=reduce)
     results(layer, device, 0, tapes, monkeypatch, **options)
@@ -163,7 +164,7 @@ def test_memory_is_freed_when_the_host_code_frees_it(device, monkeypatch):
 
 
 def test_weights_are_counted_alike_when_played(device, monkeypatch, plays):
-    monkeypatch.setattr(expert_mlp, "config", lambda *_: CONFIGS["sliced"])
+    monkeypatch.setattr(run_module, "config", lambda *_: CONFIGS["sliced"])
     layer, tapes, counted = on(device, LINEAR["weight_before"](4, 32, 40), torch.float32), {}, []
     layer.down[0] = layer.down[0].detach().mT.contiguous().mT.requires_grad_()  # one with other strides: a copy
     for _ in range(2):
@@ -174,7 +175,7 @@ def test_weights_are_counted_alike_when_played(device, monkeypatch, plays):
 
 
 def test_a_weight_that_the_body_ignores_has_a_zero_gradient_when_played(device, monkeypatch, plays):
-    monkeypatch.setattr(expert_mlp, "config", lambda *_: CONFIGS["sliced"])
+    monkeypatch.setattr(run_module, "config", lambda *_: CONFIGS["sliced"])
     monkeypatch.setattr(tape, "_tapes", {})
     layer = on(device, LINEAR["weight_before"](4, 32, 40), torch.float32)
     body = dataclasses.replace(layer.body, act=("silu", "a0")).to_json()

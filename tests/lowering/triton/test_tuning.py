@@ -17,6 +17,7 @@ from moefx.errors import InvalidPlan
 from moefx.ir import experts
 from moefx.lowering import select, triton
 from moefx.lowering.triton import autotune, configs, expert_mlp, tape, tuning
+from moefx.lowering.triton import run as run_module
 from moefx.lowering.triton.configs import KERNELS, Config
 
 from ...ir.routings import Routing, interleaved_clamped, swiglu_list, weight_before
@@ -326,12 +327,12 @@ def test_trials_change_nothing(monkeypatch, case, keep):
         out, *kept = expert_mlp.expert_mlp(*args, **options)
         return [out, *expert_mlp.expert_mlp_backward(grad, *args, kept, **options, needs=[True] * 6)]
 
-    monkeypatch.setattr(expert_mlp, "config", config)
+    monkeypatch.setattr(run_module, "config", config)
     tape._tapes.clear()
     expected = run()
     tape._tapes.clear()
     tried.clear()
-    monkeypatch.setattr(expert_mlp, "config", functools.partial(config, with_trials=True))
+    monkeypatch.setattr(run_module, "config", functools.partial(config, with_trials=True))
     first = run()
     assert set(tried) == set(KERNELS)
     tried.clear()

@@ -1,0 +1,438 @@
+"""One call of `expert_mlp` or its backward: its arguments as the kernels take them, and what it launches.
+
+Each piece of work is a method of `Run`: it asks `tuning.config` for a configuration, leaves the work to `roles` where
+that has warps with roles, and otherwise launches one of the kernels of `gemm`, `gemm_backward` and `rows`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton import next_power_of_2
+
+from ...ir.expert_mlp import Call
+from . import roles, rows
+from .configs import Config, num_multiprocessors, portable, target
+from .gemm import rows_kernel, up_kernel
+from .gemm_backward import act_backward_kernel, outer_kernel
+from .launch import cdiv
+from .pointwise import Pointwise, pointwise
+from .tape import apply, empty, launch
+from .tiles import schedule_kernel
+from .tuning import config
+from .weights import Weights, describable, describe, stacked_biases
+
+
+def precision(x: Tensor) -> str:
+    """Of float32 products: what torch's own matmul would use, where the matrix units have it."""
+    wanted = x.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    has_it = wanted and (target(x.device).startswith("sm") or target(x.device) == "gfx942")
+    return "tf32" if has_it else "ieee"
+
+
+_SHARED_BYTES = 227 * 1024 - 4096  # of a block on the GPUs that have tensor descriptors, less what barriers take
+
+
+class Run:
+    """One call: its arguments as the kernels take them."""
+
+    def __init__(self, args: Sequence[Any], body: str, keep: str, dtype: torch.dtype | None):
+        call = Call.of(args, body, keep, dtype)
+        names = ("token_ids", "expert_offsets", "inverse", "w")  # of which the kernels take no strides
+        self.call = call = dataclasses.replace(call, **{name: _contiguous(getattr(call, name)) for name in names})
+        self.up_widths, self.act_width, self.out_width = call.widths
+        self.device, self.dtype = call.x.device, call.dtype
+        self.point: Pointwise = pointwise(body, tuple(self.up_widths), target(self.device).startswith("sm"))
+        self.num_experts = call.expert_offsets.shape[0] - 1
+        self.x = rows_contiguous(call.x)
+        self.up = Weights.alike(call.up, call.body.up[0].transposed, call.dtype)
+        self.up_bias = [stacked_biases(b) for b in call.up_bias]
+        if len({b.stride() for b in self.up_bias if b is not None}) > 1:  # one kernel adds both
+            self.up_bias = [_contiguous(b) for b in self.up_bias]
+        self.down = Weights.of(call.down, call.body.down.transposed, call.dtype)
+        self.down_bias = stacked_biases(call.down_bias)
+        # Where a kernel reads no weights, a pointer that may be loaded from.
+        self.w = call.token_ids if call.w is None else call.w
+        self.schedules: dict[int, tuple[Tensor, int]] = {}
+
+    def config(self, kernel: str, columns: int, inner: int, trial: Callable[[Config], object]) -> Config:
+        """`tuning.config`, which may time the work that it is for."""
+        shape = (columns, inner, self.call.num_rows // self.num_experts)
+        recorded = self.schedules.copy()
+        try:
+            return config(kernel, self.device, self.dtype, shape, self.num_experts, trial)
+        finally:
+            self.schedules = recorded  # those of trials are on no tape
+
+    def empty(self, num_rows: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
+        return empty((num_rows, width), dtype or self.dtype, self.device)
+
+    def schedule(self, bm: int) -> tuple[Tensor, int]:
+        """Row tiles of `bm` rows: (see `schedule_kernel`, at most so many)."""
+        if bm not in self.schedules:
+            max_tiles = cdiv(self.call.num_rows, bm) + self.num_experts
+            schedule = empty((3 * max_tiles + 1,), torch.int32, self.device)
+            launch(
+                schedule_kernel,
+                (self.num_experts,),
+                (self.call.expert_offsets, schedule, max_tiles),
+                dict(E=self.num_experts, E_BINS=self.bins, BM=bm),
+                warps=1,
+            )
+            self.schedules[bm] = (schedule, max_tiles)
+        return self.schedules[bm]
+
+    @property
+    def bins(self) -> int:
+        return next_power_of_2(self.num_experts)
+
+    def grid(self, cut: Config, num_tiles: int) -> tuple[int]:
+        return (min(num_tiles, cut.persistent * num_multiprocessors(self.device)) if cut.persistent else num_tiles,)
+
+    def parts(self, hidden: Sequence[Tensor]) -> list[Tensor]:
+        """Where the kernels' parts begin in the up-projections; joined ones are one."""
+        if self.point.joined:
+            return [hidden[0], hidden[0]]
+        parts = list(self.call.parts(hidden).values())
+        return [parts[0], parts[-1]]
+
+    def part_weights(self) -> list[Weights]:
+        if self.point.joined:
+            return [self.up[0], self.up[0]]
+        parts = [self.up[g].columns(*columns) for g, *columns in self.call.body.parts]
+        return [parts[0], parts[-1]]
+
+    def part_biases(self) -> list[Tensor | None]:
+        parts = []
+        for g, start, stop, step in self.call.body.parts:
+            bias = self.up_bias[g]
+            parts.append(None if bias is None else bias[:, start:stop:step])
+        if self.point.joined and self.call.body.parts[0][1]:
+            parts.reverse()
+        return [parts[0], parts[-1]]
+
+    # -- what forwards are made of
+
+    def project_up(self, hidden: list[Tensor] | None, act: Tensor | None, cut: Config | None = None) -> None:
+        call, point = self.call, self.point
+        width, inner = self.act_width, self.x.shape[1]
+        cut = cut or self.config("up", width, inner, lambda cut: self.project_up(hidden, act, cut))
+        if not cut.fused:
+            hidden = hidden or [self.empty(call.num_rows, w) for w in self.up_widths]
+            for h, w, bias in zip(hidden, self.up, self.up_bias, strict=True):
+                self.multiply_rows([self.x], [w], h, backward=False, gather=True, bias=bias, cut=cut)
+            if act is not None:
+                self.activate(hidden, act)
+            return
+        if cut.roles:
+            if roles.project_up(self, hidden, act, cut):
+                return
+            cut = portable("up")
+        schedule, max_tiles = self.schedule(cut.bm)
+        block = ((2 if point.joined else 1) * cut.bn, cut.bk) if cut.descriptors else None
+        w0, w1 = (w.operand(backward=False, block=block) for w in self.part_weights())
+        bias0, bias1 = self.part_biases()
+        h0, h1 = self.parts(hidden) if hidden else (self.x, self.x)
+        stored = [t for t in (h0 if hidden else None, h1 if hidden else None, act) if t is not None]
+        described: list[Any] = [None, None, None]
+        if describe_out := cut.store_descriptors and all(map(describable, stored)):
+            if hidden:
+                described[:2] = (describe(h, cut.bm, (2 if point.joined else 1) * cut.bn) for h in (h0, h1))
+            described[2] = None if act is None else describe(act, cut.bm, cut.bn)
+        args = (
+            *(self.x, self.x.stride(0), call.token_ids, schedule, max_tiles),
+            *(w0.source, w1.source, w0.expert, w0.column, w0.inner),
+            *(bias0, bias1, *((0, 0) if bias0 is None else bias0.stride())),
+            *(self.w, h0, h1, h0.stride(0), self.x if act is None else act, *described, width, inner),
+        )
+        constants = point.act_constants | dict(
+            WEIGHT=max(w0.access, w1.access, key=len),  # unaligned if one of them is
+            COLUMNS_FIRST=w0.columns_first,
+            HAS_BIAS=bias0 is not None,
+            STORE_H=hidden is not None,
+            STORE_ACT=act is not None,
+            OUT_DESCRIPTOR=describe_out,
+        )
+        self.launch_gemm(up_kernel, cut, max_tiles * cdiv(width, cut.bn), width, inner, args, constants)
+
+    def activate(self, hidden: Sequence[Tensor], act: Tensor) -> None:
+        """The pointwise part by itself."""
+        width = self.act_width
+        (h0, h1), (bt, bd) = self.parts(hidden), _block(width)
+        launch(
+            rows.act_kernel,
+            (cdiv(self.call.num_rows, bt), cdiv(width, bd)),
+            (h0, h1, h0.stride(0), self.call.expert_offsets, self.w, act, width, self.num_experts),
+            self.point.act_constants | dict(BT=bt, BD=bd),
+        )
+
+    def project_down(self, act: Tensor, out: Tensor, scaled: bool, cut: Config | None = None) -> None:
+        scale = self.point.scale if scaled else None
+        self.multiply_rows([act], [self.down], out, backward=False, bias=self.down_bias, scale=scale, cut=cut)
+
+    def multiply_rows(
+        self,
+        terms: Sequence[Tensor],
+        weights: Sequence[Weights],
+        out: Tensor,
+        *,
+        backward: bool,
+        bias: Tensor | None = None,
+        scale: Any = None,
+        gather: bool = False,
+        cut: Config | None = None,
+    ) -> None:
+        width, inner = out.shape[1], terms[0].shape[1]
+
+        def trial(cut: Config) -> None:
+            self.multiply_rows(terms, weights, out, backward=backward, bias=bias, scale=scale, gather=gather, cut=cut)
+
+        cut = cut or self.config("grad_x" if backward else "down", width, inner, trial)
+        if gather and cut.gather_first:
+            terms, gather = [self.gather(term) for term in terms], False
+        if cut.roles:
+            if roles.multiply_rows(
+                self, terms, weights, out, backward=backward, bias=bias, scale=scale, gather=gather, cut=cut
+            ):
+                return
+            cut = portable("down")
+        if out.element_size() > terms[0].element_size():
+            # The tile on its way out takes as much shared memory again as it does in 16 bit.
+            cut = dataclasses.replace(cut, flatten=False, store_descriptors=False)
+        schedule, max_tiles = self.schedule(cut.bm)
+        operands = [w.operand(backward=backward, block=(cut.bn, cut.bk) if cut.descriptors else None) for w in weights]
+        is_table = operands[0].access.startswith("table")
+        if is_table:  # flattened loops would load through addresses without a pipeline
+            cut = dataclasses.replace(cut, flatten=False)
+        described = cut.descriptors and not gather and not is_table and describable(terms[0])
+        described_out = cut.store_descriptors and describable(out)
+        left = [describe(t, cut.bm, cut.bk) if described else t for t in terms]
+        args = (
+            *(left[0], left[-1], terms[0].stride(0), self.call.token_ids),
+            *(schedule, max_tiles),
+            *(operands[0].source, operands[-1].source, operands[0].expert, operands[0].column, operands[0].inner),
+            *(bias, *((0, 0) if bias is None else bias.stride()), self.w, out),
+            *(describe(out, cut.bm, cut.bn) if described_out else None, width, inner),
+        )
+        constants = dict(
+            SCALE=scale,
+            TERMS=len(terms),
+            GATHER=gather,
+            ROWS_DESCRIPTOR=described,
+            OUT_DESCRIPTOR=described_out,
+            WEIGHT=operands[0].access,
+            COLUMNS_FIRST=operands[0].columns_first,
+            HAS_BIAS=bias is not None,
+            HAS_SCALE=scale is not None,
+        )
+        self.launch_gemm(rows_kernel, cut, max_tiles * cdiv(width, cut.bn), width, inner, args, constants)
+
+    def combine(self, out: Tensor, dtype: torch.dtype, scale: Any) -> Tensor:
+        """The sum of each token's rows, [S,width]."""
+        num_tokens, num_slots = self.call.inverse.shape
+        width = out.shape[1]
+        total = self.empty(num_tokens, width, dtype)
+        bt, bd = _block(width)
+        launch(
+            rows.combine_kernel,
+            (cdiv(num_tokens, bt), cdiv(width, bd)),
+            (out, self.w, self.call.inverse, total, num_tokens, width),
+            dict(SCALE=scale, K=num_slots, HAS_SCALE=scale is not None, BT=bt, BD=bd),
+        )
+        return total
+
+    def launch_gemm(
+        self,
+        kernel: Any,
+        cut: Config,
+        num_tiles: int,
+        width: int,
+        inner: int,
+        args: Sequence[Any],
+        constants: dict[str, Any],
+    ) -> None:
+        even = dict(EVEN_N=width % cut.bn == 0, EVEN_K=inner % cut.bk == 0, VECTOR=math.gcd(width, 8))
+        constants = {**constants, **even, **self.tile_constants(cut)}
+        launch(kernel, self.grid(cut, num_tiles), args, constants, warps=cut.warps, stages=cut.stages)
+
+    def tile_constants(self, cut: Config) -> dict[str, Any]:
+        return dict(
+            PRECISION=precision(self.x),
+            BM=cut.bm,
+            BN=cut.bn,
+            BK=cut.bk,
+            GROUP=cut.group,
+            PERSISTENT=bool(cut.persistent),
+            FLATTEN=cut.flatten,
+        )
+
+    # -- what backwards are made of
+
+    def act_backward(
+        self,
+        grad: Tensor,
+        gather: bool,
+        hidden: Sequence[Tensor],
+        grad_hidden: Sequence[Tensor],
+        scaled_act: Tensor | None,
+        need_w: bool,
+        cut: Config | None = None,
+    ) -> tuple[Tensor | None, int, Tensor, bool]:
+        """dH and scale * A, and returns: partial sums <dA', A>, how many there are, and the gradient's rows as whoever
+        comes next should read them (by token or not)."""
+        call, point = self.call, self.point
+        width, inner = self.act_width, self.out_width
+
+        def trial(cut: Config) -> None:  # leaves H as it is
+            others = [torch.empty_like(h) for h in hidden] if grad_hidden is hidden else grad_hidden
+            self.act_backward(grad, gather, hidden, others, scaled_act, need_w, cut)
+
+        cut = cut or self.config("act_backward", width, inner, trial)
+        if cut.roles and cut.fused and not roles.takes_act_backward(self, grad, hidden, cut):
+            cut = portable("act_backward")
+        if gather and cut.gather_first:
+            grad, gather = self.gather(grad), False
+        num_partials, dots = (cdiv(width, cut.bn) if cut.fused else 1), None
+        num_sums = (point.scale is not None) + point.uses_weight
+        if need_w and num_sums:
+            dots = self.empty(num_partials * num_sums, call.num_rows, torch.float32)
+        (h0, h1), (dh0, dh1) = self.parts(hidden), self.parts(grad_hidden)
+        constants = point.vjp_constants | dict(STORE_ACT=scaled_act is not None, STORE_DOTS=dots is not None)
+        if not cut.fused:
+            grad_act = self.empty(call.num_rows, width) if scaled_act is None else scaled_act
+            self.multiply_rows([grad], [self.down], grad_act, backward=True, gather=gather, cut=cut)
+            bt, bd = _block(width)
+            args = (grad_act, h0, h1, dh0, dh1, h0.stride(0), call.expert_offsets, self.w, dots, call.num_rows)
+            args = (*args, width, self.num_experts)
+            launch(rows.act_vjp_kernel, (cdiv(call.num_rows, bt),), args, constants | dict(BT=bt, BD=bd))
+            return dots, num_partials, grad, gather
+        if cut.roles:
+            roles.act_backward(self, grad, gather, (h0, h1), (dh0, dh1), scaled_act, dots, constants, cut)
+            return dots, num_partials, grad, gather
+        schedule, max_tiles = self.schedule(cut.bm)
+        w = self.down.operand(backward=True, block=(cut.bn, cut.bk) if cut.descriptors else None)
+        args = (
+            *(grad, grad.stride(0), call.token_ids, schedule, max_tiles),
+            *(w.source, w.expert, w.column, w.inner, self.w, h0, h1, dh0, dh1, h0.stride(0)),
+            *(scaled_act, dots, call.num_rows, width, inner),
+        )
+        constants |= dict(GATHER=gather, WEIGHT=w.access, COLUMNS_FIRST=w.columns_first, SLICES=cut.slices)
+        self.launch_gemm(act_backward_kernel, cut, max_tiles * num_partials, width, inner, args, constants)
+        return dots, num_partials, grad, gather
+
+    def weight_gradient(self, grad: Tensor, gather: bool, dots: Tensor | None, num_partials: int) -> Tensor:
+        call, point = self.call, self.point
+        if dots is None:
+            return apply(lambda w, num_rows=call.num_rows: w.new_zeros(num_rows), self.w)
+        out = empty((call.num_rows,), self.w.dtype, self.device)
+        bias = self.down_bias
+        block = 256 if bias is None else 32
+        args = (
+            *(dots, num_partials, self.w, grad, grad.stride(0), call.token_ids, call.expert_offsets),
+            *(bias, *((0, 0) if bias is None else bias.stride()), out, call.num_rows, self.out_width),
+        )
+        constants = dict(
+            SCALE_GRAD=point.scale_grad,
+            HAS_SCALE=point.scale is not None,
+            USES_WEIGHT=point.uses_weight,
+            HAS_BIAS=bias is not None,
+            GATHER=gather,
+            E=self.num_experts,
+            E_BINS=self.bins,
+            BLOCK=block,
+            BD=128,
+        )
+        launch(rows.weight_gradient_kernel, (cdiv(call.num_rows, block),), args, constants)
+        return out
+
+    def outer(
+        self,
+        kernel: str,
+        left: tuple[Tensor, bool],
+        right: tuple[Tensor, bool],
+        dtype: torch.dtype,
+        cut: Config | None = None,
+    ) -> Tensor:
+        """Sum over each expert's rows of left[r]^T right[r], [E,.,.]; each side is (rows, to be gathered)."""
+        sizes = right[0].shape[1], left[0].shape[1]
+        cut = cut or self.config(kernel, *sizes, lambda cut: self.outer(kernel, left, right, dtype, cut))
+        if cut.gather_first:
+            left, right = ((self.gather(t), False) if to_gather else (t, False) for t, to_gather in (left, right))
+        (a, gather_left), (b, gather_right) = left, right
+        height, width = a.shape[1], b.shape[1]
+        out = empty((self.num_experts, height, width), dtype, self.device)
+        if cut.roles:
+            if roles.outer(self, left, right, out, cut):
+                return out
+            cut = portable(kernel)
+        num_tiles = self.num_experts * cdiv(height, cut.bm) * cdiv(width, cut.bn)
+        describe_left = cut.descriptors and not gather_left and describable(a)
+        describe_right = cut.descriptors and not gather_right and describable(b)
+        if describe_left or describe_right:  # stages are of what is described; a gathered side takes one buffer
+            left_bytes, right_bytes = (n * cut.bk * a.element_size() for n in (cut.bm, cut.bn))
+            bytes_of_stage = describe_left * left_bytes + describe_right * right_bytes
+            room = _SHARED_BYTES - (left_bytes + right_bytes - bytes_of_stage)
+            cut = dataclasses.replace(cut, stages=max(1, min(cut.stages, room // bytes_of_stage)))
+        # A tile on its way out lies in shared memory, which has no room for one of float64.
+        describe_out = cut.descriptors and width * out.element_size() % 16 == 0 and out.element_size() <= 4
+        args = (
+            *(describe(a, cut.bk, cut.bm) if describe_left else a, a.stride(0)),
+            *(describe(b, cut.bk, cut.bn) if describe_right else b, b.stride(0)),
+            *(self.call.token_ids, self.call.expert_offsets),
+            *(describe(out, 1, cut.bm, cut.bn) if describe_out else out, height, width, self.num_experts),
+        )
+        constants = dict(
+            GATHER_LEFT=gather_left,
+            GATHER_RIGHT=gather_right,
+            LEFT_DESCRIPTOR=describe_left,
+            RIGHT_DESCRIPTOR=describe_right,
+            OUT_DESCRIPTOR=describe_out,
+            EVEN=height % cut.bm == 0 and width % cut.bn == 0,
+            VECTOR=math.gcd(height, width, 8),
+            **self.tile_constants(cut),
+        )
+        launch(outer_kernel, self.grid(cut, num_tiles), args, constants, warps=cut.warps, stages=cut.stages)
+        return out
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """The routed rows [B,width] of a tensor by token."""
+        num_rows, width = self.call.num_rows, tensor.shape[1]
+        out, (bt, bd) = self.empty(num_rows, width), _block(width, 4096)
+        launch(
+            rows.gather_kernel,
+            (cdiv(num_rows, bt), cdiv(width, bd)),
+            (tensor, tensor.stride(0), self.call.token_ids, self.call.expert_offsets, out, width, self.num_experts),
+            dict(BT=bt, BD=bd),
+        )
+        return out
+
+    def sum_rows(self, tensor: Tensor, gather: bool, scale: Any, dtype: torch.dtype) -> Tensor:
+        """[E,width]."""
+        width = tensor.shape[1]
+        out = self.empty(self.num_experts, width, dtype)
+        launch(
+            rows.sum_rows_kernel,
+            (self.num_experts, cdiv(width, 64)),
+            (tensor, tensor.stride(0), self.call.token_ids, self.call.expert_offsets, self.w, out, width),
+            dict(SCALE=scale, HAS_SCALE=scale is not None, GATHER=gather, BR=32, BD=64),
+        )
+        return out
+
+
+def _block(width: int, elements: int = 2048) -> tuple[int, int]:
+    """(rows, columns) of a block in kernels that are bound by memory."""
+    columns = min(next_power_of_2(width), elements)
+    return max(1, elements // columns), columns
+
+
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    return tensor if tensor is None or tensor.is_contiguous() else apply(Tensor.contiguous, tensor)
+
+
+def rows_contiguous(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(1) == 1 or tensor.shape[1] == 1 else apply(Tensor.contiguous, tensor)

@@ -1,0 +1,211 @@
+"""The tiles that the GEMMs of `gemm` and `gemm_backward` are cut into, and how operands and results are reached.
+
+A tile is BM rows of one expert by BN columns. The rows' side is cut by a schedule (`schedule_kernel`); tiles of
+neighbouring columns and rows run together, for the cache.
+
+Each weight comes as (weight, strides of expert, column, inner), and may be reached in several ways (WEIGHT):
+
+    "strided"     a pointer to a stack, any strides
+    "strided, wide"     the same, of matrices in which offsets take more than 32 bits
+    "descriptor"  a tensor descriptor of the stack (TMA), block [1, ...] as stored
+    "table"       a pointer to E addresses, of the experts' separate tensors, each a multiple of 16 bytes
+    "table, unaligned"  the same, of parts of them that begin anywhere
+
+COLUMNS_FIRST tells that a weight is stored as [column, inner] (as `nn.Linear.weight` is in the forward).
+
+Offsets within a tile, and within a matrix that is not "wide", are 32 bit, those of tiles and experts 64 bit. The rows
+behind a tile's last one belong to another expert or to nobody: they are computed along, and never stored.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Sizes that change from call to call: a kernel is not compiled anew for them.
+VARYING = ["max_tiles", "num_rows"]
+
+
+@triton.jit(do_not_specialize=VARYING)
+def schedule_kernel(expert_offsets, schedule, max_tiles, E: tl.constexpr, E_BINS: tl.constexpr, BM: tl.constexpr):
+    """schedule: of each tile the expert, then (from max_tiles on) the first row, then (from 2 * max_tiles on) the row
+    behind the expert's last one; then the number of tiles."""
+    expert, bins = tl.program_id(0), tl.arange(0, E_BINS)
+    begin = tl.load(expert_offsets + bins, mask=bins < E, other=0)
+    end = tl.load(expert_offsets + bins + 1, mask=bins < E, other=0)
+    num_tiles = (end - begin + BM - 1) // BM
+    first = tl.sum(tl.where(bins < expert, num_tiles, 0), 0)
+    mine = tl.sum(tl.where(bins == expert, num_tiles, 0), 0)
+    row = tl.sum(tl.where(bins == expert, begin, 0), 0)
+    behind = tl.sum(tl.where(bins == expert, end, 0), 0)
+    for start in range(0, mine, 64):
+        tile = start + tl.arange(0, 64)
+        tl.store(schedule + first + tile, tl.zeros_like(tile) + expert, mask=tile < mine)
+        tl.store(schedule + max_tiles + first + tile, row + tile * BM, mask=tile < mine)
+        tl.store(schedule + 2 * max_tiles + first + tile, tl.zeros_like(tile) + behind, mask=tile < mine)
+    if expert == 0:
+        tl.store(schedule + 3 * max_tiles, tl.sum(num_tiles, 0))
+
+
+@triton.jit
+def place(tile, num_row_tiles, num_column_tiles, GROUP: tl.constexpr):
+    """(row tile, column tile): GROUP row tiles at a time, and all their columns."""
+    group = tile // (GROUP * num_column_tiles)
+    first = group * GROUP
+    height = tl.minimum(num_row_tiles - first, GROUP)
+    within = tile - group * (GROUP * num_column_tiles)
+    return first + within % height, within // height
+
+
+@triton.jit
+def rows_place(tile, num_row_tiles, width, schedule, max_tiles, TILE: tl.constexpr, GROUP: tl.constexpr):
+    """Of a tile of rows: expert, first row, number of the columns' tile, and the row behind the expert's last one;
+    behind the last tile that is 0. No load waits for another."""
+    num_column_tiles = tl.cdiv(width, TILE)
+    m, n = place(tile, num_row_tiles, num_column_tiles, GROUP)
+    there, at = tile < num_row_tiles * num_column_tiles, schedule + m
+    expert, first_row = tl.load(at, mask=there, other=0), tl.load(at + max_tiles, mask=there, other=0)
+    return expert, first_row, n, tl.load(at + 2 * max_tiles, mask=there, other=0)
+
+
+@triton.jit
+def outer_place(tile, height, width, expert_offsets, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
+    """Of a tile of an expert's [height,width]: expert, numbers of the tile, and the expert's first and last rows."""
+    num_row_tiles, num_column_tiles = tl.cdiv(height, BM), tl.cdiv(width, BN)
+    expert = tile // (num_row_tiles * num_column_tiles)
+    within = tile - expert * (num_row_tiles * num_column_tiles)
+    m, n = place(within, num_row_tiles, num_column_tiles, GROUP)
+    return expert, m, n, tl.load(expert_offsets + expert), tl.load(expert_offsets + expert + 1)
+
+
+@triton.jit
+def matrix_of(w, w_expert, expert, like, WEIGHT: tl.constexpr):
+    """The pointer to an expert's matrix; a descriptor is left as it is."""
+    if WEIGHT == "table":
+        matrix = tl.multiple_of(tl.load(w + expert).to(tl.pointer_type(like.dtype.element_ty)), 16)
+    elif WEIGHT == "table, unaligned":
+        matrix = tl.load(w + expert).to(tl.pointer_type(like.dtype.element_ty))
+    elif WEIGHT == "strided" or WEIGHT == "strided, wide":
+        matrix = w + expert.to(tl.int64) * w_expert
+    else:
+        matrix = w
+    return matrix
+
+
+@triton.jit
+def weight_tile(
+    w, expert, column, columns, w_column, k, ks, w_inner, inner,
+    BN: tl.constexpr, BK: tl.constexpr, WEIGHT: tl.constexpr, COLUMNS_FIRST: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
+    """[BK,BN] of an expert's matrix: its inner indices from k on and columns from `column` on."""
+    if WEIGHT == "descriptor":
+        if COLUMNS_FIRST:
+            tile = w.load([expert, column, k]).reshape(BN, BK).T
+        else:
+            tile = w.load([expert, k, column]).reshape(BK, BN)
+    else:
+        if WEIGHT == "strided, wide":
+            at = w + (k + ks).to(tl.int64)[:, None] * w_inner + columns.to(tl.int64)[None, :] * w_column
+        else:
+            at = w + k * w_inner + (ks[:, None] * w_inner + columns[None, :] * w_column)
+        if EVEN_K:
+            tile = tl.load(at)
+        else:
+            tile = tl.load(at, mask=(ks < inner - k)[:, None], other=0.0)
+    return tile
+
+
+@triton.jit
+def safe_indices(index, size, EVEN: tl.constexpr, VECTOR: tl.constexpr):
+    """Indices that may be loaded from: those from `size` on are 0. VECTOR divides `size`: so many stay contiguous."""
+    if EVEN:
+        safe = index
+    else:
+        safe = tl.max_contiguous(tl.multiple_of(tl.where(index < size, index, 0), VECTOR), VECTOR)
+    return safe
+
+
+@triton.jit
+def tile_mask(is_mine, column, width, EVEN_N: tl.constexpr):
+    """Which elements of a tile [BM,BN] are stored."""
+    if EVEN_N:
+        mask = is_mine[:, None]
+    else:
+        mask = is_mine[:, None] & (column < width)[None, :]
+    return mask
+
+
+@triton.jit
+def store_tile(out, at, described, first_row, column, value, mask, is_full, OUT_DESCRIPTOR: tl.constexpr):
+    """A tile of rows: by its descriptor if it is full, for that would write into the next expert's rows."""
+    if OUT_DESCRIPTOR:
+        if is_full:
+            described.store([first_row, column], value)
+        else:
+            tl.store(out + at, value, mask=mask)
+    else:
+        tl.store(out + at, value, mask=mask)
+
+
+@triton.jit
+def split_pairs(pair, BM: tl.constexpr, BN: tl.constexpr):
+    """[BM, 2*BN] of interleaved columns as two [BM,BN]."""
+    return tl.split(tl.reshape(pair, (BM, BN, 2)))
+
+
+@triton.jit
+def split_halves(tile, BM: tl.constexpr, BN: tl.constexpr):
+    """The left and right half of [BM,BN]."""
+    return tl.split(tl.permute(tl.reshape(tile, (BM, 2, BN // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def load_parts(h0, h1, at, mask, JOINED: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """The variables of the pointwise part from the up-projections, in float32; one alone counts as both."""
+    if JOINED:
+        a0, a1 = split_pairs(tl.load(h0 + at, mask=mask, other=0.0), BM, BN)
+    else:
+        a0 = tl.load(h0 + at, mask=mask, other=0.0)
+        a1 = a0
+        if PARTS == 2:
+            a1 = tl.load(h1 + at, mask=mask, other=0.0)
+    return a0.to(tl.float32), a1.to(tl.float32)
+
+
+@triton.jit
+def store_parts(
+    h0, h1, at, mask, v0, v1, JOINED: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):
+    if JOINED:
+        tl.store(h0 + at, tl.reshape(tl.join(v0, v1), (BM, 2 * BN)), mask=mask)
+    else:
+        tl.store(h0 + at, v0, mask=mask)
+        if PARTS == 2:
+            tl.store(h1 + at, v1, mask=mask)
+
+
+@triton.jit
+def accumulate(
+    acc, rows, rows_row, w, w_expert, w_column, w_inner, inner, expert, first_row, row, n, w_columns,
+    ROWS_DESCRIPTOR: tl.constexpr, WEIGHT: tl.constexpr, COLUMNS_FIRST: tl.constexpr, EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """acc + rows @ the expert's matrix; the rows are `row`, or those from `first_row` on."""
+    ks = tl.arange(0, BK)
+    matrix = matrix_of(w, w_expert, expert, rows, WEIGHT)
+    if not ROWS_DESCRIPTOR:
+        rows_at = rows + row[:, None].to(tl.int64) * rows_row + ks[None, :]
+    for k in range(0, inner, BK):
+        if ROWS_DESCRIPTOR:
+            left = rows.load([first_row, k])
+        else:
+            if EVEN_K:
+                left = tl.load(rows_at)
+            else:
+                left = tl.load(rows_at, mask=(ks < inner - k)[None, :], other=0.0)
+            rows_at += BK
+        right = weight_tile(
+            matrix, expert, n * BN, w_columns, w_column, k, ks, w_inner, inner, BN, BK, WEIGHT, COLUMNS_FIRST, EVEN_K
+        )
+        acc = tl.dot(left, right, acc, input_precision=PRECISION)
+    return acc
