@@ -1,4 +1,4 @@
-"""Functions that Triton's language lacks, in float32; and derived formulas (see `epilogue`) as functions of Triton.
+"""Functions that Triton's language lacks, in float32; and derived formulas (see `formula`) as functions of Triton.
 
 They are as accurate for tiny arguments as for others, and give for infinities and NaNs what torch gives.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from .. import epilogue
+from .. import formula
 
 
 @triton.jit
@@ -147,5 +147,5 @@ def _function(text: str, ptx: bool) -> Any:
 
 
 def derived(name: str, parameters: Sequence[str], results: Sequence[Any], ptx: bool = False) -> Any:
-    """`epilogue.source` as a function for kernels; `ptx`: for those of NVIDIA's GPUs alone."""
-    return _function(epilogue.source(name, parameters, results), ptx)
+    """`formula.source` as a function for kernels; `ptx`: for those of NVIDIA's GPUs alone."""
+    return _function(formula.source(name, parameters, results), ptx)

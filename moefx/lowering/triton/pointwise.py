@@ -11,8 +11,9 @@ import torch
 
 from ...ir import expression
 from ...ir.body import ExpertBody
-from .. import epilogue
-from ..epilogue import Underivable
+from ..epilogue import with_gradients
+from ..formula import symbols_of
+from ..rules import Underivable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,11 +107,11 @@ def _formulas(body: ExpertBody, widths: Sequence[int] | None) -> Formulas:
         if unknown := [name for name in expression.variables(expr) if name not in known]:
             raise Underivable(f"{expression.pretty(expr)} has a variable {unknown[0]}, of which nothing is known")
     parameters = (*order, *(["_"] if len(order) == 1 else []), "w")
-    value, *gradients = epilogue.with_gradients(body.act, "g", parameters)
-    if missing := [name for name in order if name not in epilogue.symbols_of(value)]:
+    value, *gradients = with_gradients(body.act, "g", parameters)
+    if missing := [name for name in order if name not in symbols_of(value)]:
         raise Underivable(f"{expression.pretty(body.act)} does not depend on {missing[0]}")
     # With y and its gradient 1 what is left is the factor, and the derivative of that.
-    factor, factor_grad = epilogue.with_gradients(body.out, "g", ("w",), ones=("y", "g"))
+    factor, factor_grad = with_gradients(body.out, "g", ("w",), ones=("y", "g"))
     return Formulas(order, parameters, [value, *gradients], factor, factor_grad)
 
 

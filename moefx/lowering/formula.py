@@ -1,0 +1,210 @@
+"""What formulas of an expert's pointwise part are made of, and their source text for kernels.
+
+They are SymPy expressions of primitives that SymPy neither evaluates nor reorders. Its own sums and products it does:
+it multiplies out numbers, merges powers, sorts operands. In floating point that cancels and overflows where the
+expression as written does not.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import sympy
+from sympy import Expr as Expression
+from sympy import S
+
+
+class Primitive(Expression):
+    """A class for each; not SymPy's Function, whose cache compares expressions as trees, which can take forever."""
+
+    text: ClassVar[str]  # in Triton, with the arguments to be filled in
+
+    def __new__(cls, *args: Any) -> Any:
+        if len(args) != cls.text.count("{}") or any(a is None for a in args):
+            raise TypeError(f"{cls.__name__}{args}")
+        result = cls.eval(*args)
+        return super().__new__(cls, *args) if result is None else result
+
+    @classmethod
+    def eval(cls, *args: Any) -> Any:
+        """What it is instead, without a loss; None if nothing."""
+
+
+class Condition(Primitive):
+    """True or false, as tl.where takes it."""
+
+
+class Add(Primitive):
+    text = "({} + {})"
+
+    @classmethod
+    def eval(cls, a: Any, b: Any) -> Any:
+        if a is S.Zero or b is S.Zero:
+            return b if a is S.Zero else a
+        return exactly(float(a) + float(b)) if a.is_Number and b.is_Number else None
+
+
+class Subtract(Primitive):
+    text = "({} - {})"
+
+    @classmethod
+    def eval(cls, a: Any, b: Any) -> Any:
+        if a is S.Zero or b is S.Zero:
+            return Negate(b) if a is S.Zero else a
+        return exactly(float(a) - float(b)) if a.is_Number and b.is_Number else None
+
+
+class Negate(Primitive):
+    text = "(-{})"
+
+    @classmethod
+    def eval(cls, a: Any) -> Any:
+        if isinstance(a, Negate):
+            return a.args[0]
+        return exactly(-float(a)) if a.is_Number else None
+
+
+class Multiply(Primitive):
+    text = "({} * {})"
+
+    @classmethod
+    def eval(cls, a: Any, b: Any) -> Any:
+        for one, other in ((a, b), (b, a)):
+            if one is S.One or one is S.NegativeOne:
+                return other if one is S.One else Negate(other)
+        return exactly(float(a) * float(b)) if a.is_Number and b.is_Number else None
+
+
+class Divide(Primitive):
+    text = "({} / {})"
+
+    @classmethod
+    def eval(cls, a: Any, b: Any) -> Any:
+        if b is S.One:
+            return a
+        # Written out in torch 2.11's derivative of silu, whose value has it as a primitive.
+        if a is S.One and isinstance(b, Add) and b.args[1] is S.One and isinstance(b.args[0], Exp):
+            return Sigmoid(Negate(b.args[0].args[0]))
+        return exactly(float(a) / float(b)) if a.is_Number and b.is_Number and b is not S.Zero else None
+
+
+class Where(Primitive):
+    text = "tl.where({}, {}, {})"
+
+    @classmethod
+    def eval(cls, condition: Any, a: Any, b: Any) -> Any:
+        return a if a == b else None
+
+
+def _primitive(name: str, text: str, base: type = Primitive) -> Any:
+    return type(name, (base,), {"text": text, "__module__": __name__})
+
+
+Maximum = _primitive("Maximum", "tl.maximum({}, {}, tl.PropagateNan.ALL)")
+Minimum = _primitive("Minimum", "tl.minimum({}, {}, tl.PropagateNan.ALL)")
+Absolute = _primitive("Absolute", "tl.abs({})")
+Sign = _primitive("Sign", "sign({})")
+Exp = _primitive("Exp", "exp({})")
+Exp2 = _primitive("Exp2", "tl.exp2({})")
+Expm1 = _primitive("Expm1", "expm1({})")
+Log = _primitive("Log", "tl.log({})")
+Log2 = _primitive("Log2", "tl.log2({})")
+Log1p = _primitive("Log1p", "log1p({})")
+Sqrt = _primitive("Sqrt", "tl.sqrt({})")
+Rsqrt = _primitive("Rsqrt", "tl.rsqrt({})")
+Hypot = _primitive("Hypot", "hypot({}, {})")
+Sigmoid = _primitive("Sigmoid", "sigmoid({})")
+Erf = _primitive("Erf", "tl.erf({})")
+Erfc = _primitive("Erfc", "erfc({})")
+Sin = _primitive("Sin", "tl.sin({})")
+Cos = _primitive("Cos", "tl.cos({})")
+Atan = _primitive("Atan", "atan({})")
+Sinh = _primitive("Sinh", "sinh({})")
+Cosh = _primitive("Cosh", "cosh({})")
+Tanh = _primitive("Tanh", "tanh({})")
+Asinh = _primitive("Asinh", "asinh({})")
+
+Less = _primitive("Less", "({} < {})", Condition)
+LessEqual = _primitive("LessEqual", "({} <= {})", Condition)
+Greater = _primitive("Greater", "({} > {})", Condition)
+GreaterEqual = _primitive("GreaterEqual", "({} >= {})", Condition)
+Equal = _primitive("Equal", "({} == {})", Condition)
+NotEqual = _primitive("NotEqual", "({} != {})", Condition)
+Both = _primitive("Both", "({} & {})", Condition)
+Either = _primitive("Either", "({} | {})", Condition)
+OneOf = _primitive("OneOf", "({} ^ {})", Condition)
+Not = _primitive("Not", "({} == 0)", Condition)
+
+
+def exactly(number: float) -> Any:
+    """Whole numbers as such, so that factors of 1.0 disappear."""
+    if math.isfinite(number):
+        return sympy.Integer(int(number)) if number == int(number) else sympy.Float(number, 17)
+    return S.NaN if math.isnan(number) else S.Infinity if number > 0 else S.NegativeInfinity
+
+
+# -- source text
+# ------------------------------------------------------------------------------------------------------
+
+
+def source(name: str, parameters: Sequence[str], results: Sequence[Any]) -> str:
+    """The text of a Python function of `parameters` that returns `results` (a tuple if there are several).
+
+    It is written for Triton: `tl.log` and the like, and the functions of `triton.elementary`.
+    """
+    order = _operands_first(results)
+    uses = collections.Counter(results)
+    for expr in order:
+        uses.update(expr.args)
+    texts: dict[Any, str] = {}
+    lines: list[str] = []
+    for expr in order:
+        texts[expr] = text = _text(expr, texts)
+        # Long ones too, for the reader, and because Python bounds how deep parentheses may be.
+        if expr.args and (uses[expr] > 1 or len(text) > 90):
+            texts[expr] = f"t{len(lines)}"
+            lines.append(f"    {texts[expr]} = {text}")
+    zeros = f"tl.where({parameters[0]} == {parameters[0]}, 0.0, 0.0)"
+    returned = [texts[r] if symbols_of(r) else zeros if r is S.Zero else f"{zeros} + {texts[r]}" for r in results]
+    return "\n".join([f"def {name}({', '.join(parameters)}):", *lines, f"    return {', '.join(returned)}", ""])
+
+
+def symbols_of(formula: Any) -> set[str]:
+    """Names of the variables that occur."""
+    return {s.name for s in _operands_first([formula]) if s.is_Symbol}
+
+
+def _operands_first(formulas: Sequence[Any]) -> list[Any]:
+    """Each subexpression once. Without recursion: they may be nested deeper than Python's calls."""
+    order: dict[Any, None] = {}
+    stack = [(f, False) for f in reversed(formulas)]
+    while stack:
+        expr, done = stack.pop()
+        if done:
+            order[expr] = None
+        elif expr not in order:
+            stack += [(expr, True), *((a, False) for a in reversed(expr.args))]
+    return list(order)
+
+
+def _text(expr: Any, texts: Mapping[Any, str]) -> str:
+    if expr.is_Symbol:
+        return expr.name
+    if expr.is_Number:
+        return _number(expr)
+    arguments = [texts[a] for a in expr.args]
+    if all(a.is_Number for a in expr.args):  # for Python to leave it to Triton
+        arguments = [f"tl.cast({a}, tl.float32)" for a in arguments]
+    return expr.text.format(*arguments)
+
+
+def _number(value: Any) -> str:
+    number = float(value)
+    if not math.isfinite(single := ctypes.c_float(number).value):
+        return f'float("{single}")'
+    # What float32 has only denormals for, Triton would take for float64.
+    return f"tl.cast({number!r}, tl.float32)" if 0 < abs(number) < 2.0**-126 else repr(number)
