@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -52,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal without UTF-8 shows "?" instead of failing
             stream.reconfigure(errors="replace")
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch's; nothing here needs it
     from .errors import MoefxError
 
     try:

@@ -118,6 +118,20 @@ def test_env_names_versions_and_devices(capsys):
     assert facts["providers"]
 
 
+def test_torch_does_not_complain_of_a_missing_numpy():
+    program = """
+import sys
+sys.modules["numpy"] = None
+from moefx import cli
+status = cli.main(["env"])
+import torch._subclasses.functional_tensor  # with which torch notices
+sys.exit(status)
+"""
+    checkout = os.path.dirname(os.path.dirname(cli.__file__))
+    done = subprocess.run([sys.executable, "-c", program], cwd=checkout, capture_output=True, text=True, check=True)
+    assert not done.stderr
+
+
 @pytest.mark.parametrize(("arguments", "status"), [(["env"], 0), (["no-such-command"], 2), (["explain", "x"], 2)])
 def test_the_module_runs_as_a_program(tmp_path, arguments, status):
     checkout = os.path.dirname(os.path.dirname(cli.__file__))
