@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from .sizes import SizeLog
 from .source import Source
 
-MIXED = "mixed"  # a comparison comes out either way, an integer as it was or one more, element by element
+# Element by element a comparison comes out either way, an integer as it was or one more; choices are those among
+# numbers of no meaning.
+MIXED = "mixed"
 
 aten = torch.ops.aten
 
@@ -106,12 +109,26 @@ class Effect:
     node: Any
 
 
+def decided_by_floats(node: fx.Node) -> list[fx.Node]:
+    """What in the program turned abstract floats into the integers or the boolean of a node: a cast, or a choice among
+    them; of a boolean `comparisons`."""
+    val = node.meta.get("val")
+    if not isinstance(val, torch.Tensor) or is_float(val) or node.op != "call_function":
+        return []
+    if val.dtype is torch.bool:
+        return comparisons(node)
+    made_by = node.args[0] if node.target is operator.getitem else node
+    assert isinstance(made_by, fx.Node)
+    return [made_by] if any(_is_abstract(a) for a in made_by.all_input_nodes) else []
+
+
+def _is_abstract(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), FakeTensor) and not node.meta.get("known")
+
+
 def comparisons(node: fx.Node) -> list[fx.Node]:
     """The comparisons that a boolean is made of, if these are of abstract floats (a threshold, a check for NaN) or of
     what was counted of such, not of what was chosen by them."""
-    val = node.meta.get("val")
-    if not isinstance(val, torch.Tensor) or val.dtype is not torch.bool or node.op != "call_function":
-        return []
     stack, seen, found, floats = [node], set(), [], False
     while stack:
         n = stack.pop()
@@ -119,12 +136,12 @@ def comparisons(node: fx.Node) -> list[fx.Node]:
             continue
         seen.add(n)
         name = getattr(n.target, "__name__", "").partition(".")[0]
-        if name in _CHOICES:
+        if name in CHOICES:
             return []
         if name in COMPARISONS:
             found.append(n)
         for a in n.all_input_nodes:
-            if isinstance(a.meta.get("val"), FakeTensor) and not a.meta.get("known"):
+            if _is_abstract(a):
                 floats = True
             else:
                 stack.append(a)
@@ -132,9 +149,11 @@ def comparisons(node: fx.Node) -> list[fx.Node]:
 
 
 COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isfinite", "isneginf", "isposinf", "signbit"}
-_CHOICES = {
+# Of these the truth of a float is that it is not 0.
+TRUTHS = {"logical_not", "logical_and", "logical_or", "logical_xor", "any", "all", "nonzero", "count_nonzero"}
+CHOICES = {
     "topk", "max", "min", "argmax", "argmin", "sort", "argsort", "kthvalue", "multinomial", "nonzero", "scatter",
-    "_unique2", "unique_dim", "unique_consecutive",
+    "_unique2", "unique_dim", "unique_consecutive", "median", "nanmedian", "mode", "cummax", "cummin", "aminmax",
 }  # fmt: skip
 
 

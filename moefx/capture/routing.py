@@ -96,6 +96,10 @@ class Routing:
             outcome = torch.where(row < 0.6, row < 0.3, outcome)
         return outcome
 
+    def numbers(self, shape: Sequence[int]) -> torch.Tensor:
+        """Floats of no meaning."""
+        return torch.rand(shape, generator=self.generator)
+
     def integers(self, t: torch.Tensor) -> torch.Tensor:
         """A stand-in for an integer parameter or buffer. Its values are not part of the specialisation: where all are
         the same there are others, too, and routings after the first see them in another order, 0, 1, 2, ... all

@@ -20,7 +20,18 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import CaptureError, Refused
 from . import autocast
-from .captured import COMPARISONS, CONTRACTIONS, MIXED, SHAPE_ONLY, Call, HostRead, is_float, map_tensors, tensors_in
+from .captured import (
+    CHOICES,
+    CONTRACTIONS,
+    MIXED,
+    SHAPE_ONLY,
+    TRUTHS,
+    Call,
+    HostRead,
+    is_float,
+    map_tensors,
+    tensors_in,
+)
 from .counts import LENGTH, Count, Share, tells_empty
 from .recorder import Recorder
 from .routing import Routing
@@ -28,8 +39,9 @@ from .sizes import SizeLog
 from .source import Source, user_source
 
 aten = torch.ops.aten
-# how reads come out, by where they are; numbers by where they are computed, and by which op
-Flips = Mapping[Source | tuple[Source, str], bool | float | str]
+# How reads come out, by where they are; comparisons and numbers by where they are computed, by which op, and whether of
+# what is known of the routing alone.
+Flips = Mapping[Source | tuple[Source, str, bool], bool | float | str]
 
 
 class Tracer(Recorder):
@@ -38,7 +50,7 @@ class Tracer(Recorder):
     def __init__(self, routing: Routing, flips: Flips | None = None):
         super().__init__()
         self.routing, self.flips = routing, flips or {}
-        self.coins: dict[tuple[Source, torch.Size], torch.Tensor] = {}  # outcomes of comparisons that come out mixed
+        self.coins: dict[tuple[Source, torch.Size], torch.Tensor] = {}  # outcomes of what comes out mixed
         self.reads: list[HostRead] = []
         self.calls: list[Call] = []
         self.sizes = SizeLog()
@@ -232,6 +244,10 @@ class Tracer(Recorder):
             args = (args[0], self._integer_indices(args[1]), *args[2:])
         elif name == "masked_select":
             return self.record(aten.index.Tensor, (args[0], self._integer_indices([args[1].expand(args[0].shape)])), {})
+        if name in TRUTHS:
+            args = map_tensors(args, self._truth)
+        elif func is aten._to_copy.default and kwargs.get("dtype") is torch.bool and self._is_abstract(args[0]):
+            args, kwargs = (self._truth(args[0]),), {k: v for k, v in kwargs.items() if k != "dtype"}
         if func in (aten.clone.default, aten.alias.default):
             return self._same_value(func, args, kwargs)
         if kwargs.get("generator") is not None:
@@ -253,19 +269,39 @@ class Tracer(Recorder):
             out = bool(self.flips.get(source, out))
             self.reads.append(HostRead(source, out, None))
             return out
-        if self.flips and isinstance(out, torch.Tensor):
-            source = user_source()
-            numbers = self.flips.get((source, str(func))) == MIXED
-            if numbers or (name in COMPARISONS and self.flips.get(source) == MIXED):
-                key = (source, out.shape)  # the same question in every turn of a loop has the same answer
-                coins = self.coins.setdefault(key, self.routing.coins(out.shape)).clone()
-                if is_float(out):
-                    concrete = func(*map_tensors(args, self.concrete), **kwargs) if concrete is None else concrete
-                    concrete = concrete + coins.to(out.dtype)
-                else:
-                    out = concrete = out + coins.to(out.dtype) if numbers else coins
+        if self.flips and self.flips.get((user_source(), str(func), known)) == MIXED:
+            out, concrete = self._mixed(func, args, kwargs, out, concrete)
         is_view = any(a.alias_info is not None for a in schema.arguments)
         return self.record_out(func, node_args, node_kwargs, args, out, concrete, is_view, known)
+
+    def _is_abstract(self, t: torch.Tensor) -> bool:
+        return is_float(t) and not self.node_of(t).meta.get("known")
+
+    def _truth(self, t: torch.Tensor) -> torch.Tensor:
+        """Whether abstract floats are not 0, asked as a comparison: like any other it may come out either way."""
+        return self.record(aten.ne.Scalar, (t, 0), {}) if self._is_abstract(t) else t
+
+    def _mixed(self, func: Any, args: tuple, kwargs: dict[str, Any], out: Any, concrete: Any) -> tuple[Any, Any]:
+        """What an op gave, and its concrete result, otherwise (see `MIXED`)."""
+        source = user_source()
+        if func.overloadpacket.__name__ in CHOICES:
+
+            def arbitrary(t: torch.Tensor) -> torch.Tensor:
+                coins = self.coins.setdefault((source, t.shape), self.routing.numbers(t.shape))
+                return coins.to(t.dtype) if is_float(t) else self.concrete(t)
+
+            concrete = func(*map_tensors(args, arbitrary), **kwargs)
+            others = iter(tensors_in(concrete))
+            return map_tensors(out, lambda t: other if not is_float(other := next(others)) else t), concrete
+        if not isinstance(out, torch.Tensor):
+            return out, concrete
+        key = (source, out.shape)  # the same question in every turn of a loop has the same answer
+        coins = self.coins.setdefault(key, self.routing.coins(out.shape)).clone()
+        if is_float(out):
+            concrete = func(*map_tensors(args, self.concrete), **kwargs) if concrete is None else concrete
+            return out, concrete + coins.to(out.dtype)
+        mixed = coins if out.dtype is torch.bool else out + coins.to(out.dtype)
+        return mixed, mixed
 
     def _same_value(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
         """A copy, or all of it as a view: the same value. Whether `contiguous` and `reshape` copy depends on the

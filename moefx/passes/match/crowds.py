@@ -70,7 +70,7 @@ def overflow(prover: Prover) -> None:
 def spread_numbers(prover: Prover) -> None:
     """Numbers made of counts or positions that look like constants at few tokens are made to differ."""
     for (source, op), what in {**_same_everywhere(prover), **_never_cut(prover)}.items():
-        force(prover, source, {(source, op): MIXED}, what)
+        force(prover, source, {(source, op, True): MIXED}, what)
 
 
 def _same_everywhere(prover: Prover) -> dict[tuple[Source, str], str]:

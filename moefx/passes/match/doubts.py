@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import operator
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +18,7 @@ import torch.utils._pytree as pytree
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...capture.captured import MIXED, comparisons
+from ...capture.captured import MIXED, decided_by_floats
 from ...capture.routing import Routing
 from ...capture.source import Source
 from ...capture.tracer import Flips
@@ -24,15 +26,18 @@ from ...errors import Refused
 from ...ir.attributes import attributes
 from ...ir.reached import code_of, reached
 from .agree import same_form
-from .nodes import asks_for_rows, line, numbers
+from .nodes import asks_for_rows, line, numbers, op_name
 from .ranges import Ranges
 
 if TYPE_CHECKING:
-    from .prove import Prover
+    from .prove import Lifted, Prover
 
 _NO_LIMIT = 1e9
 _MOST_NUMBERS = 50
 _READ = "a value read from a tensor"
+_COMPARISON = "a comparison that came out the same everywhere"
+_INTEGER = "an integer made of floats that came out the same everywhere"
+_ORDERS = {"sort": 1, "argsort": 1, "topk": 2}  # which argument is the dimension
 
 
 def flip_branches(prover: Prover) -> None:
@@ -65,23 +70,43 @@ def flip_branches(prover: Prover) -> None:
             force(prover, source, {source: value}, _READ)
 
 
-def mix_comparisons(prover: Prover) -> None:
+def mix_decisions(prover: Prover) -> None:
     """A comparison of floats that came out the same for all elements in every capture (`weight > 0.01`), or for all
-    tokens' first choices, looks like a constant: once it is made to come out both ways."""
-    outcomes: dict[tuple[Source, int], set[bool]] = {}
-    asked: dict[Source, set[Source]] = {}  # where the floats were compared
+    tokens' first choices, looks like a constant, and so do floats that were cast to one integer, or of which the same
+    one was chosen everywhere: once they are made to come out otherwise."""
+    outcomes: dict[tuple[Source, str, int], set[int]] = {}
+    asked: dict[tuple[Source, str], set[tuple[Source, str, bool]]] = {}  # what to make come out otherwise
+    what: dict[tuple[Source, str], str] = {}
     for lifted in prover.lifted:
         for n in lifted.capture.nodes:
-            if not (made_of := comparisons(n)):
+            if not (made_of := decided_by_floats(n)):
                 continue
-            val = n.meta["val"]
-            asked.setdefault(n.meta["source"], set()).update(a.meta["source"] for a in made_of)
-            per_slot = val.shape[-1:] == (lifted.slots,) and val.numel() == lifted.ids.numel()
-            for slot, column in enumerate(val.reshape(-1, lifted.slots).t() if per_slot else [val]):
-                outcomes.setdefault((n.meta["source"], slot), set()).update(column.unique().tolist())
-    for source in dict.fromkeys(source for (source, _), seen in outcomes.items() if len(seen) == 1):
-        what = "a comparison that came out the same everywhere"
-        force(prover, source, dict.fromkeys(asked[source], MIXED), what)
+            is_boolean = n.meta["val"].dtype is torch.bool
+            place = (n.meta["source"], str((n if is_boolean else made_of[0]).target))
+            asked.setdefault(place, set()).update(map(_place, made_of))
+            what[place] = _COMPARISON if is_boolean else _INTEGER
+            for i, values in enumerate(_columns(n, lifted)):
+                outcomes.setdefault((*place, i), set()).update(values.unique().tolist())
+    for source, op in dict.fromkeys(key[:2] for key, seen in outcomes.items() if len(seen) == 1):
+        force(prover, source, dict.fromkeys(asked[source, op], MIXED), what[source, op])
+
+
+def _place(n: fx.Node) -> tuple[Source, str, bool]:
+    """As `Flips` have it."""
+    return n.meta["source"], str(n.target), all(a.meta.get("known") for a in n.all_input_nodes)
+
+
+def _columns(n: fx.Node, lifted: Lifted) -> Sequence[torch.Tensor]:
+    """The elements that may be alike: of all tokens' first choices, of all that came first in an order, or all."""
+    val = n.meta["val"]
+    if val.shape[-1:] == (lifted.slots,) and val.numel() == lifted.ids.numel():
+        return val.reshape(-1, lifted.slots).unbind(-1)
+    made_by = n.args[0] if n.target is operator.getitem else n
+    assert isinstance(made_by, fx.Node)
+    if op_name(made_by) in _ORDERS and val.dim():
+        at = _ORDERS[op_name(made_by)]
+        return val.unbind(made_by.kwargs.get("dim", made_by.args[at] if len(made_by.args) > at else -1))
+    return [val]
 
 
 def carry_over(prover: Prover) -> None:

@@ -246,7 +246,7 @@ class Prover:
         self._agree()
         groups = self._merged()
         doubts.flip_branches(self)
-        doubts.mix_comparisons(self)
+        doubts.mix_decisions(self)
         crowds.spread_numbers(self)
         crowds.overflow(self)
         doubts.carry_over(self)

@@ -76,7 +76,24 @@ def counted(y, x, t):
     return y * (torch.count_nonzero(x, -1) > 0)[t, None]
 
 
-@pytest.mark.parametrize("rule", [not_padding, zero_is_padding, counted])
+def has_any(y, x, t):
+    return y * x.any(-1)[t, None]
+
+
+def cast(y, x, t):
+    return y * x.abs().sum(-1).bool()[t, None]
+
+
+def not_all_zero(y, x, t):
+    return y * ~torch.logical_not(x).all(-1)[t, None]
+
+
+def selected(y, x, t):
+    real = torch.zeros(len(x), dtype=torch.bool).index_fill(0, x.abs().sum(-1).nonzero().squeeze(-1), True)
+    return y * real[t, None]
+
+
+@pytest.mark.parametrize("rule", [not_padding, zero_is_padding, counted, has_any, cast, not_all_zero, selected])
 def test_rows_of_zeros_are_padding(rule):
     x = torch.randn(ROWS, D).double()
     original, compiled = compiled_of(Padding(rule), x)
@@ -92,6 +109,37 @@ def halved_where_positive(y, x, t):
 def test_what_is_asked_of_a_row_as_a_whole_must_not_change_the_experts():
     with pytest.raises(moefx.NoMoEBlockFound, match="came out the same everywhere"):
         compiled_of(Padding(halved_where_positive), torch.randn(ROWS, D).double())
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        lambda y: (y / 30).int(),
+        lambda y: (y.abs() / 20).to(torch.uint8),
+        lambda y: (y / 30).round().long() >> 1,
+        lambda y: torch.stack([y * 0 + 20, y]).argmax(0),
+        lambda y: torch.stack([y * 0 + 20, y]).max(0).indices,
+        lambda y: torch.stack([y, y * 0 + 20, y * 0 + 40]).sort(0).indices[2] - 2,
+        lambda y: torch.stack([y, y * 0 + 20], -1).topk(1, -1).indices[..., 0],
+        lambda y: torch.searchsorted(torch.tensor([20.0, 40.0]).double(), y),
+    ],
+    ids=["cast", "uint8", "shifted", "argmax", "max", "sort", "topk", "searchsorted"],
+)
+def test_integers_made_of_activations_must_not_be_taken_for_constants(number):
+    """On small numbers each of these is the same everywhere."""
+    with pytest.raises(moefx.NoMoEBlockFound):
+        compiled_of(Padding(lambda y, x, t: y * (1 + number(y))), torch.randn(ROWS, D).double())
+
+
+@pytest.mark.parametrize(
+    "is_large",
+    [lambda z: ~torch.logical_not(z), torch.Tensor.bool, lambda z: torch.any(z, -1, keepdim=True)],
+    ids=["logical_not", "bool", "any"],
+)
+def test_truths_of_activations_must_not_be_taken_for_constants(is_large):
+    with pytest.raises(moefx.NoMoEBlockFound):
+        rule = lambda y, x, t: y.masked_fill(is_large((y - 20).relu()), 0.0)  # noqa: E731
+        compiled_of(Padding(rule), torch.randn(ROWS, D).double())
 
 
 class Alive(Loop):
