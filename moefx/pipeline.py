@@ -86,11 +86,25 @@ def lift(block: nn.Module, args: tuple, kwargs: dict[str, Any], names: list[str]
 
 
 def _lift(block: nn.Module, arguments: Arguments, names: list[str]) -> tuple[Match, Rewritten]:
-    """For all sizes; where that cannot be, for those at which the program goes the way that it goes for the example."""
+    """Comparisons of floats say which experts are chosen; where that cannot be, they are part of the activations."""
     prover = Prover(block, arguments, most_experts(block))
+    try:
+        return _for_sizes(prover, names)
+    except Refused as refusal:
+        if not prover.compares:
+            raise
+        try:
+            return _for_sizes(Prover(block, arguments, prover.hint, symbolic=True), names)
+        except Refused:
+            raise refusal from None
+
+
+def _for_sizes(prover: Prover, names: list[str]) -> tuple[Match, Rewritten]:
+    """For all sizes; where that cannot be, for those at which the program goes the way that it goes for the example."""
+    arguments = prover.arguments
 
     def only(side: tuple[SizeGuard, ...]) -> tuple[Match, Rewritten]:
-        return _rewritten(Prover(block, arguments, prover.hint, side), names)
+        return _rewritten(Prover(prover.block, arguments, prover.hint, side, prover.symbolic), names)
 
     try:
         match, rewritten = _rewritten(prover, names)

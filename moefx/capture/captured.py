@@ -119,10 +119,11 @@ def decided_by_floats(node: fx.Node) -> list[fx.Node]:
         return comparisons(node)
     made_by = node.args[0] if node.target is operator.getitem else node
     assert isinstance(made_by, fx.Node)
-    return [made_by] if any(_is_abstract(a) for a in made_by.all_input_nodes) else []
+    return [made_by] if any(is_abstract(a) for a in made_by.all_input_nodes) else []
 
 
-def _is_abstract(node: fx.Node) -> bool:
+def is_abstract(node: fx.Node) -> bool:
+    """Whether a value is a float that no routing determines."""
     return isinstance(node.meta.get("val"), FakeTensor) and not node.meta.get("known")
 
 
@@ -141,7 +142,7 @@ def comparisons(node: fx.Node) -> list[fx.Node]:
         if name in COMPARISONS:
             found.append(n)
         for a in n.all_input_nodes:
-            if _is_abstract(a):
+            if is_abstract(a):
                 floats = True
             else:
                 stack.append(a)

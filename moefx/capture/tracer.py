@@ -28,6 +28,7 @@ from .captured import (
     TRUTHS,
     Call,
     HostRead,
+    is_abstract,
     is_float,
     map_tensors,
     tensors_in,
@@ -216,6 +217,7 @@ class Tracer(Recorder):
                 fake = node.meta["val"]
                 self.track(fake, node)
                 self.literals.add(id(fake))
+                node.meta["literal"] = True
                 return fake
         self.literals.add(id(t))
         self.keep.append(t)
@@ -233,6 +235,9 @@ class Tracer(Recorder):
 
     def record(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         name = func.overloadpacket.__name__
+        if name in ("index_put", "index_put_") and self._is_masked_fill(*args):
+            fill = aten.masked_fill_.Tensor if name.endswith("_") else aten.masked_fill.Tensor
+            return self.record(fill, (args[0], args[1][0], args[2]), {})
         if name in (
             "index",
             "index_put",
@@ -310,6 +315,13 @@ class Tracer(Recorder):
         is_view = func is aten.alias.default
         self.track(out, self.node_of(args[0]), args[0] if is_view else None, (func, ()) if is_view else None)
         return out
+
+    def _is_masked_fill(self, t: torch.Tensor, indices: Any, value: torch.Tensor, accumulate: bool = False) -> bool:
+        """`h[h < 0] = 0`: where a comparison of floats holds a number is put, in place of which no row is chosen."""
+        mask = indices[0] if len(indices) == 1 else None
+        if mask is None or mask.dtype is not torch.bool or mask.shape != t.shape or value.dim() or accumulate:
+            return False
+        return any(is_abstract(n) for n in self.node_of(mask).all_input_nodes)
 
     def _integer_indices(self, indices: Any) -> list[torch.Tensor | None]:
         out: list[torch.Tensor | None] = []

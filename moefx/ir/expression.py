@@ -21,8 +21,16 @@ from torch import Tensor
 
 Expr = Any  # tuple | list | str | int | float | bool | None
 
-# Pointwise, though torch 2.11 does not tag it so.
-_UNTAGGED = (torch.ops.aten.leaky_relu.default,)
+# Pointwise, though torch does not tag them so (leaky_relu: torch 2.11).
+_UNTAGGED = (
+    torch.ops.aten.leaky_relu.default,
+    torch.ops.aten.hardswish.default,
+    torch.ops.aten.log_sigmoid.default,
+    torch.ops.aten.floor_divide.default,
+    torch.ops.aten.floor_divide.Scalar,
+    torch.ops.aten.where.ScalarSelf,
+    torch.ops.aten.where.ScalarOther,
+)
 _INFIX = {"add": " + ", "sub": " - ", "mul": "*", "div": "/"}
 
 

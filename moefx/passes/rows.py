@@ -328,6 +328,6 @@ class Rows:
 
 def _scalar(op: Any, position: int, value: Any) -> Any:
     """A number where the op wants a tensor becomes one by the op's own rules; where it wants an int, an int."""
-    if isinstance(value, float) and value == int(value) and "int" in str(op._schema.arguments[position].type):
+    if isinstance(value, float) and value.is_integer() and "int" in str(op._schema.arguments[position].type):
         return int(value)
     return value

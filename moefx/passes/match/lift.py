@@ -32,10 +32,11 @@ _MOST_CUTS = 12
 
 
 class Lifter:
-    def __init__(self, block: nn.Module, capture: Capture, like: Lifted | None = None):
-        """`like`: the form of another capture of the block; what chose the experts there is looked at first here."""
+    def __init__(self, block: nn.Module, capture: Capture, like: Lifted | None = None, symbolic: bool = False):
+        """`like`: the form of another capture of the block; what chose the experts there is looked at first here.
+        `symbolic`: see `Semantics`."""
         self.capture, self.like = capture, like
-        self.reach = Reach(block, capture)
+        self.reach = Reach(block, capture, symbolic)
         self.experts: set[str] = set()  # FQNs of the experts' parameters, once lifted
 
     def lift(self, experts: set[str] | None = None) -> Lifted:

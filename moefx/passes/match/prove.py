@@ -26,6 +26,7 @@ from .lift import Lifter
 from .nodes import line
 from .paths import Place, expert_indices, sibling_names, tensor_at
 from .ranges import UNBOUNDED, Ranges
+from .semantics import conditions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,6 +153,7 @@ class Match:
 class Prover:
     """Args:
     within: sizes of which these do not hold are left alone: the program may do something else there.
+    symbolic: comparisons of floats are part of activations (see `Semantics`).
     """
 
     def __init__(
@@ -160,8 +162,10 @@ class Prover:
         arguments: Arguments,
         num_experts_hint: int = 8,
         within: tuple[SizeGuard, ...] = (),
+        symbolic: bool = False,
     ):
         self.block, self.arguments, self.hint, self.within = block, arguments, num_experts_hint, within
+        self.symbolic, self.compares = symbolic, False  # and whether there are such comparisons
         self.asked: dict[SizeGuard, list[dict[str, int]]] = {}  # comparisons, and the sizes at which they were made
         self.children = sibling_names(block)
         self.lifted: list[Lifted] = []
@@ -182,6 +186,7 @@ class Prover:
         taken = capture(self.block, args, kwargs, routing, flips=flips, dims=sizes, most_nodes=most)
         if taken.tracer.refusals:
             raise taken.tracer.refusals[0]
+        self.compares = self.compares or bool(conditions(taken.nodes))
         taken.sizes.rename(self.asked)
         for guard in taken.sizes.guards:
             self.asked.setdefault(guard, []).append(sizes)
@@ -226,7 +231,7 @@ class Prover:
         return self._lifted(self.capture(routing, sizes, flips), self.lifted[0] if self.lifted else None)
 
     def _lifted(self, taken: Capture, like: Lifted | None) -> Lifted:
-        lifter = Lifter(self.block, taken, like)
+        lifter = Lifter(self.block, taken, like, self.symbolic)
         lifted = lifter.lift(self.experts)
         self.experts = self.experts or lifter.experts
         lifted.groups.sort(key=lambda g: g.ids[0])

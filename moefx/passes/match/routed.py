@@ -34,9 +34,9 @@ class Reach:
         outputs: the nodes that the call returns or leaves behind.
     """
 
-    def __init__(self, block: nn.Module, capture: Capture):
+    def __init__(self, block: nn.Module, capture: Capture, symbolic: bool = False):
         self.block, self.capture = block, capture
-        self.S = Semantics(capture.nodes, capture.shadow)
+        self.S = Semantics(capture.nodes, capture.shadow, symbolic)
         self.T = self.S.T
         self.children = sibling_names(block)
         results = [capture.out, *[e.node for e in capture.effects if e.kind != "state"]]

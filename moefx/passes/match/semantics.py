@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ...capture.captured import is_abstract
 from ...ir.expression import is_pointwise
 from .nodes import SELECTIONS, from_state, is_known, op_name
 from .ops import RULES
@@ -24,14 +25,52 @@ from .ops.reducing import batch_norm, norm
 from .terms import Operand, Term, Terms
 
 _LARGEST_ARRAY = 1 << 22
+_MOVED = {
+    "_to_copy",
+    "expand",
+    "permute",
+    "reshape",
+    "select",
+    "slice",
+    "squeeze",
+    "t",
+    "transpose",
+    "unsqueeze",
+    "view",
+}
+
+
+def conditions(nodes: list[fx.Node]) -> set[fx.Node]:
+    """Comparisons of abstract floats (`h > 0`), and what is made of integers and truths of these alone, element by
+    element: `(h > 0).float()`. Not what something else hangs on: which rows are chosen, or how many."""
+    found: set[fx.Node] = set()
+    for n in nodes:
+        val = n.meta.get("val")
+        if n.op != "call_function" or not isinstance(val, torch.Tensor):
+            continue
+        if not is_pointwise(n.target) and op_name(n) not in _MOVED:
+            continue
+        is_comparison = val.dtype is torch.bool and any(is_abstract(a) for a in n.all_input_nodes)
+        if is_comparison or (is_known(n) and not found.isdisjoint(n.all_input_nodes)):
+            found.add(n)
+    for n in reversed(nodes):
+        if n in found and any(is_known(user) and user not in found for user in n.users):
+            found.remove(n)
+    return found
 
 
 class Semantics:
-    """Terms of the nodes of one captured graph, built on demand and in program order."""
+    """Terms of the nodes of one captured graph, built on demand and in program order.
 
-    def __init__(self, nodes: list[fx.Node], shadow: Callable[[fx.Node], torch.Tensor]):
+    Args:
+        symbolic: `conditions` are terms like others, as part of an activation, and not the values that they have
+            under this routing, as where they say which experts are chosen.
+    """
+
+    def __init__(self, nodes: list[fx.Node], shadow: Callable[[fx.Node], torch.Tensor], symbolic: bool = False):
         self.T = Terms()
         self.nodes, self.shadow = nodes, shadow
+        self.conditions = conditions(nodes) if symbolic else set()
         self._terms: dict[fx.Node, Term] = {}
 
     def term(self, node: fx.Node) -> Term:
@@ -42,7 +81,7 @@ class Semantics:
                 n = stack.pop()
                 if n not in needed and n not in self._terms:
                     needed.add(n)
-                    if not is_known(n):
+                    if not is_known(n) or n in self.conditions:
                         stack.extend(n.all_input_nodes)
             for n in sorted(needed, key=lambda n: n.meta["index"]):
                 self._terms[n] = self._build(n)
@@ -56,8 +95,10 @@ class Semantics:
         val = node.meta.get("val")
         if node.op == "get_attr" and node.meta["kind"] in ("param", "buffer") and isinstance(val, FakeTensor):
             return self.T.make(node.meta["kind"], (node.meta["fqn"],), tuple(val.shape))
-        if isinstance(val, torch.Tensor) and not isinstance(val, FakeTensor):
+        if isinstance(val, torch.Tensor) and not isinstance(val, FakeTensor) and node not in self.conditions:
             return self.T.array(val) if val.numel() <= _LARGEST_ARRAY else self.opaque(node)
+        if node.meta.get("literal") and val.numel() == 1:  # `torch.tensor(0.5)`
+            return self._number(node)
         if not isinstance(val, torch.Tensor) or node.op != "call_function":
             return self.opaque(node)
         if node.meta.get("opaque"):
@@ -65,7 +106,7 @@ class Semantics:
         name = op_name(node)
         if name.startswith(("empty", "new_empty")):
             return self.T.const(math.nan, val.shape)
-        if is_known(node) and (name not in RULES or not node.all_input_nodes):
+        if is_known(node) and node not in self.conditions and (name not in RULES or not node.all_input_nodes):
             return self._number(node)
         if name == "getitem":
             return self._part(node)
@@ -124,6 +165,8 @@ class Semantics:
             out = gather(self.T, source, dim, picked)
             out = out if keep else self.T.reshape(out, node.meta["val"].shape)
             return out if bundle.meta["grad"] else self.T.pw("detach", out)
+        if i == 0 and name == "log_sigmoid_forward":
+            return self.T.pw("log_sigmoid.default", self.value(bundle.args[0]))
         if i == 0 and name in ("native_layer_norm", "_fused_rms_norm"):
             return norm(self, bundle)
         if i == 0 and name == "native_batch_norm" and not bundle.args[5]:

@@ -21,10 +21,10 @@ from .registry import Reader, as_term, rule
 def _arithmetic(
     S: Reader, n: fx.Node, a: Any, b: Any, *, alpha: float = 1, rounding_mode: str | None = None
 ) -> Term | None:
-    if rounding_mode is not None:
-        return None
     name = op_name(n)
     a, b = as_term(S, a), as_term(S, b)
+    if rounding_mode is not None:
+        return S.T.expand(S.T.pw("div.Tensor_mode", a, b, rounding_mode=rounding_mode), n.meta["val"].shape)
     if name == "rsub":
         name, a, b = "sub", b, a
     if alpha != 1:
