@@ -145,6 +145,7 @@ def _order(body: ExpertBody, widths: Sequence[int] | None) -> list[str]:
 
 
 def _normal(start: int | None, stop: int | None, step: int, width: int | None) -> tuple[int, int | None, int]:
-    """Columns as one writes them, from the way torch does: the last one's end is None."""
-    end = torch.iinfo(torch.int64).max if width is None else width
-    return start or 0, None if stop is None or stop >= end else stop, step
+    """Columns as one writes them, from the way torch does: an end behind which there is none more of them is None."""
+    first = start or 0
+    end = torch.iinfo(torch.int64).max if width is None else width - (width - 1 - first) % step
+    return first, None if stop is None or stop >= end else stop, step

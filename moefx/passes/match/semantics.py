@@ -97,7 +97,7 @@ class Semantics:
             return self.T.make(node.meta["kind"], (node.meta["fqn"],), tuple(val.shape))
         if isinstance(val, torch.Tensor) and not isinstance(val, FakeTensor) and node not in self.conditions:
             return self.T.array(val) if val.numel() <= _LARGEST_ARRAY else self.opaque(node)
-        if node.meta.get("literal") and val.numel() == 1:  # `torch.tensor(0.5)`
+        if node.meta.get("literal") and val.dim() == 0:  # `torch.tensor(0.5)`, in arithmetic as a number is
             return self._number(node)
         if not isinstance(val, torch.Tensor) or node.op != "call_function":
             return self.opaque(node)

@@ -256,6 +256,15 @@ def test_parts(device, name):
     torch.testing.assert_close(got[0], truth(act, env)[0])
 
 
+def test_every_other_column_may_end_before_the_last_one():
+    """As `h.view(-1, 11, 2)[..., 0]` does."""
+    body = ExpertBody((Gemm(1, True),), ((0, 0, 21, 2), (0, 1, 22, 2)), SWIGLU, Gemm(1, True)).to_json()
+    assert pointwise(body, (22,)).joined
+    for width in (21, 23, 24):  # of which these are not all, or not as many as the others
+        with pytest.raises(Underivable, match="not whole ones"):
+            pointwise(body, (width,))
+
+
 THREE = ("mul.Tensor", SWIGLU, "a2")
 UNTAKEN = {
     "three_parts": (body_of(THREE, parts=3), "3 parts"),
