@@ -28,6 +28,7 @@ _UNTAGGED = (
     torch.ops.aten.log_sigmoid.default,
     torch.ops.aten.floor_divide.default,
     torch.ops.aten.floor_divide.Scalar,
+    torch.ops.aten.full_like.default,
     torch.ops.aten.where.ScalarSelf,
     torch.ops.aten.where.ScalarOther,
 )

@@ -19,6 +19,11 @@ from .match.terms import Operand
 from .weights import Weights
 
 aten = torch.ops.aten
+# Ops that take no number in the place of a tensor.
+_OF_TENSORS = {
+    "atan2.default", "fmax.default", "fmin.default", "heaviside.default", "hypot.default", "logaddexp.default",
+    "logaddexp2.default", "maximum.default", "minimum.default", "nextafter.default",
+}  # fmt: skip
 ops = torch.ops.moefx
 
 
@@ -216,6 +221,8 @@ class Rows:
 
     def _as_rows(self, v: Value, rank: int) -> fx.Node:
         """A value with one leading row axis and `rank` more."""
+        if not isinstance(v.node, (fx.Node, list)):
+            raise Refused("the experts put a number beside their rows, as in `torch.stack([h, torch.zeros_like(h)])`")
         if v.kind == "expert":
             nodes = v.node if isinstance(v.node, list) else [v.node]
             if v.rank != 1:
@@ -293,6 +300,9 @@ class Rows:
         packet, _, overload = name.partition(".")
         op = getattr(getattr(aten, packet), overload)
         args = [_scalar(op, i, a) for i, a in enumerate(args)]
+        if name in _OF_TENSORS:
+            like = next(a for a in args if isinstance(a, fx.Node))
+            args = [a if isinstance(a, fx.Node) else self.call(aten.full_like.default, (like, a)) for a in args]
         return self.call(op, tuple(args), kwargs)
 
     def _contract(self, b: Body) -> Value:

@@ -35,6 +35,8 @@ ACTIVATIONS = {
     "finite": lambda h: torch.where(torch.isfinite(h), h, torch.zeros_like(h)),
     "one_minus_mask": lambda h: h * (1 - (h < 0).to(h.dtype) * 0.9),
     "literal": lambda h: F.prelu(h, torch.tensor(0.3, dtype=h.dtype)),
+    "larger_than_zeros": lambda h: torch.maximum(h, torch.zeros_like(h)),
+    "log_of_sum": lambda h: torch.logaddexp(torch.full_like(h, 0.5), h),
     "hardswish": F.hardswish,
     "logsigmoid": F.logsigmoid,
     "floored": lambda h: h + torch.div(h, 2, rounding_mode="floor"),
