@@ -131,6 +131,7 @@ def comparisons(node: fx.Node) -> list[fx.Node]:
     """The comparisons that a boolean is made of, if these are of abstract floats (a threshold, a check for NaN) or of
     what was counted of such, not of what was chosen by them."""
     stack, seen, found, floats = [node], set(), [], False
+    of_floats = any(map(is_abstract, node.all_input_nodes))
     while stack:
         n = stack.pop()
         if n in seen or n.target in SHAPE_ONLY:
@@ -138,7 +139,7 @@ def comparisons(node: fx.Node) -> list[fx.Node]:
         seen.add(n)
         name = getattr(n.target, "__name__", "").partition(".")[0]
         if name in CHOICES:
-            return []
+            return [node] if of_floats else []
         if name in COMPARISONS:
             found.append(n)
         for a in n.all_input_nodes:

@@ -7,6 +7,7 @@ import itertools
 import sys
 import threading
 import types
+from collections.abc import Iterator
 
 import torch
 
@@ -64,10 +65,26 @@ def _offset(code: types.CodeType, instruction: int) -> int:
 
 def user_source() -> Source:
     """The innermost frame that belongs neither to torch nor to this package."""
-    frame = sys._getframe(1)
+    return next(_user_frames(), Source("?", 0, 0))
+
+
+def user_calls() -> tuple[Source, ...]:
+    """All of these, the innermost first: a function of the user's may be called at several places."""
+    return tuple(_user_frames())
+
+
+def _user_frames() -> Iterator[Source]:
+    frame: types.FrameType | None = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
         if is_users(name):
-            return Source(name, frame.f_lineno, _offset(frame.f_code, frame.f_lasti))
+            yield Source(name, frame.f_lineno, _offset(frame.f_code, frame.f_lasti))
         frame = frame.f_back
-    return Source("?", 0, 0)
+
+
+def is_users_own(error: BaseException) -> bool:
+    """Whether the user's code raised it, not what that called."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    return last is not None and is_users(last.tb_frame.f_code.co_filename)

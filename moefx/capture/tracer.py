@@ -37,7 +37,7 @@ from .counts import LENGTH, Count, Share, tells_empty
 from .recorder import Recorder
 from .routing import Routing
 from .sizes import SizeLog
-from .source import Source, user_source
+from .source import Source, user_calls, user_source
 
 aten = torch.ops.aten
 # How reads come out, by where they are; comparisons and numbers by where they are computed, by which op, and whether of
@@ -306,6 +306,8 @@ class Tracer(Recorder):
             concrete = func(*map_tensors(args, self.concrete), **kwargs) if concrete is None else concrete
             return out, concrete + coins.to(out.dtype)
         mixed = coins if out.dtype is torch.bool else out + coins.to(out.dtype)
+        if torch.equal(mixed, out):
+            mixed = ~out if out.dtype is torch.bool else out + 1
         return mixed, mixed
 
     def _same_value(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
@@ -408,6 +410,8 @@ class Tracer(Recorder):
 
     def _emit_op(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> fx.Node:
         node = self.emit(func, tuple(args), kwargs)
+        if not all(map(is_float, tensors_in(out))):  # see `doubts`
+            node.meta["calls"] = user_calls()
         if self.autocast is not None and isinstance(func, torch._ops.OpOverload):
             values = map_arg((tuple(args), kwargs), lambda n: n.meta["val"])
             if autocast.changes(func, values[0], values[1], self.autocast, out):

@@ -29,6 +29,7 @@ _UNTAGGED = (
     torch.ops.aten.floor_divide.default,
     torch.ops.aten.floor_divide.Scalar,
     torch.ops.aten.full_like.default,
+    torch.ops.aten.where.Scalar,
     torch.ops.aten.where.ScalarSelf,
     torch.ops.aten.where.ScalarOther,
 )

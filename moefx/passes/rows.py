@@ -283,9 +283,10 @@ class Rows:
                 return self.call(aten.detach.default, (args[0],))
             case "where":
                 tensors = [isinstance(a, fx.Node) for a in args]
-                overload = {(True, True): "self", (True, False): "ScalarOther", (False, True): "ScalarSelf"}[
-                    tensors[1], tensors[2]
-                ]
+                overload = {
+                    (True, True): "self", (True, False): "ScalarOther",
+                    (False, True): "ScalarSelf", (False, False): "Scalar",
+                }[tensors[1], tensors[2]]  # fmt: skip
                 return self.call(getattr(aten.where, overload), tuple(args))
             case "add" | "sub" | "mul" | "div":
                 if not isinstance(args[0], fx.Node):  # a number on the left
@@ -298,6 +299,8 @@ class Rows:
                         return self.call(aten.mul.Tensor, (reciprocal, args[0]))
                 return self.call(getattr(aten, name).Tensor, tuple(args))
         packet, _, overload = name.partition(".")
+        if overload == "Tensor" and not isinstance(args[-1], fx.Node) and hasattr(getattr(aten, packet), "Scalar"):
+            overload = "Scalar"
         op = getattr(getattr(aten, packet), overload)
         args = [_scalar(op, i, a) for i, a in enumerate(args)]
         if name in _OF_TENSORS:

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...capture.captured import MIXED, decided_by_floats
 from ...capture.routing import Routing
-from ...capture.source import Source
+from ...capture.source import Source, is_users_own
 from ...capture.tracer import Flips
 from ...errors import Refused
 from ...ir.attributes import attributes
@@ -74,21 +74,22 @@ def mix_decisions(prover: Prover) -> None:
     """A comparison of floats that came out the same for all elements in every capture (`weight > 0.01`), or for all
     tokens' first choices, looks like a constant, and so do floats that were cast to one integer, or of which the same
     one was chosen everywhere: once they are made to come out otherwise."""
-    outcomes: dict[tuple[Source, str, int], set[int]] = {}
-    asked: dict[tuple[Source, str], set[tuple[Source, str, bool]]] = {}  # what to make come out otherwise
-    what: dict[tuple[Source, str], str] = {}
+    outcomes: dict[tuple[Any, str, int], set[int]] = {}
+    asked: dict[tuple[Any, str], set[tuple[Source, str, bool]]] = {}  # what to make come out otherwise
+    what: dict[tuple[Any, str], str] = {}
     for lifted in prover.lifted:
         for n in lifted.capture.nodes:
             if not (made_of := decided_by_floats(n)):
                 continue
             is_boolean = n.meta["val"].dtype is torch.bool
-            place = (n.meta["source"], str((n if is_boolean else made_of[0]).target))
+            decided = n if is_boolean else made_of[0]
+            place = (decided.meta.get("calls") or decided.meta["source"], str(decided.target))
             asked.setdefault(place, set()).update(map(_place, made_of))
             what[place] = _COMPARISON if is_boolean else _INTEGER
             for i, values in enumerate(_columns(n, lifted)):
                 outcomes.setdefault((*place, i), set()).update(values.unique().tolist())
-    for source, op in dict.fromkeys(key[:2] for key, seen in outcomes.items() if len(seen) == 1):
-        force(prover, source, dict.fromkeys(asked[source, op], MIXED), what[source, op])
+    for place in dict.fromkeys(key[:2] for key, seen in outcomes.items() if len(seen) == 1):
+        force(prover, min(asked[place], key=str)[0], dict.fromkeys(asked[place], MIXED), what[place], is_safe=False)
 
 
 def _place(n: fx.Node) -> tuple[Source, str, bool]:
@@ -133,15 +134,19 @@ def carry_over(prover: Prover) -> None:
         )
 
 
-def force(prover: Prover, source: Source, flips: Flips, what: str) -> None:
-    """Have the program go the other way; from here on that is one of the captures that must agree."""
+def force(prover: Prover, source: Source, flips: Flips, what: str, is_safe: bool = True) -> None:
+    """Have the program go the other way; from here on that is one of the captures that must agree. An error there, as a
+    check for NaN ends in, would be one in the original, too; unless `is_safe`, only one that the program raises itself:
+    of two masks that are equal in it one alone may have been forced."""
     try:
         forced = prover.lift(Routing("diverse", 0), prover.sizes[0], flips)
         same_form(prover.lifted[0], forced)
     except Refused as why:
         raise _changes(source, what) from why
-    except Exception:
-        return  # the other way ends in an error (a check for NaN), as it would in the original
+    except Exception as error:
+        if is_safe or is_users_own(error):
+            return
+        raise _changes(source, what) from error
     prover.add(forced, prover.sizes[0])
 
 

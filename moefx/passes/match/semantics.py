@@ -51,7 +51,9 @@ def conditions(nodes: list[fx.Node]) -> set[fx.Node]:
         if not is_pointwise(n.target) and op_name(n) not in _MOVED:
             continue
         is_comparison = val.dtype is torch.bool and any(is_abstract(a) for a in n.all_input_nodes)
-        if is_comparison or (is_known(n) and not found.isdisjoint(n.all_input_nodes)):
+        # Of integers terms have no arithmetic of their own.
+        is_of_one = is_known(n) and (val.dtype is torch.bool or val.is_floating_point())
+        if is_comparison or (is_of_one and not found.isdisjoint(n.all_input_nodes)):
             found.add(n)
     for n in reversed(nodes):
         if n in found and any(is_known(user) and user not in found for user in n.users):
@@ -97,7 +99,9 @@ class Semantics:
             return self.T.make(node.meta["kind"], (node.meta["fqn"],), tuple(val.shape))
         if isinstance(val, torch.Tensor) and not isinstance(val, FakeTensor) and node not in self.conditions:
             return self.T.array(val) if val.numel() <= _LARGEST_ARRAY else self.opaque(node)
-        if node.meta.get("literal") and val.dim() == 0:  # `torch.tensor(0.5)`, in arithmetic as a number is
+        if (
+            node.meta.get("literal") and val.dim() == 0 and val.dtype.itemsize > 2
+        ):  # `torch.tensor(0.5)`, in arithmetic as a number is
             return self._number(node)
         if not isinstance(val, torch.Tensor) or node.op != "call_function":
             return self.opaque(node)

@@ -131,15 +131,61 @@ def test_integers_made_of_activations_must_not_be_taken_for_constants(number):
         compiled_of(Padding(lambda y, x, t: y * (1 + number(y))), torch.randn(ROWS, D).double())
 
 
+def large(y):
+    return (y - 20).relu()
+
+
+@pytest.mark.parametrize("is_large", [lambda z: ~torch.logical_not(z), torch.Tensor.bool], ids=["logical_not", "bool"])
+def test_truths_of_activations_are_not_taken_for_constants(is_large):
+    x = torch.randn(ROWS, D).double()
+    original, compiled = compiled_of(Padding(lambda y, x, t: y.masked_fill(is_large(large(y)), 0.0)), x)
+    plain = Padding(lambda y, x, t: y).double()
+    plain.load_state_dict(original.state_dict())
+    assert not torch.equal(original(1000 * x), plain(1000 * x))
+    torch.testing.assert_close(compiled(1000 * x), original(1000 * x))
+
+
+def masks_written_twice(y, x, t):
+    y, other = y.clone(), x[t]
+    y[y > 20] = other[y > 20]
+    return y
+
+
 @pytest.mark.parametrize(
-    "is_large",
-    [lambda z: ~torch.logical_not(z), torch.Tensor.bool, lambda z: torch.any(z, -1, keepdim=True)],
-    ids=["logical_not", "bool", "any"],
+    "rule",
+    [
+        lambda y, x, t: y.masked_fill(torch.any(large(y), -1, keepdim=True), 0.0),
+        lambda y, x, t: torch.where(y.norm() > 300, y * (300 / y.norm()), y),  # of all of an expert's rows
+        lambda y, x, t: torch.where(y > 20 + t[:, None], 2 * y, y),  # of which token it is
+        masks_written_twice,
+    ],
+    ids=["any", "norm", "token", "masks_written_twice"],
 )
-def test_truths_of_activations_must_not_be_taken_for_constants(is_large):
+def test_what_no_formula_of_a_row_says_is_refused(rule):
     with pytest.raises(moefx.NoMoEBlockFound):
-        rule = lambda y, x, t: y.masked_fill(is_large((y - 20).relu()), 0.0)  # noqa: E731
         compiled_of(Padding(rule), torch.randn(ROWS, D).double())
+
+
+def over(a, threshold):
+    return a > threshold
+
+
+class Shared(Padding):
+    """A function that compares is called with what varies, and with what never does on small numbers."""
+
+    def __init__(self):
+        super().__init__(lambda y, x, t: torch.where(over(y, 12.0), 2 * y, y))
+
+    def route(self, x):
+        w, ids = super().route(x)
+        return w * over(w, 0.3), ids
+
+
+def test_a_comparison_in_a_function_that_is_called_twice():
+    x = torch.randn(ROWS, D).double()
+    original, compiled = compiled_of(Shared(), x)
+    for scale in (1, 100):
+        torch.testing.assert_close(compiled(scale * x), original(scale * x))
 
 
 class Alive(Loop):
