@@ -221,7 +221,7 @@ class Rows:
 
     def _as_rows(self, v: Value, rank: int) -> fx.Node:
         """A value with one leading row axis and `rank` more."""
-        if not isinstance(v.node, (fx.Node, list)):
+        if isinstance(v.node, (int, float)):
             raise Refused("the experts put a number beside their rows, as in `torch.stack([h, torch.zeros_like(h)])`")
         if v.kind == "expert":
             nodes = v.node if isinstance(v.node, list) else [v.node]
