@@ -111,12 +111,12 @@ class Effect:
 
 def decided_by_floats(node: fx.Node) -> list[fx.Node]:
     """What in the program turned abstract floats into the integers or the boolean of a node: a cast, or a choice among
-    them; of a boolean `comparisons`."""
+    them; of a boolean the comparisons that it is made of."""
     val = node.meta.get("val")
     if not isinstance(val, torch.Tensor) or is_float(val) or node.op != "call_function":
         return []
     if val.dtype is torch.bool:
-        return comparisons(node)
+        return _comparisons(node)
     made_by = node.args[0] if node.target is operator.getitem else node
     assert isinstance(made_by, fx.Node)
     return [made_by] if any(is_abstract(a) for a in made_by.all_input_nodes) else []
@@ -127,7 +127,7 @@ def is_abstract(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), FakeTensor) and not node.meta.get("known")
 
 
-def comparisons(node: fx.Node) -> list[fx.Node]:
+def _comparisons(node: fx.Node) -> list[fx.Node]:
     """The comparisons that a boolean is made of, if these are of abstract floats (a threshold, a check for NaN) or of
     what was counted of such, not of what was chosen by them."""
     stack, seen, found, floats = [node], set(), [], False

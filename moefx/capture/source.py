@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import sys
 import threading
+import traceback
 import types
 from collections.abc import Iterator
 
@@ -84,7 +85,4 @@ def _user_frames() -> Iterator[Source]:
 
 def is_users_own(error: BaseException) -> bool:
     """Whether the user's code raised it, not what that called."""
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    return last is not None and is_users(last.tb_frame.f_code.co_filename)
+    return is_users(traceback.extract_tb(error.__traceback__)[-1].filename)

@@ -52,6 +52,7 @@ class Tracer(Recorder):
         super().__init__()
         self.routing, self.flips = routing, flips or {}
         self.coins: dict[tuple[Source, torch.Size], torch.Tensor] = {}  # outcomes of what comes out mixed
+        self.numbers: dict[tuple[Source, torch.Size], torch.Tensor] = {}  # what choices are made of then
         self.reads: list[HostRead] = []
         self.calls: list[Call] = []
         self.sizes = SizeLog()
@@ -292,8 +293,8 @@ class Tracer(Recorder):
         if func.overloadpacket.__name__ in CHOICES:
 
             def arbitrary(t: torch.Tensor) -> torch.Tensor:
-                coins = self.coins.setdefault((source, t.shape), self.routing.numbers(t.shape))
-                return coins.to(t.dtype) if is_float(t) else self.concrete(t)
+                numbers = self.numbers.setdefault((source, t.shape), self.routing.numbers(t.shape))
+                return numbers.to(t.dtype) if is_float(t) else self.concrete(t)
 
             concrete = func(*map_tensors(args, arbitrary), **kwargs)
             others = iter(tensors_in(concrete))

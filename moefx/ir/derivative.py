@@ -62,10 +62,10 @@ def _vjp(
     def joint(*args: Tensor) -> tuple[Tensor | None, ...]:
         leaves = {n: a.detach().requires_grad_(n in wrt) for n, a in zip(names, args, strict=False)}
         result = program(text)(leaves)
-        grads = torch.autograd.grad(result, [leaves[n] for n in wrt], args[-1], allow_unused=True) if wrt else ()
         # What is only compared has a gradient of zero.
-        zeros = (torch.zeros_like(leaves[n]) for n in wrt)
-        return (result if value else None, *(z if g is None else g for g, z in zip(grads, zeros, strict=True)))
+        inputs = [leaves[n] for n in wrt]
+        grads = torch.autograd.grad(result, inputs, args[-1], materialize_grads=True) if wrt else ()
+        return (result if value else None, *grads)
 
     def trace() -> Callable[..., Any]:
         # On the CPU for any device: autograd has one thread for each GPU, and when the backward of an op asks

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +29,8 @@ from .nodes import asks_for_rows, line, numbers, op_name
 from .ranges import Ranges
 
 if TYPE_CHECKING:
-    from .prove import Lifted, Prover
+    from .form import Lifted
+    from .prove import Prover
 
 _NO_LIMIT = 1e9
 _MOST_NUMBERS = 50
@@ -76,7 +76,7 @@ def mix_decisions(prover: Prover) -> None:
     one was chosen everywhere: once they are made to come out otherwise."""
     outcomes: dict[tuple[Any, str, int], set[int]] = {}
     asked: dict[tuple[Any, str], set[tuple[Source, str, bool]]] = {}  # what to make come out otherwise
-    what: dict[tuple[Any, str], str] = {}
+    said: dict[tuple[Any, str], tuple[Source, str]] = {}
     for lifted in prover.lifted:
         for n in lifted.capture.nodes:
             if not (made_of := decided_by_floats(n)):
@@ -85,11 +85,12 @@ def mix_decisions(prover: Prover) -> None:
             decided = n if is_boolean else made_of[0]
             place = (decided.meta.get("calls") or decided.meta["source"], str(decided.target))
             asked.setdefault(place, set()).update(map(_place, made_of))
-            what[place] = _COMPARISON if is_boolean else _INTEGER
-            for i, values in enumerate(_columns(n, lifted)):
+            said[place] = decided.meta["source"], _COMPARISON if is_boolean else _INTEGER
+            for i, values in enumerate(_columns(n.meta["val"], decided, lifted)):
                 outcomes.setdefault((*place, i), set()).update(values.unique().tolist())
     for place in dict.fromkeys(key[:2] for key, seen in outcomes.items() if len(seen) == 1):
-        force(prover, min(asked[place], key=str)[0], dict.fromkeys(asked[place], MIXED), what[place], is_safe=False)
+        source, what = said[place]
+        force(prover, source, dict.fromkeys(asked[place], MIXED), what, is_safe=False)
 
 
 def _place(n: fx.Node) -> tuple[Source, str, bool]:
@@ -97,16 +98,13 @@ def _place(n: fx.Node) -> tuple[Source, str, bool]:
     return n.meta["source"], str(n.target), all(a.meta.get("known") for a in n.all_input_nodes)
 
 
-def _columns(n: fx.Node, lifted: Lifted) -> Sequence[torch.Tensor]:
+def _columns(val: torch.Tensor, decided: fx.Node, lifted: Lifted) -> Sequence[torch.Tensor]:
     """The elements that may be alike: of all tokens' first choices, of all that came first in an order, or all."""
-    val = n.meta["val"]
     if val.shape[-1:] == (lifted.slots,) and val.numel() == lifted.ids.numel():
         return val.reshape(-1, lifted.slots).unbind(-1)
-    made_by = n.args[0] if n.target is operator.getitem else n
-    assert isinstance(made_by, fx.Node)
-    if op_name(made_by) in _ORDERS and val.dim():
-        at = _ORDERS[op_name(made_by)]
-        return val.unbind(made_by.kwargs.get("dim", made_by.args[at] if len(made_by.args) > at else -1))
+    if op_name(decided) in _ORDERS and val.dim():
+        at = _ORDERS[op_name(decided)]
+        return val.unbind(decided.kwargs.get("dim", decided.args[at] if len(decided.args) > at else -1))
     return [val]
 
 

@@ -26,18 +26,8 @@ from .terms import Operand, Term, Terms
 
 _LARGEST_ARRAY = 1 << 22
 _MOVED = {
-    "_to_copy",
-    "expand",
-    "permute",
-    "reshape",
-    "select",
-    "slice",
-    "squeeze",
-    "t",
-    "transpose",
-    "unsqueeze",
-    "view",
-}
+    "_to_copy", "expand", "permute", "reshape", "select", "slice", "squeeze", "t", "transpose", "unsqueeze", "view",
+}  # fmt: skip
 
 
 def conditions(nodes: list[fx.Node]) -> set[fx.Node]:
@@ -99,9 +89,8 @@ class Semantics:
             return self.T.make(node.meta["kind"], (node.meta["fqn"],), tuple(val.shape))
         if isinstance(val, torch.Tensor) and not isinstance(val, FakeTensor) and node not in self.conditions:
             return self.T.array(val) if val.numel() <= _LARGEST_ARRAY else self.opaque(node)
-        if (
-            node.meta.get("literal") and val.dim() == 0 and val.dtype.itemsize > 2
-        ):  # `torch.tensor(0.5)`, in arithmetic as a number is
+        # `torch.tensor(0.5)`: in arithmetic as a number is, but for the rounding of literals of 16 bit.
+        if node.meta.get("literal") and val.dim() == 0 and val.dtype.itemsize > 2:
             return self._number(node)
         if not isinstance(val, torch.Tensor) or node.op != "call_function":
             return self.opaque(node)
