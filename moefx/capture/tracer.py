@@ -34,6 +34,7 @@ from .captured import (
     tensors_in,
 )
 from .counts import LENGTH, Count, Share, tells_empty
+from .forms import GROUPED_MM, from_floats, functional_form, grouped_result, leaves_of, with_leading_ones
 from .recorder import Recorder
 from .routing import Routing
 from .sizes import SizeLog
@@ -160,7 +161,7 @@ class Tracer(Recorder):
 
     def _is_state(self, node: fx.Node) -> bool:
         """Computed from buffers and attributes only: a step counter, say."""
-        leaves = _leaves(node)
+        leaves = leaves_of(node)
         return leaves == {True} or (True in leaves and node.meta["val"].dim() == 0 and not from_floats(node))
 
     def concrete(self, t: torch.Tensor) -> torch.Tensor:
@@ -264,7 +265,7 @@ class Tracer(Recorder):
         written = [i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
         node_args, node_kwargs = map_tensors((args, kwargs), self.node_of)
         if name.startswith(("index_put", "_index_put")):
-            node_args = (*node_args[:2], _with_leading_ones(node_args[2]), *node_args[3:])
+            node_args = (*node_args[:2], with_leading_ones(node_args[2]), *node_args[3:])
         known = func in SHAPE_ONLY or all(self.node_of(t).meta.get("known") for t in tensors_in((args, kwargs)))
         known = known and torch.Tag.nondeterministic_seeded not in func.tags
         if written:
@@ -346,7 +347,7 @@ class Tracer(Recorder):
             return map_tensors(concrete, lambda t: self.to_fake(t) if is_float(t) else t), concrete
         try:
             with self.fake_mode:
-                out = _grouped_result(*args) if func.overloadpacket is _GROUPED_MM else func(*args, **kwargs)
+                out = grouped_result(*args) if func.overloadpacket is GROUPED_MM else func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             out = None
         leaves = tensors_in(out)
@@ -464,7 +465,7 @@ class Tracer(Recorder):
             target, source = args[:2]
             self.mutate(target, self._converted(source, target))
             return target
-        functional, node_args, node_kwargs = _functional(func, node_args, node_kwargs, names)
+        functional, node_args, node_kwargs = functional_form(func, node_args, node_kwargs, names)
         node = self._emit_op(functional, node_args, node_kwargs, targets[0])
         if len(targets) == 1:
             parts = [node]
@@ -511,73 +512,3 @@ class Tracer(Recorder):
                 for node in self.nodes[before:]:
                     node.meta["opaque"] = True
         return out
-
-
-def _leaves(node: fx.Node) -> frozenset[bool]:
-    """Of the values without inputs that a node follows from: whether they are buffers or attributes."""
-    stack = [node]
-    while stack:
-        n = stack[-1]
-        inputs = n.all_input_nodes
-        if waiting := [a for a in inputs if "leaves" not in a.meta]:
-            stack += waiting
-            continue
-        state = n.op == "get_attr" and n.meta.get("kind") in ("buffer", "attribute")
-        n.meta["leaves"] = frozenset().union(*[a.meta["leaves"] for a in inputs]) if inputs else frozenset([state])
-        stack.pop()
-    return node.meta["leaves"]
-
-
-def from_floats(node: fx.Node) -> bool:
-    """Whether an integer follows from arguments or abstract floats: it is part of the routing."""
-    stack, seen = [node], set()
-    while stack:
-        n = stack.pop()
-        if n in seen:
-            continue
-        seen.add(n)
-        if n.op == "placeholder" or isinstance(n.meta.get("val"), FakeTensor):
-            return True
-        stack += n.all_input_nodes
-    return False
-
-
-_GROUPED_MM = getattr(aten, "_grouped_mm", None)
-
-
-def _grouped_result(x: torch.Tensor, w: torch.Tensor, *_: Any) -> torch.Tensor:
-    """The shape of a grouped product; torch's own rule accepts bfloat16 only."""
-    return x.new_empty((*x.shape[:-1], w.shape[-1]))
-
-
-def _with_leading_ones(value: fx.Node) -> fx.Node:
-    """`y[mask] = rows`: where there is one row, torch takes the axis of the rows away."""
-    if value.target is aten.reshape.default:
-        source: Any = value.args[0]
-        shape = tuple(source.meta["val"].shape)
-        if shape[:1] == (1,) and shape[shape.count(1) :] == tuple(value.meta["val"].shape):
-            return source
-    return value
-
-
-def _functional(func: Any, args: Any, kwargs: dict[str, Any], names: list[str]) -> tuple[Any, Any, dict[str, Any]]:
-    """The functional form of an in-place or `out=` op, with its arguments."""
-    name, overload = func.overloadpacket.__name__, func._overloadname
-    packet = getattr(getattr(torch.ops, func.namespace), name[:-1] if _is_in_place(name) else name, None)
-    overloads = packet.overloads() if packet is not None else []
-    wanted = _signature(func)
-    for candidate in overloads:  # not by its name: `pow_.Scalar` is `pow.Tensor_Scalar`, not `pow.Scalar`
-        if _signature(getattr(packet, candidate)) == wanted:
-            return getattr(packet, candidate), args, {k: v for k, v in kwargs.items() if k not in names}
-    if _is_in_place(name) and overload in overloads:
-        return getattr(packet, overload), args, kwargs
-    raise CaptureError(f"no functional form of {func} is known, at {user_source()}: {user_source().text}")
-
-
-def _is_in_place(name: str) -> bool:
-    return name.endswith("_") and not name.endswith("__")
-
-
-def _signature(op: Any) -> list[tuple[str, str]]:
-    """Names and types of what it takes."""
-    return [(a.name, str(a.type)) for a in op._schema.arguments if not a.is_out]

@@ -1,0 +1,82 @@
+"""What is asked of ops and of their nodes during a capture: functional forms, shapes, and what a value follows from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ..errors import CaptureError
+from .source import user_source
+
+aten = torch.ops.aten
+GROUPED_MM = getattr(aten, "_grouped_mm", None)
+
+
+def leaves_of(node: fx.Node) -> frozenset[bool]:
+    """Of the values without inputs that a node follows from: whether they are buffers or attributes."""
+    stack = [node]
+    while stack:
+        n = stack[-1]
+        inputs = n.all_input_nodes
+        if waiting := [a for a in inputs if "leaves" not in a.meta]:
+            stack += waiting
+            continue
+        state = n.op == "get_attr" and n.meta.get("kind") in ("buffer", "attribute")
+        n.meta["leaves"] = frozenset().union(*[a.meta["leaves"] for a in inputs]) if inputs else frozenset([state])
+        stack.pop()
+    return node.meta["leaves"]
+
+
+def from_floats(node: fx.Node) -> bool:
+    """Whether an integer follows from arguments or abstract floats: it is part of the routing."""
+    stack, seen = [node], set()
+    while stack:
+        n = stack.pop()
+        if n in seen:
+            continue
+        seen.add(n)
+        if n.op == "placeholder" or isinstance(n.meta.get("val"), FakeTensor):
+            return True
+        stack += n.all_input_nodes
+    return False
+
+
+def grouped_result(x: torch.Tensor, w: torch.Tensor, *_: Any) -> torch.Tensor:
+    """The shape of a grouped product; torch's own rule accepts bfloat16 only."""
+    return x.new_empty((*x.shape[:-1], w.shape[-1]))
+
+
+def with_leading_ones(value: fx.Node) -> fx.Node:
+    """`y[mask] = rows`: where there is one row, torch takes the axis of the rows away."""
+    if value.target is aten.reshape.default:
+        source: Any = value.args[0]
+        shape = tuple(source.meta["val"].shape)
+        if shape[:1] == (1,) and shape[shape.count(1) :] == tuple(value.meta["val"].shape):
+            return source
+    return value
+
+
+def functional_form(func: Any, args: Any, kwargs: dict[str, Any], names: list[str]) -> tuple[Any, Any, dict[str, Any]]:
+    """The functional form of an in-place or `out=` op, with its arguments."""
+    name, overload = func.overloadpacket.__name__, func._overloadname
+    packet = getattr(getattr(torch.ops, func.namespace), name[:-1] if _is_in_place(name) else name, None)
+    overloads = packet.overloads() if packet is not None else []
+    wanted = _signature(func)
+    for candidate in overloads:  # not by its name: `pow_.Scalar` is `pow.Tensor_Scalar`, not `pow.Scalar`
+        if _signature(getattr(packet, candidate)) == wanted:
+            return getattr(packet, candidate), args, {k: v for k, v in kwargs.items() if k not in names}
+    if _is_in_place(name) and overload in overloads:
+        return getattr(packet, overload), args, kwargs
+    raise CaptureError(f"no functional form of {func} is known, at {user_source()}: {user_source().text}")
+
+
+def _is_in_place(name: str) -> bool:
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _signature(op: Any) -> list[tuple[str, str]]:
+    """Names and types of what it takes."""
+    return [(a.name, str(a.type)) for a in op._schema.arguments if not a.is_out]
