@@ -28,7 +28,7 @@ def _combine(
     if rows.shape[0] == 0:
         return rows.new_zeros((num_tokens, rows.shape[1]))
     row = inverse.reshape(-1)
-    if int(expert_offsets[-1]) == rows.shape[0]:
+    if int(expert_offsets[-1]) == row.shape[0]:
         start = torch.arange(0, row.shape[0], num_slots, dtype=torch.int32)
     else:
         # With drops the bags have different lengths; bags, and rows within a bag, keep their order.

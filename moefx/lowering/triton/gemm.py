@@ -13,6 +13,7 @@ import triton.language as tl
 from .tiles import (
     VARYING,
     accumulate,
+    left_rows,
     matrix_of,
     rows_place,
     safe_indices,
@@ -157,10 +158,7 @@ def _rows_tile(
     expert, first_row, n, end = rows_place(tile, num_row_tiles, width, schedule, max_tiles, BN, GROUP)
     row = first_row + tl.arange(0, BM)
     is_mine = row < end
-    if GATHER:
-        left_row = tl.load(token_ids + row, mask=is_mine, other=0)
-    else:
-        left_row = tl.where(is_mine, row, first_row)
+    left_row = left_rows(token_ids, row, is_mine, first_row, GATHER)
     column = n * BN + tl.arange(0, BN)
     w_columns = safe_indices(column, width, EVEN_N, VECTOR)
     acc = tl.zeros((BM, BN), tl.float32)

@@ -12,6 +12,7 @@ import triton.language as tl
 from .tiles import (
     VARYING,
     accumulate,
+    left_rows,
     load_parts,
     outer_place,
     rows_place,
@@ -19,6 +20,7 @@ from .tiles import (
     split_halves,
     store_parts,
     tile_mask,
+    weight_and_scale,
 )
 
 # -- gradient of the activation, and the pointwise part's
@@ -72,20 +74,12 @@ def _act_backward_tile(
     is_mine = row < end
     column = n * BN + tl.arange(0, BN)
     w_columns = safe_indices(column, width, EVEN_N, VECTOR)
-    if GATHER:
-        left_row = tl.load(token_ids + row, mask=is_mine, other=0)
-    else:
-        left_row = tl.where(is_mine, row, first_row)
+    left_row = left_rows(token_ids, row, is_mine, first_row, GATHER)
     acc = accumulate(
         tl.zeros((BM, BN), tl.float32), grad, grad_row, w0, w_expert, w_column, w_inner, inner, expert, first_row,
         left_row, n, w_columns, False, WEIGHT, COLUMNS_FIRST, EVEN_K, PRECISION, BN, BK,
     )  # fmt: skip
-    w = tl.zeros((BM, 1), tl.float32)
-    scale = tl.full((BM, 1), 1.0, tl.float32)
-    if HAS_SCALE or USES_WEIGHT:
-        w = tl.load(row_weights + row, mask=is_mine, other=0.0).to(tl.float32)[:, None]
-    if HAS_SCALE:
-        scale = SCALE(w)
+    w, scale = weight_and_scale(row_weights, row, is_mine, SCALE, HAS_SCALE, USES_WEIGHT, BM)
     # The pointwise part in slices: all of it at once does not fit into registers.
     if SLICES == 1:
         dot, by_weight = _pointwise_backward(

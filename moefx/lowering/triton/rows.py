@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tiles import load_parts, store_parts
+from .tiles import load_parts, store_parts, weight_and_scale
 
 # Sizes that change from call to call: a kernel is not compiled anew for them.
 _VARYING = ["num_tokens", "num_rows", "num_partials"]
@@ -141,12 +141,7 @@ def act_vjp_kernel(
     row = tl.program_id(0) * BT + tl.arange(0, BT)
     there = row < tl.load(expert_offsets + E)
     row_wide = row[:, None].to(tl.int64)
-    w = tl.zeros((BT, 1), tl.float32)
-    scale = tl.full((BT, 1), 1.0, tl.float32)
-    if HAS_SCALE or USES_WEIGHT:
-        w = tl.load(row_weights + row, mask=there, other=0.0).to(tl.float32)[:, None]
-    if HAS_SCALE:
-        scale = SCALE(w)
+    w, scale = weight_and_scale(row_weights, row, there, SCALE, HAS_SCALE, USES_WEIGHT, BT)
     dot, by_weight = tl.zeros((BT,), tl.float32), tl.zeros((BT,), tl.float32)
     for start in range(0, width, BD):
         column = start + tl.arange(0, BD)

@@ -126,6 +126,30 @@ def safe_indices(index, size, EVEN: tl.constexpr, VECTOR: tl.constexpr):
 
 
 @triton.jit
+def left_rows(token_ids, row, is_mine, first_row, GATHER: tl.constexpr):
+    """Which rows of the left operand a tile multiplies; others' are replaced by one that is there."""
+    if GATHER:
+        left_row = tl.load(token_ids + row, mask=is_mine, other=0)
+    else:
+        left_row = tl.where(is_mine, row, first_row)
+    return left_row
+
+
+@triton.jit
+def weight_and_scale(
+    row_weights, row, is_mine,
+    SCALE: tl.constexpr, HAS_SCALE: tl.constexpr, USES_WEIGHT: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """Of rows the routing weight, 0 where nothing needs it, and what scales the result, 1 without; float32 [BM,1]."""
+    w, scale = tl.zeros((BM, 1), tl.float32), tl.full((BM, 1), 1.0, tl.float32)
+    if HAS_SCALE or USES_WEIGHT:
+        w = tl.load(row_weights + row, mask=is_mine, other=0.0).to(tl.float32)[:, None]
+    if HAS_SCALE:
+        scale = SCALE(w)
+    return w, scale
+
+
+@triton.jit
 def tile_mask(is_mine, column, width, EVEN_N: tl.constexpr):
     """Which elements of a tile [BM,BN] are stored."""
     if EVEN_N:
