@@ -11,6 +11,7 @@ from .errors import InvalidPlan
 Checkpoint = Literal["h", "x", "all", "auto"]
 ExpertStorage = Literal["original", "contiguous", "stacked"]
 Validation = Literal["symbolic", "numeric", "auto"]
+Dispatch = Literal["auto", "dedup", "flat"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,11 @@ class Plan:
             `"auto"`: for the planner to decide; `"h"` as long as there is none.
         expert_storage: `"original"` leaves the storage of ModuleList experts alone; `"contiguous"` lays it out so
             that the E parameters are equally spaced views (they stay the E original Parameters).
+        expert_axis: the mesh axis that the experts are spread over. Without it: `"ep"` if the mesh has an axis of that
+            name, or its only axis.
+        dispatch: how rows travel to their experts (X-MoE section 4.2). `"flat"`: one row for each choice; `"dedup"`:
+            one for each rank that has experts of the token; `"auto"`: for the planner to decide, `"dedup"` as long as
+            there is none.
         validation: `"symbolic"` proves the rewrite on abstract tensors under several routings only; `"numeric"` also
             runs original and rewritten block side by side on a few tokens; `"auto"` does so where weights exist and
             `validation_seconds` allows.
@@ -33,6 +39,8 @@ class Plan:
 
     checkpoint: Checkpoint = "h"
     expert_storage: ExpertStorage = "original"
+    expert_axis: str | None = None
+    dispatch: Dispatch = "auto"
     validation: Validation = "auto"
     validation_seconds: float = 30.0
     fuse: bool = True
@@ -42,11 +50,14 @@ class Plan:
         for field, choices in (
             ("checkpoint", Checkpoint),
             ("expert_storage", ExpertStorage),
+            ("dispatch", Dispatch),
             ("validation", Validation),
         ):
             value = getattr(self, field)
             if value not in get_args(choices):
                 raise InvalidPlan(f"Plan({field}={value!r}): expected one of {', '.join(map(repr, get_args(choices)))}")
+        if self.expert_axis is not None and not isinstance(self.expert_axis, str):
+            raise InvalidPlan(f"Plan(expert_axis={self.expert_axis!r}): expected the name of a mesh axis")
         if not self.validation_seconds >= 0:
             raise InvalidPlan(f"Plan(validation_seconds={self.validation_seconds!r}): expected a number >= 0")
         if type(self.fuse) is not bool:

@@ -18,13 +18,13 @@ from .errors import InvalidInput, InvalidPlan, MoefxError, NoMoEBlockFound
 from .inspection.explain import Explanation, MatchedBlock
 from .inspection.history import History
 from .ir.attributes import OWN_MODE
-from .ir.binding import Specialisation, device_of
+from .ir.binding import Specialisation, device_of, leaves_of
 from .ir.block import BlockGraph
 from .ir.body import ExpertBody
 from .numeric import numeric_check
 from .pipeline import PASSES
 from .runtime.copying import copy_model
-from .runtime.module import BlockForward, install, rewritten_blocks
+from .runtime.module import BlockForward, install, rewritten_blocks, signature_binder
 from .runtime.program import Program
 from .specialise import Specialise, program_of
 from .survey import Matched, Refusal, Survey, first_line, survey
@@ -58,7 +58,9 @@ def compile(
 
     Args:
         model: any `nn.Module`; on the meta device too. It stays as it is and serves as the reference.
-        mesh: a DeviceMesh for expert parallelism (not available yet).
+        mesh: a DeviceMesh; the experts are spread over its axis `plan.expert_axis`. Each rank keeps its own tokens. A
+            parameter of all experts becomes a DTensor; of experts with parameters of their own each rank keeps its
+            own. An expert's gradient is the sum over the ranks of what each one's own loss gives.
         plan: a `Plan`, or None for the defaults.
         example_inputs: a tuple of positional or a dict of keyword arguments that `model` accepts. Without them: the
             model's own `dummy_inputs`, else token ids if its first layer is an embedding, else hidden states.
@@ -91,11 +93,25 @@ def compile(
     modules = dict(model.named_modules())
     reports = []
     for matched in found.matched:
-        program = _program(matched, modules[matched.names[0]])
-        specialise = Specialise(matched.result.match.arguments, plan, by_mode=OWN_MODE in matched.read)
+        first, spread = modules[matched.names[0]], None
+        if mesh is not None:
+            from .distribute import Spread  # torch.distributed takes a while, and is not in every build
+
+            spread = Spread.over(mesh, matched.result, plan)
+            matched.result = spread.graph(first, matched.result)
+            for name in matched.names:
+                spread.take(copies[modules[name]], mesh)
+        program = _program(matched, first)
+        specialise = Specialise(matched.result.match.arguments, plan, OWN_MODE in matched.read, spread)
         for name in matched.names:
             install(copies[modules[name]], [program.renamed(name)], name=name, specialise=specialise)
-        reports.append(_report(matched, program, modules[matched.names[0]], verdicts[id(matched)]))
+        if strict and (guard := _failed_guard(program, matched, first)):
+            warnings.warn(
+                f"moefx rewrote {matched.names[0] or 'the model'}, but not for calls like the example's, which run the "
+                f"original: {guard}",
+                stacklevel=2,
+            )
+        reports.append(_report(matched, program, first, verdicts[id(matched)]))
     vars(compiled)[_RECORD] = Record(tuple(reports), tuple(found.refused), found.seconds)
     return compiled
 
@@ -128,7 +144,11 @@ def explain(
             f"{reason}" for n in report.names if n in forwards for reason in forwards[n].refusals.values() if reason
         }
         notes |= {f"guard failed: {c.last_failed_guard}" for c in counts if c.last_failed_guard}
-        also = dict.fromkeys(str(p.key) for n in report.names if n in forwards for p in forwards[n].programs[1:])
+        also = dict.fromkeys(
+            p.differs(programs[0])
+            for programs in (forwards[n].programs for n in report.names if n in forwards)
+            for p in programs[1:]
+        )
         notes = (*report.notes, *sorted(notes))
         reports.append(dataclasses.replace(report, calls=calls, notes=notes, also_for=tuple(also)))
     return Explanation(type(model).__name__, tuple(reports), record.refused, record.seconds, _paths())
@@ -189,14 +209,18 @@ def history(compiled: nn.Module, name: str) -> History:
     if not forwards:
         raise MoefxError("no block of this model is rewritten; pass what moefx.compile returned")
     if name not in forwards:
-        raise MoefxError(f"no rewritten block {name!r}; there is {', '.join(map(repr, forwards))}")
+        raise MoefxError(f"no rewritten block {name!r}; there is {', '.join(_shown(n) for n in forwards)}")
     return forwards[name].programs[0].history
 
 
 # ---------------------------------------------------------------------- pieces of compile
+def _shown(name: str) -> str:
+    return repr(name) if name else "'' (the model itself)"
+
+
 def _plan(plan: Plan | str | None, mesh: Any) -> Plan:
-    if mesh is not None:
-        raise MoefxError("compile(mesh=...): expert parallelism is not available yet; leave mesh out")
+    if mesh is not None and not hasattr(mesh, "mesh_dim_names"):
+        raise InvalidPlan(f"mesh is a {type(mesh).__name__}; expected a torch.distributed.DeviceMesh or None")
     if plan is None:
         return Plan()
     if plan == "auto":
@@ -230,6 +254,12 @@ def _nothing_found(model: nn.Module, found: Survey) -> str:
 
 def _program(matched: Matched, block: nn.Module) -> Program:
     return program_of(block, matched.result, matched.call.args, matched.call.kwargs, read=matched.read)
+
+
+def _failed_guard(program: Program, matched: Matched, block: nn.Module) -> str:
+    """The condition that keeps the example's own call from a program, "" if none does."""
+    index = program.failed_guard(block, leaves_of(signature_binder(block)(*matched.call.args, **matched.call.kwargs)))
+    return "" if index < 0 else str(program.guards[index])
 
 
 def _proven(model: nn.Module, example_inputs: Any, plan: Plan) -> tuple[Survey, dict[int, str]]:
@@ -284,7 +314,7 @@ def _report(matched: Matched, program: Program, block: nn.Module, verdict: str) 
     return MatchedBlock(
         names=tuple(matched.names), kind=type(block).__name__, num_experts=match.num_experts, top_k=match.slots,
         expert=expert,
-        drop=drop, holds_for=str(program.key), routings=len(match.lifted), validation=verdict, seconds=matched.seconds,
+        drop=drop, holds_for=program.holds_for, routings=len(match.lifted), validation=verdict, seconds=matched.seconds,
         saved_before=None, saved_after=_kept_bytes(graph), unfused=unfused, guards=tuple(str(g) for g in match.guards),
         bodies=tuple(_body(n) for n in mlps),
     )  # fmt: skip

@@ -50,6 +50,10 @@ class AbsorbedModuleChanged(MoefxError, RuntimeError):
     """A submodule whose computation was absorbed into the rewritten block was replaced, hooked or parametrized."""
 
 
+class NotRewritten(MoefxError, RuntimeError):
+    """A call that the rewrite does not hold for, of a block that is spread over a mesh: there is no original to run."""
+
+
 class DoubleBackward(MoefxError, RuntimeError):
     """The fused expert ops are once differentiable."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
@@ -33,6 +33,9 @@ from .pipeline import Result, rewrite_block
 from .runtime.module import BlockForward, signature_binder
 from .runtime.program import Program
 from .runtime.watch import ReadAttributes, absorbed_names
+
+if TYPE_CHECKING:
+    from .distribute import Spread
 
 
 def program_of(
@@ -100,10 +103,11 @@ class Specialise:
     Args:
         arguments: of the call that the block was compiled with.
         by_mode: a program is for one mode only, whether or not the block asks for it (see `follows_its_mode`).
+        spread: how its experts are spread over a mesh, if they are: a block has a part of its parameters then.
     """
 
-    def __init__(self, arguments: Arguments, plan: Plan, by_mode: bool):
-        self.arguments, self.plan, self.by_mode = arguments, plan, by_mode
+    def __init__(self, arguments: Arguments, plan: Plan, by_mode: bool, spread: Spread | None = None):
+        self.arguments, self.plan, self.by_mode, self.spread = arguments, plan, by_mode, spread
         self.made: list[_Made] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -146,6 +150,9 @@ class Specialise:
             lambda t: t.detach().to("meta") if t.is_floating_point() else t.detach().cpu(),
             self._arguments(call) if args is None else (args, dict(kwargs or {})),
         )
+        if self.spread is not None:
+            block = self.spread.whole(block)
+            forward = vars(block)["forward"]
         counted = forward.counts.original
         try:
             with forward.running("original"), under(call.device, call.autocast), torch.enable_grad():
@@ -153,8 +160,10 @@ class Specialise:
                     result, args, kwargs = self._rewrite(block, forward.name, call, *abstract)
                 if self.by_mode:
                     read.add(OWN_MODE)
+                if self.spread is not None:
+                    result = self.spread.graph(block, result)
                 program = program_of(block, result, args, kwargs, call.autocast, read)
-                if real and self.plan.validation == "auto":
+                if real and self.plan.validation == "auto" and self.spread is None:
                     ok, verdict = numeric_check(block, result, forward.name, self.plan.validation_seconds)
                     if not ok:
                         raise Refused(verdict)
@@ -209,7 +218,7 @@ def _takes(
     if program.guard is None or args is None:
         return True
     leaves = leaves_of(signature_binder(block)(*args, **(kwargs or {})))
-    return program.guard(block, *[leaves[i][1] for i in program.picks]) < 0
+    return program.failed_guard(block, leaves) < 0
 
 
 def _without_device(key: Specialisation) -> Specialisation:

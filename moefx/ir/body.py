@@ -78,6 +78,14 @@ class ExpertBody:
         fields["down"] = Gemm(**fields["down"])
         return ExpertBody(**fields)
 
+    def with_experts(self, num: int) -> ExpertBody:
+        """The same for `num` experts, where their weights are separate tensors."""
+
+        def fewer(gemm: Gemm) -> Gemm:
+            return dataclasses.replace(gemm, num=num) if gemm.num > 1 else gemm
+
+        return dataclasses.replace(self, up=tuple(map(fewer, self.up)), down=fewer(self.down))
+
     def up_widths(self, up: Sequence[Any]) -> tuple[int, ...]:
         """Of the up-projections, from their flat list of weights or whatever has their shapes."""
         starts = itertools.accumulate((gemm.num for gemm in self.up[:-1]), initial=0)

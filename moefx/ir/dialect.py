@@ -14,11 +14,21 @@ The functions here are the readable semantics; `moefx.lowering` registers faster
 
 from __future__ import annotations
 
+from .exchange import (
+    all_to_all_back,
+    all_to_all_back_backward,
+    all_to_all_rows,
+    all_to_all_rows_backward,
+    exchange_counts,
+    plan_dispatch,
+)
 from .expert_mlp import expert_mlp, expert_mlp_backward
 from .experts import expert_rows, expert_rows_backward, grouped_mm, grouped_mm_backward
 from .routing import DROP_RULES, build_pft, build_pft_backward, combine, combine_backward, dispatch
 
 __all__ = [
-    "DROP_RULES", "build_pft", "build_pft_backward", "combine", "combine_backward", "dispatch", "expert_mlp",
-    "expert_mlp_backward", "expert_rows", "expert_rows_backward", "grouped_mm", "grouped_mm_backward",
+    "DROP_RULES", "all_to_all_back", "all_to_all_back_backward", "all_to_all_rows", "all_to_all_rows_backward",
+    "build_pft", "build_pft_backward", "combine", "combine_backward", "dispatch", "exchange_counts",
+    "expert_mlp", "expert_mlp_backward", "expert_rows", "expert_rows_backward", "grouped_mm", "grouped_mm_backward",
+    "plan_dispatch",
 ]  # fmt: skip

@@ -15,12 +15,18 @@ from .names import AttributeRange, attribute_ranges
 
 # What the results of dialect ops, and the values that go into them, are called when the pass that made the
 # node gave no name of its own.
-_RESULTS = {"build_pft": "pft", "dispatch": "rows", "grouped_mm": "h", "expert_mlp": "y", "combine": "out"}
+_RESULTS = {
+    "build_pft": "pft", "dispatch": "rows", "grouped_mm": "h", "expert_mlp": "y", "combine": "out",
+    "plan_dispatch": "send", "exchange_counts": "splits", "all_to_all_back": "out",
+}  # fmt: skip
 _ROLES = {
     (BUILD_PFT, 0): "topk_ids",
     (BUILD_PFT, 1): "topk_w",
     ("moefx::dispatch", 0): "x",
     ("moefx::expert_mlp", 0): "x",
+    ("moefx::plan_dispatch", 0): "topk_ids",
+    ("moefx::all_to_all_rows", 0): "x",
+    ("moefx::all_to_all_rows", 1): "topk_w",
 }
 
 
@@ -47,7 +53,11 @@ def shown_names(graph: Graph) -> dict[Node, str]:
 
 
 def _role(node: Node, user: Node) -> str:
-    positions = [i for i, argument in enumerate(user.args) if argument is node]
+    positions = [
+        i
+        for i, a in enumerate(user.args)
+        if a is node or (isinstance(a, (list, tuple)) and len(a) == 1 and a[0] is node)
+    ]
     return next((r for i in positions if (r := _ROLES.get((target_name(user), i)))), "")
 
 
@@ -60,9 +70,14 @@ def _default_name(node: Node) -> str:
     name = node.target._schema.name.partition("::")[2]
     overload = re.sub(r"(?<=[a-z\d])(?=[A-Z])", "_", node.target._overloadname).lower()
     derived = re.fullmatch(rf"{name}(_{overload})?(_\d+)?", node.name)
-    if node.kwargs.get("reduce") and name == "expert_mlp":
+    if node.kwargs.get("reduce") and name == "expert_mlp" and not _returned(node):
         name = "combine"  # of the rows or of their sums, whichever it returns
     return _RESULTS.get(name, name.strip("_")) if derived else ""
+
+
+def _returned(node: Node) -> bool:
+    """Whether the sums of an `expert_mlp` go back to other ranks: they are not the block's then."""
+    return any(target_name(u) == "moefx::all_to_all_back" for first in node.users for u in first.users)
 
 
 def _unused(name: str, taken: set[str]) -> str:

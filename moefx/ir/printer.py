@@ -29,6 +29,11 @@ _ATEN_INFIX = {
 }  # fmt: skip
 _PFT_WEIGHTS = "combine_weights"
 _PFT_FIELDS = ("token_ids", "slot_ids", "expert_offsets", "inverse", _PFT_WEIGHTS)
+# Ops whose results stay one value in print, and what these are called.
+_BUNDLES = {
+    BUILD_PFT: _PFT_FIELDS,
+    "moefx::plan_dispatch": ("place", "token_ids", "slot_ids", "rank_offsets", "inverse"),
+}
 # How arguments of expert_mlp are labelled when there are more than the two weights.
 _MLP_LABELS = {"row_weights": "w", "up": "up", "up_bias": "up_bias", "down": "down", "down_bias": "down_bias"}
 _MLP_TAIL = ("keep", "reduce")  # behind the body: they say what becomes of its values
@@ -75,7 +80,7 @@ class _Printer:
     def __init__(self, block: BlockGraph):
         self.block = block
         self.names = shown_names(block.graph)
-        self.fields: dict[Node, tuple[Node, int]] = {}  # results of a build_pft: (its node, position)
+        self.fields: dict[Node, tuple[Node, str]] = {}  # results of a build_pft: (its node, what it is called)
         self.folded: set[Node] = set()
         self.of_each: dict[Node, list[Node]] = {}  # a step of the first expert's: the same step of every expert's
         self._fold_nodes()
@@ -92,10 +97,12 @@ class _Printer:
             letters = node.meta.get("letters")
             if node.op == "get_attr" or (isinstance(letters, str) and node.op == "call_function"):
                 self.folded.add(node)
-            if node.op == "call_function" and target_name(node) == BUILD_PFT:
+            if node.op == "call_method" and node.target == "to_local":
+                self.folded.add(node)
+            if node.op == "call_function" and (fields := _BUNDLES.get(target_name(node))):
                 for user in node.users:
                     if is_getitem(user) and user.args[0] is node:
-                        self.fields[user] = (node, user.args[1])
+                        self.fields[user] = (node, fields[user.args[1]])
                         self.folded.add(user)
             elif results := self._results(node):
                 self.folded.update(user for user in results if user is not None)
@@ -132,7 +139,7 @@ class _Printer:
             return Line(self.names[node], "input", value_text(node), source, node)
         if node.op == "output":
             return Line("", f"return {self._value(output_value(self.block))}", "", source, None)
-        results: Sequence[Node | None] | None = [node] if target_name(node) == BUILD_PFT else self._results(node)
+        results: Sequence[Node | None] | None = [node] if target_name(node) in _BUNDLES else self._results(node)
         comment = [self._comment(node, results)]
         kept = [node, *(r for r in results or () if r is not None)]
         if any(n.meta.get("save") for n in kept):
@@ -147,7 +154,10 @@ class _Printer:
     def _comment(self, node: Node, results: Sequence[Node | None] | None) -> str:
         if target_name(node) == BUILD_PFT:
             drops = node.kwargs.get("capacity") is not None or any(a is not None for a in node.args[2:])
-            return "B = S*K, valid up to expert_offsets[E]" if drops else "B = S*K"
+            size = "R*J" if "R" in str(node.meta.get("letters")) else "S*K"
+            return f"B = {size}, valid up to expert_offsets[E]" if drops or size == "R*J" else f"B = {size}"
+        if target_name(node) in _BUNDLES:
+            return ""
         if results:
             return " ".join(filter(None, (value_text(r) for r in results if r is not None)))
         return value_text(node)
@@ -183,10 +193,11 @@ class _Printer:
             elif name.endswith("_") and not name.startswith("_"):
                 rest = self._arguments(args[1:], node.kwargs)
                 return f"{self._value(args[0])}.{name}({rest})"
-        return f"{name}({self._op_arguments(target, args, node.kwargs)})"
+        return f"{name}({self._op_arguments(node, target, args)})"
 
-    def _op_arguments(self, target: torch._ops.OpOverload, args: list[Any], kwargs: dict[str, Any]) -> str:
+    def _op_arguments(self, node: Node, target: torch._ops.OpOverload, args: list[Any]) -> str:
         """Arguments by position while nothing is left out; defaults, None and empty lists are left out."""
+        kwargs = node.kwargs
         schema = target._schema.arguments
         values: list[tuple[Any, Any]] = [
             (a, args[i] if i < len(args) else kwargs.get(a.name, a.default_value)) for i, a in enumerate(schema)
@@ -206,6 +217,8 @@ class _Printer:
                 tail.append(f"{argument.name}={self._value(value)}")
             else:
                 label = argument.name if skipped or argument.kwarg_only else ""
+                if dialect and argument.name == "group" and "axis" in node.meta:
+                    label, value = "axis", node.meta["axis"]
                 if dialect and argument.name in _PFT_FIELDS[:4]:
                     label = ""
                 elif dialect and argument.name in _MLP_LABELS:
@@ -219,10 +232,10 @@ class _Printer:
         others."""
         result, passed = [], set()
         for argument, value in values:
-            pft, index = self.fields.get(value, (None, 0)) if isinstance(value, Node) else (None, 0)
-            if pft is None or (_PFT_FIELDS[index] == _PFT_WEIGHTS and argument.name != "row_weights"):
+            pft, field = self.fields.get(value, (None, "")) if isinstance(value, Node) else (None, "")
+            if pft is None or (field == _PFT_WEIGHTS and argument.name != "row_weights"):
                 result.append((argument, value))
-            elif _PFT_FIELDS[index] != _PFT_WEIGHTS and pft not in passed:
+            elif field != _PFT_WEIGHTS and pft not in passed:
                 passed.add(pft)
                 result.append((argument, pft))
             # The PFT's own weights as row weights are left out: the body says where `w` is applied.
@@ -283,8 +296,10 @@ class _Printer:
         if node.op == "get_attr":
             return shown_path(attribute_name(node))
         if node in self.fields:
-            pft, index = self.fields[node]
-            return f"{self.names[pft]}.{_PFT_FIELDS[index]}"
+            pft, field = self.fields[node]
+            return f"{self.names[pft]}.{field}"
+        if node.op == "call_method" and node in self.folded:
+            return f"{self._node(node.args[0])}.local"  # type: ignore[arg-type]
         letters = node.meta.get("letters")
         if node in self.folded and isinstance(letters, str):
             return self._axis(node) or letters or self._size(node)
@@ -314,5 +329,7 @@ _ARITHMETIC = {
 def _left_out(argument: Any, value: Any) -> bool:
     if value is None or (isinstance(value, (list, tuple)) and not len(value)):
         return True
+    if argument.name == "places" and list(value) == list(range(len(value))):
+        return True  # the experts in their order
     # The save policy is a decision of ours that readers look for, default or not.
     return argument.name != "keep" and not isinstance(value, Node) and value == argument.default_value

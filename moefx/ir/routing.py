@@ -135,6 +135,8 @@ def _(topk_ids, topk_weights, keep, *, num_experts, capacity=None, drop="none"):
 )
 def build_pft_backward(grad: Tensor, inverse: Tensor) -> Tensor:
     """Gradient of `topk_weights`: that of each choice's row, 0 where dropped."""
+    if grad.shape[0] == 0:
+        return grad.new_zeros(inverse.shape)
     gathered = grad.index_select(0, inverse.reshape(-1).clamp(min=0)).view(inverse.shape)
     return gathered.masked_fill_(inverse < 0, 0)
 
@@ -176,7 +178,7 @@ def combine(
     if combine_weights is not None:
         dtype = torch.promote_types(dtype, combine_weights.dtype)
     out = torch.zeros((inverse.shape[0], rows.shape[1]), dtype=dtype, device=rows.device)
-    for k in range(inverse.shape[1]):
+    for k in range(inverse.shape[1] if rows.shape[0] else 0):
         row = inverse[:, k].clamp(min=0)
         value = rows.index_select(0, row).to(dtype)
         if combine_weights is not None:

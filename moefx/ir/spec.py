@@ -16,6 +16,7 @@ from .block import BlockGraph
 from .op import NAMESPACE
 
 _ROUTED = frozenset({"build_pft", "dispatch", "grouped_mm", "expert_rows", "combine"})
+_EXCHANGES = frozenset({"plan_dispatch", "exchange_counts", "all_to_all_rows", "all_to_all_back"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +41,8 @@ LEVELS = {
         Level("dialect", _ROUTED),
         # Steps may be collapsed into expert_mlp; experts of another shape stay as they were.
         Level("fused", _ROUTED | {"expert_mlp"}),
+        # Rows travel between the ranks of a mesh.
+        Level("distributed", _ROUTED | _EXCHANGES | {"expert_mlp"}),
         # Whatever providers bring.
         Level("lowered", None),
     )

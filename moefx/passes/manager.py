@@ -92,10 +92,15 @@ class PassManager:
         if unknown := sorted(set(plan.disable) - set(names)):
             raise InvalidPlan(f"Plan(disable={unknown}): no such pass; there is {', '.join(names) or 'none'}")
         todo = [p for p in passes if pass_name(p) not in plan.disable]
-        total, current = 1 + len(todo), LEVELS[level]
-        _check(graph, made_by if isinstance(made_by, str) else pass_name(made_by), current)
-        snapshots = [_snapshot(graph, None, made_by, 1, total, ms)]
-        for index, function in enumerate(todo, start=2):
+        _check(graph, made_by if isinstance(made_by, str) else pass_name(made_by), LEVELS[level])
+        first = _snapshot(graph, None, made_by, 1, 1 + len(todo), ms)
+        return self.extend(History(graph.name, (first,)), todo, plan, level=level)
+
+    def extend(self, history: History, passes: Sequence[Pass], plan: Plan, *, level: str) -> History:
+        """A history with more passes behind its last graph, which has this level."""
+        snapshots, current = list(history.snapshots), LEVELS[level]
+        graph, total = history.graph, len(snapshots) + len(passes)
+        for index, function in enumerate(passes, start=len(snapshots) + 1):
             before, fingerprint = graph, _fingerprint(graph)
             start = time.perf_counter()
             graph = function(graph, plan)
@@ -108,7 +113,7 @@ class PassManager:
             self._propagate(graph, before, name)
             snapshots.append(_snapshot(graph, before, function, index, total, ms))
             graph = snapshots[-1].graph
-        return History(graph.name, tuple(snapshots))
+        return History(history.name, tuple(snapshots))
 
     def _propagate(self, graph: BlockGraph, before: BlockGraph, name: str) -> None:
         """Compute fake values of the nodes that a pass made, from those that are known."""

@@ -36,11 +36,11 @@ class Weights:
                 _, dim, start, stop, step = rest
                 node = self.emit.call(aten.slice.Tensor, (node, dim + off, start, stop, step))
             elif op == "reshape":
-                node = self.emit.call(aten.reshape.default, (node, [*node.meta["val"].shape[:off], *shape]))
+                node = self.emit.call(aten.reshape.default, (node, [*[-1] * off, *shape]))
             elif op == "permute":
                 node = self.emit.call(aten.permute.default, (node, [*range(off), *[d + off for d in rest[1]]]))
             elif op == "expand":
-                node = self.emit.call(aten.expand.default, (node, [*node.meta["val"].shape[:off], *shape]))
+                node = self.emit.call(aten.expand.default, (node, [*[-1] * off, *shape]))
             elif op == "cast":
                 node = self.emit.call(aten._to_copy.default, (node,), {"dtype": getattr(torch, shape)})
             elif op == "detach":
@@ -95,7 +95,7 @@ class Weights:
                 or [p.steps[k][3] for p in places] != [i * width for i in range(len(places))]
             ):
                 return None
-            node = self.emit.call(aten.reshape.default, (before, [*size[:dim], len(places), width, *size[dim + 1 :]]))
+            node = self.emit.call(aten.reshape.default, (before, [*size[:dim], -1, width, *size[dim + 1 :]]))
             node = node if dim == 0 else self.emit.call(aten.movedim.int, (node, dim, 0))
         else:
             return None

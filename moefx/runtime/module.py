@@ -13,6 +13,8 @@ import contextlib
 import copy
 import dataclasses
 import inspect
+import logging
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +26,7 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporar
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..capture.lifting import is_here, lifting
-from ..errors import AbsorbedModuleChanged, MoefxError
+from ..errors import AbsorbedModuleChanged, MoefxError, NotRewritten
 from ..ir.attributes import Where, holds_tensors, unchanged, value_at
 from ..ir.binding import Leaves, Specialisation, binder, call_specialisation, leaves_of
 from .program import Program
@@ -33,6 +35,7 @@ from .watch import AbsorbedModules, ReadAttributes
 # Of one block, taken or refused. An argument that changes at every call must not lift at every call.
 MAX_SPECIALISATIONS = 16
 _NOT_SPECIALISED = "not specialised"
+_log = logging.getLogger(__name__)
 
 # (block, specialisation of the call, args, kwargs) -> a program for it, or None; may raise Refused. While
 # Dynamo
@@ -85,6 +88,7 @@ class BlockForward:
         self.refusals: dict[tuple[Specialisation, tuple[str, ...]], str] = {}  # by call, and what kept it out
         self.original = _own_forward(block)
         self._entries: list[_Entry] = []
+        self._told: set[str] = set()
         self._forced = ""
         self._specialising = False
         self._recording = False
@@ -107,7 +111,39 @@ class BlockForward:
             entry = self._traced(call, leaves)
         else:
             entry = self._found(call, leaves, args, kwargs)
-        return self.run_original(*args, **kwargs) if entry is None else self._run(entry, leaves)
+        if entry is not None:
+            return self._run(entry, leaves)
+        if getattr(self.specialise, "spread", None) is not None:
+            raise NotRewritten(
+                f"{self._name} {self._why}. Its original forward cannot run: it has a part of the experts"
+            )
+        if not torch.compiler.is_compiling():
+            self._tell_once()
+        return self.run_original(*args, **kwargs)
+
+    @property
+    def __code__(self) -> types.CodeType:
+        """Of the user's forward: `torch.export` asks a model's forward where it is written."""
+        forward = inspect.unwrap(self.original if self.original is not None else type(self.block).forward)
+        return getattr(forward, "__func__", forward).__code__
+
+    @property
+    def _name(self) -> str:
+        return self.name or type(self.block).__name__
+
+    @property
+    def _why(self) -> str:
+        """Why the last call was not for any program."""
+        refused = next(reversed([why for why in self.refusals.values() if why not in ("", _NOT_SPECIALISED)]), "")
+        why = " ".join((refused or self.counts.last_failed_guard or "no program admits the call").split())
+        return f"is not rewritten for such calls: {why}"
+
+    def _tell_once(self) -> None:
+        """Say that a call runs the original, for each reason once."""
+        why = self._why
+        if why not in self._told:
+            self._told.add(why)
+            _log.warning("%s %s (moefx.explain has all of them). They run the original", self._name, why)
 
     def run_original(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block as it was before the rewrite."""
@@ -383,8 +419,7 @@ class _Entry:
 
     def failed_guard(self, block: nn.Module, leaves: Leaves) -> int:
         """The index of the guard that keeps a call out; -1 if none does."""
-        program = self.program
-        return -1 if program.guard is None else program.guard(block, *[leaves[i][1] for i in program.picks])
+        return self.program.failed_guard(block, leaves)
 
     def why_not(self) -> str:
         where, now = self.attributes.changed() or (Where("", ""), None)

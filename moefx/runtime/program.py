@@ -9,7 +9,7 @@ from typing import Any
 from ..inspection.history import History
 from ..ir import codegen
 from ..ir.attributes import Where, compares
-from ..ir.binding import Guard, Path, Specialisation
+from ..ir.binding import Guard, Leaves, Path, Specialisation
 
 
 class Program:
@@ -74,6 +74,32 @@ class Program:
             tests.append(f"self{path} {'is' if callable(value) else '=='} v{i}")
         source = f"def unchanged(self):\n    return {' and '.join(tests)}\n"
         return codegen.build(source, scope, "unchanged", f"{self.history.name} attributes")
+
+    def failed_guard(self, block: Any, leaves: Leaves) -> int:
+        """The index of the guard that keeps a call with these leaves out; -1 if none does."""
+        return -1 if self.guard is None else self.guard(block, *[leaves[i][1] for i in self.picks])
+
+    @property
+    def holds_for(self) -> str:
+        """The specialisation, with the mode of the parts that the block looks into instead of its own."""
+        modes = {bool(value) for where, value in self.attributes.items() if where.name == "training"}
+        text = str(self.key)
+        if self.key.training is None and len(modes) == 1:
+            return text.replace("any mode", "train" if modes.pop() else "eval", 1)
+        return text
+
+    def differs(self, other: Program) -> str:
+        """What it holds for, and the attributes that are others than those of `other`: `eval (x: ...), top_k == 3`."""
+        mine = self.attributes.items()
+        values = [
+            f"{where} == {value!r}"
+            for where, value in mine
+            if where.name != "training"
+            and isinstance(value, (bool, int, float, str))
+            and where in other.attributes
+            and other.attributes[where] != value
+        ]
+        return ", ".join([self.holds_for, *values])
 
     def prepare_load(self) -> None:
         """Make `fn_with_load`: as `fn`, but it returns `(output, (expert_offsets, ...))`."""

@@ -108,6 +108,21 @@ def test_what_cannot_be_lifted_runs_as_it_is(x):
     assert "unhashable" in str(moefx.explain(compiled))
 
 
+def test_why_calls_run_the_original_is_said_once(x, caplog):
+    torch.manual_seed(0)
+    model = Loop(lambda: nn.Sequential(Mlp(), nn.Dropout(0.5))).eval()
+    _, compiled = pair(x, model)
+    assert "eval (" in moefx.explain(compiled).matched[0].holds_for
+    compiled(x)
+    assert not caplog.records
+    compiled.train()
+    for _ in range(3):
+        compiled(x)
+    (record,) = caplog.records
+    assert record.name.startswith("moefx") and record.levelname == "WARNING"
+    assert "is not rewritten for such calls: the experts draw random numbers" in record.getMessage()
+
+
 def test_transforms_run_the_original(x):
     model, compiled = pair(x, Loop())
 
@@ -443,7 +458,8 @@ def test_threads_that_lift_at_once(x, hasty_threads):
     results = at_once(*(functools.partial(c, i) for (_, c), i in zip(pairs, inputs, strict=True)))
     for (m, c), i, result in zip(pairs, inputs, results, strict=True):
         torch.testing.assert_close(result, m(i))
-        assert counts(c) == (1, 0)
+        forward = moefx.blocks(c)[0].forward
+        assert counts(c) == (1, 0), (forward.refusals, forward.counts.last_failed_guard)
 
 
 def test_threads_that_share_a_block_lift_it_once(x, hasty_threads, monkeypatch):

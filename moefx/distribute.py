@@ -1,0 +1,89 @@
+"""Expert parallelism of what was proven: which experts live where, and the graph with its collectives."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ._plan import Plan
+from .errors import Refused
+from .ir.placement import Placement
+from .passes.collectives import collectives
+from .passes.manager import PassManager
+from .passes.match.paths import Place
+from .pipeline import Result
+from .runtime.sharding import ExpertParameters, expert_axis, placement_on, spread, whole
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """Blocks that were rewritten alike, over the expert axis of a mesh."""
+
+    placement: Placement
+    parameters: ExpertParameters
+    plan: Plan
+
+    @classmethod
+    def over(cls, mesh: DeviceMesh, result: Result, plan: Plan) -> Spread:
+        """How the experts of a rewritten block are spread.
+
+        Raises:
+            InvalidPlan: the mesh has no such axis, or its ranks cannot have equally many experts.
+            Refused: the block keeps its experts' parameters in a way that cannot be cut.
+        """
+        placement = placement_on(mesh, expert_axis(mesh, plan.expert_axis), result.match.num_experts)
+        return cls(placement, expert_parameters(result), plan)
+
+    def graph(self, block: nn.Module, result: Result) -> Result:
+        """The graph that goes on from the rewritten block's; the proof stays as it is."""
+        step = functools.partial(collectives, placement=self.placement, stacked=self.parameters.stacked)
+        history = PassManager(block).extend(result.history, [step], self.plan, level="fused")
+        return dataclasses.replace(result, history=history)
+
+    def take(self, block: nn.Module, mesh: DeviceMesh) -> None:
+        """Leave a block the parameters of this rank's experts."""
+        spread(block, self.parameters, self.placement, mesh)
+
+    def whole(self, block: nn.Module) -> nn.Module:
+        """A copy of a block that `take` was called on which can be lifted."""
+        return whole(block, self.parameters, self.placement)
+
+
+def expert_parameters(result: Result) -> ExpertParameters:
+    """Which parameters of a block are its experts', and how they are kept."""
+    if len(result.match.groups) != 1:
+        raise Refused("experts of several kinds in one block cannot be spread over a mesh yet")
+    (group,) = result.match.groups
+    stacked: list[str] = []
+    separate: list[list[str]] = [[] for _ in group.ids]
+    for table in group.tables:
+        names = [place.fqn for place in table]
+        if len(set(names)) == 1:
+            _check_axis(table)
+            stacked.append(names[0])
+        elif len(set(names)) == len(names):
+            for own, name in zip(separate, names, strict=True):
+                own.append(name)
+        else:
+            raise Refused("several experts share a parameter, but not all of them", culprits=tuple(names[:3]))
+    return ExpertParameters(
+        tuple(dict.fromkeys(stacked)),
+        tuple(tuple(dict.fromkeys(own)) for own in separate) if any(separate) else (),
+    )
+
+
+def _check_axis(table: Sequence[Place]) -> None:
+    """Whether expert e is part e of the parameter's first axis."""
+    for e, place in enumerate(table):
+        op, *rest = place.steps[0] if place.steps else ("",)
+        if op == "at" and rest[1][0] == (0, e):
+            continue
+        raise Refused(
+            f"the experts' parameter {place.fqn} is not kept expert by expert along its first axis",
+            culprits=(place.fqn,),
+            remedy="keep it as [experts, ...]",
+        )

@@ -1,0 +1,108 @@
+"""The parameters of experts, each on the rank that its expert lives on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from ..errors import InvalidPlan
+from ..ir.placement import Placement
+from .copying import copy_model
+
+_AXIS = "ep"
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertParameters:
+    """Names, relative to the block.
+
+    Attributes:
+        stacked: of parameters that hold all experts, in order along their first axis.
+        separate: for each expert the names of its own parameters.
+    """
+
+    stacked: tuple[str, ...]
+    separate: tuple[tuple[str, ...], ...]
+
+
+def expert_axis(mesh: DeviceMesh, wanted: str | None) -> str:
+    """The name of the mesh axis that experts are spread over.
+
+    Raises:
+        InvalidPlan: there is none of that name, or it is not clear which one is meant.
+    """
+    names = mesh.mesh_dim_names
+    if not names:
+        raise InvalidPlan("the axes of the mesh have no names; pass mesh_dim_names to init_device_mesh")
+    shape = ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))
+    if wanted is None:
+        if _AXIS not in names and len(names) > 1:
+            raise InvalidPlan(f"which axis of the mesh ({shape}) are the experts for? Say Plan(expert_axis=...)")
+        return _AXIS if _AXIS in names else next(iter(names))
+    if wanted not in names:
+        raise InvalidPlan(f"Plan(expert_axis={wanted!r}): the mesh has no such axis; it has {shape}")
+    return wanted
+
+
+def placement_on(mesh: DeviceMesh, axis: str, num_experts: int) -> Placement:
+    """The experts in their order over one axis of a mesh."""
+    group: dist.ProcessGroup = mesh.get_group(axis)
+    own = mesh[axis]
+    return Placement.in_order(num_experts, own.size(), own.get_local_rank(), axis=axis, group=group.group_name)
+
+
+def spread(block: nn.Module, parameters: ExpertParameters, placement: Placement, mesh: DeviceMesh) -> None:
+    """Leave a block the parameters of this rank's experts: its part of a stack as a DTensor, `Shard(0)` over the axis,
+    and of separate experts its own. Others are None: `state_dict` does not have them."""
+    for name in parameters.stacked:
+        owner, full = _held(block, name)
+        local = full.detach()[placement.own].clone()
+        shard = DTensor.from_local(local, mesh[placement.axis], [Shard(0)], run_check=False)
+        _set(owner, name, nn.Parameter(shard, requires_grad=full.requires_grad), full)
+    here = {name for e in placement.own for name in parameters.separate[e]} if parameters.separate else set()
+    for name in _all(parameters.separate):
+        owner, full = _held(block, name)
+        _set(owner, name, full if name in here else None, full)
+
+
+def whole(block: nn.Module, parameters: ExpertParameters, placement: Placement) -> nn.Module:
+    """A copy of a block that was spread, with abstract parameters of all experts: what can be lifted."""
+    duplicate, _ = copy_model(block)
+    for name in parameters.stacked:
+        owner, held = _held(duplicate, name)
+        owner._parameters[_last(name)] = _abstract(held)
+    like = parameters.separate[placement.own[0]] if parameters.separate else ()
+    for names in parameters.separate:
+        for name, other in zip(names, like, strict=True):
+            owner, _ = _held(duplicate, name)
+            owner._parameters[_last(name)] = _abstract(_held(block, other)[1])
+    return duplicate
+
+
+def _abstract(t: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(torch.empty(t.shape, dtype=t.dtype, device="meta"), requires_grad=t.requires_grad)
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _all(names: Sequence[Iterable[str]]) -> list[str]:
+    return list(dict.fromkeys(name for group in names for name in group))
+
+
+def _held(block: nn.Module, name: str) -> tuple[nn.Module, torch.Tensor]:
+    path, _, last = name.rpartition(".")
+    owner = block.get_submodule(path)
+    return owner, getattr(owner, last)
+
+
+def _set(owner: nn.Module, name: str, value: torch.Tensor | None, before: torch.Tensor) -> None:
+    held = owner._parameters if isinstance(before, nn.Parameter) else owner._buffers
+    held[_last(name)] = value  # type: ignore[assignment]

@@ -1,0 +1,89 @@
+"""The dialect's exchanges, put together by hand: outputs and gradients are those of all experts on one rank."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+import torch.distributed as dist
+
+import moefx.ir.dialect  # noqa: F401  registers the ops
+from moefx.ir.exchange import all_to_all_back, all_to_all_rows, exchange_counts, plan_dispatch
+from moefx.ir.experts import grouped_mm
+from moefx.ir.routing import build_pft, combine, dispatch
+
+D, E, K = 6, 8, 3
+
+
+def group() -> str:
+    return dist.group.WORLD.group_name
+
+
+def routed(kind: str, tokens: int, experts: int = E, k: int = K) -> torch.Tensor:
+    """Choices of this rank's tokens."""
+    rank, generator = dist.get_rank(), torch.Generator().manual_seed(7 + dist.get_rank())
+    ids = torch.rand(tokens, experts, generator=generator).argsort(1)[:, :k]
+    if kind == "one rank":  # all tokens of all ranks
+        ids = ids % 2
+    elif kind == "own":  # nothing travels
+        slots = experts // dist.get_world_size()
+        ids = rank * slots + ids % slots
+    elif kind == "dropped":
+        ids = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.5, -1)
+    elif kind == "nothing":
+        ids = torch.full_like(ids, -1)
+    return ids
+
+
+def experts_of(x, ids, weights, w, num_experts):
+    """Each token's weighted sum of its experts, by the dialect on one rank."""
+    token_ids, _, offsets, inverse, row_weights = build_pft(ids, weights, None, num_experts=num_experts)
+    rows = grouped_mm(dispatch(x, token_ids, offsets, inverse), [w], offsets, transposed=False)
+    return combine(rows, row_weights, token_ids, offsets, inverse)
+
+
+def exchanged(x, ids, weights, w, places, dedup):
+    world, slots = dist.get_world_size(), w.shape[0]
+    plan = plan_dispatch(ids, None, places=places.tolist(), num_ranks=world, num_slots=slots, dedup=dedup)
+    splits = exchange_counts(plan[3], group=group())
+    plan = (*plan, splits)
+    rows, local, scales = all_to_all_rows([x], [weights], *plan, num_slots=slots, dedup=dedup, group=group())
+    return all_to_all_back(experts_of(rows, local, scales, w, slots), *plan, group=group()), splits
+
+
+def check(kind: str, dedup: bool, tokens: int, moved: bool = False) -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    slots = E // world
+    order = torch.randperm(E, generator=torch.Generator().manual_seed(3)) if moved else torch.arange(E)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(E)  # place p holds the expert order[p]
+    generator = torch.Generator().manual_seed(1)
+    every = torch.randn(E, D, D + 1, generator=generator, dtype=torch.float64, requires_grad=True)
+    mine = every.detach()[order[rank * slots : (rank + 1) * slots]].clone().requires_grad_()
+    x = torch.randn(tokens, D, dtype=torch.float64, requires_grad=True)
+    ids = routed(kind, tokens)
+    weights = torch.rand(tokens, K, dtype=torch.float64, requires_grad=True)
+    out, splits = exchanged(x, ids, weights, mine, places, dedup)
+    want = experts_of(x, ids, weights, every, E)
+    torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-12)
+    grad = torch.randn_like(want)
+    got = torch.autograd.grad(out, (x, weights, mine), grad)
+    expected = torch.autograd.grad(want, (x, weights, every), grad)
+    total = expected[2].clone()
+    dist.all_reduce(total)  # an expert's gradient is the sum over the ranks
+    for a, b in zip(got, (*expected[:2], total[order[rank * slots : (rank + 1) * slots]]), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+    ranks = places[ids.clamp(min=0)] // slots
+    sent = [[len(set(t[v].tolist())) if dedup else int(v.sum()) for t, v in zip(ranks, ids >= 0, strict=True)]]
+    assert int(splits[0].sum()) == sum(sent[0])
+
+
+def case_all_routings() -> None:
+    kinds = ("any", "one rank", "own", "dropped", "nothing")
+    for kind, dedup, moved in itertools.product(kinds, (True, False), (False, True)):
+        check(kind, dedup, tokens=5 + 3 * dist.get_rank(), moved=moved)
+
+
+def case_a_rank_without_tokens() -> None:
+    for dedup in (True, False):
+        check("any", dedup, tokens=0 if dist.get_rank() == 1 else 9)

@@ -1,0 +1,29 @@
+"""Cases that several processes run together; see `launch`."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch.distributed
+
+from .launch import launch
+
+pytestmark = pytest.mark.skipif(
+    not (torch.distributed.is_available() and torch.distributed.is_gloo_available() and sys.platform == "linux"),
+    reason="needs gloo",
+)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_exchanges(world):
+    launch(world, "tests.distributed.exchange_cases")
+
+
+def test_compiled_models():
+    launch(4, "tests.distributed.compile_cases")
+
+
+def test_a_rank_that_fails_is_shown():
+    with pytest.raises(AssertionError, match=r"exit codes \[1, 1\], of 2 ranks(.|\n)*no attribute 'case_of_none'"):
+        launch(2, "tests.distributed.exchange_cases", "case_of_none")
