@@ -211,8 +211,13 @@ def describe(value: Any) -> str:
 
 
 def run_demo(arguments: argparse.Namespace) -> int:
+    import torch
+
     from .demo.main import run
 
+    kind = arguments.device.partition(":")[0]
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"--device {arguments.device}: torch sees no GPU here")
     result = run(
         steps=arguments.steps,
         repeats=arguments.repeats,
@@ -258,12 +263,17 @@ def guessed_inputs(model: nn.Module) -> tuple | dict:
     import torch
     from torch.utils._pytree import tree_map_only
 
-    from .capture.examples import example_arguments
+    from .capture.examples import examples
 
     def filled(tensor: torch.Tensor) -> torch.Tensor:
         return torch.randn(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor
 
-    args, kwargs = tree_map_only(torch.Tensor, filled, example_arguments(model, None))
+    calls = [tree_map_only(torch.Tensor, filled, call) for call in examples(model, None)]
+    for args, kwargs in calls[:-1]:
+        with contextlib.suppress(Exception), torch.no_grad():
+            model(*args, **kwargs)
+            return kwargs or args
+    args, kwargs = calls[-1]
     return kwargs or args
 
 

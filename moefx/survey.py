@@ -14,7 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ._plan import Plan
-from .capture.examples import example_arguments
+from .capture.examples import examples
 from .capture.find import Found, Seen, find, signature
 from .capture.source import is_users
 from .errors import CaptureError, InvalidInput, MoefxError, Refused
@@ -85,20 +85,35 @@ def survey(model: nn.Module, example_inputs: Any, plan: Plan, progress: Callable
             f"{type(model).__name__} is sharded already, and FSDP modules cannot be copied: "
             "call moefx.compile first, then fully_shard on the compiled model"
         )
-    args, kwargs = pytree.tree_map_only(torch.Tensor, _valued, example_arguments(model, example_inputs))
     with _originals(model), torch.compiler.set_stance("force_eager"):  # parts may be compiled by torch already
-        try:
-            found = find(model, args, kwargs)
-        except (CaptureError, InvalidInput):
-            raise
-        except Exception as error:
-            raise CaptureError(
-                f"{type(model).__name__} does not run on the example inputs: {type(error).__name__}: {error}. "
-                "Pass example_inputs=(...) or example_inputs={...} that it accepts"
-            ) from error
+        found = _found(model, example_inputs)
         matched, refused = _try_chains(model, found, plan, tell)
     matched, others = _without_outside_parts(model, matched)
     return Survey(matched, [*refused, *others], time.perf_counter() - start)
+
+
+def _found(model: nn.Module, example_inputs: Any) -> Found:
+    """What runs in the model, on the first of the examples that it runs on."""
+    calls, first = examples(model, example_inputs), None
+    for call in calls:
+        args, kwargs = pytree.tree_map_only(torch.Tensor, _valued, call)
+        try:
+            return find(model, args, kwargs)
+        except (CaptureError, InvalidInput):
+            if len(calls) == 1:
+                raise
+        except Exception as error:
+            first = first or error
+    name, advice = type(model).__name__, "Pass example_inputs=(...) or example_inputs={...} that it accepts"
+    if len(calls) > 1:
+        tried = ", ".join(str(list(args[0].shape)) for args, _ in calls)
+        raise CaptureError(
+            f"no example_inputs were given, and {name} does not run on hidden states of any of the shapes {tried}. "
+            + advice
+        ) from first
+    raise CaptureError(
+        f"{name} does not run on the example inputs: {type(first).__name__}: {first}. {advice}"
+    ) from first
 
 
 def _valued(t: torch.Tensor) -> torch.Tensor:

@@ -73,7 +73,7 @@ class TestErrors:
             moefx.compile(reference, plan=plan)
 
     def test_mesh(self, reference):
-        with pytest.raises(MoefxError, match="not available yet"):
+        with pytest.raises(InvalidPlan, match=r"mesh is a object; expected a torch\.distributed\.DeviceMesh"):
             moefx.compile(reference, mesh=object())
 
     def test_unknown_names(self, compiled):

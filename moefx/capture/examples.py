@@ -11,10 +11,12 @@ from torch import nn
 from ..errors import InvalidInput
 
 _BATCH, _LENGTH = 2, 7
+_MOST_WIDTHS = 5
+Example = tuple[tuple, dict[str, Any]]
 
 
-def example_arguments(model: nn.Module, example_inputs: Any) -> tuple[tuple, dict[str, Any]]:
-    """(args, kwargs) for one call of `model`.
+def examples(model: nn.Module, example_inputs: Any) -> list[Example]:
+    """(args, kwargs) of calls of `model`, the likeliest first: what was given, or what can be guessed.
 
     Raises:
         InvalidInput: nothing was given and nothing can be guessed, or what was given does not fit the signature.
@@ -25,10 +27,10 @@ def example_arguments(model: nn.Module, example_inputs: Any) -> tuple[tuple, dic
             inspect.signature(model.forward).bind(*args, **kwargs)
         except TypeError as error:
             raise InvalidInput(f"example_inputs do not fit {type(model).__name__}.forward: {error}") from None
-        return args, kwargs
+        return [(args, kwargs)]
     dummies = getattr(model, "dummy_inputs", None)
     if isinstance(dummies, dict) and dummies:
-        return (), _without_cache(model, dict(dummies))
+        return [((), _without_cache(model, dict(dummies)))]
     first = next(
         (m for m in model.modules() if not list(m.children()) and next(m.parameters(recurse=False), None) is not None),
         None,
@@ -44,10 +46,14 @@ def example_arguments(model: nn.Module, example_inputs: Any) -> tuple[tuple, dic
         )
     if isinstance(first, nn.Embedding):
         ids = torch.arange(_BATCH * _LENGTH).reshape(_BATCH, _LENGTH) % first.num_embeddings
-        return (ids,), {}
+        return [((ids,), {})]
     weight = next(first.parameters())
-    width = weight.shape[-1] if weight.dim() else 1
-    return (torch.empty(_BATCH, _LENGTH, width, dtype=weight.dtype, device="meta"),), {}
+    sizes = [n for p in (weight, *model.parameters()) for n in reversed(p.shape)] or [1]
+    return [
+        ((torch.empty(*lead, width, dtype=weight.dtype, device="meta"),), {})
+        for width in list(dict.fromkeys(sizes))[:_MOST_WIDTHS]
+        for lead in ((_BATCH, _LENGTH), (_BATCH * _LENGTH,))
+    ]
 
 
 def _given(example_inputs: Any) -> tuple[tuple, dict[str, Any]]:

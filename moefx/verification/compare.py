@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import InvalidInput
 from .decisions import size
 from .policy import Row, judge, tolerance
 from .routing import Align, CannotReplay, Record, Replay, RoutingRow, Scope, Tape
@@ -63,8 +64,8 @@ class Comparison:
 
 
 def compare(subject: Subject, inputs: Inputs, options: Options, case: str = "") -> Comparison:
-    """Apply the rule (see `policy`) to everything that one call produces. An error of the original is raised;
-    one of the compiled program is a failed row."""
+    """Apply the rule (see `policy`) to everything that one call produces. An error of the original is raised, as
+    `InvalidInput`; one of the compiled program is a failed row."""
     with torch.inference_mode(False):  # what a sandbox makes there could not be updated
         return _Comparing(subject, inputs, options, case).result()
 
@@ -79,7 +80,11 @@ class _Comparing:
 
     def result(self) -> Comparison:
         promote = self.subject.promote
-        truth = original = self.run("original", Record(self.tape, self.scope, promote=promote))
+        try:
+            truth = original = self.run("original", Record(self.tape, self.scope, promote=promote))
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            what = f"{type(error).__name__}: {error}"
+            raise InvalidInput(f"the reference does not run on {self.case or 'these inputs'}: {what}") from error
         self.cotangents = original.cotangents
         notes = []
         try:

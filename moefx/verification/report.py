@@ -112,6 +112,7 @@ def verify(
         raise InvalidInput(
             f"verify: the reference has no module {missing[0]!r}; it must be the model that was compiled"
         )
+    _check_shapes(compiled, reference)
     _check_binds(reference, sets)
     return _Verifying(compiled, reference, dtype).report(sets, seeds, grads, loss, routings)
 
@@ -247,6 +248,16 @@ def _one_call(inputs: Any) -> Inputs:
         f"verify: inputs are a tuple (positional), a dict (keyword) or a tensor, or a list of these; "
         f"got {type(inputs).__name__}"
     )
+
+
+def _check_shapes(compiled: nn.Module, reference: nn.Module) -> None:
+    held = dict(compiled.named_parameters(remove_duplicate=False))
+    for name, theirs in reference.named_parameters(remove_duplicate=False):
+        if name in held and held[name].shape != theirs.shape:
+            raise InvalidInput(
+                f"verify: {name} has shape {tuple(held[name].shape)} in the compiled model and {tuple(theirs.shape)} "
+                "in the reference, which must be the model that was compiled, or a copy of it"
+            )
 
 
 def _held_alike(compiled: nn.Module, reference: nn.Module) -> list[Row]:

@@ -35,6 +35,9 @@ from .policy import Tolerance
 
 _LOW = (torch.float32, torch.bfloat16, torch.float16)
 _LOW_NAMES = re.compile('"(float32|bfloat16|float16)"')
+# Numbers that become tensors, `torch.tensor([...])` and `torch.where(mask, 1.1, 0.3)`: rounded wherever the code runs.
+_LITERALS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.scalar_tensor.default)
+_NO_CASTS = (torch.ops.aten.view.dtype, torch.ops.aten.scalar_tensor.default)
 
 
 class CannotReplay(Exception):
@@ -112,15 +115,15 @@ class _Mode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         key = self.scope.names[-1], str(func), _shapes(args)
-        if self.promote and func is not torch.ops.aten.view.dtype:
+        if self.promote and func not in _NO_CASTS:
             args = tuple(_promoted(func, a) for a in args)
             kwargs = {name: _promoted(func, a) for name, a in kwargs.items()}
         return self.run(key, func, args, kwargs)
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
-        if self.promote and func is torch.ops.aten.lift_fresh.default and out.dtype in _LOW:
-            return out.double()  # torch.tensor([...]) makes its constants outside of the dispatcher
+        if self.promote and func in _LITERALS and out.dtype in _LOW:
+            return out.double()
         return out
 
     def run(self, key: Any, func: Any, args: Any, kwargs: Any) -> Any:

@@ -8,8 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from moefx.capture.examples import example_arguments
+from moefx.capture.examples import examples
 from moefx.errors import InvalidInput
+
+
+def example_arguments(model, example_inputs):
+    return examples(model, example_inputs)[0]
 
 
 class Model(nn.Module):
@@ -81,3 +85,7 @@ class TestGuessed:
             InvalidInput, match=r"no parameters or no arguments to guess .*; pass example_inputs=\(\.\.\.\)"
         ):
             example_arguments(model, None)
+
+    def test_rows_too_and_other_widths(self):
+        shapes = [tuple(args[0].shape) for args, _ in examples(Model(nn.Linear(6, 4)), None)]
+        assert {(2, 7, 6), (14, 6), (2, 7, 4), (14, 4)} == set(shapes) and shapes[0] == (2, 7, 6)

@@ -7,6 +7,9 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
+import moefx
+
+from ..passes.blocks import Loop
 from . import models
 from .models import ALL, CLOSE, NEAR, assert_rewritten, assert_same, ids, logits, loss, pair, step
 
@@ -129,3 +132,13 @@ def test_parts_that_torch_compiles_already(part):
     assert_same(step(compiled, ids()), expected)
     assert_same(step(original, ids()), expected)
     assert_rewritten(compiled)
+
+
+def test_export_of_a_block_by_itself():
+    torch.manual_seed(0)
+    original, x = Loop(), torch.randn(20, 6)
+    compiled = moefx.compile(original, example_inputs=(x,))
+    tokens = torch.export.Dim("tokens", min=2, max=64)
+    exported = torch.export.export(compiled, (x,), dynamic_shapes=({0: tokens},), strict=False)
+    assert sum("expert_mlp" in str(node.target) for node in exported.graph.nodes) == 1
+    torch.testing.assert_close(exported.module()(x[:7]), original(x[:7]), **NEAR)

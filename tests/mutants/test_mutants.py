@@ -26,11 +26,13 @@ def test_mutants_differ_from_their_base():
     assert check_all(select([], sample=SAMPLE)) == []
 
 
+@pytest.mark.timeout(1200)
 def test_sample_of_mutants():
     verdicts = report(select([], sample=SAMPLE))
     assert {v.outcome for v in verdicts} == {"rewritten", "refused"}
 
 
+@pytest.mark.timeout(1200)
 def test_equivalent_mutants_are_equal():
     report([m for m in select([]) if m.mutation.same][:20])
 
@@ -43,7 +45,7 @@ def test_all_mutants_differ_from_their_base():
 @pytest.mark.slow
 @pytest.mark.timeout(1200)  # a loop over tokens whose sizes are probed takes minutes
 @pytest.mark.parametrize(
-    "part", [pytest.param(i, marks=[pytest.mark.exhaustive] if i > 3 else []) for i in range(PARTS)]
+    "part", [pytest.param(i, marks=[pytest.mark.exhaustive] if i > 1 else []) for i in range(PARTS)]
 )
 def test_all_mutants(part):
     report(select([])[part::PARTS])

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import moefx
 from moefx.errors import Refused
 
 from .blocks import D, E, Loop, Mlp, rewritten
@@ -51,6 +52,35 @@ def test_router_hooks_fire():
     block.gate.register_forward_hook(lambda *a: calls.append(1))
     fn(block, torch.randn(4, D))
     assert len(calls) == 1
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mlp, self.linear = Mlp(), nn.Linear(D, D)
+
+    def forward(self, x):
+        return x + self.mlp(x) - self.linear(x)
+
+
+@pytest.mark.parametrize("base", [lambda: nn.Linear(D, D), Mlp, Residual, lambda: nn.LayerNorm(D)])
+def test_experts_are_added_to_what_another_module_made(base):
+    class Added(Loop):
+        def __init__(self):
+            super().__init__()
+            self.shared = base()
+
+        def forward(self, x):
+            (w, ids), out = self.route(x), self.shared(x)
+            for e in range(E):
+                t, k = torch.where(ids == e)
+                out = out.index_add(0, t, self.expert(e, x[t], w[t, k, None]))
+            return out
+
+    block = Added()
+    assert kept_modules(rewritten(block)) == {"gate", "shared"}
+    x = torch.randn(9, D)
+    torch.testing.assert_close(moefx.compile(block, example_inputs=(x,))(x), block(x))
 
 
 def test_shared_expert_stays_a_call():

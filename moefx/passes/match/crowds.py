@@ -23,7 +23,7 @@ from ...capture.source import Source
 from ...errors import CaptureError, Refused
 from .agree import same_form
 from .doubts import force
-from .form import most_tokens
+from .form import Lifted, most_tokens
 from .limits import limits, not_reached
 from .nodes import is_known, is_routed, numbers, op_name
 from .ranges import Ranges
@@ -35,6 +35,7 @@ _MOST_TOKENS = 600  # of a capture that overflows a capacity, or at which a numb
 _LEAK_SIZES = (131, 261, 517, 1029, 2053)  # no powers of two: these are often told apart
 _LOOKUPS = {"index", "index_select", "gather", "embedding", "bucketize", "searchsorted"}
 _CUTS = {"clamp", "clamp_max", "minimum", "remainder", "fmod", "bitwise_and", "__and__"}
+_MOVES = {"_to_copy", "_unsafe_view", "clone", "contiguous", "detach", "flatten", "reshape", "view"}
 _COPIES = {"_to_copy", "clone", "where", "zeros_like", "ones_like", "full_like"}
 
 
@@ -43,12 +44,12 @@ def overflow(prover: Prover) -> None:
     guarded to hold only where there are too few to."""
     slots, seen = prover.lifted[0].slots, [limits(lifted.capture) for lifted in prover.lifted]
     for turn in range(4):
-        pairs = [lifted.slots * math.prod(lifted.tokens) for lifted in prover.lifted]
+        most = [_most_of_one(lifted) for lifted in prover.lifted]
         left = [
             found
             for place, found in not_reached(seen).items()
             # of a capacity that grows with the tokens and has room for all of them there is nothing behind
-            if len(found) == 1 or any((s.get(place) or p) < p for s, p in zip(seen, pairs, strict=True))
+            if len(found) == 1 or any((s.get(place) or n) < n for s, n in zip(seen, most, strict=True))
         ]
         if not left:
             return
@@ -65,6 +66,15 @@ def overflow(prover: Prover) -> None:
         prover.add(lifted, sizes)
         seen.append(limits(lifted.capture))
     prover.extra_guards.append(SizeGuard("*".join((*prover.arguments.dims, str(slots))), "le", str(lowest), True))
+
+
+def _most_of_one(lifted: Lifted) -> int:
+    """How many choices one expert may get: of a token's `topk` one, else all of them."""
+    tokens, node = math.prod(lifted.tokens), lifted.index.node
+    while op_name(node) in _MOVES and node.args and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    is_of_topk = op_name(node) == "getitem" and op_name(node.args[0]) == "topk"  # type: ignore[arg-type]
+    return tokens if is_of_topk and not lifted.index.columns else lifted.slots * tokens
 
 
 def spread_numbers(prover: Prover) -> None:

@@ -104,7 +104,8 @@ def _columns(val: torch.Tensor, decided: fx.Node, lifted: Lifted) -> Sequence[to
         return val.reshape(-1, lifted.slots).unbind(-1)
     if op_name(decided) in _ORDERS and val.dim():
         at = _ORDERS[op_name(decided)]
-        return val.unbind(decided.kwargs.get("dim", decided.args[at] if len(decided.args) > at else -1))
+        dim: Any = decided.kwargs.get("dim", decided.args[at] if len(decided.args) > at else -1)
+        return val.unbind(dim)
     return [val]
 
 

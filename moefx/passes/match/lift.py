@@ -24,11 +24,13 @@ from .lookup import Lookup
 from .nodes import is_random, line, op_name
 from .owners import Owners
 from .paths import parameter_of
+from .pick import structure
 from .routed import Reach, alike_everywhere, chooses, cuts, expert_parameters, feeding, inside_calls
 from .terms import Term, TooLarge, is_const, show
 from .unify import Skeletons, Unifier
 
 _MOST_CUTS = 12
+_JOINS = {"cat", "stack"}  # of experts' results, say
 
 
 class Lifter:
@@ -99,7 +101,7 @@ class Lifter:
                     "order of the experts",
                     culprits=(op_name(n),),
                     source=str(n.meta["source"]),
-                    remedy="set the dropout inside of the experts to 0, or compile the model in eval mode",
+                    remedy="set the dropout inside of the experts to 0; in eval mode they are rewritten as they are",
                 )
         return None
 
@@ -138,7 +140,7 @@ class Lifter:
         index, ids, slots = self._choice(cut, tokens, routed)
         nodes = feeding(self.reach, cut, self.routed, self.like.capture if self.like is not None else None)
         lookup = Lookup(self.reach.S, nodes, tokens, ids.shape[1], int(ids.max()) + 1, self.inside, self.like)
-        shared, rest = _shared(rest, lookup)
+        shared, rest = _shared(rest, lookup, self.owners)
         missed, rest = _missed(rest, routed, lookup)
         chosen = ids.tolist()
         placed = [list(zip(slots[t], parts, strict=True)) for t, parts in enumerate(routed)]
@@ -191,6 +193,14 @@ class Lifter:
                 source=str(cut.meta["source"]),
                 remedy="select experts per token, for example with topk",
             )
+        moved = self._moves_elements()
+        if moved is not None:
+            name = op_name(moved.args[0] if op_name(moved) == "getitem" else moved)  # type: ignore[arg-type]
+            raise Refused(
+                f"the experts move or pick single elements of a row: {name} along the last axis is not followed there",
+                culprits=(name,),
+                source=str(moved.meta["source"]),
+            )
         raise Refused(
             "no integer tensor with one entry per token and slot explains which experts were used",
             source=str(cut.meta["source"]),
@@ -198,24 +208,46 @@ class Lifter:
             "not from the other tokens",
         )
 
+    def _moves_elements(self) -> fx.Node | None:
+        """The first op on rows of some tokens that moves elements along their last axis, if there is one."""
+
+        def has_parts(n: fx.Node) -> bool:
+            if not isinstance(n.meta.get("val"), FakeTensor) or not n.meta["val"].dim():
+                return False
+            term = self.reach.S.term(n)
+            return len(term.shape) - 1 in structure(self.reach.T, term)
+
+        # element by element not all of an expert's parameters are seen to be routed
+        of_some = [n for n in self.capture.nodes if n in self.routed or n.meta.get("ragged")]
+        for n in of_some:
+            inputs = n.all_input_nodes
+            if inputs and op_name(n) not in _JOINS and has_parts(n) and not any(map(has_parts, inputs)):
+                return n
+        return None
+
 
 # ---------------------------------------------------------------------- summands that are no expert's
-def _shared(rest: list[list[Term]], lookup: Lookup) -> tuple[list[Ref], list[list[Term]]]:
+def _shared(rest: list[list[Term]], lookup: Lookup, owners: Owners) -> tuple[list[Ref], list[list[Term]]]:
     """Summands that are the rows of a node which is computed without the experts, the same node for all tokens.
-    Where its row is zero under this routing (a gated part that is not chosen) there is no summand."""
+    Where its row is zero under this routing (a gated part that is not chosen) there is no summand. A sum that is no
+    node's is taken apart."""
     refs: list[Ref] = []
-    rest = [list(parts) for parts in rest]
-    tried: set[Term] = set()
-    for t, parts in enumerate(rest):
-        for term in [p for p in parts if p not in tried]:
-            tried.add(term)
-            column = lookup.find_rows(t, term, rest)
-            if column is not None:
-                refs.append(column[0])
-                for mine, found in zip(rest, column[1], strict=True):
-                    if not is_const(found, 0):
-                        mine.remove(found)
-    return refs, rest
+    while True:
+        rest = [list(parts) for parts in rest]
+        tried: set[Term] = set()
+        for t, parts in enumerate(rest):
+            for term in [p for p in parts if p not in tried]:
+                tried.add(term)
+                column = lookup.find_rows(t, term, rest)
+                if column is not None:
+                    refs.append(column[0])
+                    for mine, found in zip(rest, column[1], strict=True):
+                        if not is_const(found, 0):
+                            mine.remove(found)
+        apart = [[p for part in parts for p in owners.operands(part)] for parts in rest]
+        if apart == rest:
+            return refs, rest
+        rest = apart
 
 
 def _missed(rest: list[list[Term]], routed: list[list[Term]], lookup: Lookup) -> tuple[Ref | None, list[list[Term]]]:

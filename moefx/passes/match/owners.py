@@ -21,18 +21,15 @@ class Owners:
         self._owners: dict[Term, frozenset[int]] = {}
 
     def summands(self, t: Term) -> list[Term]:
-        """The summands of a row, one per expert: what one expert adds up (a bias, a residual) stays together, and
-        scalar factors are distributed over sums of several experts."""
+        """The summands of a row, one per expert: what one expert adds up (a bias, a residual) stays together, as does a
+        sum that no expert has a part in, and scalar factors are distributed over sums of several experts."""
         if t.op == "pw":
             name, kwargs, *items = t.args
             if name in ("add", "sub") and all(i.shape == t.shape for i in items):
                 mine = [self.of(i) for i in items]
-                if len(mine[0]) == 1 and mine[0] == mine[1]:
+                if (len(mine[0]) == 1 and mine[0] == mine[1]) or not self.key(t):
                     return [t]
-                parts = self.summands(items[1])
-                if name == "sub":
-                    parts = [self.reach.T.pw("mul", p, self.reach.T.const(-1)) for p in parts]
-                return self.summands(items[0]) + parts
+                return [p for part in self.operands(t) for p in self.summands(part)]
             if name in ("mul", "div", "cast", "detach") and len(self.of(t)) > 1:
                 wide = [k for k, a in enumerate(items) if math.prod(a.shape) > 1]
                 if len(wide) == 1 and not (name == "div" and wide[0] == 1):
@@ -41,6 +38,13 @@ class Owners:
                         self.reach.T.pw(name, *[p if k == wide[0] else a for k, a in enumerate(items)], **dict(kwargs))
                         for p in inner
                     ]
+        return [] if is_const(t, 0) else [t]
+
+    def operands(self, t: Term) -> list[Term]:
+        """The two that a sum or a difference adds up; anything else as it is, without zeros."""
+        if t.op == "pw" and t.args[0] in ("add", "sub") and all(i.shape == t.shape for i in t.args[2:]):
+            a, b = t.args[2:]
+            return [a, b if t.args[0] == "add" else self.reach.T.pw("mul", b, self.reach.T.const(-1))]
         return [] if is_const(t, 0) else [t]
 
     def of(self, t: Term) -> frozenset[int]:

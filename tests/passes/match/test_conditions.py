@@ -24,6 +24,7 @@ def assigned(h):
 
 ACTIVATIONS = {
     "leaky": lambda h: torch.where(h > 0, h, 0.1 * h),
+    "numbers": lambda h: torch.where(h > 0, 1.1, 0.3) * h,
     "times_mask": lambda h: h * (h > 0),
     "times_cast_mask": lambda h: h * (h > 0).to(h.dtype),
     "masked_fill": lambda h: h.masked_fill(h < 0, 0.0),
@@ -118,3 +119,16 @@ def test_beside_a_comparison_that_chooses_rows():
 def test_what_a_row_as_a_whole_is_asked_is_refused():
     with pytest.raises(moefx.NoMoEBlockFound):
         compiled_of(Loop(lambda: Expert(lambda h: h * (h > 1).any(-1, keepdim=True))))
+
+
+@pytest.mark.parametrize(
+    "name, act",
+    {
+        "roll": lambda h: h.roll(1, -1),
+        "topk": lambda h: torch.zeros_like(h).scatter(-1, *reversed(h.topk(4, -1))),
+        "sort": lambda h: h.sort(-1).values,
+    }.items(),
+)
+def test_elements_that_move_within_a_row_are_refused_by_that_name(name, act):
+    with pytest.raises(moefx.NoMoEBlockFound, match=f"elements of a row: {name} along the last axis.*test_conditions"):
+        compiled_of(Loop(lambda: Expert(act)))

@@ -220,6 +220,15 @@ def test_a_capacity_that_few_tokens_do_not_fill(room):
     same(Queue(room), 1, 33, 64, 100, 400)
 
 
+def test_room_for_every_token_is_no_limit():
+    """An expert gets a token once: behind as many places as tokens there is nothing."""
+    block = Queue(lambda n: n)
+    same(block, 1, 9, 60, 300)
+    block.gate.weight.data.zero_()  # all tokens to the same experts
+    same(block, 60, 300)
+    assert not rewritten(Queue(lambda n: n)).match.guards
+
+
 def test_a_capacity_beyond_all_that_is_captured_is_a_guard():
     """Below it nothing is dropped; above it the original runs."""
     block = Queue(lambda n: 2000)
