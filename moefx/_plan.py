@@ -11,7 +11,7 @@ from .errors import InvalidPlan
 Checkpoint = Literal["h", "x", "all", "auto"]
 ExpertStorage = Literal["original", "contiguous", "stacked"]
 Validation = Literal["symbolic", "numeric", "auto"]
-Dispatch = Literal["auto", "dedup", "flat"]
+Dispatch = Literal["auto", "flat", "dedup", "rbd", "halo"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,9 +26,14 @@ class Plan:
             that the E parameters are equally spaced views (they stay the E original Parameters).
         expert_axis: the mesh axis that the experts are spread over. Without it: `"ep"` if the mesh has an axis of that
             name, or its only axis.
-        dispatch: how rows travel to their experts (X-MoE section 4.2). `"flat"`: one row for each choice; `"dedup"`:
-            one for each rank that has experts of the token; `"auto"`: for the planner to decide, `"dedup"` as long as
-            there is none.
+        dispatch: how rows travel to their experts. `"flat"`: one row for each choice; `"dedup"`: one for each rank that
+            has experts of the token; `"rbd"`: one for each node, and from there one for each rank (X-MoE section 4.2);
+            `"halo"`: as that, but what stays in the node does not wait for what comes from others (Piper section V);
+            `"auto"`: for the planner to decide, `"dedup"` as long as there is none.
+        pilots: False: `"halo"` sends a row for each choice, as in Piper, not one for each node and rank.
+        node_size: ranks of a node, numbered node by node. Without it: LOCAL_WORLD_SIZE, which torchrun sets, else all.
+        topology_levels: ranks of units above a node, e.g. `(32, 512)` for switch groups of 32 and racks of 512 ranks.
+            `"rbd"` and `"halo"` take one more hop for each.
         validation: `"symbolic"` proves the rewrite on abstract tensors under several routings only; `"numeric"` also
             runs original and rewritten block side by side on a few tokens; `"auto"` does so where weights exist and
             `validation_seconds` allows.
@@ -41,6 +46,9 @@ class Plan:
     expert_storage: ExpertStorage = "original"
     expert_axis: str | None = None
     dispatch: Dispatch = "auto"
+    pilots: bool = True
+    node_size: int | None = None
+    topology_levels: tuple[int, ...] = ()
     validation: Validation = "auto"
     validation_seconds: float = 30.0
     fuse: bool = True
@@ -60,8 +68,15 @@ class Plan:
             raise InvalidPlan(f"Plan(expert_axis={self.expert_axis!r}): expected the name of a mesh axis")
         if not self.validation_seconds >= 0:
             raise InvalidPlan(f"Plan(validation_seconds={self.validation_seconds!r}): expected a number >= 0")
-        if type(self.fuse) is not bool:
-            raise InvalidPlan(f"Plan(fuse={self.fuse!r}): expected True or False")
+        for field in ("fuse", "pilots"):
+            if type(getattr(self, field)) is not bool:
+                raise InvalidPlan(f"Plan({field}={getattr(self, field)!r}): expected True or False")
+        if self.node_size is not None and not _is_size(self.node_size):
+            raise InvalidPlan(f"Plan(node_size={self.node_size!r}): expected a number of ranks, or None")
+        levels = self.topology_levels
+        if not isinstance(levels, (tuple, list)) or not all(map(_is_size, levels)):
+            raise InvalidPlan(f"Plan(topology_levels={levels!r}): expected numbers of ranks, (32, 512) for example")
+        object.__setattr__(self, "topology_levels", tuple(levels))
         if isinstance(self.disable, str):
             raise InvalidPlan(
                 f"Plan(disable={self.disable!r}): expected names of passes in a tuple, ({self.disable!r},)"
@@ -90,3 +105,7 @@ class Plan:
 
     def replace(self, **changes: Any) -> Plan:
         return dataclasses.replace(self, **changes)
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and value > 0

@@ -91,13 +91,15 @@ def compile(
         )
     compiled, copies = copy_model(model)
     modules = dict(model.named_modules())
-    reports = []
+    axis, reports = None, []
+    if mesh is not None:
+        from .distribute import Spread, planned_axis  # torch.distributed takes a while, and is not in every build
+
+        axis = planned_axis(mesh, plan)
     for matched in found.matched:
         first, spread = modules[matched.names[0]], None
-        if mesh is not None:
-            from .distribute import Spread  # torch.distributed takes a while, and is not in every build
-
-            spread = Spread.over(mesh, matched.result, plan)
+        if axis is not None:
+            spread = Spread.over(axis, matched.result, plan)
             matched.result = spread.graph(first, matched.result)
             for name in matched.names:
                 spread.take(copies[modules[name]], mesh)

@@ -11,12 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ._plan import Plan
 from .errors import Refused
-from .ir.placement import Placement
+from .ir.placement import Placement, Ways
 from .passes.collectives import collectives
 from .passes.manager import PassManager
 from .passes.match.paths import Place
 from .pipeline import Result
 from .runtime.sharding import ExpertParameters, expert_axis, placement_on, spread, whole
+from .runtime.topology import ExpertAxis
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,23 +25,24 @@ class Spread:
     """Blocks that were rewritten alike, over the expert axis of a mesh."""
 
     placement: Placement
+    ways: Ways
     parameters: ExpertParameters
     plan: Plan
 
     @classmethod
-    def over(cls, mesh: DeviceMesh, result: Result, plan: Plan) -> Spread:
+    def over(cls, axis: ExpertAxis, result: Result, plan: Plan) -> Spread:
         """How the experts of a rewritten block are spread.
 
         Raises:
-            InvalidPlan: the mesh has no such axis, or its ranks cannot have equally many experts.
+            InvalidPlan: the ranks of the axis cannot have equally many experts, or do not lie in nodes evenly.
             Refused: the block keeps its experts' parameters in a way that cannot be cut.
         """
-        placement = placement_on(mesh, expert_axis(mesh, plan.expert_axis), result.match.num_experts)
-        return cls(placement, expert_parameters(result), plan)
+        placement = placement_on(axis, result.match.num_experts)
+        return cls(placement, ways(axis, plan), expert_parameters(result), plan)
 
     def graph(self, block: nn.Module, result: Result) -> Result:
         """The graph that goes on from the rewritten block's; the proof stays as it is."""
-        step = functools.partial(collectives, placement=self.placement, stacked=self.parameters.stacked)
+        step = functools.partial(collectives, placement=self.placement, ways=self.ways, stacked=self.parameters.stacked)
         history = PassManager(block).extend(result.history, [step], self.plan, level="fused")
         return dataclasses.replace(result, history=history)
 
@@ -51,6 +53,23 @@ class Spread:
     def whole(self, block: nn.Module) -> nn.Module:
         """A copy of a block that `take` was called on which can be lifted."""
         return whole(block, self.parameters, self.placement)
+
+
+def planned_axis(mesh: DeviceMesh, plan: Plan) -> ExpertAxis:
+    """The axis of a mesh that a plan means.
+
+    Raises:
+        InvalidPlan: the mesh has no such axis.
+    """
+    return ExpertAxis(mesh, expert_axis(mesh, plan.expert_axis), plan.node_size, plan.topology_levels)
+
+
+def ways(axis: ExpertAxis, plan: Plan) -> Ways:
+    """How rows travel."""
+    if plan.dispatch in ("rbd", "halo"):
+        halo = plan.dispatch == "halo"
+        return axis.ways(by_level=True, dedup=not halo or plan.pilots, near_apart=halo)
+    return axis.ways(by_level=False, dedup=plan.dispatch != "flat")
 
 
 def expert_parameters(result: Result) -> ExpertParameters:

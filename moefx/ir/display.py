@@ -17,14 +17,15 @@ from .names import AttributeRange, attribute_ranges
 # node gave no name of its own.
 _RESULTS = {
     "build_pft": "pft", "dispatch": "rows", "grouped_mm": "h", "expert_mlp": "y", "combine": "out",
-    "plan_dispatch": "send", "exchange_counts": "splits", "all_to_all_back": "out",
+    "place_choices": "place", "plan_dispatch": "send", "exchange_counts": "splits", "all_to_all_rows": "sent",
+    "all_to_all_back": "back", "wait_sums": "out",
 }  # fmt: skip
 _ROLES = {
     (BUILD_PFT, 0): "topk_ids",
     (BUILD_PFT, 1): "topk_w",
     ("moefx::dispatch", 0): "x",
     ("moefx::expert_mlp", 0): "x",
-    ("moefx::plan_dispatch", 0): "topk_ids",
+    ("moefx::place_choices", 0): "topk_ids",
     ("moefx::all_to_all_rows", 0): "x",
     ("moefx::all_to_all_rows", 1): "topk_w",
 }

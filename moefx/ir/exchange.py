@@ -1,267 +1,376 @@
 """Rows on their way to the ranks that hold their experts, and back (X-MoE sections 4.1 and 4.2).
 
-A choice of an expert is a place: rank * num_slots + slot, -1 where the choice does not count. A row goes to each rank
-that one of its token's choices is at ("dedup"), or one row for each choice ("flat"). It takes along what the experts
-need: the token's values, and of each choice its slot there (-1 where it is at another rank) and its routing weight.
-What arrives is routed as if the tokens were the rank's own, by `build_pft` and `expert_mlp`. The sums of each row
-come back and are added up by token.
+A row goes to each rank of a hop that one of its token's choices is at ("dedup"), or one row for each choice ("flat").
+It takes along what the experts need: the token's values, and of each choice its place there (-1 where it is at another
+rank) and its routing weight. What arrives is routed as if the tokens were the rank's own: by the next hop, or at last
+by `build_pft` and `expert_mlp`. The sums of each row come back and are added up by token.
 
-Letters: S tokens, K choices, E experts, W ranks of the group, B = S*K, N rows sent, R rows received, J choices of a
-    row: K, or 1 in a flat exchange. `splits` [2,W] is on the host: rows sent to, and received from, each rank.
+`all_to_all_rows` and `all_to_all_back` only start a collective, `wait_rows` and `wait_sums` wait for it; what stands
+between them runs meanwhile. So does the backward, in reverse: the backward of a wait starts a collective, that of
+a start waits for it. The gradient on its way there has rows as the rank sent or received them, and autograd wants it
+to have the shape of what it is the gradient of. Each start therefore returns two tensors: the rows on their way, which
+have no gradient, and a ticket, which has no values (nor memory): its gradient is what travels back.
 
-There is one exchange of counts with one copy to the host, then one collective each way, in the forward and in the
-backward. Ranks without rows take part as all others do.
+Letters: S tokens, K choices, B = S*K, W ranks of the hop, N rows sent, R rows received, J choices of a row: K, or 1 in
+    a flat exchange, P parts. `splits` [2,W] is on the host, see `routes`.
+
+Ranks without rows take part as all others do.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from .op import op
-from .payload import exchanged, group_of
-from .routing import build_pft, build_pft_backward, combine
+from .payload import Column, Layout, start, wait
+from .routes import rank_of
+from .routing import build_pft_backward, combine
 
-_PLAN = "Tensor place, Tensor token_ids, Tensor slot_ids, Tensor rank_offsets, Tensor inverse, Tensor splits"
-_PLAN_SHAPES = "place[S,K], token_ids[B], slot_ids[B], rank_offsets[E+1], inverse[S,K], splits[_,E]"
-
-
-@op(
-    "plan_dispatch(Tensor topk_ids, Tensor? keep, *, int[] places, int num_ranks, int num_slots, bool dedup) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    contract="topk_ids[S,K], keep[S,K]? -> place[S,K], token_ids[B], slot_ids[B], rank_offsets[_], inverse[S,K]",
-)
-def plan_dispatch(
-    topk_ids: Tensor,
-    keep: Tensor | None,
-    *,
-    places: Sequence[int],
-    num_ranks: int,
-    num_slots: int,
-    dedup: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Which rows go to which rank: the ERI arrays of ranks instead of experts.
-
-    Args:
-        places: of each expert, rank * num_slots + slot.
-
-    Returns:
-        place[S,K]: of each choice, -1 where `keep` is False or the id is outside [0, E). int32. token_ids[B],
-        slot_ids[B], rank_offsets[W+1], inverse[S,K]: as of `build_pft`, the rows in the order of the ranks. With
-        `dedup` the first choice of a token at a rank stands for all of them there (the pilot), and inverse is -1 for
-        the others; else rows are in the order of their experts' places.
-    """
-    num_experts = len(places)
-    valid = (topk_ids >= 0) & (topk_ids < num_experts)
-    if keep is not None:
-        valid = valid & keep
-    place = topk_ids.to(torch.int32)
-    if list(places) != list(range(num_experts)):
-        place = _table(tuple(places), topk_ids.device)[topk_ids.clamp(0, num_experts - 1).to(torch.int64)]
-    place = place.masked_fill(~valid, -1)
-    if not dedup:
-        token_ids, slot_ids, offsets, inverse, _ = build_pft(place, None, None, num_experts=num_ranks * num_slots)
-        return place, token_ids, slot_ids, offsets[::num_slots].contiguous(), inverse
-    rank = _rank_of(place, num_slots)
-    again = (rank[:, :, None] == rank[:, None, :]).tril_(-1).any(-1)
-    token_ids, slot_ids, offsets, inverse, _ = build_pft(rank, None, ~again, num_experts=num_ranks)
-    return place, token_ids, slot_ids, offsets, inverse
+_PLAN = "Tensor token_ids, Tensor slot_ids, Tensor rank_offsets, Tensor inverse, Tensor splits"
+_PLAN_SHAPES = "token_ids[B], slot_ids[B], rank_offsets[E+1], inverse[S,K], splits[_,E]"
 
 
-@functools.lru_cache(maxsize=64)
-def _table(places: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(places, dtype=torch.int32, device=device)
-
-
-def _rank_of(place: Tensor, num_slots: int) -> Tensor:
-    return torch.div(place, num_slots, rounding_mode="floor")  # -1 stays -1
-
-
-@plan_dispatch.fake
-def _(topk_ids, keep, *, places, num_ranks, num_slots, dedup):
-    place = topk_ids.new_empty(topk_ids.shape, dtype=torch.int32)
-    token_ids = place.new_empty((topk_ids.shape[0] * topk_ids.shape[1],))
-    return place, token_ids, torch.empty_like(token_ids), place.new_empty((num_ranks + 1,)), torch.empty_like(place)
-
-
-@op("exchange_counts(Tensor rank_offsets, *, str group) -> Tensor", contract="rank_offsets[_] -> splits[_,_]")
-def exchange_counts(rank_offsets: Tensor, *, group: str) -> Tensor:
-    """Rows sent to and received from each rank, int64 [2,W] on the host: the one copy that the host waits for."""
-    sent = rank_offsets.diff().to(torch.int64)
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group_of(group))
-    return torch.stack([sent, received]).cpu()
-
-
-@exchange_counts.fake
-def _(rank_offsets, *, group):
-    return torch.empty((2, rank_offsets.shape[0] - 1), dtype=torch.int64, device="cpu")
-
-
-class _Send(NamedTuple):
+class _Plan(NamedTuple):
     """What `plan_dispatch` and `exchange_counts` found, the arguments of the exchanges."""
 
-    place: Tensor
     token_ids: Tensor
     slot_ids: Tensor
     rank_offsets: Tensor
     inverse: Tensor
     splits: Tensor
 
-    @property
-    def counts(self) -> list[int]:
-        """Rows for each rank."""
-        return self.splits[0].tolist()
-
-    @property
-    def received(self) -> list[int]:
-        """Rows from each rank."""
-        return self.splits[1].tolist()
-
     def summed(self, rows: Tensor) -> Tensor:
-        """The rows sent [N,...] by token, [S,...]."""
-        flat, ids = rows.reshape(rows.shape[0], rows.shape[1:].numel()), self.token_ids[: rows.shape[0]]
-        out = combine(flat, None, ids, self.rank_offsets, self.inverse)
-        return out.reshape(self.inverse.shape[0], *rows.shape[1:])
+        """The rows sent [N,D] by token, [S,D]."""
+        return combine(rows, None, self.token_ids[: rows.shape[0]], self.rank_offsets, self.inverse)
+
+
+def _there_and_back(splits: Tensor) -> tuple[list[int], list[int]]:
+    """Rows for each rank, and from each rank."""
+    sent, received = splits.tolist()
+    return sent, received
+
+
+# -- what travels
+# ------------------------------------------------------------------------------------------------------
+
+
+class _Values(NamedTuple):
+    """What travels with a row, but for the places of its choices.
+
+    Attributes:
+        tokens, choices: values of the token, and of each choice that its row has. width: J, of these.
+    """
+
+    tokens: list[Column]
+    choices: list[Column]
+    width: int
+
+    @classmethod
+    def like(cls, tokens: Sequence[Tensor], choices: Sequence[Tensor], place: Tensor, dedup: bool) -> _Values:
+        width = place.shape[1] if dedup else 1
+        return cls([*map(Column.like, tokens)], [Column(c.dtype, width) for c in choices], width)
+
+    def rows(self, num_slots: int) -> Layout:
+        """Places are in the smallest integers that hold them."""
+        integers = next((t for t in (torch.int8, torch.int16) if num_slots - 1 <= torch.iinfo(t).max), torch.int32)
+        return Layout([*self.tokens, *self.choices, Column(integers, self.width)])
+
+    @property
+    def gradients(self) -> Layout:
+        return Layout([c for c in (*self.tokens, *self.choices) if c.dtype.is_floating_point])
+
+    def ticket(self, like: Tensor, num_rows: Any) -> Tensor:
+        """As wide as gradients are."""
+        columns = self.gradients
+        dtype = columns.columns[0].dtype
+        return _ticket(like, num_rows, columns.num_bytes // dtype.itemsize, dtype)
+
+
+def _ticket(like: Tensor, num_rows: Any, width: Any, dtype: torch.dtype) -> Tensor:
+    return like.new_empty((), dtype=dtype).expand(num_rows, width)
+
+
+# -- there
+# ------------------------------------------------------------------------------------------------------
 
 
 @op(
-    f"all_to_all_rows(Tensor[] tokens, Tensor[] choices, {_PLAN}, *, int num_slots, bool dedup, str group) -> Tensor[]",
-    contract=f"tokens[*], choices[*], {_PLAN_SHAPES} -> rows[*]",
+    f"all_to_all_rows(Tensor[] tokens, Tensor[] choices, Tensor place, {_PLAN}, *, int num_slots, bool dedup, "
+    "str group) -> (Tensor, Tensor)",
+    contract=f"tokens[*], choices[*], place[S,K], {_PLAN_SHAPES} -> sent[_,_], ticket[_,_]",
 )
 def all_to_all_rows(
-    tokens: list[Tensor], choices: list[Tensor], *plan: Tensor, num_slots: int, dedup: bool, group: str
-) -> list[Tensor]:
-    """The rows of all ranks' tokens that need experts of this rank.
+    tokens: list[Tensor], choices: list[Tensor], place: Tensor, *plan: Tensor, num_slots: int, dedup: bool, group: str
+) -> tuple[Tensor, Tensor]:
+    """Start to send the rows of this rank's tokens to the ranks of their experts.
 
     Args:
-        tokens: values of tokens, [S,...]. choices: values of choices (routing weights), [S,K]. Differentiable.
+        tokens: values of tokens, [S,D]. choices: values of choices (routing weights), [S,K]. Differentiable.
 
     Returns:
-        Of the rows received, in the order of the ranks they come from: tokens [R,...], the slots of their choices
-        int32 [R,J], then choices [R,J].
+        The rows on their way, bytes, and the ticket.
     """
-    send = _Send(*plan)
-    token, slot = (ids[: sum(send.counts)].to(torch.int64) for ids in (send.token_ids, send.slot_ids))
-    own = send.place[token, slot][:, None]
+    route = _Plan(*plan)
+    sent, received = _there_and_back(route.splits)
+    token, slot = (ids[: sum(sent)].to(torch.int64) for ids in (route.token_ids, route.slot_ids))
+    own = place[token, slot][:, None]
     if dedup:
-        local = send.place[token]
-        local = (local % num_slots).masked_fill_(_rank_of(local, num_slots) != _rank_of(own, num_slots), -1)
+        local = place[token]
+        local = (local % num_slots).masked_fill_(rank_of(local, num_slots) != rank_of(own, num_slots), -1)
     else:
         local = own % num_slots
     of_choices = [c[token] if dedup else c[token, slot][:, None] for c in choices]
-    return exchanged([*(t[token] for t in tokens), local, *of_choices], send.counts, send.received, group)
+    values = _Values.like(tokens, choices, place, dedup)
+    rows = values.rows(num_slots).pack([*(t[token] for t in tokens), *of_choices, local], sum(sent))
+    return start(rows, sent, received, group), values.ticket(place, sum(sent))
 
 
 @op(
-    f"all_to_all_rows_backward(Tensor[] grads, {_PLAN}, *, int num_tokens, bool dedup, str group) -> Tensor[]",
-    contract=f"grads[*], {_PLAN_SHAPES} -> gradients[*]",
+    f"all_to_all_rows_backward(Tensor sent, {_PLAN}, *, ScalarType[] dtypes, SymInt[] widths, int num_tokens, "
+    "bool dedup) -> Tensor[]",
+    contract=f"sent[_,_], {_PLAN_SHAPES} -> gradients[*]",
 )
 def all_to_all_rows_backward(
-    grads: list[Tensor], *plan: Tensor, num_tokens: int, dedup: bool, group: str
+    sent: Tensor, *plan: Tensor, dtypes: list[torch.dtype], widths: list[int], num_tokens: int, dedup: bool
 ) -> list[Tensor]:
-    """Gradients of `tokens` (the first `num_tokens` of `grads`, [R,...]) and of `choices` (the others, [R,J])."""
-    send = _Send(*plan)
-    rows = exchanged(grads, send.received, send.counts, group) if grads else []
-    of_tokens = [send.summed(r) for r in rows[:num_tokens]]
+    """Wait for the gradients of the rows, and add them up by token.
+
+    Args:
+        dtypes, widths: of the values of rows that have a gradient. num_tokens: how many of them are of tokens, the
+            others are of choices.
+    """
+    route = _Plan(*plan)
+    columns = Layout([*map(Column, dtypes, widths)]).unpack([wait(sent).view(torch.uint8)])
     # A choice has a gradient in the row of its rank alone: the sum over a token's rows adds zeros to it.
-    of_choices = [
-        send.summed(r) if dedup else build_pft_backward(r[:, 0].contiguous(), send.inverse) for r in rows[num_tokens:]
+    return [
+        route.summed(column)
+        if i < num_tokens or dedup
+        else build_pft_backward(column[:, 0].contiguous(), route.inverse)
+        for i, column in enumerate(columns)
     ]
-    return [*of_tokens, *of_choices]
 
 
 @op(
-    f"all_to_all_back(Tensor rows, {_PLAN}, *, str group) -> Tensor",
-    contract=f"rows[_,D], {_PLAN_SHAPES} -> out[S,D]",
+    "wait_rows(Tensor[] sent, Tensor[] tickets, Tensor[] splits, Tensor[] tokens, Tensor[] choices, Tensor place, *, "
+    "int num_slots, bool dedup, str[] groups) -> Tensor[]",
+    contract="sent[*], tickets[*], splits[*], tokens[*], choices[*], place[S,K] -> rows[*]",
 )
-def all_to_all_back(rows: Tensor, *plan: Tensor, group: str) -> Tensor:
-    """What the experts made of the rows received [R,D], at the ranks they came from, summed by token, [S,D]."""
-    send = _Send(*plan)
-    (back,) = exchanged([rows], send.received, send.counts, group)
-    return send.summed(back)
+def wait_rows(
+    sent: list[Tensor],
+    tickets: list[Tensor],
+    splits: list[Tensor],
+    tokens: list[Tensor],
+    choices: list[Tensor],
+    place: Tensor,
+    *,
+    num_slots: int,
+    dedup: bool,
+    groups: list[str],
+) -> list[Tensor]:
+    """Wait for the rows that P exchanges brought.
+
+    Args:
+        tokens, choices, place: what was sent, for its dtypes and widths.
+
+    Returns:
+        Of the rows received, in the order of the parts and of the ranks they come from: tokens [R,D], the places of
+        their choices int32 [R,J], then choices [R,J].
+    """
+    columns = _Values.like(tokens, choices, place, dedup).rows(num_slots).unpack([wait(part) for part in sent])
+    return [*columns[: len(tokens)], columns[-1].to(torch.int32), *columns[len(tokens) : -1]]
 
 
 @op(
-    f"all_to_all_back_backward(Tensor grad, {_PLAN}, *, str group) -> Tensor",
-    contract=f"grad[S,D], {_PLAN_SHAPES} -> rows[_,D]",
+    "wait_rows_backward(Tensor[] grads, Tensor[] tickets, Tensor[] splits, *, str[] groups) -> Tensor[]",
+    contract="grads[*], tickets[*], splits[*] -> sent[*]",
 )
-def all_to_all_back_backward(grad: Tensor, *plan: Tensor, group: str) -> Tensor:
-    """Gradient of the rows: that of their tokens' sums."""
-    send = _Send(*plan)
-    rows = grad.index_select(0, send.token_ids[: sum(send.counts)])
-    return exchanged([rows], send.counts, send.received, group)[0]
+def wait_rows_backward(
+    grads: list[Tensor], tickets: list[Tensor], splits: list[Tensor], *, groups: list[str]
+) -> list[Tensor]:
+    """Start to send the gradients of the rows back: of each part what its ticket's gradient is."""
+    layout, begin, on_their_way = Layout([*map(Column.like, grads)]), 0, []
+    for ticket, counts, group in zip(tickets, splits, groups, strict=True):
+        sent, received = _there_and_back(counts)
+        rows = layout.pack([g[begin : begin + sum(received)] for g in grads], sum(received))
+        begin += sum(received)
+        on_their_way.append(start(rows.view(ticket.dtype), received, sent, group))
+    return on_their_way
+
+
+# -- back
+# ------------------------------------------------------------------------------------------------------
+
+
+@op(
+    "all_to_all_back(Tensor rows, Tensor[] splits, Tensor[] tickets, *, str[] groups) -> Tensor[]",
+    contract="rows[R,D], splits[*], tickets[*] -> sent[*]",
+)
+def all_to_all_back(rows: Tensor, splits: list[Tensor], tickets: list[Tensor], *, groups: list[str]) -> list[Tensor]:
+    """Start to send what became of the rows received [R,D] to the ranks they came from.
+
+    Args:
+        tickets: of the exchanges that brought the parts, for the numbers of rows.
+
+    Returns:
+        Of each part the rows on their way, [N,D]; then the tickets of the parts.
+    """
+    begin, on_their_way, own_tickets = 0, [], []
+    for counts, group in zip(splits, groups, strict=True):
+        sent, received = _there_and_back(counts)
+        on_their_way.append(start(rows[begin : begin + sum(received)], received, sent, group))
+        begin += sum(received)
+        own_tickets.append(_ticket(rows, sum(received), rows.shape[1], rows.dtype))
+    return [*on_their_way, *own_tickets]
+
+
+@op(
+    f"wait_sums(Tensor sent, Tensor ticket, {_PLAN}, *, str group) -> Tensor",
+    contract=f"sent[_,D], ticket[_,D], {_PLAN_SHAPES} -> out[S,D]",
+)
+def wait_sums(sent: Tensor, ticket: Tensor, *plan: Tensor, group: str) -> Tensor:
+    """Wait for what came back of the rows, and add it up by token, [S,D]."""
+    return _Plan(*plan).summed(wait(sent))
+
+
+@op(
+    f"wait_sums_backward(Tensor grad, Tensor ticket, {_PLAN}, *, str group) -> Tensor",
+    contract=f"grad[S,D], ticket[_,D], {_PLAN_SHAPES} -> sent[_,D]",
+)
+def wait_sums_backward(grad: Tensor, ticket: Tensor, *plan: Tensor, group: str) -> Tensor:
+    """Start to send the gradients of the rows, those of their tokens' sums: what the ticket's gradient is."""
+    route = _Plan(*plan)
+    sent, received = _there_and_back(route.splits)
+    return start(grad.index_select(0, route.token_ids[: sum(sent)]), sent, received, group)
 
 
 # -- registration
 # ------------------------------------------------------------------------------------------------------
 
 
-def _num_received() -> Any:
+def _some_rows() -> Any:
     return torch.library.get_ctx().new_dynamic_size()
 
 
 @all_to_all_rows.fake
 def _(tokens, choices, place, *plan, num_slots, dedup, group):
-    num = _num_received()
-    width = place.shape[1] if dedup else 1
-    return [
-        *(t.new_empty((num, *t.shape[1:])) for t in tokens),
-        place.new_empty((num, width)),
-        *(c.new_empty((num, width)) for c in choices),
-    ]
+    values = _Values.like(tokens, choices, place, dedup)
+    sent = place.new_empty((_some_rows(), values.rows(num_slots).num_bytes), dtype=torch.uint8)
+    return sent, values.ticket(place, _some_rows())
 
 
 @all_to_all_rows_backward.fake
-def _(grads, place, *plan, num_tokens, dedup, group):
-    of_tokens = [g.new_empty((place.shape[0], *g.shape[1:])) for g in grads[:num_tokens]]
-    return [*of_tokens, *(g.new_empty(place.shape) for g in grads[num_tokens:])]
+def _(sent, token_ids, slot_ids, rank_offsets, inverse, splits, *, dtypes, widths, num_tokens, dedup):
+    sizes = [(inverse.shape[0], w if i < num_tokens else inverse.shape[1]) for i, w in enumerate(widths)]
+    return [inverse.new_empty(size, dtype=dtype) for size, dtype in zip(sizes, dtypes, strict=True)]
 
 
-all_to_all_back.fake(lambda rows, place, *plan, group: rows.new_empty((place.shape[0], rows.shape[1])))
-all_to_all_back_backward.fake(lambda grad, *plan, group: grad.new_empty((_num_received(), grad.shape[1])))
+@wait_rows.fake
+def _(sent, tickets, splits, tokens, choices, place, *, num_slots, dedup, groups):
+    num = sum(part.shape[0] for part in sent)
+    values = _Values.like(tokens, choices, place, dedup)
+    places = Column(torch.int32, values.width)
+    return [place.new_empty((num, c.width), dtype=c.dtype) for c in (*values.tokens, places, *values.choices)]
+
+
+wait_rows_backward.fake(lambda grads, tickets, splits, *, groups: [t.new_empty(t.shape) for t in tickets])
+
+
+@all_to_all_back.fake
+def _(rows, splits, tickets, *, groups):
+    on_their_way = [rows.new_empty((t.shape[0], rows.shape[1])) for t in tickets]
+    # One part is all rows; of several the sizes are not known.
+    sizes = [rows.shape[0]] if len(tickets) == 1 else [_some_rows() for _ in tickets]
+    return [*on_their_way, *(_ticket(rows, size, rows.shape[1], rows.dtype) for size in sizes)]
+
+
+@wait_sums.fake
+def _(sent, ticket, token_ids, slot_ids, rank_offsets, inverse, splits, *, group):
+    return sent.new_empty((inverse.shape[0], sent.shape[1]))
+
+
+wait_sums_backward.fake(lambda grad, ticket, *plan, group: ticket.new_empty(ticket.shape))
+
+
+# -- derivatives
+# ------------------------------------------------------------------------------------------------------
 
 
 def _save_rows(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]) -> None:
-    tokens, _, *plan = args
-    ctx.kwargs = {"dedup": kwargs["dedup"], "group": kwargs["group"]}
-    ctx.num_tokens = len(tokens)
-    ctx.shapes = [(o.shape, o.dtype, o.device) for o in outputs]
-    ctx.mark_non_differentiable(outputs[len(tokens)])
+    tokens, choices, place, *plan = args
+    ctx.floats = [[t.is_floating_point() for t in ts] for ts in (tokens, choices)]
+    columns = _Values.like(tokens, choices, place, kwargs["dedup"]).gradients.columns
+    ctx.kwargs = {
+        "dtypes": [c.dtype for c in columns],
+        "widths": [c.width for c in columns],
+        "num_tokens": sum(ctx.floats[0]),
+        "dedup": kwargs["dedup"],
+    }
+    ctx.mark_non_differentiable(outputs[0])
     ctx.save_for_backward(*plan)
 
 
 def _rows_gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
-    num_tokens = ctx.num_tokens
-    # Every rank takes part in the collective, whatever it has a gradient of.
-    known = [
-        torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
-        for i, (grad, (shape, dtype, device)) in enumerate(zip(grads, ctx.shapes, strict=True))
-        if i != num_tokens
-    ]
-    results = all_to_all_rows_backward(known, *ctx.saved_tensors, num_tokens=num_tokens, **ctx.kwargs)
-    return results[:num_tokens], results[num_tokens:], *(None,) * 6
+    found = iter(all_to_all_rows_backward(grads[1], *ctx.saved_tensors, **ctx.kwargs))
+    of_tokens, of_choices = ([next(found) if float else None for float in floats] for floats in ctx.floats)
+    return of_tokens, of_choices, *(None,) * 6
 
 
 all_to_all_rows.autograd(save=_save_rows, backward=_rows_gradients)
 all_to_all_rows_backward.once_differentiable("all_to_all_rows")
 
 
-def _save_back(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> None:
+def _save_waited(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]) -> None:
+    sent, tickets, splits, *_ = args
+    ctx.num_parts, ctx.groups = len(sent), kwargs["groups"]
+    ctx.like = [(o.shape, o.dtype, o.device) for o in outputs]
+    ctx.mark_non_differentiable(*(o for o in outputs if not o.is_floating_point()))
+    ctx.save_for_backward(*tickets, *splits)
+
+
+def _waited_gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
+    saved, num = ctx.saved_tensors, ctx.num_parts
+    # Every rank takes part in the collective, whatever it has a gradient of.
+    known = [
+        torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
+        for grad, (shape, dtype, device) in zip(grads, ctx.like, strict=True)
+        if dtype.is_floating_point
+    ]
+    sent = wait_rows_backward(known, list(saved[:num]), list(saved[num:]), groups=ctx.groups)
+    return None, sent, *(None,) * 4
+
+
+wait_rows.autograd(save=_save_waited, backward=_waited_gradients)
+wait_rows_backward.once_differentiable("all_to_all_rows")
+
+
+def _save_back(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]) -> None:
+    ctx.num_parts = len(args[1])
+    ctx.mark_non_differentiable(*outputs[: ctx.num_parts])
+
+
+def _back_gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
+    parts = [wait(grad) for grad in grads[ctx.num_parts :]]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)), None, None
+
+
+all_to_all_back.autograd(save=_save_back, backward=_back_gradients)
+
+
+def _save_sums(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> None:
     ctx.group = kwargs["group"]
     ctx.save_for_backward(*args[1:])
 
 
-all_to_all_back.autograd(
-    save=_save_back,
+wait_sums.autograd(
+    save=_save_sums,
     backward=lambda ctx, grads: (
-        all_to_all_back_backward(grads[0], *ctx.saved_tensors, group=ctx.group),
-        *(None,) * 6,
+        None,
+        wait_sums_backward(grads[0], *ctx.saved_tensors, group=ctx.group),
+        *(None,) * 5,
     ),
 )
-all_to_all_back_backward.once_differentiable("all_to_all_back")
+wait_sums_backward.once_differentiable("all_to_all_back")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_ALIGNMENT = 16  # bytes; what kernels that load rows by descriptors ask for
+_ALIGNMENT = 16  # bytes; what kernels that load whole vectors ask for
 
 
 def group_of(name: str) -> dist.ProcessGroup:
@@ -17,41 +17,54 @@ def group_of(name: str) -> dist.ProcessGroup:
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined]
 
 
-def exchanged(columns: Sequence[Tensor], sent: list[int], received: list[int], group: str) -> list[Tensor]:
-    """An uneven all-to-all of rows, in the order of the ranks.
+class Column(NamedTuple):
+    """Values of each row, [rows, width]."""
 
-    Args:
-        columns: tensors of sum(sent) rows each, of any dtypes and shapes behind the first axis.
-        sent, received: rows for and from each rank.
+    dtype: torch.dtype
+    width: int
 
-    Returns:
-        The same tensors with sum(received) rows. The first one is part of the buffer that was received (its rows are
-        as far apart as that has them), the others are copies.
-    """
-    own = group_of(group)
-    if len(columns) == 1:
-        rows = columns[0].contiguous()
-        out = rows.new_empty((sum(received), *rows.shape[1:]))
-        dist.all_to_all_single(out, rows, received, sent, group=own)
-        return [out]
-    begins, width = [], 0
-    for column in columns:
-        begins.append(width)
-        width += -(-_bytes_of_row(column) // _ALIGNMENT) * _ALIGNMENT
-    packed = columns[0].new_empty((sum(sent), width), dtype=torch.uint8)
-    for begin, column in zip(begins, columns, strict=True):
-        _column(packed, begin, column).copy_(column)
-    out = packed.new_empty((sum(received), width))
-    dist.all_to_all_single(out, packed, received, sent, group=own)
-    first, *others = (_column(out, begin, column) for begin, column in zip(begins, columns, strict=True))
-    return [first, *(other.contiguous() for other in others)]
+    @classmethod
+    def like(cls, rows: Tensor) -> Column:
+        return cls(rows.dtype, rows.shape[1])
+
+    @property
+    def num_bytes(self) -> int:
+        return self.width * self.dtype.itemsize
 
 
-def _bytes_of_row(column: Tensor) -> int:
-    return math.prod(column.shape[1:]) * column.element_size()
+class Layout:
+    """Where the columns of a row begin, and how many bytes a row has."""
+
+    def __init__(self, columns: Sequence[Column]):
+        self.columns = columns
+        self.begins = []
+        self.num_bytes = 0
+        for column in columns:
+            self.begins.append(self.num_bytes)
+            self.num_bytes += -(-column.num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+    def pack(self, columns: Sequence[Tensor], num_rows: int) -> Tensor:
+        """uint8 [num_rows, num_bytes]."""
+        packed = columns[0].new_empty((num_rows, self.num_bytes), dtype=torch.uint8)
+        for part, column in zip(self._parts(packed), columns, strict=True):
+            part.copy_(column)
+        return packed
+
+    def unpack(self, buffers: Sequence[Tensor]) -> list[Tensor]:
+        """The columns of several buffers of rows, behind one another."""
+        return [torch.cat(parts) for parts in zip(*map(self._parts, buffers), strict=True)]
+
+    def _parts(self, packed: Tensor) -> list[Tensor]:
+        spans = zip(self.begins, self.columns, strict=True)
+        return [packed[:, begin : begin + column.num_bytes].view(column.dtype) for begin, column in spans]
 
 
-def _column(packed: Tensor, begin: int, like: Tensor) -> Tensor:
-    """The part of packed rows that holds values such as `like`."""
-    part = packed[:, begin : begin + _bytes_of_row(like)].view(like.dtype)
-    return part.unflatten(1, like.shape[1:]) if like.dim() != 2 else part
+def start(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: str) -> Tensor:
+    """Rows on their way, in the order of the ranks: an uneven all-to-all that runs while the program goes on. Only
+    `wait` may read the result."""
+    return torch.ops._c10d_functional.all_to_all_single(rows.contiguous(), received, sent, group)
+
+
+def wait(rows: Tensor) -> Tensor:
+    """What `start` returned, once it has arrived."""
+    return torch.ops._c10d_functional.wait_tensor(rows)

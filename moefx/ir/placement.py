@@ -1,10 +1,53 @@
-"""Where each expert of a block lives: the explicit map from experts to (rank, slot)."""
+"""Where each expert of a block lives, the explicit map from experts to (rank, slot), and the ways there."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from ..errors import InvalidPlan
+
+
+@dataclasses.dataclass(frozen=True)
+class Level:
+    """Ranks of an expert axis that are alike but for one level of the topology.
+
+    Attributes:
+        axis: what this is called in print. size: W, how many ranks. group: name of their process group.
+    """
+
+    axis: str
+    size: int
+    group: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Ways:
+    """How rows get from rank to rank: in one exchange, or in one at each level (X-MoE section 4.2, Piper section V).
+
+    Attributes:
+        levels: coarse to fine. position: this rank's, as process groups number the ranks of the axis. order: of each
+            position the rank's number on the axis.
+        dedup: a token travels once to each rank of a level (its pilot), else once for each choice.
+        near_apart: what stays in the node does not take part in the levels above (HALO's phase I).
+    """
+
+    levels: tuple[Level, ...]
+    position: int
+    order: tuple[int, ...]
+    dedup: bool
+    near_apart: bool = False
+
+    @property
+    def sizes(self) -> list[int]:
+        return [level.size for level in self.levels]
+
+    def ranks_within(self, index: int) -> int:
+        """How many positions there are behind each rank of a level."""
+        return math.prod(self.sizes[index + 1 :])
+
+    def position_of(self, rank: int) -> int:
+        return self.order.index(rank)
 
 
 @dataclasses.dataclass(frozen=True)

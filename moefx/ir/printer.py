@@ -32,7 +32,19 @@ _PFT_FIELDS = ("token_ids", "slot_ids", "expert_offsets", "inverse", _PFT_WEIGHT
 # Ops whose results stay one value in print, and what these are called.
 _BUNDLES = {
     BUILD_PFT: _PFT_FIELDS,
-    "moefx::plan_dispatch": ("place", "token_ids", "slot_ids", "rank_offsets", "inverse"),
+    "moefx::plan_dispatch": ("token_ids", "slot_ids", "rank_offsets", "inverse"),
+    "moefx::all_to_all_rows": ("", "ticket"),
+    "moefx::all_to_all_back": ("", "ticket"),
+}
+_PARTS = ("far", "near")
+_BUNDLES_OF_PARTS = {"moefx::all_to_all_back": (*_PARTS, "ticket", "ticket")}
+# What says no more than the names beside it: numbers of rows, dtypes, what a wait knows from its start.
+_NOT_SHOWN = {
+    "all_to_all_rows": ("num_slots", "dedup"),
+    "all_to_all_back": ("tickets",),
+    "wait_rows": ("tickets", "splits", "tokens", "choices", "place", "num_slots", "dedup", "groups"),
+    "wait_sums": ("ticket", "splits", "group"),
+    "exchange_counts": ("num_slots", "dedup"),
 }
 # How arguments of expert_mlp are labelled when there are more than the two weights.
 _MLP_LABELS = {"row_weights": "w", "up": "up", "up_bias": "up_bias", "down": "down", "down_bias": "down_bias"}
@@ -100,6 +112,8 @@ class _Printer:
             if node.op == "call_method" and node.target == "to_local":
                 self.folded.add(node)
             if node.op == "call_function" and (fields := _BUNDLES.get(target_name(node))):
+                if len(node.users) > len(fields):
+                    fields = _BUNDLES_OF_PARTS.get(target_name(node), fields)
                 for user in node.users:
                     if is_getitem(user) and user.args[0] is node:
                         self.fields[user] = (node, fields[user.args[1]])
@@ -204,7 +218,8 @@ class _Printer:
         ]
         dialect = target.namespace == "moefx"
         if dialect:
-            values = self._without_pft_fields(values)
+            hidden = _NOT_SHOWN.get(target._schema.name.partition("::")[2], ())
+            values = self._without_pft_fields([v for v in values if v[0].name not in hidden])
         names = {argument.name for argument, value in values if not _left_out(argument, value)}
         labelled = bool(names & {"row_weights", "up_bias", "down_bias"})
         texts, tail, skipped = [], [], False
@@ -217,9 +232,9 @@ class _Printer:
                 tail.append(f"{argument.name}={self._value(value)}")
             else:
                 label = argument.name if skipped or argument.kwarg_only else ""
-                if dialect and argument.name == "group" and "axis" in node.meta:
+                if dialect and argument.name in ("group", "groups") and "axis" in node.meta:
                     label, value = "axis", node.meta["axis"]
-                if dialect and argument.name in _PFT_FIELDS[:4]:
+                if dialect and argument.name in (*_PFT_FIELDS[:4], "rank_offsets"):
                     label = ""
                 elif dialect and argument.name in _MLP_LABELS:
                     label = _MLP_LABELS[argument.name] if labelled else ""
@@ -233,7 +248,8 @@ class _Printer:
         result, passed = [], set()
         for argument, value in values:
             pft, field = self.fields.get(value, (None, "")) if isinstance(value, Node) else (None, "")
-            if pft is None or (field == _PFT_WEIGHTS and argument.name != "row_weights"):
+            apart = field in _PARTS or (field == _PFT_WEIGHTS and argument.name != "row_weights")
+            if pft is None or apart:
                 result.append((argument, value))
             elif field != _PFT_WEIGHTS and pft not in passed:
                 passed.add(pft)
@@ -271,6 +287,8 @@ class _Printer:
             if value and self.of_each.get(value[0]) == list(value):
                 return self._node(value[0])
             items = ", ".join(map(self._value, value))
+            if len(value) == 1 and isinstance(value[0], Node) and value[0] in self.fields:
+                return items
             return f"[{items}]" if isinstance(value, list) else f"({items}{',' * (len(value) == 1)})"
         if isinstance(value, dict):
             return "{" + ", ".join(f"{k!r}: {self._value(v)}" for k, v in value.items()) + "}"
@@ -297,7 +315,7 @@ class _Printer:
             return shown_path(attribute_name(node))
         if node in self.fields:
             pft, field = self.fields[node]
-            return f"{self.names[pft]}.{field}"
+            return f"{self.names[pft]}.{field}" if field else self.names[pft]
         if node.op == "call_method" and node in self.folded:
             return f"{self._node(node.args[0])}.local"  # type: ignore[arg-type]
         letters = node.meta.get("letters")

@@ -1,13 +1,22 @@
 """Expert parallelism: the rows travel to the ranks that hold their experts, and their sums come back.
 
-    send  = plan_dispatch(topk_ids)                  which rows go to which rank
-    rows  = all_to_all_rows(x, topk_weights, send)   with the slots of their experts there
-    pft   = build_pft(slots, weights)                as if the rows were this rank's own tokens
+    place = place_choices(topk_ids)                   which rank and slot each choice is for
+    send  = plan_dispatch(place)                      which rows go to which rank
+    sent  = all_to_all_rows(x, topk_weights, send)    on their way, with the slots of their experts there
+    rows  = wait_rows(sent)
+    pft   = build_pft(slots, weights)                 as if the rows were this rank's own tokens
     y     = expert_mlp(rows, pft, own weights)
-    out   = all_to_all_back(y, send)                 sums by token
+    back  = all_to_all_back(y)
+    out   = wait_sums(back, send)                     sums by token
 
 Since experts gather by index, a token travels once to each rank that has one of its experts (`dedup`), or once for
 each of its experts (`flat`, as X-MoE and others do). Drops by capacity or mask are decided where the tokens are.
+
+Over several levels of a topology there is a hop at each: a pilot of the token goes to each node, to the rank at the
+sender's own place there, which sends it on to the node's ranks; the sums take the same way back, so that those of a
+node are added up before they leave it (X-MoE section 4.2, RBD). With `near_apart` what stays in the node does not
+wait for what comes from others (Piper section V, HALO: phase I is the exchange in the node, II the one between nodes,
+III that in the node of what has come).
 """
 
 # fx types an argument as anything that a program can hold: the code knows better.
@@ -17,6 +26,7 @@ each of its experts (`flat`, as X-MoE and others do). Drops by capacity or mask 
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Collection
 from typing import Any
@@ -28,7 +38,7 @@ from ..errors import Refused
 from ..ir import dialect  # registers the ops
 from ..ir.block import BlockGraph
 from ..ir.body import ExpertBody
-from ..ir.placement import Placement
+from ..ir.placement import Level, Placement, Ways
 from ..ir.spec import eliminate_dead_code
 from .manager import graph_pass
 
@@ -38,7 +48,9 @@ _ = dialect
 
 
 @graph_pass(level="distributed")
-def collectives(block: BlockGraph, plan: Any, *, placement: Placement, stacked: Collection[str]) -> BlockGraph:
+def collectives(
+    block: BlockGraph, plan: Any, *, placement: Placement, ways: Ways, stacked: Collection[str]
+) -> BlockGraph:
     """The routed sum over the ranks of the expert axis.
 
     Args:
@@ -49,22 +61,44 @@ def collectives(block: BlockGraph, plan: Any, *, placement: Placement, stacked: 
     built = block.find(ops.build_pft.default)
     if len(built) != 1:
         raise Refused("experts of several kinds in one block cannot be spread over a mesh yet")
-    _Exchange(block.graph, built[0], placement, dedup=plan.dispatch != "flat").insert(stacked)
+    _Exchange(block.graph, built[0], placement, ways).insert(stacked)
     return eliminate_dead_code(block)
 
 
+@dataclasses.dataclass
+class _Hop:
+    """An exchange that was started: what it sends, and how it is awaited and gone back."""
+
+    level: Level
+    tokens: list[fx.Node]
+    choices: list[fx.Node]
+    place: fx.Node
+    num_slots: int
+    label: str  # behind the names of its nodes
+    plan: list[fx.Node]  # token_ids, slot_ids, rank_offsets, inverse, splits
+    sent: list[fx.Node]  # the rows, and the ticket
+
+    @property
+    def splits(self) -> fx.Node:
+        return self.plan[4]
+
+    @property
+    def ticket(self) -> fx.Node:
+        return self.sent[1]
+
+
 class _Exchange:
-    def __init__(self, graph: fx.Graph, pft: fx.Node, placement: Placement, dedup: bool):
-        self.graph, self.pft, self.placement, self.dedup = graph, pft, placement, dedup
+    def __init__(self, graph: fx.Graph, pft: fx.Node, placement: Placement, ways: Ways):
+        self.graph, self.pft, self.placement, self.ways = graph, pft, placement, ways
         self.results = {u.args[1]: u for u in pft.users}
-        self.plan: list[fx.Node] = []
+        self.hops: list[_Hop] = []  # level by level
+        self.near: _Hop | None = None
 
     def insert(self, stacked: Collection[str]) -> None:
         region = self._region()
         tokens = list(dict.fromkeys(n.args[0] for n in region if n.target in _GATHERS))
         choices = list(dict.fromkeys(n.args[0] for n in region if self._is_of_choices(n)))
         with self.graph.inserting_before(region[0]):
-            self._insert_plan()
             received, results = self._insert_rows(tokens, choices)
         for node in region:
             if node.target in _GATHERS or self._is_of_choices(node):
@@ -74,9 +108,11 @@ class _Exchange:
             self._own_parameters(node)
             _now_of_received(node)
         for node in filter(_is_sum, region):
-            with self.graph.inserting_after(node):
-                back = self._call(ops.all_to_all_back.default, (node, *self.plan), self._group(), ("S", "D"))
-            node.replace_all_uses_with(back, delete_user_cb=lambda user, back=back: user is not back)
+            users = list(node.users)
+            with self.graph.inserting_before(node.next):
+                back = self._insert_back(node)
+            for user in users:
+                user.replace_input_with(node, back)
         self._read_local_parts(stacked)
 
     # ------------------------------------------------------------------ what is there
@@ -104,17 +140,16 @@ class _Exchange:
             )
         return True
 
-    def _group(self) -> dict[str, str]:
-        return {"group": self.placement.group}
-
     # ------------------------------------------------------------------ what is new
-    def _call(self, target: Any, args: tuple, kwargs: dict[str, Any], letters: Any = None, name: str = "") -> fx.Node:
+    def _call(
+        self, target: Any, args: tuple, kwargs: dict[str, Any], letters: Any = None, name: str = "", axis: str = ""
+    ) -> fx.Node:
         node = self.graph.create_node("call_function", target, args, kwargs, name or None)
         if letters is not None:
             node.meta["letters"] = letters
         node.meta["source"] = self.pft.meta.get("source", "")
-        if "group" in kwargs:
-            node.meta["axis"] = self.placement.axis
+        if axis:
+            node.meta["axis"] = axis
         return node
 
     def _parts(self, node: fx.Node, letters: tuple, names: tuple[str, ...] = ()) -> list[fx.Node]:
@@ -123,43 +158,140 @@ class _Exchange:
         found = enumerate(zip(letters, names, strict=True))
         return [self._call(operator.getitem, (node, i), {}, part, name) for i, (part, name) in found]
 
-    def _insert_plan(self) -> None:
+    def _insert_places(self) -> tuple[fx.Node, list[fx.Node]]:
+        """Where each choice goes, and how many rows each hop has."""
         topk_ids, _, keep = self.pft.args[:3]
         if keep is not None or self.pft.kwargs.get("capacity") is not None:
             inverse = self.results.get(3) or self.graph.call_function(operator.getitem, (self.pft, 3))
             keep = self._call(aten.ge.Scalar, (inverse, 0), {}, ("S", "K"))  # what was dropped here does not travel
-        place = self.placement
-        kwargs = {"places": list(place.places), "num_ranks": place.num_ranks, "num_slots": place.num_slots}
-        send = self._call(ops.plan_dispatch.default, (topk_ids, keep), {**kwargs, "dedup": self.dedup})
-        parts = self._parts(send, (("S", "K"), ("B",), ("B",), ("W+1",), ("S", "K")))
-        splits = self._call(ops.exchange_counts.default, (parts[3],), self._group(), ("2", "W"))
-        self.plan = [*parts, splits]
+        here, ways, slots = self.placement, self.ways, self.placement.num_slots
+        positions = [ways.position_of(p // slots) * slots + p % slots for p in here.places]
+        place = self._call(ops.place_choices.default, (topk_ids, keep), {"places": positions}, ("S", "K"))
+        counts = self._call(
+            ops.exchange_counts.default,
+            (place,),
+            {
+                "levels": ways.sizes,
+                "num_slots": slots,
+                "dedup": ways.dedup,
+                "near": ways.near_apart,
+                "group": here.group,
+            },
+            axis=here.axis,
+        )
+        labels = [self._label(index) for index in range(len(ways.levels))] + ["near"] * ways.near_apart
+        names = tuple(_named("splits", label) for label in labels)
+        return place, self._parts(counts, (("2", "W"),) * len(labels), names)
+
+    def _label(self, index: int) -> str:
+        return self.ways.levels[index].axis.rpartition("/")[2] if len(self.ways.levels) > 1 else ""
+
+    def _start(
+        self, index: int, tokens: list[fx.Node], choices: list[fx.Node], place: fx.Node, splits: fx.Node, label: str
+    ) -> _Hop:
+        """Send rows over the level of that number."""
+        ways, level = self.ways, self.ways.levels[index]
+        num_slots = ways.ranks_within(index) * self.placement.num_slots
+        kwargs = {"num_slots": num_slots, "dedup": ways.dedup}
+        send = self._call(
+            ops.plan_dispatch.default, (place,), {"num_ranks": level.size, **kwargs}, name=_named("send", label)
+        )
+        rows, width = place.meta["letters"]
+        plan = [*self._parts(send, (("B",), ("B",), ("W+1",), (rows, width))), splits]
+        sent = self._call(
+            ops.all_to_all_rows.default,
+            (tokens, choices, place, *plan),
+            {**kwargs, "group": level.group},
+            name=_named("sent", label),
+            axis=level.axis,
+        )
+        return _Hop(level, tokens, choices, place, num_slots, label, plan, self._parts(sent, ((), ())))
+
+    def _wait(self, hops: list[_Hop], names: tuple[str, str, str]) -> tuple[list[fx.Node], fx.Node, list[fx.Node]]:
+        """What arrives of tokens, their places there, and of choices."""
+        first = hops[0]
+        node = self._call(
+            ops.wait_rows.default,
+            (
+                [h.sent[0] for h in hops],
+                [h.ticket for h in hops],
+                [h.splits for h in hops],
+                first.tokens,
+                first.choices,
+                first.place,
+            ),
+            {"num_slots": first.num_slots, "dedup": self.ways.dedup, "groups": [h.level.group for h in hops]},
+        )
+        node.meta["save"] = True
+        letters = [("R", *t.meta.get("letters", ("S", "D"))[1:]) for t in first.tokens]
+        names = (*(names[0] for _ in first.tokens), names[1], *(names[2] for _ in first.choices))
+        arrived = self._parts(node, (*letters, ("R", "J"), *(("R", "J") for _ in first.choices)), names)
+        num = len(first.tokens)
+        return arrived[:num], arrived[num], arrived[num + 1 :]
 
     def _insert_rows(
         self, tokens: list[fx.Node], choices: list[fx.Node]
     ) -> tuple[dict[fx.Node, fx.Node], dict[fx.Node, fx.Node]]:
         """The exchange: what arrives of tokens and choices, and the results of `build_pft` for those here."""
-        place, weights = self.placement, self.pft.args[1]
+        ways, slots, weights = self.ways, self.placement.num_slots, self.pft.args[1]
         if 4 in self.results and weights not in choices:
             choices = [*choices, weights]
-        rows = self._call(
-            ops.all_to_all_rows.default,
-            (tokens, choices, *self.plan),
-            {"num_slots": place.num_slots, "dedup": self.dedup, **self._group()},
-        )
-        rows.meta["save"] = True
-        letters = [("R", *t.meta.get("letters", ("S", "D"))[1:]) for t in tokens]
-        names = (*("rows" for _ in tokens), "slots", *("weights" for _ in choices))
-        arrived = self._parts(rows, (*letters, ("R", "J"), *(("R", "J") for _ in choices)), names)
-        local = arrived[len(tokens)]
-        received = dict(zip([*tokens, *choices], [*arrived[: len(tokens)], *arrived[len(tokens) + 1 :]], strict=True))
+        place, splits = self._insert_places()
+        near = None
+        if ways.near_apart:
+            kwargs = {"num_places": ways.sizes[-1] * slots}
+            begin = ways.position // ways.sizes[-1] * kwargs["num_places"]
+            parted = self._call(ops.near_and_far.default, (place,), {"begin": begin, **kwargs})
+            near, place = self._parts(parted, (("S", "K"), ("S", "K")), ("near", "far"))
+        moved, values, last = tokens, choices, len(ways.levels) - 1
+        for index in range(last + 1):
+            self.hops.append(self._start(index, moved, values, place, splits[index], self._label(index)))
+            if near is not None and not index:  # the way between nodes is the longest: it has been started
+                self.near = self._start(last, tokens, choices, near, splits[-1], "near")
+            if index < last:
+                moved, place, values = self._wait([self.hops[-1]], ("pilots", "places", "pilot_weights"))
+        arrived, local, scales = self._wait(self._last_hops(), ("rows", "slots", "weights"))
+        received = dict(zip([*tokens, *choices], [*arrived, *scales], strict=True))
         here = self._call(
             ops.build_pft.default,
             (local, received[weights] if 4 in self.results else None, None),
-            {"num_experts": place.num_slots},
+            {"num_experts": slots},
         )
         parts = self._parts(here, (("B",), ("B",), ("E+1",), ("R", "J"), ("B",)))
         return received, {self.results[i]: parts[i] for i in self.results}
+
+    def _last_hops(self) -> list[_Hop]:
+        return [self.hops[-1], self.near] if self.near else [self.hops[-1]]
+
+    def _insert_back(self, rows: fx.Node) -> fx.Node:
+        """The sums of the rows received, on their way back and added up by token."""
+        *hops, last = self.hops
+        on_their_way = self._back(rows, self._last_hops())
+        out = self._sums(on_their_way[0], last)
+        for hop in reversed(hops):
+            (sent,) = self._back(out, [hop])
+            if self.near and hop is hops[0]:
+                near = self._sums(on_their_way[1], self.near)
+                return self._call(aten.add.Tensor, (near, self._sums(sent, hop)), {}, ("S", "D"), "out")
+            out = self._sums(sent, hop)
+        return out
+
+    def _back(self, rows: fx.Node, hops: list[_Hop]) -> list[tuple[fx.Node, fx.Node]]:
+        node = self._call(
+            ops.all_to_all_back.default,
+            (rows, [h.splits for h in hops], [h.ticket for h in hops]),
+            {"groups": [h.level.group for h in hops]},
+            name=_named("back", hops[0].label),
+            axis=hops[0].level.axis,
+        )
+        parts = self._parts(node, ((),) * 2 * len(hops))
+        return list(zip(parts[: len(hops)], parts[len(hops) :], strict=True))
+
+    def _sums(self, sent: tuple[fx.Node, fx.Node], hop: _Hop) -> fx.Node:
+        rows = hop.plan[3].meta["letters"][0]
+        kwargs = {"group": hop.level.group}
+        name = _named("sums", hop.label) if hop.label else ""
+        return self._call(ops.wait_sums.default, (*sent, *hop.plan), kwargs, (rows, "D"), name)
 
     # ------------------------------------------------------------------ parameters
     def _own_parameters(self, node: fx.Node) -> None:
@@ -206,6 +338,10 @@ class _Exchange:
             for node in later:  # what is made of it has fewer experts now
                 node.meta.pop("val", None)
                 later += [user for user in node.users if user not in later]
+
+
+def _named(name: str, label: str) -> str:
+    return f"{name}_{label}" if label else name
 
 
 _GATHERS = (ops.expert_mlp.default, ops.dispatch.default)  # of tokens, their first argument

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -14,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from ..errors import InvalidPlan
 from ..ir.placement import Placement
 from .copying import copy_model
+from .topology import ExpertAxis
 
 _AXIS = "ep"
 
@@ -50,11 +50,9 @@ def expert_axis(mesh: DeviceMesh, wanted: str | None) -> str:
     return wanted
 
 
-def placement_on(mesh: DeviceMesh, axis: str, num_experts: int) -> Placement:
+def placement_on(axis: ExpertAxis, num_experts: int) -> Placement:
     """The experts in their order over one axis of a mesh."""
-    group: dist.ProcessGroup = mesh.get_group(axis)
-    own = mesh[axis]
-    return Placement.in_order(num_experts, own.size(), own.get_local_rank(), axis=axis, group=group.group_name)
+    return Placement.in_order(num_experts, axis.size, axis.rank, axis=axis.name, group=axis.group)
 
 
 def spread(block: nn.Module, parameters: ExpertParameters, placement: Placement, mesh: DeviceMesh) -> None:

@@ -6,110 +6,80 @@ import copy
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
 from moefx.errors import InvalidPlan, NotRewritten
 
-from ..passes.blocks import D, E, Gated, Loop, Mlp, Stacked
+from ..passes.blocks import D, Loop
+from .models import BLOCKS, Model, check
 
-
-def dense(self, x):
-    return torch.relu(x @ self.up) @ self.down
-
-
-def half(self, x):
-    gate, up = (x @ self.gate_up).chunk(2, -1)
-    return (torch.sigmoid(gate) * up) @ self.down.mT
-
-
-BLOCKS = {
-    "gated": lambda: Loop(Gated),
-    "biased": lambda: Loop(Mlp),
-    "every expert": lambda: Loop(Gated, k=E),
-    "stacked": lambda: Stacked(dense, up=(D, 8), down=(8, D)),
-    "joined": lambda: Stacked(half, gate_up=(D, 16), down=(D, 8)),
-}
-
-
-GRAPH = """\
-send                 = plan_dispatch(topk_ids, num_ranks={world}, num_slots={slots}, dedup=True)
-splits               = exchange_counts(send, axis="ep")
-rows, slots, weights = all_to_all_rows([x], [topk_w], send, splits, num_slots={slots}, dedup=True, axis="ep")
-pft                  = build_pft(slots, weights, num_experts={slots})
+GRAPHS = {
+    "dedup": """\
+place                = place_choices(topk_ids)
+splits               = exchange_counts(place, levels=[4], axis="ep")
+send                 = plan_dispatch(place, num_ranks=4, num_slots=1, dedup=True)
+sent                 = all_to_all_rows([x], [topk_w], place, send, splits, axis="ep")
+rows, slots, weights = wait_rows(sent)
+pft                  = build_pft(slots, weights, num_experts=1)
 y                    = expert_mlp(rows, pft, [up.local], [down.local]; relu(h) | y*w, keep="h", reduce=True)
-out                  = all_to_all_back(y, send, splits, axis="ep")"""
-
-
-class Model(nn.Module):
-    def __init__(self, kind: str, layers: int = 2):
-        super().__init__()
-        self.first = nn.Linear(D, D)
-        self.blocks = nn.ModuleList(BLOCKS[kind]() for _ in range(layers))
-
-    def forward(self, x):
-        x = self.first(x)
-        for block in self.blocks:
-            x = x + block(x)
-        return x
-
-
-def check(kind: str, mesh: DeviceMesh, **plan) -> None:
-    torch.manual_seed(0)
-    model = Model(kind).double()
-    compiled = moefx.compile(
-        copy.deepcopy(model), mesh=mesh, plan=moefx.Plan(**plan), example_inputs=(torch.zeros(9, D).double(),)
-    )
-    assert len(moefx.blocks(compiled)) == 2
-    axis = plan.get("expert_axis", "ep")
-    torch.manual_seed(dist.get_rank())
-    x = torch.randn(7 + dist.get_rank(), D, dtype=torch.float64)
-    out, want = compiled(x), model(x)
-    torch.testing.assert_close(out, want)
-    grad = torch.randn_like(want)
-    (want * grad).sum().backward()
-    (out * grad).sum().backward()
-    group = mesh.get_group(axis)
-    reference = dict(model.named_parameters())
-    seen = 0
-    for name, parameter in compiled.named_parameters():
-        wanted = reference[name].grad
-        if "experts" in name or name.endswith(("up", "down")):
-            continue
-        torch.testing.assert_close(parameter.grad, wanted)
-        seen += 1
-    for name, parameter in reference.items():  # all ranks in the same order
-        if "experts" not in name and not name.endswith(("up", "down")):
-            continue
-        total = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
-        dist.all_reduce(total, group=group)
-        mine = dict(compiled.named_parameters()).get(name)
-        if isinstance(mine, DTensor):
-            slots = E // mesh[axis].size()
-            first = mesh[axis].get_local_rank() * slots
-            torch.testing.assert_close(mine.grad.to_local(), total[first : first + slots])
-            assert mine.shape == parameter.shape
-        elif mine is not None:
-            torch.testing.assert_close(mine.grad, total)
-    assert seen == 4
-    assert all(block.fallbacks == 0 for block in moefx.blocks(compiled))
+back                 = all_to_all_back(y, [splits], axis="ep")
+out                  = wait_sums(back, send)""",
+    "rbd": """\
+place                = place_choices(topk_ids)
+splits_inter, splits_intra = exchange_counts(place, levels=[2, 2], axis="ep")
+send_inter           = plan_dispatch(place, num_ranks=2, num_slots=2, dedup=True)
+sent_inter           = all_to_all_rows([x], [topk_w], place, send_inter, splits_inter, axis="ep/inter")
+pilots, places, pilot_weights = wait_rows(sent_inter)
+send_intra           = plan_dispatch(places, num_ranks=2, num_slots=1, dedup=True)
+sent_intra           = all_to_all_rows([pilots], [pilot_weights], places, send_intra, splits_intra, axis="ep/intra")
+rows, slots, weights = wait_rows(sent_intra)
+pft                  = build_pft(slots, weights, num_experts=1)
+y                    = expert_mlp(rows, pft, [up.local], [down.local]; relu(h) | y*w, keep="h", reduce=True)
+back_intra           = all_to_all_back(y, [splits_intra], axis="ep/intra")
+sums_intra           = wait_sums(back_intra, send_intra)
+back_inter           = all_to_all_back(sums_intra, [splits_inter], axis="ep/inter")
+sums_inter           = wait_sums(back_inter, send_inter)""",
+    "halo": """\
+place                = place_choices(topk_ids)
+splits_inter, splits_intra, splits_near = exchange_counts(place, levels=[2, 2], near=True, axis="ep")
+near, far            = near_and_far(place, begin={begin}, num_places=2)
+send_inter           = plan_dispatch(far, num_ranks=2, num_slots=2, dedup=True)
+sent_inter           = all_to_all_rows([x], [topk_w], far, send_inter, splits_inter, axis="ep/inter")
+send_near            = plan_dispatch(near, num_ranks=2, num_slots=1, dedup=True)
+sent_near            = all_to_all_rows([x], [topk_w], near, send_near, splits_near, axis="ep/intra")
+pilots, places, pilot_weights = wait_rows(sent_inter)
+send_intra           = plan_dispatch(places, num_ranks=2, num_slots=1, dedup=True)
+sent_intra           = all_to_all_rows([pilots], [pilot_weights], places, send_intra, splits_intra, axis="ep/intra")
+rows, slots, weights = wait_rows([sent_intra, sent_near])
+pft                  = build_pft(slots, weights, num_experts=1)
+y                    = expert_mlp(rows, pft, [up.local], [down.local]; relu(h) | y*w, keep="h", reduce=True)
+back_intra           = all_to_all_back(y, [splits_intra, splits_near], axis="ep/intra")
+sums_intra           = wait_sums(back_intra.far, send_intra)
+back_inter           = all_to_all_back(sums_intra, [splits_inter], axis="ep/inter")
+sums_near            = wait_sums(back_intra.near, send_near)
+sums_inter           = wait_sums(back_inter, send_inter)
+out                  = sums_near + sums_inter""",
+}
 
 
 def case_all_ranks() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
     for kind in BLOCKS:
         for dispatch in ("dedup", "flat"):
-            check(kind, mesh, dispatch=dispatch)
+            check(Model(kind).double(), mesh, moefx.Plan(dispatch=dispatch))
 
 
-def case_the_graph() -> None:
-    world = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
-    compiled = moefx.compile(BLOCKS["stacked"](), mesh=mesh, example_inputs=(torch.zeros(9, D),))
-    lines = [line.partition("  #")[0].rstrip() for line in str(moefx.graph(compiled, "")).splitlines()]
-    assert "\n".join(lines[5:-1]) == GRAPH.format(world=world, slots=E // world), moefx.graph(compiled, "")
+def case_the_graphs() -> None:
+    if dist.get_world_size() != 4:
+        return
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
+    for dispatch, wanted in GRAPHS.items():
+        plan = moefx.Plan(dispatch=dispatch, node_size=2)
+        compiled = moefx.compile(BLOCKS["stacked"](), mesh=mesh, plan=plan, example_inputs=(torch.zeros(9, D),))
+        lines = [line.partition("  #")[0].rstrip() for line in str(moefx.graph(compiled, "")).splitlines()]
+        wanted = wanted.format(begin=dist.get_rank() // 2 * 2)
+        assert "\n".join(lines[5:-1]) == wanted, moefx.graph(compiled, "")
 
 
 def refused(error: type[Exception], text: str, *args, **kwargs) -> None:
@@ -148,12 +118,13 @@ def case_what_cannot_be() -> None:
 
 
 def case_two_axes() -> None:
+    """Ranks of a group that are neighbours (EP first), and that are not (DP first)."""
     if dist.get_world_size() < 4:
         return
-    for names, plan in ((("dp", "ep"), {}), (("experts", "dp"), {"expert_axis": "experts"})):
+    for names, axis in ((("dp", "ep"), None), (("experts", "dp"), "experts")):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
-        check("gated", mesh, **plan)
-        check("stacked", mesh, **plan)
+        for kind in ("gated", "stacked"):
+            check(Model(kind).double(), mesh, moefx.Plan(expert_axis=axis))
 
 
 def case_other_calls_than_the_examples() -> None:

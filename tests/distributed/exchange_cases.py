@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 
 import moefx.ir.dialect  # noqa: F401  registers the ops
-from moefx.ir.exchange import all_to_all_back, all_to_all_rows, exchange_counts, plan_dispatch
+from moefx.ir.exchange import all_to_all_back, all_to_all_rows, wait_rows, wait_sums
 from moefx.ir.experts import grouped_mm
+from moefx.ir.routes import exchange_counts, place_choices, plan_dispatch
 from moefx.ir.routing import build_pft, combine, dispatch
 
 D, E, K = 6, 8, 3
@@ -44,11 +45,15 @@ def experts_of(x, ids, weights, w, num_experts):
 
 def exchanged(x, ids, weights, w, places, dedup):
     world, slots = dist.get_world_size(), w.shape[0]
-    plan = plan_dispatch(ids, None, places=places.tolist(), num_ranks=world, num_slots=slots, dedup=dedup)
-    splits = exchange_counts(plan[3], group=group())
-    plan = (*plan, splits)
-    rows, local, scales = all_to_all_rows([x], [weights], *plan, num_slots=slots, dedup=dedup, group=group())
-    return all_to_all_back(experts_of(rows, local, scales, w, slots), *plan, group=group()), splits
+    how = {"num_slots": slots, "dedup": dedup}
+    place = place_choices(ids, None, places=places.tolist())
+    (splits,) = exchange_counts(place, levels=[world], group=group(), **how)
+    plan = (*plan_dispatch(place, num_ranks=world, **how), splits)
+    sent, ticket = all_to_all_rows([x], [weights], place, *plan, group=group(), **how)
+    rows, local, scales = wait_rows([sent], [ticket], [splits], [x], [weights], place, groups=[group()], **how)
+    sums = experts_of(rows, local, scales, w, slots)
+    back = all_to_all_back(sums, [splits], [ticket], groups=[group()])
+    return wait_sums(*back, *plan, group=group()), splits
 
 
 def check(kind: str, dedup: bool, tokens: int, moved: bool = False) -> None:

@@ -53,9 +53,13 @@ def launch(
                 worker.kill()
         texts = [output.read_text() for output in outputs]
     if ended != [0] * world:
-        shown = "\n".join(f"-- rank {rank}: {text[-2500:]}" for rank, text in enumerate(texts))
+        shown = "\n".join(f"-- rank {rank}: {_shortened(text)}" for rank, text in enumerate(texts))
         raise AssertionError(f"exit codes {ended}, of {world} ranks\n{shown}")
     return texts[0]
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) < 3000 else f"{text[:500]}\n[...]\n{text[-2500:]}"
 
 
 def main() -> None:

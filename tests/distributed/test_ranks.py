@@ -24,6 +24,11 @@ def test_compiled_models():
     launch(4, "tests.distributed.compile_cases")
 
 
+@pytest.mark.parametrize("world", [4, pytest.param(8, marks=pytest.mark.slow)])
+def test_hops(world):
+    launch(world, "tests.distributed.hop_cases")
+
+
 def test_a_rank_that_fails_is_shown():
     with pytest.raises(AssertionError, match=r"exit codes \[1, 1\], of 2 ranks(.|\n)*no attribute 'case_of_none'"):
         launch(2, "tests.distributed.exchange_cases", "case_of_none")

@@ -40,10 +40,10 @@ class Mlp(nn.Module):
 class Loop(nn.Module):
     """A loop over experts with `index_add`."""
 
-    def __init__(self, expert: Callable[[], nn.Module] = Gated, k: int = K):
+    def __init__(self, expert: Callable[[], nn.Module] = Gated, k: int = K, num_experts: int = E):
         super().__init__()
-        self.gate, self.k = nn.Linear(D, E, bias=False), k
-        self.experts = nn.ModuleList(expert() for _ in range(E))
+        self.gate, self.k = nn.Linear(D, num_experts, bias=False), k
+        self.experts = nn.ModuleList(expert() for _ in range(num_experts))
 
     def route(self, x):
         return self.gate(x).softmax(-1).topk(self.k, -1)
@@ -53,7 +53,7 @@ class Loop(nn.Module):
 
     def mixed(self, x, w, ids):
         out = torch.zeros_like(x)
-        for e in range(E):
+        for e in range(len(self.experts)):
             t, k = torch.where(ids == e)
             out = out.index_add(0, t, self.expert(e, x[t], w[t, k, None]))
         return out
@@ -65,14 +65,14 @@ class Loop(nn.Module):
 class Stacked(nn.Module):
     """All experts on all tokens, then a gather; the experts are stacked parameters."""
 
-    def __init__(self, body: Callable, **shapes: tuple[int, ...]):
+    def __init__(self, body: Callable, num_experts: int = E, **shapes: tuple[int, ...]):
         super().__init__()
-        self.gate, self.body = nn.Linear(D, E, bias=False), body
+        self.gate, self.body, self.num_experts = nn.Linear(D, num_experts, bias=False), body, num_experts
         for name, shape in shapes.items():
-            setattr(self, name, nn.Parameter(torch.randn(E, *shape) / 3))
+            setattr(self, name, nn.Parameter(torch.randn(num_experts, *shape) / 3))
 
     def forward(self, x):
         w, ids = self.gate(x).softmax(-1).topk(K, -1)
-        dense = self.body(self, x.expand(E, *x.shape))
+        dense = self.body(self, x.expand(self.num_experts, *x.shape))
         chosen = dense.transpose(0, 1).gather(1, ids[..., None].expand(*ids.shape, D))
         return (chosen * w[..., None]).sum(1)

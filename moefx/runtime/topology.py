@@ -1,0 +1,138 @@
+"""Which ranks are near each other: nodes, and levels above them (Piper section V.A and V.C)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import os
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..errors import InvalidPlan
+from ..ir.placement import Level, Ways
+
+_NODE = ("inter", "intra")  # the two lowest levels; those above have numbers
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """The ranks of an expert axis by level.
+
+    Attributes:
+        sizes: units within a unit, coarse to fine: (2, 4) is two nodes of four ranks. Levels with one unit are left
+            out, (W,) is one node or a flat network.
+        order: of each position the rank's number on the axis. Positions count nodes first, then ranks within the node,
+            as process groups do whatever the order of the axis. Ranks at the same place of their nodes share the
+            links between the nodes (the GPUs of one NIC, or rail).
+    """
+
+    sizes: tuple[int, ...]
+    order: tuple[int, ...]
+
+    @classmethod
+    def of(cls, ranks: Sequence[int], units: Sequence[int], axis: str = "ep") -> Topology:
+        """The topology of ranks that are numbered node by node, as launchers do.
+
+        Args:
+            ranks: of the whole world, in the order of the axis.
+            units: ranks in a unit of each level, fine to coarse: [node size, ...].
+
+        Raises:
+            InvalidPlan: a unit does not consist of whole ones of the level below, or the axis has unlike parts of them.
+        """
+        for small, large in itertools.pairwise(units):
+            if large % small or large <= small:
+                raise InvalidPlan(f"a level of {large} ranks does not consist of whole ones of {small}")
+        coarse = [size for size in reversed(units)]
+        paths = [(*(rank // size for size in coarse), rank) for rank in ranks]
+        sizes = []
+        for depth in range(len(coarse) + 1):
+            inside: dict[tuple[int, ...], set[int]] = {}
+            for path in paths:
+                inside.setdefault(path[:depth], set()).add(path[depth])
+            counts = {len(found) for found in inside.values()}
+            if len(counts) > 1:
+                unit = coarse[depth - 1] if depth else len(ranks)
+                raise InvalidPlan(
+                    f"mesh axis {axis!r} ({_shown(ranks)}) has {min(counts)} to {max(counts)} parts in units of {unit} "
+                    "ranks; each unit needs as many"
+                )
+            sizes.append(counts.pop())
+        order = sorted(range(len(ranks)), key=paths.__getitem__)
+        return cls(tuple(size for size in sizes if size > 1) or (1,), tuple(order))
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.order)
+
+    @property
+    def names(self) -> list[str]:
+        """Of the levels."""
+        above = [f"level{i}" for i in range(len(self.sizes) - 2, 0, -1)]
+        return [*above, *_NODE[-len(self.sizes) :]] if len(self.sizes) > 1 else [""]
+
+
+def _shown(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"ranks {shown}{', ...' if len(ranks) > 8 else ''}"
+
+
+def node_size(wanted: int | None, world: int) -> int:
+    """Ranks of a node: as planned, else what launchers say (LOCAL_WORLD_SIZE), else all.
+
+    Raises:
+        InvalidPlan: the world does not consist of whole nodes.
+    """
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    size = wanted if wanted is not None else int(told) if told.isdigit() and int(told) else world
+    if world % size:
+        source = "Plan(node_size=...)" if wanted is not None else "LOCAL_WORLD_SIZE"
+        raise InvalidPlan(f"{source} is {size}, but the {world} ranks are not whole nodes of that size")
+    return size
+
+
+class ExpertAxis:
+    """One axis of a mesh: its ranks, their topology, and the process groups of its levels.
+
+    Args:
+        node: ranks of a node, see `node_size`. above: of units above it, fine to coarse.
+    """
+
+    def __init__(self, mesh: DeviceMesh, name: str, node: int | None = None, above: Sequence[int] = ()):
+        self.mesh, self.name, self._node, self._above = mesh, name, node, above
+        self.own = mesh[name]
+        (self.rank,) = self.own.get_coordinate()  # not `get_local_rank`, which is the number in the process group
+        self.size = self.own.size()
+        group: dist.ProcessGroup = mesh.get_group(name)
+        self.group = group.group_name
+
+    @functools.cached_property
+    def topology(self) -> Topology:
+        units = [node_size(self._node, dist.get_world_size()), *self._above]
+        return Topology.of(self.own.mesh.tolist(), units, self.name)
+
+    def ways(self, *, by_level: bool, dedup: bool, near_apart: bool = False) -> Ways:
+        """In one exchange, or `by_level`. Collective, if so: the groups are made on first use."""
+        if not by_level or len(self.topology.sizes) == 1:
+            levels, near_apart = (Level(self.name, self.size, self.group),), False
+            order = Topology.of(self.own.mesh.tolist(), ()).order
+        else:
+            levels, order = self.levels, self.topology.order
+        return Ways(levels, order.index(self.rank), order, dedup, near_apart)
+
+    @functools.cached_property
+    def levels(self) -> tuple[Level, ...]:
+        """With the process group of the ranks that differ from this one at that level only."""
+        sizes, order = self.topology.sizes, self.topology.order
+        ranks = self.own.mesh[list(order)].view(sizes)
+        own = (ranks == dist.get_rank()).nonzero()[0].tolist()
+        levels = []
+        for i, (name, size) in enumerate(zip(self.topology.names, sizes, strict=True)):
+            beside = ranks[(*own[:i], slice(None), *own[i + 1 :])].tolist()
+            # Other groups of the axis may be in other models, or come later: only members wait for each other.
+            group = dist.new_group(beside, use_local_synchronization=True, group_desc=f"{self.name}/{name}")
+            levels.append(Level(f"{self.name}/{name}", size, group.group_name))
+        return tuple(levels)

@@ -1,0 +1,110 @@
+"""Exchanges over several levels of a topology: RBD, HALO with and without pilots."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import moefx
+from moefx.errors import InvalidPlan
+
+from ..passes.blocks import D
+from .models import Model, check, compiled_beside
+
+PLANS = {
+    "rbd": moefx.Plan(dispatch="rbd", validation="symbolic"),
+    "halo": moefx.Plan(dispatch="halo", validation="symbolic"),
+    "halo, no pilots": moefx.Plan(dispatch="halo", pilots=False, validation="symbolic"),
+}
+
+
+def one_axis() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+
+
+def case_kinds_of_experts() -> None:
+    mesh = one_axis()
+    if mesh.size() == 8:
+        return
+    for plan in PLANS.values():
+        for kind in ("biased", "every expert", "joined"):
+            check(Model(kind, layers=1, num_experts=dist.get_world_size()).double(), mesh, plan.replace(node_size=2))
+
+
+def case_topologies() -> None:
+    mesh, world = one_axis(), dist.get_world_size()
+    levels = [(2, ()), (1, ()), (4, ())] if world == 4 else [(2, ()), (4, ()), (2, (4,))]
+    for plan in PLANS.values():
+        for node_size, above in levels:
+            planned = plan.replace(node_size=node_size, topology_levels=above)
+            check(Model("stacked", layers=1, num_experts=2 * world).double(), mesh, planned)
+
+
+def case_ranks_in_another_order() -> None:
+    """Positions are not the ranks of the axis."""
+    world = dist.get_world_size()
+    if world == 8:
+        return
+    for order in (torch.arange(world).flip(0), torch.arange(world).view(2, -1).t().flatten()):
+        mesh = DeviceMesh("cpu", order, mesh_dim_names=("ep",))
+        for plan in PLANS.values():
+            for kind in ("gated", "stacked"):
+                planned = plan.replace(node_size=world // 2)
+                check(Model(kind, layers=1, num_experts=2 * world).double(), mesh, planned)
+
+
+def case_groups_of_ranks_that_are_not_neighbours() -> None:
+    if dist.get_world_size() < 8:
+        return
+    for names in (("ep", "dp"), ("dp", "ep")):
+        mesh = init_device_mesh("cpu", (4, 2) if names[0] == "ep" else (2, 4), mesh_dim_names=names)
+        for plan in PLANS.values():
+            check(
+                Model("gated", layers=1, num_experts=8).double(),
+                mesh,
+                plan.replace(node_size=2 if names[0] == "dp" else 4),
+            )
+
+
+def case_few_tokens() -> None:
+    """None on some ranks, and all on one."""
+    mesh, world = one_axis(), dist.get_world_size()
+    for plan in [PLANS["halo"]] if world == 8 else PLANS.values():
+        for some in (lambda rank: rank % 2, lambda rank: 11 * (rank == 1)):
+            x = torch.randn(some(dist.get_rank()), D, dtype=torch.float64)
+            check(Model("stacked", layers=1, num_experts=world).double(), mesh, plan.replace(node_size=2), x)
+
+
+def case_the_same_sums() -> None:
+    """With numbers whose sums are exact, every way gives the same bits; and so do two runs with any numbers."""
+    mesh, world = one_axis(), dist.get_world_size()
+    model = Model("stacked", layers=1, num_experts=world)
+    with torch.no_grad():
+        for parameter in model.blocks.parameters():
+            parameter.copy_((parameter * 4).round())
+        model.blocks[0].gate.weight.zero_()  # equal weights
+    x = torch.randint(-3, 4, (20, D)).float()
+    dispatches = [moefx.Plan(dispatch="flat"), moefx.Plan(dispatch="dedup"), *PLANS.values()]
+    outs = []
+    for plan in dispatches:
+        compiled = compiled_beside(model.blocks[0], mesh, plan.replace(node_size=2))
+        outs.append(compiled(x))
+        assert torch.equal(outs[-1], outs[0])
+        rough = torch.randn(30, D)
+        assert torch.equal(compiled(rough), compiled(rough))
+
+
+def case_nodes_that_do_not_fit() -> None:
+    world = dist.get_world_size()
+
+    def refused(text: str, mesh: DeviceMesh, **plan) -> None:
+        try:
+            compiled_beside(Model("gated", layers=1, num_experts=2 * world), mesh, moefx.Plan(dispatch="rbd", **plan))
+        except InvalidPlan as found:
+            assert text in str(found), found
+        else:
+            raise AssertionError(f"expected {text}")
+
+    refused(f"Plan(node_size=...) is 3, but the {world} ranks are not whole nodes", one_axis(), node_size=3)
+    refused("a level of 3 ranks does not consist of whole ones of 2", one_axis(), node_size=2, topology_levels=(3,))

@@ -1,0 +1,97 @@
+"""Models for the cases, and their comparison with the plain model on each rank's tokens."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+import moefx
+
+from ..passes.blocks import D, E, Gated, Loop, Mlp, Stacked
+
+
+def dense(self, x):
+    return torch.relu(x @ self.up) @ self.down
+
+
+def half(self, x):
+    gate, up = (x @ self.gate_up).chunk(2, -1)
+    return (torch.sigmoid(gate) * up) @ self.down.mT
+
+
+BLOCKS = {
+    "gated": lambda n=E: Loop(Gated, num_experts=n),
+    "biased": lambda n=E: Loop(Mlp, num_experts=n),
+    "every expert": lambda n=E: Loop(Gated, k=n, num_experts=n),
+    "stacked": lambda n=E: Stacked(dense, num_experts=n, up=(D, 8), down=(8, D)),
+    "joined": lambda n=E: Stacked(half, num_experts=n, gate_up=(D, 16), down=(D, 8)),
+}
+
+
+class Model(nn.Module):
+    """The same parameters on every rank."""
+
+    def __init__(self, kind: str, layers: int = 2, num_experts: int = E):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(D, D)
+        self.blocks = nn.ModuleList(BLOCKS[kind](num_experts) for _ in range(layers))
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def is_of_experts(name: str) -> bool:
+    return "experts" in name or name.endswith(("up", "down"))
+
+
+def compiled_beside(model: nn.Module, mesh: DeviceMesh, plan: moefx.Plan) -> nn.Module:
+    inputs = (torch.zeros(9, D, dtype=next(model.parameters()).dtype),)
+    compiled = moefx.compile(copy.deepcopy(model), mesh=mesh, plan=plan, example_inputs=inputs)
+    assert moefx.blocks(compiled)
+    return compiled
+
+
+def check(model: nn.Module, mesh: DeviceMesh, plan: moefx.Plan, x: Tensor | None = None) -> nn.Module:
+    """Outputs are those of the plain model on this rank's tokens, and so are the gradients; those of the experts are
+    the sums over the ranks of the expert axis."""
+    compiled = compiled_beside(model, mesh, plan)
+    axis = plan.expert_axis or "ep"
+    if x is None:
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        x = torch.randn(7 + dist.get_rank(), D, dtype=torch.float64, generator=generator)
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    out, want = compiled(inputs[0]), model(inputs[1])
+    torch.testing.assert_close(out, want, rtol=1e-10, atol=1e-10)
+    grad = torch.randn_like(want)
+    (want * grad).sum().backward()
+    (out * grad).sum().backward()
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=1e-10, atol=1e-10)
+    mine, seen = dict(compiled.named_parameters()), set()
+    for name, parameter in model.named_parameters():  # all ranks in the same order
+        wanted = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+        if is_of_experts(name):
+            dist.all_reduce(wanted, group=mesh.get_group(axis))
+        if (own := mine.get(name)) is None:
+            continue
+        seen.add(name)
+        got = own.grad
+        if isinstance(own, DTensor):
+            assert own.shape == parameter.shape
+            slots = own.to_local().shape[0]
+            first = mesh[axis].get_coordinate()[0] * slots
+            wanted = wanted[first : first + slots]
+            got = torch.zeros_like(wanted) if got is None else got.to_local()
+        got = torch.zeros_like(wanted) if got is None else got
+        torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}")
+    assert seen == set(mine)
+    assert all(block.fallbacks == 0 for block in moefx.blocks(compiled))
+    return compiled
