@@ -9,16 +9,23 @@ from .errors import MoefxError, NoMoEBlockFound
 
 if TYPE_CHECKING:
     from .api import Block, Explanation, blocks, compile, explain, graph, history, verify
+    from .distribute import clip_grad_norm_, expert_parameter_names, full_state_dict
 
 __version__ = "0.1.0"
 __all__ = [
     "Block", "Explanation", "MoefxError", "NoMoEBlockFound", "Plan",
-    "blocks", "compile", "explain", "graph", "history", "verify",
+    "blocks", "clip_grad_norm_", "compile", "expert_parameter_names", "explain", "full_state_dict", "graph", "history",
+    "verify",
 ]  # fmt: skip
+_OF_SPREAD_MODELS = ("clip_grad_norm_", "expert_parameter_names", "full_state_dict")
 
 
 def __getattr__(name: str) -> Any:
     # The rest loads on first use: `import moefx` must stay cheap beside `import torch`.
+    if name in _OF_SPREAD_MODELS:
+        from . import distribute  # torch.distributed takes a while, and is not in every build
+
+        return getattr(distribute, name)
     if name in __all__:
         from . import api
 

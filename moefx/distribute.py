@@ -1,12 +1,14 @@
-"""Expert parallelism of what was proven: which experts live where, and the graph with its collectives."""
+"""Expert parallelism of what was proven: which experts live where, the graph with its collectives, and what training
+needs of a model that is spread."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._plan import Plan
@@ -16,7 +18,10 @@ from .passes.collectives import collectives
 from .passes.manager import PassManager
 from .passes.match.paths import Place
 from .pipeline import Result
+from .runtime import clipping, state
+from .runtime.module import rewritten_blocks
 from .runtime.sharding import ExpertParameters, expert_axis, placement_on, spread, whole
+from .runtime.state import OnLoad, OnSave
 from .runtime.topology import ExpertAxis
 
 
@@ -49,6 +54,9 @@ class Spread:
     def take(self, block: nn.Module, mesh: DeviceMesh) -> None:
         """Leave a block the parameters of this rank's experts."""
         spread(block, self.parameters, self.placement, mesh)
+        block.register_load_state_dict_pre_hook(OnLoad(self.parameters, self.placement))
+        if self.parameters.separate and self.placement.num_ranks > 1:
+            block.register_state_dict_pre_hook(OnSave())
 
     def whole(self, block: nn.Module) -> nn.Module:
         """A copy of a block that `take` was called on which can be lifted."""
@@ -106,3 +114,61 @@ def _check_axis(table: Sequence[Place]) -> None:
             culprits=(place.fqn,),
             remedy="keep it as [experts, ...]",
         )
+
+
+# ---------------------------------------------------------------------- public functions
+def full_state_dict(model: nn.Module, *, cpu: bool = False, rank: int | None = None) -> dict[str, Any]:
+    """The original's state dict, its experts gathered from all ranks. Collective: every rank calls it.
+
+    Args:
+        cpu: move each tensor to the CPU as soon as it is whole.
+        rank: the global rank that gets the dict, others get an empty one. None: every rank.
+
+    Returns:
+        Names, order and shapes as in the original's `state_dict`; DTensors have become whole tensors.
+    """
+    found = {name: (s.parameters, s.placement, s.ways) for name, s in spread_blocks(model).items()}
+    return state.full_state_dict(model, found, cpu=cpu, rank=rank)
+
+
+def clip_grad_norm_(
+    model: nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+) -> Tensor:
+    """`torch.nn.utils.clip_grad_norm_` of a model whose parameters are spread over meshes of any kind (experts over
+    the expert axis, FSDP). Collective: every rank calls it.
+
+    Args:
+        norm_type: > 0, infinity too.
+
+    Returns:
+        The norm before, of the gradients of all parameters of the model as if they were on one rank: the same on all
+        ranks if the gradients of replicated parameters are.
+
+    Raises:
+        RuntimeError: `error_if_nonfinite`, and the norm is not finite.
+    """
+    return clipping.clip_grad_norm_(model, own_experts(model), max_norm, norm_type, error_if_nonfinite)
+
+
+def expert_parameter_names(model: nn.Module) -> list[str]:
+    """Names of the parameters that differ from rank to rank of the expert axis: what data parallelism over all ranks
+    must leave alone."""
+    stacked = [f"{name}." * bool(name) + p for name, s in spread_blocks(model).items() for p in s.parameters.stacked]
+    wanted = {*stacked, *own_experts(model)}
+    return [name for name, _ in model.named_parameters() if name in wanted]
+
+
+def own_experts(model: nn.Module) -> dict[str, str]:
+    """Of the parameters of separate experts, the process group whose ranks have other ones."""
+    return {
+        f"{name}." * bool(name) + parameter: s.placement.group
+        for name, s in spread_blocks(model).items()
+        for each in s.parameters.separate
+        for parameter in each
+    }
+
+
+def spread_blocks(model: nn.Module) -> dict[str, Spread]:
+    """The blocks of a model whose experts are spread, by name."""
+    found = {name: getattr(f.specialise, "spread", None) for name, f in rewritten_blocks(model).items()}
+    return {name: s for name, s in found.items() if isinstance(s, Spread)}

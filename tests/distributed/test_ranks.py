@@ -24,6 +24,10 @@ def test_compiled_models():
     launch(4, "tests.distributed.compile_cases")
 
 
+def test_states():
+    launch(4, "tests.distributed.state_cases")
+
+
 @pytest.mark.parametrize("world", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_hops(world):
     launch(world, "tests.distributed.hop_cases")

@@ -1,0 +1,87 @@
+"""The norm of gradients that are spread over a mesh."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..errors import MoefxError
+from ..ir.payload import group_of
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    model: nn.Module,
+    own_experts: dict[str, str],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """See `moefx.clip_grad_norm_`.
+
+    Args:
+        own_experts: of parameters of which each rank has others, the name of the process group of those ranks.
+    """
+    if not norm_type > 0:
+        raise MoefxError(f"norm_type={norm_type!r}: expected a number > 0")
+    wanted = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if not wanted:
+        return torch.zeros(())
+    # The same on every rank, whatever gradients it has.
+    like = torch.zeros((), dtype=_widest([p.dtype for _, p in wanted]), device=wanted[0][1].device)
+    groups: dict[tuple[str, ...], list[Tensor]] = {}
+    grads = []
+    for name, parameter in wanted:
+        norms = groups.setdefault(_spread_over(name, parameter, own_experts), [])
+        if parameter.grad is not None:
+            grads.append(_local(parameter.grad))
+            norms.append(torch.linalg.vector_norm(grads[-1], norm_type, dtype=like.dtype).to(like.device))
+    total = _combined([_over(_combined(norms, norm_type, like), over, norm_type) for over, norms in groups.items()],
+                      norm_type, like)  # fmt: skip
+    if error_if_nonfinite and not bool(torch.isfinite(total)):
+        raise RuntimeError(f"the total norm of order {norm_type} of the gradients is {total.item()}")
+    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for grad in grads:
+        grad.mul_(scale.to(grad.device, grad.dtype))
+    return total
+
+
+def _spread_over(name: str, parameter: Tensor, own_experts: dict[str, str]) -> tuple[str, ...]:
+    """The groups whose ranks have other parts of a parameter, or other parameters in its place."""
+    over = [own_experts[name]] if name in own_experts else []
+    if isinstance(parameter, DTensor):
+        for axis, placement in enumerate(parameter.placements):
+            if placement.is_partial():
+                raise MoefxError(f"{name} is a partial sum, of whose gradient there is no norm")
+            if placement.is_shard() or "Shard" in type(placement).__name__:  # also the strided one of FSDP
+                over.append(parameter.device_mesh.get_group(axis).group_name)
+    return tuple(over)
+
+
+def _local(t: Tensor) -> Tensor:
+    return t.to_local() if isinstance(t, DTensor) else t
+
+
+def _widest(dtypes: list[torch.dtype]) -> torch.dtype:
+    return functools.reduce(torch.promote_types, dtypes, torch.float32)
+
+
+def _combined(norms: list[Tensor], norm_type: float, like: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros_like(like)
+
+
+def _over(norm: Tensor, groups: tuple[str, ...], norm_type: float) -> Tensor:
+    """The norm of what all ranks of these groups have."""
+    for name in groups:
+        if math.isinf(norm_type):
+            dist.all_reduce(norm, dist.ReduceOp.MAX, group=group_of(name))
+        else:
+            norm = norm.pow(norm_type)
+            dist.all_reduce(norm, group=group_of(name))
+            norm = norm.pow(1 / norm_type)
+    return norm

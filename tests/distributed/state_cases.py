@@ -1,0 +1,252 @@
+"""State of models that are spread: loading, whole state dicts, checkpoints that reshard, clipping, FSDP and DDP."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import tempfile
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
+
+import moefx
+
+from ..passes.blocks import D, E
+from .models import Model, compiled_beside, is_of_experts
+
+PLAN = moefx.Plan(validation="symbolic")
+KINDS = ("gated", "joined")  # experts of their own, and stacked ones
+
+
+def meshes() -> tuple[DeviceMesh, DeviceMesh]:
+    """All ranks for the experts, and half of them."""
+    world = dist.get_world_size()
+    return (
+        init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "ep")),
+        init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "ep")),
+    )
+
+
+def same(found: dict, wanted: dict) -> None:
+    assert list(found) == list(wanted), (list(found), list(wanted))
+    for name, value in wanted.items():
+        assert torch.equal(found[name], value), name
+
+
+def shared_folder() -> str:
+    box = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box)
+    return box[0]
+
+
+def trained(compiled: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> None:
+    compiled(torch.randn(40, D)).pow(2).sum().backward()
+    for name, parameter in compiled.named_parameters():
+        if not is_of_experts(name):  # what FSDP did not add up
+            local, group = parameter.grad, None
+            if isinstance(local, DTensor):
+                local, group = local.to_local(), mesh.get_group("ep")
+            dist.all_reduce(local, group=group)
+    optimizer.step()
+
+
+def case_state_dicts_of_the_original() -> None:
+    for mesh in meshes():
+        for kind in KINDS:
+            original = Model(kind)
+            compiled = compiled_beside(original, mesh, PLAN)
+            same(moefx.full_state_dict(compiled), original.state_dict())
+            other = {name: torch.randn_like(value) for name, value in original.state_dict().items()}
+            for value in other.values():
+                dist.broadcast(value, 0)
+            compiled.load_state_dict(other)
+            same(moefx.full_state_dict(copy.deepcopy(compiled)), other)
+            at_one = moefx.full_state_dict(compiled, cpu=True, rank=1)
+            same(at_one, other if dist.get_rank() == 1 else {})
+            own = compiled.state_dict()
+            assert len(own) < len(other) or kind == "joined"
+            compiled.load_state_dict(own)
+            same(moefx.full_state_dict(compiled), other)
+
+
+def case_what_is_wrong_with_a_state_dict() -> None:
+    for kind in KINDS:
+        original = Model(kind)
+        compiled = compiled_beside(original, meshes()[0], PLAN)
+        state = {**original.state_dict(), "more": torch.zeros(3)}
+        del state["first.bias"]
+        try:
+            compiled.load_state_dict(state)
+        except RuntimeError as found:
+            assert 'Missing key(s) in state_dict: "first.bias"' in str(found), found
+            assert 'Unexpected key(s) in state_dict: "more"' in str(found) and "experts" not in str(found), found
+        else:
+            raise AssertionError("was loaded")
+
+
+def case_torchs_own_full_state_dict_is_complete_or_an_error() -> None:
+    options = StateDictOptions(full_state_dict=True)
+    original = Model("joined")
+    same(get_model_state_dict(compiled_beside(original, meshes()[1], PLAN), options=options), original.state_dict())
+    try:
+        get_model_state_dict(compiled_beside(Model("gated"), meshes()[1], PLAN), options=options)
+    except moefx.MoefxError as found:
+        assert "use moefx.full_state_dict" in str(found), found
+    else:
+        raise AssertionError("was incomplete")
+    alone = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "ep"))
+    same(
+        get_model_state_dict(compiled_beside(Model("gated"), alone, PLAN), options=options), Model("gated").state_dict()
+    )
+
+
+def case_checkpoints_reshard() -> None:
+    """Saved over one mesh, with the optimizer's state; loaded over another and in the plain model: the same bits."""
+    all_ranks, half = meshes()
+    for kind, (before, after) in itertools.product(KINDS, [(all_ranks, half), (half, all_ranks)]):
+        folder, original = shared_folder(), Model(kind)
+        saved = compiled_beside(original, before, PLAN)
+        if before is half:
+            shard_fully(saved, half)
+        optimizer = torch.optim.AdamW(saved.parameters(), lr=0.01)
+        trained(saved, optimizer, before)
+        whole = moefx.full_state_dict(saved)
+        model_state, optimizer_state = get_state_dict(saved, optimizer)
+        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+
+        other = compiled_beside(original, after, PLAN)
+        if after is half:
+            shard_fully(other, half)
+        of_other = torch.optim.AdamW(other.parameters(), lr=0.01)
+        loaded(other, of_other, folder)
+        same(moefx.full_state_dict(other), whole)
+
+        plain = copy.deepcopy(original)
+        of_plain = torch.optim.AdamW(plain.parameters(), lr=0.01)
+        loaded(plain, of_plain, folder)
+        same(plain.state_dict(), whole)
+        moments = {name: of_plain.state[p]["exp_avg"] for name, p in plain.named_parameters()}
+        assert any(m.abs().sum() > 0 for name, m in moments.items() if is_of_experts(name))
+        for name, parameter in other.named_parameters():
+            own = of_other.state[parameter]["exp_avg"]
+            if isinstance(own, DTensor):
+                own = own.full_tensor()
+            assert torch.equal(own, moments[name]), name
+
+
+def shard_fully(compiled: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    for block in compiled.blocks:
+        fully_shard(block, mesh=mesh["dp"], shard_placement_fn=lambda p: Shard(1) if p.dim() > 1 else Shard(0))
+    return fully_shard(compiled, mesh=mesh["dp"])
+
+
+def loaded(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+def case_a_meta_model() -> None:
+    """Only shards are ever materialised."""
+    for kind in KINDS:
+        with torch.device("meta"):
+            meta = Model(kind)
+        compiled = compiled_beside(meta, meshes()[0], PLAN).to_empty(device="cpu")
+        held = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in compiled.parameters())
+        everything = sum(p.numel() for p in meta.parameters())
+        experts = sum(p.numel() for name, p in meta.named_parameters() if is_of_experts(name))
+        assert held == everything - experts + experts // dist.get_world_size()
+        original = Model(kind)
+        compiled.load_state_dict(original.state_dict())
+        x = torch.randn(11, D)
+        torch.testing.assert_close(compiled(x), original(x))
+
+
+def case_the_norm_of_all_gradients() -> None:
+    for mesh in meshes():
+        for kind in KINDS:
+            original = Model(kind)
+            compiled = compiled_beside(original, mesh, PLAN)
+            torch.manual_seed(5)
+            x = torch.randn(3, D)  # fewer choices than experts: some have no gradient
+            for norm_type in (2.0, 1.0, float("inf")):
+                original.zero_grad(), compiled.zero_grad()
+                (original(x).sum() * mesh["ep"].size()).backward()
+                compiled(x).sum().backward()
+                for name, p in compiled.named_parameters():
+                    if p.grad is not None and not is_of_experts(name):
+                        p.grad *= mesh["ep"].size()
+                wanted = nn.utils.clip_grad_norm_(original.parameters(), 0.7, norm_type)
+                norm = moefx.clip_grad_norm_(compiled, 0.7, norm_type)
+                torch.testing.assert_close(norm, wanted)
+                assert wanted > 0.7
+                torch.testing.assert_close(moefx.clip_grad_norm_(compiled, 100.0, norm_type), torch.tensor(0.7))
+    compiled.first.weight.grad[0, 0] = float("nan")
+    try:
+        moefx.clip_grad_norm_(compiled, 1.0, error_if_nonfinite=True)
+    except RuntimeError as found:
+        assert "nan" in str(found)
+    else:
+        raise AssertionError("nan")
+
+
+def case_fully_sharded() -> None:
+    """Experts over the expert axis and, with the rest, over the data-parallel one."""
+    mesh = meshes()[1]
+    for kind in KINDS:
+        original = Model(kind)
+        compiled = compiled_beside(original, mesh, PLAN)
+        shard_fully(compiled, mesh)
+        x = torch.randn(7 + dist.get_rank(), D)
+        out, want = compiled(x), original(x)
+        torch.testing.assert_close(out, want)
+        grad = torch.randn_like(want)
+        (out * grad).sum().backward()
+        (want * grad).sum().backward()
+        for p in original.parameters():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            dist.all_reduce(p.grad)
+        squares = [p.grad.double().pow(2).sum() / 4 for name, p in original.named_parameters() if is_of_experts(name)]
+        own = dict(compiled.named_parameters())
+        for name, p in original.named_parameters():
+            if is_of_experts(name) and name in own:
+                whole = own[name].grad.full_tensor()
+                torch.testing.assert_close(whole, p.grad / 2, msg=lambda m, name=name: f"{name} {m}")
+        for name, p in own.items():  # one group of ranks has one part of the dense gradients
+            if not is_of_experts(name):
+                p.grad = None
+        torch.testing.assert_close(moefx.clip_grad_norm_(compiled, 1e9).double(), torch.stack(squares).sum().sqrt())
+        same(moefx.full_state_dict(compiled), original.state_dict())
+
+
+def case_data_parallel_beside() -> None:
+    mesh = meshes()[0]
+    for kind in KINDS:
+        original = Model(kind)
+        compiled = compiled_beside(original, mesh, PLAN)
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+            compiled, moefx.expert_parameter_names(compiled)
+        )
+        parallel = DistributedDataParallel(compiled)
+        x = torch.randn(7 + dist.get_rank(), D)
+        parallel(x).pow(2).sum().backward()
+        original(x).pow(2).sum().backward()
+        for name, p in compiled.named_parameters():
+            wanted = dict(original.named_parameters())[name].grad
+            if not is_of_experts(name):
+                dist.all_reduce(wanted)
+                torch.testing.assert_close(p.grad, wanted / dist.get_world_size())
+        assert E % dist.get_world_size() == 0
