@@ -11,6 +11,7 @@ from .errors import InvalidPlan
 Checkpoint = Literal["h", "x", "all", "auto"]
 ExpertStorage = Literal["original", "contiguous", "stacked"]
 Validation = Literal["symbolic", "numeric", "auto"]
+SequenceGradients = Literal["replicated", "partial"]
 Dispatch = Literal["auto", "flat", "dedup", "rbd", "halo"]
 
 
@@ -24,8 +25,12 @@ class Plan:
             `"auto"`: for the planner to decide; `"h"` as long as there is none.
         expert_storage: `"original"` leaves the storage of ModuleList experts alone; `"contiguous"` lays it out so
             that the E parameters are equally spaced views (they stay the E original Parameters).
-        expert_axis: the mesh axis that the experts are spread over. Without it: `"ep"` if the mesh has an axis of that
-            name, or its only axis.
+        expert_axis: the mesh axis that the experts are spread over, or several, `("dp", "tp")`, made one. Without it:
+            `"ep"` if the mesh has an axis of that name, or its only axis.
+        sequence_axis: a mesh axis (tensor-parallel) whose ranks all have the same tokens: each routes a part of them,
+            and the sums are gathered (X-MoE section 4.3, SSMB). Its ranks are among those of `expert_axis`.
+        sequence_gradients: what the ranks of `sequence_axis` are given as the gradient of the block's output:
+            `"replicated"`, all of it each; `"partial"`, a summand each.
         dispatch: how rows travel to their experts. `"flat"`: one row for each choice; `"dedup"`: one for each rank that
             has experts of the token; `"rbd"`: one for each node, and from there one for each rank (X-MoE section 4.2);
             `"halo"`: as that, but what stays in the node does not wait for what comes from others (Piper section V);
@@ -34,6 +39,8 @@ class Plan:
         node_size: ranks of a node, numbered node by node. Without it: LOCAL_WORLD_SIZE, which torchrun sets, else all.
         topology_levels: ranks of units above a node, e.g. `(32, 512)` for switch groups of 32 and racks of 512 ranks.
             `"rbd"` and `"halo"` take one more hop for each.
+        timeout: seconds that a rank waits for others in an exchange before it raises `RanksLost`. None: as long as the
+            process groups of the mesh allow (see `torch.distributed.init_process_group`).
         validation: `"symbolic"` proves the rewrite on abstract tensors under several routings only; `"numeric"` also
             runs original and rewritten block side by side on a few tokens; `"auto"` does so where weights exist and
             `validation_seconds` allows.
@@ -44,11 +51,14 @@ class Plan:
 
     checkpoint: Checkpoint = "h"
     expert_storage: ExpertStorage = "original"
-    expert_axis: str | None = None
+    expert_axis: str | tuple[str, ...] | None = None
+    sequence_axis: str | None = None
+    sequence_gradients: SequenceGradients = "replicated"
     dispatch: Dispatch = "auto"
     pilots: bool = True
     node_size: int | None = None
     topology_levels: tuple[int, ...] = ()
+    timeout: float | None = None
     validation: Validation = "auto"
     validation_seconds: float = 30.0
     fuse: bool = True
@@ -59,13 +69,19 @@ class Plan:
             ("checkpoint", Checkpoint),
             ("expert_storage", ExpertStorage),
             ("dispatch", Dispatch),
+            ("sequence_gradients", SequenceGradients),
             ("validation", Validation),
         ):
             value = getattr(self, field)
             if value not in get_args(choices):
                 raise InvalidPlan(f"Plan({field}={value!r}): expected one of {', '.join(map(repr, get_args(choices)))}")
-        if self.expert_axis is not None and not isinstance(self.expert_axis, str):
-            raise InvalidPlan(f"Plan(expert_axis={self.expert_axis!r}): expected the name of a mesh axis")
+        if isinstance(self.expert_axis, list):
+            object.__setattr__(self, "expert_axis", tuple(self.expert_axis))
+        for field in ("expert_axis", "sequence_axis"):
+            axis = getattr(self, field)
+            several = axis if field == "expert_axis" and isinstance(axis, tuple) else (axis,)
+            if axis is not None and not (several and all(isinstance(name, str) for name in several)):
+                raise InvalidPlan(f"Plan({field}={axis!r}): expected the name of a mesh axis")
         if not self.validation_seconds >= 0:
             raise InvalidPlan(f"Plan(validation_seconds={self.validation_seconds!r}): expected a number >= 0")
         for field in ("fuse", "pilots"):
@@ -73,6 +89,8 @@ class Plan:
                 raise InvalidPlan(f"Plan({field}={getattr(self, field)!r}): expected True or False")
         if self.node_size is not None and not _is_size(self.node_size):
             raise InvalidPlan(f"Plan(node_size={self.node_size!r}): expected a number of ranks, or None")
+        if self.timeout is not None and not (isinstance(self.timeout, (int, float)) and self.timeout > 0):
+            raise InvalidPlan(f"Plan(timeout={self.timeout!r}): expected seconds, or None")
         levels = self.topology_levels
         if not isinstance(levels, (tuple, list)) or not all(map(_is_size, levels)):
             raise InvalidPlan(f"Plan(topology_levels={levels!r}): expected numbers of ranks, (32, 512) for example")

@@ -78,7 +78,19 @@ def compile(
     """
     plan = _plan(plan, mesh)
     model = _checked(model)
-    found, verdicts = _proven(model, example_inputs, plan)
+    axis = None
+    if mesh is not None:
+        from .distribute import Spread, agree, planned_axis  # torch.distributed takes a while, and is not everywhere
+
+        axis = planned_axis(mesh, plan)
+    try:
+        found, verdicts = _proven(model, example_inputs, plan)
+    except Exception as error:
+        if axis is not None:
+            agree(axis, plan, f"none, {type(error).__name__}: {error}")
+        raise
+    if axis is not None:
+        agree(axis, plan, _outline(found))
     if not found.matched:
         if strict:
             raise NoMoEBlockFound(_nothing_found(model, found))
@@ -91,18 +103,14 @@ def compile(
         )
     compiled, copies = copy_model(model)
     modules = dict(model.named_modules())
-    axis, reports = None, []
-    if mesh is not None:
-        from .distribute import Spread, planned_axis  # torch.distributed takes a while, and is not in every build
-
-        axis = planned_axis(mesh, plan)
+    reports = []
     for matched in found.matched:
         first, spread = modules[matched.names[0]], None
         if axis is not None:
             spread = Spread.over(axis, matched.result, plan)
             matched.result = spread.graph(first, matched.result)
             for name in matched.names:
-                spread.take(copies[modules[name]], mesh)
+                spread.take(copies[modules[name]], axis)
         program = _program(matched, first)
         specialise = Specialise(matched.result.match.arguments, plan, OWN_MODE in matched.read, spread)
         for name in matched.names:
@@ -252,6 +260,17 @@ def _nothing_found(model: nn.Module, found: Survey) -> str:
             "could each be for some tokens only"
         )
     return head + ". These look like one and were refused:\n  " + "\n  ".join(map(str, found.refused))
+
+
+def _outline(found: Survey) -> str:
+    """What is rewritten, briefly: ranks that do not agree on it would wait for each other."""
+    return (
+        "; ".join(
+            f"{', '.join(map(_shown, m.names))} ({m.result.match.num_experts} experts, {m.result.match.slots} a token)"
+            for m in found.matched
+        )
+        or "none"
+    )
 
 
 def _program(matched: Matched, block: nn.Module) -> Program:

@@ -8,19 +8,24 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from . import __version__
 from ._plan import Plan
-from .errors import Refused
-from .ir.placement import Placement, Ways
+from .errors import InvalidPlan, Refused
+from .ir.payload import group_of
+from .ir.placement import Placement, SharedTokens, Ways
 from .passes.collectives import collectives
 from .passes.manager import PassManager
 from .passes.match.paths import Place
+from .passes.ssmb import ssmb
 from .pipeline import Result
 from .runtime import clipping, state
 from .runtime.module import rewritten_blocks
-from .runtime.sharding import ExpertParameters, expert_axis, placement_on, spread, whole
+from .runtime.sharding import ExpertParameters, axis_of, expert_axis, placement_on, spread, whole
 from .runtime.state import OnLoad, OnSave
 from .runtime.topology import ExpertAxis
 
@@ -31,6 +36,7 @@ class Spread:
 
     placement: Placement
     ways: Ways
+    sequence: SharedTokens | None
     parameters: ExpertParameters
     plan: Plan
 
@@ -43,17 +49,21 @@ class Spread:
             Refused: the block keeps its experts' parameters in a way that cannot be cut.
         """
         placement = placement_on(axis, result.match.num_experts)
-        return cls(placement, ways(axis, plan), expert_parameters(result), plan)
+        sequence = axis.sequence(plan.sequence_axis, plan.sequence_gradients) if plan.sequence_axis else None
+        return cls(placement, ways(axis, plan), sequence, expert_parameters(result), plan)
 
     def graph(self, block: nn.Module, result: Result) -> Result:
         """The graph that goes on from the rewritten block's; the proof stays as it is."""
-        step = functools.partial(collectives, placement=self.placement, ways=self.ways, stacked=self.parameters.stacked)
-        history = PassManager(block).extend(result.history, [step], self.plan, level="fused")
+        steps = [functools.partial(ssmb, sequence=self.sequence)] if self.sequence else []
+        steps.append(
+            functools.partial(collectives, placement=self.placement, ways=self.ways, stacked=self.parameters.stacked)
+        )
+        history = PassManager(block).extend(result.history, steps, self.plan, level="fused")
         return dataclasses.replace(result, history=history)
 
-    def take(self, block: nn.Module, mesh: DeviceMesh) -> None:
+    def take(self, block: nn.Module, axis: ExpertAxis) -> None:
         """Leave a block the parameters of this rank's experts."""
-        spread(block, self.parameters, self.placement, mesh)
+        spread(block, self.parameters, self.placement, axis.own)
         block.register_load_state_dict_pre_hook(OnLoad(self.parameters, self.placement))
         if self.parameters.separate and self.placement.num_ranks > 1:
             block.register_state_dict_pre_hook(OnSave())
@@ -69,7 +79,33 @@ def planned_axis(mesh: DeviceMesh, plan: Plan) -> ExpertAxis:
     Raises:
         InvalidPlan: the mesh has no such axis.
     """
-    return ExpertAxis(mesh, expert_axis(mesh, plan.expert_axis), plan.node_size, plan.topology_levels)
+    if plan.sequence_axis is not None:
+        axis_of(mesh, "sequence_axis", (plan.sequence_axis,))
+    own = axis_of(mesh, "expert_axis", expert_axis(mesh, plan.expert_axis))
+    return ExpertAxis(mesh, own, plan.node_size, plan.topology_levels, plan.timeout)
+
+
+def agree(axis: ExpertAxis, plan: Plan, found: str) -> None:
+    """Whether all ranks of the axis will run the same exchanges: one round of a few bytes. Collective, also for a rank
+    that cannot go on.
+
+    Args:
+        found: the blocks that will be rewritten, or the error that keeps this rank from going on.
+
+    Raises:
+        InvalidPlan: they have other plans, or found other blocks.
+    """
+    own = {"plan": plan.to_json(), "moefx and torch": f"{__version__}, {torch.__version__}", "rewritten blocks": found}
+    told: list[Any] = [None] * axis.size
+    dist.all_gather_object(told, own, group=group_of(axis.group))
+    for what, mine in own.items():
+        others = {i: t[what] for i, t in enumerate(told) if t[what] != mine}
+        if others:
+            number, theirs = next(iter(others.items()))
+            raise InvalidPlan(
+                f"the ranks of mesh axis {axis.name!r} do not agree on the {what}. Rank {axis.rank} of it: {mine}. "
+                f"Rank {number}: {theirs}" + (f" ({len(others)} of {axis.size} differ)" if len(others) > 1 else "")
+            )
 
 
 def ways(axis: ExpertAxis, plan: Plan) -> Ways:

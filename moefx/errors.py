@@ -54,6 +54,10 @@ class NotRewritten(MoefxError, RuntimeError):
     """A call that the rewrite does not hold for, of a block that is spread over a mesh: there is no original to run."""
 
 
+class RanksLost(MoefxError, RuntimeError):
+    """The ranks of a mesh cannot go on together: one has died or stalled, or runs another program."""
+
+
 class DoubleBackward(MoefxError, RuntimeError):
     """The fused expert ops are once differentiable."""
 

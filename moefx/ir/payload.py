@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from ..errors import RanksLost
 
 _ALIGNMENT = 16  # bytes; what kernels that load whole vectors ask for
 
@@ -66,5 +69,23 @@ def start(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: str
 
 
 def wait(rows: Tensor) -> Tensor:
-    """What `start` returned, once it has arrived."""
-    return torch.ops._c10d_functional.wait_tensor(rows)
+    """What `start` returned, once it has arrived.
+
+    Raises:
+        RanksLost: another rank has died, or does not answer within the time that the process group allows.
+    """
+    with others_answer():
+        return torch.ops._c10d_functional.wait_tensor(rows)
+
+
+@contextlib.contextmanager
+def others_answer() -> Iterator[None]:
+    """Say what an error of a collective means."""
+    try:
+        yield
+    except RuntimeError as error:
+        first = str(error).partition("\n")[0]
+        raise RanksLost(
+            f"rank {dist.get_rank()} waits for rows of other ranks in vain: one of them has ended with an error, has "
+            f"stalled for longer than is allowed, or runs another program; look at their outputs. torch says: {first}"
+        ) from error

@@ -30,6 +30,7 @@ class Ways:
             position the rank's number on the axis.
         dedup: a token travels once to each rank of a level (its pilot), else once for each choice.
         near_apart: what stays in the node does not take part in the levels above (HALO's phase I).
+        timeout: seconds to wait for other ranks; None: as long as the process groups allow.
     """
 
     levels: tuple[Level, ...]
@@ -37,6 +38,7 @@ class Ways:
     order: tuple[int, ...]
     dedup: bool
     near_apart: bool = False
+    timeout: float | None = None
 
     @property
     def sizes(self) -> list[int]:
@@ -93,3 +95,19 @@ class Placement:
         """The experts of this rank, by slot."""
         at = {place: expert for expert, place in enumerate(self.places)}
         return [at[self.rank * self.num_slots + slot] for slot in range(self.num_slots)]
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedTokens:
+    """Ranks that have the same tokens, each of which routes a part of them (X-MoE section 4.3).
+
+    Attributes:
+        axis: what this is called in print. group: name of the process group. size, rank: of it.
+        gradients: of the block's output, "replicated" or "partial".
+    """
+
+    axis: str
+    group: str
+    size: int
+    rank: int
+    gradients: str

@@ -43,8 +43,10 @@ _NOT_SHOWN = {
     "all_to_all_rows": ("num_slots", "dedup"),
     "all_to_all_back": ("tickets",),
     "wait_rows": ("tickets", "splits", "tokens", "choices", "place", "num_slots", "dedup", "groups"),
+    "shard_tokens": ("rank", "size"),
+    "unshard_tokens": ("num_tokens", "rank", "size"),
     "wait_sums": ("ticket", "splits", "group"),
-    "exchange_counts": ("num_slots", "dedup"),
+    "exchange_counts": ("num_slots", "dedup", "timeout"),
 }
 # How arguments of expert_mlp are labelled when there are more than the two weights.
 _MLP_LABELS = {"row_weights": "w", "up": "up", "up_bias": "up_bias", "down": "down", "down_bias": "down_bias"}

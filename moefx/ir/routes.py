@@ -12,6 +12,7 @@ Letters: S tokens, K choices, B = S*K, W ranks of a hop. `splits` [2,W] is on th
 
 from __future__ import annotations
 
+import datetime
 import functools
 import math
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .op import op
-from .payload import group_of
+from .payload import group_of, others_answer
 from .routing import build_pft
 
 
@@ -91,7 +92,8 @@ def rank_of(place: Tensor, num_slots: int) -> Tensor:
 
 
 @op(
-    "exchange_counts(Tensor place, *, int[] levels, int num_slots, bool dedup, bool near=False, str group) -> Tensor[]",
+    "exchange_counts(Tensor place, *, int[] levels, int num_slots, bool dedup, bool near=False, "
+    "float? timeout=None, str group) -> Tensor[]",
     contract="place[S,K] -> splits[*]",
 )
 def exchange_counts(
@@ -101,6 +103,7 @@ def exchange_counts(
     num_slots: int,
     dedup: bool,
     near: bool = False,
+    timeout: float | None = None,
     group: str,
 ) -> list[Tensor]:
     """Rows sent to and received from each rank, of every hop: one even exchange of a few numbers with each rank, and
@@ -109,15 +112,21 @@ def exchange_counts(
     Args:
         place: of the choices at their tokens' rank. group: of all positions, in their order.
         near: choices of the own node take no part in the hops, but in an exchange of their own.
+        timeout: seconds to wait for the other ranks; None: as long as the process group allows.
 
     Returns:
         int64 [2,W] on the host, W = levels[i], of each hop; with `near`, of the exchange in the node at last.
+
+    Raises:
+        RanksLost: another rank has died, or does not answer in time.
     """
     own = group_of(group)
     counts = _Counts(rank_of(place, num_slots), levels, dedup, dist.get_rank(own), near)
     told = counts.told()
     heard = torch.empty_like(told)
-    dist.all_to_all_single(heard, told, group=own)
+    with others_answer():
+        work = dist.all_to_all_single(heard, told, group=own, async_op=True)
+        work.wait(*([] if timeout is None else [datetime.timedelta(seconds=timeout)]))
     sizes = [*levels, *levels[-1:] * near]
     flat = torch.cat([splits.flatten() for splits in counts.splits(heard.view(*levels, -1))]).cpu()
     return [part.view(2, -1).clone() for part in flat.split([2 * size for size in sizes])]
@@ -201,6 +210,6 @@ def _(place, *, num_ranks, num_slots, dedup):
 
 
 @exchange_counts.fake
-def _(place, *, levels, num_slots, dedup, near=False, group):
+def _(place, *, levels, num_slots, dedup, near=False, timeout=None, group):
     sizes = [*levels, *list(levels[-1:]) * near]
     return [torch.empty((2, size), dtype=torch.int64, device="cpu") for size in sizes]

@@ -17,6 +17,7 @@ from .op import NAMESPACE
 
 _ROUTED = frozenset({"build_pft", "dispatch", "grouped_mm", "expert_rows", "combine"})
 _ROUTES = frozenset({"place_choices", "near_and_far", "plan_dispatch", "exchange_counts"})
+_SEQUENCE = frozenset({"shard_tokens", "unshard_tokens"})
 _EXCHANGES = frozenset({"all_to_all_rows", "wait_rows", "all_to_all_back", "wait_sums"})
 
 
@@ -43,7 +44,7 @@ LEVELS = {
         # Steps may be collapsed into expert_mlp; experts of another shape stay as they were.
         Level("fused", _ROUTED | {"expert_mlp"}),
         # Rows travel between the ranks of a mesh.
-        Level("distributed", _ROUTED | _ROUTES | _EXCHANGES | {"expert_mlp"}),
+        Level("distributed", _ROUTED | _ROUTES | _EXCHANGES | _SEQUENCE | {"expert_mlp"}),
         # Whatever providers bring.
         Level("lowered", None),
     )

@@ -27,20 +27,19 @@ III that in the node of what has come).
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import fx
 
-from ..errors import Refused
 from ..ir import dialect  # registers the ops
 from ..ir.block import BlockGraph
 from ..ir.body import ExpertBody
 from ..ir.placement import Level, Placement, Ways
 from ..ir.spec import eliminate_dead_code
 from .manager import graph_pass
+from .routed import Routed
 
 aten = torch.ops.aten
 ops = torch.ops.moefx
@@ -58,10 +57,7 @@ def collectives(
             are there.
     """
     block = block.copy()
-    built = block.find(ops.build_pft.default)
-    if len(built) != 1:
-        raise Refused("experts of several kinds in one block cannot be spread over a mesh yet")
-    _Exchange(block.graph, built[0], placement, ways).insert(stacked)
+    _Exchange(Routed.of(block), placement, ways).insert(stacked)
     return eliminate_dead_code(block)
 
 
@@ -88,26 +84,28 @@ class _Hop:
 
 
 class _Exchange:
-    def __init__(self, graph: fx.Graph, pft: fx.Node, placement: Placement, ways: Ways):
-        self.graph, self.pft, self.placement, self.ways = graph, pft, placement, ways
-        self.results = {u.args[1]: u for u in pft.users}
+    def __init__(self, routed: Routed, placement: Placement, ways: Ways):
+        self.routed, self.placement, self.ways = routed, placement, ways
+        self.graph, self.pft, self.results = routed.graph, routed.pft, routed.results
+        self._call, self._parts = routed.call, routed.parts
         self.hops: list[_Hop] = []  # level by level
         self.near: _Hop | None = None
 
     def insert(self, stacked: Collection[str]) -> None:
-        region = self._region()
-        tokens = list(dict.fromkeys(n.args[0] for n in region if n.target in _GATHERS))
-        choices = list(dict.fromkeys(n.args[0] for n in region if self._is_of_choices(n)))
+        region, sums = self.routed.region, self.routed.sums
+        tokens, choices = (
+            list(dict.fromkeys(n.args[0] for n in at)) for at in (self.routed.gathers, self.routed.picks)
+        )
         with self.graph.inserting_before(region[0]):
             received, results = self._insert_rows(tokens, choices)
         for node in region:
-            if node.target in _GATHERS or self._is_of_choices(node):
+            if node in self.routed.gathers or node in self.routed.picks:
                 node.args = (received[node.args[0]], *node.args[1:])
             for before, after in results.items():
                 node.replace_input_with(before, after)
             self._own_parameters(node)
             _now_of_received(node)
-        for node in filter(_is_sum, region):
+        for node in sums:
             users = list(node.users)
             with self.graph.inserting_before(node.next):
                 back = self._insert_back(node)
@@ -115,58 +113,17 @@ class _Exchange:
                 user.replace_input_with(node, back)
         self._read_local_parts(stacked)
 
-    # ------------------------------------------------------------------ what is there
-    def _region(self) -> list[fx.Node]:
-        """The nodes on routed rows, up to the sums by token."""
-        found: dict[fx.Node, None] = {}
-        seeds = [self.results[i] for i in (0, 1, 2, 4) if i in self.results]
-        stack = [u for seed in seeds for u in seed.users]
-        while stack:
-            node = stack.pop()
-            if node not in found:
-                found[node] = None
-                if not _is_sum(node):
-                    stack.extend(node.users)
-        return [n for n in self.graph.nodes if n in found]
-
-    def _is_of_choices(self, node: fx.Node) -> bool:
-        """A value of each choice, by row."""
-        if node.target is not aten.index.Tensor or node.args[1] != [self.results.get(0), self.results.get(1)]:
-            return False
-        if len(node.args[0].meta["letters"]) != 2:
-            raise Refused(
-                "the experts take more than one number for each choice, which do not travel between ranks yet",
-                source=str(node.meta.get("source", "")),
-            )
-        return True
-
     # ------------------------------------------------------------------ what is new
-    def _call(
-        self, target: Any, args: tuple, kwargs: dict[str, Any], letters: Any = None, name: str = "", axis: str = ""
-    ) -> fx.Node:
-        node = self.graph.create_node("call_function", target, args, kwargs, name or None)
-        if letters is not None:
-            node.meta["letters"] = letters
-        node.meta["source"] = self.pft.meta.get("source", "")
-        if axis:
-            node.meta["axis"] = axis
-        return node
-
-    def _parts(self, node: fx.Node, letters: tuple, names: tuple[str, ...] = ()) -> list[fx.Node]:
-        node.meta["letters"] = letters
-        names = names or ("",) * len(letters)
-        found = enumerate(zip(letters, names, strict=True))
-        return [self._call(operator.getitem, (node, i), {}, part, name) for i, (part, name) in found]
-
     def _insert_places(self) -> tuple[fx.Node, list[fx.Node]]:
         """Where each choice goes, and how many rows each hop has."""
         topk_ids, _, keep = self.pft.args[:3]
-        if keep is not None or self.pft.kwargs.get("capacity") is not None:
-            inverse = self.results.get(3) or self.graph.call_function(operator.getitem, (self.pft, 3))
-            keep = self._call(aten.ge.Scalar, (inverse, 0), {}, ("S", "K"))  # what was dropped here does not travel
+        if self.pft.kwargs.get("capacity") is not None:
+            keep = self.routed.kept()  # what was dropped here does not travel
         here, ways, slots = self.placement, self.ways, self.placement.num_slots
         positions = [ways.position_of(p // slots) * slots + p % slots for p in here.places]
-        place = self._call(ops.place_choices.default, (topk_ids, keep), {"places": positions}, ("S", "K"))
+        place = self._call(
+            ops.place_choices.default, (topk_ids, keep), {"places": positions}, topk_ids.meta.get("letters", ("S", "K"))
+        )
         counts = self._call(
             ops.exchange_counts.default,
             (place,),
@@ -175,6 +132,7 @@ class _Exchange:
                 "num_slots": slots,
                 "dedup": ways.dedup,
                 "near": ways.near_apart,
+                "timeout": ways.timeout,
                 "group": here.group,
             },
             axis=here.axis,
@@ -344,29 +302,12 @@ def _named(name: str, label: str) -> str:
     return f"{name}_{label}" if label else name
 
 
-_GATHERS = (ops.expert_mlp.default, ops.dispatch.default)  # of tokens, their first argument
-
-
 def _now_of_received(node: fx.Node) -> None:
     """What was known of its shape was of this rank's own rows."""
     node.meta.pop("val", None)
     letters = node.meta.get("letters")
     if isinstance(letters, tuple) and all(isinstance(a, str) for a in letters):
-        node.meta["letters"] = tuple("R" if a == "S" else a for a in letters)
-
-
-def _is_reduced(node: fx.Node) -> bool:
-    """The sums that an `expert_mlp` returns."""
-    return (
-        node.target is operator.getitem
-        and node.args[1] == 0
-        and node.args[0].target is ops.expert_mlp.default
-        and bool(node.args[0].kwargs.get("reduce"))
-    )
-
-
-def _is_sum(node: fx.Node) -> bool:
-    return node.target is ops.combine.default or _is_reduced(node)
+        node.meta["letters"] = tuple("R" if a in ("S", "s") else a for a in letters)
 
 
 __all__ = ["collectives"]

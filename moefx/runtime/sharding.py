@@ -31,23 +31,37 @@ class ExpertParameters:
     separate: tuple[tuple[str, ...], ...]
 
 
-def expert_axis(mesh: DeviceMesh, wanted: str | None) -> str:
-    """The name of the mesh axis that experts are spread over.
+def expert_axis(mesh: DeviceMesh, wanted: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The names of the mesh axes that experts are spread over.
 
     Raises:
-        InvalidPlan: there is none of that name, or it is not clear which one is meant.
+        InvalidPlan: it is not clear which one is meant.
     """
     names = mesh.mesh_dim_names
     if not names:
         raise InvalidPlan("the axes of the mesh have no names; pass mesh_dim_names to init_device_mesh")
-    shape = ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))
-    if wanted is None:
-        if _AXIS not in names and len(names) > 1:
-            raise InvalidPlan(f"which axis of the mesh ({shape}) are the experts for? Say Plan(expert_axis=...)")
-        return _AXIS if _AXIS in names else next(iter(names))
-    if wanted not in names:
-        raise InvalidPlan(f"Plan(expert_axis={wanted!r}): the mesh has no such axis; it has {shape}")
-    return wanted
+    if wanted is not None:
+        return (wanted,) if isinstance(wanted, str) else wanted
+    if _AXIS not in names and len(names) > 1:
+        raise InvalidPlan(f"which axis of the mesh ({_shown(mesh)}) are the experts for? Say Plan(expert_axis=...)")
+    return (_AXIS,) if _AXIS in names else (names[0],)
+
+
+def axis_of(mesh: DeviceMesh, field: str, names: tuple[str, ...]) -> DeviceMesh:
+    """One axis of a mesh, or several that are made one.
+
+    Raises:
+        InvalidPlan: the mesh has no such axis.
+    """
+    known = mesh.mesh_dim_names or ()
+    for name in names:
+        if name not in known:
+            raise InvalidPlan(f"Plan({field}={name!r}): the mesh has no such axis; it has {_shown(mesh)}")
+    return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
+
+
+def _shown(mesh: DeviceMesh) -> str:
+    return ", ".join(f"{name}={size}" for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
 
 
 def placement_on(axis: ExpertAxis, num_experts: int) -> Placement:
@@ -55,13 +69,13 @@ def placement_on(axis: ExpertAxis, num_experts: int) -> Placement:
     return Placement.in_order(num_experts, axis.size, axis.rank, axis=axis.name, group=axis.group)
 
 
-def spread(block: nn.Module, parameters: ExpertParameters, placement: Placement, mesh: DeviceMesh) -> None:
+def spread(block: nn.Module, parameters: ExpertParameters, placement: Placement, axis: DeviceMesh) -> None:
     """Leave a block the parameters of this rank's experts: its part of a stack as a DTensor, `Shard(0)` over the axis,
     and of separate experts its own. Others are None: `state_dict` does not have them."""
     for name in parameters.stacked:
         owner, full = _held(block, name)
         local = full.detach()[placement.own].clone()
-        shard = DTensor.from_local(local, mesh[placement.axis], [Shard(0)], run_check=False)
+        shard = DTensor.from_local(local, axis, [Shard(0)], run_check=False)
         _set(owner, name, nn.Parameter(shard, requires_grad=full.requires_grad), full)
     here = {name for e in placement.own for name in parameters.separate[e]} if parameters.separate else set()
     for name in _all(parameters.separate):

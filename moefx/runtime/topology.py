@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import functools
 import itertools
 import os
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import InvalidPlan
-from ..ir.placement import Level, Ways
+from ..ir.placement import Level, SharedTokens, Ways
 
 _NODE = ("inter", "intra")  # the two lowest levels; those above have numbers
 
@@ -98,21 +99,47 @@ class ExpertAxis:
     """One axis of a mesh: its ranks, their topology, and the process groups of its levels.
 
     Args:
+        own: the axis, of `mesh`.
         node: ranks of a node, see `node_size`. above: of units above it, fine to coarse.
+        timeout: seconds that exchanges may take; None: as long as process groups allow.
     """
 
-    def __init__(self, mesh: DeviceMesh, name: str, node: int | None = None, above: Sequence[int] = ()):
-        self.mesh, self.name, self._node, self._above = mesh, name, node, above
-        self.own = mesh[name]
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        own: DeviceMesh,
+        node: int | None = None,
+        above: Sequence[int] = (),
+        timeout: float | None = None,
+    ):
+        self.mesh, self.own, self._node, self._above, self.timeout = mesh, own, node, above, timeout
+        (self.name,) = own.mesh_dim_names or ("",)
         (self.rank,) = self.own.get_coordinate()  # not `get_local_rank`, which is the number in the process group
         self.size = self.own.size()
-        group: dist.ProcessGroup = mesh.get_group(name)
+        group: dist.ProcessGroup = self.own.get_group()
         self.group = group.group_name
 
     @functools.cached_property
     def topology(self) -> Topology:
         units = [node_size(self._node, dist.get_world_size()), *self._above]
         return Topology.of(self.own.mesh.tolist(), units, self.name)
+
+    def sequence(self, name: str, gradients: str) -> SharedTokens:
+        """An axis whose ranks have the same tokens.
+
+        Raises:
+            InvalidPlan: its ranks are not among those of this one: their parts of the tokens would not meet.
+        """
+        own = self.mesh[name]
+        ranks, experts = own.mesh.tolist(), self.own.mesh.tolist()
+        if not set(ranks) <= set(experts):
+            raise InvalidPlan(
+                f"Plan(sequence_axis={name!r}): each of its ranks ({_shown(ranks)}) routes a part of the tokens, so "
+                f"they must be among the ranks of the expert axis {self.name!r} ({_shown(experts)}), else experts that "
+                f"are replicated over {name!r} would have different gradients. Take Plan(expert_axis=(..., {name!r}))"
+            )
+        group = own.get_group()
+        return SharedTokens(name, group.group_name, own.size(), dist.get_rank(group), gradients)
 
     def ways(self, *, by_level: bool, dedup: bool, near_apart: bool = False) -> Ways:
         """In one exchange, or `by_level`. Collective, if so: the groups are made on first use."""
@@ -121,7 +148,7 @@ class ExpertAxis:
             order = Topology.of(self.own.mesh.tolist(), ()).order
         else:
             levels, order = self.levels, self.topology.order
-        return Ways(levels, order.index(self.rank), order, dedup, near_apart)
+        return Ways(levels, order.index(self.rank), order, dedup, near_apart, self.timeout)
 
     @functools.cached_property
     def levels(self) -> tuple[Level, ...]:
@@ -133,6 +160,11 @@ class ExpertAxis:
         for i, (name, size) in enumerate(zip(self.topology.names, sizes, strict=True)):
             beside = ranks[(*own[:i], slice(None), *own[i + 1 :])].tolist()
             # Other groups of the axis may be in other models, or come later: only members wait for each other.
-            group = dist.new_group(beside, use_local_synchronization=True, group_desc=f"{self.name}/{name}")
+            group = dist.new_group(
+                beside,
+                timeout=None if self.timeout is None else datetime.timedelta(seconds=self.timeout),
+                use_local_synchronization=True,
+                group_desc=f"{self.name}/{name}",
+            )
             levels.append(Level(f"{self.name}/{name}", size, group.group_name))
         return tuple(levels)

@@ -16,6 +16,7 @@ from .decisions import size
 from .policy import Row, judge, tolerance
 from .routing import Align, CannotReplay, Record, Replay, RoutingRow, Scope, Tape
 from .sandbox import Call, Casts, Inputs, Options, Parameters, Run, call_module, execute, leaves, sandbox
+from .shares import Shares
 
 MAX_NOISE_RUNS = 8
 HOPELESS = 8.0  # times the bound: more samples of the noise will not explain it
@@ -36,6 +37,7 @@ class Subject:
         block: name of the block, for the rows.
         call_original, call_compiled: how to call a sandbox; by default `module(*args, **kwargs)`.
         prepare: called on each sandbox before it runs, with "original", "truth", "compiled" or "noise".
+        shares: what of it this rank has, under expert parallelism.
     """
 
     original: nn.Module
@@ -48,6 +50,7 @@ class Subject:
     call_original: Call = call_module
     call_compiled: Call = call_module
     prepare: Callable[[nn.Module, str, Scope], None] = lambda module, which, scope: None
+    shares: Shares | None = None
 
 
 @dataclasses.dataclass
@@ -86,12 +89,14 @@ class _Comparing:
             what = f"{type(error).__name__}: {error}"
             raise InvalidInput(f"the reference does not run on {self.case or 'these inputs'}: {what}") from error
         self.cotangents = original.cotangents
+        truth = original = self.shared(original)
         notes = []
         try:
             if self.subject.exact is not None and not promote:
                 # Autocast would round; it is part of the original's precision, not of the truth.
                 with _no_autocast():
                     truth = self.run("truth", Replay(self.tape, self.scope, promote=True), self.subject.exact)
+                    truth = self.shared(truth)
         except Exception as error:  # the user's code: no float64 kernel, a fixed dtype, out of memory, ...
             what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             notes.append(
@@ -99,29 +104,48 @@ class _Comparing:
                 "compared with the original in its own precision and with its own seed"
             )
         align = Align(self.tape, self.scope, self.tol, self.case, promote=promote)
+        error, compiled, shares = None, None, self.subject.shares
         try:
             compiled = self.run("compiled", align)
-        except Exception as error:
-            note = f"raised {type(error).__name__}: {error}"
+        except Exception as raised:
+            error = raised
+        if error is not None if shares is None else shares.any(error is not None):
+            note = f"raised {type(error).__name__}: {error}" if error else "raised an error on another rank"
             row = Row(self.subject.block, "forward and backward", "output", ok=False, case=self.case)
             return Comparison([dataclasses.replace(row, error=math.inf, note=note)], align.rows, notes)
+        assert compiled is not None
+        if shares is not None:
+            compiled = shares.of_compiled(compiled)
         rows = self.judge(original, compiled, truth)
         noise: list[Run] = []
-        while (ratio := max((row.ratio for row in rows), default=0.0)) > 1 and len(noise) < MAX_NOISE_RUNS:
+        while (ratio := self.worst(rows)) > 1 and len(noise) < MAX_NOISE_RUNS:
             if noise and ratio > HOPELESS:
                 break
-            try:
-                noise.append(self.noise(seed=len(noise)))
-            except CannotReplay:
+            run = self.noise(seed=len(noise))
+            if run is None if shares is None else shares.any(run is None):
                 break
+            noise.append(self.shared(run))
             rows = self.judge(original, compiled, truth, noise)
         return Comparison(rows, align.rows, notes)
 
-    def noise(self, seed: int) -> Run:
-        """The original on weights and inputs moved by the rounding that the rule allows."""
+    def worst(self, rows: list[Row]) -> float:
+        ratio = max((row.ratio for row in rows), default=0.0)
+        return ratio if self.subject.shares is None else self.subject.shares.most(ratio)
+
+    def noise(self, seed: int) -> Run | None:
+        """The original on weights and inputs moved by the rounding that the rule allows; None if its routing cannot be
+        made the same."""
         moved = _Moved(self.subject.working, 2 * self.tol.floor, seed)
         mode = Replay(self.tape, self.scope, promote=self.subject.promote)
-        return self.run("noise", mode, moved, moved.move)
+        try:
+            return self.run("noise", mode, moved, moved.move)
+        except CannotReplay:
+            return None
+
+    def shared(self, run: Run) -> Run:
+        """What of the reference's results this rank can compare its own with."""
+        shares = self.subject.shares
+        return run if shares is None else shares.of_reference(run, self.subject.original)
 
     def run(self, which: str, mode: Any, parameters: Parameters | None = None,
             change: Callable[[Tensor], Tensor] = lambda t: t) -> Run:  # fmt: skip

@@ -22,6 +22,7 @@ from .compare import Comparison, Subject, compare
 from .policy import Row
 from .routing import RoutingRow, Scope
 from .sandbox import Casts, Inputs, Options, call_forward
+from .shares import Shares, local
 from .states import GIVEN, router_states
 from .table import OTHER_VALUES, text
 from .watching import watch_compiled, watch_original
@@ -122,7 +123,8 @@ class _Verifying:
         self.compiled, self.reference = compiled, reference
         self.working, self.exact = Casts(dtype), Casts(torch.float64)
         self.names = list(rewritten_blocks(compiled))
-        self.rows: list[Row] = _held_alike(compiled, reference)
+        self.shares = Shares.of(compiled)
+        self.rows: list[Row] = _held_alike(compiled, reference, self.shares)
         self.routing: list[RoutingRow] = []
         self.notes: list[str] = []
         self.first: tuple[str, str] | None = None  # block, pass
@@ -156,7 +158,7 @@ class _Verifying:
             else:
                 watch_original(box, self.names, scope, self.calls if which == "original" else None)
 
-        subject = Subject(self.reference, self.compiled, self.working, self.exact, prepare=prepare)
+        subject = Subject(self.reference, self.compiled, self.working, self.exact, prepare=prepare, shares=self.shares)
         comparison = self.compared(subject, inputs, options, case)
         for name, forward in forwards.items():
             self.ran[name]["rewritten"] += forward.counts.rewritten - before[name].rewritten
@@ -181,10 +183,10 @@ class _Verifying:
             if which == "compiled":
                 forwards.update(watch_compiled(box, Scope()))  # nothing to tell apart in one block
 
-        original = self.reference.get_submodule(name)
+        original, compiled = (model.get_submodule(name) for model in (self.reference, self.compiled))
         subject = Subject(
-            original, self.compiled.get_submodule(name), self.working, self.exact, block=name,
-            call_original=call_forward, call_compiled=call_forward, prepare=prepare,
+            original, compiled, self.working, self.exact, block=name,
+            call_original=call_forward, call_compiled=call_forward, prepare=prepare, shares=Shares.of(compiled),
         )  # fmt: skip
         comparison = self.compared(subject, call, options, case)
         if not comparison.ok and self.first is None:
@@ -260,17 +262,20 @@ def _check_shapes(compiled: nn.Module, reference: nn.Module) -> None:
             )
 
 
-def _held_alike(compiled: nn.Module, reference: nn.Module) -> list[Row]:
+def _held_alike(compiled: nn.Module, reference: nn.Module, shares: Shares | None) -> list[Row]:
     """Failed rows where the two models already differ before they run: other names, weights, buffers or
     modes."""
     rows = []
+    stacked, elsewhere = (shares.stacked, shares.elsewhere) if shares else ({}, frozenset())
     for kind, held in (("grad_param", nn.Module.named_parameters), ("buffer", nn.Module.named_buffers)):
         ours, theirs = (dict(held(model, remove_duplicate=False)) for model in (compiled, reference))
-        for name in ours.keys() ^ theirs.keys():
+        for name in ours.keys() ^ theirs.keys() - elsewhere:
             note = f"only the {'compiled model' if name in ours else 'reference'} has it"
             rows.append(Row("", name, kind, ok=False, error=math.inf, note=note))
         for name in ours.keys() & theirs.keys():
-            a, b = ours[name], theirs[name]
+            a, b = local(ours[name]), theirs[name]
+            if name in stacked:
+                b = b.detach()[stacked[name]]
             if a is not b and not (a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b.to(a.device))):
                 rows.append(Row("", name, "state", ok=False, error=math.inf, note=OTHER_VALUES))
     modes = dict(reference.named_modules())

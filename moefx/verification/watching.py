@@ -61,6 +61,7 @@ class _Unseen:
 
     def __init__(self, function: Callable[..., Any]):
         self.function = function
+        self.spread = getattr(function, "spread", None)
 
     def __call__(self, *args: Any) -> Any:
         with _disable_current_modes():

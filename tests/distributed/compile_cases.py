@@ -24,7 +24,7 @@ rows, slots, weights = wait_rows(sent)
 pft                  = build_pft(slots, weights, num_experts=1)
 y                    = expert_mlp(rows, pft, [up.local], [down.local]; relu(h) | y*w, keep="h", reduce=True)
 back                 = all_to_all_back(y, [splits], axis="ep")
-out                  = wait_sums(back, send)""",
+sums                 = wait_sums(back, send)""",
     "rbd": """\
 place                = place_choices(topk_ids)
 splits_inter, splits_intra = exchange_counts(place, levels=[2, 2], axis="ep")

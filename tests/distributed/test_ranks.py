@@ -33,6 +33,23 @@ def test_hops(world):
     launch(world, "tests.distributed.hop_cases")
 
 
+def test_sequences():
+    launch(4, "tests.distributed.sequence_cases")
+
+
+def test_verification():
+    launch(4, "tests.distributed.verify_cases")
+
+
+def test_ranks_that_do_not_agree():
+    launch(4, "tests.distributed.lost_cases")
+
+
+@pytest.mark.parametrize("name", ["dies", "stalls"])
+def test_a_rank_that_is_lost(name):
+    launch(4, "tests.distributed.lost_cases", name)
+
+
 def test_a_rank_that_fails_is_shown():
     with pytest.raises(AssertionError, match=r"exit codes \[1, 1\], of 2 ranks(.|\n)*no attribute 'case_of_none'"):
         launch(2, "tests.distributed.exchange_cases", "case_of_none")

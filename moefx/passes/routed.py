@@ -1,0 +1,105 @@
+"""The routed part of a block's graph: from `build_pft` over the experts to the sums by token."""
+
+# fx types an argument as anything that a program can hold: the code knows better.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+# pyright: reportIndexIssue=false, reportCallIssue=false, reportReturnType=false
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..errors import Refused
+from ..ir import dialect  # registers the ops
+from ..ir.block import BlockGraph
+
+aten = torch.ops.aten
+ops = torch.ops.moefx
+_ = dialect
+
+
+class Routed:
+    """What passes that bring rows to other ranks look at and change.
+
+    Attributes:
+        pft: the `build_pft`; results: its results by number.
+        region: the nodes on routed rows, up to the sums, in order.
+        gathers: those that gather rows of tokens, their first argument.
+        picks: those that pick a value of each choice, of their first argument, for its row.
+        sums: those that add up the rows of each token.
+    """
+
+    def __init__(self, graph: fx.Graph, pft: fx.Node):
+        self.graph, self.pft = graph, pft
+        self.results = {u.args[1]: u for u in pft.users}
+        self.region = self._region()
+        self.gathers = [n for n in self.region if n.target in (ops.expert_mlp.default, ops.dispatch.default)]
+        self.picks = [n for n in self.region if self._picks(n)]
+        self.sums = [n for n in self.region if _is_sum(n)]
+
+    @classmethod
+    def of(cls, block: BlockGraph) -> Routed:
+        built = [n for n in block.find(ops.build_pft.default) if {u.args[1] for u in n.users} - {3}]  # rows, not drops
+        if len(built) != 1:
+            raise Refused("experts of several kinds in one block cannot be spread over a mesh yet")
+        return cls(block.graph, built[0])
+
+    def _region(self) -> list[fx.Node]:
+        found: dict[fx.Node, None] = {}
+        stack = [u for i in (0, 1, 2, 4) if i in self.results for u in self.results[i].users]
+        while stack:
+            node = stack.pop()
+            if node not in found:
+                found[node] = None
+                if not _is_sum(node):
+                    stack.extend(node.users)
+        return [n for n in self.graph.nodes if n in found]
+
+    def _picks(self, node: fx.Node) -> bool:
+        if node.target is not aten.index.Tensor or node.args[1] != [self.results.get(0), self.results.get(1)]:
+            return False
+        if len(node.args[0].meta["letters"]) != 2:
+            raise Refused(
+                "the experts take more than one number for each choice, which do not travel between ranks yet",
+                source=str(node.meta.get("source", "")),
+            )
+        return True
+
+    # ------------------------------------------------------------------ new nodes, where the graph inserts
+    def call(
+        self, target: Any, args: tuple, kwargs: dict[str, Any], letters: Any = None, name: str = "", axis: str = ""
+    ) -> fx.Node:
+        node = self.graph.create_node("call_function", target, args, kwargs, name or None)
+        if letters is not None:
+            node.meta["letters"] = letters
+        node.meta["source"] = self.pft.meta.get("source", "")
+        if axis:
+            node.meta["axis"] = axis
+        return node
+
+    def parts(self, node: fx.Node, letters: tuple, names: tuple[str, ...] = ()) -> list[fx.Node]:
+        """The results of an op."""
+        node.meta["letters"] = letters
+        names = names or ("",) * len(letters)
+        found = enumerate(zip(letters, names, strict=True))
+        return [self.call(operator.getitem, (node, i), {}, part, name) for i, (part, name) in found]
+
+    def kept(self) -> fx.Node:
+        """Of each choice, whether the `build_pft` has a row for it."""
+        inverse = self.results.get(3) or self.graph.call_function(operator.getitem, (self.pft, 3))
+        return self.call(aten.ge.Scalar, (inverse, 0), {}, ("S", "K"))
+
+
+def _is_sum(node: fx.Node) -> bool:
+    """The sums that an `expert_mlp` returns, or a `combine`."""
+    if node.target is ops.combine.default:
+        return True
+    return (
+        node.target is operator.getitem
+        and node.args[1] == 0
+        and node.args[0].target is ops.expert_mlp.default
+        and bool(node.args[0].kwargs.get("reduce"))
+    )

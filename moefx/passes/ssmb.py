@@ -1,0 +1,89 @@
+"""Sequence-sharded MoE blocks (X-MoE section 4.3): where every rank of an axis has the same tokens, each routes a part.
+
+    topk_ids, topk_w, x = shard_tokens(...)          this rank's part of the tokens
+    ...                                              routed, and exchanged, as if it had no others
+    out = unshard_tokens(sums)                       the sums of all parts
+
+Router, norms and shared experts stay as they are: they are the same on every rank, and so are their gradients, since
+those of the parts are gathered. Only the routed part, which keeps K rows for each token, is cut.
+"""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..ir.block import BlockGraph
+from ..ir.placement import SharedTokens
+from ..ir.spec import eliminate_dead_code
+from .manager import graph_pass
+from .routed import Routed
+
+aten = torch.ops.aten
+ops = torch.ops.moefx
+
+
+@graph_pass(level="distributed")
+def ssmb(block: BlockGraph, plan: Any, *, sequence: SharedTokens) -> BlockGraph:
+    """Cut the tokens at the routed part's entry, and gather its sums."""
+    block = block.copy()
+    routed = Routed.of(block)
+    _Cut(routed, sequence).insert()
+    return eliminate_dead_code(block)
+
+
+class _Cut:
+    def __init__(self, routed: Routed, sequence: SharedTokens):
+        self.routed, self.sequence = routed, sequence
+        self.kwargs = {"rank": sequence.rank, "size": sequence.size, "group": sequence.group}
+        self.parts: dict[fx.Node, fx.Node] = {}
+
+    def insert(self) -> None:
+        routed, pft, graph = self.routed, self.routed.pft, self.routed.graph
+        topk_ids, weights, keep = pft.args[:3]
+        with graph.inserting_before(pft):
+            whole = self.routed.call(aten.sym_size.int, (topk_ids, 0), {}, "S")
+            if pft.kwargs.get("capacity") is not None:  # which is one of all tokens
+                every = graph.node_copy(pft)
+                inverse = routed.parts(every, pft.meta["letters"])[3]
+                keep = routed.call(aten.ge.Scalar, (inverse, 0), {}, ("S", "K"))
+                pft.kwargs = {"num_experts": pft.kwargs["num_experts"]}
+            pft.args = tuple(map(self._part, (topk_ids, weights, keep), ("own_ids", "own_w", "own_keep")))
+        with graph.inserting_before(routed.region[0]):
+            for node in (*routed.gathers, *routed.picks):
+                node.args = (self._part(node.args[0], "own_x"), *node.args[1:])
+        for node in routed.sums:
+            users = list(node.users)
+            with graph.inserting_before(node.next):
+                kwargs = {"num_tokens": whole, **self.kwargs, "gradients": self.sequence.gradients}
+                out = routed.call(ops.unshard_tokens.default, (node,), kwargs, ("S", "D"), "out", self.sequence.axis)
+            for user in users:
+                user.replace_input_with(node, out)
+        for node in (pft, *routed.results.values(), *routed.region):
+            _of_the_part(node)
+
+    def _part(self, node: fx.Node | None, name: str) -> fx.Node | None:
+        if node is None or node in self.parts:
+            return node if node is None else self.parts[node]
+        letters = ("s", *node.meta.get("letters", ("S", "D"))[1:])
+        self.parts[node] = self.routed.call(
+            ops.shard_tokens.default, (node,), self.kwargs, letters, name, self.sequence.axis
+        )
+        return self.parts[node]
+
+
+def _of_the_part(node: fx.Node) -> None:
+    node.meta.pop("val", None)
+    letters = node.meta.get("letters")
+    if isinstance(letters, tuple):
+        node.meta["letters"] = tuple(_renamed(a) for a in letters)
+
+
+def _renamed(letters: Any) -> Any:
+    if isinstance(letters, tuple):
+        return tuple(map(_renamed, letters))
+    return "s" if letters == "S" else letters

@@ -1,0 +1,176 @@
+"""Sequence-sharded blocks: tokens that every rank of an axis has, a part of them routed by each."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import moefx
+from moefx.errors import InvalidPlan
+
+from ..passes.blocks import D, Loop
+from .models import BLOCKS, Model, compiled_beside, is_of_experts
+
+
+def mesh_with_tokens_replicated() -> DeviceMesh:
+    """Data-parallel by tensor-parallel; the experts are over both."""
+    return init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
+
+
+PLAN = moefx.Plan(expert_axis=("dp", "tp"), sequence_axis="tp", validation="symbolic")
+
+
+def same_tokens(mesh: DeviceMesh, number: int) -> torch.Tensor:
+    """The same on all ranks of "tp"."""
+    generator = torch.Generator().manual_seed(mesh["dp"].get_local_rank())
+    return torch.randn(number, D, dtype=torch.float64, generator=generator)
+
+
+def gradients_are_right(model: nn.Module, compiled: nn.Module, mesh: DeviceMesh) -> None:
+    own = dict(compiled.named_parameters())
+    for name, p in model.named_parameters():
+        wanted = torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        if is_of_experts(name):  # each token counts once
+            dist.all_reduce(wanted, group=mesh.get_group("dp"))
+        if name not in own:
+            continue
+        got = own[name].grad
+        if hasattr(own[name], "to_local"):
+            first = own[name].to_local().shape[0] * dist.get_rank()
+            wanted, got = wanted[first : first + own[name].to_local().shape[0]], got.to_local()
+        got = torch.zeros_like(wanted) if got is None else got
+        torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def case_sizes_and_ways() -> None:
+    mesh = mesh_with_tokens_replicated()
+    for kind in ("gated", "stacked"):
+        for number, dispatch in ((8, "flat"), (7, "dedup"), (1, "rbd"), (0, "dedup"), (6, "halo")):
+            plan = PLAN.replace(dispatch=dispatch, node_size=2)
+            model = Model(kind).double()
+            compiled = compiled_beside(model, mesh, plan)
+            x = same_tokens(mesh, number)
+            inputs = [x.clone().requires_grad_() for _ in range(2)]
+            out, want = compiled(inputs[0]), model(inputs[1])
+            torch.testing.assert_close(out, want, rtol=1e-10, atol=1e-10)
+            grad = torch.full_like(want, 0.3).cumsum(0)
+            (out * grad).sum().backward()
+            (want * grad).sum().backward()
+            torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=1e-10, atol=1e-10)
+            gradients_are_right(model, compiled, mesh)
+
+
+def case_partial_gradients() -> None:
+    """Each rank's loss is of a part of the output: the gradient of the whole is the sum."""
+    mesh = mesh_with_tokens_replicated()
+    block = BLOCKS["gated"]().double()
+    for p in block.parameters():
+        dist.broadcast(p.detach(), 0)
+    compiled = compiled_beside(block, mesh, PLAN.replace(sequence_gradients="partial"))
+    x, rank = same_tokens(mesh, 9), mesh["tp"].get_local_rank()
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    out, want = compiled(inputs[0]), block(inputs[1])
+    (out[rank::2] ** 2).sum().backward()
+    (want**2).sum().backward()
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
+    gradients_are_right(block, compiled, mesh)
+
+
+class Dropping(Loop):
+    """No more than three tokens for an expert."""
+
+    def mixed(self, x, w, ids):
+        out = torch.zeros_like(x)
+        for e in range(len(self.experts)):
+            t, k = torch.where(ids == e)
+            t, k = t[:3], k[:3]
+            out = out.index_add(0, t, self.expert(e, x[t], w[t, k, None]))
+        return out
+
+
+def case_capacity_is_one_of_all_tokens() -> None:
+    mesh = mesh_with_tokens_replicated()
+    torch.manual_seed(0)
+    block = Dropping().double()
+    compiled = compiled_beside(block, mesh, PLAN)
+    assert "capacity=3" in str(moefx.graph(compiled, ""))
+    for number in (16, 5):
+        x = same_tokens(mesh, number)
+        torch.testing.assert_close(compiled(x), block(x))
+
+
+def case_the_graph() -> None:
+    mesh = mesh_with_tokens_replicated()
+    text = str(moefx.graph(compiled_beside(BLOCKS["stacked"](), mesh, PLAN), ""))
+    for line in (
+        'own_ids              = shard_tokens(topk_ids, axis="tp")',
+        "= place_choices(own_ids)",
+        "[s,K]",
+        "[s,D]",
+        'out                  = unshard_tokens(sums, axis="tp"',
+    ):
+        assert line in text, text
+
+
+def case_what_cannot_be() -> None:
+    mesh = mesh_with_tokens_replicated()
+    for plan, wanted in (
+        (PLAN.replace(sequence_axis="sp"), "Plan(sequence_axis='sp'): the mesh has no such axis; it has dp=2, tp=2"),
+        (PLAN.replace(expert_axis="dp"), "must be among the ranks of the expert axis 'dp'"),
+    ):
+        try:
+            compiled_beside(BLOCKS["gated"](), mesh, plan)
+        except InvalidPlan as found:
+            assert wanted in str(found), found
+        else:
+            raise AssertionError(wanted)
+
+
+class Attention(nn.Module):
+    """What a tensor-parallel layer around a block looks like."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(D, 8), nn.Linear(8, D)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(x)))
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.before, self.block, self.after = Attention(), BLOCKS["gated"](), Attention()
+
+    def forward(self, x):
+        x = x + self.before(x)
+        x = x + self.block(x)
+        return x + self.after(x)
+
+
+def case_between_tensor_parallel_layers() -> None:
+    mesh = mesh_with_tokens_replicated()
+    model = Layers().double()
+    compiled = compiled_beside(copy.deepcopy(model), mesh, PLAN)
+    plan = {f"{name}.up": ColwiseParallel() for name in ("before", "after")}
+    plan |= {f"{name}.down": RowwiseParallel() for name in ("before", "after")}
+    parallelize_module(compiled, mesh["tp"], plan)
+    x = same_tokens(mesh, 7)
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    out, want = compiled(inputs[0]), model(inputs[1])
+    torch.testing.assert_close(out, want)
+    (out**2).sum().backward()
+    (want**2).sum().backward()
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
+    own = dict(compiled.named_parameters())
+    for name, p in model.block.named_parameters():
+        if name.startswith("gate"):
+            torch.testing.assert_close(own[f"block.{name}"].grad, p.grad)
+    weight = own["before.up.weight"]
+    torch.testing.assert_close(weight.grad.full_tensor(), model.before.up.weight.grad)

@@ -1,0 +1,110 @@
+"""`moefx.verify` of models whose experts are spread, and faults that it must see."""
+
+from __future__ import annotations
+
+import contextlib
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import moefx
+import moefx.ir.exchange
+from moefx.ir.payload import start
+
+from ..passes.blocks import D
+from .models import Model, compiled_beside
+
+PLANS = {
+    name: moefx.Plan(dispatch=name, node_size=2, validation="symbolic") for name in ("flat", "dedup", "rbd", "halo")
+}
+
+
+def made(kind: str, plan: moefx.Plan) -> tuple[Model, Model]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+    model = Model(kind, layers=2, num_experts=dist.get_world_size())
+    return model, compiled_beside(model, mesh, plan)
+
+
+def tokens(number: int = 9) -> torch.Tensor:
+    return torch.randn(number + dist.get_rank(), D)
+
+
+def case_what_is_right() -> None:
+    for name, plan in PLANS.items():
+        for kind in ("gated", "joined"):
+            model, compiled = made(kind, plan)
+            report = moefx.verify(compiled, model, tokens())
+            assert report.ok, f"{name}, {kind}\n{report}"
+            compared = {row.name for row in report.rows if row.kind == "grad_param"}
+            assert compared >= {name for name, _ in compiled.named_parameters()}
+            exact = moefx.verify(compiled, model, tokens(), dtype=torch.float64)
+            assert exact.ok, f"{name}, {kind}\n{exact}"
+
+
+def case_other_weights_are_seen() -> None:
+    for kind in ("gated", "joined"):
+        model, compiled = made(kind, PLANS["dedup"])
+        name, own = next((n, p) for n, p in compiled.named_parameters() if "down" in n)
+        if dist.get_rank() == 2:
+            with torch.no_grad():
+                (own.to_local() if isinstance(own, DTensor) else own).mul_(1.5)
+        report = moefx.verify(compiled, model, tokens())
+        held = [row for row in report.failed if row.kind == "state" and row.name == name]
+        assert not report.ok and bool(held) == (dist.get_rank() == 2), report
+
+
+def everywhere(ok: bool) -> bool:
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, ok)
+    return all(found)
+
+
+@contextlib.contextmanager
+def faulty(fault: str, at: int):
+    """What travels at the `at`-th exchange of each pass over the model is wrong on one rank."""
+    seen = 0
+
+    def wrong(rows, sent, received, group):
+        nonlocal seen
+        seen += 1
+        if (seen - 1) % 8 == at and dist.get_rank() == 1 and rows.shape[0] > 1:
+            rows = rows.clone()
+            # Of bytes only the tokens' values: with other places ranks would not wait for each other any more.
+            values = rows[:, : D * 4] if rows.dtype is torch.uint8 else rows
+            if fault == "swapped":
+                values[[0, -1]] = values[[-1, 0]]
+            elif fault == "lost":
+                values[-1] = 0
+        return start(rows, sent, received, group)
+
+    with mock.patch.object(moefx.ir.exchange, "start", wrong):
+        yield
+
+
+def case_faults() -> None:
+    for fault in ("swapped", "lost"):
+        for name, exchanges in (("flat", 2), ("dedup", 2), ("rbd", 4), ("halo", 6)):
+            model, compiled = made("joined", PLANS[name])
+            for at in range(exchanges):
+                with faulty(fault, at):
+                    report = moefx.verify(compiled, model, tokens(), routings=False)
+                assert not everywhere(report.ok), f"{fault} rows in exchange {at} of {name} were not seen\n{report}"
+
+
+def case_the_wrong_group() -> None:
+    """Where every rank sends as many rows to every other, nothing but the numbers tells."""
+    model, compiled = made("every expert", PLANS["rbd"])
+    spread = moefx.blocks(compiled)[0].forward.specialise.spread
+    inter, intra = (level.group for level in spread.ways.levels)
+    other = {inter: intra, intra: inter}
+
+    def exchanged(rows, sent, received, group):
+        return start(rows, sent, received, other[group])
+
+    assert moefx.verify(compiled, model, torch.randn(6, D)).ok
+    with mock.patch.object(moefx.ir.exchange, "start", exchanged):
+        report = moefx.verify(compiled, model, torch.randn(6, D), routings=False)
+    assert not everywhere(report.ok), report
