@@ -54,6 +54,8 @@ def shown_names(graph: Graph) -> dict[Node, str]:
 
 
 def _role(node: Node, user: Node) -> str:
+    if target_name(user) == "moefx::shard_tokens":  # as its part is
+        return next(filter(None, (_role(user, u) for u in user.users)), "")
     positions = [
         i
         for i, a in enumerate(user.args)

@@ -107,13 +107,14 @@ def case_capacity_is_one_of_all_tokens() -> None:
 def case_the_graph() -> None:
     mesh = mesh_with_tokens_replicated()
     text = str(moefx.graph(compiled_beside(BLOCKS["stacked"](), mesh, PLAN), ""))
-    for line in (
+    lines = (
         'own_ids              = shard_tokens(topk_ids, axis="tp")',
-        "= place_choices(own_ids)",
-        "[s,K]",
-        "[s,D]",
-        'out                  = unshard_tokens(sums, axis="tp"',
-    ):
+        'own_w                = shard_tokens(topk_w, axis="tp")',
+        'own_x                = shard_tokens(x, axis="tp")',
+        "place                = place_choices(own_ids)",
+        'out                  = unshard_tokens(sums, axis="tp", gradients="replicated")',
+    )
+    for line in lines:
         assert line in text, text
 
 
