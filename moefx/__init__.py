@@ -9,15 +9,15 @@ from .errors import MoefxError, NoMoEBlockFound
 
 if TYPE_CHECKING:
     from .api import Block, Explanation, blocks, compile, explain, graph, history, verify
-    from .distribute import clip_grad_norm_, expert_parameter_names, full_state_dict
+    from .distribute import clip_grad_norm_, expert_parameter_names, full_state_dict, save_routing
 
 __version__ = "0.1.0"
 __all__ = [
     "Block", "Explanation", "MoefxError", "NoMoEBlockFound", "Plan",
     "blocks", "clip_grad_norm_", "compile", "expert_parameter_names", "explain", "full_state_dict", "graph", "history",
-    "verify",
+    "save_routing", "verify",
 ]  # fmt: skip
-_OF_SPREAD_MODELS = ("clip_grad_norm_", "expert_parameter_names", "full_state_dict")
+_OF_SPREAD_MODELS = ("clip_grad_norm_", "expert_parameter_names", "full_state_dict", "save_routing")
 
 
 def __getattr__(name: str) -> Any:

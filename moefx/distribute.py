@@ -25,6 +25,7 @@ from .passes.ssmb import ssmb
 from .pipeline import Result
 from .runtime import clipping, state
 from .runtime.module import rewritten_blocks
+from .runtime.saving import save_routing as save_routing
 from .runtime.sharding import ExpertParameters, axis_of, expert_axis, placement_on, spread, whole
 from .runtime.state import OnLoad, OnSave
 from .runtime.topology import ExpertAxis

@@ -37,6 +37,10 @@ def test_sequences():
     launch(4, "tests.distributed.sequence_cases")
 
 
+def test_programs():
+    launch(4, "tests.distributed.program_cases")
+
+
 def test_verification():
     launch(4, "tests.distributed.verify_cases")
 

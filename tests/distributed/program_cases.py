@@ -1,0 +1,151 @@
+"""Spread blocks as programs: collectives and copies counted, one graph under `torch.compile`, recomputation."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import moefx
+import moefx.ir.exchange
+import moefx.ir.routes
+from moefx.ir.payload import start
+
+from ..passes.blocks import D
+from .models import Model, compiled_beside
+
+PLANS = {
+    name: moefx.Plan(dispatch=name, node_size=2, validation="symbolic") for name in ("flat", "dedup", "rbd", "halo")
+}
+HOPS = {"flat": 1, "dedup": 1, "rbd": 2, "halo": 3}
+
+
+def one_axis() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+
+
+@contextlib.contextmanager
+def counted():
+    """Collectives, by group where rows travel, and copies to the host."""
+    found: Counter = Counter()
+    rows: list[tuple[str, list[int]]] = []
+
+    def started(t, sent, received, group):
+        found["rows"] += 1
+        rows.append((group, list(sent)))
+        return start(t, sent, received, group)
+
+    def even(*args, **kwargs):
+        found["counts"] += 1
+        return all_to_all_single(*args, **kwargs)
+
+    def copied(t, *args, **kwargs):
+        found["copies"] += 1
+        return cpu(t, *args, **kwargs)
+
+    all_to_all_single, cpu = dist.all_to_all_single, torch.Tensor.cpu
+    with (
+        mock.patch.object(moefx.ir.exchange, "start", started),
+        mock.patch.object(dist, "all_to_all_single", even),
+        mock.patch.object(torch.Tensor, "cpu", copied),
+    ):
+        yield found, rows
+
+
+def case_collectives_and_copies() -> None:
+    """One exchange of counts and one copy to the host a layer; rows as often as there are hops, each way."""
+    for name, plan in PLANS.items():
+        compiled = compiled_beside(Model("gated", layers=2), one_axis(), plan)
+        x = torch.randn(9, D)
+        with counted() as (found, _):
+            out = compiled(x)
+            assert found == {"rows": 2 * 2 * HOPS[name], "counts": 2, "copies": 2}, (name, found)
+        with counted() as (found, _):
+            out.sum().backward()
+            assert found == {"rows": 2 * 2 * HOPS[name]}, (name, found)
+
+
+def case_rows_by_link() -> None:
+    """To other nodes a token travels once for each node; within one, once for each rank."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    model = Model("gated", layers=1, num_experts=4 * world)
+    for name, plan in PLANS.items():
+        compiled = compiled_beside(model, one_axis(), plan)
+        torch.manual_seed(rank)
+        x = torch.randn(50, D)
+        with counted() as (_, rows):
+            compiled(x)
+        ids = model.blocks[0].route(model.first(x))[1]
+        to = ids // 4  # rank
+        ways = moefx.blocks(compiled)[0].forward.specialise.spread.ways
+        if name in ("flat", "dedup"):
+            (group, sent), _ = rows
+            assert dist.get_world_size(dist.distributed_c10d._resolve_process_group(group)) == world
+            for r in range(world):
+                mine = (to == r).sum() if name == "flat" else (to == r).any(1).sum()
+                assert sent[r] == mine
+            continue
+        inter, intra = (level.group for level in ways.levels)
+        assert [level.size for level in ways.levels] == [2, world // 2]
+        sent = next(sent for group, sent in rows if group == inter)
+        for node in range(2):
+            wanted = (to // 2 == node).any(1).sum()
+            assert sent[node] == (0 if name == "halo" and node == rank // 2 else wanted)
+        if name == "halo":
+            near = next(sent for group, sent in rows if group == intra)
+            assert near == [int((to == rank // 2 * 2 + r).any(1).sum()) for r in range(2)]
+
+
+def case_one_graph() -> None:
+    """Also for other numbers of tokens and other routings."""
+    for name, plan in PLANS.items():
+        model = Model("stacked", layers=2)
+        compiled = compiled_beside(model, one_axis(), plan)
+        for backend in ("aot_eager", *(["inductor"] if name == "halo" else [])):
+            torch._dynamo.reset()
+            torch._dynamo.utils.counters.clear()
+            whole = torch.compile(compiled, fullgraph=True, backend=backend, dynamic=True)
+            for number in (9, 12, 5):
+                x = torch.randn(number + dist.get_rank(), D)
+                inputs = [x.clone().requires_grad_() for _ in range(2)]
+                out, want = whole(inputs[0]), model(inputs[1])
+                torch.testing.assert_close(out, want)
+                compiled.zero_grad(), model.zero_grad()
+                (out**2).sum().backward()
+                (want**2).sum().backward()
+                torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
+                torch.testing.assert_close(compiled.first.weight.grad, model.first.weight.grad)
+            assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, torch._dynamo.utils.counters["stats"]
+
+
+def case_recomputation() -> None:
+    """Around a layer: without a policy all is done again, with ours neither routing nor exchanges."""
+    for name, plan in PLANS.items():
+        model = Model("gated", layers=1)
+        block = compiled_beside(model, one_axis(), plan).blocks[0]
+        x = torch.randn(9, D)
+        wanted = x.clone().requires_grad_()
+        block(wanted).pow(2).sum().backward()
+        of_gate = block.gate.weight.grad.clone()
+
+        def contexts():
+            return create_selective_checkpoint_contexts(moefx.save_routing)
+
+        for context_fn, again in ((None, 1), (contexts, 0)):
+            block.zero_grad()
+            inputs = x.clone().requires_grad_()
+            kwargs = {"context_fn": context_fn} if context_fn else {}
+            with counted() as (found, _):
+                out = checkpoint(block, inputs, use_reentrant=False, **kwargs)
+                assert found["rows"] == 2 * HOPS[name]
+            with counted() as (found, _):
+                out.pow(2).sum().backward()
+                assert found["rows"] == 2 * HOPS[name] * (1 + again) or again, (name, found)
+                assert found["counts"] == again, (name, found)
+            torch.testing.assert_close(inputs.grad, wanted.grad)
+            torch.testing.assert_close(block.gate.weight.grad, of_gate)
