@@ -237,7 +237,7 @@ def _plan(plan: Plan | str | None, mesh: Any) -> Plan:
         raise InvalidPlan("plan='auto': the planner is not available yet; pass a moefx.Plan, or leave plan out")
     if not isinstance(plan, Plan):
         raise InvalidPlan(f"plan is a {type(plan).__name__}; expected a moefx.Plan or None")
-    names = [made.__name__ for made in PASSES]
+    names = [*(made.__name__ for made in PASSES), "overlap"]  # without `collectives` there is no expert parallelism
     for name in plan.disable:
         if name not in names:
             raise InvalidPlan(f"Plan(disable={list(plan.disable)}): no pass {name!r}; there is {', '.join(names)}")

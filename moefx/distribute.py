@@ -21,6 +21,7 @@ from .ir.placement import Placement, SharedTokens, Ways
 from .passes.collectives import collectives
 from .passes.manager import PassManager
 from .passes.match.paths import Place
+from .passes.overlap import overlap
 from .passes.ssmb import ssmb
 from .pipeline import Result
 from .runtime import clipping, state
@@ -59,6 +60,7 @@ class Spread:
         steps.append(
             functools.partial(collectives, placement=self.placement, ways=self.ways, stacked=self.parameters.stacked)
         )
+        steps.append(overlap)
         history = PassManager(block).extend(result.history, steps, self.plan, level="fused")
         return dataclasses.replace(result, history=history)
 
