@@ -33,14 +33,7 @@ def test_qwen3_moe(capsys):
 @pytest.mark.skipif(not torch.distributed.is_available() or sys.platform != "linux", reason="needs gloo")
 def test_train_expert_parallel():
     """As printed in the README, on four processes."""
-    command = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "4",
-        "examples/train_expert_parallel.py",
-    ]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [sys.executable, *launcher, "examples/train_expert_parallel.py", "--steps", "4", "--dispatch", "halo"],

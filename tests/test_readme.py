@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,3 +62,20 @@ def test_the_error_catalogue_is_complete():
         for base in cls.__mro__[1:]:
             if base.__module__ == "builtins" and base not in (Exception, BaseException, object):
                 assert base.__name__ in rows[cls.__name__], cls
+
+
+@pytest.mark.skipif(not torch.distributed.is_available() or sys.platform != "linux", reason="needs gloo")
+def test_the_page_on_several_ranks_runs(tmp_path):
+    text = (ROOT / "docs" / "expert_parallelism.md").read_text(encoding="utf-8")
+    script = tmp_path / "script.py"
+    script.write_text(re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)[0])
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(launcher, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    printed = [re.split(r"\s{2,}#|\s{3,}(?=[a-z])", line)[0] for line in done.stdout.splitlines()]
+    shown = re.findall(r"^```text\n(.*?)^```", text, re.M | re.S)[0].splitlines()
+    for line in shown:
+        code = re.sub(r"\s{2,}[a-z][^=(]*$", "", line.replace("...)", ""))
+        wanted = re.sub(r"\s+", " ", code)
+        assert any(re.sub(r"\s+", " ", found).startswith(wanted) for found in printed), (wanted, printed)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -87,6 +89,12 @@ def case_all_routings() -> None:
     kinds = ("any", "one rank", "own", "dropped", "nothing")
     for kind, dedup, moved in itertools.product(kinds, (True, False), (False, True)):
         check(kind, dedup, tokens=5 + 3 * dist.get_rank(), moved=moved)
+
+
+def case_no_rank_has_nothing_to_receive() -> None:
+    with mock.patch.dict(os.environ, {"MOEFX_NO_EMPTY_RANKS": "1"}):
+        for kind, dedup in itertools.product(("any", "one rank", "nothing"), (True, False)):
+            check(kind, dedup, tokens=5 + 3 * dist.get_rank())
 
 
 def case_a_rank_without_tokens() -> None:

@@ -1,0 +1,132 @@
+"""One rank of `run.py`: times of dispatch and combine of each way, on the rewritten graphs of one block."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import moefx
+import moefx.ir.exchange as exchange
+from moefx.ir.payload import group_of, start
+
+HIDDEN = 8  # of an expert: what they compute is not measured here
+
+
+class Block(nn.Module):
+    """Router and experts as a plain program: stacked parameters, all experts on all tokens."""
+
+    def __init__(self, dim: int, num_experts: int, top_k: int):
+        super().__init__()
+        self.top_k = top_k
+        self.router = nn.Linear(dim, num_experts, bias=False)
+        self.up = nn.Parameter(torch.randn(num_experts, dim, HIDDEN) * dim**-0.5)
+        self.down = nn.Parameter(torch.randn(num_experts, HIDDEN, dim) * HIDDEN**-0.5)
+
+    def forward(self, x):
+        weights, ids = self.router(x).float().softmax(-1).topk(self.top_k, -1)
+        every = torch.einsum("ehd,edm->ehm", torch.relu(torch.einsum("sd,edh->esh", x, self.up)), self.down)
+        chosen = every.transpose(0, 1).gather(1, ids[..., None].expand(*ids.shape, x.shape[-1]))
+        return (chosen * weights[..., None].to(x.dtype)).sum(1)
+
+
+class Parts(fx.Interpreter):
+    """Runs a block's graph in three parts: up to the rows, the experts, and from their sums on."""
+
+    def __init__(self, module: fx.GraphModule):
+        super().__init__(module)
+        calls = [n for n in module.graph.nodes if n.op == "call_function"]
+        self.arrived = [n for n in calls if n.target is torch.ops.moefx.wait_rows.default][-1]
+        self.back = next(n for n in calls if n.target is torch.ops.moefx.all_to_all_back.default)
+        self.placed = next(n for n in calls if n.target is torch.ops.moefx.place_choices.default)
+        self.seconds: dict[str, float] = {}
+
+    def run_node(self, node: fx.Node) -> Any:
+        if node in (self.placed, self.back):
+            dist.barrier()
+            self.began = time.perf_counter()
+        result = super().run_node(node)
+        if node is self.arrived:
+            self.seconds["dispatch"] = _slowest(time.perf_counter() - self.began)
+        if node.op == "output":
+            self.seconds["combine"] = _slowest(time.perf_counter() - self.began)
+        return result
+
+
+def _slowest(seconds: float) -> float:
+    t = torch.tensor(seconds)
+    dist.all_reduce(t, dist.ReduceOp.MAX)
+    return t.item()
+
+
+class Rows:
+    """Counts rows that leave the node, as they are sent."""
+
+    def __init__(self, ranks_of_node: int):
+        self.size, self.rows = ranks_of_node, 0
+
+    def __call__(self, rows, sent, received, group):
+        ranks = dist.get_process_group_ranks(group_of(group))
+        node = dist.get_rank() // self.size
+        self.rows += sum(n for n, rank in zip(sent, ranks, strict=True) if rank // self.size != node)
+        return start(rows, sent, received, group)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    for name in ("tokens", "dim", "experts", "top-k", "node-size", "repeats"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--levels", type=int, nargs="*", default=[])
+    parser.add_argument("--ways", nargs="+", required=True)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    world, rank = dist.get_world_size(), dist.get_rank()
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+    torch.manual_seed(0)
+    block = Block(args.dim, args.experts, args.top_k).bfloat16()
+    graphs, blocks = {}, {}
+    for way in args.ways:
+        plan = moefx.Plan(
+            dispatch=way.partition(",")[0], pilots="," not in way, node_size=args.node_size,
+            topology_levels=tuple(args.levels), validation="symbolic",
+        )  # fmt: skip
+        blocks[way] = moefx.compile(block, mesh=mesh, plan=plan, example_inputs=(torch.zeros(8, args.dim).bfloat16(),))
+        graphs[way] = Parts(fx.GraphModule(blocks[way], moefx.graph(blocks[way], "").graph))
+    torch.manual_seed(1 + rank)
+    x = torch.randn(args.tokens, args.dim).bfloat16()
+    results = {}
+    with torch.no_grad():
+        want = block(x[:16]).float()
+        for way, graph in graphs.items():
+            counter = exchange.start = Rows(args.node_size)
+            out = graph.run(x)
+            out = (out[0] if isinstance(out, (tuple, list)) else out)[:16].float()
+            exchange.start = start
+            error = ((out - want).norm() / want.norm()).item()
+            rows = torch.tensor([counter.rows])
+            dist.all_reduce(rows)
+            results[way] = {"error": error, "rows": int(rows) // 2, "dispatch": [], "combine": []}
+        for _ in range(args.repeats):  # in turns
+            for way, graph in graphs.items():
+                graph.run(x)
+                for part, seconds in graph.seconds.items():
+                    results[way][part].append(seconds)
+    for result in results.values():
+        for part in ("dispatch", "combine"):
+            result[part] = round(1e3 * statistics.median(result[part]), 2)
+    if rank == 0:
+        print(json.dumps(results), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
