@@ -34,7 +34,7 @@ class Plan:
         dispatch: how rows travel to their experts. `"flat"`: one row for each choice; `"dedup"`: one for each rank that
             has experts of the token; `"rbd"`: one for each node, and from there one for each rank (X-MoE section 4.2);
             `"halo"`: as that, but what stays in the node does not wait for what comes from others (Piper section V);
-            `"auto"`: for the planner to decide, `"dedup"` as long as there is none.
+            `"auto"`: what is fastest by the bandwidths between and within nodes, measured by `compile`.
         pilots: False: `"halo"` sends a row for each choice, as in Piper, not one for each node and rank.
         node_size: ranks of a node, numbered node by node. Without it: LOCAL_WORLD_SIZE, which torchrun sets, else all.
         topology_levels: ranks of units above a node, e.g. `(32, 512)` for switch groups of 32 and racks of 512 ranks.

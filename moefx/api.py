@@ -121,7 +121,8 @@ def compile(
                 f"original: {guard}",
                 stacklevel=2,
             )
-        reports.append(_report(matched, program, first, verdicts[id(matched)]))
+        report = _report(matched, program, first, verdicts[id(matched)])
+        reports.append(report if spread is None else dataclasses.replace(report, notes=(*report.notes, str(spread))))
     vars(compiled)[_RECORD] = Record(tuple(reports), tuple(found.refused), found.seconds)
     return compiled
 

@@ -22,9 +22,11 @@ from .passes.collectives import collectives
 from .passes.manager import PassManager
 from .passes.match.paths import Place
 from .passes.overlap import overlap
+from .passes.routed import Routed
 from .passes.ssmb import ssmb
 from .pipeline import Result
 from .runtime import clipping, state
+from .runtime.links import TOKENS, fastest, predicted
 from .runtime.module import rewritten_blocks
 from .runtime.saving import save_routing as save_routing
 from .runtime.sharding import ExpertParameters, axis_of, expert_axis, placement_on, spread, whole
@@ -34,10 +36,15 @@ from .runtime.topology import ExpertAxis
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """Blocks that were rewritten alike, over the expert axis of a mesh."""
+    """Blocks that were rewritten alike, over the expert axis of a mesh.
+
+    Attributes:
+        why: rows travel in these ways.
+    """
 
     placement: Placement
     ways: Ways
+    why: str
     sequence: SharedTokens | None
     parameters: ExpertParameters
     plan: Plan
@@ -52,7 +59,7 @@ class Spread:
         """
         placement = placement_on(axis, result.match.num_experts)
         sequence = axis.sequence(plan.sequence_axis, plan.sequence_gradients) if plan.sequence_axis else None
-        return cls(placement, ways(axis, plan), sequence, expert_parameters(result), plan)
+        return cls(placement, *ways(axis, plan, result), sequence, expert_parameters(result), plan)
 
     def graph(self, block: nn.Module, result: Result) -> Result:
         """The graph that goes on from the rewritten block's; the proof stays as it is."""
@@ -63,6 +70,15 @@ class Spread:
         steps.append(overlap)
         history = PassManager(block).extend(result.history, steps, self.plan, level="fused")
         return dataclasses.replace(result, history=history)
+
+    def __str__(self) -> str:
+        place, levels = self.placement, " x ".join(map(str, self.ways.sizes))
+        way = "halo" if self.ways.near_apart else "rbd" if len(self.ways.levels) > 1 else "one exchange"
+        rows = "one row for each of its " + ("ranks" if self.ways.dedup else "experts")
+        return (
+            f"experts over {place.num_ranks} ranks of mesh axis {place.axis!r} ({levels}), {place.num_slots} each; a "
+            f"token travels as {rows}, {way} ({self.why})"
+        )
 
     def take(self, block: nn.Module, axis: ExpertAxis) -> None:
         """Leave a block the parameters of this rank's experts."""
@@ -111,12 +127,35 @@ def agree(axis: ExpertAxis, plan: Plan, found: str) -> None:
             )
 
 
-def ways(axis: ExpertAxis, plan: Plan) -> Ways:
-    """How rows travel."""
-    if plan.dispatch in ("rbd", "halo"):
-        halo = plan.dispatch == "halo"
-        return axis.ways(by_level=True, dedup=not halo or plan.pilots, near_apart=halo)
-    return axis.ways(by_level=False, dedup=plan.dispatch != "flat")
+def ways(axis: ExpertAxis, plan: Plan, result: Result) -> tuple[Ways, str]:
+    """How rows travel, and why."""
+    dispatch, why = plan.dispatch, "as planned"
+    if dispatch == "auto":
+        dispatch, why = _fastest(axis, result)
+    if dispatch in ("rbd", "halo"):
+        halo = dispatch == "halo"
+        return axis.ways(by_level=True, dedup=not halo or plan.pilots, near_apart=halo), why
+    return axis.ways(by_level=False, dedup=dispatch != "flat"), why
+
+
+def _fastest(axis: ExpertAxis, result: Result) -> tuple[str, str]:
+    """By the bandwidths that are measured, for uniform routing: all ranks come to the same result."""
+    links = axis.links
+    if links is None:
+        return "dedup", "auto: one level, where no row travels that need not"
+    nodes, ranks = axis.topology.sizes
+    match = result.match
+    seconds = predicted(links, nodes, ranks, match.num_experts, match.slots, _row_bytes(result))
+    shown = ", ".join(f"{way} {1e3 * s:.2f} ms" for way, s in seconds.items())
+    return fastest(seconds), f"auto: predicted for {TOKENS} tokens a rank {shown}"
+
+
+def _row_bytes(result: Result) -> float:
+    """Of a token: its values, and a weight and a slot for each choice."""
+    gathers = Routed.of(result.graph).gathers
+    values = [n.args[0].meta.get("val") for n in gathers]  # type: ignore[union-attr]
+    widths = [int(v.shape[-1]) * v.element_size() for v in values[:1] if v is not None]
+    return sum(widths) + 6.0 * result.match.slots
 
 
 def expert_parameters(result: Result) -> ExpertParameters:

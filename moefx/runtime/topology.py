@@ -9,11 +9,14 @@ import itertools
 import os
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import InvalidPlan
+from ..ir.payload import group_of
 from ..ir.placement import Level, SharedTokens, Ways
+from .links import Link, Links, measured
 
 _NODE = ("inter", "intra")  # the two lowest levels; those above have numbers
 
@@ -149,6 +152,17 @@ class ExpertAxis:
         else:
             levels, order = self.levels, self.topology.order
         return Ways(levels, order.index(self.rank), order, dedup, near_apart, self.timeout)
+
+    @functools.cached_property
+    def links(self) -> Links | None:
+        """As measured, once: between two levels, nodes and their ranks. Collective. None where there are no two."""
+        if len(self.topology.sizes) != 2:
+            return None
+        device = torch.device(self.mesh.device_type)
+        found = [measured(level, device) for level in (Level(self.name, self.size, self.group), *self.levels)]
+        slowest = torch.tensor([[link.latency, link.per_byte] for link in found], dtype=torch.float64, device=device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group_of(self.group))  # all ranks decide alike
+        return Links(*(Link(*link) for link in slowest.tolist()))
 
     @functools.cached_property
     def levels(self) -> tuple[Level, ...]:

@@ -97,6 +97,18 @@ def case_the_same_sums() -> None:
         assert torch.equal(compiled(rough), compiled(rough))
 
 
+def case_what_is_fastest_is_picked() -> None:
+    """By what is measured; the same way on every rank."""
+    mesh, world = one_axis(), dist.get_world_size()
+    plan = moefx.Plan(node_size=2, validation="symbolic")
+    compiled = check(Model("stacked", layers=1, num_experts=world).double(), mesh, plan)
+    (line,) = [line for line in str(moefx.explain(compiled)).splitlines() if "experts over" in line]
+    assert "auto: predicted for 4096 tokens a rank flat" in line, line
+    found = [None] * world
+    dist.all_gather_object(found, line)
+    assert len(set(found)) == 1, found
+
+
 def case_nodes_that_do_not_fit() -> None:
     world = dist.get_world_size()
 

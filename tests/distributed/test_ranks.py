@@ -41,6 +41,10 @@ def test_programs():
     launch(4, "tests.distributed.program_cases")
 
 
+def test_pipelines_and_transformers():
+    launch(4, "tests.distributed.pipeline_cases")
+
+
 def test_verification():
     launch(4, "tests.distributed.verify_cases")
 

@@ -1,0 +1,86 @@
+"""Spread models in pipelines, and models of transformers."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+import moefx
+
+from ..passes.blocks import D
+from .models import Model, is_of_experts
+
+
+class Half(nn.Module):
+    """One stage: a layer of the model."""
+
+    def __init__(self, model: Model, number: int):
+        super().__init__()
+        self.first = model.first if number == 0 else None
+        self.blocks = nn.ModuleList([model.blocks[number]])
+
+    def forward(self, x):
+        if self.first is not None:
+            x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def loss(out, target):
+    return ((out - target) ** 2).sum()
+
+
+def case_two_stages_of_two_ranks() -> None:
+    """1F1B: several micro-batches are in flight."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
+    stage, micro, size = mesh["pp"].get_local_rank(), 4, 6
+    for dispatch in ("dedup", "flat"):
+        model = Model("gated", layers=2)
+        plan = moefx.Plan(dispatch=dispatch, expert_axis="ep", validation="symbolic")
+        half = moefx.compile(
+            Half(copy.deepcopy(model), stage), mesh=mesh, plan=plan, example_inputs=(torch.zeros(size, D),)
+        )
+        torch.manual_seed(mesh["ep"].get_local_rank())
+        x, target = torch.randn(micro * size, D), torch.randn(micro * size, D)
+        made = PipelineStage(half, stage, 2, torch.device("cpu"), group=mesh.get_group("pp"))
+        schedule = Schedule1F1B(made, micro, loss_fn=loss, scale_grads=False)
+        schedule.step(*([x] if stage == 0 else []), **({"target": target} if stage == 1 else {}))
+        loss(model(x), target).backward()
+        compared = 0
+        for name, p in Half(model, stage).named_parameters():
+            wanted = torch.zeros_like(p) if p.grad is None else p.grad.clone()
+            if is_of_experts(name):
+                dist.all_reduce(wanted, group=mesh.get_group("ep"))
+            own = dict(half.named_parameters()).get(name)
+            if own is not None:
+                got = torch.zeros_like(own) if own.grad is None else own.grad
+                torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
+                compared += 1
+        assert compared >= 7
+
+
+def case_transformers() -> None:
+    try:
+        from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    except ImportError:
+        return
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+             "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32}  # fmt: skip
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+    for make, config in (
+        (Qwen3MoeForCausalLM, Qwen3MoeConfig(**sizes, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=8)),
+        (MixtralForCausalLM, MixtralConfig(**sizes, num_local_experts=4)),
+    ):
+        torch.manual_seed(0)
+        model = make(config)
+        compiled = moefx.compile(copy.deepcopy(model), mesh=mesh, plan=moefx.Plan(validation="symbolic"))
+        assert len(moefx.blocks(compiled)) == 2
+        ids = torch.randint(64, (2, 5 + dist.get_rank()))
+        report = moefx.verify(compiled, model, {"input_ids": ids, "labels": ids}, routings=False)
+        assert report.ok, report

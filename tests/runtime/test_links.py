@@ -1,0 +1,68 @@
+"""Which way is picked: exact where rows are counted, by what dominates elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch.distributed")
+
+from moefx.errors import InvalidPlan
+from moefx.runtime.links import Link, Links, expected_parts, fastest, predicted
+from moefx.runtime.topology import Topology, node_size
+
+
+def picked(inter: float, intra: float, latency: float = 0.0, top_k: int = 8, **more) -> str:
+    """By seconds for a byte."""
+    links = Links(Link(latency, 0.0), Link(latency, inter), Link(latency, intra))
+    return fastest(
+        predicted(links, **{"nodes": 4, "ranks": 8, "num_experts": 256, "row_bytes": 4096.0, **more}, top_k=top_k)
+    )
+
+
+def test_expected_parts():
+    """X-MoE's redundancy for 256 experts, 8 of them a token, 8 ranks a node: 75.1 % and 54.8 %."""
+    for nodes, redundancy in ((2, 0.751), (4, 0.548), (8, 0.338), (16, 0.185), (32, 0.092)):
+        assert 1 - expected_parts(256, 8, nodes) / 8 == pytest.approx(redundancy, abs=5e-4)
+    assert expected_parts(8, 8, 4) == 4
+    assert expected_parts(128, 8, 4) == pytest.approx(3.6, abs=0.06)
+    assert expected_parts(16, 1, 8) == pytest.approx(1)
+
+
+def test_each_way_is_picked_where_it_should_be():
+    assert picked(1e-10, 1e-10, top_k=1) == "flat"  # nothing is sent twice
+    assert picked(1e-10, 1e-10) == "dedup"  # a node's own links are not faster
+    assert picked(1e-9, 1e-12) == "rbd"  # what happens in the node costs nothing
+    assert picked(2e-9, 1e-9, nodes=2, ranks=2, top_k=8) == "halo"  # phase I is hidden behind II
+    assert picked(1e-9, 1e-12, latency=1.0) in ("flat", "dedup")  # one collective is all one can wait for
+
+
+def test_topologies():
+    assert Topology.of(range(8), [4]) == Topology((2, 4), tuple(range(8)))
+    assert Topology.of(range(8), [8]).sizes == Topology.of(range(8), [1]).sizes == (8,)
+    assert Topology.of([0, 2, 4, 6], [4]) == Topology((2, 2), (0, 1, 2, 3))
+    assert Topology.of([5, 4, 1, 0], [2]) == Topology((2, 2), (3, 2, 1, 0))
+    deep = Topology.of(range(16), [2, 8])
+    assert deep.sizes == (2, 4, 2) and deep.names == ["level1", "inter", "intra"]
+    assert Topology.of([3], [2]).sizes == (1,)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "units", "message"),
+    [
+        (range(8), [3, 4], "a level of 4 ranks does not consist of whole ones of 3"),
+        (range(6), [4], r"mesh axis 'ep' \(ranks 0, 1, 2, 3, 4, 5\) has 2 to 4 parts in units of 4 ranks"),
+        ([0, 1, 2, 4], [4], "has 1 to 3 parts in units of 4"),
+    ],
+)
+def test_topologies_that_are_uneven(ranks, units, message):
+    with pytest.raises(InvalidPlan, match=message):
+        Topology.of(ranks, units)
+
+
+def test_node_size(monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert node_size(None, 8) == 8 and node_size(2, 8) == 2
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert node_size(None, 8) == 4 and node_size(2, 8) == 2
+    with pytest.raises(InvalidPlan, match="LOCAL_WORLD_SIZE is 4, but the 6 ranks are not whole nodes"):
+        node_size(None, 6)
