@@ -10,11 +10,13 @@ import itertools
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -34,7 +36,7 @@ class Training:
         self.mesh = mesh
         self.reference = LanguageModel(CONFIG).to(mesh.device_type)
         ids = torch.zeros(1, CONFIG.context, dtype=torch.long, device=mesh.device_type)
-        self.model = moefx.compile(self.reference, mesh=mesh, plan=plan, example_inputs=(ids, ids))
+        self.model: Any = moefx.compile(self.reference, mesh=mesh, plan=plan, example_inputs=(ids, ids))
         self.of_experts = set(moefx.expert_parameter_names(self.model))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
 
@@ -59,18 +61,18 @@ class Training:
         for name, parameter in self.model.named_parameters():
             if parameter.grad is None:  # an expert without tokens
                 parameter.grad = torch.zeros_like(parameter)
-            grad = parameter.grad.to_local() if isinstance(parameter, DTensor) else parameter.grad
+            grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
             dist.all_reduce(grad, group=self.mesh.get_group("dp") if name in self.of_experts else None)
             grad /= dist.get_world_size()
 
     def save(self, folder: Path) -> None:
         model, optimizer = get_state_dict(self.model, self.optimizer)
-        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+        save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
 
     def load(self, folder: Path) -> None:
         model, optimizer = get_state_dict(self.model, self.optimizer)
         state = {"model": model, "optimizer": optimizer}
-        dcp.load(state, checkpoint_id=folder)
+        load(state, checkpoint_id=folder)
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
@@ -79,7 +81,7 @@ def run(training: Training, steps: range) -> list[float]:
     return [training.step(*batch) for batch in itertools.islice(stream, steps.start, steps.stop)]
 
 
-def main(steps: int = 8, dispatch: str = "dedup") -> float:
+def main(steps: int = 8, dispatch: Any = "dedup") -> float:
     """Returns the largest difference of the losses before and after the change of meshes."""
     on_gpu = torch.cuda.is_available()
     if on_gpu:

@@ -63,7 +63,7 @@ class Spread:
 
     def graph(self, block: nn.Module, result: Result) -> Result:
         """The graph that goes on from the rewritten block's; the proof stays as it is."""
-        steps = [functools.partial(ssmb, sequence=self.sequence)] if self.sequence else []
+        steps: list[Any] = [functools.partial(ssmb, sequence=self.sequence)] if self.sequence else []
         steps.append(
             functools.partial(collectives, placement=self.placement, ways=self.ways, stacked=self.parameters.stacked)
         )

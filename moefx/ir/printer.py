@@ -113,9 +113,10 @@ class _Printer:
                 self.folded.add(node)
             if node.op == "call_method" and node.target == "to_local":
                 self.folded.add(node)
-            if node.op == "call_function" and (fields := _BUNDLES.get(target_name(node))):
+            if node.op == "call_function" and (named := _BUNDLES.get(target_name(node))):
+                fields: tuple[str, ...] = named
                 if len(node.users) > len(fields):
-                    fields = _BUNDLES_OF_PARTS.get(target_name(node), fields)
+                    fields = _BUNDLES_OF_PARTS.get(target_name(node)) or fields
                 for user in node.users:
                     if is_getitem(user) and user.args[0] is node:
                         self.fields[user] = (node, fields[user.args[1]])

@@ -16,6 +16,7 @@ import datetime
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -125,9 +126,9 @@ def exchange_counts(
     told = counts.told()
     heard = torch.empty_like(told)
     with others_answer():
-        work = dist.all_to_all_single(heard, told, group=own, async_op=True)
+        work: Any = dist.all_to_all_single(heard, told, group=own, async_op=True)
         work.wait(*([] if timeout is None else [datetime.timedelta(seconds=timeout)]))
-    sizes = [*levels, *levels[-1:] * near]
+    sizes = [*levels, *(levels[-1:] if near else ())]
     flat = torch.cat([splits.flatten() for splits in counts.splits(heard.view(*levels, -1))]).cpu()
     return [part.view(2, -1).clone() for part in flat.split([2 * size for size in sizes])]
 

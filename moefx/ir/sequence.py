@@ -66,7 +66,7 @@ def _padded(x: Tensor, length: int) -> Tensor:
 def _part(x: Tensor, rank: int, size: int) -> Tensor:
     length = _length(x.shape[0], size)
     left = x.shape[0] - rank * length
-    own = torch.sym_max(torch.sym_min(left, length), 0)
+    own: Any = torch.sym_max(torch.sym_min(left, length), 0)
     return x.new_empty((own, x.shape[1]))
 
 

@@ -2,7 +2,7 @@
 
 # fx types an argument as anything that a program can hold: the code knows better.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
-# pyright: reportIndexIssue=false, reportCallIssue=false, reportReturnType=false
+# pyright: reportUnhashable=false, reportIndexIssue=false, reportCallIssue=false, reportReturnType=false
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def expert_axis(mesh: DeviceMesh, wanted: str | tuple[str, ...] | None) -> tuple
     Raises:
         InvalidPlan: it is not clear which one is meant.
     """
-    names = mesh.mesh_dim_names
+    names: list[str] = list(mesh.mesh_dim_names or ())
     if not names:
         raise InvalidPlan("the axes of the mesh have no names; pass mesh_dim_names to init_device_mesh")
     if wanted is not None:

@@ -100,7 +100,8 @@ class OnLoad:
         for name in self.elsewhere:
             state_dict.pop(prefix + name, None)
         for name in self.stacked:
-            value, held = state_dict.get(prefix + name), _parameter(block, name)
+            value: Any = state_dict.get(prefix + name)
+            held = _parameter(block, name)
             if type(value) in (Tensor, nn.Parameter) and isinstance(held, DTensor) and value.shape == held.shape:
                 part = value.detach().to(held.device) if not value.is_meta else value.detach()
                 state_dict[prefix + name] = distribute_tensor(

@@ -8,6 +8,7 @@ import functools
 import itertools
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -117,7 +118,7 @@ class ExpertAxis:
     ):
         self.mesh, self.own, self._node, self._above, self.timeout = mesh, own, node, above, timeout
         (self.name,) = own.mesh_dim_names or ("",)
-        (self.rank,) = self.own.get_coordinate()  # not `get_local_rank`, which is the number in the process group
+        self.rank = (own.get_coordinate() or [0])[0]  # not `get_local_rank`, which is the number in the process group
         self.size = self.own.size()
         group: dist.ProcessGroup = self.own.get_group()
         self.group = group.group_name
@@ -174,7 +175,7 @@ class ExpertAxis:
         for i, (name, size) in enumerate(zip(self.topology.names, sizes, strict=True)):
             beside = ranks[(*own[:i], slice(None), *own[i + 1 :])].tolist()
             # Other groups of the axis may be in other models, or come later: only members wait for each other.
-            group = dist.new_group(
+            group: Any = dist.new_group(
                 beside,
                 timeout=None if self.timeout is None else datetime.timedelta(seconds=self.timeout),
                 use_local_synchronization=True,

@@ -124,6 +124,7 @@ class _Comparing:
             run = self.noise(seed=len(noise))
             if run is None if shares is None else shares.any(run is None):
                 break
+            assert run is not None
             noise.append(self.shared(run))
             rows = self.judge(original, compiled, truth, noise)
         return Comparison(rows, align.rows, notes)

@@ -273,7 +273,8 @@ def _held_alike(compiled: nn.Module, reference: nn.Module, shares: Shares | None
             note = f"only the {'compiled model' if name in ours else 'reference'} has it"
             rows.append(Row("", name, kind, ok=False, error=math.inf, note=note))
         for name in ours.keys() & theirs.keys():
-            a, b = local(ours[name]), theirs[name]
+            a: Any = local(ours[name])
+            b = theirs[name]
             if name in stacked:
                 b = b.detach()[stacked[name]]
             if a is not b and not (a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b.to(a.device))):
