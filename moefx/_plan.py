@@ -11,6 +11,7 @@ from .errors import InvalidPlan
 Checkpoint = Literal["h", "x", "all", "auto"]
 ExpertStorage = Literal["original", "contiguous", "stacked"]
 Validation = Literal["symbolic", "numeric", "auto"]
+PlacementOrder = Literal["ep_first", "dp_first"]
 SequenceGradients = Literal["replicated", "partial"]
 Dispatch = Literal["auto", "flat", "dedup", "rbd", "halo"]
 
@@ -27,6 +28,8 @@ class Plan:
             that the E parameters are equally spaced views (they stay the E original Parameters).
         expert_axis: the mesh axis that the experts are spread over, or several, `("dp", "tp")`, made one. Without it:
             `"ep"` if the mesh has an axis of that name, or its only axis.
+        placement: what the mesh is checked for. `"ep_first"`: the ranks of an expert group are neighbours, so that
+            exchanges stay near; `"dp_first"`: those of a data-parallel group are (X-MoE appendix C.1). None: either.
         sequence_axis: a mesh axis (tensor-parallel) whose ranks all have the same tokens: each routes a part of them,
             and the sums are gathered (X-MoE section 4.3, SSMB). Its ranks are among those of `expert_axis`.
         sequence_gradients: what the ranks of `sequence_axis` are given as the gradient of the block's output:
@@ -52,6 +55,7 @@ class Plan:
     checkpoint: Checkpoint = "h"
     expert_storage: ExpertStorage = "original"
     expert_axis: str | tuple[str, ...] | None = None
+    placement: PlacementOrder | None = None
     sequence_axis: str | None = None
     sequence_gradients: SequenceGradients = "replicated"
     dispatch: Dispatch = "auto"
@@ -70,6 +74,7 @@ class Plan:
             ("expert_storage", ExpertStorage),
             ("dispatch", Dispatch),
             ("sequence_gradients", SequenceGradients),
+            *((("placement", PlacementOrder),) if self.placement is not None else ()),
             ("validation", Validation),
         ):
             value = getattr(self, field)

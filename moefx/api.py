@@ -74,7 +74,9 @@ def compile(
     Raises:
         NoMoEBlockFound: `strict`, and nothing was rewritten; the message lists what was refused and why.
         InvalidInput: the example inputs do not fit. CaptureError: the model does not run on them.
-        InvalidPlan: a plan field cannot be meant, or names a pass that there is not.
+        InvalidPlan: a plan field cannot be meant, does not fit the mesh, or names a pass that there is not; or the
+            ranks of the mesh have other plans or models.
+        Refused: with a mesh, a block whose experts cannot be spread over ranks.
     """
     plan = _plan(plan, mesh)
     model = _checked(model)

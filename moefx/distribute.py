@@ -101,7 +101,21 @@ def planned_axis(mesh: DeviceMesh, plan: Plan) -> ExpertAxis:
     if plan.sequence_axis is not None:
         axis_of(mesh, "sequence_axis", (plan.sequence_axis,))
     own = axis_of(mesh, "expert_axis", expert_axis(mesh, plan.expert_axis))
+    _check_placement(own, plan)
     return ExpertAxis(mesh, own, plan.node_size, plan.topology_levels, plan.timeout)
+
+
+def _check_placement(own: DeviceMesh, plan: Plan) -> None:
+    ranks = own.mesh.tolist()
+    neighbours = sorted(ranks) == list(range(min(ranks), min(ranks) + len(ranks)))
+    if plan.placement is None or len(ranks) == 1 or neighbours == (plan.placement == "ep_first"):
+        return
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    raise InvalidPlan(
+        f"Plan(placement={plan.placement!r}): an expert group of the mesh has the ranks {shown}, which are "
+        f"{'neighbours' if neighbours else 'no neighbours'}: the expert axis comes "
+        f"{'before' if neighbours else 'after'} the data-parallel one in a mesh that is as planned"
+    )
 
 
 def agree(axis: ExpertAxis, plan: Plan, found: str) -> None:

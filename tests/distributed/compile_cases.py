@@ -103,6 +103,11 @@ def case_what_cannot_be() -> None:
     if world == 4:
         two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         refused(InvalidPlan, "which axis of the mesh (dp=2, tp=2)", block, mesh=two, example_inputs=inputs)
+        for axis, fits, other in (("tp", "ep_first", "dp_first"), ("dp", "dp_first", "ep_first")):
+            plan = moefx.Plan(expert_axis=axis, placement=other)
+            refused(InvalidPlan, f"Plan(placement='{other}'): an expert group of the mesh has the ranks", block,
+                    mesh=two, plan=plan, example_inputs=inputs)  # fmt: skip
+            moefx.compile(block, mesh=two, plan=plan.replace(placement=fits), example_inputs=inputs)
 
     class WithDropout(Loop):
         def expert(self, e, x, w):
