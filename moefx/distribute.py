@@ -65,7 +65,13 @@ class Spread:
         """The graph that goes on from the rewritten block's; the proof stays as it is."""
         steps: list[Any] = [functools.partial(ssmb, sequence=self.sequence)] if self.sequence else []
         steps.append(
-            functools.partial(collectives, placement=self.placement, ways=self.ways, stacked=self.parameters.stacked)
+            functools.partial(
+                collectives,
+                placement=self.placement,
+                ways=self.ways,
+                stacked=self.parameters.stacked,
+                trained=frozenset(name for name, p in block.named_parameters() if p.requires_grad),
+            )
         )
         steps.append(overlap)
         history = PassManager(block).extend(result.history, steps, self.plan, level="fused")

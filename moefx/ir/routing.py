@@ -149,6 +149,42 @@ build_pft.autograd(
 )
 
 
+@op(
+    "pick_choices(Tensor values, Tensor token_ids, Tensor slot_ids, Tensor inverse) -> Tensor",
+    contract="token_ids[B], slot_ids[B], inverse[S,K] -> rows[_]",
+)
+def pick_choices(values: Tensor, token_ids: Tensor, slot_ids: Tensor, inverse: Tensor) -> Tensor:
+    """The value of each row's choice, [B,...] of values [S,K,...]. Differentiable, without what is in the tail."""
+    return values[token_ids.to(torch.int64), slot_ids.to(torch.int64)]
+
+
+@op(
+    "pick_choices_backward(Tensor grad, Tensor inverse) -> Tensor",
+    contract="inverse[S,K] -> values[_]",
+)
+def pick_choices_backward(grad: Tensor, inverse: Tensor) -> Tensor:
+    """Gradient of the values: that of each choice's row, 0 where dropped."""
+    if grad.shape[0] == 0:
+        return grad.new_zeros((*inverse.shape, *grad.shape[1:]))
+    gathered = grad.index_select(0, inverse.reshape(-1).clamp(min=0))
+    gathered = gathered.view(*inverse.shape, *grad.shape[1:])
+    dropped = (inverse < 0).view(*inverse.shape, *[1] * (grad.dim() - 1))
+    return gathered.masked_fill_(dropped, 0)
+
+
+@pick_choices.fake
+def _(values, token_ids, slot_ids, inverse):
+    return values.new_empty((token_ids.shape[0], *values.shape[2:]))
+
+
+pick_choices_backward.fake(lambda grad, inverse: grad.new_empty((*inverse.shape, *grad.shape[1:])))
+pick_choices_backward.once_differentiable("pick_choices")
+pick_choices.autograd(
+    save=lambda ctx, args, kwargs, outputs: ctx.save_for_backward(args[3]),
+    backward=lambda ctx, grads: (pick_choices_backward(grads[0], *ctx.saved_tensors), None, None, None),
+)
+
+
 # -- between tokens and rows
 # -------------------------------------------------------------------------------------------
 

@@ -33,9 +33,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..errors import Refused
 from ..ir import dialect  # registers the ops
 from ..ir.block import BlockGraph
 from ..ir.body import ExpertBody
+from ..ir.display import attribute_name
 from ..ir.placement import Level, Placement, Ways
 from ..ir.spec import eliminate_dead_code
 from .manager import graph_pass
@@ -48,16 +50,32 @@ _ = dialect
 
 @graph_pass(level="distributed")
 def collectives(
-    block: BlockGraph, plan: Any, *, placement: Placement, ways: Ways, stacked: Collection[str]
+    block: BlockGraph,
+    plan: Any,
+    *,
+    placement: Placement,
+    ways: Ways,
+    stacked: Collection[str],
+    trained: Collection[str] = (),
 ) -> BlockGraph:
     """The routed sum over the ranks of the expert axis.
 
     Args:
+        trained: parameters of the block that have gradients.
         stacked: parameters of all experts in one tensor each, which are DTensors then; of the others only this rank's
             are there.
     """
     block = block.copy()
-    _Exchange(Routed.of(block), placement, ways).insert(stacked)
+    routed = Routed.of(block)
+    if shared := routed.shared(trained):
+        names = (attribute_name(n) if n.op == "get_attr" else n.name for n in shared)
+        raise Refused(
+            "the experts share a value: its gradient would be of the tokens that came from other ranks",
+            culprits=tuple(dict.fromkeys(names))[:3],
+            source=str(shared[0].meta.get("source", "")),
+            remedy="apply it before the experts, or after their sum",
+        )
+    _Exchange(routed, placement, ways).insert(stacked)
     return eliminate_dead_code(block)
 
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ class Routed:
         return [n for n in self.graph.nodes if n in found]
 
     def _picks(self, node: fx.Node) -> bool:
-        if node.target is not aten.index.Tensor or node.args[1] != [self.results.get(0), self.results.get(1)]:
+        if node.target is not ops.pick_choices.default:
             return False
         if len(node.args[0].meta["letters"]) != 2:
             raise Refused(
@@ -67,6 +68,18 @@ class Routed:
                 source=str(node.meta.get("source", "")),
             )
         return True
+
+    def shared(self, trained: Collection[str]) -> list[fx.Node]:
+        """Values that what the experts compute on rows takes the same for all rows: what is made of the block's inputs,
+        and its parameters of these names. Constants and buffers do not count."""
+        inside = {*self.region, *self.results.values()}
+        taken = [
+            value
+            for node in self.region
+            if node not in self.sums and getattr(node.target, "namespace", "") != "moefx"
+            for value in node.all_input_nodes
+        ]
+        return [v for v in taken if v not in inside and not _is_constant(v, trained)]
 
     # ------------------------------------------------------------------ new nodes, where the graph inserts
     def call(
@@ -91,6 +104,13 @@ class Routed:
         """Of each choice, whether the `build_pft` has a row for it."""
         inverse = self.results.get(3) or self.graph.call_function(operator.getitem, (self.pft, 3))
         return self.call(aten.ge.Scalar, (inverse, 0), {}, ("S", "K"))
+
+
+def _is_constant(node: fx.Node, trained: Collection[str]) -> bool:
+    if node.op == "get_attr":
+        return str(node.meta.get("fqn") or node.target) not in trained and str(node.target) not in trained
+    of_sizes = isinstance(node.meta.get("letters"), str)
+    return of_sizes or (node.op == "call_function" and not node.all_input_nodes)
 
 
 def _is_sum(node: fx.Node) -> bool:

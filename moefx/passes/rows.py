@@ -189,7 +189,7 @@ class Rows:
         if math.prod(b.shape) == 1:
             if i == self.first:
                 return Value(self.emit.reshape(self.combine_weights, (-1,)), "row", 0)
-            picked = self.call(aten.index.Tensor, (self.weights[i], [self.token_ids, self.slot_ids]), letters=("B",))
+            picked = self._of_choices(self.weights[i], ("B",))
             return Value(picked, "row", 0)
         node, shape = self.emit.kept.node(ref.node), b.shape
         if set(ref.axes) <= {"t"}:
@@ -208,10 +208,15 @@ class Rows:
                 raise Refused(
                     "the experts' input is computed per token and expert", source=str(ref.node.meta["source"])
                 )
-            rows = self.call(aten.index.Tensor, (by_slot, [self.token_ids, self.slot_ids]), letters=("B", "D"))
+            rows = self._of_choices(by_slot, ("B", "D"))
         if len(shape) != 1:
             rows = self.call(aten.reshape.default, (rows, [-1, *shape]))
         return Value(rows, "row", len(shape))
+
+    def _of_choices(self, values: fx.Node, letters: tuple[str, ...]) -> fx.Node:
+        return self.call(
+            ops.pick_choices.default, (values, self.token_ids, self.slot_ids, self.inverse), letters=letters
+        )
 
     def _stacked(self, v: Value) -> Value:
         """E separate tensors as one, where an op needs them together (a copy at every step)."""

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
-from moefx.errors import InvalidPlan, NotRewritten
+from moefx.errors import InvalidPlan, NotRewritten, Refused
 
 from ..passes.blocks import D, Loop
 from .models import BLOCKS, Model, check
@@ -108,6 +108,16 @@ def case_what_cannot_be() -> None:
             refused(InvalidPlan, f"Plan(placement='{other}'): an expert group of the mesh has the ranks", block,
                     mesh=two, plan=plan, example_inputs=inputs)  # fmt: skip
             moefx.compile(block, mesh=two, plan=plan.replace(placement=fits), example_inputs=inputs)
+
+    class Scaled(Loop):
+        def __init__(self):
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.tensor(1.3))
+
+        def expert(self, e, x, w):
+            return torch.tanh(self.experts[e](x) * self.scale) * w
+
+    refused(Refused, "the experts share a value", Scaled(), mesh=flat, example_inputs=inputs)
 
     class WithDropout(Loop):
         def expert(self, e, x, w):

@@ -24,7 +24,22 @@ def half(self, x):
     return (torch.sigmoid(gate) * up) @ self.down.mT
 
 
+class Picky(Loop):
+    """Divides by a value of each choice, and by its weight: rows that are not there must not."""
+
+    def forward(self, x):
+        scores = self.gate(x)
+        w, ids = scores.softmax(-1).topk(self.k, -1)
+        v, spread, out = scores.gather(1, ids).exp(), scores.std(), torch.zeros_like(x)
+        for e in range(len(self.experts)):
+            t, k = torch.where(ids == e)
+            y = torch.tanh(self.experts[e](x[t]) / v[t, k, None] / spread)
+            out = out.index_add(0, t, y * w[t, k, None].sqrt())
+        return out
+
+
 BLOCKS = {
+    "picky": lambda n=E: Picky(num_experts=n),
     "gated": lambda n=E: Loop(Gated, num_experts=n),
     "biased": lambda n=E: Loop(Mlp, num_experts=n),
     "every expert": lambda n=E: Loop(Gated, k=n, num_experts=n),

@@ -98,3 +98,30 @@ def test_shared_expert_stays_a_call():
 def test_random_experts_are_refused():
     with pytest.raises(Refused, match=r"random numbers|bernoulli"):
         rewritten(Loop(lambda: nn.Sequential(nn.Linear(D, D), nn.Dropout(0.5))))
+
+
+class DividesByItsChoice(Loop):
+    """Drops choices, and divides by a value of each."""
+
+    def forward(self, x):
+        scores = self.gate(x)
+        w, ids = scores.softmax(-1).topk(self.k, -1)
+        value, kept, out = scores.gather(1, ids).exp(), w > 0.35, torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            t, k = torch.where((ids == e) & kept)
+            out = out.index_add(0, t, torch.tanh(expert(x[t]) / value[t, k, None]) * w[t, k, None])
+        return out
+
+
+def test_rows_that_are_dropped_do_not_reach_the_gradients_of_choices():
+    torch.manual_seed(0)
+    block = DividesByItsChoice().double()
+    graph = rewritten(block, torch.zeros(5, D, dtype=torch.float64)).graph
+    x = torch.randn(9, D, dtype=torch.float64, requires_grad=True)
+    again = x.detach().clone().requires_grad_()
+    want = block(x)
+    out = graph.compile()(block, again)
+    torch.testing.assert_close(out, want)
+    want.sum().backward()
+    out.sum().backward()
+    torch.testing.assert_close(again.grad, x.grad)
