@@ -94,8 +94,10 @@ class Plan:
                 raise InvalidPlan(f"Plan({field}={getattr(self, field)!r}): expected True or False")
         if self.node_size is not None and not _is_size(self.node_size):
             raise InvalidPlan(f"Plan(node_size={self.node_size!r}): expected a number of ranks, or None")
-        if self.timeout is not None and not (isinstance(self.timeout, (int, float)) and self.timeout > 0):
+        if self.timeout is not None and not (type(self.timeout) in (int, float) and 0 < self.timeout < 1e9):
             raise InvalidPlan(f"Plan(timeout={self.timeout!r}): expected seconds, or None")
+        if isinstance(self.expert_axis, (tuple, list)) and len(set(self.expert_axis)) < len(self.expert_axis):
+            raise InvalidPlan(f"Plan(expert_axis={self.expert_axis!r}): names an axis twice")
         levels = self.topology_levels
         if not isinstance(levels, (tuple, list)) or not all(map(_is_size, levels)):
             raise InvalidPlan(f"Plan(topology_levels={levels!r}): expected numbers of ranks, (32, 512) for example")

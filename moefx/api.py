@@ -82,9 +82,17 @@ def compile(
     model = _checked(model)
     axis = None
     if mesh is not None:
-        from .distribute import Spread, agree, planned_axis  # torch.distributed takes a while, and is not everywhere
+        from .distribute import (  # torch.distributed takes a while, and is not everywhere
+            Spread,
+            agree,
+            check_holders,
+            planned_axis,
+            spread_blocks,
+        )
 
         axis = planned_axis(mesh, plan)
+        if spread_blocks(model):
+            raise InvalidInput("this model is spread over a mesh already: compile the original again")
     try:
         found, verdicts = _proven(model, example_inputs, plan)
     except Exception as error:
@@ -106,10 +114,14 @@ def compile(
     compiled, copies = copy_model(model)
     modules = dict(model.named_modules())
     reports = []
+    spreads = {}
+    if axis is not None:
+        for matched in found.matched:
+            spreads[id(matched)] = Spread.over(axis, matched.result, plan)
+        check_holders(model, {name: spreads[id(m)] for m in found.matched for name in m.names})
     for matched in found.matched:
-        first, spread = modules[matched.names[0]], None
-        if axis is not None:
-            spread = Spread.over(axis, matched.result, plan)
+        first, spread = modules[matched.names[0]], spreads.get(id(matched))
+        if spread is not None:
             matched.result = spread.graph(first, matched.result)
             for name in matched.names:
                 spread.take(copies[modules[name]], axis)

@@ -88,7 +88,7 @@ class Spread:
 
     def take(self, block: nn.Module, axis: ExpertAxis) -> None:
         """Leave a block the parameters of this rank's experts."""
-        spread(block, self.parameters, self.placement, axis.own)
+        spread(block, self.parameters, self.placement, axis.own, axis.made)
         block.register_load_state_dict_pre_hook(OnLoad(self.parameters, self.placement))
         if self.parameters.separate and self.placement.num_ranks > 1:
             block.register_state_dict_pre_hook(OnSave())
@@ -212,6 +212,25 @@ def _check_axis(table: Sequence[Place]) -> None:
             culprits=(place.fqn,),
             remedy="keep it as [experts, ...]",
         )
+
+
+def check_holders(model: nn.Module, spread: dict[str, Spread]) -> None:
+    """Whether parameters that are spread are held by their blocks alone.
+
+    Raises:
+        Refused: another part of the model has one of them too, which could not use it any more.
+    """
+    inside: dict[int, str] = {}
+    for block, s in spread.items():
+        names = [*s.parameters.stacked, *(name for each in s.parameters.separate for name in each)]
+        inside |= {id(model.get_submodule(block).get_parameter(name)): f"{block}.{name}".lstrip(".") for name in names}
+    prefixes = tuple(f"{block}." * bool(block) for block in spread)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in inside and not name.startswith(prefixes):
+            raise Refused(
+                f"{name} is the parameter {inside[id(parameter)]} of an expert, which would live on one rank only",
+                remedy="use experts in their block alone",
+            )
 
 
 # ---------------------------------------------------------------------- public functions

@@ -289,6 +289,9 @@ class _Exchange:
         found: list[fx.Node] = []
         for size in sizes:
             group, parameters = parameters[:size], parameters[size:]
+            if group and group[0].target is aten.reshape.default:
+                raise Refused("experts that have a number each cannot be spread over a mesh yet",
+                              source=str(group[0].meta.get("source", "")))  # fmt: skip
             if size == 1:
                 found += group
                 if group[0].target is aten.stack.default:

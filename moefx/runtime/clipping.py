@@ -29,20 +29,20 @@ def clip_grad_norm_(
     """
     if not norm_type > 0:
         raise MoefxError(f"norm_type={norm_type!r}: expected a number > 0")
-    wanted = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    if not wanted:
+    held = list(model.named_parameters())
+    if not held:
         return torch.zeros(())
-    # The same on every rank, whatever gradients it has.
-    like = torch.zeros((), dtype=_widest([p.dtype for _, p in wanted]), device=wanted[0][1].device)
-    groups: dict[tuple[str, ...], list[Tensor]] = {}
+    # The same on every rank, whatever it has gradients of: frozen parameters count here, and so do absent ones.
+    like = torch.zeros((), dtype=_widest([p.dtype for _, p in held]), device=held[0][1].device)
+    groups: dict[tuple[str, ...], list[Tensor]] = {(group,): [] for group in own_experts.values()}
     grads = []
-    for name, parameter in wanted:
+    for name, parameter in held:
         norms = groups.setdefault(_spread_over(name, parameter, own_experts), [])
         if parameter.grad is not None:
             grads.append(_local(parameter.grad))
             norms.append(torch.linalg.vector_norm(grads[-1], norm_type, dtype=like.dtype).to(like.device))
-    total = _combined([_over(_combined(norms, norm_type, like), over, norm_type) for over, norms in groups.items()],
-                      norm_type, like)  # fmt: skip
+    norms = [_over(_combined(norms, norm_type, like), over, norm_type) for over, norms in groups.items()]
+    total = _combined(norms, norm_type, like)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(f"the total norm of order {norm_type} of the gradients is {total.item()}")
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)

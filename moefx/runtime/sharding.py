@@ -69,18 +69,31 @@ def placement_on(axis: ExpertAxis, num_experts: int) -> Placement:
     return Placement.in_order(num_experts, axis.size, axis.rank, axis=axis.name, group=axis.group)
 
 
-def spread(block: nn.Module, parameters: ExpertParameters, placement: Placement, axis: DeviceMesh) -> None:
+def spread(
+    block: nn.Module,
+    parameters: ExpertParameters,
+    placement: Placement,
+    axis: DeviceMesh,
+    made: dict[torch.Tensor, nn.Parameter],
+) -> None:
     """Leave a block the parameters of this rank's experts: its part of a stack as a DTensor, `Shard(0)` over the axis,
-    and of separate experts its own. Others are None: `state_dict` does not have them."""
+    and of separate experts its own. Others are None: `state_dict` does not have them.
+
+    Args:
+        made: of the stacks that were cut before, their parts: what blocks share they go on sharing.
+    """
     for name in parameters.stacked:
         owner, full = _held(block, name)
-        local = full.detach()[placement.own].clone()
-        shard = DTensor.from_local(local, axis, [Shard(0)], run_check=False)
-        _set(owner, name, nn.Parameter(shard, requires_grad=full.requires_grad), full)
+        if full not in made:
+            local = full.detach()[placement.own].clone()
+            shard = DTensor.from_local(local, axis, [Shard(0)], run_check=False)
+            made[full] = nn.Parameter(shard, requires_grad=full.requires_grad)
+        _set(owner, name, made[full], full)
     here = {name for e in placement.own for name in parameters.separate[e]} if parameters.separate else set()
     for name in _all(parameters.separate):
         owner, full = _held(block, name)
-        _set(owner, name, full if name in here else None, full)
+        if full is not None:  # of experts that another block has too, and that were left before
+            _set(owner, name, full if name in here else None, full)
 
 
 def whole(block: nn.Module, parameters: ExpertParameters, placement: Placement) -> nn.Module:

@@ -103,7 +103,7 @@ class OnLoad:
             value: Any = state_dict.get(prefix + name)
             held = _parameter(block, name)
             if type(value) in (Tensor, nn.Parameter) and isinstance(held, DTensor) and value.shape == held.shape:
-                part = value.detach().to(held.device) if not value.is_meta else value.detach()
+                part = value.detach() if value.is_meta or held.is_meta else value.detach().to(held.device)
                 state_dict[prefix + name] = distribute_tensor(
                     part, held.device_mesh, held.placements, src_data_rank=None
                 )

@@ -120,6 +120,7 @@ class ExpertAxis:
         (self.name,) = own.mesh_dim_names or ("",)
         self.rank = (own.get_coordinate() or [0])[0]  # not `get_local_rank`, which is the number in the process group
         self.size = self.own.size()
+        self.made: dict[torch.Tensor, Any] = {}  # parameters that were cut
         group: dist.ProcessGroup = self.own.get_group()
         self.group = group.group_name
 
@@ -148,11 +149,24 @@ class ExpertAxis:
     def ways(self, *, by_level: bool, dedup: bool, near_apart: bool = False) -> Ways:
         """In one exchange, or `by_level`. Collective, if so: the groups are made on first use."""
         if not by_level or len(self.topology.sizes) == 1:
-            levels, near_apart = (Level(self.name, self.size, self.group),), False
+            levels, near_apart = (Level(self.name, self.size, self._own_group),), False
             order = Topology.of(self.own.mesh.tolist(), ()).order
         else:
             levels, order = self.levels, self.topology.order
         return Ways(levels, order.index(self.rank), order, dedup, near_apart, self.timeout)
+
+    @functools.cached_property
+    def _own_group(self) -> str:
+        """That of the axis, or another one of the same ranks with its own timeout."""
+        if self.timeout is None:
+            return self.group
+        group: Any = dist.new_group(
+            self.own.mesh.tolist(),
+            timeout=datetime.timedelta(seconds=self.timeout),
+            use_local_synchronization=True,
+            group_desc=self.name,
+        )
+        return group.group_name
 
     @functools.cached_property
     def links(self) -> Links | None:

@@ -117,6 +117,15 @@ def case_what_cannot_be() -> None:
         def expert(self, e, x, w):
             return torch.tanh(self.experts[e](x) * self.scale) * w
 
+    class Numbered(Loop):
+        def __init__(self):
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.rand(4))
+
+        def expert(self, e, x, w):
+            return self.experts[e](x) * self.scale[e] * w
+
+    refused(Refused, "experts that have a number each", Numbered(), mesh=flat, example_inputs=inputs)
     refused(Refused, "the experts share a value", Scaled(), mesh=flat, example_inputs=inputs)
 
     class WithDropout(Loop):

@@ -22,9 +22,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import moefx
+from moefx.errors import InvalidInput, Refused
 
 from ..passes.blocks import D, E
-from .models import Model, compiled_beside, is_of_experts
+from .models import BLOCKS, Model, compiled_beside, is_of_experts
 
 PLAN = moefx.Plan(validation="symbolic")
 KINDS = ("gated", "joined")  # experts of their own, and stacked ones
@@ -173,6 +174,9 @@ def case_a_meta_model() -> None:
         compiled.load_state_dict(original.state_dict())
         x = torch.randn(11, D)
         torch.testing.assert_close(compiled(x), original(x))
+        assigned = compiled_beside(meta, meshes()[0], PLAN)
+        assigned.load_state_dict(original.state_dict(), assign=True)
+        torch.testing.assert_close(assigned(x), original(x))
 
 
 def case_the_norm_of_all_gradients() -> None:
@@ -201,6 +205,66 @@ def case_the_norm_of_all_gradients() -> None:
         assert "nan" in str(found)
     else:
         raise AssertionError("nan")
+
+
+def case_frozen_experts_of_one_rank() -> None:
+    compiled = compiled_beside(Model("gated"), meshes()[0], PLAN)
+    if dist.get_rank() == 0:
+        for name, p in compiled.named_parameters():
+            p.requires_grad_(not is_of_experts(name))
+    compiled(torch.randn(9, D)).sum().backward()
+    norms = [moefx.clip_grad_norm_(compiled, 1.0, norm_type) for norm_type in (2.0, float("inf"))]
+    assert all(norm > 0 for norm in norms)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(BLOCKS["joined"]() for _ in range(2))
+        self.blocks[1].gate_up, self.blocks[1].down = self.blocks[0].gate_up, self.blocks[0].down
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def case_blocks_that_share_their_experts() -> None:
+    original = Tied()
+    compiled = compiled_beside(original, meshes()[0], PLAN)
+    assert compiled.blocks[0].down is compiled.blocks[1].down
+    x = torch.randn(9 + dist.get_rank(), D)
+    compiled(x).pow(2).sum().backward()
+    original(x).pow(2).sum().backward()
+    wanted = original.blocks[0].down.grad
+    dist.all_reduce(wanted)
+    torch.testing.assert_close(compiled.blocks[0].down.grad.full_tensor(), wanted)
+
+
+def case_experts_that_are_used_elsewhere_too() -> None:
+    class Outside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = BLOCKS["gated"]()
+            self.dense = self.block.experts[0]
+
+        def forward(self, x):
+            return self.block(x) + self.dense(x)
+
+    try:
+        compiled_beside(Outside(), meshes()[0], PLAN)
+    except Refused as found:
+        assert "dense.gate.weight is the parameter block.experts.0.gate.weight of an expert" in str(found), found
+    else:
+        raise AssertionError("was spread")
+    compiled = compiled_beside(Model("gated"), meshes()[0], PLAN)
+    try:
+        compiled_beside(compiled, meshes()[0], PLAN)
+    except InvalidInput as found:
+        assert "spread over a mesh already" in str(found)
+    else:
+        raise AssertionError("twice")
 
 
 def case_fully_sharded() -> None:
