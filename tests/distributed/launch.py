@@ -23,7 +23,7 @@ _ROOT = Path(__file__).parents[2]
 
 
 def launch(
-    world: int, module: str, *names: str, timeout: float = 240, environment: dict[str, str] | None = None
+    world: int, module: str, *names: str, timeout: float = 500, environment: dict[str, str] | None = None
 ) -> str:
     """The output of rank 0. `names`: of cases, all of the module's without.
 
@@ -65,7 +65,7 @@ def _shortened(text: str) -> str:
 def main() -> None:
     module, *names = sys.argv[1:]
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=90))
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=150))
     cases = importlib.import_module(module)
     for name in names or [name for name in vars(cases) if name.startswith("case_")]:
         print("running", name, flush=True)

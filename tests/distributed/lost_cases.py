@@ -70,7 +70,7 @@ def _without_rank_1(leave) -> None:
         compiled(torch.randn(5, D))
     except RanksLost as found:
         assert f"rank {dist.get_rank()} waits for rows of other ranks" in str(found)
-        assert time.monotonic() - start < 8
+        assert time.monotonic() - start < 11
         os._exit(0)  # the group is broken
     raise AssertionError("went on")
 

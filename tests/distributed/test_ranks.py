@@ -9,10 +9,13 @@ import torch.distributed
 
 from .launch import launch
 
-pytestmark = pytest.mark.skipif(
-    not (torch.distributed.is_available() and torch.distributed.is_gloo_available() and sys.platform == "linux"),
-    reason="needs gloo",
-)
+pytestmark = [
+    pytest.mark.timeout(600),  # several processes on few cores
+    pytest.mark.skipif(
+        not (torch.distributed.is_available() and torch.distributed.is_gloo_available() and sys.platform == "linux"),
+        reason="needs gloo",
+    ),
+]
 
 
 @pytest.mark.parametrize("world", [2, 4])
