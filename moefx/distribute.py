@@ -30,8 +30,8 @@ from .runtime.links import TOKENS, fastest, predicted
 from .runtime.module import rewritten_blocks
 from .runtime.saving import save_routing as save_routing
 from .runtime.sharding import ExpertParameters, axis_of, expert_axis, placement_on, spread, whole
-from .runtime.state import OnLoad, OnSave
-from .runtime.topology import ExpertAxis
+from .runtime.state import OnLoad, OnSave, joined
+from .runtime.topology import ExpertAxis, shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,9 +116,8 @@ def _check_placement(own: DeviceMesh, plan: Plan) -> None:
     neighbours = sorted(ranks) == list(range(min(ranks), min(ranks) + len(ranks)))
     if plan.placement is None or len(ranks) == 1 or neighbours == (plan.placement == "ep_first"):
         return
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     raise InvalidPlan(
-        f"Plan(placement={plan.placement!r}): an expert group of the mesh has the ranks {shown}, which are "
+        f"Plan(placement={plan.placement!r}): an expert group of the mesh has the {shown(ranks)}, which are "
         f"{'neighbours' if neighbours else 'no neighbours'}: the expert axis comes "
         f"{'before' if neighbours else 'after'} the data-parallel one in a mesh that is as planned"
     )
@@ -223,7 +222,7 @@ def check_holders(model: nn.Module, spread: dict[str, Spread]) -> None:
     inside: dict[int, str] = {}
     for block, s in spread.items():
         names = [*s.parameters.stacked, *(name for each in s.parameters.separate for name in each)]
-        inside |= {id(model.get_submodule(block).get_parameter(name)): f"{block}.{name}".lstrip(".") for name in names}
+        inside |= {id(model.get_submodule(block).get_parameter(name)): joined(block, name) for name in names}
     prefixes = tuple(f"{block}." * bool(block) for block in spread)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) in inside and not name.startswith(prefixes):
@@ -270,7 +269,7 @@ def clip_grad_norm_(
 def expert_parameter_names(model: nn.Module) -> list[str]:
     """Names of the parameters that differ from rank to rank of the expert axis: what data parallelism over all ranks
     must leave alone."""
-    stacked = [f"{name}." * bool(name) + p for name, s in spread_blocks(model).items() for p in s.parameters.stacked]
+    stacked = [joined(name, p) for name, s in spread_blocks(model).items() for p in s.parameters.stacked]
     wanted = {*stacked, *own_experts(model)}
     return [name for name, _ in model.named_parameters() if name in wanted]
 
@@ -278,7 +277,7 @@ def expert_parameter_names(model: nn.Module) -> list[str]:
 def own_experts(model: nn.Module) -> dict[str, str]:
     """Of the parameters of separate experts, the process group whose ranks have other ones."""
     return {
-        f"{name}." * bool(name) + parameter: s.placement.group
+        joined(name, parameter): s.placement.group
         for name, s in spread_blocks(model).items()
         for each in s.parameters.separate
         for parameter in each

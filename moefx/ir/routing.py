@@ -135,10 +135,16 @@ def _(topk_ids, topk_weights, keep, *, num_experts, capacity=None, drop="none"):
 )
 def build_pft_backward(grad: Tensor, inverse: Tensor) -> Tensor:
     """Gradient of `topk_weights`: that of each choice's row, 0 where dropped."""
+    return _of_rows(grad, inverse)
+
+
+def _of_rows(grad: Tensor, inverse: Tensor) -> Tensor:
+    """What each choice's row has, [S,K,...], 0 where dropped."""
     if grad.shape[0] == 0:
-        return grad.new_zeros(inverse.shape)
-    gathered = grad.index_select(0, inverse.reshape(-1).clamp(min=0)).view(inverse.shape)
-    return gathered.masked_fill_(inverse < 0, 0)
+        return grad.new_zeros((*inverse.shape, *grad.shape[1:]))
+    gathered = grad.index_select(0, inverse.reshape(-1).clamp(min=0)).view(*inverse.shape, *grad.shape[1:])
+    dropped = (inverse < 0).view(*inverse.shape, *[1] * (grad.dim() - 1))
+    return gathered.masked_fill_(dropped, 0)
 
 
 build_pft_backward.fake(lambda grad, inverse: grad.new_empty(inverse.shape))
@@ -164,12 +170,7 @@ def pick_choices(values: Tensor, token_ids: Tensor, slot_ids: Tensor, inverse: T
 )
 def pick_choices_backward(grad: Tensor, inverse: Tensor) -> Tensor:
     """Gradient of the values: that of each choice's row, 0 where dropped."""
-    if grad.shape[0] == 0:
-        return grad.new_zeros((*inverse.shape, *grad.shape[1:]))
-    gathered = grad.index_select(0, inverse.reshape(-1).clamp(min=0))
-    gathered = gathered.view(*inverse.shape, *grad.shape[1:])
-    dropped = (inverse < 0).view(*inverse.shape, *[1] * (grad.dim() - 1))
-    return gathered.masked_fill_(dropped, 0)
+    return _of_rows(grad, inverse)
 
 
 @pick_choices.fake

@@ -30,6 +30,10 @@ class ExpertParameters:
     stacked: tuple[str, ...]
     separate: tuple[tuple[str, ...], ...]
 
+    def of_experts(self, experts: Iterable[int]) -> set[str]:
+        """The separate ones of some experts."""
+        return {name for e in experts for name in self.separate[e]} if self.separate else set()
+
 
 def expert_axis(mesh: DeviceMesh, wanted: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """The names of the mesh axes that experts are spread over.
@@ -89,7 +93,7 @@ def spread(
             shard = DTensor.from_local(local, axis, [Shard(0)], run_check=False)
             made[full] = nn.Parameter(shard, requires_grad=full.requires_grad)
         _set(owner, name, made[full], full)
-    here = {name for e in placement.own for name in parameters.separate[e]} if parameters.separate else set()
+    here = parameters.of_experts(placement.own)
     for name in _all(parameters.separate):
         owner, full = _held(block, name)
         if full is not None:  # of experts that another block has too, and that were left before

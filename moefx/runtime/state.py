@@ -42,7 +42,7 @@ def full_state_dict(
         if here:
             found[name] = value.cpu() if cpu and isinstance(value, Tensor) else value
 
-    separate = {_joined(block, name) for block, (of, *_) in spread.items() for each in of.separate for name in each}
+    separate = {joined(block, name) for block, (of, *_) in spread.items() for each in of.separate for name in each}
     for name, value in own.items():
         if name not in separate:
             keep(name, _whole(value))
@@ -62,12 +62,12 @@ def _gathered(
     group, at = group_of(placement.group), {place: expert for expert, place in enumerate(placement.places)}
     for slot, expert in enumerate(placement.own):
         for i, name in enumerate(of.separate[expert]):
-            value = _whole(own[_joined(block, name)]).contiguous()
+            value = _whole(own[joined(block, name)]).contiguous()
             parts = [torch.empty_like(value) for _ in range(placement.num_ranks)]
             dist.all_gather(parts, value, group=group)
             for position, part in enumerate(parts):
                 other = at[ways.order[position] * placement.num_slots + slot]
-                yield _joined(block, of.separate[other][i]), part
+                yield joined(block, of.separate[other][i]), part
 
 
 def _whole(value: Any) -> Any:
@@ -84,7 +84,7 @@ def _names(module: nn.Module, prefix: str = "") -> Iterator[str]:
             yield from _names(child, f"{prefix}{name}.")
 
 
-def _joined(block: str, name: str) -> str:
+def joined(block: str, name: str) -> str:
     return f"{block}.{name}" if block else name
 
 
@@ -92,7 +92,7 @@ class OnLoad:
     """Before a state dict is loaded into a block: of whole ones, this rank's part."""
 
     def __init__(self, parameters: ExpertParameters, placement: Placement):
-        here = {name for e in placement.own for name in parameters.separate[e]} if parameters.separate else set()
+        here = parameters.of_experts(placement.own)
         self.elsewhere = [name for each in parameters.separate for name in each if name not in here]
         self.stacked = parameters.stacked
 

@@ -62,7 +62,7 @@ class Topology:
             if len(counts) > 1:
                 unit = coarse[depth - 1] if depth else len(ranks)
                 raise InvalidPlan(
-                    f"mesh axis {axis!r} ({_shown(ranks)}) has {min(counts)} to {max(counts)} parts in units of {unit} "
+                    f"mesh axis {axis!r} ({shown(ranks)}) has {min(counts)} to {max(counts)} parts in units of {unit} "
                     "ranks; each unit needs as many"
                 )
             sizes.append(counts.pop())
@@ -80,7 +80,7 @@ class Topology:
         return [*above, *_NODE[-len(self.sizes) :]] if len(self.sizes) > 1 else [""]
 
 
-def _shown(ranks: Sequence[int]) -> str:
+def shown(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:8]))
     return f"ranks {shown}{', ...' if len(ranks) > 8 else ''}"
 
@@ -139,8 +139,8 @@ class ExpertAxis:
         ranks, experts = own.mesh.tolist(), self.own.mesh.tolist()
         if not set(ranks) <= set(experts):
             raise InvalidPlan(
-                f"Plan(sequence_axis={name!r}): each of its ranks ({_shown(ranks)}) routes a part of the tokens, so "
-                f"they must be among the ranks of the expert axis {self.name!r} ({_shown(experts)}), else experts that "
+                f"Plan(sequence_axis={name!r}): each of its ranks ({shown(ranks)}) routes a part of the tokens, so "
+                f"they must be among the ranks of the expert axis {self.name!r} ({shown(experts)}), else experts that "
                 f"are replicated over {name!r} would have different gradients. Take Plan(expert_axis=(..., {name!r}))"
             )
         group = own.get_group()
