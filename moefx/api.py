@@ -118,7 +118,7 @@ def compile(
     if axis is not None:
         for matched in found.matched:
             spreads[id(matched)] = Spread.over(axis, matched.result, plan)
-        check_holders(model, {name: spreads[id(m)] for m in found.matched for name in m.names})
+        check_holders(model, {name: spreads[id(m)] for m in found.matched for name in m.names}, mesh)
     for matched in found.matched:
         first, spread = modules[matched.names[0]], spreads.get(id(matched))
         if spread is not None:

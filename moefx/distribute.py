@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import __version__
 from ._plan import Plan
-from .errors import InvalidPlan, Refused
-from .ir.payload import group_of
+from .errors import InvalidInput, InvalidPlan, Refused
+from .ir.payload import group_of, shown_ranks
 from .ir.placement import Placement, SharedTokens, Ways
 from .passes.collectives import collectives
 from .passes.manager import PassManager
@@ -29,9 +29,9 @@ from .runtime import clipping, state
 from .runtime.links import TOKENS, fastest, predicted
 from .runtime.module import rewritten_blocks
 from .runtime.saving import save_routing as save_routing
-from .runtime.sharding import ExpertParameters, axis_of, expert_axis, placement_on, spread, whole
+from .runtime.sharding import ExpertParameters, axis_of, expert_axis, held, placement_on, spread, whole
 from .runtime.state import OnLoad, OnSave, joined
-from .runtime.topology import ExpertAxis, shown
+from .runtime.topology import ExpertAxis
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +117,7 @@ def _check_placement(own: DeviceMesh, plan: Plan) -> None:
     if plan.placement is None or len(ranks) == 1 or neighbours == (plan.placement == "ep_first"):
         return
     raise InvalidPlan(
-        f"Plan(placement={plan.placement!r}): an expert group of the mesh has the {shown(ranks)}, which are "
+        f"Plan(placement={plan.placement!r}): an expert group of the mesh has the {shown_ranks(ranks)}, which are "
         f"{'neighbours' if neighbours else 'no neighbours'}: the expert axis comes "
         f"{'before' if neighbours else 'after'} the data-parallel one in a mesh that is as planned"
     )
@@ -133,7 +133,12 @@ def agree(axis: ExpertAxis, plan: Plan, found: str) -> None:
     Raises:
         InvalidPlan: they have other plans, or found other blocks.
     """
-    own = {"plan": plan.to_json(), "moefx and torch": f"{__version__}, {torch.__version__}", "rewritten blocks": found}
+    own = {
+        "plan": plan.to_json(),
+        "moefx and torch": f"{__version__}, {torch.__version__}",
+        "nodes of ranks": _nodes(axis),
+        "rewritten blocks": found,
+    }
     told: list[Any] = [None] * axis.size
     dist.all_gather_object(told, own, group=group_of(axis.group))
     for what, mine in own.items():
@@ -144,6 +149,14 @@ def agree(axis: ExpertAxis, plan: Plan, found: str) -> None:
                 f"the ranks of mesh axis {axis.name!r} do not agree on the {what}. Rank {axis.rank} of it: {mine}. "
                 f"Rank {number}: {theirs}" + (f" ({len(others)} of {axis.size} differ)" if len(others) > 1 else "")
             )
+
+
+def _nodes(axis: ExpertAxis) -> str:
+    """As this rank sees them: LOCAL_WORLD_SIZE is its own."""
+    try:
+        return f"{' x '.join(map(str, axis.topology.sizes))}, in the order {axis.topology.order}"
+    except InvalidPlan as error:
+        return f"none, {error}"
 
 
 def ways(axis: ExpertAxis, plan: Plan, result: Result) -> tuple[Ways, str]:
@@ -213,16 +226,24 @@ def _check_axis(table: Sequence[Place]) -> None:
         )
 
 
-def check_holders(model: nn.Module, spread: dict[str, Spread]) -> None:
-    """Whether parameters that are spread are held by their blocks alone.
+def check_holders(model: nn.Module, spread: dict[str, Spread], mesh: DeviceMesh) -> None:
+    """Whether parameters that are spread are on the mesh's kind of device, and held by their blocks alone.
 
     Raises:
+        InvalidInput: they are on another device than the meta device.
         Refused: another part of the model has one of them too, which could not use it any more.
     """
     inside: dict[int, str] = {}
     for block, s in spread.items():
         names = [*s.parameters.stacked, *(name for each in s.parameters.separate for name in each)]
-        inside |= {id(model.get_submodule(block).get_parameter(name)): joined(block, name) for name in names}
+        for name in names:
+            _, parameter = held(model.get_submodule(block), name)
+            if parameter.device.type not in (mesh.device_type, "meta"):
+                raise InvalidInput(
+                    f"{joined(block, name)} is on {parameter.device}, the mesh is of {mesh.device_type}: "
+                    f"model.to({mesh.device_type!r}) first, or make the model on the meta device"
+                )
+            inside[id(parameter)] = joined(block, name)
     prefixes = tuple(f"{block}." * bool(block) for block in spread)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) in inside and not name.startswith(prefixes):

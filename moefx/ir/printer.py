@@ -46,7 +46,7 @@ _NOT_SHOWN = {
     "shard_tokens": ("rank", "size"),
     "unshard_tokens": ("num_tokens", "rank", "size"),
     "wait_sums": ("ticket", "splits", "group"),
-    "exchange_counts": ("num_slots", "dedup", "timeout"),
+    "exchange_counts": ("num_slots", "dedup", "fingerprint", "timeout"),
 }
 # How arguments of expert_mlp are labelled when there are more than the two weights.
 _MLP_LABELS = {"row_weights": "w", "up": "up", "up_bias": "up_bias", "down": "down", "down_bias": "down_bias"}

@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..errors import RanksLost
 from .op import op
-from .payload import group_of, others_answer
+from .payload import group_of, others_answer, shown_ranks
 from .routing import build_pft
 
 
@@ -94,7 +95,7 @@ def rank_of(place: Tensor, num_slots: int) -> Tensor:
 
 @op(
     "exchange_counts(Tensor place, *, int[] levels, int num_slots, bool dedup, bool near=False, "
-    "float? timeout=None, str group) -> Tensor[]",
+    "int fingerprint=0, float? timeout=None, str group) -> Tensor[]",
     contract="place[S,K] -> splits[*]",
 )
 def exchange_counts(
@@ -104,6 +105,7 @@ def exchange_counts(
     num_slots: int,
     dedup: bool,
     near: bool = False,
+    fingerprint: int = 0,
     timeout: float | None = None,
     group: str,
 ) -> list[Tensor]:
@@ -113,24 +115,34 @@ def exchange_counts(
     Args:
         place: of the choices at their tokens' rank. group: of all positions, in their order.
         near: choices of the own node take no part in the hops, but in an exchange of their own.
+        fingerprint: of what this rank will send and do with rows; that of the others must be the same.
         timeout: seconds to wait for the other ranks; None: as long as the process group allows.
 
     Returns:
         int64 [2,W] on the host, W = levels[i], of each hop; with `near`, of the exchange in the node at last.
 
     Raises:
-        RanksLost: another rank has died, or does not answer in time.
+        RanksLost: another rank has died, does not answer in time, or has another fingerprint.
     """
     own = group_of(group)
     counts = _Counts(rank_of(place, num_slots), levels, dedup, dist.get_rank(own), near)
-    told = counts.told()
+    told = torch.cat([counts.told(), place.new_full((math.prod(levels), 1), fingerprint, dtype=torch.int64)], 1)
     heard = torch.empty_like(told)
     with others_answer():
         work: Any = dist.all_to_all_single(heard, told, group=own, async_op=True)
         work.wait(*([] if timeout is None else [datetime.timedelta(seconds=timeout)]))
     sizes = [*levels, *(levels[-1:] if near else ())]
-    flat = torch.cat([splits.flatten() for splits in counts.splits(heard.view(*levels, -1))]).cpu()
-    return [part.view(2, -1).clone() for part in flat.split([2 * size for size in sizes])]
+    splits = counts.splits(heard[:, :-1].view(*levels, -1))
+    flat = torch.cat([*(s.flatten() for s in splits), heard[:, -1]]).cpu()
+    *parts, theirs = flat.split([*(2 * size for size in sizes), len(heard)])
+    ranks = dist.get_process_group_ranks(own)
+    if others := [ranks[i] for i in (theirs != fingerprint).nonzero().flatten().tolist()]:
+        raise RanksLost(
+            f"rank {dist.get_rank()} and {shown_ranks(others)} do not run a block in the same way: what a call fixes "
+            "must be the same on all ranks that share its experts, which is dtypes, the number of features, numbers "
+            "among the arguments and the attributes of modules, and autocast"
+        )
+    return [part.view(2, -1).clone() for part in parts]
 
 
 class _Counts:
@@ -211,6 +223,6 @@ def _(place, *, num_ranks, num_slots, dedup):
 
 
 @exchange_counts.fake
-def _(place, *, levels, num_slots, dedup, near=False, timeout=None, group):
+def _(place, *, levels, num_slots, dedup, near=False, fingerprint=0, timeout=None, group):
     sizes = [*levels, *list(levels[-1:]) * near]
     return [torch.empty((2, size), dtype=torch.int64, device="cpu") for size in sizes]

@@ -27,6 +27,7 @@ III that in the node of what has come).
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Collection
 from typing import Any
 
@@ -108,6 +109,7 @@ class _Exchange:
         self._call, self._parts = routed.call, routed.parts
         self.hops: list[_Hop] = []  # level by level
         self.near: _Hop | None = None
+        self.counts: fx.Node
 
     def insert(self, stacked: Collection[str]) -> None:
         region, sums = self.routed.region, self.routed.sums
@@ -130,6 +132,27 @@ class _Exchange:
             for user in users:
                 user.replace_input_with(node, back)
         self._read_local_parts(stacked)
+        self.counts.update_kwarg("fingerprint", self._fingerprint([*tokens, *choices]))
+
+    def _fingerprint(self, sent: list[fx.Node]) -> int:
+        """Of what must be alike on all ranks, since each computes on rows of the others: what travels, where to, and
+        what becomes of it there, the parameters' names and values aside."""
+        numbers: dict[fx.Node, int] = {}
+
+        def told(value: Any) -> str:
+            if value.op == "get_attr":
+                return "parameter"
+            return f"%{numbers.setdefault(value, len(numbers))}"
+
+        lines = [
+            f"{self.placement.places} {self.ways.sizes} {self.ways.order} {self.ways.dedup} {self.ways.near_apart}"
+        ]
+        for node in sent:
+            value = node.meta.get("val")
+            lines.append(f"{told(node)} {getattr(value, 'dtype', None)} {node.meta.get('letters')} {_width(value)}")
+        for node in self.routed.region:
+            lines.append(f"{told(node)} = {node.target} {fx.map_arg((node.args, node.kwargs), told)}")
+        return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
 
     # ------------------------------------------------------------------ what is new
     def _insert_places(self) -> tuple[fx.Node, list[fx.Node]]:
@@ -142,7 +165,7 @@ class _Exchange:
         place = self._call(
             ops.place_choices.default, (topk_ids, keep), {"places": positions}, topk_ids.meta.get("letters", ("S", "K"))
         )
-        counts = self._call(
+        self.counts = self._call(
             ops.exchange_counts.default,
             (place,),
             {
@@ -157,7 +180,7 @@ class _Exchange:
         )
         labels = [self._label(index) for index in range(len(ways.levels))] + ["near"] * ways.near_apart
         names = tuple(_named("splits", label) for label in labels)
-        return place, self._parts(counts, (("2", "W"),) * len(labels), names)
+        return place, self._parts(self.counts, (("2", "W"),) * len(labels), names)
 
     def _label(self, index: int) -> str:
         return self.ways.levels[index].axis.rpartition("/")[2] if len(self.ways.levels) > 1 else ""
@@ -321,6 +344,11 @@ class _Exchange:
 
 def _named(name: str, label: str) -> str:
     return f"{name}_{label}" if label else name
+
+
+def _width(value: Any) -> int | None:
+    """Of a tensor with rows, if it is a number."""
+    return value.shape[-1] if getattr(value, "ndim", 0) > 1 and isinstance(value.shape[-1], int) else None
 
 
 def _now_of_received(node: fx.Node) -> None:

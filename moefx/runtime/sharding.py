@@ -87,7 +87,7 @@ def spread(
         made: of the stacks that were cut before, their parts: what blocks share they go on sharing.
     """
     for name in parameters.stacked:
-        owner, full = _held(block, name)
+        owner, full = held(block, name)
         if full not in made:
             local = full.detach()[placement.own].clone()
             shard = DTensor.from_local(local, axis, [Shard(0)], run_check=False)
@@ -95,7 +95,7 @@ def spread(
         _set(owner, name, made[full], full)
     here = parameters.of_experts(placement.own)
     for name in _all(parameters.separate):
-        owner, full = _held(block, name)
+        owner, full = held(block, name)
         if full is not None:  # of experts that another block has too, and that were left before
             _set(owner, name, full if name in here else None, full)
 
@@ -104,13 +104,13 @@ def whole(block: nn.Module, parameters: ExpertParameters, placement: Placement) 
     """A copy of a block that was spread, with abstract parameters of all experts: what can be lifted."""
     duplicate, _ = copy_model(block)
     for name in parameters.stacked:
-        owner, held = _held(duplicate, name)
-        owner._parameters[_last(name)] = _abstract(held)
+        owner, full = held(duplicate, name)
+        owner._parameters[_last(name)] = _abstract(full)
     like = parameters.separate[placement.own[0]] if parameters.separate else ()
     for names in parameters.separate:
         for name, other in zip(names, like, strict=True):
-            owner, _ = _held(duplicate, name)
-            owner._parameters[_last(name)] = _abstract(_held(block, other)[1])
+            owner, _ = held(duplicate, name)
+            owner._parameters[_last(name)] = _abstract(held(block, other)[1])
     return duplicate
 
 
@@ -126,12 +126,12 @@ def _all(names: Sequence[Iterable[str]]) -> list[str]:
     return list(dict.fromkeys(name for group in names for name in group))
 
 
-def _held(block: nn.Module, name: str) -> tuple[nn.Module, torch.Tensor]:
+def held(block: nn.Module, name: str) -> tuple[nn.Module, torch.Tensor]:
     path, _, last = name.rpartition(".")
     owner = block.get_submodule(path)
     return owner, getattr(owner, last)
 
 
 def _set(owner: nn.Module, name: str, value: torch.Tensor | None, before: torch.Tensor) -> None:
-    held = owner._parameters if isinstance(before, nn.Parameter) else owner._buffers
-    held[_last(name)] = value  # type: ignore[assignment]
+    values = owner._parameters if isinstance(before, nn.Parameter) else owner._buffers
+    values[_last(name)] = value  # type: ignore[assignment]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import InvalidPlan
-from ..ir.payload import group_of
+from ..ir.payload import group_of, shown_ranks
 from ..ir.placement import Level, SharedTokens, Ways
 from .links import Link, Links, measured
 
@@ -62,8 +62,8 @@ class Topology:
             if len(counts) > 1:
                 unit = coarse[depth - 1] if depth else len(ranks)
                 raise InvalidPlan(
-                    f"mesh axis {axis!r} ({shown(ranks)}) has {min(counts)} to {max(counts)} parts in units of {unit} "
-                    "ranks; each unit needs as many"
+                    f"mesh axis {axis!r} ({shown_ranks(ranks)}) has {min(counts)} to {max(counts)} parts in units of "
+                    f"{unit} ranks; each unit needs as many"
                 )
             sizes.append(counts.pop())
         order = sorted(range(len(ranks)), key=paths.__getitem__)
@@ -78,11 +78,6 @@ class Topology:
         """Of the levels."""
         above = [f"level{i}" for i in range(len(self.sizes) - 2, 0, -1)]
         return [*above, *_NODE[-len(self.sizes) :]] if len(self.sizes) > 1 else [""]
-
-
-def shown(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    return f"ranks {shown}{', ...' if len(ranks) > 8 else ''}"
 
 
 def node_size(wanted: int | None, world: int) -> int:
@@ -139,9 +134,9 @@ class ExpertAxis:
         ranks, experts = own.mesh.tolist(), self.own.mesh.tolist()
         if not set(ranks) <= set(experts):
             raise InvalidPlan(
-                f"Plan(sequence_axis={name!r}): each of its ranks ({shown(ranks)}) routes a part of the tokens, so "
-                f"they must be among the ranks of the expert axis {self.name!r} ({shown(experts)}), else experts that "
-                f"are replicated over {name!r} would have different gradients. Take Plan(expert_axis=(..., {name!r}))"
+                f"Plan(sequence_axis={name!r}): each of its ranks ({shown_ranks(ranks)}) routes a part of the "
+                f"tokens, so they must be among the ranks of the expert axis {self.name!r} ({shown_ranks(experts)}), "
+                f"else experts that are replicated over {name!r} would have different gradients. Take Plan(expert_axis=(..., {name!r}))"
             )
         group = own.get_group()
         return SharedTokens(name, group.group_name, own.size(), dist.get_rank(group), gradients)

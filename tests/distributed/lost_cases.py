@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import time
 
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import moefx
 from moefx.errors import InvalidPlan, NoMoEBlockFound, RanksLost
 
-from ..passes.blocks import D, Gated
+from ..passes.blocks import D, Gated, Loop
 from .models import BLOCKS, Model, compiled_beside
 
 
@@ -56,6 +57,57 @@ def case_a_rank_that_raises() -> None:
 def case_none_finds_anything() -> None:
     inputs = (torch.zeros(9, D),)
     differs(lambda: moefx.compile(Gated(), mesh=one_axis(), example_inputs=inputs), error=NoMoEBlockFound)
+
+
+def case_other_nodes() -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = "4" if dist.get_rank() else "2"
+    try:
+        differs(lambda: compiled_beside(Model("gated"), one_axis(), moefx.Plan()), "nodes of ranks", "2 x 2", "4")
+        os.environ["LOCAL_WORLD_SIZE"] = "2" if dist.get_rank() else "3"
+        differs(lambda: compiled_beside(Model("gated"), one_axis(), moefx.Plan()), "nodes of ranks", "not whole nodes")
+    finally:
+        del os.environ["LOCAL_WORLD_SIZE"]
+
+
+class Sharp(Loop):
+    """A number that a call fixes is in what the experts compute: on rows of other ranks too."""
+
+    sharpness = 1.5
+
+    def forward(self, x, slope=1.0):
+        w, ids = self.gate(x).softmax(-1).topk(self.k, -1)
+        out = torch.zeros_like(x)
+        for e in range(len(self.experts)):
+            t, k = torch.where(ids == e)
+            y = torch.tanh(self.experts[e](x[t]) * self.sharpness).mul(slope).sin()
+            out = out.index_add(0, t, y * w[t, k, None])
+        return out
+
+
+def case_other_calls() -> None:
+    torch.manual_seed(0)
+    block, x = Sharp(), torch.randn(5, D)
+    for dispatch in ("dedup", "halo"):
+        plan = moefx.Plan(dispatch=dispatch, node_size=2, timeout=20.0)
+        compiled = moefx.compile(copy.deepcopy(block), mesh=one_axis(), plan=plan, example_inputs=(x,))
+        odd = dist.get_rank() == 1
+
+        def raises(call, compiled=compiled) -> None:
+            others = "ranks 0, 2, 3" if dist.get_rank() == 1 else "rank 1 do"
+            differs(call, f"rank {dist.get_rank()} and {others}", error=RanksLost)
+            torch.testing.assert_close(compiled(x), block(x))  # all go on
+
+        raises(lambda compiled=compiled, odd=odd: compiled(x, 2.0 if odd else 1.0))
+        compiled.sharpness = 2.0 if odd else 1.5
+        differs(lambda compiled=compiled: compiled(x), "do not run a block in the same way", error=RanksLost)
+        compiled.sharpness = 1.5
+
+        def mixed(compiled=compiled, odd=odd):
+            with torch.autocast("cpu", torch.bfloat16, enabled=odd):
+                compiled(x)
+
+        raises(mixed)
+        torch.testing.assert_close(compiled(x, slope=3.0), block(x, slope=3.0))
 
 
 def _without_rank_1(leave) -> None:
