@@ -136,7 +136,8 @@ class ExpertAxis:
             raise InvalidPlan(
                 f"Plan(sequence_axis={name!r}): each of its ranks ({shown_ranks(ranks)}) routes a part of the "
                 f"tokens, so they must be among the ranks of the expert axis {self.name!r} ({shown_ranks(experts)}), "
-                f"else experts that are replicated over {name!r} would have different gradients. Take Plan(expert_axis=(..., {name!r}))"
+                f"else experts that are replicated over {name!r} would have different gradients. Take "
+                f"Plan(expert_axis=(..., {name!r}))"
             )
         group = own.get_group()
         return SharedTokens(name, group.group_name, own.size(), dist.get_rank(group), gradients)
