@@ -34,6 +34,7 @@ BENCHMARKS = {
     "stages": "each kernel of an expert MLP's step by itself",
     "routing": "the arrays that say which token goes to which expert",
     "layers": "training steps of four Qwen3-30B-A3B layers",
+    "ep": "a MoE layer over several GPUs beside one with all experts",
     "tune": "every configuration of every kernel",
     "report": "a table and a plot of what moe wrote",
 }

@@ -90,6 +90,10 @@ class _Values(NamedTuple):
         return _ticket(like, num_rows, columns.num_bytes // dtype.itemsize, dtype)
 
 
+def _dtype(name: str) -> torch.dtype:
+    return getattr(torch, name)
+
+
 def _ticket(like: Tensor, num_rows: Any, width: Any, dtype: torch.dtype) -> Tensor:
     return like.new_empty((), dtype=dtype).expand(num_rows, width)
 
@@ -130,21 +134,22 @@ def all_to_all_rows(
 
 
 @op(
-    f"all_to_all_rows_backward(Tensor sent, {_PLAN}, *, ScalarType[] dtypes, SymInt[] widths, int num_tokens, "
+    f"all_to_all_rows_backward(Tensor sent, {_PLAN}, *, str[] dtypes, SymInt[] widths, int num_tokens, "
     "bool dedup) -> Tensor[]",
     contract=f"sent[_,_], {_PLAN_SHAPES} -> gradients[*]",
 )
 def all_to_all_rows_backward(
-    sent: Tensor, *plan: Tensor, dtypes: list[torch.dtype], widths: list[int], num_tokens: int, dedup: bool
+    sent: Tensor, *plan: Tensor, dtypes: list[str], widths: list[int], num_tokens: int, dedup: bool
 ) -> list[Tensor]:
     """Wait for the gradients of the rows, and add them up by token.
 
     Args:
-        dtypes, widths: of the values of rows that have a gradient. num_tokens: how many of them are of tokens, the
+        dtypes, widths: of the values of rows that have a gradient; names, since torch 2.11 hands on a list of dtypes as
+            integers. num_tokens: how many of them are of tokens, the
             others are of choices.
     """
     route = _Plan(*plan)
-    columns = Layout([*map(Column, dtypes, widths)]).unpack([wait(sent).view(torch.uint8)])
+    columns = Layout([*map(Column, map(_dtype, dtypes), widths)]).unpack([wait(sent).view(torch.uint8)])
     # A choice has a gradient in the row of its rank alone: the sum over a token's rows adds zeros to it.
     return [
         route.summed(column)
@@ -265,7 +270,7 @@ def _(tokens, choices, place, *plan, num_slots, dedup, group):
 @all_to_all_rows_backward.fake
 def _(sent, token_ids, slot_ids, rank_offsets, inverse, splits, *, dtypes, widths, num_tokens, dedup):
     sizes = [(inverse.shape[0], w if i < num_tokens else inverse.shape[1]) for i, w in enumerate(widths)]
-    return [inverse.new_empty(size, dtype=dtype) for size, dtype in zip(sizes, dtypes, strict=True)]
+    return [inverse.new_empty(size, dtype=_dtype(name)) for size, name in zip(sizes, dtypes, strict=True)]
 
 
 @wait_rows.fake
@@ -304,7 +309,7 @@ def _save_rows(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: S
     ctx.floats = [[t.is_floating_point() for t in ts] for ts in (tokens, choices)]
     columns = _Values.like(tokens, choices, place, kwargs["dedup"]).gradients.columns
     ctx.kwargs = {
-        "dtypes": [c.dtype for c in columns],
+        "dtypes": [str(c.dtype).removeprefix("torch.") for c in columns],
         "widths": [c.width for c in columns],
         "num_tokens": sum(ctx.floats[0]),
         "dedup": kwargs["dedup"],

@@ -65,7 +65,7 @@ def _shortened(text: str) -> str:
 def main() -> None:
     module, *names = sys.argv[1:]
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=150))
+    dist.init_process_group(os.environ.get("BACKEND", "gloo"), timeout=datetime.timedelta(seconds=150))
     cases = importlib.import_module(module)
     for name in names or [name for name in vars(cases) if name.startswith("case_")]:
         print("running", name, flush=True)

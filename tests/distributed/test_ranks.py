@@ -61,6 +61,13 @@ def test_a_rank_that_is_lost(name):
     launch(4, "tests.distributed.lost_cases", name)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_gpus():
+    backend = "nccl" if torch.cuda.device_count() >= 4 else "gloo"
+    launch(4, "tests.distributed.gpu_cases", environment={"BACKEND": backend})
+
+
 def test_a_rank_that_fails_is_shown():
     with pytest.raises(AssertionError, match=r"exit codes \[1, 1\], of 2 ranks(.|\n)*no attribute 'case_of_none'"):
         launch(2, "tests.distributed.exchange_cases", "case_of_none")

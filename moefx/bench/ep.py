@@ -1,0 +1,210 @@
+"""A MoE layer over several GPUs, forward and backward, beside one GPU that has all experts and the same tokens.
+
+    torchrun --nproc-per-node 4 -m moefx bench ep [--shapes ...] [--ways flat,dedup,...] [--out results.jsonl]
+    python -m moefx bench ep --mirror 4 ...       one of 4 ranks, on one GPU, the others being its copies
+
+Weak scaling: every rank has the tokens that the one GPU has. Reported of the slowest rank: ms a step (median), and of
+one step under the profiler how long exchanges and all other kernels ran, and how much of the exchanges others hid.
+With `--mirror` an exchange takes `--latency` + bytes that leave the rank / `--bandwidth` (by default what NCCL's
+all-to-all takes on four H200s of one host), and occupies one multiprocessor where NCCL's kernels occupy several.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._autograd import DeviceType
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import moefx
+
+from . import mirror
+from .results import add_shapes, parser, write
+from .shapes import Shape, activation, tensors
+
+WAYS = ("flat", "dedup", "rbd", "halo")
+_EXCHANGES = ("nccl", "mirrored_exchange")  # in the names of their kernels
+_ROUNDS, _STEPS = 5, 4
+
+
+class Layer(nn.Module):
+    """A router and experts in stacks, as a plain program: one expert after the other."""
+
+    def __init__(self, shape: Shape, shared: bool = False):
+        super().__init__()
+        _, w1, w2, _ = tensors(shape)
+        self.shape = shape
+        self.up, self.down = nn.Parameter(w1), nn.Parameter(w2)
+        self.router = nn.Linear(shape.d, shape.E, bias=False, device="cuda", dtype=torch.bfloat16)
+        self.shared = _Mlp(shape) if shared else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).float().softmax(-1).topk(self.shape.K)
+        out = torch.zeros_like(x)
+        for expert in range(self.shape.E):
+            token, slot = torch.where(chosen == expert)
+            y = activation(self.shape, x[token] @ self.up[expert].T) @ self.down[expert].T
+            out = out.index_add(0, token, y * weights[token, slot, None].to(x.dtype))
+        return out if self.shared is None else out + self.shared(x)
+
+
+class _Mlp(nn.Module):
+    """An expert of all tokens."""
+
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.shape = shape
+        self.up = nn.Linear(shape.d, shape.parts * shape.h, bias=False, device="cuda", dtype=torch.bfloat16)
+        self.down = nn.Linear(shape.h, shape.d, bias=False, device="cuda", dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(activation(self.shape, self.up(x)))
+
+
+class Step:
+    """Forward and backward of a layer on this rank's tokens."""
+
+    def __init__(self, layer: nn.Module, shape: Shape):
+        self.layer, rank = layer, dist.get_rank()
+        generator = torch.Generator("cuda").manual_seed(17 + rank)
+        self.x = torch.randn(shape.T, shape.d, device="cuda", generator=generator).bfloat16().requires_grad_()
+        self.grad = torch.randn(shape.T, shape.d, device="cuda", generator=generator).bfloat16()
+
+    def __call__(self) -> None:
+        out = self.layer(self.x)
+        out.backward(self.grad)
+        for tensor in (self.x, *self.layer.parameters()):
+            tensor.grad = None
+
+    def ms(self) -> float:
+        """Of a step, with others before and behind it."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        dist.barrier()
+        begin.record()
+        for _ in range(_STEPS):
+            self()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / _STEPS
+
+    def kernels(self) -> list[tuple[str, float, float]]:
+        """(name, begin, end) of those of one step, ms, in order."""
+        self()
+        torch.cuda.synchronize()
+        with torch.profiler.profile() as profile:
+            dist.barrier()
+            self()
+            torch.cuda.synchronize()
+        events: Iterable[Any] = profile.events() or ()
+        found = [e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
+        first = min(e.time_range.start for e in found)
+        spans = [(e.name, (e.time_range.start - first) / 1e3, (e.time_range.end - first) / 1e3) for e in found]
+        return sorted(spans, key=lambda span: span[1])
+
+
+def shares(kernels: Sequence[tuple[str, float, float]]) -> dict[str, float]:
+    """ms in which exchanges ran, in which others did, and both at once: what of the exchanges is hidden."""
+
+    def of_exchange(name: str) -> bool:
+        return any(part in name.lower() for part in _EXCHANGES)
+
+    exchanges = _union([(b, e) for name, b, e in kernels if of_exchange(name)])
+    others = _union([(b, e) for name, b, e in kernels if not of_exchange(name)])
+    both = sum(max(0.0, min(e, f) - max(b, c)) for b, e in exchanges for c, f in others)
+    return {"exchange_ms": _length(exchanges), "compute_ms": _length(others), "hidden_ms": both}
+
+
+def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    found: list[tuple[float, float]] = []
+    for begin, end in sorted(spans):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((begin, end))
+    return found
+
+
+def _length(spans: list[tuple[float, float]]) -> float:
+    return sum(end - begin for begin, end in spans)
+
+
+def steps(shape: Shape, mesh: DeviceMesh, ways: Sequence[str], shared: bool, node_size: int) -> dict[str, Step]:
+    """Of one GPU with all experts, and of each way: its name, and fields of the plan behind it
+    ("dedup,chunks=2,disable=overlap")."""
+    torch.manual_seed(0)
+    layer, example = Layer(shape, shared), (torch.zeros(64, shape.d, device="cuda", dtype=torch.bfloat16),)
+    found = {}
+    for way in ways:
+        if way == "one":
+            found[way] = Step(moefx.compile(layer, example_inputs=example), shape)
+            continue
+        dispatch, *fields = way.split(",")
+        given: dict[str, Any] = {}
+        for name, _, value in (field.partition("=") for field in fields):
+            given[name] = int(value) if value.isdigit() else (value,)
+        plan = moefx.Plan(dispatch=dispatch, node_size=node_size, validation="symbolic", **given)  # pyright: ignore
+        found[way] = Step(moefx.compile(layer, mesh=mesh, plan=plan, example_inputs=example), shape)
+    return found
+
+
+def measure(found: dict[str, Step]) -> dict[str, dict[str, Any]]:
+    for step in found.values():
+        step()
+    times: dict[str, list[float]] = {way: [] for way in found}
+    for _ in range(_ROUNDS):  # in turns
+        for way, step in found.items():
+            times[way].append(step.ms())
+    rows = {}
+    for way, step in found.items():
+        kernels = step.kernels()
+        rows[way] = {"ms": statistics.median(times[way]), **shares(kernels), "kernels": kernels}
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    made = parser("ep", __doc__)
+    add_shapes(made)
+    made.add_argument("--ways", default=",".join(("one", *WAYS)).replace(",", " "), help="one flat dedup,chunks=2 ...")
+    made.add_argument("--tokens", type=int, default=8192, help="of a rank")
+    made.add_argument("--node-size", type=int, default=2, help="ranks of a (virtual) node")
+    made.add_argument("--shared", action="store_true", help="with a shared expert beside the routed ones")
+    made.add_argument("--mirror", type=int, default=0, metavar="RANKS", help="on one GPU, see above")
+    made.add_argument("--latency", type=float, default=31e-6, help="seconds")
+    made.add_argument("--bandwidth", type=float, default=322e9, help="bytes a second that leave a rank")
+    made.add_argument("--kernels", action="store_true", help="write the profiled steps' kernels too")
+    options = made.parse_args(argv)
+    if options.mirror:
+        mirror.init(options.mirror, lambda leaving: options.latency + leaving / options.bandwidth)
+    else:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl")
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cuda", (world,), mesh_dim_names=("ep",))
+    for shape in options.shapes:
+        shape = dataclasses.replace(shape, T=options.tokens)
+        rows = measure(steps(shape, mesh, options.ways.split(), options.shared, options.node_size))
+        slowest = torch.tensor([row["ms"] for row in rows.values()], device="cuda")
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        if dist.get_rank():
+            continue
+        for (way, row), ms in zip(rows.items(), slowest.tolist(), strict=True):
+            row["ms"], kernels = ms, row.pop("kernels")
+            row = dict(shape=shape.name, tokens=shape.T, ranks=world, way=way, mirror=bool(options.mirror), **row)
+            if "one" in rows:
+                row["efficiency"] = rows["one"]["ms"] / ms
+            numbers = "  ".join(f"{name} {value:.3f}" for name, value in row.items() if isinstance(value, float))
+            print(f"{shape.name:12} {way:28} {numbers}", flush=True)
+            if options.out:
+                write(row | ({"kernels": kernels} if options.kernels else {}), options.out)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""One rank of several on one GPU: a process group all of whose ranks are copies of this one.
+
+They have the same tokens and routing, so what another rank sends here is what this rank would send itself. Rows have
+the sizes that they have on a rank of a real group (but for its imbalance), and what is computed takes the time that it
+takes there. An exchange takes as long as `seconds` says, on a stream of its own, as NCCL's kernels do. What comes out
+is of no use: sums that come back are those of other rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+NAME = "mirror"
+
+
+class MirrorGroup(dist.ProcessGroup):
+    """Args: seconds: of an exchange, by the bytes that leave this rank."""
+
+    def __init__(self, rank: int, size: int, seconds: Callable[[int], float]):
+        super().__init__(rank, size)
+        self.seconds = seconds
+        self.stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+
+    def alltoall_base(
+        self, output: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], opts: Any = None
+    ) -> Any:
+        size, own = self.size(), self.rank()
+        sent = sent or [rows.shape[0] // size] * size
+        received = received or [output.shape[0] // size] * size
+        leaving = (sum(sent) - sent[own]) * (rows.numel() // max(rows.shape[0], 1)) * rows.element_size()
+        mine = rows[sum(sent[:own]) :][: sent[own]]
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):  # of None: nothing
+            for part in output.split(list(received)):
+                part[: len(mine)].copy_(mine[: len(part)])
+                part[len(mine) :].zero_()
+            if self.stream is not None:
+                from .spin import spin  # needs Triton
+
+                spin(self.seconds(leaving))
+                for tensor in (rows, output):
+                    tensor.record_stream(self.stream)
+            return _done(output)
+
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
+        if opts is not None and opts.reduceOp == dist.ReduceOp.SUM:
+            for tensor in tensors:
+                tensor.mul_(self.size())
+        return _done(list(tensors))
+
+    def allgather(self, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], opts: Any = None) -> Any:
+        for parts, tensor in zip(outputs, tensors, strict=True):
+            for part in parts:
+                part.copy_(tensor)
+        return _done([list(parts) for parts in outputs])
+
+    def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
+        return _done(list(tensors))
+
+    def barrier(self, opts: Any = None) -> Any:
+        return _done(None)
+
+    def getBackendName(self) -> str:
+        return NAME
+
+    @property
+    def group_name(self) -> str:
+        return dist.distributed_c10d._world.pg_names[self]
+
+
+def _done(result: Any) -> Any:
+    """Work that the current stream has been given."""
+    devices = [torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_available() else []
+    future = torch.futures.Future(devices=devices)
+    future.set_result(result)
+    return torch._C._distributed_c10d._create_work_from_future(future)
+
+
+def init(size: int, seconds: Callable[[int], float]) -> None:
+    """Make a group of so many copies of this process the default one."""
+
+    def made(_: Any, rank: int, size: int, __: Any) -> MirrorGroup:
+        return MirrorGroup(rank, size, seconds)
+
+    dist.Backend.register_backend(NAME, made, devices=["cpu", "cuda"])
+    dist.init_process_group(NAME, rank=0, world_size=size, store=dist.HashStore())

@@ -1,0 +1,48 @@
+"""Spread blocks on GPUs, with the Triton kernels: each rank's own with NCCL, or one that all share with gloo."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import moefx
+from moefx.bench.ep import Layer
+from moefx.bench.shapes import Shape
+from moefx.errors import InvalidInput
+from moefx.lowering import select
+
+SHAPE = Shape("small", T=300, d=128, h=64, E=16, K=4)
+
+
+def one_axis():
+    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    return init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("ep",))
+
+
+def case_ways() -> None:
+    mesh = one_axis()
+    torch.manual_seed(0)
+    layer = Layer(SHAPE, shared=True)
+    for dispatch in ("flat", "dedup", "rbd", "halo"):
+        plan = moefx.Plan(dispatch=dispatch, node_size=2, timeout=60.0)
+        example = (torch.zeros(64, SHAPE.d, device="cuda", dtype=torch.bfloat16),)
+        compiled = moefx.compile(copy.deepcopy(layer), mesh=mesh, plan=plan, example_inputs=example)
+        for tokens in (SHAPE.T + dist.get_rank(), 0 if dist.get_rank() else 5):
+            x = torch.randn(tokens, SHAPE.d, device="cuda").bfloat16()
+            select.reset_counters()
+            moefx.verify(compiled, layer, (x,)).raise_if_failed()
+            used = {op: provider for op, provider in select.counters()}
+            assert used["expert_mlp"] == used["expert_mlp_backward"] == "triton", select.counters()
+
+
+def case_a_model_that_is_elsewhere() -> None:
+    layer = Layer(SHAPE).to("cpu")
+    try:
+        moefx.compile(layer, mesh=one_axis(), example_inputs=(torch.zeros(64, SHAPE.d, dtype=torch.bfloat16),))
+    except InvalidInput as found:
+        assert "is on cpu, the mesh is of cuda" in str(found)
+    else:
+        raise AssertionError("compiled")
