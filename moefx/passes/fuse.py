@@ -60,10 +60,9 @@ class _Fusion:
         self.token_ids, self.offsets, self.inverse = combine.args[2:5]
         pft = self.offsets.args[0]
         self.weights = {n for n in pft.users if n.args[1] == 4}
-        self.columns = {u for w in self.weights for u in w.users if u.target is aten.unsqueeze.default}
         self.ups: list[_Up] = []
         self.parts: list[tuple[int, int | None, int | None, int]] = []
-        self.scaled = False
+        self.scale: Any = None  # of the experts' input, an expression of the routing weight
 
     def apply(self) -> None:
         down, down_bias = self._gemm_below(self.combine.args[0])
@@ -73,10 +72,10 @@ class _Fusion:
         if not self.ups:
             raise _Unlike("no up-projection before the last matrix product")
         x = self._input()
-        if self.scaled:
+        if self.scale is not None:
             if any(up.bias is not None for up in self.ups):
                 raise _Unlike("the routing weight scales the input of a biased product")
-            act = _scale(act)
+            act = _scale(act, self.scale)
         body = ExpertBody(
             up=tuple(Gemm(len(u.gemm.args[1]), u.gemm.kwargs["transposed"], u.bias is not None) for u in self.ups),
             parts=tuple(self.parts),
@@ -160,17 +159,31 @@ class _Fusion:
             return node
         if node in known:
             return known[node]
-        if node in self.columns:
-            return "w"
+        if (weight := self._weight(node)) is not None:
+            return weight
         if parts and (part := self._part(node)) is not None:
             return part
         if not _pointwise(node):
             raise _Unlike(f"{_label(node)} is not pointwise")
         if node.target is aten.detach.default:
             raise _Unlike("a part of the experts is detached from the gradient")
-        args = [self._expression(a, known, parts) for a in node.args]
-        kwargs = {k: str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v for k, v in node.kwargs.items()}
-        return [_head(node), *args, *([kwargs] if kwargs else [])]
+        return _applied(node, [self._expression(a, known, parts) for a in node.args])
+
+    def _weight(self, node: fx.Node) -> Any:
+        """What a column [B,1] is of the routing weight alone: the weight itself, or what it was cast to before."""
+        if node.target is not aten.unsqueeze.default or node.args[1] not in (1, -1):
+            return None
+
+        def found(value: Any) -> Any:
+            if not isinstance(value, fx.Node):
+                return value
+            if value in self.weights:
+                return "w"
+            if not _pointwise(value) or value.target is aten.detach.default:
+                raise _Unlike(f"{_label(value)} stands between the routing weight and the rows")
+            return _applied(value, [found(a) for a in value.args])
+
+        return found(node.args[0])
 
     def _part(self, node: fx.Node) -> str | None:
         """`a0`, `a1`, ...: a slice of an up-projection, or all of it."""
@@ -200,21 +213,20 @@ class _Fusion:
 
     def _input(self) -> fx.Node:
         """The tokens that all up-projections gather."""
-        found = set()
+        found = []
         for up in self.ups:
-            rows = up.gemm.args[0]
+            rows, scale = up.gemm.args[0], None
             if rows.target is aten.mul.Tensor:
-                a, b = rows.args
-                rows, column = (a, b) if b in self.columns else (b, a)
-                if column not in self.columns:
+                of = {a: self._weight(a) for a in rows.all_input_nodes}
+                rows = next((a for a in of if of[a] is None), None)
+                scale = next((w for w in of.values() if w is not None), None)
+                if rows is None or scale is None:
                     raise _Unlike("the experts' input is scaled by something else than the routing weight")
-                found.add((rows, True))
-            else:
-                found.add((rows, False))
-        if len(found) != 1:
+            found.append((rows, scale))
+        if any(each != found[0] for each in found):
             raise _Unlike("the up-projections have different inputs")
-        rows, self.scaled = found.pop()
-        if getattr(rows, "target", None) is aten._to_copy.default and not self.scaled:
+        rows, self.scale = found[0]
+        if getattr(rows, "target", None) is aten._to_copy.default and self.scale is None:
             return self._cast(rows.args[0], rows.kwargs)
         if getattr(rows, "target", None) is not ops.dispatch.default:
             raise _Unlike(f"{_label(rows)} stands between the gather and the up-projection")
@@ -244,11 +256,17 @@ def _uncast(parameters: list[list[fx.Node]]) -> tuple[list[list[fx.Node]], dict[
     return [[n.args[0] for n in group] for group in parameters], {"dtype": dtypes.pop()}
 
 
-def _scale(expr: Any) -> Any:
-    """The expression with every up-projection multiplied by the weight."""
+def _scale(expr: Any, weight: Any) -> Any:
+    """The expression with every up-projection multiplied by the weight, or by what is made of it."""
     if isinstance(expr, str) and expr.startswith("a") and expr[1:].isdigit():
-        return ["mul.Tensor", expr, "w"]
-    return [expr[0], *map(_scale, expr[1:])] if isinstance(expr, list) else expr
+        return ["mul.Tensor", expr, weight]
+    return [expr[0], *(_scale(e, weight) for e in expr[1:])] if isinstance(expr, list) else expr
+
+
+def _applied(node: fx.Node, args: list[Any]) -> Any:
+    """The expression of a pointwise node, of those of its arguments."""
+    kwargs = {k: str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v for k, v in node.kwargs.items()}
+    return [_head(node), *args, *([kwargs] if kwargs else [])]
 
 
 def _pointwise(n: fx.Node) -> bool:

@@ -107,6 +107,22 @@ class TestBodies:
         body = body_of(Inside(Gated))
         assert body.out == "y" and "w" in body.pretty()
 
+    @pytest.mark.parametrize("before", [False, True])
+    def test_weight_cast_before_it_is_a_column(self, before):
+        class Cast(Loop):
+            def forward(self, x):
+                w, ids = self.gate(x).softmax(-1).topk(self.k, -1)
+                out = torch.zeros_like(x)
+                for e in range(len(self.experts)):
+                    t, k = torch.where(ids == e)
+                    scale = w[t, k, None].float().exp().to(x.dtype)
+                    y = self.experts[e](x[t] * scale) if before else self.experts[e](x[t]) * scale
+                    out = out.index_add(0, t, y)
+                return out
+
+        body = body_of(Cast(Gated))
+        assert "exp(w" in body.pretty() and (body.out == "y") is before
+
     def test_no_weight(self):
         class Hard(Loop):
             def expert(self, e, x, w):
