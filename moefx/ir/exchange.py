@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from .op import op
-from .payload import Column, Layout, start, wait
-from .routes import rank_of
+from .packing import Column, Layout, join_columns, layout_of_rows, pack_rows, split_columns
+from .payload import start, wait
 from .routing import build_pft_backward, combine
 
 _PLAN = "Tensor token_ids, Tensor slot_ids, Tensor rank_offsets, Tensor inverse, Tensor splits"
@@ -74,11 +74,6 @@ class _Values(NamedTuple):
         width = place.shape[1] if dedup else 1
         return cls([*map(Column.like, tokens)], [Column(c.dtype, width) for c in choices], width)
 
-    def rows(self, num_slots: int) -> Layout:
-        """Places are in the smallest integers that hold them."""
-        integers = next((t for t in (torch.int8, torch.int16) if num_slots - 1 <= torch.iinfo(t).max), torch.int32)
-        return Layout([*self.tokens, *self.choices, Column(integers, self.width)])
-
     @property
     def gradients(self) -> Layout:
         return Layout([c for c in (*self.tokens, *self.choices) if c.dtype.is_floating_point])
@@ -88,10 +83,6 @@ class _Values(NamedTuple):
         columns = self.gradients
         dtype = columns.columns[0].dtype
         return _ticket(like, num_rows, columns.num_bytes // dtype.itemsize, dtype)
-
-
-def _dtype(name: str) -> torch.dtype:
-    return getattr(torch, name)
 
 
 def _ticket(like: Tensor, num_rows: Any, width: Any, dtype: torch.dtype) -> Tensor:
@@ -120,16 +111,9 @@ def all_to_all_rows(
     """
     route = _Plan(*plan)
     sent, received = _there_and_back(route.splits)
-    token, slot = (ids[: sum(sent)].to(torch.int64) for ids in (route.token_ids, route.slot_ids))
-    own = place[token, slot][:, None]
-    if dedup:
-        local = place[token]
-        local = (local % num_slots).masked_fill_(rank_of(local, num_slots) != rank_of(own, num_slots), -1)
-    else:
-        local = own % num_slots
-    of_choices = [c[token] if dedup else c[token, slot][:, None] for c in choices]
+    plan_rows = (route.token_ids, route.slot_ids)
+    rows = pack_rows(tokens, choices, place, *plan_rows, num_rows=sum(sent), num_slots=num_slots, dedup=dedup)
     values = _Values.like(tokens, choices, place, dedup)
-    rows = values.rows(num_slots).pack([*(t[token] for t in tokens), *of_choices, local], sum(sent))
     return start(rows, sent, received, group), values.ticket(place, sum(sent))
 
 
@@ -144,12 +128,11 @@ def all_to_all_rows_backward(
     """Wait for the gradients of the rows, and add them up by token.
 
     Args:
-        dtypes, widths: of the values of rows that have a gradient; names, since torch 2.11 hands on a list of dtypes as
-            integers. num_tokens: how many of them are of tokens, the
+        dtypes, widths: of the values of rows that have a gradient. num_tokens: how many of them are of tokens, the
             others are of choices.
     """
     route = _Plan(*plan)
-    columns = Layout([*map(Column, map(_dtype, dtypes), widths)]).unpack([wait(sent).view(torch.uint8)])
+    columns = split_columns([wait(sent).view(torch.uint8)], dtypes=dtypes, widths=widths)
     # A choice has a gradient in the row of its rank alone: the sum over a token's rows adds zeros to it.
     return [
         route.summed(column)
@@ -185,7 +168,9 @@ def wait_rows(
         Of the rows received, in the order of the parts and of the ranks they come from: tokens [R,D], the places of
         their choices int32 [R,J], then choices [R,J].
     """
-    columns = _Values.like(tokens, choices, place, dedup).rows(num_slots).unpack([wait(part) for part in sent])
+    layout = layout_of_rows(tokens, choices, place.shape[1] if dedup else 1, num_slots).columns
+    arrived = [wait(part) for part in sent]
+    columns = split_columns(arrived, dtypes=[c.dtype_name for c in layout], widths=[c.width for c in layout])
     return [*columns[: len(tokens)], columns[-1].to(torch.int32), *columns[len(tokens) : -1]]
 
 
@@ -197,10 +182,10 @@ def wait_rows_backward(
     grads: list[Tensor], tickets: list[Tensor], splits: list[Tensor], *, groups: list[str]
 ) -> list[Tensor]:
     """Start to send the gradients of the rows back: of each part what its ticket's gradient is."""
-    layout, begin, on_their_way = Layout([*map(Column.like, grads)]), 0, []
+    begin, on_their_way = 0, []
     for ticket, counts, group in zip(tickets, splits, groups, strict=True):
         sent, received = _there_and_back(counts)
-        rows = layout.pack([g[begin : begin + sum(received)] for g in grads], sum(received))
+        rows = join_columns([g[begin : begin + sum(received)] for g in grads])
         begin += sum(received)
         on_their_way.append(start(rows.view(ticket.dtype), received, sent, group))
     return on_their_way
@@ -263,14 +248,16 @@ def _some_rows() -> Any:
 @all_to_all_rows.fake
 def _(tokens, choices, place, *plan, num_slots, dedup, group):
     values = _Values.like(tokens, choices, place, dedup)
-    sent = place.new_empty((_some_rows(), values.rows(num_slots).num_bytes), dtype=torch.uint8)
+    num_bytes = layout_of_rows(tokens, choices, values.width, num_slots).num_bytes
+    sent = place.new_empty((_some_rows(), num_bytes), dtype=torch.uint8)
     return sent, values.ticket(place, _some_rows())
 
 
 @all_to_all_rows_backward.fake
 def _(sent, token_ids, slot_ids, rank_offsets, inverse, splits, *, dtypes, widths, num_tokens, dedup):
     sizes = [(inverse.shape[0], w if i < num_tokens else inverse.shape[1]) for i, w in enumerate(widths)]
-    return [inverse.new_empty(size, dtype=_dtype(name)) for size, name in zip(sizes, dtypes, strict=True)]
+    columns = zip(sizes, Layout.of(dtypes, widths).columns, strict=True)
+    return [inverse.new_empty(size, dtype=column.dtype) for size, column in columns]
 
 
 @wait_rows.fake
@@ -309,7 +296,7 @@ def _save_rows(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: S
     ctx.floats = [[t.is_floating_point() for t in ts] for ts in (tokens, choices)]
     columns = _Values.like(tokens, choices, place, kwargs["dedup"]).gradients.columns
     ctx.kwargs = {
-        "dtypes": [str(c.dtype).removeprefix("torch.") for c in columns],
+        "dtypes": [c.dtype_name for c in columns],
         "widths": [c.width for c in columns],
         "num_tokens": sum(ctx.floats[0]),
         "dedup": kwargs["dedup"],

@@ -1,11 +1,10 @@
-"""Rows of several tensors behind one another in one buffer of bytes, so that they travel in one collective."""
+"""Rows on their way between the ranks of a process group: starting an uneven all-to-all, and waiting for it."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,7 +13,6 @@ from torch import Tensor
 from ..errors import RanksLost
 
 _NO_EMPTY_RANKS = "MOEFX_NO_EMPTY_RANKS"  # see docs/expert_parallelism.md
-_ALIGNMENT = 16  # bytes; what kernels that load whole vectors ask for
 
 
 def group_of(name: str) -> dist.ProcessGroup:
@@ -24,48 +22,6 @@ def group_of(name: str) -> dist.ProcessGroup:
 
 def shown_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}"
-
-
-class Column(NamedTuple):
-    """Values of each row, [rows, width]."""
-
-    dtype: torch.dtype
-    width: int
-
-    @classmethod
-    def like(cls, rows: Tensor) -> Column:
-        return cls(rows.dtype, rows.shape[1])
-
-    @property
-    def num_bytes(self) -> int:
-        return self.width * self.dtype.itemsize
-
-
-class Layout:
-    """Where the columns of a row begin, and how many bytes a row has."""
-
-    def __init__(self, columns: Sequence[Column]):
-        self.columns = columns
-        self.begins = []
-        self.num_bytes = 0
-        for column in columns:
-            self.begins.append(self.num_bytes)
-            self.num_bytes += -(-column.num_bytes // _ALIGNMENT) * _ALIGNMENT
-
-    def pack(self, columns: Sequence[Tensor], num_rows: int) -> Tensor:
-        """uint8 [num_rows, num_bytes]."""
-        packed = columns[0].new_empty((num_rows, self.num_bytes), dtype=torch.uint8)
-        for part, column in zip(self._parts(packed), columns, strict=True):
-            part.copy_(column)
-        return packed
-
-    def unpack(self, buffers: Sequence[Tensor]) -> list[Tensor]:
-        """The columns of several buffers of rows, behind one another."""
-        return [torch.cat(parts) for parts in zip(*map(self._parts, buffers), strict=True)]
-
-    def _parts(self, packed: Tensor) -> list[Tensor]:
-        spans = zip(self.begins, self.columns, strict=True)
-        return [packed[:, begin : begin + column.num_bytes].view(column.dtype) for begin, column in spans]
 
 
 def start(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: str) -> Tensor:

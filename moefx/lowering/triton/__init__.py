@@ -8,12 +8,14 @@ from __future__ import annotations
 import functools
 import importlib.util
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...ir import expert_mlp as ir_mlp  # not by the names of this package's modules
+from ...ir import packing as ir_packing
 from ...ir import routing as ir_routing
 from ...ir.body import ExpertBody
 
@@ -78,6 +80,27 @@ def _expert_mlp_backward(*args: Any, **kwargs: Any) -> Any:
     return expert_mlp_backward(*args, **kwargs)
 
 
+def _of_moving(name: str) -> Any:
+    """That function of `moving`, which is imported when it is called."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        from . import moving
+
+        return getattr(moving, name)(*args, **kwargs)
+
+    return run
+
+
+def _takes_sums(rows: Tensor, combine_weights: Tensor | None, *_: Tensor) -> bool:
+    # Sums are in float32.
+    dtypes = [t.dtype for t in (rows, combine_weights) if t is not None]
+    return rows.device.type == "cuda" and all(dtype in _GEMM_DTYPES for dtype in dtypes)
+
+
+def _all_on_gpu(tensors: Sequence[Tensor], *_: Any, **__: Any) -> bool:
+    return tensors[0].device.type == "cuda"
+
+
 def _takes_backward(grad: Tensor, *args: Any, **kwargs: Any) -> bool:
     return _takes_experts(*args, **kwargs)
 
@@ -85,5 +108,8 @@ def _takes_backward(grad: Tensor, *args: Any, **kwargs: Any) -> bool:
 if importlib.util.find_spec("triton") is not None:
     ir_routing.build_pft.provider("triton", supports=_takes_routing, rank=1)(_build_pft)
     ir_routing.build_pft_backward.provider("triton", supports=_on_gpu, rank=1)(_build_pft_backward)
+    ir_routing.combine.provider("triton", supports=_takes_sums, rank=1)(_of_moving("combine"))
+    for _op in (ir_packing.pack_rows, ir_packing.join_columns, ir_packing.split_columns):
+        _op.provider("triton", supports=_all_on_gpu, rank=1)(_of_moving(_op.name))
     ir_mlp.expert_mlp.provider("triton", supports=_takes_experts, rank=1)(_expert_mlp)
     ir_mlp.expert_mlp_backward.provider("triton", supports=_takes_backward, rank=1)(_expert_mlp_backward)

@@ -11,6 +11,11 @@ from .tiles import load_parts, store_parts, weight_and_scale
 _VARYING = ["num_tokens", "num_rows", "num_partials"]
 
 
+@triton.jit
+def as_it_is(weight):
+    return weight
+
+
 @triton.jit(do_not_specialize=_VARYING)
 def combine_kernel(
     rows, row_weights, inverse, out, num_tokens, width,
@@ -45,6 +50,49 @@ def gather_kernel(x, x_row, token_ids, expert_offsets, rows, width, E, BT: tl.co
     token = tl.load(token_ids + row, mask=there, other=0)
     value = tl.load(x + token[:, None].to(tl.int64) * x_row + column[None, :], mask=mask, other=0.0)
     tl.store(rows + row[:, None].to(tl.int64) * width + column[None, :], value, mask=mask)
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def move_kernel(
+    source, source_row, token_ids, slot_ids, out, out_row, num_rows, width,
+    K: tl.constexpr, GATHER: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """out[r] = source[i], both with rows of any stride: i is r, token_ids[r] if GATHER, or that of a choice, of K of
+    each token."""
+    row = tl.program_id(0) * BT + tl.arange(0, BT)
+    column = tl.program_id(1) * BD + tl.arange(0, BD)
+    there = row < num_rows
+    mask = there[:, None] & (column < width)[None, :]
+    index = row
+    if GATHER:
+        index = tl.load(token_ids + row, mask=there, other=0)
+        if K > 0:
+            index = index * K + tl.load(slot_ids + row, mask=there, other=0)
+    value = tl.load(source + index[:, None].to(tl.int64) * source_row + column[None, :], mask=mask, other=0)
+    tl.store(out + row[:, None].to(tl.int64) * out_row + column[None, :], value, mask=mask)
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def local_places_kernel(
+    place, token_ids, slot_ids, out, out_row, num_rows, num_slots,
+    K: tl.constexpr, K_PAD: tl.constexpr, DEDUP: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """out[r,k] = place[t,k] % num_slots where it is at the rank of the row's own choice, else -1; that one alone
+    without DEDUP."""
+    row = tl.program_id(0) * BT + tl.arange(0, BT)
+    there = row < num_rows
+    token = tl.load(token_ids + row, mask=there, other=0)
+    own = tl.load(place + token * K + tl.load(slot_ids + row, mask=there, other=0), mask=there, other=0)
+    at = out + row[:, None].to(tl.int64) * out_row
+    if DEDUP:
+        choice = tl.arange(0, K_PAD)
+        mask = there[:, None] & (choice < K)[None, :]
+        every = tl.load(place + token[:, None] * K + choice[None, :], mask=mask, other=-1)
+        is_there = (every >= 0) & (every // num_slots == (own // num_slots)[:, None])
+        local = tl.where(is_there, every % num_slots, -1)
+        tl.store(at + choice[None, :], local.to(out.dtype.element_ty), mask=mask)
+    else:
+        tl.store(at, (own % num_slots)[:, None].to(out.dtype.element_ty), mask=there[:, None])
 
 
 @triton.jit(do_not_specialize=_VARYING)

@@ -1,0 +1,136 @@
+"""Providers "triton" of the ops that pack, unpack and add up rows. Nothing is recorded (see `tape`): how many rows
+there are changes with every call."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from triton import next_power_of_2
+
+from ...ir.packing import Column, Layout, layout_of_rows
+from . import rows
+from .launch import cdiv, launch
+
+_ELEMENTS = 4096  # of a block
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.int8)
+
+
+def combine(
+    rows_in: Tensor, combine_weights: Tensor | None, token_ids: Tensor, expert_offsets: Tensor, inverse: Tensor
+) -> Tensor:
+    """See `ir.routing.combine`."""
+    (num_tokens, num_slots), width = inverse.shape, rows_in.shape[1]
+    out = rows_in.new_empty((num_tokens, width))
+    bt, bd = _block(width, 2048)
+    if out.numel():
+        with _on(out):
+            launch(
+                rows.combine_kernel,
+                (cdiv(num_tokens, bt), cdiv(width, bd)),
+                (rows_in.contiguous(), combine_weights, inverse, out, num_tokens, width),
+                dict(SCALE=rows.as_it_is, K=num_slots, HAS_SCALE=combine_weights is not None, BT=bt, BD=bd),
+            )
+    return out
+
+
+def pack_rows(
+    tokens: Sequence[Tensor],
+    choices: Sequence[Tensor],
+    place: Tensor,
+    token_ids: Tensor,
+    slot_ids: Tensor,
+    *,
+    num_rows: int,
+    num_slots: int,
+    dedup: bool,
+) -> Tensor:
+    """See `ir.packing.pack_rows`."""
+    top_k = place.shape[1]
+    layout = layout_of_rows(tokens, choices, top_k if dedup else 1, num_slots)
+    packed = layout.empty(num_rows, place)
+    if not num_rows:
+        return packed
+    *columns, places = layout.views(packed)
+    with _on(packed):
+        for values, out in zip(tokens, columns, strict=False):
+            _move(values, out, token_ids)
+        for values, out in zip(choices, columns[len(tokens) :], strict=True):
+            _move(values if dedup else values.reshape(-1, 1), out, token_ids, None if dedup else slot_ids, top_k)
+        pad = next_power_of_2(top_k)
+        bt = max(1, 1024 // pad)
+        launch(
+            rows.local_places_kernel,
+            (cdiv(num_rows, bt),),
+            (place.contiguous(), token_ids, slot_ids, places, places.stride(0), num_rows, num_slots),
+            dict(K=top_k, K_PAD=pad, DEDUP=dedup, BT=bt),
+        )
+    return packed
+
+
+def join_columns(columns: Sequence[Tensor]) -> Tensor:
+    """See `ir.packing.join_columns`."""
+    layout = Layout([*map(Column.like, columns)])
+    packed = layout.empty(columns[0].shape[0], columns[0])
+    if packed.shape[0]:
+        with _on(packed):
+            for values, out in zip(columns, layout.views(packed), strict=True):
+                _move(values, out)
+    return packed
+
+
+def split_columns(buffers: Sequence[Tensor], *, dtypes: Sequence[str], widths: Sequence[int]) -> list[Tensor]:
+    """See `ir.packing.split_columns`."""
+    layout, found = Layout.of(dtypes, widths), []
+    sizes = [buffer.shape[0] for buffer in buffers]
+    for column in layout.columns:
+        found.append(buffers[0].new_empty((sum(sizes), column.width), dtype=column.dtype))
+    with _on(buffers[0]):
+        parts = zip(*(out.split(sizes) for out in found), strict=True)
+        for buffer, outs in zip(buffers, parts, strict=True):
+            for values, out in zip(layout.views(buffer), outs, strict=True):
+                if buffer.shape[0]:
+                    _move(values, out)
+    return found
+
+
+def _move(
+    source: Tensor, out: Tensor, token_ids: Tensor | None = None, slot_ids: Tensor | None = None, top_k: int = 0
+) -> None:
+    """Rows of values as they are, in the largest words that fit."""
+    if source.stride(-1) != 1:
+        source = source.contiguous()
+    source, out = _in_words(source, out)
+    num_rows, width = out.shape
+    bt, bd = _block(width, _ELEMENTS)
+    launch(
+        rows.move_kernel,
+        (cdiv(num_rows, bt), cdiv(width, bd)),
+        (source, source.stride(0), token_ids, slot_ids, out, out.stride(0), num_rows, width),
+        dict(K=0 if slot_ids is None else top_k, GATHER=token_ids is not None, BT=bt, BD=bd),
+    )
+
+
+def _in_words(*tensors: Tensor) -> list[Tensor]:
+    size = tensors[0].element_size()
+    for word in _WORDS:
+        if word.itemsize <= size:  # no wider word fits
+            return [t.view(word) for t in tensors]
+        spans = [span * size for t in tensors for span in (t.shape[-1], t.stride(0), t.storage_offset())]
+        if all(span % word.itemsize == 0 for span in spans):
+            return [t.view(word) for t in tensors]
+    raise AssertionError("bytes fit")
+
+
+def _block(width: int, elements: int) -> tuple[int, int]:
+    """(rows, columns) of a block."""
+    columns = min(next_power_of_2(width), elements)
+    return max(1, elements // columns), columns
+
+
+def _on(tensor: Tensor) -> contextlib.AbstractContextManager:
+    """Triton launches on the current device, which need not be the tensors'."""
+    is_elsewhere = tensor.device.type == "cuda" and torch.cuda.current_device() != tensor.device.index
+    return torch.cuda.device(tensor.device) if is_elsewhere else contextlib.nullcontext()

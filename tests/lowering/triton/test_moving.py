@@ -1,0 +1,74 @@
+"""Rows that are packed, unpacked and added up: bit by bit as the references do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from moefx.ir import packing, routing
+from moefx.ir.routes import plan_dispatch
+from moefx.lowering.triton import moving
+
+
+def same(got: Tensor, want: Tensor) -> None:
+    assert got.dtype == want.dtype and got.shape == want.shape and torch.equal(got.cpu(), want)
+
+
+@pytest.mark.parametrize(
+    "dtype, width", [(torch.bfloat16, 32), (torch.bfloat16, 7), (torch.float64, 3), (torch.float32, 5000)]
+)
+@pytest.mark.parametrize("dedup", [True, False])
+def test_pack_and_split(device, dtype, width, dedup):
+    ranks, slots, tokens, top_k = 3, 200, 21, 4
+    place = torch.stack([torch.randperm(ranks * slots)[:top_k] for _ in range(tokens)]).int()
+    place[torch.rand(place.shape) < 0.2] = -1
+    place[5] = -1
+    token_ids, slot_ids, offsets, _ = plan_dispatch(place, num_ranks=ranks, num_slots=slots, dedup=dedup)
+    x = torch.randn(tokens, 2 * width)[:, width:].to(dtype)  # rows with a stride
+    more, weights, floats = torch.randn(tokens, 6), torch.rand(tokens, top_k), torch.rand(top_k, tokens).T.double()
+    args = ([x, more], [weights, floats], place, token_ids, slot_ids)
+    options = dict(num_rows=int(offsets[-1]), num_slots=slots, dedup=dedup)
+    want = packing.pack_rows.reference(*args, **options)
+    there = [[t.to(device) for t in a] if isinstance(a, list) else a.to(device) for a in args]
+    got = moving.pack_rows(*there, **options)
+    layout = packing.layout_of_rows([x, more], [weights, floats], top_k if dedup else 1, slots)
+    assert layout.columns[-1].dtype is torch.int16
+    for a, b in zip(layout.views(got), layout.views(want), strict=True):
+        same(a, b)
+    columns = dict(dtypes=[c.dtype_name for c in layout.columns], widths=[c.width for c in layout.columns])
+    parts = [want[:4], want[4:4], want[4:]]
+    split = moving.split_columns([p.to(device) for p in parts], **columns)
+    for a, b in zip(split, packing.split_columns.reference(parts, **columns), strict=True):
+        same(a, b)
+    for a, b in zip(layout.views(moving.join_columns(split)), layout.views(want), strict=True):
+        same(a, b)
+
+
+def test_no_rows(device):
+    none = torch.zeros(0, 3, device=device)
+    packed = moving.join_columns([none])
+    assert packed.shape == (0, 16)
+    (split,) = moving.split_columns([packed], dtypes=["float32"], widths=[3])
+    assert split.shape == (0, 3)
+    inverse = torch.full((4, 2), -1, dtype=torch.int32, device=device)
+    nobody = torch.zeros(0, dtype=torch.int32, device=device)
+    out = moving.combine(none, None, nobody, torch.zeros(3, dtype=torch.int32, device=device), inverse)
+    assert torch.equal(out.cpu(), torch.zeros(4, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_combine(device, dtype, weighted):
+    ids = torch.randint(-1, 5, (37, 3))
+    token_ids, _, offsets, inverse, weights = routing.build_pft(ids, torch.rand(37, 3), None, num_experts=5)
+    rows = torch.randn(token_ids.shape[0], 130).to(dtype)
+    rows[int(offsets[-1]) :] = float("nan")  # nothing reads the tail
+    args = (rows, weights if weighted else None, token_ids, offsets, inverse)
+    got = moving.combine(*(None if a is None else a.to(device) for a in args))
+    torch.testing.assert_close(
+        got.cpu(),
+        routing.combine.reference(*args),
+        rtol=1e-6 if dtype is torch.float32 else 0,
+        atol=1e-6 if dtype is torch.float32 else 0,
+    )
