@@ -42,10 +42,17 @@ def place_choices(topk_ids: Tensor, keep: Tensor | None, *, places: Sequence[int
     valid = (topk_ids >= 0) & (topk_ids < num_experts)
     if keep is not None:
         valid = valid & keep
-    place = topk_ids.to(torch.int32)
-    if list(places) != list(range(num_experts)):
-        place = _table(tuple(places), topk_ids.device)[topk_ids.clamp(0, num_experts - 1).to(torch.int64)]
+    table = table_of(places, topk_ids.device)
+    if table is None:
+        place = topk_ids.to(torch.int32)
+    else:
+        place = table[topk_ids.clamp(0, num_experts - 1).to(torch.int64)]
     return place.masked_fill(~valid, -1)
+
+
+def table_of(places: Sequence[int], device: torch.device) -> Tensor | None:
+    """The place of each expert, int32 [E]; None where it is its number."""
+    return None if list(places) == list(range(len(places))) else _table(tuple(places), device)
 
 
 @functools.lru_cache(maxsize=64)
@@ -125,80 +132,105 @@ def exchange_counts(
         RanksLost: another rank has died, does not answer in time, or has another fingerprint.
     """
     own = group_of(group)
-    counts = _Counts(rank_of(place, num_slots), levels, dedup, dist.get_rank(own), near)
-    told = torch.cat([counts.told(), place.new_full((math.prod(levels), 1), fingerprint, dtype=torch.int64)], 1)
+    counted = _counted(tuple(levels), dist.get_rank(own), near)
+    counts = count_rows(place, levels=levels, num_slots=num_slots, dedup=dedup, near=counted.node if near else [])
+    told = torch.cat([counts, counts.new_full((1,), fingerprint)])[counted.told(counts.device)]
     heard = torch.empty_like(told)
     with others_answer():
         work: Any = dist.all_to_all_single(heard, told, group=own, async_op=True)
         work.wait(*([] if timeout is None else [datetime.timedelta(seconds=timeout)]))
-    sizes = [*levels, *(levels[-1:] if near else ())]
-    splits = counts.splits(heard[:, :-1].view(*levels, -1))
-    flat = torch.cat([*(s.flatten() for s in splits), heard[:, -1]]).cpu()
-    *parts, theirs = flat.split([*(2 * size for size in sizes), len(heard)])
+    counts, heard = torch.cat([counts, heard.flatten()]).cpu().split([len(counts), heard.numel()])
+    heard = heard.view(told.shape)
     ranks = dist.get_process_group_ranks(own)
-    if others := [ranks[i] for i in (theirs != fingerprint).nonzero().flatten().tolist()]:
+    if others := [ranks[i] for i in (heard[:, -1] != fingerprint).nonzero().flatten().tolist()]:
         raise RanksLost(
             f"rank {dist.get_rank()} and {shown_ranks(others)} do not run a block in the same way: what a call fixes "
             "must be the same on all ranks that share its experts, which is dtypes, the number of features, numbers "
             "among the arguments and the attributes of modules, and autocast"
         )
-    return [part.view(2, -1).clone() for part in parts]
+    return counted.splits(counts, heard)
+
+
+@op(
+    "count_rows(Tensor place, *, int[] levels, int num_slots, bool dedup, int[] near) -> Tensor",
+    contract="place[S,K] -> counts[_]",
+)
+def count_rows(place: Tensor, *, levels: Sequence[int], num_slots: int, dedup: bool, near: Sequence[int]) -> Tensor:
+    """Rows of one rank's choices for each unit of each level, coarse to fine, int64; with `near` = [begin, end), the
+    positions of the own node, whose choices then do not count there, those for each of them at last; and a 0."""
+    number = math.prod(levels)
+    position = rank_of(place, num_slots).to(torch.int64) + 1
+    at = torch.zeros((place.shape[0], number + 1), dtype=torch.int64, device=place.device)
+    at = at.scatter_add_(1, position, torch.ones_like(position))[:, 1:]
+    at = at.clamp(max=1) if dedup else at  # whether a token has a choice there
+    counts, beside = [], []
+    if near:
+        beside = [at[:, slice(*near)].sum(0)]
+        at[:, slice(*near)] = 0
+    for j in range(len(levels)):
+        units = math.prod(levels[: j + 1])
+        inside = at.unflatten(1, (units, number // units))
+        counts.append((inside.amax(2) if dedup else inside.sum(2)).sum(0))
+    return torch.cat([*counts, *beside, counts[0].new_zeros(1)])
 
 
 class _Counts:
-    """Rows for each unit of each level, from one rank's choices.
+    """What ranks tell each other of the numbers that `count_rows` finds, and what they learn of it.
 
     A rank at coordinates c holds, before the hop at level j, the rows of all ranks that have its coordinates from j
     on; they are for the unit at its coordinates up to j-1, and go to the units within. So a rank needs to hear of
     each other one: rows for its own unit at the first level, and rows for each unit beside its own at the others.
+
+    Attributes:
+        node: begin and end of the positions of the own node.
     """
 
-    def __init__(self, position: Tensor, levels: Sequence[int], dedup: bool, own: int, near: bool):
-        self.levels, number = list(levels), math.prod(levels)
+    def __init__(self, levels: Sequence[int], own: int, near: bool):
+        self.levels, self.near = list(levels), near
         self.own = [own // math.prod(levels[j + 1 :]) % n for j, n in enumerate(levels)]
-        self.node = slice(own // levels[-1] * levels[-1], (own // levels[-1] + 1) * levels[-1])
-        tokens = position.shape[0]
-        if dedup:  # whether a token has a choice there
-            at = torch.zeros((tokens, number + 1), dtype=torch.int64, device=position.device)
-            at = at.scatter_(1, position.to(torch.int64) + 1, 1)[:, 1:]
-        else:
-            flat = position.reshape(-1).to(torch.int64) + 1
-            at = torch.zeros(number + 1, dtype=torch.int64, device=position.device)
-            at = at.scatter_add_(0, flat, torch.ones_like(flat))[None, 1:]
-        self.near = at[:, self.node].sum(0) if near else None
-        if near:
-            at[:, self.node] = 0
-        self.of_level = []
-        for j in range(len(levels)):
-            units = math.prod(levels[: j + 1])
-            inside = at.unflatten(1, (units, number // units))
-            self.of_level.append((inside.amax(2) if dedup else inside.sum(2)).sum(0))
+        self.node = [own // levels[-1] * levels[-1], (own // levels[-1] + 1) * levels[-1]]
+        units = [math.prod(levels[: j + 1]) for j in range(len(levels))]
+        self.begins = [sum(units[:j]) for j in range(len(levels))]  # of the levels, among the numbers
+        self.end = sum(units)
+        self._told: dict[torch.device, Tensor] = {}
 
-    def told(self) -> Tensor:
-        """What each position is told, [positions, numbers]."""
-        number = math.prod(self.levels)
-        columns = [self.of_level[0].repeat_interleave(number // self.levels[0])[:, None]]
+    def told(self, device: torch.device) -> Tensor:
+        """Of what each position is told the indices among the numbers, behind which one more comes that all are told,
+        [positions, numbers]."""
+        if device not in self._told:
+            self._told[device] = torch.tensor([self._told_to(p) for p in range(math.prod(self.levels))], device=device)
+        return self._told[device]
+
+    def _told_to(self, position: int) -> list[int]:
+        zero = self.end + self.levels[-1] * self.near
+        told = [position // math.prod(self.levels[1:])]
         for j, n in enumerate(self.levels[1:], 1):
-            parents = self.of_level[j].view(-1, n)
-            columns.append(parents.repeat_interleave(number // parents.shape[0], 0))
-        if self.near is not None:
-            column = torch.zeros_like(columns[0])
-            column[self.node, 0] = self.near
-            columns.append(column)
-        return torch.cat(columns, 1)
+            begin, parent = self.begins[j], position // math.prod(self.levels[j:])
+            told += range(begin + parent * n, begin + (parent + 1) * n)
+        if self.near:
+            is_near = self.node[0] <= position < self.node[1]
+            told.append(self.end + position - self.node[0] if is_near else zero)
+        return [*told, zero + 1]
 
-    def splits(self, heard: Tensor) -> list[Tensor]:
-        """[2,W] of each hop, on the device, of what each position told, [*levels, numbers]."""
+    def splits(self, counts: Tensor, heard: Tensor) -> list[Tensor]:
+        """[2,W] of each hop, of this rank's numbers and of what each position told."""
+        heard = heard.view(*self.levels, -1)
         own, begin = self.own, 1
-        found = [torch.stack([self.of_level[0], heard[(slice(None), *own[1:], 0)]])]
+        found = [torch.stack([counts[: self.levels[0]], heard[(slice(None), *own[1:], 0)]])]
         for j, n in enumerate(self.levels[1:], 1):
             through = heard[(..., *own[j + 1 :], slice(begin, begin + n))]  # from ranks as this one behind level j
             through = through.reshape(-1, self.levels[j], n).sum(0)
             found.append(torch.stack([through[own[j]], through[:, own[j]]]))
             begin += n
-        if self.near is not None:
-            found.append(torch.stack([self.near, heard[(*own[:-1], slice(None), -1)]]))
+        if self.near:
+            beside = counts[self.end : self.end + self.levels[-1]]
+            found.append(torch.stack([beside, heard[(*own[:-1], slice(None), -2)]]))
         return found
+
+
+@functools.lru_cache(maxsize=64)
+def _counted(levels: tuple[int, ...], own: int, near: bool) -> _Counts:
+    return _Counts(levels, own, near)
 
 
 # -- registration
@@ -220,6 +252,12 @@ def _(place, *, num_ranks, num_slots, dedup):
     token_ids = place.new_empty((place.shape[0] * place.shape[1],), dtype=torch.int32)
     offsets = token_ids.new_empty((num_ranks + 1,))
     return token_ids, torch.empty_like(token_ids), offsets, token_ids.new_empty(place.shape)
+
+
+@count_rows.fake
+def _(place, *, levels, num_slots, dedup, near):
+    units = [math.prod(levels[: j + 1]) for j in range(len(levels))]
+    return place.new_empty(sum(units) + (near[1] - near[0] if near else 0) + 1, dtype=torch.int64)
 
 
 @exchange_counts.fake

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...ir import expert_mlp as ir_mlp  # not by the names of this package's modules
 from ...ir import packing as ir_packing
+from ...ir import routes as ir_routes
 from ...ir import routing as ir_routing
 from ...ir.body import ExpertBody
 
@@ -98,7 +99,7 @@ def _takes_sums(rows: Tensor, combine_weights: Tensor | None, *_: Tensor) -> boo
 
 
 def _all_on_gpu(tensors: Sequence[Tensor], *_: Any, **__: Any) -> bool:
-    return tensors[0].device.type == "cuda"
+    return _on_gpu(tensors[0])
 
 
 def _takes_backward(grad: Tensor, *args: Any, **kwargs: Any) -> bool:
@@ -111,5 +112,7 @@ if importlib.util.find_spec("triton") is not None:
     ir_routing.combine.provider("triton", supports=_takes_sums, rank=1)(_of_moving("combine"))
     for _op in (ir_packing.pack_rows, ir_packing.join_columns, ir_packing.split_columns):
         _op.provider("triton", supports=_all_on_gpu, rank=1)(_of_moving(_op.name))
+    for _op in (ir_routes.place_choices, ir_routes.plan_dispatch, ir_routes.count_rows):
+        _op.provider("triton", supports=_on_gpu, rank=1)(_of_moving(_op.name))
     ir_mlp.expert_mlp.provider("triton", supports=_takes_experts, rank=1)(_expert_mlp)
     ir_mlp.expert_mlp_backward.provider("triton", supports=_takes_backward, rank=1)(_expert_mlp_backward)

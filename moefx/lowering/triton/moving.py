@@ -1,20 +1,25 @@
-"""Providers "triton" of the ops that pack, unpack and add up rows. Nothing is recorded (see `tape`): how many rows
-there are changes with every call."""
+"""Providers "triton" of the ops that find, pack, unpack and add up rows that travel. Nothing is recorded (see `tape`):
+how many rows there are changes with every call."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from triton import next_power_of_2
 
+from ...ir import routes
 from ...ir.packing import Column, Layout, layout_of_rows
+from . import places as _places
 from . import rows
 from .launch import cdiv, launch
+from .routing import build_pft
 
 _ELEMENTS = 4096  # of a block
+_TOKENS = 128  # of a block, with all their choices
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
@@ -34,6 +39,65 @@ def combine(
                 dict(SCALE=rows.as_it_is, K=num_slots, HAS_SCALE=combine_weights is not None, BT=bt, BD=bd),
             )
     return out
+
+
+def place_choices(topk_ids: Tensor, keep: Tensor | None, *, places: Sequence[int]) -> Tensor:
+    """See `ir.routes.place_choices`."""
+    place = topk_ids.new_empty(topk_ids.shape, dtype=torch.int32)
+    if not place.numel():
+        return place
+    table = routes.table_of(places, topk_ids.device)
+    kept = None if keep is None else keep.contiguous().view(torch.uint8)
+    with _on(place):
+        launch(
+            _places.place_kernel,
+            (cdiv(place.numel(), 1024),),
+            (topk_ids.contiguous(), kept, table, place, place.numel(), len(places)),
+            dict(HAS_KEEP=keep is not None, HAS_TABLE=table is not None, BLOCK=1024),
+        )
+    return place
+
+
+def plan_dispatch(
+    place: Tensor, *, num_ranks: int, num_slots: int, dedup: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `ir.routes.plan_dispatch`."""
+    if not dedup or not place.numel():
+        return routes.plan_dispatch.reference(place, num_ranks=num_ranks, num_slots=num_slots, dedup=dedup)
+    pilot = torch.empty_like(place, memory_format=torch.contiguous_format)
+    num_tokens, top_k = place.shape
+    with _on(place):
+        launch(
+            _places.pilots_kernel,
+            (cdiv(num_tokens, _TOKENS),),
+            (place.contiguous(), pilot, num_tokens, num_slots),
+            dict(K=top_k, BLOCK=_TOKENS),
+        )
+    return build_pft(pilot, None, None, num_experts=num_ranks)[:4]
+
+
+def count_rows(place: Tensor, *, levels: Sequence[int], num_slots: int, dedup: bool, near: Sequence[int]) -> Tensor:
+    """See `ir.routes.count_rows`."""
+    units = [math.prod(levels[: j + 1]) for j in range(len(levels))]
+    num_near = near[1] - near[0] if near else 0
+    counts = place.new_zeros(sum(units) + num_near + 1, dtype=torch.int64)
+    if not place.numel():
+        return counts
+    place = place.contiguous()
+    num_tokens, top_k = place.shape
+    begin, end = (p * num_slots for p in near) if near else (0, 0)
+    # (is near, how many units, where their numbers begin, places of each)
+    wanted = [(False, n, sum(units[:j]), units[-1] // n * num_slots) for j, n in enumerate(units)]
+    wanted += [(True, num_near, sum(units), num_slots)] * bool(near)
+    with _on(place):
+        for is_near, number, stored, slots in wanted:
+            launch(
+                _places.count_rows_kernel,
+                (cdiv(num_tokens, _TOKENS),),
+                (place, counts, num_tokens, begin, end, stored, number, slots),
+                dict(IS_NEAR=is_near, DEDUP=dedup, K=top_k, BINS=max(16, next_power_of_2(number)), BLOCK=_TOKENS),
+            )
+    return counts
 
 
 def pack_rows(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 
-from moefx.ir import packing, routing
+from moefx.ir import packing, routes, routing
 from moefx.ir.routes import plan_dispatch
 from moefx.lowering.triton import moving
 
@@ -72,3 +74,30 @@ def test_combine(device, dtype, weighted):
         rtol=1e-6 if dtype is torch.float32 else 0,
         atol=1e-6 if dtype is torch.float32 else 0,
     )
+
+
+@pytest.mark.parametrize("moved", [False, True])
+@pytest.mark.parametrize("keep", [False, True])
+def test_place_choices(device, moved, keep):
+    ids = torch.randint(-2, 9, (300, 5))
+    places = torch.randperm(7).tolist() if moved else list(range(7))
+    kept = torch.rand(ids.shape) < 0.5 if keep else None
+    got = moving.place_choices(ids.to(device), None if kept is None else kept.to(device), places=places)
+    same(got, routes.place_choices.reference(ids, kept, places=places))
+
+
+@pytest.mark.parametrize("dedup", [True, False])
+@pytest.mark.parametrize("levels", [[4], [2, 3], [2, 2, 2]])
+def test_plans_and_counts(device, dedup, levels):
+    ranks = math.prod(levels)
+    place = torch.randint(-1, ranks * 5, (261, 4)).int()
+    there = place.to(device)
+    options = dict(num_ranks=ranks, num_slots=5, dedup=dedup)
+    for got, want in zip(
+        moving.plan_dispatch(there, **options), routes.plan_dispatch.reference(place, **options), strict=True
+    ):
+        same(got, want)
+    for near in ([], [2, 4] if ranks == 8 else [3, 6]) if len(levels) > 1 else ([],):
+        counted = dict(levels=levels, num_slots=5, dedup=dedup, near=near)
+        same(moving.count_rows(there, **counted), routes.count_rows.reference(place, **counted))
+        same(moving.count_rows(there[:0], **counted), routes.count_rows.reference(place[:0], **counted))

@@ -1,0 +1,79 @@
+"""Kernels that look at the places of choices: where each choice goes, which stand for others, how many rows there
+are. A program has a block of tokens, and all choices of each."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_VARYING = ["num_tokens"]
+
+
+@triton.jit(do_not_specialize=["num_entries"])
+def place_kernel(
+    topk_ids, keep, table, place, num_entries, E,
+    HAS_KEEP: tl.constexpr, HAS_TABLE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """place = table[id], the id itself without one; -1 where it is not kept or is outside [0, E)."""
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    in_list = entry < num_entries
+    expert = tl.load(topk_ids + entry, mask=in_list, other=-1)
+    valid = in_list & (expert >= 0) & (expert < E)
+    if HAS_KEEP:
+        valid = valid & (tl.load(keep + entry, mask=in_list, other=0) != 0)
+    found = expert.to(tl.int32)
+    if HAS_TABLE:
+        found = tl.load(table + expert, mask=valid, other=-1)
+    tl.store(place + entry, tl.where(valid, found, -1), mask=in_list)
+
+
+@triton.jit
+def _unit(place, token, k: tl.constexpr, in_list, begin, end, IS_NEAR: tl.constexpr, slots, K: tl.constexpr):
+    """Of choice k of the tokens the unit of so many places; -1 where the choice does not count, which are also those at
+    the places begin ... end - 1, or all others if IS_NEAR."""
+    at = tl.load(place + token * K + k, mask=in_list, other=-1)
+    inside = (at >= begin) & (at < end)
+    return tl.where((at >= 0) & (inside if IS_NEAR else ~inside), at // slots, -1)
+
+
+@triton.jit
+def _pilot(place, token, k: tl.constexpr, in_list, begin, end, IS_NEAR: tl.constexpr, slots, K: tl.constexpr):
+    """As `_unit`, -1 also where a choice of the token before choice k is in the unit."""
+    unit = _unit(place, token, k, in_list, begin, end, IS_NEAR, slots, K)
+    first = unit >= 0
+    for other in tl.static_range(k):
+        first = first & (_unit(place, token, other, in_list, begin, end, IS_NEAR, slots, K) != unit)
+    return tl.where(first, unit, -1)
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def pilots_kernel(place, pilot, num_tokens, num_slots, K: tl.constexpr, BLOCK: tl.constexpr):
+    """The rank of each choice [S,K] that is the first of its token there; -1 of the others."""
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    in_list = token < num_tokens
+    for k in tl.static_range(K):
+        found = _pilot(place, token, k, in_list, 0, 0, False, num_slots, K)
+        tl.store(pilot + token * K + k, found, mask=in_list)
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def count_rows_kernel(
+    place, counts, num_tokens, begin, end, stored, units, slots,
+    IS_NEAR: tl.constexpr, DEDUP: tl.constexpr, K: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """counts[stored + u] += rows for unit u of `slots` places each, counted from `begin` if IS_NEAR. Of integers, the
+    sum is the same in any order."""
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    in_list = token < num_tokens
+    bins = tl.arange(0, BINS)
+    count = tl.zeros((BINS,), tl.int32)
+    for k in tl.static_range(K):
+        if DEDUP:
+            unit = _pilot(place, token, k, in_list, begin, end, IS_NEAR, slots, K)
+        else:
+            unit = _unit(place, token, k, in_list, begin, end, IS_NEAR, slots, K)
+        counted = in_list & (unit >= 0)
+        if IS_NEAR:
+            unit -= begin // slots
+        count += tl.histogram(tl.where(counted, unit, 0), BINS, mask=counted)
+    tl.atomic_add(counts + stored + bins, count.to(tl.int64), mask=(bins < units) & (count > 0))
