@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import __version__
 from ._plan import Plan
-from .errors import InvalidPlan, Refused
+from .errors import InvalidPlan, MoefxError, Refused
 from .ir.payload import group_of
 from .ir.placement import Placement, SharedTokens, Ways
 from .passes.collectives import collectives
@@ -32,6 +32,7 @@ from .runtime.saving import save_routing as save_routing
 from .runtime.sharding import ExpertParameters, axis_of, expert_axis, placement_on, spread, whole
 from .runtime.state import OnLoad, OnSave, joined
 from .runtime.topology import ExpertAxis, shown
+from .survey import Matched, Refusal, Survey, first_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,15 +214,43 @@ def _check_axis(table: Sequence[Place]) -> None:
         )
 
 
-def check_holders(model: nn.Module, spread: dict[str, Spread]) -> None:
-    """Whether parameters that are spread are held by their blocks alone.
+def would_spread(model: nn.Module, axis: ExpertAxis, found: Survey, plan: Plan) -> dict[int, Spread]:
+    """How the blocks that were found would be spread, by `id`, with the graphs that they would run. Those that cannot
+    be become refused ones. The model stays as it is. Collective, as `Spread.over` is."""
+    spreads: dict[int, Spread] = {}
+
+    def refuse(matched: Matched, why: MoefxError) -> None:
+        found.matched.remove(matched)
+        told = why if isinstance(why, Refused) else Refused(str(why))
+        source = told.source or first_line(model.get_submodule(matched.names[0]))
+        found.refused += [Refusal(name, told.reason, source, told.culprits, told.remedy) for name in matched.names]
+
+    for matched in list(found.matched):
+        try:
+            spreads[id(matched)] = Spread.over(axis, matched.result, plan)
+        except (Refused, InvalidPlan) as why:
+            refuse(matched, why)
+    holders = {name: spreads[id(m)] for m in found.matched for name in m.names}
+    for matched in list(found.matched):
+        try:
+            check_holders(model, holders, matched.names)
+            block = model.get_submodule(matched.names[0])
+            matched.result = spreads[id(matched)].graph(block, matched.result)
+        except Refused as why:
+            refuse(matched, why)
+    return spreads
+
+
+def check_holders(model: nn.Module, spread: dict[str, Spread], blocks: Sequence[str]) -> None:
+    """Whether the parameters that are spread of some of these blocks are held by such blocks alone.
 
     Raises:
         Refused: another part of the model has one of them too, which could not use it any more.
     """
     inside: dict[int, str] = {}
-    for block, s in spread.items():
-        names = [*s.parameters.stacked, *(name for each in s.parameters.separate for name in each)]
+    for block in blocks:
+        parameters = spread[block].parameters
+        names = [*parameters.stacked, *(name for each in parameters.separate for name in each)]
         inside |= {id(model.get_submodule(block).get_parameter(name)): joined(block, name) for name in names}
     prefixes = tuple(f"{block}." * bool(block) for block in spread)
     for name, parameter in model.named_parameters(remove_duplicate=False):
