@@ -215,7 +215,11 @@ class Block:
         self.forward.record_load(on)
 
     def load(self) -> torch.Tensor | None:
-        """Tokens per expert [E] of the last call, on the device, without host synchronisation."""
+        """Tokens per expert [E] of the last call, on the device, without host synchronisation.
+
+        Over a mesh they are this rank's tokens (with a `sequence_axis`: its part of them), and E all experts, wherever
+        they live: the sum of it over the ranks is the load of all tokens.
+        """
         return self.forward.load()
 
 

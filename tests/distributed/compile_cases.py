@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import moefx
 from moefx.errors import InvalidPlan, NotRewritten, Refused
 
-from ..passes.blocks import D, Loop
+from ..passes.blocks import D, Loop, WithBias
 from .models import BLOCKS, Model, check
 
 GRAPHS = {
@@ -196,9 +196,9 @@ def case_two_axes() -> None:
 def case_other_calls_than_the_examples() -> None:
     """Another dtype, autocast: the block is lifted again, from abstract parameters of all experts."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
-    for kind in ("biased", "stacked"):
+    for make in (lambda: Model("biased"), lambda: Model("stacked"), WithBias):
         torch.manual_seed(0)
-        model = Model(kind)
+        model = make()
         compiled = moefx.compile(copy.deepcopy(model), mesh=mesh, example_inputs=(torch.zeros(9, D),))
         x = torch.randn(11, D)
         torch.testing.assert_close(compiled(x), model(x))
@@ -207,4 +207,4 @@ def case_other_calls_than_the_examples() -> None:
         compiled.double(), model.double()
         x = x.double()
         torch.testing.assert_close(compiled(x), model(x))
-        assert [block.fallbacks for block in moefx.blocks(compiled)] == [0, 0]
+        assert not any(block.fallbacks for block in moefx.blocks(compiled))

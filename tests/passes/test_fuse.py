@@ -11,7 +11,7 @@ from moefx import Plan
 from moefx.ir.body import ExpertBody
 from moefx.passes.fuse import fuse
 
-from .blocks import D, E, Gated, H, K, Loop, Mlp, Stacked, rewritten
+from .blocks import D, E, Gated, H, Loop, Mlp, Stacked, WithBias, rewritten
 
 ops = torch.ops.moefx
 
@@ -177,27 +177,6 @@ def test_autocast_keeps_the_parameters_themselves(stacked):
     assert not [t for t in kept if t.dim() == 2 and t.dtype is torch.bfloat16 and t.shape in {(H, D), (D, H)}]
     out.sum().backward()
     assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in block.parameters())
-
-
-class WithBias(nn.Module):
-    """As gpt-oss: `x @ w + bias` for each expert, the parameters stacked."""
-
-    def __init__(self, scale: float = 1.0):
-        super().__init__()
-        self.gate = nn.Linear(D, E, bias=False)
-        self.w1, self.w2 = (nn.Parameter(torch.randn(E, *shape) / 3) for shape in ((D, 2 * H), (H, D)))
-        self.b1, self.b2 = (nn.Parameter(scale * torch.randn(E, n)) for n in (2 * H, D))
-
-    def forward(self, x):
-        w, ids = self.gate(x).softmax(-1).topk(K, -1)
-        out = torch.zeros_like(x)
-        for e in range(E):
-            t, k = torch.where(ids == e)
-            h = x[t] @ self.w1[e] + self.b1[e]
-            act = h[:, ::2].clamp(max=7.0).sigmoid() * h[:, 1::2]
-            y = act.to(self.w2.dtype) @ self.w2[e] + self.b2[e]
-            out = out.index_add(0, t, (y * w[t, k, None]).to(x.dtype))
-        return out
 
 
 class TestBiasInAnotherDtype:
