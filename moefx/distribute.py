@@ -94,6 +94,17 @@ class Spread:
         if self.parameters.separate and self.placement.num_ranks > 1:
             block.register_state_dict_pre_hook(OnSave())
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Spread:
+        return self  # a value
+
+    def __reduce__(self) -> Any:
+        # In another process the names of process groups mean none, or others.
+        raise MoefxError(
+            "a model that is spread over a mesh cannot be pickled: its programs run in process groups of these "
+            "processes. Save moefx.full_state_dict(model), or its state dict with torch.distributed.checkpoint, and load "
+            "that into a model that moefx.compile has spread anew"
+        )
+
     def whole(self, block: nn.Module) -> nn.Module:
         """A copy of a block that `take` was called on which can be lifted."""
         return whole(block, self.parameters, self.placement)
