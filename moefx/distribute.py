@@ -101,8 +101,8 @@ class Spread:
         # In another process the names of process groups mean none, or others.
         raise MoefxError(
             "a model that is spread over a mesh cannot be pickled: its programs run in process groups of these "
-            "processes. Save moefx.full_state_dict(model), or its state dict with torch.distributed.checkpoint, and load "
-            "that into a model that moefx.compile has spread anew"
+            "processes. Save moefx.full_state_dict(model), or its state dict with torch.distributed.checkpoint, and "
+            "load that into a model that moefx.compile has spread anew"
         )
 
     def whole(self, block: nn.Module) -> nn.Module:

@@ -127,8 +127,8 @@ class BlockGraph:
         for node in block.find(PLACE_CHOICES):
             (topk_ids, keep), num_experts = node.args, len(node.kwargs["places"])  # type: ignore[arg-type]
             with block.graph.inserting_before(node):
-                args = torch.ops.moefx.build_pft.default, (topk_ids, None, keep), {"num_experts": num_experts}
-                pft = block.graph.call_function(*args)
+                arguments: Any = (topk_ids, None, keep), {"num_experts": num_experts}
+                pft = block.graph.call_function(torch.ops.moefx.build_pft.default, *arguments)
                 found.append(block.graph.call_function(operator.getitem, (pft, _EXPERT_OFFSETS)))
         return block, found
 
