@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 import warnings
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ._plan import Plan
-from .capture.autocast import under
-from .capture.lifting import lifting
 from .errors import InvalidInput, InvalidPlan, MoefxError, NoMoEBlockFound
 from .inspection.explain import Explanation, MatchedBlock
 from .inspection.history import History
 from .ir.attributes import OWN_MODE
-from .ir.binding import Specialisation, device_of, leaves_of
+from .ir.binding import Specialisation, leaves_of
 from .ir.block import BlockGraph
 from .ir.body import ExpertBody
-from .numeric import numeric_check
 from .pipeline import PASSES
+from .proof import agreed, shown
 from .runtime.copying import copy_model
 from .runtime.module import BlockForward, install, rewritten_blocks, signature_binder
 from .runtime.program import Program
 from .specialise import Specialise, program_of
-from .survey import Matched, Refusal, Survey, first_line, survey
+from .survey import Matched, Refusal, Survey
 from .verification.report import VerifyReport, verify
+
+if TYPE_CHECKING:
+    from .distribute import Spread
 
 _RECORD = "_moefx_record"
 _UNCHANGED: weakref.WeakKeyDictionary[nn.Module, Record] = weakref.WeakKeyDictionary()  # given back by `strict=False`
@@ -84,7 +84,6 @@ def compile(
     if mesh is not None:
         from .distribute import (  # torch.distributed takes a while, and is not everywhere
             Spread,
-            agree,
             check_holders,
             planned_axis,
             spread_blocks,
@@ -93,14 +92,7 @@ def compile(
         axis = planned_axis(mesh, plan)
         if spread_blocks(model):
             raise InvalidInput("this model is spread over a mesh already: compile the original again")
-    try:
-        found, verdicts = _proven(model, example_inputs, plan)
-    except Exception as error:
-        if axis is not None:
-            agree(axis, plan, f"none, {type(error).__name__}: {error}")
-        raise
-    if axis is not None:
-        agree(axis, plan, _outline(found))
+    found, verdicts = agreed(model, example_inputs, plan, axis)
     if not found.matched:
         if strict:
             raise NoMoEBlockFound(_nothing_found(model, found))
@@ -118,7 +110,8 @@ def compile(
     if axis is not None:
         for matched in found.matched:
             spreads[id(matched)] = Spread.over(axis, matched.result, plan)
-        check_holders(model, {name: spreads[id(m)] for m in found.matched for name in m.names}, mesh)
+        holders = {name: spreads[id(m)] for m in found.matched for name in m.names}
+        check_holders(model, holders, list(holders), mesh)
     for matched in found.matched:
         first, spread = modules[matched.names[0]], spreads.get(id(matched))
         if spread is not None:
@@ -135,8 +128,7 @@ def compile(
                 f"original: {guard}",
                 stacklevel=2,
             )
-        report = _report(matched, program, first, verdicts[id(matched)])
-        reports.append(report if spread is None else dataclasses.replace(report, notes=(*report.notes, str(spread))))
+        reports.append(_report(matched, program, first, verdicts[id(matched)], spread))
     vars(compiled)[_RECORD] = Record(tuple(reports), tuple(found.refused), found.seconds)
     return compiled
 
@@ -144,17 +136,31 @@ def compile(
 def explain(
     model: nn.Module, *, mesh: Any = None, plan: Plan | str | None = None, example_inputs: Any = None
 ) -> Explanation:
-    """What `compile` finds in a model, or found in a compiled one, the numeric check included."""
+    """What `compile` finds in a model, or found in a compiled one, the numeric check included.
+
+    Args:
+        mesh: how `compile(mesh=mesh)` would spread the experts; the blocks for which it would raise are refused. The
+            model keeps its parameters. Collective over the expert axis, as `compile` is: its ranks agree on what they
+            found, make process groups, and measure bandwidths for `Plan(dispatch="auto")`. A compiled model says how
+            it was spread, whatever the mesh is here, and asks nobody.
+    """
     model = _checked(model)
     record = vars(model).get(_RECORD)
     if record is None and example_inputs is None:
         record = _UNCHANGED.get(model)
     if record is None:
-        found, verdicts = _proven(model, example_inputs, _plan(plan, mesh))
-        modules = dict(model.named_modules())
-        reports = [
-            _report(m, _program(m, modules[m.names[0]]), modules[m.names[0]], verdicts[id(m)]) for m in found.matched
-        ]
+        plan, axis, spreads = _plan(plan, mesh), None, {}
+        if mesh is not None:
+            from .distribute import planned_axis, would_spread
+
+            axis = planned_axis(mesh, plan)
+        found, verdicts = agreed(model, example_inputs, plan, axis)
+        if axis is not None:
+            spreads = would_spread(model, axis, found, plan)
+        reports = []
+        for m in found.matched:
+            block = model.get_submodule(m.names[0])
+            reports.append(_report(m, _program(m, block), block, verdicts[id(m)], spreads.get(id(m))))
         return Explanation(type(model).__name__, tuple(reports), tuple(found.refused), found.seconds)
     forwards = rewritten_blocks(model)
     reports = []
@@ -209,7 +215,11 @@ class Block:
         self.forward.record_load(on)
 
     def load(self) -> torch.Tensor | None:
-        """Tokens per expert [E] of the last call, on the device, without host synchronisation."""
+        """Tokens per expert [E] of the last call, on the device, without host synchronisation.
+
+        Over a mesh they are this rank's tokens (with a `sequence_axis`: its part of them), and E all experts, wherever
+        they live: the sum of it over the ranks is the load of all tokens.
+        """
         return self.forward.load()
 
 
@@ -234,15 +244,11 @@ def history(compiled: nn.Module, name: str) -> History:
     if not forwards:
         raise MoefxError("no block of this model is rewritten; pass what moefx.compile returned")
     if name not in forwards:
-        raise MoefxError(f"no rewritten block {name!r}; there is {', '.join(_shown(n) for n in forwards)}")
+        raise MoefxError(f"no rewritten block {name!r}; there is {', '.join(shown(n) for n in forwards)}")
     return forwards[name].programs[0].history
 
 
 # ---------------------------------------------------------------------- pieces of compile
-def _shown(name: str) -> str:
-    return repr(name) if name else "'' (the model itself)"
-
-
 def _plan(plan: Plan | str | None, mesh: Any) -> Plan:
     if mesh is not None and not hasattr(mesh, "mesh_dim_names"):
         raise InvalidPlan(f"mesh is a {type(mesh).__name__}; expected a torch.distributed.DeviceMesh or None")
@@ -277,17 +283,6 @@ def _nothing_found(model: nn.Module, found: Survey) -> str:
     return head + ". These look like one and were refused:\n  " + "\n  ".join(map(str, found.refused))
 
 
-def _outline(found: Survey) -> str:
-    """What is rewritten, briefly: ranks that do not agree on it would wait for each other."""
-    return (
-        "; ".join(
-            f"{', '.join(map(_shown, m.names))} ({m.result.match.num_experts} experts, {m.result.match.slots} a token)"
-            for m in found.matched
-        )
-        or "none"
-    )
-
-
 def _program(matched: Matched, block: nn.Module) -> Program:
     return program_of(block, matched.result, matched.call.args, matched.call.kwargs, read=matched.read)
 
@@ -298,46 +293,9 @@ def _failed_guard(program: Program, matched: Matched, block: nn.Module) -> str:
     return "" if index < 0 else str(program.guards[index])
 
 
-def _proven(model: nn.Module, example_inputs: Any, plan: Plan) -> tuple[Survey, dict[int, str]]:
-    """What was found, and what the numeric checks say; without autocast, for which calls are proven when they come."""
-    with lifting(), under(device_of(model).type, None):
-        found = survey(model, example_inputs, plan)
-        return found, _validate(model, found, plan)
-
-
-def _validate(model: nn.Module, found: Survey, plan: Plan) -> dict[int, str]:
-    """The numeric check of each rewrite on a few tokens. What differs is refused."""
-    verdicts = {}
-    modules = dict(model.named_modules())
-    left = plan.validation_seconds
-    for matched in list(found.matched):
-        block = modules[matched.names[0]]
-        if plan.validation == "symbolic":
-            verdicts[id(matched)] = "off (plan.validation)"
-            continue
-        if any(t.is_meta for t in (*block.parameters(), *block.buffers())):
-            verdicts[id(matched)] = "skipped, the weights are on the meta device"
-            continue
-        if left <= 0 and plan.validation == "auto":
-            verdicts[id(matched)] = "skipped, the time budget is spent"
-            continue
-        start = time.perf_counter()
-        ok, verdicts[id(matched)] = numeric_check(block, matched.result, matched.names[0], max(left, 1.0))
-        left -= time.perf_counter() - start
-        if not ok:
-            found.matched.remove(matched)
-            found.refused.append(
-                Refusal(
-                    matched.names[0],
-                    verdicts[id(matched)],
-                    source=first_line(block),
-                    remedy="please report this model",
-                )
-            )
-    return verdicts
-
-
-def _report(matched: Matched, program: Program, block: nn.Module, verdict: str) -> MatchedBlock:
+def _report(
+    matched: Matched, program: Program, block: nn.Module, verdict: str, spread: Spread | None = None
+) -> MatchedBlock:
     match, graph = matched.result.match, matched.result.graph
     mlps = graph.find(torch.ops.moefx.expert_mlp.default)
     combines = graph.find(torch.ops.moefx.combine.default)
@@ -352,7 +310,7 @@ def _report(matched: Matched, program: Program, block: nn.Module, verdict: str) 
         expert=expert,
         drop=drop, holds_for=program.holds_for, routings=len(match.lifted), validation=verdict, seconds=matched.seconds,
         saved_before=None, saved_after=_kept_bytes(graph), unfused=unfused, guards=tuple(str(g) for g in match.guards),
-        bodies=tuple(_body(n) for n in mlps),
+        bodies=tuple(_body(n) for n in mlps), notes=() if spread is None else (str(spread),),
     )  # fmt: skip
 
 

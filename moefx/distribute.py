@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import __version__
 from ._plan import Plan
-from .errors import InvalidInput, InvalidPlan, Refused
+from .errors import InvalidInput, InvalidPlan, MoefxError, Refused
 from .ir.payload import group_of, shown_ranks
 from .ir.placement import Placement, SharedTokens, Ways
 from .passes.collectives import collectives
@@ -32,6 +32,7 @@ from .runtime.saving import save_routing as save_routing
 from .runtime.sharding import ExpertParameters, axis_of, expert_axis, held, placement_on, spread, whole
 from .runtime.state import OnLoad, OnSave, joined
 from .runtime.topology import ExpertAxis
+from .survey import Matched, Refusal, Survey, first_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +93,17 @@ class Spread:
         block.register_load_state_dict_pre_hook(OnLoad(self.parameters, self.placement))
         if self.parameters.separate and self.placement.num_ranks > 1:
             block.register_state_dict_pre_hook(OnSave())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Spread:
+        return self  # a value
+
+    def __reduce__(self) -> Any:
+        # In another process the names of process groups mean none, or others.
+        raise MoefxError(
+            "a model that is spread over a mesh cannot be pickled: its programs run in process groups of these "
+            "processes. Save moefx.full_state_dict(model), or its state dict with torch.distributed.checkpoint, and "
+            "load that into a model that moefx.compile has spread anew"
+        )
 
     def whole(self, block: nn.Module) -> nn.Module:
         """A copy of a block that `take` was called on which can be lifted."""
@@ -226,17 +238,45 @@ def _check_axis(table: Sequence[Place]) -> None:
         )
 
 
-def check_holders(model: nn.Module, spread: dict[str, Spread], mesh: DeviceMesh) -> None:
-    """Whether parameters that are spread are on the mesh's kind of device, and held by their blocks alone.
+def would_spread(model: nn.Module, axis: ExpertAxis, found: Survey, plan: Plan) -> dict[int, Spread]:
+    """How the blocks that were found would be spread, by `id`, with the graphs that they would run. Those that cannot
+    be become refused ones. The model stays as it is. Collective, as `Spread.over` is."""
+    spreads: dict[int, Spread] = {}
+
+    def refuse(matched: Matched, why: MoefxError) -> None:
+        found.matched.remove(matched)
+        told = why if isinstance(why, Refused) else Refused(str(why))
+        source = told.source or first_line(model.get_submodule(matched.names[0]))
+        found.refused += [Refusal(name, told.reason, source, told.culprits, told.remedy) for name in matched.names]
+
+    for matched in list(found.matched):
+        try:
+            spreads[id(matched)] = Spread.over(axis, matched.result, plan)
+        except (Refused, InvalidPlan) as why:
+            refuse(matched, why)
+    holders = {name: spreads[id(m)] for m in found.matched for name in m.names}
+    for matched in list(found.matched):
+        try:
+            check_holders(model, holders, matched.names, axis.mesh)
+            block = model.get_submodule(matched.names[0])
+            matched.result = spreads[id(matched)].graph(block, matched.result)
+        except (Refused, InvalidInput) as why:
+            refuse(matched, why)
+    return spreads
+
+
+def check_holders(model: nn.Module, spread: dict[str, Spread], blocks: Sequence[str], mesh: DeviceMesh) -> None:
+    """Whether the parameters that are spread of some of these blocks are on the mesh's kind of device, and held by such
+    blocks alone.
 
     Raises:
         InvalidInput: they are on another device than the meta device.
         Refused: another part of the model has one of them too, which could not use it any more.
     """
     inside: dict[int, str] = {}
-    for block, s in spread.items():
-        names = [*s.parameters.stacked, *(name for each in s.parameters.separate for name in each)]
-        for name in names:
+    for block in blocks:
+        parameters = spread[block].parameters
+        for name in (*parameters.stacked, *(name for each in parameters.separate for name in each)):
             _, parameter = held(model.get_submodule(block), name)
             if parameter.device.type not in (mesh.device_type, "meta"):
                 raise InvalidInput(

@@ -50,6 +50,11 @@ class Snapshot:
         )
         return "   ".join(filter(None, parts))
 
+    def out_of(self, total: int) -> Snapshot:
+        """The same as one of so many passes."""
+        snapshot = dataclasses.replace(self, total=total)
+        return dataclasses.replace(snapshot, graph=self.graph.replace(header=snapshot.header))
+
     def __str__(self) -> str:
         return str(self.graph.replace(header=self.header))
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ from torch.utils import _pytree as pytree
 from . import codegen
 from .binding import Binding, Guard
 
-BUILD_PFT = "moefx::build_pft"
+BUILD_PFT, PLACE_CHOICES = "moefx::build_pft", "moefx::place_choices"
 _EXPERT_OFFSETS = 2  # position among the results of build_pft
 
 
@@ -93,10 +94,10 @@ class BlockGraph:
         """The Python function `(block, *placeholder values) -> output` of this graph.
 
         With `record_load` it returns `(output, (expert_offsets, ...))`, one tensor for each PFT that the
-        graph builds.
+        graph builds of the block's own tokens.
         """
-        record = self._expert_offsets() if record_load else ()
-        source = self.source(record)
+        graph, record = self._with_offsets() if record_load else (self, ())
+        source = graph.source(record)
         return codegen.build(source.text, source.scope, "forward", self.name)
 
     def compile_guards(self, guards: Sequence[Guard]) -> Callable[..., int]:
@@ -115,13 +116,21 @@ class BlockGraph:
         rebuild = self.output_spec is not None and value is self.output.args[0]
         return codegen.Source(self.graph, value, record, self.output_spec if rebuild else None)
 
-    def _expert_offsets(self) -> tuple[Node, ...]:
-        found = []
-        for node in self.find(BUILD_PFT):
-            results = codegen.unpacked(node)
-            if results and (offsets := results[_EXPERT_OFFSETS]) is not None:
-                found.append(offsets)
-        return tuple(found)
+    def _with_offsets(self) -> tuple[BlockGraph, Sequence[Node]]:
+        """The graph, and its `expert_offsets`. Over a mesh its PFT is of the rows that came from other ranks: then the
+        graph with one more, of the choices that were made here."""
+        if not self.find(PLACE_CHOICES):
+            results = [codegen.unpacked(node) for node in self.find(BUILD_PFT)]
+            found = [r[_EXPERT_OFFSETS] for r in results if r]
+            return self, [offsets for offsets in found if offsets is not None]
+        block, found = self.copy(), []
+        for node in block.find(PLACE_CHOICES):
+            (topk_ids, keep), num_experts = node.args, len(node.kwargs["places"])  # type: ignore[arg-type]
+            with block.graph.inserting_before(node):
+                arguments: Any = (topk_ids, None, keep), {"num_experts": num_experts}
+                pft = block.graph.call_function(torch.ops.moefx.build_pft.default, *arguments)
+                found.append(block.graph.call_function(operator.getitem, (pft, _EXPERT_OFFSETS)))
+        return block, found
 
     def __str__(self) -> str:
         from .printer import print_block  # the printer needs this module

@@ -24,18 +24,25 @@ class Gemm:
         num: how many tensors of the op's flat weight list it takes: 1 stacked [E,...], or E separate ones.
         transposed: the weight of an expert is [out, in] (as `nn.Linear.weight`), else [in, out].
         bias: one bias vector for each expert is added; the flat bias list has `num` tensors for it as well.
+        bias_dtype: what the bias is added in, where promotion makes that another dtype than the product's (autocast
+            does: `x @ w + bias` is bfloat16 + float32); else "".
     """
 
     num: int
     transposed: bool
     bias: bool = False
+    bias_dtype: str = ""
+
+    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of the product with its bias, for a product in `dtype`."""
+        return getattr(torch, self.bias_dtype) if self.bias_dtype else dtype
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpertBody:
     """GEMM(s) -> pointwise -> GEMM -> pointwise.
 
-        h_g  = rows @ up[g] (+ bias)
+        h_g  = rows @ up[g] (+ bias)              without the bias where that is added in another dtype: a_i has it
         a_i  = h_g[:, start:stop:step]            with (g, start, stop, step) = parts[i]
         act  = act(a_0, a_1, ..., w)              w: the row's routing weight, a column [B,1]
         rows = out(act @ down (+ bias), w)        variables y and w
@@ -102,6 +109,8 @@ class ExpertBody:
 
     def _dtype(self, expr: Expr, dtype: torch.dtype, weight_dtype: torch.dtype | None) -> torch.dtype:
         dtypes = {v: dtype for v in variables(expr)}
+        dtypes |= {f"a{i}": self.up[group].sum_dtype(dtype) for i, (group, *_) in enumerate(self.parts)}
+        dtypes["y"] = self.down.sum_dtype(dtype)
         if weight_dtype is not None:
             dtypes["w"] = weight_dtype
         return result_dtype(expr, dtypes)

@@ -116,6 +116,11 @@ class Call:
         up, act, out = self.widths
         return min(self.x.shape[1] * min(up), act * out)
 
+    def bias_apart(self, gemm: Gemm) -> torch.dtype | None:
+        """The dtype in which the bias is added behind a product that has another one; None: it has that dtype too."""
+        dtype = gemm.sum_dtype(self.dtype)
+        return dtype if gemm.bias and dtype != self.dtype else None
+
     def parts(self, hidden: Sequence[Tensor]) -> dict[str, Tensor]:
         """The variables a0, a1, ... as slices of the up-projections."""
         return {
@@ -167,13 +172,22 @@ def expert_mlp(
 
 
 def _activation(call: Call, hidden: Sequence[Tensor]) -> Tensor:
-    act = evaluate(call.act, _with_weight(call, call.parts(hidden)))
+    act = evaluate(call.act, _with_weight(call, call.parts(_biased(call, hidden))))
     return act.clone() if isinstance(call.act, str) else act  # outputs of an op must not share storage
 
 
 def _output(call: Call, act: Tensor) -> Tensor:
+    return evaluate(call.body.out, _with_weight(call, {"y": _project_down(call, act)}))
+
+
+def _project_down(call: Call, act: Tensor) -> Tensor:
     y = _linear(call, act, call.down, call.down_bias, call.body.down)
-    return evaluate(call.body.out, _with_weight(call, {"y": y}))
+    return _add_apart(call, y, call.down_bias, call.body.down)
+
+
+def _biased(call: Call, hidden: Sequence[Tensor]) -> list[Tensor]:
+    """The up-projections with the biases that are added in another dtype than theirs."""
+    return [_add_apart(call, *each) for each in zip(hidden, call.up_bias, call.body.up, strict=True)]
 
 
 def _with_weight(call: Call, env: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -182,9 +196,16 @@ def _with_weight(call: Call, env: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _linear(call: Call, rows: Tensor, w: list[Tensor], bias: list[Tensor] | None, gemm: Gemm) -> Tensor:
     out = experts.grouped_mm.reference(rows, w, call.expert_offsets, transposed=gemm.transposed, dtype=call.dtype)
-    if bias is not None:
+    if bias is not None and call.bias_apart(gemm) is None:
         out += experts.expert_rows.reference(bias, call.expert_offsets, call.num_rows).to(call.dtype)
     return out
+
+
+def _add_apart(call: Call, product: Tensor, bias: list[Tensor] | None, gemm: Gemm) -> Tensor:
+    dtype = call.bias_apart(gemm)
+    if bias is None or dtype is None:
+        return product
+    return product.to(dtype) + experts.expert_rows.reference(bias, call.expert_offsets, call.num_rows).to(dtype)
 
 
 @op(
@@ -221,34 +242,37 @@ def expert_mlp_backward(
     groups = list(zip(call.up, call.up_bias, call.body.up, strict=True))
     hidden = list(kept[: len(groups)]) or [_linear(call, rows, *group) for group in groups]
     act = _activation(call, hidden)
-    y = _linear(call, act, call.down, call.down_bias, call.body.down)
+    y = _project_down(call, act)
     wrt = ["w"] if need_w else []
     if reduce:
         grad = grad.index_select(0, call.token_ids)
 
     _, by_out = derivative.vjp(call.body.out, _with_weight(call, {"y": y}), grad, ["y", *wrt], value=False)
     grad_y = by_out["y"]
+    grad_product = grad_y.to(call.dtype)
     grad_act = experts.grouped_mm.reference(
-        grad_y, call.down, offsets, transposed=not call.body.down.transposed, dtype=call.dtype
+        grad_product, call.down, offsets, transposed=not call.body.down.transposed, dtype=call.dtype
     )
+    hidden = _biased(call, hidden)
     env = _with_weight(call, call.parts(hidden))
     _, by_act = derivative.vjp(call.act, env, grad_act, [*env][: len(call.body.parts)] + wrt, value=False)
     grad_hidden = [torch.zeros_like(h) for h in hidden]
     for name, part in call.parts(grad_hidden).items():
         if name in by_act:
             part += by_act[name]
+    grad_up = [g.to(call.dtype) for g in grad_hidden]
 
     gradients = []
     if need_x:
         grad_rows = torch.zeros_like(rows)
-        for g, (w, _, gemm) in zip(grad_hidden, groups, strict=True):
+        for g, (w, _, gemm) in zip(grad_up, groups, strict=True):
             grad_rows += experts.grouped_mm.reference(g, w, offsets, transposed=not gemm.transposed, dtype=call.dtype)
         gradients.append(routing.combine.reference(grad_rows, None, call.token_ids, offsets, call.inverse))
     if need_w:
         gradients.append(weight_gradient(call, by_out.get("w"), by_act.get("w")))
     outer, total = experts.grouped_mm_backward.reference, experts.expert_rows_backward.reference
     if need_up:
-        for g, (w, _, gemm) in zip(grad_hidden, groups, strict=True):
+        for g, (w, _, gemm) in zip(grad_up, groups, strict=True):
             grad_w = outer(g, rows, offsets, transposed=gemm.transposed, dtype=w[0].dtype)
             gradients += as_returned(grad_w, w, 2)
     if need_up_bias:
@@ -256,7 +280,7 @@ def expert_mlp_backward(
             gradients += as_returned(total(g, offsets, dtype=b[0].dtype), b, 1) if b else []
     if need_down:
         transposed, dtype = call.body.down.transposed, call.down[0].dtype
-        gradients += as_returned(outer(grad_y, act, offsets, transposed=transposed, dtype=dtype), call.down, 2)
+        gradients += as_returned(outer(grad_product, act, offsets, transposed=transposed, dtype=dtype), call.down, 2)
     if need_down_bias and call.down_bias:
         grad_bias = total(grad_y, offsets, dtype=call.down_bias[0].dtype)
         gradients += as_returned(grad_bias, call.down_bias, 1)

@@ -188,8 +188,8 @@ def _(grad, expert_offsets, *, dtype):
 
 
 @grouped_mm.autocast
-def _(dtype, rows, w, expert_offsets, *, transposed, **_):
-    dtype = autocast_dtype(dtype, rows)
+def _(autocast, rows, w, expert_offsets, *, transposed, dtype=None):
+    dtype = dtype or autocast_dtype(autocast, rows)
     return (rows.to(dtype), w, expert_offsets), {"transposed": transposed, "dtype": dtype}
 
 

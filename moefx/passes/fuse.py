@@ -72,22 +72,24 @@ class _Fusion:
         if not self.ups:
             raise _Unlike("no up-projection before the last matrix product")
         x = self._input()
+        if len(dtypes := {_dtype(gemm) for gemm in (*(u.gemm for u in self.ups), down)}) > 1:
+            raise _Unlike(f"the matrix products are in {' and '.join(sorted(map(str, dtypes)))}")
         if self.scale is not None:
             if any(up.bias is not None for up in self.ups):
                 raise _Unlike("the routing weight scales the input of a biased product")
             act = _scale(act, self.scale)
         body = ExpertBody(
-            up=tuple(Gemm(len(u.gemm.args[1]), u.gemm.kwargs["transposed"], u.bias is not None) for u in self.ups),
+            up=tuple(self._gemm(u.gemm, u.bias) for u in self.ups),
             parts=tuple(self.parts),
             act=act,
-            down=Gemm(len(down.args[1]), down.kwargs["transposed"], down_bias is not None),
+            down=self._gemm(down, down_bias),
             out=out,
         )
         w = next(iter(self.weights), None) if body.uses_row_weight else None
         biases = [b for u in self.ups if u.bias is not None for b in self._like(u.gemm, u.bias)]
         up = [t for u in self.ups for t in u.gemm.args[1]]
         down_biases = self._like(down, down_bias) if down_bias is not None else []
-        parameters, dtype = _uncast([up, biases, list(down.args[1]), down_biases])
+        parameters, dtype = _uncast([up, biases, list(down.args[1]), down_biases], _dtype(down))
         args = (x, self.token_ids, self.offsets, self.inverse, w, *parameters)
         before, combine_weights = self.combine.args[:2]
         # Only sums of the rows leave the experts: then no provider has to make a buffer of all rows.
@@ -149,6 +151,11 @@ class _Fusion:
             if weights == 1:
                 return [self.graph.call_function(aten.stack.default, (kept,))]
             return [self.graph.call_function(aten.select.int, (kept[0], 0, e)) for e in range(weights)]
+
+    def _gemm(self, gemm: fx.Node, bias: fx.Node | None) -> Gemm:
+        dtype = _dtype(self._with_bias(gemm, bias))
+        bias_dtype = "" if dtype == _dtype(gemm) else str(dtype).removeprefix("torch.")
+        return Gemm(len(gemm.args[1]), gemm.kwargs["transposed"], bias is not None, bias_dtype)
 
     def _with_bias(self, gemm: fx.Node, bias: fx.Node | None) -> fx.Node:
         return next(iter(gemm.users)) if bias is not None else gemm
@@ -242,18 +249,27 @@ class _Fusion:
         return cast
 
 
-def _uncast(parameters: list[list[fx.Node]]) -> tuple[list[list[fx.Node]], dict[str, torch.dtype]]:
-    """The parameters behind casts to one dtype, and that dtype as the op's argument.
+def _uncast(
+    parameters: list[list[fx.Node]], dtype: torch.dtype | None
+) -> tuple[list[list[fx.Node]], dict[str, torch.dtype]]:
+    """The parameters behind casts to the dtype of the products, and that dtype as the op's argument where parameters
+    have another one.
 
     The op casts an expert's weights while it needs them. Cast before it, as autocast does, all of them would
     be copied in every call and kept for the backward.
     """
-    nodes = [n for group in parameters for n in group]
-    dtypes = {n.kwargs.get("dtype") for n in nodes}
-    casts = all(n.target is aten._to_copy.default and set(n.kwargs) == {"dtype"} for n in nodes)
-    if not casts or len(dtypes) != 1:
-        return parameters, {}
-    return [[n.args[0] for n in group] for group in parameters], {"dtype": dtypes.pop()}
+
+    def is_cast(n: fx.Node) -> bool:
+        return n.target is aten._to_copy.default and n.kwargs == {"dtype": dtype}
+
+    found = [[n.args[0] if is_cast(n) else n for n in group] for group in parameters]
+    alike = all(_dtype(n) == dtype for group in found for n in group)
+    return found, {} if alike else {"dtype": dtype}
+
+
+def _dtype(node: fx.Node) -> torch.dtype | None:
+    """Of a tensor, as far as the fakes know it."""
+    return getattr(node.meta.get("val"), "dtype", None)
 
 
 def _scale(expr: Any, weight: Any) -> Any:

@@ -8,7 +8,6 @@ is a bug in the pass, not in the user's model: it raises `PassError` that names 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import time
@@ -97,9 +96,9 @@ class PassManager:
         return self.extend(History(graph.name, (first,)), todo, plan, level=level)
 
     def extend(self, history: History, passes: Sequence[Pass], plan: Plan, *, level: str) -> History:
-        """A history with more passes behind its last graph, which has this level."""
-        snapshots, current = list(history.snapshots), LEVELS[level]
-        graph, total = history.graph, len(snapshots) + len(passes)
+        """A history with more passes behind its last graph, which has this level. All count as of one pipeline."""
+        graph, total = history.graph, len(history) + len(passes)
+        snapshots, current = [snapshot.out_of(total) for snapshot in history], LEVELS[level]
         for index, function in enumerate(passes, start=len(snapshots) + 1):
             before, fingerprint = graph, _fingerprint(graph)
             start = time.perf_counter()
@@ -208,7 +207,7 @@ def _snapshot(
     now, then = _counted(graph), _counted(before) if before else set()
     name, where = (function, "") if isinstance(function, str) else (pass_name(function), rule(function))
     snapshot = Snapshot(index, total, name, ms, len(now - then), len(then - now), where, graph)
-    return dataclasses.replace(snapshot, graph=graph.replace(header=snapshot.header))
+    return snapshot.out_of(total)
 
 
 def _counted(graph: BlockGraph) -> set[tuple[str, Any]]:

@@ -100,11 +100,27 @@ def verify(
         routings: also compare each block on hidden states that starve most experts, and on unrelated ones.
 
     Raises:
-        InvalidInput: models on the meta device, of different structure, or inputs that the reference does not take.
+        InvalidInput: models on the meta device, of different structure, or inputs that the reference does not take;
+            over a mesh, where every rank calls it, ranks that would not compare as often and in the same way.
     """
     for model in (compiled, reference):
         if hasattr(model, "_orig_mod"):
             raise InvalidInput("verify: give the model that torch.compile was called on; its result cannot be copied")
+    shares = Shares.of(compiled)
+    try:
+        sets = _checked(compiled, reference, inputs)
+    except InvalidInput as error:
+        if shares is not None:
+            shares.agree(f"{type(error).__name__}: {error}")
+        raise
+    if shares is not None:
+        asked = {"sets of inputs": len(sets), "seeds": len(seeds), "dtype": dtype, "grads": grads, "routings": routings}
+        shares.agree(", ".join(f"{what}: {value}" for what, value in asked.items()))
+    return _Verifying(compiled, reference, dtype, shares).report(sets, seeds, grads, loss, routings)
+
+
+def _checked(compiled: nn.Module, reference: nn.Module, inputs: Any) -> list[Inputs]:
+    """The sets of inputs, if the models can be compared on them."""
     if any(p.is_meta for m in (compiled, reference) for p in (*m.parameters(), *m.buffers())):
         raise InvalidInput("verify: a model is on the meta device and has no numbers; give it weights with to_empty()")
     sets = _input_sets(inputs)
@@ -115,15 +131,15 @@ def verify(
         )
     _check_shapes(compiled, reference)
     _check_binds(reference, sets)
-    return _Verifying(compiled, reference, dtype).report(sets, seeds, grads, loss, routings)
+    return sets
 
 
 class _Verifying:
-    def __init__(self, compiled: nn.Module, reference: nn.Module, dtype: torch.dtype | None):
+    def __init__(self, compiled: nn.Module, reference: nn.Module, dtype: torch.dtype | None, shares: Shares | None):
         self.compiled, self.reference = compiled, reference
         self.working, self.exact = Casts(dtype), Casts(torch.float64)
         self.names = list(rewritten_blocks(compiled))
-        self.shares = Shares.of(compiled)
+        self.shares = shares
         self.rows: list[Row] = _held_alike(compiled, reference, self.shares)
         self.routing: list[RoutingRow] = []
         self.notes: list[str] = []

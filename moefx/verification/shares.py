@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..errors import InvalidInput
 from ..ir.payload import group_of
+from ..runtime.topology import shown
 from .sandbox import Key, Run
 
 
@@ -66,6 +68,20 @@ class Shares:
         """The local part of what is a DTensor."""
         return dataclasses.replace(run, values={key: local(value) for key, value in run.values.items()})
 
+    def agree(self, asked: str) -> None:
+        """Whether all ranks will compare as much, in the same way: else one would wait for the others. Collective, also
+        for a rank that cannot go on.
+
+        Raises:
+            InvalidInput: they will not.
+        """
+        ranks: dict[str, list[int]] = {}
+        for rank, theirs in enumerate(self._all(asked)):
+            ranks.setdefault(theirs, []).append(rank)
+        if len(ranks) > 1:
+            told = "; ".join(f"{shown(of)}: {theirs}" for theirs, of in ranks.items())
+            raise InvalidInput(f"verify: the ranks of the expert axis would not compare the same. {told}")
+
     def most(self, value: float) -> float:
         """The largest of all ranks' values."""
         return max(self._all(value))
@@ -74,7 +90,7 @@ class Shares:
         """Whether it is so on any rank."""
         return any(self._all(value))
 
-    def _all(self, value: float | bool) -> list:
+    def _all(self, value: float | bool | str) -> list:
         found: list = [None] * dist.get_world_size(group_of(self.group))
         dist.all_gather_object(found, value, group=group_of(self.group))
         return found

@@ -101,6 +101,28 @@ def case_rows_by_link() -> None:
             assert near == [int((to == rank // 2 * 2 + r).any(1).sum()) for r in range(2)]
 
 
+def case_the_load() -> None:
+    """Of each rank's own tokens, for all experts, and nobody else is asked for it."""
+    world = dist.get_world_size()
+    backwards = DeviceMesh("cpu", torch.arange(world).flip(0), mesh_dim_names=("ep",))
+    model = Model("gated", layers=1, num_experts=2 * world)
+    for name in ("dedup", "halo"):
+        compiled = compiled_beside(model, backwards, PLANS[name])
+        (block,) = moefx.blocks(compiled)
+        block.record_load()
+        x = torch.randn(9 + dist.get_rank(), D)
+        with counted() as (found, _):
+            out = compiled(x)
+            load = block.load()
+            assert found == {"rows": 2 * HOPS[name], "counts": 1, "copies": 1}, (name, found)
+        torch.testing.assert_close(out, model(x))
+        ids = model.blocks[0].route(model.first(x))[1]
+        assert torch.equal(load, ids.flatten().bincount(minlength=2 * world).int())
+    whole = torch.compile(compiled, fullgraph=True, backend="aot_eager")
+    whole(x[:7])
+    assert block.load().sum() == 7 * ids.shape[1]
+
+
 def case_one_graph() -> None:
     """Also for other numbers of tokens and other routings."""
     for name, plan in {"dedup": PLANS["dedup"], "halo": PLANS["halo"]}.items():

@@ -99,9 +99,17 @@ def case_capacity_is_one_of_all_tokens() -> None:
     block = Dropping().double()
     compiled = compiled_beside(block, mesh, PLAN)
     assert "capacity=3" in str(moefx.graph(compiled, ""))
+    alone = moefx.compile(block, example_inputs=(torch.zeros(9, D, dtype=torch.float64),))
+    loads = [moefx.blocks(model)[0] for model in (compiled, alone)]
+    for load in loads:
+        load.record_load()
     for number in (16, 5):
         x = same_tokens(mesh, number)
         torch.testing.assert_close(compiled(x), block(x))
+        alone(x)
+        parts, wanted = (load.load() for load in loads)  # what was dropped counts in neither
+        dist.all_reduce(parts, group=mesh.get_group("tp"))
+        assert torch.equal(parts, wanted), (parts, wanted)
 
 
 def case_the_graph() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import io
 import itertools
+import pickle
 import tempfile
 
 import torch
@@ -22,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import moefx
-from moefx.errors import InvalidInput, Refused
+from moefx.errors import InvalidInput, MoefxError, Refused
 
 from ..passes.blocks import D, E
 from .models import BLOCKS, Model, compiled_beside, is_of_experts
@@ -95,6 +97,20 @@ def case_what_is_wrong_with_a_state_dict() -> None:
             assert 'Unexpected key(s) in state_dict: "more"' in str(found) and "experts" not in str(found), found
         else:
             raise AssertionError("was loaded")
+
+
+def case_copies_and_pickles() -> None:
+    """A copy goes on in the same process groups; a file outlives them."""
+    for kind in KINDS:
+        compiled, x = compiled_beside(Model(kind), meshes()[0], PLAN), torch.randn(9, D)
+        torch.testing.assert_close(copy.deepcopy(compiled)(x), compiled(x))
+        for save in (pickle.dumps, lambda model: torch.save(model, io.BytesIO())):
+            try:
+                save(compiled)
+            except MoefxError as found:
+                assert "cannot be pickled" in str(found) and "moefx.full_state_dict" in str(found)
+            else:
+                raise AssertionError("names of process groups in a file")
 
 
 def case_torchs_own_full_state_dict_is_complete_or_an_error() -> None:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import moefx
 import moefx.ir.exchange
+from moefx.errors import InvalidInput
 from moefx.ir.payload import start
 
 from ..passes.blocks import D
@@ -40,6 +41,25 @@ def case_what_is_right() -> None:
             assert report.ok, f"{name}, {kind}\n{report}"
             compared = {row.name for row in report.rows if row.kind == "grad_param"}
             assert compared >= {name for name, _ in compiled.named_parameters()}
+
+
+def case_ranks_that_do_not_compare_as_much() -> None:
+    model, compiled = made("gated", PLANS["dedup"])
+    rank = dist.get_rank()
+    ranks = f"ranks 0, {', '.join(map(str, range(2, dist.get_world_size())))}: sets of inputs: 1, seeds: 1"
+    for inputs, options, wanted in (
+        ([tokens()] * (2 if rank == 1 else 1), {}, (ranks, "ranks 1: sets of inputs: 2, seeds: 1")),
+        (tokens(), {"seeds": range(1 + (rank == 1))}, (ranks, "ranks 1: sets of inputs: 1, seeds: 2")),
+        (tokens(), {"routings": rank != 1}, (ranks, "routings: True", "routings: False")),
+        ((tokens(), 3) if rank == 1 else tokens(), {}, (ranks, "ranks 1: InvalidInput", "does not take these inputs")),
+    ):
+        try:
+            moefx.verify(compiled, model, inputs, **options)
+        except InvalidInput as found:
+            assert all(text in str(found) for text in wanted), found
+        else:
+            raise AssertionError(f"compared: {wanted}")
+    assert moefx.verify(compiled, model, tokens(), routings=False).ok
 
 
 def case_other_weights_are_seen() -> None:

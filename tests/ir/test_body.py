@@ -49,3 +49,12 @@ def test_the_activation_ends_in_the_dtype_of_the_gemms():
     assert weighted.act_in(torch.bfloat16, torch.float32) == ("_to_copy", weighted.act, {"dtype": "bfloat16"})
     assert weighted.out_dtype(torch.bfloat16, torch.float32) is torch.float32
     assert BODY.act_in(torch.float64, None) == BODY.act
+
+
+def test_biases_that_are_added_in_another_dtype():
+    wide = Gemm(1, True, bias=True, bias_dtype="float32")
+    body = ExpertBody((wide,), ((0, None, None, 1),), ("silu", "a0"), wide)
+    assert body.act_in(torch.bfloat16, None) == ("_to_copy", ("silu", "a0"), {"dtype": "bfloat16"})
+    assert body.out_dtype(torch.bfloat16, None) is torch.float32
+    assert body.out_dtype(torch.float64, None) is torch.float32 and body.out_dtype(torch.float32, None) is torch.float32
+    assert ExpertBody.from_json(body.to_json()) == body

@@ -280,8 +280,9 @@ def test_mixed_dtypes_are_an_error_outside_autocast():
         dialect.grouped_mm(rows, [w], offsets, transposed=False)
 
 
+@pytest.mark.parametrize("inside", [False, True], ids=["backward_outside", "backward_inside"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_autocast_computes_as_linear_does(dtype):
+def test_autocast_computes_as_linear_does(dtype, inside):
     _, _, offsets, _, _ = Routing(torch.tensor([[0], [0], [1]]), torch.rand(3, 1), 2).build()
     rows = torch.randn(3, 4).to(dtype).requires_grad_()
     w = [torch.randn(5, 4, requires_grad=True) for _ in range(2)]
@@ -291,7 +292,8 @@ def test_autocast_computes_as_linear_does(dtype):
     assert out.dtype is torch.bfloat16
     torch.testing.assert_close(out, linear)
     grad = torch.randn(3, 5).bfloat16()
-    got, expected = (torch.autograd.grad(o, [rows, *w], grad) for o in (out, linear))
+    with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+        got, expected = (torch.autograd.grad(o, [rows, *w], grad) for o in (out, linear))
     assert [g.dtype for g in got] == [dtype, torch.float32, torch.float32]
     torch.testing.assert_close(got, expected)
 

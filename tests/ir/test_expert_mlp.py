@@ -72,6 +72,51 @@ def test_equals_the_plain_experts_forward_and_backward(make, provider, routing, 
     assert select.counters()["expert_mlp", provider] == select.counters()["expert_mlp_backward", provider] == 1
 
 
+@pytest.mark.parametrize("provider", ["segments", "padded", "grouped_mm", "reference"])
+@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("reduce", [False, True])
+@pytest.mark.parametrize("out", [("mul.Tensor", "y", "w"), ("mul.Tensor", ("tanh", "y"), "w")], ids=["linear", "tanh"])
+def test_biases_that_are_added_in_another_dtype(provider, keep, reduce, out):
+    """As `x @ w + bias` under autocast: products in one dtype, their sums with the biases in a wider one."""
+    torch.manual_seed(0)
+    num_experts, d, h = 3, 8, 16
+    gemm = Gemm(1, False, bias=True, bias_dtype="float64")
+    act = ("tanh", ("sub.Tensor", "a0", 4096.0))  # lost if the sum is rounded to float32
+    body = ExpertBody((gemm,), ((0, None, None, 1),), act, gemm, out).to_json()
+    up, down = (torch.randn(num_experts, *shape, requires_grad=True) for shape in ((d, h), (h, d)))
+    biases = [4096 + torch.randn(num_experts, n, dtype=torch.float64) for n in (h, d)]
+    up_bias, down_bias = (b.requires_grad_() for b in biases)
+    routing = random_routing(9, 2, num_experts)
+    x, weights = torch.randn(9, d, requires_grad=True), routing.topk_weights.requires_grad_()
+
+    def plain() -> Tensor:
+        result = torch.zeros(9, d, dtype=torch.float64)
+        for e in range(num_experts):
+            s, k = torch.where(routing.topk_ids == e)
+            hidden = torch.tanh(x[s] @ up[e] + up_bias[e] - 4096)
+            y = hidden.float() @ down[e] + down_bias[e]
+            w = weights[s, k, None]
+            result = result.index_add(0, s, (y if out[1] == "y" else y.tanh()) * w)
+        return result
+
+    def fused() -> Tensor:
+        token_ids, _, offsets, inverse, w = routing.build(weights)
+        groups = [up], [up_bias], [down], [down_bias]
+        options = dict(body=body, keep=keep, reduce=reduce, dtype=torch.float32)
+        rows, *kept = dialect.expert_mlp(x, token_ids, offsets, inverse, w, *groups, **options)
+        assert all(t.dtype is torch.float32 for t in kept)
+        return rows if reduce else dialect.combine(rows, None, token_ids, offsets, inverse)
+
+    with using(provider):
+        got, expected = fused(), plain()
+        assert got.dtype is expected.dtype
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-4)
+        grad, leaves = torch.randn_like(expected), [x, weights, up, up_bias, down, down_bias]
+        wanted = torch.autograd.grad(expected, leaves, grad)
+        for g, e in zip(torch.autograd.grad(got, leaves, grad), wanted, strict=True):
+            torch.testing.assert_close(g, e, rtol=1e-4, atol=1e-4, check_dtype=True)
+
+
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
 def test_gradcheck(make):
     layer, routing = (

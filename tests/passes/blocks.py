@@ -76,3 +76,24 @@ class Stacked(nn.Module):
         dense = self.body(self, x.expand(self.num_experts, *x.shape))
         chosen = dense.transpose(0, 1).gather(1, ids[..., None].expand(*ids.shape, D))
         return (chosen * w[..., None]).sum(1)
+
+
+class WithBias(nn.Module):
+    """As gpt-oss: `x @ w + bias` for each expert, the parameters stacked."""
+
+    def __init__(self, scale: float = 1.0):
+        super().__init__()
+        self.gate = nn.Linear(D, E, bias=False)
+        self.w1, self.w2 = (nn.Parameter(torch.randn(E, *shape) / 3) for shape in ((D, 2 * H), (H, D)))
+        self.b1, self.b2 = (nn.Parameter(scale * torch.randn(E, n)) for n in (2 * H, D))
+
+    def forward(self, x):
+        w, ids = self.gate(x).softmax(-1).topk(K, -1)
+        out = torch.zeros_like(x)
+        for e in range(E):
+            t, k = torch.where(ids == e)
+            h = x[t] @ self.w1[e] + self.b1[e]
+            act = h[:, ::2].clamp(max=7.0).sigmoid() * h[:, 1::2]
+            y = act.to(self.w2.dtype) @ self.w2[e] + self.b2[e]
+            out = out.index_add(0, t, (y * w[t, k, None]).to(x.dtype))
+        return out

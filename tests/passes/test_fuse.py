@@ -11,7 +11,7 @@ from moefx import Plan
 from moefx.ir.body import ExpertBody
 from moefx.passes.fuse import fuse
 
-from .blocks import D, E, Gated, H, Loop, Mlp, Stacked, rewritten
+from .blocks import D, E, Gated, H, Loop, Mlp, Stacked, WithBias, rewritten
 
 ops = torch.ops.moefx
 
@@ -193,6 +193,53 @@ def test_autocast_keeps_the_parameters_themselves(stacked):
     assert not [t for t in kept if t.dim() == 2 and t.dtype is torch.bfloat16 and t.shape in {(H, D), (D, H)}]
     out.sum().backward()
     assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in block.parameters())
+
+
+class TestBiasInAnotherDtype:
+    """Promotion adds it in another dtype than that of the product: so does the op, without rounding the sum."""
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("scale", [1.0, 100.0])
+    def test_autocast(self, dtype, scale):
+        torch.manual_seed(0)
+        block, x = WithBias(scale), torch.randn(33, D, requires_grad=True)
+        with torch.autocast("cpu", dtype):
+            graph = rewritten(block).graph
+            self.equal(block, graph, x, dtype)
+        (mlp,) = graph.find(ops.expert_mlp.default)
+        assert all(n.op == "get_attr" for group in mlp.args[5:] for n in group)
+
+    def test_mixed_parameters(self):
+        torch.manual_seed(0)
+        block = WithBias().to(torch.bfloat16)
+        block.b1, block.b2 = (nn.Parameter(b.float()) for b in (block.b1, block.b2))
+        x = torch.randn(33, D, dtype=torch.bfloat16, requires_grad=True)
+        graph = rewritten(block, torch.zeros(5, D, dtype=torch.bfloat16)).graph
+        self.equal(block, graph, x, torch.bfloat16)
+
+    def equal(self, block, graph, x, dtype):
+        (mlp,) = graph.find(ops.expert_mlp.default)
+        body = ExpertBody.from_json(mlp.kwargs["body"])
+        assert body.up[0].bias_dtype == body.down.bias_dtype == "float32" and mlp.kwargs["dtype"] is dtype
+        wanted, found = block(x), graph.compile()(block, x)
+        leaves, cotangent = [x, *block.parameters()], torch.randn_like(wanted)
+        gradients = [torch.autograd.grad(out, leaves, cotangent) for out in (wanted, found)]
+        for a, b in zip((wanted, *gradients[0]), (found, *gradients[1]), strict=True):
+            assert a.dtype is b.dtype
+            size = a.abs().max().item()
+            assert torch.allclose(a, b, rtol=0, atol=2 * torch.finfo(dtype).eps * size)
+
+    def test_products_in_two_dtypes(self):
+        class Two(Mlp):
+            def forward(self, x):
+                return self.down.double()(self.up(x).relu().double()).to(x.dtype)
+
+        block = Loop(Two)
+        block.experts.requires_grad_(False)
+        for expert in block.experts:
+            expert.down.double()
+        (combine,) = rewritten(block).graph.find(ops.combine.default)
+        assert combine.meta["unfused"] == "the matrix products are in torch.float32 and torch.float64"
 
 
 class TestReduce:

@@ -67,6 +67,15 @@ def test_a_history_has_a_snapshot_for_each_pass():
     torch.testing.assert_close(history.graph.compile()(None, x), torch.nn.functional.gelu(x))
 
 
+def test_passes_behind_others_are_numbered_with_them():
+    history = run([nothing, gelu], made_by="rewrite")
+    longer = PassManager().extend(history, [nothing], Plan(), level="captured")
+    assert [(s.index, s.total) for s in longer] == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert [s.graph.header for s in longer] == [s.header for s in longer]
+    assert longer[1].header.startswith("after 2/4 nothing") and "after 4/4" in str(longer.graph)
+    assert [s.total for s in history] == [3, 3, 3]
+
+
 def test_rules_of_the_package_are_relative_to_it():
     from moefx.ir.spec import eliminate_dead_code
 

@@ -78,3 +78,24 @@ def _regions(router, experts, outside, traced):
     if not traced:  # experts that switch it off run the original, which is said
         fallback = outside and experts is None
         assert moefx.explain(compiled).matched[0].calls[:2] == ((0, 1) if fallback else (1, 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gpt_oss(dtype):
+    """`x @ w + bias`: autocast multiplies in `dtype` and leaves the biases alone, so that the sums are float32."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, intermediate_size=16, num_local_experts=8, num_experts_per_tok=2)
+    config = transformers.GptOssConfig(**sizes, experts_implementation="eager")
+    model = transformers.models.gpt_oss.modeling_gpt_oss.GptOssMLP(config)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    x = torch.randn(1, 33, 32)
+    compiled = moefx.compile(model, example_inputs=(x,))
+    with torch.autocast("cpu", dtype):
+        compiled(x)
+        moefx.verify(compiled, model, (x,)).raise_if_failed()
+    (block,) = moefx.blocks(compiled)
+    assert block.fallbacks == 0 and len(block.forward.programs) == 2
+    (mlp,) = block.forward.programs[1].history.graph.find(torch.ops.moefx.expert_mlp.default)
+    assert mlp.kwargs["dtype"] is dtype

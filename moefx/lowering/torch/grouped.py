@@ -105,7 +105,7 @@ class GroupedGemms:
     def biases(self, v: Sequence[Tensor] | None) -> Tensor | None:
         if v is None:
             return None
-        return (v[0] if is_stacked(v, 1) else torch.stack(list(v))).to(self.dtype)
+        return v[0] if is_stacked(v, 1) else torch.stack(list(v))
 
     def read(self, rows: Tensor) -> list[Tensor]:
         return [rows]
@@ -147,11 +147,12 @@ class GroupedGemms:
 
     def sum_rows(self, group: Whole, rows: Tensor, out: None, dtype: torch.dtype) -> Tensor:
         # A GEMM with ones: float32 accumulation in fixed order, blind to the tail.
+        rows = rows.to(self.dtype)
         ones = torch.ones((rows.shape[0], _ALIGNMENT), dtype=rows.dtype, device=rows.device)
         return self.outer(group, ones, rows, None, dtype)[:, 0]
 
     def _by_row(self, table: Tensor, rows: Tensor) -> Tensor:
-        return table.index_select(0, expert_of_row(self.expert_offsets, rows.shape[0]))
+        return table.to(rows.dtype).index_select(0, expert_of_row(self.expert_offsets, rows.shape[0]))
 
 
 class TokenSum:

@@ -59,15 +59,25 @@ class Parameters:
 
     def __init__(self, call: Call, gemms: Gemms):
         self.gemms = gemms
+        self.apart = [call.bias_apart(gemm) for gemm in call.body.up]
+        self.down_apart = call.bias_apart(call.body.down)
         self.up = [gemms.weights(w, g.transposed) for w, g in zip(call.up, call.body.up, strict=True)]
         self.up_bias = [gemms.biases(b) for b in call.up_bias]
         self.down = gemms.weights(call.down, call.body.down.transposed)
         self.down_bias = gemms.biases(call.down_bias)
 
     def project_up(self, g: int, group: Group, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return self.gemms.add_bias(group, self.gemms.multiply(group, x, self.up[g], out), self.up_bias[g])
+        product = self.gemms.multiply(group, x, self.up[g], out)
+        return product if self.apart[g] else self.gemms.add_bias(group, product, self.up_bias[g])
+
+    def biased(self, group: Group, hidden: Sequence[Tensor]) -> list[Tensor]:
+        """The up-projections with the biases that are added in another dtype than theirs."""
+        each = enumerate(zip(hidden, self.apart, strict=True))
+        return [self.gemms.add_bias(group, h.to(dtype), self.up_bias[g]) if dtype else h for g, (h, dtype) in each]
 
     def project_down(self, group: Group, act: Tensor, out: Tensor | None = None) -> Tensor:
+        if dtype := self.down_apart:
+            return self.gemms.add_bias(group, self.gemms.multiply(group, act, self.down).to(dtype), self.down_bias)
         return self.gemms.add_bias(group, self.gemms.multiply(group, act, self.down, out), self.down_bias)
 
 
@@ -84,7 +94,8 @@ def forward(call: Call, gemms: Gemms, keep: str, reduce: bool) -> list[Tensor]:
     kept_up = [buffer(width, call.dtype) for width in up_widths] if keep in ("h", "all") else []
     kept_act = buffer(act_width, call.dtype) if keep == "all" else None
     # Multiplying in place rounds as the expression does when y has the dtype of the result.
-    scale_in_place = by_row.scale is not None and call.out_dtype == call.dtype
+    in_place = parameters.down_apart is None and call.out_dtype == call.dtype
+    scale_in_place = by_row.scale is not None and in_place
 
     def run(group: Group) -> Tensor:
         rows = x.index_select(0, by_row.token_ids[group.index])
@@ -93,7 +104,7 @@ def forward(call: Call, gemms: Gemms, keep: str, reduce: bool) -> list[Tensor]:
             place = kept_up[g].place(group) if kept_up else None
             h = parameters.project_up(g, group, rows, place)
             hidden.append(kept_up[g].put(group, h) if kept_up else h)
-        env = by_row.with_weight(group, call.parts(hidden))
+        env = by_row.with_weight(group, call.parts(parameters.biased(group, hidden)))
         act = act_of(env)
         if kept_act is not None:  # outputs of an op must not share storage
             act = kept_act.put(group, act.clone() if isinstance(call.act, str) else act)
@@ -164,6 +175,7 @@ class Backward:
         if not hidden:
             rows = group.repeat_last(call.x.index_select(0, tokens))
             hidden = [parameters.project_up(g, group, rows) for g in range(len(call.up))]
+        hidden = parameters.biased(group, hidden)
         env = call.parts(hidden)
         wrt = [*env, "w"] if self.w_of_act is not None else list(env)
         env = by_row.with_weight(group, env)
@@ -171,10 +183,13 @@ class Backward:
         scale = None if by_row.scale is None else by_row.scale[group.index]
 
         if self.linear:
-            grad_y = _in(call.dtype, grad)  # the scale goes to narrower tensors below
+            grad_sum = grad  # the scale goes to narrower tensors below
         else:
             act = expression.evaluate(call.act, env) if act is None else act
-            grad_y = self._through_out(group, act, grad, env)
+            grad_sum = self._through_out(group, act, grad, env)
+        grad_y = _in(call.dtype, grad_sum)
+        if parameters.down_apart is None:
+            grad_sum = grad_y
         unscaled = gemms.multiply(group, grad_y, self.down)
         grad_act = unscaled if scale is None else _in(call.dtype, unscaled * scale)
         if self.act_vjp is None:  # the same function for all groups
@@ -188,15 +203,15 @@ class Backward:
         if self.w_of_act is not None:
             self.w_of_act.put(group, by_act["w"])
         if self.linear and self.w_of_out is not None:
-            self.w_of_out.put(group, self._output_dot(group, unscaled, act, grad_y))
+            self.w_of_out.put(group, self._output_dot(group, unscaled, act, grad_sum))
         if self.grad_down is not None:
             scaled = act if scale is None else _in(call.dtype, act * scale)
             self._outer(self.grad_down, group, grad_y, scaled, call.body.down.transposed)
         if self.grad_down_bias is not None:
-            scaled = grad_y if scale is None else _in(call.dtype, grad_y * scale)
+            scaled = grad_sum if scale is None else _in(grad_sum.dtype, grad_sum * scale)
             self._sum(self.grad_down_bias, group, scaled)
         grad_hidden = self._hidden_gradients(hidden, by_act)
-        del unscaled, grad_act, value, gradients, by_act, act, hidden, env
+        del unscaled, grad_act, grad_sum, value, gradients, by_act, act, hidden, env
         if rows is None:
             rows = call.x.index_select(0, tokens)
         return self._through_up(group, rows, grad_hidden)
@@ -210,12 +225,12 @@ class Backward:
             self.w_of_out.put(group, by_out["w"])
         return by_out["y"]
 
-    def _output_dot(self, group: Group, unscaled: Tensor, act: Tensor, grad_y: Tensor) -> Tensor:
+    def _output_dot(self, group: Group, unscaled: Tensor, act: Tensor, grad_sum: Tensor) -> Tensor:
         """<dO, y> for each row, [n,1], in float32 at least."""
         dtype = torch.promote_types(unscaled.dtype, torch.float32)
         dot = (_in(dtype, unscaled) * act).sum(1, keepdim=True)
         if self.parameters.down_bias is not None:
-            dot += self.gemms.dot_bias(group, grad_y, self.parameters.down_bias)
+            dot += self.gemms.dot_bias(group, grad_sum, self.parameters.down_bias)
         return dot
 
     def _hidden_gradients(self, hidden: Sequence[Tensor], by_act: dict[str, Tensor]) -> list[Tensor]:
@@ -237,10 +252,11 @@ class Backward:
         grad_rows = None
         for g, grad in enumerate(grad_hidden):
             stack, bias = self.grad_up[g], self.grad_up_bias[g]
-            if stack is not None:
-                self._outer(stack, group, grad, rows, self.call.body.up[g].transposed)
             if bias is not None:
                 self._sum(bias, group, grad)
+            grad = _in(self.call.dtype, grad)
+            if stack is not None:
+                self._outer(stack, group, grad, rows, self.call.body.up[g].transposed)
             if self.need_x:
                 grad_rows = self.gemms.multiply(group, grad, self.up[g], grad_rows, add=g > 0)
         return grad_rows

@@ -125,6 +125,8 @@ def _order(body: ExpertBody, widths: Sequence[int] | None) -> list[str]:
     names = [f"a{i}" for i in range(len(body.parts))]
     if len({gemm.bias for gemm in body.up}) > 1:
         raise Underivable("of two up-projections one has a bias")
+    if apart := next((gemm.bias_dtype for gemm in (*body.up, body.down) if gemm.bias_dtype), ""):
+        raise Underivable(f"a bias is added in {apart}, which is not what the matrix products are in")
     if len({gemm.transposed for gemm in body.up}) > 1:
         raise Underivable("of two up-projections one is transposed")
     if len(names) > 2:

@@ -281,6 +281,10 @@ UNTAKEN = {
         ExpertBody((Gemm(1, True, bias=True), Gemm(1, True)), ((0, *WHOLE), (1, *WHOLE)), SWIGLU, Gemm(1, True)),
         "bias",
     ),
+    "bias_apart": (
+        ExpertBody((Gemm(1, True, bias=True, bias_dtype="float32"),), ((0, *WHOLE),), SILU, Gemm(1, True)),
+        "a bias is added in float32",
+    ),
     "one_transposed": (
         ExpertBody((Gemm(1, True), Gemm(1, False)), ((0, *WHOLE), (1, *WHOLE)), SWIGLU, Gemm(1, True)),
         "transposed",
