@@ -345,9 +345,10 @@ class Tracer(Recorder):
         if flat and not any(isinstance(t, FakeTensor) for t in flat):
             concrete = func(*args, **kwargs)
             return map_tensors(concrete, lambda t: self.to_fake(t) if is_float(t) else t), concrete
+        fargs, fkwargs = map_tensors((args, kwargs), self._all_fake)
         try:
             with self.fake_mode:
-                out = grouped_result(*args) if func.overloadpacket is GROUPED_MM else func(*args, **kwargs)
+                out = grouped_result(*fargs) if func.overloadpacket is GROUPED_MM else func(*fargs, **fkwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             out = None
         leaves = tensors_in(out)
@@ -370,6 +371,11 @@ class Tracer(Recorder):
             return fake if fake is not None else self.to_fake(t)
 
         return map_tensors(concrete, visible), concrete
+
+    def _all_fake(self, t: torch.Tensor) -> torch.Tensor:
+        """Fake tensors remember what they gave for such arguments as these, but only where no argument is real."""
+        plain = type(t) in (torch.Tensor, nn.Parameter) and t.layout is torch.strided and t.device.type == "cpu"
+        return self.to_fake(t) if plain else t
 
     def record_out(
         self,

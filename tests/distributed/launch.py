@@ -1,12 +1,13 @@
 """Runs cases in several processes with a gloo group: `launch(4, "tests.distributed.exchange_cases")`.
 
-A module of cases has functions named `case_...` that take no argument; each runs on every rank at once, in one
-process group for all of them, for starting processes takes longer than most cases. An error ends its rank, and
-`launch` shows the output of all ranks.
+A module of cases has functions named `case_...` that take no argument; each runs on every rank at once. Starting
+processes takes longer than most cases: all cases of a module run in one process group, and a `World` runs one module
+after the other. An error ends its rank, and the output of all ranks is shown.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib
 import os
@@ -14,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -22,40 +24,90 @@ import torch.distributed as dist
 _ROOT = Path(__file__).parents[2]
 
 
+class World:
+    """Processes that wait for modules of cases; after an error, or a rank that did not end in time, they are gone."""
+
+    def __init__(self, size: int, environment: dict[str, str] | None = None):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        own = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
+        own |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT)} | (environment or {})
+        self.folder = tempfile.TemporaryDirectory()
+        self.outputs = [Path(self.folder.name) / f"rank{rank}.txt" for rank in range(size)]
+        self.workers = []
+        for rank, output in enumerate(self.outputs):
+            command = [sys.executable, "-m", "tests.distributed.launch", str(_done(output))]
+            with output.open("w") as file:
+                self.workers.append(
+                    subprocess.Popen(
+                        command, cwd=_ROOT, env=own | {"RANK": str(rank)}, text=True,
+                        stdin=subprocess.PIPE, stdout=file, stderr=subprocess.STDOUT,
+                    )
+                )  # fmt: skip
+
+    @property
+    def is_alive(self) -> bool:
+        return all(worker.poll() is None for worker in self.workers)
+
+    def run(self, module: str, *names: str, timeout: float = 500) -> str:
+        """The output of rank 0. `names`: of cases, all of the module's without.
+
+        Raises:
+            AssertionError: a rank failed, or did not end in time; with the ends of their outputs.
+        """
+        for worker, output in zip(self.workers, self.outputs, strict=True):
+            _done(output).unlink(missing_ok=True)
+            worker.stdin.write(" ".join([module, *names]) + "\n")
+            worker.stdin.flush()
+        until = time.monotonic() + timeout
+        while None in (codes := self._codes()) and time.monotonic() < until:
+            time.sleep(0.02)
+        self._check(codes)
+        return self.outputs[0].read_text()
+
+    def end(self) -> None:
+        """Raises: AssertionError: a rank does not leave in order."""
+        for worker in self.workers:
+            worker.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            for worker in self.workers:
+                worker.wait(timeout=60)
+        self._check([worker.poll() for worker in self.workers])
+
+    def kill(self) -> None:
+        for worker in self.workers:
+            worker.kill()
+            worker.wait()
+
+    def _check(self, codes: list[int | None]) -> None:
+        if codes != [0] * len(codes):
+            self.kill()
+            texts = [output.read_text() for output in self.outputs]
+            shown = "\n".join(f"-- rank {rank}: {_shortened(text)}" for rank, text in enumerate(texts))
+            raise AssertionError(f"exit codes {codes}, of {len(codes)} ranks\n{shown}")
+
+    def _codes(self) -> list[int | None]:
+        """Of each rank: 0 if it is through or left on purpose, None if it is at work."""
+        codes = [worker.poll() for worker in self.workers]  # before the files: one that is through may leave
+        return [0 if _done(output).exists() else code for output, code in zip(self.outputs, codes, strict=True)]
+
+
 def launch(
     world: int, module: str, *names: str, timeout: float = 500, environment: dict[str, str] | None = None
 ) -> str:
-    """The output of rank 0. `names`: of cases, all of the module's without.
+    """`World.run` in processes of its own."""
+    started = World(world, environment)
+    try:
+        output = started.run(module, *names, timeout=timeout)
+        started.end()
+    finally:
+        started.kill()
+    return output
 
-    Raises:
-        AssertionError: a rank failed, or did not end in time; with the ends of their outputs.
-    """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}
-    workers = []
-    with tempfile.TemporaryDirectory() as folder:
-        outputs = [Path(folder) / f"rank{rank}.txt" for rank in range(world)]
-        for rank, output in enumerate(outputs):
-            with output.open("w") as file:
-                command = [sys.executable, "-m", "tests.distributed.launch", module, *names]
-                own = os.environ | common | {"RANK": str(rank), "PYTHONPATH": str(_ROOT)} | (environment or {})
-                workers.append(subprocess.Popen(command, cwd=_ROOT, env=own, stdout=file, stderr=subprocess.STDOUT))
-        ended = []
-        try:
-            for worker in workers:
-                ended.append(worker.wait(timeout=timeout))
-        except subprocess.TimeoutExpired:
-            pass
-        finally:
-            for worker in workers:
-                worker.kill()
-        texts = [output.read_text() for output in outputs]
-    if ended != [0] * world:
-        shown = "\n".join(f"-- rank {rank}: {_shortened(text)}" for rank, text in enumerate(texts))
-        raise AssertionError(f"exit codes {ended}, of {world} ranks\n{shown}")
-    return texts[0]
+
+def _done(output: Path) -> Path:
+    return output.with_suffix(".done")
 
 
 def _shortened(text: str) -> str:
@@ -63,15 +115,21 @@ def _shortened(text: str) -> str:
 
 
 def main() -> None:
-    module, *names = sys.argv[1:]
+    done = Path(sys.argv[1])
     torch.set_num_threads(1)
     dist.init_process_group(os.environ.get("BACKEND", "gloo"), timeout=datetime.timedelta(seconds=150))
-    cases = importlib.import_module(module)
-    for name in names or [name for name in vars(cases) if name.startswith("case_")]:
-        print("running", name, flush=True)
-        torch.manual_seed(dist.get_rank())
-        getattr(cases, name)()
-        dist.barrier()
+    for line in sys.stdin:
+        os.ftruncate(1, 0)  # what the modules before have shown
+        os.lseek(1, 0, os.SEEK_SET)
+        module, *names = line.split()
+        cases = importlib.import_module(module)
+        for name in names or [name for name in vars(cases) if name.startswith("case_")]:
+            print("running", name, flush=True)
+            torch.manual_seed(dist.get_rank())
+            getattr(cases, name)()
+            dist.barrier()
+        sys.stdout.flush()
+        done.touch()
     dist.destroy_process_group()
 
 

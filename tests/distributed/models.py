@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -11,6 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import moefx
+import moefx.survey
+from moefx.capture.find import signature
+from moefx.ir.attributes import same, value_at
 
 from ..passes.blocks import D, E, Gated, Loop, Mlp, Stacked
 
@@ -68,9 +73,39 @@ def is_of_experts(name: str) -> bool:
     return "experts" in name or name.endswith(("up", "down"))
 
 
+_prove_all = moefx.survey._prove_all
+_PROVEN: list[tuple[tuple, dict[str, nn.Module], list[moefx.survey.Matched]]] = []
+# of a plan, what a proof does not look at
+_OF_RANKS = {
+    field: getattr(moefx.Plan(), field)
+    for field in (
+        "dispatch", "expert_axis", "node_size", "pilots", "placement", "sequence_axis", "sequence_gradients", "timeout",
+        "topology_levels",
+    )
+}  # fmt: skip
+
+
+def proven_once(name, modules, found, plan, tell):
+    """A model that is compiled for many meshes and plans is proven once: that is most of the time, and ranks have no
+    part in it. Whether two models are one is asked as `survey` asks whether two of a model's modules are."""
+    call, root = found.calls.get(name), modules[""]
+    given = [(t.shape, t.dtype) for t in (call.args if call else ())]
+    key = (name, signature(root), given, plan.replace(**_OF_RANKS), {p.device for p in root.parameters()})
+    for like, others, made in _PROVEN:
+        if like != key:
+            continue
+        read = [(modules[n], others[n], where) for m in made for n in m.names for where in m.read]
+        if all(same(value_at(own, where), value_at(other, where)) for own, other, where in read):
+            return [dataclasses.replace(m, names=list(m.names)) for m in made]
+    made = _prove_all(name, modules, found, plan, tell)
+    _PROVEN.append((key, modules, [dataclasses.replace(m, names=list(m.names)) for m in made]))
+    return made
+
+
 def compiled_beside(model: nn.Module, mesh: DeviceMesh, plan: moefx.Plan) -> nn.Module:
     inputs = (torch.zeros(9, D, dtype=next(model.parameters()).dtype),)
-    compiled = moefx.compile(copy.deepcopy(model), mesh=mesh, plan=plan, example_inputs=inputs)
+    with mock.patch.object(moefx.survey, "_prove_all", proven_once):
+        compiled = moefx.compile(copy.deepcopy(model), mesh=mesh, plan=plan, example_inputs=inputs)
     assert moefx.blocks(compiled)
     return compiled
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch.distributed
 
-from .launch import launch
+from .launch import World, launch
 
 pytestmark = [
     pytest.mark.timeout(600),  # several processes on few cores
@@ -18,42 +19,70 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_exchanges(world):
-    launch(world, "tests.distributed.exchange_cases")
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Callable[..., str]]:
+    """Runs cases on four ranks; the processes stay for the next ones."""
+    world: World | None = None
+
+    def run(module: str, *names: str) -> str:
+        nonlocal world
+        if world is None or not world.is_alive:
+            world = World(4)
+        return world.run(f"tests.distributed.{module}", *names)
+
+    yield run
+    if world is not None and world.is_alive:
+        world.end()
 
 
-def test_compiled_models():
-    launch(4, "tests.distributed.compile_cases")
+def test_exchanges(ranks):
+    ranks("exchange_cases")
 
 
-def test_states():
-    launch(4, "tests.distributed.state_cases")
+def test_exchanges_of_two():
+    launch(2, "tests.distributed.exchange_cases")
 
 
-@pytest.mark.parametrize("world", [4, pytest.param(8, marks=pytest.mark.slow)])
-def test_hops(world):
-    launch(world, "tests.distributed.hop_cases")
+def test_compiled_models(ranks):
+    ranks("compile_cases")
 
 
-def test_sequences():
-    launch(4, "tests.distributed.sequence_cases")
+def test_states(ranks):
+    ranks("state_cases")
 
 
-def test_programs():
-    launch(4, "tests.distributed.program_cases")
+def test_hops(ranks):
+    ranks("hop_cases")
 
 
-def test_pipelines_and_transformers():
-    launch(4, "tests.distributed.pipeline_cases")
+@pytest.mark.slow
+def test_hops_of_eight():
+    launch(8, "tests.distributed.hop_cases")
 
 
-def test_verification():
-    launch(4, "tests.distributed.verify_cases")
+def test_sequences(ranks):
+    ranks("sequence_cases")
 
 
-def test_ranks_that_do_not_agree():
-    launch(4, "tests.distributed.lost_cases")
+def test_programs(ranks):
+    ranks("program_cases")
+
+
+def test_pipelines_and_transformers(ranks):
+    ranks("pipeline_cases")
+
+
+def test_verification(ranks):
+    ranks("verify_cases")
+
+
+@pytest.mark.exhaustive
+def test_every_fault_in_every_exchange(ranks):
+    ranks("verify_cases", "every_fault")
+
+
+def test_ranks_that_do_not_agree(ranks):
+    ranks("lost_cases")
 
 
 @pytest.mark.parametrize("name", ["dies", "stalls"])
@@ -65,7 +94,7 @@ def test_a_rank_that_is_lost(name):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_gpus():
     backend = "nccl" if torch.cuda.device_count() >= 4 else "gloo"
-    launch(4, "tests.distributed.gpu_cases", environment={"BACKEND": backend})
+    launch(4, "tests.distributed.gpu_cases", environment={"BACKEND": backend, "MOEFX_AUTOTUNE": "0"})
 
 
 def test_a_rank_that_fails_is_shown():

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import moefx
 
+from ..covering import covering
+
 S, K, E, D, H = 192, 4, 8, 64, 32
 POLICIES = ["h", "x", "all"]
 
@@ -125,9 +127,12 @@ def expected(kind: str, keep: str) -> int:
     return 2 * D + 2 * columns * K * H
 
 
-@pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16", "autocast"])
-@pytest.mark.parametrize("kind", BLOCKS)
-@pytest.mark.parametrize("keep", POLICIES)
+@pytest.mark.parametrize(
+    "keep, kind, autocast",
+    covering(
+        {keep: keep for keep in POLICIES}, {kind: kind for kind in BLOCKS}, {"bfloat16": False, "autocast": True}, of=2
+    ),
+)
 def test_bytes_a_token(kind, keep, autocast):
     dtype = torch.float32 if autocast else torch.bfloat16
     x = torch.randn(S, D, dtype=dtype)

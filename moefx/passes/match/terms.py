@@ -431,11 +431,11 @@ class Terms:
 
     def pick(self, t: Term, axis: int, i: int) -> Term:
         """`t` at index `i` of `axis`, which disappears."""
-        from .pick import pick  # rules of one line each, in a file of their own
-
         key = (t, axis, i)
         found = self._picks.get(key)
         if found is None:
+            from .pick import pick  # rules of one line each, in a file of their own
+
             if len(self._picks) > self.most_picks:
                 raise TooLarge
             found = self._picks[key] = pick(self, t, axis, i)
@@ -443,10 +443,10 @@ class Terms:
 
     def resolve(self, t: Term) -> Term:
         """`t` with the sums over routed axes written out: the normal form in which terms are compared."""
-        from .pick import resolve
-
         found = self._resolved.get(t)
         if found is None:
+            from .pick import resolve
+
             found = resolve(self, t)
             self._resolved[t] = self._resolved[found] = found
         return found

@@ -15,6 +15,7 @@ from moefx.lowering.triton import run as run_module
 from moefx.lowering.triton.configs import Config
 from moefx.lowering.triton.weights import Weights
 
+from ...covering import covering
 from ...ir.routings import LAYERS, Layer, Routing, random_routing
 
 LINEAR = {name: make for name, make in LAYERS.items() if name != "nonlinear_out"}
@@ -91,8 +92,7 @@ def test_forward_and_backward(device, monkeypatch, make, dtype, keep, reduce):
     check(make, device, dtype, routing, 48, 40, keep=keep, reduce=reduce)
 
 
-@pytest.mark.parametrize("make", LINEAR.values(), ids=LINEAR.keys())
-@pytest.mark.parametrize("cut", CONFIGS.values(), ids=CONFIGS.keys())
+@pytest.mark.parametrize("cut, make", covering(CONFIGS, LINEAR, of=1))
 def test_every_way_to_launch(device, monkeypatch, make, cut):
     monkeypatch.setattr(run_module, "config", lambda *_: cut)
     check(make, device, torch.bfloat16, random_routing(37, 3, 4), 64, 72, keep="h", reduce=True)
@@ -114,9 +114,10 @@ def test_a_kept_activation_is_the_one_that_is_recomputed(device, monkeypatch, ma
     assert all(map(torch.equal, *results))
 
 
-@pytest.mark.parametrize("make", LINEAR.values(), ids=LINEAR.keys())
-@pytest.mark.parametrize("keep", ["h", "all"])
-@pytest.mark.parametrize("name", ["sliced", "separate"])
+@pytest.mark.parametrize(
+    "name, keep, make",
+    covering({"sliced": "sliced", "separate": "separate"}, {"h": "h", "all": "all"}, LINEAR, of=2),
+)
 def test_dh_takes_the_place_of_h(device, monkeypatch, make, keep, name):
     """Where it may: with the same gradients, bit by bit."""
     monkeypatch.setattr(run_module, "config", lambda *_: CONFIGS[name])

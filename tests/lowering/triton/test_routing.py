@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from moefx.ir import dialect
 from moefx.lowering.triton import routing
 
+from ...covering import covering
 from ...ir.routings import Routing, routings
 
 NAMES = ("token_ids", "slot_ids", "expert_offsets", "inverse", "combine_weights")
@@ -27,8 +28,12 @@ def test_equals_the_reference_bit_by_bit(case):
     check_equals_the_reference(case, "cuda" if torch.cuda.is_available() else "cpu", 16)
 
 
-@pytest.mark.parametrize("drop", dialect.DROP_RULES)
-@pytest.mark.parametrize("num_tokens, num_slots, num_experts", [(111, 3, 10), (64, 1, 4), (60, 8, 24)])
+SIZES = {"111-3-10": (111, 3, 10), "64-1-4": (64, 1, 4), "60-8-24": (60, 8, 24)}
+
+
+@pytest.mark.parametrize(
+    "num_tokens, num_slots, num_experts, drop", covering(SIZES, {drop: drop for drop in dialect.DROP_RULES}, of=1)
+)
 def test_many_blocks(device, drop, num_tokens, num_slots, num_experts):
     scores = torch.randn(num_tokens, num_experts) + torch.randn(num_experts)
     weights, ids = scores.softmax(1).topk(num_slots, 1)

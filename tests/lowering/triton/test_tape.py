@@ -13,6 +13,7 @@ from moefx.lowering import select
 from moefx.lowering.triton import expert_mlp, tape
 from moefx.lowering.triton import run as run_module
 
+from ...covering import covering
 from ...ir.routings import Layer, Routing
 from .test_expert_mlp import CONFIGS, LINEAR, on, outputs_and_gradients
 
@@ -42,14 +43,14 @@ def results(layer: Layer, device: str, seed: int, tapes: dict, monkeypatch, **op
         return outputs_and_gradients(layer, routing, x.to(device), weights.to(device), grad.to(device), **options)
 
 
-@pytest.mark.parametrize(
-    "name, keep, reduce", [("separate", "h", True), ("sliced", "x", True), ("descriptors", "all", True)]
-)
-@pytest.mark.parametrize("make", LINEAR.values(), ids=LINEAR.keys())
-def test_a_played_call_equals_its_host_code(device, monkeypatch, plays, make, name, keep, reduce):
+WAYS = {name: (name, keep) for name, keep in (("separate", "h"), ("sliced", "x"), ("descriptors", "all"))}
+
+
+@pytest.mark.parametrize("make, name, keep", covering(LINEAR, WAYS, of=1))
+def test_a_played_call_equals_its_host_code(device, monkeypatch, plays, make, name, keep):
     monkeypatch.setattr(run_module, "config", lambda *_: CONFIGS[name])
     layer, tapes = on(device, make(4, 32, 40), torch.float32), {}
-    options = dict(keep=keep, reduce=reduce)
+    options = dict(keep=keep, reduce=True)
     results(layer, device, 0, tapes, monkeypatch, **options)
     assert len(tapes) == len(OPS) and not plays
     got = results(layer, device, 1, tapes, monkeypatch, **options)

@@ -20,6 +20,7 @@ from moefx.lowering.triton import autotune, configs, expert_mlp, tape, tuning
 from moefx.lowering.triton import run as run_module
 from moefx.lowering.triton.configs import KERNELS, Config
 
+from ...covering import covering
 from ...ir.routings import Routing, interleaved_clamped, swiglu_list, weight_before
 from .test_expert_mlp import on, outputs_and_gradients
 
@@ -299,8 +300,12 @@ class TestTuning:
         assert "MOEFX_CACHE names another directory" in caplog.text
 
 
-@pytest.mark.parametrize("keep", ["h", "x"])
-@pytest.mark.parametrize("case", [interleaved_clamped, swiglu_list, weight_before], ids=lambda case: case.__name__)
+@pytest.mark.parametrize(
+    "case, keep",
+    covering(
+        {case.__name__: case for case in (interleaved_clamped, swiglu_list, weight_before)}, {"h": "h", "x": "x"}, of=1
+    ),
+)
 def test_trials_change_nothing(monkeypatch, case, keep):
     """Every kernel of a call is run with other configurations first: its results are bit by bit the same, and the next
     call plays them from a tape."""
