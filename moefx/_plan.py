@@ -39,6 +39,8 @@ class Plan:
             `"halo"`: as that, but what stays in the node does not wait for what comes from others (Piper section V);
             `"auto"`: what is fastest by the bandwidths between and within nodes, measured by `compile`.
         pilots: False: `"halo"` sends a row for each choice, as in Piper, not one for each node and rank.
+        chunks: tokens travel in so many parts: while experts compute on one, others are on their way. Each part is
+            multiplied by itself: worth it where exchanges take long, and experts have many rows.
         node_size: ranks of a node, numbered node by node. Without it: LOCAL_WORLD_SIZE, which torchrun sets, else all.
         topology_levels: ranks of units above a node, e.g. `(32, 512)` for switch groups of 32 and racks of 512 ranks.
             `"rbd"` and `"halo"` take one more hop for each.
@@ -60,6 +62,7 @@ class Plan:
     sequence_gradients: SequenceGradients = "replicated"
     dispatch: Dispatch = "auto"
     pilots: bool = True
+    chunks: int = 1
     node_size: int | None = None
     topology_levels: tuple[int, ...] = ()
     timeout: float | None = None
@@ -94,6 +97,8 @@ class Plan:
                 raise InvalidPlan(f"Plan({field}={getattr(self, field)!r}): expected True or False")
         if self.node_size is not None and not _is_size(self.node_size):
             raise InvalidPlan(f"Plan(node_size={self.node_size!r}): expected a number of ranks, or None")
+        if not _is_size(self.chunks):
+            raise InvalidPlan(f"Plan(chunks={self.chunks!r}): expected a number of parts, 1 or more")
         if self.timeout is not None and not (type(self.timeout) in (int, float) and 0 < self.timeout < 1e9):
             raise InvalidPlan(f"Plan(timeout={self.timeout!r}): expected seconds, or None")
         if isinstance(self.expert_axis, (tuple, list)) and len(set(self.expert_axis)) < len(self.expert_axis):

@@ -60,7 +60,9 @@ class Spread:
         """
         placement = placement_on(axis, result.match.num_experts)
         sequence = axis.sequence(plan.sequence_axis, plan.sequence_gradients) if plan.sequence_axis else None
-        return cls(placement, *ways(axis, plan, result), sequence, expert_parameters(result), plan)
+        way, why = ways(axis, plan, result)
+        way = dataclasses.replace(way, chunks=plan.chunks)
+        return cls(placement, way, why, sequence, expert_parameters(result), plan)
 
     def graph(self, block: nn.Module, result: Result) -> Result:
         """The graph that goes on from the rewritten block's; the proof stays as it is."""
@@ -82,9 +84,10 @@ class Spread:
         place, levels = self.placement, " x ".join(map(str, self.ways.sizes))
         way = "halo" if self.ways.near_apart else "rbd" if len(self.ways.levels) > 1 else "one exchange"
         rows = "one row for each of its " + ("ranks" if self.ways.dedup else "experts")
+        parts = f", in {self.ways.chunks} parts" if self.ways.chunks > 1 else ""
         return (
             f"experts over {place.num_ranks} ranks of mesh axis {place.axis!r} ({levels}), {place.num_slots} each; a "
-            f"token travels as {rows}, {way} ({self.why})"
+            f"token travels as {rows}, {way}{parts} ({self.why})"
         )
 
     def take(self, block: nn.Module, axis: ExpertAxis) -> None:

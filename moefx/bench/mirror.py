@@ -1,9 +1,9 @@
-"""One rank of several on one GPU: a process group all of whose ranks are copies of this one.
+"""One rank of several on one GPU: a process group all of whose ranks do what this one does.
 
-They have the same tokens and routing, so what another rank sends here is what this rank would send itself. Rows have
-the sizes that they have on a rank of a real group (but for its imbalance), and what is computed takes the time that it
-takes there. An exchange takes as long as `seconds` says, on a stream of its own, as NCCL's kernels do. What comes out
-is of no use: sums that come back are those of other rows.
+What this rank, the first, sends to another one comes from there too: what arrives is what was sent. So rows have the
+sizes that they have on a rank of a real group (but for its imbalance), and what is computed takes the time that it
+takes there. An exchange takes as long as `seconds` says, on a stream of its own, as NCCL's kernels do. The values are
+of no use: rows meet the experts of this rank, whichever they were for.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ NAME = "mirror"
 
 
 class MirrorGroup(dist.ProcessGroup):
-    """Args: seconds: of an exchange, by the bytes that leave this rank."""
+    """This rank is the first of `size`.
+
+    Args:
+        seconds: of an exchange, by the bytes that leave the rank.
+    """
 
     def __init__(self, rank: int, size: int, seconds: Callable[[int], float]):
         super().__init__(rank, size)
@@ -29,23 +33,19 @@ class MirrorGroup(dist.ProcessGroup):
     def alltoall_base(
         self, output: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], opts: Any = None
     ) -> Any:
-        size, own = self.size(), self.rank()
+        size = self.size()
         sent = sent or [rows.shape[0] // size] * size
-        received = received or [output.shape[0] // size] * size
-        leaving = (sum(sent) - sent[own]) * (rows.numel() // max(rows.shape[0], 1)) * rows.element_size()
-        mine = rows[sum(sent[:own]) :][: sent[own]]
-        if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):  # of None: nothing
-            for part in output.split(list(received)):
-                part[: len(mine)].copy_(mine[: len(part)])
-                part[len(mine) :].zero_()
-            if self.stream is not None:
-                from .spin import spin  # needs Triton
+        leaving = (sum(sent) - sent[0]) * (rows.numel() // max(rows.shape[0], 1)) * rows.element_size()
+        if self.stream is None:
+            output.copy_(rows)
+            return _done(output)
+        from .spin import copy_for  # needs Triton
 
-                spin(self.seconds(leaving))
-                for tensor in (rows, output):
-                    tensor.record_stream(self.stream)
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            copy_for(self.seconds(leaving), rows, output)
+            for tensor in (rows, output):
+                tensor.record_stream(self.stream)
             return _done(output)
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:

@@ -26,7 +26,7 @@ from .exchange import (
 from .expert_mlp import expert_mlp, expert_mlp_backward
 from .experts import expert_rows, expert_rows_backward, grouped_mm, grouped_mm_backward
 from .packing import join_columns, pack_rows, split_columns
-from .routes import count_rows, exchange_counts, near_and_far, place_choices, plan_dispatch
+from .routes import chunk_choices, count_rows, exchange_counts, near_and_far, place_choices, plan_dispatch
 from .routing import (
     DROP_RULES,
     build_pft,
@@ -41,9 +41,9 @@ from .sequence import shard_tokens, sum_shards, unshard_tokens
 
 __all__ = [
     "DROP_RULES", "all_to_all_back", "all_to_all_rows", "all_to_all_rows_backward", "build_pft", "build_pft_backward",
-    "combine", "combine_backward", "count_rows", "dispatch", "exchange_counts", "expert_mlp", "expert_mlp_backward",
-    "expert_rows", "expert_rows_backward", "grouped_mm", "grouped_mm_backward", "join_columns", "near_and_far",
-    "pack_rows", "pick_choices", "pick_choices_backward", "place_choices", "plan_dispatch", "shard_tokens",
-    "split_columns", "sum_shards", "unshard_tokens", "wait_rows", "wait_rows_backward", "wait_sums",
+    "chunk_choices", "combine", "combine_backward", "count_rows", "dispatch", "exchange_counts", "expert_mlp",
+    "expert_mlp_backward", "expert_rows", "expert_rows_backward", "grouped_mm", "grouped_mm_backward", "join_columns",
+    "near_and_far", "pack_rows", "pick_choices", "pick_choices_backward", "place_choices", "plan_dispatch",
+    "shard_tokens", "split_columns", "sum_shards", "unshard_tokens", "wait_rows", "wait_rows_backward", "wait_sums",
     "wait_sums_backward",
 ]  # fmt: skip

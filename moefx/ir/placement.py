@@ -31,6 +31,7 @@ class Ways:
         dedup: a token travels once to each rank of a level (its pilot), else once for each choice.
         near_apart: what stays in the node does not take part in the levels above (HALO's phase I).
         timeout: seconds to wait for other ranks; None: as long as the process groups allow.
+        chunks: the tokens travel in so many parts, so that some are computed on while others are on their way.
     """
 
     levels: tuple[Level, ...]
@@ -39,6 +40,11 @@ class Ways:
     dedup: bool
     near_apart: bool = False
     timeout: float | None = None
+    chunks: int = 1
+
+    def label(self, index: int) -> str:
+        """What a level is called behind a name; "" if there is one only."""
+        return self.levels[index].axis.rpartition("/")[2] if len(self.levels) > 1 else ""
 
     @property
     def sizes(self) -> list[int]:

@@ -72,6 +72,17 @@ def near_and_far(place: Tensor, *, begin: int, num_places: int) -> tuple[Tensor,
 
 
 @op(
+    "chunk_choices(Tensor place, *, int chunks) -> Tensor[]",
+    contract="place[S,K] -> places[*]",
+)
+def chunk_choices(place: Tensor, *, chunks: int) -> list[Tensor]:
+    """The choices of each of so many runs of tokens, as even as can be; those of all others are -1 there."""
+    token, number = torch.arange(place.shape[0], device=place.device)[:, None], place.shape[0]
+    ends = [number * i // chunks for i in range(chunks + 1)]
+    return [torch.where((token >= ends[i]) & (token < ends[i + 1]), place, -1) for i in range(chunks)]
+
+
+@op(
     "plan_dispatch(Tensor place, *, int num_ranks, int num_slots, bool dedup) -> (Tensor, Tensor, Tensor, Tensor)",
     contract="place[S,K] -> token_ids[B], slot_ids[B], rank_offsets[_], inverse[S,K]",
 )
@@ -101,12 +112,12 @@ def rank_of(place: Tensor, num_slots: int) -> Tensor:
 
 
 @op(
-    "exchange_counts(Tensor place, *, int[] levels, int num_slots, bool dedup, bool near=False, "
+    "exchange_counts(Tensor[] places, *, int[] levels, int num_slots, bool dedup, bool near=False, "
     "int fingerprint=0, float? timeout=None, str group) -> Tensor[]",
-    contract="place[S,K] -> splits[*]",
+    contract="places[*] -> splits[*]",
 )
 def exchange_counts(
-    place: Tensor,
+    places: list[Tensor],
     *,
     levels: Sequence[int],
     num_slots: int,
@@ -120,35 +131,42 @@ def exchange_counts(
     the one copy that the host waits for.
 
     Args:
-        place: of the choices at their tokens' rank. group: of all positions, in their order.
+        places: of the choices [S,K] at their tokens' rank, of each chunk of tokens. group: of all positions, in their
+            order.
         near: choices of the own node take no part in the hops, but in an exchange of their own.
         fingerprint: of what this rank will send and do with rows; that of the others must be the same.
         timeout: seconds to wait for the other ranks; None: as long as the process group allows.
 
     Returns:
-        int64 [2,W] on the host, W = levels[i], of each hop; with `near`, of the exchange in the node at last.
+        int64 [2,W] on the host, W = levels[i], of each hop; with `near`, of the exchange in the node at last. For one
+        chunk after the other.
 
     Raises:
         RanksLost: another rank has died, does not answer in time, or has another fingerprint.
     """
     own = group_of(group)
     counted = _counted(tuple(levels), dist.get_rank(own), near)
-    counts = count_rows(place, levels=levels, num_slots=num_slots, dedup=dedup, near=counted.node if near else [])
-    told = torch.cat([counts, counts.new_full((1,), fingerprint)])[counted.told(counts.device)]
-    heard = torch.empty_like(told)
+    near_node = counted.node if near else []
+    # [chunks, numbers], and one more that is the same for all ranks
+    counts = torch.stack(
+        [count_rows(place, levels=levels, num_slots=num_slots, dedup=dedup, near=near_node) for place in places]
+    )
+    counts = torch.cat([counts, counts.new_full((len(places), 1), fingerprint)], 1)
+    told = counts[:, counted.told(counts.device)].movedim(1, 0).contiguous()
+    heard = torch.empty_like(told)  # [positions, chunks, numbers]
     with others_answer():
         work: Any = dist.all_to_all_single(heard, told, group=own, async_op=True)
         work.wait(*([] if timeout is None else [datetime.timedelta(seconds=timeout)]))
-    counts, heard = torch.cat([counts, heard.flatten()]).cpu().split([len(counts), heard.numel()])
-    heard = heard.view(told.shape)
+    flat = torch.cat([counts.flatten(), heard.flatten()]).cpu()
+    counts, heard = flat[: counts.numel()].view(counts.shape), flat[counts.numel() :].view(heard.shape)
     ranks = dist.get_process_group_ranks(own)
-    if others := [ranks[i] for i in (heard[:, -1] != fingerprint).nonzero().flatten().tolist()]:
+    if others := [ranks[i] for i in (heard[:, 0, -1] != fingerprint).nonzero().flatten().tolist()]:
         raise RanksLost(
             f"rank {dist.get_rank()} and {shown_ranks(others)} do not run a block in the same way: what a call fixes "
             "must be the same on all ranks that share its experts, which is dtypes, the number of features, numbers "
             "among the arguments and the attributes of modules, and autocast"
         )
-    return counted.splits(counts, heard)
+    return [splits for i in range(len(places)) for splits in counted.splits(counts[i], heard[:, i])]
 
 
 @op(
@@ -214,7 +232,7 @@ class _Counts:
 
     def splits(self, counts: Tensor, heard: Tensor) -> list[Tensor]:
         """[2,W] of each hop, of this rank's numbers and of what each position told."""
-        heard = heard.view(*self.levels, -1)
+        heard = heard.unflatten(0, self.levels)
         own, begin = self.own, 1
         found = [torch.stack([counts[: self.levels[0]], heard[(slice(None), *own[1:], 0)]])]
         for j, n in enumerate(self.levels[1:], 1):
@@ -247,6 +265,11 @@ def _(place, *, begin, num_places):
     return torch.empty_like(place), torch.empty_like(place)
 
 
+@chunk_choices.fake
+def _(place, *, chunks):
+    return [torch.empty_like(place) for _ in range(chunks)]
+
+
 @plan_dispatch.fake
 def _(place, *, num_ranks, num_slots, dedup):
     token_ids = place.new_empty((place.shape[0] * place.shape[1],), dtype=torch.int32)
@@ -261,6 +284,6 @@ def _(place, *, levels, num_slots, dedup, near):
 
 
 @exchange_counts.fake
-def _(place, *, levels, num_slots, dedup, near=False, fingerprint=0, timeout=None, group):
-    sizes = [*levels, *list(levels[-1:]) * near]
+def _(places, *, levels, num_slots, dedup, near=False, fingerprint=0, timeout=None, group):
+    sizes = [*levels, *list(levels[-1:]) * near] * len(places)
     return [torch.empty((2, size), dtype=torch.int64, device="cpu") for size in sizes]

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -76,22 +76,110 @@ def collectives(
             source=str(shared[0].meta.get("source", "")),
             remedy="apply it before the experts, or after their sum",
         )
-    _Exchange(routed, placement, ways).insert(stacked)
+    _insert(routed, placement, ways, stacked)
     return eliminate_dead_code(block)
+
+
+def _insert(routed: Routed, placement: Placement, ways: Ways, stacked: Collection[str]) -> None:
+    graph = routed.graph
+    tokens, choices = (list(dict.fromkeys(n.args[0] for n in at)) for at in (routed.gathers, routed.picks))
+    weights = routed.pft.args[1]
+    if 4 in routed.results and weights not in choices:
+        choices = [*choices, weights]
+    fingerprint = _fingerprint(routed, [*tokens, *choices], placement, ways)
+    chunks = [_Exchange(part, placement, ways) for part in (*(routed.copied() for _ in range(ways.chunks - 1)), routed)]
+    with graph.inserting_before(routed.region[0]):
+        place = _insert_places(routed, placement, ways)
+        places = [place] if len(chunks) == 1 else _insert_chunks(routed, place, len(chunks))
+        for chunk, part in zip(chunks, places, strict=True):
+            chunk.insert_plans(part)
+        splits = iter(_insert_counts(routed, places, placement, ways, fingerprint))
+        for chunk in chunks:
+            chunk.insert_rows(tokens, choices, splits)
+    for chunk in chunks:
+        chunk.move_experts()
+    for number, node in enumerate(routed.sums):
+        users = list(node.users)
+        with graph.inserting_before(chunks[0].routed.sums[number].next):
+            out, *more = [chunk.insert_back(chunk.routed.sums[number]) for chunk in chunks]
+            for other in more:  # each has the sums of its own tokens, and 0 for the others'
+                out = routed.call(aten.add.Tensor, (out, other), {}, ("S", "D"), "out")
+        for user in users:
+            user.replace_input_with(node, out)
+    _read_local_parts(graph, stacked, placement)
+
+
+def _fingerprint(routed: Routed, sent: list[fx.Node], placement: Placement, ways: Ways) -> int:
+    """Of what must be alike on all ranks, since each computes on rows of the others: what travels, where to, and what
+    becomes of it there, the parameters' names and values aside."""
+    numbers: dict[fx.Node, int] = {}
+
+    def told(node: Any) -> str:
+        return "parameter" if node.op == "get_attr" else f"%{numbers.setdefault(node, len(numbers))}"
+
+    lines = [f"{placement.places} {dataclasses.replace(ways, levels=(), position=0, timeout=None)} {ways.sizes}"]
+    for node in sent:
+        value = node.meta.get("val")
+        lines.append(f"{told(node)} {getattr(value, 'dtype', None)} {node.meta.get('letters')} {_width(value)}")
+    for node in routed.region:
+        lines.append(f"{told(node)} = {node.target} {fx.map_arg((node.args, node.kwargs), told)}")
+    return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
+
+
+def _insert_places(routed: Routed, placement: Placement, ways: Ways) -> fx.Node:
+    """Where each choice goes."""
+    topk_ids, _, keep = routed.pft.args[:3]
+    if routed.pft.kwargs.get("capacity") is not None:
+        keep = routed.kept()  # what was dropped here does not travel
+    slots = placement.num_slots
+    positions = [ways.position_of(p // slots) * slots + p % slots for p in placement.places]
+    letters = topk_ids.meta.get("letters", ("S", "K"))
+    return routed.call(ops.place_choices.default, (topk_ids, keep), {"places": positions}, letters)
+
+
+def _insert_chunks(routed: Routed, place: fx.Node, chunks: int) -> list[fx.Node]:
+    parts = routed.call(ops.chunk_choices.default, (place,), {"chunks": chunks})
+    return routed.parts(parts, (place.meta["letters"],) * chunks)
+
+
+def _insert_counts(
+    routed: Routed, places: list[fx.Node], placement: Placement, ways: Ways, fingerprint: int
+) -> list[fx.Node]:
+    """How many rows each hop has, chunk by chunk."""
+    kwargs = {
+        "levels": ways.sizes,
+        "num_slots": placement.num_slots,
+        "dedup": ways.dedup,
+        "near": ways.near_apart,
+        "fingerprint": fingerprint,
+        "timeout": ways.timeout,
+        "group": placement.group,
+    }
+    counts = routed.call(ops.exchange_counts.default, (places,), kwargs, axis=placement.axis)
+    labels = [ways.label(index) for index in range(len(ways.levels))] + ["near"] * ways.near_apart
+    names = tuple(_named("splits", label) for label in labels) * len(places)
+    return routed.parts(counts, (("2", "W"),) * len(names), names)
 
 
 @dataclasses.dataclass
 class _Hop:
-    """An exchange that was started: what it sends, and how it is awaited and gone back."""
+    """An exchange among the ranks that differ at one level.
+
+    Attributes:
+        place: what the choices are for, modulo the places of all ranks of the hop. num_slots: of one of them.
+        label: behind the names of its nodes.
+        plan: token_ids, slot_ids, rank_offsets, inverse, and splits when they are known.
+        tokens, choices: what it sends. sent: the rows, and the ticket.
+    """
 
     level: Level
-    tokens: list[fx.Node]
-    choices: list[fx.Node]
     place: fx.Node
     num_slots: int
-    label: str  # behind the names of its nodes
-    plan: list[fx.Node]  # token_ids, slot_ids, rank_offsets, inverse, splits
-    sent: list[fx.Node]  # the rows, and the ticket
+    label: str
+    plan: list[fx.Node]
+    tokens: list[fx.Node] = dataclasses.field(default_factory=list)
+    choices: list[fx.Node] = dataclasses.field(default_factory=list)
+    sent: list[fx.Node] = dataclasses.field(default_factory=list)
 
     @property
     def splits(self) -> fx.Node:
@@ -103,108 +191,80 @@ class _Hop:
 
 
 class _Exchange:
+    """The rows of a routed part, or of a chunk of its tokens, there and back."""
+
     def __init__(self, routed: Routed, placement: Placement, ways: Ways):
         self.routed, self.placement, self.ways = routed, placement, ways
-        self.graph, self.pft, self.results = routed.graph, routed.pft, routed.results
+        self.pft, self.results = routed.pft, routed.results
         self._call, self._parts = routed.call, routed.parts
         self.hops: list[_Hop] = []  # level by level
         self.near: _Hop | None = None
-        self.counts: fx.Node
+        self.received: dict[fx.Node, fx.Node] = {}
 
-    def insert(self, stacked: Collection[str]) -> None:
-        region, sums = self.routed.region, self.routed.sums
-        tokens, choices = (
-            list(dict.fromkeys(n.args[0] for n in at)) for at in (self.routed.gathers, self.routed.picks)
-        )
-        with self.graph.inserting_before(region[0]):
-            received, results = self._insert_rows(tokens, choices)
-        for node in region:
-            if node in self.routed.gathers or node in self.routed.picks:
-                node.args = (received[node.args[0]], *node.args[1:])
-            for before, after in results.items():
-                node.replace_input_with(before, after)
+    def insert_plans(self, place: fx.Node) -> None:
+        """Of the exchanges that start with this rank's own tokens."""
+        ways = self.ways
+        if ways.near_apart:
+            kwargs = {"num_places": ways.sizes[-1] * self.placement.num_slots}
+            begin = ways.position // ways.sizes[-1] * kwargs["num_places"]
+            parted = self._call(ops.near_and_far.default, (place,), {"begin": begin, **kwargs})
+            near, place = self._parts(parted, (("S", "K"), ("S", "K")), ("near", "far"))
+            self.hops.append(self._plan(0, place, ways.label(0)))
+            self.near = self._plan(len(ways.levels) - 1, near, "near")
+        else:
+            self.hops.append(self._plan(0, place, ways.label(0)))
+
+    def insert_rows(self, tokens: list[fx.Node], choices: list[fx.Node], splits: Iterator[fx.Node]) -> None:
+        """The exchange: what arrives of tokens and choices, and a `build_pft` of those here."""
+        ways, slots, weights = self.ways, self.placement.num_slots, self.pft.args[1]
+        of_hops = [next(splits) for _ in ways.levels]
+        moved, values = tokens, choices
+        for index, own_splits in enumerate(of_hops):
+            self._start(self.hops[index], moved, values, own_splits)
+            if self.near is not None and not index:  # the way between nodes is the longest: it has been started
+                self._start(self.near, tokens, choices, next(splits))
+            if index + 1 < len(of_hops):
+                moved, place, values = self._wait([self.hops[index]], ("pilots", "places", "pilot_weights"))
+                self.hops.append(self._plan(index + 1, place, ways.label(index + 1)))
+        arrived, local, scales = self._wait(self._last_hops(), ("rows", "slots", "weights"))
+        self.received = dict(zip([*tokens, *choices], [*arrived, *scales], strict=True))
+        own_weights = self.received[weights] if 4 in self.results else None
+        here = self._call(ops.build_pft.default, (local, own_weights, None), {"num_experts": slots})
+        parts = self._parts(here, (("B",), ("B",), ("E+1",), ("R", "J"), ("B",)))
+        self.received |= {self.results[i]: parts[i] for i in self.results}
+
+    def move_experts(self) -> None:
+        """The experts compute on what was received, with the parameters of this rank's."""
+        routed = self.routed
+        for node in routed.region:
+            for before, after in self.received.items():
+                if before in routed.results.values() or node in routed.gathers or node in routed.picks:
+                    node.replace_input_with(before, after)
             self._own_parameters(node)
             _now_of_received(node)
-        for node in sums:
-            users = list(node.users)
-            with self.graph.inserting_before(node.next):
-                back = self._insert_back(node)
-            for user in users:
-                user.replace_input_with(node, back)
-        self._read_local_parts(stacked)
-        self.counts.update_kwarg("fingerprint", self._fingerprint([*tokens, *choices]))
 
-    def _fingerprint(self, sent: list[fx.Node]) -> int:
-        """Of what must be alike on all ranks, since each computes on rows of the others: what travels, where to, and
-        what becomes of it there, the parameters' names and values aside."""
-        numbers: dict[fx.Node, int] = {}
+    # ------------------------------------------------------------------ hops
+    def _plan(self, index: int, place: fx.Node, label: str) -> _Hop:
+        """Which rows go where over the level of that number."""
+        level = self.ways.levels[index]
+        num_slots = self.ways.ranks_within(index) * self.placement.num_slots
+        kwargs = {"num_ranks": level.size, "num_slots": num_slots, "dedup": self.ways.dedup}
+        send = self._call(ops.plan_dispatch.default, (place,), kwargs, name=_named("send", label))
+        plan = self._parts(send, (("B",), ("B",), ("W+1",), place.meta["letters"]))
+        return _Hop(level, place, num_slots, label, plan)
 
-        def told(value: Any) -> str:
-            if value.op == "get_attr":
-                return "parameter"
-            return f"%{numbers.setdefault(value, len(numbers))}"
-
-        lines = [
-            f"{self.placement.places} {self.ways.sizes} {self.ways.order} {self.ways.dedup} {self.ways.near_apart}"
-        ]
-        for node in sent:
-            value = node.meta.get("val")
-            lines.append(f"{told(node)} {getattr(value, 'dtype', None)} {node.meta.get('letters')} {_width(value)}")
-        for node in self.routed.region:
-            lines.append(f"{told(node)} = {node.target} {fx.map_arg((node.args, node.kwargs), told)}")
-        return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
-
-    # ------------------------------------------------------------------ what is new
-    def _insert_places(self) -> tuple[fx.Node, list[fx.Node]]:
-        """Where each choice goes, and how many rows each hop has."""
-        topk_ids, _, keep = self.pft.args[:3]
-        if self.pft.kwargs.get("capacity") is not None:
-            keep = self.routed.kept()  # what was dropped here does not travel
-        here, ways, slots = self.placement, self.ways, self.placement.num_slots
-        positions = [ways.position_of(p // slots) * slots + p % slots for p in here.places]
-        place = self._call(
-            ops.place_choices.default, (topk_ids, keep), {"places": positions}, topk_ids.meta.get("letters", ("S", "K"))
-        )
-        self.counts = self._call(
-            ops.exchange_counts.default,
-            (place,),
-            {
-                "levels": ways.sizes,
-                "num_slots": slots,
-                "dedup": ways.dedup,
-                "near": ways.near_apart,
-                "timeout": ways.timeout,
-                "group": here.group,
-            },
-            axis=here.axis,
-        )
-        labels = [self._label(index) for index in range(len(ways.levels))] + ["near"] * ways.near_apart
-        names = tuple(_named("splits", label) for label in labels)
-        return place, self._parts(self.counts, (("2", "W"),) * len(labels), names)
-
-    def _label(self, index: int) -> str:
-        return self.ways.levels[index].axis.rpartition("/")[2] if len(self.ways.levels) > 1 else ""
-
-    def _start(
-        self, index: int, tokens: list[fx.Node], choices: list[fx.Node], place: fx.Node, splits: fx.Node, label: str
-    ) -> _Hop:
-        """Send rows over the level of that number."""
-        ways, level = self.ways, self.ways.levels[index]
-        num_slots = ways.ranks_within(index) * self.placement.num_slots
-        kwargs = {"num_slots": num_slots, "dedup": ways.dedup}
-        send = self._call(
-            ops.plan_dispatch.default, (place,), {"num_ranks": level.size, **kwargs}, name=_named("send", label)
-        )
-        rows, width = place.meta["letters"]
-        plan = [*self._parts(send, (("B",), ("B",), ("W+1",), (rows, width))), splits]
+    def _start(self, hop: _Hop, tokens: list[fx.Node], choices: list[fx.Node], splits: fx.Node) -> None:
+        """Send rows."""
+        hop.tokens, hop.choices = tokens, choices
+        hop.plan.append(splits)
         sent = self._call(
             ops.all_to_all_rows.default,
-            (tokens, choices, place, *plan),
-            {**kwargs, "group": level.group},
-            name=_named("sent", label),
-            axis=level.axis,
+            (tokens, choices, hop.place, *hop.plan),
+            {"num_slots": hop.num_slots, "dedup": self.ways.dedup, "group": hop.level.group},
+            name=_named("sent", hop.label),
+            axis=hop.level.axis,
         )
-        return _Hop(level, tokens, choices, place, num_slots, label, plan, self._parts(sent, ((), ())))
+        hop.sent = self._parts(sent, ((), ()))
 
     def _wait(self, hops: list[_Hop], names: tuple[str, str, str]) -> tuple[list[fx.Node], fx.Node, list[fx.Node]]:
         """What arrives of tokens, their places there, and of choices."""
@@ -228,41 +288,10 @@ class _Exchange:
         num = len(first.tokens)
         return arrived[:num], arrived[num], arrived[num + 1 :]
 
-    def _insert_rows(
-        self, tokens: list[fx.Node], choices: list[fx.Node]
-    ) -> tuple[dict[fx.Node, fx.Node], dict[fx.Node, fx.Node]]:
-        """The exchange: what arrives of tokens and choices, and the results of `build_pft` for those here."""
-        ways, slots, weights = self.ways, self.placement.num_slots, self.pft.args[1]
-        if 4 in self.results and weights not in choices:
-            choices = [*choices, weights]
-        place, splits = self._insert_places()
-        near = None
-        if ways.near_apart:
-            kwargs = {"num_places": ways.sizes[-1] * slots}
-            begin = ways.position // ways.sizes[-1] * kwargs["num_places"]
-            parted = self._call(ops.near_and_far.default, (place,), {"begin": begin, **kwargs})
-            near, place = self._parts(parted, (("S", "K"), ("S", "K")), ("near", "far"))
-        moved, values, last = tokens, choices, len(ways.levels) - 1
-        for index in range(last + 1):
-            self.hops.append(self._start(index, moved, values, place, splits[index], self._label(index)))
-            if near is not None and not index:  # the way between nodes is the longest: it has been started
-                self.near = self._start(last, tokens, choices, near, splits[-1], "near")
-            if index < last:
-                moved, place, values = self._wait([self.hops[-1]], ("pilots", "places", "pilot_weights"))
-        arrived, local, scales = self._wait(self._last_hops(), ("rows", "slots", "weights"))
-        received = dict(zip([*tokens, *choices], [*arrived, *scales], strict=True))
-        here = self._call(
-            ops.build_pft.default,
-            (local, received[weights] if 4 in self.results else None, None),
-            {"num_experts": slots},
-        )
-        parts = self._parts(here, (("B",), ("B",), ("E+1",), ("R", "J"), ("B",)))
-        return received, {self.results[i]: parts[i] for i in self.results}
-
     def _last_hops(self) -> list[_Hop]:
         return [self.hops[-1], self.near] if self.near else [self.hops[-1]]
 
-    def _insert_back(self, rows: fx.Node) -> fx.Node:
+    def insert_back(self, rows: fx.Node) -> fx.Node:
         """The sums of the rows received, on their way back and added up by token."""
         *hops, last = self.hops
         on_their_way = self._back(rows, self._last_hops())
@@ -327,19 +356,20 @@ class _Exchange:
             found += own
         return found
 
-    def _read_local_parts(self, stacked: Collection[str]) -> None:
-        for root in [n for n in self.graph.nodes if n.op == "get_attr" and n.target in stacked]:
-            with self.graph.inserting_after(root):
-                local = self.graph.call_method("to_local", (root,))
-            local.meta["source"] = root.meta.get("source", "")
-            root.replace_all_uses_with(local, delete_user_cb=lambda user, local=local: user is not local)
-            if "val" in root.meta:
-                every = root.meta["val"]
-                local.meta["val"] = every.new_empty((self.placement.num_slots, *every.shape[1:]))
-            later = list(local.users)
-            for node in later:  # what is made of it has fewer experts now
-                node.meta.pop("val", None)
-                later += [user for user in node.users if user not in later]
+
+def _read_local_parts(graph: fx.Graph, stacked: Collection[str], placement: Placement) -> None:
+    for root in [n for n in graph.nodes if n.op == "get_attr" and n.target in stacked]:
+        with graph.inserting_after(root):
+            local = graph.call_method("to_local", (root,))
+        local.meta["source"] = root.meta.get("source", "")
+        root.replace_all_uses_with(local, delete_user_cb=lambda user, local=local: user is not local)
+        if "val" in root.meta:
+            every = root.meta["val"]
+            local.meta["val"] = every.new_empty((placement.num_slots, *every.shape[1:]))
+        later = list(local.users)
+        for node in later:  # what is made of it has fewer experts now
+            node.meta.pop("val", None)
+            later += [user for user in node.users if user not in later]
 
 
 def _named(name: str, label: str) -> str:

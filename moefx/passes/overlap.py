@@ -1,8 +1,9 @@
-"""What does not need the rows that are on their way runs before they are waited for: the shared experts, say.
+"""What does not need the rows that are on their way runs before they are waited for: the shared experts, say, or the
+experts on another chunk of tokens.
 
-A start stands where its inputs are there; a wait, and what follows from it, moves behind everything independent. In the
-backward autograd goes the same way in reverse: the gradients' exchange starts where the forward waited, and is waited
-for where the forward started.
+A start stands where its inputs are there; a wait where nothing else is left to do, that of the exchange started first
+before others. In the backward autograd goes the same way in reverse: the gradients' exchange starts where the forward
+waited, and is waited for where the forward started.
 """
 
 from __future__ import annotations
@@ -22,27 +23,43 @@ _WAITS = (ops.wait_rows.default, ops.wait_sums.default)
 
 @graph_pass(level="distributed")
 def overlap(block: BlockGraph, plan: Any) -> BlockGraph:
-    """Move independent nodes before the first wait; the order among them, and among what waits, stays."""
+    """Put off every wait; of all other nodes the order stays, as far as they do not wait."""
     block = block.copy()
-    nodes = list(block.graph.nodes)
-    first = next((n for n in nodes if n.target in _WAITS), None)
-    if first is not None:
-        for node in _independent(nodes[nodes.index(first) :]):
-            first.prepend(node)
+    *nodes, output = block.graph.nodes
+    for node in _scheduled(nodes):
+        output.prepend(node)
     return block
 
 
-def _independent(nodes: list[fx.Node]) -> list[fx.Node]:
-    """Those that do not need the first one, up to a node that needs it and does more than compute its result: what is
-    behind may see what it did."""
-    waiting, found = {nodes[0]}, []
-    for node in nodes[1:]:
-        if node.op == "output":
-            break
-        if not waiting.isdisjoint(node.all_input_nodes):
-            if has_effect(node):
-                break
+def _scheduled(nodes: list[fx.Node]) -> list[fx.Node]:
+    needed = _needed(nodes)
+    left, order = nodes, {}  # node -> its number
+    while left:
+        for node in left:
+            if node.target not in _WAITS and order.keys() >= needed[node]:
+                order[node] = len(order)
+        left = [node for node in left if node not in order]
+        waits = [node for node in left if order.keys() >= needed[node]]
+        if waits:
+            first = min(waits, key=lambda wait: max(order[n] for n in needed[wait]))  # was started
+            order[first] = len(order)
+            left.remove(first)
+    return list(order)
+
+
+def _needed(nodes: list[fx.Node]) -> dict[fx.Node, set[fx.Node]]:
+    """What must run before each node: what it computes with, and of nodes that do more than compute their result the
+    one before, for it may see what that one did. So may all nodes behind one that waits itself."""
+    found: dict[fx.Node, set[fx.Node]] = {}
+    waiting: set[fx.Node] = set()
+    effect = barrier = None
+    for node in nodes:
+        found[node] = {n for n in (*node.all_input_nodes, barrier) if n is not None}
+        has = has_effect(node) and node.op != "placeholder"
+        if has and effect is not None:
+            found[node].add(effect)
+        if node.target in _WAITS or not waiting.isdisjoint(found[node]):
             waiting.add(node)
-        else:
-            found.append(node)
+            barrier = node if has else barrier
+        effect = node if has else effect
     return found

@@ -33,10 +33,10 @@ class Routed:
         sums: those that add up the rows of each token.
     """
 
-    def __init__(self, graph: fx.Graph, pft: fx.Node):
+    def __init__(self, graph: fx.Graph, pft: fx.Node, region: list[fx.Node] | None = None):
         self.graph, self.pft = graph, pft
         self.results = {u.args[1]: u for u in pft.users}
-        self.region = self._region()
+        self.region = region if region is not None else self._region()
         self.gathers = [n for n in self.region if n.target in (ops.expert_mlp.default, ops.dispatch.default)]
         self.picks = [n for n in self.region if self._picks(n)]
         self.sums = [n for n in self.region if _is_sum(n)]
@@ -47,6 +47,14 @@ class Routed:
         if len(built) != 1:
             raise Refused("experts of several kinds in one block cannot be spread over a mesh yet")
         return cls(block.graph, built[0])
+
+    def copied(self) -> Routed:
+        """The region once more, each node behind the one that it is a copy of. Nobody uses its sums yet."""
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in self.region:
+            with self.graph.inserting_after(node):
+                copies[node] = self.graph.node_copy(node, lambda n: copies.get(n, n))
+        return Routed(self.graph, self.pft, list(copies.values()))
 
     def _region(self) -> list[fx.Node]:
         found: dict[fx.Node, None] = {}

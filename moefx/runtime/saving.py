@@ -10,9 +10,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 # A second routing may differ from the first by rounding, and a second exchange costs what the first did.
 _KEPT = frozenset(
     {
-        "moefx::place_choices", "moefx::near_and_far", "moefx::plan_dispatch", "moefx::exchange_counts",
-        "moefx::all_to_all_rows", "moefx::wait_rows", "moefx::all_to_all_back", "moefx::wait_sums",
-        "moefx::shard_tokens", "moefx::unshard_tokens", "moefx::build_pft", "aten::topk", "aten::sort",
+        "moefx::place_choices", "moefx::chunk_choices", "moefx::near_and_far", "moefx::plan_dispatch",
+        "moefx::exchange_counts", "moefx::all_to_all_rows", "moefx::wait_rows", "moefx::all_to_all_back",
+        "moefx::wait_sums", "moefx::shard_tokens", "moefx::unshard_tokens", "moefx::build_pft", "aten::topk",
+        "aten::sort",
     }
 )  # fmt: skip
 

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import InvalidInput
-from ..ir.payload import group_of
-from ..runtime.topology import shown
+from ..ir.payload import group_of, shown_ranks
 from .sandbox import Key, Run
 
 
@@ -79,7 +78,7 @@ class Shares:
         for rank, theirs in enumerate(self._all(asked)):
             ranks.setdefault(theirs, []).append(rank)
         if len(ranks) > 1:
-            told = "; ".join(f"{shown(of)}: {theirs}" for theirs, of in ranks.items())
+            told = "; ".join(f"{shown_ranks(of)}: {theirs}" for theirs, of in ranks.items())
             raise InvalidInput(f"verify: the ranks of the expert axis would not compare the same. {told}")
 
     def most(self, value: float) -> float:

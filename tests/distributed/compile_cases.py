@@ -18,8 +18,8 @@ from .models import BLOCKS, Model, check
 GRAPHS = {
     "dedup": """\
 place                = place_choices(topk_ids)
-splits               = exchange_counts(place, levels=[4], axis="ep")
 send                 = plan_dispatch(place, num_ranks=4, num_slots=1, dedup=True)
+splits               = exchange_counts([place], levels=[4], axis="ep")
 sent                 = all_to_all_rows([x], [topk_w], place, send, splits, axis="ep")
 rows, slots, weights = wait_rows(sent)
 pft                  = build_pft(slots, weights, num_experts=1)
@@ -28,8 +28,8 @@ back                 = all_to_all_back(y, [splits], axis="ep")
 sums                 = wait_sums(back, send)""",
     "rbd": """\
 place                = place_choices(topk_ids)
-splits_inter, splits_intra = exchange_counts(place, levels=[2, 2], axis="ep")
 send_inter           = plan_dispatch(place, num_ranks=2, num_slots=2, dedup=True)
+splits_inter, splits_intra = exchange_counts([place], levels=[2, 2], axis="ep")
 sent_inter           = all_to_all_rows([x], [topk_w], place, send_inter, splits_inter, axis="ep/inter")
 pilots, places, pilot_weights = wait_rows(sent_inter)
 send_intra           = plan_dispatch(places, num_ranks=2, num_slots=1, dedup=True)
@@ -43,11 +43,11 @@ back_inter           = all_to_all_back(sums_intra, [splits_inter], axis="ep/inte
 sums_inter           = wait_sums(back_inter, send_inter)""",
     "halo": """\
 place                = place_choices(topk_ids)
-splits_inter, splits_intra, splits_near = exchange_counts(place, levels=[2, 2], near=True, axis="ep")
 near, far            = near_and_far(place, begin={begin}, num_places=2)
 send_inter           = plan_dispatch(far, num_ranks=2, num_slots=2, dedup=True)
-sent_inter           = all_to_all_rows([x], [topk_w], far, send_inter, splits_inter, axis="ep/inter")
 send_near            = plan_dispatch(near, num_ranks=2, num_slots=1, dedup=True)
+splits_inter, splits_intra, splits_near = exchange_counts([place], levels=[2, 2], near=True, axis="ep")
+sent_inter           = all_to_all_rows([x], [topk_w], far, send_inter, splits_inter, axis="ep/inter")
 sent_near            = all_to_all_rows([x], [topk_w], near, send_near, splits_near, axis="ep/intra")
 pilots, places, pilot_weights = wait_rows(sent_inter)
 send_intra           = plan_dispatch(places, num_ranks=2, num_slots=1, dedup=True)

@@ -49,7 +49,7 @@ def exchanged(x, ids, weights, w, places, dedup):
     world, slots = dist.get_world_size(), w.shape[0]
     how = {"num_slots": slots, "dedup": dedup}
     place = place_choices(ids, None, places=places.tolist())
-    (splits,) = exchange_counts(place, levels=[world], group=group(), **how)
+    (splits,) = exchange_counts([place], levels=[world], group=group(), **how)
     plan = (*plan_dispatch(place, num_ranks=world, **how), splits)
     sent, ticket = all_to_all_rows([x], [weights], place, *plan, group=group(), **how)
     rows, local, scales = wait_rows([sent], [ticket], [splits], [x], [weights], place, groups=[group()], **how)

@@ -97,6 +97,20 @@ def case_the_same_sums() -> None:
         assert torch.equal(compiled(rough), compiled(rough))
 
 
+def case_chunks() -> None:
+    """Tokens that travel in several parts."""
+    mesh, world = one_axis(), dist.get_world_size()
+    if world == 8:
+        return
+    for plan in (moefx.Plan(dispatch="flat"), moefx.Plan(dispatch="dedup"), *PLANS.values()):
+        planned = plan.replace(node_size=2, validation="symbolic")
+        few = torch.randn(dist.get_rank() % 2, D, dtype=torch.float64)  # some chunks have no token
+        for chunks, x in ((2, None), (3, few)):
+            in_parts = planned.replace(chunks=chunks)
+            kind = "picky" if plan.dispatch == "dedup" else "stacked"
+            check(Model(kind, layers=1, num_experts=world).double(), mesh, in_parts, x)
+
+
 def case_what_is_fastest_is_picked() -> None:
     """By what is measured; the same way on every rank."""
     mesh, world = one_axis(), dist.get_world_size()

@@ -37,3 +37,33 @@ def test_independent_nodes_move_before_the_wait_in_their_order():
 def test_nothing_moves_over_what_has_an_effect():
     before = block(in_place=True)
     assert names(overlap(before, None)) == names(before)
+
+
+def test_waits_come_in_the_order_of_their_starts():
+    """Of two chunks: the experts on the first one run while the second is on its way."""
+    graph = fx.Graph()
+    x, plan = graph.placeholder("x"), graph.placeholder("plan")
+    sums = []
+    for number in "ab":
+        sent = graph.call_function(ops.all_to_all_rows.default, (x,), name=f"sent_{number}")
+        rows = graph.call_function(ops.wait_rows.default, (sent,), name=f"rows_{number}")
+        y = graph.call_function(ops.expert_mlp.default, (rows,), name=f"y_{number}")
+        back = graph.call_function(ops.all_to_all_back.default, (y,), name=f"back_{number}")
+        sums.append(graph.call_function(ops.wait_sums.default, (back, plan), name=f"sums_{number}"))
+    shared = graph.create_node("call_module", "shared", (x,), name="shared")
+    out = graph.call_function(aten.add.Tensor, tuple(sums), name="out")
+    graph.output(graph.call_function(aten.add.Tensor, (out, shared), name="both"))
+    moved = overlap(BlockGraph("", graph, Binding(()), None), None)
+    wanted = "sent_a sent_b shared rows_a y_a back_a rows_b y_b back_b sums_a sums_b out both"
+    assert [n.name for n in moved.graph.nodes if n.op.startswith("call")] == wanted.split()
+
+
+def test_what_is_behind_an_effect_that_waits_stays_there():
+    graph = fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    rows = graph.call_function(ops.wait_sums.default, (x,) * 7, {"group": ""}, name="rows")
+    graph.call_function(aten.add_.Tensor, (y, rows), name="changed")
+    graph.call_function(aten.neg.default, (y,), name="read")
+    graph.output(y)
+    moved = overlap(BlockGraph("", graph, Binding(()), None), None)
+    assert [n.name for n in moved.graph.nodes if n.op.startswith("call")] == ["rows", "changed", "read"]
