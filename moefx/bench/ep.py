@@ -35,7 +35,7 @@ _ROUNDS, _STEPS = 5, 4
 
 
 class Layer(nn.Module):
-    """A router and experts in stacks, as a plain program: one expert after the other."""
+    """A router and experts in stacks, as a plain program: all experts on all tokens."""
 
     def __init__(self, shape: Shape, shared: bool = False):
         super().__init__()
@@ -47,11 +47,9 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weights, chosen = self.router(x).float().softmax(-1).topk(self.shape.K)
-        out = torch.zeros_like(x)
-        for expert in range(self.shape.E):
-            token, slot = torch.where(chosen == expert)
-            y = activation(self.shape, x[token] @ self.up[expert].T) @ self.down[expert].T
-            out = out.index_add(0, token, y * weights[token, slot, None].to(x.dtype))
+        every = torch.einsum("esh,edh->sed", activation(self.shape, torch.einsum("sd,ehd->esh", x, self.up)), self.down)
+        rows = every.gather(1, chosen[..., None].expand(*chosen.shape, x.shape[-1]))
+        out = (rows * weights[..., None].to(x.dtype)).sum(1)
         return out if self.shared is None else out + self.shared(x)
 
 
