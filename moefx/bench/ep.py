@@ -14,6 +14,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import statistics
+import sys
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -140,21 +142,24 @@ def steps(shape: Shape, mesh: DeviceMesh, ways: Sequence[str], shared: bool, nod
     layer, example = Layer(shape, shared), (torch.zeros(64, shape.d, device="cuda", dtype=torch.bfloat16),)
     found = {}
     for way in ways:
-        if way == "one":
-            found[way] = Step(moefx.compile(layer, example_inputs=example), shape)
-            continue
-        dispatch, *fields = way.split(",")
+        begin = time.perf_counter()
         given: dict[str, Any] = {}
-        for name, _, value in (field.partition("=") for field in fields):
-            given[name] = int(value) if value.isdigit() else (value,)
-        plan = moefx.Plan(dispatch=dispatch, node_size=node_size, validation="symbolic", **given)  # pyright: ignore
-        found[way] = Step(moefx.compile(layer, mesh=mesh, plan=plan, example_inputs=example), shape)
+        if way != "one":
+            dispatch, *fields = way.split(",")
+            given = dict(dispatch=dispatch, node_size=node_size)
+            for name, _, value in (field.partition("=") for field in fields):
+                given[name] = int(value) if value.isdigit() else (value,)
+        plan = moefx.Plan(validation="symbolic", **given)
+        compiled = moefx.compile(layer, mesh=mesh if given else None, plan=plan, example_inputs=example)
+        found[way] = Step(compiled, shape)
+        found[way]()
+        torch.cuda.synchronize()
+        if dist.get_rank() == 0:
+            print(f"{shape.name} {way}: ready after {time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
     return found
 
 
 def measure(found: dict[str, Step]) -> dict[str, dict[str, Any]]:
-    for step in found.values():
-        step()
     times: dict[str, list[float]] = {way: [] for way in found}
     for _ in range(_ROUNDS):  # in turns
         for way, step in found.items():
