@@ -36,35 +36,38 @@ class MirrorGroup(dist.ProcessGroup):
         size = self.size()
         sent = sent or [rows.shape[0] // size] * size
         leaving = (sum(sent) - sent[0]) * (rows.numel() // max(rows.shape[0], 1)) * rows.element_size()
+        common = min(len(rows), len(output))  # the second hop of several has about as many rows there as back
+        output[common:].zero_()
+        source, out = rows[:common], output[:common]
         if self.stream is None:
-            output.copy_(rows)
-            return _done(output)
+            out.copy_(source)
+            return _Queued()
         from .spin import copy_for  # needs Triton
 
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            copy_for(self.seconds(leaving), rows, output)
+            copy_for(self.seconds(leaving), source, out)
             for tensor in (rows, output):
                 tensor.record_stream(self.stream)
-            return _done(output)
+            return _Queued()
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
         if opts is not None and opts.reduceOp == dist.ReduceOp.SUM:
             for tensor in tensors:
                 tensor.mul_(self.size())
-        return _done(list(tensors))
+        return _Queued()
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], opts: Any = None) -> Any:
         for parts, tensor in zip(outputs, tensors, strict=True):
             for part in parts:
                 part.copy_(tensor)
-        return _done([list(parts) for parts in outputs])
+        return _Queued()
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
-        return _done(list(tensors))
+        return _Queued()
 
     def barrier(self, opts: Any = None) -> Any:
-        return _done(None)
+        return _Queued()
 
     def getBackendName(self) -> str:
         return NAME
@@ -74,12 +77,19 @@ class MirrorGroup(dist.ProcessGroup):
         return dist.distributed_c10d._world.pg_names[self]
 
 
-def _done(result: Any) -> Any:
-    """Work that the current stream has been given."""
-    devices = [torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_available() else []
-    future = torch.futures.Future(devices=devices)
-    future.set_result(result)
-    return torch._C._distributed_c10d._create_work_from_future(future)
+class _Queued(dist.Work):
+    """Work that the current stream has been given. What waits for it is given to the stream that is current then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.event = torch.cuda.Event() if torch.cuda.is_available() else None
+        if self.event is not None:
+            self.event.record()
+
+    def wait(self, timeout: Any = None) -> bool:
+        if self.event is not None:
+            torch.cuda.current_stream().wait_event(self.event)
+        return True
 
 
 def init(size: int, seconds: Callable[[int], float]) -> None:

@@ -29,7 +29,7 @@ from triton.runtime.jit import JITFunction
 
 from moefx.ir.body import ExpertBody, Gemm
 from moefx.ir.dialect import DROP_RULES
-from moefx.lowering.triton import autotune, configs, expert_mlp, routing, tuning
+from moefx.lowering.triton import autotune, configs, expert_mlp, moving, routing, tuning
 from moefx.lowering.triton import run as run_module
 from moefx.lowering.triton.configs import Config
 
@@ -211,6 +211,24 @@ def forward_and_backward(case: Case, dtype: torch.dtype) -> None:
     run_module.Run(args, layer.text, case.keep, None).gather(x)  # which not every configuration does
 
 
+def travelling(dtype: torch.dtype) -> None:
+    """Rows that are found, packed, unpacked and added up, over two nodes of four ranks."""
+    num_tokens, num_slots, num_experts = SIZE
+    ids, weights = torch.empty((num_tokens, num_slots), dtype=torch.int64), torch.empty(num_tokens, num_slots)
+    keep, x = torch.empty(ids.shape, dtype=torch.bool), torch.empty(num_tokens, 64, dtype=dtype)
+    for places, kept in ((range(num_experts), None), (range(num_experts)[::-1], keep)):
+        place = moving.place_choices(ids, kept, places=list(places))
+    for dedup, near in itertools.product((True, False), ([], [0, 4])):
+        moving.count_rows(place, levels=[2, 4], num_slots=1, dedup=dedup, near=near)
+        token_ids, slot_ids, offsets, inverse = moving.plan_dispatch(place, num_ranks=2, num_slots=4, dedup=dedup)
+        options = dict(num_rows=num_tokens, num_slots=4, dedup=dedup)
+        packed = moving.pack_rows([x, x[:, :63]], [weights], place, token_ids, slot_ids, **options)
+    rows, *_ = moving.split_columns([packed], dtypes=[str(dtype).removeprefix("torch.")], widths=[64])
+    moving.join_columns([rows])
+    moving.combine(rows, None, token_ids, offsets, inverse)
+    moving.combine(rows, weights.flatten(), token_ids, offsets, inverse)
+
+
 def roles(kernel: str, device: torch.device, dtype: torch.dtype) -> list[Config]:
     return [cut for cut in configs.candidates(kernel, device, dtype) if cut.roles]
 
@@ -249,6 +267,8 @@ def main() -> None:
         dtype = DTYPES[name]
         if options.everything and name == "float32":  # the routing has no other use for it than to move weights
             routings(dtype)
+        compiler.case = "travelling"
+        travelling(dtype)
         for (choice, forced), case in itertools.product(configurations(dtype, options.everything), cases):
             compiler.choice, compiler.case = choice, case
             run_module.config = lambda kernel, *args, forced=forced: forced.get(kernel) or stock_config(kernel, *args)
