@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import moefx
+import moefx.ir.sequence
 from moefx.errors import InvalidPlan
+from moefx.ir.payload import wait
 
 from ..passes.blocks import D, Loop
 from .models import BLOCKS, Model, compiled_beside, is_of_experts
@@ -110,6 +113,69 @@ def case_capacity_is_one_of_all_tokens() -> None:
         parts, wanted = (load.load() for load in loads)  # what was dropped counts in neither
         dist.all_reduce(parts, group=mesh.get_group("tp"))
         assert torch.equal(parts, wanted), (parts, wanted)
+
+
+def kept_bytes(block: nn.Module, x: torch.Tensor) -> int:
+    """Of what a block keeps for its backward, its input and parameters aside; on all ranks."""
+
+    def storage(t: torch.Tensor) -> torch.UntypedStorage:
+        return (t.to_local() if hasattr(t, "to_local") else t).untyped_storage()
+
+    known = {storage(t.detach()).data_ptr() for t in (x, *block.parameters(), *block.buffers())}
+    kept: dict[int, int] = {}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        if (held := storage(t.detach())).data_ptr() not in known:
+            kept[held.data_ptr()] = held.nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = block(x)  # as long as it is there, what it keeps is
+    total = torch.tensor(sum(kept.values()))
+    dist.all_reduce(total)
+    del out
+    return int(total)
+
+
+class Wide(nn.Module):
+    """Experts that keep much more than their router."""
+
+    def __init__(self, dim=64, hidden=256, num_experts=8, top_k=4):
+        super().__init__()
+        self.gate, self.top_k = nn.Linear(dim, num_experts, bias=False), top_k
+        self.up, self.down = (nn.Parameter(torch.randn(num_experts, *s) / 8) for s in ((dim, hidden), (hidden, dim)))
+
+    def forward(self, x):
+        w, ids = self.gate(x).softmax(-1).topk(self.top_k, -1)
+        every = torch.einsum("esh,ehd->sed", torch.einsum("sd,edh->esh", x, self.up).relu(), self.down)
+        return (every.gather(1, ids[..., None].expand(*ids.shape, x.shape[-1])) * w[..., None]).sum(1)
+
+
+def case_activations_are_divided() -> None:
+    """X-MoE figure 13: what the routed part keeps is divided by the size of the axis. Its router, whose share is small,
+    is not. Appendix C.2: what that costs is the sums gathered, and in the backward the gradients of the input."""
+    torch.manual_seed(0)
+    block, x = Wide(), torch.randn(1024, 64)
+    for size in (2, 4):
+        mesh = init_device_mesh("cpu", (4 // size, size), mesh_dim_names=("dp", "tp"))
+        kept = []
+        for plan in (PLAN.replace(sequence_axis=None), PLAN):
+            compiled = moefx.compile(copy.deepcopy(block), mesh=mesh, plan=plan, example_inputs=(x[:32],))
+            kept.append(kept_bytes(compiled, x.clone().requires_grad_()))
+        print(f"TP={size}: {kept[0]} bytes kept, {kept[1]} where tokens are cut: {kept[0] / kept[1]:.3f} times")
+        assert abs(kept[0] / kept[1] / size - 1) < 0.03, (size, kept)
+        gathered: list[int] = []
+
+        def waited(t: torch.Tensor, gathered=gathered) -> torch.Tensor:
+            gathered.append(t.nbytes)
+            return wait(t)
+
+        with mock.patch.object(moefx.ir.sequence, "wait", waited):
+            out = compiled(x.clone().requires_grad_())
+            assert gathered == [x.nbytes], gathered
+            out.sum().backward()
+            weights = 1024 * block.top_k * 4
+            assert sorted(gathered[1:]) == [weights, x.nbytes], gathered
 
 
 def case_the_graph() -> None:
