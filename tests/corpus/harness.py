@@ -193,7 +193,7 @@ def _surveyed_once() -> Iterator[None]:
             found.append(survey(*args))
         return found[0]
 
-    with mock.patch("moefx.api.survey", once):
+    with mock.patch("moefx.proof.survey", once):
         yield
 
 

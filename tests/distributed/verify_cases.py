@@ -48,10 +48,10 @@ def case_ranks_that_do_not_compare_as_much() -> None:
     rank = dist.get_rank()
     ranks = f"ranks 0, {', '.join(map(str, range(2, dist.get_world_size())))}: sets of inputs: 1, seeds: 1"
     for inputs, options, wanted in (
-        ([tokens()] * (2 if rank == 1 else 1), {}, (ranks, "ranks 1: sets of inputs: 2, seeds: 1")),
-        (tokens(), {"seeds": range(1 + (rank == 1))}, (ranks, "ranks 1: sets of inputs: 1, seeds: 2")),
+        ([tokens()] * (2 if rank == 1 else 1), {}, (ranks, "rank 1: sets of inputs: 2, seeds: 1")),
+        (tokens(), {"seeds": range(1 + (rank == 1))}, (ranks, "rank 1: sets of inputs: 1, seeds: 2")),
         (tokens(), {"routings": rank != 1}, (ranks, "routings: True", "routings: False")),
-        ((tokens(), 3) if rank == 1 else tokens(), {}, (ranks, "ranks 1: InvalidInput", "does not take these inputs")),
+        ((tokens(), 3) if rank == 1 else tokens(), {}, (ranks, "rank 1: InvalidInput", "does not take these inputs")),
     ):
         try:
             moefx.verify(compiled, model, inputs, **options)
