@@ -111,7 +111,7 @@ def compile(
         for matched in found.matched:
             spreads[id(matched)] = Spread.over(axis, matched.result, plan)
         holders = {name: spreads[id(m)] for m in found.matched for name in m.names}
-        check_holders(model, holders, list(holders), mesh)
+        check_holders(model, holders, list(holders), axis.mesh)
     for matched in found.matched:
         first, spread = modules[matched.names[0]], spreads.get(id(matched))
         if spread is not None:

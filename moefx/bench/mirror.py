@@ -26,7 +26,7 @@ class MirrorGroup(dist.ProcessGroup):
     """
 
     def __init__(self, rank: int, size: int, seconds: Callable[[int], float]):
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # pyright: ignore[reportCallIssue]
         self.seconds = seconds
         self.stream = torch.cuda.Stream() if torch.cuda.is_available() else None
 
@@ -99,4 +99,4 @@ def init(size: int, seconds: Callable[[int], float]) -> None:
         return MirrorGroup(rank, size, seconds)
 
     dist.Backend.register_backend(NAME, made, devices=["cpu", "cuda"])
-    dist.init_process_group(NAME, rank=0, world_size=size, store=dist.HashStore())
+    dist.init_process_group(NAME, rank=0, world_size=size, store=dist.HashStore())  # pyright: ignore[reportPrivateImportUsage]
