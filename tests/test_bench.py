@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
 from torch._C._autograd import DeviceType
 
 from moefx import cli
-from moefx.bench import layers, moe, peers, results, routing, stages, tune
+from moefx.bench import ep, layers, moe, peers, results, routing, stages, tune
 from moefx.bench.peers import ABLATION, PEERS, Inputs
 from moefx.bench.shapes import SHAPES, Shape, routed, shape_of, tensors
 
+ROOT = Path(__file__).parents[1]
 SMALL = Shape("small", T=96, d=32, h=16, E=8, K=2)
 UNGATED = dataclasses.replace(SMALL, gated=False)
 
@@ -177,3 +180,39 @@ def test_lines_follow_their_environment(tmp_path):
     environment, *rows = map(json.loads, path.read_text().splitlines())
     assert environment["environment"]["versions"]["torch"] == torch.__version__
     assert rows == [{"ms": 1.0}, {"ms": 2.0}]
+
+
+def test_what_of_the_exchanges_is_hidden(tmp_path):
+    spans = [
+        ("gemm", 0.0, 3.0),
+        ("ncclDevKernel_SendRecv", 2.0, 4.0),
+        ("gemm", 2.5, 3.5),
+        ("mirrored_exchange", 5.0, 6.0),
+    ]
+    assert ep.shares(spans) == {"exchange_ms": 3.0, "compute_ms": 3.5, "hidden_ms": 1.5}
+    pytest.importorskip("matplotlib")
+    ep.timeline({"dedup": spans, "flat": spans[1:]}, str(tmp_path / "steps.png"))
+    assert (tmp_path / "steps.png").stat().st_size > 5000
+
+
+MIRRORED = """
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+import moefx
+from moefx.bench import mirror
+from tests.passes.blocks import D, Gated, Loop
+
+mirror.init(4, lambda leaving: 0.0)
+mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
+block, x = Loop(Gated, num_experts=8), torch.randn(50, D, requires_grad=True)
+for dispatch in ("dedup", "rbd"):
+    plan = moefx.Plan(dispatch=dispatch, node_size=2, validation="symbolic")
+    out = moefx.compile(block, mesh=mesh, plan=plan, example_inputs=(x.detach(),))(x)
+    out.sum().backward()
+    print(tuple(out.shape), bool(x.grad.isfinite().all()))
+"""
+
+
+def test_a_rank_among_its_copies():
+    ran = subprocess.run([sys.executable, "-c", MIRRORED], capture_output=True, text=True, timeout=200, cwd=ROOT)
+    assert ran.stdout.split("\n")[:2] == ["(50, 6) True"] * 2, ran.stderr

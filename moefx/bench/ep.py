@@ -111,14 +111,14 @@ class Step:
 
 def shares(kernels: Sequence[tuple[str, float, float]]) -> dict[str, float]:
     """ms in which exchanges ran, in which others did, and both at once: what of the exchanges is hidden."""
-
-    def of_exchange(name: str) -> bool:
-        return any(part in name.lower() for part in _EXCHANGES)
-
-    exchanges = _union([(b, e) for name, b, e in kernels if of_exchange(name)])
-    others = _union([(b, e) for name, b, e in kernels if not of_exchange(name)])
+    exchanges = _union([(b, e) for name, b, e in kernels if _of_exchange(name)])
+    others = _union([(b, e) for name, b, e in kernels if not _of_exchange(name)])
     both = sum(max(0.0, min(e, f) - max(b, c)) for b, e in exchanges for c, f in others)
     return {"exchange_ms": _length(exchanges), "compute_ms": _length(others), "hidden_ms": both}
+
+
+def _of_exchange(name: str) -> bool:
+    return any(part in name.lower() for part in _EXCHANGES)
 
 
 def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -133,6 +133,30 @@ def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 def _length(spans: list[tuple[float, float]]) -> float:
     return sum(end - begin for begin, end in spans)
+
+
+def timeline(kernels: dict[str, Sequence[tuple[str, float, float]]], path: str) -> None:
+    """A picture of one step of each way: exchanges above everything else, on one axis of time."""
+    from matplotlib.figure import Figure  # in the extra `bench`
+
+    figure = Figure(figsize=(11, 1.4 * len(kernels) + 0.8), layout="constrained")
+    rows = figure.subplots(len(kernels), sharex=True, squeeze=False)[:, 0]
+    for axes, (way, spans) in zip(rows, kernels.items(), strict=True):
+        parts: dict[str, list[tuple[float, float]]] = {"other kernels": [], "exchanges": []}
+        for name, begin, end in spans:
+            parts["exchanges" if _of_exchange(name) else "other kernels"].append((begin, end - begin))
+        for lane, color in enumerate(("tab:blue", "tab:orange")):
+            axes.broken_barh(list(parts.values())[lane], (lane + 0.1, 0.8), color=color)
+        axes.set_yticks([0.5, 1.5], list(parts))
+        hidden = shares(spans)
+        axes.set_title(
+            f"{way}: exchanges {hidden['exchange_ms']:.2f} ms, {hidden['hidden_ms']:.2f} ms of them beside others "
+            f"({hidden['compute_ms']:.2f} ms)",
+            fontsize=9,
+            loc="left",
+        )
+    rows[-1].set_xlabel("ms")
+    figure.savefig(path, dpi=110)
 
 
 def steps(shape: Shape, mesh: DeviceMesh, ways: Sequence[str], shared: bool, node_size: int) -> dict[str, Step]:
@@ -181,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     made.add_argument("--mirror", type=int, default=0, metavar="RANKS", help="on one GPU, see above")
     made.add_argument("--latency", type=float, default=31e-6, help="seconds")
     made.add_argument("--bandwidth", type=float, default=322e9, help="bytes a second that leave a rank")
-    made.add_argument("--kernels", action="store_true", help="write the profiled steps' kernels too")
+    made.add_argument("--plot", default=None, metavar="FILE", help="a picture of the profiled steps of each shape")
     options = made.parse_args(argv)
     if options.mirror:
         mirror.init(options.mirror, lambda leaving: options.latency + leaving / options.bandwidth)
@@ -197,15 +221,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         if dist.get_rank():
             continue
+        kernels = {way: row.pop("kernels") for way, row in rows.items()}
         for (way, row), ms in zip(rows.items(), slowest.tolist(), strict=True):
-            row["ms"], kernels = ms, row.pop("kernels")
+            row["ms"] = ms
             row = dict(shape=shape.name, tokens=shape.T, ranks=world, way=way, mirror=bool(options.mirror), **row)
             if "one" in rows:
                 row["efficiency"] = rows["one"]["ms"] / ms
             numbers = "  ".join(f"{name} {value:.3f}" for name, value in row.items() if isinstance(value, float))
             print(f"{shape.name:12} {way:28} {numbers}", flush=True)
             if options.out:
-                write(row | ({"kernels": kernels} if options.kernels else {}), options.out)
+                write(row, options.out)
+        if options.plot:
+            name = options.plot if len(options.shapes) == 1 else f"{shape.name}_{options.plot}"
+            timeline(kernels, name)
+            print(f"wrote {name}", flush=True)
     dist.destroy_process_group()
 
 
