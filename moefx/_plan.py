@@ -13,6 +13,7 @@ ExpertStorage = Literal["original", "contiguous", "stacked"]
 Validation = Literal["symbolic", "numeric", "auto"]
 PlacementOrder = Literal["ep_first", "dp_first"]
 SequenceGradients = Literal["replicated", "partial"]
+DropRule = Literal["weight", "position_token", "position_slot"]
 Dispatch = Literal["auto", "flat", "dedup", "rbd", "halo"]
 
 
@@ -41,6 +42,11 @@ class Plan:
         pilots: False: `"halo"` sends a row for each choice, as in Piper, not one for each node and rank.
         chunks: tokens travel in so many parts: while experts compute on one, others are on their way. Each part is
             multiplied by itself: worth it where exchanges take long, and experts have many rows.
+        capacity_factor: experts drop choices, though the model has them drop none: of one rank's tokens each takes
+            ceil(capacity_factor * choices / experts) at most. This changes what the model computes: `verify` shows it
+            as soon as something is dropped. None: as the model does.
+        drop: which choices an expert takes then: those with the largest routing weights (`"weight"`), those of the
+            first tokens (`"position_token"`), or all tokens' first choices before their second (`"position_slot"`).
         node_size: ranks of a node, numbered node by node. Without it: LOCAL_WORLD_SIZE, which torchrun sets, else all.
         topology_levels: ranks of units above a node, e.g. `(32, 512)` for switch groups of 32 and racks of 512 ranks.
             `"rbd"` and `"halo"` take one more hop for each.
@@ -63,6 +69,8 @@ class Plan:
     dispatch: Dispatch = "auto"
     pilots: bool = True
     chunks: int = 1
+    capacity_factor: float | None = None
+    drop: DropRule = "weight"
     node_size: int | None = None
     topology_levels: tuple[int, ...] = ()
     timeout: float | None = None
@@ -76,6 +84,7 @@ class Plan:
             ("checkpoint", Checkpoint),
             ("expert_storage", ExpertStorage),
             ("dispatch", Dispatch),
+            ("drop", DropRule),
             ("sequence_gradients", SequenceGradients),
             *((("placement", PlacementOrder),) if self.placement is not None else ()),
             ("validation", Validation),
@@ -99,6 +108,9 @@ class Plan:
             raise InvalidPlan(f"Plan(node_size={self.node_size!r}): expected a number of ranks, or None")
         if not _is_size(self.chunks):
             raise InvalidPlan(f"Plan(chunks={self.chunks!r}): expected a number of parts, 1 or more")
+        factor = self.capacity_factor
+        if factor is not None and not (type(factor) in (int, float) and 0 < factor < 1e6):
+            raise InvalidPlan(f"Plan(capacity_factor={factor!r}): expected a number > 0, or None")
         if self.timeout is not None and not (type(self.timeout) in (int, float) and 0 < self.timeout < 1e9):
             raise InvalidPlan(f"Plan(timeout={self.timeout!r}): expected seconds, or None")
         if isinstance(self.expert_axis, (tuple, list)) and len(set(self.expert_axis)) < len(self.expert_axis):

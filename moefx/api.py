@@ -18,7 +18,7 @@ from .ir.attributes import OWN_MODE
 from .ir.binding import Specialisation, leaves_of
 from .ir.block import BlockGraph
 from .ir.body import ExpertBody
-from .pipeline import PASSES
+from .pipeline import PASSES, limited
 from .proof import agreed, shown
 from .runtime.copying import copy_model
 from .runtime.module import BlockForward, install, rewritten_blocks, signature_binder
@@ -114,6 +114,7 @@ def compile(
         check_holders(model, holders, list(holders), axis.mesh)
     for matched in found.matched:
         first, spread = modules[matched.names[0]], spreads.get(id(matched))
+        matched.result = limited(first, matched.result, plan)
         if spread is not None:
             matched.result = spread.graph(first, matched.result)
             for name in matched.names:
@@ -305,6 +306,10 @@ def _report(
     )
     unfused = "; ".join(str(n.meta["unfused"]) for n in combines if "unfused" in n.meta)
     drop = str(match.drop or ("by the program's own mask" if match.keep else ""))
+    if not match.drop and (
+        rules := {str(n.kwargs.get("drop", "none")) for n in graph.find(torch.ops.moefx.build_pft.default)} - {"none"}
+    ):
+        drop = "; ".join(filter(None, (drop, f"over the plan's capacity, by {rules.pop()}")))
     return MatchedBlock(
         names=tuple(matched.names), kind=type(block).__name__, num_experts=match.num_experts, top_k=match.slots,
         expert=expert,

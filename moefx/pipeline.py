@@ -25,6 +25,7 @@ from .ir.binding import Binding, Path, binder, leaves_of, placeholder_name
 from .ir.block import BlockGraph
 from .passes.checkpoint import checkpoint
 from .passes.fuse import fuse
+from .passes.limit import limit
 from .passes.manager import PassManager
 from .passes.match.deep import deep
 from .passes.match.drops import explain_drops
@@ -67,6 +68,18 @@ def rewrite_block(block: nn.Module, name: str, args: tuple, kwargs: dict[str, An
     # 4. passes on the graph; every snapshot runs
     history = PassManager(block).run(graph, PASSES, plan, made_by=rewrite_block, ms=ms, level="dialect")
     return Result(match, rewritten, history)
+
+
+def limited(block: nn.Module, result: Result, plan: Plan) -> Result:
+    """What a plan wants to be otherwise than proven: a capacity of the experts.
+
+    Raises:
+        InvalidPlan: the block has one, or nothing to choose by.
+    """
+    if plan.capacity_factor is None:
+        return result
+    history = PassManager(block).extend(result.history, (limit,), plan, level="fused")
+    return dataclasses.replace(result, history=history)
 
 
 def lift(block: nn.Module, args: tuple, kwargs: dict[str, Any], names: list[str]) -> tuple[Match, Rewritten]:
@@ -150,4 +163,4 @@ def most_experts(block: nn.Module) -> int:
     return min(1024, max([8, *stacks, *lists]))
 
 
-__all__ = ["PASSES", "Result", "argument_paths", "rewrite_block"]
+__all__ = ["PASSES", "Result", "argument_paths", "limited", "rewrite_block"]

@@ -29,7 +29,7 @@ from .ir.attributes import (
 )
 from .ir.binding import Guard, Specialisation, call_specialisation, device_of, leaves_of
 from .numeric import numeric_check
-from .pipeline import Result, rewrite_block
+from .pipeline import Result, limited, rewrite_block
 from .runtime.module import BlockForward, signature_binder
 from .runtime.program import Program
 from .runtime.watch import ReadAttributes, absorbed_names
@@ -160,11 +160,12 @@ class Specialise:
                     result, args, kwargs = self._rewrite(block, forward.name, call, *abstract)
                 if self.by_mode:
                     read.add(OWN_MODE)
+                proven, result = result, limited(block, result, self.plan)
                 if self.spread is not None:
                     result = self.spread.graph(block, result)
                 program = program_of(block, result, args, kwargs, call.autocast, read)
                 if real and self.plan.validation == "auto" and self.spread is None:
-                    ok, verdict = numeric_check(block, result, forward.name, self.plan.validation_seconds)
+                    ok, verdict = numeric_check(block, proven, forward.name, self.plan.validation_seconds)
                     if not ok:
                         raise Refused(verdict)
         finally:

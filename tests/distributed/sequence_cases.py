@@ -115,6 +115,19 @@ def case_capacity_is_one_of_all_tokens() -> None:
         assert torch.equal(parts, wanted), (parts, wanted)
 
 
+def case_a_capacity_of_the_plan_is_one_of_all_tokens_too() -> None:
+    mesh = mesh_with_tokens_replicated()
+    torch.manual_seed(0)
+    block = BLOCKS["gated"]().double()
+    plan = moefx.Plan(capacity_factor=0.6, drop="weight", validation="symbolic")
+    alone = moefx.compile(block, plan=plan, example_inputs=(torch.zeros(9, D, dtype=torch.float64),))
+    x = same_tokens(mesh, 11)
+    assert not torch.allclose(alone(x), block(x))
+    for dispatch, sequence_axis in (("flat", "tp"), ("halo", "tp"), ("dedup", None)):
+        planned = PLAN.replace(capacity_factor=0.6, dispatch=dispatch, sequence_axis=sequence_axis, node_size=2)
+        torch.testing.assert_close(compiled_beside(block, mesh, planned)(x), alone(x))
+
+
 def kept_bytes(block: nn.Module, x: torch.Tensor) -> int:
     """Of what a block keeps for its backward, its input and parameters aside; on all ranks."""
 

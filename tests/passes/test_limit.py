@@ -1,0 +1,104 @@
+"""Capacities that the plan gives to experts."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import moefx
+from moefx.errors import InvalidPlan
+from moefx.ir.routing import build_pft
+
+from .blocks import D, E, Gated, Loop
+
+
+class Kept(Loop):
+    """Only the choices that are kept."""
+
+    def kept(self, x, w, ids, factor, drop):
+        capacity = math.ceil(factor * ids.numel() / len(self.experts))
+        inverse = build_pft(ids, w, None, num_experts=len(self.experts), capacity=capacity, drop=drop)[3]
+        out = torch.zeros_like(x)
+        for e in range(len(self.experts)):
+            t, k = torch.where((ids == e) & (inverse >= 0))
+            assert len(t) <= capacity
+            out = out.index_add(0, t, self.expert(e, x[t], w[t, k, None]))
+        return out
+
+
+@pytest.mark.parametrize("drop", ["weight", "position_token", "position_slot"])
+@pytest.mark.parametrize("factor", [0.5, 1.25])
+def test_what_is_over_it_is_dropped(drop, factor):
+    torch.manual_seed(0)
+    block = Kept(Gated).double()
+    plan = moefx.Plan(capacity_factor=factor, drop=drop)
+    compiled = moefx.compile(block, plan=plan, example_inputs=(torch.zeros(9, D, dtype=torch.float64),))
+    for tokens in (9, 32, 1, 0):
+        inputs = [torch.randn(tokens, D, dtype=torch.float64, requires_grad=True)]
+        inputs.append(inputs[0].detach().clone().requires_grad_())
+        out, want = compiled(inputs[0]), block.kept(inputs[1], *block.route(inputs[1]), factor, drop)
+        torch.testing.assert_close(out, want)
+        leaves = list(block.parameters())
+        grad = torch.randn_like(want)
+        for a, b in zip(
+            torch.autograd.grad(out, [inputs[0], *leaves], grad, allow_unused=True),
+            torch.autograd.grad(want, [inputs[1], *leaves], grad, allow_unused=True),
+            strict=True,
+        ):
+            torch.testing.assert_close(torch.zeros(1) if a is None else a, torch.zeros(1) if b is None else b)
+    assert all(b.fallbacks == 0 for b in moefx.blocks(compiled))
+    assert f"over the plan's capacity, by {drop}" in str(moefx.explain(compiled))
+
+
+def test_verify_names_the_pass_and_a_capacity_for_all_changes_nothing():
+    torch.manual_seed(0)
+    block, x = Loop(Gated), torch.randn(40, D)
+    roomy = moefx.compile(block, plan=moefx.Plan(capacity_factor=E), example_inputs=(x,))
+    moefx.verify(roomy, block, (x,)).raise_if_failed()
+    tight = moefx.compile(block, plan=moefx.Plan(capacity_factor=0.25), example_inputs=(x,))
+    report = moefx.verify(tight, block, (x,))
+    assert not report.ok and "first pass that differs: limit" in str(report)
+
+
+def test_the_formula_is_exact_for_every_size():
+    compiled = moefx.compile(Loop(Gated), plan=moefx.Plan(capacity_factor=1.1), example_inputs=(torch.zeros(9, D),))
+    graph = moefx.graph(compiled, "")
+    (pft,) = graph.find(torch.ops.moefx.build_pft.default)
+    assert pft.kwargs["drop"] == "weight" and pft.kwargs["capacity"].name == "capacity"
+    text = str(graph)
+    assert "capacity" in text and 'drop="weight"' in text
+    for tokens in range(1, 50):
+        x = torch.randn(tokens, D)
+        assert torch.isfinite(compiled(x)).all()
+
+
+class Dropping(Loop):
+    def forward(self, x):
+        w, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for e in range(len(self.experts)):
+            t, k = torch.where(ids == e)
+            t, k = t[:3], k[:3]
+            out = out.index_add(0, t, self.expert(e, x[t], w[t, k, None]))
+        return out
+
+
+class Unweighted(Loop):
+    def expert(self, e, x, w):
+        return self.experts[e](x)
+
+
+@pytest.mark.parametrize(
+    "block, text", [(Dropping, "drops choices by a rule of its own"), (Unweighted, "no routing w")]
+)
+def test_what_cannot_be(block, text):
+    with pytest.raises(InvalidPlan, match=text):
+        moefx.compile(block(), plan=moefx.Plan(capacity_factor=1.0), example_inputs=(torch.zeros(9, D),))
+
+
+@pytest.mark.parametrize("wrong", [{"capacity_factor": 0}, {"capacity_factor": "1"}, {"drop": "random"}, {"chunks": 0}])
+def test_fields(wrong):
+    with pytest.raises(InvalidPlan, match=next(iter(wrong))):
+        moefx.Plan(**wrong)
