@@ -100,7 +100,7 @@ def _insert(routed: Routed, placement: Placement, ways: Ways, stacked: Collectio
         chunk.move_experts()
     for number, node in enumerate(routed.sums):
         users = list(node.users)
-        with graph.inserting_before(chunks[0].routed.sums[number].next):
+        with graph.inserting_before(chunks[0].routed.sums[number].next):  # the first copy is behind all others
             out, *more = [chunk.insert_back(chunk.routed.sums[number]) for chunk in chunks]
             for other in more:  # each has the sums of its own tokens, and 0 for the others'
                 out = routed.call(aten.add.Tensor, (out, other), {}, ("S", "D"), "out")

@@ -16,7 +16,7 @@ import moefx.ir.sequence
 from moefx.errors import InvalidPlan
 from moefx.ir.payload import wait
 
-from ..passes.blocks import D, Loop
+from ..passes.blocks import D, Dropping
 from .models import BLOCKS, Model, compiled_beside, is_of_experts
 
 
@@ -82,18 +82,6 @@ def case_partial_gradients() -> None:
     (want**2).sum().backward()
     torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
     gradients_are_right(block, compiled, mesh)
-
-
-class Dropping(Loop):
-    """No more than three tokens for an expert."""
-
-    def mixed(self, x, w, ids):
-        out = torch.zeros_like(x)
-        for e in range(len(self.experts)):
-            t, k = torch.where(ids == e)
-            t, k = t[:3], k[:3]
-            out = out.index_add(0, t, self.expert(e, x[t], w[t, k, None]))
-        return out
 
 
 def case_capacity_is_one_of_all_tokens() -> None:

@@ -11,7 +11,7 @@ import moefx
 from moefx.errors import InvalidPlan
 from moefx.ir.routing import build_pft
 
-from .blocks import D, E, Gated, Loop
+from .blocks import D, Dropping, E, Gated, Loop
 
 
 class Kept(Loop):
@@ -72,17 +72,6 @@ def test_the_formula_is_exact_for_every_size():
     for tokens in range(1, 50):
         x = torch.randn(tokens, D)
         assert torch.isfinite(compiled(x)).all()
-
-
-class Dropping(Loop):
-    def forward(self, x):
-        w, ids = self.route(x)
-        out = torch.zeros_like(x)
-        for e in range(len(self.experts)):
-            t, k = torch.where(ids == e)
-            t, k = t[:3], k[:3]
-            out = out.index_add(0, t, self.expert(e, x[t], w[t, k, None]))
-        return out
 
 
 class Unweighted(Loop):
