@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
 import moefx.ir.exchange as exchange
+from moefx.distribute import spread_blocks
 from moefx.ir.payload import group_of, start
 
 HIDDEN = 8  # of an expert: what they compute is not measured here
@@ -100,6 +101,9 @@ def main() -> None:
         )  # fmt: skip
         blocks[way] = moefx.compile(block, mesh=mesh, plan=plan, example_inputs=(torch.zeros(8, args.dim).bfloat16(),))
         graphs[way] = Parts(fx.GraphModule(blocks[way], moefx.graph(blocks[way], "").graph))
+    auto = moefx.Plan(node_size=args.node_size, topology_levels=tuple(args.levels), validation="symbolic")
+    found = moefx.compile(block, mesh=mesh, plan=auto, example_inputs=(torch.zeros(8, args.dim).bfloat16(),))
+    picked = str(spread_blocks(found)[""])
     torch.manual_seed(1 + rank)
     x = torch.randn(args.tokens, args.dim).bfloat16()
     results = {}
@@ -123,7 +127,7 @@ def main() -> None:
         for part in ("dispatch", "combine"):
             result[part] = round(1e3 * statistics.median(result[part]), 2)
     if rank == 0:
-        print(json.dumps(results), flush=True)
+        print(json.dumps({"auto": picked, "ways": results}), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -53,6 +53,8 @@ CASES = (
     Case(2, 2, 512, 1024), Case(2, 2, 1024, 2048), Case(4, 2, 256, 2048), Case(4, 2, 512, 1024),
     Case(2, 2, 512, 1024, "100mbit", top_k=2), Case(4, 2, 128, 1024, "400mbit"),
     Case(4, 2, 512, 1024, racks=2, rack_rate="100mbit"),
+    # What "auto" is for: one expert a token, and links between nodes as fast as those within one.
+    Case(2, 2, 512, 1024, top_k=1), Case(2, 2, 512, 1024, "20gbit"),
 )  # fmt: skip
 
 
@@ -82,12 +84,13 @@ def measured(case: Case, repeats: int) -> dict:
 
 def table(case: Case, found: dict) -> str:
     lines = [f"{case.name}   a token's experts are on {case.nodes_of_a_token:.2f} nodes (uniform)"]
-    flat, tokens = found["flat"], case.tokens * case.nodes * case.ranks
-    for way, r in found.items():
+    ways, tokens = found["ways"], case.tokens * case.nodes * case.ranks
+    flat = ways["flat"]
+    for way, r in ways.items():
         speed = " ".join(f"{part} {r[part]:8.1f} ms {flat[part] / r[part]:5.2f}x" for part in ("dispatch", "combine"))
         rows = f"{r['rows'] / tokens:.3f} rows a token leave the node"
         lines.append(f"  {way:10} {speed}   {rows}   error {r['error']:.1e}")
-    return "\n".join(lines)
+    return "\n".join([*lines, f"  auto: {found['auto']}"])
 
 
 def main() -> None:
@@ -102,7 +105,7 @@ def main() -> None:
     for case in [c for c in CASES if c.name.startswith(args.only)]:
         found = measured(case, args.repeats)
         print(table(case, found), flush=True)
-        results.append({**dataclasses.asdict(case), "ways": found})
+        results.append({**dataclasses.asdict(case), **found})
     if args.json:
         path = ROOT / "benchmarks" / "results" / "network.json"
         path.write_text(json.dumps({"environment": environment(), "cases": results}, indent=1) + "\n")
