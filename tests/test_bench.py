@@ -191,7 +191,7 @@ def test_what_of_the_exchanges_is_hidden(tmp_path):
     ]
     assert ep.shares(spans) == {"exchange_ms": 3.0, "compute_ms": 3.5, "hidden_ms": 1.5}
     pytest.importorskip("matplotlib")
-    ep.timeline({"dedup": spans, "flat": spans[1:]}, str(tmp_path / "steps.png"))
+    ep.timeline({"dedup": spans, "flat": spans[1:]}, tmp_path / "steps.png")
     assert (tmp_path / "steps.png").stat().st_size > 5000
 
 

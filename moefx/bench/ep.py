@@ -1,12 +1,12 @@
 """A MoE layer over several GPUs, forward and backward, beside one GPU that has all experts and the same tokens.
 
-    torchrun --nproc-per-node 4 -m moefx bench ep [--shapes ...] [--ways flat,dedup,...] [--out results.jsonl]
+    torchrun --nproc-per-node 4 -m moefx bench ep [--shapes ...] [--ways "one flat dedup,chunks=2 ..."] [--out FILE]
     python -m moefx bench ep --mirror 4 ...       one of 4 ranks, on one GPU, the others being its copies
 
 Weak scaling: every rank has the tokens that the one GPU has. Reported of the slowest rank: ms a step (median), and of
 one step under the profiler how long exchanges and all other kernels ran, and how much of the exchanges others hid.
 With `--mirror` an exchange takes `--latency` + bytes that leave the rank / `--bandwidth` (by default what NCCL's
-all-to-all takes on four H200s of one host), and occupies one multiprocessor where NCCL's kernels occupy several.
+all-to-all takes on four H200s of one host), and its kernel occupies 16 multiprocessors.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -135,7 +136,7 @@ def _length(spans: list[tuple[float, float]]) -> float:
     return sum(end - begin for begin, end in spans)
 
 
-def timeline(kernels: dict[str, Sequence[tuple[str, float, float]]], path: str) -> None:
+def timeline(kernels: dict[str, Sequence[tuple[str, float, float]]], path: Path) -> None:
     """A picture of one step of each way: exchanges above everything else, on one axis of time."""
     from matplotlib.figure import Figure  # in the extra `bench`
 
@@ -198,7 +199,9 @@ def measure(found: dict[str, Step]) -> dict[str, dict[str, Any]]:
 def main(argv: Sequence[str] | None = None) -> None:
     made = parser("ep", __doc__)
     add_shapes(made)
-    made.add_argument("--ways", default=",".join(("one", *WAYS)).replace(",", " "), help="one flat dedup,chunks=2 ...")
+    made.add_argument(
+        "--ways", default=" ".join(("one", *WAYS)), help="'one' and ways of rows, with plan fields behind"
+    )
     made.add_argument("--tokens", type=int, default=8192, help="of a rank")
     made.add_argument("--node-size", type=int, default=2, help="ranks of a (virtual) node")
     made.add_argument("--shared", action="store_true", help="with a shared expert beside the routed ones")
@@ -209,6 +212,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = made.parse_args(argv)
     if options.mirror:
         mirror.init(options.mirror, lambda leaving: options.latency + leaving / options.bandwidth)
+    elif "LOCAL_RANK" not in os.environ:
+        raise SystemExit("bench ep: run it with torchrun, a process for each GPU, or with --mirror RANKS on one")
     else:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl")
@@ -232,9 +237,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             if options.out:
                 write(row, options.out)
         if options.plot:
-            name = options.plot if len(options.shapes) == 1 else f"{shape.name}_{options.plot}"
-            timeline(kernels, name)
-            print(f"wrote {name}", flush=True)
+            path = Path(options.plot)
+            if len(options.shapes) > 1:
+                path = path.with_stem(f"{path.stem}_{shape.name}")
+            timeline(kernels, path)
+            print(f"wrote {path}", flush=True)
     dist.destroy_process_group()
 
 
