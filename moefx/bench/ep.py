@@ -200,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     made = parser("ep", __doc__)
     add_shapes(made)
     made.add_argument(
-        "--ways", default=" ".join(("one", *WAYS)), help="'one' and ways of rows, with plan fields behind"
+        "--ways", default=" ".join(("one", *WAYS)), help="'one' and ways, with plan fields behind"
     )
     made.add_argument("--tokens", type=int, default=8192, help="of a rank")
     made.add_argument("--node-size", type=int, default=2, help="ranks of a (virtual) node")
