@@ -199,9 +199,7 @@ def measure(found: dict[str, Step]) -> dict[str, dict[str, Any]]:
 def main(argv: Sequence[str] | None = None) -> None:
     made = parser("ep", __doc__)
     add_shapes(made)
-    made.add_argument(
-        "--ways", default=" ".join(("one", *WAYS)), help="'one' and ways, with plan fields behind"
-    )
+    made.add_argument("--ways", default=" ".join(("one", *WAYS)), help="'one' and ways, with plan fields behind")
     made.add_argument("--tokens", type=int, default=8192, help="of a rank")
     made.add_argument("--node-size", type=int, default=2, help="ranks of a (virtual) node")
     made.add_argument("--shared", action="store_true", help="with a shared expert beside the routed ones")

@@ -19,6 +19,19 @@ def picked(inter: float, intra: float, latency: float = 0.0, top_k: int = 8, **m
     )
 
 
+@pytest.mark.parametrize(
+    "seconds, way",  # as predicted over emulated nodes; the way that took the least, or as long as that, is picked
+    [
+        ({"flat": 3343, "dedup": 1511, "rbd": 869, "halo": 856}, "rbd"),
+        ({"flat": 1983, "dedup": 1738, "rbd": 1498, "halo": 1490}, "dedup"),
+        ({"flat": 425, "dedup": 425, "rbd": 446, "halo": 441}, "flat"),
+        ({"flat": 119.6, "dedup": 54.9, "rbd": 68.3, "halo": 49.5}, "dedup"),
+    ],
+)
+def test_what_was_fastest_when_measured(seconds, way):
+    assert fastest(seconds) == way
+
+
 def test_expected_parts():
     """X-MoE's redundancy for 256 experts, 8 of them a token, 8 ranks a node: 75.1 % and 54.8 %."""
     for nodes, redundancy in ((2, 0.751), (4, 0.548), (8, 0.338), (16, 0.185), (32, 0.092)):
