@@ -168,7 +168,7 @@ def wait_rows(
         Of the rows received, in the order of the parts and of the ranks they come from: tokens [R,D], the places of
         their choices int32 [R,J], then choices [R,J].
     """
-    layout = layout_of_rows(tokens, choices, place.shape[1] if dedup else 1, num_slots).columns
+    layout = layout_of_rows(tokens, choices, place, num_slots=num_slots, dedup=dedup).columns
     arrived = [wait(part) for part in sent]
     columns = split_columns(arrived, dtypes=[c.dtype_name for c in layout], widths=[c.width for c in layout])
     return [*columns[: len(tokens)], columns[-1].to(torch.int32), *columns[len(tokens) : -1]]
@@ -248,7 +248,7 @@ def _some_rows() -> Any:
 @all_to_all_rows.fake
 def _(tokens, choices, place, *plan, num_slots, dedup, group):
     values = _Values.like(tokens, choices, place, dedup)
-    num_bytes = layout_of_rows(tokens, choices, values.width, num_slots).num_bytes
+    num_bytes = layout_of_rows(tokens, choices, place, num_slots=num_slots, dedup=dedup).num_bytes
     sent = place.new_empty((_some_rows(), num_bytes), dtype=torch.uint8)
     return sent, values.ticket(place, _some_rows())
 

@@ -58,9 +58,12 @@ class Layout:
         return [packed[:, begin : begin + column.num_bytes].view(column.dtype) for begin, column in spans]
 
 
-def layout_of_rows(tokens: Sequence[Tensor], choices: Sequence[Tensor], width: int, num_slots: int) -> Layout:
-    """Of what `pack_rows` makes, `width` choices a row; places are in the smallest integers that hold them."""
+def layout_of_rows(
+    tokens: Sequence[Tensor], choices: Sequence[Tensor], place: Tensor, *, num_slots: int, dedup: bool
+) -> Layout:
+    """Of what `pack_rows` makes of the same arguments; places are in the smallest integers that hold them."""
     integers = next((t for t in (torch.int8, torch.int16) if num_slots - 1 <= torch.iinfo(t).max), torch.int32)
+    width = place.shape[1] if dedup else 1
     of_choices = [Column(c.dtype, width) for c in choices]
     return Layout([*map(Column.like, tokens), *of_choices, Column(integers, width)])
 
@@ -96,7 +99,7 @@ def pack_rows(
         local = (local % num_slots).masked_fill_(~is_there, -1)
     else:
         local = own % num_slots
-    layout = layout_of_rows(tokens, choices, place.shape[1] if dedup else 1, num_slots)
+    layout = layout_of_rows(tokens, choices, place, num_slots=num_slots, dedup=dedup)
     packed = layout.empty(num_rows, place)
     of_choices = [c[token] if dedup else c[token, slot][:, None] for c in choices]
     for view, values in zip(layout.views(packed), [*(t[token] for t in tokens), *of_choices, local], strict=True):
@@ -125,7 +128,7 @@ def split_columns(buffers: list[Tensor], *, dtypes: list[str], widths: list[int]
 
 @pack_rows.fake
 def _(tokens, choices, place, token_ids, slot_ids, *, num_rows, num_slots, dedup):
-    return layout_of_rows(tokens, choices, place.shape[1] if dedup else 1, num_slots).empty(num_rows, place)
+    return layout_of_rows(tokens, choices, place, num_slots=num_slots, dedup=dedup).empty(num_rows, place)
 
 
 @join_columns.fake

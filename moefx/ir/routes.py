@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import datetime
 import functools
+import itertools
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -107,6 +109,11 @@ def plan_dispatch(
     return build_pft(rank, None, ~again, num_experts=num_ranks)[:4]
 
 
+def units_of(levels: Sequence[int]) -> list[int]:
+    """How many units each level has in all, coarse to fine."""
+    return list(itertools.accumulate(levels, operator.mul))
+
+
 def rank_of(place: Tensor, num_slots: int) -> Tensor:
     return torch.div(place, num_slots, rounding_mode="floor")  # -1 stays -1
 
@@ -185,8 +192,7 @@ def count_rows(place: Tensor, *, levels: Sequence[int], num_slots: int, dedup: b
     if near:
         beside = [at[:, slice(*near)].sum(0)]
         at[:, slice(*near)] = 0
-    for j in range(len(levels)):
-        units = math.prod(levels[: j + 1])
+    for units in units_of(levels):
         inside = at.unflatten(1, (units, number // units))
         counts.append((inside.amax(2) if dedup else inside.sum(2)).sum(0))
     return torch.cat([*counts, *beside, counts[0].new_zeros(1)])
@@ -207,7 +213,7 @@ class _Counts:
         self.levels, self.near = list(levels), near
         self.own = [own // math.prod(levels[j + 1 :]) % n for j, n in enumerate(levels)]
         self.node = [own // levels[-1] * levels[-1], (own // levels[-1] + 1) * levels[-1]]
-        units = [math.prod(levels[: j + 1]) for j in range(len(levels))]
+        units = units_of(levels)
         self.begins = [sum(units[:j]) for j in range(len(levels))]  # of the levels, among the numbers
         self.end = sum(units)
         self._told: dict[torch.device, Tensor] = {}
@@ -279,7 +285,7 @@ def _(place, *, num_ranks, num_slots, dedup):
 
 @count_rows.fake
 def _(place, *, levels, num_slots, dedup, near):
-    units = [math.prod(levels[: j + 1]) for j in range(len(levels))]
+    units = units_of(levels)
     return place.new_empty(sum(units) + (near[1] - near[0] if near else 0) + 1, dtype=torch.int64)
 
 

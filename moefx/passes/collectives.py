@@ -199,20 +199,20 @@ class _Exchange:
         self._call, self._parts = routed.call, routed.parts
         self.hops: list[_Hop] = []  # level by level
         self.near: _Hop | None = None
-        self.received: dict[fx.Node, fx.Node] = {}
+        self.received: dict[fx.Node, fx.Node] = {}  # of what was sent
+        self.routes: dict[fx.Node, fx.Node] = {}  # of the results of `build_pft`
 
     def insert_plans(self, place: fx.Node) -> None:
         """Of the exchanges that start with this rank's own tokens."""
-        ways = self.ways
+        ways, near = self.ways, None
         if ways.near_apart:
             kwargs = {"num_places": ways.sizes[-1] * self.placement.num_slots}
             begin = ways.position // ways.sizes[-1] * kwargs["num_places"]
             parted = self._call(ops.near_and_far.default, (place,), {"begin": begin, **kwargs})
             near, place = self._parts(parted, (("S", "K"), ("S", "K")), ("near", "far"))
-            self.hops.append(self._plan(0, place, ways.label(0)))
+        self.hops.append(self._plan(0, place, ways.label(0)))
+        if near is not None:
             self.near = self._plan(len(ways.levels) - 1, near, "near")
-        else:
-            self.hops.append(self._plan(0, place, ways.label(0)))
 
     def insert_rows(self, tokens: list[fx.Node], choices: list[fx.Node], splits: Iterator[fx.Node]) -> None:
         """The exchange: what arrives of tokens and choices, and a `build_pft` of those here."""
@@ -231,15 +231,16 @@ class _Exchange:
         own_weights = self.received[weights] if 4 in self.results else None
         here = self._call(ops.build_pft.default, (local, own_weights, None), {"num_experts": slots})
         parts = self._parts(here, (("B",), ("B",), ("E+1",), ("R", "J"), ("B",)))
-        self.received |= {self.results[i]: parts[i] for i in self.results}
+        self.routes = {self.results[i]: parts[i] for i in self.results}
 
     def move_experts(self) -> None:
         """The experts compute on what was received, with the parameters of this rank's."""
         routed = self.routed
         for node in routed.region:
-            for before, after in self.received.items():
-                if before in routed.results.values() or node in routed.gathers or node in routed.picks:
-                    node.replace_input_with(before, after)
+            if node in routed.gathers or node in routed.picks:
+                node.args = (self.received[node.args[0]], *node.args[1:])
+            for before, after in self.routes.items():
+                node.replace_input_with(before, after)
             self._own_parameters(node)
             _now_of_received(node)
 

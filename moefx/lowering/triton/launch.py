@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
-from triton import knobs
+from triton import knobs, next_power_of_2
 from triton.runtime import driver
 
 INTERPRETED = knobs.runtime.interpret  # the kernels are defined for Triton's interpreter
@@ -77,3 +79,15 @@ def described(argument: Any) -> Any:
 def cdiv(a: int, b: int) -> int:
     """As `triton.cdiv`, which is a function of kernels too and takes its time."""
     return -(-a // b)
+
+
+def block_of(width: int, elements: int = 2048) -> tuple[int, int]:
+    """(rows, columns) of a block in kernels that are bound by memory."""
+    columns = min(next_power_of_2(width), elements)
+    return max(1, elements // columns), columns
+
+
+def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device, which need not be the tensors'."""
+    is_elsewhere = device.type == "cuda" and torch.cuda.current_device() != device.index
+    return torch.cuda.device(device) if is_elsewhere else contextlib.nullcontext()

@@ -3,8 +3,6 @@ how many rows there are changes with every call."""
 
 from __future__ import annotations
 
-import contextlib
-import math
 from collections.abc import Sequence
 
 import torch
@@ -15,7 +13,7 @@ from ...ir import routes
 from ...ir.packing import Column, Layout, layout_of_rows
 from . import places as _places
 from . import rows
-from .launch import cdiv, launch
+from .launch import block_of, cdiv, launch, on
 from .routing import build_pft
 
 _ELEMENTS = 4096  # of a block
@@ -29,9 +27,9 @@ def combine(
     """See `ir.routing.combine`."""
     (num_tokens, num_slots), width = inverse.shape, rows_in.shape[1]
     out = rows_in.new_empty((num_tokens, width))
-    bt, bd = _block(width, 2048)
+    bt, bd = block_of(width)
     if out.numel():
-        with _on(out):
+        with on(out.device):
             launch(
                 rows.combine_kernel,
                 (cdiv(num_tokens, bt), cdiv(width, bd)),
@@ -48,7 +46,7 @@ def place_choices(topk_ids: Tensor, keep: Tensor | None, *, places: Sequence[int
         return place
     table = routes.table_of(places, topk_ids.device)
     kept = None if keep is None else keep.contiguous().view(torch.uint8)
-    with _on(place):
+    with on(place.device):
         launch(
             _places.place_kernel,
             (cdiv(place.numel(), 1024),),
@@ -66,7 +64,7 @@ def plan_dispatch(
         return routes.plan_dispatch.reference(place, num_ranks=num_ranks, num_slots=num_slots, dedup=dedup)
     pilot = torch.empty_like(place, memory_format=torch.contiguous_format)
     num_tokens, top_k = place.shape
-    with _on(place):
+    with on(place.device):
         launch(
             _places.pilots_kernel,
             (cdiv(num_tokens, _TOKENS),),
@@ -78,7 +76,7 @@ def plan_dispatch(
 
 def count_rows(place: Tensor, *, levels: Sequence[int], num_slots: int, dedup: bool, near: Sequence[int]) -> Tensor:
     """See `ir.routes.count_rows`."""
-    units = [math.prod(levels[: j + 1]) for j in range(len(levels))]
+    units = routes.units_of(levels)
     num_near = near[1] - near[0] if near else 0
     counts = place.new_zeros(sum(units) + num_near + 1, dtype=torch.int64)
     if not place.numel():
@@ -89,7 +87,7 @@ def count_rows(place: Tensor, *, levels: Sequence[int], num_slots: int, dedup: b
     # (is near, how many units, where their numbers begin, places of each)
     wanted = [(False, n, sum(units[:j]), units[-1] // n * num_slots) for j, n in enumerate(units)]
     wanted += [(True, num_near, sum(units), num_slots)] * bool(near)
-    with _on(place):
+    with on(place.device):
         for is_near, number, stored, slots in wanted:
             launch(
                 _places.count_rows_kernel,
@@ -113,12 +111,12 @@ def pack_rows(
 ) -> Tensor:
     """See `ir.packing.pack_rows`."""
     top_k = place.shape[1]
-    layout = layout_of_rows(tokens, choices, top_k if dedup else 1, num_slots)
+    layout = layout_of_rows(tokens, choices, place, num_slots=num_slots, dedup=dedup)
     packed = layout.empty(num_rows, place)
     if not num_rows:
         return packed
     *columns, places = layout.views(packed)
-    with _on(packed):
+    with on(packed.device):
         for values, out in zip(tokens, columns, strict=False):
             _move(values, out, token_ids)
         for values, out in zip(choices, columns[len(tokens) :], strict=True):
@@ -139,7 +137,7 @@ def join_columns(columns: Sequence[Tensor]) -> Tensor:
     layout = Layout([*map(Column.like, columns)])
     packed = layout.empty(columns[0].shape[0], columns[0])
     if packed.shape[0]:
-        with _on(packed):
+        with on(packed.device):
             for values, out in zip(columns, layout.views(packed), strict=True):
                 _move(values, out)
     return packed
@@ -151,7 +149,7 @@ def split_columns(buffers: Sequence[Tensor], *, dtypes: Sequence[str], widths: S
     sizes = [buffer.shape[0] for buffer in buffers]
     for column in layout.columns:
         found.append(buffers[0].new_empty((sum(sizes), column.width), dtype=column.dtype))
-    with _on(buffers[0]):
+    with on(buffers[0].device):
         parts = zip(*(out.split(sizes) for out in found), strict=True)
         for buffer, outs in zip(buffers, parts, strict=True):
             for values, out in zip(layout.views(buffer), outs, strict=True):
@@ -168,7 +166,7 @@ def _move(
         source = source.contiguous()
     source, out = _in_words(source, out)
     num_rows, width = out.shape
-    bt, bd = _block(width, _ELEMENTS)
+    bt, bd = block_of(width, _ELEMENTS)
     launch(
         rows.move_kernel,
         (cdiv(num_rows, bt), cdiv(width, bd)),
@@ -179,22 +177,6 @@ def _move(
 
 def _in_words(*tensors: Tensor) -> list[Tensor]:
     size = tensors[0].element_size()
-    for word in _WORDS:
-        if word.itemsize <= size:  # no wider word fits
-            return [t.view(word) for t in tensors]
-        spans = [span * size for t in tensors for span in (t.shape[-1], t.stride(0), t.storage_offset())]
-        if all(span % word.itemsize == 0 for span in spans):
-            return [t.view(word) for t in tensors]
-    raise AssertionError("bytes fit")
-
-
-def _block(width: int, elements: int) -> tuple[int, int]:
-    """(rows, columns) of a block."""
-    columns = min(next_power_of_2(width), elements)
-    return max(1, elements // columns), columns
-
-
-def _on(tensor: Tensor) -> contextlib.AbstractContextManager:
-    """Triton launches on the current device, which need not be the tensors'."""
-    is_elsewhere = tensor.device.type == "cuda" and torch.cuda.current_device() != tensor.device.index
-    return torch.cuda.device(tensor.device) if is_elsewhere else contextlib.nullcontext()
+    spans = [span * size for t in tensors for span in (t.shape[-1], t.stride(0), t.storage_offset())]
+    word = next(w for w in _WORDS if w.itemsize <= size or all(span % w.itemsize == 0 for span in spans))
+    return [t.view(word) for t in tensors]

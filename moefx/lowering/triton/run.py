@@ -20,7 +20,7 @@ from . import roles, rows
 from .configs import Config, num_multiprocessors, portable, target
 from .gemm import rows_kernel, up_kernel
 from .gemm_backward import act_backward_kernel, outer_kernel
-from .launch import cdiv
+from .launch import block_of, cdiv
 from .pointwise import Pointwise, pointwise
 from .tape import apply, empty, launch
 from .tiles import schedule_kernel
@@ -163,7 +163,7 @@ class Run:
     def activate(self, hidden: Sequence[Tensor], act: Tensor) -> None:
         """The pointwise part by itself."""
         width = self.act_width
-        (h0, h1), (bt, bd) = self.parts(hidden), _block(width)
+        (h0, h1), (bt, bd) = self.parts(hidden), block_of(width)
         launch(
             rows.act_kernel,
             (cdiv(self.call.num_rows, bt), cdiv(width, bd)),
@@ -237,7 +237,7 @@ class Run:
         num_tokens, num_slots = self.call.inverse.shape
         width = out.shape[1]
         total = self.empty(num_tokens, width, dtype)
-        bt, bd = _block(width)
+        bt, bd = block_of(width)
         launch(
             rows.combine_kernel,
             (cdiv(num_tokens, bt), cdiv(width, bd)),
@@ -306,7 +306,7 @@ class Run:
         if not cut.fused:
             grad_act = self.empty(call.num_rows, width) if scaled_act is None else scaled_act
             self.multiply_rows([grad], [self.down], grad_act, backward=True, gather=gather, cut=cut)
-            bt, bd = _block(width)
+            bt, bd = block_of(width)
             args = (grad_act, h0, h1, dh0, dh1, h0.stride(0), call.expert_offsets, self.w, dots, call.num_rows)
             args = (*args, width, self.num_experts)
             launch(rows.act_vjp_kernel, (cdiv(call.num_rows, bt),), args, constants | dict(BT=bt, BD=bd))
@@ -402,7 +402,7 @@ class Run:
     def gather(self, tensor: Tensor) -> Tensor:
         """The routed rows [B,width] of a tensor by token."""
         num_rows, width = self.call.num_rows, tensor.shape[1]
-        out, (bt, bd) = self.empty(num_rows, width), _block(width, 4096)
+        out, (bt, bd) = self.empty(num_rows, width), block_of(width, 4096)
         launch(
             rows.gather_kernel,
             (cdiv(num_rows, bt), cdiv(width, bd)),
@@ -422,12 +422,6 @@ class Run:
             dict(SCALE=scale, HAS_SCALE=scale is not None, GATHER=gather, BR=32, BD=64),
         )
         return out
-
-
-def _block(width: int, elements: int = 2048) -> tuple[int, int]:
-    """(rows, columns) of a block in kernels that are bound by memory."""
-    columns = min(next_power_of_2(width), elements)
-    return max(1, elements // columns), columns
 
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:

@@ -277,10 +277,7 @@ def played(
     """
     key = (key, tuple(map(_form, inputs)), tuple(map(_place, constants)))
     assert inputs[0] is not None
-    device = inputs[0].device
-    # Triton launches on the current device, which need not be the tensors'.
-    is_elsewhere = device.type == "cuda" and torch.cuda.current_device() != device.index
-    with torch.cuda.device(device) if is_elsewhere else contextlib.nullcontext():
+    with launching.on(inputs[0].device):
         tape = _tapes.get(key)
         if tape is not None:
             for path, times in tape.weight_paths.items():

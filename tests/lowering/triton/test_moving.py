@@ -34,7 +34,7 @@ def test_pack_and_split(device, dtype, width, dedup):
     want = packing.pack_rows.reference(*args, **options)
     there = [[t.to(device) for t in a] if isinstance(a, list) else a.to(device) for a in args]
     got = moving.pack_rows(*there, **options)
-    layout = packing.layout_of_rows([x, more], [weights, floats], top_k if dedup else 1, slots)
+    layout = packing.layout_of_rows([x, more], [weights, floats], place, num_slots=slots, dedup=dedup)
     assert layout.columns[-1].dtype is torch.int16
     for a, b in zip(layout.views(got), layout.views(want), strict=True):
         same(a, b)
