@@ -70,23 +70,32 @@ class _Mlp(nn.Module):
 
 
 class Step:
-    """Forward and backward of a layer on this rank's tokens."""
+    """Forward and backward of a layer on this rank's tokens, others at each step: so are the numbers of rows that ranks
+    send each other."""
 
     def __init__(self, layer: nn.Module, shape: Shape):
-        self.layer, rank = layer, dist.get_rank()
-        generator = torch.Generator("cuda").manual_seed(17 + rank)
-        self.x = torch.randn(shape.T, shape.d, device="cuda", generator=generator).bfloat16().requires_grad_()
-        self.grad = torch.randn(shape.T, shape.d, device="cuda", generator=generator).bfloat16()
+        self.layer, self.shape = layer, shape
+        self.generator = torch.Generator("cuda").manual_seed(17 + dist.get_rank())
+        self.grad = self._random()
+        self.inputs: list[Tensor] = []
+
+    def _random(self) -> Tensor:
+        size = self.shape.T, self.shape.d
+        return torch.randn(size, device="cuda", dtype=torch.bfloat16, generator=self.generator)
+
+    def prepare(self, steps: int) -> None:
+        """Make the inputs of so many steps."""
+        self.inputs = [self._random().requires_grad_() for _ in range(steps)]
 
     def __call__(self) -> None:
-        out = self.layer(self.x)
-        out.backward(self.grad)
-        for tensor in (self.x, *self.layer.parameters()):
-            tensor.grad = None
+        self.layer(self.inputs.pop()).backward(self.grad)
+        for parameter in self.layer.parameters():
+            parameter.grad = None
 
     def ms(self) -> float:
         """Of a step, with others before and behind it."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.prepare(_STEPS)
         dist.barrier()
         begin.record()
         for _ in range(_STEPS):
@@ -97,6 +106,7 @@ class Step:
 
     def kernels(self) -> list[tuple[str, float, float]]:
         """(name, begin, end) of those of one step, ms, in order."""
+        self.prepare(2)
         self()
         torch.cuda.synchronize()
         with torch.profiler.profile() as profile:
@@ -177,6 +187,7 @@ def steps(shape: Shape, mesh: DeviceMesh, ways: Sequence[str], shared: bool, nod
         plan = moefx.Plan(validation="symbolic", **given)
         compiled = moefx.compile(layer, mesh=mesh if given else None, plan=plan, example_inputs=example)
         found[way] = Step(compiled, shape)
+        found[way].prepare(1)
         found[way]()
         torch.cuda.synchronize()
         if dist.get_rank() == 0:
