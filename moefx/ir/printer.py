@@ -171,8 +171,9 @@ class _Printer:
     def _comment(self, node: Node, results: Sequence[Node | None] | None) -> str:
         if target_name(node) == BUILD_PFT:
             drops = node.kwargs.get("capacity") is not None or any(a is not None for a in node.args[2:])
-            size = "R*J" if "R" in str(node.meta.get("letters")) else "S*K"
-            return f"B = {size}, valid up to expert_offsets[E]" if drops or size == "R*J" else f"B = {size}"
+            if (known := node.kwargs.get("num_rows")) is not None:
+                return f"B = {self._value(known)}, and up to 1/32 more"
+            return "B = S*K, valid up to expert_offsets[E]" if drops else "B = S*K"
         if target_name(node) in _BUNDLES:
             return ""
         if results:

@@ -145,8 +145,8 @@ def exchange_counts(
         timeout: seconds to wait for the other ranks; None: as long as the process group allows.
 
     Returns:
-        int64 [2,W] on the host, W = levels[i], of each hop; with `near`, of the exchange in the node at last. For one
-        chunk after the other.
+        int64 [2,W] on the host, W = levels[i], of each hop, and with `near` of the exchange in the node; then [1], of
+        how many choices the experts are here. For one chunk after the other.
 
     Raises:
         RanksLost: another rank has died, does not answer in time, or has another fingerprint.
@@ -154,11 +154,8 @@ def exchange_counts(
     own = group_of(group)
     counted = _counted(tuple(levels), dist.get_rank(own), near)
     near_node = counted.node if near else []
-    # [chunks, numbers], and one more that is the same for all ranks
-    counts = torch.stack(
-        [count_rows(place, levels=levels, num_slots=num_slots, dedup=dedup, near=near_node) for place in places]
-    )
-    counts = torch.cat([counts, counts.new_full((len(places), 1), fingerprint)], 1)
+    kwargs = {"levels": levels, "num_slots": num_slots, "dedup": dedup, "near": near_node, "fingerprint": fingerprint}
+    counts = torch.stack([count_rows(place, **kwargs) for place in places])  # [chunks, numbers]
     told = counts[:, counted.told(counts.device)].movedim(1, 0).contiguous()
     heard = torch.empty_like(told)  # [positions, chunks, numbers]
     with others_answer():
@@ -177,17 +174,20 @@ def exchange_counts(
 
 
 @op(
-    "count_rows(Tensor place, *, int[] levels, int num_slots, bool dedup, int[] near) -> Tensor",
+    "count_rows(Tensor place, *, int[] levels, int num_slots, bool dedup, int[] near, int fingerprint=0) -> Tensor",
     contract="place[S,K] -> counts[_]",
 )
-def count_rows(place: Tensor, *, levels: Sequence[int], num_slots: int, dedup: bool, near: Sequence[int]) -> Tensor:
+def count_rows(
+    place: Tensor, *, levels: Sequence[int], num_slots: int, dedup: bool, near: Sequence[int], fingerprint: int = 0
+) -> Tensor:
     """Rows of one rank's choices for each unit of each level, coarse to fine, int64; with `near` = [begin, end), the
-    positions of the own node, whose choices then do not count there, those for each of them at last; and a 0."""
+    positions of the own node, whose choices then do not count there, those for each of them. Then choices at each
+    position, a 0, and the fingerprint."""
     number = math.prod(levels)
     position = rank_of(place, num_slots).to(torch.int64) + 1
-    at = torch.zeros((place.shape[0], number + 1), dtype=torch.int64, device=place.device)
-    at = at.scatter_add_(1, position, torch.ones_like(position))[:, 1:]
-    at = at.clamp(max=1) if dedup else at  # whether a token has a choice there
+    choices = torch.zeros((place.shape[0], number + 1), dtype=torch.int64, device=place.device)
+    choices = choices.scatter_add_(1, position, torch.ones_like(position))[:, 1:]
+    at = choices.clamp(max=1) if dedup else choices.clone()  # whether a token has a choice there
     counts, beside = [], []
     if near:
         beside = [at[:, slice(*near)].sum(0)]
@@ -195,7 +195,12 @@ def count_rows(place: Tensor, *, levels: Sequence[int], num_slots: int, dedup: b
     for units in units_of(levels):
         inside = at.unflatten(1, (units, number // units))
         counts.append((inside.amax(2) if dedup else inside.sum(2)).sum(0))
-    return torch.cat([*counts, *beside, counts[0].new_zeros(1)])
+    return torch.cat([*counts, *beside, choices.sum(0), counts[0].new_tensor([0, fingerprint])])
+
+
+def num_counts(levels: Sequence[int], near: Sequence[int]) -> int:
+    """How many numbers `count_rows` finds."""
+    return sum(units_of(levels)) + (near[1] - near[0] if near else 0) + math.prod(levels) + 2
 
 
 class _Counts:
@@ -207,6 +212,8 @@ class _Counts:
 
     Attributes:
         node: begin and end of the positions of the own node.
+        beside: where among the numbers those for the positions of the own node begin; choices: those of choices; zero:
+            a 0, behind which is the fingerprint.
     """
 
     def __init__(self, levels: Sequence[int], own: int, near: bool):
@@ -215,29 +222,29 @@ class _Counts:
         self.node = [own // levels[-1] * levels[-1], (own // levels[-1] + 1) * levels[-1]]
         units = units_of(levels)
         self.begins = [sum(units[:j]) for j in range(len(levels))]  # of the levels, among the numbers
-        self.end = sum(units)
+        self.beside = sum(units)
+        self.choices = self.beside + self.levels[-1] * near
+        self.zero = self.choices + math.prod(levels)
         self._told: dict[torch.device, Tensor] = {}
 
     def told(self, device: torch.device) -> Tensor:
-        """Of what each position is told the indices among the numbers, behind which one more comes that all are told,
-        [positions, numbers]."""
+        """Of what each position is told the indices among the numbers, [positions, numbers]."""
         if device not in self._told:
             self._told[device] = torch.tensor([self._told_to(p) for p in range(math.prod(self.levels))], device=device)
         return self._told[device]
 
     def _told_to(self, position: int) -> list[int]:
-        zero = self.end + self.levels[-1] * self.near
         told = [position // math.prod(self.levels[1:])]
         for j, n in enumerate(self.levels[1:], 1):
             begin, parent = self.begins[j], position // math.prod(self.levels[j:])
             told += range(begin + parent * n, begin + (parent + 1) * n)
         if self.near:
             is_near = self.node[0] <= position < self.node[1]
-            told.append(self.end + position - self.node[0] if is_near else zero)
-        return [*told, zero + 1]
+            told.append(self.beside + position - self.node[0] if is_near else self.zero)
+        return [*told, self.choices + position, self.zero + 1]
 
     def splits(self, counts: Tensor, heard: Tensor) -> list[Tensor]:
-        """[2,W] of each hop, of this rank's numbers and of what each position told."""
+        """[2,W] of each hop, and [1] choices that end here, of this rank's numbers and of what each position told."""
         heard = heard.unflatten(0, self.levels)
         own, begin = self.own, 1
         found = [torch.stack([counts[: self.levels[0]], heard[(slice(None), *own[1:], 0)]])]
@@ -247,9 +254,9 @@ class _Counts:
             found.append(torch.stack([through[own[j]], through[:, own[j]]]))
             begin += n
         if self.near:
-            beside = counts[self.end : self.end + self.levels[-1]]
-            found.append(torch.stack([beside, heard[(*own[:-1], slice(None), -2)]]))
-        return found
+            beside = counts[self.beside : self.choices]
+            found.append(torch.stack([beside, heard[(*own[:-1], slice(None), -3)]]))
+        return [*found, heard[..., -2].sum()[None]]
 
 
 @functools.lru_cache(maxsize=64)
@@ -284,12 +291,11 @@ def _(place, *, num_ranks, num_slots, dedup):
 
 
 @count_rows.fake
-def _(place, *, levels, num_slots, dedup, near):
-    units = units_of(levels)
-    return place.new_empty(sum(units) + (near[1] - near[0] if near else 0) + 1, dtype=torch.int64)
+def _(place, *, levels, num_slots, dedup, near, fingerprint=0):
+    return place.new_empty(num_counts(levels, near), dtype=torch.int64)
 
 
 @exchange_counts.fake
 def _(places, *, levels, num_slots, dedup, near=False, fingerprint=0, timeout=None, group):
-    sizes = [*levels, *list(levels[-1:]) * near] * len(places)
-    return [torch.empty((2, size), dtype=torch.int64, device="cpu") for size in sizes]
+    sizes = [*((2, n) for n in (*levels, *list(levels[-1:]) * near)), (1,)] * len(places)
+    return [torch.empty(size, dtype=torch.int64, device="cpu") for size in sizes]

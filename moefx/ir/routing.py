@@ -16,7 +16,7 @@ DROP_RULES = ("none", "position_token", "position_slot", "weight")
 
 @op(
     "build_pft(Tensor topk_ids, Tensor? topk_weights, Tensor? keep, *, int num_experts, "
-    'SymInt? capacity=None, str drop="none") -> (Tensor, Tensor, Tensor, Tensor, Tensor)',
+    'SymInt? capacity=None, str drop="none", Tensor? num_rows=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)',
     contract="topk_ids[S,K], topk_weights[S,K]?, keep[S,K]? -> "
     "token_ids[B], slot_ids[B], expert_offsets[E+1], inverse[S,K], combine_weights[B]",
 )
@@ -28,6 +28,7 @@ def build_pft(
     num_experts: int,
     capacity: int | None = None,
     drop: str = "none",
+    num_rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The padding-free token buffer's index arrays (ERI arrays of X-MoE, Listing 1) from the router's choice.
 
@@ -36,14 +37,19 @@ def build_pft(
     queue's order is `drop`: "position_token" (s, then k), "position_slot" (all first choices first: k, then
     s), "weight" (largest weight first, ties by position s*K+k). Entries dropped by id or `keep` never queue.
 
+    Args:
+        num_rows: how many entries are valid, int64 [1] on the host, where that is known. B is `room_for` them then,
+            else S*K. Not with `capacity`.
+
     Returns:
         token_ids[B], slot_ids[B]: where row r came from; 0 in the tail. int32.
         expert_offsets[E+1]: rows of expert e are offsets[e]:offsets[e+1]; offsets[E] is the number of valid
         rows. int32. inverse[S,K]: the row of each choice, -1 where dropped. int32. combine_weights[B]:
         `topk_weights` in row order, 0 in the tail; [0] without weights. Differentiable.
     """
-    _check_routing(topk_ids, topk_weights, keep, num_experts, capacity, drop)
-    num_slots, num_rows, device = topk_ids.shape[1], topk_ids.numel(), topk_ids.device
+    _check_routing(topk_ids, topk_weights, keep, num_rows, num_experts, capacity, drop)
+    num_slots, num_entries, device = topk_ids.shape[1], topk_ids.numel(), topk_ids.device
+    room = room_for(num_rows, topk_ids)
     expert = topk_ids.reshape(-1)
     if expert.element_size() < 4:
         expert = expert.to(torch.int32)  # num_experts itself may not fit into int8
@@ -57,8 +63,8 @@ def build_pft(
     sorted_expert, order = torch.sort(expert, stable=True)
     bounds = torch.arange(num_experts + 1, dtype=torch.int32, device=device)
     expert_offsets = torch.searchsorted(sorted_expert, bounds, out_int32=True)
-    row = torch.arange(num_rows, dtype=torch.int32, device=device)
-    in_tail = row >= expert_offsets[num_experts]
+    row = torch.arange(num_entries, dtype=torch.int32, device=device)
+    in_tail = (row >= expert_offsets[num_experts]) | (row >= room)
     inverse = torch.empty_like(row).scatter_(0, order, row.masked_fill(in_tail, -1)).view(topk_ids.shape)
     source = order.to(torch.int32).masked_fill_(in_tail, 0)
     token_ids = torch.div(source, num_slots, rounding_mode="floor")
@@ -68,7 +74,19 @@ def build_pft(
     else:
         # The tail is selected away, not multiplied: a dropped weight may be NaN.
         combine_weights = topk_weights.reshape(-1).index_select(0, order).masked_fill_(in_tail, 0)
+    by_row = token_ids, slot_ids, combine_weights
+    token_ids, slot_ids, combine_weights = by_row if room == num_entries else (t[:room].clone() for t in by_row)
     return token_ids, slot_ids, expert_offsets, inverse, combine_weights
+
+
+def room_for(num_rows: Tensor | None, topk_ids: Tensor) -> int:
+    """The number of rows B to make: some more than there are, 1/32 at most, so that few sizes occur. Then memory is
+    found again, and so is what was recorded for a size."""
+    if num_rows is None:
+        return topk_ids.numel()
+    wanted = int(num_rows)
+    step = 1 << max(0, wanted.bit_length() - 6)
+    return min(-(-wanted // step) * step, topk_ids.numel())
 
 
 def _queue_order(shape: Sequence[int], weights: Tensor | None, drop: str, device: torch.device) -> Tensor:
@@ -96,6 +114,7 @@ def _check_routing(
     topk_ids: Tensor,
     topk_weights: Tensor | None,
     keep: Tensor | None,
+    num_rows: Tensor | None,
     num_experts: int,
     capacity: Any,
     drop: str,
@@ -114,18 +133,21 @@ def _check_routing(
         raise InvalidInput(f"moefx::build_pft: capacity={capacity} does not go with drop={drop!r}")
     if drop == "weight" and topk_weights is None:
         raise InvalidInput("moefx::build_pft: drop='weight' orders by topk_weights, but there are none")
+    if num_rows is not None and capacity is not None:
+        raise InvalidInput(f"moefx::build_pft: num_rows is known, capacity={capacity} would leave fewer")
 
 
 @build_pft.fake
-def _(topk_ids, topk_weights, keep, *, num_experts, capacity=None, drop="none"):
-    _check_routing(topk_ids, topk_weights, keep, num_experts, capacity, drop)
-    num_rows = topk_ids.shape[0] * topk_ids.shape[1]
-    index = topk_ids.new_empty((num_rows,), dtype=torch.int32)
+def _(topk_ids, topk_weights, keep, *, num_experts, capacity=None, drop="none", num_rows=None):
+    _check_routing(topk_ids, topk_weights, keep, num_rows, num_experts, capacity, drop)
+    num_entries = topk_ids.shape[0] * topk_ids.shape[1]
+    room = num_entries if num_rows is None else torch.library.get_ctx().new_dynamic_size()
+    index = topk_ids.new_empty((room,), dtype=torch.int32)
     offsets = topk_ids.new_empty((num_experts + 1,), dtype=torch.int32)
     inverse = topk_ids.new_empty(topk_ids.shape, dtype=torch.int32)
     weights = topk_ids.new_empty((0,), dtype=torch.float32)
     if topk_weights is not None:
-        weights = topk_weights.new_empty((num_rows,))
+        weights = topk_weights.new_empty((room,))
     return index, torch.empty_like(index), offsets, inverse, weights
 
 

@@ -145,7 +145,7 @@ def _insert_chunks(routed: Routed, place: fx.Node, chunks: int) -> list[fx.Node]
 def _insert_counts(
     routed: Routed, places: list[fx.Node], placement: Placement, ways: Ways, fingerprint: int
 ) -> list[fx.Node]:
-    """How many rows each hop has, chunk by chunk."""
+    """How many rows each hop has, and how many choices end here, chunk by chunk."""
     kwargs = {
         "levels": ways.sizes,
         "num_slots": placement.num_slots,
@@ -157,8 +157,9 @@ def _insert_counts(
     }
     counts = routed.call(ops.exchange_counts.default, (places,), kwargs, axis=placement.axis)
     labels = [ways.label(index) for index in range(len(ways.levels))] + ["near"] * ways.near_apart
-    names = tuple(_named("splits", label) for label in labels) * len(places)
-    return routed.parts(counts, (("2", "W"),) * len(names), names)
+    names = (*(_named("splits", label) for label in labels), "choices") * len(places)
+    letters = (*(("2", "W") for _ in labels), ("1",)) * len(places)
+    return routed.parts(counts, letters, names)
 
 
 @dataclasses.dataclass
@@ -229,7 +230,8 @@ class _Exchange:
         arrived, local, scales = self._wait(self._last_hops(), ("rows", "slots", "weights"))
         self.received = dict(zip([*tokens, *choices], [*arrived, *scales], strict=True))
         own_weights = self.received[weights] if 4 in self.results else None
-        here = self._call(ops.build_pft.default, (local, own_weights, None), {"num_experts": slots})
+        kwargs = {"num_experts": slots, "num_rows": next(splits)}
+        here = self._call(ops.build_pft.default, (local, own_weights, None), kwargs)
         parts = self._parts(here, (("B",), ("B",), ("E+1",), ("R", "J"), ("B",)))
         self.routes = {self.results[i]: parts[i] for i in self.results}
 

@@ -38,9 +38,12 @@ def routed(kind: str, tokens: int, experts: int = E, k: int = K) -> torch.Tensor
     return ids
 
 
-def experts_of(x, ids, weights, w, num_experts):
+def experts_of(x, ids, weights, w, num_experts, num_rows=None):
     """Each token's weighted sum of its experts, by the dialect on one rank."""
-    token_ids, _, offsets, inverse, row_weights = build_pft(ids, weights, None, num_experts=num_experts)
+    how = {"num_experts": num_experts, "num_rows": num_rows}
+    token_ids, _, offsets, inverse, row_weights = build_pft(ids, weights, None, **how)
+    if num_rows is not None:
+        assert int(offsets[-1]) == int(num_rows) <= token_ids.shape[0] <= int(num_rows) * 33 / 32
     rows = grouped_mm(dispatch(x, token_ids, offsets, inverse), [w], offsets, transposed=False)
     return combine(rows, row_weights, token_ids, offsets, inverse)
 
@@ -49,11 +52,11 @@ def exchanged(x, ids, weights, w, places, dedup):
     world, slots = dist.get_world_size(), w.shape[0]
     how = {"num_slots": slots, "dedup": dedup}
     place = place_choices(ids, None, places=places.tolist())
-    (splits,) = exchange_counts([place], levels=[world], group=group(), **how)
+    splits, choices = exchange_counts([place], levels=[world], group=group(), **how)
     plan = (*plan_dispatch(place, num_ranks=world, **how), splits)
     sent, ticket = all_to_all_rows([x], [weights], place, *plan, group=group(), **how)
     rows, local, scales = wait_rows([sent], [ticket], [splits], [x], [weights], place, groups=[group()], **how)
-    sums = experts_of(rows, local, scales, w, slots)
+    sums = experts_of(rows, local, scales, w, slots, choices)
     back = all_to_all_back(sums, [splits], [ticket], groups=[group()])
     return wait_sums(*back, *plan, group=group()), splits
 

@@ -22,10 +22,11 @@ class Routing:
     keep: Tensor | None = None
     capacity: int | None = None
     drop: str = "none"
+    num_rows: Tensor | None = None
 
     def build(self, weights: Tensor | None = None) -> tuple[Tensor, ...]:
         weights = self.topk_weights if weights is None else weights
-        options = dict(num_experts=self.num_experts, capacity=self.capacity, drop=self.drop)
+        options = dict(num_experts=self.num_experts, capacity=self.capacity, drop=self.drop, num_rows=self.num_rows)
         return dialect.build_pft(self.topk_ids, weights, self.keep, **options)
 
 

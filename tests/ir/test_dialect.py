@@ -58,6 +58,19 @@ def test_build_pft_is_the_naive_one(routing: Routing, weighted: bool):
         assert not combine_weights[num_valid:].any()
 
 
+@FAST
+@given(routings(max_tokens=40))
+def test_build_pft_makes_room_for_the_rows_that_there_are(routing: Routing):
+    ids, weights, keep = routing.topk_ids, routing.topk_weights, routing.keep
+    whole = dialect.build_pft(ids, weights, keep, num_experts=routing.num_experts)
+    num_valid = int(whole[2][-1])
+    found = dialect.build_pft(ids, weights, keep, num_experts=routing.num_experts, num_rows=torch.tensor([num_valid]))
+    rows = found[0].shape[0]
+    assert num_valid <= rows <= min(ids.numel(), num_valid * 33 / 32)
+    for got, want in zip(found, whole, strict=True):
+        assert torch.equal(got, want[:rows] if want.shape == (ids.numel(),) else want)
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8])
 def test_build_pft_takes_any_integer_ids(dtype):
     ids = torch.tensor([[0, 3], [1, 4], [3, 0]])  # 4 == E means dropped
@@ -119,6 +132,11 @@ def test_gradient_of_the_weights_goes_to_the_kept_ones(routing: Routing):
             "drop='random', expected one of",
         ),
         ((torch.zeros(2, 2, dtype=torch.int64), None, None), {"capacity": 2}, "capacity=2 does not go with"),
+        (
+            (torch.zeros(2, 2, dtype=torch.int64), None, None),
+            {"capacity": 2, "drop": "position_token", "num_rows": torch.tensor([3])},
+            "capacity=2 would leave fewer",
+        ),
         (
             (torch.zeros(2, 2, dtype=torch.int64), None, None),
             {"drop": "position_slot"},

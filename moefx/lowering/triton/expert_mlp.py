@@ -22,13 +22,15 @@ from ...ir.expert_mlp import as_returned
 from .run import Run, precision, rows_contiguous
 from .tape import apply, played
 
+_X, _INVERSE = 0, 3  # among the arguments: sizes of these are numbers of tokens, which kernels of rows do not need
+
 
 def expert_mlp(
     *args: Any, body: str, keep: str = "h", reduce: bool = False, dtype: torch.dtype | None = None
 ) -> list[Tensor]:
     inputs, constants = args[:5], [p for group in args[5:] for p in group]
     key = ("forward", body, keep, reduce, dtype, precision(args[0]), *map(len, args[5:]))
-    return played(key, inputs, constants, lambda: _forward(Run(args, body, keep, dtype), keep, reduce))
+    return played(key, inputs, constants, lambda: _forward(Run(args, body, keep, dtype), keep, reduce), (_X, _INVERSE))
 
 
 def expert_mlp_backward(
@@ -48,7 +50,9 @@ def expert_mlp_backward(
     def host_code() -> list[Tensor]:
         return _backward(Run(forward, body, keep, dtype), grad, kept, reduce, needs, overwrite)
 
-    return played(key, inputs, constants, host_code)
+    # of tokens, then: `reduce` returned sums
+    by_token = [1 + _X, 1 + _INVERSE, *[0] * reduce]
+    return played(key, inputs, constants, host_code, by_token)
 
 
 def _forward(run: Run, keep: str, reduce: bool) -> list[Tensor]:

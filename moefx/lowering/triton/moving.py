@@ -3,7 +3,10 @@ how many rows there are changes with every call."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,17 +28,25 @@ def combine(
     rows_in: Tensor, combine_weights: Tensor | None, token_ids: Tensor, expert_offsets: Tensor, inverse: Tensor
 ) -> Tensor:
     """See `ir.routing.combine`."""
+    scale = None if combine_weights is None else rows.as_it_is
+    with on(rows_in.device):
+        return sum_rows_of_tokens(rows_in.contiguous(), combine_weights, inverse, rows_in.dtype, scale)
+
+
+def sum_rows_of_tokens(
+    rows_in: Tensor, row_weights: Tensor | None, inverse: Tensor, dtype: torch.dtype, scale: Any
+) -> Tensor:
+    """The sum of each token's rows, each times `scale` (a function of kernels) of its weight, [S,width]."""
     (num_tokens, num_slots), width = inverse.shape, rows_in.shape[1]
-    out = rows_in.new_empty((num_tokens, width))
+    out = rows_in.new_empty((num_tokens, width), dtype=dtype)
     bt, bd = block_of(width)
     if out.numel():
-        with on(out.device):
-            launch(
-                rows.combine_kernel,
-                (cdiv(num_tokens, bt), cdiv(width, bd)),
-                (rows_in.contiguous(), combine_weights, inverse, out, num_tokens, width),
-                dict(SCALE=rows.as_it_is, K=num_slots, HAS_SCALE=combine_weights is not None, BT=bt, BD=bd),
-            )
+        launch(
+            rows.combine_kernel,
+            (cdiv(num_tokens, bt), cdiv(width, bd)),
+            (rows_in, row_weights, inverse.contiguous(), out, num_tokens, width),
+            dict(SCALE=scale, K=num_slots, HAS_SCALE=scale is not None, BT=bt, BD=bd),
+        )
     return out
 
 
@@ -74,28 +85,43 @@ def plan_dispatch(
     return build_pft(pilot, None, None, num_experts=num_ranks)[:4]
 
 
-def count_rows(place: Tensor, *, levels: Sequence[int], num_slots: int, dedup: bool, near: Sequence[int]) -> Tensor:
+def count_rows(
+    place: Tensor, *, levels: Sequence[int], num_slots: int, dedup: bool, near: Sequence[int], fingerprint: int = 0
+) -> Tensor:
     """See `ir.routes.count_rows`."""
-    units = routes.units_of(levels)
-    num_near = near[1] - near[0] if near else 0
-    counts = place.new_zeros(sum(units) + num_near + 1, dtype=torch.int64)
+    counts = _zeros_and(fingerprint, routes.num_counts(levels, near), place.device).clone()
     if not place.numel():
         return counts
-    place = place.contiguous()
+    wanted, bins = _wanted(tuple(levels), num_slots, dedup, tuple(near), place.device)
     num_tokens, top_k = place.shape
-    begin, end = (p * num_slots for p in near) if near else (0, 0)
-    # (is near, how many units, where their numbers begin, places of each)
-    wanted = [(False, n, sum(units[:j]), units[-1] // n * num_slots) for j, n in enumerate(units)]
-    wanted += [(True, num_near, sum(units), num_slots)] * bool(near)
     with on(place.device):
-        for is_near, number, stored, slots in wanted:
-            launch(
-                _places.count_rows_kernel,
-                (cdiv(num_tokens, _TOKENS),),
-                (place, counts, num_tokens, begin, end, stored, number, slots),
-                dict(IS_NEAR=is_near, DEDUP=dedup, K=top_k, BINS=max(16, next_power_of_2(number)), BLOCK=_TOKENS),
-            )
+        launch(
+            _places.count_rows_kernel,
+            (cdiv(num_tokens, _TOKENS), wanted.shape[0]),
+            (place.contiguous(), counts, wanted, num_tokens),
+            dict(K=top_k, BINS=bins, BLOCK=_TOKENS),
+        )
     return counts
+
+
+@functools.lru_cache(maxsize=64)
+def _zeros_and(last: int, size: int, device: torch.device) -> Tensor:
+    return torch.tensor([*[0] * (size - 1), last], device=device)
+
+
+@functools.lru_cache(maxsize=64)
+def _wanted(
+    levels: tuple[int, ...], num_slots: int, dedup: bool, near: tuple[int, ...], device: torch.device
+) -> tuple[Tensor, int]:
+    """What `count_rows_kernel` counts, in the order of the numbers; and room for the most units of one."""
+    units, (begin, end) = routes.units_of(levels), (p * num_slots for p in near or (0, 0))
+    positions = units[-1]
+    rows = [[n, positions // n * num_slots, int(dedup), 0, begin, end] for n in units]
+    rows += [[near[1] - near[0], num_slots, int(dedup), 1, begin, end]] if near else []
+    rows += [[positions, num_slots, 0, 0, 0, 0]]
+    stored = itertools.accumulate([0, *(row[0] for row in rows[:-1])])
+    table = [[at, *row] for at, row in zip(stored, rows, strict=True)]
+    return torch.tensor(table, dtype=torch.int32, device=device), max(16, next_power_of_2(max(row[0] for row in rows)))
 
 
 def pack_rows(

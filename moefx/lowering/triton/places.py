@@ -28,21 +28,21 @@ def place_kernel(
 
 
 @triton.jit
-def _unit(place, token, k: tl.constexpr, in_list, begin, end, IS_NEAR: tl.constexpr, slots, K: tl.constexpr):
+def _unit(place, token, k: tl.constexpr, in_list, begin, end, near, slots, K: tl.constexpr):
     """Of choice k of the tokens the unit of so many places; -1 where the choice does not count, which are also those at
-    the places begin ... end - 1, or all others if IS_NEAR."""
+    the places begin ... end - 1, or with near = 1 all others."""
     at = tl.load(place + token * K + k, mask=in_list, other=-1)
-    inside = (at >= begin) & (at < end)
-    return tl.where((at >= 0) & (inside if IS_NEAR else ~inside), at // slots, -1)
+    inside = ((at >= begin) & (at < end)).to(tl.int32)
+    return tl.where((at >= 0) & (inside == near), at // slots, -1)
 
 
 @triton.jit
-def _pilot(place, token, k: tl.constexpr, in_list, begin, end, IS_NEAR: tl.constexpr, slots, K: tl.constexpr):
-    """As `_unit`, -1 also where a choice of the token before choice k is in the unit."""
-    unit = _unit(place, token, k, in_list, begin, end, IS_NEAR, slots, K)
+def _pilot(place, token, k: tl.constexpr, in_list, begin, end, near, dedup, slots, K: tl.constexpr):
+    """As `_unit`, with dedup = 1 -1 also where a choice of the token before choice k is in the unit."""
+    unit = _unit(place, token, k, in_list, begin, end, near, slots, K)
     first = unit >= 0
     for other in tl.static_range(k):
-        first = first & (_unit(place, token, other, in_list, begin, end, IS_NEAR, slots, K) != unit)
+        first = first & ((_unit(place, token, other, in_list, begin, end, near, slots, K) != unit) | (dedup == 0))
     return tl.where(first, unit, -1)
 
 
@@ -52,28 +52,24 @@ def pilots_kernel(place, pilot, num_tokens, num_slots, K: tl.constexpr, BLOCK: t
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     in_list = token < num_tokens
     for k in tl.static_range(K):
-        found = _pilot(place, token, k, in_list, 0, 0, False, num_slots, K)
+        found = _pilot(place, token, k, in_list, 0, 0, 0, 1, num_slots, K)
         tl.store(pilot + token * K + k, found, mask=in_list)
 
 
 @triton.jit(do_not_specialize=_VARYING)
-def count_rows_kernel(
-    place, counts, num_tokens, begin, end, stored, units, slots,
-    IS_NEAR: tl.constexpr, DEDUP: tl.constexpr, K: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """counts[stored + u] += rows for unit u of `slots` places each, counted from `begin` if IS_NEAR. Of integers, the
-    sum is the same in any order."""
+def count_rows_kernel(place, counts, wanted, num_tokens, K: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr):
+    """counts[stored + u] += rows for unit u of `slots` places each, counted from `begin` with near = 1; for each of
+    wanted[n] = stored, units, slots, dedup, near, begin, end. Of integers, the sum is the same in any order."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     in_list = token < num_tokens
+    told = wanted + tl.program_id(1) * 7
+    stored, units, slots, dedup = tl.load(told), tl.load(told + 1), tl.load(told + 2), tl.load(told + 3)
+    near, begin, end = tl.load(told + 4), tl.load(told + 5), tl.load(told + 6)
     bins = tl.arange(0, BINS)
     count = tl.zeros((BINS,), tl.int32)
     for k in tl.static_range(K):
-        if DEDUP:
-            unit = _pilot(place, token, k, in_list, begin, end, IS_NEAR, slots, K)
-        else:
-            unit = _unit(place, token, k, in_list, begin, end, IS_NEAR, slots, K)
+        unit = _pilot(place, token, k, in_list, begin, end, near, dedup, slots, K)
         counted = in_list & (unit >= 0)
-        if IS_NEAR:
-            unit -= begin // slots
+        unit -= near * (begin // slots)
         count += tl.histogram(tl.where(counted, unit, 0), BINS, mask=counted)
     tl.atomic_add(counts + stored + bins, count.to(tl.int64), mask=(bins < units) & (count > 0))

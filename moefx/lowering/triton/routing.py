@@ -18,14 +18,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import cdiv
+from ...ir.routing import room_for
+from .launch import cdiv, on
 from .tape import apply, empty, launch, played
 
 # Entries that are sorted together: by few warps, as what they exchange costs more than the rest.
 _BLOCK, _WARPS = 512, 2
 _DIGIT = 256  # of the radix
 # Sizes that change from call to call: a kernel is not compiled anew for them.
-_VARYING = ["num_entries", "num_blocks", "capacity"]
+_VARYING = ["num_entries", "num_blocks", "capacity", "room"]
 
 
 @triton.jit
@@ -115,12 +116,13 @@ def scan_kernel(
 @triton.jit(do_not_specialize=_VARYING)
 def scatter_kernel(
     topk_ids, keep, weights, begins, totals, cuts,
-    token_ids, slot_ids, expert_offsets, inverse, combine_weights, num_entries, num_blocks, capacity,
+    token_ids, slot_ids, expert_offsets, inverse, combine_weights, num_entries, num_blocks, capacity, room,
     E: tl.constexpr, E_BINS: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, LOG_BLOCK: tl.constexpr,
     HAS_KEEP: tl.constexpr, HAS_WEIGHTS: tl.constexpr, CAPPED: tl.constexpr, BY_SLOT: tl.constexpr,
     STAGE: tl.constexpr,
 ):  # fmt: skip
-    """Write each entry to its row, and zeros to the tail. STAGE: rows for `select`, token_ids holds entries."""
+    """Write each entry to its row, one of `room`, and zeros to the tail. STAGE: rows for `select`, token_ids holds
+    entries."""
     block = tl.program_id(0)
     bins, offset = tl.arange(0, E_BINS), tl.arange(0, BLOCK)
     total = tl.load(totals + bins, mask=bins < E, other=0)
@@ -148,8 +150,9 @@ def scatter_kernel(
     if CAPPED:
         valid = valid & (rank < capacity)
     row = tl.gather(start, safe, 0) + rank
+    valid = valid & (row < room)
     tl.store(inverse + source, tl.where(valid, row, -1), mask=source < num_entries)
-    in_tail = (entry >= num_rows) & (entry < num_entries)
+    in_tail = (entry >= num_rows) & (entry < room)
     if STAGE:
         tl.store(token_ids + row, source, mask=valid)
     else:
@@ -251,12 +254,21 @@ def build_pft(
     num_experts: int,
     capacity: int | None = None,
     drop: str = "none",
+    num_rows: Tensor | None = None,
     block: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See `ir.routing.build_pft`. `block` (a power of two) is for tests."""
     key = ("build_pft", num_experts, capacity, drop, block)
-    arguments = (topk_ids, topk_weights, keep)
-    results = played(key, arguments, (), lambda: _build_pft(*arguments, num_experts, capacity, drop, block))
+    arguments, room = (topk_ids, topk_weights, keep), room_for(num_rows, topk_ids)
+
+    def host_code() -> list[Tensor]:
+        return _build_pft(*arguments, room, num_experts, capacity, drop, block)
+
+    if num_rows is None:
+        results = played(key, arguments, (), host_code)
+    else:  # of what came from other ranks: other sizes in each call
+        with on(topk_ids.device):
+            results = host_code()
     return tuple(results)  # pyright: ignore[reportReturnType]
 
 
@@ -264,6 +276,7 @@ def _build_pft(
     topk_ids: Tensor,
     topk_weights: Tensor | None,
     keep: Tensor | None,
+    room: int,
     num_experts: int,
     capacity: int | None,
     drop: str,
@@ -287,10 +300,10 @@ def _build_pft(
     sizes = (num_experts * queues * num_blocks, num_experts * num_blocks, num_experts, num_experts)
     scratch = empty((sum(sizes) + (num_entries if by_weight else 0),), torch.int32, device)
     counts, begins, totals, cuts, entries = scratch.split([*sizes, scratch.shape[0] - sum(sizes)])
-    token_ids, slot_ids = (empty((num_entries,), torch.int32, device) for _ in range(2))
+    token_ids, slot_ids = (empty((room,), torch.int32, device) for _ in range(2))
     expert_offsets = empty((num_experts + 1,), torch.int32, device)
     inverse = empty(tuple(topk_ids.shape), torch.int32, device)
-    weights_form = ((0,), torch.float32) if weights is None else ((num_entries,), weights.dtype)
+    weights_form = ((0,), torch.float32) if weights is None else ((room,), weights.dtype)
     combine_weights = empty(*weights_form, device)
     if num_entries == 0:
         return [token_ids, slot_ids, torch.zeros_like(expert_offsets), inverse, combine_weights]
@@ -315,7 +328,8 @@ def _build_pft(
     constants = dict(E=num_experts, E_BINS=bins, K=num_slots, BLOCK=block, LOG_BLOCK=block.bit_length() - 1)
     constants |= dict(HAS_KEEP=has_keep, HAS_WEIGHTS=has_weights, CAPPED=capped, BY_SLOT=by_slot, STAGE=by_weight)
     args = (ids, keep, weights, begins, totals, cuts, entries if by_weight else token_ids, slot_ids, expert_offsets)
-    launch(scatter_kernel, (num_blocks,), (*args, inverse, staged, *sizes_of_list, capacity), constants, warps=_WARPS)
+    args = (*args, inverse, staged, *sizes_of_list, capacity, room)
+    launch(scatter_kernel, (num_blocks,), args, constants, warps=_WARPS)
     if by_weight:
         args = (entries, staged, totals, token_ids, slot_ids, expert_offsets, inverse, combine_weights)
         constants = dict(E=num_experts, E_BINS=bins, K=num_slots, BLOCK=block, DIGIT=_DIGIT)
@@ -326,12 +340,9 @@ def _build_pft(
 def build_pft_backward(grad: Tensor, inverse: Tensor) -> Tensor:
     """See `ir.routing.build_pft_backward`."""
 
-    def host_code() -> list[Tensor]:
-        out = empty(tuple(inverse.shape), grad.dtype, grad.device)
-        if inverse.numel():
-            grad_rows = grad if grad.is_contiguous() else apply(Tensor.contiguous, grad)
-            args = (grad_rows, inverse, out, inverse.numel())
+    out = empty(tuple(inverse.shape), grad.dtype, grad.device)
+    if inverse.numel():
+        with on(grad.device):
+            args = (grad.contiguous(), inverse, out, inverse.numel())
             launch(gather_inverse_kernel, (cdiv(inverse.numel(), _BLOCK),), args, dict(BLOCK=_BLOCK))
-        return [out]
-
-    return played("build_pft_backward", (grad, inverse), (), host_code)[0]
+    return out

@@ -21,6 +21,7 @@ from .configs import Config, num_multiprocessors, portable, target
 from .gemm import rows_kernel, up_kernel
 from .gemm_backward import act_backward_kernel, outer_kernel
 from .launch import block_of, cdiv
+from .moving import sum_rows_of_tokens
 from .pointwise import Pointwise, pointwise
 from .tape import apply, empty, launch
 from .tiles import schedule_kernel
@@ -233,18 +234,8 @@ class Run:
         self.launch_gemm(rows_kernel, cut, max_tiles * cdiv(width, cut.bn), width, inner, args, constants)
 
     def combine(self, out: Tensor, dtype: torch.dtype, scale: Any) -> Tensor:
-        """The sum of each token's rows, [S,width]."""
-        num_tokens, num_slots = self.call.inverse.shape
-        width = out.shape[1]
-        total = self.empty(num_tokens, width, dtype)
-        bt, bd = block_of(width)
-        launch(
-            rows.combine_kernel,
-            (cdiv(num_tokens, bt), cdiv(width, bd)),
-            (out, self.w, self.call.inverse, total, num_tokens, width),
-            dict(SCALE=scale, K=num_slots, HAS_SCALE=scale is not None, BT=bt, BD=bd),
-        )
-        return total
+        """The sum of each token's rows, [S,width]. How many tokens there are is on no tape."""
+        return apply(lambda *args: sum_rows_of_tokens(*args, dtype, scale), out, self.w, self.call.inverse)
 
     def launch_gemm(
         self,

@@ -12,7 +12,7 @@ import contextlib
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -267,15 +267,21 @@ def paused() -> contextlib.AbstractContextManager[None]:
 
 
 def played(
-    key: Hashable, inputs: Sequence[Tensor | None], constants: Sequence[Tensor], host_code: Callable[[], list[Tensor]]
+    key: Hashable,
+    inputs: Sequence[Tensor | None],
+    constants: Sequence[Tensor],
+    host_code: Callable[[], list[Tensor]],
+    of_any_length: Collection[int] = (),
 ) -> list[Tensor]:
     """The results of `host_code`, from the tape of an earlier call with this key where there is one.
 
     Args:
         key: whatever the host code depends on beside the contents of the tensors.
         inputs, constants: see `Tape`.
+        of_any_length: inputs of whose first size nothing depends that is recorded.
     """
-    key = (key, tuple(map(_form, inputs)), tuple(map(_place, constants)))
+    forms = [_form(t, of_any_length=i in of_any_length) for i, t in enumerate(inputs)]
+    key = (key, *forms, tuple(map(_place, constants)))
     assert inputs[0] is not None
     with launching.on(inputs[0].device):
         tape = _tapes.get(key)
@@ -297,10 +303,11 @@ def played(
         return results
 
 
-def _form(tensor: Tensor | None) -> Hashable:
+def _form(tensor: Tensor | None, of_any_length: bool) -> Hashable:
     if tensor is None:
         return None
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16 == 0
+    shape = tensor.shape[1:] if of_any_length else tensor.shape
+    return shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16 == 0
 
 
 def _place(tensor: Tensor) -> Hashable:

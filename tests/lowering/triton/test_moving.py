@@ -98,6 +98,6 @@ def test_plans_and_counts(device, dedup, levels):
     ):
         same(got, want)
     for near in ([], [2, 4] if ranks == 8 else [3, 6]) if len(levels) > 1 else ([],):
-        counted = dict(levels=levels, num_slots=5, dedup=dedup, near=near)
+        counted = dict(levels=levels, num_slots=5, dedup=dedup, near=near, fingerprint=2**55 + 3)
         same(moving.count_rows(there, **counted), routes.count_rows.reference(place, **counted))
         same(moving.count_rows(there[:0], **counted), routes.count_rows.reference(place[:0], **counted))
