@@ -8,6 +8,7 @@ of no use: rows meet the experts of this rank, whichever they were for.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,6 +30,8 @@ class MirrorGroup(dist.ProcessGroup):
         super().__init__(rank, size)  # pyright: ignore[reportCallIssue]
         self.seconds = seconds
         self.stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+        # In turns, as making one takes longer than an exchange should: far fewer are on their way at once.
+        self.works = itertools.cycle([_Queued(self.stream) for _ in range(64)])
 
     def alltoall_base(
         self, output: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], opts: Any = None
@@ -41,33 +44,34 @@ class MirrorGroup(dist.ProcessGroup):
         source, out = rows[:common], output[:common]
         if self.stream is None:
             out.copy_(source)
-            return _Queued()
+            return next(self.works)
         from .spin import copy_for  # needs Triton
 
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            copy_for(self.seconds(leaving), source, out)
-            for tensor in (rows, output):
-                tensor.record_stream(self.stream)
-            return _Queued()
+        work, before = next(self.works), torch.cuda.current_stream()
+        work.event.record(before)
+        self.stream.wait_event(work.event)
+        copy_for(self.seconds(leaving), source, out, self.stream)
+        work.event.record(self.stream)
+        work.tensors = rows, output
+        return work
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
         if opts is not None and opts.reduceOp == dist.ReduceOp.SUM:
             for tensor in tensors:
                 tensor.mul_(self.size())
-        return _Queued()
+        return next(self.works)
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], opts: Any = None) -> Any:
         for parts, tensor in zip(outputs, tensors, strict=True):
             for part in parts:
                 part.copy_(tensor)
-        return _Queued()
+        return next(self.works)
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
-        return _Queued()
+        return next(self.works)
 
     def barrier(self, opts: Any = None) -> Any:
-        return _Queued()
+        return next(self.works)
 
     def getBackendName(self) -> str:
         return NAME
@@ -78,17 +82,17 @@ class MirrorGroup(dist.ProcessGroup):
 
 
 class _Queued(dist.Work):
-    """Work that the current stream has been given. What waits for it is given to the stream that is current then."""
+    """Work that a stream has been given. What waits for it is given to the stream that is current then."""
 
-    def __init__(self) -> None:
+    def __init__(self, stream: torch.cuda.Stream | None):
         super().__init__()
-        self.event = torch.cuda.Event() if torch.cuda.is_available() else None
-        if self.event is not None:
-            self.event.record()
+        self.event: Any = None if stream is None else torch.cuda.Event()
+        self.tensors: Any = ()  # their memory is not for others until what follows a wait
 
     def wait(self, timeout: Any = None) -> bool:
         if self.event is not None:
             torch.cuda.current_stream().wait_event(self.event)
+        self.tensors = ()
         return True
 
 

@@ -10,14 +10,17 @@ contract
 that drives the checks of every call (real and fake) and that printers and documentation can read.
 
 Ops are defined through `torch.library.Library.define`: a call costs about half of what
-`torch.library.custom_op` costs.
+`torch.library.custom_op` costs. An op that the implementation of another one calls does not go through the dispatcher
+again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import re
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,6 +35,26 @@ _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _AUTOCAST_DEVICES = ("cpu", "cuda")  # ROCm builds of torch call their devices "cuda" as well
 
 registry: dict[str, Op] = {}
+
+
+class _Here(threading.local):
+    """Of this thread: whether an implementation runs, whose tensors are just that."""
+
+    is_at_backend = False
+
+
+_here = _Here()
+_BELOW_AUTOGRAD = torch._C._after_autograd_keyset
+
+
+def _plain_keysets() -> frozenset[int]:
+    keys = torch._C.DispatchKey
+    cpu, gpu, views = (torch._C.DispatchKeySet(key) for key in (keys.CPU, keys.CUDA, keys.ADInplaceOrView))
+    backends = cpu, gpu, cpu | gpu
+    return frozenset(keys.raw_repr() for backend in backends for keys in (backend, backend | views))
+
+
+_PLAIN = _plain_keysets()  # no mode, no subclass, no transform
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +114,8 @@ class Op:
         registry[self.name] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _here.is_at_backend and not _is_profiled():  # profiles show what goes through the dispatcher
+            return self._run(*args, **kwargs)
         return self.overload(*args, **kwargs)
 
     def __repr__(self) -> str:
@@ -98,7 +123,12 @@ class Op:
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         self.check(args)
-        return _select()(self, args, kwargs).run(*args, **kwargs)
+        provider = _select()(self, args, kwargs)
+        before, _here.is_at_backend = _here.is_at_backend, True
+        try:
+            return provider.run(*args, **kwargs)
+        finally:
+            _here.is_at_backend = before
 
     def check(self, args: Sequence[Any]) -> None:
         """Raise `InvalidInput` unless the tensors have the shapes of the contract."""
@@ -169,7 +199,6 @@ class Op:
                 is one named node too.
         """
         function = _autograd_function(self, save, backward)
-        overload, below = self.overload, torch._C._after_autograd_keyset
 
         def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
             if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
@@ -177,10 +206,17 @@ class Op:
                 structure: dict[str, Any] = {}
                 outputs = function.apply(keyset, kwargs, lengths, structure, *flat)
                 return structure["type"](outputs) if structure["type"] else outputs
-            with torch._C._AutoDispatchBelowAutograd():
-                return overload.redispatch(keyset & below, *args, **kwargs)
+            return self._below_autograd(keyset, args, kwargs)
 
+        _unseen_by_dynamo(kernel)
         _library.impl(self.name, kernel, "Autograd", with_keyset=True)
+
+    def _below_autograd(self, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        keyset = keyset & _BELOW_AUTOGRAD
+        with torch._C._AutoDispatchBelowAutograd():
+            if keyset.raw_repr() in _PLAIN:
+                return self._run(*args, **kwargs)
+            return self.overload.redispatch(keyset, *args, **kwargs)
 
     def once_differentiable(self, forward: str) -> None:
         """Make a backward op end there: differentiating through it raises `DoubleBackward`."""
@@ -192,6 +228,9 @@ class Op:
             )
 
         self.autograd(save=lambda ctx, args, kwargs, outputs: None, backward=backward)
+
+
+_is_profiled = getattr(torch._C._autograd, "_profiler_enabled", lambda: True)
 
 
 def is_last_use(saved: Sequence[Any]) -> bool:
@@ -233,12 +272,10 @@ def _unflatten(lengths: Sequence[int | None], flat: Sequence[Any]) -> list[Any]:
 def _autograd_function(
     op: Op, save: Callable[..., None], backward: Callable[..., Sequence[Any]]
 ) -> type[torch.autograd.Function]:
-    below = torch._C._after_autograd_keyset
 
     def run_forward(ctx: Any, keyset: Any, kwargs: dict, lengths: tuple, structure: dict, *flat: Any) -> Any:
         args = _unflatten(lengths, flat)
-        with torch._C._AutoDispatchBelowAutograd():
-            outputs = op.overload.redispatch(keyset & below, *args, **kwargs)
+        outputs = op._below_autograd(keyset, args, kwargs)
         structure["type"] = type(outputs) if isinstance(outputs, (list, tuple)) else None
         ctx.lengths = lengths
         ctx.set_materialize_grads(False)  # kept activations have no gradient; zeros for them would cost their size
@@ -259,11 +296,25 @@ def _autograd_function(
         return (None, None, None, None, *flat)
 
     # The class name is what shows as grad_fn: <build_pftBackward>.
+    _unseen_by_dynamo(run_forward)
+    _unseen_by_dynamo(run_backward)
     members = {"forward": staticmethod(run_forward), "backward": staticmethod(run_backward)}
     return type(op.name, (torch.autograd.Function,), members)
 
 
 @functools.cache
+def _unseen_by_dynamo(function: Callable[..., Any]) -> None:
+    """Behind a graph break Dynamo looks at every frame, also at those that C++ calls; here is nothing for it."""
+    with contextlib.suppress(ImportError, AttributeError):  # without this it takes longer
+        from torch._C._dynamo import eval_frame
+
+        skip = eval_frame._FrameAction.SKIP
+        eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+
+
+_unseen_by_dynamo(Op._run)
+
+
 def _select() -> Callable[..., Provider]:
     # Lowering sits above this module, so it is looked up when the first op runs: importing the dialect stays
     # cheap, and every op finds the fast providers registered however it was imported.

@@ -39,7 +39,7 @@ def build_pft(
 
     Args:
         num_rows: how many entries are valid, int64 [1] on the host, where that is known. B is `room_for` them then,
-            else S*K. Not with `capacity`.
+            else S*K, and entries that have no room are dropped. Not with `capacity`.
 
     Returns:
         token_ids[B], slot_ids[B]: where row r came from; 0 in the tail. int32.
@@ -62,9 +62,9 @@ def build_pft(
         expert = torch.where(_rank_in_expert(expert, queue, num_experts) < capacity, expert, num_experts)
     sorted_expert, order = torch.sort(expert, stable=True)
     bounds = torch.arange(num_experts + 1, dtype=torch.int32, device=device)
-    expert_offsets = torch.searchsorted(sorted_expert, bounds, out_int32=True)
+    expert_offsets = torch.searchsorted(sorted_expert, bounds, out_int32=True).clamp_(max=room)
     row = torch.arange(num_entries, dtype=torch.int32, device=device)
-    in_tail = (row >= expert_offsets[num_experts]) | (row >= room)
+    in_tail = row >= expert_offsets[num_experts]
     inverse = torch.empty_like(row).scatter_(0, order, row.masked_fill(in_tail, -1)).view(topk_ids.shape)
     source = order.to(torch.int32).masked_fill_(in_tail, 0)
     token_ids = torch.div(source, num_slots, rounding_mode="floor")

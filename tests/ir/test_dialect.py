@@ -67,8 +67,8 @@ def test_build_pft_makes_room_for_the_rows_that_there_are(routing: Routing):
     found = dialect.build_pft(ids, weights, keep, num_experts=routing.num_experts, num_rows=torch.tensor([num_valid]))
     rows = found[0].shape[0]
     assert num_valid <= rows <= min(ids.numel(), num_valid * 33 / 32)
-    for got, want in zip(found, whole, strict=True):
-        assert torch.equal(got, want[:rows] if want.shape == (ids.numel(),) else want)
+    for i, (got, want) in enumerate(zip(found, whole, strict=True)):
+        assert torch.equal(got, want[:rows] if i in (0, 1, 4) else want)  # those by row
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moefx.errors import DoubleBackward, InvalidInput, InvalidPlan
+from moefx.ir import dialect
 from moefx.ir.op import Contract, op, registry
 from moefx.lowering import select
 
@@ -149,3 +150,18 @@ def test_importing_the_dialect_is_light():
             break
     assert min(seconds) < 0.15
     assert not {"triton", "sympy", "moefx.lowering.select"} & set(modules.split())
+
+
+def test_dynamo_does_not_look_inside_behind_a_graph_break():
+    from torch._dynamo import convert_frame
+
+    ids = torch.randint(3, (8, 2))
+
+    def shuffled(num_rows: torch.Tensor) -> torch.Tensor:
+        return 1 + dialect.build_pft(ids, None, None, num_experts=3, num_rows=num_rows)[0]  # its length is not known
+
+    torch._dynamo.reset()
+    convert_frame.input_codes.seen.clear()
+    torch.compile(shuffled, backend="eager")(torch.tensor([16]))
+    names = {code().co_name for code in convert_frame.input_codes.seen if code() is not None}
+    assert names and names.isdisjoint({"_run", "kernel", "build_pft"}), names

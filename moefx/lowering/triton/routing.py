@@ -129,8 +129,8 @@ def scatter_kernel(
     start = tl.cumsum(total, 0) - total
     num_rows = tl.sum(total, 0)
     if block == 0 and not STAGE:
-        tl.store(expert_offsets + bins, start, mask=bins < E)
-        tl.store(expert_offsets + E + bins, num_rows + bins, mask=bins < 1)
+        tl.store(expert_offsets + bins, tl.minimum(start, room), mask=bins < E)
+        tl.store(expert_offsets + E + bins, tl.minimum(num_rows, room) + bins, mask=bins < 1)
 
     entry = block * BLOCK + offset
     expert = _experts_of(topk_ids, keep, entry, entry < num_entries, E, HAS_KEEP)
