@@ -23,7 +23,7 @@ from .exchange import (
     wait_sums,
     wait_sums_backward,
 )
-from .expert_mlp import expert_mlp, expert_mlp_backward
+from .expert_mlp import expert_mlp, expert_mlp_backward, weights_later
 from .experts import expert_rows, expert_rows_backward, grouped_mm, grouped_mm_backward
 from .packing import join_columns, pack_rows, split_columns
 from .routes import chunk_choices, count_rows, exchange_counts, near_and_far, place_choices, plan_dispatch
@@ -45,5 +45,5 @@ __all__ = [
     "expert_mlp_backward", "expert_rows", "expert_rows_backward", "grouped_mm", "grouped_mm_backward", "join_columns",
     "near_and_far", "pack_rows", "pick_choices", "pick_choices_backward", "place_choices", "plan_dispatch",
     "shard_tokens", "split_columns", "sum_shards", "unshard_tokens", "wait_rows", "wait_rows_backward", "wait_sums",
-    "wait_sums_backward",
+    "wait_sums_backward", "weights_later",
 ]  # fmt: skip

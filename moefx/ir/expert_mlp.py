@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from ..errors import InvalidInput
 from . import derivative, experts, routing
 from .body import ExpertBody, Gemm
-from .expression import evaluate
+from .expression import evaluate, is_linear
 from .op import is_last_use, op
 
 KEEP = ("h", "x", "all", "none")
@@ -139,7 +139,8 @@ def _split(tensors: Sequence[Tensor], gemms: Sequence[Gemm], *, of_bias: bool, w
 
 
 @op(
-    f'expert_mlp({_SIGNATURE}, *, str body, str keep="h", bool reduce=False, ScalarType? dtype=None) -> Tensor[]',
+    f'expert_mlp({_SIGNATURE}, Tensor? later=None, *, str body, str keep="h", bool reduce=False, '
+    "ScalarType? dtype=None) -> Tensor[]",
     contract=f"{_CONTRACT} -> rows[B,D]",
 )
 def expert_mlp(
@@ -150,6 +151,7 @@ def expert_mlp(
     Args:
         x: [S,D]; token_ids, expert_offsets, inverse: from `build_pft`; row_weights: [B], the variable w.
         up, up_bias, down, down_bias: expert parameters, flat lists in the order of the body's GEMMs.
+        later: of `weights_later(up, down)`, whose backward then computes their gradients.
         keep: "h" keeps the up-projections for the backward and recomputes the activation, "x" nothing but the
             inputs, "all" the activation too. "none" is for inference (a backward through it would recompute
             as "x" does).
@@ -160,7 +162,7 @@ def expert_mlp(
         The rows [B,D'] (or their sums [S,D']), then what the policy keeps: each up-projection [B,F], then the
         activation [B,F']. These are the backward's, which may overwrite them unless the graph is retained.
     """
-    call = Call.of(args, body, keep, dtype)
+    call = Call.of(args[:9], body, keep, dtype)
     rows = call.x.index_select(0, call.token_ids)
     hidden = [_linear(call, rows, *group) for group in zip(call.up, call.up_bias, call.body.up, strict=True)]
     act = _activation(call, hidden)
@@ -210,7 +212,8 @@ def _add_apart(call: Call, product: Tensor, bias: list[Tensor] | None, gemm: Gem
 
 @op(
     f"expert_mlp_backward(Tensor grad, {_SIGNATURE}, Tensor[] kept, "
-    "*, str body, str keep, bool reduce=False, ScalarType? dtype=None, bool[] needs, bool overwrite=False) -> Tensor[]",
+    "*, str body, str keep, bool reduce=False, ScalarType? dtype=None, bool[] needs, bool overwrite=False, "
+    'str part="all") -> Tensor[]',
     contract=f"grad[_,N], {_CONTRACT}, kept[*] -> gradients[*]",
 )
 def expert_mlp_backward(
@@ -222,21 +225,29 @@ def expert_mlp_backward(
     dtype: torch.dtype | None = None,
     needs: Sequence[bool],
     overwrite: bool = False,
+    part: str = "all",
 ) -> list[Tensor]:
     """Gradients of `expert_mlp` for `grad`, that of its first output.
 
     Args:
         kept: the extra outputs of the forward.
         needs: which to compute, of x, row_weights, up, up_bias, down, down_bias.
-        overwrite: whether `kept` may be written to. The schema does not say so: for the eager backward of a graph that
-            is freed behind it alone, where that memory is what peaks with the weights' gradients.
+        overwrite: whether `kept` may be written to, and returned. The schema does not say so: for the eager backward
+            of a graph that is freed behind it alone, where that memory is what peaks with the weights' gradients.
+        part: "rows" leaves out those of up and down, which need not be there as early as that of x. "weights" makes
+            them, its `kept` being what "rows" returned behind the gradients.
 
     Returns:
         The needed ones in that order, for up and up_bias GEMM by GEMM: for each one [E,...] stacked, or E
-        separate ones (see `experts.separate_gradients`).
+        separate ones (see `experts.separate_gradients`). With part "rows" then what the gradients of up and down are
+        outer products of, beside x: the gradient of each up-projection [B,F], the activation [B,F'], and the gradient
+        of y [B,D']. That one is left out if the result is linear in y: then the activation is scaled, and `grad` is
+        what it is multiplied with.
     """
     call, kept = Call.of(args[:-1], body, keep, dtype), args[-1]
     need_x, need_w, need_up, need_up_bias, need_down, need_down_bias = needs
+    if part == "weights":
+        return _matrix_gradients(call, *sides_of_weights(call, grad, kept, reduce), need_up, need_down)
     offsets = call.expert_offsets
     rows = call.x.index_select(0, call.token_ids)
     groups = list(zip(call.up, call.up_bias, call.body.up, strict=True))
@@ -257,9 +268,9 @@ def expert_mlp_backward(
     env = _with_weight(call, call.parts(hidden))
     _, by_act = derivative.vjp(call.act, env, grad_act, [*env][: len(call.body.parts)] + wrt, value=False)
     grad_hidden = [torch.zeros_like(h) for h in hidden]
-    for name, part in call.parts(grad_hidden).items():
+    for name, columns in call.parts(grad_hidden).items():
         if name in by_act:
-            part += by_act[name]
+            columns += by_act[name]
     grad_up = [g.to(call.dtype) for g in grad_hidden]
 
     gradients = []
@@ -270,20 +281,51 @@ def expert_mlp_backward(
         gradients.append(routing.combine.reference(grad_rows, None, call.token_ids, offsets, call.inverse))
     if need_w:
         gradients.append(weight_gradient(call, by_out.get("w"), by_act.get("w")))
-    outer, total = experts.grouped_mm_backward.reference, experts.expert_rows_backward.reference
-    if need_up:
-        for g, (w, _, gemm) in zip(grad_up, groups, strict=True):
-            grad_w = outer(g, rows, offsets, transposed=gemm.transposed, dtype=w[0].dtype)
-            gradients += as_returned(grad_w, w, 2)
+    gradients += _matrix_gradients(call, grad_up, act, grad_product, need_up, False)
+    total = experts.expert_rows_backward.reference
     if need_up_bias:
         for g, (_, b, _) in zip(grad_hidden, groups, strict=True):
             gradients += as_returned(total(g, offsets, dtype=b[0].dtype), b, 1) if b else []
-    if need_down:
-        transposed, dtype = call.body.down.transposed, call.down[0].dtype
-        gradients += as_returned(outer(grad_product, act, offsets, transposed=transposed, dtype=dtype), call.down, 2)
+    gradients += _matrix_gradients(call, grad_up, act, grad_product, False, need_down)
     if need_down_bias and call.down_bias:
         grad_bias = total(grad_y, offsets, dtype=call.down_bias[0].dtype)
         gradients += as_returned(grad_bias, call.down_bias, 1)
+    if part == "rows":
+        linear = is_linear(call.body.out, "y")
+        gradients += grad_up
+        gradients += [(act * scale_of_rows(call)).to(call.dtype)] if linear else [act, grad_product.clone()]
+    return gradients
+
+
+def scale_of_rows(call: Call) -> Tensor:
+    """c(w) of rows = y * c(w), [B,1]: what `out` makes of ones."""
+    ones = torch.ones((call.num_rows, 1), dtype=call.dtype, device=call.x.device)
+    return evaluate(call.body.out, _with_weight(call, {"y": ones}))
+
+
+def sides_of_weights(
+    call: Call, grad: Tensor, kept: Sequence[Tensor], reduce: bool
+) -> tuple[Sequence[Tensor], Tensor, Tensor]:
+    """Of what part "rows" of the backward returned: gradients of the up-projections, activation, gradient of y."""
+    *grad_up, act = kept[: len(call.up) + 1]
+    if len(kept) > len(call.up) + 1:
+        return grad_up, act, kept[-1]
+    return grad_up, act, (grad.index_select(0, call.token_ids) if reduce else grad).to(call.dtype)
+
+
+def _matrix_gradients(
+    call: Call, grad_up: Sequence[Tensor], act: Tensor, grad_y: Tensor, need_up: bool, need_down: bool
+) -> list[Tensor]:
+    outer, gradients = experts.grouped_mm_backward.reference, []
+    if need_up:
+        rows = call.x.index_select(0, call.token_ids).to(call.dtype)
+        for g, w, gemm in zip(grad_up, call.up, call.body.up, strict=True):
+            made = outer(g, rows, call.expert_offsets, transposed=gemm.transposed, dtype=w[0].dtype)
+            gradients += as_returned(made, w, 2)
+    if need_down:
+        transposed, dtype = call.body.down.transposed, call.down[0].dtype
+        made = outer(grad_y, act, call.expert_offsets, transposed=transposed, dtype=dtype)
+        gradients += as_returned(made, call.down, 2)
     return gradients
 
 
@@ -309,7 +351,7 @@ def weight_gradient(call: Call, *columns: Tensor | None) -> Tensor:
 
 @expert_mlp.fake
 def _(*args, body, keep="h", reduce=False, dtype=None):
-    call = Call.of(args, body, keep, dtype)
+    call = Call.of(args[:9], body, keep, dtype)
     up, act, out = call.widths
     rows = call.x.new_empty((call.x.shape[0] if reduce else call.num_rows, out), dtype=call.out_dtype)
     kept = {"h": up, "all": [*up, act]}.get(keep, [])
@@ -317,7 +359,7 @@ def _(*args, body, keep="h", reduce=False, dtype=None):
 
 
 @expert_mlp_backward.fake
-def _(grad, *args, body, keep, reduce=False, dtype=None, needs, overwrite=False):
+def _(grad, *args, body, keep, reduce=False, dtype=None, needs, overwrite=False, part="all"):
     call = Call.of(args[:-1], body, keep, dtype)
     x, w = call.x, args[4]
     dims = {
@@ -337,6 +379,10 @@ def _(grad, *args, body, keep, reduce=False, dtype=None, needs, overwrite=False)
                     gradients += [p.new_empty(p.shape) for p in group]
                 else:
                     gradients.append(group[0].new_empty((num_experts, *group[0].shape[-dim:])))
+    if part == "rows":
+        up, act, out = call.widths
+        widths = [*up, act] if is_linear(call.body.out, "y") else [*up, act, out]
+        gradients += [x.new_empty((call.num_rows, width), dtype=call.dtype) for width in widths]
     return gradients
 
 
@@ -350,9 +396,9 @@ def _save(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequen
     ctx.kwargs = {"keep": "h", **kwargs}
     kept = list(outputs[1:])
     ctx.mark_non_differentiable(*kept)
-    ctx.sizes = [len(tensors) for tensors in (*args[5:], kept)]
+    ctx.sizes = [len(tensors) for tensors in (*args[5:9], kept)]
     # The parameters themselves, so that an in-place update before the backward is noticed.
-    ctx.save_for_backward(*args[:5], *(t for tensors in (*args[5:], kept) for t in tensors))
+    ctx.save_for_backward(*args[:5], *(t for tensors in (*args[5:9], kept) for t in tensors))
 
 
 def _gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
@@ -360,34 +406,75 @@ def _gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
     fixed = [next(saved) for _ in range(5)]
     lists = [[next(saved) for _ in range(size)] for size in ctx.sizes]
     up, up_bias, down, down_bias, kept = lists
-    needs, kwargs = [ctx.needs[0], *ctx.needs[4:]], ctx.kwargs
+    needs, kwargs = [ctx.needs[0], *ctx.needs[4:9]], ctx.kwargs
+    is_put_off = any(ctx.needs[9:])
+    if is_put_off:
+        needs[2] = needs[4] = False
+        kwargs = {**kwargs, "part": "rows"}
     if kept and is_last_use(kept):
         kwargs = {**kwargs, "overwrite": True}
         torch.autograd.graph.increment_version(kept)  # whoever saved them too is told
     results = iter(expert_mlp_backward(grads[0], *fixed, *lists, **kwargs, needs=needs))
     body = ExpertBody.from_json(ctx.kwargs["body"])
     biased = [g for g in body.up if g.bias]
-
-    def take(index: int, tensors: Sequence[Tensor], gemms: Sequence[Gemm], dim: int) -> list[Any] | None:
-        if not needs[index]:
-            return None
-        gradients: list[Any] = []
-        for gemm in gemms:
-            group = tensors[len(gradients) : len(gradients) + gemm.num]
-            if experts.separate_gradients(group, dim):
-                gradients += [next(results) for _ in group]
-            else:
-                gradients += experts.unstack(next(results), group, dim) or []
-        return gradients
-
     grad_x = next(results) if needs[0] else None
     grad_w = next(results) if needs[1] else None
-    return (
-        *(grad_x, None, None, None, grad_w),
-        *(take(2, up, body.up, 2), take(3, up_bias, biased, 1)),
-        *(take(4, down, (body.down,), 2), take(5, down_bias, (body.down,) if body.down.bias else (), 1)),
-    )
+    of_parameters = [
+        *(_taken(results, up, body.up, 2, needs[2]), _taken(results, up_bias, biased, 1, needs[3])),
+        _taken(results, down, (body.down,), 2, needs[4]),
+        _taken(results, down_bias, (body.down,) if body.down.bias else (), 1, needs[5]),
+    ]
+    gradients = [grad_x, None, None, None, grad_w, *of_parameters]
+    if not is_put_off:
+        return gradients if len(ctx.needs) == 9 else [*gradients, None]
+    sides = list(results)
+
+    def matrices(need_up: bool, need_down: bool) -> Sequence[Any]:
+        needs = [False, False, need_up, False, need_down, False]
+        arguments = (grads[0], *fixed, *lists[:4], sides)
+        found = iter(expert_mlp_backward(*arguments, **ctx.kwargs, needs=needs, part="weights"))
+        return _taken(found, up, body.up, 2, need_up), _taken(found, down, (body.down,), 2, need_down)
+
+    ctx.next_functions[-1][0].matrices = matrices  # of `weights_later`
+    return [*gradients, up[0].new_empty(0)]
+
+
+def _taken(
+    results: Iterator[Tensor], tensors: Sequence[Tensor], gemms: Sequence[Gemm], dim: int, needed: bool
+) -> list[Any] | None:
+    """The gradients of a flat list of parameters, by GEMM, from those that the op returned."""
+    if not needed:
+        return None
+    gradients: list[Any] = []
+    for gemm in gemms:
+        group = tensors[len(gradients) : len(gradients) + gemm.num]
+        if experts.separate_gradients(group, dim):
+            gradients += [next(results) for _ in group]
+        else:
+            gradients += experts.unstack(next(results), group, dim) or []
+    return gradients
 
 
 expert_mlp.autograd(save=_save, backward=_gradients)
 expert_mlp_backward.once_differentiable("expert_mlp")
+
+
+@op("weights_later(Tensor[] up, Tensor[] down) -> Tensor", contract="up[*], down[*] -> later[_]")
+def weights_later(up: list[Tensor], down: list[Tensor]) -> Tensor:
+    """Where the backward computes the gradients of an `expert_mlp`'s matrices, which need not be there as early as that
+    of its x: as if they were used here. Autograd goes back in the order of the forward: behind whatever stands between
+    this and the `expert_mlp`, before what stands ahead of this.
+
+    Returns:
+        For `expert_mlp(later=...)`; it has no values.
+    """
+    return up[0].new_empty(0)
+
+
+def _gradients_of_matrices(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
+    matrices, ctx.matrices = ctx.matrices, None
+    return matrices(*ctx.needs)
+
+
+weights_later.fake(lambda up, down: up[0].new_empty(0))
+weights_later.autograd(save=lambda ctx, args, kwargs, outputs: None, backward=_gradients_of_matrices)

@@ -49,7 +49,8 @@ _NOT_SHOWN = {
     "exchange_counts": ("num_slots", "dedup", "fingerprint", "timeout"),
 }
 # How arguments of expert_mlp are labelled when there are more than the two weights.
-_MLP_LABELS = {"row_weights": "w", "up": "up", "up_bias": "up_bias", "down": "down", "down_bias": "down_bias"}
+_MLP_LABELS = {"row_weights": "w", "up": "up", "up_bias": "up_bias", "down": "down", "down_bias": "down_bias",
+               "later": "later"}  # fmt: skip
 _MLP_TAIL = ("keep", "reduce")  # behind the body: they say what becomes of its values
 
 
@@ -176,6 +177,8 @@ class _Printer:
             return "B = S*K, valid up to expert_offsets[E]" if drops else "B = S*K"
         if target_name(node) in _BUNDLES:
             return ""
+        if target_name(node) == "moefx::weights_later":
+            return "the backward makes their gradients here"
         if results:
             return " ".join(filter(None, (value_text(r) for r in results if r is not None)))
         return value_text(node)

@@ -44,7 +44,7 @@ LEVELS = {
         # Steps may be collapsed into expert_mlp; experts of another shape stay as they were.
         Level("fused", _ROUTED | {"expert_mlp"}),
         # Rows travel between the ranks of a mesh.
-        Level("distributed", _ROUTED | _ROUTES | _EXCHANGES | _SEQUENCE | {"expert_mlp"}),
+        Level("distributed", _ROUTED | _ROUTES | _EXCHANGES | _SEQUENCE | {"expert_mlp", "weights_later"}),
         # Whatever providers bring.
         Level("lowered", None),
     )

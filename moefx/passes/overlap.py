@@ -1,13 +1,14 @@
 """What does not need the rows that are on their way runs before they are waited for: the shared experts, say, or the
-experts on another chunk of tokens.
+experts on another chunk of tokens; in the backward the gradients of the experts' matrices, too.
 
 A start stands where its inputs are there; a wait where nothing else is left to do, that of the exchange started first
 before others. In the backward autograd goes the same way in reverse: the gradients' exchange starts where the forward
-waited, and is waited for where the forward started.
+waited, and is waited for where the forward started. In between, it comes by each `weights_later`.
 """
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -23,21 +24,48 @@ _WAITS = (ops.wait_rows.default, ops.wait_sums.default)
 
 @graph_pass(level="distributed")
 def overlap(block: BlockGraph, plan: Any) -> BlockGraph:
-    """Put off every wait; of all other nodes the order stays, as far as they do not wait."""
+    """Put off every wait, and gradients of matrices; of all other nodes the order stays, as far as they do not wait."""
     block = block.copy()
+    for experts in block.find(ops.expert_mlp.default):
+        _put_off_weights(block.graph, experts)
     *nodes, output = block.graph.nodes
     for node in _scheduled(nodes):
         output.prepend(node)
     return block
 
 
+def _put_off_weights(graph: fx.Graph, experts: fx.Node) -> None:
+    """To where the exchanges that bring the experts' rows have been started: of several hops the first one, between
+    nodes, which takes longest. (Its inputs may be further down: the schedule is yet to be made.)"""
+    wait = _first_wait(experts.args[0])
+    if wait is None:
+        return
+    with graph.inserting_before(wait):
+        weights = experts.args[5], experts.args[7]
+        later = graph.create_node("call_function", ops.weights_later.default, weights, name="later")
+    later.meta["letters"] = ("0",)
+    later.meta["source"] = experts.meta.get("source", "")
+    experts.args = (*experts.args[:9], later)
+
+
+def _first_wait(rows: Any) -> fx.Node | None:
+    """Of the exchanges that brought the rows, here or to the rank before."""
+    wait = rows.args[0] if rows.target is operator.getitem else None
+    if wait is None or wait.target is not ops.wait_rows.default:
+        return None
+    return _first_wait(wait.args[3][0]) or wait
+
+
 def _scheduled(nodes: list[fx.Node]) -> list[fx.Node]:
     needed = _needed(nodes)
     left, order = nodes, {}  # node -> its number
     while left:
-        for node in left:
-            if node.target not in _WAITS and order.keys() >= needed[node]:
-                order[node] = len(order)
+        number = -1
+        while number < len(order):  # again, as some stand above what they need
+            number = len(order)
+            for node in left:
+                if node not in order and node.target not in _WAITS and order.keys() >= needed[node]:
+                    order[node] = len(order)
         left = [node for node in left if node not in order]
         waits = [node for node in left if order.keys() >= needed[node]]
         if waits:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections import Counter
 from unittest import mock
 
@@ -14,7 +15,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import moefx
 import moefx.ir.exchange
 import moefx.ir.routes
-from moefx.ir.payload import start
+from moefx.ir.op import registry
+from moefx.ir.payload import start, wait
 
 from ..passes.blocks import D
 from .models import Model, compiled_beside
@@ -68,6 +70,37 @@ def case_collectives_and_copies() -> None:
         with counted() as (found, _):
             out.sum().backward()
             assert found == {"rows": 2 * 2 * HOPS[name]}, (name, found)
+
+
+def case_weights_while_gradients_travel() -> None:
+    """The gradients of the matrices are computed between a start and its wait: over the nodes, where there are some."""
+    told: list[str] = []
+
+    def tell(what, function):
+        def run(*args, **kwargs):
+            told.append(kwargs.get("part", what))
+            return function(*args, **kwargs)
+
+        return run
+
+    backward = registry["expert_mlp_backward"]
+    providers = {n: dataclasses.replace(p, run=tell("experts", p.run)) for n, p in backward.providers.items()}
+    for way, plan in PLANS.items():
+        compiled = moefx.compile(Model("stacked", layers=1).double(), mesh=one_axis(), plan=plan)
+        x = torch.randn(9, D, dtype=torch.float64, requires_grad=True)
+        out = compiled(x)
+        told.clear()
+        with (
+            mock.patch.object(backward, "providers", providers),
+            mock.patch.object(moefx.ir.exchange, "start", tell("start", start)),
+            mock.patch.object(moefx.ir.exchange, "wait", tell("wait", wait)),
+        ):
+            out.sum().backward()
+        rows, weights = told.index("rows"), told.index("weights")
+        on_their_way = told[:weights].count("start") - told[:weights].count("wait")
+        assert rows < weights and told.count("experts") == 0, told
+        assert on_their_way == {"flat": 1, "dedup": 1, "rbd": 1, "halo": 2}[way], told
+        assert told[weights + 1 :] == ["wait"] * on_their_way, told
 
 
 def case_rows_by_link() -> None:

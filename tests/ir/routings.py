@@ -110,11 +110,15 @@ class Layer:
     def parameters(self) -> list[Tensor]:
         return [*self.up, *self.up_bias, *self.down, *self.down_bias]
 
-    def fused(self, x: Tensor, routing: Routing, weights: Tensor, keep: str = "h", reduce: bool = False) -> Tensor:
+    def fused(
+        self, x: Tensor, routing: Routing, weights: Tensor, keep: str = "h", reduce: bool = False, later: bool = False
+    ) -> Tensor:
         token_ids, _, offsets, inverse, row_weights = routing.build(weights)
+        put_off = [dialect.weights_later(self.up, self.down)] if later else []
         rows, *_ = dialect.expert_mlp(
             *(x, token_ids, offsets, inverse, row_weights),
             *(self.up, self.up_bias, self.down, self.down_bias),
+            *put_off,
             body=self.text,
             keep=keep,
             reduce=reduce,

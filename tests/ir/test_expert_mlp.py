@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import itertools
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -45,11 +46,11 @@ def run(layer: Layer, routing: Routing, x: Tensor, weights: Tensor, keep: str = 
     return tuple(dialect.expert_mlp(*arguments, body=layer.body.to_json(), keep=keep))
 
 
-def check_against_plain(layer: Layer, routing: Routing, keep: str, d: int, reduce: bool) -> None:
+def check_against_plain(layer: Layer, routing: Routing, keep: str, d: int, **options: bool) -> None:
     x = torch.randn(routing.topk_ids.shape[0], d, dtype=torch.float64, requires_grad=True)
     weights = routing.topk_weights.clone().requires_grad_()
     leaves = [x, weights, *layer.parameters]
-    expected, got = layer.plain(x, routing, weights), layer.fused(x, routing, weights, keep, reduce)
+    expected, got = layer.plain(x, routing, weights), layer.fused(x, routing, weights, keep, **options)
     torch.testing.assert_close(got, expected)
     grad = torch.randn_like(expected)
     wanted = (
@@ -64,12 +65,16 @@ def check_against_plain(layer: Layer, routing: Routing, keep: str, d: int, reduc
 @pytest.mark.parametrize("provider", ["segments", "padded", "reference"])
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
 @settings(max_examples=25, deadline=None)
-@given(routing=routings(max_tokens=8, max_experts=5), keep=st.sampled_from(KEEPS), reduce=st.booleans())
-def test_equals_the_plain_experts_forward_and_backward(make, provider, routing, keep, reduce):
+@given(
+    routing=routings(max_tokens=8, max_experts=5), keep=st.sampled_from(KEEPS), reduce=st.booleans(),
+    later=st.booleans(),
+)  # fmt: skip
+def test_equals_the_plain_experts_forward_and_backward(make, provider, routing, keep, reduce, later):
     select.reset_counters()
     with using(provider) as provider:
-        check_against_plain(make(routing.num_experts, 4, 3), routing, keep, 4, reduce)
-    assert select.counters()["expert_mlp", provider] == select.counters()["expert_mlp_backward", provider] == 1
+        check_against_plain(make(routing.num_experts, 4, 3), routing, keep, 4, reduce=reduce, later=later)
+    assert select.counters()["expert_mlp", provider] == 1
+    assert select.counters()["expert_mlp_backward", provider] == 1 + later
 
 
 @pytest.mark.parametrize("provider", ["segments", "padded", "grouped_mm", "reference"])
@@ -164,6 +169,68 @@ def test_the_tail_is_never_read(make, provider, keep, reduce):
         clean, poisoned = gradients(lambda t: t), gradients(with_nan)
     for a, b in zip(clean, poisoned, strict=True):
         assert torch.equal(a, b)
+
+
+def in_order(layer: Layer, routing: Routing, x: Tensor, order: list[str]) -> Tensor:
+    """A step ahead of the weights' gradients, and one behind them, tell when autograd comes to them."""
+
+    def told(tensor: Tensor, name: str) -> Tensor:
+        tensor = tensor.clone()
+        tensor.register_hook(lambda _: order.append(name))
+        return tensor
+
+    for p in layer.parameters:
+        p.register_hook(lambda _: order.append("weights"))
+    early = told(x, "ahead")
+    later = dialect.weights_later(layer.up, layer.down)
+    late = told(early, "behind")
+    token_ids, _, offsets, inverse, row_weights = routing.build()
+    parameters = (layer.up, layer.up_bias, layer.down, layer.down_bias)
+    arguments = (late, token_ids, offsets, inverse, row_weights, *parameters, later)
+    return dialect.expert_mlp(*arguments, body=layer.text, reduce=True)[0]
+
+
+def test_gradients_of_weights_come_where_they_are_put_off_to():
+    layer, routing = swiglu_list(3, 4, 2), random_routing(5, 2, 3)
+    x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    out, order = in_order(layer, routing, x, told := []), told
+    out.sum().backward(retain_graph=True)
+    assert order == ["behind", *["weights"] * len(layer.parameters), "ahead"]
+    first = [p.grad.clone() for p in (x, *layer.parameters)]
+    out.sum().backward()
+    for p, g in zip((x, *layer.parameters), first, strict=True):
+        torch.testing.assert_close(p.grad, 2 * g)
+    want = torch.autograd.grad(layer.fused(x, routing, routing.topk_weights, reduce=True).sum(), layer.parameters)
+    torch.testing.assert_close(first[1:], list(want))
+
+
+def test_weights_that_are_put_off_and_not_asked_for():
+    layer, routing = swiglu_list(3, 4, 2), random_routing(5, 2, 3)
+    x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    want = torch.autograd.grad(layer.fused(x, routing, routing.topk_weights).sum(), [x, *layer.parameters])
+    (got,) = torch.autograd.grad(layer.fused(x, routing, routing.topk_weights, later=True).sum(), x)
+    torch.testing.assert_close(got, want[0])
+    for p in layer.up:  # frozen, the others not
+        p.requires_grad_(False)
+    out = layer.fused(x, routing, routing.topk_weights, later=True)
+    got = torch.autograd.grad(out.sum(), [x, *layer.down])
+    torch.testing.assert_close(list(got), [want[0], *want[1 + len(layer.up) :]])
+    for p in layer.down:
+        p.requires_grad_(False)
+    (got,) = torch.autograd.grad(layer.fused(x, routing, routing.topk_weights, later=True).sum(), x)
+    torch.testing.assert_close(got, want[0])
+
+
+def test_weights_that_are_put_off_survive_recomputation_and_aot():
+    layer, routing = swiglu_list(3, 4, 2), random_routing(5, 2, 3)
+    x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+
+    def loss(x: Tensor) -> Tensor:
+        return layer.fused(x, routing, routing.topk_weights, later=True).sum()
+
+    want = torch.autograd.grad(layer.fused(x, routing, routing.topk_weights).sum(), [x, *layer.parameters])
+    for again in (lambda x: checkpoint(loss, x, use_reentrant=False), torch.compile(loss, backend="aot_eager")):
+        torch.testing.assert_close(torch.autograd.grad(again(x), [x, *layer.parameters]), want)
 
 
 def test_only_needed_gradients_are_computed():
@@ -444,8 +511,8 @@ def test_compiles_as_one_graph_for_any_routing_and_size(backend, autocast):
 def test_zero_tokens_and_one(make, num_tokens):
     layer, routing = make(3, 4, 2), random_routing(num_tokens, 3, 3)  # K = E
     for keep in KEEPS:
-        for reduce in (False, True):
-            check_against_plain(layer, routing, keep, 4, reduce)
+        for reduce, later in itertools.product((False, True), repeat=2):
+            check_against_plain(layer, routing, keep, 4, reduce=reduce, later=later)
 
 
 def test_non_contiguous_inputs_and_weights():
@@ -506,8 +573,13 @@ def test_opcheck(make, keep, reduce):
         *detached,
         [k.detach() for k in kept],
     )
-    needs = [True] * 6
-    opcheck(dialect.expert_mlp_backward.overload, (torch.randn_like(rows), *arguments), {**kwargs, "needs": needs})
+    grad, backward = torch.randn_like(rows), dialect.expert_mlp_backward
+    opcheck(backward.overload, (grad, *arguments), {**kwargs, "needs": [True] * 6})
+    of_rows = {**kwargs, "needs": [True, True, False, False, False, False], "part": "rows"}
+    opcheck(backward.overload, (grad, *arguments), of_rows)
+    sides = backward(grad, *arguments, **of_rows)[2:]
+    of_weights = {**kwargs, "needs": [False, False, True, False, True, False], "part": "weights"}
+    opcheck(backward.overload, (grad, *arguments[:-1], sides), of_weights)
 
 
 class TestWhatIsKeptMayBeOverwritten:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import fx
 
@@ -46,16 +48,45 @@ def test_waits_come_in_the_order_of_their_starts():
     sums = []
     for number in "ab":
         sent = graph.call_function(ops.all_to_all_rows.default, (x,), name=f"sent_{number}")
-        rows = graph.call_function(ops.wait_rows.default, (sent,), name=f"rows_{number}")
-        y = graph.call_function(ops.expert_mlp.default, (rows,), name=f"y_{number}")
+        wait = graph.call_function(ops.wait_rows.default, ([sent], [sent], [x], [x]), name=f"wait_{number}")
+        rows = graph.call_function(operator.getitem, (wait, 0), name=f"rows_{number}")
+        w = graph.create_node("get_attr", f"w_{number}", name=f"w_{number}")
+        args = (rows, *[plan] * 4, [w], [], [w], [])
+        y = graph.call_function(ops.expert_mlp.default, args, name=f"y_{number}")
         back = graph.call_function(ops.all_to_all_back.default, (y,), name=f"back_{number}")
         sums.append(graph.call_function(ops.wait_sums.default, (back, plan), name=f"sums_{number}"))
     shared = graph.create_node("call_module", "shared", (x,), name="shared")
     out = graph.call_function(aten.add.Tensor, tuple(sums), name="out")
     graph.output(graph.call_function(aten.add.Tensor, (out, shared), name="both"))
     moved = overlap(BlockGraph("", graph, Binding(()), None), None)
-    wanted = "sent_a sent_b shared rows_a y_a back_a rows_b y_b back_b sums_a sums_b out both"
-    assert [n.name for n in moved.graph.nodes if n.op.startswith("call")] == wanted.split()
+    wanted = (
+        "sent_a w_a sent_b w_b shared later later_1 wait_a rows_a y_a back_a wait_b rows_b y_b back_b "
+        "sums_a sums_b out both"
+    )
+    assert [n.name for n in moved.graph.nodes if n.op not in ("placeholder", "output")] == wanted.split()
+    moved.graph.lint()
+
+
+def test_gradients_of_weights_are_put_off_to_the_first_hop():
+    """Over nodes and in them: while the gradients go back over the nodes, which takes longest."""
+    graph = fx.Graph()
+    x, plan = graph.placeholder("x"), graph.placeholder("plan")
+    rows = x
+    for hop in ("inter", "intra"):
+        sent = graph.call_function(ops.all_to_all_rows.default, ([rows],), name=f"sent_{hop}")
+        parts = [graph.call_function(operator.getitem, (sent, i), name=f"{p}_{hop}") for i, p in enumerate("ab")]
+        wait = graph.call_function(ops.wait_rows.default, ([parts[0]], [parts[1]], [plan], [rows]), name=f"wait_{hop}")
+        rows = graph.call_function(operator.getitem, (wait, 0), name=f"rows_{hop}")
+    w = graph.create_node("get_attr", "w", name="w")
+    y = graph.call_function(ops.expert_mlp.default, (rows, *[plan] * 4, [w], [], [w], []), name="y")
+    graph.output(graph.call_function(ops.all_to_all_back.default, (y,), name="back"))
+    moved = overlap(BlockGraph("", graph, Binding(()), None), None)
+    hops = "sent_inter a_inter b_inter w later wait_inter rows_inter sent_intra a_intra b_intra wait_intra rows_intra"
+    found = [n.name for n in moved.graph.nodes if n.op not in ("placeholder", "output")]
+    assert found == [*hops.split(), "y", "back"]
+    (later,) = [n for n in moved.graph.nodes if n.name == "later"]
+    (experts,) = moved.find(ops.expert_mlp.default)
+    assert experts.args[9] is later and later.args == ([*experts.args[5]], [*experts.args[7]])
 
 
 def test_what_is_behind_an_effect_that_waits_stays_there():

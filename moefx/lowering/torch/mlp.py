@@ -133,6 +133,7 @@ class Backward:
         grad: Tensor,
         needs: Sequence[bool],
         reduce: bool,
+        puts_off: bool,
     ):
         self.call, self.gemms, self.parameters = call, gemms, Parameters(call, gemms)
         self.down = gemms.flip(self.parameters.down)
@@ -153,6 +154,12 @@ class Backward:
         out_uses, act_uses = expression.variables(call.body.out), expression.variables(call.act)
         self.w_of_out = self._column(torch.promote_types(grad.dtype, torch.float32)) if "w" in out_uses else None
         self.w_of_act = self._column(call.w.dtype) if "w" in act_uses and call.w is not None else None
+        up_widths, act_width, out_width = call.widths
+        widths = [*up_widths, act_width] if self.linear else [*up_widths, act_width, out_width]
+        self.put_off = [Buffer(gemms, self._rows(width)) for width in widths] if puts_off else []
+
+    def _rows(self, width: int) -> Tensor | None:
+        return self.gemms.new_rows(self.call.x, self.call.num_rows, width, self.call.dtype)
 
     def _stacks(self, needed: bool, parameters: Sequence[Sequence[Tensor] | None], dim: int) -> list[Gradient | None]:
         return [Gradient(p, self.gemms.new_stack(p, dim)) if needed and p else None for p in parameters]
@@ -204,9 +211,12 @@ class Backward:
             self.w_of_act.put(group, by_act["w"])
         if self.linear and self.w_of_out is not None:
             self.w_of_out.put(group, self._output_dot(group, unscaled, act, grad_sum))
-        if self.grad_down is not None:
+        if self.grad_down is not None or self.put_off:
             scaled = act if scale is None else _in(call.dtype, act * scale)
-            self._outer(self.grad_down, group, grad_y, scaled, call.body.down.transposed)
+            if self.grad_down is not None:
+                self._outer(self.grad_down, group, grad_y, scaled, call.body.down.transposed)
+            for buffer, values in zip(self.put_off[len(call.up) :], (scaled, grad_y), strict=False):
+                buffer.put(group, values.clone() if buffer.tensor is None else values)
         if self.grad_down_bias is not None:
             scaled = grad_sum if scale is None else _in(grad_sum.dtype, grad_sum * scale)
             self._sum(self.grad_down_bias, group, scaled)
@@ -255,6 +265,8 @@ class Backward:
             if bias is not None:
                 self._sum(bias, group, grad)
             grad = _in(self.call.dtype, grad)
+            if self.put_off:
+                self.put_off[g].put(group, grad)
             if stack is not None:
                 self._outer(stack, group, grad, rows, self.call.body.up[g].transposed)
             if self.need_x:
@@ -280,7 +292,41 @@ class Backward:
         for gradient in (*self.grad_up, *self.grad_up_bias, self.grad_down, self.grad_down_bias):
             if gradient is not None:
                 results += self.gemms.finish_stack(gradient.made, gradient.parameters)
-        return results
+        return results + [self.gemms.finish_rows(buffer.tensor) for buffer in self.put_off]
+
+
+class Matrices:
+    """The gradients of up and down alone, of what `Backward` put off."""
+
+    def __init__(
+        self, call: Call, gemms: Gemms, kept: Sequence[Tensor], grad: Tensor, needs: Sequence[bool], reduce: bool
+    ):
+        self.call, self.gemms, self.token_ids = call, gemms, gemms.read(call.token_ids)
+        *grad_up, self.act = [gemms.read(rows) for rows in kept[: len(call.up) + 1]]
+        self.by_token = grad if reduce and len(kept) == len(call.up) + 1 else None
+        self.grad_y = None if self.by_token is not None else gemms.read((grad, *kept[len(call.up) + 1 :])[-1])
+        needed = [(rows, Gradient(p, gemms.new_stack(p, 2))) for rows, p in zip(grad_up, call.up, strict=True)]
+        self.up = needed if needs[2] else []
+        self.down = Gradient(call.down, gemms.new_stack(call.down, 2)) if needs[4] else None
+
+    def run(self, group: Group) -> None:
+        call, tokens = self.call, self.token_ids[group.index]
+        for (grad, gradient), gemm in zip(self.up, call.body.up, strict=False):
+            rows = call.x.index_select(0, tokens)
+            self._outer(gradient, group, group.clear_padding(grad[group.index], copy=True), rows, gemm.transposed)
+        if self.down is not None:
+            by_row = None if self.grad_y is None else self.grad_y[group.index]
+            grad = self.by_token.index_select(0, tokens) if by_row is None else by_row  # type: ignore[union-attr]
+            grad = _in(call.dtype, group.clear_padding(grad, copy=by_row is not None))
+            self._outer(self.down, group, grad, self.act[group.index], call.body.down.transposed)
+
+    def _outer(self, gradient: Gradient, group: Group, grad: Tensor, rows: Tensor, transposed: bool) -> None:
+        left, right = (grad, rows) if transposed else (rows, grad)
+        gradient.made = self.gemms.outer(group, left, right, gradient.made, gradient.dtype)
+
+    def results(self) -> list[Tensor]:
+        made = [gradient for _, gradient in self.up] + ([] if self.down is None else [self.down])
+        return [g for m in made for g in self.gemms.finish_stack(m.made, m.parameters)]
 
 
 class ByRow:
@@ -322,7 +368,7 @@ def _forward_with(make: Callable[[Tensor, torch.dtype, int], Gemms]) -> Callable
     def run(
         *args: Any, body: str, keep: str = "h", reduce: bool = False, dtype: torch.dtype | None = None
     ) -> list[Tensor]:
-        call = Call.of(args, body, keep, dtype)
+        call = Call.of(args[:9], body, keep, dtype)
         return forward(call, make(call.expert_offsets, call.dtype, call.matrix_size()), keep, reduce)
 
     return run
@@ -338,10 +384,15 @@ def _backward_with(make: Callable[[Tensor, torch.dtype, int], Gemms]) -> Callabl
         dtype: torch.dtype | None = None,
         needs: Sequence[bool],
         overwrite: bool = False,
+        part: str = "all",
     ) -> list[Tensor]:
         call = Call.of(args[:-1], body, keep, dtype)
         gemms = make(call.expert_offsets, call.dtype, call.matrix_size())
-        backward = Backward(call, gemms, args[-1], grad, needs, reduce)
+        if part == "weights":
+            backward = Matrices(call, gemms, args[-1], grad, needs, reduce)
+            gemms.for_each_group(backward.run, None, multiplications=call.multiplications())
+            return backward.results()
+        backward = Backward(call, gemms, args[-1], grad, needs, reduce, puts_off=part == "rows")
         then = None if backward.grad_x is None else backward.grad_x.add
         gemms.for_each_group(backward.run, then, multiplications=2 * call.multiplications())
         return backward.results()

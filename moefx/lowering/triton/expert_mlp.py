@@ -28,6 +28,7 @@ _X, _INVERSE = 0, 3  # among the arguments: sizes of these are numbers of tokens
 def expert_mlp(
     *args: Any, body: str, keep: str = "h", reduce: bool = False, dtype: torch.dtype | None = None
 ) -> list[Tensor]:
+    args = args[:9]
     inputs, constants = args[:5], [p for group in args[5:] for p in group]
     key = ("forward", body, keep, reduce, dtype, precision(args[0]), *map(len, args[5:]))
     return played(key, inputs, constants, lambda: _forward(Run(args, body, keep, dtype), keep, reduce), (_X, _INVERSE))
@@ -42,13 +43,18 @@ def expert_mlp_backward(
     dtype: torch.dtype | None = None,
     needs: Sequence[bool],
     overwrite: bool = False,
+    part: str = "all",
 ) -> list[Tensor]:
     *forward, kept = args
     inputs, constants = [grad, *forward[:5], *kept], [p for group in forward[5:] for p in group]
-    key = ("backward", body, keep, reduce, dtype, precision(forward[0]), *needs, overwrite, *map(len, forward[5:]))
+    key = ("backward", body, keep, reduce, dtype, precision(forward[0]), *needs, overwrite, part)
+    key = (*key, *map(len, forward[5:]))
 
     def host_code() -> list[Tensor]:
-        return _backward(Run(forward, body, keep, dtype), grad, kept, reduce, needs, overwrite)
+        run = Run(forward, body, keep, dtype)
+        if part == "weights":
+            return _backward_of_matrices(run, grad, kept, reduce, needs)
+        return _backward(run, grad, kept, reduce, needs, overwrite, puts_off=part == "rows")
 
     # of tokens, then: `reduce` returned sums
     by_token = [1 + _X, 1 + _INVERSE, *[0] * reduce]
@@ -75,16 +81,15 @@ def _forward(run: Run, keep: str, reduce: bool) -> list[Tensor]:
 
 
 def _backward(
-    run: Run, grad: Tensor, kept: Sequence[Tensor], reduce: bool, needs: Sequence[bool], overwrite: bool
+    run: Run, grad: Tensor, kept: Sequence[Tensor], reduce: bool, needs: Sequence[bool], overwrite: bool, puts_off: bool
 ) -> list[Tensor]:
     need_x, need_w, need_up, need_up_bias, need_down, need_down_bias = needs
     call, point = run.call, run.point
     num_rows = call.num_rows
     if num_rows == 0:
-        return _zero_gradients(run, needs)
-    if grad.dtype is not run.dtype:
-        grad = apply(lambda tensor, dtype=run.dtype: tensor.to(dtype), grad)
-    grad = rows_contiguous(grad)
+        sides = [run.empty(0, width) for width in (*run.up_widths, run.act_width)] if puts_off else []
+        return [*_zero_gradients(run, needs), *sides]
+    grad = _readable(run, grad)
     hidden = list(kept[: len(call.up)])
     if not hidden:
         hidden = [run.empty(num_rows, width) for width in run.up_widths]
@@ -92,8 +97,8 @@ def _backward(
     # dH takes the place of H where that was recomputed here, or nobody reads it again.
     grad_hidden = hidden if overwrite or not kept else [run.empty(num_rows, width) for width in run.up_widths]
     # scale * A, the right side of dW2; without a scale that is the activation, which may have been kept.
-    kept_act = next(iter(kept[len(call.up) :]), None) if point.scale is None else None
-    scaled_act = run.empty(num_rows, run.act_width) if need_down and kept_act is None else None
+    kept_act = None if puts_off or point.scale is not None else next(iter(kept[len(call.up) :]), None)
+    scaled_act = run.empty(num_rows, run.act_width) if puts_off or (need_down and kept_act is None) else None
     dots, num_partials, grad, by_token = run.act_backward(grad, reduce, hidden, grad_hidden, scaled_act, need_w)
     del hidden
 
@@ -104,10 +109,9 @@ def _backward(
     if need_down:
         right = kept_act if scaled_act is None else scaled_act
         assert right is not None
-        sides = ((grad, by_token), (right, False))
-        left, right = sides if run.down.out_dim == 0 else sides[::-1]
-        stacked = run.outer("grad_down", left, right, call.down[0].dtype)
-        grad_down = as_returned(stacked, call.down, 2)
+        grad_down = _grad_down(run, grad, by_token, right)
+        del right
+    sides = [*grad_hidden, scaled_act] if puts_off else []
     del scaled_act
     grad_down_bias = []
     if need_down_bias and call.down_bias:
@@ -119,17 +123,44 @@ def _backward(
         run.multiply_rows(grad_hidden, run.up, grad_rows, backward=True)
         results.append(run.combine(grad_rows, call.x.dtype, None))
         del grad_rows
-    grad_up, grad_up_bias = [], []
-    for g, w in enumerate(run.up):
-        if need_up:
-            sides = ((grad_hidden[g], False), (run.x, True))
-            left, right = sides if w.out_dim == 0 else sides[::-1]
-            stacked = run.outer("grad_up", left, right, call.up[g][0].dtype)
-            grad_up += as_returned(stacked, call.up[g], 2)
-        bias = call.up_bias[g]
+    grad_up = _grad_up(run, grad_hidden) if need_up else []
+    grad_up_bias = []
+    for hidden_grad, bias in zip(grad_hidden, call.up_bias, strict=True):
         if need_up_bias and bias:
-            grad_up_bias += as_returned(run.sum_rows(grad_hidden[g], False, None, bias[0].dtype), bias, 1)
-    return [*results, *grad_w, *grad_up, *grad_up_bias, *grad_down, *grad_down_bias]
+            grad_up_bias += as_returned(run.sum_rows(hidden_grad, False, None, bias[0].dtype), bias, 1)
+    return [*results, *grad_w, *grad_up, *grad_up_bias, *grad_down, *grad_down_bias, *sides]
+
+
+def _backward_of_matrices(
+    run: Run, grad: Tensor, sides: Sequence[Tensor], reduce: bool, needs: Sequence[bool]
+) -> list[Tensor]:
+    if run.call.num_rows == 0:
+        return _zero_gradients(run, needs)
+    *grad_hidden, scaled_act = sides
+    grad_up = _grad_up(run, grad_hidden) if needs[2] else []
+    return [*grad_up, *(_grad_down(run, _readable(run, grad), reduce, scaled_act) if needs[4] else [])]
+
+
+def _readable(run: Run, grad: Tensor) -> Tensor:
+    if grad.dtype is not run.dtype:
+        grad = apply(lambda tensor, dtype=run.dtype: tensor.to(dtype), grad)
+    return rows_contiguous(grad)
+
+
+def _grad_down(run: Run, grad: Tensor, by_token: bool, act: Tensor) -> list[Tensor]:
+    sides = ((grad, by_token), (act, False))
+    left, right = sides if run.down.out_dim == 0 else sides[::-1]
+    parameters = run.call.down
+    return as_returned(run.outer("grad_down", left, right, parameters[0].dtype), parameters, 2)
+
+
+def _grad_up(run: Run, grad_hidden: Sequence[Tensor]) -> list[Tensor]:
+    gradients = []
+    for grad, w, parameters in zip(grad_hidden, run.up, run.call.up, strict=True):
+        sides = ((grad, False), (run.x, True))
+        left, right = sides if w.out_dim == 0 else sides[::-1]
+        gradients += as_returned(run.outer("grad_up", left, right, parameters[0].dtype), parameters, 2)
+    return gradients
 
 
 def _zero_gradients(run: Run, needs: Sequence[bool]) -> list[Tensor]:

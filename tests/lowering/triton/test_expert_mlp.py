@@ -116,6 +116,24 @@ def test_a_kept_activation_is_the_one_that_is_recomputed(device, monkeypatch, ma
 
 @pytest.mark.parametrize(
     "name, keep, make",
+    covering({"sliced": "sliced", "separate": "separate"}, {k: k for k in ("h", "x", "all")}, LINEAR, of=2),
+)
+def test_gradients_of_weights_that_are_put_off_are_the_same(device, monkeypatch, make, keep, name):
+    monkeypatch.setattr(run_module, "config", lambda *_: CONFIGS[name])
+    layer, routing = on(device, make(4, 32, 24), torch.bfloat16), random_routing(19, 2, 4)
+    x, grad = torch.randn(2, 19, 32, device=device).bfloat16()
+    there = dataclasses.replace(routing, topk_ids=routing.topk_ids.to(device))
+    for reduce in (False, True):
+        with select.force("expert_mlp", "triton"), select.force("expert_mlp_backward", "triton"):
+            given = layer, there, x, routing.topk_weights.to(device, torch.bfloat16), grad
+            want, got = (
+                outputs_and_gradients(*given, keep=keep, reduce=reduce, later=later) for later in (False, True)
+            )
+        assert all(map(torch.equal, got, want))
+
+
+@pytest.mark.parametrize(
+    "name, keep, make",
     covering({"sliced": "sliced", "separate": "separate"}, {"h": "h", "all": "all"}, LINEAR, of=2),
 )
 def test_dh_takes_the_place_of_h(device, monkeypatch, make, keep, name):
