@@ -4,6 +4,9 @@ experts on another chunk of tokens; in the backward the gradients of the experts
 A start stands where its inputs are there; a wait where nothing else is left to do, that of the exchange started first
 before others. In the backward autograd goes the same way in reverse: the gradients' exchange starts where the forward
 waited, and is waited for where the forward started. In between, it comes by each `weights_later`.
+
+What no start needs stands ahead of the last waits, those for the experts' results. There its backward runs beside the
+first exchange of gradients; beside the last one those of the matrices do.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from ..ir.spec import has_effect
 from .manager import graph_pass
 
 ops = torch.ops.moefx
+_STARTS = (ops.all_to_all_rows.default, ops.all_to_all_back.default)
 _WAITS = (ops.wait_rows.default, ops.wait_sums.default)
 
 
@@ -58,21 +62,33 @@ def _first_wait(rows: Any) -> fx.Node | None:
 
 def _scheduled(nodes: list[fx.Node]) -> list[fx.Node]:
     needed = _needed(nodes)
-    left, order = nodes, {}  # node -> its number
-    while left:
-        number = -1
-        while number < len(order):  # again, as some stand above what they need
-            number = len(order)
-            for node in left:
-                if node not in order and node.target not in _WAITS and order.keys() >= needed[node]:
-                    order[node] = len(order)
-        left = [node for node in left if node not in order]
-        waits = [node for node in left if order.keys() >= needed[node]]
-        if waits:
-            first = min(waits, key=lambda wait: max(order[n] for n in needed[wait]))  # was started
-            order[first] = len(order)
-            left.remove(first)
+    order: dict[fx.Node, int] = {}  # node -> its number
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    for left in (inputs, _ahead_of_starts(nodes, needed), nodes):
+        while left := [node for node in left if node not in order]:
+            number = -1
+            while number < len(order):  # again, as some stand above what they need
+                number = len(order)
+                for node in left:
+                    if node not in order and node.target not in _WAITS and order.keys() >= needed[node]:
+                        order[node] = len(order)
+            waits = [node for node in left if node not in order and order.keys() >= needed[node]]
+            if waits:
+                first = min(waits, key=lambda wait: max(order[n] for n in needed[wait]))  # was started
+                order[first] = len(order)
     return list(order)
+
+
+def _ahead_of_starts(nodes: list[fx.Node], needed: dict[fx.Node, set[fx.Node]]) -> list[fx.Node]:
+    """The starts, and all that they need."""
+    found: set[fx.Node] = set()
+    left = [node for node in nodes if node.target in _STARTS]
+    while left:
+        node = left.pop()
+        if node not in found:
+            found.add(node)
+            left += needed[node]
+    return [node for node in nodes if node in found]
 
 
 def _needed(nodes: list[fx.Node]) -> dict[fx.Node, set[fx.Node]]:

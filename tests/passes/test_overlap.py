@@ -60,7 +60,7 @@ def test_waits_come_in_the_order_of_their_starts():
     graph.output(graph.call_function(aten.add.Tensor, (out, shared), name="both"))
     moved = overlap(BlockGraph("", graph, Binding(()), None), None)
     wanted = (
-        "sent_a w_a sent_b w_b shared later later_1 wait_a rows_a y_a back_a wait_b rows_b y_b back_b "
+        "sent_a w_a sent_b w_b later later_1 wait_a rows_a y_a back_a wait_b rows_b y_b back_b shared "
         "sums_a sums_b out both"
     )
     assert [n.name for n in moved.graph.nodes if n.op not in ("placeholder", "output")] == wanted.split()
