@@ -27,7 +27,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from .._plan import Plan
-from ..errors import InvalidPlan, MoefxError
+from ..errors import MoefxError
 from ..inspection.history import History, Snapshot
 from ..ir.block import BlockGraph, TensorSpec
 from ..ir.codegen import is_getitem
@@ -85,18 +85,15 @@ class PassManager:
 
         Raises:
             PassError: a pass changed its input, or its result is not legal.
-            InvalidPlan: `plan.disable` names no pass of this pipeline.
         """
-        names = [pass_name(p) for p in passes]
-        if unknown := sorted(set(plan.disable) - set(names)):
-            raise InvalidPlan(f"Plan(disable={unknown}): no such pass; there is {', '.join(names) or 'none'}")
-        todo = [p for p in passes if pass_name(p) not in plan.disable]
+        todo = _enabled(passes, plan)
         _check(graph, made_by if isinstance(made_by, str) else pass_name(made_by), LEVELS[level])
         first = _snapshot(graph, None, made_by, 1, 1 + len(todo), ms)
         return self.extend(History(graph.name, (first,)), todo, plan, level=level)
 
     def extend(self, history: History, passes: Sequence[Pass], plan: Plan, *, level: str) -> History:
         """A history with more passes behind its last graph, which has this level. All count as of one pipeline."""
+        passes = _enabled(passes, plan)
         graph, total = history.graph, len(history) + len(passes)
         snapshots, current = [snapshot.out_of(total) for snapshot in history], LEVELS[level]
         for index, function in enumerate(passes, start=len(snapshots) + 1):
@@ -136,6 +133,10 @@ class PassManager:
             if (claimed := _shapes(node.meta.get("val"))) and claimed != _shapes(value):
                 raise PassError(f"pass {name}: {node.name} is declared as {claimed} but computes {_shapes(value)}")
             node.meta.setdefault("val", value)
+
+
+def _enabled(passes: Sequence[Pass], plan: Plan) -> list[Pass]:
+    return [p for p in passes if pass_name(p) not in plan.disable]
 
 
 def pass_name(function: Callable[..., Any]) -> str:

@@ -85,6 +85,10 @@ def case_the_graphs() -> None:
         lines = [line.partition("  #")[0].rstrip() for line in str(moefx.graph(compiled, "")).splitlines()]
         wanted = wanted.format(begin=dist.get_rank() // 2 * 2)
         assert "\n".join(lines[5:-1]) == wanted, moefx.graph(compiled, "")
+    plan = moefx.Plan(disable=("overlap",), dispatch="dedup")
+    compiled = moefx.compile(BLOCKS["stacked"](), mesh=mesh, plan=plan, example_inputs=(torch.zeros(9, D),))
+    assert moefx.graph(compiled, "").find("moefx::all_to_all_rows")
+    assert not moefx.graph(compiled, "").find("moefx::weights_later")
 
 
 class Scaled(Loop):

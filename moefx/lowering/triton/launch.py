@@ -14,6 +14,8 @@ from triton.runtime import driver
 
 INTERPRETED = knobs.runtime.interpret  # the kernels are defined for Triton's interpreter
 _compiled: dict[tuple[Any, ...], Any] = {}
+_names: dict[int, tuple[str, ...]] = {}  # of a kernel's constants, by its id
+_kernels: list[Any] = []
 
 
 def launch(
@@ -41,34 +43,33 @@ def launch(
         run(*args)
         return run
     options["enable_fp_fusion"] = False  # what a formula rounds is rounded, as in torch
-    names = _constants(kernel)
+    names = _names.get(id(kernel)) or _constants(kernel)  # a kernel's own hash is a property behind a lock
     values = tuple([constants[name] for name in names])
     device = driver.active.get_current_device()  # pyright: ignore[reportAttributeAccessIssue]
-    key = (kernel, device, warps, stages, *map(_kind, args), *values)
+    # What of an argument may be compiled in: at least what Triton looks at.
+    kinds = [
+        (a.dtype, a.data_ptr() % 16 == 0) if isinstance(a, Tensor)
+        else (a % 16 == 0, a == 1, a.bit_length() > 31) if isinstance(a, int)
+        else None if a is None
+        else (a.base.dtype, *a.block_shape)  # a tensor descriptor
+        for a in args
+    ]  # fmt: skip
+    key = (id(kernel), device, warps, stages, *kinds, *values)
     compiled = _compiled.get(key)
     if compiled is None:
         assert set(names) == set(constants), f"{kernel}: constants {tuple(constants)}, expected {names}"
         compiled = _compiled[key] = kernel[grid](*args, **constants, **options)
+        run = compiled[(*grid, 1, 1)[:3]]
     else:
-        compiled[(*grid, 1, 1)[:3]](*args, *values)
-    run = compiled[(*grid, 1, 1)[:3]]
+        run = compiled[(*grid, 1, 1)[:3]]
+        run(*args, *values)
     return lambda *args: run(*args, *values)
 
 
-@functools.cache
 def _constants(kernel: Any) -> tuple[str, ...]:
-    return tuple(p.name for p in kernel.params if p.is_constexpr)
-
-
-def _kind(argument: Any) -> Any:
-    """What of an argument may be compiled in: at least what Triton looks at."""
-    if isinstance(argument, Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0
-    if isinstance(argument, int):
-        return argument % 16 == 0, argument == 1, argument.bit_length() > 31
-    if argument is None:
-        return None
-    return argument.base.dtype, *argument.block_shape  # a tensor descriptor
+    _kernels.append(kernel)  # no other one gets its id
+    names = _names[id(kernel)] = tuple(p.name for p in kernel.params if p.is_constexpr)
+    return names
 
 
 def described(argument: Any) -> Any:
