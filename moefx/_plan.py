@@ -38,7 +38,7 @@ class Plan:
         dispatch: how rows travel to their experts. `"flat"`: one row for each choice; `"dedup"`: one for each rank that
             has experts of the token; `"rbd"`: one for each node, and from there one for each rank (X-MoE section 4.2);
             `"halo"`: as that, but what stays in the node does not wait for what comes from others (Piper section V);
-            `"auto"`: what is fastest by the bandwidths between and within nodes, measured by `compile`.
+            `"auto"`: what is fastest by the bandwidth of each level, within nodes and above, measured by `compile`.
         pilots: False: `"halo"` sends a row for each choice, as in Piper, not one for each node and rank.
         chunks: tokens travel in so many parts: while experts compute on one, others are on their way. Each part is
             multiplied by itself: worth it where exchanges take long, and experts have many rows.

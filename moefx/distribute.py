@@ -190,9 +190,8 @@ def _fastest(axis: ExpertAxis, result: Result) -> tuple[str, str]:
     links = axis.links
     if links is None:
         return "dedup", "auto: one level, where no row travels that need not"
-    nodes, ranks = axis.topology.sizes
     match = result.match
-    seconds = predicted(links, nodes, ranks, match.num_experts, match.slots, _row_bytes(result))
+    seconds = predicted(links, axis.topology.sizes, match.num_experts, match.slots, _row_bytes(result))
     shown = ", ".join(f"{way} {1e3 * s:.2f} ms" for way, s in seconds.items())
     return fastest(seconds), f"auto: predicted for {TOKENS} tokens a rank {shown}"
 

@@ -67,16 +67,18 @@ def _slowest(seconds: float) -> float:
     return t.item()
 
 
-class Rows:
-    """Counts rows that leave the node, as they are sent."""
+class Counter:
+    """Counts what is sent: rows that leave the node, their bytes, and bytes for other ranks."""
 
     def __init__(self, ranks_of_node: int):
-        self.size, self.rows = ranks_of_node, 0
+        self.size, self.found = ranks_of_node, torch.zeros(3, dtype=torch.int64)
 
     def __call__(self, rows, sent, received, group):
-        ranks = dist.get_process_group_ranks(group_of(group))
-        node = dist.get_rank() // self.size
-        self.rows += sum(n for n, rank in zip(sent, ranks, strict=True) if rank // self.size != node)
+        ranks, own = dist.get_process_group_ranks(group_of(group)), dist.get_rank()
+        width = rows.shape[1:].numel() * rows.element_size()
+        away = sum(n for n, rank in zip(sent, ranks, strict=True) if rank // self.size != own // self.size)
+        others = sum(n for n, rank in zip(sent, ranks, strict=True) if rank != own)
+        self.found += torch.tensor([away, away * width, others * width])
         return start(rows, sent, received, group)
 
 
@@ -110,14 +112,15 @@ def main() -> None:
     with torch.no_grad():
         want = block(x[:16]).float()
         for way, graph in graphs.items():
-            counter = exchange.start = Rows(args.node_size)
+            counter = exchange.start = Counter(args.node_size)
             out = graph.run(x)
             out = (out[0] if isinstance(out, (tuple, list)) else out)[:16].float()
             exchange.start = start
             error = ((out - want).norm() / want.norm()).item()
-            rows = torch.tensor([counter.rows])
-            dist.all_reduce(rows)
-            results[way] = {"error": error, "rows": int(rows) // 2, "dispatch": [], "combine": []}
+            dist.all_reduce(counter.found)
+            rows, leaves, sent = counter.found.tolist()
+            counts = {"rows": rows // 2, "leaves_node": leaves, "sends": sent // world}  # bytes: dispatch and combine
+            results[way] = {"error": error, **counts, "dispatch": [], "combine": []}
         for _ in range(args.repeats):  # in turns
             for way, graph in graphs.items():
                 graph.run(x)

@@ -1,14 +1,17 @@
 """Which way of rows is fastest: bandwidths as measured, rows as expected (X-MoE section 4.2, Piper section V).
 
-Letters: E experts, K of a token, W ranks, N nodes, L ranks of a node.
+Letters: E experts, K of a token, W ranks, R racks, N nodes of a rack, L ranks of a node.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+import operator
 import statistics
 import time
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -34,11 +37,10 @@ class Link:
 
 @dataclasses.dataclass(frozen=True)
 class Links:
-    """Of an expert axis over nodes: all ranks at once, those of different nodes, those of one node."""
+    """Of an expert axis: all ranks at once, and at each level, coarse to fine, those that differ there alone."""
 
     whole: Link
-    inter: Link
-    intra: Link
+    levels: tuple[Link, ...]
 
 
 def measured(level: Level, device: torch.device) -> Link:
@@ -69,33 +71,35 @@ def expected_parts(num_experts: int, top_k: int, parts: int) -> float:
 
 
 def predicted(
-    links: Links, nodes: int, ranks: int, num_experts: int, top_k: int, row_bytes: float, tokens: int = TOKENS
+    links: Links, sizes: Sequence[int], num_experts: int, top_k: int, row_bytes: float, tokens: int = TOKENS
 ) -> dict[str, float]:
-    """Seconds of one exchange of a rank's tokens, of each way.
+    """Seconds of one exchange of a rank's tokens, of each way; one level has none of several hops. With HALO, what
+    stays in the node has as long as the hops above it take.
 
     Args:
-        nodes: N. ranks: L. row_bytes: of a token and what travels with it.
+        sizes: units within a unit, coarse to fine: (R, N, L) or (N, L), as of `Topology`.
+        row_bytes: of a token and what travels with it.
     """
-    each = tokens * row_bytes
-    of_ranks = expected_parts(num_experts, top_k, nodes * ranks)
-    of_nodes = expected_parts(num_experts, top_k, nodes)
-    away, beside = (nodes - 1) / nodes, (ranks - 1) / ranks
+    each, ranks = tokens * row_bytes, math.prod(sizes)
+    above = list(itertools.accumulate(sizes[:-1], operator.mul, initial=1))  # units that a level's are within
+    levels = list(zip(links.levels, sizes, above, strict=True))
+    of_ranks, nodes = expected_parts(num_experts, top_k, ranks), above[-1]
 
     def at_once(rows: float) -> float:
-        """Over the whole axis: its links between nodes and within one are used side by side."""
-        through = max(rows * away * each * links.inter.per_byte, rows / nodes * beside * each * links.intra.per_byte)
-        return links.whole.latency + max(through, rows * (1 - 1 / (nodes * ranks)) * each * links.whole.per_byte)
+        """Over the whole axis: the links of its levels are used side by side."""
+        through = [rows / within * (1 - 1 / size) * each * link.per_byte for link, size, within in levels]
+        return links.whole.latency + max(*through, rows * (1 - 1 / ranks) * each * links.whole.per_byte)
 
-    def halo(rows_away: float, rows: float) -> float:
-        first = max(links.inter.seconds(rows_away * each), links.intra.seconds(rows / nodes * beside * each))
-        return first + links.intra.seconds(rows * away * beside * each)
+    def hop(link: Link, size: int, within: int) -> float:
+        return link.seconds(expected_parts(num_experts, top_k, within * size) * (1 - 1 / size) * each)
 
-    return {
-        "flat": at_once(top_k),
-        "dedup": at_once(of_ranks),
-        "rbd": links.inter.seconds(of_nodes * away * each) + links.intra.seconds(of_ranks * beside * each),
-        "halo": halo(of_nodes * away, of_ranks),
-    }
+    seconds = {"flat": at_once(top_k), "dedup": at_once(of_ranks)}
+    if len(sizes) == 1:
+        return seconds
+    *hops, last = (hop(*level) for level in levels)
+    inside, num_bytes = links.levels[-1], of_ranks * (1 - 1 / sizes[-1]) * each
+    halo = max(sum(hops), inside.seconds(num_bytes / nodes)) + inside.seconds(num_bytes * (1 - 1 / nodes))
+    return {**seconds, "rbd": sum(hops) + last, "halo": halo}
 
 
 def fastest(seconds: dict[str, float]) -> str:

@@ -166,14 +166,15 @@ class ExpertAxis:
 
     @functools.cached_property
     def links(self) -> Links | None:
-        """As measured, once: between two levels, nodes and their ranks. Collective. None where there are no two."""
-        if len(self.topology.sizes) != 2:
+        """As measured, once. Collective. None of one level, where nothing depends on them."""
+        if len(self.topology.sizes) == 1:
             return None
         device = torch.device(self.mesh.device_type)
         found = [measured(level, device) for level in (Level(self.name, self.size, self.group), *self.levels)]
         slowest = torch.tensor([[link.latency, link.per_byte] for link in found], dtype=torch.float64, device=device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group_of(self.group))  # all ranks decide alike
-        return Links(*(Link(*link) for link in slowest.tolist()))
+        whole, *levels = (Link(*link) for link in slowest.tolist())
+        return Links(whole, tuple(levels))
 
     @functools.cached_property
     def levels(self) -> tuple[Level, ...]:

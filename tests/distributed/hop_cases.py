@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import moefx
+import moefx.runtime.topology
 from moefx.errors import InvalidPlan
+from moefx.ir.placement import Level
+from moefx.runtime.links import Link
 
 from ..passes.blocks import D
 from .models import Model, check, compiled_beside
@@ -114,13 +120,41 @@ def case_chunks() -> None:
 def case_what_is_fastest_is_picked() -> None:
     """By what is measured; the same way on every rank."""
     mesh, world = one_axis(), dist.get_world_size()
-    plan = moefx.Plan(node_size=2, validation="symbolic")
-    compiled = check(Model("stacked", layers=1, num_experts=world).double(), mesh, plan)
-    (line,) = [line for line in str(moefx.explain(compiled)).splitlines() if "experts over" in line]
-    assert "auto: predicted for 4096 tokens a rank flat" in line, line
-    found = [None] * world
-    dist.all_gather_object(found, line)
-    assert len(set(found)) == 1, found
+    for above in [(), (4,)] if world == 8 else [()]:
+        plan = moefx.Plan(node_size=2, topology_levels=above, validation="symbolic")
+        (line,) = experts_over(check(Model("stacked", layers=1, num_experts=world).double(), mesh, plan))
+        said = line.partition("auto: predicted for 4096 tokens a rank ")[2].rstrip(")").split(", ")
+        assert [way.split()[0] for way in said] == ["flat", "dedup", "rbd", "halo"], line
+        found = [None] * world
+        dist.all_gather_object(found, line)
+        assert len(set(found)) == 1, found
+
+
+def case_slow_links_between_racks() -> None:
+    mesh, world = one_axis(), dist.get_world_size()
+    if world < 8:
+        return
+
+    def link(level: Level, device: torch.device) -> Link:
+        return Link(0.0, 1e-6 if level.axis in ("ep", "ep/level1") else 1e-9)
+
+    plan = moefx.Plan(node_size=2, topology_levels=(4,), validation="symbolic")
+    with mock.patch.object(moefx.runtime.topology, "measured", link):
+        (line,) = experts_over(check(Model("stacked", layers=1, num_experts=world).double(), mesh, plan))
+    assert "(2 x 2 x 2)" in line and "its ranks, rbd (auto: predicted" in line, line
+
+
+def case_one_node() -> None:
+    """Nothing is measured."""
+    mesh, world = one_axis(), dist.get_world_size()
+    plan = moefx.Plan(node_size=world, validation="symbolic")
+    with mock.patch.object(moefx.runtime.topology, "measured", side_effect=AssertionError):
+        (line,) = experts_over(compiled_beside(Model("stacked", layers=1, num_experts=world), mesh, plan))
+    assert "auto: one level, where no row travels that need not" in line, line
+
+
+def experts_over(compiled: nn.Module) -> list[str]:
+    return [line for line in str(moefx.explain(compiled)).splitlines() if "experts over" in line]
 
 
 def case_nodes_that_do_not_fit() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 pytest.importorskip("torch.distributed")
@@ -11,12 +13,10 @@ from moefx.runtime.links import Link, Links, expected_parts, fastest, predicted
 from moefx.runtime.topology import Topology, node_size
 
 
-def picked(inter: float, intra: float, latency: float = 0.0, top_k: int = 8, **more) -> str:
-    """By seconds for a byte."""
-    links = Links(Link(latency, 0.0), Link(latency, inter), Link(latency, intra))
-    return fastest(
-        predicted(links, **{"nodes": 4, "ranks": 8, "num_experts": 256, "row_bytes": 4096.0, **more}, top_k=top_k)
-    )
+def picked(*per_byte: float, sizes: tuple[int, ...] = (4, 8), latency: float = 0.0, top_k: int = 8) -> str:
+    """By seconds for a byte, level by level."""
+    links = Links(Link(latency, 0.0), tuple(Link(latency, seconds) for seconds in per_byte))
+    return fastest(predicted(links, sizes, 256, top_k, row_bytes=4096.0))
 
 
 @pytest.mark.parametrize(
@@ -41,12 +41,34 @@ def test_expected_parts():
     assert expected_parts(16, 1, 8) == pytest.approx(1)
 
 
+@pytest.mark.parametrize(
+    "sizes, seconds",  # every token goes to every rank; seconds for a byte: 3, 5 and 7, coarse to fine
+    [
+        ((4,), {"flat": 3 * 3, "dedup": 3 * 3}),
+        ((2, 2), {"flat": 3 * 2, "dedup": 3 * 2, "rbd": 3 * 1 + 5 * 2, "halo": max(3 * 1, 5 * 1) + 5 * 1}),
+        ((2, 2, 2), {"flat": 3 * 4, "dedup": 3 * 4, "rbd": 3 + 5 * 2 + 7 * 4, "halo": max(3 + 5 * 2, 7) + 7 * 3}),
+    ],
+)
+def test_seconds_of_each_hop(sizes, seconds):
+    links = Links(Link(0.0, 0.0), tuple(Link(0.0, float(n)) for n in (3, 5, 7)[: len(sizes)]))
+    experts = math.prod(sizes)
+    assert predicted(links, sizes, experts, experts, 1.0, tokens=1) == pytest.approx(seconds)
+
+
 def test_each_way_is_picked_where_it_should_be():
     assert picked(1e-10, 1e-10, top_k=1) == "flat"  # nothing is sent twice
     assert picked(1e-10, 1e-10) == "dedup"  # a node's own links are not faster
     assert picked(1e-9, 1e-12) == "rbd"  # what happens in the node costs nothing
-    assert picked(2e-9, 1e-9, nodes=2, ranks=2, top_k=8) == "halo"  # phase I is hidden behind II
+    assert picked(2e-9, 1e-9, sizes=(2, 2)) == "halo"  # phase I is hidden behind II
     assert picked(1e-9, 1e-12, latency=1.0) in ("flat", "dedup")  # one collective is all one can wait for
+
+
+def test_each_way_is_picked_over_racks():
+    assert picked(1e-10, 1e-10, 1e-10, sizes=(2, 4, 8), top_k=1) == "flat"
+    assert picked(1e-10, 1e-10, 1e-10, sizes=(2, 4, 8)) == "dedup"
+    assert picked(1e-9, 1e-10, 1e-12, sizes=(2, 4, 8)) == "rbd"  # links between racks are what counts
+    assert picked(2e-9, 1e-11, 1e-9, sizes=(2, 2, 2)) == "halo"
+    assert picked(1e-9, 1e-10, 1e-12, sizes=(2, 4, 8), latency=1.0) in ("flat", "dedup")
 
 
 def test_topologies():
