@@ -238,7 +238,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         kernels = {way: row.pop("kernels") for way, row in rows.items()}
         for (way, row), ms in zip(rows.items(), slowest.tolist(), strict=True):
             row["ms"] = ms
-            row = dict(shape=shape.name, tokens=shape.T, ranks=world, way=way, mirror=bool(options.mirror), **row)
+            how = dict(shared=options.shared, tokens=shape.T, ranks=world, way=way, mirror=bool(options.mirror))
+            row = dict(shape=shape.name, **how, **row)
             if "one" in rows:
                 row["efficiency"] = rows["one"]["ms"] / ms
             numbers = "  ".join(f"{name} {value:.3f}" for name, value in row.items() if isinstance(value, float))

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from ..ir.packing import pack_rows, split_columns
 from ..ir.payload import group_of, start, wait
 from ..ir.placement import Level
 
@@ -37,10 +38,15 @@ class Link:
 
 @dataclasses.dataclass(frozen=True)
 class Links:
-    """Of an expert axis: all ranks at once, and at each level, coarse to fine, those that differ there alone."""
+    """Of an expert axis: all ranks at once, and at each level, coarse to fine, those that differ there alone.
+
+    Attributes:
+        handling: seconds a byte that a rank takes to pack and unpack rows, once for each exchange.
+    """
 
     whole: Link
     levels: tuple[Link, ...]
+    handling: float = 0.0
 
 
 def measured(level: Level, device: torch.device) -> Link:
@@ -60,6 +66,24 @@ def measured(level: Level, device: torch.device) -> Link:
     leaving = [n * (level.size - 1) / level.size for n in _SIZES]
     per_byte = max(seconds[1] - seconds[0], 0.0) / max(leaving[1] - leaving[0], 1.0)
     return Link(max(seconds[0] - leaving[0] * per_byte, 0.0), per_byte)
+
+
+def measured_handling(group: str, device: torch.device) -> float:
+    """Seconds a byte to pack rows and to unpack them, where all ranks do so at once: they may share processors.
+    Collective."""
+    num_rows, width = 1024, _SIZES[1] // 1024
+    x = torch.zeros((num_rows, width), dtype=torch.uint8, device=device)
+    ids = torch.arange(num_rows, dtype=torch.int32, device=device)
+    place, slots = torch.zeros_like(ids)[:, None], torch.zeros_like(ids)
+    found = []
+    for _ in range(_REPEATS + 1):
+        dist.barrier(group_of(group))
+        begin = time.perf_counter()
+        packed = pack_rows([x], [], place, ids, slots, num_rows=num_rows, num_slots=1, dedup=True)
+        (rows,) = split_columns([packed], dtypes=["uint8"], widths=[width])
+        rows[-1, -1].item()
+        found.append(time.perf_counter() - begin)
+    return statistics.median(found[1:]) / x.numel()
 
 
 def expected_parts(num_experts: int, top_k: int, parts: int) -> float:
@@ -84,27 +108,32 @@ def predicted(
     above = list(itertools.accumulate(sizes[:-1], operator.mul, initial=1))  # units that a level's are within
     levels = list(zip(links.levels, sizes, above, strict=True))
     of_ranks, nodes = expected_parts(num_experts, top_k, ranks), above[-1]
+    of_hops = [expected_parts(num_experts, top_k, within * size) for _, size, within in levels]
+
+    def handled(rows: float) -> float:
+        return rows * each * links.handling
 
     def at_once(rows: float) -> float:
         """Over the whole axis: the links of its levels are used side by side."""
         through = [rows / within * (1 - 1 / size) * each * link.per_byte for link, size, within in levels]
-        return links.whole.latency + max(*through, rows * (1 - 1 / ranks) * each * links.whole.per_byte)
-
-    def hop(link: Link, size: int, within: int) -> float:
-        return link.seconds(expected_parts(num_experts, top_k, within * size) * (1 - 1 / size) * each)
+        at_last = max(*through, rows * (1 - 1 / ranks) * each * links.whole.per_byte)
+        return links.whole.latency + at_last + handled(rows)
 
     seconds = {"flat": at_once(top_k), "dedup": at_once(of_ranks)}
     if len(sizes) == 1:
         return seconds
-    *hops, last = (hop(*level) for level in levels)
+    sent = zip(levels, of_hops, strict=True)
+    *hops, last = (link.seconds(rows * (1 - 1 / size) * each) for (link, size, _), rows in sent)
     inside, num_bytes = links.levels[-1], of_ranks * (1 - 1 / sizes[-1]) * each
     halo = max(sum(hops), inside.seconds(num_bytes / nodes)) + inside.seconds(num_bytes * (1 - 1 / nodes))
-    return {**seconds, "rbd": sum(hops) + last, "halo": halo}
+    # With HALO what stays in the node is handled once, in the exchange beside the others.
+    beside = sum(of_hops[:-1]) * (1 - 1 / nodes) + of_ranks
+    return {**seconds, "rbd": sum(hops) + last + handled(sum(of_hops)), "halo": halo + handled(beside)}
 
 
 def fastest(seconds: dict[str, float]) -> str:
     """The way of the least time; of those that are alike to 2 % the simplest, in the order given. Ways of several hops
-    must gain 15 %: what packing and adding up between hops costs is not in the prediction (benchmarks/NOTES.md)."""
+    must gain 15 %: what adding up between hops costs is not in the prediction (benchmarks/NOTES.md)."""
     counted = {way: s / (0.85 if way in ("rbd", "halo") else 1.0) for way, s in seconds.items()}
     least = min(counted.values())
     return next(way for way, s in counted.items() if s <= 1.02 * least)

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..errors import InvalidPlan
 from ..ir.payload import group_of, shown_ranks
 from ..ir.placement import Level, SharedTokens, Ways
-from .links import Link, Links, measured
+from .links import Link, Links, measured, measured_handling
 
 _NODE = ("inter", "intra")  # the two lowest levels; those above have numbers
 
@@ -171,10 +171,11 @@ class ExpertAxis:
             return None
         device = torch.device(self.mesh.device_type)
         found = [measured(level, device) for level in (Level(self.name, self.size, self.group), *self.levels)]
-        slowest = torch.tensor([[link.latency, link.per_byte] for link in found], dtype=torch.float64, device=device)
+        numbers = [[link.latency, link.per_byte] for link in found] + [[measured_handling(self.group, device), 0.0]]
+        slowest = torch.tensor(numbers, dtype=torch.float64, device=device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group_of(self.group))  # all ranks decide alike
-        whole, *levels = (Link(*link) for link in slowest.tolist())
-        return Links(whole, tuple(levels))
+        whole, *levels, (handling, _) = slowest.tolist()
+        return Links(Link(*whole), tuple(Link(*level) for level in levels), handling)
 
     @functools.cached_property
     def levels(self) -> tuple[Level, ...]:

@@ -38,6 +38,33 @@ def case_ways() -> None:
             assert used[op] == "triton", select.counters()
 
 
+def case_micro_batches_in_flight() -> None:
+    """Each has buffers of its own, and memory of those before: the device is not asked for more from some step on."""
+    torch.manual_seed(0)
+    layer, mesh = Layer(SHAPE), one_axis()
+    plan = moefx.Plan(dispatch="halo", node_size=2, validation="symbolic")
+    example = (torch.zeros(64, SHAPE.d, device="cuda", dtype=torch.bfloat16),)
+    compiled = moefx.compile(layer, mesh=mesh, plan=plan, example_inputs=example)
+    batches = [torch.randn(SHAPE.T + i, SHAPE.d, device="cuda").bfloat16().requires_grad_() for i in range(3)]
+
+    def gradients(at_once: int) -> list[torch.Tensor]:
+        for begin in range(0, len(batches), at_once):
+            outs = [compiled(x) for x in batches[begin : begin + at_once]]
+            for out in outs:
+                out.square().sum().backward()
+        found = [x.grad for x in batches]
+        for t in (*batches, *compiled.parameters()):
+            t.grad = None
+        return found
+
+    one_by_one = gradients(1)
+    for step in range(12):
+        assert all(map(torch.equal, gradients(3), one_by_one))
+        if step == 5:
+            asked = torch.cuda.memory_stats()["segment.all.allocated"]
+    assert torch.cuda.memory_stats()["segment.all.allocated"] == asked
+
+
 def case_a_model_that_is_elsewhere() -> None:
     layer = Layer(SHAPE).to("cpu")
     try:

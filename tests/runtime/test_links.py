@@ -55,6 +55,14 @@ def test_seconds_of_each_hop(sizes, seconds):
     assert predicted(links, sizes, experts, experts, 1.0, tokens=1) == pytest.approx(seconds)
 
 
+def test_handling_is_counted_at_each_hop():
+    """Every token goes to every rank of 2 x 2: 4 rows to pack, of two hops 2 and 4; 1 less where 2 stay aside."""
+    links = Links(Link(0.0, 0.0), (Link(0.0, 0.0),) * 2, handling=1.0)
+    want = {"flat": 4, "dedup": 4, "rbd": 2 + 4, "halo": 1 + 4}
+    assert predicted(links, (2, 2), 4, 4, 1.0, tokens=1) == pytest.approx(want)
+    assert fastest(predicted(links, (2, 2), 4, 4, 1.0, tokens=1)) == "flat"
+
+
 def test_each_way_is_picked_where_it_should_be():
     assert picked(1e-10, 1e-10, top_k=1) == "flat"  # nothing is sent twice
     assert picked(1e-10, 1e-10) == "dedup"  # a node's own links are not faster
