@@ -2,7 +2,7 @@
 section 4).
 
 Letters: S tokens, K top-k, E experts, B routed rows, D model dim, F expert hidden dim. B is S*K, or where the host
-    knows how many rows there are, up to 1/32 more. Rows are sorted by expert and valid up to expert_offsets[E]. What
+    knows how many rows there are, up to 1/64 more. Rows are sorted by expert and valid up to expert_offsets[E]. What
     lies behind (the tail: dropped rows) may hold anything, NaN included, and never reaches a valid row, a token or a
     gradient. Indices are int32, sizes of buffers may exceed 2^31 elements.
 

@@ -173,7 +173,7 @@ class _Printer:
         if target_name(node) == BUILD_PFT:
             drops = node.kwargs.get("capacity") is not None or any(a is not None for a in node.args[2:])
             if (known := node.kwargs.get("num_rows")) is not None:
-                return f"B = {self._value(known)}, and up to 1/32 more"
+                return f"B = {self._value(known)}, and up to 1/64 more"
             return "B = S*K, valid up to expert_offsets[E]" if drops else "B = S*K"
         if target_name(node) in _BUNDLES:
             return ""

@@ -80,12 +80,12 @@ def build_pft(
 
 
 def room_for(num_rows: Tensor | None, topk_ids: Tensor) -> int:
-    """The number of rows B to make: some more than there are, 1/32 at most, so that few sizes occur. Then memory is
+    """The number of rows B to make: some more than there are, 1/64 at most, so that few sizes occur. Then memory is
     found again, and so is what was recorded for a size."""
     if num_rows is None:
         return topk_ids.numel()
     wanted = int(num_rows)
-    step = 1 << max(0, wanted.bit_length() - 6)
+    step = 1 << max(0, wanted.bit_length() - 7)
     return min(-(-wanted // step) * step, topk_ids.numel())
 
 

@@ -43,7 +43,7 @@ def experts_of(x, ids, weights, w, num_experts, num_rows=None):
     how = {"num_experts": num_experts, "num_rows": num_rows}
     token_ids, _, offsets, inverse, row_weights = build_pft(ids, weights, None, **how)
     if num_rows is not None:
-        assert int(offsets[-1]) == int(num_rows) <= token_ids.shape[0] <= int(num_rows) * 33 / 32
+        assert int(offsets[-1]) == int(num_rows) <= token_ids.shape[0] <= int(num_rows) * 65 / 64
     rows = grouped_mm(dispatch(x, token_ids, offsets, inverse), [w], offsets, transposed=False)
     return combine(rows, row_weights, token_ids, offsets, inverse)
 

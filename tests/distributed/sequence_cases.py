@@ -141,7 +141,7 @@ def kept_bytes(block: nn.Module, x: torch.Tensor) -> int:
 class Wide(nn.Module):
     """Experts that keep much more than their router."""
 
-    def __init__(self, dim=64, hidden=256, num_experts=8, top_k=4):
+    def __init__(self, dim=64, hidden=512, num_experts=8, top_k=4):
         super().__init__()
         self.gate, self.top_k = nn.Linear(dim, num_experts, bias=False), top_k
         self.up, self.down = (nn.Parameter(torch.randn(num_experts, *s) / 8) for s in ((dim, hidden), (hidden, dim)))
