@@ -230,7 +230,7 @@ class Op:
         self.autograd(save=lambda ctx, args, kwargs, outputs: None, backward=backward)
 
 
-_is_profiled = getattr(torch._C._autograd, "_profiler_enabled", lambda: True)
+_is_profiled = getattr(getattr(torch._C, "_autograd", None), "_profiler_enabled", lambda: True)
 
 
 def is_last_use(saved: Sequence[Any]) -> bool:

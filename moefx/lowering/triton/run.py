@@ -235,7 +235,11 @@ class Run:
 
     def combine(self, out: Tensor, dtype: torch.dtype, scale: Any) -> Tensor:
         """The sum of each token's rows, [S,width]. How many tokens there are is on no tape."""
-        return apply(lambda *args: sum_rows_of_tokens(*args, dtype, scale), out, self.w, self.call.inverse)
+
+        def summed(rows: Tensor, weights: Tensor, inverse: Tensor) -> Tensor:
+            return sum_rows_of_tokens(rows, weights, inverse, dtype, scale)
+
+        return apply(summed, out, self.w, self.call.inverse)
 
     def launch_gemm(
         self,
