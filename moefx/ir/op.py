@@ -48,10 +48,10 @@ _BELOW_AUTOGRAD = torch._C._after_autograd_keyset
 
 
 def _plain_keysets() -> frozenset[int]:
-    keys = torch._C.DispatchKey
-    cpu, gpu, views = (torch._C.DispatchKeySet(key) for key in (keys.CPU, keys.CUDA, keys.ADInplaceOrView))
+    key = torch._C.DispatchKey
+    cpu, gpu, views = (torch._C.DispatchKeySet(k) for k in (key.CPU, key.CUDA, key.ADInplaceOrView))
     backends = cpu, gpu, cpu | gpu
-    return frozenset(keys.raw_repr() for backend in backends for keys in (backend, backend | views))
+    return frozenset(keyset.raw_repr() for backend in backends for keyset in (backend, backend | views))
 
 
 _PLAIN = _plain_keysets()  # no mode, no subclass, no transform
@@ -272,7 +272,6 @@ def _unflatten(lengths: Sequence[int | None], flat: Sequence[Any]) -> list[Any]:
 def _autograd_function(
     op: Op, save: Callable[..., None], backward: Callable[..., Sequence[Any]]
 ) -> type[torch.autograd.Function]:
-
     def run_forward(ctx: Any, keyset: Any, kwargs: dict, lengths: tuple, structure: dict, *flat: Any) -> Any:
         args = _unflatten(lengths, flat)
         outputs = op._below_autograd(keyset, args, kwargs)
@@ -302,7 +301,6 @@ def _autograd_function(
     return type(op.name, (torch.autograd.Function,), members)
 
 
-@functools.cache
 def _unseen_by_dynamo(function: Callable[..., Any]) -> None:
     """Behind a graph break Dynamo looks at every frame, also at those that C++ calls; here is nothing for it."""
     with contextlib.suppress(ImportError, AttributeError):  # without this it takes longer
@@ -315,6 +313,7 @@ def _unseen_by_dynamo(function: Callable[..., Any]) -> None:
 _unseen_by_dynamo(Op._run)
 
 
+@functools.cache
 def _select() -> Callable[..., Provider]:
     # Lowering sits above this module, so it is looked up when the first op runs: importing the dialect stays
     # cheap, and every op finds the fast providers registered however it was imported.
