@@ -60,7 +60,8 @@ class Call:
 
     @classmethod
     def of(cls, args: Sequence[Any], body: str, keep: str, dtype: torch.dtype | None) -> Call:
-        x, token_ids, expert_offsets, inverse, row_weights, up, up_bias, down, down_bias = args
+        # Of the forward's arguments: `later` is for autograd alone.
+        x, token_ids, expert_offsets, inverse, row_weights, up, up_bias, down, down_bias = args[:9]
         parsed = ExpertBody.from_json(body)
         if keep not in KEEP:
             raise InvalidInput(f"moefx::expert_mlp: keep={keep!r}, expected one of {', '.join(map(repr, KEEP))}")
@@ -162,7 +163,7 @@ def expert_mlp(
         The rows [B,D'] (or their sums [S,D']), then what the policy keeps: each up-projection [B,F], then the
         activation [B,F']. These are the backward's, which may overwrite them unless the graph is retained.
     """
-    call = Call.of(args[:9], body, keep, dtype)
+    call = Call.of(args, body, keep, dtype)
     rows = call.x.index_select(0, call.token_ids)
     hidden = [_linear(call, rows, *group) for group in zip(call.up, call.up_bias, call.body.up, strict=True)]
     act = _activation(call, hidden)
@@ -247,7 +248,7 @@ def expert_mlp_backward(
     call, kept = Call.of(args[:-1], body, keep, dtype), args[-1]
     need_x, need_w, need_up, need_up_bias, need_down, need_down_bias = needs
     if part == "weights":
-        return _matrix_gradients(call, *sides_of_weights(call, grad, kept, reduce), need_up, need_down)
+        return _matrix_gradients(call, *_sides_of_matrices(call, grad, kept, reduce), need_up, need_down)
     offsets = call.expert_offsets
     rows = call.x.index_select(0, call.token_ids)
     groups = list(zip(call.up, call.up_bias, call.body.up, strict=True))
@@ -293,17 +294,19 @@ def expert_mlp_backward(
     if part == "rows":
         linear = is_linear(call.body.out, "y")
         gradients += grad_up
-        gradients += [(act * scale_of_rows(call)).to(call.dtype)] if linear else [act, grad_product.clone()]
+        gradients += (
+            [(act * evaluate(call.body.out, with_ones(call))).to(call.dtype)] if linear else [act, grad_product.clone()]
+        )
     return gradients
 
 
-def scale_of_rows(call: Call) -> Tensor:
-    """c(w) of rows = y * c(w), [B,1]: what `out` makes of ones."""
+def with_ones(call: Call) -> dict[str, Tensor]:
+    """Of these `out` makes c(w), [B,1], where it is linear in y: rows = y * c(w)."""
     ones = torch.ones((call.num_rows, 1), dtype=call.dtype, device=call.x.device)
-    return evaluate(call.body.out, _with_weight(call, {"y": ones}))
+    return _with_weight(call, {"y": ones})
 
 
-def sides_of_weights(
+def _sides_of_matrices(
     call: Call, grad: Tensor, kept: Sequence[Tensor], reduce: bool
 ) -> tuple[Sequence[Tensor], Tensor, Tensor]:
     """Of what part "rows" of the backward returned: gradients of the up-projections, activation, gradient of y."""
@@ -351,7 +354,7 @@ def weight_gradient(call: Call, *columns: Tensor | None) -> Tensor:
 
 @expert_mlp.fake
 def _(*args, body, keep="h", reduce=False, dtype=None):
-    call = Call.of(args[:9], body, keep, dtype)
+    call = Call.of(args, body, keep, dtype)
     up, act, out = call.widths
     rows = call.x.new_empty((call.x.shape[0] if reduce else call.num_rows, out), dtype=call.out_dtype)
     kept = {"h": up, "all": [*up, act]}.get(keep, [])

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...ir import derivative, expression
-from ...ir.expert_mlp import Call, expert_mlp, expert_mlp_backward, weight_gradient
+from ...ir.expert_mlp import Call, expert_mlp, expert_mlp_backward, weight_gradient, with_ones
 from . import grouped
 from .grouped import GroupedGemms
 from .segments import SegmentGemms
@@ -52,6 +52,11 @@ class Gradient:
 
     def __init__(self, parameters: Sequence[Tensor], made: Any):
         self.parameters, self.dtype, self.made = parameters, parameters[0].dtype, made
+
+    def multiply(self, gemms: Gemms, group: Group, grad: Tensor, rows: Tensor, transposed: bool) -> None:
+        """Make the group's part of a matrix's gradient."""
+        left, right = (grad, rows) if transposed else (rows, grad)
+        self.made = gemms.outer(group, left, right, self.made, self.dtype)
 
 
 class Parameters:
@@ -214,7 +219,7 @@ class Backward:
         if self.grad_down is not None or self.put_off:
             scaled = act if scale is None else _in(call.dtype, act * scale)
             if self.grad_down is not None:
-                self._outer(self.grad_down, group, grad_y, scaled, call.body.down.transposed)
+                self.grad_down.multiply(self.gemms, group, grad_y, scaled, call.body.down.transposed)
             for buffer, values in zip(self.put_off[len(call.up) :], (scaled, grad_y), strict=False):
                 buffer.put(group, values.clone() if buffer.tensor is None else values)
         if self.grad_down_bias is not None:
@@ -268,14 +273,10 @@ class Backward:
             if self.put_off:
                 self.put_off[g].put(group, grad)
             if stack is not None:
-                self._outer(stack, group, grad, rows, self.call.body.up[g].transposed)
+                stack.multiply(self.gemms, group, grad, rows, self.call.body.up[g].transposed)
             if self.need_x:
                 grad_rows = self.gemms.multiply(group, grad, self.up[g], grad_rows, add=g > 0)
         return grad_rows
-
-    def _outer(self, buffer: Gradient, group: Group, grad: Tensor, rows: Tensor, transposed: bool) -> None:
-        left, right = (grad, rows) if transposed else (rows, grad)
-        buffer.made = self.gemms.outer(group, left, right, buffer.made, buffer.dtype)
 
     def _sum(self, buffer: Gradient, group: Group, rows: Tensor) -> None:
         buffer.made = self.gemms.sum_rows(group, rows, buffer.made, buffer.dtype)
@@ -287,7 +288,7 @@ class Backward:
             columns = [None if column is None else column.tensor for column in (w_of_out, self.w_of_act)]
             if self.linear and columns[0] is not None:
                 dot = columns[0].to(call.out_dtype)
-                columns[0] = derivative.vjp(call.body.out, _with_ones(call), dot, ["w"])[1]["w"]
+                columns[0] = derivative.vjp(call.body.out, with_ones(call), dot, ["w"])[1]["w"]
             results.append(weight_gradient(call, *columns))
         for gradient in (*self.grad_up, *self.grad_up_bias, self.grad_down, self.grad_down_bias):
             if gradient is not None:
@@ -313,16 +314,14 @@ class Matrices:
         call, tokens = self.call, self.token_ids[group.index]
         for (grad, gradient), gemm in zip(self.up, call.body.up, strict=False):
             rows = call.x.index_select(0, tokens)
-            self._outer(gradient, group, group.clear_padding(grad[group.index], copy=True), rows, gemm.transposed)
+            gradient.multiply(
+                self.gemms, group, group.clear_padding(grad[group.index], copy=True), rows, gemm.transposed
+            )
         if self.down is not None:
             by_row = None if self.grad_y is None else self.grad_y[group.index]
             grad = self.by_token.index_select(0, tokens) if by_row is None else by_row  # type: ignore[union-attr]
             grad = _in(call.dtype, group.clear_padding(grad, copy=by_row is not None))
-            self._outer(self.down, group, grad, self.act[group.index], call.body.down.transposed)
-
-    def _outer(self, gradient: Gradient, group: Group, grad: Tensor, rows: Tensor, transposed: bool) -> None:
-        left, right = (grad, rows) if transposed else (rows, grad)
-        gradient.made = self.gemms.outer(group, left, right, gradient.made, gradient.dtype)
+            self.down.multiply(self.gemms, group, grad, self.act[group.index], call.body.down.transposed)
 
     def results(self) -> list[Tensor]:
         made = [gradient for _, gradient in self.up] + ([] if self.down is None else [self.down])
@@ -342,7 +341,7 @@ class ByRow:
         self.w = None if call.w is None else gemms.read(call.w)
         self.scale = None
         if call.body.out != "y" and expression.is_linear(call.body.out, "y"):
-            self.scale = gemms.read(expression.evaluate(call.body.out, _with_ones(call)))
+            self.scale = gemms.read(expression.evaluate(call.body.out, with_ones(call)))
 
     def with_weight(self, group: Group, env: dict[str, Tensor]) -> dict[str, Tensor]:
         return env if self.w is None else {**env, "w": self.w[group.index]}
@@ -351,11 +350,6 @@ class ByRow:
 def _in(dtype: torch.dtype, tensor: Tensor) -> Tensor:
     """As `to`, which takes a microsecond to find that there is nothing to do."""
     return tensor if tensor.dtype is dtype else tensor.to(dtype)
-
-
-def _with_ones(call: Call) -> dict[str, Tensor]:
-    ones = torch.ones((call.num_rows, 1), dtype=call.dtype, device=call.x.device)
-    return {"y": ones} if call.w is None else {"y": ones, "w": call.w}
 
 
 def _grouped_applies(*args: Any, dtype: torch.dtype | None = None, **_: Any) -> bool:
@@ -368,7 +362,7 @@ def _forward_with(make: Callable[[Tensor, torch.dtype, int], Gemms]) -> Callable
     def run(
         *args: Any, body: str, keep: str = "h", reduce: bool = False, dtype: torch.dtype | None = None
     ) -> list[Tensor]:
-        call = Call.of(args[:9], body, keep, dtype)
+        call = Call.of(args, body, keep, dtype)
         return forward(call, make(call.expert_offsets, call.dtype, call.matrix_size()), keep, reduce)
 
     return run

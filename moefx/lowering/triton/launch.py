@@ -14,8 +14,9 @@ from triton.runtime import driver
 
 INTERPRETED = knobs.runtime.interpret  # the kernels are defined for Triton's interpreter
 _compiled: dict[tuple[Any, ...], Any] = {}
-_names: dict[int, tuple[str, ...]] = {}  # of a kernel's constants, by its id
-_kernels: list[Any] = []
+# By id, as a kernel's own hash is a property behind a lock: the kernel, so that no other one gets its id, and the names
+# of its constants.
+_kernels: dict[int, tuple[Any, tuple[str, ...]]] = {}
 
 
 def launch(
@@ -43,7 +44,7 @@ def launch(
         run(*args)
         return run
     options["enable_fp_fusion"] = False  # what a formula rounds is rounded, as in torch
-    names = _names.get(id(kernel)) or _constants(kernel)  # a kernel's own hash is a property behind a lock
+    _, names = _kernels.get(id(kernel)) or _known(kernel)
     values = tuple([constants[name] for name in names])
     device = driver.active.get_current_device()  # pyright: ignore[reportAttributeAccessIssue]
     # What of an argument may be compiled in: at least what Triton looks at.
@@ -66,10 +67,9 @@ def launch(
     return lambda *args: run(*args, *values)
 
 
-def _constants(kernel: Any) -> tuple[str, ...]:
-    _kernels.append(kernel)  # no other one gets its id
-    names = _names[id(kernel)] = tuple(p.name for p in kernel.params if p.is_constexpr)
-    return names
+def _known(kernel: Any) -> tuple[Any, tuple[str, ...]]:
+    known = _kernels[id(kernel)] = kernel, tuple(p.name for p in kernel.params if p.is_constexpr)
+    return known
 
 
 def described(argument: Any) -> Any:
