@@ -94,27 +94,36 @@ def _ticket(like: Tensor, num_rows: Any, width: Any, dtype: torch.dtype) -> Tens
 
 
 @op(
-    f"all_to_all_rows(Tensor[] tokens, Tensor[] choices, Tensor place, {_PLAN}, *, int num_slots, bool dedup, "
-    "str group) -> (Tensor, Tensor)",
-    contract=f"tokens[*], choices[*], place[S,K], {_PLAN_SHAPES} -> sent[_,_], ticket[_,_]",
+    f"all_to_all_rows(Tensor[] tokens, Tensor[] choices, Tensor place, Tensor? packed, {_PLAN}, *, int num_slots, "
+    "bool dedup, str group) -> (Tensor, Tensor)",
+    contract=f"tokens[*], choices[*], place[S,K], packed[_,_]?, {_PLAN_SHAPES} -> sent[_,_], ticket[_,_]",
 )
 def all_to_all_rows(
-    tokens: list[Tensor], choices: list[Tensor], place: Tensor, *plan: Tensor, num_slots: int, dedup: bool, group: str
+    tokens: list[Tensor],
+    choices: list[Tensor],
+    place: Tensor,
+    packed: Tensor | None,
+    *plan: Tensor,
+    num_slots: int,
+    dedup: bool,
+    group: str,
 ) -> tuple[Tensor, Tensor]:
     """Start to send the rows of this rank's tokens to the ranks of their experts.
 
     Args:
         tokens: values of tokens, [S,D]. choices: values of choices (routing weights), [S,K]. Differentiable.
+        packed: what `pack_rows` made of them before it was known how many rows there are; None: it is done here.
 
     Returns:
         The rows on their way, bytes, and the ticket.
     """
     route = _Plan(*plan)
     sent, received = _there_and_back(route.splits)
-    plan_rows = (route.token_ids, route.slot_ids)
-    rows = pack_rows(tokens, choices, place, *plan_rows, num_rows=sum(sent), num_slots=num_slots, dedup=dedup)
+    if packed is None:
+        how = {"num_rows": sum(sent), "num_slots": num_slots, "dedup": dedup}
+        packed = pack_rows(tokens, choices, place, *plan[:3], **how)
     values = _Values.like(tokens, choices, place, dedup)
-    return start(rows, sent, received, group), values.ticket(place, sum(sent))
+    return start(packed[: sum(sent)], sent, received, group), values.ticket(place, sum(sent))
 
 
 @op(
@@ -170,8 +179,9 @@ def wait_rows(
     """
     layout = layout_of_rows(tokens, choices, place, num_slots=num_slots, dedup=dedup).columns
     arrived = [wait(part) for part in sent]
-    columns = split_columns(arrived, dtypes=[c.dtype_name for c in layout], widths=[c.width for c in layout])
-    return [*columns[: len(tokens)], columns[-1].to(torch.int32), *columns[len(tokens) : -1]]
+    named = {"dtypes": [c.dtype_name for c in layout], "widths": [c.width for c in layout]}
+    *columns, places = split_columns(arrived, **named, places=True)
+    return [*columns[: len(tokens)], places, *columns[len(tokens) :]]
 
 
 @op(
@@ -246,7 +256,7 @@ def _some_rows() -> Any:
 
 
 @all_to_all_rows.fake
-def _(tokens, choices, place, *plan, num_slots, dedup, group):
+def _(tokens, choices, place, packed, *plan, num_slots, dedup, group):
     values = _Values.like(tokens, choices, place, dedup)
     num_bytes = layout_of_rows(tokens, choices, place, num_slots=num_slots, dedup=dedup).num_bytes
     sent = place.new_empty((_some_rows(), num_bytes), dtype=torch.uint8)
@@ -292,7 +302,7 @@ wait_sums_backward.fake(lambda grad, ticket, *plan, group: ticket.new_empty(tick
 
 
 def _save_rows(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]) -> None:
-    tokens, choices, place, *plan = args
+    tokens, choices, place, _, *plan = args
     ctx.floats = [[t.is_floating_point() for t in ts] for ts in (tokens, choices)]
     columns = _Values.like(tokens, choices, place, kwargs["dedup"]).gradients.columns
     ctx.kwargs = {
@@ -308,7 +318,7 @@ def _save_rows(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: S
 def _rows_gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
     found = iter(all_to_all_rows_backward(grads[1], *ctx.saved_tensors, **ctx.kwargs))
     of_tokens, of_choices = ([next(found) if float else None for float in floats] for floats in ctx.floats)
-    return of_tokens, of_choices, *(None,) * 6
+    return of_tokens, of_choices, *(None,) * 7
 
 
 all_to_all_rows.autograd(save=_save_rows, backward=_rows_gradients)

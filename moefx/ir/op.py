@@ -218,6 +218,11 @@ class Op:
                 return self._run(*args, **kwargs)
             return self.overload.redispatch(keyset, *args, **kwargs)
 
+    def without_gradient(self) -> None:
+        """The results have no gradient, whatever the arguments have."""
+        _unseen_by_dynamo(kernel := lambda keyset, *args, **kwargs: self._below_autograd(keyset, args, kwargs))
+        _library.impl(self.name, kernel, "Autograd", with_keyset=True)
+
     def once_differentiable(self, forward: str) -> None:
         """Make a backward op end there: differentiating through it raises `DoubleBackward`."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,9 +69,9 @@ def layout_of_rows(
 
 
 @op(
-    "pack_rows(Tensor[] tokens, Tensor[] choices, Tensor place, Tensor token_ids, Tensor slot_ids, *, SymInt num_rows, "
-    "int num_slots, bool dedup) -> Tensor",
-    contract="tokens[*], choices[*], place[S,K], token_ids[B], slot_ids[B] -> packed[_,_]",
+    "pack_rows(Tensor[] tokens, Tensor[] choices, Tensor place, Tensor token_ids, Tensor slot_ids, "
+    "Tensor rank_offsets, *, SymInt? num_rows=None, int num_slots, bool dedup) -> Tensor",
+    contract="tokens[*], choices[*], place[S,K], token_ids[B], slot_ids[B], rank_offsets[E+1] -> packed[_,_]",
 )
 def pack_rows(
     tokens: list[Tensor],
@@ -79,18 +79,22 @@ def pack_rows(
     place: Tensor,
     token_ids: Tensor,
     slot_ids: Tensor,
+    rank_offsets: Tensor,
     *,
-    num_rows: int,
+    num_rows: int | None = None,
     num_slots: int,
     dedup: bool,
 ) -> Tensor:
     """The rows that leave a rank, uint8 [num_rows, bytes]: values of their tokens [S,D] and of their choices [S,K], and
-    the places of the choices at the rank that the row is for, -1 for those at others.
+    the places of the choices at the rank that the row is for, -1 for those at others. Without gradients.
 
     Args:
         token_ids, slot_ids: of each row; the rank is that of the choice (token, slot). num_slots: places of a rank.
+        num_rows: as `rank_offsets` says, where the host knows it. None: as many as there can be, the others of any
+            values.
         dedup: a row has all choices of its token, else that one.
     """
+    num_rows = most_rows(place, rank_offsets, dedup) if num_rows is None else num_rows
     token, slot = (ids[:num_rows].to(torch.int64) for ids in (token_ids, slot_ids))
     own = place[token, slot][:, None]
     if dedup:
@@ -107,6 +111,12 @@ def pack_rows(
     return packed
 
 
+def most_rows(place: Tensor, rank_offsets: Tensor, dedup: bool) -> Any:
+    """How many rows [S,K] choices can become."""
+    num_tokens, top_k = place.shape
+    return num_tokens * (min(top_k, rank_offsets.shape[0] - 1) if dedup else top_k)
+
+
 @op("join_columns(Tensor[] columns) -> Tensor", contract="columns[*] -> packed[_,_]")
 def join_columns(columns: list[Tensor]) -> Tensor:
     """Rows [N,width] of each column as one, uint8 [N, bytes]."""
@@ -118,16 +128,25 @@ def join_columns(columns: list[Tensor]) -> Tensor:
 
 
 @op(
-    "split_columns(Tensor[] buffers, *, str[] dtypes, SymInt[] widths) -> Tensor[]", contract="buffers[*] -> columns[*]"
+    "split_columns(Tensor[] buffers, *, str[] dtypes, SymInt[] widths, bool places=False) -> Tensor[]",
+    contract="buffers[*] -> columns[*]",
 )
-def split_columns(buffers: list[Tensor], *, dtypes: list[str], widths: list[int]) -> list[Tensor]:
-    """The columns of several buffers of packed rows, those of the buffers behind one another."""
+def split_columns(
+    buffers: list[Tensor], *, dtypes: list[str], widths: list[int], places: bool = False
+) -> list[Tensor]:
+    """The columns of several buffers of packed rows, those of the buffers behind one another. With `places` the last
+    one is of places, whose integers become int32."""
     layout = Layout.of(dtypes, widths)
-    return [torch.cat(parts) for parts in zip(*map(layout.views, buffers), strict=True)]
+    columns = [torch.cat(parts) for parts in zip(*map(layout.views, buffers), strict=True)]
+    return [*columns[:-1], columns[-1].to(torch.int32)] if places else columns
+
+
+pack_rows.without_gradient()
 
 
 @pack_rows.fake
-def _(tokens, choices, place, token_ids, slot_ids, *, num_rows, num_slots, dedup):
+def _(tokens, choices, place, token_ids, slot_ids, rank_offsets, *, num_rows=None, num_slots, dedup):
+    num_rows = most_rows(place, rank_offsets, dedup) if num_rows is None else num_rows
     return layout_of_rows(tokens, choices, place, num_slots=num_slots, dedup=dedup).empty(num_rows, place)
 
 
@@ -137,6 +156,8 @@ def _(columns):
 
 
 @split_columns.fake
-def _(buffers, *, dtypes, widths):
-    num_rows = sum(b.shape[0] for b in buffers)
-    return [buffers[0].new_empty((num_rows, c.width), dtype=c.dtype) for c in Layout.of(dtypes, widths).columns]
+def _(buffers, *, dtypes, widths, places=False):
+    num_rows, columns = sum(b.shape[0] for b in buffers), [*Layout.of(dtypes, widths).columns]
+    if places:
+        columns[-1] = columns[-1]._replace(dtype=torch.int32)
+    return [buffers[0].new_empty((num_rows, c.width), dtype=c.dtype) for c in columns]

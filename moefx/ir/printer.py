@@ -33,6 +33,7 @@ _PFT_FIELDS = ("token_ids", "slot_ids", "expert_offsets", "inverse", _PFT_WEIGHT
 _BUNDLES = {
     BUILD_PFT: _PFT_FIELDS,
     "moefx::plan_dispatch": ("token_ids", "slot_ids", "rank_offsets", "inverse"),
+    "moefx::exchange_counts": ("", "heard"),
     "moefx::all_to_all_rows": ("", "ticket"),
     "moefx::all_to_all_back": ("", "ticket"),
 }
@@ -46,7 +47,9 @@ _NOT_SHOWN = {
     "shard_tokens": ("rank", "size"),
     "unshard_tokens": ("num_tokens", "rank", "size"),
     "wait_sums": ("ticket", "splits", "group"),
-    "exchange_counts": ("num_slots", "dedup", "fingerprint", "timeout"),
+    "exchange_counts": ("num_slots", "dedup", "fingerprint"),
+    "pack_rows": ("num_slots", "dedup"),
+    "read_counts": ("heard", "levels", "near", "fingerprint", "timeout", "group"),
 }
 # How arguments of expert_mlp are labelled when there are more than the two weights.
 _MLP_LABELS = {"row_weights": "w", "up": "up", "up_bias": "up_bias", "down": "down", "down_bias": "down_bias",

@@ -120,8 +120,8 @@ def rank_of(place: Tensor, num_slots: int) -> Tensor:
 
 @op(
     "exchange_counts(Tensor[] places, *, int[] levels, int num_slots, bool dedup, bool near=False, "
-    "int fingerprint=0, float? timeout=None, str group) -> Tensor[]",
-    contract="places[*] -> splits[*]",
+    "int fingerprint=0, str group) -> (Tensor, Tensor)",
+    contract="places[*] -> counts[_,_], heard[_,_,_]",
 )
 def exchange_counts(
     places: list[Tensor],
@@ -131,17 +131,56 @@ def exchange_counts(
     dedup: bool,
     near: bool = False,
     fingerprint: int = 0,
-    timeout: float | None = None,
     group: str,
-) -> list[Tensor]:
-    """Rows sent to and received from each rank, of every hop: one even exchange of a few numbers with each rank, and
-    the one copy that the host waits for.
+) -> tuple[Tensor, Tensor]:
+    """Start to tell the other ranks how many rows they get, over all hops: one even exchange of a few numbers with each
+    rank.
 
     Args:
         places: of the choices [S,K] at their tokens' rank, of each chunk of tokens. group: of all positions, in their
             order.
         near: choices of the own node take no part in the hops, but in an exchange of their own.
         fingerprint: of what this rank will send and do with rows; that of the others must be the same.
+
+    Returns:
+        For `read_counts`: this rank's numbers, int64 [chunks, numbers], and what others tell it, on its way.
+    """
+    own = group_of(group)
+    counted = _counted(tuple(levels), dist.get_rank(own), near)
+    near_node = counted.node if near else []
+    kwargs = {"levels": levels, "num_slots": num_slots, "dedup": dedup, "near": near_node, "fingerprint": fingerprint}
+    each = [count_rows(place, **kwargs) for place in places]
+    counts = torch.stack(each) if len(each) > 1 else each[0][None]
+    told = counts[:, counted.told(counts.device)].movedim(1, 0).contiguous()
+    heard = torch.empty_like(told)  # [positions, chunks, numbers]
+    with others_answer():
+        _on_their_way[heard.data_ptr()] = dist.all_to_all_single(heard, told, group=own, async_op=True)
+    return counts, heard
+
+
+# The counts that have not been read, by their address; functional collectives know of no time to wait.
+_on_their_way: dict[int, Any] = {}
+
+
+@op(
+    "read_counts(Tensor counts, Tensor heard, *, int[] levels, bool near=False, int fingerprint=0, "
+    "float? timeout=None, str group) -> Tensor[]",
+    contract="counts[_,_], heard[_,_,_] -> splits[*]",
+)
+def read_counts(
+    counts: Tensor,
+    heard: Tensor,
+    *,
+    levels: Sequence[int],
+    near: bool = False,
+    fingerprint: int = 0,
+    timeout: float | None = None,
+    group: str,
+) -> list[Tensor]:
+    """Rows sent to and received from each rank, of every hop: the one copy that the host waits for.
+
+    Args:
+        levels, near, fingerprint, group: as of `exchange_counts`.
         timeout: seconds to wait for the other ranks; None: as long as the process group allows.
 
     Returns:
@@ -153,24 +192,26 @@ def exchange_counts(
     """
     own = group_of(group)
     counted = _counted(tuple(levels), dist.get_rank(own), near)
-    near_node = counted.node if near else []
-    kwargs = {"levels": levels, "num_slots": num_slots, "dedup": dedup, "near": near_node, "fingerprint": fingerprint}
-    counts = torch.stack([count_rows(place, **kwargs) for place in places])  # [chunks, numbers]
-    told = counts[:, counted.told(counts.device)].movedim(1, 0).contiguous()
-    heard = torch.empty_like(told)  # [positions, chunks, numbers]
     with others_answer():
-        work: Any = dist.all_to_all_single(heard, told, group=own, async_op=True)
+        work = _on_their_way.pop(heard.data_ptr())
         work.wait(*([] if timeout is None else [datetime.timedelta(seconds=timeout)]))
-    flat = torch.cat([counts.flatten(), heard.flatten()]).cpu()
-    counts, heard = flat[: counts.numel()].view(counts.shape), flat[counts.numel() :].view(heard.shape)
-    ranks = dist.get_process_group_ranks(own)
-    if others := [ranks[i] for i in (heard[:, 0, -1] != fingerprint).nonzero().flatten().tolist()]:
+    # As numbers of Python's: the GPU waits meanwhile, and operations on small tensors take longer.
+    flat = torch.cat([counts.flatten(), heard.flatten()]).cpu().tolist()
+    numbers = iter(flat)
+    of_chunks = [list(itertools.islice(numbers, counts.shape[1])) for _ in range(counts.shape[0])]
+    of_positions = [
+        [list(itertools.islice(numbers, heard.shape[2])) for _ in range(heard.shape[1])] for _ in range(heard.shape[0])
+    ]
+    if any(told[0][-1] != fingerprint for told in of_positions):
+        ranks = dist.get_process_group_ranks(own)
+        others = [rank for rank, told in zip(ranks, of_positions, strict=True) if told[0][-1] != fingerprint]
         raise RanksLost(
             f"rank {dist.get_rank()} and {shown_ranks(others)} do not run a block in the same way: what a call fixes "
             "must be the same on all ranks that share its experts, which is dtypes, the number of features, numbers "
             "among the arguments and the attributes of modules, and autocast"
         )
-    return [splits for i in range(len(places)) for splits in counted.splits(counts[i], heard[:, i])]
+    found = [counted.splits(told, [p[i] for p in of_positions]) for i, told in enumerate(of_chunks)]
+    return [torch.tensor(splits) for of_chunk in found for splits in of_chunk]
 
 
 @op(
@@ -217,7 +258,7 @@ class _Counts:
     """
 
     def __init__(self, levels: Sequence[int], own: int, near: bool):
-        self.levels, self.near = list(levels), near
+        self.levels, self.near, self.position = list(levels), near, own
         self.own = [own // math.prod(levels[j + 1 :]) % n for j, n in enumerate(levels)]
         self.node = [own // levels[-1] * levels[-1], (own // levels[-1] + 1) * levels[-1]]
         units = units_of(levels)
@@ -243,20 +284,20 @@ class _Counts:
             told.append(self.beside + position - self.node[0] if is_near else self.zero)
         return [*told, self.choices + position, self.zero + 1]
 
-    def splits(self, counts: Tensor, heard: Tensor) -> list[Tensor]:
+    def splits(self, counts: list[int], heard: list[list[int]]) -> list[Any]:
         """[2,W] of each hop, and [1] choices that end here, of this rank's numbers and of what each position told."""
-        heard = heard.unflatten(0, self.levels)
-        own, begin = self.own, 1
-        found = [torch.stack([counts[: self.levels[0]], heard[(slice(None), *own[1:], 0)]])]
-        for j, n in enumerate(self.levels[1:], 1):
-            through = heard[(..., *own[j + 1 :], slice(begin, begin + n))]  # from ranks as this one behind level j
-            through = through.reshape(-1, self.levels[j], n).sum(0)
-            found.append(torch.stack([through[own[j]], through[:, own[j]]]))
+        within, begin = math.prod(self.levels[1:]), 1
+        found: list[Any] = [[counts[: self.levels[0]], [told[0] for told in heard[self.position % within :: within]]]]
+        for own, n in zip(self.own[1:], self.levels[1:], strict=True):
+            within //= n
+            through = heard[self.position % within :: within]  # from ranks as this one behind the level: n of each unit
+            sent = [sum(told[begin + other] for told in through[own::n]) for other in range(n)]
+            received = [sum(told[begin + own] for told in through[other::n]) for other in range(n)]
+            found.append([sent, received])
             begin += n
         if self.near:
-            beside = counts[self.beside : self.choices]
-            found.append(torch.stack([beside, heard[(*own[:-1], slice(None), -3)]]))
-        return [*found, heard[..., -2].sum()[None]]
+            found.append([counts[self.beside : self.choices], [told[-3] for told in heard[slice(*self.node)]]])
+        return [*found, [sum(told[-2] for told in heard)]]
 
 
 @functools.lru_cache(maxsize=64)
@@ -296,6 +337,13 @@ def _(place, *, levels, num_slots, dedup, near, fingerprint=0):
 
 
 @exchange_counts.fake
-def _(places, *, levels, num_slots, dedup, near=False, fingerprint=0, timeout=None, group):
-    sizes = [*((2, n) for n in (*levels, *list(levels[-1:]) * near)), (1,)] * len(places)
+def _(places, *, levels, num_slots, dedup, near=False, fingerprint=0, group):
+    numbers, told = num_counts(levels, [0, levels[-1]] * near), 3 + sum(levels[1:]) + near
+    counts = places[0].new_empty((len(places), numbers), dtype=torch.int64)
+    return counts, counts.new_empty((math.prod(levels), len(places), told))
+
+
+@read_counts.fake
+def _(counts, heard, *, levels, near=False, fingerprint=0, timeout=None, group):
+    sizes = [*((2, n) for n in (*levels, *list(levels[-1:]) * near)), (1,)] * counts.shape[0]
     return [torch.empty(size, dtype=torch.int64, device="cpu") for size in sizes]

@@ -16,7 +16,9 @@ from .block import BlockGraph
 from .op import NAMESPACE
 
 _ROUTED = frozenset({"build_pft", "dispatch", "grouped_mm", "expert_rows", "combine", "pick_choices"})
-_ROUTES = frozenset({"place_choices", "chunk_choices", "near_and_far", "plan_dispatch", "exchange_counts"})
+_ROUTES = frozenset(
+    {"place_choices", "chunk_choices", "near_and_far", "plan_dispatch", "exchange_counts", "pack_rows", "read_counts"}
+)
 _SEQUENCE = frozenset({"shard_tokens", "unshard_tokens"})
 _EXCHANGES = frozenset({"all_to_all_rows", "wait_rows", "all_to_all_back", "wait_sums"})
 

@@ -2,6 +2,7 @@
 
     place = place_choices(topk_ids)                   which rank and slot each choice is for
     send  = plan_dispatch(place)                      which rows go to which rank
+    packed = pack_rows(x, topk_weights, send)         while the ranks tell each other how many
     sent  = all_to_all_rows(x, topk_weights, send)    on their way, with the slots of their experts there
     rows  = wait_rows(sent)
     pft   = build_pft(slots, weights)                 as if the rows were this rank's own tokens
@@ -93,7 +94,11 @@ def _insert(routed: Routed, placement: Placement, ways: Ways, stacked: Collectio
         places = [place] if len(chunks) == 1 else _insert_chunks(routed, place, len(chunks))
         for chunk, part in zip(chunks, places, strict=True):
             chunk.insert_plans(part)
-        splits = iter(_insert_counts(routed, places, placement, ways, fingerprint))
+        kwargs = {"levels": ways.sizes, "near": ways.near_apart, "fingerprint": fingerprint, "group": placement.group}
+        counts = _insert_counts(routed, places, placement, ways, kwargs)
+        if len(chunks) == 1:  # each chunk has few of the rows that there can be
+            chunks[0].insert_packs(tokens, choices)
+        splits = iter(_insert_splits(routed, counts, placement, ways, kwargs, len(chunks)))
         for chunk in chunks:
             chunk.insert_rows(tokens, choices, splits)
     for chunk in chunks:
@@ -143,23 +148,23 @@ def _insert_chunks(routed: Routed, place: fx.Node, chunks: int) -> list[fx.Node]
 
 
 def _insert_counts(
-    routed: Routed, places: list[fx.Node], placement: Placement, ways: Ways, fingerprint: int
+    routed: Routed, places: list[fx.Node], placement: Placement, ways: Ways, kwargs: dict[str, Any]
+) -> list[fx.Node]:
+    """The ranks tell each other how many rows each hop has."""
+    kwargs = {**kwargs, "num_slots": placement.num_slots, "dedup": ways.dedup}
+    counts = routed.call(ops.exchange_counts.default, (places,), kwargs, axis=placement.axis)
+    return routed.parts(counts, ((), ()))
+
+
+def _insert_splits(
+    routed: Routed, counts: list[fx.Node], placement: Placement, ways: Ways, kwargs: dict[str, Any], chunks: int
 ) -> list[fx.Node]:
     """How many rows each hop has, and how many choices end here, chunk by chunk."""
-    kwargs = {
-        "levels": ways.sizes,
-        "num_slots": placement.num_slots,
-        "dedup": ways.dedup,
-        "near": ways.near_apart,
-        "fingerprint": fingerprint,
-        "timeout": ways.timeout,
-        "group": placement.group,
-    }
-    counts = routed.call(ops.exchange_counts.default, (places,), kwargs, axis=placement.axis)
+    splits = routed.call(ops.read_counts.default, tuple(counts), {**kwargs, "timeout": ways.timeout})
     labels = [ways.label(index) for index in range(len(ways.levels))] + ["near"] * ways.near_apart
-    names = (*(_named("splits", label) for label in labels), "choices") * len(places)
-    letters = (*(("2", "W") for _ in labels), ("1",)) * len(places)
-    return routed.parts(counts, letters, names)
+    names = (*(_named("splits", label) for label in labels), "choices") * chunks
+    letters = (*(("2", "W") for _ in labels), ("1",)) * chunks
+    return routed.parts(splits, letters, names)
 
 
 @dataclasses.dataclass
@@ -170,7 +175,8 @@ class _Hop:
         place: what the choices are for, modulo the places of all ranks of the hop. num_slots: of one of them.
         label: behind the names of its nodes.
         plan: token_ids, slot_ids, rank_offsets, inverse, and splits when they are known.
-        tokens, choices: what it sends. sent: the rows, and the ticket.
+        tokens, choices: what it sends. packed: that, in rows, where they are made before the host knows how many.
+        sent: the rows, and the ticket.
     """
 
     level: Level
@@ -180,6 +186,7 @@ class _Hop:
     plan: list[fx.Node]
     tokens: list[fx.Node] = dataclasses.field(default_factory=list)
     choices: list[fx.Node] = dataclasses.field(default_factory=list)
+    packed: fx.Node | None = None
     sent: list[fx.Node] = dataclasses.field(default_factory=list)
 
     @property
@@ -214,6 +221,14 @@ class _Exchange:
         self.hops.append(self._plan(0, place, ways.label(0)))
         if near is not None:
             self.near = self._plan(len(ways.levels) - 1, near, "near")
+
+    def insert_packs(self, tokens: list[fx.Node], choices: list[fx.Node]) -> None:
+        """What the same exchanges will send."""
+        for hop in filter(None, (self.hops[0], self.near)):
+            kwargs = {"num_slots": hop.num_slots, "dedup": self.ways.dedup}
+            args = (tokens, choices, hop.place, *hop.plan[:3])
+            name = _named("packed", hop.label)
+            hop.packed = self._call(ops.pack_rows.default, args, kwargs, ("N", "bytes"), name)
 
     def insert_rows(self, tokens: list[fx.Node], choices: list[fx.Node], splits: Iterator[fx.Node]) -> None:
         """The exchange: what arrives of tokens and choices, and a `build_pft` of those here."""
@@ -262,7 +277,7 @@ class _Exchange:
         hop.plan.append(splits)
         sent = self._call(
             ops.all_to_all_rows.default,
-            (tokens, choices, hop.place, *hop.plan),
+            (tokens, choices, hop.place, hop.packed, *hop.plan),
             {"num_slots": hop.num_slots, "dedup": self.ways.dedup, "group": hop.level.group},
             name=_named("sent", hop.label),
             axis=hop.level.axis,

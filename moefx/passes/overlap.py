@@ -23,7 +23,7 @@ from .manager import graph_pass
 
 ops = torch.ops.moefx
 _STARTS = (ops.all_to_all_rows.default, ops.all_to_all_back.default)
-_WAITS = (ops.wait_rows.default, ops.wait_sums.default)
+_WAITS = (ops.read_counts.default, ops.wait_rows.default, ops.wait_sums.default)
 
 
 @graph_pass(level="distributed")
@@ -93,12 +93,16 @@ def _ahead_of_starts(nodes: list[fx.Node], needed: dict[fx.Node, set[fx.Node]]) 
 
 def _needed(nodes: list[fx.Node]) -> dict[fx.Node, set[fx.Node]]:
     """What must run before each node: what it computes with, and of nodes that do more than compute their result the
-    one before, for it may see what that one did. So may all nodes behind one that waits itself."""
+    one before, for it may see what that one did. So may all nodes behind one that waits itself. Before a
+    `weights_later` also the start that it stands behind."""
     found: dict[fx.Node, set[fx.Node]] = {}
     waiting: set[fx.Node] = set()
-    effect = barrier = None
+    effect = barrier = start = None
     for node in nodes:
         found[node] = {n for n in (*node.all_input_nodes, barrier) if n is not None}
+        start = node if node.target in _STARTS else start
+        if node.target is ops.weights_later.default and start is not None:
+            found[node].add(start)
         has = has_effect(node) and node.op != "placeholder"
         if has and effect is not None:
             found[node].add(effect)

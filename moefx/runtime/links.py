@@ -75,11 +75,12 @@ def measured_handling(group: str, device: torch.device) -> float:
     x = torch.zeros((num_rows, width), dtype=torch.uint8, device=device)
     ids = torch.arange(num_rows, dtype=torch.int32, device=device)
     place, slots = torch.zeros_like(ids)[:, None], torch.zeros_like(ids)
+    offsets = torch.tensor([0, num_rows], dtype=torch.int32, device=device)
     found = []
     for _ in range(_REPEATS + 1):
         dist.barrier(group_of(group))
         begin = time.perf_counter()
-        packed = pack_rows([x], [], place, ids, slots, num_rows=num_rows, num_slots=1, dedup=True)
+        packed = pack_rows([x], [], place, ids, slots, offsets, num_rows=num_rows, num_slots=1, dedup=True)
         (rows,) = split_columns([packed], dtypes=["uint8"], widths=[width])
         rows[-1, -1].item()
         found.append(time.perf_counter() - begin)

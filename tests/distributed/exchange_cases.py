@@ -12,7 +12,8 @@ import torch.distributed as dist
 import moefx.ir.dialect  # noqa: F401  registers the ops
 from moefx.ir.exchange import all_to_all_back, all_to_all_rows, wait_rows, wait_sums
 from moefx.ir.experts import grouped_mm
-from moefx.ir.routes import exchange_counts, place_choices, plan_dispatch
+from moefx.ir.packing import pack_rows
+from moefx.ir.routes import exchange_counts, place_choices, plan_dispatch, read_counts
 from moefx.ir.routing import build_pft, combine, dispatch
 
 D, E, K = 6, 8, 3
@@ -52,9 +53,13 @@ def exchanged(x, ids, weights, w, places, dedup):
     world, slots = dist.get_world_size(), w.shape[0]
     how = {"num_slots": slots, "dedup": dedup}
     place = place_choices(ids, None, places=places.tolist())
-    splits, choices = exchange_counts([place], levels=[world], group=group(), **how)
-    plan = (*plan_dispatch(place, num_ranks=world, **how), splits)
-    sent, ticket = all_to_all_rows([x], [weights], place, *plan, group=group(), **how)
+    counts = exchange_counts([place], levels=[world], group=group(), **how)
+    plan = plan_dispatch(place, num_ranks=world, **how)
+    packed = pack_rows([x], [weights], place, *plan[:3], **how) if dist.get_rank() % 2 else None
+    assert packed is None or not packed.requires_grad
+    splits, choices = read_counts(*counts, levels=[world], group=group())
+    plan = (*plan, splits)
+    sent, ticket = all_to_all_rows([x], [weights], place, packed, *plan, group=group(), **how)
     rows, local, scales = wait_rows([sent], [ticket], [splits], [x], [weights], place, groups=[group()], **how)
     sums = experts_of(rows, local, scales, w, slots, choices)
     back = all_to_all_back(sums, [splits], [ticket], groups=[group()])

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from triton import next_power_of_2
 
 from ...ir import routes
-from ...ir.packing import Column, Layout, layout_of_rows
+from ...ir.packing import Column, Layout, layout_of_rows, most_rows
 from . import places as _places
 from . import rows
 from .launch import block_of, cdiv, launch, on
@@ -124,37 +124,40 @@ def _wanted(
     return torch.tensor(table, dtype=torch.int32, device=device), max(16, next_power_of_2(max(row[0] for row in rows)))
 
 
+class _Send(NamedTuple):
+    """Which row is of which choice: those whose ERI arrays these are."""
+
+    place: Tensor
+    token_ids: Tensor
+    slot_ids: Tensor
+    rank_offsets: Tensor
+
+
 def pack_rows(
     tokens: Sequence[Tensor],
     choices: Sequence[Tensor],
     place: Tensor,
     token_ids: Tensor,
     slot_ids: Tensor,
+    rank_offsets: Tensor,
     *,
-    num_rows: int,
+    num_rows: int | None = None,
     num_slots: int,
     dedup: bool,
 ) -> Tensor:
     """See `ir.packing.pack_rows`."""
-    top_k = place.shape[1]
+    num_rows = most_rows(place, rank_offsets, dedup) if num_rows is None else num_rows
     layout = layout_of_rows(tokens, choices, place, num_slots=num_slots, dedup=dedup)
     packed = layout.empty(num_rows, place)
-    if not num_rows:
-        return packed
-    *columns, places = layout.views(packed)
+    if not dedup:  # a row for each choice
+        choices = [values.reshape(-1, 1) for values in choices]
+    columns = layout.views(packed)
+    place = place.contiguous()
+    send = _Send(place, token_ids, slot_ids, rank_offsets)
+    places = (place if dedup else place.view(-1, 1), columns.pop())
     with on(packed.device):
-        for values, out in zip(tokens, columns, strict=False):
-            _move(values, out, token_ids)
-        for values, out in zip(choices, columns[len(tokens) :], strict=True):
-            _move(values if dedup else values.reshape(-1, 1), out, token_ids, None if dedup else slot_ids, top_k)
-        pad = next_power_of_2(top_k)
-        bt = max(1, 1024 // pad)
-        launch(
-            rows.local_places_kernel,
-            (cdiv(num_rows, bt),),
-            (place.contiguous(), token_ids, slot_ids, places, places.stride(0), num_rows, num_slots),
-            dict(K=top_k, K_PAD=pad, DEDUP=dedup, BT=bt),
-        )
+        narrow = zip(choices, columns[len(tokens) :], strict=True)
+        _move(zip(tokens, columns, strict=False), narrow, places, num_rows, send, num_slots, by_choice=not dedup)
     return packed
 
 
@@ -162,43 +165,83 @@ def join_columns(columns: Sequence[Tensor]) -> Tensor:
     """See `ir.packing.join_columns`."""
     layout = Layout([*map(Column.like, columns)])
     packed = layout.empty(columns[0].shape[0], columns[0])
-    if packed.shape[0]:
-        with on(packed.device):
-            for values, out in zip(columns, layout.views(packed), strict=True):
-                _move(values, out)
+    with on(packed.device):
+        _move(*_by_width(columns, layout.views(packed)), None, packed.shape[0])
     return packed
 
 
-def split_columns(buffers: Sequence[Tensor], *, dtypes: Sequence[str], widths: Sequence[int]) -> list[Tensor]:
+def split_columns(
+    buffers: Sequence[Tensor], *, dtypes: Sequence[str], widths: Sequence[int], places: bool = False
+) -> list[Tensor]:
     """See `ir.packing.split_columns`."""
-    layout, found = Layout.of(dtypes, widths), []
+    layout = Layout.of(dtypes, widths)
     sizes = [buffer.shape[0] for buffer in buffers]
-    for column in layout.columns:
-        found.append(buffers[0].new_empty((sum(sizes), column.width), dtype=column.dtype))
+    found = [buffers[0].new_empty((sum(sizes), column.width), dtype=column.dtype) for column in layout.columns]
+    if places:
+        found[-1] = found[-1].new_empty(found[-1].shape, dtype=torch.int32)
     with on(buffers[0].device):
-        parts = zip(*(out.split(sizes) for out in found), strict=True)
-        for buffer, outs in zip(buffers, parts, strict=True):
-            for values, out in zip(layout.views(buffer), outs, strict=True):
-                if buffer.shape[0]:
-                    _move(values, out)
+        for buffer, *outs in zip(buffers, *(out.split(sizes) for out in found), strict=True):
+            columns = layout.views(buffer)
+            last = (columns.pop(), outs.pop()) if places else None
+            _move(*_by_width(columns, outs), last, buffer.shape[0])
     return found
 
 
+_Pair = tuple[Tensor, Tensor]  # what moves, and where to
+_NARROW = 64
+
+
+def _by_width(sources: Sequence[Tensor], outs: Sequence[Tensor]) -> tuple[list[_Pair], list[_Pair]]:
+    wide, narrow = [], []
+    for pair in zip(sources, outs, strict=True):
+        (narrow if pair[1].shape[1] <= _NARROW else wide).append(pair)
+    return wide, narrow
+
+
 def _move(
-    source: Tensor, out: Tensor, token_ids: Tensor | None = None, slot_ids: Tensor | None = None, top_k: int = 0
+    wide: Iterable[_Pair],
+    narrow: Iterable[_Pair],
+    places: _Pair | None,
+    num_rows: int,
+    send: _Send | None = None,
+    num_slots: int = 1,
+    by_choice: bool = False,
 ) -> None:
-    """Rows of values as they are, in the largest words that fit."""
-    if source.stride(-1) != 1:
-        source = source.contiguous()
-    source, out = _in_words(source, out)
-    num_rows, width = out.shape
-    bt, bd = block_of(width, _ELEMENTS)
-    launch(
-        rows.move_kernel,
-        (cdiv(num_rows, bt), cdiv(width, bd)),
-        (source, source.stride(0), token_ids, slot_ids, out, out.stride(0), num_rows, width),
-        dict(K=0 if slot_ids is None else top_k, GATHER=token_ids is not None, BT=bt, BD=bd),
-    )
+    """Rows of values as they are, a wide column, a narrow one and the places in each launch: the wide ones in the
+    largest words that fit."""
+    if not num_rows:
+        return
+    top_k = 0 if send is None else send.place.shape[1]
+    own = (None, None, None) if send is None else send[1:]
+    num_ranks = 0 if send is None else send.rank_offsets.shape[0] - 1
+    columns = itertools.zip_longest(wide, narrow, [] if places is None else [places])
+    for big, small, last in columns:
+        wide_args, width, (bt, bd) = (None, 0, None, 0), 0, (_TOKENS, 1)
+        if big is not None and big[1].shape[1]:
+            source, out = _in_words(*map(_with_dense_rows, big))
+            wide_args, width = (source, source.stride(0), out, out.stride(0)), out.shape[1]
+            bt, bd = block_of(width, _ELEMENTS)
+        args, widths = [*wide_args, width], []
+        for pair in (small and _in_words(*map(_with_dense_rows, small)), last and map(_with_dense_rows, last)):
+            if pair is None:
+                args += [None, 0, None, 0]
+                widths.append(0)
+                continue
+            source, out = pair
+            args += [source, source.stride(0), out, out.stride(0)]
+            widths.append(out.shape[1])
+        constants = dict(NARROW=widths[0], NARROW_PAD=next_power_of_2(widths[0]), PLACES=widths[1])
+        constants |= dict(PLACES_PAD=next_power_of_2(widths[1]), K=top_k, GATHER=send is not None, BY_CHOICE=by_choice)
+        launch(
+            rows.move_kernel,
+            (cdiv(num_rows, bt), max(1, cdiv(width, bd))),
+            (*args, *own, num_rows, num_slots, num_ranks),
+            {**constants, "HAS_WIDE": width > 0, "BT": bt, "BD": bd},
+        )
+
+
+def _with_dense_rows(values: Tensor) -> Tensor:
+    return values if values.stride(-1) == 1 else values.contiguous()
 
 
 def _in_words(*tensors: Tensor) -> list[Tensor]:

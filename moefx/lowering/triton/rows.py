@@ -54,45 +54,48 @@ def gather_kernel(x, x_row, token_ids, expert_offsets, rows, width, E, BT: tl.co
 
 @triton.jit(do_not_specialize=_VARYING)
 def move_kernel(
-    source, source_row, token_ids, slot_ids, out, out_row, num_rows, width,
-    K: tl.constexpr, GATHER: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    wide, wide_row, wide_out, wide_out_row, width,
+    narrow, narrow_row, narrow_out, narrow_out_row,
+    place, place_row, place_out, place_out_row,
+    token_ids, slot_ids, rank_offsets, num_rows, num_slots, W,
+    NARROW: tl.constexpr, NARROW_PAD: tl.constexpr, PLACES: tl.constexpr, PLACES_PAD: tl.constexpr, K: tl.constexpr,
+    GATHER: tl.constexpr, BY_CHOICE: tl.constexpr, HAS_WIDE: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """out[r] = source[i], both with rows of any stride: i is r, token_ids[r] if GATHER, or that of a choice, of K of
-    each token."""
+    """out[r] = source[i] of up to three columns, a wide one, one of NARROW values and one of PLACES, all with rows of
+    any stride; 0 where there is none. i is r; with GATHER the wide one's is token_ids[r], the narrow one's too or with
+    BY_CHOICE that of the choice. The places are then those at the rank of the row's own choice, -1 the others."""
     row = tl.program_id(0) * BT + tl.arange(0, BT)
-    column = tl.program_id(1) * BD + tl.arange(0, BD)
     there = row < num_rows
-    mask = there[:, None] & (column < width)[None, :]
-    index = row
+    token = row
     if GATHER:
-        index = tl.load(token_ids + row, mask=there, other=0)
-        if K > 0:
-            index = index * K + tl.load(slot_ids + row, mask=there, other=0)
-    value = tl.load(source + index[:, None].to(tl.int64) * source_row + column[None, :], mask=mask, other=0)
-    tl.store(out + row[:, None].to(tl.int64) * out_row + column[None, :], value, mask=mask)
-
-
-@triton.jit(do_not_specialize=_VARYING)
-def local_places_kernel(
-    place, token_ids, slot_ids, out, out_row, num_rows, num_slots,
-    K: tl.constexpr, K_PAD: tl.constexpr, DEDUP: tl.constexpr, BT: tl.constexpr,
-):  # fmt: skip
-    """out[r,k] = place[t,k] % num_slots where it is at the rank of the row's own choice, else -1; that one alone
-    without DEDUP."""
-    row = tl.program_id(0) * BT + tl.arange(0, BT)
-    there = row < num_rows
-    token = tl.load(token_ids + row, mask=there, other=0)
-    own = tl.load(place + token * K + tl.load(slot_ids + row, mask=there, other=0), mask=there, other=0)
-    at = out + row[:, None].to(tl.int64) * out_row
-    if DEDUP:
-        choice = tl.arange(0, K_PAD)
-        mask = there[:, None] & (choice < K)[None, :]
-        every = tl.load(place + token[:, None] * K + choice[None, :], mask=mask, other=-1)
-        is_there = (every >= 0) & (every // num_slots == (own // num_slots)[:, None])
-        local = tl.where(is_there, every % num_slots, -1)
-        tl.store(at + choice[None, :], local.to(out.dtype.element_ty), mask=mask)
-    else:
-        tl.store(at, (own % num_slots)[:, None].to(out.dtype.element_ty), mask=there[:, None])
+        there = there & (row < tl.load(rank_offsets + W))
+        token = tl.load(token_ids + row, mask=there, other=0)
+    if HAS_WIDE:
+        column = tl.program_id(1) * BD + tl.arange(0, BD)
+        mask = there[:, None] & (column < width)[None, :]
+        value = tl.load(wide + token[:, None].to(tl.int64) * wide_row + column[None, :], mask=mask, other=0)
+        tl.store(wide_out + row[:, None].to(tl.int64) * wide_out_row + column[None, :], value, mask=mask)
+    if tl.program_id(1) == 0:
+        choice = token
+        if GATHER:
+            choice = token * K + tl.load(slot_ids + row, mask=there, other=0)
+        if NARROW > 0:
+            column = tl.arange(0, NARROW_PAD)
+            mask = there[:, None] & (column < NARROW)[None, :]
+            index = choice if BY_CHOICE else token
+            value = tl.load(narrow + index[:, None].to(tl.int64) * narrow_row + column[None, :], mask=mask, other=0)
+            tl.store(narrow_out + row[:, None].to(tl.int64) * narrow_out_row + column[None, :], value, mask=mask)
+        if PLACES > 0:
+            column = tl.arange(0, PLACES_PAD)
+            mask = there[:, None] & (column < PLACES)[None, :]
+            index = choice if BY_CHOICE else token
+            value = tl.load(place + index[:, None].to(tl.int64) * place_row + column[None, :], mask=mask, other=-1)
+            if GATHER:
+                own = tl.load(place + choice, mask=there, other=0)
+                is_there = (value >= 0) & (value // num_slots == (own // num_slots)[:, None])
+                value = tl.where(is_there, value % num_slots, -1)
+            value = value.to(place_out.dtype.element_ty)
+            tl.store(place_out + row[:, None].to(tl.int64) * place_out_row + column[None, :], value, mask=mask)
 
 
 @triton.jit(do_not_specialize=_VARYING)

@@ -215,16 +215,17 @@ def travelling(dtype: torch.dtype) -> None:
     """Rows that are found, packed, unpacked and added up, over two nodes of four ranks."""
     num_tokens, num_slots, num_experts = SIZE
     ids, weights = torch.empty((num_tokens, num_slots), dtype=torch.int64), torch.empty(num_tokens, num_slots)
-    keep, x = torch.empty(ids.shape, dtype=torch.bool), torch.empty(num_tokens, 64, dtype=dtype)
+    keep, x = torch.empty(ids.shape, dtype=torch.bool), torch.empty(num_tokens, 128, dtype=dtype)
     for places, kept in ((range(num_experts), None), (range(num_experts)[::-1], keep)):
         place = moving.place_choices(ids, kept, places=list(places))
     for dedup, near in itertools.product((True, False), ([], [0, 4])):
         moving.count_rows(place, levels=[2, 4], num_slots=1, dedup=dedup, near=near)
         token_ids, slot_ids, offsets, inverse = moving.plan_dispatch(place, num_ranks=2, num_slots=4, dedup=dedup)
         options = dict(num_rows=num_tokens, num_slots=4, dedup=dedup)
-        packed = moving.pack_rows([x, x[:, :63]], [weights], place, token_ids, slot_ids, **options)
-    rows, *_ = moving.split_columns([packed], dtypes=[str(dtype).removeprefix("torch.")], widths=[64])
-    moving.join_columns([rows])
+        packed = moving.pack_rows([x, x[:, :127]], [weights], place, token_ids, slot_ids, offsets, **options)
+    columns = dict(dtypes=[str(dtype).removeprefix("torch."), "int8"], widths=[128, 2])
+    rows, places = moving.split_columns([packed], **columns, places=True)
+    moving.join_columns([rows, places])
     moving.combine(rows, None, token_ids, offsets, inverse)
     moving.combine(rows, weights.flatten(), token_ids, offsets, inverse)
 

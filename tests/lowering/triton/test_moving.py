@@ -29,20 +29,26 @@ def test_pack_and_split(device, dtype, width, dedup):
     token_ids, slot_ids, offsets, _ = plan_dispatch(place, num_ranks=ranks, num_slots=slots, dedup=dedup)
     x = torch.randn(tokens, 2 * width)[:, width:].to(dtype)  # rows with a stride
     more, weights, floats = torch.randn(tokens, 6), torch.rand(tokens, top_k), torch.rand(top_k, tokens).T.double()
-    args = ([x, more], [weights, floats], place, token_ids, slot_ids)
+    args = ([x, more], [weights, floats], place, token_ids, slot_ids, offsets)
     options = dict(num_rows=int(offsets[-1]), num_slots=slots, dedup=dedup)
     want = packing.pack_rows.reference(*args, **options)
     there = [[t.to(device) for t in a] if isinstance(a, list) else a.to(device) for a in args]
     got = moving.pack_rows(*there, **options)
+    num_rows = options.pop("num_rows")
+    most = moving.pack_rows(*there, **options)  # as many as there can be, and those that there are come first
+    assert most.shape[0] == packing.pack_rows.reference(*args, **options).shape[0] == tokens * (3 if dedup else 4)
     layout = packing.layout_of_rows([x, more], [weights, floats], place, num_slots=slots, dedup=dedup)
     assert layout.columns[-1].dtype is torch.int16
-    for a, b in zip(layout.views(got), layout.views(want), strict=True):
+    for a, b, c in zip(layout.views(got), layout.views(want), layout.views(most[:num_rows]), strict=True):
         same(a, b)
+        same(c, b)
     columns = dict(dtypes=[c.dtype_name for c in layout.columns], widths=[c.width for c in layout.columns])
     parts = [want[:4], want[4:4], want[4:]]
     split = moving.split_columns([p.to(device) for p in parts], **columns)
     for a, b in zip(split, packing.split_columns.reference(parts, **columns), strict=True):
         same(a, b)
+    *_, places = moving.split_columns([p.to(device) for p in parts], **columns, places=True)
+    same(places, split[-1].cpu().int())
     for a, b in zip(layout.views(moving.join_columns(split)), layout.views(want), strict=True):
         same(a, b)
 
