@@ -52,6 +52,6 @@ __all__ = [
     "chunk_choices", "combine", "combine_backward", "count_rows", "dispatch", "exchange_counts", "expert_mlp",
     "expert_mlp_backward", "expert_rows", "expert_rows_backward", "grouped_mm", "grouped_mm_backward", "join_columns",
     "near_and_far", "pack_rows", "pick_choices", "pick_choices_backward", "place_choices", "plan_dispatch",
-    "read_counts", "shard_tokens", "split_columns", "sum_shards", "unshard_tokens", "wait_rows", "wait_rows_backward", "wait_sums",
-    "wait_sums_backward", "weights_later",
+    "read_counts", "shard_tokens", "split_columns", "sum_shards", "unshard_tokens", "wait_rows",
+    "wait_rows_backward", "wait_sums", "wait_sums_backward", "weights_later",
 ]  # fmt: skip

@@ -17,8 +17,8 @@ from .names import AttributeRange, attribute_ranges
 # node gave no name of its own.
 _RESULTS = {
     "build_pft": "pft", "dispatch": "rows", "grouped_mm": "h", "expert_mlp": "y", "combine": "out",
-    "place_choices": "place", "plan_dispatch": "send", "exchange_counts": "counts", "pack_rows": "packed", "read_counts": "splits", "all_to_all_rows": "sent",
-    "all_to_all_back": "back", "wait_sums": "sums",
+    "place_choices": "place", "plan_dispatch": "send", "exchange_counts": "counts", "pack_rows": "packed",
+    "read_counts": "splits", "all_to_all_rows": "sent", "all_to_all_back": "back", "wait_sums": "sums",
 }  # fmt: skip
 _ROLES = {
     (BUILD_PFT, 0): "topk_ids",

@@ -131,9 +131,7 @@ def join_columns(columns: list[Tensor]) -> Tensor:
     "split_columns(Tensor[] buffers, *, str[] dtypes, SymInt[] widths, bool places=False) -> Tensor[]",
     contract="buffers[*] -> columns[*]",
 )
-def split_columns(
-    buffers: list[Tensor], *, dtypes: list[str], widths: list[int], places: bool = False
-) -> list[Tensor]:
+def split_columns(buffers: list[Tensor], *, dtypes: list[str], widths: list[int], places: bool = False) -> list[Tensor]:
     """The columns of several buffers of packed rows, those of the buffers behind one another. With `places` the last
     one is of places, whose integers become int32."""
     layout = Layout.of(dtypes, widths)

@@ -11,9 +11,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 _KEPT = frozenset(
     {
         "moefx::place_choices", "moefx::chunk_choices", "moefx::near_and_far", "moefx::plan_dispatch",
-        "moefx::exchange_counts", "moefx::read_counts", "moefx::all_to_all_rows", "moefx::wait_rows", "moefx::all_to_all_back",
-        "moefx::wait_sums", "moefx::shard_tokens", "moefx::unshard_tokens", "moefx::build_pft", "aten::topk",
-        "aten::sort",
+        "moefx::exchange_counts", "moefx::read_counts", "moefx::all_to_all_rows", "moefx::wait_rows",
+        "moefx::all_to_all_back", "moefx::wait_sums", "moefx::shard_tokens", "moefx::unshard_tokens",
+        "moefx::build_pft", "aten::topk", "aten::sort",
     }
 )  # fmt: skip
 

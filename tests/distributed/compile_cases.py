@@ -15,6 +15,7 @@ from moefx.errors import InvalidPlan, NotRewritten, Refused
 from ..passes.blocks import D, Loop, WithBias
 from .models import BLOCKS, Model, check
 
+# ruff: noqa: E501  graphs as printed
 GRAPHS = {
     "dedup": """\
 place                = place_choices(topk_ids)

@@ -51,7 +51,7 @@ def expert_mlp_backward(
     key = (*key, *map(len, forward[5:]))
 
     def host_code() -> list[Tensor]:
-        run = Run(forward, body, keep, dtype)
+        run = Run(forward, body, keep, dtype, is_beside=part == "weights")
         if part == "weights":
             return _backward_of_matrices(run, grad, kept, reduce, needs)
         return _backward(run, grad, kept, reduce, needs, overwrite, puts_off=part == "rows")

@@ -75,27 +75,26 @@ def move_kernel(
         mask = there[:, None] & (column < width)[None, :]
         value = tl.load(wide + token[:, None].to(tl.int64) * wide_row + column[None, :], mask=mask, other=0)
         tl.store(wide_out + row[:, None].to(tl.int64) * wide_out_row + column[None, :], value, mask=mask)
-    if tl.program_id(1) == 0:
-        choice = token
+    there = there & (row < tl.where(tl.program_id(1) == 0, num_rows, 0))
+    choice = token
+    if GATHER:
+        choice = token * K + tl.load(slot_ids + row, mask=there, other=0)
+    index = (choice if BY_CHOICE else token)[:, None].to(tl.int64)
+    row_wide = row[:, None].to(tl.int64)
+    if NARROW > 0:
+        number = tl.arange(0, NARROW_PAD)
+        is_one = there[:, None] & (number < NARROW)[None, :]
+        found = tl.load(narrow + index * narrow_row + number[None, :], mask=is_one, other=0)
+        tl.store(narrow_out + row_wide * narrow_out_row + number[None, :], found, mask=is_one)
+    if PLACES > 0:
+        slot = tl.arange(0, PLACES_PAD)
+        is_place = there[:, None] & (slot < PLACES)[None, :]
+        local = tl.load(place + index * place_row + slot[None, :], mask=is_place, other=-1)
         if GATHER:
-            choice = token * K + tl.load(slot_ids + row, mask=there, other=0)
-        if NARROW > 0:
-            column = tl.arange(0, NARROW_PAD)
-            mask = there[:, None] & (column < NARROW)[None, :]
-            index = choice if BY_CHOICE else token
-            value = tl.load(narrow + index[:, None].to(tl.int64) * narrow_row + column[None, :], mask=mask, other=0)
-            tl.store(narrow_out + row[:, None].to(tl.int64) * narrow_out_row + column[None, :], value, mask=mask)
-        if PLACES > 0:
-            column = tl.arange(0, PLACES_PAD)
-            mask = there[:, None] & (column < PLACES)[None, :]
-            index = choice if BY_CHOICE else token
-            value = tl.load(place + index[:, None].to(tl.int64) * place_row + column[None, :], mask=mask, other=-1)
-            if GATHER:
-                own = tl.load(place + choice, mask=there, other=0)
-                is_there = (value >= 0) & (value // num_slots == (own // num_slots)[:, None])
-                value = tl.where(is_there, value % num_slots, -1)
-            value = value.to(place_out.dtype.element_ty)
-            tl.store(place_out + row[:, None].to(tl.int64) * place_out_row + column[None, :], value, mask=mask)
+            rank = tl.load(place + choice, mask=there, other=0) // num_slots
+            local = tl.where((local >= 0) & (local // num_slots == rank[:, None]), local % num_slots, -1)
+        local = local.to(place_out.dtype.element_ty)
+        tl.store(place_out + row_wide * place_out_row + slot[None, :], local, mask=is_place)
 
 
 @triton.jit(do_not_specialize=_VARYING)
