@@ -225,6 +225,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit("bench ep: run it with torchrun, a process for each GPU, or with --mirror RANKS on one")
     else:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # else what is beside an exchange may keep it waiting
         dist.init_process_group("nccl")
     world = dist.get_world_size()
     mesh = init_device_mesh("cuda", (world,), mesh_dim_names=("ep",))

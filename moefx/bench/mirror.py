@@ -2,8 +2,9 @@
 
 What this rank, the first, sends to another one comes from there too: what arrives is what was sent. So rows have the
 sizes that they have on a rank of a real group (but for its imbalance), and what is computed takes the time that it
-takes there. An exchange takes as long as `seconds` says, on a stream of its own, as NCCL's kernels do. The values are
-of no use: rows meet the experts of this rank, whichever they were for.
+takes there. An exchange takes as long as `seconds` says, on a stream of its own and of high priority, as NCCL's kernels
+do with TORCH_NCCL_HIGH_PRIORITY=1. The values are of no use: rows meet the experts of this rank, whichever they were
+for.
 """
 
 from __future__ import annotations
@@ -29,28 +30,27 @@ class MirrorGroup(dist.ProcessGroup):
     def __init__(self, rank: int, size: int, seconds: Callable[[int], float]):
         super().__init__(rank, size)  # pyright: ignore[reportCallIssue]
         self.seconds = seconds
-        self.stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+        self.stream = torch.cuda.Stream(priority=-1) if torch.cuda.is_available() else None
         # In turns, as making one takes longer than an exchange should: far fewer are on their way at once.
         self.works = itertools.cycle([_Queued(self.stream) for _ in range(64)])
 
     def alltoall_base(
         self, output: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], opts: Any = None
     ) -> Any:
-        size = self.size()
-        sent = sent or [rows.shape[0] // size] * size
-        leaving = (sum(sent) - sent[0]) * (rows.numel() // max(rows.shape[0], 1)) * rows.element_size()
-        common = min(len(rows), len(output))  # the second hop of several has about as many rows there as back
-        output[common:].zero_()
-        source, out = rows[:common], output[:common]
+        num_bytes, common = rows.nbytes, min(len(rows), len(output))
+        own = sent[0] / max(sum(sent), 1) if sent else 1 / self.size()
+        if common < len(output):  # the second hop of several has about as many rows there as back
+            output[common:].zero_()
         if self.stream is None:
-            out.copy_(source)
+            output[:common].copy_(rows[:common])
             return next(self.works)
         from .spin import copy_for  # needs Triton
 
-        work, before = next(self.works), torch.cuda.current_stream()
-        work.event.record(before)
-        self.stream.wait_event(work.event)
-        copy_for(self.seconds(leaving), source, out, self.stream)
+        work = next(self.works)
+        work.event.record()
+        work.event.wait(self.stream)
+        each = num_bytes // max(len(rows), 1)
+        copy_for(self.seconds(round(num_bytes * (1 - own))), rows, output, common * each, self.stream)
         work.event.record(self.stream)
         work.tensors = rows, output
         return work
@@ -91,7 +91,7 @@ class _Queued(dist.Work):
 
     def wait(self, timeout: Any = None) -> bool:
         if self.event is not None:
-            torch.cuda.current_stream().wait_event(self.event)
+            self.event.wait()
         self.tensors = ()
         return True
 

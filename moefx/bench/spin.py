@@ -25,14 +25,14 @@ def mirrored_exchange(source, out, number, nanoseconds, BLOCK: tl.constexpr):
         pass
 
 
-def copy_for(seconds: float, source: Tensor, out: Tensor, stream: torch.cuda.Stream) -> None:
-    """Copy what a contiguous tensor holds, in so many seconds at least, on a stream."""
-    source, out = (t.reshape(-1).view(torch.uint8) for t in (source, out))
-    word = torch.int64 if source.numel() % 8 == 0 else torch.uint8
-    source, out = source.view(word), out.view(word)
-    args = (source, out, source.numel(), round(seconds * 1e9))
-    if (compiled := _compiled.get(word)) is None:
+def copy_for(seconds: float, source: Tensor, out: Tensor, num_bytes: int, stream: torch.cuda.Stream) -> None:
+    """Copy the first bytes of a contiguous tensor, in so many seconds at least, on a stream."""
+    word = torch.int64 if num_bytes % 8 == 0 else torch.uint8
+    number, nanoseconds = num_bytes // word.itemsize, round(seconds * 1e9)
+    if (run := _compiled.get(word)) is None:
+        tensors = (t.reshape(-1).view(torch.uint8)[:num_bytes].view(word) for t in (source, out))
         with torch.cuda.stream(stream):
-            _compiled[word] = mirrored_exchange[(_PROGRAMS,)](*args, BLOCK=_BLOCK, num_warps=16)
+            compiled = mirrored_exchange[(_PROGRAMS,)](*tensors, number, nanoseconds, BLOCK=_BLOCK, num_warps=16)
+        _compiled[word] = compiled[(_PROGRAMS, 1, 1)]
     else:  # at once: it should take no longer than NCCL does on the host
-        compiled[(_PROGRAMS, 1, 1)](*args, _BLOCK, stream=stream.cuda_stream)
+        run(source.data_ptr(), out.data_ptr(), number, nanoseconds, _BLOCK, stream=stream.cuda_stream)

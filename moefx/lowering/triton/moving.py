@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton import language as tl
 from triton import next_power_of_2
 
 from ...ir import routes
@@ -21,7 +23,6 @@ from .routing import build_pft
 
 _ELEMENTS = 4096  # of a block
 _TOKENS = 128  # of a block, with all their choices
-_WORDS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
 def combine(
@@ -133,6 +134,23 @@ class _Send(NamedTuple):
     rank_offsets: Tensor
 
 
+class _Rows(NamedTuple):
+    """Where a column is: of what tensor, bytes from row to row, and bytes to the first one."""
+
+    base: Tensor
+    stride: int
+    begin: int = 0
+
+    @classmethod
+    def of(cls, values: Tensor) -> _Rows:
+        values = values if values.stride(-1) == 1 else values.contiguous()
+        return cls(values, values.stride(0) * values.element_size())
+
+
+_Pair = tuple[Column, _Rows, _Rows]  # what moves, from where, and where to
+_NARROW = 256  # bytes
+
+
 def pack_rows(
     tokens: Sequence[Tensor],
     choices: Sequence[Tensor],
@@ -149,15 +167,19 @@ def pack_rows(
     num_rows = most_rows(place, rank_offsets, dedup) if num_rows is None else num_rows
     layout = layout_of_rows(tokens, choices, place, num_slots=num_slots, dedup=dedup)
     packed = layout.empty(num_rows, place)
-    if not dedup:  # a row for each choice
-        choices = [values.reshape(-1, 1) for values in choices]
-    columns = layout.views(packed)
     place = place.contiguous()
+    sources = [*tokens, *choices, place]
+    if not dedup:  # a row for each choice
+        sources[len(tokens) :] = [values.reshape(-1, 1) for values in sources[len(tokens) :]]
+    pairs = [
+        (column, _Rows.of(source), _Rows(packed, layout.num_bytes, begin))
+        for column, source, begin in zip(layout.columns, sources, layout.begins, strict=True)
+    ]
+    _, *places = pairs.pop()
     send = _Send(place, token_ids, slot_ids, rank_offsets)
-    places = (place if dedup else place.view(-1, 1), columns.pop())
+    own = (_INT32._replace(width=layout.columns[-1].width), layout.columns[-1].dtype, *places)
     with on(packed.device):
-        narrow = zip(choices, columns[len(tokens) :], strict=True)
-        _move(zip(tokens, columns, strict=False), narrow, places, num_rows, send, num_slots, by_choice=not dedup)
+        _move(pairs[: len(tokens)], pairs[len(tokens) :], own, num_rows, send, num_slots, by_choice=not dedup)
     return packed
 
 
@@ -165,8 +187,12 @@ def join_columns(columns: Sequence[Tensor]) -> Tensor:
     """See `ir.packing.join_columns`."""
     layout = Layout([*map(Column.like, columns)])
     packed = layout.empty(columns[0].shape[0], columns[0])
+    pairs = [
+        (column, _Rows.of(source), _Rows(packed, layout.num_bytes, begin))
+        for column, source, begin in zip(layout.columns, columns, layout.begins, strict=True)
+    ]
     with on(packed.device):
-        _move(*_by_width(columns, layout.views(packed)), None, packed.shape[0])
+        _move(*_by_width(pairs), None, packed.shape[0])
     return packed
 
 
@@ -175,77 +201,91 @@ def split_columns(
 ) -> list[Tensor]:
     """See `ir.packing.split_columns`."""
     layout = Layout.of(dtypes, widths)
-    sizes = [buffer.shape[0] for buffer in buffers]
-    found = [buffers[0].new_empty((sum(sizes), column.width), dtype=column.dtype) for column in layout.columns]
+    of_result = [column.dtype for column in layout.columns]
     if places:
-        found[-1] = found[-1].new_empty(found[-1].shape, dtype=torch.int32)
-    with on(buffers[0].device):
-        for buffer, *outs in zip(buffers, *(out.split(sizes) for out in found), strict=True):
-            columns = layout.views(buffer)
-            last = (columns.pop(), outs.pop()) if places else None
-            _move(*_by_width(columns, outs), last, buffer.shape[0])
+        of_result[-1] = torch.int32
+    num_rows, device = sum([buffer.shape[0] for buffer in buffers]), buffers[0].device
+    found = [
+        torch.empty((num_rows, column.width), dtype=dtype, device=device)
+        for column, dtype in zip(layout.columns, of_result, strict=True)
+    ]
+    row = 0
+    with on(device):
+        for buffer in buffers:
+            outs = found if len(buffers) == 1 else [out[row : row + buffer.shape[0]] for out in found]
+            row += buffer.shape[0]
+            pairs = [
+                (column, _Rows(buffer, layout.num_bytes, begin), _Rows.of(out))
+                for column, out, begin in zip(layout.columns, outs, layout.begins, strict=True)
+            ]
+            last = None
+            if places:
+                column, source, out = pairs.pop()
+                last = (column, torch.int32, source, out)
+            _move(*_by_width(pairs), last, buffer.shape[0])
     return found
 
 
-_Pair = tuple[Tensor, Tensor]  # what moves, and where to
-_NARROW = 64
-
-
-def _by_width(sources: Sequence[Tensor], outs: Sequence[Tensor]) -> tuple[list[_Pair], list[_Pair]]:
+def _by_width(pairs: Sequence[_Pair]) -> tuple[list[_Pair], list[_Pair]]:
     wide, narrow = [], []
-    for pair in zip(sources, outs, strict=True):
-        (narrow if pair[1].shape[1] <= _NARROW else wide).append(pair)
+    for pair in pairs:
+        (narrow if pair[0].num_bytes <= _NARROW else wide).append(pair)
     return wide, narrow
 
 
 def _move(
     wide: Iterable[_Pair],
     narrow: Iterable[_Pair],
-    places: _Pair | None,
+    places: tuple[Column, torch.dtype, _Rows, _Rows] | None,
     num_rows: int,
     send: _Send | None = None,
     num_slots: int = 1,
     by_choice: bool = False,
 ) -> None:
-    """Rows of values as they are, a wide column, a narrow one and the places in each launch: the wide ones in the
-    largest words that fit."""
+    """Rows of values as they are: a wide column, a narrow one and the places in each launch. Their columns are told the
+    kernel in bytes, for each view of a tensor takes as long as a launch."""
     if not num_rows:
         return
     top_k = 0 if send is None else send.place.shape[1]
     own = (None, None, None) if send is None else send[1:]
     num_ranks = 0 if send is None else send.rank_offsets.shape[0] - 1
-    columns = itertools.zip_longest(wide, narrow, [] if places is None else [places])
-    for big, small, last in columns:
-        wide_args, width, (bt, bd) = (None, 0, None, 0), 0, (_TOKENS, 1)
-        if big is not None and big[1].shape[1]:
-            source, out = _in_words(*map(_with_dense_rows, big))
-            wide_args, width = (source, source.stride(0), out, out.stride(0)), out.shape[1]
-            bt, bd = block_of(width, _ELEMENTS)
-        args, widths = [*wide_args, width], []
-        for pair in (small and _in_words(*map(_with_dense_rows, small)), last and map(_with_dense_rows, last)):
-            if pair is None:
-                args += [None, 0, None, 0]
-                widths.append(0)
-                continue
-            source, out = pair
-            args += [source, source.stride(0), out, out.stride(0)]
-            widths.append(out.shape[1])
-        constants = dict(NARROW=widths[0], NARROW_PAD=next_power_of_2(widths[0]), PLACES=widths[1])
-        constants |= dict(PLACES_PAD=next_power_of_2(widths[1]), K=top_k, GATHER=send is not None, BY_CHOICE=by_choice)
+    for big, small, last in itertools.zip_longest(wide, narrow, [] if places is None else [places]):
+        wide_column, wide_args = _in_words(big)
+        narrow_column, narrow_args = _in_words(small)
+        place_column, place_args = None, _NOWHERE
+        if last is not None:
+            column, dtype, source, out = last
+            place_column = _WORDS[column.dtype], column.width, source.begin, out.begin, _WORDS[dtype]
+            strides = source.stride // column.dtype.itemsize, out.stride // dtype.itemsize
+            place_args = (source.base, strides[0], out.base, strides[1])
+        width = 0 if wide_column is None else wide_column[1]
+        bt, bd = block_of(width, _ELEMENTS) if width else (_TOKENS, 1)
+        constants = dict(WIDE=wide_column, NARROW=narrow_column, PLACES=place_column, BT=bt, BD=bd)
+        constants |= dict(NARROW_PAD=_padded(narrow_column), PLACES_PAD=_padded(place_column))
         launch(
             rows.move_kernel,
             (cdiv(num_rows, bt), max(1, cdiv(width, bd))),
-            (*args, *own, num_rows, num_slots, num_ranks),
-            {**constants, "HAS_WIDE": width > 0, "BT": bt, "BD": bd},
+            (*wide_args, width, *narrow_args, *place_args, *own, num_rows, num_slots, num_ranks),
+            {**constants, "K": top_k, "GATHER": send is not None, "BY_CHOICE": by_choice},
         )
 
 
-def _with_dense_rows(values: Tensor) -> Tensor:
-    return values if values.stride(-1) == 1 else values.contiguous()
+_WORDS = {torch.int64: tl.int64, torch.int32: tl.int32, torch.int16: tl.int16, torch.int8: tl.int8}
+_WORDS_OF_BYTES = {dtype.itemsize: word for dtype, word in _WORDS.items()}
+_INT32 = Column(torch.int32, 1)
+_NOWHERE = (None, 0, None, 0)
 
 
-def _in_words(*tensors: Tensor) -> list[Tensor]:
-    size = tensors[0].element_size()
-    spans = [span * size for t in tensors for span in (t.shape[-1], t.stride(0), t.storage_offset())]
-    word = next(w for w in _WORDS if w.itemsize <= size or all(span % w.itemsize == 0 for span in spans))
-    return [t.view(word) for t in tensors]
+def _in_words(pair: _Pair | None) -> tuple[Any, Sequence[Any]]:
+    """A column in the largest words that fit."""
+    if pair is None or not pair[0].num_bytes:
+        return None, _NOWHERE
+    column, source, out = pair
+    spans = [column.num_bytes, source.stride, source.begin, out.stride, out.begin]
+    size = math.gcd(8, source.base.data_ptr(), out.base.data_ptr(), *spans)
+    described = (_WORDS_OF_BYTES[size], column.num_bytes // size, source.begin, out.begin)
+    return described, (source.base, source.stride // size, out.base, out.stride // size)
+
+
+def _padded(column: Any) -> int:
+    return 0 if column is None else next_power_of_2(column[1])

@@ -52,49 +52,62 @@ def gather_kernel(x, x_row, token_ids, expert_offsets, rows, width, E, BT: tl.co
     tl.store(rows + row[:, None].to(tl.int64) * width + column[None, :], value, mask=mask)
 
 
+@triton.jit
+def _column(base, AT: tl.constexpr, WORD: tl.constexpr):
+    """The pointer to a column that begins so many bytes behind `base`."""
+    return (base.to(tl.pointer_type(tl.uint8), bitcast=True) + AT).to(tl.pointer_type(WORD), bitcast=True)
+
+
 @triton.jit(do_not_specialize=_VARYING)
 def move_kernel(
     wide, wide_row, wide_out, wide_out_row, width,
     narrow, narrow_row, narrow_out, narrow_out_row,
     place, place_row, place_out, place_out_row,
     token_ids, slot_ids, rank_offsets, num_rows, num_slots, W,
-    NARROW: tl.constexpr, NARROW_PAD: tl.constexpr, PLACES: tl.constexpr, PLACES_PAD: tl.constexpr, K: tl.constexpr,
-    GATHER: tl.constexpr, BY_CHOICE: tl.constexpr, HAS_WIDE: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    WIDE: tl.constexpr, NARROW: tl.constexpr, PLACES: tl.constexpr, NARROW_PAD: tl.constexpr,
+    PLACES_PAD: tl.constexpr, K: tl.constexpr, GATHER: tl.constexpr, BY_CHOICE: tl.constexpr,
+    BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """out[r] = source[i] of up to three columns, a wide one, one of NARROW values and one of PLACES, all with rows of
-    any stride; 0 where there is none. i is r; with GATHER the wide one's is token_ids[r], the narrow one's too or with
-    BY_CHOICE that of the choice. The places are then those at the rank of the row's own choice, -1 the others."""
+    """out[r] = source[i] of up to three columns with rows of any stride: a wide one, a narrow one and one of places.
+    i is r; with GATHER the wide one's is token_ids[r], the narrow one's too or with BY_CHOICE that of the choice. The
+    places are then those at the rank of the row's own choice, -1 the others.
+
+    A column is (dtype, width, bytes to where it begins, in out, its dtype in out), or None; strides count elements.
+    """
     row = tl.program_id(0) * BT + tl.arange(0, BT)
     there = row < num_rows
     token = row
     if GATHER:
         there = there & (row < tl.load(rank_offsets + W))
         token = tl.load(token_ids + row, mask=there, other=0)
-    if HAS_WIDE:
+    row_wide = row[:, None].to(tl.int64)
+    if WIDE is not None:
         column = tl.program_id(1) * BD + tl.arange(0, BD)
         mask = there[:, None] & (column < width)[None, :]
-        value = tl.load(wide + token[:, None].to(tl.int64) * wide_row + column[None, :], mask=mask, other=0)
-        tl.store(wide_out + row[:, None].to(tl.int64) * wide_out_row + column[None, :], value, mask=mask)
+        at = _column(wide, WIDE[2], WIDE[0]) + token[:, None].to(tl.int64) * wide_row + column[None, :]
+        out_at = _column(wide_out, WIDE[3], WIDE[0]) + row_wide * wide_out_row + column[None, :]
+        tl.store(out_at, tl.load(at, mask=mask, other=0), mask=mask)
     there = there & (row < tl.where(tl.program_id(1) == 0, num_rows, 0))
     choice = token
     if GATHER:
         choice = token * K + tl.load(slot_ids + row, mask=there, other=0)
     index = (choice if BY_CHOICE else token)[:, None].to(tl.int64)
-    row_wide = row[:, None].to(tl.int64)
-    if NARROW > 0:
+    if NARROW is not None:
         number = tl.arange(0, NARROW_PAD)
-        is_one = there[:, None] & (number < NARROW)[None, :]
-        found = tl.load(narrow + index * narrow_row + number[None, :], mask=is_one, other=0)
-        tl.store(narrow_out + row_wide * narrow_out_row + number[None, :], found, mask=is_one)
-    if PLACES > 0:
+        is_one = there[:, None] & (number < NARROW[1])[None, :]
+        one_at = _column(narrow, NARROW[2], NARROW[0]) + index * narrow_row + number[None, :]
+        one_out_at = _column(narrow_out, NARROW[3], NARROW[0]) + row_wide * narrow_out_row + number[None, :]
+        tl.store(one_out_at, tl.load(one_at, mask=is_one, other=0), mask=is_one)
+    if PLACES is not None:
         slot = tl.arange(0, PLACES_PAD)
-        is_place = there[:, None] & (slot < PLACES)[None, :]
-        local = tl.load(place + index * place_row + slot[None, :], mask=is_place, other=-1)
+        is_place = there[:, None] & (slot < PLACES[1])[None, :]
+        places = _column(place, PLACES[2], PLACES[0])
+        local = tl.load(places + index * place_row + slot[None, :], mask=is_place, other=-1)
         if GATHER:
-            rank = tl.load(place + choice, mask=there, other=0) // num_slots
+            rank = tl.load(places + choice, mask=there, other=0) // num_slots
             local = tl.where((local >= 0) & (local // num_slots == rank[:, None]), local % num_slots, -1)
-        local = local.to(place_out.dtype.element_ty)
-        tl.store(place_out + row_wide * place_out_row + slot[None, :], local, mask=is_place)
+        local_at = _column(place_out, PLACES[3], PLACES[4]) + row_wide * place_out_row + slot[None, :]
+        tl.store(local_at, local.to(PLACES[4]), mask=is_place)
 
 
 @triton.jit(do_not_specialize=_VARYING)

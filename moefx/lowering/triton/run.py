@@ -39,20 +39,16 @@ def precision(x: Tensor) -> str:
 _SHARED_BYTES = 227 * 1024 - 4096  # of a block on the GPUs that have tensor descriptors, less what barriers take
 
 
-# Programs, one behind the other, where a multiprocessor has one for all its tiles.
-_TURNS = 12
-
-
 class Run:
     """One call: its arguments as the kernels take them.
 
     Args:
         is_beside: rows travel meanwhile, and the exchange has some multiprocessors. Programs that wait for these would
-            begin when it is over, each with its whole share of the tiles: there are more of them, of fewer tiles.
+            begin when it is over, each with its whole share of the tiles: there is a program for each tile then.
     """
 
     def __init__(self, args: Sequence[Any], body: str, keep: str, dtype: torch.dtype | None, is_beside: bool = False):
-        self.turns = _TURNS if is_beside else 1
+        self.is_beside = is_beside
         call = Call.of(args, body, keep, dtype)
         names = ("token_ids", "expert_offsets", "inverse", "w")  # of which the kernels take no strides
         self.call = call = dataclasses.replace(call, **{name: _contiguous(getattr(call, name)) for name in names})
@@ -103,8 +99,9 @@ class Run:
         return next_power_of_2(self.num_experts)
 
     def grid(self, cut: Config, num_tiles: int) -> tuple[int]:
-        most = cut.persistent * num_multiprocessors(self.device) * self.turns
-        return (min(num_tiles, most) if cut.persistent else num_tiles,)
+        if self.is_beside or not cut.persistent:
+            return (num_tiles,)
+        return (min(num_tiles, cut.persistent * num_multiprocessors(self.device)),)
 
     def parts(self, hidden: Sequence[Tensor]) -> list[Tensor]:
         """Where the kernels' parts begin in the up-projections; joined ones are one."""

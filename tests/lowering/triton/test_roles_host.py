@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moefx.ir.body import ExpertBody, Gemm
-from moefx.lowering.triton import expert_mlp, roles
+from moefx.lowering.triton import expert_mlp, moving, roles
 from moefx.lowering.triton import run as run_module
 
 from ...ir.routings import Routing
@@ -18,7 +18,7 @@ ALL = {"hopper_up_kernel", "hopper_rows_kernel", "hopper_act_backward_kernel", "
 
 def launched(monkeypatch, h: int, interleaved: bool, transposed: bool, keep: str, configs=CONFIGS, x=None) -> set[str]:
     names: set[str] = set()
-    for module in (roles, run_module):
+    for module in (moving, roles, run_module):
         monkeypatch.setattr(module, "launch", lambda kernel, *_, **__: names.add(kernel.__name__))
     monkeypatch.setattr(expert_mlp, "played", lambda key, inputs, constants, host_code, *_: host_code())
     monkeypatch.setattr(run_module, "config", lambda kernel, *_: configs[kernel])

@@ -306,18 +306,18 @@ class TestTuning:
         {case.__name__: case for case in (interleaved_clamped, swiglu_list, weight_before)}, {"h": "h", "x": "x"}, of=1
     ),
 )
-def test_trials_change_nothing(monkeypatch, case, keep):
+def test_trials_change_nothing(monkeypatch, device, case, keep):
     """Every kernel of a call is run with other configurations first: its results are bit by bit the same, and the next
     call plays them from a tape."""
     monkeypatch.setattr(experts, "separate_gradients", lambda *_: False)  # as on a GPU
     torch.manual_seed(0)
-    layer = case(4, 16, 24, torch.float32)
-    x = torch.randn(12, 16)
-    ids = torch.stack([torch.randperm(4)[:2] for _ in range(12)])
-    token_ids, _, offsets, inverse, weights = Routing(ids, torch.rand(12, 2), 4).build()
+    layer = on(device, case(4, 16, 24, torch.float32), torch.float32)
+    x = torch.randn(12, 16).to(device)
+    ids = torch.stack([torch.randperm(4)[:2] for _ in range(12)]).to(device)
+    token_ids, _, offsets, inverse, weights = Routing(ids, torch.rand(12, 2).to(device), 4).build()
     args = (x, token_ids, offsets, inverse, weights, layer.up, layer.up_bias, layer.down, layer.down_bias)
     options = dict(body=layer.text, keep=keep, reduce=True)
-    grad = torch.randn(12, 16)
+    grad = torch.randn(12, 16).to(device)
     tried = []
 
     def config(kernel, device, dtype, shape, num_experts, trial, with_trials=False):
