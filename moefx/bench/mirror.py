@@ -37,22 +37,32 @@ class MirrorGroup(dist.ProcessGroup):
     def alltoall_base(
         self, output: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], opts: Any = None
     ) -> Any:
-        num_bytes, common = rows.nbytes, min(len(rows), len(output))
-        own = sent[0] / max(sum(sent), 1) if sent else 1 / self.size()
+        common = min(len(rows), len(output))
         if common < len(output):  # the second hop of several has about as many rows there as back
             output[common:].zero_()
+        own = sent[0] / max(sum(sent), 1) if sent else 1 / self.size()
+        return self._copied(rows, output, common * (rows.nbytes // max(len(rows), 1)), rows.nbytes * (1 - own))
+
+    def allgather_into_tensor_coalesced(
+        self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: Any = None
+    ) -> Any:
+        ((output,), (rows,)) = outputs, tensors
+        output.view(self.size(), *rows.shape).copy_(rows)
+        return self._copied(rows, output, rows.nbytes, rows.nbytes * (self.size() - 1))
+
+    def _copied(self, source: Tensor, out: Tensor, num_bytes: int, leaving: float) -> Any:
+        """The first bytes, in the time that it takes if so many leave the rank."""
         if self.stream is None:
-            output[:common].copy_(rows[:common])
+            out.view(-1).view(torch.uint8)[:num_bytes].copy_(source.view(-1).view(torch.uint8)[:num_bytes])
             return next(self.works)
         from .spin import copy_for  # needs Triton
 
         work = next(self.works)
         work.event.record()
         work.event.wait(self.stream)
-        each = num_bytes // max(len(rows), 1)
-        copy_for(self.seconds(round(num_bytes * (1 - own))), rows, output, common * each, self.stream)
+        copy_for(self.seconds(round(leaving)), source, out, num_bytes, self.stream)
         work.event.record(self.stream)
-        work.tensors = rows, output
+        work.tensors = source, out
         return work
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,8 +20,30 @@ _KEPT = frozenset(
 )  # fmt: skip
 
 
+_WAITS = ("moefx::wait_rows", "moefx::wait_sums")
+
+
+class _Here(threading.local):
+    """Of this thread: what the last wait has read."""
+
+    arrived: Sequence[torch.UntypedStorage] = ()
+
+
+_here = _Here()
+
+
 def save_routing(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """A policy for `torch.utils.checkpoint.create_selective_checkpoint_contexts`: keep the router's choice and what the
-    exchanges brought, recompute the rest."""
+    exchanges brought, recompute the rest.
+
+    Nothing reads rows as they arrived behind their wait, but they would be kept with the result of the exchange: so
+    their memory is freed, when the wait has run, which is when the next operation asks.
+    """
+    for storage in _here.arrived:
+        storage.resize_(0)
+    _here.arrived = ()
     name = op.name().partition(".")[0] if isinstance(op, torch._ops.OpOverload) else ""
+    if name in _WAITS and not ctx.is_recompute:
+        sent = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
+        _here.arrived = [t.untyped_storage() for t in sent if type(t) is torch.Tensor]  # not those of a trace
     return CheckpointPolicy.MUST_SAVE if name in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE

@@ -59,6 +59,21 @@ def counted():
         yield found, rows
 
 
+@contextlib.contextmanager
+def arriving():
+    """The memory of rows that arrive."""
+    found: list[torch.UntypedStorage] = []
+
+    def started(*args):
+        rows = of_exchange(*args)
+        found.append(rows.untyped_storage())
+        return rows
+
+    of_exchange = moefx.ir.exchange.start
+    with mock.patch.object(moefx.ir.exchange, "start", started):
+        yield found
+
+
 def case_collectives_and_copies() -> None:
     """One exchange of counts and one copy to the host a layer; rows as often as there are hops, each way."""
     for name, plan in PLANS.items():
@@ -196,9 +211,11 @@ def case_recomputation() -> None:
             block.zero_grad()
             inputs = x.clone().requires_grad_()
             kwargs = {"context_fn": context_fn} if context_fn else {}
-            with counted() as (found, _):
+            with counted() as (found, _), arriving() as storages:
                 out = checkpoint(block, inputs, use_reentrant=False, **kwargs)
                 assert found["rows"] == 2 * HOPS[name]
+            if context_fn:  # and are not kept as they arrived
+                assert len(storages) == 2 * HOPS[name] and not any(s.nbytes() for s in storages[:-1])
             with counted() as (found, _):
                 out.pow(2).sum().backward()
                 assert found["rows"] == 2 * HOPS[name] * (1 + again) or again, (name, found)
