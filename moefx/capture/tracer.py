@@ -22,7 +22,6 @@ from ..errors import CaptureError, Refused
 from . import autocast
 from .captured import (
     CHOICES,
-    CONTRACTIONS,
     MIXED,
     SHAPE_ONLY,
     TRUTHS,
@@ -37,6 +36,7 @@ from .counts import LENGTH, Count, Share, tells_empty
 from .forms import GROUPED_MM, from_floats, functional_form, grouped_result, leaves_of, with_leading_ones
 from .recorder import Recorder
 from .routing import Routing
+from .shadows import shadow
 from .sizes import SizeLog
 from .source import Source, user_calls, user_source
 
@@ -64,63 +64,6 @@ class Tracer(Recorder):
         self.quiet = 0  # inside an operation that is recorded whole
         self.is_cast = False  # inside a function that autocast has cast the arguments of
         self.touched = False  # whether the op at work was called with a number of the routing
-
-    # ------------------------------------------------------------------ values
-    def shadow(self, node: fx.Node) -> torch.Tensor:
-        """The concrete value of a node under this routing, invented at the nearest contraction."""
-        stack = [node]
-        while stack:
-            top = stack[-1]
-            if "shadow" in top.meta:
-                stack.pop()
-                continue
-            value = top.meta.get("val")
-            if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
-                top.meta["shadow"] = value
-                stack.pop()
-                continue
-            if self._invented(top):
-                top.meta["shadow"] = self.routing.invent(top)
-                stack.pop()
-                continue
-            if top.target in SHAPE_ONLY:
-                like = top.args[0].meta["val"]  # type: ignore[union-attr]
-                top.meta["shadow"] = top.target(
-                    torch.zeros(like.shape, dtype=like.dtype), *top.args[1:], **{**top.kwargs, "device": None}
-                )  # type: ignore[operator]
-                stack.pop()
-                continue
-            pending = [a for a in top.all_input_nodes if "shadow" not in a.meta]
-            if pending:
-                stack.extend(pending)
-                continue
-            args, kwargs = map_arg((top.args, top.kwargs), lambda n: n.meta["shadow"])
-            kwargs = {k: torch.device("cpu") if k == "device" and v is not None else v for k, v in kwargs.items()}
-            with torch.no_grad():
-                top.meta["shadow"] = top.target(*args, **kwargs)  # type: ignore[operator]
-            stack.pop()
-        return node.meta["shadow"]
-
-    def _invented(self, node: fx.Node) -> bool:
-        if node.op in ("placeholder", "get_attr") or node.meta.get("opaque"):
-            return True
-        if node.target not in CONTRACTIONS:
-            return False
-        # a product with a weight makes new scores; a product of two activations follows from theirs
-        kinds = {self._is_weight(a) for a in node.all_input_nodes if not a.meta.get("known")}
-        return kinds == {True, False}
-
-    def _is_weight(self, node: fx.Node) -> bool:
-        """Computed from parameters and constants only."""
-        if "weight" not in node.meta:
-            inputs = node.all_input_nodes
-            if node.op == "placeholder" or node.meta.get("opaque"):
-                node.meta["weight"] = False
-            else:
-                node.meta["weight"] = node.op == "get_attr" or (
-                    bool(inputs) and all(self._is_weight(a) for a in inputs)
-                )
-        return node.meta["weight"]
 
     # ------------------------------------------------------------------ numbers of the routing (a `CountLog`)
     def compared(self, count: Any, op: str, other: Any, value: bool) -> bool:
@@ -166,6 +109,10 @@ class Tracer(Recorder):
 
     def concrete(self, t: torch.Tensor) -> torch.Tensor:
         return self.shadow(self.node_of(t)) if isinstance(t, FakeTensor) else t
+
+    def shadow(self, node: fx.Node) -> torch.Tensor:
+        """The concrete value of a node under this routing."""
+        return shadow(node, self.routing.invent)
 
     def _constant(self, t: torch.Tensor) -> fx.Node:
         if id(t) not in self.named and (t.requires_grad or isinstance(t, nn.Parameter)):

@@ -121,9 +121,11 @@ def all_to_all_rows(
     sent, received = _there_and_back(route.splits)
     if packed is None:
         how = {"num_rows": sum(sent), "num_slots": num_slots, "dedup": dedup}
-        packed = pack_rows(tokens, choices, place, *plan[:3], **how)
+        rows = pack_rows(tokens, choices, place, *plan[:3], **how)
+    else:
+        rows = packed[: sum(sent)]
     values = _Values.like(tokens, choices, place, dedup)
-    return start(packed[: sum(sent)], sent, received, group), values.ticket(place, sum(sent))
+    return start(rows, sent, received, group), values.ticket(place, sum(sent))
 
 
 @op(

@@ -94,8 +94,8 @@ def pack_rows(
             values.
         dedup: a row has all choices of its token, else that one.
     """
-    num_rows = most_rows(place, rank_offsets, dedup) if num_rows is None else num_rows
-    token, slot = (ids[:num_rows].to(torch.int64) for ids in (token_ids, slot_ids))
+    room = most_rows(place, rank_offsets, dedup) if num_rows is None else num_rows
+    token, slot = (ids[:room].to(torch.int64) for ids in (token_ids, slot_ids))
     own = place[token, slot][:, None]
     if dedup:
         local, there = place[token], torch.div(own, num_slots, rounding_mode="floor")
@@ -104,7 +104,7 @@ def pack_rows(
     else:
         local = own % num_slots
     layout = layout_of_rows(tokens, choices, place, num_slots=num_slots, dedup=dedup)
-    packed = layout.empty(num_rows, place)
+    packed = layout.empty(room, place)
     of_choices = [c[token] if dedup else c[token, slot][:, None] for c in choices]
     for view, values in zip(layout.views(packed), [*(t[token] for t in tokens), *of_choices, local], strict=True):
         view.copy_(values)

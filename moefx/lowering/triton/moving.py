@@ -164,9 +164,9 @@ def pack_rows(
     dedup: bool,
 ) -> Tensor:
     """See `ir.packing.pack_rows`."""
-    num_rows = most_rows(place, rank_offsets, dedup) if num_rows is None else num_rows
+    room = most_rows(place, rank_offsets, dedup) if num_rows is None else num_rows
     layout = layout_of_rows(tokens, choices, place, num_slots=num_slots, dedup=dedup)
-    packed = layout.empty(num_rows, place)
+    packed = layout.empty(room, place)
     place = place.contiguous()
     sources = [*tokens, *choices, place]
     if not dedup:  # a row for each choice
@@ -175,11 +175,11 @@ def pack_rows(
         (column, _Rows.of(source), _Rows(packed, layout.num_bytes, begin))
         for column, source, begin in zip(layout.columns, sources, layout.begins, strict=True)
     ]
-    _, *places = pairs.pop()
+    _, local, local_out = pairs.pop()
     send = _Send(place, token_ids, slot_ids, rank_offsets)
-    own = (_INT32._replace(width=layout.columns[-1].width), layout.columns[-1].dtype, *places)
+    own = (_INT32._replace(width=layout.columns[-1].width), layout.columns[-1].dtype, local, local_out)
     with on(packed.device):
-        _move(pairs[: len(tokens)], pairs[len(tokens) :], own, num_rows, send, num_slots, by_choice=not dedup)
+        _move(pairs[: len(tokens)], pairs[len(tokens) :], own, room, send, num_slots, by_choice=not dedup)
     return packed
 
 
