@@ -410,7 +410,9 @@ def _gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
     lists = [[next(saved) for _ in range(size)] for size in ctx.sizes]
     up, up_bias, down, down_bias, kept = lists
     needs, kwargs = [ctx.needs[0], *ctx.needs[4:9]], ctx.kwargs
-    is_put_off = any(ctx.needs[9:])
+    later = ctx.next_functions[-1][0] if any(ctx.needs[9:]) else None
+    # Another node stands there where Dynamo cut the graph between the two.
+    is_put_off = later is not None and later.name() == "weights_laterBackward"
     if is_put_off:
         needs[2] = needs[4] = False
         kwargs = {**kwargs, "part": "rows"}
@@ -438,7 +440,7 @@ def _gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
         found = iter(expert_mlp_backward(*arguments, **ctx.kwargs, needs=needs, part="weights"))
         return _taken(found, up, body.up, 2, need_up), _taken(found, down, (body.down,), 2, need_down)
 
-    ctx.next_functions[-1][0].matrices = matrices  # of `weights_later`
+    later.matrices = matrices  # pyright: ignore[reportAttributeAccessIssue]
     return [*gradients, up[0].new_empty(0)]
 
 
@@ -475,6 +477,8 @@ def weights_later(up: list[Tensor], down: list[Tensor]) -> Tensor:
 
 
 def _gradients_of_matrices(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
+    if not hasattr(ctx, "matrices"):
+        return None, None  # the `expert_mlp` is in another graph, and made them itself
     matrices, ctx.matrices = ctx.matrices, None
     return matrices(*ctx.needs)
 

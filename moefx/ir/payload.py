@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import RanksLost
+from ..errors import MoefxError, RanksLost
 
 _NO_EMPTY_RANKS = "MOEFX_NO_EMPTY_RANKS"  # see docs/expert_parallelism.md
 
@@ -49,6 +49,11 @@ def wait(rows: Tensor) -> Tensor:
     Raises:
         RanksLost: another rank has died, or does not answer within the time that the process group allows.
     """
+    if rows.numel() and not rows.untyped_storage().nbytes():
+        raise MoefxError(
+            "rows are waited for again that moefx.save_routing has freed: a policy around it recomputes a wait that "
+            "it wants to be kept"
+        )
     with others_answer():
         return torch.ops._c10d_functional.wait_tensor(rows)
 

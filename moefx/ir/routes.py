@@ -155,11 +155,14 @@ def exchange_counts(
     heard = torch.empty_like(told)  # [positions, chunks, numbers]
     with others_answer():
         _on_their_way[heard.data_ptr()] = dist.all_to_all_single(heard, told, group=own, async_op=True)
+    while len(_on_their_way) > _MOST:  # what an error left behind
+        _on_their_way.pop(next(iter(_on_their_way)))
     return counts, heard
 
 
 # The counts that have not been read, by their address; functional collectives know of no time to wait.
 _on_their_way: dict[int, Any] = {}
+_MOST = 64
 
 
 @op(
@@ -193,8 +196,8 @@ def read_counts(
     own = group_of(group)
     counted = _counted(tuple(levels), dist.get_rank(own), near)
     with others_answer():
-        work = _on_their_way.pop(heard.data_ptr())
-        work.wait(*([] if timeout is None else [datetime.timedelta(seconds=timeout)]))
+        if work := _on_their_way.pop(heard.data_ptr(), None):  # else they are read again: a checkpoint has kept them
+            work.wait(*([] if timeout is None else [datetime.timedelta(seconds=timeout)]))
     # As numbers of Python's: the GPU waits meanwhile, and operations on small tensors take longer.
     flat = torch.cat([counts.flatten(), heard.flatten()]).cpu().tolist()
     numbers = iter(flat)

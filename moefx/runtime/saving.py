@@ -37,13 +37,17 @@ def save_routing(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPoli
     exchanges brought, recompute the rest.
 
     Nothing reads rows as they arrived behind their wait, but they would be kept with the result of the exchange: so
-    their memory is freed, when the wait has run, which is when the next operation asks.
+    their memory is freed, when the wait has run, which is when another operation asks. (Of checkpoints in each other
+    each asks for the same one.)
     """
-    for storage in _here.arrived:
-        storage.resize_(0)
-    _here.arrived = ()
     name = op.name().partition(".")[0] if isinstance(op, torch._ops.OpOverload) else ""
+    arriving: list[torch.UntypedStorage] = []
     if name in _WAITS and not ctx.is_recompute:
         sent = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
-        _here.arrived = [t.untyped_storage() for t in sent if type(t) is torch.Tensor]  # not those of a trace
+        arriving = [t.untyped_storage() for t in sent if type(t) is torch.Tensor]  # not those of a trace
+    still = {storage.data_ptr() for storage in arriving}
+    for storage in _here.arrived:
+        if storage.data_ptr() not in still:
+            storage.resize_(0)
+    _here.arrived = arriving
     return CheckpointPolicy.MUST_SAVE if name in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE

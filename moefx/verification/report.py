@@ -101,7 +101,8 @@ def verify(
 
     Raises:
         InvalidInput: models on the meta device, of different structure, or inputs that the reference does not take;
-            over a mesh, where every rank calls it, ranks that would not compare as often and in the same way.
+            over a mesh, where every rank calls it, ranks that would not compare as often and in the same way, or that
+            share their tokens (`Plan(sequence_axis=...)`) and have other inputs.
     """
     for model in (compiled, reference):
         if hasattr(model, "_orig_mod"):
@@ -116,6 +117,7 @@ def verify(
     if shares is not None:
         asked = {"sets of inputs": len(sets), "seeds": len(seeds), "dtype": dtype, "grads": grads, "routings": routings}
         shares.agree(", ".join(f"{what}: {value}" for what, value in asked.items()))
+        shares.check_tokens(sets)
     return _Verifying(compiled, reference, dtype, shares).report(sets, seeds, grads, loss, routings)
 
 

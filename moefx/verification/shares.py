@@ -2,19 +2,25 @@
 
 Each rank runs the whole reference on its own tokens. Outputs, and gradients of what every rank has, are then the rank's
 own; an expert's gradient is the sum over the ranks, of which the compiled model has that of the rank's own experts.
+Where ranks share their tokens, each token counts once; gradients that are summands on these ranks are added up first.
 Ranks take every decision together that leads to more such sums.
 """
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import hashlib
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ..errors import InvalidInput
 from ..ir.payload import group_of, shown_ranks
+from ..ir.placement import SharedTokens
 from .sandbox import Key, Run
 
 
@@ -26,26 +32,54 @@ class Shares:
         group: name of the process group of the expert axis.
         stacked: of parameters that hold all experts, which of these are here.
         here, elsewhere: names of parameters of separate experts.
+        sequence: the ranks that have the same tokens. is_block: the model is a block itself.
     """
 
     group: str
     stacked: dict[str, list[int]]
     here: frozenset[str]
     elsewhere: frozenset[str]
+    sequence: SharedTokens | None = None
+    is_block: bool = False
 
     @classmethod
     def of(cls, compiled: nn.Module) -> Shares | None:
         """None for a model that is not spread."""
         from ..distribute import spread_blocks  # torch.distributed is not in every build
 
-        stacked, here, elsewhere, group = {}, set(), set(), ""
+        stacked, here, elsewhere, group, sequence = {}, set(), set(), "", None
         for block, spread in spread_blocks(compiled).items():
             prefix, group = f"{block}." * bool(block), spread.placement.group
-            own = spread.placement.own
+            own, sequence = spread.placement.own, spread.sequence
             stacked |= {prefix + name: own for name in spread.parameters.stacked}
             for expert, names in enumerate(spread.parameters.separate):
                 (here if expert in own else elsewhere).update(prefix + name for name in names)
-        return cls(group, stacked, frozenset(here), frozenset(elsewhere - here)) if group else None
+        names = frozenset(here), frozenset(elsewhere - here)
+        return cls(group, stacked, *names, sequence, "" in spread_blocks(compiled)) if group else None
+
+    def check_tokens(self, sets: Any) -> None:
+        """Whether ranks that share their tokens are given the same ones. Collective.
+
+        Raises:
+            InvalidInput: they are not.
+        """
+        if self.sequence is None:
+            return
+        if self.sequence.gradients == "partial" and not self.is_block:
+            raise InvalidInput(
+                'verify: with Plan(sequence_gradients="partial") the gradients of what is around a block are of other '
+                "layers' making: verify the block by itself, compiled with this plan"
+            )
+        told = [f"{tuple(t.shape)} {hash_of(t)}" for t in tree_leaves(sets) if isinstance(t, Tensor)]
+        every: list = [None] * self.sequence.size
+        dist.all_gather_object(every, told, group=group_of(self.sequence.group))
+        differ = not all(theirs == told for theirs in every)
+        if self.any(differ):
+            where = "here and on others of its ranks" if differ else "elsewhere"
+            raise InvalidInput(
+                f"verify: the inputs differ {where}, but the plan says that all ranks of mesh axis "
+                f"{self.sequence.axis!r} (sequence_axis) have the same tokens"
+            )
 
     def of_reference(self, run: Run, reference: nn.Module) -> Run:
         """Collective: the gradients of experts, added up over the ranks; only those that are here."""
@@ -57,10 +91,19 @@ class Shares:
             grad = values.pop(key)
             total = torch.zeros_like(parameter).detach() if grad is None else grad.clone()
             dist.all_reduce(total, group=group_of(self.group))
+            if self.sequence is not None and self.sequence.gradients == "replicated":
+                total /= self.sequence.size  # each of these ranks had the gradients of all their tokens
             if name in self.stacked:
                 values[key] = total[self.stacked[name]]
             elif name in self.here:
                 values[key] = total
+        if self.sequence is not None and self.sequence.gradients == "partial":
+            for key in sorted(values):  # summands of those that the compiled one has, which are whole
+                kind, name = key
+                value, is_expert = values[key], kind == "grad_param" and (name in self.stacked or name in self.here)
+                if kind in ("grad_param", "grad_input") and value is not None and not is_expert:
+                    values[key] = total = value.clone()
+                    dist.all_reduce(total, group=group_of(self.sequence.group))
         return dataclasses.replace(run, values=values)
 
     def of_compiled(self, run: Run) -> Run:
@@ -93,6 +136,12 @@ class Shares:
         found: list = [None] * dist.get_world_size(group_of(self.group))
         dist.all_gather_object(found, value, group=group_of(self.group))
         return found
+
+
+def hash_of(t: Tensor) -> str:
+    """Of its bits."""
+    held = t.detach().cpu().contiguous()
+    return hashlib.sha256(ctypes.string_at(held.data_ptr(), held.nbytes)).hexdigest()
 
 
 def local(value: Tensor | None) -> Tensor | None:

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import moefx
 import moefx.ir.exchange
@@ -192,6 +192,58 @@ def case_one_graph() -> None:
             torch.testing.assert_close(compiled.first.weight.grad, model.first.weight.grad)
         stats = torch._dynamo.utils.counters["stats"]
         assert stats["unique_graphs"] == 1, stats
+
+
+def case_graphs_with_breaks() -> None:
+    """Dynamo cuts the graph between `weights_later` and the experts: their gradients are all there, once."""
+    model = Model("stacked", layers=1, num_experts=4)
+    compiled = compiled_beside(model, one_axis(), PLANS["dedup"])
+    torch._dynamo.reset()
+    x = torch.randn(9 + dist.get_rank(), D)
+    torch.compile(compiled, backend="aot_eager")(x).pow(2).sum().backward()
+    found = {name: p.grad for name, p in compiled.named_parameters()}
+    compiled.zero_grad()
+    compiled(x).pow(2).sum().backward()
+    for name, p in compiled.named_parameters():
+        local = [t.to_local() if hasattr(t, "to_local") else t for t in (found[name], p.grad)]
+        torch.testing.assert_close(*local, rtol=1e-4, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def case_checkpoints_in_each_other() -> None:
+    """Both with our policy, which each asks; and a policy that keeps the first of two exchanges that belong together."""
+    model = Model("gated", layers=2)
+    compiled = compiled_beside(model, one_axis(), PLANS["dedup"])
+    x = torch.randn(9, D)
+
+    def ours():
+        return create_selective_checkpoint_contexts(moefx.save_routing)
+
+    def counts_alone():
+        def policy(ctx, op, *args, **kwargs):
+            keeps = op.name() == "moefx::exchange_counts"
+            return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(policy)
+
+    def nested(x):
+        x = compiled.first(x)
+        for block in compiled.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False, context_fn=ours)
+        return x
+
+    def alone(x):
+        x = compiled.first(x)
+        for block in compiled.blocks:
+            x = x + block(x)
+        return x
+
+    wanted = alone(x)
+    (want,) = torch.autograd.grad(wanted.pow(2).sum(), compiled.first.weight)
+    for context_fn, run in ((ours, nested), (counts_alone, alone)):
+        out = checkpoint(run, x, use_reentrant=False, context_fn=context_fn)
+        (got,) = torch.autograd.grad(out.pow(2).sum(), compiled.first.weight)
+        torch.testing.assert_close(out, wanted)
+        torch.testing.assert_close(got, want)
 
 
 def case_recomputation() -> None:

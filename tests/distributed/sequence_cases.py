@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import moefx
 import moefx.ir.sequence
-from moefx.errors import InvalidPlan
+from moefx.errors import InvalidInput, InvalidPlan
 from moefx.ir.payload import wait
 
 from ..passes.blocks import D, Dropping
@@ -66,6 +66,29 @@ def case_sizes_and_ways() -> None:
             (want * grad).sum().backward()
             torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=1e-10, atol=1e-10)
             gradients_are_right(model, compiled, mesh)
+
+
+def halved_in_the_backward(t: torch.Tensor) -> torch.Tensor:
+    return wait(t) * (1.0 if torch._C._current_graph_task_id() == -1 else 0.5)
+
+
+def case_verified() -> None:
+    """Each token counts once; what is a summand on each rank is added up; tokens must be the same."""
+    mesh = mesh_with_tokens_replicated()
+    for kind, plan in (("gated", PLAN), ("stacked", PLAN.replace(sequence_gradients="partial", dispatch="flat"))):
+        torch.manual_seed(0)
+        block = BLOCKS[kind]()
+        compiled = moefx.compile(copy.deepcopy(block), mesh=mesh, plan=plan, example_inputs=(torch.zeros(9, D),))
+        moefx.verify(compiled, block, (same_tokens(mesh, 13).float(),), routings=False).raise_if_failed()
+        with mock.patch.object(moefx.ir.sequence, "wait", halved_in_the_backward):
+            assert not moefx.verify(compiled, block, (same_tokens(mesh, 13).float(),), routings=False).ok
+        other = same_tokens(mesh, 13).float() + (dist.get_rank() == 1)
+        try:
+            moefx.verify(compiled, block, (other,), routings=False)
+        except InvalidInput as error:
+            assert "have the same tokens" in str(error), error
+        else:
+            raise AssertionError("tokens differ")
 
 
 def case_partial_gradients() -> None:
