@@ -66,11 +66,21 @@ def functional_form(func: Any, args: Any, kwargs: dict[str, Any], names: list[st
     overloads = packet.overloads() if packet is not None else []
     wanted = _signature(func)
     for candidate in overloads:  # not by its name: `pow_.Scalar` is `pow.Tensor_Scalar`, not `pow.Scalar`
-        if _signature(getattr(packet, candidate)) == wanted:
-            return getattr(packet, candidate), args, {k: v for k, v in kwargs.items() if k not in names}
+        found = getattr(packet, candidate)
+        if _signature(found) == wanted:
+            kept = {k: v for k, v in kwargs.items() if k not in names}
+            return found, args, {**_defaults(func, found, len(args)), **kept}
     if _is_in_place(name) and overload in overloads:
         return getattr(packet, overload), args, kwargs
     raise CaptureError(f"no functional form of {func} is known, at {user_source()}: {user_source().text}")
+
+
+def _defaults(func: Any, form: Any, num_args: int) -> dict[str, Any]:
+    """What an op takes by default behind its arguments and its other form asks for: the p of `bernoulli_`."""
+    own = [a for a in func._schema.arguments if not a.is_out]
+    asked = [a for a in form._schema.arguments if not a.is_out]
+    pairs = list(zip(own, asked, strict=True))[num_args:]
+    return {a.name: a.default_value for a, b in pairs if a.has_default_value() and not b.has_default_value()}
 
 
 def _is_in_place(name: str) -> bool:

@@ -210,7 +210,7 @@ def case_graphs_with_breaks() -> None:
 
 
 def case_checkpoints_in_each_other() -> None:
-    """Both with our policy, which each asks; and a policy that keeps the first of two exchanges that belong together."""
+    """Both with our policy, which each asks; and a policy that keeps the first of two operations on counts alone."""
     model = Model("gated", layers=2)
     compiled = compiled_beside(model, one_axis(), PLANS["dedup"])
     x = torch.randn(9, D)
