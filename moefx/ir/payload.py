@@ -49,7 +49,8 @@ def wait(rows: Tensor) -> Tensor:
     Raises:
         RanksLost: another rank has died, or does not answer within the time that the process group allows.
     """
-    if rows.numel() and not rows.untyped_storage().nbytes():
+    # a tracer's sizes may be unknown, and its rows have no memory
+    if type(rows) is Tensor and rows.numel() and not rows.untyped_storage().nbytes():
         raise MoefxError(
             "rows are waited for again that moefx.save_routing has freed: a policy around it recomputes a wait that "
             "it wants to be kept"
