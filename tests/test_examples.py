@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[1]
+from .distributed.launch import torchrun
 
 
 def test_train_deepseek_style(capsys):
@@ -34,11 +31,7 @@ def test_qwen3_moe(capsys):
 @pytest.mark.skipif(not torch.distributed.is_available() or sys.platform != "linux", reason="needs gloo")
 def test_train_expert_parallel():
     """As printed in the README, on four processes."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, *launcher, "examples/train_expert_parallel.py", "--steps", "4", "--dispatch", "halo"],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=850,
-    )  # fmt: skip
+    command = ["examples/train_expert_parallel.py", "--steps", "4", "--dispatch", "halo"]
+    done = torchrun(*command, timeout=850, environment={"CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, done.stderr[-3000:]
     assert "all_to_all_rows" in done.stdout and "moefx.verify: passed" in done.stdout and "step 3" in done.stdout

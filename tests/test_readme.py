@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +13,8 @@ import torch
 
 import moefx
 from moefx import errors
+
+from .distributed.launch import torchrun
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -69,9 +69,7 @@ def test_the_page_on_several_ranks_runs(tmp_path):
     text = (ROOT / "docs" / "expert_parallelism.md").read_text(encoding="utf-8")
     script = tmp_path / "script.py"
     script.write_text(re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)[0])
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(launcher, env=environment, capture_output=True, text=True, timeout=200)
+    done = torchrun(str(script))
     assert done.returncode == 0, done.stderr[-3000:]
     printed = [re.split(r"\s{2,}#|\s{3,}(?=[a-z])", line)[0] for line in done.stdout.splitlines()]
     shown = re.findall(r"^```text\n(.*?)^```", text, re.M | re.S)[0].splitlines()
