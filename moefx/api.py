@@ -144,6 +144,9 @@ def explain(
             model keeps its parameters. Collective over the expert axis, as `compile` is: its ranks agree on what they
             found, make process groups, and measure bandwidths for `Plan(dispatch="auto")`. A compiled model says how
             it was spread, whatever the mesh is here, and asks nobody.
+
+    Raises:
+        InvalidPlan: as `compile`. CaptureError, InvalidInput: the model does not run on the example.
     """
     model = _checked(model)
     record = vars(model).get(_RECORD)
@@ -156,6 +159,8 @@ def explain(
 
             axis = planned_axis(mesh, plan)
         found, verdicts = agreed(model, example_inputs, plan, axis)
+        for m in found.matched:
+            m.result = limited(model.get_submodule(m.names[0]), m.result, plan)
         if axis is not None:
             spreads = would_spread(model, axis, found, plan)
         reports = []

@@ -58,7 +58,7 @@ class Spread:
             InvalidPlan: the ranks of the axis cannot have equally many experts, or do not lie in nodes evenly.
             Refused: the block keeps its experts' parameters in a way that cannot be cut.
         """
-        placement = placement_on(axis, result.match.num_experts)
+        placement = placement_on(axis, result.match.num_experts, result.graph.name)
         sequence = axis.sequence(plan.sequence_axis, plan.sequence_gradients) if plan.sequence_axis else None
         way, why = ways(axis, plan, result)
         way = dataclasses.replace(way, chunks=plan.chunks)
@@ -149,21 +149,22 @@ def agree(axis: ExpertAxis, plan: Plan, found: str) -> None:
         InvalidPlan: they have other plans, or found other blocks.
     """
     own = {
-        "plan": plan.to_json(),
-        "moefx and torch": f"{__version__}, {torch.__version__}",
-        "nodes of ranks": _nodes(axis),
-        "rewritten blocks": found,
+        **{f"Plan({field}=...)": repr(value) for field, value in dataclasses.asdict(plan).items()},
+        "the versions of moefx and torch": f"{__version__}, {torch.__version__}",
+        "the nodes of ranks": _nodes(axis),
+        "the rewritten blocks": found,
     }
     told: list[Any] = [None] * axis.size
     dist.all_gather_object(told, own, group=group_of(axis.group))
+    wrong = []
     for what, mine in own.items():
-        others = {i: t[what] for i, t in enumerate(told) if t[what] != mine}
+        others = {number: each.get(what) for number, each in enumerate(told) if each.get(what) != mine}
         if others:
             number, theirs = next(iter(others.items()))
-            raise InvalidPlan(
-                f"the ranks of mesh axis {axis.name!r} do not agree on the {what}. Rank {axis.rank} of it: {mine}. "
-                f"Rank {number}: {theirs}" + (f" ({len(others)} of {axis.size} differ)" if len(others) > 1 else "")
-            )
+            several = f" ({len(others)} of {axis.size} differ)" if len(others) > 1 else ""
+            wrong.append(f"{what}: rank {axis.rank} of it {mine}, rank {number} {theirs}{several}")
+    if wrong:
+        raise InvalidPlan(f"the ranks of mesh axis {axis.name!r} do not agree on " + "; ".join(wrong))
 
 
 def _nodes(axis: ExpertAxis) -> str:
@@ -177,6 +178,8 @@ def _nodes(axis: ExpertAxis) -> str:
 def ways(axis: ExpertAxis, plan: Plan, result: Result) -> tuple[Ways, str]:
     """How rows travel, and why."""
     dispatch, why = plan.dispatch, "as planned"
+    if dispatch in ("rbd", "halo") and len(axis.topology.sizes) == 1:
+        why = f"{dispatch!r} as planned, of one node; say Plan(node_size=...) if there are more"
     if dispatch == "auto":
         dispatch, why = _fastest(axis, result)
     if dispatch in ("rbd", "halo"):

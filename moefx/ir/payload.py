@@ -68,5 +68,6 @@ def others_answer() -> Iterator[None]:
         first = str(error).partition("\n")[0]
         raise RanksLost(
             f"rank {dist.get_rank()} waits for rows of other ranks in vain: one of them has ended with an error, has "
-            f"stalled for longer than is allowed, or runs another program; look at their outputs. torch says: {first}"
+            f"stalled for longer than is allowed (Plan(timeout=...), else the process group says), or runs "
+            f"another program; look at their outputs. torch says: {first}"
         ) from error

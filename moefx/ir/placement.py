@@ -78,8 +78,8 @@ class Placement:
     places: tuple[int, ...]
 
     @classmethod
-    def in_order(cls, num_experts: int, num_ranks: int, rank: int, *, axis: str, group: str) -> Placement:
-        """The experts in their order, as many on each rank.
+    def in_order(cls, num_experts: int, num_ranks: int, rank: int, *, axis: str, group: str, of: str = "") -> Placement:
+        """The experts in their order, as many on each rank. `of`: the block's name, for people.
 
         Raises:
             InvalidPlan: they cannot be shared evenly.
@@ -87,8 +87,8 @@ class Placement:
         if num_experts % num_ranks:
             fits = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
             raise InvalidPlan(
-                f"{num_experts} experts cannot be shared evenly by the {num_ranks} ranks of mesh axis {axis!r}; "
-                f"sizes that fit: {', '.join(map(str, fits))}"
+                f"the {num_experts} experts of {of or 'the model'} cannot be shared evenly by the {num_ranks} ranks of mesh "
+                f"axis {axis!r}; sizes that fit: {', '.join(map(str, fits))}"
             )
         return cls(axis, group, num_ranks, rank, num_experts // num_ranks, tuple(range(num_experts)))
 

@@ -68,9 +68,9 @@ def _shown(mesh: DeviceMesh) -> str:
     return ", ".join(f"{name}={size}" for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
 
 
-def placement_on(axis: ExpertAxis, num_experts: int) -> Placement:
+def placement_on(axis: ExpertAxis, num_experts: int, of: str) -> Placement:
     """The experts in their order over one axis of a mesh."""
-    return Placement.in_order(num_experts, axis.size, axis.rank, axis=axis.name, group=axis.group)
+    return Placement.in_order(num_experts, axis.size, axis.rank, axis=axis.name, group=axis.group, of=of)
 
 
 def spread(

@@ -50,7 +50,10 @@ class Topology:
         """
         for small, large in itertools.pairwise(units):
             if large % small or large <= small:
-                raise InvalidPlan(f"a level of {large} ranks does not consist of whole ones of {small}")
+                raise InvalidPlan(
+                    f"Plan(topology_levels=...): units of {large} ranks do not consist of several whole ones of "
+                    f"{small}, the level below{' (a node)' if small == units[0] else ''}"
+                )
         coarse = [size for size in reversed(units)]
         paths = [(*(rank // size for size in coarse), rank) for rank in ranks]
         sizes = []

@@ -169,4 +169,9 @@ def case_nodes_that_do_not_fit() -> None:
             raise AssertionError(f"expected {text}")
 
     refused(f"Plan(node_size=...) is 3, but the {world} ranks are not whole nodes", one_axis(), node_size=3)
-    refused("a level of 3 ranks does not consist of whole ones of 2", one_axis(), node_size=2, topology_levels=(3,))
+    refused(
+        "units of 3 ranks do not consist of several whole ones of 2, the level below (a node)",
+        one_axis(),
+        node_size=2,
+        topology_levels=(3,),
+    )

@@ -32,7 +32,12 @@ def differs(compile, *texts: str, error: type[Exception] = InvalidPlan) -> None:
 
 def case_other_plans() -> None:
     plan = moefx.Plan(dispatch="flat" if dist.get_rank() == 1 else "dedup")
-    differs(lambda: compiled_beside(Model("gated"), one_axis(), plan), "do not agree on the plan", '"flat"', '"dedup"')
+    differs(
+        lambda: compiled_beside(Model("gated"), one_axis(), plan),
+        "do not agree on Plan(dispatch=...)",
+        "'flat'",
+        "'dedup'",
+    )
 
 
 def case_other_models() -> None:

@@ -49,7 +49,11 @@ def test_what_is_over_it_is_dropped(drop, factor):
         ):
             torch.testing.assert_close(torch.zeros(1) if a is None else a, torch.zeros(1) if b is None else b)
     assert all(b.fallbacks == 0 for b in moefx.blocks(compiled))
-    assert f"over the plan's capacity, by {drop}" in str(moefx.explain(compiled))
+    for shown in (
+        moefx.explain(compiled),
+        moefx.explain(block, plan=plan, example_inputs=(torch.zeros(9, D).double(),)),
+    ):
+        assert f"over the plan's capacity, by {drop}" in str(shown)
 
 
 def test_verify_names_the_pass_and_a_capacity_for_all_changes_nothing():
