@@ -87,8 +87,8 @@ class Placement:
         if num_experts % num_ranks:
             fits = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
             raise InvalidPlan(
-                f"the {num_experts} experts of {of or 'the model'} cannot be shared evenly by the {num_ranks} ranks of mesh "
-                f"axis {axis!r}; sizes that fit: {', '.join(map(str, fits))}"
+                f"the {num_experts} experts of {of or 'the model'} cannot be shared evenly by the {num_ranks} ranks of "
+                f"mesh axis {axis!r}; sizes that fit: {', '.join(map(str, fits))}"
             )
         return cls(axis, group, num_ranks, rank, num_experts // num_ranks, tuple(range(num_experts)))
 
