@@ -20,6 +20,7 @@ from .ir.payload import group_of, shown_ranks
 from .ir.placement import Placement, SharedTokens, Ways
 from .passes.collectives import collectives
 from .passes.manager import PassManager
+from .passes.match.form import has_matrices
 from .passes.match.paths import Place
 from .passes.overlap import overlap
 from .passes.routed import Routed
@@ -58,7 +59,7 @@ class Spread:
             InvalidPlan: the ranks of the axis cannot have equally many experts, or do not lie in nodes evenly.
             Refused: the block keeps its experts' parameters in a way that cannot be cut.
         """
-        placement = placement_on(axis, result.match.num_experts, result.graph.name)
+        placement = placement_on(axis, Routed.of(result.graph).num_experts, result.graph.name)
         sequence = axis.sequence(plan.sequence_axis, plan.sequence_gradients) if plan.sequence_axis else None
         way, why = ways(axis, plan, result)
         way = dataclasses.replace(way, chunks=plan.chunks)
@@ -209,9 +210,12 @@ def _row_bytes(result: Result) -> float:
 
 def expert_parameters(result: Result) -> ExpertParameters:
     """Which parameters of a block are its experts', and how they are kept."""
-    if len(result.match.groups) != 1:
-        raise Refused("experts of several kinds in one block cannot be spread over a mesh yet")
-    (group,) = result.match.groups
+    groups = result.match.groups
+    if len(groups) > 1:  # see `Routed.of`
+        groups = [g for g in groups if len(g.ids) > 1 and has_matrices(g.body)]
+    if len(groups) != 1 or len(groups[0].ids) != Routed.of(result.graph).num_experts:
+        raise Refused("several kinds of experts in one block, of which none or several could be spread over a mesh")
+    (group,) = groups
     stacked: list[str] = []
     separate: list[list[str]] = [[] for _ in group.ids]
     for table in group.tables:
@@ -283,6 +287,12 @@ def check_holders(model: nn.Module, spread: dict[str, Spread], blocks: Sequence[
         parameters = spread[block].parameters
         for name in (*parameters.stacked, *(name for each in parameters.separate for name in each)):
             _, parameter = held(model.get_submodule(block), name)
+            if name in parameters.stacked and len(parameter) != spread[block].placement.num_experts:
+                raise Refused(
+                    f"{joined(block, name)} holds {len(parameter)} experts, {spread[block].placement.num_experts} of "
+                    "them in the block",
+                    remedy="keep those that are spread over the mesh in a parameter of their own",
+                )
             if parameter.device.type not in (mesh.device_type, "meta"):
                 raise InvalidInput(
                     f"{joined(block, name)} is on {parameter.device}, the mesh is of {mesh.device_type}: "

@@ -43,10 +43,27 @@ class Routed:
 
     @classmethod
     def of(cls, block: BlockGraph) -> Routed:
+        """Of several kinds of experts in a block that which has matrices, and not for one expert only: the others stay
+        with the tokens, on every rank.
+
+        Raises:
+            Refused: there is no such kind, or several.
+        """
         built = [n for n in block.find(ops.build_pft.default) if {u.args[1] for u in n.users} - {3}]  # rows, not drops
-        if len(built) != 1:
-            raise Refused("experts of several kinds in one block cannot be spread over a mesh yet")
-        return cls(block.graph, built[0])
+        kinds = [cls(block.graph, pft) for pft in built]
+        if len(kinds) > 1:
+            kinds = [kind for kind in kinds if kind.num_experts > 1 and kind.has_matrices]
+        if len(kinds) != 1:
+            raise Refused("several kinds of experts with matrices in one block cannot be spread over a mesh yet")
+        return kinds[0]
+
+    @property
+    def num_experts(self) -> int:
+        return self.pft.kwargs["num_experts"]
+
+    @property
+    def has_matrices(self) -> bool:
+        return any(n.target in (ops.expert_mlp.default, ops.grouped_mm.default) for n in self.region)
 
     def copied(self) -> Routed:
         """The region once more, each node behind the one that it is a copy of. Nobody uses its sums yet."""

@@ -84,32 +84,26 @@ class _Comparing:
     def result(self) -> Comparison:
         promote = self.subject.promote
         try:
-            truth = original = self.run("original", Record(self.tape, self.scope, promote=promote))
+            original = self.run("original", Record(self.tape, self.scope, promote=promote))
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             what = f"{type(error).__name__}: {error}"
             raise InvalidInput(f"the reference does not run on {self.case or 'these inputs'}: {what}") from error
         self.cotangents = original.cotangents
-        truth = original = self.shared(original)
-        notes = []
-        try:
-            if self.subject.exact is not None and not promote:
-                # Autocast would round; it is part of the original's precision, not of the truth.
-                with _no_autocast():
-                    truth = self.run("truth", Replay(self.tape, self.scope, promote=True), self.subject.exact)
-                    truth = self.shared(truth)
-        except Exception as error:  # the user's code: no float64 kernel, a fixed dtype, out of memory, ...
-            what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        original = self.shared(original, self.dtype)
+        truth, notes = self.truth(original), []
+        if isinstance(truth, str):
             notes.append(
-                f"{self.subject.block or 'the model'}: no float64 truth ({what}); "
+                f"{self.subject.block or 'the model'}: no float64 truth ({truth}); "
                 "compared with the original in its own precision and with its own seed"
             )
+            truth = original
         align = Align(self.tape, self.scope, self.tol, self.case, promote=promote)
         error, compiled, shares = None, None, self.subject.shares
         try:
             compiled = self.run("compiled", align)
         except Exception as raised:
             error = raised
-        if error is not None if shares is None else shares.any(error is not None):
+        if self.on_any_rank(error is not None):
             note = f"raised {type(error).__name__}: {error}" if error else "raised an error on another rank"
             row = Row(self.subject.block, "forward and backward", "output", ok=False, case=self.case)
             return Comparison([dataclasses.replace(row, error=math.inf, note=note)], align.rows, notes)
@@ -122,12 +116,31 @@ class _Comparing:
             if noise and ratio > HOPELESS:
                 break
             run = self.noise(seed=len(noise))
-            if run is None if shares is None else shares.any(run is None):
+            if self.on_any_rank(run is None):
                 break
             assert run is not None
-            noise.append(self.shared(run))
+            noise.append(self.shared(run, self.dtype))
             rows = self.judge(original, compiled, truth, noise)
         return Comparison(rows, align.rows, notes)
+
+    def truth(self, original: Run) -> Run | str:
+        """The original in float64, or why there is none."""
+        if self.subject.exact is None or self.subject.promote:
+            return original
+        run, why = None, "it does not run on another rank"
+        try:
+            with _no_autocast():  # which would round: it is part of the original's precision, not of the truth
+                run = self.run("truth", Replay(self.tape, self.scope, promote=True), self.subject.exact)
+        except Exception as error:  # the user's code: no float64 kernel, a fixed dtype, out of memory, ...
+            why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        if self.on_any_rank(run is None):
+            return why
+        assert run is not None
+        return self.shared(run, torch.float64)
+
+    def on_any_rank(self, value: bool) -> bool:
+        """What leads to more or fewer collectives is decided together."""
+        return value if self.subject.shares is None else self.subject.shares.any(value)
 
     def worst(self, rows: list[Row]) -> float:
         ratio = max((row.ratio for row in rows), default=0.0)
@@ -143,10 +156,10 @@ class _Comparing:
         except CannotReplay:
             return None
 
-    def shared(self, run: Run) -> Run:
+    def shared(self, run: Run, dtype: torch.dtype | None) -> Run:
         """What of the reference's results this rank can compare its own with."""
         shares = self.subject.shares
-        return run if shares is None else shares.of_reference(run, self.subject.original)
+        return run if shares is None else shares.of_reference(run, self.subject.original, dtype)
 
     def run(self, which: str, mode: Any, parameters: Parameters | None = None,
             change: Callable[[Tensor], Tensor] = lambda t: t) -> Run:  # fmt: skip

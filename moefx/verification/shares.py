@@ -81,15 +81,16 @@ class Shares:
                 f"{self.sequence.axis!r} (sequence_axis) have the same tokens"
             )
 
-    def of_reference(self, run: Run, reference: nn.Module) -> Run:
-        """Collective: the gradients of experts, added up over the ranks; only those that are here."""
+    def of_reference(self, run: Run, reference: nn.Module, dtype: torch.dtype | None) -> Run:
+        """Collective: the gradients of experts, added up over the ranks; only those that are here. `dtype`: that the
+        run had, None for the reference's own."""
         values = dict(run.values)
         for name, parameter in reference.named_parameters():
             key: Key = ("grad_param", name)
             if key not in values or not (name in self.stacked or name in self.here or name in self.elsewhere):
                 continue
             grad = values.pop(key)
-            total = torch.zeros_like(parameter).detach() if grad is None else grad.clone()
+            total = torch.zeros_like(parameter, dtype=dtype).detach() if grad is None else grad.clone()
             dist.all_reduce(total, group=group_of(self.group))
             if self.sequence is not None and self.sequence.gradients == "replicated":
                 total /= self.sequence.size  # each of these ranks had the gradients of all their tokens

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import moefx
 from moefx.errors import InvalidPlan, NotRewritten, Refused
 
-from ..passes.blocks import D, Loop, WithBias
+from ..passes.blocks import D, Loop, Mlp, WithBias
 from .models import BLOCKS, Model, check
 
 # ruff: noqa: E501  graphs as printed
@@ -146,6 +146,27 @@ def case_what_cannot_be() -> None:
 
     refused(Refused, "experts that have a number each", Numbered(), mesh=flat, example_inputs=inputs)
     refused(Refused, "the experts share a value", Scaled(), mesh=flat, example_inputs=inputs)
+
+    class TwoKinds(Loop):
+        def __init__(self):
+            super().__init__(num_experts=8)
+            self.experts = nn.ModuleList([*self.experts[:4], *Loop(Mlp).experts])
+
+    refused(Refused, "several kinds of experts with matrices", TwoKinds(), mesh=flat, example_inputs=inputs)
+
+    class WithSpare(Loop):
+        def __init__(self):
+            super().__init__(num_experts=world)
+            self.gate, self.up = nn.Linear(D, 2 * world), nn.Parameter(torch.randn(2 * world, D, D))
+
+        def expert(self, e, x, w):
+            return torch.relu(x @ self.up[e]) * w
+
+        def forward(self, x):
+            w, ids = self.route(x)
+            return self.mixed(x, w, ids) + x * (w * (ids >= world)).sum(-1, keepdim=True)
+
+    refused(Refused, f"up holds {2 * world} experts, {world} of them", WithSpare(), mesh=flat, example_inputs=inputs)
 
     class WithDropout(Loop):
         def expert(self, e, x, w):

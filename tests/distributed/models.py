@@ -43,7 +43,27 @@ class Picky(Loop):
         return out
 
 
+class Kinds(Loop):
+    """Behind the experts one that is another module, and two that return the token: they stay on each rank."""
+
+    def __init__(self, num_experts=E):
+        super().__init__(Gated, k=3, num_experts=num_experts)
+        self.gate, self.other = nn.Linear(D, num_experts + 3, bias=False), Mlp()
+
+    def forward(self, x):
+        w, ids = self.route(x)
+        out, number = torch.zeros_like(x), len(self.experts)
+        for e in range(number):
+            t, k = torch.where(ids == e)
+            if len(t):  # else its parameters have no gradient
+                out = out.index_add(0, t, self.expert(e, x[t], w[t, k, None]))
+        t, k = torch.where(ids == number)
+        out = out.index_add(0, t, self.other(x[t]) * w[t, k, None])
+        return out + x * (w * (ids > number)).sum(-1, keepdim=True)
+
+
 BLOCKS = {
+    "kinds": lambda n=E: Kinds(n),
     "picky": lambda n=E: Picky(num_experts=n),
     "gated": lambda n=E: Loop(Gated, num_experts=n),
     "biased": lambda n=E: Loop(Mlp, num_experts=n),

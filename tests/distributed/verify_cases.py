@@ -43,6 +43,16 @@ def case_what_is_right() -> None:
             assert compared >= {name for name, _ in compiled.named_parameters()}
 
 
+def case_experts_without_tokens_on_some_ranks() -> None:
+    """Of which autograd makes no gradient there, in no precision."""
+    for kind in ("gated", "kinds"):
+        model, compiled = made(kind, PLANS["dedup"])
+        for number in (1, 0):
+            few = torch.randn(number if dist.get_rank() == 0 else 9, D)
+            report = moefx.verify(compiled, model, few, routings=False)
+            assert report.ok, f"{kind}, {number} tokens\n{report}"
+
+
 def case_ranks_that_do_not_compare_as_much() -> None:
     model, compiled = made("gated", PLANS["dedup"])
     rank = dist.get_rank()

@@ -62,14 +62,6 @@ class Group:
     tables: list[dict[int, Place]]
     values: list[Ref]
 
-    @property
-    def has_matrices(self) -> bool:
-        """Whether some contraction of the body has an expert's matrix as an operand."""
-        return any(
-            b.op == "ein" and any(isinstance(a, Body) and len(a.shape) >= 2 and is_weight(a) for a in b.args)
-            for b in walk(self.body)
-        )
-
 
 @dataclasses.dataclass
 class Lifted:
@@ -87,6 +79,14 @@ class Lifted:
     kept: torch.Tensor  # bool [T, K]: False where the slot contributes nothing
     absorbed: set[fx.Node]
     optional: SizeGuard | None = None  # the proof can do without it, where a form holds for these sizes only
+
+
+def has_matrices(body: Body) -> bool:
+    """Whether some contraction has an expert's matrix as an operand."""
+    return any(
+        b.op == "ein" and any(isinstance(a, Body) and len(a.shape) >= 2 and is_weight(a) for a in b.args)
+        for b in walk(body)
+    )
 
 
 def is_weight(body: Body) -> bool:

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ...capture.captured import Capture
 from ...errors import Refused
 from .chosen import Choice, choice, every_expert_for_every_token
-from .form import Lifted, Ref
+from .form import Lifted, Ref, has_matrices
 from .lookup import Lookup
 from .nodes import is_random, line, op_name
 from .owners import Owners
@@ -155,7 +155,7 @@ class Lifter:
                 instances[skeletons.of(part)].append((t, k, part))
         lookup.dropped = [(t, k, chosen[t][k]) for t, k in (~kept).nonzero().tolist()]
         groups = [Unifier(self.owners, lookup, self.routed).group(m, chosen) for m in instances.values()]
-        if not any(g.has_matrices for g in groups):
+        if not any(has_matrices(g.body) for g in groups):
             raise Refused(
                 "experts are single vectors looked up per token (retrieval), not functions with a matrix product",
                 culprits=tuple(sorted(self.experts)[:3]),
