@@ -79,7 +79,8 @@ class Spread:
         )
         steps.append(overlap)
         history = PassManager(block).extend(result.history, steps, self.plan, level="fused")
-        return dataclasses.replace(result, history=history)
+        match = dataclasses.replace(result.match, without_tokens=True)
+        return dataclasses.replace(result, match=match, history=history)
 
     def __str__(self) -> str:
         place, levels = self.placement, " x ".join(map(str, self.ways.sizes))

@@ -83,10 +83,10 @@ def _guards(result: Result) -> list[Guard]:
     opposite = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt", "eq": "ne", "ne": "eq"}
     guards = []
     for g in result.match.guards:
-        sides = [re.sub(r"\b[A-Z]\b", lambda m: where[m[0]], side) for side in (g.left, g.right)]
-        # a plain comparison: Dynamo does not compare the outcome of one over symbolic sizes with True
+        sides = [re.sub(r"\b[A-Z]\b", lambda m: where[m[0]], side) for side in (g.left, g.right, g.unless)]
         symbol = symbols[g.op if g.value else opposite[g.op]]
         condition, why = f"{sides[0]} {symbol} {sides[1]}", f"the block compares sizes: {g}"
+        condition = f"{sides[2]} == 0 or {condition}" if g.unless else condition
         guards.append(Guard(condition, why, one_way=g not in result.match.extra_guards))
     for name, leaf in zip(names, arguments.tensors, strict=True):
         for axis, n in enumerate(leaf.shape):

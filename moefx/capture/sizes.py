@@ -35,20 +35,25 @@ def evaluate(expr: str, dims: Mapping[str, int]) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class SizeGuard:
-    """`left op right` came out as `value`; both sides are expressions over the input dims, such as `B*S`."""
+    """`left op right` came out as `value`; both sides are expressions over the input dims, such as `B*S`. Where that
+    of `unless` is 0 it does not matter."""
 
     left: str
     op: str
     right: str
     value: bool
+    unless: str = dataclasses.field(default="", compare=False)
 
     def holds(self, dims: dict[str, int]) -> bool:
+        if self.unless and evaluate(self.unless, dims) == 0:
+            return True
         left, right = (evaluate(side, dims) for side in (self.left, self.right))
         return COMPARE[self.op](left, right) is self.value
 
     def __str__(self) -> str:
         symbol = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}[self.op]
-        return f"{self.left} {symbol} {self.right} is {self.value}"
+        unless = f", or {self.unless} == 0" if self.unless else ""
+        return f"{self.left} {symbol} {self.right} is {self.value}{unless}"
 
 
 class SizeLog:

@@ -275,6 +275,7 @@ def _gradients(
     for i, (name, t) in enumerate(heads.items()):
         fits = name in known and known[name].shape == t.shape
         cotangents[name] = known[name] if fits else _cotangent(t, seed + i)
+    values |= dict.fromkeys(targets)
     if heads and targets:
         weights = [cotangents[name].to(t) for name, t in heads.items()]
         grads = torch.autograd.grad(list(heads.values()), list(targets.values()), weights, allow_unused=True)

@@ -83,6 +83,14 @@ def case_all_ranks() -> None:
             check(Model(kind, layers=1 if dispatch == "flat" else 2).double(), mesh, plan)
 
 
+def case_ranks_without_tokens() -> None:
+    """Also of a block that skips experts without tokens: alone it is not rewritten for none at all."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+    x = torch.randn(0 if dist.get_rank() % 2 else 9, D, dtype=torch.float64)
+    for kind in ("kinds", "stacked"):
+        check(Model(kind, layers=1).double(), mesh, moefx.Plan(dispatch="dedup", validation="symbolic"), x)
+
+
 def case_the_graphs() -> None:
     if dist.get_world_size() != 4:
         return

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
+import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from ...capture.captured import Capture
 from ...capture.concolic import capture
@@ -76,6 +80,9 @@ class Match:
     """The proof: one canonical form, and the captures that all agree on it (the first one is shown to users).
 
     Which slots count where some do not: by `drop`, a rule, or `keep`, the nodes that say so (see `drops`).
+
+    With `without_tokens` the form is for calls without tokens too, whatever way the block goes there, as long as all
+    that it returns is empty then: a rank that has none takes part in what the others do.
     """
 
     block: nn.Module
@@ -90,6 +97,7 @@ class Match:
     drop: DropRule | None = None
     keep: list[Ref] | None = None
     within: tuple[SizeGuard, ...] = ()  # the way the program goes for the example, where it has two
+    without_tokens: bool = False
     probes: dict[str, list[tuple[dict[str, int], Capture]]] = dataclasses.field(default_factory=dict)
 
     def probe(self, kind: str = "diverse") -> list[tuple[dict[str, int], Capture]]:
@@ -126,7 +134,39 @@ class Match:
         """Comparisons of sizes that came out the same in every capture. Where captures went both ways and still agree
         on the form, the comparison does not matter."""
         found = dict.fromkeys(self._with_formula(g) for lifted in self.lifted for g in lifted.capture.sizes.guards)
-        return [*(g for g in found if all(g.holds(sizes) for sizes in self.sizes)), *self.extra_guards]
+        alike = [*(g for g in found if all(g.holds(sizes) for sizes in self.sizes)), *self.extra_guards]
+        return [g for seen in alike for g in self._with_tokens(seen)] if self.without_tokens else alike
+
+    def _with_tokens(self, guard: SizeGuard) -> list[SizeGuard]:
+        """The comparison for sizes with tokens only, where nothing hangs on it without; none if it always holds."""
+        each, ones = [{**self.sizes[0], dim: 0} for dim in self.arguments.dims], dict.fromkeys(self.arguments.dims, 1)
+        tokens = "*".join(self.arguments.dims)
+        try:
+            if all(guard.holds(sizes) for sizes in each):
+                return [guard]
+        except ArithmeticError:
+            pass
+        if not self.is_empty_without_tokens:
+            return [guard]
+        is_product = {*re.sub(r"[() ]", "", guard.left).split("*")} <= {"1", *self.arguments.dims}
+        if is_product and guard.right == ("1" if guard.op in ("ge", "lt") else "0") and guard.holds(ones):
+            return []
+        return [dataclasses.replace(guard, unless=tokens)]
+
+    @functools.cached_property
+    def is_empty_without_tokens(self) -> bool:
+        """Whether, for no tokens, nothing that the block returns has an element, and it changes nothing."""
+        for dim in self.arguments.dims:
+            try:
+                taken = self.capture_at(Routing("diverse", 0), {**self.sizes[0], dim: 0})
+            except Exception:  # the program's own, which is not made for that
+                return False
+            values = [leaf.meta.get("val") for leaf in pytree.tree_leaves(taken.out) if isinstance(leaf, fx.Node)]
+            if taken.effects or len(values) != len(pytree.tree_leaves(taken.out)):
+                return False
+            if not all(isinstance(value, torch.Tensor) and value.numel() == 0 for value in values):
+                return False
+        return True
 
     def _with_formula(self, guard: SizeGuard) -> SizeGuard:
         """What a size is compared with may be another number at each size: `min(S, int(1.25 * S / E))`."""
