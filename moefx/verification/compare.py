@@ -82,12 +82,17 @@ class _Comparing:
         self.tol = tolerance(*working_precision(subject.original, inputs, self.dtype), subject.slack)
 
     def result(self) -> Comparison:
-        promote = self.subject.promote
+        promote, failed, original = self.subject.promote, None, None
         try:
             original = self.run("original", Record(self.tape, self.scope, promote=promote))
-        except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            what = f"{type(error).__name__}: {error}"
-            raise InvalidInput(f"the reference does not run on {self.case or 'these inputs'}: {what}") from error
+        except Exception as error:
+            failed = error
+        if self.on_any_rank(failed is not None):
+            if failed is not None and not isinstance(failed, (RuntimeError, TypeError, ValueError, IndexError)):
+                raise failed
+            what = f": {type(failed).__name__}: {failed}" if failed else ", on another rank"
+            raise InvalidInput(f"the reference does not run on {self.case or 'these inputs'}{what}") from failed
+        assert original is not None
         self.cotangents = original.cotangents
         original = self.shared(original, self.dtype)
         truth, notes = self.truth(original), []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from unittest import mock
 
 import torch
@@ -53,6 +54,13 @@ def case_experts_without_tokens_on_some_ranks() -> None:
             assert report.ok, f"{kind}, {number} tokens\n{report}"
 
 
+class OnSmall(Model):
+    def forward(self, x):
+        if x.abs().max() > 1e3:
+            raise ValueError("x is too large")
+        return super().forward(x)
+
+
 def case_ranks_that_do_not_compare_as_much() -> None:
     model, compiled = made("gated", PLANS["dedup"])
     rank = dist.get_rank()
@@ -69,6 +77,15 @@ def case_ranks_that_do_not_compare_as_much() -> None:
             assert all(text in str(found) for text in wanted), found
         else:
             raise AssertionError(f"compared: {wanted}")
+    small = copy.deepcopy(model)
+    small.__class__ = OnSmall
+    try:
+        moefx.verify(compiled, small, tokens() * (1e6 if rank == 1 else 1))
+    except InvalidInput as found:
+        wanted = ": ValueError: x is too large" if rank == 1 else ", on another rank"
+        assert f"the reference does not run on inputs 0, seed 0{wanted}" in str(found), found
+    else:
+        raise AssertionError("compared")
     assert moefx.verify(compiled, model, tokens(), routings=False).ok
 
 
