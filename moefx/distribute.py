@@ -217,35 +217,48 @@ def expert_parameters(result: Result) -> ExpertParameters:
     if len(groups) != 1 or len(groups[0].ids) != Routed.of(result.graph).num_experts:
         raise Refused("several kinds of experts in one block, of which none or several could be spread over a mesh")
     (group,) = groups
-    stacked: list[str] = []
+    stacked: dict[str, int] = {}
     separate: list[list[str]] = [[] for _ in group.ids]
     for table in group.tables:
         names = [place.fqn for place in table]
         if len(set(names)) == 1:
-            _check_axis(table)
-            stacked.append(names[0])
+            stacked[names[0]] = _length_of_each(table)
         elif len(set(names)) == len(names):
             for own, name in zip(separate, names, strict=True):
                 own.append(name)
         else:
             raise Refused("several experts share a parameter, but not all of them", culprits=tuple(names[:3]))
     return ExpertParameters(
-        tuple(dict.fromkeys(stacked)),
+        stacked,
         tuple(tuple(dict.fromkeys(own)) for own in separate) if any(separate) else (),
     )
 
 
-def _check_axis(table: Sequence[Place]) -> None:
-    """Whether expert e is part e of the parameter's first axis."""
-    for e, place in enumerate(table):
-        op, *rest = place.steps[0] if place.steps else ("",)
-        if op == "at" and rest[1][0] == (0, e):
-            continue
-        raise Refused(
-            f"the experts' parameter {place.fqn} is not kept expert by expert along its first axis",
-            culprits=(place.fqn,),
-            remedy="keep it as [experts, ...]",
-        )
+def _length_of_each(table: Sequence[Place]) -> int:
+    """Of the parts of a parameter's first axis that are the experts', in their order.
+
+    Raises:
+        Refused: the experts are not kept so.
+    """
+    parts = [_part_of_first_axis(place) for place in table]
+    each = parts[0][1] - parts[0][0] if parts[0] else 0
+    for e, (place, part) in enumerate(zip(table, parts, strict=True)):
+        if part != (e * each, (e + 1) * each):
+            raise Refused(
+                f"the experts' parameter {place.fqn} is not kept expert by expert along its first axis",
+                culprits=(place.fqn,),
+                remedy="keep it as [experts, ...]",
+            )
+    return each
+
+
+def _part_of_first_axis(place: Place) -> tuple[int, int] | None:
+    op, *rest = place.steps[0] if place.steps else ("",)
+    if op == "at" and rest[1][0][0] == 0:
+        return rest[1][0][1], rest[1][0][1] + 1
+    if op == "slice" and (rest[1], rest[4]) == (0, 1):
+        return rest[2], rest[3]
+    return None
 
 
 def would_spread(model: nn.Module, axis: ExpertAxis, found: Survey, plan: Plan) -> dict[int, Spread]:
@@ -288,10 +301,10 @@ def check_holders(model: nn.Module, spread: dict[str, Spread], blocks: Sequence[
         parameters = spread[block].parameters
         for name in (*parameters.stacked, *(name for each in parameters.separate for name in each)):
             _, parameter = held(model.get_submodule(block), name)
-            if name in parameters.stacked and len(parameter) != spread[block].placement.num_experts:
+            each, num_experts = parameters.stacked.get(name), spread[block].placement.num_experts
+            if each and len(parameter) != each * num_experts:
                 raise Refused(
-                    f"{joined(block, name)} holds {len(parameter)} experts, {spread[block].placement.num_experts} of "
-                    "them in the block",
+                    f"{joined(block, name)} holds {len(parameter) // each} experts, {num_experts} of them in the block",
                     remedy="keep those that are spread over the mesh in a parameter of their own",
                 )
             if parameter.device.type not in (mesh.device_type, "meta"):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from torch import Tensor
+
 from ..errors import InvalidPlan
 
 
@@ -101,6 +103,10 @@ class Placement:
         """The experts of this rank, by slot."""
         at = {place: expert for expert, place in enumerate(self.places)}
         return [at[self.rank * self.num_slots + slot] for slot in range(self.num_slots)]
+
+    def own_part(self, full: Tensor) -> Tensor:
+        """Of a tensor whose first axis holds all experts, one after the other and as long each, those of this rank."""
+        return full.unflatten(0, (self.num_experts, -1))[self.own].flatten(0, 1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -359,13 +359,9 @@ class _Exchange:
         found: list[fx.Node] = []
         for size in sizes:
             group, parameters = parameters[:size], parameters[size:]
-            if group and group[0].target is aten.reshape.default:
-                raise Refused("experts that have a number each cannot be spread over a mesh yet",
-                              source=str(group[0].meta.get("source", "")))  # fmt: skip
             if size == 1:
                 found += group
-                if group[0].target is aten.stack.default:
-                    group[0].args = ([group[0].args[0][e] for e in self.placement.own],)
+                self._shorten_stacks(group[0])
                 continue
             own = [group[e] for e in self.placement.own]
             if size > 1 and group[0].target is aten.select.int and len({n.args[0] for n in group}) == 1:
@@ -373,6 +369,17 @@ class _Exchange:
                     node.args = (node.args[0], 0, slot)
             found += own
         return found
+
+    def _shorten_stacks(self, node: fx.Node) -> None:
+        """Those of separate parameters, of which the others are not here, that a value of all experts is made of."""
+        left = [node]
+        while left:
+            node = left.pop()
+            if node.target is aten.stack.default and len(node.args[0]) == self.placement.num_experts:
+                node.args = ([node.args[0][e] for e in self.placement.own], *node.args[1:])
+                node.meta.pop("val", None)
+            elif node.op == "call_function":
+                left += node.all_input_nodes
 
 
 def _read_local_parts(graph: fx.Graph, stacked: Collection[str], placement: Placement) -> None:
@@ -383,7 +390,7 @@ def _read_local_parts(graph: fx.Graph, stacked: Collection[str], placement: Plac
         root.replace_all_uses_with(local, delete_user_cb=lambda user, local=local: user is not local)
         if "val" in root.meta:
             every = root.meta["val"]
-            local.meta["val"] = every.new_empty((placement.num_slots, *every.shape[1:]))
+            local.meta["val"] = every.new_empty((len(every) // placement.num_ranks, *every.shape[1:]))
         later = list(local.users)
         for node in later:  # what is made of it has fewer experts now
             node.meta.pop("val", None)

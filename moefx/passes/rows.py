@@ -233,7 +233,7 @@ class Rows:
             if v.rank != 1:
                 flat = self._stacked(v).node
                 shape = flat.meta["val"].shape[1:]
-                nodes = [self.call(aten.reshape.default, (flat, [flat.meta["val"].shape[0], -1]))]
+                nodes = [self.call(aten.reshape.default, (flat, [-1, math.prod(shape)]))]  # of any number of experts
             total = self.call(
                 aten.sym_size.int,
                 (self.token_ids, 0),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -23,11 +23,12 @@ class ExpertParameters:
     """Names, relative to the block.
 
     Attributes:
-        stacked: of parameters that hold all experts, in order along their first axis.
+        stacked: of parameters that hold all experts, in order along their first axis, with the length of an expert's
+            part: 1 of [experts, ...].
         separate: for each expert the names of its own parameters.
     """
 
-    stacked: tuple[str, ...]
+    stacked: Mapping[str, int]
     separate: tuple[tuple[str, ...], ...]
 
     def of_experts(self, experts: Iterable[int]) -> set[str]:
@@ -89,7 +90,7 @@ def spread(
     for name in parameters.stacked:
         owner, full = held(block, name)
         if full not in made:
-            local = full.detach()[placement.own].clone()
+            local = placement.own_part(full.detach()).clone()
             shard = DTensor.from_local(local, axis, [Shard(0)], run_check=False)
             made[full] = nn.Parameter(shard, requires_grad=full.requires_grad)
         _set(owner, name, made[full], full)

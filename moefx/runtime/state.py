@@ -94,7 +94,7 @@ class OnLoad:
     def __init__(self, parameters: ExpertParameters, placement: Placement):
         here = parameters.of_experts(placement.own)
         self.elsewhere = [name for each in parameters.separate for name in each if name not in here]
-        self.stacked = parameters.stacked
+        self.stacked = tuple(parameters.stacked)
 
     def __call__(self, block: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         for name in self.elsewhere:

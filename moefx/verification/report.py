@@ -294,7 +294,7 @@ def _held_alike(compiled: nn.Module, reference: nn.Module, shares: Shares | None
             a: Any = local(ours[name])
             b = theirs[name]
             if name in stacked:
-                b = b.detach()[stacked[name]]
+                b = stacked[name].own_part(b.detach())
             if a is not b and not (a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b.to(a.device))):
                 rows.append(Row("", name, "state", ok=False, error=math.inf, note=OTHER_VALUES))
     modes = dict(reference.named_modules())

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import InvalidInput
 from ..ir.payload import group_of, shown_ranks
-from ..ir.placement import SharedTokens
+from ..ir.placement import Placement, SharedTokens
 from .sandbox import Key, Run
 
 
@@ -30,13 +30,13 @@ class Shares:
 
     Attributes:
         group: name of the process group of the expert axis.
-        stacked: of parameters that hold all experts, which of these are here.
+        stacked: of parameters that hold all experts, where these live.
         here, elsewhere: names of parameters of separate experts.
         sequence: the ranks that have the same tokens. is_block: the model is a block itself.
     """
 
     group: str
-    stacked: dict[str, list[int]]
+    stacked: dict[str, Placement]
     here: frozenset[str]
     elsewhere: frozenset[str]
     sequence: SharedTokens | None = None
@@ -51,7 +51,7 @@ class Shares:
         for block, spread in spread_blocks(compiled).items():
             prefix, group = f"{block}." * bool(block), spread.placement.group
             own, sequence = spread.placement.own, spread.sequence
-            stacked |= {prefix + name: own for name in spread.parameters.stacked}
+            stacked |= {prefix + name: spread.placement for name in spread.parameters.stacked}
             for expert, names in enumerate(spread.parameters.separate):
                 (here if expert in own else elsewhere).update(prefix + name for name in names)
         names = frozenset(here), frozenset(elsewhere - here)
@@ -95,7 +95,7 @@ class Shares:
             if self.sequence is not None and self.sequence.gradients == "replicated":
                 total /= self.sequence.size  # each of these ranks had the gradients of all their tokens
             if name in self.stacked:
-                values[key] = total[self.stacked[name]]
+                values[key] = self.stacked[name].own_part(total)
             elif name in self.here:
                 values[key] = total
         if self.sequence is not None and self.sequence.gradients == "partial":

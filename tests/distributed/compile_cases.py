@@ -144,15 +144,6 @@ def case_what_cannot_be() -> None:
                     mesh=two, plan=plan, example_inputs=inputs)  # fmt: skip
             moefx.compile(block, mesh=two, plan=plan.replace(placement=fits), example_inputs=inputs)
 
-    class Numbered(Loop):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.rand(4))
-
-        def expert(self, e, x, w):
-            return self.experts[e](x) * self.scale[e] * w
-
-    refused(Refused, "experts that have a number each", Numbered(), mesh=flat, example_inputs=inputs)
     refused(Refused, "the experts share a value", Scaled(), mesh=flat, example_inputs=inputs)
 
     class TwoKinds(Loop):

@@ -62,8 +62,41 @@ class Kinds(Loop):
         return out + x * (w * (ids > number)).sum(-1, keepdim=True)
 
 
+class Numbered(Loop):
+    """Each expert has two numbers, one of them in a tensor with those of the others."""
+
+    def __init__(self, num_experts=E):
+        super().__init__(Gated, num_experts=num_experts)
+        self.experts_scale = nn.Parameter(torch.rand(num_experts))
+        for expert in self.experts:
+            expert.slope = nn.Parameter(torch.rand(()))
+
+    def expert(self, e, x, w):
+        y = self.experts[e](x)
+        return torch.tanh(y * torch.exp(self.experts[e].slope)) * self.experts_scale[e] * w
+
+
+class Flat(Loop):
+    """The experts' matrices one below the other, as in DBRX."""
+
+    def __init__(self, num_experts=E):
+        super().__init__(num_experts=num_experts)
+        self.experts, self.num_experts = None, num_experts
+        self.up, self.down = (nn.Parameter(torch.randn(num_experts * 8, D) / 3) for _ in range(2))
+
+    def forward(self, x):
+        (w, ids), out = self.route(x), torch.zeros_like(x)
+        up, down = (p.view(self.num_experts, 8, D) for p in (self.up, self.down))
+        for e in range(self.num_experts):
+            t, k = torch.where(ids == e)
+            out = out.index_add(0, t, torch.relu(x[t] @ up[e].T) @ down[e] * w[t, k, None])
+        return out
+
+
 BLOCKS = {
-    "kinds": lambda n=E: Kinds(n),
+    "numbered": Numbered,
+    "flat": Flat,
+    "kinds": Kinds,
     "picky": lambda n=E: Picky(num_experts=n),
     "gated": lambda n=E: Loop(Gated, num_experts=n),
     "biased": lambda n=E: Loop(Mlp, num_experts=n),
