@@ -117,20 +117,25 @@ class BlockGraph:
         return codegen.Source(self.graph, value, record, self.output_spec if rebuild else None)
 
     def _with_offsets(self) -> tuple[BlockGraph, Sequence[Node]]:
-        """The graph, and its `expert_offsets`. Over a mesh its PFT is of the rows that came from other ranks: then the
-        graph with one more, of the choices that were made here."""
+        """The graph, and its `expert_offsets`. Over a mesh some PFTs are of rows that came from other ranks: then the
+        graph with another one for each choice of places, which is of those that were made here; these come first."""
         if not self.find(PLACE_CHOICES):
-            results = [codegen.unpacked(node) for node in self.find(BUILD_PFT)]
-            found = [r[_EXPERT_OFFSETS] for r in results if r]
-            return self, [offsets for offsets in found if offsets is not None]
+            return self, self._offsets()
         block, found = self.copy(), []
+        own = block._offsets()
         for node in block.find(PLACE_CHOICES):
             (topk_ids, keep), num_experts = node.args, len(node.kwargs["places"])  # type: ignore[arg-type]
             with block.graph.inserting_before(node):
                 arguments: Any = (topk_ids, None, keep), {"num_experts": num_experts}
                 pft = block.graph.call_function(torch.ops.moefx.build_pft.default, *arguments)
                 found.append(block.graph.call_function(operator.getitem, (pft, _EXPERT_OFFSETS)))
-        return block, found
+        return block, found + own
+
+    def _offsets(self) -> list[Node]:
+        """Those of the PFTs of this block's own tokens that experts use."""
+        built = [node for node in self.find(BUILD_PFT) if node.kwargs.get("num_rows") is None]
+        results = [codegen.unpacked(node) for node in built]
+        return [r[_EXPERT_OFFSETS] for r in results if r and r[_EXPERT_OFFSETS] is not None]
 
     def __str__(self) -> str:
         from .printer import print_block  # the printer needs this module

@@ -325,8 +325,8 @@ class BlockForward:
 
     def load(self) -> torch.Tensor | None:
         """Tokens per expert of the last call, int32 [E] on the device of the block (E of all routed groups
-        together where a block has several); None before the first call. No host synchronisation. Over a mesh: of the
-        tokens that this rank routes, to experts on all ranks.
+        together where a block has several, those over a mesh first); None before the first call. No host
+        synchronisation. Over a mesh: of the tokens that this rank routes, to experts on all ranks.
 
         Raises:
             MoefxError: statistics are not switched on.

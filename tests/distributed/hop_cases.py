@@ -55,7 +55,7 @@ def case_ranks_in_another_order() -> None:
     for order in (torch.arange(world).flip(0), torch.arange(world).view(2, -1).t().flatten()):
         mesh = DeviceMesh("cpu", order, mesh_dim_names=("ep",))
         for plan in PLANS.values():
-            for kind in ("gated", "stacked"):
+            for kind in ("gated", "flat"):
                 planned = plan.replace(node_size=world // 2)
                 check(Model(kind, layers=1, num_experts=2 * world).double(), mesh, planned)
 

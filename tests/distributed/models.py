@@ -69,7 +69,7 @@ class Numbered(Loop):
         super().__init__(Gated, num_experts=num_experts)
         self.experts_scale = nn.Parameter(torch.rand(num_experts))
         for expert in self.experts:
-            expert.slope = nn.Parameter(torch.rand(()))
+            expert.slope = nn.Parameter(torch.rand(1))
 
     def expert(self, e, x, w):
         y = self.experts[e](x)

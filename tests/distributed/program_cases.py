@@ -166,6 +166,13 @@ def case_the_load() -> None:
         torch.testing.assert_close(out, model(x))
         ids = model.blocks[0].route(model.first(x))[1]
         assert torch.equal(load, ids.flatten().bincount(minlength=2 * world).int())
+    kinds = Model("kinds", layers=1)
+    loads = []
+    for other in (compiled_beside(kinds, one_axis(), PLANS["dedup"]), moefx.compile(kinds, example_inputs=(x,))):
+        moefx.blocks(other)[0].record_load()
+        other(x)
+        loads.append(moefx.blocks(other)[0].load())
+    assert torch.equal(*loads) and len(loads[0]) == 5, loads
     whole = torch.compile(compiled, fullgraph=True, backend="aot_eager")
     whole(x[:7])
     assert block.load().sum() == 7 * ids.shape[1]

@@ -52,7 +52,7 @@ def gradients_are_right(model: nn.Module, compiled: nn.Module, mesh: DeviceMesh)
 
 def case_sizes_and_ways() -> None:
     mesh = mesh_with_tokens_replicated()
-    for kind in ("gated", "stacked"):
+    for kind in ("gated", "kinds"):
         for number, dispatch in ((8, "flat"), (7, "dedup"), (1, "rbd"), (0, "dedup"), (6, "halo")):
             plan = PLAN.replace(dispatch=dispatch, node_size=2)
             model = Model(kind).double()

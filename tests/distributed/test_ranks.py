@@ -72,6 +72,16 @@ def test_pipelines_and_transformers(ranks):
     ranks("pipeline_cases")
 
 
+def test_models_of_the_corpus():
+    launch(2, "tests.distributed.corpus_cases")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(2400)
+def test_every_model_of_the_corpus():
+    launch(2, "tests.distributed.corpus_cases", "every_model", timeout=2300)
+
+
 def test_verification(ranks):
     ranks("verify_cases")
 
