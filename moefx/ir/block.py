@@ -134,8 +134,8 @@ class BlockGraph:
     def _offsets(self) -> list[Node]:
         """Those of the PFTs of this block's own tokens that experts use."""
         built = [node for node in self.find(BUILD_PFT) if node.kwargs.get("num_rows") is None]
-        results = [codegen.unpacked(node) for node in built]
-        return [r[_EXPERT_OFFSETS] for r in results if r and r[_EXPERT_OFFSETS] is not None]
+        found = [results[_EXPERT_OFFSETS] for node in built if (results := codegen.unpacked(node))]
+        return [offsets for offsets in found if offsets is not None]
 
     def __str__(self) -> str:
         from .printer import print_block  # the printer needs this module

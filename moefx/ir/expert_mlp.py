@@ -411,9 +411,9 @@ def _gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
     up, up_bias, down, down_bias, kept = lists
     needs, kwargs = [ctx.needs[0], *ctx.needs[4:9]], ctx.kwargs
     later = ctx.next_functions[-1][0] if any(ctx.needs[9:]) else None
-    # Another node stands there where Dynamo cut the graph between the two.
-    is_put_off = later is not None and later.name() == "weights_laterBackward"
-    if is_put_off:
+    if later is not None and later.name() != "weights_laterBackward":
+        later = None  # another node stands there where Dynamo cut the graph between the two
+    if later is not None:
         needs[2] = needs[4] = False
         kwargs = {**kwargs, "part": "rows"}
     if kept and is_last_use(kept):
@@ -430,7 +430,7 @@ def _gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
         _taken(results, down_bias, (body.down,) if body.down.bias else (), 1, needs[5]),
     ]
     gradients = [grad_x, None, None, None, grad_w, *of_parameters]
-    if not is_put_off:
+    if later is None:
         return gradients if len(ctx.needs) == 9 else [*gradients, None]
     sides = list(results)
 
