@@ -52,7 +52,7 @@ class MirrorGroup(dist.ProcessGroup):
 
     def _copied(self, source: Tensor, out: Tensor, num_bytes: int, leaving: float) -> Any:
         """The first bytes, in the time that it takes if so many leave the rank."""
-        if self.stream is None:
+        if self.stream is None or not source.is_cuda:
             out.view(-1).view(torch.uint8)[:num_bytes].copy_(source.view(-1).view(torch.uint8)[:num_bytes])
             return next(self.works)
         from .spin import copy_for  # needs Triton

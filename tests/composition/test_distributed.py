@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch.distributed
 
+from ..distributed.launch import torchrun
 from .models import ALL
 
 pytestmark = pytest.mark.skipif(
@@ -30,31 +27,7 @@ CASES = {
 @pytest.mark.parametrize("kind", ALL)
 def test_two_processes(kind, tmp_path):
     """All cases of a kind in one pair of processes: starting them takes longer than the cases."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    root = Path(__file__).parents[2]
-    environment = os.environ | {
-        "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "CHECKPOINT": str(tmp_path / "checkpoint")
-    }  # fmt: skip
-    command = [sys.executable, "-m", "tests.composition.worker"]
-    outputs = [tmp_path / f"rank{rank}.txt" for rank in range(2)]
-    workers = []
-    for rank, output in enumerate(outputs):
-        with output.open("w") as file:
-            workers.append(
-                subprocess.Popen(
-                    [*command, str(rank), str(port), kind, *CASES[kind]],
-                    cwd=root, env=environment, stdout=file, stderr=subprocess.STDOUT,
-                )
-            )  # fmt: skip
-    try:
-        for worker in workers:
-            worker.wait(timeout=200)
-    finally:
-        for worker in workers:
-            worker.kill()
-    for worker, output in zip(workers, outputs, strict=True):
-        text = output.read_text()
-        assert worker.returncode == 0, text[-4000:]
-        assert text.count("running ") == len(CASES[kind])
+    command = ["-m", "tests.composition.worker", kind, *CASES[kind]]
+    done = torchrun(*command, ranks=2, environment={"CHECKPOINT": str(tmp_path / "checkpoint")})
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert done.stdout.count("running") == 2 * len(CASES[kind])

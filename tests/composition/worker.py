@@ -1,4 +1,4 @@
-"""One of the two processes of `test_distributed`: `python -m tests.composition.worker RANK PORT KIND CASE...`."""
+"""One of the two processes of `test_distributed`, which `torchrun` starts: `worker.py KIND CASE...`."""
 
 from __future__ import annotations
 
@@ -185,11 +185,11 @@ def check_rewritten(model: nn.Module) -> None:
 
 
 if __name__ == "__main__":
-    RANK, PORT, KIND = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=PORT, GLOO_SOCKET_IFNAME="lo")
+    RANK, KIND = int(os.environ["RANK"]), sys.argv[1]
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=RANK, world_size=WORLD)
-    for case in sys.argv[4:]:
+    dist.init_process_group("gloo")
+    for case in sys.argv[2:]:
         print("running", case, flush=True)
         globals()[case]()
         dist.barrier()

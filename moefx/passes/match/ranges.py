@@ -85,7 +85,7 @@ class Ranges:
         if name == "getitem":
             bundle, i = node.args
             source = bundle.args[0].meta.get("val") if isinstance(bundle, fx.Node) and bundle.args else None
-            if i == 0 and op_name(bundle).startswith(("_unique", "unique")):
+            if i == 0 and (op_name(bundle) in SELECTIONS or op_name(bundle).startswith(("_unique", "unique"))):
                 found = self._known.get(bundle.args[0])
                 return found and _uniform(*_hull(found), val)
             if i == 1 and op_name(bundle) in SELECTIONS and source is not None and source.dim():

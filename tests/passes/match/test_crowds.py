@@ -173,3 +173,25 @@ def test_a_loop_over_tokens_holds_where_it_was_looked_at():
         x = torch.randn(tokens, D, dtype=torch.float64)
         torch.testing.assert_close(compiled(x), model(x))
         assert moefx.blocks(compiled)[0].fallbacks == fallbacks
+
+
+def test_ids_are_no_ranks():
+    """Sorted ids of experts are compared with a sentinel: no capacity, nothing to hold below."""
+
+    class Sentinel(Loop):
+        def forward(self, x):
+            w, ids = self.route(x)
+            sorted_ids, order = ids.reshape(-1).sort()
+            nobody, rows = sorted_ids >= E, x[order // K]
+            y = torch.zeros_like(rows)
+            for e in range(E):
+                (mine,) = torch.where(sorted_ids == e)
+                y = y.index_copy(0, mine, self.experts[e](rows[mine]))
+            y = y.masked_fill(nobody[:, None], 0.0) * w.reshape(-1)[order, None]
+            return torch.zeros_like(x).index_add(0, order // K, y)
+
+    model = nn.Sequential(Sentinel(Mlp)).double()
+    compiled = moefx.compile(model, example_inputs=(torch.randn(5, D, dtype=torch.float64),))
+    x = torch.randn(200, D, dtype=torch.float64)
+    torch.testing.assert_close(compiled(x), model(x))
+    assert moefx.blocks(compiled)[0].fallbacks == 0

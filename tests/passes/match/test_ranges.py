@@ -38,6 +38,7 @@ def ranges(fn):
         (lambda s: s.argmax(-1), (0, E - 1)),
         (lambda s: s.argmax(), (0, 5 * E - 1)),
         (lambda s: s.sort(-1).indices[:, :2], (0, E - 1)),
+        (lambda s: s.topk(2).indices.reshape(-1).sort()[0], (0, E - 1)),
         (lambda s: s.topk(2).indices + 3, (3, E + 2)),
         (lambda s: s.topk(2).indices.clamp(max=1), (0, 1)),
         (lambda s: torch.bincount(s.argmax(-1), minlength=E), (0, UNBOUNDED)),  # of tokens there may be more
