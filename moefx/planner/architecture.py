@@ -1,0 +1,167 @@
+"""What the planner needs to know of a model, and how many parameters that gives (Piper table II).
+
+All sizes are numbers of elements. `Architecture.parameters()` counts to the last norm, as the model's own modules do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from ..errors import MoefxError
+
+
+class UnknownArchitecture(MoefxError):
+    """A configuration says too little, or something that the planner does not know."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Attention:
+    """Multi-head attention, with fewer heads for keys and values (GQA), or with them made from a latent row (MLA).
+
+    Attributes:
+        num_heads, num_kv_heads: heads of queries; of keys and values.
+        head_size: of a query and a key, with the part that has positions.
+        value_size: of a value; None: as `head_size`.
+        query_rank, kv_rank: MLA: widths of the latent rows; queries have one if it is not 0.
+        rope_size: MLA: the part of a key that all heads share.
+        has_bias: q, k, v (`"qkv"`) or all four projections (`"all"`) have one.
+        num_extra: elements of all else in it: norms of queries and keys, sinks, an indexer.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    value_size: int | None = None
+    query_rank: int = 0
+    kv_rank: int = 0
+    rope_size: int = 0
+    has_bias: str = ""
+    num_extra: int = 0
+
+    @property
+    def query_width(self) -> int:
+        return self.num_heads * self.head_size
+
+    @property
+    def out_width(self) -> int:
+        """Of the rows before the output projection."""
+        return self.num_heads * (self.value_size or self.head_size)
+
+    @property
+    def kv_width(self) -> int:
+        """Of keys and values together, as attention reads them."""
+        return self.num_kv_heads * (self.head_size + (self.value_size or self.head_size))
+
+    def parameters(self, hidden_size: int) -> int:
+        """Of one layer."""
+        d, total = hidden_size, self.num_extra + self.out_width * hidden_size
+        if self.kv_rank:
+            nope = self.head_size - self.rope_size
+            total += d * (self.kv_rank + self.rope_size) + self.kv_rank  # down, and the latent row's norm
+            total += self.kv_rank * self.num_heads * (nope + (self.value_size or self.head_size))
+        else:
+            total += d * self.kv_width
+        if self.query_rank:
+            total += d * self.query_rank + self.query_rank + self.query_rank * self.query_width
+        else:
+            total += d * self.query_width
+        if self.has_bias:
+            total += self.query_width + self.kv_width + (d if self.has_bias == "all" else 0)
+        return total
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """A decoder of transformer layers, some or all of them with experts.
+
+    Attributes:
+        name: of the model.
+        hidden_size: width of a token's row (Piper's d, X-MoE's H).
+        num_layers, num_moe_layers: all layers; those with experts.
+        num_experts, top_k: routed experts of a layer; how many of them a token takes.
+        expert_size: hidden width of an expert (d_ffn, H_FFN).
+        matrices: of an expert: 3 with a gate (SwiGLU), 2 without.
+        shared_size: hidden width of what every token passes beside the experts: shared experts together, or the dense
+            branch of a Dense-MoE hybrid.
+        dense_size: hidden width of the FFN of the layers without experts.
+        vocab_size, is_tied: of the embedding; whether the output projection is the same matrix.
+        router_bias: elements a layer beside the router's matrix.
+        expert_bias: whether the projections of experts have biases.
+        shared_gate: whether the shared expert's output has a gate of its own.
+        norms: RMSNorms a layer.
+        context: tokens of the longest sequence it is made for, 0 if that is not said.
+        published: (total, active) parameters that its makers give, 0 where they do not.
+        source: where the numbers are from.
+        note: where the count differs from what is published, and why.
+    """
+
+    name: str
+    hidden_size: int
+    num_layers: int
+    num_moe_layers: int
+    attention: Attention
+    num_experts: int
+    top_k: int
+    expert_size: int
+    matrices: int = 3
+    shared_size: int = 0
+    dense_size: int = 0
+    vocab_size: int = 0
+    is_tied: bool = False
+    router_bias: int = 0
+    expert_bias: bool = False
+    shared_gate: bool = False
+    norms: int = 2
+    context: int = 0
+    published: tuple[float, float] = (0, 0)
+    source: str = ""
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        sizes = ("hidden_size", "num_layers", "num_moe_layers", "num_experts", "top_k", "expert_size")
+        for name in sizes:
+            if type(value := getattr(self, name)) is not int or value < 1:
+                raise UnknownArchitecture(f"{self.name}: {name} is {value!r}, expected a whole number above 0")
+        if self.top_k > self.num_experts:
+            raise UnknownArchitecture(f"{self.name}: a token takes {self.top_k} of {self.num_experts} experts")
+        if self.num_moe_layers > self.num_layers:
+            raise UnknownArchitecture(f"{self.name}: {self.num_moe_layers} of {self.num_layers} layers have experts")
+        if self.matrices not in (2, 3):
+            raise UnknownArchitecture(f"{self.name}: experts of {self.matrices} matrices, expected 2 or 3")
+        if self.num_moe_layers < self.num_layers and not self.dense_size:
+            raise UnknownArchitecture(f"{self.name}: layers without experts need a dense_size")
+
+    def expert_parameters(self) -> int:
+        """Of one expert."""
+        up, d = (self.matrices - 1) * self.expert_size, self.hidden_size
+        return d * (up + self.expert_size) + (up + d if self.expert_bias else 0)
+
+    def shared_parameters(self) -> int:
+        """Of one layer: router, shared experts."""
+        d = self.hidden_size
+        shared = self.matrices * d * self.shared_size + (d if self.shared_gate else 0)
+        return d * self.num_experts + self.router_bias + shared
+
+    def dense_parameters(self) -> int:
+        """Of the FFN of one layer without experts."""
+        return self.matrices * self.hidden_size * self.dense_size
+
+    def embedding_parameters(self) -> int:
+        return self.vocab_size * self.hidden_size * (1 if self.is_tied else 2)
+
+    def parameters(self, experts: int | None = None) -> int:
+        """Of the whole model.
+
+        Args:
+            experts: routed experts of a layer that count; None: all. `top_k` gives the parameters that are active.
+        """
+        count = self.num_experts if experts is None else experts
+        layers = self.num_layers * (self.attention.parameters(self.hidden_size) + self.norms * self.hidden_size)
+        moe = self.num_moe_layers * (count * self.expert_parameters() + self.shared_parameters())
+        dense = (self.num_layers - self.num_moe_layers) * self.dense_parameters()
+        last_norm = self.hidden_size if self.norms else 0
+        return layers + moe + dense + self.embedding_parameters() + last_norm
+
+    def replace(self, **changes: Any) -> Architecture:
+        return dataclasses.replace(self, **changes)

@@ -1,0 +1,153 @@
+"""How a number of ranks share a model and its tokens, what is kept for the backward, and how often."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, get_args
+
+from ..errors import InvalidPlan
+from .architecture import Architecture
+
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2"]
+Way = Literal["flat", "dedup", "rbd", "halo"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """What the experts' part of a layer keeps for its backward.
+
+    Attributes:
+        rows: copies of each row that arrived at the experts. 0: rows are read by their index from the tokens, or from
+            what the exchange received, which is kept once.
+        hidden: of an expert's hidden width, the number of tensors; None: as many as it has up-projections, one more
+            with `all_hidden`.
+        outputs: copies of the experts' output, of two bytes an element.
+        capacity: choices that buffers have room for, as a multiple of those there are.
+        mask_bytes: of an element of a [S, E, C] mask, summed over all such masks.
+        source: what says so.
+    """
+
+    rows: int = 0
+    hidden: int | None = None
+    all_hidden: bool = False
+    outputs: int = 0
+    capacity: float = 1.0
+    mask_bytes: int = 0
+    source: str = "Plan(checkpoint=...)"
+
+    def num_hidden(self, matrices: int) -> int:
+        return matrices - 1 + self.all_hidden if self.hidden is None else self.hidden
+
+
+KEPT = {
+    "h": Kept(),
+    "x": Kept(hidden=0),
+    "all": Kept(all_hidden=True),
+    "x-moe": Kept(rows=1, all_hidden=True, outputs=1, source="X-MoE table 2"),
+    "tutel": Kept(rows=1, all_hidden=True, outputs=2, capacity=1.25, source="X-MoE 5.4.1: A_combine in float32"),
+    # A mask of booleans, the same in half precision for `einsum`, and the weights in float32 and in half precision.
+    "deepspeed-moe": Kept(
+        rows=1, all_hidden=True, outputs=1, capacity=1.25, mask_bytes=1 + 2 + 4 + 2,
+        source="X-MoE sections 3.1 and 5.1; dispatch_mask and combine_weights of DeepSpeed's sharded_moe.py",
+    ),
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Ranks, tokens and policies of a training step.
+
+    Attributes:
+        pp, tp, dp: stages; ranks that share the dense matrices; ranks with other sequences. pp * tp * dp ranks.
+        ep: ranks that share the experts of a layer; it divides tp * dp.
+        ssmb: the tp ranks each route a part of the sequence (X-MoE section 4.3), else all of them the same tokens.
+        zero: stage of ZeRO: optimizer states (1), gradients (2) and parameters (3) are spread over replicas.
+        way: of rows between the ranks of `ep`.
+        kept: what experts keep, a name of `KEPT`.
+        recompute: layers keep their input only, and run again.
+        sequences, tokens: in a micro-batch of a rank; of a sequence (Piper's s).
+        microbatches: of a rank in a step (M).
+        schedule, chunks: of the stages; parts of a stage when interleaved.
+    """
+
+    pp: int = 1
+    tp: int = 1
+    dp: int = 1
+    ep: int = 1
+    ssmb: bool = False
+    zero: int = 1
+    way: Way = "dedup"
+    kept: str = "h"
+    recompute: bool = False
+    sequences: int = 1
+    tokens: int = 4096
+    microbatches: int = 1
+    schedule: Schedule = "1f1b"
+    chunks: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("pp", "tp", "dp", "ep", "sequences", "tokens", "microbatches", "chunks"):
+            if type(value := getattr(self, name)) is not int or value < 1:
+                raise InvalidPlan(f"{name} is {value!r}, expected a whole number above 0")
+        if (self.tp * self.dp) % self.ep:
+            raise InvalidPlan(
+                f"ep={self.ep} does not divide tp * dp = {self.tp} * {self.dp} = {self.tp * self.dp}, the ranks of a stage"
+            )
+        for name, choices in (("way", get_args(Way)), ("schedule", get_args(Schedule)), ("kept", KEPT)):
+            if getattr(self, name) not in choices:
+                raise InvalidPlan(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(choices)}")
+        if self.zero not in range(4):
+            raise InvalidPlan(f"zero is {self.zero!r}, expected 0, 1, 2 or 3")
+
+    @property
+    def num_ranks(self) -> int:
+        return self.pp * self.tp * self.dp
+
+    @property
+    def expert_replicas(self) -> int:
+        """Ranks of a stage that have the same experts."""
+        return self.tp * self.dp // self.ep
+
+    def in_flight(self, stage: int) -> float:
+        """Micro-batches of which a stage (from 0) keeps activations at its peak, in units of a whole stage.
+
+        GPipe: all (Piper eq. 3). 1F1B: one for each stage behind it (eq. 4). Interleaved: Megatron-LM's warm-up (arXiv
+        2104.04473 section 2.2), in chunks of a stage. Zero bubble (arXiv 2401.10241 section 2): H1 as 1F1B's first
+        stage on every stage, H2 twice that less one.
+        """
+        behind, most = self.pp - stage, self.microbatches
+        if self.schedule == "gpipe":
+            return most
+        if self.schedule == "interleaved":
+            warm_up = 2 * (behind - 1) + (self.chunks - 1) * self.pp + 1
+            return min(warm_up, most * self.chunks) / self.chunks
+        return min({"1f1b": behind, "zb-h1": self.pp, "zb-h2": 2 * self.pp - 1}[self.schedule], most)
+
+    def values(self, model: Architecture, stage: int = 0) -> dict[str, float]:
+        """What the formulas of `memory` are given."""
+        a, kept = model.attention, KEPT[self.kept]
+        replicas = self.expert_replicas
+        return {
+            "d": model.hidden_size, "L": model.num_layers, "L_moe": model.num_moe_layers, "E": model.num_experts,
+            "k": model.top_k, "F": model.expert_size, "F_shared": model.shared_size, "F_dense": model.dense_size,
+            "n_mat": model.matrices, "V": model.vocab_size, "H": a.num_heads,
+            "N_attn": a.parameters(model.hidden_size) + model.norms * model.hidden_size,
+            "N_expert": model.expert_parameters(), "N_rest": model.shared_parameters(), "N_ffn": model.dense_parameters(),
+            "w_attn": a.query_width + a.kv_width + a.out_width, "w_latent": a.query_rank + a.kv_rank + a.rope_size,
+            "PP": self.pp, "TP": self.tp, "EP": self.ep, "G": self.tp if self.ssmb else 1,
+            "z_p": self.dp if self.zero > 2 else 1, "z_g": self.dp if self.zero > 1 else 1,
+            "z_o": self.dp if self.zero > 0 else 1, "y_p": replicas if self.zero > 2 else 1,
+            "y_g": replicas if self.zero > 1 else 1, "y_o": replicas if self.zero > 0 else 1,
+            "b": self.sequences, "s": self.tokens, "m": self.in_flight(stage),
+            "n_emb": 1 if self.pp > 1 or model.is_tied else 2, "n_logits": 1 if stage == self.pp - 1 else 0,
+            "n_rows": kept.rows, "n_h": kept.num_hidden(model.matrices), "n_y": kept.outputs, "c": kept.capacity,
+            "w_mask": kept.mask_bytes, "n_dup": self._copies_received(model), "n_again": int(self.recompute),
+        }  # fmt: skip
+
+    def _copies_received(self, model: Architecture) -> float:
+        """How often a token arrives: once at each rank with an expert of its own, or once for each choice."""
+        if self.ep == 1:
+            return 1.0
+        from ..runtime.links import expected_parts  # with torch.distributed, which not every build has
+
+        return model.top_k if self.way == "flat" else expected_parts(model.num_experts, model.top_k, self.ep)

@@ -1,0 +1,100 @@
+"""Bytes that one GPU needs (Piper section III.A, X-MoE section 3.2), as formulas over `Layout.values`.
+
+Half precision: an element has 2 bytes. Model states take 16 bytes a parameter: 2 for itself, 2 for its gradient, 12 for
+the float32 copy and Adam's two moments (Piper section III.A.1; its introduction says 20). What ZeRO spreads is divided
+by the ranks that it is spread over: z_p, z_g, z_o for what all ranks have, y_p, y_g, y_o for experts.
+
+    L, L_moe   layers, those with experts           PP, TP, EP  stages; ranks of the dense matrices; of the experts
+    d, V       width of a token's row; vocabulary    G           ranks that a sequence is spread over in a block (SSMB)
+    E, k, F    experts, choices, hidden width        b, s        sequences of a micro-batch, tokens of a sequence
+    n_mat      matrices of an expert                 m           micro-batches whose activations are kept
+    w_attn     widths of q, k, v and their output    n_rows, n_h, n_y, c, w_mask   see `layout.Kept`
+    w_latent   of the latent rows (MLA)              n_dup       how often a token arrives at the ranks of its experts
+"""
+
+from __future__ import annotations
+
+import sympy
+
+from .sheet import Formula, Sheet, quantities
+
+d, V, E, k, F, n_mat, H, L, L_moe = quantities("d V E k F n_mat H L L_moe")
+F_shared, F_dense, N_attn, N_expert, N_rest, N_ffn = quantities("F_shared F_dense N_attn N_expert N_rest N_ffn")
+w_attn, w_latent, PP, TP, EP, G = quantities("w_attn w_latent PP TP EP G")
+b, s, m, c, w_mask = quantities("b s m c w_mask")
+n_rows, n_h, n_y, n_dup, n_emb, n_logits, n_again = quantities("n_rows n_h n_y n_dup n_emb n_logits n_again")
+z_p, z_g, z_o, y_p, y_g, y_o, M_fw = quantities("z_p z_g z_o y_p y_g y_o M_fw")
+l, l_moe, P_dense, P_experts = quantities("l l_moe P_dense P_experts")
+M_params, M_grads, M_optimizer, M_states = quantities("M_params M_grads M_optimizer M_states")
+A_attention, A_ffn, A_router, A_meta, A_mask = quantities("A_attention A_ffn A_router A_meta A_mask")
+A_dispatch, A_interm, A_combine, A_shared = quantities("A_dispatch A_interm A_combine A_shared")
+A_block, A_moe_layer, A_dense_layer, A_logits, M_activations = quantities(
+    "A_block A_moe_layer A_dense_layer A_logits M_activations"
+)
+
+STATES = Sheet(
+    [
+        Formula("l", sympy.ceiling(L / PP), "1", "layers of a stage, Piper section III.A.2"),
+        Formula("l_moe", sympy.ceiling(L_moe / PP), "1", "those with experts"),
+        Formula(
+            "P_dense", (l * N_attn + (l - l_moe) * N_ffn + l_moe * N_rest + n_emb * V * d) / TP, "1",
+            "parameters that every token passes",
+        ),
+        Formula("P_experts", l_moe * E / EP * N_expert, "1", "Piper eq. 2"),
+        Formula("M_params", 2 * (P_dense / z_p + P_experts / y_p), "B", "2 bytes; ZeRO-3"),
+        Formula("M_grads", 2 * (P_dense / z_g + P_experts / y_g), "B", "2 bytes; ZeRO-2"),
+        Formula("M_optimizer", 12 * (P_dense / z_o + P_experts / y_o), "B", "float32 copy, two moments; ZeRO-1"),
+        Formula("M_states", M_params + M_grads + M_optimizer, "B", "Piper section III.A.1"),
+    ]
+)  # fmt: skip
+
+BLOCK = Sheet(
+    [
+        Formula("A_router", 4 * b * s * E / G, "B", "probabilities, float32"),
+        Formula("A_meta", 16 * k * b * s / G, "B", "ERI arrays: three int32, one float32; X-MoE section 4.1.1"),
+        Formula("A_mask", w_mask * c * k * (b * s / G) ** 2, "B", "masks [S, E, C], C = c*k*S/E; X-MoE section 3.1"),
+        Formula(
+            "A_dispatch", 2 * b * s * d * (n_rows * c * k + (1 - n_rows) * n_dup) / G, "B",
+            "X-MoE table 2; MoEBlaze section 3: read by index",
+        ),
+        Formula("A_interm", 2 * c * k * b * s * n_h * F / G, "B", "X-MoE table 2"),
+        Formula("A_combine", 2 * c * k * b * s * n_y * d / G, "B", "X-MoE table 2"),
+        Formula(
+            "A_block", A_dispatch + A_interm + A_combine + A_mask + A_meta + A_router, "B",
+            "a block of routed experts, one micro-batch",
+        ),
+    ]
+)  # fmt: skip
+
+LAYERS = BLOCK + Sheet(
+    [
+        Formula(
+            "A_attention",
+            2 * b * s * (2 * d + w_latent + w_attn / TP) + 4 * b * s * H / TP,
+            "B",
+            "Piper table III with flash attention",
+        ),
+        Formula("A_shared", 4 * b * s * (n_mat - 1) * F_shared / TP, "B", "as autograd keeps it: 4F with a gate"),
+        Formula("A_ffn", 2 * b * s * (d + 2 * (n_mat - 1) * F_dense / TP), "B", "as autograd keeps it"),
+        Formula("A_moe_layer", A_attention + A_block + A_shared, "B", "one layer, one micro-batch"),
+        Formula("A_dense_layer", A_attention + A_ffn, "B", "one layer, one micro-batch"),
+    ]
+)
+
+MEMORY = (
+    STATES
+    + LAYERS
+    + Sheet(
+        [
+            Formula("A_logits", n_logits * 6 * b * s * V / TP, "B", "last stage: 2 bytes, and float32 in the loss"),
+            Formula(
+                "M_activations",
+                (1 - n_again) * m * (l_moe * A_moe_layer + (l - l_moe) * A_dense_layer)
+                + n_again * (m * l * 2 * b * s * d + A_moe_layer)
+                + A_logits,
+                "B", "Piper eq. 3 and 4: of the micro-batches in flight",
+            ),
+            Formula("M_gpu", M_states + M_activations + M_fw, "B", "Piper eq. 4"),
+        ]
+    )
+)  # fmt: skip

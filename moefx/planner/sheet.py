@@ -1,0 +1,185 @@
+"""Formulas that a reader can check: each has a name, a unit and a source, and is shown with its numbers.
+
+words = Sheet([Formula("A_dispatch", 2 * k * b * s * d, "B", "X-MoE table 2")])
+words(k=8, b=1, s=4096, d=7168)["A_dispatch"]        # 469762048
+print(words.shown("A_dispatch", k=8, b=1, s=4096, d=7168))
+    A_dispatch = 2*b*d*k*s                           # X-MoE table 2
+               = 2*1*7168*8*4096 = 448.0 MiB
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import sympy
+from sympy.printing.pycode import PythonCodePrinter
+from sympy.printing.str import StrPrinter
+
+_BYTES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+class distinct_parts(sympy.Function):
+    """distinct_parts(E, k, N): on how many of N equal parts of E experts a token's k are, if all choices are alike."""
+
+    nargs = 3
+
+    @classmethod
+    def eval(cls, num_experts: Any, top_k: Any, parts: Any) -> Any:
+        if parts == 1:
+            return sympy.Integer(1)
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Formula:
+    """One line of a sheet.
+
+    Attributes:
+        expression: over quantities that a sheet is given and results of the lines before.
+        unit: "B" bytes, "s" seconds, "FLOP", "1" a number.
+        source: the section, table or equation of a paper, or what says so.
+    """
+
+    name: str
+    expression: sympy.Expr
+    unit: str
+    source: str
+
+    @property
+    def symbol(self) -> sympy.Symbol:
+        return quantity(self.name)
+
+
+def quantity(name: str) -> sympy.Symbol:
+    """The symbol of that name: one that is not negative, so that formulas simplify."""
+    return sympy.Symbol(name, nonnegative=True)
+
+
+def quantities(names: str) -> tuple[sympy.Symbol, ...]:
+    return tuple(map(quantity, names.split()))
+
+
+class Sheet:
+    """Formulas from top to bottom.
+
+    Raises:
+        ValueError: two formulas have one name, or one uses a result of a later one.
+    """
+
+    def __init__(self, formulas: Iterable[Formula]):
+        self.formulas = {}
+        for formula in formulas:
+            if formula.name in self.formulas:
+                raise ValueError(f"two formulas are named {formula.name}")
+            self.formulas[formula.name] = formula
+        made: set[str] = set()
+        for formula in self:
+            later = _names(formula.expression) & (self.formulas.keys() - made)
+            if later:
+                raise ValueError(f"{formula.name} uses {', '.join(sorted(later))}, which is not above it")
+            made.add(formula.name)
+
+    def __iter__(self) -> Iterator[Formula]:
+        return iter(self.formulas.values())
+
+    def __add__(self, other: Sheet) -> Sheet:
+        return Sheet([*self, *other])
+
+    @property
+    def given(self) -> list[str]:
+        """Names of the quantities that are not results."""
+        return sorted(set().union(*(_names(f.expression) for f in self)) - self.formulas.keys())
+
+    def __call__(self, **values: float) -> dict[str, float]:
+        """All results.
+
+        Raises:
+            TypeError: a quantity is missing.
+        """
+        return self._compiled(**{name: values[name] for name in self.given if name in values})
+
+    def shown(self, name: str, **values: float) -> str:
+        """The formula of a result, with its numbers put in, and those of the results that it uses, below it."""
+        results = self(**values)
+        known = values | results
+        lines, left, seen = [], [name], {name}
+        while left:
+            formula = self.formulas[left.pop(0)]
+            margin = " " * (len(formula.name) + 1)
+            lines += [f"{formula.name} = {_Shown().doprint(formula.expression)}    # {formula.source}"]
+            numbers = _Shown(known).doprint(formula.expression)
+            value = amount(results[formula.name], formula.unit)
+            lines += [f"{margin}= {numbers} = {value}" if numbers != value else f"{margin}= {value}"]
+            used = [n for n in self.formulas if n in _names(formula.expression) and n not in seen]
+            left += used
+            seen |= set(used)
+        return "\n".join(lines)
+
+    @functools.cached_property
+    def _compiled(self) -> Callable[..., dict[str, float]]:
+        """One Python function of all lines: a search calls it for thousands of plans."""
+        printer = _Code()
+        lines = [f"    {f.name} = {printer.doprint(f.expression)}" for f in self]
+        head = f"def results(*, {', '.join(self.given)}):" if self.given else "def results():"
+        items = ", ".join(f"{f.name!r}: {f.name}" for f in self)
+        space: dict[str, Any] = {"distinct_parts": _distinct_parts, "_ceil": _ceil}
+        exec("\n".join([head, *lines, f"    return {{{items}}}"]), space)
+        return space["results"]
+
+
+def amount(value: float, unit: str) -> str:
+    """A number with its unit, to four digits: bytes in units of 2^10, others in thousands."""
+    if unit == "B":
+        step, names = 1024, _BYTES
+    elif unit == "s":
+        return next(f"{value * by:.4g} {name}" for by, name in ((1, "s"), (1e3, "ms"), (1e6, "us"))
+                    if abs(value) * by >= 1 or name == "us")  # fmt: skip
+    else:
+        step, names = 1000, tuple(f"{prefix}{unit}".removesuffix("1") for prefix in ("", "K", "M", "G", "T", "P", "E"))
+    power = 0
+    while abs(value) >= step and power < len(names) - 1:
+        value, power = value / step, power + 1
+    return f"{value:.4g} {names[power]}".rstrip()
+
+
+def _names(expression: sympy.Expr) -> set[str]:
+    return {symbol.name for symbol in expression.free_symbols}  # type: ignore[attr-defined]
+
+
+@functools.lru_cache(maxsize=4096)
+def _distinct_parts(num_experts: int, top_k: int, parts: int) -> float:
+    from ..runtime.links import expected_parts  # with torch.distributed, which not every build has
+
+    return expected_parts(int(num_experts), int(top_k), int(parts))
+
+
+def _ceil(x: float) -> int:
+    return int(-(-x // 1))
+
+
+class _Code(PythonCodePrinter):
+    def _print_distinct_parts(self, expression: sympy.Expr) -> str:
+        return f"distinct_parts({', '.join(map(self._print, expression.args))})"
+
+    def _print_ceiling(self, expression: sympy.Expr) -> str:
+        return f"_ceil({self._print(expression.args[0])})"
+
+    def _print_Max(self, expression: sympy.Expr) -> str:
+        return f"max({', '.join(map(self._print, expression.args))})"
+
+
+class _Shown(StrPrinter):
+    """As papers write it: in the order of the alphabet, with numbers for names if there are some."""
+
+    def __init__(self, values: Mapping[str, float] | None = None):
+        super().__init__()
+        self._values = values
+
+    def _print_Symbol(self, expr: sympy.Symbol) -> str:
+        if self._values is None:
+            return expr.name
+        value = self._values[expr.name]
+        return f"{value:.6g}" if value < 1e6 else f"{value:.4g}"
