@@ -90,9 +90,8 @@ class Layout:
             if type(value := getattr(self, name)) is not int or value < 1:
                 raise InvalidPlan(f"{name} is {value!r}, expected a whole number above 0")
         if (self.tp * self.dp) % self.ep:
-            raise InvalidPlan(
-                f"ep={self.ep} does not divide tp * dp = {self.tp} * {self.dp} = {self.tp * self.dp}, the ranks of a stage"
-            )
+            stage = f"tp * dp = {self.tp} * {self.dp} = {self.tp * self.dp}, the ranks of a stage"
+            raise InvalidPlan(f"ep={self.ep} does not divide {stage}")
         for name, choices in (("way", get_args(Way)), ("schedule", get_args(Schedule)), ("kept", KEPT)):
             if getattr(self, name) not in choices:
                 raise InvalidPlan(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(choices)}")
@@ -132,7 +131,8 @@ class Layout:
             "k": model.top_k, "F": model.expert_size, "F_shared": model.shared_size, "F_dense": model.dense_size,
             "n_mat": model.matrices, "V": model.vocab_size, "H": a.num_heads,
             "N_attn": a.parameters(model.hidden_size) + model.norms * model.hidden_size,
-            "N_expert": model.expert_parameters(), "N_rest": model.shared_parameters(), "N_ffn": model.dense_parameters(),
+            "N_expert": model.expert_parameters(), "N_rest": model.shared_parameters(),
+            "N_ffn": model.dense_parameters(),
             "w_attn": a.query_width + a.kv_width + a.out_width, "w_latent": a.query_rank + a.kv_rank + a.rope_size,
             "PP": self.pp, "TP": self.tp, "EP": self.ep, "G": self.tp if self.ssmb else 1,
             "z_p": self.dp if self.zero > 2 else 1, "z_g": self.dp if self.zero > 1 else 1,

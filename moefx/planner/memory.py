@@ -24,7 +24,7 @@ w_attn, w_latent, PP, TP, EP, G = quantities("w_attn w_latent PP TP EP G")
 b, s, m, c, w_mask = quantities("b s m c w_mask")
 n_rows, n_h, n_y, n_dup, n_emb, n_logits, n_again = quantities("n_rows n_h n_y n_dup n_emb n_logits n_again")
 z_p, z_g, z_o, y_p, y_g, y_o, M_fw = quantities("z_p z_g z_o y_p y_g y_o M_fw")
-l, l_moe, P_dense, P_experts = quantities("l l_moe P_dense P_experts")
+layers, moe_layers, P_dense, P_experts = quantities("l l_moe P_dense P_experts")
 M_params, M_grads, M_optimizer, M_states = quantities("M_params M_grads M_optimizer M_states")
 A_attention, A_ffn, A_router, A_meta, A_mask = quantities("A_attention A_ffn A_router A_meta A_mask")
 A_dispatch, A_interm, A_combine, A_shared = quantities("A_dispatch A_interm A_combine A_shared")
@@ -37,10 +37,11 @@ STATES = Sheet(
         Formula("l", sympy.ceiling(L / PP), "1", "layers of a stage, Piper section III.A.2"),
         Formula("l_moe", sympy.ceiling(L_moe / PP), "1", "those with experts"),
         Formula(
-            "P_dense", (l * N_attn + (l - l_moe) * N_ffn + l_moe * N_rest + n_emb * V * d) / TP, "1",
-            "parameters that every token passes",
+            "P_dense",
+            (layers * N_attn + (layers - moe_layers) * N_ffn + moe_layers * N_rest + n_emb * V * d) / TP,
+            "1", "parameters that every token passes",
         ),
-        Formula("P_experts", l_moe * E / EP * N_expert, "1", "Piper eq. 2"),
+        Formula("P_experts", moe_layers * E / EP * N_expert, "1", "Piper eq. 2"),
         Formula("M_params", 2 * (P_dense / z_p + P_experts / y_p), "B", "2 bytes; ZeRO-3"),
         Formula("M_grads", 2 * (P_dense / z_g + P_experts / y_g), "B", "2 bytes; ZeRO-2"),
         Formula("M_optimizer", 12 * (P_dense / z_o + P_experts / y_o), "B", "float32 copy, two moments; ZeRO-1"),
@@ -89,8 +90,8 @@ MEMORY = (
             Formula("A_logits", n_logits * 6 * b * s * V / TP, "B", "last stage: 2 bytes, and float32 in the loss"),
             Formula(
                 "M_activations",
-                (1 - n_again) * m * (l_moe * A_moe_layer + (l - l_moe) * A_dense_layer)
-                + n_again * (m * l * 2 * b * s * d + A_moe_layer)
+                (1 - n_again) * m * (moe_layers * A_moe_layer + (layers - moe_layers) * A_dense_layer)
+                + n_again * (m * layers * 2 * b * s * d + A_moe_layer)
                 + A_logits,
                 "B", "Piper eq. 3 and 4: of the micro-batches in flight",
             ),

@@ -125,7 +125,7 @@ class Sheet:
         lines = [f"    {f.name} = {printer.doprint(f.expression)}" for f in self]
         head = f"def results(*, {', '.join(self.given)}):" if self.given else "def results():"
         items = ", ".join(f"{f.name!r}: {f.name}" for f in self)
-        space: dict[str, Any] = {"distinct_parts": _distinct_parts, "_ceil": _ceil}
+        space: dict[str, Any] = {"distinct_parts": _distinct_parts}
         exec("\n".join([head, *lines, f"    return {{{items}}}"]), space)
         return space["results"]
 
@@ -156,16 +156,13 @@ def _distinct_parts(num_experts: int, top_k: int, parts: int) -> float:
     return expected_parts(int(num_experts), int(top_k), int(parts))
 
 
-def _ceil(x: float) -> int:
-    return int(-(-x // 1))
-
-
 class _Code(PythonCodePrinter):
     def _print_distinct_parts(self, expression: sympy.Expr) -> str:
         return f"distinct_parts({', '.join(map(self._print, expression.args))})"
 
     def _print_ceiling(self, expression: sympy.Expr) -> str:
-        return f"_ceil({self._print(expression.args[0])})"
+        above, below = map(self._print, expression.args[0].as_numer_denom())
+        return f"-(-({above}) // ({below}))"
 
     def _print_Max(self, expression: sympy.Expr) -> str:
         return f"max({', '.join(map(self._print, expression.args))})"

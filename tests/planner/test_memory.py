@@ -1,0 +1,101 @@
+"""Memory of a GPU: what is measured, what must be monotone, what must add up."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import moefx
+from moefx.errors import InvalidPlan
+from moefx.planner.catalogue import MODELS, model_of
+from moefx.planner.layout import Layout
+from moefx.planner.memory import MEMORY
+
+from ..passes.blocks import D, E, Gated, H, K, Loop, Mlp
+
+
+def memory(model, layout: Layout, stage: int = 0) -> dict[str, float]:
+    return MEMORY(**layout.values(model, stage), M_fw=0)
+
+
+@pytest.mark.parametrize("policy", ["h", "x", "all"])
+@pytest.mark.parametrize(("kind", "matrices"), [(Gated, 3), (Mlp, 2)])
+def test_what_is_kept_is_what_compile_keeps(kind, matrices, policy):
+    """Bytes a token, exactly."""
+    block = Loop(kind).to(torch.bfloat16)
+    example = (torch.randn(9, D, dtype=torch.bfloat16),)
+    compiled = moefx.compile(block, plan=moefx.Plan(checkpoint=policy), example_inputs=example)
+    (matched,) = moefx.explain(compiled).matched
+    model = model_of("mixtral-8x7b").replace(hidden_size=D, num_experts=E, top_k=K, expert_size=H, matrices=matrices)
+    found = memory(model, Layout(kept=policy, tokens=1))
+    assert found["A_dispatch"] + found["A_interm"] == matched.saved_after
+
+
+LAYOUTS = st.builds(
+    lambda pp, tp, dp, ep, **more: Layout(pp=2**pp, tp=2**tp, dp=2**dp, ep=2 ** min(ep, tp + dp), **more),
+    pp=st.integers(0, 3), tp=st.integers(0, 3), dp=st.integers(0, 5), ep=st.integers(0, 7), ssmb=st.booleans(),
+    zero=st.integers(0, 3), way=st.sampled_from(["flat", "dedup"]), kept=st.sampled_from(["h", "x", "all", "x-moe"]),
+    recompute=st.booleans(), sequences=st.integers(1, 4), tokens=st.sampled_from([512, 4096]),
+    microbatches=st.integers(1, 16), schedule=st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2"]),
+)  # fmt: skip
+NAMES = st.sampled_from(sorted(MODELS))
+
+
+@given(LAYOUTS, NAMES)
+def test_more_needs_more(layout, name):
+    model = model_of(name)
+    found = memory(model, layout)
+    assert all(value >= 0 for value in found.values())
+    for field in ("sequences", "tokens", "microbatches"):
+        more = dataclasses.replace(layout, **{field: 2 * getattr(layout, field)})
+        assert memory(model, more)["M_gpu"] >= found["M_gpu"]
+    if layout.zero < 3:
+        less = memory(model, dataclasses.replace(layout, zero=layout.zero + 1))
+        assert less["M_gpu"] <= found["M_gpu"]
+    assert memory(model, dataclasses.replace(layout, ssmb=False))["M_gpu"] >= found["M_gpu"]
+
+
+@given(LAYOUTS, NAMES)
+def test_states_of_all_ranks_are_those_of_the_model(layout, name):
+    """Spread over all ranks (ZeRO-3) there is one copy of everything, but for stages of unequal length."""
+    model = model_of(name)
+    found = memory(model, dataclasses.replace(layout, zero=3))
+    assert found["M_states"] * layout.num_ranks >= 16 * (model.parameters() - model.hidden_size) * (1 - 1e-12)
+    alone = memory(model, Layout(zero=0))
+    last_norm = model.hidden_size if model.norms else 0
+    assert alone["M_states"] == 16 * (model.parameters() - last_norm)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "stages"),
+    [
+        ("gpipe", 1, [16, 16, 16, 16]),
+        ("1f1b", 1, [4, 3, 2, 1]),
+        ("interleaved", 2, [5.5, 4.5, 3.5, 2.5]),
+        ("zb-h1", 1, [4, 4, 4, 4]),
+        ("zb-h2", 1, [7, 7, 7, 7]),
+    ],
+)
+def test_micro_batches_in_flight(schedule, chunks, stages):
+    layout = Layout(pp=4, microbatches=16, schedule=schedule, chunks=chunks)
+    assert [layout.in_flight(stage) for stage in range(4)] == stages
+    few = Layout(pp=4, microbatches=1, schedule=schedule, chunks=chunks)
+    assert max(few.in_flight(stage) for stage in range(4)) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(dp=4, ep=3), r"ep=3 does not divide tp \* dp = 1 \* 4 = 4"),
+        (dict(pp=0), "pp is 0, expected a whole number above 0"),
+        (dict(way="fast"), "way is 'fast', expected one of flat, dedup, rbd, halo"),
+        (dict(zero=4), "zero is 4, expected 0, 1, 2 or 3"),
+    ],
+)
+def test_layouts_that_cannot_be(fields, message):
+    with pytest.raises(InvalidPlan, match=message):
+        Layout(**fields)
