@@ -123,7 +123,15 @@ class Layout:
         return min({"1f1b": behind, "zb-h1": self.pp, "zb-h2": 2 * self.pp - 1}[self.schedule], most)
 
     def values(self, model: Architecture, stage: int = 0) -> dict[str, float]:
-        """What the formulas of `memory` are given."""
+        """What the formulas of `memory` are given.
+
+        Raises:
+            InvalidPlan: the experts are not shared evenly, or there are more stages than layers (Piper eq. 8 and 9).
+        """
+        if model.num_experts % self.ep:
+            raise InvalidPlan(f"ep={self.ep} does not divide the {model.num_experts} experts of {model.name}")
+        if self.pp > model.num_layers:
+            raise InvalidPlan(f"pp={self.pp} stages, but {model.name} has {model.num_layers} layers")
         a, kept = model.attention, KEPT[self.kept]
         replicas = self.expert_replicas
         return {

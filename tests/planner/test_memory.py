@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import moefx
@@ -48,6 +48,7 @@ NAMES = st.sampled_from(sorted(MODELS))
 @given(LAYOUTS, NAMES)
 def test_more_needs_more(layout, name):
     model = model_of(name)
+    assume(model.num_experts % layout.ep == 0)
     found = memory(model, layout)
     assert all(value >= 0 for value in found.values())
     for field in ("sequences", "tokens", "microbatches"):
@@ -63,6 +64,7 @@ def test_more_needs_more(layout, name):
 def test_states_of_all_ranks_are_those_of_the_model(layout, name):
     """Spread over all ranks (ZeRO-3) there is one copy of everything, but for stages of unequal length."""
     model = model_of(name)
+    assume(model.num_experts % layout.ep == 0)
     found = memory(model, dataclasses.replace(layout, zero=3))
     assert found["M_states"] * layout.num_ranks >= 16 * (model.parameters() - model.hidden_size) * (1 - 1e-12)
     alone = memory(model, Layout(zero=0))
@@ -99,3 +101,15 @@ def test_micro_batches_in_flight(schedule, chunks, stages):
 def test_layouts_that_cannot_be(fields, message):
     with pytest.raises(InvalidPlan, match=message):
         Layout(**fields)
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (Layout(dp=64, ep=64), "ep=64 does not divide the 160 experts of deepseek-v2"),
+        (Layout(pp=61), "pp=61 stages, but deepseek-v2 has 60 layers"),
+    ],
+)
+def test_layouts_that_a_model_cannot_have(layout, message):
+    with pytest.raises(InvalidPlan, match=message):
+        layout.values(model_of("deepseek-v2"))
