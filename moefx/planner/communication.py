@@ -1,0 +1,113 @@
+"""Bytes and seconds of exchanges (X-MoE section 4.2 and appendix C, Piper sections III.B and V), as formulas.
+
+Seconds of an exchange are `alpha` + bytes that leave a rank * `beta`, of each level of the topology (`Link` of
+`runtime.links`, whose `predicted` decides what `Plan(dispatch="auto")` takes: the formulas here are the same).
+
+    E, k        experts, choices of a token       t, w        tokens of a rank, bytes of a row
+    n1, n2, ..  units within a unit, coarse to fine: nodes, then ranks of a node, for two levels
+    alpha1, beta1, ..  of the ranks that differ at that level alone; alpha0, beta0 of all at once
+    gamma       seconds a byte to pack and unpack rows
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+
+import sympy
+
+from .sheet import Formula, Sheet, distinct_parts, quantities, quantity
+
+E, k, t, w, gamma = quantities("E k t w gamma")
+alpha0, beta0 = quantities("alpha0 beta0")
+d, b, s, G, L_moe, PP, TP, DP, R = quantities("d b s G L_moe PP TP DP R")
+P_dense, P_experts = quantities("P_dense P_experts")
+
+
+@functools.lru_cache
+def exchange(levels: int) -> Sheet:
+    """Of one exchange of a rank's tokens, one direction, over so many levels: rows that leave a rank for each token,
+    by level (`rows_flat_2`), and seconds (`T_flat`). One level has none of several hops."""
+    sizes = [quantity(f"n{i + 1}") for i in range(levels)]
+    links = [(quantity(f"alpha{i + 1}"), quantity(f"beta{i + 1}")) for i in range(levels)]
+    ranks = functools.reduce(operator.mul, sizes)
+    above = [functools.reduce(operator.mul, sizes[:i], sympy.Integer(1)) for i in range(levels)]
+    nodes = above[-1]
+    made: list[Formula] = []
+
+    def formula(name: str, expression: sympy.Expr, unit: str, source: str) -> sympy.Symbol:
+        made.append(Formula(name, expression, unit, source))
+        return made[-1].symbol
+
+    def at_once(way: str, rows: sympy.Expr, source: str) -> None:
+        """Over all ranks at once: the links of the levels are used side by side."""
+        leaving = [
+            formula(f"rows_{way}_{i + 1}", rows / within * (1 - 1 / size), "1", f"{source}, over level {i + 1}")
+            for i, (size, within) in enumerate(zip(sizes, above, strict=True))
+        ]
+        slowest = [rows_out * t * w * beta for rows_out, (_, beta) in zip(leaving, links, strict=True)]
+        through = sympy.Max(*slowest, rows * (1 - 1 / ranks) * t * w * beta0)
+        formula(f"T_{way}", alpha0 + through + rows * t * w * gamma, "s", "alpha-beta, the slowest level")
+
+    at_once("flat", k, "one row for each choice")
+    of_ranks = formula("D", distinct_parts(E, k, ranks), "1", "ranks that a token's experts are on; X-MoE figure 4")
+    at_once("dedup", of_ranks, "one row for each rank")
+    if levels > 1:
+        seconds, hop_rows, sent = [], [], []
+        for i, (size, within) in enumerate(zip(sizes, above, strict=True)):
+            parts = formula(f"D{i + 1}", distinct_parts(E, k, within * size), "1", f"units of level {i + 1} of a token")
+            rows = formula(f"rows_rbd_{i + 1}", parts * (1 - 1 / size), "1", "X-MoE section 4.2: pilots, replicas")
+            alpha, beta = links[i]
+            hop_rows.append(parts)
+            sent.append(rows)
+            seconds.append(formula(f"T_hop_{i + 1}", alpha + rows * t * w * beta, "s", "alpha-beta"))
+        handled = functools.reduce(operator.add, hop_rows) * t * w * gamma
+        formula("T_rbd", functools.reduce(operator.add, seconds) + handled, "s", "one hop after the other")
+        alpha, beta = links[-1]
+        inside = of_ranks * (1 - 1 / sizes[-1]) * t * w
+        near, far = alpha + inside / nodes * beta, alpha + inside * (1 - 1 / nodes) * beta
+        hops = functools.reduce(operator.add, seconds[:-1])
+        beside = functools.reduce(operator.add, hop_rows[:-1]) * (1 - 1 / nodes) + of_ranks
+        formula("T_halo", sympy.Max(hops, near) + far + beside * t * w * gamma, "s", "Piper eq. 13")
+    return Sheet(made)
+
+
+REDUNDANCY = Sheet(
+    [
+        Formula("D_nodes", distinct_parts(E, k, quantity("N")), "1", "nodes that a token's experts are on"),
+        Formula("redundancy", 1 - quantity("D_nodes") / k, "1", "X-MoE figure 4"),
+    ]
+)
+
+V_gather, V_p2p, V_tp, V_grad_dense, V_grad_experts = quantities("V_gather V_p2p V_tp V_grad_dense V_grad_experts")
+VOLUMES = Sheet(
+    [
+        Formula(
+            "V_gather", 2 * b * s * d * (G - 1) / G, "B", "SSMB: a rank receives, a layer and direction; X-MoE C.2"
+        ),
+        Formula("V_p2p", 2 * b * s * d, "B", "to the next stage, a micro-batch and direction; Piper section III.B.2"),
+        Formula("V_tp", 8 * 2 * b * s * d * (TP - 1) / TP, "B", "four all-reduces a layer, as rings; Megatron-LM"),
+        Formula("V_grad_dense", 4 * P_dense * (DP - 1) / DP, "B", "all-reduce of 2 bytes, as a ring, a step"),
+        Formula("V_grad_experts", 4 * P_experts * (R - 1) / R, "B", "over the R replicas of an expert, a step"),
+    ]
+)
+
+
+def level_values(sizes: tuple[int, ...], links: tuple[tuple[float, float], ...], whole: tuple[float, float],
+                 handling: float = 0.0) -> dict[str, float]:  # fmt: skip
+    """What `exchange(len(sizes))` is given of a topology: (alpha, beta) of each level, coarse to fine, and of all."""
+    found = {"alpha0": whole[0], "beta0": whole[1], "gamma": handling}
+    for i, (size, (alpha, beta)) in enumerate(zip(sizes, links, strict=True)):
+        found |= {f"n{i + 1}": size, f"alpha{i + 1}": alpha, f"beta{i + 1}": beta}
+    return found
+
+
+def spans(group: int, stride: int, node: int) -> tuple[int, int]:
+    """(nodes, ranks of each node) of a group of ranks `stride` apart, numbered node by node.
+
+    EP first: experts have stride 1, their replicas stride EP. DP first: the other way round (X-MoE appendix C.1).
+    """
+    nodes = max(1, math.ceil(group * stride / node)) if group > 1 else 1
+    nodes = min(nodes, group)
+    return nodes, group // nodes

@@ -1,0 +1,202 @@
+"""GPUs and the links between them: shipped ones by name, or a file that `python -m moefx bench platform` wrote.
+
+Figures of shipped platforms are what makers and papers give, each with its source: peaks, not what programs reach.
+Where nothing was measured, an efficiency is 1 and a latency 0, so that times are lower bounds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+from ..errors import MoefxError
+from .communication import spans
+
+
+class UnknownPlatform(MoefxError):
+    """No such platform, or a platform file that is not one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """Links of a rank to those of its unit that are not nearer.
+
+    Attributes:
+        name: of the level: "node", "switch group", ...
+        ranks: in a unit of this level; 0: no limit.
+        bandwidth: bytes a second that leave a rank, if all ranks send at once.
+        latency: seconds of an exchange beside its bytes; 0 if nobody says.
+    """
+
+    name: str
+    ranks: int
+    bandwidth: float
+    latency: float = 0.0
+    source: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Platform:
+    """What the planner needs to know of a machine.
+
+    Attributes:
+        device: of a rank.
+        capacity: bytes of its memory.
+        peak: FLOP a second, bfloat16, dense.
+        memory_bandwidth: bytes a second, read and written together.
+        networks: fine to coarse; the first is the node.
+        matmul_efficiency, attention_efficiency: of the peak that large ones reach.
+        overhead: bytes that the framework and its libraries take of the memory.
+        fast_domain: ranks within which expert parallelism is meant to stay (Piper eq. 10); 0: anywhere.
+        measured: when and where, "" if it is from data sheets.
+        sources: of each figure.
+    """
+
+    name: str
+    device: str
+    capacity: float
+    peak: float
+    memory_bandwidth: float
+    networks: tuple[Network, ...]
+    matmul_efficiency: float = 1.0
+    attention_efficiency: float = 1.0
+    overhead: float = 0.0
+    fast_domain: int = 0
+    measured: str = ""
+    sources: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for field in ("capacity", "peak", "memory_bandwidth", "matmul_efficiency", "attention_efficiency"):
+            if not getattr(self, field) > 0:
+                raise UnknownPlatform(f"platform {self.name}: {field} is {getattr(self, field)!r}, expected above 0")
+        if not self.networks:
+            raise UnknownPlatform(f"platform {self.name}: no networks; the first one is the node")
+        units = [n.ranks or float("inf") for n in self.networks]
+        if any(large <= small for small, large in itertools.pairwise(units)):
+            raise UnknownPlatform(
+                f"platform {self.name}: units of {[n.ranks for n in self.networks]} ranks do not grow"
+            )
+        for network in self.networks:
+            if not (network.bandwidth > 0 and network.latency >= 0 and network.ranks >= 0):
+                raise UnknownPlatform(f"platform {self.name}: network {network.name!r} has {network}")
+
+    @property
+    def node_size(self) -> int:
+        return self.networks[0].ranks or 1
+
+    def network_of(self, group: int, stride: int = 1) -> Network:
+        """The coarsest network that ranks so far apart use."""
+        reach = (group - 1) * stride + 1
+        return next((n for n in self.networks if not n.ranks or reach <= n.ranks), self.networks[-1])
+
+    def levels(self, group: int, stride: int = 1) -> tuple[tuple[int, ...], tuple[Network, ...]]:
+        """(sizes, networks), coarse to fine, of a group of ranks: one level inside a node, else nodes and ranks."""
+        nodes, inside = spans(group, stride, self.node_size)
+        if nodes == 1 or inside == 1:
+            return (group,), (self.network_of(group, stride),)
+        return (nodes, inside), (self.network_of(group, stride), self.networks[0])
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str, where: str = "a platform") -> Platform:
+        """What `to_json` wrote.
+
+        Raises:
+            UnknownPlatform: no JSON object, or one with other fields.
+        """
+        try:
+            fields: dict[str, Any] = json.loads(text)
+            networks = tuple(Network(**network) for network in fields.pop("networks"))
+            return cls(networks=networks, **fields)
+        except (json.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
+            known = ", ".join(field.name for field in dataclasses.fields(cls))
+            raise UnknownPlatform(f"{where} is no platform file: {error}. Its fields are {known}") from error
+
+
+_FRONTIER = "docs.olcf.ornl.gov/systems/frontier_user_guide.html"
+_H100 = "NVIDIA H100 data sheet (SXM5)"
+_H200 = "NVIDIA H200 data sheet"
+_MI300X = "AMD MI300X data sheet"
+_A100 = "NVIDIA A100 data sheet (SXM4)"
+_DGX = "NVIDIA DGX H100 data sheet: a ConnectX-7 of 400 Gbit/s for each GPU"
+_GIB = 2**30  # stacks of memory come in powers of two, whatever data sheets call them
+_SHIPPED = [
+    Platform(
+        name="frontier", device="AMD MI250X, one GCD", capacity=64 * _GIB, peak=191.5e12, memory_bandwidth=1.6e12,
+        networks=(
+            Network("node", 8, 50e9, source=f"{_FRONTIER}: between MI250X 50 to 100 GB/s, within 200"),
+            Network("switch group", 32, 12.5e9, source=f"{_FRONTIER}: four NICs of 25 GB/s for 8 GCDs; Piper III.C"),
+            Network("rack", 256, 12.5e9, source="X-MoE appendix D: up to 256 GPUs; the user guide has 128 nodes"),
+            Network("machine", 0, 12.5e9, source="as within a rack; X-MoE appendix D: often slower"),
+        ),
+        fast_domain=32,
+        sources={
+            "capacity": _FRONTIER, "peak": "X-MoE appendix A", "memory_bandwidth": "AMD MI250X data sheet: 3.2 TB/s",
+            "fast_domain": "Piper section III.C: four nodes share a switch",
+        },
+    ),
+    Platform(
+        name="dgx-h100", device="NVIDIA H100 80GB SXM5", capacity=80 * _GIB, peak=989e12, memory_bandwidth=3.35e12,
+        networks=(
+            Network("node", 8, 450e9, source=f"{_H100}: NVLink, 900 GB/s both ways"),
+            Network("cluster", 0, 50e9, source=_DGX),
+        ),
+        sources=dict.fromkeys(("capacity", "peak", "memory_bandwidth"), _H100),
+    ),
+    Platform(
+        name="h200", device="NVIDIA H200 141GB SXM5", capacity=139 * _GIB, peak=989e12, memory_bandwidth=4.8e12,
+        networks=(
+            Network("node", 8, 312e9, 18e-6, "measured: NCCL all_to_all_single, 537 MB and a few bytes a rank, 4 GPUs"),
+            Network("cluster", 0, 50e9, source=_DGX),
+        ),
+        matmul_efficiency=0.80,
+        sources={
+            "capacity": "measured", "peak": _H200, "memory_bandwidth": _H200,
+            "matmul_efficiency": "measured: 8192^3 in bfloat16 at 713 to 797 TFLOP/s",
+        },
+    ),
+    Platform(
+        name="mi300x", device="AMD MI300X", capacity=192 * _GIB, peak=1307.4e12, memory_bandwidth=5.3e12,
+        networks=(
+            Network("node", 8, 448e9, source="AMD MI300X platform data sheet: seven links of 64 GB/s one way"),
+            Network("cluster", 0, 50e9, source="a NIC of 400 Gbit/s for each GPU, as in DGX H100"),
+        ),
+        sources=dict.fromkeys(("capacity", "peak", "memory_bandwidth"), _MI300X),
+    ),
+    Platform(
+        name="a100-40gb", device="NVIDIA A100 40GB SXM4", capacity=40 * _GIB, peak=312e12, memory_bandwidth=1.555e12,
+        networks=(
+            Network("node", 8, 300e9, source=f"{_A100}: NVLink, 600 GB/s both ways"),
+            Network("cluster", 0, 25e9, source="NVIDIA DGX A100 data sheet: a NIC of 200 Gbit/s for each GPU"),
+        ),
+        sources=dict.fromkeys(("capacity", "peak", "memory_bandwidth"), _A100),
+    ),
+]  # fmt: skip
+PLATFORMS = {platform.name: platform for platform in _SHIPPED}
+
+
+def platform_of(name: str) -> Platform:
+    """A shipped platform by name, or one from a file.
+
+    Raises:
+        UnknownPlatform: neither; with the names that are near.
+    """
+    if (found := PLATFORMS.get(name.lower())) is not None:
+        return found
+    path = Path(name)
+    if path.suffix == ".json" or path.exists():
+        try:
+            return Platform.from_json(path.read_text(), name)
+        except OSError as error:
+            raise UnknownPlatform(f"no platform file {name}: {error.strerror}") from error
+    near = difflib.get_close_matches(name.lower(), PLATFORMS, n=2, cutoff=0.5)
+    raise UnknownPlatform(
+        f"no platform {name!r}{'; did you mean ' + ' or '.join(near) + '?' if near else ''}. There are "
+        f"{', '.join(PLATFORMS)}, and files that `python -m moefx bench platform` writes"
+    )

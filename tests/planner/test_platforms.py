@@ -1,0 +1,79 @@
+"""Shipped platforms, and files."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from moefx.planner.platforms import PLATFORMS, Network, Platform, UnknownPlatform, platform_of
+
+ALL = pytest.mark.parametrize("platform", PLATFORMS.values(), ids=lambda p: p.name)
+
+
+@ALL
+def test_every_figure_has_a_source(platform):
+    known = {field.name: field.default for field in dataclasses.fields(platform)}
+    figures = {"capacity", "peak", "memory_bandwidth", "matmul_efficiency", "attention_efficiency", "fast_domain"}
+    told = {name for name in figures if getattr(platform, name) != known[name]}
+    assert told <= platform.sources.keys() and all(network.source for network in platform.networks)
+
+
+@ALL
+def test_files(platform, tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text(platform.to_json())
+    assert platform_of(str(path)) == platform
+
+
+def test_names():
+    assert platform_of("Frontier").capacity == 64 * 2**30
+    with pytest.raises(UnknownPlatform, match="no platform 'frontiere'; did you mean frontier"):
+        platform_of("frontiere")
+    with pytest.raises(UnknownPlatform, match=r"no platform file no\.json: No such file"):
+        platform_of("no.json")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"networks": [], "colour": 1}', '{"networks": [{"size": 2}]}'])
+def test_files_of_something_else(text, tmp_path):
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(UnknownPlatform, match=r"other\.json is no platform file: .*Its fields are name, device"):
+        platform_of(str(path))
+
+
+@pytest.mark.parametrize(
+    ("group", "stride", "sizes", "names"),
+    [
+        (8, 1, (8,), ["node"]),
+        (16, 1, (2, 8), ["switch group", "node"]),
+        (64, 1, (8, 8), ["rack", "node"]),
+        (512, 1, (64, 8), ["machine", "node"]),
+        (8, 8, (8,), ["rack"]),
+        (4, 2, (4,), ["node"]),
+        (8, 2, (2, 4), ["switch group", "node"]),
+    ],
+)
+def test_levels_of_frontier(group, stride, sizes, names):
+    found, networks = platform_of("frontier").levels(group, stride)
+    assert (found, [network.name for network in networks]) == (sizes, names)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(peak=0), "peak is 0, expected above 0"),
+        (dict(networks=()), "no networks; the first one is the node"),
+        (dict(networks=(Network("node", 8, 1e9), Network("rack", 8, 1e9))), r"units of \[8, 8\] ranks do not grow"),
+        (dict(networks=(Network("node", 8, 0),)), "network 'node' has"),
+    ],
+)
+def test_platforms_that_cannot_be(change, message):
+    with pytest.raises(UnknownPlatform, match=message):
+        dataclasses.replace(platform_of("h200"), **change)
+
+
+def test_units_without_a_limit_are_the_largest():
+    with pytest.raises(UnknownPlatform, match="do not grow"):
+        Platform(name="x", device="x", capacity=1, peak=1, memory_bandwidth=1,
+                 networks=(Network("all", 0, 1e9), Network("node", 8, 1e9)))  # fmt: skip
