@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 
 import sympy
 
-from .sheet import Formula, Sheet, distinct_parts, quantities, quantity
+from .sheet import Formula, Sheet, distinct, quantities, quantity
 
 E, k, t, w, gamma = quantities("E k t w gamma")
 alpha0, beta0 = quantities("alpha0 beta0")
@@ -31,8 +30,8 @@ def exchange(levels: int) -> Sheet:
     by level (`rows_flat_2`), and seconds (`T_flat`). One level has none of several hops."""
     sizes = [quantity(f"n{i + 1}") for i in range(levels)]
     links = [(quantity(f"alpha{i + 1}"), quantity(f"beta{i + 1}")) for i in range(levels)]
-    ranks = functools.reduce(operator.mul, sizes)
-    above = [functools.reduce(operator.mul, sizes[:i], sympy.Integer(1)) for i in range(levels)]
+    ranks = sympy.Mul(*sizes)
+    above = [sympy.Mul(*sizes[:i]) for i in range(levels)]  # units that a level's are within
     nodes = above[-1]
     made: list[Formula] = []
 
@@ -51,31 +50,31 @@ def exchange(levels: int) -> Sheet:
         formula(f"T_{way}", alpha0 + through + rows * t * w * gamma, "s", "alpha-beta, the slowest level")
 
     at_once("flat", k, "one row for each choice")
-    of_ranks = formula("D", distinct_parts(E, k, ranks), "1", "ranks that a token's experts are on; X-MoE figure 4")
+    of_ranks = formula("D", distinct(E, k, ranks), "1", "ranks that a token's experts are on; X-MoE figure 4")
     at_once("dedup", of_ranks, "one row for each rank")
     if levels > 1:
         seconds, hop_rows, sent = [], [], []
         for i, (size, within) in enumerate(zip(sizes, above, strict=True)):
-            parts = formula(f"D{i + 1}", distinct_parts(E, k, within * size), "1", f"units of level {i + 1} of a token")
+            parts = formula(f"D{i + 1}", distinct(E, k, within * size), "1", f"units of level {i + 1} of a token")
             rows = formula(f"rows_rbd_{i + 1}", parts * (1 - 1 / size), "1", "X-MoE section 4.2: pilots, replicas")
             alpha, beta = links[i]
             hop_rows.append(parts)
             sent.append(rows)
             seconds.append(formula(f"T_hop_{i + 1}", alpha + rows * t * w * beta, "s", "alpha-beta"))
-        handled = functools.reduce(operator.add, hop_rows) * t * w * gamma
-        formula("T_rbd", functools.reduce(operator.add, seconds) + handled, "s", "one hop after the other")
+        handled = sympy.Add(*hop_rows) * t * w * gamma
+        formula("T_rbd", sympy.Add(*seconds) + handled, "s", "one hop after the other")
         alpha, beta = links[-1]
         inside = of_ranks * (1 - 1 / sizes[-1]) * t * w
         near, far = alpha + inside / nodes * beta, alpha + inside * (1 - 1 / nodes) * beta
-        hops = functools.reduce(operator.add, seconds[:-1])
-        beside = functools.reduce(operator.add, hop_rows[:-1]) * (1 - 1 / nodes) + of_ranks
+        hops = sympy.Add(*seconds[:-1])
+        beside = sympy.Add(*hop_rows[:-1]) * (1 - 1 / nodes) + of_ranks
         formula("T_halo", sympy.Max(hops, near) + far + beside * t * w * gamma, "s", "Piper eq. 13")
     return Sheet(made)
 
 
 REDUNDANCY = Sheet(
     [
-        Formula("D_nodes", distinct_parts(E, k, quantity("N")), "1", "nodes that a token's experts are on"),
+        Formula("D_nodes", distinct(E, k, quantity("N")), "1", "nodes that a token's experts are on"),
         Formula("redundancy", 1 - quantity("D_nodes") / k, "1", "X-MoE figure 4"),
     ]
 )

@@ -52,7 +52,7 @@ STATES = Sheet(
 BLOCK = Sheet(
     [
         Formula("A_router", 4 * b * s * E / G, "B", "probabilities, float32"),
-        Formula("A_meta", 16 * k * b * s / G, "B", "ERI arrays: three int32, one float32; X-MoE section 4.1.1"),
+        Formula("A_meta", 12 * k * b * s / G + 4 * (E / EP + 1), "B", "ERI arrays; X-MoE section 4.1.1"),
         Formula("A_mask", w_mask * c * k * (b * s / G) ** 2, "B", "masks [S, E, C], C = c*k*S/E; X-MoE section 3.1"),
         Formula(
             "A_dispatch", 2 * b * s * d * (n_rows * c * k + (1 - n_rows) * n_dup) / G, "B",

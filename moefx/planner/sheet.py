@@ -22,7 +22,7 @@ _BYTES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 class distinct_parts(sympy.Function):
-    """distinct_parts(E, k, N): on how many of N equal parts of E experts a token's k are, if all choices are alike."""
+    """As `distinct` shows it."""
 
     nargs = 3
 
@@ -31,6 +31,12 @@ class distinct_parts(sympy.Function):
         if parts == 1:
             return sympy.Integer(1)
         return None
+
+
+def distinct(num_experts: sympy.Expr, top_k: sympy.Expr, parts: sympy.Expr) -> sympy.Expr:
+    """On how many of equal parts of the experts a token's are, if all choices are alike (X-MoE figure 4)."""
+    found: Any = distinct_parts(num_experts, top_k, parts)
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +167,8 @@ class _Code(PythonCodePrinter):
         return f"distinct_parts({', '.join(map(self._print, expression.args))})"
 
     def _print_ceiling(self, expression: sympy.Expr) -> str:
-        above, below = map(self._print, expression.args[0].as_numer_denom())
+        inside: Any = expression.args[0]
+        above, below = map(self._print, inside.as_numer_denom())
         return f"-(-({above}) // ({below}))"
 
     def _print_Max(self, expression: sympy.Expr) -> str:

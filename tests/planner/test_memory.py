@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import moefx
+from moefx.bench.shapes import shape_of
 from moefx.errors import InvalidPlan
 from moefx.planner.catalogue import MODELS, model_of
 from moefx.planner.layout import Layout
@@ -33,6 +36,23 @@ def test_what_is_kept_is_what_compile_keeps(kind, matrices, policy):
     model = model_of("mixtral-8x7b").replace(hidden_size=D, num_experts=E, top_k=K, expert_size=H, matrices=matrices)
     found = memory(model, Layout(kept=policy, tokens=1))
     assert found["A_dispatch"] + found["A_interm"] == matched.saved_after
+
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "moe_h200.jsonl"
+ROWS = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if row.get("peer") == "moefx"], ids=lambda r: f"{r['shape']}-{r['routing']}"
+)
+def test_what_is_kept_is_what_was_measured(row):
+    """On the GPU, ten shapes, to the byte: tokens, hidden rows, ERI arrays."""
+    shape = shape_of(row["shape"])
+    model = model_of("mixtral-8x7b").replace(
+        hidden_size=shape.d, num_experts=shape.E, top_k=shape.K, expert_size=shape.h, matrices=shape.matrices
+    )
+    found = memory(model, Layout(tokens=shape.T))
+    assert found["A_dispatch"] + found["A_interm"] + found["A_meta"] == round(row["saved_bytes_per_token"] * shape.T)
 
 
 LAYOUTS = st.builds(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import sympy
 
-from moefx.planner.sheet import Formula, Sheet, amount, distinct_parts, quantities
+from moefx.planner.sheet import Formula, Sheet, amount, distinct, quantities
 
 a, b, total, E, k, N = quantities("a b total E k N")
 SHEET = Sheet(
@@ -49,9 +49,9 @@ def test_sheets_are_checked():
         Sheet([Formula("x", total, "1", ""), Formula("total", a, "1", "")])
 
 
-def test_distinct_parts():
+def test_distinct():
     """X-MoE figure 4: redundancy of 75.1 % at EP = 16 and 54.8 % at 32, on nodes of 8."""
-    sheet = Sheet([Formula("D", distinct_parts(E, k, N), "1", "")])
+    sheet = Sheet([Formula("D", distinct(E, k, N), "1", "")])
     for nodes, redundancy in ((2, 0.751), (4, 0.548)):
         assert 1 - sheet(E=256, k=8, N=nodes)["D"] / 8 == pytest.approx(redundancy, abs=0.0005)
     assert sheet(E=256, k=8, N=1)["D"] == 1
