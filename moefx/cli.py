@@ -1,4 +1,4 @@
-"""The command line: `python -m moefx {demo,explain,verify,bench,env}`.
+"""The command line: `python -m moefx {demo,explain,verify,plan,bench,env}`.
 
 Exit status: 0 yes (equivalent; something is rewritten), 1 no, 2 the question could not be asked.
 """
@@ -74,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="python -m moefx", description="A compiler for mixture-of-experts training in PyTorch."
     )
-    commands = top.add_subparsers(dest="command", required=True, metavar="{demo,explain,verify,bench,env}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="{demo,explain,verify,plan,bench,env}")
 
     demo = commands.add_parser("demo", help="train a small MoE model, original beside compiled; write report.html")
     demo.add_argument("--steps", type=positive, default=100, help="training steps (default: 100)")
@@ -97,6 +97,16 @@ def parser() -> argparse.ArgumentParser:
     verify.add_argument("--json", action="store_true", help="print JSON")
     add_plan(verify)
     verify.set_defaults(run=run_verify)
+
+    plan = commands.add_parser("plan", help="which parallelisation of a model fits a platform and is fastest, and why")
+    plan.add_argument("model", help="a name such as deepseek-v3; a wrong one lists them all")
+    plan.add_argument("--platform", default="dgx-h100", help="a name, or a platform file (default: dgx-h100)")
+    plan.add_argument("--gpus", type=positive, required=True, help="ranks, all of them")
+    plan.add_argument("--batch", type=positive, default=1024, help="sequences of a step, of all ranks (default: 1024)")
+    plan.add_argument("--tokens", type=positive, default=4096, help="of a sequence (default: 4096)")
+    plan.add_argument("--top", type=positive, default=10, help="lines of the table (default: 10)")
+    plan.add_argument("--explain", type=positive, metavar="N", help="formulas and numbers of line N of the table")
+    plan.set_defaults(run=run_plan)
 
     bench = commands.add_parser("bench", help="measure on this machine's GPU")
     kinds = "; ".join(f"{name}: {text}" for name, text in BENCHMARKS.items())
@@ -286,6 +296,19 @@ def run_bench(arguments: argparse.Namespace) -> int:
             raise UsageError("this measures GPU kernels, and torch sees no GPU here")
     importlib.import_module(f"moefx.bench.{arguments.what}").main(arguments.rest)
     return 0
+
+
+def run_plan(arguments: argparse.Namespace) -> int:
+    from .planner.search import plan
+
+    ranking = plan(arguments.model, arguments.platform, arguments.gpus, batch=arguments.batch, tokens=arguments.tokens)
+    if arguments.explain is not None:
+        if arguments.explain > len(ranking):
+            raise UsageError(f"--explain {arguments.explain}: {len(ranking)} layouts fit")
+        print(ranking.explain(arguments.explain - 1))
+    else:
+        print(ranking.shown(arguments.top))
+    return 0 if len(ranking) else 1
 
 
 def run_env(arguments: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Literal, get_args
 
 from ..errors import InvalidPlan
@@ -132,16 +133,8 @@ class Layout:
             raise InvalidPlan(f"ep={self.ep} does not divide the {model.num_experts} experts of {model.name}")
         if self.pp > model.num_layers:
             raise InvalidPlan(f"pp={self.pp} stages, but {model.name} has {model.num_layers} layers")
-        a, kept = model.attention, KEPT[self.kept]
-        replicas = self.expert_replicas
-        return {
-            "d": model.hidden_size, "L": model.num_layers, "L_moe": model.num_moe_layers, "E": model.num_experts,
-            "k": model.top_k, "F": model.expert_size, "F_shared": model.shared_size, "F_dense": model.dense_size,
-            "n_mat": model.matrices, "V": model.vocab_size, "H": a.num_heads,
-            "N_attn": a.parameters(model.hidden_size) + model.norms * model.hidden_size,
-            "N_expert": model.expert_parameters(), "N_rest": model.shared_parameters(),
-            "N_ffn": model.dense_parameters(),
-            "w_attn": a.query_width + a.kv_width + a.out_width, "w_latent": a.query_rank + a.kv_rank + a.rope_size,
+        kept, replicas = KEPT[self.kept], self.expert_replicas
+        return _of_model(model) | {
             "PP": self.pp, "TP": self.tp, "EP": self.ep, "G": self.tp if self.ssmb else 1,
             "z_p": self.dp if self.zero > 2 else 1, "z_g": self.dp if self.zero > 1 else 1,
             "z_o": self.dp if self.zero > 0 else 1, "y_p": replicas if self.zero > 2 else 1,
@@ -159,3 +152,16 @@ class Layout:
         from ..runtime.links import expected_parts  # with torch.distributed, which not every build has
 
         return model.top_k if self.way == "flat" else expected_parts(model.num_experts, model.top_k, self.ep)
+
+
+@functools.lru_cache(maxsize=64)
+def _of_model(model: Architecture) -> dict[str, float]:
+    a, d = model.attention, model.hidden_size
+    return {
+        "d": d, "L": model.num_layers, "L_moe": model.num_moe_layers, "E": model.num_experts, "k": model.top_k,
+        "F": model.expert_size, "F_shared": model.shared_size, "F_dense": model.dense_size, "n_mat": model.matrices,
+        "V": model.vocab_size, "H": a.num_heads, "N_attn": a.parameters(d) + model.norms * d,
+        "N_expert": model.expert_parameters(), "N_rest": model.shared_parameters(), "N_ffn": model.dense_parameters(),
+        "w_attn": a.query_width + a.kv_width + a.out_width, "w_latent": a.query_rank + a.kv_rank + a.rope_size,
+        "w_scores": a.query_width + a.out_width,
+    }  # fmt: skip

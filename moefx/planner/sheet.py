@@ -94,7 +94,7 @@ class Sheet:
     def __add__(self, other: Sheet) -> Sheet:
         return Sheet([*self, *other])
 
-    @property
+    @functools.cached_property
     def given(self) -> list[str]:
         """Names of the quantities that are not results."""
         return sorted(set().union(*(_names(f.expression) for f in self)) - self.formulas.keys())

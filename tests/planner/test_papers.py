@@ -126,7 +126,7 @@ class TestMoEBlaze:
         ("matrices", "rows"), [(3, {128: 1766, 512: 6918, 2048: 27528}), (2, {128: 1238, 512: 4854, 2048: 19320})]
     )
     def test_table_2_grows_as_what_is_kept(self, matrices, rows):
-        """Bytes a token beyond the tensors that both kinds keep: X, the outputs, and K rows of F = 2d for each."""
+        """X, the outputs, K rows of F for each tensor, ERI arrays. F is not given: the next test says 2d."""
         model = model_of("x-moe-small").replace(
             hidden_size=256, num_experts=128, top_k=4, expert_size=512, matrices=matrices
         )

@@ -1,0 +1,175 @@
+"""The search: complete, within the constraints, ranked, and each rejection with its reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import pytest
+
+import moefx
+from moefx import cli
+from moefx.errors import InvalidPlan
+from moefx.planner.architecture import UnknownArchitecture
+from moefx.planner.catalogue import model_of
+from moefx.planner.layout import Layout
+from moefx.planner.platforms import UnknownPlatform, platform_of
+from moefx.planner.search import plan, search
+from moefx.planner.step import flop_per_token, given, memory, sheet
+
+
+@pytest.fixture(scope="module")
+def small():
+    """OLMoE on two nodes of eight A100."""
+    return plan("olmoe-1b-7b", "a100-40gb", 16, batch=64)
+
+
+def test_a_trillion_parameters_on_1024_gpus_in_seconds():
+    begin = time.process_time()
+    ranking = plan("kimi-k2", "dgx-h100", 1024)
+    assert time.process_time() - begin < 5
+    assert len(ranking) > 100 and 0.1 < ranking[0].mfu < 0.6
+
+
+def test_what_fits_holds_to_the_constraints(small):
+    model, platform = small.model, small.platform
+    assert len(small)
+    for entry in small:
+        x = entry.layout
+        assert x.num_ranks == 16 and model.num_experts % x.ep == 0 and x.pp <= model.num_layers  # Piper eq. 7 to 9
+        assert memory(model, x, platform)["M_gpu"] == entry.memory["M_gpu"] <= platform.capacity  # eq. 11
+        assert x.sequences * x.microbatches * x.dp == 64
+    seconds = [entry.seconds for entry in small]
+    assert seconds == sorted(seconds)
+
+
+def test_nothing_is_forgotten(small):
+    """Every division of the ranks is in the ranking, or rejected by name."""
+    fits = {(e.layout.pp, e.layout.tp, e.layout.ep) for e in small}
+    why = "\n".join(f"{r.what}: {r.why}" for r in small.rejected)
+    powers = (1, 2, 4, 8, 16)
+    for pp in powers:
+        for tp in powers:
+            for ep in powers:
+                if 16 % (pp * tp) or (16 // pp) % ep:
+                    continue
+                named = f"PP={pp} TP={tp} EP={ep}:" in why or (tp == 16 and "TP=16: crosses the node of 8 ranks" in why)
+                assert ((pp, tp, ep) in fits) != named, (pp, tp, ep)
+
+
+def test_the_fast_domain_is_kept():
+    """Piper eq. 10; without it the same layouts are there."""
+    kept = plan("deepseek-v3", "frontier", 512)
+    assert all(e.layout.ep <= 32 for e in kept)
+    assert any(r.what.startswith("EP=64") and "fast domain of 32 ranks" in r.why for r in kept.rejected)
+    assert any(e.layout.ep > 32 for e in plan("deepseek-v3", "frontier", 512, fast_domain=0))
+
+
+def test_what_does_not_fit_says_by_how_much():
+    ranking = plan("deepseek-v3", "a100-40gb", 8)
+    assert not len(ranking)
+    (line,) = [r for r in ranking.rejected if r.what == "PP=1 TP=1 EP=8"]
+    assert line.why.startswith("does not fit: ") and line.why.endswith("too much at the least, most of it M_optimizer")
+    assert "0 layouts fit 40 GiB" in str(ranking)
+
+
+def test_entries_are_plans(small):
+    for entry in small:
+        made = entry.plan()
+        assert isinstance(made, moefx.Plan)
+        assert (made.expert_axis is None) == (entry.layout.ep == 1)
+    assert small[0].plan(timeout=60).timeout == 60
+
+
+def test_explained(small):
+    text = small.explain()
+    for line in (
+        "M_gpu = ",
+        "M_optimizer = ",
+        "A_interm = ",
+        "MFU = ",
+        "T_step = ",
+        "# Piper eq. 12",
+        "# X-MoE table 2",
+    ):
+        assert line in text
+
+
+MODEL, PLATFORM = model_of("qwen3-30b-a3b"), platform_of("dgx-h100")
+LAYOUT = Layout(pp=2, tp=2, dp=8, ep=16, ssmb=True, microbatches=8)
+
+
+def seconds(platform=PLATFORM, **changes):
+    layout = dataclasses.replace(LAYOUT, **changes)
+    values = given(MODEL, layout, platform)
+    return sheet("dedup", 2)(**values)
+
+
+@pytest.mark.parametrize("figure", ["peak", "memory_bandwidth", "matmul_efficiency", "attention_efficiency"])
+def test_slower_machines_are_slower(figure):
+    slower = dataclasses.replace(PLATFORM, **{figure: getattr(PLATFORM, figure) / 2})
+    assert seconds(slower)["T_step"] > seconds()["T_step"]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_slower_links_are_slower(which):
+    networks = list(PLATFORM.networks)
+    networks[which] = dataclasses.replace(networks[which], bandwidth=networks[which].bandwidth / 4)
+    assert seconds(dataclasses.replace(PLATFORM, networks=tuple(networks)))["T_step"] > seconds()["T_step"]
+
+
+def test_what_runs_again_takes_longer():
+    found = [seconds(**change)["T_step"] for change in ({}, dict(kept="x"), dict(recompute=True))]
+    assert found == sorted(found) and len(set(found)) == 3
+
+
+def test_no_policy_exchanges_more():
+    assert len({seconds(**change)["T_alltoall"] for change in ({}, dict(kept="x"), dict(recompute=True))}) == 1
+
+
+def test_bubbles():
+    """Of 1F1B (PP - 1) / M of the step's work (Megatron-LM section 2.2)."""
+    found = seconds()
+    assert found["T_bubble"] == pytest.approx(found["T_micro"] * (2 - 1))
+    assert seconds(schedule="interleaved", chunks=2)["T_bubble"] == pytest.approx(found["T_bubble"] / 2)
+    assert seconds(schedule="zb-h2")["T_bubble"] == 0
+
+
+def test_mfu_is_what_the_model_asks_for():
+    found = seconds()
+    flop = flop_per_token(MODEL, 4096) * 8 * 8 * 4096
+    assert found["MFU"] == pytest.approx(flop / (found["T_step"] * 32 * PLATFORM.peak))
+    assert 6 * 3.0e9 < flop_per_token(MODEL, 1) < 6 * 3.35e9
+
+
+def test_the_command(capsys):
+    assert (
+        cli.main(["plan", "olmoe-1b-7b", "--platform", "a100-40gb", "--gpus", "16", "--batch", "64", "--top", "3"]) == 0
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert "layouts fit 40 GiB" in lines[0] and lines[2].split()[:4] == ["PP", "TP", "DP", "EP"]
+    assert lines[6] == "" and lines[7] == "rejected"
+    assert cli.main(["plan", "olmoe-1b-7b", "--platform", "a100-40gb", "--gpus", "16", "--explain", "1"]) == 0
+    assert "M_gpu = " in capsys.readouterr().out
+    assert cli.main(["plan", "deepseek-v3", "--platform", "a100-40gb", "--gpus", "8"]) == 1
+    capsys.readouterr()
+    assert cli.main(["plan", "olmoe", "--gpus", "8"]) == 1
+    assert "did you mean olmoe-1b-7b?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (("olmo", "h200", 8), UnknownArchitecture, "no model 'olmo'"),
+        (("olmoe-1b-7b", "h300", 8), UnknownPlatform, "no platform 'h300'; did you mean h200"),
+        (("olmoe-1b-7b", "h200", 0), InvalidPlan, "num_ranks is 0"),
+        ((7, "h200", 8), UnknownArchitecture, "takes the name of a model or an Architecture, not int"),
+    ],
+)
+def test_what_cannot_be_meant(arguments, error, message):
+    with pytest.raises(error, match=message):
+        moefx.plan(*arguments)
+
+
+def test_search_takes_descriptions():
+    assert search(model_of("olmoe-1b-7b"), platform_of("h200"), 1, batch=8)[0].layout.num_ranks == 1
