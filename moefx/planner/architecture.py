@@ -90,6 +90,7 @@ class Architecture:
         expert_bias: whether the projections of experts have biases.
         shared_gate: whether the shared expert's output has a gate of its own.
         norms: RMSNorms a layer.
+        num_other: elements outside of layers and embeddings.
         context: tokens of the longest sequence it is made for, 0 if that is not said.
         published: (total, active) parameters that its makers give, 0 where they do not.
         source: where the numbers are from.
@@ -113,6 +114,7 @@ class Architecture:
     expert_bias: bool = False
     shared_gate: bool = False
     norms: int = 2
+    num_other: int = 0
     context: int = 0
     published: tuple[float, float] = (0, 0)
     source: str = ""
@@ -161,7 +163,7 @@ class Architecture:
         moe = self.num_moe_layers * (count * self.expert_parameters() + self.shared_parameters())
         dense = (self.num_layers - self.num_moe_layers) * self.dense_parameters()
         last_norm = self.hidden_size if self.norms else 0
-        return layers + moe + dense + self.embedding_parameters() + last_norm
+        return layers + moe + dense + self.embedding_parameters() + last_norm + self.num_other
 
     def replace(self, **changes: Any) -> Architecture:
         return dataclasses.replace(self, **changes)

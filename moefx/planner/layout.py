@@ -163,5 +163,5 @@ def _of_model(model: Architecture) -> dict[str, float]:
         "V": model.vocab_size, "H": a.num_heads, "N_attn": a.parameters(d) + model.norms * d,
         "N_expert": model.expert_parameters(), "N_rest": model.shared_parameters(), "N_ffn": model.dense_parameters(),
         "w_attn": a.query_width + a.kv_width + a.out_width, "w_latent": a.query_rank + a.kv_rank + a.rope_size,
-        "w_scores": a.query_width + a.out_width,
+        "w_scores": a.query_width + a.out_width, "N_other": model.num_other,
     }  # fmt: skip

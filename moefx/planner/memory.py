@@ -19,7 +19,9 @@ import sympy
 from .sheet import Formula, Sheet, quantities
 
 d, V, E, k, F, n_mat, H, L, L_moe = quantities("d V E k F n_mat H L L_moe")
-F_shared, F_dense, N_attn, N_expert, N_rest, N_ffn = quantities("F_shared F_dense N_attn N_expert N_rest N_ffn")
+F_shared, F_dense, N_attn, N_expert, N_rest, N_ffn, N_other = quantities(
+    "F_shared F_dense N_attn N_expert N_rest N_ffn N_other"
+)
 w_attn, w_latent, PP, TP, EP, G = quantities("w_attn w_latent PP TP EP G")
 b, s, m, c, w_mask = quantities("b s m c w_mask")
 n_rows, n_h, n_y, n_dup, n_emb, n_logits, n_again = quantities("n_rows n_h n_y n_dup n_emb n_logits n_again")
@@ -38,7 +40,7 @@ STATES = Sheet(
         Formula("l_moe", sympy.ceiling(L_moe / PP), "1", "those with experts"),
         Formula(
             "P_dense",
-            (layers * N_attn + (layers - moe_layers) * N_ffn + moe_layers * N_rest + n_emb * V * d) / TP,
+            (layers * N_attn + (layers - moe_layers) * N_ffn + moe_layers * N_rest + n_emb * V * d + N_other) / TP,
             "1", "parameters that every token passes",
         ),
         Formula("P_experts", moe_layers * E / EP * N_expert, "1", "Piper eq. 2"),

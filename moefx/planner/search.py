@@ -7,6 +7,8 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+from torch import nn
+
 from .._plan import Plan
 from ..errors import InvalidPlan
 from ..runtime.links import fastest
@@ -190,24 +192,28 @@ def search(
     return Ranking(model, platform, num_ranks, tuple(entries), tuple(reasons))
 
 
-def plan(model: str | Architecture, platform: str | Platform, world_size: int, **options: Any) -> Ranking:
+def plan(model: Any, platform: str | Platform, world_size: int, **options: Any) -> Ranking:
     """Which layouts of a model fit a platform, and which is the fastest.
 
     Args:
-        model: a name of the catalogue, or an `Architecture`.
+        model: a name of the catalogue, an `Architecture`, or an nn.Module, on the meta device too (see `describe`).
         platform: a name ("frontier", "dgx-h100", "h200", "mi300x", "a100-40gb"), a platform file, or a `Platform`.
         world_size: GPUs.
-        options: batch, tokens, most_sequences and fast_domain of `search`.
+        options: batch, tokens, most_sequences and fast_domain of `search`; example_inputs of a module.
 
     Raises:
         UnknownArchitecture, UnknownPlatform: no such model or platform; with the names that are near.
         InvalidPlan: sizes that cannot be meant.
     """
-    described = model_of(model) if isinstance(model, str) else model
+    if isinstance(model, nn.Module):
+        from .describe import describe  # with capture and all passes
+
+        described = describe(model, options.pop("example_inputs", None))
+    else:
+        described = model_of(model) if isinstance(model, str) else model
     if not isinstance(described, Architecture):
-        raise UnknownArchitecture(
-            f"moefx.plan takes the name of a model or an Architecture, not {type(model).__name__}"
-        )
+        kind = type(model).__name__
+        raise UnknownArchitecture(f"moefx.plan takes the name of a model, a module or an Architecture, not {kind}")
     machine = platform_of(platform) if isinstance(platform, str) else platform
     return search(described, machine, world_size, **options)
 

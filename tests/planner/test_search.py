@@ -163,7 +163,7 @@ def test_the_command(capsys):
         (("olmo", "h200", 8), UnknownArchitecture, "no model 'olmo'"),
         (("olmoe-1b-7b", "h300", 8), UnknownPlatform, "no platform 'h300'; did you mean h200"),
         (("olmoe-1b-7b", "h200", 0), InvalidPlan, "num_ranks is 0"),
-        ((7, "h200", 8), UnknownArchitecture, "takes the name of a model or an Architecture, not int"),
+        ((7, "h200", 8), UnknownArchitecture, "takes the name of a model, a module or an Architecture, not int"),
     ],
 )
 def test_what_cannot_be_meant(arguments, error, message):

@@ -1,0 +1,131 @@
+"""The architecture of a real model: its blocks as `compile` matches them, the rest as its modules count.
+
+Nothing runs on a device, and a model on the meta device will do: `with torch.device("meta"): model = ...`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from .._plan import Plan
+from ..ir.body import ExpertBody
+from .architecture import Architecture, Attention, UnknownArchitecture
+
+_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+_HEAD_SIZE = 128  # where nothing says how many heads there are
+
+
+def describe(model: nn.Module, example_inputs: Any = None) -> Architecture:
+    """The architecture of a model whose blocks `moefx.compile` rewrites.
+
+    Parameters are counted exactly. What attention keeps for its backward goes by the heads that `model.config`, or an
+    attribute such as `num_heads`, names; else by heads of 128.
+
+    Args:
+        example_inputs: as for `moefx.compile`.
+
+    Raises:
+        UnknownArchitecture: no block was rewritten, or the blocks are not of one kind; with what was seen.
+    """
+    from ..api import blocks, compile, explain  # which need the planner for plan="auto"
+
+    compiled = compile(model, plan=Plan(validation="symbolic"), example_inputs=example_inputs, strict=False)
+    kinds = {}
+    for block in blocks(compiled):
+        kinds.setdefault(_experts_of(block.graph, block.name), []).append(block.name)
+    if not kinds:
+        raise UnknownArchitecture(f"no block of {type(model).__name__} is rewritten:\n{explain(model)}")
+    if len(kinds) > 1:
+        seen = "; ".join(f"{names[0]}: {dict(zip(_SIZES, sizes, strict=True))}" for sizes, names in kinds.items())
+        raise UnknownArchitecture(f"the planner takes models whose blocks are alike, these are not: {seen}")
+    ((sizes, names),) = kinds.items()
+    (d, num_experts, top_k, width, matrices, of_experts) = sizes
+    layers = _layers(model, names)
+    with_blocks = {path: name for name in names for path in layers if name == path or name.startswith(f"{path}.")}
+    path, name = next(iter(with_blocks.items()))
+    of_block, of_layer = _count(model.get_submodule(name)), _count(layers[path])
+    rest = of_block - of_experts
+    shared = max(rest - d * num_experts, 0) // (matrices * d)
+    attention = _attention(model, layers[path], d)
+    beside = of_layer - of_block - 2 * d
+    dense = [_count(layer) - (of_layer - of_block) for where, layer in layers.items() if where not in with_blocks]
+    vocab = max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=0)
+    outside = _count(model) - sum(map(_count, layers.values())) - d
+    is_tied = outside < 2 * vocab * d
+    return Architecture(
+        name=type(model).__name__, hidden_size=d, num_layers=len(layers), num_moe_layers=len(with_blocks),
+        attention=_with_extra(attention, beside - attention.parameters(d)), num_experts=num_experts, top_k=top_k,
+        expert_size=width, matrices=matrices, shared_size=shared,
+        router_bias=rest - d * num_experts - shared * matrices * d
+        + of_experts - num_experts * matrices * d * width,  # biases of experts too
+        dense_size=round(sum(dense) / len(dense) / (matrices * d)) if dense else 0, vocab_size=vocab,
+        is_tied=is_tied, num_other=outside - vocab * d * (1 if is_tied else 2), source=f"the modules of {path}",
+    )  # fmt: skip
+
+
+_SIZES = ("hidden_size", "num_experts", "top_k", "expert_size", "matrices", "parameters of experts")
+
+
+def _experts_of(graph: Any, name: str) -> tuple[int, ...]:
+    """Sizes of a rewritten block, as `_SIZES` names them."""
+    mlps = graph.find(torch.ops.moefx.expert_mlp.default)
+    if len(mlps) != 1:
+        raise UnknownArchitecture(f"{name} has {len(mlps)} kinds of fused experts; the planner takes blocks with one")
+    values: list[Any] = [getattr(arg, "meta", {}).get("val") for arg in mlps[0].args[:4]]
+    x, _, offsets, inverse = values
+    body = ExpertBody.from_json(mlps[0].kwargs["body"])
+    up = sum(body.up_widths([weight.meta["val"] for weight in mlps[0].args[5]]))
+    weights = {w for group in mlps[0].args[5:9] for w in group or ()}
+    total = sum(w.meta["val"].numel() for w in weights)
+    parts = len(body.parts)
+    return x.shape[-1], offsets.shape[0] - 1, inverse.shape[-1], up // parts, parts + 1, total
+
+
+def _layers(model: nn.Module, names: list[str]) -> dict[str, nn.Module]:
+    """By name, the members of the outermost lists of modules that blocks are in; the blocks themselves without one."""
+    found: dict[str, nn.Module] = {}
+    for name in names:
+        steps = name.split(".")
+        for i in range(1, len(steps)):
+            inside = model.get_submodule(".".join(steps[:i]))
+            if isinstance(inside, (nn.ModuleList, nn.Sequential)):
+                found |= {f"{'.'.join(steps[:i])}.{key}": child for key, child in inside.named_children()}
+                break
+        else:
+            found[name] = model.get_submodule(name)
+    return found
+
+
+def _attention(model: nn.Module, layer: nn.Module, d: int) -> Attention:
+    config = getattr(model, "config", None)
+    config = getattr(config, "text_config", None) or config
+    places = [config, *layer.modules()]
+
+    def first(names: tuple[str, ...]) -> int | None:
+        found = (getattr(place, name, None) for place in places for name in names)
+        return next((value for value in found if type(value) is int and value > 0), None)
+
+    heads = first(_HEADS) or max(d // _HEAD_SIZE, 1)
+    kv_heads = first(_KV_HEADS) or heads
+    if kv_rank := first(("kv_lora_rank",)):
+        rope = first(("qk_rope_head_dim",)) or 0
+        return Attention(
+            num_heads=heads, num_kv_heads=heads, head_size=(first(("qk_nope_head_dim",)) or 0) + rope,
+            value_size=first(("v_head_dim",)), query_rank=first(("q_lora_rank",)) or 0, kv_rank=kv_rank, rope_size=rope,
+        )  # fmt: skip
+    return Attention(num_heads=heads, num_kv_heads=kv_heads, head_size=first(("head_dim",)) or max(d // heads, 1))
+
+
+def _with_extra(attention: Attention, num_extra: int) -> Attention:
+    return Attention(**{**vars(attention), "num_extra": num_extra})
+
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+__all__ = ["describe"]

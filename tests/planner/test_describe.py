@@ -1,0 +1,112 @@
+"""Architectures of real models: every parameter is counted, and sizes are those of the modules."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import moefx
+from moefx.planner.architecture import UnknownArchitecture
+from moefx.planner.describe import describe
+
+from ..distributed.models import Model
+from ..passes.blocks import D, E, Gated, H, K, Loop, Mlp
+
+
+def count(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+class Decoder(nn.Module):
+    """A plain decoder: attention of four heads, every other layer with experts."""
+
+    def __init__(self, layers: int = 4, d: int = 32, expert: type = Gated):
+        super().__init__()
+        self.embed = nn.Embedding(64, D)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict(
+                dict(
+                    attention=nn.MultiheadAttention(D, 2, bias=False, batch_first=True),
+                    before=nn.RMSNorm(D), behind=nn.RMSNorm(D),
+                    ffn=Loop(expert) if i % 2 else nn.Sequential(nn.Linear(D, 5 * D), nn.SiLU(), nn.Linear(5 * D, D)),
+                )
+            )
+            for i in range(layers)
+        )  # fmt: skip
+        self.norm = nn.RMSNorm(D)
+        self.head = nn.Linear(D, 64, bias=False)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            rows = layer["before"](x)
+            x = x + layer["attention"](rows, rows, rows, need_weights=False)[0]
+            rows = layer["behind"](x)
+            x = x + layer["ffn"](rows.flatten(0, 1)).view(rows.shape)
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize(("expert", "matrices"), [(Gated, 3), (Mlp, 2)])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_plain_model(device, expert, matrices):
+    with torch.device(device):
+        model = Decoder(expert=expert)
+    found = describe(model, (torch.zeros(2, 5, dtype=torch.int64, device=device),))
+    assert (found.hidden_size, found.num_experts, found.top_k, found.expert_size) == (D, E, K, H)
+    assert (found.matrices, found.num_layers, found.num_moe_layers, found.vocab_size) == (matrices, 4, 2, 64)
+    assert (found.attention.num_heads, found.is_tied, found.num_other) == (2, False, 0)
+    # the FFN of the other layers is counted as a whole number of hidden units
+    assert found.parameters() == pytest.approx(count(model), abs=2 * matrices * D)
+
+
+def test_tied_and_without_lists():
+    model = nn.Sequential(nn.Embedding(50, D), Loop(Gated))
+    found = describe(model, (torch.zeros(9, dtype=torch.int64),))
+    assert (found.vocab_size, found.is_tied, found.num_moe_layers) == (50, True, 1)
+    assert found.num_experts * found.expert_parameters() <= count(model[1])
+
+
+def test_plan_takes_modules():
+    model = Decoder()
+    example = (torch.zeros(2, 5, dtype=torch.int64),)
+    before = copy.deepcopy(model.state_dict())
+    ranking = moefx.plan(model, "a100-40gb", 2, batch=8, tokens=128, example_inputs=example)
+    assert len(ranking) and ranking.model.name == "Decoder"
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
+
+
+def test_models_without_blocks():
+    with pytest.raises(UnknownArchitecture, match="no block of Linear is rewritten"):
+        describe(nn.Linear(4, 4), (torch.zeros(2, 4),))
+
+
+def test_blocks_that_are_not_alike():
+    wide = Loop(Gated)
+    wide.experts.append(Gated())
+    wide.gate = nn.Linear(D, E + 1, bias=False)
+    model = nn.Sequential(Loop(Gated), wide)
+    with pytest.raises(UnknownArchitecture, match=r"blocks are alike, these are not: 0: .*'num_experts': 4.*; 1: "):
+        describe(model, (torch.zeros(9, D),))
+
+
+def test_the_distributed_tests_model():
+    model = Model("gated", layers=2)
+    found = describe(model, (torch.zeros(9, D),))
+    assert found.num_layers == found.num_moe_layers == 2
+
+
+@pytest.mark.hf
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "DeepseekV3", "GptOss", "Olmoe", "Qwen2Moe"])
+def test_transformers(name):
+    """To the last parameter, of models on the meta device."""
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{name}Config")(num_hidden_layers=5)
+    with torch.device("meta"):
+        model = getattr(transformers, f"{name}ForCausalLM")(config)
+    found = describe(model)
+    assert found.parameters() == count(model)
+    assert found.num_layers == 5 and found.top_k == config.num_experts_per_tok
+    assert found.attention.num_heads == config.num_attention_heads
