@@ -21,6 +21,14 @@ class NoSuchPass(MoefxError, KeyError):
     __str__ = Exception.__str__  # a KeyError shows its text in quotes
 
 
+class UnknownArchitecture(MoefxError, ValueError):
+    """The planner has no model of that name, or cannot make out a module's sizes."""
+
+
+class UnknownPlatform(MoefxError, ValueError):
+    """The planner has no platform of that name, or a platform file is not one."""
+
+
 class InvalidInput(MoefxError, ValueError):
     """Example inputs, or the inputs of a call, do not fit the model."""
 

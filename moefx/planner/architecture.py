@@ -8,11 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ..errors import MoefxError
-
-
-class UnknownArchitecture(MoefxError):
-    """A configuration says too little, or something that the planner does not know."""
+from ..errors import UnknownArchitecture
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import difflib
 
-from .architecture import Architecture, Attention, UnknownArchitecture
+from ..errors import UnknownArchitecture
+from .architecture import Architecture, Attention
 
 
 def _mla(num_heads: int, query_rank: int = 1536, num_extra: int = 0) -> Attention:

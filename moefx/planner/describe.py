@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from .._plan import Plan
+from ..errors import UnknownArchitecture
 from ..ir.body import ExpertBody
-from .architecture import Architecture, Attention, UnknownArchitecture
+from .architecture import Architecture, Attention
 
 _HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")

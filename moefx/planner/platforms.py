@@ -13,12 +13,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..errors import MoefxError
+from ..errors import UnknownPlatform
 from .communication import spans
-
-
-class UnknownPlatform(MoefxError):
-    """No such platform, or a platform file that is not one."""
 
 
 @dataclasses.dataclass(frozen=True)

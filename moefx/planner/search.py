@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 
 from .._plan import Plan
-from ..errors import InvalidPlan
+from ..errors import InvalidPlan, UnknownArchitecture
 from ..runtime.links import fastest
-from .architecture import Architecture, UnknownArchitecture
+from .architecture import Architecture
 from .catalogue import model_of
 from .communication import exchange
 from .layout import Layout

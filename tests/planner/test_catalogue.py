@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moefx.planner.architecture import Architecture, Attention, UnknownArchitecture
+from moefx.errors import UnknownArchitecture
+from moefx.planner.architecture import Architecture, Attention
 from moefx.planner.catalogue import MODELS, model_of
 
 RELEASED = [model for model in MODELS.values() if not model.name.startswith("x-moe")]

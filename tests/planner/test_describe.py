@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import moefx
-from moefx.planner.architecture import UnknownArchitecture
+from moefx.errors import UnknownArchitecture
 from moefx.planner.describe import describe
 
 from ..distributed.models import Model

@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from moefx.planner.platforms import PLATFORMS, Network, Platform, UnknownPlatform, platform_of
+from moefx.errors import UnknownPlatform
+from moefx.planner.platforms import PLATFORMS, Network, Platform, platform_of
 
 ALL = pytest.mark.parametrize("platform", PLATFORMS.values(), ids=lambda p: p.name)
 

@@ -9,11 +9,10 @@ import pytest
 
 import moefx
 from moefx import cli
-from moefx.errors import InvalidPlan
-from moefx.planner.architecture import UnknownArchitecture
+from moefx.errors import InvalidPlan, UnknownArchitecture, UnknownPlatform
 from moefx.planner.catalogue import model_of
 from moefx.planner.layout import Layout
-from moefx.planner.platforms import UnknownPlatform, platform_of
+from moefx.planner.platforms import platform_of
 from moefx.planner.search import plan, search
 from moefx.planner.step import flop_per_token, given, memory, sheet
 
