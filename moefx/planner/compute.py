@@ -1,24 +1,24 @@
 """FLOP and seconds of one micro-batch on one GPU, forward (Piper section IV), as formulas over `Layout.values`.
 
-A GEMM takes as long as its FLOP at the speed that large ones reach, or as its bytes through memory, whichever is
-longer. Experts' rows fill tiles of the kernels' `tile` rows, half of the last one empty on average: of few rows an
-expert much of the time goes into nothing (Piper figure 4).
+Dense parts take as long as their FLOP at the speed that large GEMMs reach. Experts take as long as their GEMMs, their
+rows on the way through memory, their weights, and what each launch takes, one after the other: `bench.rates` finds these rates
+from a few shapes, and the sum is then right to some per cent for others. Rows of an expert fill tiles of the kernels'
+`tile` rows, half of the last one empty on average: of few rows much of the time goes into nothing (Piper figure 4).
 
-    peak, e_gemm, e_attn   FLOP a second, and which part of it GEMMs and attention reach
-    BW                     bytes a second of the memory
+    peak, e_gemm, e_attn               FLOP a second, and which part of it GEMMs and attention reach
+    v_gemm, v_rows, v_weights, t_launch  of experts: FLOP a second, bytes a second, seconds
 """
 
 from __future__ import annotations
-
-import sympy
 
 from .sheet import Formula, Sheet, quantities
 
 d, V, E, k, F, n_mat, EP, TP, G = quantities("d V E k F n_mat EP TP G")
 N_attn, N_expert, N_rest, N_ffn, w_scores, n_logits = quantities("N_attn N_expert N_rest N_ffn w_scores n_logits")
-b, s, peak, e_gemm, e_attn, BW, tile, skew = quantities("b s peak e_gemm e_attn BW tile skew")
+b, s, peak, e_gemm, e_attn, tile, skew = quantities("b s peak e_gemm e_attn tile skew")
+v_gemm, v_rows, v_weights, t_launch = quantities("v_gemm v_rows v_weights t_launch")
 F_proj, F_scores, F_experts, F_rest, F_ffn, F_logits = quantities("F_proj F_scores F_experts F_rest F_ffn F_logits")
-m_expert, fill, V_experts = quantities("m_expert fill V_experts")
+m_expert, fill, V_rows, V_weights, T_experts = quantities("m_expert fill V_rows V_weights T_experts")
 
 FORWARD = Sheet(
     [
@@ -31,11 +31,16 @@ FORWARD = Sheet(
         Formula("m_expert", b * s / G * k * EP / E, "1", "rows of an expert"),
         Formula("fill", m_expert / (m_expert + tile / 2), "1", "of the tiles, half of the last one empty"),
         Formula(
-            "V_experts", 2 * E / EP * N_expert + 2 * b * s / G * k * (3 * d + (n_mat + 1) * F), "B",
-            "weights once; rows in, hidden rows out and in, rows out, in and summed",
+            "V_rows", 2 * b * s / G * k * skew * (3 * d + (n_mat + 1) * F), "B",
+            "rows in, hidden rows out and in, rows out, in and summed",
         ),
+        Formula("V_weights", 2 * E / EP * N_expert, "B", "weights of the experts of a rank, once"),
         Formula("T_attention", F_proj / (peak * e_gemm) + F_scores / (peak * e_attn), "s", "Piper section IV.A.1"),
-        Formula("T_experts", sympy.Max(F_experts / (peak * e_gemm * fill), V_experts / BW), "s", "Piper IV.A.2"),
+        Formula(
+            "T_experts", F_experts / (v_gemm * fill) + V_rows / v_rows + V_weights / v_weights + t_launch, "s",
+            "forward; Piper section IV.A.2",
+        ),
+        Formula("T_experts_step", 3 * T_experts + V_weights / v_weights, "s", "and backward: gradients of weights too"),
         Formula("T_rest", F_rest / (peak * e_gemm), "s", "router and shared experts"),
         Formula("T_ffn", F_ffn / (peak * e_gemm), "s", "a layer without experts"),
         Formula("T_logits", F_logits / (peak * e_gemm), "s", "last stage"),

@@ -1,7 +1,7 @@
 """GPUs and the links between them: shipped ones by name, or a file that `python -m moefx bench platform` wrote.
 
 Figures of shipped platforms are what makers and papers give, each with its source: peaks, not what programs reach.
-Where nothing was measured, an efficiency is 1 and a latency 0, so that times are lower bounds.
+Where nothing was measured, an efficiency is 1 and a latency 0: times are mostly too short.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ class Platform:
         memory_bandwidth: bytes a second, read and written together.
         networks: fine to coarse; the first is the node.
         matmul_efficiency, attention_efficiency: of the peak that large ones reach.
+        expert_gemm, expert_rows, expert_weights, expert_launch: rates of experts (`planner.compute`): FLOP a second,
+            bytes a second of rows and of weights, seconds of a forward's launches. 0: as GEMMs and memory otherwise.
         overhead: bytes that the framework and its libraries take of the memory.
         fast_domain: ranks within which expert parallelism is meant to stay (Piper eq. 10); 0: anywhere.
         measured: when and where, "" if it is from data sheets.
@@ -60,6 +62,10 @@ class Platform:
     networks: tuple[Network, ...]
     matmul_efficiency: float = 1.0
     attention_efficiency: float = 1.0
+    expert_gemm: float = 0.0
+    expert_rows: float = 0.0
+    expert_weights: float = 0.0
+    expert_launch: float = 0.0
     overhead: float = 0.0
     fast_domain: int = 0
     measured: str = ""
@@ -83,6 +89,15 @@ class Platform:
     @property
     def node_size(self) -> int:
         return self.networks[0].ranks or 1
+
+    def expert_rates(self) -> dict[str, float]:
+        """What the formulas of `compute` are given."""
+        return {
+            "v_gemm": self.expert_gemm or self.peak * self.matmul_efficiency,
+            "v_rows": self.expert_rows or self.memory_bandwidth,
+            "v_weights": self.expert_weights or self.memory_bandwidth,
+            "t_launch": self.expert_launch,
+        }
 
     def network_of(self, group: int, stride: int = 1) -> Network:
         """The coarsest network that ranks so far apart use."""
@@ -151,9 +166,14 @@ _SHIPPED = [
             Network("node", 8, 312e9, 18e-6, "measured: NCCL all_to_all_single, 537 MB and a few bytes a rank, 4 GPUs"),
             Network("cluster", 0, 50e9, source=_DGX),
         ),
-        matmul_efficiency=0.80,
+        matmul_efficiency=0.80, expert_gemm=672.4e12, expert_rows=7.773e12, expert_weights=18.1e12,
+        expert_launch=22.9e-6,
         sources={
             "capacity": "measured", "peak": _H200, "memory_bandwidth": _H200,
+            **dict.fromkeys(
+                ("expert_gemm", "expert_rows", "expert_weights", "expert_launch"),
+                "measured: benchmarks/results/experts_h200.jsonl, rates of fourteen shapes (bench.rates)",
+            ),
             "matmul_efficiency": "measured: 8192^3 in bfloat16 at 713 to 797 TFLOP/s",
         },
     ),

@@ -18,7 +18,9 @@ TILE = 128  # rows, of the kernels' GEMMs on every target: moefx.lowering.triton
 
 M, PP, layers, moe_layers, n_mat, d, L, L_moe = quantities("M PP l l_moe n_mat d L L_moe")
 n_again, n_up, bubble_of = quantities("n_again n_up bubble_of")
-T_attention, T_experts, T_rest, T_ffn, T_logits = quantities("T_attention T_experts T_rest T_ffn T_logits")
+T_attention, T_experts, T_experts_step, T_rest, T_ffn, T_logits = quantities(
+    "T_attention T_experts T_experts_step T_rest T_ffn T_logits"
+)
 T_exchange, V_gather, V_p2p, V_tp, V_grad_dense, V_grad_experts = quantities(
     "T_exchange V_gather V_p2p V_tp V_grad_dense V_grad_experts"
 )
@@ -36,9 +38,8 @@ STEP = Sheet(
         Formula("n_pass", 3 + n_again, "1", "a backward is two forwards; one more where layers run again"),
         Formula(
             "T_compute",
-            n_pass
-            * (layers * T_attention + moe_layers * (T_experts + T_rest) + (layers - moe_layers) * T_ffn + T_logits)
-            + moe_layers * n_up * (n_mat - 1) / n_mat * T_experts,
+            n_pass * (layers * T_attention + moe_layers * T_rest + (layers - moe_layers) * T_ffn + T_logits)
+            + moe_layers * (T_experts_step + (n_again + n_up * (n_mat - 1) / n_mat) * T_experts),
             "s", "a stage, a micro-batch; up-projections again where only X is kept",
         ),
         Formula("T_alltoall", 4 * moe_layers * T_exchange, "s", "dispatch and combine, forward and backward"),
@@ -91,6 +92,7 @@ def given(model: Architecture, layout: Layout, platform: Platform, experts_first
         "t": layout.sequences * layout.tokens / values["G"], "w": 2 * model.hidden_size,
         "peak": platform.peak, "e_gemm": platform.matmul_efficiency, "n_z3": int(layout.zero > 2),
         "e_attn": platform.attention_efficiency, "BW": platform.memory_bandwidth, "tile": TILE, "skew": 1.0,
+        **platform.expert_rates(),
         "DP": layout.dp, "R": layout.expert_replicas, "M": layout.microbatches,
         "n_up": int(KEPT[layout.kept].num_hidden(model.matrices) == 0 and not layout.recompute),
         "bubble_of": _BUBBLES.get(layout.schedule, 1 / layout.chunks), "beta_tp": 1 / tensor.bandwidth,
