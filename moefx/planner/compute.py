@@ -1,9 +1,10 @@
 """FLOP and seconds of one micro-batch on one GPU, forward (Piper section IV), as formulas over `Layout.values`.
 
 Dense parts take as long as their FLOP at the speed that large GEMMs reach. Experts take as long as their GEMMs, their
-rows on the way through memory, their weights, and what each launch takes, one after the other: `bench.rates` finds these rates
-from a few shapes, and the sum is then right to some per cent for others. Rows of an expert fill tiles of the kernels'
-`tile` rows, half of the last one empty on average: of few rows much of the time goes into nothing (Piper figure 4).
+rows on the way through memory, their weights, and what each launch takes, one after the other: `bench.rates` finds
+these rates from a few shapes, and the sum is then right to some per cent for others. Rows of an expert fill tiles of
+the kernels' `tile` rows, half of the last one empty on average: of few rows much of the time goes into nothing (Piper
+figure 4).
 
     peak, e_gemm, e_attn               FLOP a second, and which part of it GEMMs and attention reach
     v_gemm, v_rows, v_weights, t_launch  of experts: FLOP a second, bytes a second, seconds
