@@ -209,10 +209,9 @@ def failed(what: str, error: BaseException) -> NoReturn:
 
 
 def suggestion(module: Any, name: str) -> str:
-    import difflib
+    from .errors import nearest
 
-    close = difflib.get_close_matches(name, [n for n in dir(module) if not n.startswith("_")], n=3)
-    return f"; did you mean {' or '.join(close)}?" if close else ""
+    return nearest(name, (n for n in dir(module) if not n.startswith("_")))
 
 
 def describe(value: Any) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class MoefxError(Exception):
     """Base of everything that moefx raises on purpose."""
@@ -72,3 +74,11 @@ class DoubleBackward(MoefxError, RuntimeError):
 
 class VerificationFailed(MoefxError, AssertionError):
     """The compiled model is not equivalent to its reference; the message holds the report."""
+
+
+def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
+    """`"; did you mean a or b?"`, "" where no name is near (see `difflib.get_close_matches`)."""
+    import difflib  # not with every `import moefx`
+
+    near = difflib.get_close_matches(name, list(names), n=3, cutoff=cutoff)
+    return f"; did you mean {' or '.join(near)}?" if near else ""

@@ -69,7 +69,7 @@ def errors(times: Iterable[Measured], platform: Platform) -> dict[tuple[str, boo
 
 
 def _parts(time: Measured) -> tuple[float, float, float, float]:
-    """Seconds at a TFLOP, a TB, a TB a second, and of a microsecond each, as the formulas add them up."""
+    """Seconds of each part at a TFLOP or a TB a second, or with launches of a microsecond; the others take none."""
     alone = []
     for chosen in ("v_gemm", "v_rows", "v_weights", "t_launch"):
         rates = {"v_gemm": 1e30, "v_rows": 1e30, "v_weights": 1e30, "t_launch": 0.0}

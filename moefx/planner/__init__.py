@@ -1,8 +1,16 @@
 """Which parallelisation of a model fits a platform and is fastest, and why (Piper III and IV, X-MoE appendix C).
 
-sheet.py         formulas that are evaluated and shown
-architecture.py  what the formulas need to know of a model
-catalogue.py     models by name
-memory.py        bytes of a GPU
-papers.py        the papers' own formulas, as printed
+The files, from below:
+    sheet.py           formulas that are evaluated and shown
+    architecture.py    what the formulas need to know of a model
+    catalogue.py       models by name
+    describe.py        the same of a module
+    layout.py          how ranks share a model and its tokens, and what is kept for the backward
+    memory.py          bytes of a GPU
+    compute.py         FLOP and seconds of a forward
+    communication.py   bytes and seconds of exchanges
+    platforms.py       GPUs and the links between them
+    step.py            seconds of a step
+    search.py          all layouts, ranked
+    papers.py          the papers' own formulas, as printed
 """

@@ -8,7 +8,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ..errors import UnknownArchitecture
+from ..errors import MoefxError, UnknownArchitecture
+
+
+def whole_numbers(error: type[MoefxError], where: str = "", /, **sizes: Any) -> None:
+    """Raises: `error`: one of the sizes is no whole number above 0."""
+    for name, value in sizes.items():
+        if type(value) is not int or value < 1:
+            raise error(f"{where}{name} is {value!r}, expected a whole number above 0")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,7 +28,7 @@ class Attention:
         value_size: of a value; None: as `head_size`.
         query_rank, kv_rank: MLA: widths of the latent rows; queries have one if it is not 0.
         rope_size: MLA: the part of a key that all heads share.
-        has_bias: q, k, v (`"qkv"`) or all four projections (`"all"`) have one.
+        has_bias: whether the four projections have one.
         num_extra: elements of all else in it: norms of queries and keys, sinks, an indexer.
     """
 
@@ -32,7 +39,7 @@ class Attention:
     query_rank: int = 0
     kv_rank: int = 0
     rope_size: int = 0
-    has_bias: str = ""
+    has_bias: bool = False
     num_extra: int = 0
 
     @property
@@ -63,7 +70,7 @@ class Attention:
         else:
             total += d * self.query_width
         if self.has_bias:
-            total += self.query_width + self.kv_width + (d if self.has_bias == "all" else 0)
+            total += self.query_width + self.kv_width + d
         return total
 
 
@@ -84,7 +91,6 @@ class Architecture:
         vocab_size, is_tied: of the embedding; whether the output projection is the same matrix.
         router_bias: elements a layer beside the router's matrix.
         expert_bias: whether the projections of experts have biases.
-        shared_gate: whether the shared expert's output has a gate of its own.
         norms: RMSNorms a layer.
         num_other: elements outside of layers and embeddings.
         context: tokens of the longest sequence it is made for, 0 if that is not said.
@@ -108,7 +114,6 @@ class Architecture:
     is_tied: bool = False
     router_bias: int = 0
     expert_bias: bool = False
-    shared_gate: bool = False
     norms: int = 2
     num_other: int = 0
     context: int = 0
@@ -118,9 +123,7 @@ class Architecture:
 
     def __post_init__(self) -> None:
         sizes = ("hidden_size", "num_layers", "num_moe_layers", "num_experts", "top_k", "expert_size")
-        for name in sizes:
-            if type(value := getattr(self, name)) is not int or value < 1:
-                raise UnknownArchitecture(f"{self.name}: {name} is {value!r}, expected a whole number above 0")
+        whole_numbers(UnknownArchitecture, f"{self.name}: ", **{name: getattr(self, name) for name in sizes})
         if self.top_k > self.num_experts:
             raise UnknownArchitecture(f"{self.name}: a token takes {self.top_k} of {self.num_experts} experts")
         if self.num_moe_layers > self.num_layers:
@@ -138,8 +141,7 @@ class Architecture:
     def shared_parameters(self) -> int:
         """Of one layer: router, shared experts."""
         d = self.hidden_size
-        shared = self.matrices * d * self.shared_size + (d if self.shared_gate else 0)
-        return d * self.num_experts + self.router_bias + shared
+        return d * self.num_experts + self.router_bias + self.matrices * d * self.shared_size
 
     def dense_parameters(self) -> int:
         """Of the FFN of one layer without experts."""

@@ -7,9 +7,7 @@ experts, no vocabulary, and "B" for 2^30.
 
 from __future__ import annotations
 
-import difflib
-
-from ..errors import UnknownArchitecture
+from ..errors import UnknownArchitecture, nearest
 from .architecture import Architecture, Attention
 
 
@@ -108,14 +106,14 @@ _RELEASES = [
     ),
     Architecture(
         name="gpt-oss-20b", hidden_size=2880, num_layers=24, num_moe_layers=24,
-        attention=_gqa(64, 8, 64, has_bias="all", num_extra=64), num_experts=32, top_k=4, expert_size=2880,
+        attention=_gqa(64, 8, 64, has_bias=True, num_extra=64), num_experts=32, top_k=4, expert_size=2880,
         vocab_size=201088, router_bias=32, expert_bias=True, context=131072, published=(20.91e9, 3.61e9),
         source="arXiv 2508.10925 table 1; openai/gpt-oss-20b config.json",
         note="the published active parameters leave out the embedding",
     ),
     Architecture(
         name="gpt-oss-120b", hidden_size=2880, num_layers=36, num_moe_layers=36,
-        attention=_gqa(64, 8, 64, has_bias="all", num_extra=64), num_experts=128, top_k=4, expert_size=2880,
+        attention=_gqa(64, 8, 64, has_bias=True, num_extra=64), num_experts=128, top_k=4, expert_size=2880,
         vocab_size=201088, router_bias=128, expert_bias=True, context=131072, published=(116.83e9, 5.13e9),
         source="arXiv 2508.10925 table 1; openai/gpt-oss-120b config.json",
         note="the published active parameters leave out the embedding",
@@ -136,9 +134,6 @@ def model_of(name: str) -> Architecture:
     """
     found = MODELS.get(name.lower())
     if found is None:
-        near = difflib.get_close_matches(name.lower(), MODELS, n=3, cutoff=0.5)
-        raise UnknownArchitecture(
-            f"no model {name!r} in the catalogue{'; did you mean ' + ' or '.join(near) + '?' if near else ''}. It has "
-            f"{', '.join(MODELS)}"
-        )
+        near = nearest(name.lower(), MODELS, cutoff=0.5)
+        raise UnknownArchitecture(f"no model {name!r} in the catalogue{near}. It has {', '.join(MODELS)}")
     return found

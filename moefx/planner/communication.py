@@ -12,7 +12,6 @@ Seconds of an exchange are `alpha` + bytes that leave a rank * `beta`, of each l
 from __future__ import annotations
 
 import functools
-import math
 
 import sympy
 
@@ -20,7 +19,7 @@ from .sheet import Formula, Sheet, distinct, quantities, quantity
 
 E, k, t, w, gamma = quantities("E k t w gamma")
 alpha0, beta0 = quantities("alpha0 beta0")
-d, b, s, G, L_moe, PP, TP, DP, R = quantities("d b s G L_moe PP TP DP R")
+d, b, s, G, TP, DP, R = quantities("d b s G TP DP R")
 P_dense, P_experts = quantities("P_dense P_experts")
 
 
@@ -53,13 +52,12 @@ def exchange(levels: int) -> Sheet:
     of_ranks = formula("D", distinct(E, k, ranks), "1", "ranks that a token's experts are on; X-MoE figure 4")
     at_once("dedup", of_ranks, "one row for each rank")
     if levels > 1:
-        seconds, hop_rows, sent = [], [], []
+        seconds, hop_rows = [], []
         for i, (size, within) in enumerate(zip(sizes, above, strict=True)):
             parts = formula(f"D{i + 1}", distinct(E, k, within * size), "1", f"units of level {i + 1} of a token")
             rows = formula(f"rows_rbd_{i + 1}", parts * (1 - 1 / size), "1", "X-MoE section 4.2: pilots, replicas")
             alpha, beta = links[i]
             hop_rows.append(parts)
-            sent.append(rows)
             seconds.append(formula(f"T_hop_{i + 1}", alpha + rows * t * w * beta, "s", "alpha-beta"))
         handled = sympy.Add(*hop_rows) * t * w * gamma
         formula("T_rbd", sympy.Add(*seconds) + handled, "s", "one hop after the other")
@@ -100,13 +98,3 @@ def level_values(sizes: tuple[int, ...], links: tuple[tuple[float, float], ...],
     for i, (size, (alpha, beta)) in enumerate(zip(sizes, links, strict=True)):
         found |= {f"n{i + 1}": size, f"alpha{i + 1}": alpha, f"beta{i + 1}": beta}
     return found
-
-
-def spans(group: int, stride: int, node: int) -> tuple[int, int]:
-    """(nodes, ranks of each node) of a group of ranks `stride` apart, numbered node by node.
-
-    EP first: experts have stride 1, their replicas stride EP. DP first: the other way round (X-MoE appendix C.1).
-    """
-    nodes = max(1, math.ceil(group * stride / node)) if group > 1 else 1
-    nodes = min(nodes, group)
-    return nodes, group // nodes

@@ -5,12 +5,14 @@ Nothing runs on a device, and a model on the meta device will do: `with torch.de
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 from torch import nn
 
 from .._plan import Plan
+from ..api import blocks, compile, explain
 from ..errors import UnknownArchitecture
 from ..ir.body import ExpertBody
 from .architecture import Architecture, Attention
@@ -32,14 +34,13 @@ def describe(model: nn.Module, example_inputs: Any = None) -> Architecture:
     Raises:
         UnknownArchitecture: no block was rewritten, or the blocks are not of one kind; with what was seen.
     """
-    from ..api import blocks, compile, explain  # which need the planner for plan="auto"
-
     compiled = compile(model, plan=Plan(validation="symbolic"), example_inputs=example_inputs, strict=False)
     kinds = {}
     for block in blocks(compiled):
         kinds.setdefault(_experts_of(block.graph, block.name), []).append(block.name)
     if not kinds:
-        raise UnknownArchitecture(f"no block of {type(model).__name__} is rewritten:\n{explain(model)}")
+        seen = explain(model, example_inputs=example_inputs)
+        raise UnknownArchitecture(f"no block of {type(model).__name__} is rewritten:\n{seen}")
     if len(kinds) > 1:
         seen = "; ".join(f"{names[0]}: {dict(zip(_SIZES, sizes, strict=True))}" for sizes, names in kinds.items())
         raise UnknownArchitecture(f"the planner takes models whose blocks are alike, these are not: {seen}")
@@ -59,8 +60,8 @@ def describe(model: nn.Module, example_inputs: Any = None) -> Architecture:
     is_tied = outside < 2 * vocab * d
     return Architecture(
         name=type(model).__name__, hidden_size=d, num_layers=len(layers), num_moe_layers=len(with_blocks),
-        attention=_with_extra(attention, beside - attention.parameters(d)), num_experts=num_experts, top_k=top_k,
-        expert_size=width, matrices=matrices, shared_size=shared,
+        attention=dataclasses.replace(attention, num_extra=beside - attention.parameters(d)),
+        num_experts=num_experts, top_k=top_k, expert_size=width, matrices=matrices, shared_size=shared,
         router_bias=rest - d * num_experts - shared * matrices * d
         + of_experts - num_experts * matrices * d * width,  # biases of experts too
         dense_size=round(sum(dense) / len(dense) / (matrices * d)) if dense else 0, vocab_size=vocab,
@@ -121,12 +122,5 @@ def _attention(model: nn.Module, layer: nn.Module, d: int) -> Attention:
     return Attention(num_heads=heads, num_kv_heads=kv_heads, head_size=first(("head_dim",)) or max(d // heads, 1))
 
 
-def _with_extra(attention: Attention, num_extra: int) -> Attention:
-    return Attention(**{**vars(attention), "num_extra": num_extra})
-
-
 def _count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-__all__ = ["describe"]

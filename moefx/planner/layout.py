@@ -7,7 +7,7 @@ import functools
 from typing import Literal, get_args
 
 from ..errors import InvalidPlan
-from .architecture import Architecture
+from .architecture import Architecture, whole_numbers
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2"]
 Way = Literal["flat", "dedup", "rbd", "halo"]
@@ -20,8 +20,7 @@ class Kept:
     Attributes:
         rows: copies of each row that arrived at the experts. 0: rows are read by their index from the tokens, or from
             what the exchange received, which is kept once.
-        hidden: of an expert's hidden width, the number of tensors; None: as many as it has up-projections, one more
-            with `all_hidden`.
+        hidden: tensors of an expert's hidden width: `"none"`, its `"up"`-projections, or `"all"`, the activation too.
         outputs: copies of the experts' output, of two bytes an element.
         capacity: choices that buffers have room for, as a multiple of those there are.
         mask_bytes: of an element of a [S, E, C] mask, summed over all such masks.
@@ -29,26 +28,25 @@ class Kept:
     """
 
     rows: int = 0
-    hidden: int | None = None
-    all_hidden: bool = False
+    hidden: Literal["none", "up", "all"] = "up"
     outputs: int = 0
     capacity: float = 1.0
     mask_bytes: int = 0
     source: str = "Plan(checkpoint=...)"
 
     def num_hidden(self, matrices: int) -> int:
-        return matrices - 1 + self.all_hidden if self.hidden is None else self.hidden
+        return {"none": 0, "up": matrices - 1, "all": matrices}[self.hidden]
 
 
 KEPT = {
     "h": Kept(),
-    "x": Kept(hidden=0),
-    "all": Kept(all_hidden=True),
-    "x-moe": Kept(rows=1, all_hidden=True, outputs=1, source="X-MoE table 2"),
-    "tutel": Kept(rows=1, all_hidden=True, outputs=2, capacity=1.25, source="X-MoE 5.4.1: A_combine in float32"),
+    "x": Kept(hidden="none"),
+    "all": Kept(hidden="all"),
+    "x-moe": Kept(rows=1, hidden="all", outputs=1, source="X-MoE table 2"),
+    "tutel": Kept(rows=1, hidden="all", outputs=2, capacity=1.25, source="X-MoE 5.4.1: A_combine in float32"),
     # A mask of booleans, the same in half precision for `einsum`, and the weights in float32 and in half precision.
     "deepspeed-moe": Kept(
-        rows=1, all_hidden=True, outputs=1, capacity=1.25, mask_bytes=1 + 2 + 4 + 2,
+        rows=1, hidden="all", outputs=1, capacity=1.25, mask_bytes=1 + 2 + 4 + 2,
         source="X-MoE sections 3.1 and 5.1; dispatch_mask and combine_weights of DeepSpeed's sharded_moe.py",
     ),
 }  # fmt: skip
@@ -87,9 +85,8 @@ class Layout:
     chunks: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("pp", "tp", "dp", "ep", "sequences", "tokens", "microbatches", "chunks"):
-            if type(value := getattr(self, name)) is not int or value < 1:
-                raise InvalidPlan(f"{name} is {value!r}, expected a whole number above 0")
+        sizes = ("pp", "tp", "dp", "ep", "sequences", "tokens", "microbatches", "chunks")
+        whole_numbers(InvalidPlan, **{name: getattr(self, name) for name in sizes})
         if (self.tp * self.dp) % self.ep:
             stage = f"tp * dp = {self.tp} * {self.dp} = {self.tp * self.dp}, the ranks of a stage"
             raise InvalidPlan(f"ep={self.ep} does not divide {stage}")
@@ -142,16 +139,9 @@ class Layout:
             "b": self.sequences, "s": self.tokens, "m": self.in_flight(stage),
             "n_emb": 1 if self.pp > 1 or model.is_tied else 2, "n_logits": 1 if stage == self.pp - 1 else 0,
             "n_rows": kept.rows, "n_h": kept.num_hidden(model.matrices), "n_y": kept.outputs, "c": kept.capacity,
-            "w_mask": kept.mask_bytes, "n_dup": self._copies_received(model), "n_again": int(self.recompute),
+            "w_mask": kept.mask_bytes, "n_flat": int(self.way == "flat" and self.ep > 1),
+            "n_again": int(self.recompute),
         }  # fmt: skip
-
-    def _copies_received(self, model: Architecture) -> float:
-        """How often a token arrives: once at each rank with an expert of its own, or once for each choice."""
-        if self.ep == 1:
-            return 1.0
-        from ..runtime.links import expected_parts  # with torch.distributed, which not every build has
-
-        return model.top_k if self.way == "flat" else expected_parts(model.num_experts, model.top_k, self.ep)
 
 
 @functools.lru_cache(maxsize=64)

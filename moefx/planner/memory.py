@@ -9,14 +9,14 @@ by the ranks that it is spread over: z_p, z_g, z_o for what all ranks have, y_p,
     E, k, F    experts, choices, hidden width        b, s        sequences of a micro-batch, tokens of a sequence
     n_mat      matrices of an expert                 m           micro-batches whose activations are kept
     w_attn     widths of q, k, v and their output    n_rows, n_h, n_y, c, w_mask   see `layout.Kept`
-    w_latent   of the latent rows (MLA)              n_dup       how often a token arrives at the ranks of its experts
+    w_latent   of the latent rows (MLA)              n_flat      1 where a token travels once for each choice, else 0
 """
 
 from __future__ import annotations
 
 import sympy
 
-from .sheet import Formula, Sheet, quantities
+from .sheet import Formula, Sheet, distinct, quantities
 
 d, V, E, k, F, n_mat, H, L, L_moe = quantities("d V E k F n_mat H L L_moe")
 F_shared, F_dense, N_attn, N_expert, N_rest, N_ffn, N_other = quantities(
@@ -24,7 +24,9 @@ F_shared, F_dense, N_attn, N_expert, N_rest, N_ffn, N_other = quantities(
 )
 w_attn, w_latent, PP, TP, EP, G = quantities("w_attn w_latent PP TP EP G")
 b, s, m, c, w_mask = quantities("b s m c w_mask")
-n_rows, n_h, n_y, n_dup, n_emb, n_logits, n_again = quantities("n_rows n_h n_y n_dup n_emb n_logits n_again")
+n_rows, n_h, n_y, n_dup, n_flat, n_emb, n_logits, n_again = quantities(
+    "n_rows n_h n_y n_dup n_flat n_emb n_logits n_again"
+)
 z_p, z_g, z_o, y_p, y_g, y_o, M_fw = quantities("z_p z_g z_o y_p y_g y_o M_fw")
 layers, moe_layers, P_dense, P_experts = quantities("l l_moe P_dense P_experts")
 M_params, M_grads, M_optimizer, M_states = quantities("M_params M_grads M_optimizer M_states")
@@ -57,6 +59,10 @@ BLOCK = Sheet(
         Formula("A_meta", 12 * k * b * s / G + 4 * (E / EP + 1), "B", "ERI arrays; X-MoE section 4.1.1"),
         Formula("A_mask", w_mask * c * k * (b * s / G) ** 2, "B", "masks [S, E, C], C = c*k*S/E; X-MoE section 3.1"),
         Formula(
+            "n_dup", n_flat * k + (1 - n_flat) * distinct(E, k, EP), "1",
+            "how often a token arrives: for each choice, or once at each rank that has some of its experts",
+        ),
+        Formula(
             "A_dispatch", 2 * b * s * d * (n_rows * c * k + (1 - n_rows) * n_dup) / G, "B",
             "X-MoE table 2; MoEBlaze section 3: read by index",
         ),
@@ -69,7 +75,10 @@ BLOCK = Sheet(
     ]
 )  # fmt: skip
 
-LAYERS = BLOCK + Sheet(
+MEMORY = (
+    STATES
+    + BLOCK
+    + Sheet(
     [
         Formula(
             "A_attention",
@@ -81,14 +90,6 @@ LAYERS = BLOCK + Sheet(
         Formula("A_ffn", 2 * b * s * (d + 2 * (n_mat - 1) * F_dense / TP), "B", "as autograd keeps it"),
         Formula("A_moe_layer", A_attention + A_block + A_shared, "B", "one layer, one micro-batch"),
         Formula("A_dense_layer", A_attention + A_ffn, "B", "one layer, one micro-batch"),
-    ]
-)
-
-MEMORY = (
-    STATES
-    + LAYERS
-    + Sheet(
-        [
             Formula("A_logits", n_logits * 6 * b * s * V / TP, "B", "last stage: 2 bytes, and float32 in the loss"),
             Formula(
                 "M_activations",

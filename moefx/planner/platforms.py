@@ -1,4 +1,4 @@
-"""GPUs and the links between them: shipped ones by name, or a file that `python -m moefx bench platform` wrote.
+"""GPUs and the links between them: shipped ones by name, or a file that `Platform.to_json` wrote.
 
 Figures of shipped platforms are what makers and papers give, each with its source: peaks, not what programs reach.
 Where nothing was measured, an efficiency is 1 and a latency 0: times are mostly too short.
@@ -7,14 +7,13 @@ Where nothing was measured, an efficiency is 1 and a latency 0: times are mostly
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import itertools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
-from ..errors import UnknownPlatform
-from .communication import spans
+from ..errors import UnknownPlatform, nearest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +49,6 @@ class Platform:
             bytes a second of rows and of weights, seconds of a forward's launches. 0: as GEMMs and memory otherwise.
         overhead: bytes that the framework and its libraries take of the memory.
         fast_domain: ranks within which expert parallelism is meant to stay (Piper eq. 10); 0: anywhere.
-        measured: when and where, "" if it is from data sheets.
         sources: of each figure.
     """
 
@@ -68,7 +66,6 @@ class Platform:
     expert_launch: float = 0.0
     overhead: float = 0.0
     fast_domain: int = 0
-    measured: str = ""
     sources: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -128,6 +125,16 @@ class Platform:
         except (json.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
             known = ", ".join(field.name for field in dataclasses.fields(cls))
             raise UnknownPlatform(f"{where} is no platform file: {error}. Its fields are {known}") from error
+
+
+def spans(group: int, stride: int, node: int) -> tuple[int, int]:
+    """(nodes, ranks of each node) of a group of ranks `stride` apart, numbered node by node.
+
+    EP first: experts have stride 1, their replicas stride EP. DP first: the other way round (X-MoE appendix C.1).
+    """
+    nodes = max(1, math.ceil(group * stride / node)) if group > 1 else 1
+    nodes = min(nodes, group)
+    return nodes, group // nodes
 
 
 _FRONTIER = "docs.olcf.ornl.gov/systems/frontier_user_guide.html"
@@ -211,8 +218,7 @@ def platform_of(name: str) -> Platform:
             return Platform.from_json(path.read_text(), name)
         except OSError as error:
             raise UnknownPlatform(f"no platform file {name}: {error.strerror}") from error
-    near = difflib.get_close_matches(name.lower(), PLATFORMS, n=2, cutoff=0.5)
     raise UnknownPlatform(
-        f"no platform {name!r}{'; did you mean ' + ' or '.join(near) + '?' if near else ''}. There are "
-        f"{', '.join(PLATFORMS)}, and files that `python -m moefx bench platform` writes"
+        f"no platform {name!r}{nearest(name.lower(), PLATFORMS)}. There are {', '.join(PLATFORMS)}, and JSON files "
+        "with the fields of moefx.Platform"
     )

@@ -12,13 +12,13 @@ from torch import nn
 from .._plan import Plan
 from ..errors import InvalidPlan, UnknownArchitecture
 from ..runtime.links import fastest
-from .architecture import Architecture
+from .architecture import Architecture, whole_numbers
 from .catalogue import model_of
-from .communication import exchange
 from .layout import Layout
+from .memory import MEMORY
 from .platforms import Platform, platform_of
 from .sheet import amount
-from .step import given, memory, sheet
+from .step import given, memory, seconds_of_ways, sheet_of
 
 # What is kept and whether layers run again, the fastest first.
 _POLICIES = (("h", False), ("x", False), ("h", True))
@@ -103,14 +103,12 @@ class Ranking:
 
     def explain(self, index: int = 0) -> str:
         """Formulas, numbers and results of an entry: its memory, then its time."""
-        from .memory import MEMORY
-
         entry = self.entries[index]
         layout, platform = entry.layout, self.platform
         stage = 0 if not entry.memory["A_logits"] else layout.pp - 1
         bytes_of = MEMORY.shown("M_gpu", **layout.values(self.model, stage), M_fw=platform.overhead)
         values = given(self.model, layout, platform, entry.experts_first)
-        return f"{bytes_of}\n\n{_sheet_of(layout, values).shown('MFU', **values)}"
+        return f"{bytes_of}\n\n{sheet_of(layout, platform, entry.experts_first).shown('MFU', **values)}"
 
     def __str__(self) -> str:
         return self.shown()
@@ -142,51 +140,38 @@ def search(
     Raises:
         InvalidPlan: sizes that cannot be meant.
     """
-    for name, value in (("num_ranks", num_ranks), ("batch", batch), ("tokens", tokens)):
-        if type(value) is not int or value < 1:
-            raise InvalidPlan(f"{name} is {value!r}, expected a whole number above 0")
+    whole_numbers(InvalidPlan, num_ranks=num_ranks, batch=batch, tokens=tokens)
     reach = platform.fast_domain if fast_domain is None else fast_domain
     rejected: dict[tuple[str, str], None] = {}
     short: dict[str, tuple[float, str]] = {}
     entries = []
     for layout in _layouts(model, platform, num_ranks, batch, tokens, most_sequences, rejected):
-        domain = f"EP={layout.ep}"
         placements = [first for first in (True, False) if first or 1 < layout.ep < layout.tp * layout.dp]
         near = [first for first in placements if not reach or layout.ep == 1 or _reach(layout, first) <= reach]
         if not near:
-            rejected[domain, f"crosses the fast domain of {reach} ranks (Piper eq. 10)"] = None
+            rejected[f"EP={layout.ep}", f"crosses the fast domain of {reach} ranks (Piper eq. 10)"] = None
             continue
         ways = {first: _way(model, layout, platform, first) for first in near}
         for kept, recompute in _POLICIES:
-            fitting = None
-            for zero in (1, 2, 3) if layout.dp > 1 else (0,):
-                tried = dataclasses.replace(layout, kept=kept, recompute=recompute, zero=zero)
-                found = memory(model, tried, platform)
-                lacking = found["M_gpu"] - platform.capacity
-                if lacking <= 0:
-                    fitting = tried, found
-                    break
-                region = f"PP={layout.pp} TP={layout.tp} EP={layout.ep}"
-                if region not in short or lacking < short[region][0]:
-                    short[region] = lacking, max(_STATES, key=found.__getitem__)
-            if fitting is None:
-                continue
-            tried, found = fitting
+            fitting = {}
+            for way in dict.fromkeys(ways.values()):
+                tried = dataclasses.replace(layout, way=way, kept=kept, recompute=recompute)
+                fitting[way] = _fitting(model, tried, platform, short)
             placed: list[Entry] = []
             for first, way in ways.items():
-                chosen = dataclasses.replace(tried, way=way)
-                values = given(model, chosen, platform, first)
-                placed.append(Entry(chosen, first, found, _sheet_of(chosen, values)(**values)))
+                if (fits := fitting[way]) is not None:
+                    values = given(model, fits[0], platform, first)
+                    placed.append(Entry(fits[0], first, fits[1], sheet_of(fits[0], platform, first)(**values)))
             # the usual placement where the other one is no faster
             entries += placed if len({entry.seconds for entry in placed}) > 1 else placed[:1]
-    fits = {f"PP={e.layout.pp} TP={e.layout.tp} EP={e.layout.ep}" for e in entries}
+    there = {_region(entry.layout) for entry in entries}
     reasons = [
         Rejected(", ".join(what for what, same in rejected if same == why), why)
         for why in dict.fromkeys(why for _, why in rejected)
     ]
     reasons += [
         Rejected(region, f"does not fit: {amount(lacking, 'B')} too much at the least, most of it {term}")
-        for region, (lacking, term) in short.items() if region not in fits
+        for region, (lacking, term) in short.items() if region not in there
     ]  # fmt: skip
     entries.sort(key=lambda entry: (entry.seconds, entry.memory["M_gpu"]))
     return Ranking(model, platform, num_ranks, tuple(entries), tuple(reasons))
@@ -258,20 +243,27 @@ def _reach(layout: Layout, experts_first: bool) -> int:
 
 def _way(model: Architecture, layout: Layout, platform: Platform, experts_first: bool) -> Any:
     """Of rows, the fastest, as `Plan(dispatch="auto")` would take it."""
-    if layout.ep == 1:
-        return "flat"
-    values = given(model, layout, platform, experts_first)
-    num_levels = _num_levels(values)
-    found = exchange(num_levels)(**values)
-    return fastest({way: found[f"T_{way}"] for way in ("flat", "dedup", "rbd", "halo") if f"T_{way}" in found})
+    return fastest(seconds_of_ways(model, layout, platform, experts_first)) if layout.ep > 1 else "flat"
 
 
-def _num_levels(values: dict[str, float]) -> int:
-    return sum(name in values for name in ("n1", "n2", "n3"))
+def _fitting(
+    model: Architecture, layout: Layout, platform: Platform, short: dict[str, tuple[float, str]]
+) -> tuple[Layout, dict[str, float]] | None:
+    """With the least ZeRO that fits, and its memory. Where none does, `short` keeps by region how little was lacking,
+    and which term is the largest."""
+    for zero in (1, 2, 3) if layout.dp > 1 else (0,):
+        tried = dataclasses.replace(layout, zero=zero)
+        found = memory(model, tried, platform)
+        lacking, region = found["M_gpu"] - platform.capacity, _region(layout)
+        if lacking <= 0:
+            return tried, found
+        if region not in short or lacking < short[region][0]:
+            short[region] = lacking, max(_STATES, key=found.__getitem__)
+    return None
 
 
-def _sheet_of(layout: Layout, values: dict[str, float]) -> Any:
-    return sheet(layout.way if layout.ep > 1 else "none", _num_levels(values))
+def _region(layout: Layout) -> str:
+    return f"PP={layout.pp} TP={layout.tp} EP={layout.ep}"
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,10 +1,11 @@
 """Formulas that a reader can check: each has a name, a unit and a source, and is shown with its numbers.
 
-words = Sheet([Formula("A_dispatch", 2 * k * b * s * d, "B", "X-MoE table 2")])
-words(k=8, b=1, s=4096, d=7168)["A_dispatch"]        # 469762048
-print(words.shown("A_dispatch", k=8, b=1, s=4096, d=7168))
-    A_dispatch = 2*b*d*k*s                           # X-MoE table 2
-               = 2*1*7168*8*4096 = 448.0 MiB
+For example
+    words = Sheet([Formula("A_dispatch", 2 * k * b * s * d, "B", "X-MoE table 2")])
+    words(k=8, b=1, s=4096, d=7168)["A_dispatch"]        # 469762048
+    print(words.shown("A_dispatch", k=8, b=1, s=4096, d=7168))
+        A_dispatch = 2*b*d*k*s                           # X-MoE table 2
+                   = 2*1*7168*8*4096 = 448 MiB
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import sympy
 from sympy.printing.pycode import PythonCodePrinter
 from sympy.printing.str import StrPrinter
 
+from ..runtime.links import expected_parts
+
 _BYTES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -25,12 +28,6 @@ class distinct_parts(sympy.Function):
     """As `distinct` shows it."""
 
     nargs = 3
-
-    @classmethod
-    def eval(cls, num_experts: Any, top_k: Any, parts: Any) -> Any:
-        if parts == 1:
-            return sympy.Integer(1)
-        return None
 
 
 def distinct(num_experts: sympy.Expr, top_k: sympy.Expr, parts: sympy.Expr) -> sympy.Expr:
@@ -131,7 +128,7 @@ class Sheet:
         lines = [f"    {f.name} = {printer.doprint(f.expression)}" for f in self]
         head = f"def results(*, {', '.join(self.given)}):" if self.given else "def results():"
         items = ", ".join(f"{f.name!r}: {f.name}" for f in self)
-        space: dict[str, Any] = {"distinct_parts": _distinct_parts}
+        space: dict[str, Any] = {"distinct_parts": expected_parts}
         exec("\n".join([head, *lines, f"    return {{{items}}}"]), space)
         return space["results"]
 
@@ -153,13 +150,6 @@ def amount(value: float, unit: str) -> str:
 
 def _names(expression: sympy.Expr) -> set[str]:
     return {symbol.name for symbol in expression.free_symbols}  # type: ignore[attr-defined]
-
-
-@functools.lru_cache(maxsize=4096)
-def _distinct_parts(num_experts: int, top_k: int, parts: int) -> float:
-    from ..runtime.links import expected_parts  # with torch.distributed, which not every build has
-
-    return expected_parts(int(num_experts), int(top_k), int(parts))
 
 
 class _Code(PythonCodePrinter):

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import functools
+from typing import get_args
 
 import sympy
 
 from .architecture import Architecture
 from .communication import VOLUMES, exchange, level_values
 from .compute import FORWARD
-from .layout import KEPT, Layout
+from .layout import KEPT, Layout, Way
 from .memory import MEMORY, STATES
-from .platforms import Platform
+from .platforms import Network, Platform
 from .sheet import Formula, Sheet, quantities, quantity
 
 TILE = 128  # rows, of the kernels' GEMMs on every target: moefx.lowering.triton.configs
 
-M, PP, layers, moe_layers, n_mat, d, L, L_moe = quantities("M PP l l_moe n_mat d L L_moe")
+M, PP, layers, moe_layers, n_mat = quantities("M PP l l_moe n_mat")
 n_again, n_up, bubble_of = quantities("n_again n_up bubble_of")
 T_attention, T_experts, T_experts_step, T_rest, T_ffn, T_logits = quantities(
     "T_attention T_experts T_experts_step T_rest T_ffn T_logits"
@@ -73,20 +74,19 @@ def flop_per_token(model: Architecture, tokens: int) -> float:
 
 def memory(model: Architecture, layout: Layout, platform: Platform) -> dict[str, float]:
     """Results of `MEMORY`, of the stage that needs most: the first, or the last, which has the logits."""
-    stages = {0, layout.pp - 1}
-    found = [MEMORY(**layout.values(model, stage), M_fw=platform.overhead) for stage in sorted(stages)]
+    stages = (0, layout.pp - 1) if layout.pp > 1 else (0,)
+    found = [MEMORY(**layout.values(model, stage), M_fw=platform.overhead) for stage in stages]
     return max(found, key=lambda results: results["M_gpu"])
 
 
 def given(model: Architecture, layout: Layout, platform: Platform, experts_first: bool = True) -> dict[str, float]:
-    """What the sheets of a step are given."""
+    """What the sheets of a step are given, of the last stage, which has the logits."""
     values = layout.values(model, layout.pp - 1)
     stage_ranks = layout.tp * layout.dp
-    strides = (1, layout.ep) if experts_first else (layout.expert_replicas, 1)
     tensor, data = platform.network_of(layout.tp), platform.network_of(layout.dp, layout.tp)
-    replicas = platform.network_of(layout.expert_replicas, strides[1])
+    replicas = platform.network_of(layout.expert_replicas, layout.ep if experts_first else 1)
     stages = platform.network_of(2, stage_ranks)
-    sizes, networks = platform.levels(layout.ep, strides[0])
+    sizes, networks = _levels(layout, platform, experts_first)
     links = tuple((n.latency, 1 / n.bandwidth) for n in networks)
     return values | level_values(sizes, links, links[0]) | {
         "t": layout.sequences * layout.tokens / values["G"], "w": 2 * model.hidden_size,
@@ -100,6 +100,25 @@ def given(model: Architecture, layout: Layout, platform: Platform, experts_first
         "ranks": layout.num_ranks, "F_token": flop_per_token(model, layout.tokens),
         "B": layout.sequences * layout.microbatches * layout.dp,
     }  # fmt: skip
+
+
+def sheet_of(layout: Layout, platform: Platform, experts_first: bool = True) -> Sheet:
+    """All formulas of a step of that layout."""
+    return sheet(layout.way if layout.ep > 1 else "none", len(_levels(layout, platform, experts_first)[0]))
+
+
+def seconds_of_ways(
+    model: Architecture, layout: Layout, platform: Platform, experts_first: bool = True
+) -> dict[str, float]:
+    """Of one exchange, one direction, by way of rows."""
+    sizes, _ = _levels(layout, platform, experts_first)
+    found = exchange(len(sizes))(**given(model, layout, platform, experts_first))
+    return {way: found[f"T_{way}"] for way in get_args(Way) if f"T_{way}" in found}
+
+
+def _levels(layout: Layout, platform: Platform, experts_first: bool) -> tuple[tuple[int, ...], tuple[Network, ...]]:
+    """Of the expert axis: its ranks are next to each other, or their replicas are (X-MoE appendix C.1)."""
+    return platform.levels(layout.ep, 1 if experts_first else layout.expert_replicas)
 
 
 @functools.lru_cache

@@ -6,6 +6,7 @@ Letters: E experts, K of a token, W ranks, R racks, N nodes of a rack, L ranks o
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import operator
@@ -87,6 +88,7 @@ def measured_handling(group: str, device: torch.device) -> float:
     return statistics.median(found[1:]) / x.numel()
 
 
+@functools.lru_cache(maxsize=4096)  # a planner asks for the same few many times
 def expected_parts(num_experts: int, top_k: int, parts: int) -> float:
     """On how many of equal parts of the experts a token's are, if all choices are alike."""
     if num_experts % parts:

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moefx.planner.communication import REDUNDANCY, VOLUMES, exchange, level_values, spans
+from moefx.planner.communication import REDUNDANCY, VOLUMES, exchange, level_values
+from moefx.planner.platforms import spans
 from moefx.runtime.links import Link, Links, predicted
 
 

@@ -64,6 +64,16 @@ def test_the_fast_domain_is_kept():
     assert any(e.layout.ep > 32 for e in plan("deepseek-v3", "frontier", 512, fast_domain=0))
 
 
+def test_memory_is_that_of_the_way():
+    """Where each of 256 ranks has one expert, flat is as fast as any, and its rows arrive once for each choice."""
+    ranking = plan("deepseek-v3", "frontier", 512, fast_domain=0)
+    flat = [e for e in ranking if e.layout.ep == 256 and e.layout.way == "flat"]
+    assert flat
+    for entry in flat:
+        assert memory(ranking.model, entry.layout, ranking.platform)["M_gpu"] == entry.memory["M_gpu"]
+        assert entry.memory["n_dup"] == ranking.model.top_k
+
+
 def test_what_does_not_fit_says_by_how_much():
     ranking = plan("deepseek-v3", "a100-40gb", 8)
     assert not len(ranking)

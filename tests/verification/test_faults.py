@@ -30,9 +30,9 @@ from .models import Plain
 IDS = torch.arange(36).remainder(32).view(2, 18)
 
 
-def device_of(provider: str) -> str:
+def ids(provider: str) -> torch.Tensor:
     """Where there is no GPU, Triton's kernels run interpreted."""
-    return "cuda" if provider == "triton" and torch.cuda.is_available() else "cpu"
+    return IDS.cuda() if provider == "triton" and torch.cuda.is_available() else IDS
 
 
 class Layer(Plain):
@@ -60,9 +60,8 @@ class Model(nn.Module):
 @functools.cache
 def models(fuse: bool, provider: str = "") -> tuple[Model, Model]:
     torch.manual_seed(0)
-    original = Model().to(device_of(provider), torch.bfloat16 if provider == "grouped_mm" else torch.float32)
-    example = (IDS.to(device_of(provider)),)
-    return original, moefx.compile(original, plan=moefx.Plan(fuse=fuse), example_inputs=example)
+    original = Model().to(ids(provider).device, torch.bfloat16 if provider == "grouped_mm" else torch.float32)
+    return original, moefx.compile(original, plan=moefx.Plan(fuse=fuse), example_inputs=(ids(provider),))
 
 
 def swap(result, topk_ids, *args, **kwargs):
@@ -158,7 +157,7 @@ def runs(fuse: bool, op: str, provider: str) -> bool:
     try:
         with select.force(op, provider):
             select.reset_counters()
-            compiled(IDS.to(device_of(provider))).sum().backward()
+            compiled(ids(provider)).sum().backward()
             return select.counters().get((op, provider), 0) > 0
     except (RuntimeError, NotImplementedError):
         return False
@@ -169,9 +168,8 @@ def test_every_wrong_kernel_is_flagged(fuse, op, provider, corrupt):
     if not runs(fuse, op, provider):
         pytest.skip(f"{provider} does not run {op} here")
     original, compiled = models(fuse, provider)
-    ids = IDS.to(device_of(provider))
     with select.force(op, provider), broken(op, corrupt, provider=provider):
-        report = verify(compiled, original, (ids,), routings=False)
+        report = verify(compiled, original, (ids(provider),), routings=False)
     assert not report.ok and report.first_block == "layer" and report.first_pass
 
 
@@ -184,7 +182,7 @@ def test_every_provider_passes_as_it_is(fuse):
                 ran.add((op, provider))
                 original, compiled = models(fuse, provider)
                 with select.force(op, provider):
-                    report = verify(compiled, original, (IDS.to(device_of(provider)),), routings=False)
+                    report = verify(compiled, original, (ids(provider),), routings=False)
                 assert report.ok, f"{op} {provider}\n{report}"
     gemms = ("expert_mlp", "expert_mlp_backward") if fuse else ("grouped_mm", "grouped_mm_backward")
     assert ran >= {(op, provider) for op in gemms for provider in ("reference", "segments", "grouped_mm")}
