@@ -12,6 +12,7 @@ Seconds of an exchange are `alpha` + bytes that leave a rank * `beta`, of each l
 from __future__ import annotations
 
 import functools
+import math
 
 import sympy
 
@@ -91,8 +92,22 @@ VOLUMES = Sheet(
 )
 
 
-def level_values(sizes: tuple[int, ...], links: tuple[tuple[float, float], ...], whole: tuple[float, float],
-                 handling: float = 0.0) -> dict[str, float]:  # fmt: skip
+Links = tuple[tuple[float, float], ...]
+
+
+def whole_link(sizes: tuple[int, ...], links: Links) -> tuple[float, float]:
+    """(alpha, beta) of an even exchange of all ranks at once, where the links of the levels are used side by side: of
+    what leaves a rank each level carries its part, and the slowest one is waited for."""
+    above, ranks, slowest = 1, math.prod(sizes), 0.0
+    for size, (_, beta) in zip(sizes, links, strict=True):
+        slowest = max(slowest, (1 - 1 / size) / above * beta)
+        above *= size
+    return max(alpha for alpha, _ in links), slowest / (1 - 1 / ranks) if ranks > 1 else links[0][1]
+
+
+def level_values(
+    sizes: tuple[int, ...], links: Links, whole: tuple[float, float], handling: float = 0.0
+) -> dict[str, float]:
     """What `exchange(len(sizes))` is given of a topology: (alpha, beta) of each level, coarse to fine, and of all."""
     found = {"alpha0": whole[0], "beta0": whole[1], "gamma": handling}
     for i, (size, (alpha, beta)) in enumerate(zip(sizes, links, strict=True)):

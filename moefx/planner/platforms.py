@@ -25,6 +25,8 @@ class Network:
         ranks: in a unit of this level; 0: no limit.
         bandwidth: bytes a second that leave a rank, if all ranks send at once.
         latency: seconds of an exchange beside its bytes; 0 if nobody says.
+        spread: seconds of exchanges that are repeated, over their median, in ascending order, evenly spaced from the
+            least to the most: (0.9, 1.0, 4.0) has a straggler. () where nobody measured.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Network:
     bandwidth: float
     latency: float = 0.0
     source: str = ""
+    spread: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,7 +83,9 @@ class Platform:
                 f"platform {self.name}: units of {[n.ranks for n in self.networks]} ranks do not grow"
             )
         for network in self.networks:
-            if not (network.bandwidth > 0 and network.latency >= 0 and network.ranks >= 0):
+            spread = network.spread
+            ascending = all(0 < low <= high for low, high in itertools.pairwise((*spread[:1], *spread)))
+            if not (network.bandwidth > 0 and network.latency >= 0 and network.ranks >= 0 and ascending):
                 raise UnknownPlatform(f"platform {self.name}: network {network.name!r} has {network}")
 
     @property
@@ -102,11 +107,29 @@ class Platform:
         return next((n for n in self.networks if not n.ranks or reach <= n.ranks), self.networks[-1])
 
     def levels(self, group: int, stride: int = 1) -> tuple[tuple[int, ...], tuple[Network, ...]]:
-        """(sizes, networks), coarse to fine, of a group of ranks: one level inside a node, else nodes and ranks."""
-        nodes, inside = spans(group, stride, self.node_size)
-        if nodes == 1 or inside == 1:
-            return (group,), (self.network_of(group, stride),)
-        return (nodes, inside), (self.network_of(group, stride), self.networks[0])
+        """(sizes, networks), coarse to fine, of a group of ranks `stride` apart: units of a level in one of that above.
+
+        Levels with one unit are left out, and levels whose links are alike are one: a hop between them gains nothing.
+        """
+        if group == 1:
+            return (1,), (self.networks[0],)
+        sizes: list[int] = []
+        networks: list[Network] = []
+        left = group
+        for network in self.networks:
+            is_last = network is self.networks[-1] or not network.ranks
+            units = 1 if is_last else spans(group, stride, network.ranks)[0]
+            if left % units:
+                continue  # unlike parts: counted with the level above
+            size, left = left // units, units
+            if networks and size > 1 and _alike(networks[-1], network):
+                sizes[-1], networks[-1] = sizes[-1] * size, network
+            elif size > 1:
+                sizes.append(size)
+                networks.append(network)
+            if left == 1:
+                break
+        return tuple(reversed(sizes)), tuple(reversed(networks))
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1)
@@ -120,11 +143,17 @@ class Platform:
         """
         try:
             fields: dict[str, Any] = json.loads(text)
-            networks = tuple(Network(**network) for network in fields.pop("networks"))
+            networks = tuple(
+                Network(**{**network, "spread": tuple(network.get("spread", ()))}) for network in fields.pop("networks")
+            )
             return cls(networks=networks, **fields)
         except (json.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
             known = ", ".join(field.name for field in dataclasses.fields(cls))
             raise UnknownPlatform(f"{where} is no platform file: {error}. Its fields are {known}") from error
+
+
+def _alike(first: Network, second: Network) -> bool:
+    return (first.bandwidth, first.latency) == (second.bandwidth, second.latency)
 
 
 def spans(group: int, stride: int, node: int) -> tuple[int, int]:

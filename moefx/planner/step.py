@@ -8,7 +8,7 @@ from typing import get_args
 import sympy
 
 from .architecture import Architecture
-from .communication import VOLUMES, exchange, level_values
+from .communication import VOLUMES, exchange, level_values, whole_link
 from .compute import FORWARD
 from .layout import KEPT, Layout, Way
 from .memory import MEMORY, STATES
@@ -88,7 +88,7 @@ def given(model: Architecture, layout: Layout, platform: Platform, experts_first
     stages = platform.network_of(2, stage_ranks)
     sizes, networks = _levels(layout, platform, experts_first)
     links = tuple((n.latency, 1 / n.bandwidth) for n in networks)
-    return values | level_values(sizes, links, links[0]) | {
+    return values | level_values(sizes, links, whole_link(sizes, links)) | {
         "t": layout.sequences * layout.tokens / values["G"], "w": 2 * model.hidden_size,
         "peak": platform.peak, "e_gemm": platform.matmul_efficiency, "n_z3": int(layout.zero > 2),
         "e_attn": platform.attention_efficiency, "BW": platform.memory_bandwidth, "tile": TILE, "skew": 1.0,

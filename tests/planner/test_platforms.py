@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from moefx.errors import UnknownPlatform
+from moefx.planner.communication import whole_link
 from moefx.planner.platforms import PLATFORMS, Network, Platform, platform_of
 
 ALL = pytest.mark.parametrize("platform", PLATFORMS.values(), ids=lambda p: p.name)
@@ -79,3 +80,21 @@ def test_units_without_a_limit_are_the_largest():
     with pytest.raises(UnknownPlatform, match="do not grow"):
         Platform(name="x", device="x", capacity=1, peak=1, memory_bandwidth=1,
                  networks=(Network("all", 0, 1e9), Network("node", 8, 1e9)))  # fmt: skip
+
+
+def test_as_many_levels_as_links_differ():
+    """Three: nodes of 4, switches of 16, and all. Switches with the links of the level above are no level."""
+    networks = Network("node", 4, 8e9), Network("switch", 16, 4e9), Network("all", 0, 1e9)
+    tree = dataclasses.replace(platform_of("h200"), networks=networks)
+    assert [n.name for n in tree.levels(64)[1]] == ["all", "switch", "node"]
+    assert [tree.levels(*group)[0] for group in ((64, 1), (16, 1), (16, 4), (4, 16), (1, 1), (24, 1))] == [
+        (4, 4, 4), (4, 4), (4, 4), (4,), (1,), (2, 3, 4),
+    ]  # fmt: skip
+    alike = dataclasses.replace(tree, networks=(networks[0], Network("switch", 16, 1e9), networks[2]))
+    assert alike.levels(64)[0] == (16, 4)
+
+
+def test_the_slowest_level_of_an_even_exchange():
+    """Of 16 ranks in 2 nodes 8 of 15 bytes leave the node: with links a tenth as fast these take the time."""
+    assert whole_link((2, 8), ((1e-3, 10e-9), (1e-6, 1e-9))) == pytest.approx((1e-3, 10e-9 * 8 / 15))
+    assert whole_link((8,), ((0.0, 1e-9),)) == pytest.approx((0.0, 1e-9))
