@@ -34,6 +34,7 @@ BENCHMARKS = {
     "stages": "each kernel of an expert MLP's step by itself",
     "routing": "the arrays that say which token goes to which expert",
     "layers": "training steps of four Qwen3-30B-A3B layers",
+    "platform": "this machine, for the planner: GEMMs, attention, copies, experts, exchanges",
     "ep": "a MoE layer over several GPUs beside one with all experts",
     "tune": "every configuration of every kernel",
     "report": "a table and a plot of what moe wrote",
@@ -108,7 +109,7 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("--explain", type=positive, metavar="N", help="formulas and numbers of line N of the table")
     plan.set_defaults(run=run_plan)
 
-    bench = commands.add_parser("bench", help="measure on this machine's GPU")
+    bench = commands.add_parser("bench", help="measure on this machine")
     kinds = "; ".join(f"{name}: {text}" for name, text in BENCHMARKS.items())
     bench.add_argument("what", choices=BENCHMARKS, help=kinds)
     bench.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="its own options; --help lists them")
@@ -288,7 +289,7 @@ def guessed_inputs(model: nn.Module) -> tuple | dict:
 
 
 def run_bench(arguments: argparse.Namespace) -> int:
-    if arguments.what != "report" and not {"-h", "--help"} & set(arguments.rest):
+    if arguments.what not in ("report", "platform") and not {"-h", "--help"} & set(arguments.rest):
         import torch
 
         if not torch.cuda.is_available():

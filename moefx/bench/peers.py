@@ -72,7 +72,7 @@ def moefx(inputs: Inputs, keep: str = "h", dispatch: Callable[..., Any] | None =
     """moefx's public ops: routing arrays (or those of `dispatch`) and expert MLP."""
     from ..ir import dialect
 
-    expert = body(inputs.shape).to_json()
+    expert = body(inputs.shape, inputs.x.dtype).to_json()
 
     def function(x: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         if dispatch is None:

@@ -1,4 +1,4 @@
-"""Rates of experts from measured times, for the planner's figures of a platform."""
+"""Rates of a machine from measured times, for the figures of a `Platform`: the smallest squares of relative errors."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from ..planner.platforms import Platform
 from ..planner.step import TILE
 from .shapes import Shape, shape_of
 
+FREE = 1e30  # a rate at which a part takes no time
+
 
 class Measured(NamedTuple):
     """Seconds of the experts of a shape, forward, or forward and backward."""
@@ -23,6 +25,24 @@ class Measured(NamedTuple):
     shape: Shape
     seconds: float
     is_step: bool
+
+
+class Gemm(NamedTuple):
+    """Seconds of [rows, inner] times [inner, columns]."""
+
+    rows: int
+    columns: int
+    inner: int
+    seconds: float
+
+    @property
+    def flop(self) -> float:
+        return 2.0 * self.rows * self.columns * self.inner
+
+    @property
+    def operands(self) -> float:
+        """Bytes of two for each element, as the planner's formulas count."""
+        return 2.0 * (self.rows * self.inner + self.inner * self.columns + self.rows * self.columns)
 
 
 def measured(path: Path, peer: str = "moefx") -> list[Measured]:
@@ -35,23 +55,64 @@ def measured(path: Path, peer: str = "moefx") -> list[Measured]:
 
 
 def expert_rates(times: Sequence[Measured]) -> dict[str, float]:
-    """`expert_gemm`, `expert_rows`, `expert_weights` and `expert_launch` of a `Platform`: of the smallest squares of
-    relative errors.
+    """`expert_gemm`, `expert_rows`, `expert_weights` and `expert_launch` of a `Platform`. A part that the times give no
+    sign of takes none: its rate is `FREE`.
 
     Raises:
-        ValueError: the times are of fewer than four kinds, or ask for a rate below 0.
+        ValueError: the times are of fewer than four kinds.
     """
-    parts = torch.tensor([[x / time.seconds for x in _parts(time)] for time in times], dtype=torch.float64)
-    ones = torch.ones(len(times), 1, dtype=torch.float64)
-    if len(times) < 4 or int(torch.linalg.matrix_rank(parts)) < 4:
+    parts = [[x / time.seconds for x in _parts(time)] for time in times]
+    if len(times) < 4 or int(torch.linalg.matrix_rank(torch.tensor(parts, dtype=torch.float64))) < 4:
         raise ValueError(f"{len(times)} times do not tell FLOP, rows, weights and launches apart")
-    gemm, rows, weights, launch = torch.linalg.lstsq(parts, ones, driver="gelsd").solution[:, 0].tolist()
-    if min(gemm, rows, weights, launch) <= 0:
-        raise ValueError(f"the times ask for rates below 0 ({gemm=:.3g}, {rows=:.3g}, {weights=:.3g}, {launch=:.3g})")
+    gemm, rows, weights, launch = shares(parts)
     return {
-        "expert_gemm": 1e12 / gemm, "expert_rows": 1e12 / rows, "expert_weights": 1e12 / weights,
+        "expert_gemm": _rate(gemm), "expert_rows": _rate(rows), "expert_weights": _rate(weights),
         "expert_launch": launch * 1e-6,
     }  # fmt: skip
+
+
+def dense_rates(gemms: Sequence[Gemm], peak: float) -> dict[str, float]:
+    """`matmul_efficiency`, `dense_rows` and `dense_launch` of a `Platform`.
+
+    Args:
+        peak: FLOP a second that the efficiency is a part of.
+    """
+    parts = [[g.flop * 1e-12 / g.seconds, g.operands * 1e-12 / g.seconds, 1e-6 / g.seconds] for g in gemms]
+    gemm, rows, launch = shares(parts)
+    return {"matmul_efficiency": _rate(gemm) / peak, "dense_rows": _rate(rows), "dense_launch": launch * 1e-6}
+
+
+def gemm_errors(gemms: Iterable[Gemm], platform: Platform) -> list[float]:
+    """Predicted over measured, less 1, of each."""
+    rates = platform.dense_rates()
+    speed = rates["peak"] * rates["e_gemm"]
+    return [(g.flop / speed + g.operands / rates["v_dense"] + rates["t_dense"]) / g.seconds - 1 for g in gemms]
+
+
+def link(num_bytes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """(latency in seconds, bytes a second) of exchanges of which so many bytes left each rank."""
+    latency, per_byte = shares([[1e-6 / s, n * 1e-9 / s] for n, s in zip(num_bytes, seconds, strict=True)])
+    return latency * 1e-6, 1e9 / per_byte if per_byte else FREE
+
+
+def shares(parts: Sequence[Sequence[float]]) -> list[float]:
+    """Factors, none below 0, with which the parts of each row add up to 1 as nearly as they can. A part whose factor
+    would be below 0 is left out."""
+    table = torch.tensor(parts, dtype=torch.float64)
+    kept = list(range(table.shape[1]))
+    while True:
+        ones = torch.ones(len(table), 1, dtype=torch.float64)
+        found = torch.linalg.lstsq(table[:, kept], ones, driver="gelsd").solution[:, 0]
+        if float(found.min()) >= 0 or len(kept) == 1:
+            break
+        kept.pop(int(found.argmin()))
+    factors = dict(zip(kept, found.tolist(), strict=True))
+    return [factors.get(i, 0.0) for i in range(table.shape[1])]
+
+
+def _rate(tera: float) -> float:
+    """Of a factor for what takes a second at 10^12."""
+    return 1e12 / tera if tera > 0 else FREE
 
 
 def predicted(shape: Shape, platform: Platform) -> dict[str, float]:
@@ -72,7 +133,7 @@ def _parts(time: Measured) -> tuple[float, float, float, float]:
     """Seconds of each part at a TFLOP or a TB a second, or with launches of a microsecond; the others take none."""
     alone = []
     for chosen in ("v_gemm", "v_rows", "v_weights", "t_launch"):
-        rates = {"v_gemm": 1e30, "v_rows": 1e30, "v_weights": 1e30, "t_launch": 0.0}
+        rates = {"v_gemm": FREE, "v_rows": FREE, "v_weights": FREE, "t_launch": 0.0}
         rates[chosen] = 1e-6 if chosen == "t_launch" else 1e12
         alone.append(_forward(time.shape, rates)["T_experts_step" if time.is_step else "T_experts"])
     return tuple(alone)  # type: ignore[return-value]
@@ -85,4 +146,5 @@ def _forward(shape: Shape, rates: dict[str, float]) -> dict[str, float]:
         expert_size=shape.h, matrices=shape.matrices,
     )  # fmt: skip
     values = Layout(tokens=shape.T).values(model)
-    return FORWARD(**values, **rates, peak=1.0, e_gemm=1.0, e_attn=1.0, tile=TILE, skew=1.0)
+    dense = dict(peak=1.0, e_gemm=1.0, e_attn=1.0, v_dense=1.0, t_dense=0.0)
+    return FORWARD(**values, **rates, **dense, tile=TILE, skew=1.0)

@@ -127,12 +127,12 @@ def activation(shape: Shape, hidden: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def body(shape: Shape) -> ExpertBody:
-    """Gate above up in one stack, the routing weight applied to the output in bfloat16."""
+def body(shape: Shape, dtype: torch.dtype = torch.bfloat16) -> ExpertBody:
+    """Gate above up in one stack, the routing weight applied to the output in the dtype of the rows."""
     return ExpertBody(
         up=(Gemm(1, True),),
         parts=((0, None, shape.h, 1), (0, shape.h, None, 1)) if shape.gated else ((0, None, None, 1),),
         act=("mul.Tensor", ("silu", "a0"), "a1") if shape.gated else ("silu", "a0"),
         down=Gemm(1, True),
-        out=("_to_copy", ("mul.Tensor", "y", "w"), {"dtype": "bfloat16"}),
+        out=("_to_copy", ("mul.Tensor", "y", "w"), {"dtype": str(dtype).removeprefix("torch.")}),
     )

@@ -1,12 +1,13 @@
 """FLOP and seconds of one micro-batch on one GPU, forward (Piper section IV), as formulas over `Layout.values`.
 
-Dense parts take as long as their FLOP at the speed that large GEMMs reach. Experts take as long as their GEMMs, their
-rows on the way through memory, their weights, and what each launch takes, one after the other: `bench.rates` finds
-these rates from a few shapes, and the sum is then right to some per cent for others. Rows of an expert fill tiles of
-the kernels' `tile` rows, half of the last one empty on average: of few rows much of the time goes into nothing (Piper
-figure 4).
+A GEMM takes as long as its FLOP, its operands on their way through memory, and its launch, one after the other: small
+and skinny ones reach less of the peak than large ones. Experts likewise, with their weights apart from their rows.
+`bench.rates` finds these rates from a few shapes, and the sums are then right to some per cent for others. Rows of an
+expert fill tiles of the kernels' `tile` rows, half of the last one empty on average: of few rows much of the time goes
+into nothing (Piper figure 4).
 
     peak, e_gemm, e_attn               FLOP a second, and which part of it GEMMs and attention reach
+    v_dense, t_dense                   of other GEMMs than the experts': bytes a second, seconds of each
     v_gemm, v_rows, v_weights, t_launch  of experts: FLOP a second, bytes a second, seconds
 """
 
@@ -18,6 +19,8 @@ d, V, E, k, F, n_mat, EP, TP, G = quantities("d V E k F n_mat EP TP G")
 N_attn, N_expert, N_rest, N_ffn, w_scores, n_logits = quantities("N_attn N_expert N_rest N_ffn w_scores n_logits")
 b, s, peak, e_gemm, e_attn, tile, skew = quantities("b s peak e_gemm e_attn tile skew")
 v_gemm, v_rows, v_weights, t_launch = quantities("v_gemm v_rows v_weights t_launch")
+w_attn, w_latent, F_shared, F_dense, v_dense, t_dense = quantities("w_attn w_latent F_shared F_dense v_dense t_dense")
+V_proj, V_rest, V_ffn, V_logits = quantities("V_proj V_rest V_ffn V_logits")
 F_proj, F_scores, F_experts, F_rest, F_ffn, F_logits = quantities("F_proj F_scores F_experts F_rest F_ffn F_logits")
 m_expert, fill, V_rows, V_weights, T_experts = quantities("m_expert fill V_rows V_weights T_experts")
 
@@ -36,14 +39,31 @@ FORWARD = Sheet(
             "rows in, hidden rows out and in, rows out, in and summed",
         ),
         Formula("V_weights", 2 * E / EP * N_expert, "B", "weights of the experts of a rank, once"),
-        Formula("T_attention", F_proj / (peak * e_gemm) + F_scores / (peak * e_attn), "s", "Piper section IV.A.1"),
+        Formula(
+            "V_proj", 2 * (b * s * (4 * d + 2 * w_latent + w_attn / TP) + N_attn / TP), "B",
+            "operands of the projections: rows in and out, weights",
+        ),
+        Formula("V_rest", 2 * (b * s * (d + E + n_mat * (d + F_shared / TP)) + N_rest / TP), "B", "likewise"),
+        Formula("V_ffn", 2 * (b * s * n_mat * (d + F_dense / TP) + N_ffn / TP), "B", "likewise"),
+        Formula("V_logits", n_logits * 2 * (b * s * (d + V / TP) + V * d / TP), "B", "likewise"),
+        Formula(
+            "T_attention", F_proj / (peak * e_gemm) + F_scores / (peak * e_attn) + V_proj / v_dense + 4 * t_dense, "s",
+            "Piper section IV.A.1",
+        ),
         Formula(
             "T_experts", F_experts / (v_gemm * fill) + V_rows / v_rows + V_weights / v_weights + t_launch, "s",
             "forward; Piper section IV.A.2",
         ),
         Formula("T_experts_step", 3 * T_experts + V_weights / v_weights, "s", "and backward: gradients of weights too"),
-        Formula("T_rest", F_rest / (peak * e_gemm), "s", "router and shared experts"),
-        Formula("T_ffn", F_ffn / (peak * e_gemm), "s", "a layer without experts"),
-        Formula("T_logits", F_logits / (peak * e_gemm), "s", "last stage"),
+        Formula(
+            "T_rest", F_rest / (peak * e_gemm) + V_rest / v_dense + (n_mat + 1) * t_dense, "s",
+            "router and shared experts",
+        ),
+        Formula(
+            "T_ffn", F_ffn / (peak * e_gemm) + V_ffn / v_dense + n_mat * t_dense, "s", "a layer without experts"
+        ),
+        Formula(
+            "T_logits", F_logits / (peak * e_gemm) + V_logits / v_dense + n_logits * t_dense, "s", "last stage"
+        ),
     ]
 )  # fmt: skip

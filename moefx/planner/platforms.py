@@ -25,6 +25,7 @@ class Network:
         ranks: in a unit of this level; 0: no limit.
         bandwidth: bytes a second that leave a rank, if all ranks send at once.
         latency: seconds of an exchange beside its bytes; 0 if nobody says.
+        p2p: bytes a second that a rank sends to one other, if all do so at once; 0: as `bandwidth`.
         spread: seconds of exchanges that are repeated, over their median, in ascending order, evenly spaced from the
             least to the most: (0.9, 1.0, 4.0) has a straggler. () where nobody measured.
     """
@@ -33,6 +34,7 @@ class Network:
     ranks: int
     bandwidth: float
     latency: float = 0.0
+    p2p: float = 0.0
     source: str = ""
     spread: tuple[float, ...] = ()
 
@@ -48,8 +50,10 @@ class Platform:
         memory_bandwidth: bytes a second, read and written together.
         networks: fine to coarse; the first is the node.
         matmul_efficiency, attention_efficiency: of the peak that large ones reach.
+        dense_rows, dense_launch: of GEMMs beside their FLOP: bytes a second of their operands (0: as memory), seconds.
         expert_gemm, expert_rows, expert_weights, expert_launch: rates of experts (`planner.compute`): FLOP a second,
             bytes a second of rows and of weights, seconds of a forward's launches. 0: as GEMMs and memory otherwise.
+        handling: seconds a byte to pack rows for an exchange and to unpack them.
         overhead: bytes that the framework and its libraries take of the memory.
         fast_domain: ranks within which expert parallelism is meant to stay (Piper eq. 10); 0: anywhere.
         sources: of each figure.
@@ -63,10 +67,13 @@ class Platform:
     networks: tuple[Network, ...]
     matmul_efficiency: float = 1.0
     attention_efficiency: float = 1.0
+    dense_rows: float = 0.0
+    dense_launch: float = 0.0
     expert_gemm: float = 0.0
     expert_rows: float = 0.0
     expert_weights: float = 0.0
     expert_launch: float = 0.0
+    handling: float = 0.0
     overhead: float = 0.0
     fast_domain: int = 0
     sources: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -92,8 +99,15 @@ class Platform:
     def node_size(self) -> int:
         return self.networks[0].ranks or 1
 
+    def dense_rates(self) -> dict[str, float]:
+        """What the formulas of `compute` are given of GEMMs and attention."""
+        return {
+            "peak": self.peak, "e_gemm": self.matmul_efficiency, "e_attn": self.attention_efficiency,
+            "v_dense": self.dense_rows or self.memory_bandwidth, "t_dense": self.dense_launch,
+        }  # fmt: skip
+
     def expert_rates(self) -> dict[str, float]:
-        """What the formulas of `compute` are given."""
+        """What they are given of experts."""
         return {
             "v_gemm": self.expert_gemm or self.peak * self.matmul_efficiency,
             "v_rows": self.expert_rows or self.memory_bandwidth,
@@ -199,7 +213,10 @@ _SHIPPED = [
     Platform(
         name="h200", device="NVIDIA H200 141GB SXM5", capacity=139 * _GIB, peak=989e12, memory_bandwidth=4.8e12,
         networks=(
-            Network("node", 8, 312e9, 18e-6, "measured: NCCL all_to_all_single, 537 MB and a few bytes a rank, 4 GPUs"),
+            Network(
+                "node", 8, 312e9, 18e-6,
+                source="measured: NCCL all_to_all_single, 537 MB and a few bytes a rank, 4 GPUs",
+            ),
             Network("cluster", 0, 50e9, source=_DGX),
         ),
         matmul_efficiency=0.80, expert_gemm=672.4e12, expert_rows=7.773e12, expert_weights=18.1e12,

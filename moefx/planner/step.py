@@ -88,15 +88,15 @@ def given(model: Architecture, layout: Layout, platform: Platform, experts_first
     stages = platform.network_of(2, stage_ranks)
     sizes, networks = _levels(layout, platform, experts_first)
     links = tuple((n.latency, 1 / n.bandwidth) for n in networks)
-    return values | level_values(sizes, links, whole_link(sizes, links)) | {
+    return values | level_values(sizes, links, whole_link(sizes, links), platform.handling) | {
         "t": layout.sequences * layout.tokens / values["G"], "w": 2 * model.hidden_size,
-        "peak": platform.peak, "e_gemm": platform.matmul_efficiency, "n_z3": int(layout.zero > 2),
-        "e_attn": platform.attention_efficiency, "BW": platform.memory_bandwidth, "tile": TILE, "skew": 1.0,
-        **platform.expert_rates(),
+        "n_z3": int(layout.zero > 2), "BW": platform.memory_bandwidth, "tile": TILE, "skew": 1.0,
+        **platform.dense_rates(), **platform.expert_rates(),
         "DP": layout.dp, "R": layout.expert_replicas, "M": layout.microbatches,
         "n_up": int(KEPT[layout.kept].num_hidden(model.matrices) == 0 and not layout.recompute),
         "bubble_of": _BUBBLES.get(layout.schedule, 1 / layout.chunks), "beta_tp": 1 / tensor.bandwidth,
-        "beta_dp": 1 / data.bandwidth, "beta_replicas": 1 / replicas.bandwidth, "beta_pp": 1 / stages.bandwidth,
+        "beta_dp": 1 / data.bandwidth, "beta_replicas": 1 / replicas.bandwidth,
+        "beta_pp": 1 / (stages.p2p or stages.bandwidth),
         "ranks": layout.num_ranks, "F_token": flop_per_token(model, layout.tokens),
         "B": layout.sequences * layout.microbatches * layout.dp,
     }  # fmt: skip

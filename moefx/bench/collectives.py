@@ -1,0 +1,137 @@
+"""Exchanges and sends between ranks, by level of the topology and size of the message, each repeated many times.
+
+At each level all groups of ranks that differ there alone exchange at once, as an expert layer's do. An exchange takes
+as long as on its slowest rank. How much repeated ones differ shows stragglers (X-MoE figures 18 and 19).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from ..ir.payload import group_of
+from ..ir.placement import Level
+from ..runtime.topology import ExpertAxis
+from .rates import link
+
+SIZES = tuple(4**i for i in range(5, 15))  # bytes that a rank has: 1 KiB to 256 MiB
+QUANTILES = 20
+_WARM_UP = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Repeated:
+    """One size of message at one level.
+
+    Attributes:
+        what: "all_to_all", of which (n - 1)/n leave a rank, or "p2p", to the next rank of the level.
+        level, ranks: its name, and the ranks of a group.
+        num_bytes: that leave a rank.
+        seconds: of each repetition, of the slowest rank of all groups.
+    """
+
+    what: str
+    level: str
+    ranks: int
+    num_bytes: float
+    seconds: list[float]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    def __str__(self) -> str:
+        found = sorted(self.seconds)
+        late = sum(s > 2 * self.median for s in found) / len(found)
+        return (
+            f"{self.what:11}{self.level:9}{self.ranks:4} ranks {self.num_bytes / 2**20:10.3f} MiB  "
+            f"{1e3 * self.median:9.3f} ms  {self.num_bytes / self.median / 1e9:8.2f} GB/s  "
+            f"max {found[-1] / self.median:6.2f}x  {late:5.1%} beyond 2x"
+        )
+
+
+def levels(device: torch.device, node_size: int, above: Sequence[int]) -> list[tuple[Level, int]]:
+    """Fine to coarse, (level, ranks in a unit of it): the ranks of a node, nodes, and units above of so many ranks.
+    Collective."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("ep",))
+    axis = ExpertAxis(mesh, mesh, node_size, above)
+    found, units = [], 1
+    for level in reversed(axis.levels):
+        units *= level.size
+        found.append((dataclasses.replace(level, name=level.name or "intra"), units))
+    return found
+
+
+def measured(level: Level, device: torch.device, repeats: int, longest: float) -> Iterator[Repeated]:
+    """All-to-all and sends of growing sizes, as long as `repeats` of one take `longest` seconds at most. Collective."""
+    for what in (_all_to_all, _p2p):
+        for num_bytes in SIZES:
+            size = max(num_bytes // level.size, 1) * level.size
+            leaving, work = what(level, device, size)
+            seconds = _repeated(work, device, repeats)
+            yield Repeated(what.__name__.strip("_"), level.name, level.size, leaving, seconds)
+            if 4 * statistics.median(seconds) * repeats > longest:
+                break
+
+
+def fitted(found: Sequence[Repeated]) -> tuple[float, float]:
+    """(latency in seconds, bytes a second) by the medians."""
+    return link([r.num_bytes for r in found], [r.median for r in found])
+
+
+def spread(found: Sequence[Repeated]) -> tuple[float, ...]:
+    """Seconds over the median of their size, all sizes together: from the least to the most in `QUANTILES` steps."""
+    ratios = sorted(s / r.median for r in found for s in r.seconds)
+    places = [i * (len(ratios) - 1) / QUANTILES for i in range(QUANTILES + 1)]
+    return tuple(round(ratios[round(place)], 4) for place in places)
+
+
+def _all_to_all(level: Level, device: torch.device, size: int) -> tuple[float, Callable[[], object]]:
+    group = group_of(level.group)
+    sent, received = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
+    return size * (level.size - 1) / level.size, lambda: dist.all_to_all_single(received, sent, group=group)
+
+
+def _p2p(level: Level, device: torch.device, size: int) -> tuple[float, Callable[[], object]]:
+    group = group_of(level.group)
+    ranks, own = dist.get_process_group_ranks(group), dist.get_rank(group)
+    sent, received = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
+    after, before = ranks[(own + 1) % level.size], ranks[own - 1]
+
+    def work() -> None:
+        sends = [dist.P2POp(dist.isend, sent, after, group), dist.P2POp(dist.irecv, received, before, group)]
+        for request in dist.batch_isend_irecv(sends):
+            request.wait()
+
+    return size, work
+
+
+def _repeated(work: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
+    """Seconds of each, the slowest rank's: one after the other, as in a step, so that a late rank delays the others."""
+    for _ in range(_WARM_UP):
+        work()
+    dist.barrier()
+    found = []
+    if device.type == "cuda":
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            work()
+            mark.record()
+        torch.cuda.synchronize()
+        found = [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
+    else:
+        for _ in range(repeats):
+            begin = time.perf_counter()
+            work()
+            found.append(time.perf_counter() - begin)
+    slowest = torch.tensor(found, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return slowest.tolist()

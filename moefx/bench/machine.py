@@ -1,0 +1,166 @@
+"""What one device does by itself: GEMMs, attention, copies and experts, timed; and what memory it has.
+
+Sizes fit the device: none of them takes much longer than `_LONGEST` seconds, by the rates of a product and a copy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..lowering.triton.timing import milliseconds, settle
+from .peers import Inputs, moefx
+from .rates import Gemm, Measured
+from .shapes import Shape, routed, tensors
+
+_LONGEST = 0.03
+# (columns, inner): of routers and small experts, of experts and attention, of large ones
+_GEMMS = (
+    (768, 2048), (2048, 768), (2048, 2048), (4096, 4096), (14336, 4096), (4096, 14336), (2048, 7168), (7168, 2048)
+)  # fmt: skip
+_ROWS = (256, 1024, 4096, 16384)
+# T x d x h x E x K: wide and narrow experts, many and few rows of each, many and few experts
+_EXPERTS = (
+    (16384, 1024, 512, 64, 8), (16384, 1024, 2048, 64, 8), (16384, 2048, 512, 64, 8), (16384, 2048, 1024, 16, 8),
+    (16384, 2048, 1024, 256, 8), (16384, 2048, 2048, 64, 8), (8192, 4096, 1024, 64, 8), (8192, 4096, 4096, 16, 8),
+    (8192, 4096, 2048, 256, 8), (4096, 2048, 768, 128, 8), (2048, 2048, 768, 128, 8), (4096, 7168, 2048, 128, 8),
+    (32768, 512, 512, 64, 8), (65536, 512, 2048, 32, 4),
+)  # fmt: skip
+_ATTENTION = ((1, 8192, 32, 128), (4, 4096, 32, 128), (4, 4096, 16, 64), (16, 1024, 32, 128))
+
+
+class Attention(NamedTuple):
+    """Causal attention of sequences, forward and backward.
+
+    Attributes:
+        flop: of the forward, of the tokens before each one: half of all pairs.
+    """
+
+    sequences: int
+    tokens: int
+    heads: int
+    head_size: int
+    seconds: float
+
+    @property
+    def flop(self) -> float:
+        return 2.0 * self.sequences * self.heads * self.tokens**2 * self.head_size
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """A device to measure.
+
+    Attributes:
+        dtype: of what is measured.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def repeats(self) -> int:
+        """Of each; the median counts."""
+        return 15 if self.device.type == "cuda" else 5
+
+    @property
+    def name(self) -> str:
+        if self.device.type == "cuda":
+            return torch.cuda.get_device_name(self.device)
+        return f"{os.cpu_count()} cores, {torch.get_num_threads()} threads of a rank"
+
+    @property
+    def capacity(self) -> float:
+        """Bytes: of a GPU, or a local rank's part of the machine's memory."""
+        if self.device.type == "cuda":
+            return float(torch.cuda.get_device_properties(self.device).total_memory)
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks
+
+    def overhead(self) -> float:
+        """Bytes that are taken of a GPU's memory and are no tensor's: its context, libraries, and process groups."""
+        if self.device.type != "cuda":
+            return 0.0
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.device)
+        return float(total - free - torch.cuda.memory_reserved(self.device))
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """Median of `repeats`, after two more."""
+        if self.device.type == "cuda":
+            settle(work, 0.1)  # also what the first call tunes
+            return milliseconds(work, self.repeats) / 1e3
+        found = []
+        for _ in range(self.repeats + 2):
+            begin = time.perf_counter()
+            work()
+            found.append(time.perf_counter() - begin)
+        return statistics.median(found[2:])
+
+    def random(self, *size: int) -> Tensor:
+        return torch.randn(size, device=self.device).to(self.dtype)
+
+    def gemm(self, rows: int, columns: int, inner: int) -> Gemm:
+        a, b = self.random(rows, inner), self.random(columns, inner)
+        return Gemm(rows, columns, inner, self.seconds(lambda: F.linear(a, b)))
+
+    def gemms(self) -> Iterator[Gemm]:
+        for columns, inner in _GEMMS:
+            for rows in _ROWS:
+                if 2 * rows * columns * inner <= self.most_flop:
+                    yield self.gemm(rows, columns, inner)
+
+    def attention(self) -> Iterator[Attention]:
+        limit = self.most_flop / 6  # forward and backward, not as fast as a product
+        for sequences, tokens, heads, head_size in _ATTENTION:
+            while 2 * sequences * heads * tokens**2 * head_size > limit and tokens > 256:
+                tokens //= 2
+            q, k, v, grad = (self.random(sequences, heads, tokens, head_size).requires_grad_() for _ in range(4))
+
+            def step(q: Tensor = q, k: Tensor = k, v: Tensor = v, grad: Tensor = grad) -> None:
+                torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), grad)
+
+            yield Attention(sequences, tokens, heads, head_size, self.seconds(step))
+
+    @functools.cached_property
+    def copy(self) -> float:
+        """Bytes a second, read and written together, of tensors that no cache holds."""
+        size = min(2**28, int(self.capacity / 64))
+        a = torch.ones(size, device=self.device)
+        b = torch.empty_like(a)
+        return 2 * a.numel() * a.element_size() / self.seconds(lambda: b.copy_(a))
+
+    def experts(self, tell: Callable[[str], None] = lambda text: None) -> Iterator[Measured]:
+        """Forward, and forward with backward, of shapes of all kinds."""
+        for T, d, h, E, K in _EXPERTS:
+            while 18 * T * K * d * h > self.most_flop and T > 128:
+                T //= 2
+            while 3 * E * d * h * self.dtype.itemsize > self.copy * _LONGEST and E > K:
+                E //= 2
+            shape = Shape(f"{T}x{d}x{h}x{E}x{K}", T, d, h, E, K)
+            tell(shape.name)
+            yield from self.expert(shape)
+
+    def expert(self, shape: Shape) -> Iterator[Measured]:
+        x, w1, w2, grad = tensors(shape, self.dtype, str(self.device))
+        work = moefx(Inputs(shape, x, w1, w2, grad, *routed(shape, str(self.device))))
+        yield Measured(shape, self.seconds(work.forward), False)
+        yield Measured(shape, self.seconds(work.step), True)
+
+    @functools.cached_property
+    def most_flop(self) -> float:
+        """FLOP of `_LONGEST` seconds, at the rate of a square product that is large enough to have one."""
+        size, found = 512, self.gemm(512, 512, 512)
+        while found.seconds < 1e-3 and size < 8192:
+            size *= 2
+            found = self.gemm(size, size, size)
+        return found.flop / found.seconds * _LONGEST
