@@ -10,6 +10,7 @@ The files, from below:
     compute.py         FLOP and seconds of a forward
     communication.py   bytes and seconds of exchanges
     platforms.py       GPUs and the links between them
+    here.py            the platform that a program runs on
     step.py            seconds of a step
     search.py          all layouts, ranked
     papers.py          the papers' own formulas, as printed
