@@ -47,15 +47,27 @@ class Entry:
     def mfu(self) -> float:
         return self.step["MFU"]
 
+    @property
+    def mesh(self) -> dict[str, tuple[Any, ...]]:
+        """Of `init_device_mesh(device_type, **entry.mesh)`: axes "pp", "dp", "ep" and "tp", as far as there are several
+        ranks along them, what is near each other last."""
+        x = self.layout
+        ep = x.ep // x.tp if x.ssmb else x.ep
+        inner = dict(dp=x.dp // ep, ep=ep) if self.experts_first else dict(ep=ep, dp=x.dp // ep)
+        axes = {name: size for name, size in (dict(pp=x.pp) | inner | dict(tp=x.tp)).items() if size > 1} or dict(dp=1)
+        return dict(mesh_shape=tuple(axes.values()), mesh_dim_names=tuple(axes))
+
     def plan(self, **more: Any) -> Plan:
-        """What `moefx.compile` takes, over a mesh with the axes "ep" and, where `ssmb` is on, "tp"."""
-        spread: dict[str, Any] = {}
-        if self.layout.ep > 1:
-            placement = "ep_first" if self.experts_first else "dp_first"
-            spread = dict(expert_axis="ep", dispatch=self.layout.way, placement=placement)
-            if self.layout.ssmb:
-                spread |= dict(expert_axis=("ep", "tp"), sequence_axis="tp")
-        kept: Any = self.layout.kept
+        """What `moefx.compile` takes, over a mesh as `mesh` says. Without an expert axis it takes no mesh."""
+        x, names = self.layout, self.mesh["mesh_dim_names"]
+        spread: dict[str, Any] = dict(tokens=x.sequences * x.tokens)
+        if x.ep > 1:
+            spread |= dict(expert_axis="ep", dispatch=x.way)
+            if x.ssmb:
+                spread |= dict(expert_axis=("ep", "tp") if "ep" in names else "tp", sequence_axis="tp")
+            if x.ssmb or x.tp == 1:  # else ranks of "tp" are between those of "ep", whichever comes first
+                spread |= dict(placement="ep_first" if self.experts_first else "dp_first")
+        kept: Any = x.kept
         return Plan(**(dict(checkpoint=kept) | spread | more))
 
 
@@ -146,7 +158,8 @@ def search(
     short: dict[str, tuple[float, str]] = {}
     entries = []
     for layout in _layouts(model, platform, num_ranks, batch, tokens, most_sequences, rejected):
-        placements = [first for first in (True, False) if first or 1 < layout.ep < layout.tp * layout.dp]
+        least = layout.tp if layout.ssmb else 1  # ranks that are next to each other whatever the placement
+        placements = [first for first in (True, False) if first or least < layout.ep < layout.tp * layout.dp]
         near = [first for first in placements if not reach or layout.ep == 1 or _reach(layout, first) <= reach]
         if not near:
             rejected[f"EP={layout.ep}", f"crosses the fast domain of {reach} ranks (Piper eq. 10)"] = None
@@ -160,8 +173,7 @@ def search(
             placed: list[Entry] = []
             for first, way in ways.items():
                 if (fits := fitting[way]) is not None:
-                    values = given(model, fits[0], platform, first)
-                    placed.append(Entry(fits[0], first, fits[1], sheet_of(fits[0], platform, first)(**values)))
+                    placed.append(Entry(fits[0], first, fits[1], _step(model, fits[0], platform, first)))
             # the usual placement where the other one is no faster
             entries += placed if len({entry.seconds for entry in placed}) > 1 else placed[:1]
     there = {_region(entry.layout) for entry in entries}
@@ -175,6 +187,16 @@ def search(
     ]  # fmt: skip
     entries.sort(key=lambda entry: (entry.seconds, entry.memory["M_gpu"]))
     return Ranking(model, platform, num_ranks, tuple(entries), tuple(reasons))
+
+
+def estimated(model: Architecture, layout: Layout, platform: Platform, experts_first: bool = True) -> Entry:
+    """Whether or not it fits.
+
+    Raises:
+        InvalidPlan: the experts are not shared evenly, or there are more stages than layers.
+    """
+    taken = memory(model, layout, platform)
+    return Entry(layout, experts_first, taken, _step(model, layout, platform, experts_first))
 
 
 def plan(model: Any, platform: str | Platform, world_size: int, **options: Any) -> Ranking:
@@ -228,12 +250,20 @@ def _layouts(
                 if model.num_experts % ep:
                     rejected[f"EP={ep}", f"does not divide the {model.num_experts} experts (Piper eq. 8)"] = None
                     continue
+                ssmb_or_not = (*((True,) if tp > 1 and ep % tp == 0 else ()), *((False,) if dp % ep == 0 else ()))
+                if not ssmb_or_not:
+                    why = "ranks that have the same tokens share experts by SSMB, all TP of them, or not at all"
+                    rejected[f"PP={pp} TP={tp} EP={ep}", f"EP is neither k * TP nor divides DP: {why}"] = None
                 for b in sequences:
-                    for ssmb in (True, False) if tp > 1 and ep % tp == 0 else (False,):
+                    for ssmb in ssmb_or_not:
                         yield Layout(
                             pp=pp, tp=tp, dp=dp, ep=ep, ssmb=ssmb, sequences=b, tokens=tokens,
                             microbatches=batch // dp // b,
                         )  # fmt: skip
+
+
+def _step(model: Architecture, layout: Layout, platform: Platform, experts_first: bool) -> dict[str, float]:
+    return sheet_of(layout, platform, experts_first)(**given(model, layout, platform, experts_first))
 
 
 def _reach(layout: Layout, experts_first: bool) -> int:
