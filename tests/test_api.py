@@ -92,8 +92,11 @@ class TestErrors:
 
     @pytest.mark.parametrize(
         ("plan", "text"),
-        [("auto", "planner is not available"), (Plan(disable=("fus",)), "no pass 'fus'; there is fuse, checkpoint")],
-        ids=["auto", "disable"],
+        [
+            ("fast", r"plan is 'fast'; expected a moefx\.Plan, 'auto' or None"),
+            (Plan(disable=("fus",)), "no pass 'fus'; there is fuse, checkpoint"),
+        ],
+        ids=["text", "disable"],
     )
     def test_no_plan(self, plan, text):
         for call in (moefx.compile, moefx.explain):

@@ -13,5 +13,7 @@ The files, from below:
     here.py            the platform that a program runs on
     step.py            seconds of a step
     search.py          all layouts, ranked
+    axes.py            the ways to use the axes of a mesh
+    auto.py            the fastest of them that fits, for moefx.compile
     papers.py          the papers' own formulas, as printed
 """

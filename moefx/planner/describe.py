@@ -36,7 +36,7 @@ def describe(model: nn.Module, example_inputs: Any = None) -> Architecture:
         UnknownArchitecture: no block was rewritten, or the blocks are not of one kind; with what was seen.
     """
     model = getattr(model, "_orig_mod", model)  # inside of what `torch.compile` made of it
-    return described(model, agreed(model, example_inputs, Plan(validation="symbolic"), None)[0])
+    return described(model, agreed(model, example_inputs, Plan(validation="symbolic")).found)
 
 
 def described(model: nn.Module, found: Survey) -> Architecture:

@@ -31,7 +31,7 @@ class Here:
     is_known: bool = True
 
 
-def platform_here(device_type: str, node: int = 1) -> Here:
+def platform_here(device_type: str, node: int | None = None) -> Here:
     """The platform of this process.
 
     What MOEFX_PLATFORM names, a shipped platform or a file that `python -m moefx bench platform` writes, is taken as it
@@ -40,7 +40,7 @@ def platform_here(device_type: str, node: int = 1) -> Here:
 
     Args:
         device_type: "cuda", which is that of ROCm too, or "cpu".
-        node: ranks of a node. On the CPU they share its memory.
+        node: ranks of a node; None: what LOCAL_WORLD_SIZE says, or 1. On the CPU they share its memory.
 
     Raises:
         UnknownPlatform: MOEFX_PLATFORM names none, or the device is of another type.
@@ -50,6 +50,7 @@ def platform_here(device_type: str, node: int = 1) -> Here:
             return Here(platform_of(name), f"named by {VARIABLE}")
         except UnknownPlatform as error:
             raise UnknownPlatform(f"{VARIABLE}={name}: {error}") from None
+    node = node or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device, capacity = _device(device_type, node)
     found = recognised(device)
     base = PLATFORMS[found or _NEUTRAL]
@@ -59,8 +60,8 @@ def platform_here(device_type: str, node: int = 1) -> Here:
     if found:
         return Here(dataclasses.replace(base, **own), f"recognised by {device!r}")
     why = (
-        f"no figures for {device!r}: those of {_NEUTRAL} compare layouts, times would mean nothing. "
-        f"`python -m moefx bench platform --out FILE` measures it, {VARIABLE}=FILE takes that"
+        f"no figures for {device!r}: those of {_NEUTRAL} compare layouts. {VARIABLE}=FILE takes what "
+        "`python -m moefx bench platform --out FILE` measures"
     )
     return Here(dataclasses.replace(base, name="unknown", **own), why, is_known=False)
 

@@ -22,7 +22,7 @@ from .step import given, memory, seconds_of_ways, sheet_of
 
 # What is kept and whether layers run again, the fastest first.
 _POLICIES = (("h", False), ("x", False), ("h", True))
-_STATES = ("M_params", "M_grads", "M_optimizer", "M_activations")
+STATES = ("M_params", "M_grads", "M_optimizer", "M_activations")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +164,7 @@ def search(
         if not near:
             rejected[f"EP={layout.ep}", f"crosses the fast domain of {reach} ranks (Piper eq. 10)"] = None
             continue
-        ways = {first: _way(model, layout, platform, first) for first in near}
+        ways = {first: way_of(model, layout, platform, first) for first in near}
         for kept, recompute in _POLICIES:
             fitting = {}
             for way in dict.fromkeys(ways.values()):
@@ -271,9 +271,10 @@ def _reach(layout: Layout, experts_first: bool) -> int:
     return layout.ep if experts_first else (layout.ep - 1) * layout.expert_replicas + 1
 
 
-def _way(model: Architecture, layout: Layout, platform: Platform, experts_first: bool) -> Any:
-    """Of rows, the fastest, as `Plan(dispatch="auto")` would take it."""
-    return fastest(seconds_of_ways(model, layout, platform, experts_first)) if layout.ep > 1 else "flat"
+def way_of(model: Architecture, layout: Layout, platform: Platform, experts_first: bool, wanted: str = "auto") -> Any:
+    """Of rows: as wanted where there are so many levels, else the fastest, as `Plan(dispatch="auto")` would take it."""
+    seconds = seconds_of_ways(model, layout, platform, experts_first) if layout.ep > 1 else {"flat": 0.0}
+    return wanted if wanted in seconds else fastest(seconds)
 
 
 def _fitting(
@@ -288,7 +289,7 @@ def _fitting(
         if lacking <= 0:
             return tried, found
         if region not in short or lacking < short[region][0]:
-            short[region] = lacking, max(_STATES, key=found.__getitem__)
+            short[region] = lacking, max(STATES, key=found.__getitem__)
     return None
 
 
