@@ -129,14 +129,15 @@ def positive(text: str) -> int:
 
 
 def add_plan(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--plan", metavar="JSON", help='a moefx.Plan as JSON, e.g. \'{"checkpoint": "x"}\'')
+    example = 'a moefx.Plan as JSON, e.g. \'{"checkpoint": "x"}\', or auto: the planner decides'
+    command.add_argument("--plan", metavar="JSON", help=example)
 
 
-def read_plan(text: str | None) -> Plan | None:
+def read_plan(text: str | None) -> Plan | str | None:
     from ._plan import Plan
 
-    if text is None:
-        return None
+    if text in (None, "auto"):
+        return text
     try:
         return Plan.from_json(text)
     except (
