@@ -143,8 +143,8 @@ def explain(
     Args:
         mesh: how `compile(mesh=mesh)` would spread the experts; the blocks for which it would raise are refused. The
             model keeps its parameters. Collective over the expert axis, as `compile` is: its ranks agree on what they
-            found, make process groups, and measure bandwidths for `Plan(dispatch="auto")`. A compiled model says how
-            it was spread, whatever the mesh is here, and asks nobody.
+            found, make process groups, and measure bandwidths for `Plan(dispatch="auto")`; where the planner decides,
+            over the whole mesh. A compiled model says how it was spread, whatever the mesh is here, and asks nobody.
 
     Raises:
         InvalidPlan: as `compile`. CaptureError, InvalidInput: the model does not run on the example.

@@ -106,8 +106,10 @@ class Decision:
         lines = [f"planned     {', '.join(f'{name}={value!r}' for name, value in self.taken.items()) or 'as given'}"]
         if self.tried:
             zero = self.tried[0].entry.layout.zero
-            spread = f"spread by ZeRO-{zero} (moefx spreads none: fully_shard)" if zero else "on each rank"
-            lines.append(f"  tokens    {_tokens(of)}, {of.source}")
+            spread = f"ZeRO-{zero}" + (", which is yours to do (fully_shard)" if zero else "")
+            shared = self.tried[0].use.shared
+            alike = f", the same along {shared!r}" if shared else ""
+            lines.append(f"  tokens    {_tokens(of)}, {of.source}{alike}")
             lines.append(f"  states    16 bytes a parameter, Adam in mixed precision, {spread}")
             planned = " as planned" if of.asked.memory else ""
             lines.append(f"  memory    {amount(here.platform.capacity, 'B')} a rank{planned}")

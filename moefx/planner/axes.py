@@ -25,12 +25,14 @@ class Use:
     """One way.
 
     Attributes:
+        shared: the axis whose ranks are taken to have the same tokens, "" if there is none.
         tp, dp: ranks with the same tokens, and with others, of a stage.
         group: ranks of one expert group.
     """
 
     expert_axis: tuple[str, ...] = ()
     sequence_axis: str | None = None
+    shared: str = ""
     tp: int = 1
     dp: int = 1
     group: tuple[int, ...] = (0,)
@@ -74,7 +76,7 @@ def uses(mesh: Any, asked: Plan, *, is_whole: bool = True) -> list[Use]:
     def use(axes: tuple[str, ...], sequence_axis: str | None) -> Use:
         in_order = tuple(name for name in sizes if name in axes)
         group = mesh.mesh[tuple(slice(None) if name in axes else 0 for name in sizes)]
-        return Use(in_order, sequence_axis, tp, ranks // tp, tuple(group.flatten().tolist()))
+        return Use(in_order, sequence_axis, shared or "", tp, ranks // tp, tuple(group.flatten().tolist()))
 
     if asked.expert_axis != "auto" or not sizes:
         return [use(expert_axis(mesh, asked.expert_axis), asked.sequence_axis)]

@@ -6,6 +6,7 @@ import copy
 import json
 import types
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -134,7 +135,7 @@ def test_no_more_is_spread_than_must_be():
     for memory in (100e9, 60e9, 30e9, 20e9):
         found = decide({0: told(memory=memory)}, 0, mesh)
         zeros.append(found.tried[0].entry.layout.zero)
-        assert f"by ZeRO-{zeros[-1]}" in str(found) if zeros[-1] else "on each rank" in str(found)
+        assert f"mixed precision, ZeRO-{zeros[-1]}" in str(found) and ("yours to do" in str(found)) == (zeros[-1] > 0)
     assert zeros == sorted(zeros) and zeros[0] == 0 and len(set(zeros)) > 2
     assert decide({0: told(AUTO.replace(zero=3), memory=100e9)}, 0, mesh).tried[0].entry.layout.zero == 3
 
@@ -273,6 +274,15 @@ def test_explained():
     assert [t["what"] for t in said["tried"]] == ["one device, keep 'h'", "one device, keep 'x'"]
     assert moefx.explain(copy.deepcopy(compiled)).planned == explained.planned
     assert moefx.explain(moefx.compile(model, plan=Plan(validation="symbolic"), example_inputs=IDS)).planned is None
+
+
+def test_the_page_shows_what_is_printed():
+    """OLMoE on eight H200s, four of 4096 tokens each."""
+    here = Here(platform_of("h200"), "named by MOEFX_PLATFORM")
+    asked = Plan(expert_axis="auto", checkpoint="auto")
+    found = decide({0: Facts(asked, MODEL, 4, 4096, "as in the example inputs", here)}, 0, mesh_of(ep=4, tp=2))
+    page = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
+    assert f"```text\n{found}\n```" in page
 
 
 def decoder() -> tuple[nn.Module, tuple]:
