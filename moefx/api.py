@@ -29,7 +29,7 @@ from .verification.report import VerifyReport, verify
 
 if TYPE_CHECKING:
     from .distribute import Spread
-    from .planner.auto import Decision
+    from .planner.decision import Decision
 
 _RECORD = "_moefx_record"
 _UNCHANGED: weakref.WeakKeyDictionary[nn.Module, Record] = weakref.WeakKeyDictionary()  # given back by `strict=False`

@@ -18,7 +18,7 @@ from .pipeline import with_policy
 from .survey import Refusal, Survey, first_line, survey
 
 if TYPE_CHECKING:
-    from .planner.auto import Decision
+    from .planner.decision import Decision
     from .runtime.topology import ExpertAxis
 
 
@@ -76,14 +76,14 @@ def _proven(
 
 def _decided(model: nn.Module, example_inputs: Any, plan: Plan, mesh: Any) -> tuple[Survey, Decision]:
     """What was found, and what the planner decides; the ranks of a mesh come to the same. Collective."""
-    from .planner.auto import decide, facts, here  # with the planner and its formulas
+    from .planner.auto import decide, facts, platform_of_ranks  # with the planner and its formulas
 
     if mesh is not None:
         from .distribute import everywhere
     try:
         with lifting(), under(device_of(model).type, None):
             found = survey(model, example_inputs, plan)
-        own = facts(model, found, plan, here(mesh, plan), example_inputs, mesh)
+        own = facts(model, found, plan, platform_of_ranks(mesh, plan), example_inputs, mesh)
     except Exception as error:
         if mesh is not None:
             everywhere(mesh, f"{type(error).__name__}: {error}")

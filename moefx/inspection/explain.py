@@ -83,7 +83,7 @@ class Explanation:
         paths: calls so far in this process by (op, provider).
         weights: how often the weights of a GEMM were read in which way (see `select.weight_paths`).
         kernels: how the GPU kernels' GEMMs were cut and why (see `lowering.triton.configurations`).
-        planned: what the planner decided and why (`planner.auto.Decision`), None where it was not asked.
+        planned: what the planner decided and why (`planner.decision.Decision`), None where it was not asked.
     """
 
     model: str

@@ -14,6 +14,7 @@ The files, from below:
     step.py            seconds of a step
     search.py          all layouts, ranked
     axes.py            the ways to use the axes of a mesh
-    auto.py            the fastest of them that fits, for moefx.compile
+    decision.py        what was decided for moefx.compile, and why
+    auto.py            the fastest use of the axes that fits
     papers.py          the papers' own formulas, as printed
 """

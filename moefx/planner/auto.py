@@ -17,112 +17,17 @@ from ..runtime.topology import node_size
 from ..survey import Survey
 from .architecture import Architecture
 from .axes import STAGES, Use, uses
+from .decision import Decision, Facts, Tried
 from .describe import described
 from .here import VARIABLE, Here, platform_here
-from .search import STATES, Entry, estimated, way_of
+from .search import STATES, estimated, way_of
 from .sheet import amount
 from .step import memory
 
 _POLICIES = ("h", "x")  # "all" keeps more than "h" and takes as long
-_SHOWN = 6
 
 
-@dataclasses.dataclass(frozen=True)
-class Facts:
-    """What a rank knows; all ranks of a mesh decide by those of all.
-
-    Attributes:
-        asked: the plan that leaves something to decide.
-        model: of this stage. None: it has no experts; a text: why the planner cannot make it out.
-        sequences, tokens: of a micro-batch of this rank; of a sequence.
-        source: who says so.
-        stage, stages: of a pipeline.
-    """
-
-    asked: Plan
-    model: Architecture | str | None
-    sequences: int
-    tokens: int
-    source: str
-    here: Here
-    stage: int = 0
-    stages: int = 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Tried:
-    """Attributes: lacking: bytes."""
-
-    use: Use
-    entry: Entry
-    lacking: float
-
-    @property
-    def rank(self) -> tuple[float, ...]:
-        """What fits by time; behind it the rest, by what is lacking."""
-        fits = self.lacking <= 0
-        return (0.0, self.entry.seconds, self.entry.memory["M_gpu"]) if fits else (1.0, self.lacking)
-
-    def __str__(self) -> str:
-        return f"{self.use}, keep {self.entry.layout.kept!r}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Decision:
-    """What was taken, and why; `print` it.
-
-    Attributes:
-        plan: nothing left to decide but how rows travel, which `compile` measures.
-        facts: of this rank's stage, what it was decided by.
-        tried: for this stage: first what was taken, then what fits, the fastest first, then what does not.
-        warning: "" if all is well.
-    """
-
-    plan: Plan
-    facts: Facts
-    tried: tuple[Tried, ...] = ()
-    warning: str = ""
-
-    @property
-    def taken(self) -> dict[str, Any]:
-        """The fields of the plan that were decided."""
-        asked, made = dataclasses.asdict(self.facts.asked), dataclasses.asdict(self.plan)
-        return {name: value for name, value in made.items() if value not in (asked[name], None) and name != "tokens"}
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {
-            "plan": dataclasses.asdict(self.plan), "taken": self.taken, "warning": self.warning,
-            "platform": self.facts.here.platform.name, "why": self.facts.here.why,
-            "tried": [
-                {"what": str(t), "bytes": t.entry.memory["M_gpu"], "lacking": max(t.lacking, 0.0),
-                 "seconds": t.entry.seconds, "zero": t.entry.layout.zero}
-                for t in self.tried
-            ],
-        }  # fmt: skip
-
-    def __str__(self) -> str:
-        of, here = self.facts, self.facts.here
-        lines = [f"planned     {', '.join(f'{name}={value!r}' for name, value in self.taken.items()) or 'as given'}"]
-        if self.tried:
-            zero = self.tried[0].entry.layout.zero
-            spread = f"ZeRO-{zero}" + (", which is yours to do (fully_shard)" if zero else "")
-            shared = self.tried[0].use.shared
-            alike = f", the same along {shared!r}" if shared else ""
-            lines.append(f"  tokens    {_tokens(of)}, {of.source}{alike}")
-            lines.append(f"  states    16 bytes a parameter, Adam in mixed precision, {spread}")
-            planned = " as planned" if of.asked.memory else ""
-            lines.append(f"  memory    {amount(here.platform.capacity, 'B')} a rank{planned}")
-            lines.append(f"  platform  {here.platform.name}, {here.why}")
-        for head, each in zip(("taken", "instead", *[""] * len(self.tried)), self.tried[:_SHOWN], strict=False):
-            time = each.entry.seconds / self.tried[0].entry.seconds
-            shown = amount(each.entry.seconds, "s") if here.is_known else f"{time:.2f} times as long"
-            short = f", {amount(each.lacking, 'B')} too much" if each.lacking > 0 else ""
-            lines.append(f"  {head:<10}{each}: {amount(each.entry.memory['M_gpu'], 'B')}{short}, {shown}")
-        return "\n".join([*lines, *([f"  warning   {self.warning}"] if self.warning else [])])
-
-
-def here(mesh: Any, asked: Plan) -> Here:
+def platform_of_ranks(mesh: Any, asked: Plan) -> Here:
     """The platform of the ranks of a mesh; without one that of a GPU, if there is one."""
     if mesh is None:
         return platform_here("cuda" if torch.cuda.is_available() else "cpu", asked.node_size)
@@ -139,7 +44,7 @@ def facts(
         example_inputs: of the model, as the user gave them.
     """
     made: Architecture | str | None = None
-    total, length, source = TOKENS, TOKENS, "which nobody says"
+    total, length, source = TOKENS, TOKENS, "for want of example inputs"
     try:
         if found.matched:
             made = described(model, found)
@@ -279,13 +184,9 @@ def _warning(least: Tried, of: Facts) -> str:
         else "Take fewer tokens, more ranks or more memory"
     )
     return (
-        f"nothing fits {amount(platform.capacity, 'B')} a rank with {_tokens(of)}. What lacks least is taken, {least}: "
+        f"nothing fits {amount(platform.capacity, 'B')} a rank with {of.shown}. What lacks least is taken, {least}: "
         f"{amount(taken['M_gpu'], 'B')}, of which {most} is {amount(taken[most], 'B')}. {remedy}"
     )
-
-
-def _tokens(of: Facts) -> str:
-    return f"{of.sequences * of.tokens} tokens a rank" + (f" in {of.sequences} sequences" if of.sequences > 1 else "")
 
 
 def _tokens_of_call(found: Survey, width: int) -> int:

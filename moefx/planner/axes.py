@@ -90,5 +90,8 @@ def uses(mesh: Any, asked: Plan, *, is_whole: bool = True) -> list[Use]:
     found = [each for each in found if is_whole or len(each.expert_axis) == 1]
     if not found:
         shown = ", ".join(f"{name}={size}" for name, size in sizes.items())
-        raise InvalidPlan(f"Plan(expert_axis='auto'): a mesh of {shown} has no axis that experts can be spread over")
+        whole = "" if is_whole else ", and axes are made one where it has all ranks there are"
+        raise InvalidPlan(
+            f"Plan(expert_axis='auto'): a mesh of {shown} has no axis that experts can be spread over{whole}"
+        )
     return found

@@ -70,6 +70,14 @@ def case_meshes() -> None:
     moefx.verify(compiled, model, (own_tokens(mesh),), routings=False).raise_if_failed()
 
 
+def case_rows_travel_by_what_is_measured_for_these_tokens() -> None:
+    """Of tokens that two ranks share each sends a half."""
+    for sizes, tokens in ((dict(ep=4), 64), (dict(ep=2, tp=2), 32)):
+        compiled = planned(Model("gated", layers=1), mesh_of(**sizes), AUTO.replace(node_size=2))
+        (note,) = moefx.explain(compiled).matched[0].notes
+        assert f"(auto: predicted for {tokens} tokens a rank flat " in note, note
+
+
 def case_twice_and_explained() -> None:
     mesh, model = mesh_of(ep=2, tp=2), Model("gated", layers=1)
     before = moefx.explain(model, mesh=mesh, plan="auto", example_inputs=EXAMPLE)

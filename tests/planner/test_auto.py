@@ -18,9 +18,10 @@ import moefx
 import moefx.survey
 from moefx import Plan, cli
 from moefx.errors import InvalidPlan, UnknownPlatform
-from moefx.planner.auto import Facts, decide
+from moefx.planner.auto import decide
 from moefx.planner.axes import uses
 from moefx.planner.catalogue import model_of
+from moefx.planner.decision import Facts
 from moefx.planner.here import Here
 from moefx.planner.platforms import platform_of
 
