@@ -162,6 +162,7 @@ def test_stages_take_the_same_axes_and_keep_what_fits_each():
     first, last = (decide(facts, rank, mesh) for rank in (0, 15))
     needed = first.tried[0].entry.memory["M_gpu"]
     assert first.tried[0].entry.layout.kept == "h" and needed > last.tried[0].entry.memory["M_gpu"]
+    assert first.tried[0].seconds == pytest.approx(last.tried[0].seconds)  # of one micro-batch each
     facts = {rank: told(asked, stage=rank // 8, stages=2, memory=needed - 1) for rank in range(16)}
     first, last = (decide(facts, rank, mesh).plan for rank in (0, 15))
     assert (first.checkpoint, last.checkpoint) == ("x", "h") and first.expert_axis == last.expert_axis == ("ep", "tp")
