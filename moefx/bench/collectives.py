@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ..ir.payload import group_of
 from ..ir.placement import Level
+from ..planner.sheet import amount
 from ..runtime.topology import ExpertAxis
 from .rates import link
 
@@ -51,7 +52,7 @@ class Repeated:
         found = sorted(self.seconds)
         late = sum(s > 2 * self.median for s in found) / len(found)
         return (
-            f"{self.what:11}{self.level:9}{self.ranks:4} ranks {self.num_bytes / 2**20:10.3f} MiB  "
+            f"{self.what:11}{self.level:9}{self.ranks:4} ranks {amount(self.num_bytes, 'B'):>10}  "
             f"{1e3 * self.median:9.3f} ms  {self.num_bytes / self.median / 1e9:8.2f} GB/s  "
             f"max {found[-1] / self.median:6.2f}x  {late:5.1%} beyond 2x"
         )
@@ -65,7 +66,7 @@ def levels(device: torch.device, node_size: int, above: Sequence[int]) -> list[t
     found, units = [], 1
     for level in reversed(axis.levels):
         units *= level.size
-        found.append((dataclasses.replace(level, name=level.name or "intra"), units))
+        found.append((level, units))
     return found
 
 
@@ -76,7 +77,7 @@ def measured(level: Level, device: torch.device, repeats: int, longest: float) -
             size = max(num_bytes // level.size, 1) * level.size
             leaving, work = what(level, device, size)
             seconds = _repeated(work, device, repeats)
-            yield Repeated(what.__name__.strip("_"), level.name, level.size, leaving, seconds)
+            yield Repeated(what.__name__.strip("_"), level.axis, level.size, leaving, seconds)
             if 4 * statistics.median(seconds) * repeats > longest:
                 break
 

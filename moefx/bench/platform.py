@@ -7,7 +7,7 @@
 GEMMs over the shapes of experts and attention, attention, copies and experts give rates; all-to-all and sends of
 growing sizes, at each level of the topology, give latency, bandwidth, and how much repeated ones differ. Then
 `python -m moefx plan MODEL --platform here.json --gpus N`. What cannot be measured, the data sheet's peak and networks
-of more devices than there are, is taken from `--base`.
+of more devices than there are, is taken from `--base`; with `--only exchanges` the device too.
 """
 
 from __future__ import annotations
@@ -101,25 +101,28 @@ def joined(measured: Sequence[Network], base: Platform | None, copy: float) -> t
 
 
 def made_of(
-    name: str, machine: Machine, found: Alone, networks: Sequence[Network], handling: float, base: Platform | None,
-    how: str,
+    name: str, machine: Machine, found: Alone | None, networks: Sequence[Network], handling: float,
+    base: Platform | None, how: str,
 ) -> Platform:  # fmt: skip
-    """The platform, with a source of each figure."""
-    numbers = figures(found, base) | ({"handling": handling} if handling else {})
+    """The platform, with a source of each figure. Without `found` the device is the base's."""
+    numbers: dict[str, Any] = dict(figures(found, base)) if found else {}
+    numbers |= {"handling": handling} if handling else {}
     sources = {figure: f"measured: {how}" for figure, value in numbers.items() if value}
-    if base is not None:
-        sources["peak"] = base.sources["peak"]
-        sources |= {"fast_domain": base.sources["fast_domain"]} if base.fast_domain else {}
-    else:
-        sources["peak"] += "; the most that any product reached"
-    return Platform(
-        name=name, device=machine.name, networks=joined(networks, base, found.copy), sources=sources,
-        fast_domain=base.fast_domain if base else 0, **numbers,
-    )  # fmt: skip
+    if found:
+        numbers["device"] = machine.name
+        sources["peak"] = base.sources.get("peak", base.name) if base else f"{sources['peak']}; the fastest GEMM"
+    made = joined(networks, base, found.copy if found else 0.0)
+    if base is None:
+        return Platform(name=name, networks=made, sources=sources, **numbers)
+    return dataclasses.replace(base, name=name, networks=made, sources=base.sources | sources, **numbers)
 
 
-def report(found: Alone, exchanges: Sequence[Repeated], made: Platform) -> str:
+def report(found: Alone | None, exchanges: Sequence[Repeated], made: Platform) -> str:
     """What was measured, and how well the rates say it again."""
+    return "\n".join([*(_device(found, made) if found else []), *map(str, exchanges)])
+
+
+def _device(found: Alone, made: Platform) -> list[str]:
     lines = [f"{made.device}: {made.capacity / 2**30:.1f} GiB, of which {made.overhead / 2**30:.2f} are taken"]
     lines.append(f"copy        {found.copy / 1e9:9.1f} GB/s, read and written together")
     for what, choose in (("fastest", max), ("slowest", min)):
@@ -135,24 +138,29 @@ def report(found: Alone, exchanges: Sequence[Repeated], made: Platform) -> str:
     again = {"GEMMs": gemm_errors(found.gemms, made), "experts": list(errors(found.experts, made).values())}
     for what, wrong in again.items():
         lines.append(f"rates of {what} say these times again to {min(wrong):+.1%} .. {max(wrong):+.1%}")
-    return "\n".join([*lines, *map(str, exchanges)])
+    return lines
 
 
-def rows_of(found: Alone, exchanges: Sequence[Repeated]) -> list[Mapping[str, Any]]:
+def rows_of(found: Alone | None, exchanges: Sequence[Repeated]) -> list[Mapping[str, Any]]:
     """As JSON lines have them: seconds of each, of exchanges every repetition's."""
-    rows: list[Mapping[str, Any]] = [{"gemm": gemm._asdict()} for gemm in found.gemms]
-    rows += [{"attention": each._asdict()} for each in found.attention]
-    rows += [{"experts": shape.name, "is_step": step, "seconds": seconds} for shape, seconds, step in found.experts]
+    rows: list[Mapping[str, Any]] = []
+    if found:
+        rows += [{"copy": found.copy, "capacity": found.capacity, "overhead": found.overhead}]
+        rows += [{"gemm": gemm._asdict()} for gemm in found.gemms]
+        rows += [{"attention": each._asdict()} for each in found.attention]
+        rows += [{"experts": shape.name, "is_step": step, "seconds": seconds} for shape, seconds, step in found.experts]
     return [*rows, *({"exchange": dataclasses.asdict(each)} for each in exchanges)]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    made = parser("platform", __doc__)
+    made = parser("platform", __doc__, out="write the platform to this file (default: platform.json)")
     made.set_defaults(out="platform.json")
+    text = "device: no exchanges; exchanges: the device is --base's"
+    made.add_argument("--only", choices=["device", "exchanges"], help=text)
     made.add_argument("--raw", metavar="FILE", help="append every measurement to this file, a JSON line each")
     made.add_argument("--plot", metavar="FILE", help="a picture of all repetitions; needs matplotlib")
     made.add_argument("--name", default="here", help="of the platform (default: here)")
-    made.add_argument("--base", choices=list(PLATFORMS), help="a shipped platform, for what cannot be measured here")
+    made.add_argument("--base", metavar="P", help=f"{', '.join(PLATFORMS)} or a file, for what cannot be measured here")
     made.add_argument("--device", default=None, help="cuda (default, where there is one) or cpu")
     made.add_argument("--dtype", default=None, help="default: bfloat16; on the CPU float32")
     made.add_argument("--node-size", type=int, metavar="N", help="ranks of a node (default: LOCAL_WORLD_SIZE)")
@@ -160,6 +168,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     made.add_argument("--repeats", type=int, default=100, help="of each size of exchange (default: 100)")
     made.add_argument("--seconds", type=float, default=10.0, help="that one size may take (default: 10)")
     options = made.parse_args(argv)
+    if options.only == "exchanges" and not options.base:
+        made.error("--only exchanges measures no device: say whose it is with --base")
     device = _join(options.device)
     try:
         _measure(options, device)
@@ -177,11 +187,11 @@ def _measure(options: Any, device: torch.device) -> None:
     base = platform_of(options.base) if options.base else None
     dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     machine = Machine(device, dtype)
-    found = alone(machine, tell)
+    found = None if options.only == "exchanges" else alone(machine, tell)
     how = f"{machine.name}, {dtype}, torch {torch.__version__}, {dist.get_backend()} over {world} ranks"
     exchanges: list[Repeated] = []
     networks = []
-    if world > 1:
+    if world > 1 and options.only != "device":
         nodes = node_size(options.node_size, world)
         for i, (level, ranks) in enumerate(collectives.levels(device, nodes, options.levels)):
             tell(f"exchanges between {level.size} {'ranks of a node' if ranks <= nodes else 'units'}")
@@ -189,7 +199,7 @@ def _measure(options: Any, device: torch.device) -> None:
             networks.append(network(_NAMES[i if ranks <= nodes else max(i, 1)], ranks, each, how))
             exchanges += each
     whole: Any = dist.group.WORLD
-    handling = measured_handling(whole.group_name, device)
+    handling = 0.0 if options.only == "device" else measured_handling(whole.group_name, device)
     if rank:
         return
     platform = made_of(options.name, machine, found, networks, handling, base, how)
@@ -215,7 +225,8 @@ def _join(kind: str | None) -> torch.device:
     if "RANK" in os.environ:
         dist.init_process_group(backend)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        alone = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group(backend, store=alone, rank=0, world_size=1)
     return torch.device("cuda", local) if cuda else torch.device("cpu")
 
 
