@@ -34,6 +34,7 @@ class Repeated:
     Attributes:
         what: "all_to_all", of which (n - 1)/n leave a rank, or "p2p", to the next rank of the level.
         level, ranks: its name, and the ranks of a group.
+        unit, is_node: ranks of a unit of the level, and whether that is within a node.
         num_bytes: that leave a rank.
         seconds: of each repetition, of the slowest rank of all groups.
     """
@@ -41,6 +42,8 @@ class Repeated:
     what: str
     level: str
     ranks: int
+    unit: int
+    is_node: bool
     num_bytes: float
     seconds: list[float]
 
@@ -70,14 +73,17 @@ def levels(device: torch.device, node_size: int, above: Sequence[int]) -> list[t
     return found
 
 
-def measured(level: Level, device: torch.device, repeats: int, longest: float) -> Iterator[Repeated]:
+def measured(
+    level: Level, unit: int, node: int, device: torch.device, repeats: int, longest: float
+) -> Iterator[Repeated]:
     """All-to-all and sends of growing sizes, as long as `repeats` of one take `longest` seconds at most. Collective."""
     for what in (_all_to_all, _p2p):
         for num_bytes in SIZES:
             size = max(num_bytes // level.size, 1) * level.size
             leaving, work = what(level, device, size)
             seconds = _repeated(work, device, repeats)
-            yield Repeated(what.__name__.strip("_"), level.axis, level.size, leaving, seconds)
+            name = what.__name__.strip("_")
+            yield Repeated(name, level.axis, level.size, unit, unit <= node, leaving, seconds)
             if 4 * statistics.median(seconds) * repeats > longest:
                 break
 

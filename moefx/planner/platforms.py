@@ -265,6 +265,6 @@ def platform_of(name: str) -> Platform:
         except OSError as error:
             raise UnknownPlatform(f"no platform file {name}: {error.strerror}") from error
     raise UnknownPlatform(
-        f"no platform {name!r}{nearest(name.lower(), PLATFORMS)}. There are {', '.join(PLATFORMS)}, and JSON files "
-        "with the fields of moefx.Platform"
+        f"no platform {name!r}{nearest(name.lower(), PLATFORMS) or '.'} There are {', '.join(PLATFORMS)}, and JSON "
+        "files with the fields of moefx.Platform"
     )
