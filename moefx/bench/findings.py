@@ -99,7 +99,7 @@ class Findings:
         numbers: dict[str, Any] = {"handling": self.handling} if self.handling else {}
         if self.device is not None:
             numbers |= figures(self.device, base.peak if base else None)
-        sources = {figure: f"measured: {self.how}" for figure, value in numbers.items() if value}
+        sources = dict.fromkeys(numbers, f"measured: {self.how}")
         if self.device is not None:
             numbers["device"] = self.device.name
             sources["peak"] = base.sources.get("peak", base.name) if base else f"{sources['peak']}; the fastest GEMM"
