@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 
 import pytest
@@ -79,7 +80,21 @@ def test_what_does_not_fit_says_by_how_much():
     assert not len(ranking)
     (line,) = [r for r in ranking.rejected if r.what == "PP=1 TP=1 EP=8"]
     assert line.why.startswith("does not fit: ") and line.why.endswith("too much at the least, most of it M_optimizer")
+    assert line.sizes == ({"PP": 1, "TP": 1, "EP": 8},) and line.term == "M_optimizer"
+    least = min(memory(ranking.model, layout, ranking.platform)["M_gpu"] for layout in every_policy(dp=8, ep=8))
+    assert line.lacking == least - ranking.platform.capacity
     assert "0 layouts fit 40 GiB" in str(ranking)
+
+
+def every_policy(**ranks):
+    """Of a sequence a micro-batch, those that the search tries."""
+    for zero, (kept, recompute) in itertools.product((1, 2, 3), (("h", False), ("x", False), ("h", True))):
+        yield Layout(**ranks, zero=zero, kept=kept, recompute=recompute, microbatches=1024 // ranks["dp"])
+
+
+def test_what_was_asked_is_kept(small):
+    assert (small.num_ranks, small.batch, small.tokens, small.most_sequences, small.fast_domain) == (16, 64, 4096, 8, 0)
+    assert plan("olmoe-1b-7b", "frontier", 8, batch=8, tokens=128).fast_domain == 32
 
 
 def test_entries_are_plans(small):
