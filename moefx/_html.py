@@ -27,12 +27,14 @@ STYLE = """
 .moefx figure { margin: 0; padding: 12px 16px; background: var(--mx-surface);
   border: 1px solid var(--mx-line); border-radius: 10px; overflow: auto;
   max-width: 100%; box-sizing: border-box; }
+.moefx figure img { display: block; max-width: 100%; background: #ffffff; }
 .moefx figcaption { font-weight: 600; margin-bottom: 8px; }
 .moefx .legend { display: flex; flex-wrap: wrap; gap: 6px 18px; margin: 8px 0; color: var(--mx-muted); }
 .moefx .legend i { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin-right: 6px;
   border: 1px solid; vertical-align: -1px; }
 .moefx pre { margin: 0; padding: 10px 0; background: var(--mx-surface); border: 1px solid var(--mx-line);
   border-radius: 8px; overflow-x: auto; }
+.moefx pre > code { display: block; padding: 0 14px; }
 .moefx details { margin: 8px 0; } .moefx summary { cursor: pointer; padding: 4px 0; }
 """
 

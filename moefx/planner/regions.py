@@ -10,7 +10,8 @@ from typing import Literal
 from .architecture import Architecture
 from .layout import Layout
 from .papers import X_MOE
-from .search import Entry, Ranking, search
+from .ranking import Entry, Ranking
+from .search import search
 from .sheet import Formula, Sheet, quantities
 
 Axis = Literal["PP", "TP", "EP"]
