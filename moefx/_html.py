@@ -19,7 +19,7 @@ STYLE = """
 .moefx h2, .moefx h3 { line-height: 1.25; margin: 1.4em 0 .5em; }
 .moefx .muted { color: var(--mx-muted); }
 .moefx code, .moefx pre, .moefx td { font: 13px/1.45 ui-monospace, SFMono-Regular, Menlo, monospace; }
-.moefx table { border-collapse: collapse; }
+.moefx table { border-collapse: collapse; margin: 8px 0; }
 .moefx th { text-align: left; font-weight: 600; }
 .moefx th, .moefx td { padding: 3px 14px 3px 0; border-bottom: 1px solid var(--mx-line); }
 .moefx .number { text-align: right; }
@@ -27,7 +27,7 @@ STYLE = """
 .moefx figure { margin: 0; padding: 12px 16px; background: var(--mx-surface);
   border: 1px solid var(--mx-line); border-radius: 10px; overflow: auto;
   max-width: 100%; box-sizing: border-box; }
-.moefx figure img { display: block; max-width: 100%; background: #ffffff; }
+.moefx .plot { display: inline-block; background: #ffffff; } .moefx .plot img { display: block; max-width: 100%; }
 .moefx figcaption { font-weight: 600; margin-bottom: 8px; }
 .moefx .legend { display: flex; flex-wrap: wrap; gap: 6px 18px; margin: 8px 0; color: var(--mx-muted); }
 .moefx .legend i { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin-right: 6px;
@@ -35,7 +35,7 @@ STYLE = """
 .moefx pre { margin: 0; padding: 10px 0; background: var(--mx-surface); border: 1px solid var(--mx-line);
   border-radius: 8px; overflow-x: auto; }
 .moefx pre > code { display: block; padding: 0 14px; }
-.moefx details { margin: 8px 0; } .moefx summary { cursor: pointer; padding: 4px 0; }
+.moefx details { margin: 8px 0; overflow-x: auto; } .moefx summary { cursor: pointer; padding: 4px 0; }
 """
 
 _PAGE = """<!DOCTYPE html>

@@ -15,6 +15,7 @@ _UNITS = {
     "dense_rows": "B/s", "expert_rows": "B/s", "expert_weights": "B/s", "dense_launch": "s", "expert_launch": "s",
     "handling": "s/B",
 }  # fmt: skip
+_NOT_MEASURED = "not measured"
 _INSTEAD = {
     "dense_rows": "memory_bandwidth", "expert_rows": "memory_bandwidth", "expert_weights": "memory_bandwidth",
     "expert_gemm": "peak * matmul_efficiency", "fast_domain": "no limit",
@@ -28,7 +29,7 @@ def sources(platform: Platform) -> str:
         shown = amount(value, _UNITS.get(name, "1"))
         if not value and name in _INSTEAD:
             shown = _INSTEAD[name]
-        rows.append([name, shown, platform.sources.get(name, _nobody(name, value))])
+        rows.append([name, shown, _said(platform, name, value)])
     links = [
         [n.name, str(n.ranks or "all"), amount(n.bandwidth, "B/s"), amount(n.latency, "s"),
          amount(n.p2p or n.bandwidth, "B/s"), n.source or "not said"]
@@ -40,24 +41,23 @@ def sources(platform: Platform) -> str:
 
 def assumptions(model: Architecture, platform: Platform) -> str:
     """A list: what is a peak and what was measured, and what the formulas leave out."""
-    numbers = _numbers(platform)
-    measured = [name for name, source in platform.sources.items() if source.startswith("measured")]
-    printed = [name for name in platform.sources if name not in measured]
-    unknown = [name for name in numbers if name not in platform.sources and _nobody(name, numbers[name])]
-    measured += [f"links of a {n.name}" for n in platform.networks if n.source.startswith("measured")]
-    printed += [f"links of a {n.name}" for n in platform.networks if not n.source.startswith("measured")]
+    named = {name: source for name, source in platform.sources.items() if name != "fast_domain"}
+    named |= {f"links of a {network.name}": network.source for network in platform.networks}
+    measured = [name for name, source in named.items() if source.startswith("measured")]
+    printed = ", ".join(name for name in named if name not in measured)
+    unknown = [name for name, value in _numbers(platform).items() if _said(platform, name, value) == _NOT_MEASURED]
+    unknown = [name for name in unknown if name != "overhead"]  # of memory, below
+    unknown += [f"latency of a {network.name}" for network in platform.networks if not network.latency]
     said = [
-        f"Of data sheets, guides and papers, so peaks and not what programs reach: {', '.join(printed)}." if printed else "",
+        f"Of data sheets, guides and papers, so peaks and not what programs reach: {printed}." if printed else "",
         f"Measured: {', '.join(measured)}." if measured else "Nothing was measured on this platform.",
-        f"Nobody measured, so taken as if they cost nothing: {', '.join(unknown)}. Times are too short by that."
-        if unknown else "",
+        f"Nobody measured, so taken at the best: {', '.join(unknown)}. Times are too short by that." if unknown else "",
         "Nothing overlaps: exchanges and gradients wait for what is computed, and that for them.",
         "Tokens are shared evenly by the experts; none are dropped.",
-        "16 bytes a parameter before ZeRO (half precision, float32 copy, Adam), flash attention, one-forward-one-backward.",
-        f"The framework takes {amount(platform.overhead, 'B')} of a GPU's memory." if platform.overhead else
-        "What the framework and its libraries take of the memory is not known, and counted as nothing.",
+        "16 bytes a parameter before ZeRO (half precision, float32 copy, Adam), flash attention, 1F1B.",
+        "" if platform.overhead else "What the framework takes of the memory is not known, and counted as nothing.",
         f"{model.name}: {model.note}." if model.note else "",
-    ]  # fmt: skip
+    ]
     return f"<ul>{''.join(f'<li>{escape(text)}</li>' for text in said if text)}</ul>"
 
 
@@ -66,8 +66,9 @@ def _numbers(platform: Platform) -> dict[str, float]:
     return {name: value for name, value in found.items() if isinstance(value, (int, float))}
 
 
-def _nobody(name: str, value: float) -> str:
-    """What is said of a figure without a source, "" if its value needs none."""
-    if name.endswith("efficiency") and value == 1 or not value and name != "fast_domain":
-        return "not measured"
-    return "" if name == "fast_domain" else "not said"
+def _said(platform: Platform, name: str, value: float) -> str:
+    """The source of a figure, or that there is none: one that is left at its default was not measured."""
+    defaults = {field.name: field.default for field in dataclasses.fields(Platform)}
+    if name in platform.sources:
+        return platform.sources[name]
+    return (_NOT_MEASURED if name != "fast_domain" else "") if value == defaults[name] else "not said"

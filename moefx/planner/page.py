@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from html import escape
@@ -13,6 +14,7 @@ from .parts import LABELS, memory_parts, time_parts
 from .ranking import COLUMNS, Entry, Ranking
 from .regions import TRADE_OFF, Region, Scaled, border, feasible, scaling, trade_off
 from .sheet import amount
+from .step import memory
 
 MOST = 10
 INSTALL = "pip install matplotlib"
@@ -60,7 +62,7 @@ def _heading(ranking: Ranking) -> str:
     text = f"{len(ranking)} layouts fit {amount(platform.capacity, 'B')}."
     if len(ranking):
         best = ranking[0]
-        text += f" The fastest takes {amount(best.seconds, 's')} a step, an MFU of {best.mfu:.1%}: {best.layout}"
+        text += f" The fastest takes {amount(best.seconds, 's')} a step, an MFU of {best.mfu:.1%}: {_short(best)}."
     else:
         short = [r for r in ranking.rejected if r.lacking]
         least = min(short, key=lambda r: r.lacking, default=None)
@@ -151,19 +153,35 @@ def _ssmb(ranking: Ranking, with_plots: bool, say: Tell) -> str:
     if len(ranking):
         layout = ranking[0].layout
         given = trade_off(model, layout)
+        found = TRADE_OFF(**given)
+        better = "SSMB" if found["A_saving"] > found["M_cost"] else "TED"
         shown = "\n".join(TRADE_OFF.shown(name, **given) for name in ("A_saving", "M_cost"))
         own = (
-            f"<p>Of the fastest layout, with G = {given['G']} ranks for the dense matrices, {model.matrices} matrices an "
-            f"expert and {given['m']:g} layers' activations kept at once:</p><pre><code>{escape(shown)}</code></pre>"
+            f"<p>The fastest layout, with G = {given['G']} ranks for the dense matrices, {model.matrices} matrices an "
+            f"expert and {given['m']:g} layers' activations kept at once: {better} saves more.{_kept(ranking)}</p>"
+            f"<pre><code>{escape(shown)}</code></pre>"
         )
     return (
-        "<h3>SSMB or TED</h3><p class=muted>What saves more memory: sequences of MoE blocks over the ranks that share the "
-        "dense matrices (SSMB), or experts over them (TED). X-MoE figure 17: experts of two matrices, one on each rank, rows "
-        "kept as X-MoE does; k experts a token over their width F, and a border of 2 / s (capacity factor 1).</p>"
+        "<h3>SSMB or TED</h3><p class=muted>What saves more memory: sequences of MoE blocks over the ranks that share "
+        "the dense matrices (SSMB), or experts over them (TED). X-MoE figure 17, for experts of two matrices, one on "
+        "each rank, and rows kept as X-MoE keeps them: k experts a token over their width F, and a border of 2 / s "
+        "(capacity factor 1).</p>"
         + picture
         + folded("in numbers", table(["tokens s", "border", "k / F", "saves more"], rows), not with_plots)
         + own
     )
+
+
+def _kept(ranking: Ranking) -> str:
+    """What SSMB saves with what is really kept, where the layout can have it."""
+    layout = ranking[0].layout
+    if layout.tp == 1 or layout.ep % layout.tp:
+        return ""
+    without, with_it = (
+        memory(ranking.model, dataclasses.replace(layout, ssmb=ssmb), ranking.platform)["M_gpu"]
+        for ssmb in (False, True)
+    )
+    return f" With what it keeps, which is not what X-MoE does, SSMB saves {amount(without - with_it, 'B')} of a GPU."
 
 
 def _scaling(ranking: Ranking, with_plots: bool, say: Tell) -> str:
@@ -194,10 +212,14 @@ def _scaled(kind: str, point: Scaled, points: Sequence[Scaled]) -> list[str]:
 
 
 def _formulas(ranking: Ranking) -> str:
-    memory, step = ranking.explain(0).split("\n\n")
+    bytes_of, seconds_of = ranking.explain(0).split("\n\n")
+    best = ranking[0]
+    texts = {
+        "memory of a GPU": bytes_of, "time of a step": seconds_of,
+        "its layout, and its moefx.Plan as JSON": f"{best.layout}\n{best.plan().to_json()}",
+    }  # fmt: skip
     return "<h3>The fastest in formulas</h3>" + "".join(
-        folded(what, f"<pre><code>{escape(text)}</code></pre>")
-        for what, text in (("memory of a GPU", memory), ("time of a step", step))
+        folded(what, f"<pre><code>{escape(text)}</code></pre>") for what, text in texts.items()
     )
 
 
@@ -215,4 +237,4 @@ def _short(entry: Entry) -> str:
 
 
 def _picture(uri: str, what: str) -> str:
-    return f'<figure><img src="{uri}" alt="{escape(what)}"></figure>'
+    return f'<figure class="plot"><img src="{uri}" alt="{escape(what)}"></figure>'

@@ -117,9 +117,10 @@ def advantage(model: Architecture, tokens: int) -> Figure:
         mine = model.name in names
         axes.plot([width], [choices], "*" if mine else "o", color=_COLORS[7 if mine else 0], ms=13 if mine else 6)
         others = ", ".join(names[:2]) + (", ..." if len(names) > 2 else "")
+        text, weight = (model.name, "bold") if mine else (others, "normal")
         axes.annotate(
-            model.name if mine else others, (width, choices), (4, 7), textcoords="offset points", rotation=60, ha="left",
-            va="bottom", rotation_mode="anchor", fontsize=8, fontweight="bold" if mine else "normal",
+            text, (width, choices), (4, 7), textcoords="offset points", rotation=60, rotation_mode="anchor", ha="left",
+            va="bottom", fontsize=8, fontweight=weight,
         )  # fmt: skip
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=(0.5, top), xlabel="hidden width of an expert (elements)")
     axes.set_ylabel("experts of a token (top-k)")
@@ -156,14 +157,15 @@ def scaling(strong: Sequence[Scaled], weak: Sequence[Scaled]) -> Figure:
                 axes.set_ylim(min(*ideal, highest) / 1.5, 1.9 * highest)
                 axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
             axes.legend(loc="lower left", fontsize=8)
+        else:
+            axes.set_yticks([])
         for point in points:
             if not point.best:
-                lacking = f"+{amount(point.lacking, 'B')}" if point.lacking else "none"
+                why = f"does not fit\n+{amount(point.lacking, 'B')}" if point.lacking else "none divides so"
                 axes.axvline(point.num_ranks, color=_COLORS[6], linestyle=":", linewidth=1)
                 axes.annotate(
-                    f"does not fit\n{lacking}", (point.num_ranks, 0.5), (0, 0), xycoords=("data", "axes fraction"),
-                    textcoords="offset points", ha="center", va="center", fontsize=8, color=_COLORS[7],
-                    bbox=_PAPER,
+                    why, (point.num_ranks, 0.5), xycoords=("data", "axes fraction"), ha="center", va="center",
+                    fontsize=8, color=_COLORS[7], bbox=_PAPER,
                 )  # fmt: skip
         sequences = "as many sequences a GPU" if is_weak else f"{points[0].batch} sequences a step"
         axes.set(xscale="log", xlabel="GPUs", ylabel="time of a step (s)")
@@ -219,7 +221,7 @@ def _cells(axes: Axes, region: Region, norm: Any) -> Any:
             elif cell.best:
                 text, color = f"{cell.best.seconds:.3g}", "white" if norm(cell.best.seconds) > 0.5 else "black"
             else:
-                text, color = f"+{cell.lacking / _GIB:.3g}\nGiB", _COLORS[7]
+                text, color = "+" + amount(cell.lacking, "B").replace(" ", "\n"), _COLORS[7]
                 axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, fill=False, hatch="///", edgecolor="#E5C5CB", lw=0))
             axes.text(x, y, text, ha="center", va="center", color=color, fontsize=8)
     axes.set_xticks(range(len(region.columns)), [str(size) for size in region.columns])

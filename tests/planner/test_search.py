@@ -166,19 +166,21 @@ def test_mfu_is_what_the_model_asks_for():
     assert 6 * 3.0e9 < flop_per_token(MODEL, 1) < 6 * 3.35e9
 
 
-def test_the_command(capsys):
-    assert (
-        cli.main(["plan", "olmoe-1b-7b", "--platform", "a100-40gb", "--gpus", "16", "--batch", "64", "--top", "3"]) == 0
-    )
+def test_the_command(capsys, tmp_path, monkeypatch):
+    """Pages are in test_page."""
+    monkeypatch.chdir(tmp_path)
+    asked = ["plan", "olmoe-1b-7b", "--platform", "a100-40gb", "--gpus", "16", "--batch", "64", "--no-page"]
+    assert cli.main([*asked, "--top", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "layouts fit 40 GiB" in lines[0] and lines[2].split()[:4] == ["PP", "TP", "DP", "EP"]
     assert lines[6] == "" and lines[7] == "rejected"
     assert cli.main(["plan", "olmoe-1b-7b", "--platform", "a100-40gb", "--gpus", "16", "--explain", "1"]) == 0
     assert "M_gpu = " in capsys.readouterr().out
-    assert cli.main(["plan", "deepseek-v3", "--platform", "a100-40gb", "--gpus", "8"]) == 1
+    assert cli.main(["plan", "deepseek-v3", "--platform", "a100-40gb", "--gpus", "8", "--no-page"]) == 1
     capsys.readouterr()
     assert cli.main(["plan", "olmoe", "--gpus", "8"]) == 1
     assert "did you mean olmoe-1b-7b?" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
