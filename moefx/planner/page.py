@@ -25,7 +25,7 @@ Tell = Callable[[str], object]
 def file_name(ranking: Ranking) -> str:
     """`plan-MODEL-PLATFORM-GPUS.html`, with what file names can have."""
     name = f"plan-{ranking.model.name}-{ranking.platform.name}-{ranking.num_ranks}"
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", name) + ".html"
+    return re.sub(r"[^A-Za-z0-9._]+", "-", name) + ".html"
 
 
 def render(ranking: Ranking, tell: Tell | None = None) -> str:

@@ -120,7 +120,7 @@ def advantage(model: Architecture, tokens: int) -> Figure:
         text, weight = (model.name, "bold") if mine else (others, "normal")
         axes.annotate(
             text, (width, choices), (4, 7), textcoords="offset points", rotation=60, rotation_mode="anchor", ha="left",
-            va="bottom", fontsize=8, fontweight=weight,
+            va="bottom", fontsize=8, fontweight=weight, parse_math=False,
         )  # fmt: skip
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=(0.5, top), xlabel="hidden width of an expert (elements)")
     axes.set_ylabel("experts of a token (top-k)")

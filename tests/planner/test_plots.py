@@ -19,7 +19,7 @@ GIB = 2**30
 
 @pytest.fixture(scope="module")
 def narrow():
-    return plan("mixtral-8x7b", "a100-40gb", 20, batch=80)
+    return plan("mixtral-8x7b", "a100-40gb", 20, batch=20)
 
 
 def texts(axes):
