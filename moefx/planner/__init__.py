@@ -11,6 +11,10 @@ The files, from below:
     communication.py   bytes and seconds of exchanges
     platforms.py       GPUs and the links between them
     step.py            seconds of a step
+    ranking.py         layouts that fit and others, as tables, formulas and a page
     search.py          all layouts, ranked
     papers.py          the papers' own formulas, as printed
+    parts.py           what memory and time are made of
+    regions.py         what fits, SSMB and TED, scaling
+    plots.py, figures.py, page.py    the page: pictures, sources of figures, all of it
 """
