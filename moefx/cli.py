@@ -107,6 +107,8 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("--tokens", type=positive, default=4096, help="of a sequence (default: 4096)")
     plan.add_argument("--top", type=positive, default=10, help="lines of the table (default: 10)")
     plan.add_argument("--explain", type=positive, metavar="N", help="formulas and numbers of line N of the table")
+    plan.add_argument("--simulate", type=positive, metavar="N", help="a step of line N as events, beside the formulas")
+    plan.add_argument("--skew", type=float, default=0.0, help="for --simulate: of routing, Zipf's exponent (default: 0)")
     plan.set_defaults(run=run_plan)
 
     bench = commands.add_parser("bench", help="measure on this machine")
@@ -306,6 +308,10 @@ def run_plan(arguments: argparse.Namespace) -> int:
         if arguments.explain > len(ranking):
             raise UsageError(f"--explain {arguments.explain}: {len(ranking)} layouts fit")
         print(ranking.explain(arguments.explain - 1))
+    elif arguments.simulate is not None:
+        if arguments.simulate > len(ranking):
+            raise UsageError(f"--simulate {arguments.simulate}: {len(ranking)} layouts fit")
+        print(ranking.simulate(arguments.simulate - 1, skew=arguments.skew))
     else:
         print(ranking.shown(arguments.top))
     return 0 if len(ranking) else 1

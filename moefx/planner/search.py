@@ -18,6 +18,7 @@ from .layout import Layout
 from .memory import MEMORY
 from .platforms import Platform, platform_of
 from .sheet import amount
+from .simulation import Simulated, simulate
 from .step import given, memory, seconds_of_ways, sheet_of
 
 # What is kept and whether layers run again, the fastest first.
@@ -123,6 +124,12 @@ class Ranking:
             lines += ["", self.table(most)]
         lines += ["", "rejected"] + [f"  {rejected.what}: {rejected.why}" for rejected in self.rejected]
         return "\n".join(lines)
+
+    def simulate(self, index: int = 0, *, skew: float = 0.0, seed: int = 0, stragglers: bool = True) -> Simulated:
+        """A step of an entry as events, beside its formulas: see `planner.simulation.simulate`."""
+        entry = self.entries[index]
+        more: dict[str, Any] = dict(skew=skew, seed=seed, stragglers=stragglers)
+        return simulate(self.model, entry.layout, self.platform, entry.experts_first, **more)
 
 
 def search(

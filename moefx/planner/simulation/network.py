@@ -23,87 +23,89 @@ class Fabric:
 
     Attributes:
         capacity: [L] bytes a second of each link.
-        paths: int64 [H, n * n], links that bytes from one rank to another pass; L: none.
+        units: int64 [levels, n], of which unit each rank is, fine to coarse; the last one has all.
+        ports: int64 [levels, 2, n], the links out and in that a rank uses at each level.
     """
 
     capacity: Tensor
-    paths: Tensor
+    units: Tensor
+    ports: Tensor
 
     def busiest(self, traffic: Tensor) -> Tensor:
-        """Seconds until the busiest link has carried its bytes, all flows going on side by side.
+        """Seconds until the busiest link has carried its bytes, all ranks sending to all side by side.
 
         Args:
             traffic: [..., n, n] bytes, senders first.
         """
-        flows = traffic.flatten(-2).double()
+        return self.busiest_of(*_pairs(traffic), traffic.flatten(-2))
+
+    def busiest_of(self, sources: Tensor, targets: Tensor, flows: Tensor) -> Tensor:
+        """The same of `flows` [..., F] bytes, from `sources` [F] to `targets` [F]."""
         loads = torch.zeros(*flows.shape[:-1], len(self.capacity) + 1, dtype=torch.float64)
-        for path in self.paths:
-            loads.index_add_(-1, path, flows)
+        for path in self._paths(sources, targets):
+            loads.index_add_(-1, path, flows.double())
         return (loads[..., :-1] / self.capacity).amax(-1)
 
     def fair(self, traffic: Tensor) -> float:
-        """The same where at any moment flows share links fairly (max-min): never less than `busiest`, and an event for
-        each flow.
+        """As `busiest` where at any moment flows share links fairly (max-min): never less, and an event for each flow.
 
         Args:
             traffic: [n, n] bytes.
         """
-        left = traffic.flatten().double()
-        flows = ((left > 0) & (self.paths < len(self.capacity)).any(0)).nonzero()[:, 0]
-        left, paths, seconds = left[flows], self.paths[:, flows], 0.0
-        while len(left):
+        left, paths, seconds = traffic.flatten().double(), self._paths(*_pairs(traffic)), 0.0
+        going = (left > 0) & (paths < len(self.capacity)).any(0)
+        while going.any():
+            left, paths = left[going], paths[:, going]
             rates = self._shares(paths)
             first = (left / rates).min()
             seconds, after = seconds + float(first), left - rates * first
-            going = after > 1e-9 * left
-            left, paths = after[going], paths[:, going]
+            left, going = after, after > 1e-9 * left
         return seconds
+
+    def _paths(self, sources: Tensor, targets: Tensor) -> Tensor:
+        """int64 [2 * levels, F], links that bytes pass; L: none."""
+        level = (self.units[:, sources] != self.units[:, targets]).sum(0)  # 0: within a node
+        none, found = torch.full_like(sources, len(self.capacity)), []
+        for i, (out, into) in enumerate(self.ports):
+            used = level >= i if i else (level == 0) & (sources != targets)
+            found += [torch.where(used, out[sources], none), torch.where(used, into[targets], none)]
+        return torch.stack(found)
 
     def _shares(self, paths: Tensor) -> Tensor:
         """Max-min fair rates by progressive filling: the link with the least for each of its flows fills first."""
         rates = torch.zeros(paths.shape[1], dtype=torch.float64)
-        spare, open_ = self.capacity.clone(), torch.ones(paths.shape[1], dtype=torch.bool)
-        while open_.any():
-            users = torch.bincount(paths[:, open_].flatten(), minlength=len(spare) + 1)[:-1]
+        spare, is_open = self.capacity.clone(), torch.ones(paths.shape[1], dtype=torch.bool)
+        while is_open.any():
+            users = torch.bincount(paths[:, is_open].flatten(), minlength=len(spare) + 1)[:-1]
             share = torch.where(users > 0, spare / users, math.inf)
             least = share.min()
             is_full = torch.cat([share <= least * (1 + 1e-12), torch.tensor([False])])
-            fixed = open_ & is_full[paths].any(0)
-            rates[fixed] = least
-            spare -= least * torch.bincount(paths[:, fixed].flatten(), minlength=len(spare) + 1)[:-1]
-            open_ &= ~fixed
+            filled = is_open & is_full[paths].any(0)
+            rates[filled] = least
+            spare -= least * torch.bincount(paths[:, filled].flatten(), minlength=len(spare) + 1)[:-1]
+            is_open &= ~filled
         return rates
+
+
+def _pairs(traffic: Tensor) -> tuple[Tensor, Tensor]:
+    ranks = torch.arange(traffic.shape[-1])
+    return ranks.repeat_interleave(len(ranks)), ranks.repeat(len(ranks))
 
 
 def fabric(platform: Platform, ranks: Sequence[int]) -> Fabric:
     """The links between those ranks, which are numbered node by node."""
-    n, at = len(ranks), torch.tensor(ranks)
-    units = [at // network.ranks if network.ranks else torch.zeros_like(at) for network in platform.networks]
-    units[-1] = torch.zeros_like(at)
-    level = torch.stack([unit[:, None] != unit[None, :] for unit in units]).sum(0).flatten()  # 0: within a node
-    out, into = torch.arange(n).repeat_interleave(n), torch.arange(n).repeat(n)
-    is_other = out != into
-    capacity: list[Tensor] = []
-    paths: list[tuple[Tensor, Tensor]] = []  # link, and whether it is used
-
-    def add(ports: Tensor, bandwidth: Tensor, used: Tensor) -> None:
-        begin = sum(map(len, capacity))
-        for side in (out, into):
-            paths.append((begin + ports[side], used))
-            begin += len(bandwidth)
-            capacity.append(bandwidth)
-
+    at = torch.tensor(ranks)
+    units = torch.stack([at // network.ranks if network.ranks else 0 * at for network in platform.networks])
+    units[-1] = 0
+    capacity, ports, begin = [], [], 0
     for i, network in enumerate(platform.networks):
-        each = torch.full((n,), network.bandwidth, dtype=torch.float64)
-        if i == 0:
-            add(torch.arange(n), each, is_other & (level == 0))
-        elif i == 1:
-            add(torch.arange(n), each, level >= 1)
-        else:
-            _, ports = torch.unique(units[i - 1], return_inverse=True)
-            add(ports, torch.bincount(ports) * network.bandwidth, level >= i)
-    every = torch.cat(capacity)
-    return Fabric(every, torch.stack([torch.where(used, link, len(every)) for link, used in paths]))
+        # a port and a NIC for each rank; above, what the ranks of a unit have together
+        mine = torch.unique(units[i - 1], return_inverse=True)[1] if i > 1 else torch.arange(len(at))
+        each = torch.bincount(mine).double() * network.bandwidth
+        ports.append(torch.stack([begin + mine, begin + len(each) + mine]))
+        capacity += [each, each]
+        begin += 2 * len(each)
+    return Fabric(torch.cat(capacity), units, torch.stack(ports))
 
 
 def ring(platform: Platform, ranks: Sequence[int]) -> float:
@@ -114,16 +116,15 @@ def ring(platform: Platform, ranks: Sequence[int]) -> float:
     """
     if len(ranks) == 1:
         return 0.0
-    size = platform.networks[0].ranks or 1
+    links = fabric(platform, ranks)
     nodes: dict[int, list[int]] = {}
-    for place, rank in enumerate(ranks):
-        nodes.setdefault(rank // size, []).append(place)
-    num_rings = min(map(len, nodes.values()))
-    traffic = torch.zeros(len(ranks), len(ranks), dtype=torch.float64)
-    for i in range(num_rings):
-        order = torch.tensor([place for node in nodes.values() for place in node[i:] + node[:i]])
-        traffic[order, order.roll(-1)] += 1 / num_rings
-    return float(fabric(platform, ranks).busiest(traffic))
+    for place, node in enumerate(links.units[0].tolist()):
+        nodes.setdefault(node, []).append(place)
+    number = min(map(len, nodes.values())) if len(nodes) > 1 else 1
+    orders = [[place for node in nodes.values() for place in node[i:] + node[:i]] for i in range(number)]
+    sources = torch.tensor(orders)
+    flows = torch.full((sources.numel(),), 1 / number)
+    return float(links.busiest_of(sources.flatten(), sources.roll(-1, 1).flatten(), flows))
 
 
 def slowed(network: Network, shape: Sequence[int], generator: torch.Generator) -> Tensor:
