@@ -108,7 +108,7 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("--top", type=positive, default=10, help="lines of the table (default: 10)")
     plan.add_argument("--explain", type=positive, metavar="N", help="formulas and numbers of line N of the table")
     plan.add_argument("--simulate", type=positive, metavar="N", help="a step of line N as events, beside the formulas")
-    plan.add_argument("--skew", type=float, default=0.0, help="for --simulate: of routing, Zipf's exponent (default: 0)")
+    plan.add_argument("--skew", type=float, default=0.0, help="of --simulate: Zipf's exponent of routing (default: 0)")
     plan.set_defaults(run=run_plan)
 
     bench = commands.add_parser("bench", help="measure on this machine")

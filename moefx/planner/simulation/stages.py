@@ -91,18 +91,20 @@ def stages(model: Architecture, layout: Layout, platform: Platform, experts_firs
             "n_emb": values["n_emb"] if i == 0 or is_last else 0,
         }  # fmt: skip
         one, two = (formulas(**own | {"skew": skew}) for skew in (1.0, 2.0))
-        found.append(_stage(own, one, two, layout.pp > 1))
+        found.append(_stage(with_experts, own, one, two, layout.pp > 1))
     return found
 
 
-def _stage(values: dict[str, float], one: dict[str, float], two: dict[str, float], sends: bool) -> Stage:
+def _stage(
+    moe_layers: int, values: dict[str, float], one: dict[str, float], two: dict[str, float], sends: bool
+) -> Stage:
     """From results for a rank with the mean of choices and for one with twice as many."""
 
     def experts(name: str) -> Experts:
         by_rows = two[name] - one[name]
         return Experts(one[name] - by_rows, by_rows)
 
-    layers, moe_layers = one["l"], one["l_moe"]
+    layers = one["l"]
     dense = layers * one["T_attention"] + moe_layers * one["T_rest"] + (layers - moe_layers) * one["T_ffn"]
     dense += one["T_logits"]
     scores = layers * one["F_scores"] / (values["peak"] * values["e_attn"])  # have no weights

@@ -54,18 +54,16 @@ class Simulated:
         return sum(self.formulas.values()) / self.seconds
 
     def __str__(self) -> str:
-        lines = [f"{'':<18}{'formulas':<12}{'simulated':<12}"]
-        for name, seconds in self.components.items():
-            lines.append(f"{name:<18}{amount(self.formulas[name], 's'):<12}{amount(seconds, 's'):<12}".rstrip())
-        step = sum(self.formulas.values())
-        lines += [f"{'step':<18}{amount(step, 's'):<12}{amount(self.seconds, 's'):<12}", ""]
-        lines[-2] += f"formulas {self.ratio - 1:+.1%}"
-        lines.append(f"routing of skew {self.skew:g}, seed {self.seed}; rank {self.slowest} computes longest")
+        rows = [("", "formulas", "simulated")]
+        rows += [(name, *(amount(of[name], "s") for of in (self.formulas, self.components))) for name in COMPONENTS]
+        rows += [("step", amount(sum(self.formulas.values()), "s"), amount(self.seconds, "s"))]
+        lines = [f"{name:<16}{formulas:<12}{simulated}" for name, formulas, simulated in rows]
+        lines += ["", f"formulas over simulated {self.ratio:.3f}; routing of skew {self.skew:g}, seed {self.seed}"]
+        lines += [f"rank {self.slowest} computes longest"]
         if self.exchanges:
-            least, most = (amount(seconds, "s") for seconds in (self.exchanges[0], self.exchanges[-1]))
-            middle = amount(self.exchanges[len(self.exchanges) // 2], "s")
-            lines.append(f"the busiest rank of an exchange has {self.imbalance:.3g} times the mean of choices")
-            lines.append(f"an exchange of rows takes {middle}, from {least} to {most}; {self.draws} were drawn")
+            least, middle, most = (amount(self.exchanges[i], "s") for i in (0, len(self.exchanges) // 2, -1))
+            lines[-1] += f"; the busiest of an exchange has {self.imbalance:.3g} times the mean of choices"
+            lines += [f"an exchange takes {least} to {most}, the median {middle}; of {self.draws} drawn ones"]
         return "\n".join(lines)
 
 
@@ -158,7 +156,7 @@ def _work(stage: Stage, load: Tensor, picked: Tensor, took: Tensor, pipelines: T
     """
     microbatches, num_groups = picked.shape[1:]
     times = [torch.bincount(picked[..., group].flatten(), minlength=len(load)) for group in range(num_groups)]
-    parts = dict.fromkeys(("compute", "waiting", "exchanges", "tensor ranks", "parameters"), 0.0)
+    parts: dict[str, float] = dict.fromkeys(("compute", "waiting", "exchanges", "tensor ranks", "parameters"), 0.0)
     computed, durations = torch.zeros(num_groups, load.shape[1], dtype=torch.float64), []
     for what, exchanges in ((stage.forward, took[:2].sum(0)), (stage.backward, took[2:].sum(0))):
         experts = what.experts.seconds(load)
@@ -173,7 +171,7 @@ def _work(stage: Stage, load: Tensor, picked: Tensor, took: Tensor, pipelines: T
         parts["tensor ranks"] += microbatches * what.tensor
         parts["parameters"] += microbatches * what.parameters
     weights = _together(stage.weights.experts.seconds(load).amax(1)[picked], pipelines).sum(0) + stage.weights.dense
-    return _Work(*durations, weights, parts, computed, took.flatten())
+    return _Work(durations[0], durations[1], weights, parts, computed, took.flatten())
 
 
 def _together(seconds: Tensor, pipelines: Tensor) -> Tensor:
