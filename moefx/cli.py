@@ -113,6 +113,10 @@ def parser() -> argparse.ArgumentParser:
     pages = plan.add_mutually_exclusive_group()
     pages.add_argument("--page", type=Path, help="the page (default: plan-MODEL-PLATFORM-GPUS.html)")
     pages.add_argument("--no-page", action="store_true", help="write no page")
+    plan.add_argument(
+        "--simulate", type=positive, metavar="N", help="a step of line N as events, beside the formulas, and no page"
+    )
+    plan.add_argument("--skew", type=float, default=0.0, help="of --simulate: Zipf's exponent of routing (default: 0)")
     plan.set_defaults(run=run_plan)
 
     bench = commands.add_parser("bench", help="measure on this machine")
@@ -312,9 +316,13 @@ def run_plan(arguments: argparse.Namespace) -> int:
         if arguments.explain > len(ranking):
             raise UsageError(f"--explain {arguments.explain}: {len(ranking)} layouts fit")
         print(ranking.explain(arguments.explain - 1))
+    elif arguments.simulate is not None:
+        if arguments.simulate > len(ranking):
+            raise UsageError(f"--simulate {arguments.simulate}: {len(ranking)} layouts fit")
+        print(ranking.simulate(arguments.simulate - 1, skew=arguments.skew))
     else:
         print(ranking.shown(arguments.top), flush=True)
-    if arguments.page is not None or not (arguments.no_page or arguments.explain):
+    if arguments.page is not None or not (arguments.no_page or arguments.explain or arguments.simulate):
         write_page(ranking, arguments.page)
     return 0 if len(ranking) else 1
 

@@ -11,6 +11,7 @@ The files, from below:
     communication.py   bytes and seconds of exchanges
     platforms.py       GPUs and the links between them
     step.py            seconds of a step
+    simulation/        a step as events, beside the formulas
     ranking.py         layouts that fit and others, as tables, formulas and a page
     search.py          all layouts, ranked
     papers.py          the papers' own formulas, as printed

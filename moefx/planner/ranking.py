@@ -14,6 +14,7 @@ from .layout import Layout
 from .memory import MEMORY
 from .platforms import Platform
 from .sheet import amount
+from .simulation import Simulated, simulate
 from .step import given, sheet_of
 
 COLUMNS = {
@@ -128,6 +129,12 @@ class Ranking:
         bytes_of = MEMORY.shown("M_gpu", **layout.values(self.model, stage), M_fw=platform.overhead)
         values = given(self.model, layout, platform, entry.experts_first)
         return f"{bytes_of}\n\n{sheet_of(layout, platform, entry.experts_first).shown('MFU', **values)}"
+
+    def simulate(self, index: int = 0, *, skew: float = 0.0, seed: int = 0, stragglers: bool = True) -> Simulated:
+        """A step of an entry as events, beside its formulas: see `planner.simulation.simulate`."""
+        entry = self.entries[index]
+        more: dict[str, Any] = dict(skew=skew, seed=seed, stragglers=stragglers)
+        return simulate(self.model, entry.layout, self.platform, entry.experts_first, **more)
 
     def html(self, path: str | PathLike[str], tell: Callable[[str], object] | None = None) -> None:
         """Write a page: tables, formulas and sources, and pictures where matplotlib is there (the extra `plot`).
