@@ -60,6 +60,15 @@ def test_hops_of_eight():
     launch(8, "tests.distributed.hop_cases")
 
 
+def test_volumes(ranks):
+    ranks("volume_cases")
+
+
+@pytest.mark.exhaustive
+def test_volumes_of_eight():
+    launch(8, "tests.distributed.volume_cases")
+
+
 def test_sequences(ranks):
     ranks("sequence_cases")
 
