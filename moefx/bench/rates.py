@@ -77,8 +77,14 @@ def dense_rates(gemms: Sequence[Gemm], peak: float) -> dict[str, float]:
     Args:
         peak: FLOP a second that the efficiency is a part of.
     """
-    parts = [[g.flop * 1e-12 / g.seconds, g.operands * 1e-12 / g.seconds, 1e-6 / g.seconds] for g in gemms]
-    gemm, rows, launch = shares(parts)
+    ordered = sorted(gemms, key=lambda g: g.flop / g.operands)
+    parts = [(g.flop * 1e-12 / g.seconds, g.operands * 1e-12 / g.seconds, 1e-6 / g.seconds) for g in ordered]
+    tried = []
+    for bound in range(len(parts) + 1):  # so many take as long as their operands, the others as their FLOP
+        gemm, rows, launch = shares([(0.0, v, t) if i < bound else (f, 0.0, t) for i, (f, v, t) in enumerate(parts)])
+        wrong = sum((max(f * gemm, v * rows) + t * launch - 1) ** 2 for f, v, t in parts)
+        tried.append((wrong, gemm, rows, launch))
+    _, gemm, rows, launch = min(tried)
     return {"matmul_efficiency": _rate(gemm) / peak, "dense_rows": _rate(rows), "dense_launch": launch * 1e-6}
 
 
@@ -86,7 +92,7 @@ def gemm_errors(gemms: Iterable[Gemm], platform: Platform) -> list[float]:
     """Predicted over measured, less 1, of each."""
     rates = platform.dense_rates()
     speed = rates["peak"] * rates["e_gemm"]
-    return [(g.flop / speed + g.operands / rates["v_dense"] + rates["t_dense"]) / g.seconds - 1 for g in gemms]
+    return [(max(g.flop / speed, g.operands / rates["v_dense"]) + rates["t_dense"]) / g.seconds - 1 for g in gemms]
 
 
 def link(num_bytes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
