@@ -157,8 +157,8 @@ def _ssmb(ranking: Ranking, with_plots: bool, say: Tell) -> str:
         better = "SSMB" if found["A_saving"] > found["M_cost"] else "TED"
         shown = "\n".join(TRADE_OFF.shown(name, **given) for name in ("A_saving", "M_cost"))
         own = (
-            f"<p>The fastest layout, with G = {given['G']} ranks for the dense matrices, {model.matrices} matrices an "
-            f"expert and {given['m']:g} layers' activations kept at once: {better} saves more.{_kept(ranking)}</p>"
+            f"<p>The fastest layout, with G = {given['G']:g} ranks for the dense matrices, {model.matrices} matrices "
+            f"an expert and m = {given['m']:g} times a layer's activations: {better} saves more.{_kept(ranking)}</p>"
             f"<pre><code>{escape(shown)}</code></pre>"
         )
     return (

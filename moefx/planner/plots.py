@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _COLORS = ("#332288", "#88CCEE", "#44AA99", "#117733", "#999933", "#DDCC77", "#CC6677", "#882255", "#AA4499")
 _GREY, _DARK, _FONT = "#BBBBBB", "#222222", 9
 _PAPER = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}  # below texts that cross lines
+_SIDE_BY_SIDE = 18  # columns of maps; more of them stand one above the other
 _GIB = 2**30
 
 
@@ -77,10 +78,14 @@ def regions(found: Sequence[Region]) -> Figure:
     times = [cell.best.seconds for region in found for cell in region.cells.values() if cell.best]
     low, high = (min(times), max(times)) if times else (1.0, 1.0)
     norm = LogNorm(low, high if high > low else 2 * low)
-    widths = [len(region.columns) + 1 for region in found]
+    widths, heights = [len(region.columns) + 1 for region in found], [len(region.rows) + 1 for region in found]
     spaced = ConstrainedLayoutEngine(w_pad=0.1)
-    figure = Figure((sum(widths) * 0.72 + 1.2, max(len(r.rows) for r in found) * 0.5 + 1.1), layout=spaced)
-    all_axes = figure.subplots(1, len(found), squeeze=False, width_ratios=widths)[0]
+    if sum(widths) <= _SIDE_BY_SIDE:
+        figure = Figure((sum(widths) * 0.72 + 1.2, max(heights) * 0.5 + 0.6), layout=spaced)
+        all_axes = list(figure.subplots(1, len(found), squeeze=False, width_ratios=widths).flat)
+    else:
+        figure = Figure((max(widths) * 0.72 + 1.2, sum(heights) * 0.5 + 0.6), layout=spaced)
+        all_axes = list(figure.subplots(len(found), 1, squeeze=False, height_ratios=heights).flat)
     for axes, region in zip(all_axes, found, strict=True):
         image = _cells(axes, region, norm)
         for (row, column), cell in region.cells.items():
@@ -88,7 +93,7 @@ def regions(found: Sequence[Region]) -> Figure:
                 at = (region.columns.index(column) - 0.5, region.rows.index(row) - 0.5)
                 axes.add_patch(Rectangle(at, 1, 1, fill=False, edgecolor=_COLORS[6], linewidth=2.5))
     if times:
-        bar = figure.colorbar(image, ax=list(all_axes), label="fastest step (s)", fraction=0.03)
+        bar = figure.colorbar(image, ax=all_axes, label="fastest step (s)", fraction=0.03)
         ticks = sorted({low, (low * high) ** 0.5, high})
         bar.set_ticks(ticks, labels=[f"{tick:.3g}" for tick in ticks])
         bar.minorticks_off()

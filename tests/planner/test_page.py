@@ -16,7 +16,7 @@ from moefx import cli
 from moefx.planner.catalogue import model_of
 from moefx.planner.figures import assumptions, sources
 from moefx.planner.page import INSTALL, file_name, has_plots, render
-from moefx.planner.platforms import Network, platform_of
+from moefx.planner.platforms import PLATFORMS, Network, Platform
 from moefx.planner.regions import feasible, scaling
 from moefx.planner.search import plan, search
 from moefx.planner.sheet import amount
@@ -148,25 +148,53 @@ def test_where_nothing_is_even_tried():
     assert "0 layouts fit" in text and "does not divide the batch" in text and is_well_formed(text)
 
 
+MIXED = Platform(
+    name="mixed", device="half measured", capacity=139 * 2**30, peak=989e12, memory_bandwidth=4.8e12,
+    networks=(Network("node", 8, 312e9, 18e-6, source="measured: NCCL"), Network("cluster", 0, 50e9, source="a sheet")),
+    matmul_efficiency=0.8, expert_gemm=672.4e12, expert_rows=7.773e12, expert_launch=22.9e-6, handling=1e-12,
+    sources={
+        "capacity": "measured", "peak": "a data sheet", "memory_bandwidth": "a data sheet",
+        **dict.fromkeys(("matmul_efficiency", "expert_gemm", "expert_rows", "expert_launch"), "measured: bench"),
+    },
+)  # fmt: skip
+
+
 def test_figures_are_measured_or_printed():
-    measured = assumptions(model_of("olmoe-1b-7b"), platform_of("h200"))
-    (line,) = re.findall(r"Measured: (.*?)\.</li>", measured)
-    assert {"matmul_efficiency", "expert_gemm", "links of a node"} <= set(line.split(", "))
-    (line,) = re.findall(r"not what programs reach: (.*?)\.</li>", measured)
-    assert set(line.split(", ")) == {"peak", "memory_bandwidth", "links of a cluster"}
-    (line,) = re.findall(r"taken at the best: (.*?)\. Times", measured)
-    assert set(line.split(", ")) == {
-        "attention_efficiency", "dense_rows", "dense_launch", "handling", "latency of a cluster"
-    }  # fmt: skip
-    nothing = assumptions(model_of("olmoe-1b-7b"), platform_of("frontier"))
-    assert "Nothing was measured" in nothing and "Measured" not in nothing
+    text = assumptions(model_of("olmoe-1b-7b"), MIXED)
+    (measured,) = re.findall(r"Measured: (.*?)\.</li>", text)
+    assert measured.split(", ") == [
+        "capacity", "matmul_efficiency", "expert_gemm", "expert_rows", "expert_launch", "links of a node"
+    ]  # fmt: skip
+    (printed,) = re.findall(r"not what programs reach: (.*?)\.</li>", text)
+    assert printed.split(", ") == ["peak", "memory_bandwidth", "links of a cluster"]
+    (unknown,) = re.findall(r"taken at the best: (.*?)\. Times", text)
+    assert {"attention_efficiency", "dense_rows", "expert_weights", "latency of a cluster"} <= set(unknown.split(", "))
+    assert not {"expert_gemm", "handling", "overhead", "latency of a node"} & set(unknown.split(", "))
+    nothing = assumptions(model_of("olmoe-1b-7b"), dataclasses.replace(MIXED, sources={}, networks=MIXED.networks[1:]))
+    assert "Nothing was measured" in nothing and "Measured: " not in nothing
 
 
 def test_every_figure_has_its_unit_and_source():
-    shown = cells_of(sources(platform_of("h200")))
-    for cell in ("139 GiB", "989 TFLOP/s", "4.8 TB/s", "7.773 TB/s", "22.9 us", "312 GB/s", "18 us"):
+    shown = cells_of(sources(MIXED))
+    for cell in ("139 GiB", "989 TFLOP/s", "4.8 TB/s", "7.773 TB/s", "22.9 us", "312 GB/s", "18 us", "1e-12 s/B"):
         assert cell in shown
-    assert "not said" in cells_of(sources(dataclasses.replace(platform_of("h200"), handling=1e-12)))
+    for figure, (value, source) in {
+        "peak": ("989 TFLOP/s", "a data sheet"), "matmul_efficiency": ("0.8", "measured: bench"),
+        "expert_weights": ("memory_bandwidth", "not measured"), "handling": ("1e-12 s/B", "not said"),
+        "fast_domain": ("no limit", ""),
+    }.items():  # fmt: skip
+        at = shown.index(figure)
+        assert shown[at + 1 : at + 3] == [value, source]
+
+
+@pytest.mark.parametrize("name", sorted(PLATFORMS))
+def test_units_of_shipped_figures(name):
+    """No figure of a platform is without the unit that readers need."""
+    shown = cells_of(sources(PLATFORMS[name]))
+    plain = {"matmul_efficiency", "attention_efficiency", "fast_domain"}
+    for field in dataclasses.fields(PLATFORMS[name]):
+        if isinstance(getattr(PLATFORMS[name], field.name), (int, float)) and field.name not in plain:
+            assert not re.fullmatch(r"[0-9.e+-]+( [KMGTPE])?", shown[shown.index(field.name) + 1]), field.name
 
 
 def test_the_command_writes_it(tmp_path, monkeypatch, capsys):
