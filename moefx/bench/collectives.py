@@ -24,7 +24,7 @@ from .rates import link
 
 SIZES = tuple(4**i for i in range(5, 15))  # bytes that a rank has: 1 KiB to 256 MiB
 QUANTILES = 20
-_WARM_UP = 3
+_WARM_UP, _LEAST = 3, 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,15 +76,18 @@ def levels(device: torch.device, node_size: int, above: Sequence[int]) -> list[t
 def measured(
     level: Level, unit: int, node: int, device: torch.device, repeats: int, longest: float
 ) -> Iterator[Repeated]:
-    """All-to-all and sends of growing sizes, as long as `repeats` of one take `longest` seconds at most. Collective."""
+    """All-to-all and sends of growing sizes, as often as `repeats` says or takes `longest` seconds, as long as that is
+    some times. Collective."""
     for what in (_all_to_all, _p2p):
+        times = repeats
         for num_bytes in SIZES:
             size = max(num_bytes // level.size, 1) * level.size
             leaving, work = what(level, device, size)
-            seconds = _repeated(work, device, repeats)
+            seconds = _repeated(work, device, times)
             name = what.__name__.strip("_")
             yield Repeated(name, level.axis, level.size, unit, unit <= node, leaving, seconds)
-            if 4 * statistics.median(seconds) * repeats > longest:
+            times = min(times, int(longest / (4 * statistics.median(seconds))))
+            if times < _LEAST:
                 break
 
 

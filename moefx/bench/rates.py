@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -96,9 +98,22 @@ def gemm_errors(gemms: Iterable[Gemm], platform: Platform) -> list[float]:
 
 
 def link(num_bytes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """(latency in seconds, bytes a second) of exchanges of which so many bytes left each rank."""
-    latency, per_byte = shares([[1e-6 / s, n * 1e-9 / s] for n, s in zip(num_bytes, seconds, strict=True)])
-    return latency * 1e-6, 1e9 / per_byte if per_byte else FREE
+    """(latency in seconds, bytes a second) of exchanges of which so many bytes left each rank.
+
+    Of the lines through two of the points, or through one and level or straight from nothing, that whose times are off
+    by the least factors: a few points that are far off do not count for more.
+    """
+    points = list(zip(num_bytes, seconds, strict=True))
+    lines = [line for n, s in points for line in ((s, 0.0), (0.0, s / n))]
+    for (n, s), (m, t) in itertools.combinations(points, 2):
+        per_byte = (t - s) / (m - n) if m != n else 0.0
+        lines.append((s - n * per_byte, per_byte))
+
+    def off(line: tuple[float, float]) -> float:
+        return sum(abs(math.log((line[0] + n * line[1]) / s)) for n, s in points)
+
+    latency, per_byte = min((line for line in lines if min(line) >= 0), key=off)
+    return latency, 1 / per_byte if per_byte else FREE
 
 
 def shares(parts: Sequence[Sequence[float]]) -> list[float]:

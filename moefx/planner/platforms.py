@@ -215,7 +215,7 @@ _SHIPPED = [
         name="h200", device="NVIDIA H200 141GB SXM5", capacity=150.1e9, peak=989e12, memory_bandwidth=4.248e12,
         networks=(
             Network(
-                "node", 8, 297.9e9, 31.2e-6, 334.7e9, f"{_MEASURED}, NCCL between two GPUs",
+                "node", 8, 294.2e9, 32.25e-6, 323.4e9, f"{_MEASURED}, NCCL between two GPUs",
                 (0.2956, 0.9276, 0.949, 0.9583, 0.9676, 0.9752, 0.9824, 0.9884, 0.9923, 0.9964, 1.0,
                  1.0035, 1.0086, 1.0141, 1.0218, 1.033, 1.0506, 1.1173, 1.3249, 1.506, 94.82),
             ),
