@@ -9,7 +9,7 @@ from .._plan import Plan
 from .architecture import Architecture
 from .axes import Use
 from .here import Here
-from .search import Entry
+from .ranking import Entry
 from .sheet import amount
 
 _SHOWN = 6

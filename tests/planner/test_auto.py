@@ -279,8 +279,8 @@ def test_explained():
 
 
 def test_the_page_shows_what_is_printed():
-    """OLMoE on eight H200s, four of 4096 tokens each."""
-    here = Here(platform_of("h200"), "named by MOEFX_PLATFORM")
+    """OLMoE on eight H100s, four of 4096 tokens each."""
+    here = Here(platform_of("dgx-h100"), "named by MOEFX_PLATFORM")
     asked = Plan(expert_axis="auto", checkpoint="auto")
     found = decide({0: Facts(asked, MODEL, 4, 4096, "as in the example inputs", here)}, 0, mesh_of(ep=4, tp=2))
     page = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")

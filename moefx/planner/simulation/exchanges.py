@@ -1,0 +1,124 @@
+"""Exchanges of an expert group, drawn token by token: how long they take, and how much its ranks get to compute."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from ...errors import InvalidPlan
+from ..architecture import Architecture
+from ..layout import Layout, Way
+from ..platforms import Network, Platform
+from ..step import widths
+from .network import fabric, slowed
+from .routing import choices_of_ranks, choose, popularity, traffic
+
+_MOST_TOKENS = 2**21  # drawn in all: some two seconds of a core
+_AT_ONCE = 2**15  # they stay in the cache, and torch starts no threads, which are slow where other programs run
+_MOST, _REPEATS = 64, 4  # draws; those of them that have the same popular experts
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchanges:
+    """N of them, of W ranks.
+
+    Attributes:
+        load: [N, W], choices that the experts of a rank get, over the mean of all ranks.
+        hops: [N, H] seconds of each, one after the other. networks: that a hop goes over, of each the coarsest.
+        beside: [N] seconds of what goes on beside all hops but the last; None: nothing.
+        handling: [N] seconds to pack and unpack rows.
+        repeats: so many that follow each other have the same popular experts.
+    """
+
+    load: Tensor
+    hops: Tensor
+    networks: tuple[Network, ...]
+    beside: Tensor | None
+    handling: Tensor
+    repeats: int
+
+    def __len__(self) -> int:
+        return len(self.load)
+
+    def seconds(self, picked: Tensor, stragglers: torch.Generator | None) -> Tensor:
+        """[4, *P]: dispatch and combine, forward and backward, of the exchanges with these numbers [*P].
+
+        Args:
+            stragglers: what takes longer by chance is drawn from it; None: nothing does.
+        """
+
+        def took(seconds: Tensor, network: Network) -> Tensor:
+            every = seconds[picked].expand(4, *picked.shape)
+            return every if stragglers is None else every * slowed(network, every.shape, stragglers)
+
+        *before, last = (took(self.hops[:, i], network) for i, network in enumerate(self.networks))
+        first = sum(before, torch.zeros(()))
+        if self.beside is not None:
+            first = torch.maximum(first, took(self.beside, self.networks[-1]))
+        return first + last + self.handling[picked]
+
+
+def draw(
+    model: Architecture, layout: Layout, platform: Platform, groups: Tensor, skew: float, generator: torch.Generator
+) -> Exchanges:
+    """Of one group after the other, up to 64, fewer where that would be too many tokens.
+
+    Args:
+        groups: [G, W] ranks of a stage.
+
+    Raises:
+        InvalidPlan: rows go by levels, and there is only one.
+    """
+    if layout.ep == 1:
+        nothing = torch.zeros(1, 1, dtype=torch.float64)
+        return Exchanges(nothing + 1, nothing, platform.networks[:1], None, nothing[0], 1)
+    sizes, networks = platform.levels(layout.ep, int(groups[0, 1] - groups[0, 0]))
+    by_level = layout.way in ("rbd", "halo")
+    if by_level and len(sizes) == 1:
+        raise InvalidPlan(f"way={layout.way!r} goes by levels, but EP={layout.ep} is within one: {networks[0].name!r}")
+    width = widths(model, layout)["w1" if layout.way == "flat" else "w"]
+    latencies = [n.latency for n in networks] if by_level else [max(n.latency for n in networks)]
+    tokens = max(layout.sequences * layout.tokens // (layout.tp if layout.ssmb else 1), 1)
+    number = max(min(_MOST, _MOST_TOKENS // (layout.ep * tokens)), 1)
+    repeats = min(_REPEATS, number)
+    loads, hops, beside, handling = [], [], [], []
+    for i in range(number - number % repeats):
+        if i % repeats == 0:
+            order = torch.randperm(model.num_experts, generator=generator)
+            weights = popularity(model.num_experts, skew)[order]
+        group = groups[i % len(groups)]
+        # tensor ranks have the same tokens, unless the sequence is spread over them
+        _, sequence = torch.unique(group if layout.ssmb else group // layout.tp, return_inverse=True)
+        moved, load = _rows(weights, sequence, tokens, model.top_k, sizes, layout.way, generator)
+        links = fabric(platform, group.tolist())
+        took = [links.busiest(rows * width) for rows in moved]
+        if layout.way == "halo":
+            beside.append(took.pop() + latencies[-1])
+        hops.append(torch.stack([seconds + latency for seconds, latency in zip(took, latencies, strict=True)]))
+        loads.append(load.double() / (tokens * model.top_k))
+        handling.append((moved.sum(1) + moved.sum(2)).sum(0).amax() * width * platform.handling / 2)
+    used = networks if by_level else networks[:1]
+    apart = torch.stack(beside) if beside else None
+    return Exchanges(torch.stack(loads), torch.stack(hops), used, apart, torch.stack(handling), repeats)
+
+
+def _rows(
+    weights: Tensor, sequence: Tensor, tokens: int, top_k: int, sizes: tuple[int, ...], way: Way,
+    generator: torch.Generator,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Of one exchange, rows from rank to rank [hops, W, W], what goes beside them last; and choices of each rank [W].
+
+    Args:
+        sequence: [W], ranks with the same number have the same tokens.
+    """
+    ranks, drawn = len(sequence), int(sequence.max()) + 1
+    moved, load = torch.zeros(()), torch.zeros(())
+    for begin in range(0, tokens, at_once := max(_AT_ONCE // ranks, 1)):
+        some = min(at_once, tokens - begin)
+        choices = choose(weights, drawn * some, top_k, generator).view(top_k, drawn, some)[:, sequence].flatten(1)
+        found = traffic(choices, torch.arange(ranks).repeat_interleave(some), len(weights), sizes, way)
+        moved = moved + torch.stack([*found.hops, *([] if found.beside is None else [found.beside])])
+        load = load + choices_of_ranks(choices, len(weights), ranks)
+    return moved, load

@@ -1,0 +1,137 @@
+"""Seconds of exchanges on a hierarchical network, whose links are shared by those that use them at once.
+
+A rank has a port in and a port out to its node, and a NIC, in and out, to everything else. Beyond that the ranks of a
+unit (a switch, a rack) share its links up and down: `Network.bandwidth` is what leaves a rank if all send at once, so
+that a group has as much of them as it has ranks there, all other groups doing alike at the same time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..platforms import Network, Platform
+
+
+@dataclasses.dataclass(frozen=True)
+class Fabric:
+    """The links between n ranks of a group.
+
+    Attributes:
+        capacity: [L] bytes a second of each link.
+        units: int64 [levels, n], of which unit each rank is, fine to coarse; the last one has all.
+        ports: int64 [levels, 2, n], the links out and in that a rank uses at each level.
+    """
+
+    capacity: Tensor
+    units: Tensor
+    ports: Tensor
+
+    def busiest(self, traffic: Tensor) -> Tensor:
+        """Seconds until the busiest link has carried its bytes, all ranks sending to all side by side.
+
+        Args:
+            traffic: [..., n, n] bytes, senders first.
+        """
+        return self.busiest_of(*_pairs(traffic), traffic.flatten(-2))
+
+    def busiest_of(self, sources: Tensor, targets: Tensor, flows: Tensor) -> Tensor:
+        """The same of `flows` [..., F] bytes, from `sources` [F] to `targets` [F]."""
+        loads = torch.zeros(*flows.shape[:-1], len(self.capacity) + 1, dtype=torch.float64)
+        for path in self._paths(sources, targets):
+            loads.index_add_(-1, path, flows.double())
+        return (loads[..., :-1] / self.capacity).amax(-1)
+
+    def fair(self, traffic: Tensor) -> float:
+        """As `busiest` where at any moment flows share links fairly (max-min): never less, and an event for each flow.
+
+        Args:
+            traffic: [n, n] bytes.
+        """
+        left, paths, seconds = traffic.flatten().double(), self._paths(*_pairs(traffic)), 0.0
+        going = (left > 0) & (paths < len(self.capacity)).any(0)
+        while going.any():
+            left, paths = left[going], paths[:, going]
+            rates = self._shares(paths)
+            first = (left / rates).min()
+            seconds, after = seconds + float(first), left - rates * first
+            left, going = after, after > 1e-9 * left
+        return seconds
+
+    def _paths(self, sources: Tensor, targets: Tensor) -> Tensor:
+        """int64 [2 * levels, F], links that bytes pass; L: none."""
+        level = (self.units[:, sources] != self.units[:, targets]).sum(0)  # 0: within a node
+        none, found = torch.full_like(sources, len(self.capacity)), []
+        for i, (out, into) in enumerate(self.ports):
+            used = level >= i if i else (level == 0) & (sources != targets)
+            found += [torch.where(used, out[sources], none), torch.where(used, into[targets], none)]
+        return torch.stack(found)
+
+    def _shares(self, paths: Tensor) -> Tensor:
+        """Max-min fair rates by progressive filling: the link with the least for each of its flows fills first."""
+        rates = torch.zeros(paths.shape[1], dtype=torch.float64)
+        spare, is_open = self.capacity.clone(), torch.ones(paths.shape[1], dtype=torch.bool)
+        while is_open.any():
+            users = torch.bincount(paths[:, is_open].flatten(), minlength=len(spare) + 1)[:-1]
+            share = torch.where(users > 0, spare / users, math.inf)
+            least = share.min()
+            is_full = torch.cat([share <= least * (1 + 1e-12), torch.tensor([False])])
+            filled = is_open & is_full[paths].any(0)
+            rates[filled] = least
+            spare -= least * torch.bincount(paths[:, filled].flatten(), minlength=len(spare) + 1)[:-1]
+            is_open &= ~filled
+        return rates
+
+
+def _pairs(traffic: Tensor) -> tuple[Tensor, Tensor]:
+    ranks = torch.arange(traffic.shape[-1])
+    return ranks.repeat_interleave(len(ranks)), ranks.repeat(len(ranks))
+
+
+def fabric(platform: Platform, ranks: Sequence[int]) -> Fabric:
+    """The links between those ranks, which are numbered node by node."""
+    at = torch.tensor(ranks)
+    units = torch.stack([at // network.ranks if network.ranks else 0 * at for network in platform.networks])
+    units[-1] = 0
+    capacity, ports, begin = [], [], 0
+    for i, network in enumerate(platform.networks):
+        # a port and a NIC for each rank; above, what the ranks of a unit have together
+        mine = torch.unique(units[i - 1], return_inverse=True)[1] if i > 1 else torch.arange(len(at))
+        each = torch.bincount(mine).double() * network.bandwidth
+        ports.append(torch.stack([begin + mine, begin + len(each) + mine]))
+        capacity += [each, each]
+        begin += 2 * len(each)
+    return Fabric(torch.cat(capacity), units, torch.stack(ports))
+
+
+def ring(platform: Platform, ranks: Sequence[int]) -> float:
+    """Seconds for each byte that a rank sends in a ring of them (an all-reduce, an all-gather).
+
+    There are as many rings as a node has ranks of the group, each with a part of the bytes, and each leaves the node by
+    the NIC of another rank, as NCCL and RCCL lay them.
+    """
+    if len(ranks) == 1:
+        return 0.0
+    links = fabric(platform, ranks)
+    nodes: dict[int, list[int]] = {}
+    for place, node in enumerate(links.units[0].tolist()):
+        nodes.setdefault(node, []).append(place)
+    number = min(map(len, nodes.values())) if len(nodes) > 1 else 1
+    orders = [[place for node in nodes.values() for place in node[i:] + node[:i]] for i in range(number)]
+    sources = torch.tensor(orders)
+    flows = torch.full((sources.numel(),), 1 / number)
+    return float(links.busiest_of(sources.flatten(), sources.roll(-1, 1).flatten(), flows))
+
+
+def slowed(network: Network, shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Of exchanges over that network, how much longer than the median each takes (`Network.spread`)."""
+    if not network.spread:
+        return torch.ones(*shape, dtype=torch.float64)
+    spread = torch.tensor(network.spread, dtype=torch.float64)
+    at = torch.rand(*shape, dtype=torch.float64, generator=generator) * (len(spread) - 1)
+    below = at.long().clamp(max=max(len(spread) - 2, 0))
+    return torch.lerp(spread[below], spread[(below + 1).clamp(max=len(spread) - 1)], at - below)

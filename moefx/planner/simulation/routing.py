@@ -1,0 +1,115 @@
+"""Which experts tokens choose, drawn from a skew, and the rows that this sends from rank to rank.
+
+Letters: T tokens of a rank, K of a token, E experts, W ranks of an expert axis.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..layout import Way
+
+_MOST = 2**40  # weight of the most popular expert: whole numbers, so that no rounding ever draws an expert twice
+
+
+def popularity(num_experts: int, skew: float) -> Tensor:
+    """int64 [E]: weights of the experts, the most popular first, by Zipf's law: the n-th has n^-skew of the first."""
+    places = torch.arange(1, num_experts + 1, dtype=torch.float64)
+    return (_MOST * places**-skew).round().long().clamp(min=1)
+
+
+def choose(weights: Tensor, num_tokens: int, top_k: int, generator: torch.Generator) -> Tensor:
+    """int64 [K, T]: of each token its experts, in ascending order and none twice.
+
+    One after the other by `weights` [E], of those that are left.
+    """
+    ends = weights.cumsum(0)
+    begins = ends - weights
+    left = ends[-1].expand(num_tokens)
+    chosen: list[Tensor] = []
+    for _ in range(top_k):
+        at = (torch.rand(num_tokens, dtype=torch.float64, generator=generator) * left).long()
+        at = torch.minimum(at, left - 1)
+        for expert in chosen:  # what is taken is no place to fall on
+            at = at + weights[expert] * (at >= begins[expert])
+        new = torch.searchsorted(ends, at, right=True)
+        left = left - weights[new]
+        for i, expert in enumerate(chosen):
+            chosen[i], new = torch.minimum(expert, new), torch.maximum(expert, new)
+        chosen.append(new)
+    return torch.stack(chosen)
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Rows from rank to rank in one exchange.
+
+    Attributes:
+        hops: int64 [W, W] each, senders first, one after the other. The diagonal stays where it is.
+        beside: likewise, of the exchange that goes on beside all hops but the last (HALO's phase I); or None.
+    """
+
+    hops: tuple[Tensor, ...]
+    beside: Tensor | None = None
+
+
+def traffic(choices: Tensor, sources: Tensor, num_experts: int, sizes: Sequence[int], way: Way) -> Traffic:
+    """Rows that tokens send.
+
+    Args:
+        choices: [K, T], as of `choose`. sources: [T], the position of each token's rank.
+        sizes: units within a unit, coarse to fine; their product is W.
+        way: "flat" a row for each choice; "dedup" for each rank; "rbd" a pilot for each unit, which goes on from the
+            sender's own place there (X-MoE section 4.2); "halo" the same, but what stays in the node goes beside
+            (Piper section V).
+    """
+    ranks = math.prod(sizes)
+    to = choices // (num_experts // ranks)
+    if way == "flat":
+        return Traffic((_hop(to, sources, ranks, ranks, 1, None, again=True),))
+    if way == "dedup":
+        return Traffic((_hop(to, sources, ranks, ranks, 1),))
+    behind = [ranks // units for units in itertools.accumulate(sizes, operator.mul, initial=1)]
+    levels = list(itertools.pairwise(behind))
+    if way == "rbd":
+        return Traffic(tuple(_hop(to, sources, ranks, *level) for level in levels))
+    is_near = to // sizes[-1] == sources // sizes[-1]
+    hops = tuple(_hop(to, sources, ranks, *level, ~is_near) for level in levels)
+    return Traffic(hops, _hop(to, sources, ranks, *levels[-1], is_near))
+
+
+def _hop(
+    to: Tensor, sources: Tensor, ranks: int, above: int, behind: int, which: Tensor | None = None, again: bool = False
+) -> Tensor:
+    """Rows of one hop, from units of `above` ranks to those of `behind`: at each it is the rank at the sender's place.
+
+    Args:
+        which: [K, T], choices that take part; None: all.
+        again: a row for each choice, not for each unit.
+    """
+    counts = torch.zeros(ranks * ranks, dtype=torch.int64)
+    last = torch.full_like(sources, -1)
+    for i, rank in enumerate(to):  # ascending: the same unit again is next to the last one
+        unit = rank // behind
+        new = torch.ones_like(unit, dtype=torch.bool) if again else unit != last
+        if which is not None:
+            new = new & which[i]
+            last = torch.where(which[i], unit, last)
+        else:
+            last = unit
+        sender = rank // above * above + sources % above
+        receiver = unit * behind + sources % behind
+        counts += torch.bincount((sender * ranks + receiver)[new], minlength=ranks * ranks)
+    return counts.view(ranks, ranks)
+
+
+def choices_of_ranks(choices: Tensor, num_experts: int, ranks: int) -> Tensor:
+    """int64 [W]: how many choices the experts of each rank have."""
+    return torch.bincount((choices // (num_experts // ranks)).flatten(), minlength=ranks)

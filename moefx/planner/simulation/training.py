@@ -1,0 +1,197 @@
+"""One training step as events: who computes, who waits for whom, and for how long."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from ...errors import InvalidPlan
+from ..architecture import Architecture
+from ..layout import Layout
+from ..platforms import Platform
+from ..sheet import amount
+from ..step import given, sheet_of
+from .exchanges import draw
+from .schedule import run
+from .stages import Stage, expert_groups, stages
+
+COMPONENTS = (
+    "compute", "waiting", "exchanges", "tensor ranks", "parameters", "stages", "gradients", "optimizer"
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulated:
+    """A step as it went.
+
+    Attributes:
+        seconds: of the step.
+        components: seconds of the ranks of the stage that has most to do, their mean; together `seconds`.
+        formulas: the same by the formulas, together `T_step`.
+        slowest: the rank that computes longest.
+        imbalance: choices that the busiest rank of an exchange has for its experts, over the mean of all ranks.
+        exchanges: seconds of exchanges of rows, in ascending order, evenly spaced from the least to the most, as
+            `Network.spread`; () without expert parallelism.
+        skew, seed: as given.
+        draws: how many exchanges were drawn, of which all others are taken at random.
+    """
+
+    seconds: float
+    components: dict[str, float]
+    formulas: dict[str, float]
+    slowest: int
+    imbalance: float
+    exchanges: tuple[float, ...]
+    skew: float
+    seed: int
+    draws: int
+
+    @property
+    def ratio(self) -> float:
+        """Seconds by the formulas over these."""
+        return sum(self.formulas.values()) / self.seconds
+
+    def __str__(self) -> str:
+        rows = [("", "formulas", "simulated")]
+        rows += [(name, *(amount(of[name], "s") for of in (self.formulas, self.components))) for name in COMPONENTS]
+        rows += [("step", amount(sum(self.formulas.values()), "s"), amount(self.seconds, "s"))]
+        lines = [f"{name:<16}{formulas:<12}{simulated}" for name, formulas, simulated in rows]
+        lines += ["", f"formulas over simulated {self.ratio:.3f}; routing of skew {self.skew:g}, seed {self.seed}"]
+        lines += [f"rank {self.slowest} computes longest"]
+        if self.exchanges:
+            least, middle, most = (amount(self.exchanges[i], "s") for i in (0, len(self.exchanges) // 2, -1))
+            lines[-1] += f"; the busiest of an exchange has {self.imbalance:.3g} times the mean of choices"
+            lines += [f"an exchange takes {least} to {most}, the median {middle}; of {self.draws} drawn ones"]
+        return "\n".join(lines)
+
+
+def simulate(
+    model: Architecture, layout: Layout, platform: Platform, experts_first: bool = True, *, skew: float = 0.0,
+    seed: int = 0, stragglers: bool = True,
+) -> Simulated:  # fmt: skip
+    """A training step, on the CPU, in seconds.
+
+    Each rank computes by its own rows, with the formulas of `planner.compute`; an exchange is over when its slowest
+    link is done, and the ranks of an expert group go on together; stages follow the schedule. Up to 64 exchanges are
+    drawn token by token, and each layer, micro-batch and group has one of these at random: popular experts are others
+    in other layers, the same in all micro-batches.
+
+    Args:
+        experts_first: ranks of an expert axis are next to each other, else replicas are (X-MoE appendix C.1).
+        skew: of the experts' popularity, by Zipf's law: 0 all alike, 1 the n-th has an n-th of the first one's.
+        stragglers: exchanges take longer by chance, as `Network.spread` says; not where nobody measured it.
+
+    Raises:
+        InvalidPlan: sizes that do not fit together, or cannot be meant.
+    """
+    if not (isinstance(skew, int | float) and 0 <= skew <= 4):
+        raise InvalidPlan(f"skew is {skew!r}, expected a number from 0 to 4")
+    if type(seed) is not int:
+        raise InvalidPlan(f"seed is {seed!r}, expected a whole number")
+    generator = torch.Generator().manual_seed(seed)
+    by_chance = torch.Generator().manual_seed(int(torch.randint(2**62, (), generator=generator)))
+    every = stages(model, layout, platform, experts_first)
+    groups, pipelines = expert_groups(layout, experts_first)
+    drawn = draw(model, layout, platform, groups, skew, generator)
+    patterns, first_layer = len(drawn) // drawn.repeats, 0
+    works: list[_Work] = []
+    for stage in every:
+        layers = torch.arange(first_layer, first_layer + stage.moe_layers)
+        first_layer += stage.moe_layers
+        shape = (stage.moe_layers, layout.microbatches, len(groups))
+        picked = torch.randint(drawn.repeats, shape, generator=generator)
+        picked += drawn.repeats * (layers % patterns)[:, None, None]
+        took = drawn.seconds(picked, by_chance if stragglers else None)
+        works.append(_work(stage, drawn.load, picked, took, pipelines))
+    forward, backward, weights = (torch.stack([getattr(w, name) for w in works]) for name in _DURATIONS)
+    apart = weights if layout.schedule.startswith("zb") else None
+    timeline = run(layout.schedule, forward, backward, apart, chunks=layout.chunks, transfer=every[0].transfer)
+    ended = [end[-1].max().item() for end in timeline.end]
+    seconds = max(end + s.gradients + s.optimizer for end, s in zip(ended, every, strict=True))
+    most = max(range(layout.pp), key=lambda i: (forward[i] + backward[i]).sum().item())
+    parts = works[most].parts | {"gradients": every[most].gradients, "optimizer": every[most].optimizer}
+    parts["stages"] = seconds - sum(parts.values())
+    computed = torch.stack([work.computed for work in works])  # [PP, G, EP]
+    by_rank = torch.empty(layout.pp, layout.tp * layout.dp, dtype=torch.float64)
+    by_rank[:, groups] = computed
+    return Simulated(
+        seconds=seconds,
+        components={name: parts[name] for name in COMPONENTS},
+        formulas=_by_formulas(model, layout, platform, experts_first),
+        slowest=int(by_rank.argmax()),
+        imbalance=drawn.load.amax(1).mean().item(),
+        exchanges=_quantiles(torch.cat([work.exchanges for work in works])) if layout.ep > 1 else (),
+        skew=skew, seed=seed, draws=len(drawn),
+    )  # fmt: skip
+
+
+_DURATIONS = ("forward", "backward", "weights")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Work:
+    """Of a stage.
+
+    Attributes:
+        forward, backward, weights: [M, P] seconds of its pipelines.
+        parts: seconds of its ranks in a step, their mean.
+        computed: [G, EP] seconds that each rank computes.
+        exchanges: seconds, [*].
+    """
+
+    forward: Tensor
+    backward: Tensor
+    weights: Tensor
+    parts: dict[str, float]
+    computed: Tensor
+    exchanges: Tensor
+
+
+def _work(stage: Stage, load: Tensor, picked: Tensor, took: Tensor, pipelines: Tensor) -> _Work:
+    """Args:
+    load: [N, EP] of each exchange. picked: [l, M, G] which one. took: [4, l, M, G] seconds.
+    pipelines: [G] of each group.
+    """
+    microbatches, num_groups = picked.shape[1:]
+    times = [torch.bincount(picked[..., group].flatten(), minlength=len(load)) for group in range(num_groups)]
+    parts: dict[str, float] = dict.fromkeys(("compute", "waiting", "exchanges", "tensor ranks", "parameters"), 0.0)
+    computed, durations = torch.zeros(num_groups, load.shape[1], dtype=torch.float64), []
+    for what, exchanges in ((stage.forward, took[:2].sum(0)), (stage.backward, took[2:].sum(0))):
+        experts = what.experts.seconds(load)
+        layers = _together(exchanges + experts.amax(1)[picked], pipelines)
+        durations.append(layers.sum(0) + what.dense + what.tensor + what.parameters)
+        own = torch.stack(times).double() @ experts
+        computed += own + microbatches * what.dense
+        moving = exchanges.sum((0, 1)).mean().item()
+        parts["compute"] += own.mean().item() + microbatches * what.dense
+        parts["waiting"] += layers[..., pipelines].sum((0, 1)).mean().item() - moving - own.mean().item()
+        parts["exchanges"] += moving
+        parts["tensor ranks"] += microbatches * what.tensor
+        parts["parameters"] += microbatches * what.parameters
+    weights = _together(stage.weights.experts.seconds(load).amax(1)[picked], pipelines).sum(0) + stage.weights.dense
+    return _Work(durations[0], durations[1], weights, parts, computed, took.flatten())
+
+
+def _together(seconds: Tensor, pipelines: Tensor) -> Tensor:
+    """[l, M, G] to [l, M, P]: the groups of a pipeline wait for each other in each layer."""
+    number = int(pipelines.max()) + 1
+    found = seconds.new_zeros(*seconds.shape[:2], number)
+    return found.scatter_reduce_(2, pipelines.expand_as(seconds), seconds, "amax")
+
+
+def _by_formulas(model: Architecture, layout: Layout, platform: Platform, experts_first: bool) -> dict[str, float]:
+    found = sheet_of(layout, platform, experts_first)(**given(model, layout, platform, experts_first))
+    each = {"compute": found["T_compute"], "waiting": 0.0, "exchanges": found["T_alltoall"],
+            "tensor ranks": found["T_tp"] + found["T_gather"], "parameters": found["T_params"],
+            "stages": found["T_p2p"]}  # fmt: skip
+    once = {"stages": found["T_bubble"], "gradients": found["T_grads"], "optimizer": found["T_optimizer"]}
+    return {name: layout.microbatches * each.get(name, 0.0) + once.get(name, 0.0) for name in COMPONENTS}
+
+
+def _quantiles(seconds: Tensor, number: int = 21) -> tuple[float, ...]:
+    """Evenly spaced, from the least to the most."""
+    if not len(seconds):
+        return ()
+    return tuple(seconds.sort().values[torch.linspace(0, len(seconds) - 1, number).round().long()].tolist())

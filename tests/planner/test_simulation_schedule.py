@@ -1,0 +1,130 @@
+"""The pipeline as events: as long as the formulas say, and with as much in flight."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moefx.errors import InvalidPlan
+from moefx.planner.layout import Layout
+from moefx.planner.simulation.schedule import run
+
+STAGES, MICROBATCHES = (1, 2, 3, 4, 8), (1, 2, 3, 4, 8, 16, 24)
+PLAIN = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4)]
+ZERO = [("zb-h1", 1), ("zb-h2", 1)]
+EVERY = pytest.mark.parametrize(("schedule", "chunks"), PLAIN + ZERO)
+
+
+def sizes(schedule, chunks):
+    return [(pp, m) for pp, m in itertools.product(STAGES, MICROBATCHES) if schedule != "interleaved" or m % pp == 0]
+
+
+def even(schedule, chunks, stages, microbatches, transfer=0.0):
+    """A forward takes 1, a backward 2, half of it for gradients of weights."""
+    forward = torch.ones(stages, microbatches, dtype=torch.float64)
+    weights = forward if schedule.startswith("zb") else None
+    return run(schedule, forward, 2 * forward, weights, chunks=chunks, transfer=transfer)
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), PLAIN)
+def test_bubbles_are_those_of_the_formula(schedule, chunks):
+    """M micro-batches and (PP - 1) / chunks more: Megatron-LM section 2.2; `bubble_of` of `planner.step`."""
+    for stages, microbatches in sizes(schedule, chunks):
+        found = even(schedule, chunks, stages, microbatches).makespan.item()
+        assert found == pytest.approx(3 * (microbatches + (stages - 1) / chunks)), (stages, microbatches)
+
+
+def test_zero_bubble_h1_has_a_third_of_it():
+    """With as many micro-batches as stages; of fewer each lacking one adds a forward."""
+    for stages, microbatches in sizes("zb-h1", 1):
+        found = even("zb-h1", 1, stages, microbatches).makespan.item()
+        assert found == pytest.approx(3 * microbatches + (stages - 1) + max(stages - microbatches, 0))
+
+
+def test_zero_bubble_h2_has_none_within_a_stage():
+    """With 2 PP - 1 micro-batches no stage waits. But each begins a forward after the one before it: a step takes
+    PP - 1 forwards more, unless the next one begins on a stage as soon as it is done (an optimizer without a barrier:
+    arXiv 2401.10241 section 4). The formula has the latter."""
+    for stages, microbatches in sizes("zb-h2", 1):
+        found = even("zb-h2", 1, stages, microbatches)
+        assert found.makespan.item() >= 3 * microbatches + stages - 1
+        if microbatches >= 2 * stages - 1:
+            spans = [(end[-1] - start[0]).item() for start, end in zip(found.start, found.end, strict=True)]
+            assert spans == pytest.approx([3 * microbatches] * stages)
+            assert found.makespan.item() == pytest.approx(3 * microbatches + stages - 1)
+
+
+@EVERY
+def test_in_flight_are_those_that_memory_counts(schedule, chunks):
+    for stages, microbatches in sizes(schedule, chunks):
+        layout = Layout(pp=stages, microbatches=microbatches, schedule=schedule, chunks=chunks)
+        found = even(schedule, chunks, stages, microbatches)
+        for stage in range(stages):
+            assert found.in_flight(stage) / chunks == layout.in_flight(stage), (stages, microbatches, stage)
+
+
+@EVERY
+def test_transfers(schedule, chunks):
+    """The formula has two for each of M + PP - 1 micro-batches, as if nothing went on beside them. They do not occupy a
+    stage: 1F1B waits for a round of 2 (PP - 1) of every PP micro-batches, since it has no more in flight, the others
+    for a round or two a step. A round of interleaved stages is as many times as long as there are chunks, which the
+    formula leaves out."""
+    transfer = 0.01
+    for stages, microbatches in sizes(schedule, chunks):
+        more = even(schedule, chunks, stages, microbatches, transfer).makespan.item()
+        more = (more - even(schedule, chunks, stages, microbatches).makespan.item()) / transfer
+        around, (rounds, rest) = 2 * (stages * chunks - 1), divmod(microbatches - 1, stages)
+        if stages == 1:
+            assert more == 0
+        elif schedule in ("gpipe", "interleaved"):
+            assert more == pytest.approx(around)
+        elif schedule == "1f1b":
+            assert more == pytest.approx(around * (1 + rounds) + 2 * max(rest - 1, 0))
+            assert more <= 2 * (microbatches + stages - 1)
+        else:
+            assert around / 2 - 1e-6 <= more <= min(2 * around, 2 * (microbatches + stages - 1)) + 1e-6
+
+
+@EVERY
+def test_nothing_is_done_before_its_time(schedule, chunks):
+    """Drawn durations: a stage does one thing at a time; forwards go down, backwards up, weights last."""
+    generator = torch.Generator().manual_seed(0)
+    forward, backward = (torch.rand(4, 8, 3, dtype=torch.float64, generator=generator) + 0.1 for _ in range(2))
+    weights = backward / 3 if schedule.startswith("zb") else None
+    found = run(schedule, forward, backward, weights, chunks=chunks, transfer=0.05)
+    when = {
+        (stage, op): (start, end)
+        for stage in range(4)
+        for op, start, end in zip(found.ops[stage], found.start[stage], found.end[stage], strict=True)
+    }
+    assert len(when) == 4 * 8 * chunks * (3 if weights is not None else 2)
+    for stage in range(4):
+        assert (found.start[stage][1:] >= found.end[stage][:-1]).all()
+    for (stage, op), (start, _) in when.items():
+        if op.kind == "F" and stage:
+            assert (start >= when[stage - 1, op][1] + 0.05 - 1e-12).all()
+        if op.kind == "B" and stage < 3:
+            assert (start >= when[stage + 1, op][1] + 0.05 - 1e-12).all()
+        if op.kind == "B":
+            assert (start >= when[stage, op._replace(kind="F")][1]).all()
+        if op.kind == "W":
+            assert (start >= when[stage, op._replace(kind="B")][1]).all()
+
+
+@given(st.integers(1, 4), st.integers(1, 6), st.integers(0, 3))
+def test_a_slower_stage_sets_the_pace(stages, microbatches, slow):
+    """As long as all its work, and never shorter for it."""
+    forward = torch.ones(stages, microbatches, dtype=torch.float64)
+    even_ = run("1f1b", forward, 2 * forward).makespan
+    forward[slow % stages] *= 2
+    found = run("1f1b", forward, 2 * forward).makespan
+    assert found >= max(6 * microbatches, even_)
+
+
+def test_interleaved_takes_whole_rounds():
+    with pytest.raises(InvalidPlan, match="a multiple of 4 micro-batches on 4 stages, not 6"):
+        even("interleaved", 2, 4, 6)
