@@ -211,13 +211,13 @@ def test_more_gpus_than_a_platform_knows():
 
 def test_nothing_is_sent_to_no_stage():
     platform = platform_of("dgx-h100")
-    alone, two = (seconds(platform, pp=pp, tp=1)["T_p2p"] for pp in (1, 2))
-    network = platform.network_of(2, 8)
+    alone, two = (seconds(platform, pp=pp, tp=1, ep=16, ssmb=False, dp=16)["T_p2p"] for pp in (1, 2))
+    network = platform.network_of(2, 16)
     assert alone == 0 and two == pytest.approx(2 * (2 * 4096 * MODEL.hidden_size / network.bandwidth + network.latency))
 
 
 @pytest.mark.parametrize(("zero", "expected"), [(1, 1.0), (2, (4 + 1) / 2), (3, 4 / 2)])
 def test_gradients_that_are_spread_travel_in_each_micro_batch(zero, expected):
     """An all-reduce is a reduce-scatter and an all-gather; ZeRO-3 gathers parameters when it needs them."""
-    found, once = (seconds(zero=stage, ssmb=False, microbatches=4, ep=8)["T_grads"] for stage in (zero, 1))
+    found, once = (seconds(zero=stage, ssmb=False, microbatches=4, dp=16)["T_grads"] for stage in (zero, 1))
     assert once > 0 and found == pytest.approx(expected * once)
