@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -93,7 +95,8 @@ def test_formulas_and_events_agree(case):
 def test_sums_of_a_stage_are_the_formulas():
     """Of a rank with the mean of choices, whatever is kept and whatever runs again."""
     whole = model_of("qwen3-30b-a3b")
-    for more in (dict(), dict(kept="x"), dict(recompute=True), dict(zero=3), dict(kept="all")):
+    kinds: list[dict[str, Any]] = [{}, dict(kept="x"), dict(recompute=True), dict(zero=3), dict(kept="all")]
+    for more in kinds:
         layout = Layout(pp=2, tp=2, dp=4, ep=8, ssmb=True, **more)
         found = sheet_of(layout, DGX)(**given(whole, layout, DGX))
         first, last = stages(whole, layout, DGX, True)
@@ -141,7 +144,7 @@ SMALL = (OLMOE, Layout(pp=2, dp=8, ep=8, microbatches=4, tokens=256), DGX)
 
 def test_skew_takes_longer():
     found = [simulate(*SMALL, skew=skew) for skew in (0, 0.25, 0.5, 1, 2)]
-    for less, more in zip(found, found[1:], strict=False):
+    for less, more in itertools.pairwise(found):
         assert more.seconds > less.seconds and more.imbalance > less.imbalance
         assert more.components["waiting"] > less.components["waiting"]
         assert more.components["exchanges"] > less.components["exchanges"]
