@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ._plan import Plan
+    from .planner.ranking import Ranking
 
 TARGET_HELP = (
     "package.module:factory, called without arguments; returns an nn.Module, or (nn.Module, inputs) "
@@ -106,8 +107,15 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("--batch", type=positive, default=1024, help="sequences of a step, of all ranks (default: 1024)")
     plan.add_argument("--tokens", type=positive, default=4096, help="of a sequence (default: 4096)")
     plan.add_argument("--top", type=positive, default=10, help="lines of the table (default: 10)")
-    plan.add_argument("--explain", type=positive, metavar="N", help="formulas and numbers of line N of the table")
-    plan.add_argument("--simulate", type=positive, metavar="N", help="a step of line N as events, beside the formulas")
+    plan.add_argument(
+        "--explain", type=positive, metavar="N", help="formulas and numbers of line N of the table, and no page"
+    )
+    pages = plan.add_mutually_exclusive_group()
+    pages.add_argument("--page", type=Path, help="the page (default: plan-MODEL-PLATFORM-GPUS.html)")
+    pages.add_argument("--no-page", action="store_true", help="write no page")
+    plan.add_argument(
+        "--simulate", type=positive, metavar="N", help="a step of line N as events, beside the formulas, and no page"
+    )
     plan.add_argument("--skew", type=float, default=0.0, help="of --simulate: Zipf's exponent of routing (default: 0)")
     plan.set_defaults(run=run_plan)
 
@@ -313,8 +321,22 @@ def run_plan(arguments: argparse.Namespace) -> int:
             raise UsageError(f"--simulate {arguments.simulate}: {len(ranking)} layouts fit")
         print(ranking.simulate(arguments.simulate - 1, skew=arguments.skew))
     else:
-        print(ranking.shown(arguments.top))
+        print(ranking.shown(arguments.top), flush=True)
+    if arguments.page is not None or not (arguments.no_page or arguments.explain or arguments.simulate):
+        write_page(ranking, arguments.page)
     return 0 if len(ranking) else 1
+
+
+def write_page(ranking: Ranking, path: Path | None) -> None:
+    from .planner.page import INSTALL, file_name, has_plots
+
+    path = path or Path(file_name(ranking))
+    try:
+        ranking.html(path, tell=lambda text: print(f"page: {text}", file=sys.stderr))
+    except OSError as error:
+        raise UsageError(f"the page {path} cannot be written: {error.strerror}; --page names another place") from None
+    missing = "" if has_plots() else f", without pictures: they need matplotlib ({INSTALL})"
+    print(f"\npage: {path}{missing}")
 
 
 def run_env(arguments: argparse.Namespace) -> int:

@@ -12,3 +12,12 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("MOEFX_AUTOTUNE", "0")
+
+try:
+    import hypothesis
+except ImportError:  # a machine with a GPU need not have it
+    pass
+else:
+    # The first call of an op, or other work on the machine, is no failure.
+    hypothesis.settings.register_profile("moefx", deadline=None)
+    hypothesis.settings.load_profile("moefx")

@@ -42,12 +42,12 @@ class Case:
         return n * (1 - math.comb(e - e // n, k) / math.comb(e, k))
 
 
-def measured(case: Case, repeats: int, ways: Sequence[str] = WAYS) -> dict:
-    """What `exchange.py` prints."""
+def measured(case: Case, repeats: int, ways: Sequence[str] = WAYS, links: float = 0) -> dict:
+    """What `exchange.py` prints. `links`: seconds, at most, for one size of message while it measures the network."""
     port = random.randint(20000, 29000)
     world = case.nodes * case.ranks
     arguments = ["--tokens", case.tokens, "--dim", case.dim, "--experts", case.experts, "--top-k", case.top_k,
-                 "--node-size", case.ranks, "--repeats", repeats, "--ways", *ways]  # fmt: skip
+                 "--node-size", case.ranks, "--repeats", repeats, "--links", links, "--ways", *ways]  # fmt: skip
     if case.racks > 1:
         arguments += ["--levels", world // case.racks]
     workers = []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import itertools
 import json
 import statistics
 import time
@@ -15,8 +17,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
 import moefx.ir.exchange as exchange
+from moefx.bench import collectives
 from moefx.distribute import spread_blocks
 from moefx.ir.payload import group_of, start
+from moefx.planner.communication import row_bytes
+from moefx.planner.simulation.routing import traffic
+from moefx.runtime.links import measured_handling
 
 HIDDEN = 8  # of an expert: what they compute is not measured here
 
@@ -82,12 +88,40 @@ class Counter:
         return start(rows, sent, received, group)
 
 
+def links_between(node_size: int, above: list[int], longest: float) -> dict[str, Any]:
+    """What `bench platform` measures of the network here."""
+    cpu, exchanges = torch.device("cpu"), []
+    for level, unit in collectives.levels(cpu, node_size, above):
+        exchanges += collectives.measured(level, unit, node_size, cpu, 20, longest)
+    handling = measured_handling(dist.group.WORLD.group_name, cpu)
+    return {"handling": handling, "exchanges": [dataclasses.asdict(each) for each in exchanges]}
+
+
+def rows_by_hop(ids: torch.Tensor, args: argparse.Namespace, way: str) -> dict[str, Any]:
+    """What the planner's formulas say of the choices of all ranks: rows from rank to rank in each hop of dispatch, and
+    the bytes of dispatch and combine that go to other ranks."""
+    world = dist.get_world_size()
+    units = [world, *sorted(args.levels, reverse=True), args.node_size, 1]
+    sizes = [large // small for large, small in itertools.pairwise(units)] if way in ("rbd", "halo") else [world]
+    sources = torch.arange(world).repeat_interleave(args.tokens)
+    found = traffic(ids.sort(-1).values.t(), sources, args.experts, sizes, way)
+    there, back, *_ = row_bytes(args.dim, 1 if way == "flat" else args.top_k, args.experts // world, args.top_k > 1)
+    every = [*found.hops, *([] if found.beside is None else [found.beside])]
+    sent = sum(int(hop.sum() - hop.trace()) for hop in every) * (there + back)
+    beside = None if found.beside is None else found.beside.tolist()
+    return {"sizes": sizes, "hops": [hop.tolist() for hop in found.hops], "beside": beside, "there": there,
+            "back": back, "bytes": sent}  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     for name in ("tokens", "dim", "experts", "top-k", "node-size", "repeats"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--levels", type=int, nargs="*", default=[])
     parser.add_argument("--ways", nargs="+", required=True)
+    parser.add_argument(
+        "--links", type=float, default=0, help="measure the links first, so many seconds a size at most"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -95,6 +129,7 @@ def main() -> None:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
     torch.manual_seed(0)
     block = Block(args.dim, args.experts, args.top_k).bfloat16()
+    links = links_between(args.node_size, args.levels, args.links) if args.links else None
     graphs, blocks = {}, {}
     for way in args.ways:
         plan = moefx.Plan(
@@ -108,8 +143,13 @@ def main() -> None:
     picked = str(spread_blocks(found)[""])
     torch.manual_seed(1 + rank)
     x = torch.randn(args.tokens, args.dim).bfloat16()
-    results = {}
+    results, rows_of = {}, {}
     with torch.no_grad():
+        if links:
+            ids = [torch.empty(args.tokens, args.top_k, dtype=torch.int64) for _ in range(world)]
+            dist.all_gather(ids, block.router(x).float().softmax(-1).topk(args.top_k, -1).indices)
+            for way in args.ways:
+                rows_of[way] = rows_by_hop(torch.cat(ids), args, way) if "," not in way else None
         want = block(x[:16]).float()
         for way, graph in graphs.items():
             counter = exchange.start = Counter(args.node_size)
@@ -119,6 +159,8 @@ def main() -> None:
             error = ((out - want).norm() / want.norm()).item()
             dist.all_reduce(counter.found)
             rows, leaves, sent = counter.found.tolist()
+            if links and rows_of[way]:
+                assert sent == rows_of[way]["bytes"], (way, sent, rows_of[way]["bytes"])
             counts = {"rows": rows // 2, "leaves_node": leaves, "sends": sent // world}  # bytes: dispatch and combine
             results[way] = {"error": error, **counts, "dispatch": [], "combine": []}
         for _ in range(args.repeats):  # in turns
@@ -130,7 +172,7 @@ def main() -> None:
         for part in ("dispatch", "combine"):
             result[part] = round(1e3 * statistics.median(result[part]), 2)
     if rank == 0:
-        print(json.dumps({"auto": picked, "ways": results}), flush=True)
+        print(json.dumps({"auto": picked, "ways": results, "links": links, "traffic": rows_of}), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -18,12 +18,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ..ir.payload import group_of
 from ..ir.placement import Level
+from ..planner.sheet import amount
 from ..runtime.topology import ExpertAxis
 from .rates import link
 
 SIZES = tuple(4**i for i in range(5, 15))  # bytes that a rank has: 1 KiB to 256 MiB
 QUANTILES = 20
-_WARM_UP = 3
+_WARM_UP, _LEAST = 3, 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Repeated:
     Attributes:
         what: "all_to_all", of which (n - 1)/n leave a rank, or "p2p", to the next rank of the level.
         level, ranks: its name, and the ranks of a group.
+        unit, is_node: ranks of a unit of the level, and whether that is within a node.
         num_bytes: that leave a rank.
         seconds: of each repetition, of the slowest rank of all groups.
     """
@@ -40,6 +42,8 @@ class Repeated:
     what: str
     level: str
     ranks: int
+    unit: int
+    is_node: bool
     num_bytes: float
     seconds: list[float]
 
@@ -51,7 +55,7 @@ class Repeated:
         found = sorted(self.seconds)
         late = sum(s > 2 * self.median for s in found) / len(found)
         return (
-            f"{self.what:11}{self.level:9}{self.ranks:4} ranks {self.num_bytes / 2**20:10.3f} MiB  "
+            f"{self.what:11}{self.level:9}{self.ranks:4} ranks {amount(self.num_bytes, 'B'):>10}  "
             f"{1e3 * self.median:9.3f} ms  {self.num_bytes / self.median / 1e9:8.2f} GB/s  "
             f"max {found[-1] / self.median:6.2f}x  {late:5.1%} beyond 2x"
         )
@@ -65,19 +69,25 @@ def levels(device: torch.device, node_size: int, above: Sequence[int]) -> list[t
     found, units = [], 1
     for level in reversed(axis.levels):
         units *= level.size
-        found.append((dataclasses.replace(level, name=level.name or "intra"), units))
+        found.append((level, units))
     return found
 
 
-def measured(level: Level, device: torch.device, repeats: int, longest: float) -> Iterator[Repeated]:
-    """All-to-all and sends of growing sizes, as long as `repeats` of one take `longest` seconds at most. Collective."""
+def measured(
+    level: Level, unit: int, node: int, device: torch.device, repeats: int, longest: float
+) -> Iterator[Repeated]:
+    """All-to-all and sends of growing sizes, as often as `repeats` says or takes `longest` seconds, as long as that is
+    some times. Collective."""
     for what in (_all_to_all, _p2p):
+        times = repeats
         for num_bytes in SIZES:
             size = max(num_bytes // level.size, 1) * level.size
             leaving, work = what(level, device, size)
-            seconds = _repeated(work, device, repeats)
-            yield Repeated(what.__name__.strip("_"), level.name, level.size, leaving, seconds)
-            if 4 * statistics.median(seconds) * repeats > longest:
+            seconds = _repeated(work, device, times)
+            name = what.__name__.strip("_")
+            yield Repeated(name, level.axis, level.size, unit, unit <= node, leaving, seconds)
+            times = min(times, int(longest / (4 * statistics.median(seconds))))
+            if times < _LEAST:
                 break
 
 

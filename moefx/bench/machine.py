@@ -27,7 +27,7 @@ _LONGEST = 0.03
 _GEMMS = (
     (768, 2048), (2048, 768), (2048, 2048), (4096, 4096), (14336, 4096), (4096, 14336), (2048, 7168), (7168, 2048)
 )  # fmt: skip
-_ROWS = (256, 1024, 4096, 16384)
+_ROWS = (64, 256, 1024, 4096, 16384)
 # T x d x h x E x K: wide and narrow experts, many and few rows of each, many and few experts
 _EXPERTS = (
     (16384, 1024, 512, 64, 8), (16384, 1024, 2048, 64, 8), (16384, 2048, 512, 64, 8), (16384, 2048, 1024, 16, 8),
@@ -141,14 +141,17 @@ class Machine:
 
     def experts(self, tell: Callable[[str], None] = lambda text: None) -> Iterator[Measured]:
         """Forward, and forward with backward, of shapes of all kinds."""
+        seen: set[Shape] = set()
         for T, d, h, E, K in _EXPERTS:
             while 18 * T * K * d * h > self.most_flop and T > 128:
                 T //= 2
             while 3 * E * d * h * self.dtype.itemsize > self.copy * _LONGEST and E > K:
                 E //= 2
             shape = Shape(f"{T}x{d}x{h}x{E}x{K}", T, d, h, E, K)
-            tell(shape.name)
-            yield from self.expert(shape)
+            if shape not in seen:  # as others are, made smaller
+                seen.add(shape)
+                tell(shape.name)
+                yield from self.expert(shape)
 
     def expert(self, shape: Shape) -> Iterator[Measured]:
         x, w1, w2, grad = tensors(shape, self.dtype, str(self.device))

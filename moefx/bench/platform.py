@@ -7,202 +7,107 @@
 GEMMs over the shapes of experts and attention, attention, copies and experts give rates; all-to-all and sends of
 growing sizes, at each level of the topology, give latency, bandwidth, and how much repeated ones differ. Then
 `python -m moefx plan MODEL --platform here.json --gpus N`. What cannot be measured, the data sheet's peak and networks
-of more devices than there are, is taken from `--base`.
+of more devices than there are, is taken from `--base`; with `--only exchanges` the device too.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import importlib.util
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..errors import UnknownPlatform
-from ..planner.platforms import PLATFORMS, Network, Platform, platform_of
+from ..planner.platforms import PLATFORMS, platform_of
 from ..runtime.links import measured_handling
 from ..runtime.topology import node_size
 from . import collectives
 from .collectives import Repeated
-from .machine import Attention, Machine
-from .rates import Gemm, Measured, dense_rates, errors, expert_rates, gemm_errors
+from .findings import Device, Findings, report
+from .machine import Machine
 from .results import parser, write
-
-_NAMES = ("node", "nodes", "units of nodes", "units above")  # of levels, where no base names them
-
-
-@dataclasses.dataclass(frozen=True)
-class Alone:
-    """What was measured of one device: bytes a second of a copy, bytes of its memory and those taken of it."""
-
-    gemms: list[Gemm]
-    attention: list[Attention]
-    experts: list[Measured]
-    copy: float
-    capacity: float
-    overhead: float
-
-
-def alone(machine: Machine, tell: Callable[[str], None]) -> Alone:
-    tell("a copy and GEMMs")
-    copy, gemms = machine.copy, list(machine.gemms())
-    tell("attention")
-    attention = list(machine.attention())
-    experts = list(machine.experts(lambda shape: tell(f"experts {shape}")))
-    return Alone(gemms, attention, experts, copy, machine.capacity, machine.overhead())
-
-
-def figures(found: Alone, base: Platform | None) -> dict[str, float]:
-    """Of a `Platform`. The peak is the base's, else the most that any product reached."""
-    peak = base.peak if base else max(g.flop / g.seconds for g in found.gemms)
-    shares = [3 * a.flop / a.seconds / peak for a in found.attention]
-    return {
-        "capacity": found.capacity, "peak": peak, "memory_bandwidth": found.copy, "overhead": found.overhead,
-        "attention_efficiency": sum(shares) / len(shares),
-        **dense_rates(found.gemms, peak), **expert_rates(found.experts),
-    }  # fmt: skip
-
-
-def network(name: str, ranks: int, found: Sequence[Repeated], how: str) -> Network:
-    exchanges, sends = ([r for r in found if r.what == what] for what in ("all_to_all", "p2p"))
-    latency, bandwidth = collectives.fitted(exchanges)
-    _, p2p = collectives.fitted(sends)
-    return Network(name, ranks, bandwidth, latency, p2p, f"measured: {how}", collectives.spread(exchanges))
-
-
-def joined(measured: Sequence[Network], base: Platform | None, copy: float) -> tuple[Network, ...]:
-    """Those that were measured, fine to coarse: in place of the finest ones of a base, of as many ranks as it says; the
-    coarsest without an end if nothing says where it has one.
-
-    Args:
-        copy: bytes a second, for one rank without a base.
-
-    Raises:
-        UnknownPlatform: the base has fewer levels.
-    """
-    if base is None and not measured:
-        return (Network("node", 1, copy / 2, source="not measured, there was one rank: half of a copy's bandwidth"),)
-    if base is None:
-        *finer, last = measured
-        return (*finer, dataclasses.replace(last, ranks=0)) if finer else (last,)
-    if len(measured) > len(base.networks):
-        raise UnknownPlatform(
-            f"platform {base.name} has {len(base.networks)} levels and {len(measured)} were measured: leave --base out"
-        )
-    own = [
-        dataclasses.replace(new, name=old.name, ranks=old.ranks)
-        for new, old in zip(measured, base.networks[: len(measured)], strict=True)
-    ]
-    return (*own, *base.networks[len(own) :])
-
-
-def made_of(
-    name: str, machine: Machine, found: Alone, networks: Sequence[Network], handling: float, base: Platform | None,
-    how: str,
-) -> Platform:  # fmt: skip
-    """The platform, with a source of each figure."""
-    numbers = figures(found, base) | ({"handling": handling} if handling else {})
-    sources = {figure: f"measured: {how}" for figure, value in numbers.items() if value}
-    if base is not None:
-        sources["peak"] = base.sources["peak"]
-        sources |= {"fast_domain": base.sources["fast_domain"]} if base.fast_domain else {}
-    else:
-        sources["peak"] += "; the most that any product reached"
-    return Platform(
-        name=name, device=machine.name, networks=joined(networks, base, found.copy), sources=sources,
-        fast_domain=base.fast_domain if base else 0, **numbers,
-    )  # fmt: skip
-
-
-def report(found: Alone, exchanges: Sequence[Repeated], made: Platform) -> str:
-    """What was measured, and how well the rates say it again."""
-    lines = [f"{made.device}: {made.capacity / 2**30:.1f} GiB, of which {made.overhead / 2**30:.2f} are taken"]
-    lines.append(f"copy        {found.copy / 1e9:9.1f} GB/s, read and written together")
-    for what, choose in (("fastest", max), ("slowest", min)):
-        gemm = choose(found.gemms, key=lambda g: g.flop / g.seconds)
-        shape = f"{what} of {len(found.gemms)}: [{gemm.rows}, {gemm.inner}] x [{gemm.inner}, {gemm.columns}]"
-        lines.append(f"GEMM        {gemm.flop / gemm.seconds / 1e12:9.3f} TFLOP/s, {shape}")
-    for a in found.attention:
-        shape = f"{a.sequences} x {a.tokens} tokens, {a.heads} heads of {a.head_size}, forward and backward"
-        lines.append(f"attention   {3 * a.flop / a.seconds / 1e12:9.3f} TFLOP/s, {shape}")
-    for shape, seconds, is_step in found.experts:
-        speed = (3 if is_step else 1) * shape.matrices * shape.flops / seconds / 1e12
-        lines.append(f"experts     {speed:9.3f} TFLOP/s, {shape.name}, {'and backward' if is_step else 'forward'}")
-    again = {"GEMMs": gemm_errors(found.gemms, made), "experts": list(errors(found.experts, made).values())}
-    for what, wrong in again.items():
-        lines.append(f"rates of {what} say these times again to {min(wrong):+.1%} .. {max(wrong):+.1%}")
-    return "\n".join([*lines, *map(str, exchanges)])
-
-
-def rows_of(found: Alone, exchanges: Sequence[Repeated]) -> list[Mapping[str, Any]]:
-    """As JSON lines have them: seconds of each, of exchanges every repetition's."""
-    rows: list[Mapping[str, Any]] = [{"gemm": gemm._asdict()} for gemm in found.gemms]
-    rows += [{"attention": each._asdict()} for each in found.attention]
-    rows += [{"experts": shape.name, "is_step": step, "seconds": seconds} for shape, seconds, step in found.experts]
-    return [*rows, *({"exchange": dataclasses.asdict(each)} for each in exchanges)]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    made = parser("platform", __doc__)
+    made = parser("platform", __doc__, out="write the platform to this file (default: platform.json)")
     made.set_defaults(out="platform.json")
-    made.add_argument("--raw", metavar="FILE", help="append every measurement to this file, a JSON line each")
+    text = "device: no exchanges; exchanges: the device is --base's"
+    made.add_argument("--only", choices=["device", "exchanges"], help=text)
+    made.add_argument("--raw", metavar="FILE", help="every measurement too, a JSON line each, to this new file")
+    made.add_argument("--read", metavar="FILE", help="measure nothing: the platform of what --raw wrote")
     made.add_argument("--plot", metavar="FILE", help="a picture of all repetitions; needs matplotlib")
     made.add_argument("--name", default="here", help="of the platform (default: here)")
-    made.add_argument("--base", choices=list(PLATFORMS), help="a shipped platform, for what cannot be measured here")
-    made.add_argument("--device", default=None, help="cuda (default, where there is one) or cpu")
-    made.add_argument("--dtype", default=None, help="default: bfloat16; on the CPU float32")
+    made.add_argument("--base", metavar="P", help=f"{', '.join(PLATFORMS)} or a file, for what cannot be measured here")
+    made.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda, where there is one")
+    made.add_argument(
+        "--dtype", choices=["bfloat16", "float16", "float32"], help="default: bfloat16; on the CPU float32"
+    )
     made.add_argument("--node-size", type=int, metavar="N", help="ranks of a node (default: LOCAL_WORLD_SIZE)")
     made.add_argument("--levels", type=int, nargs="*", default=[], metavar="N", help="ranks of units above a node")
     made.add_argument("--repeats", type=int, default=100, help="of each size of exchange (default: 100)")
     made.add_argument("--seconds", type=float, default=10.0, help="that one size may take (default: 10)")
     options = made.parse_args(argv)
-    device = _join(options.device)
-    try:
-        _measure(options, device)
-    finally:
-        dist.destroy_process_group()
+    if options.only == "exchanges" and not options.base:
+        made.error("--only exchanges measures no device: say whose it is with --base")
+    if options.raw and Path(options.raw).exists():
+        made.error(f"--raw {options.raw} is there already, and a file holds one run")
+    base = platform_of(options.base) if options.base else None  # before minutes of work
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        made.error("--plot needs matplotlib: pip install 'moefx[plot]'")
+    if options.read:
+        found = Findings.read(options.read)
+    else:
+        device = _join(options.device)
+        try:
+            found = _measured(options, device)
+            if dist.get_rank():
+                return
+        finally:
+            dist.destroy_process_group()
+        for row in found.rows() if options.raw else ():
+            write(row, options.raw)
+    platform = found.platform(options.name, base)
+    print(report(found, platform))
+    Path(options.out).write_text(platform.to_json() + "\n")
+    if options.plot:
+        plot(found.exchanges, options.plot)
+    print(f"wrote {', '.join(filter(None, (options.out, options.raw, options.plot)))}")
 
 
-def _measure(options: Any, device: torch.device) -> None:
+def _measured(options: Any, device: torch.device) -> Findings:
+    """Collective."""
     rank, world = dist.get_rank(), dist.get_world_size()
 
     def tell(text: str) -> None:
         if rank == 0:
             print(f"bench platform: {text}", file=sys.stderr, flush=True)
 
-    base = platform_of(options.base) if options.base else None
-    dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
-    machine = Machine(device, dtype)
-    found = alone(machine, tell)
-    how = f"{machine.name}, {dtype}, torch {torch.__version__}, {dist.get_backend()} over {world} ranks"
+    machine = Machine(device, getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32")))
+    how = f"{machine.name}, {machine.dtype}, torch {torch.__version__}, {dist.get_backend()} over {world} ranks"
+    alone = None if options.only == "exchanges" else _device(machine, tell)
+    if options.only == "device":
+        return Findings(how, alone)
     exchanges: list[Repeated] = []
-    networks = []
     if world > 1:
         nodes = node_size(options.node_size, world)
-        for i, (level, ranks) in enumerate(collectives.levels(device, nodes, options.levels)):
-            tell(f"exchanges between {level.size} {'ranks of a node' if ranks <= nodes else 'units'}")
-            each = list(collectives.measured(level, device, options.repeats, options.seconds))
-            networks.append(network(_NAMES[i if ranks <= nodes else max(i, 1)], ranks, each, how))
-            exchanges += each
+        for level, unit in collectives.levels(device, nodes, options.levels):
+            tell(f"exchanges between {level.size} {'ranks of a node' if unit <= nodes else 'units'}")
+            exchanges += collectives.measured(level, unit, nodes, device, options.repeats, options.seconds)
     whole: Any = dist.group.WORLD
-    handling = measured_handling(whole.group_name, device)
-    if rank:
-        return
-    platform = made_of(options.name, machine, found, networks, handling, base, how)
-    print(report(found, exchanges, platform))
-    Path(options.out).write_text(platform.to_json() + "\n")
-    print(f"wrote {options.out}")
-    if options.raw:
-        for row in rows_of(found, exchanges):
-            write(row, options.raw)
-        print(f"wrote {options.raw}")
-    if options.plot:
-        plot(exchanges, options.plot)
-        print(f"wrote {options.plot}")
+    return Findings(how, alone, measured_handling(whole.group_name, device), exchanges)
+
+
+def _device(machine: Machine, tell: Callable[[str], None]) -> Device:
+    tell("a copy and GEMMs")
+    copy, gemms = machine.copy, list(machine.gemms())
+    tell("attention")
+    attention = list(machine.attention())
+    experts = list(machine.experts(lambda shape: tell(f"experts {shape}")))
+    return Device(machine.name, copy, machine.capacity, machine.overhead(), gemms, attention, experts)
 
 
 def _join(kind: str | None) -> torch.device:
@@ -212,11 +117,13 @@ def _join(kind: str | None) -> torch.device:
     if cuda:
         torch.cuda.set_device(local)
     backend = "nccl" if cuda else "gloo"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    return torch.device("cuda", local) if cuda else torch.device("cpu")
+    device = torch.device("cuda", local) if cuda else torch.device("cpu")
+    more: dict[str, Any] = {"device_id": device} if cuda else {}
+    if "RANK" not in os.environ:
+        alone = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        more |= dict(store=alone, rank=0, world_size=1)
+    dist.init_process_group(backend, **more)
+    return device
 
 
 def plot(exchanges: Sequence[Repeated], path: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -77,8 +79,14 @@ def dense_rates(gemms: Sequence[Gemm], peak: float) -> dict[str, float]:
     Args:
         peak: FLOP a second that the efficiency is a part of.
     """
-    parts = [[g.flop * 1e-12 / g.seconds, g.operands * 1e-12 / g.seconds, 1e-6 / g.seconds] for g in gemms]
-    gemm, rows, launch = shares(parts)
+    ordered = sorted(gemms, key=lambda g: g.flop / g.operands)
+    parts = [(g.flop * 1e-12 / g.seconds, g.operands * 1e-12 / g.seconds, 1e-6 / g.seconds) for g in ordered]
+    tried = []
+    for bound in range(len(parts) + 1):  # so many take as long as their operands, the others as their FLOP
+        gemm, rows, launch = shares([(0.0, v, t) if i < bound else (f, 0.0, t) for i, (f, v, t) in enumerate(parts)])
+        wrong = sum((max(f * gemm, v * rows) + t * launch - 1) ** 2 for f, v, t in parts)
+        tried.append((wrong, gemm, rows, launch))
+    _, gemm, rows, launch = min(tried)
     return {"matmul_efficiency": _rate(gemm) / peak, "dense_rows": _rate(rows), "dense_launch": launch * 1e-6}
 
 
@@ -86,13 +94,26 @@ def gemm_errors(gemms: Iterable[Gemm], platform: Platform) -> list[float]:
     """Predicted over measured, less 1, of each."""
     rates = platform.dense_rates()
     speed = rates["peak"] * rates["e_gemm"]
-    return [(g.flop / speed + g.operands / rates["v_dense"] + rates["t_dense"]) / g.seconds - 1 for g in gemms]
+    return [(max(g.flop / speed, g.operands / rates["v_dense"]) + rates["t_dense"]) / g.seconds - 1 for g in gemms]
 
 
 def link(num_bytes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """(latency in seconds, bytes a second) of exchanges of which so many bytes left each rank."""
-    latency, per_byte = shares([[1e-6 / s, n * 1e-9 / s] for n, s in zip(num_bytes, seconds, strict=True)])
-    return latency * 1e-6, 1e9 / per_byte if per_byte else FREE
+    """(latency in seconds, bytes a second) of exchanges of which so many bytes left each rank.
+
+    Of the lines through two of the points, or through one and level or straight from nothing, that whose times are off
+    by the least factors: a few points that are far off do not count for more.
+    """
+    points = list(zip(num_bytes, seconds, strict=True))
+    lines = [line for n, s in points for line in ((s, 0.0), (0.0, s / n))]
+    for (n, s), (m, t) in itertools.combinations(points, 2):
+        per_byte = (t - s) / (m - n) if m != n else 0.0
+        lines.append((s - n * per_byte, per_byte))
+
+    def off(line: tuple[float, float]) -> float:
+        return sum(abs(math.log((line[0] + n * line[1]) / s)) for n, s in points)
+
+    latency, per_byte = min((line for line in lines if min(line) >= 0), key=off)
+    return latency, 1 / per_byte if per_byte else FREE
 
 
 def shares(parts: Sequence[Sequence[float]]) -> list[float]:

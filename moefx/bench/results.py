@@ -16,13 +16,13 @@ from .._environment import environment
 from .shapes import SHAPES, Shape, shape_of
 
 
-def parser(name: str, description: str | None) -> argparse.ArgumentParser:
+def parser(name: str, description: str | None, out: str = "append JSON lines to this file") -> argparse.ArgumentParser:
     """Of `python -m moefx bench NAME`."""
     formatter = argparse.RawDescriptionHelpFormatter
     made = argparse.ArgumentParser(
         prog=f"python -m moefx bench {name}", description=description, formatter_class=formatter
     )
-    made.add_argument("--out", default=None, help="append JSON lines to this file")
+    made.add_argument("--out", default=None, help=out)
     return made
 
 

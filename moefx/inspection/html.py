@@ -5,45 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from html import escape
 
+from .. import _html
 from ..ir.block import BlockGraph
 from ..ir.codegen import is_getitem
 from ..ir.printer import format_lines, print_lines
 from . import draw
 from .history import History, Snapshot, diff_lines
 
-STYLE = """
-.moefx { --mx-text: #1f2328; --mx-muted: #656d76; --mx-line: #d0d7de;
-  --mx-surface: #f6f8fa; --mx-card: #ffffff;
-  --mx-added: #dafbe1; --mx-removed: #ffebe9; --mx-dialect: #ddf4ff; --mx-dialect-line: #54aeff;
-  --mx-kept: #e6f6ea; --mx-kept-line: #4ac26b; --mx-many: #fff8c5; --mx-many-line: #d4a72c;
-  color: var(--mx-text); font: 15px/1.5 system-ui, sans-serif; }
-@media (prefers-color-scheme: dark) {
-  .moefx { --mx-text: #e6edf3; --mx-muted: #8d96a0; --mx-line: #3d444d;
-    --mx-surface: #151b23; --mx-card: #0d1117;
-    --mx-added: #12361f; --mx-removed: #4b1a1d; --mx-dialect: #0c2d4a; --mx-dialect-line: #2f81f7;
-    --mx-kept: #12301c; --mx-kept-line: #3fb950; --mx-many: #3a2d09; --mx-many-line: #bb8009; } }
-.moefx h2, .moefx h3 { line-height: 1.25; margin: 1.4em 0 .5em; }
-.moefx .muted { color: var(--mx-muted); }
-.moefx code, .moefx pre, .moefx .passes td { font: 13px/1.45 ui-monospace, SFMono-Regular, Menlo, monospace; }
-.moefx .passes { border-collapse: collapse; }
-.moefx .passes th { text-align: left; font-weight: 600; }
-.moefx .passes th, .moefx .passes td { padding: 3px 14px 3px 0; border-bottom: 1px solid var(--mx-line); }
-.moefx .passes .number { text-align: right; }
-.moefx .pictures { display: flex; flex-wrap: wrap; gap: 20px; align-items: flex-start; }
-.moefx figure { margin: 0; padding: 12px 16px; background: var(--mx-surface);
-  border: 1px solid var(--mx-line); border-radius: 10px; overflow: auto;
-  max-width: 100%; box-sizing: border-box; }
-.moefx figcaption { font-weight: 600; margin-bottom: 8px; }
-.moefx .legend { display: flex; flex-wrap: wrap; gap: 6px 18px; margin: 8px 0; color: var(--mx-muted); }
-.moefx .legend i { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin-right: 6px;
-  border: 1px solid; vertical-align: -1px; }
-.moefx pre { margin: 0; padding: 10px 0; background: var(--mx-surface); border: 1px solid var(--mx-line);
-  border-radius: 8px; overflow-x: auto; }
-.moefx pre span { display: block; padding: 0 14px; width: max-content; min-width: 100%;
+STYLE = (
+    _html.STYLE
+    + """.moefx pre span { display: block; padding: 0 14px; width: max-content; min-width: 100%;
   box-sizing: border-box; }
 .moefx pre .added { background: var(--mx-added); } .moefx pre .removed { background: var(--mx-removed); }
 .moefx pre em { font-style: normal; color: var(--mx-muted); }
-.moefx details { margin: 8px 0; } .moefx summary { cursor: pointer; padding: 4px 0; }
 .moefx .bars rect { fill: var(--mx-dialect-line); }
 .moefx .bars text { fill: var(--mx-text); font-size: 13px; }
 .moefx-graph { display: block; max-width: none; }
@@ -61,31 +35,12 @@ STYLE = """
 .moefx-graph .arrow { fill: none; stroke: var(--mx-muted); stroke-opacity: .75; }
 .moefx-graph .head { fill: var(--mx-muted); }
 """
-
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{title}</title>
-<style>
-body {{ margin: 0; background: Canvas; }}
-main {{ max-width: 1500px; margin: 0 auto; padding: 12px 28px 48px; }}
-{style}</style>
-</head>
-<body>
-<main>
-{body}
-</main>
-</body>
-</html>
-"""
+)
 
 
 def page(title: str, body: str) -> str:
     """A whole page around fragments of this module."""
-    return _PAGE.format(title=escape(title), style=STYLE, body=body)
+    return _html.page(title, body, STYLE)
 
 
 def fragment(
@@ -136,7 +91,7 @@ def _passes(history: History) -> str:
         for s in history
     )
     header = "<tr><th></th><th>pass</th><th>time</th><th colspan=2>nodes</th><th>where</th></tr>"
-    return f'<table class="passes">{header}{rows}</table>'
+    return f"<table>{header}{rows}</table>"
 
 
 def _picture(caption: str, graph: BlockGraph) -> str:

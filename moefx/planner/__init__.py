@@ -12,6 +12,10 @@ The files, from below:
     platforms.py       GPUs and the links between them
     step.py            seconds of a step
     simulation/        a step as events, beside the formulas
+    ranking.py         layouts that fit and others, as tables, formulas and a page
     search.py          all layouts, ranked
     papers.py          the papers' own formulas, as printed
+    parts.py           what memory and time are made of
+    regions.py         what fits, SSMB and TED, scaling
+    plots.py, figures.py, page.py    the page: pictures, sources of figures, all of it
 """

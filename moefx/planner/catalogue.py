@@ -135,5 +135,5 @@ def model_of(name: str) -> Architecture:
     found = MODELS.get(name.lower())
     if found is None:
         near = nearest(name.lower(), MODELS, cutoff=0.5)
-        raise UnknownArchitecture(f"no model {name!r} in the catalogue{near}. It has {', '.join(MODELS)}")
+        raise UnknownArchitecture(f"no model {name!r} in the catalogue{near or '.'} It has {', '.join(MODELS)}")
     return found

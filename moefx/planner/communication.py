@@ -3,7 +3,8 @@
 Seconds of an exchange are `alpha` + bytes that leave a rank * `beta`, of each level of the topology (`Link` of
 `runtime.links`, whose `predicted` decides what `Plan(dispatch="auto")` takes: the formulas here are the same).
 
-    E, k        experts, choices of a token       t, w        tokens of a rank, bytes of a row
+    E, k        experts, choices of a token       t           tokens of a rank
+    w, w1       bytes of a row that has all choices of its token, or one (`row_bytes`)
     n1, n2, ..  units within a unit, coarse to fine: nodes, then ranks of a node, for two levels
     alpha1, beta1, ..  of the ranks that differ at that level alone; alpha0, beta0 of all at once
     gamma       seconds a byte to pack and unpack rows
@@ -18,7 +19,7 @@ import sympy
 
 from .sheet import Formula, Sheet, distinct, quantities, quantity
 
-E, k, t, w, gamma = quantities("E k t w gamma")
+E, k, t, w, w1, gamma = quantities("E k t w w1 gamma")
 alpha0, beta0 = quantities("alpha0 beta0")
 d, b, s, G, TP, DP, R = quantities("d b s G TP DP R")
 P_dense, P_experts = quantities("P_dense P_experts")
@@ -39,7 +40,7 @@ def exchange(levels: int) -> Sheet:
         made.append(Formula(name, expression, unit, source))
         return made[-1].symbol
 
-    def at_once(way: str, rows: sympy.Expr, source: str) -> None:
+    def at_once(way: str, rows: sympy.Expr, w: sympy.Expr, source: str) -> None:
         """Over all ranks at once: the links of the levels are used side by side."""
         leaving = [
             formula(f"rows_{way}_{i + 1}", rows / within * (1 - 1 / size), "1", f"{source}, over level {i + 1}")
@@ -49,9 +50,9 @@ def exchange(levels: int) -> Sheet:
         through = sympy.Max(*slowest, rows * (1 - 1 / ranks) * t * w * beta0)
         formula(f"T_{way}", alpha0 + through + rows * t * w * gamma, "s", "alpha-beta, the slowest level")
 
-    at_once("flat", k, "one row for each choice")
+    at_once("flat", k, w1, "one row for each choice")
     of_ranks = formula("D", distinct(E, k, ranks), "1", "ranks that a token's experts are on; X-MoE figure 4")
-    at_once("dedup", of_ranks, "one row for each rank")
+    at_once("dedup", of_ranks, w, "one row for each rank")
     if levels > 1:
         seconds, hop_rows = [], []
         for i, (size, within) in enumerate(zip(sizes, above, strict=True)):
@@ -90,6 +91,24 @@ VOLUMES = Sheet(
         Formula("V_grad_experts", 4 * P_experts * (R - 1) / R, "B", "over the R replicas of an expert, a step"),
     ]
 )
+
+
+def row_bytes(width: int, choices: int, places: int, is_weighted: bool = True) -> tuple[int, int, int, int]:
+    """Bytes of a row in dispatch, in combine, and in their backwards: the token's values of two bytes, or what the
+    experts or the gradients made of them; with it in dispatch of each choice a weight of four bytes and its place, and
+    in the backward of dispatch the weight's gradient. Columns begin at multiples of 16 bytes (`ir.packing`).
+
+    Args:
+        places: experts of a rank, which a place counts.
+        is_weighted: whether weights travel. They stay where they are if tokens have one choice in all (k = 1).
+    """
+    place = next((num_bytes for num_bytes in (1, 2) if places <= 2 ** (8 * num_bytes - 1)), 4)
+    values, weights = _aligned(2 * width), _aligned(4 * choices * is_weighted)
+    return values + weights + _aligned(place * choices), 2 * width, 2 * width, values + weights
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // 16) * 16
 
 
 Links = tuple[tuple[float, float], ...]

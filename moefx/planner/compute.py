@@ -1,10 +1,10 @@
 """FLOP and seconds of one micro-batch on one GPU, forward (Piper section IV), as formulas over `Layout.values`.
 
-A GEMM takes as long as its FLOP, its operands on their way through memory, and its launch, one after the other: small
-and skinny ones reach less of the peak than large ones. Experts likewise, with their weights apart from their rows.
-`bench.rates` finds these rates from a few shapes, and the sums are then right to some per cent for others. Rows of an
-expert fill tiles of the kernels' `tile` rows, half of the last one empty on average: of few rows much of the time goes
-into nothing (Piper figure 4).
+A GEMM takes as long as its FLOP or its operands on their way through memory, whichever takes longer, and its launch:
+small and skinny ones reach less of the peak than large ones. Experts take the sum of the parts, of their weights apart
+from their rows. `bench.rates` finds these rates from a few shapes; they are then right to some per cent for others.
+Rows of an expert fill tiles of the kernels' `tile` rows, half of the last one empty on average: of few rows much of the
+time goes into nothing (Piper figure 4).
 
     peak, e_gemm, e_attn               FLOP a second, and which part of it GEMMs and attention reach
     v_dense, t_dense                   of other GEMMs than the experts': bytes a second, seconds of each
@@ -12,6 +12,10 @@ into nothing (Piper figure 4).
 """
 
 from __future__ import annotations
+
+from typing import Any
+
+import sympy
 
 from .sheet import Formula, Sheet, quantities
 
@@ -23,6 +27,11 @@ w_attn, w_latent, F_shared, F_dense, v_dense, t_dense = quantities("w_attn w_lat
 V_proj, V_rest, V_ffn, V_logits = quantities("V_proj V_rest V_ffn V_logits")
 F_proj, F_scores, F_experts, F_rest, F_ffn, F_logits = quantities("F_proj F_scores F_experts F_rest F_ffn F_logits")
 m_expert, fill, V_rows, V_weights, T_experts = quantities("m_expert fill V_rows V_weights T_experts")
+
+
+def _gemms(flop: sympy.Expr, operands: sympy.Expr, launches: Any) -> sympy.Expr:
+    return sympy.Max(flop / (peak * e_gemm), operands / v_dense) + launches * t_dense
+
 
 FORWARD = Sheet(
     [
@@ -47,8 +56,7 @@ FORWARD = Sheet(
         Formula("V_ffn", 2 * (b * s * n_mat * (d + F_dense / TP) + N_ffn / TP), "B", "likewise"),
         Formula("V_logits", n_logits * 2 * (b * s * (d + V / TP) + V * d / TP), "B", "likewise"),
         Formula(
-            "T_attention", F_proj / (peak * e_gemm) + F_scores / (peak * e_attn) + V_proj / v_dense + 4 * t_dense, "s",
-            "Piper section IV.A.1",
+            "T_attention", _gemms(F_proj, V_proj, 4) + F_scores / (peak * e_attn), "s", "Piper section IV.A.1"
         ),
         Formula(
             "T_experts", F_experts / (v_gemm * fill) + V_rows / v_rows + V_weights / v_weights + t_launch, "s",
@@ -56,14 +64,13 @@ FORWARD = Sheet(
         ),
         Formula("T_experts_step", 3 * T_experts + V_weights / v_weights, "s", "and backward: gradients of weights too"),
         Formula(
-            "T_rest", F_rest / (peak * e_gemm) + V_rest / v_dense + (n_mat + 1) * t_dense, "s",
-            "router and shared experts",
+            "T_rest", _gemms(F_rest, V_rest, n_mat + 1), "s", "router and shared experts"
         ),
         Formula(
-            "T_ffn", F_ffn / (peak * e_gemm) + V_ffn / v_dense + n_mat * t_dense, "s", "a layer without experts"
+            "T_ffn", _gemms(F_ffn, V_ffn, n_mat), "s", "a layer without experts"
         ),
         Formula(
-            "T_logits", F_logits / (peak * e_gemm) + V_logits / v_dense + n_logits * t_dense, "s", "last stage"
+            "T_logits", _gemms(F_logits, V_logits, n_logits), "s", "last stage"
         ),
     ]
 )  # fmt: skip

@@ -186,6 +186,7 @@ _H200 = "NVIDIA H200 data sheet"
 _MI300X = "AMD MI300X data sheet"
 _A100 = "NVIDIA A100 data sheet (SXM4)"
 _DGX = "NVIDIA DGX H100 data sheet: a ConnectX-7 of 400 Gbit/s for each GPU"
+_MEASURED = "measured: benchmarks/results/platform_h200.jsonl"
 _GIB = 2**30  # stacks of memory come in powers of two, whatever data sheets call them
 _SHIPPED = [
     Platform(
@@ -211,23 +212,25 @@ _SHIPPED = [
         sources=dict.fromkeys(("capacity", "peak", "memory_bandwidth"), _H100),
     ),
     Platform(
-        name="h200", device="NVIDIA H200 141GB SXM5", capacity=139 * _GIB, peak=989e12, memory_bandwidth=4.8e12,
+        name="h200", device="NVIDIA H200 141GB SXM5", capacity=150.1e9, peak=989e12, memory_bandwidth=4.248e12,
         networks=(
             Network(
-                "node", 8, 312e9, 18e-6,
-                source="measured: NCCL all_to_all_single, 537 MB and a few bytes a rank, 4 GPUs",
+                "node", 8, 294.2e9, 32.25e-6, 323.4e9, f"{_MEASURED}, NCCL between two GPUs",
+                (0.2956, 0.9276, 0.949, 0.9583, 0.9676, 0.9752, 0.9824, 0.9884, 0.9923, 0.9964, 1.0,
+                 1.0035, 1.0086, 1.0141, 1.0218, 1.033, 1.0506, 1.1173, 1.3249, 1.506, 94.82),
             ),
             Network("cluster", 0, 50e9, source=_DGX),
         ),
-        matmul_efficiency=0.80, expert_gemm=672.4e12, expert_rows=7.773e12, expert_weights=18.1e12,
-        expert_launch=22.9e-6,
+        matmul_efficiency=0.7316, attention_efficiency=0.3936, dense_rows=2.887e12, dense_launch=7.471e-6,
+        expert_gemm=651.5e12, expert_rows=9.453e12, expert_weights=18.03e12, handling=63.04e-12, overhead=1.123e9,
         sources={
-            "capacity": "measured", "peak": _H200, "memory_bandwidth": _H200,
+            "peak": _H200,
             **dict.fromkeys(
-                ("expert_gemm", "expert_rows", "expert_weights", "expert_launch"),
-                "measured: benchmarks/results/experts_h200.jsonl, rates of fourteen shapes (bench.rates)",
+                ("capacity", "memory_bandwidth", "matmul_efficiency", "attention_efficiency", "dense_rows",
+                 "dense_launch", "expert_gemm", "expert_rows", "expert_weights", "expert_launch", "handling",
+                 "overhead"),
+                _MEASURED,
             ),
-            "matmul_efficiency": "measured: 8192^3 in bfloat16 at 713 to 797 TFLOP/s",
         },
     ),
     Platform(
@@ -265,6 +268,6 @@ def platform_of(name: str) -> Platform:
         except OSError as error:
             raise UnknownPlatform(f"no platform file {name}: {error.strerror}") from error
     raise UnknownPlatform(
-        f"no platform {name!r}{nearest(name.lower(), PLATFORMS)}. There are {', '.join(PLATFORMS)}, and JSON files "
-        "with the fields of moefx.Platform"
+        f"no platform {name!r}{nearest(name.lower(), PLATFORMS) or '.'} There are {', '.join(PLATFORMS)}, and JSON "
+        "files with the fields of moefx.Platform"
     )

@@ -8,7 +8,7 @@ from typing import get_args
 import sympy
 
 from .architecture import Architecture
-from .communication import VOLUMES, exchange, level_values, whole_link
+from .communication import VOLUMES, exchange, level_values, row_bytes, whole_link
 from .compute import FORWARD
 from .layout import KEPT, Layout, Way
 from .memory import MEMORY, STATES
@@ -89,7 +89,7 @@ def given(model: Architecture, layout: Layout, platform: Platform, experts_first
     sizes, networks = _levels(layout, platform, experts_first)
     links = tuple((n.latency, 1 / n.bandwidth) for n in networks)
     return values | level_values(sizes, links, whole_link(sizes, links), platform.handling) | {
-        "t": layout.sequences * layout.tokens / values["G"], "w": 2 * model.hidden_size,
+        "t": layout.sequences * layout.tokens / values["G"], **widths(model, layout),
         "n_z3": int(layout.zero > 2), "BW": platform.memory_bandwidth, "tile": TILE, "skew": 1.0,
         **platform.dense_rates(), **platform.expert_rates(),
         "DP": layout.dp, "R": layout.expert_replicas, "M": layout.microbatches,
@@ -100,6 +100,15 @@ def given(model: Architecture, layout: Layout, platform: Platform, experts_first
         "ranks": layout.num_ranks, "F_token": flop_per_token(model, layout.tokens),
         "B": layout.sequences * layout.microbatches * layout.dp,
     }  # fmt: skip
+
+
+def widths(model: Architecture, layout: Layout) -> dict[str, float]:
+    """Bytes of a row, on average of dispatch, combine and their backwards."""
+    places, is_weighted = model.num_experts // layout.ep, model.top_k > 1
+    return {
+        name: sum(row_bytes(model.hidden_size, choices, places, is_weighted)) / 4
+        for name, choices in (("w", model.top_k), ("w1", 1))
+    }
 
 
 def sheet_of(layout: Layout, platform: Platform, experts_first: bool = True) -> Sheet:

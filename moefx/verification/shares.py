@@ -91,6 +91,7 @@ class Shares:
                 continue
             grad = values.pop(key)
             total = torch.zeros_like(parameter, dtype=dtype).detach() if grad is None else grad.clone()
+            total = total.contiguous()  # NCCL takes no others
             dist.all_reduce(total, group=group_of(self.group))
             if self.sequence is not None and self.sequence.gradients == "replicated":
                 total /= self.sequence.size  # each of these ranks had the gradients of all their tokens
@@ -103,7 +104,7 @@ class Shares:
                 kind, name = key
                 value, is_expert = values[key], kind == "grad_param" and (name in self.stacked or name in self.here)
                 if kind in ("grad_param", "grad_input") and value is not None and not is_expert:
-                    values[key] = total = value.clone()
+                    values[key] = total = value.clone(memory_format=torch.contiguous_format)  # NCCL takes no others
                     dist.all_reduce(total, group=group_of(self.sequence.group))
         return dataclasses.replace(run, values=values)
 

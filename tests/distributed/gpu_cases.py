@@ -27,7 +27,12 @@ def case_ways() -> None:
     torch.manual_seed(0)
     layer = Layer(SHAPE, shared=True)
     for dispatch in ("flat", "dedup", "rbd", "halo"):
-        plan = moefx.Plan(dispatch=dispatch, node_size=2, validation="symbolic", chunks=1 + (dispatch == "dedup"))
+        plan = moefx.Plan(
+            dispatch=dispatch,
+            node_size=dist.get_world_size() // 2,
+            validation="symbolic",
+            chunks=1 + (dispatch == "dedup"),
+        )
         example = (torch.zeros(64, SHAPE.d, device="cuda", dtype=torch.bfloat16),)
         compiled = moefx.compile(copy.deepcopy(layer), mesh=mesh, plan=plan, example_inputs=example)
         x = torch.randn(SHAPE.T + dist.get_rank(), SHAPE.d, device="cuda").bfloat16()
@@ -42,7 +47,7 @@ def case_micro_batches_in_flight() -> None:
     """Each has buffers of its own, and memory of those before: the device is not asked for more from some step on."""
     torch.manual_seed(0)
     layer, mesh = Layer(SHAPE), one_axis()
-    plan = moefx.Plan(dispatch="halo", node_size=2, validation="symbolic")
+    plan = moefx.Plan(dispatch="halo", node_size=dist.get_world_size() // 2, validation="symbolic")
     example = (torch.zeros(64, SHAPE.d, device="cuda", dtype=torch.bfloat16),)
     compiled = moefx.compile(layer, mesh=mesh, plan=plan, example_inputs=example)
     batches = [torch.randn(SHAPE.T + i, SHAPE.d, device="cuda").bfloat16().requires_grad_() for i in range(3)]

@@ -60,6 +60,15 @@ def test_hops_of_eight():
     launch(8, "tests.distributed.hop_cases")
 
 
+def test_volumes(ranks):
+    ranks("volume_cases")
+
+
+@pytest.mark.exhaustive
+def test_volumes_of_eight():
+    launch(8, "tests.distributed.volume_cases")
+
+
 def test_sequences(ranks):
     ranks("sequence_cases")
 
@@ -103,8 +112,10 @@ def test_a_rank_that_is_lost(name):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_gpus():
-    backend = "nccl" if torch.cuda.device_count() >= 4 else "gloo"
-    launch(4, "tests.distributed.gpu_cases", environment={"BACKEND": backend, "MOEFX_AUTOTUNE": "0"})
+    """A GPU for each rank, or one that four share."""
+    devices = torch.cuda.device_count()
+    ranks, backend = (4, "gloo") if devices == 1 else (min(devices, 4), "nccl")
+    launch(ranks, "tests.distributed.gpu_cases", environment={"BACKEND": backend, "MOEFX_AUTOTUNE": "0"})
 
 
 def test_a_rank_that_fails_is_shown():

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -128,6 +130,28 @@ def test_onednn_rounds_about_as_blas_does(monkeypatch):
             out = gemm.linear_into(torch.empty(128, 128), left, w)
             errors.append((out - exact).square().mean().sqrt())
         assert errors[0] < 2 * errors[1]
+
+
+@pytest.mark.parametrize("k", [512, 1024])
+def test_no_weight_takes_onednns_plain_loops(k, monkeypatch):
+    """Which are 500 times as slow as its kernels: stacks of gate and up side by side or in turns, and blocks of k."""
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("a torch without oneDNN")
+    monkeypatch.setattr(gemm, "onednn_is_faster", lambda: True)
+    left, both = torch.randn(64, k), torch.randn(1024, 2 * k)
+
+    def seconds(w, product=gemm.linear):
+        found = []
+        for _ in range(5):
+            begin = time.perf_counter()
+            product(left, w)
+            found.append(time.perf_counter() - begin)
+        return min(found)
+
+    usual = seconds(torch.randn(512, k), torch.nn.functional.linear)
+    side_by_side, in_turns = both[:512, :k], both.view(2048, k)[::4]
+    for w in (torch.randn(512, k), side_by_side, in_turns, both.t()[:k, :512].t(), in_turns.t().contiguous().t()):
+        assert w.shape == (512, k) and seconds(w) < 30 * usual
 
 
 def test_linear_into_another_dtype():

@@ -31,7 +31,7 @@ def test_seconds_are_those_that_dispatch_auto_compares(sizes, num_experts, top_k
     links = Links(Link(*whole), tuple(Link(*level) for level in levels), handling)
     theirs = predicted(links, sizes, num_experts, top_k, 4096.0, tokens)
     found = exchange(len(sizes))(
-        E=num_experts, k=top_k, t=tokens, w=4096.0, **level_values(sizes, levels, whole, handling)
+        E=num_experts, k=top_k, t=tokens, w=4096.0, w1=4096.0, **level_values(sizes, levels, whole, handling)
     )
     assert {way: found[f"T_{way}"] for way in theirs} == pytest.approx(theirs)
 
@@ -40,7 +40,7 @@ def test_seconds_are_those_that_dispatch_auto_compares(sizes, num_experts, top_k
 def test_rows_over_levels(sizes, num_experts, top_k):
     """What leaves a rank at any level is all that leaves it, and never more with duplicates taken out."""
     level = level_values(sizes, ((0.0, 1e-9),) * len(sizes), (0.0, 1e-9))
-    found = exchange(len(sizes))(E=num_experts, k=top_k, t=1, w=1, **level)
+    found = exchange(len(sizes))(E=num_experts, k=top_k, t=1, w=1, w1=1, **level)
     ranks, places = math.prod(sizes), range(1, len(sizes) + 1)
     assert found["D"] <= min(top_k, ranks) + 1e-9
     for i in places:
@@ -52,7 +52,7 @@ def test_rows_over_levels(sizes, num_experts, top_k):
 def test_rows_that_leave_the_node():
     """k(N-1)/N of a token in all, D(N-1)/N with duplicates taken out."""
     level = level_values((4, 8), ((0.0, 1e-9),) * 2, (0.0, 1e-9))
-    found = exchange(2)(E=256, k=8, t=1, w=1, **level)
+    found = exchange(2)(E=256, k=8, t=1, w=1, w1=1, **level)
     assert found["rows_flat_1"] == 8 * 3 / 4
     assert found["rows_rbd_1"] == pytest.approx(8 * (1 - 0.548) * 3 / 4, rel=2e-3)
 

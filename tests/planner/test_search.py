@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 
 import pytest
@@ -79,7 +80,21 @@ def test_what_does_not_fit_says_by_how_much():
     assert not len(ranking)
     (line,) = [r for r in ranking.rejected if r.what == "PP=1 TP=1 EP=8"]
     assert line.why.startswith("does not fit: ") and line.why.endswith("too much at the least, most of it M_optimizer")
+    assert line.sizes == ({"PP": 1, "TP": 1, "EP": 8},) and line.term == "M_optimizer"
+    least = min(memory(ranking.model, layout, ranking.platform)["M_gpu"] for layout in every_policy(dp=8, ep=8))
+    assert line.lacking == least - ranking.platform.capacity
     assert "0 layouts fit 40 GiB" in str(ranking)
+
+
+def every_policy(**ranks):
+    """Of a sequence a micro-batch, those that the search tries."""
+    for zero, (kept, recompute) in itertools.product((1, 2, 3), (("h", False), ("x", False), ("h", True))):
+        yield Layout(**ranks, zero=zero, kept=kept, recompute=recompute, microbatches=1024 // ranks["dp"])
+
+
+def test_what_was_asked_is_kept(small):
+    assert (small.num_ranks, small.batch, small.tokens, small.most_sequences, small.fast_domain) == (16, 64, 4096, 8, 0)
+    assert plan("olmoe-1b-7b", "frontier", 8, batch=8, tokens=128).fast_domain == 32
 
 
 def test_entries_are_plans(small):
@@ -151,10 +166,11 @@ def test_mfu_is_what_the_model_asks_for():
     assert 6 * 3.0e9 < flop_per_token(MODEL, 1) < 6 * 3.35e9
 
 
-def test_the_command(capsys):
-    assert (
-        cli.main(["plan", "olmoe-1b-7b", "--platform", "a100-40gb", "--gpus", "16", "--batch", "64", "--top", "3"]) == 0
-    )
+def test_the_command(capsys, tmp_path, monkeypatch):
+    """Pages are in test_page."""
+    monkeypatch.chdir(tmp_path)
+    asked = ["plan", "olmoe-1b-7b", "--platform", "a100-40gb", "--gpus", "16", "--batch", "64", "--no-page"]
+    assert cli.main([*asked, "--top", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "layouts fit 40 GiB" in lines[0] and lines[2].split()[:4] == ["PP", "TP", "DP", "EP"]
     assert lines[6] == "" and lines[7] == "rejected"
@@ -167,10 +183,11 @@ def test_the_command(capsys):
     assert "--simulate 99999: " in capsys.readouterr().err
     assert cli.main([*small, "1", "--skew", "-1"]) == 1
     assert "skew is -1.0, expected a number from 0 to 4" in capsys.readouterr().err
-    assert cli.main(["plan", "deepseek-v3", "--platform", "a100-40gb", "--gpus", "8"]) == 1
+    assert cli.main(["plan", "deepseek-v3", "--platform", "a100-40gb", "--gpus", "8", "--no-page"]) == 1
     capsys.readouterr()
     assert cli.main(["plan", "olmoe", "--gpus", "8"]) == 1
     assert "did you mean olmoe-1b-7b?" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_rows_are_those_of_the_formulas(sizes, num_experts, top_k):
     tokens, ranks = 512, math.prod(sizes)
     choices, sources = drawn(sizes, num_experts, top_k, tokens)
     wanted = exchange(len(sizes))(
-        E=num_experts, k=top_k, t=1, w=1, **level_values(sizes, ((0.0, 1e-9),) * len(sizes), (0.0, 1e-9))
+        E=num_experts, k=top_k, t=1, w=1, w1=1, **level_values(sizes, ((0.0, 1e-9),) * len(sizes), (0.0, 1e-9))
     )
     bound, places = 5 * top_k / 2 / math.sqrt(ranks * tokens), torch.arange(ranks)
     for way in WAYS[:2]:

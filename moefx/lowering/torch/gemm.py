@@ -27,7 +27,7 @@ def linear(left: Tensor, w: Tensor) -> Tensor:
     if not _use_onednn(left, w):
         return left @ w.t()
     if left.shape[1] <= _K_BLOCK:
-        return torch.ops.mkldnn._linear_pointwise.default(left, w, None, "none", [], "")
+        return _onednn(left, w)
     return linear_into(left.new_empty((left.shape[0], w.shape[0])), left, w)
 
 
@@ -40,10 +40,18 @@ def linear_into(out: Tensor, left: Tensor, w: Tensor, *, add: bool = False) -> T
         return torch.addmm(out, left, w.t(), out=out) if add else torch.mm(left, w.t(), out=out)
     for start in range(0, left.shape[1], _K_BLOCK):
         block = slice(start, start + _K_BLOCK)
-        product = torch.ops.mkldnn._linear_pointwise.default(left[:, block], w[:, block], None, "none", [], "")
+        product = _onednn(left[:, block], w[:, block])
         add = bool(add or start)
         out.add_(product) if add else out.copy_(product)
     return out
+
+
+def _onednn(left: Tensor, w: Tensor) -> Tensor:
+    """oneDNN has kernels for `left` with any strides, but for `w` with gaps between its rows none that is not a plain
+    loop, 500 times as slow."""
+    if not (w.is_contiguous() or w.t().is_contiguous()):
+        w = w.contiguous()
+    return torch.ops.mkldnn._linear_pointwise.default(left, w, None, "none", [], "")
 
 
 def _use_onednn(left: Tensor, w: Tensor) -> bool:

@@ -11,6 +11,7 @@ from ...errors import InvalidPlan
 from ..architecture import Architecture
 from ..layout import Layout, Way
 from ..platforms import Network, Platform
+from ..step import widths
 from .network import fabric, slowed
 from .routing import choices_of_ranks, choose, popularity, traffic
 
@@ -77,6 +78,7 @@ def draw(
     by_level = layout.way in ("rbd", "halo")
     if by_level and len(sizes) == 1:
         raise InvalidPlan(f"way={layout.way!r} goes by levels, but EP={layout.ep} is within one: {networks[0].name!r}")
+    width = widths(model, layout)["w1" if layout.way == "flat" else "w"]
     latencies = [n.latency for n in networks] if by_level else [max(n.latency for n in networks)]
     tokens = max(layout.sequences * layout.tokens // (layout.tp if layout.ssmb else 1), 1)
     number = max(min(_MOST, _MOST_TOKENS // (layout.ep * tokens)), 1)
@@ -90,7 +92,7 @@ def draw(
         # tensor ranks have the same tokens, unless the sequence is spread over them
         _, sequence = torch.unique(group if layout.ssmb else group // layout.tp, return_inverse=True)
         moved, load = _rows(weights, sequence, tokens, model.top_k, sizes, layout.way, generator)
-        links, width = fabric(platform, group.tolist()), 2 * model.hidden_size
+        links = fabric(platform, group.tolist())
         took = [links.busiest(rows * width) for rows in moved]
         if layout.way == "halo":
             beside.append(took.pop() + latencies[-1])

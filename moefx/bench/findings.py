@@ -1,0 +1,184 @@
+"""What `bench platform` measured, as JSON lines and back, and the `Platform` that follows from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import InvalidInput
+from ..planner.platforms import Network, Platform
+from . import collectives
+from .collectives import Repeated
+from .machine import Attention
+from .rates import Gemm, Measured, dense_rates, errors, expert_rates, gemm_errors
+from .shapes import shape_of
+
+_LEVELS = ("node", "nodes", "units of nodes", "units above")  # where no base names them
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """Of one device by itself.
+
+    Attributes:
+        copy: bytes a second, read and written together.
+        capacity, overhead: bytes of its memory, and those of it that are no tensor's.
+    """
+
+    name: str
+    copy: float
+    capacity: float
+    overhead: float
+    gemms: list[Gemm] = dataclasses.field(default_factory=list)
+    attention: list[Attention] = dataclasses.field(default_factory=list)
+    experts: list[Measured] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class Findings:
+    """All that one run measured.
+
+    Attributes:
+        how: with what.
+        handling: seconds a byte to pack and unpack rows; 0 if nobody measured.
+        exchanges: fine to coarse.
+    """
+
+    how: str
+    device: Device | None = None
+    handling: float = 0.0
+    exchanges: list[Repeated] = dataclasses.field(default_factory=list)
+
+    def rows(self) -> list[Mapping[str, Any]]:
+        """For JSON lines: of exchanges every repetition's seconds."""
+        rows: list[Mapping[str, Any]] = [{"run": {"how": self.how, "handling": self.handling}}]
+        if (device := self.device) is not None:
+            numbers = {"copy": device.copy, "capacity": device.capacity, "overhead": device.overhead}
+            rows += [{"device": {"name": device.name, **numbers}}]
+            rows += [{"gemm": gemm._asdict()} for gemm in device.gemms]
+            rows += [{"attention": each._asdict()} for each in device.attention]
+            rows += [{"experts": each._asdict() | {"shape": each.shape.name}} for each in device.experts]
+        return [*rows, *({"exchange": dataclasses.asdict(each)} for each in self.exchanges)]
+
+    @classmethod
+    def read(cls, path: str | Path) -> Findings:
+        """What `rows` made, of a file with one run.
+
+        Raises:
+            InvalidInput: no such file, or it holds something else.
+        """
+        try:
+            lines = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+            found = [next(iter(row.items())) for row in lines]
+            of = {key: [values for name, values in found if name == key] for key, _ in found}
+            (run,) = of["run"]
+            device = None
+            if "device" in of:
+                gemms, attention = [Gemm(**x) for x in of["gemm"]], [Attention(**x) for x in of["attention"]]
+                experts = [Measured(**(x | {"shape": shape_of(x["shape"])})) for x in of["experts"]]
+                device = Device(**of["device"][0], gemms=gemms, attention=attention, experts=experts)
+            return cls(**run, device=device, exchanges=[Repeated(**x) for x in of.get("exchange", [])])
+        except OSError as error:
+            raise InvalidInput(f"no file {path}: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError, AttributeError, StopIteration) as error:
+            raise InvalidInput(f"{path} is not what one run of `bench platform --raw` wrote: {error!r}") from error
+
+    def platform(self, name: str, base: Platform | None = None) -> Platform:
+        """With a source of each figure. A base gives what was not measured: the data sheet's peak, networks of more
+        devices than there were, and without a `device` all of it.
+
+        Raises:
+            InvalidInput: neither a device nor a base; or the base has fewer levels than were measured.
+        """
+        if self.device is None and base is None:
+            raise InvalidInput("exchanges alone make no platform: a base must say whose device it is")
+        numbers: dict[str, Any] = {"handling": self.handling} if self.handling else {}
+        if self.device is not None:
+            numbers |= figures(self.device, base.peak if base else None)
+        sources = dict.fromkeys(numbers, f"measured: {self.how}")
+        if self.device is not None:
+            numbers["device"] = self.device.name
+            sources["peak"] = base.sources.get("peak", base.name) if base else f"{sources['peak']}; the fastest GEMM"
+        networks = joined(self.networks(), base, self.device.copy if self.device else 0.0)
+        if base is None:
+            return Platform(name=name, networks=networks, sources=sources, **numbers)
+        return dataclasses.replace(base, name=name, networks=networks, sources=base.sources | sources, **numbers)
+
+    def networks(self) -> list[Network]:
+        """Fine to coarse, those that were measured."""
+        made = []
+        levels = itertools.groupby(self.exchanges, lambda each: (each.unit, each.is_node))
+        for i, ((unit, is_node), group) in enumerate(levels):
+            found = list(group)
+            exchanges, sends = ([r for r in found if r.what == what] for what in ("all_to_all", "p2p"))
+            latency, bandwidth = collectives.fitted(exchanges)
+            _, p2p = collectives.fitted(sends)
+            name = _LEVELS[min(i if is_node else max(i, 1), len(_LEVELS) - 1)]
+            spread = collectives.spread(exchanges)
+            made.append(Network(name, unit, bandwidth, latency, p2p, f"measured: {self.how}", spread))
+        return made
+
+
+def figures(device: Device, peak: float | None) -> dict[str, float]:
+    """Of a `Platform`. Without a peak it is the most that any GEMM reached."""
+    peak = peak or max(gemm.flop / gemm.seconds for gemm in device.gemms)
+    shares = [3 * a.flop / a.seconds / peak for a in device.attention]
+    return {
+        "capacity": device.capacity, "peak": peak, "memory_bandwidth": device.copy, "overhead": device.overhead,
+        "attention_efficiency": sum(shares) / len(shares),
+        **dense_rates(device.gemms, peak), **expert_rates(device.experts),
+    }  # fmt: skip
+
+
+def joined(measured: Sequence[Network], base: Platform | None, copy: float) -> tuple[Network, ...]:
+    """Those that were measured, fine to coarse: in place of the finest ones of a base, of as many ranks as it says; the
+    coarsest without an end if nothing says where it has one.
+
+    Args:
+        copy: bytes a second, for one rank without a base.
+
+    Raises:
+        InvalidInput: the base has fewer levels.
+    """
+    if base is None and not measured:
+        return (Network("node", 1, copy / 2, source="not measured, there was one rank: half of a copy's bandwidth"),)
+    if base is None:
+        *finer, last = measured
+        return (*finer, dataclasses.replace(last, ranks=0)) if finer else (last,)
+    if len(measured) > len(base.networks):
+        raise InvalidInput(
+            f"platform {base.name} has {len(base.networks)} levels, and {len(measured)} were measured: leave it out"
+        )
+    own = [
+        dataclasses.replace(new, name=old.name, ranks=old.ranks)
+        for new, old in zip(measured, base.networks[: len(measured)], strict=True)
+    ]
+    return (*own, *base.networks[len(own) :])
+
+
+def report(found: Findings, made: Platform) -> str:
+    """What was measured, and how well the rates say it again."""
+    return "\n".join([*(_of_device(found.device, made) if found.device else []), *map(str, found.exchanges)])
+
+
+def _of_device(device: Device, made: Platform) -> list[str]:
+    lines = [f"{device.name}: {device.capacity / 2**30:.1f} GiB, of which {device.overhead / 2**30:.2f} are taken"]
+    lines.append(f"copy        {device.copy / 1e9:9.1f} GB/s, read and written together")
+    for what, choose in (("fastest", max), ("slowest", min)):
+        gemm = choose(device.gemms, key=lambda g: g.flop / g.seconds)
+        shape = f"{what} of {len(device.gemms)}: [{gemm.rows}, {gemm.inner}] x [{gemm.inner}, {gemm.columns}]"
+        lines.append(f"GEMM        {gemm.flop / gemm.seconds / 1e12:9.3f} TFLOP/s, {shape}")
+    for a in device.attention:
+        shape = f"{a.sequences} x {a.tokens} tokens, {a.heads} heads of {a.head_size}, forward and backward"
+        lines.append(f"attention   {3 * a.flop / a.seconds / 1e12:9.3f} TFLOP/s, {shape}")
+    for shape, seconds, is_step in device.experts:
+        speed = (3 if is_step else 1) * shape.matrices * shape.flops / seconds / 1e12
+        lines.append(f"experts     {speed:9.3f} TFLOP/s, {shape.name}, {'and backward' if is_step else 'forward'}")
+    again = {"GEMMs": gemm_errors(device.gemms, made), "experts": list(errors(device.experts, made).values())}
+    for what, wrong in again.items():
+        lines.append(f"rates of {what} say these times again to {min(wrong):+.1%} .. {max(wrong):+.1%}")
+    return lines

@@ -1,0 +1,74 @@
+"""What a plan rests on, for readers: a platform's figures with their sources, and what is assumed beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+from html import escape
+
+from .._html import table
+from .architecture import Architecture
+from .platforms import Platform
+from .sheet import amount
+
+_UNITS = {
+    "capacity": "B", "overhead": "B", "peak": "FLOP/s", "expert_gemm": "FLOP/s", "memory_bandwidth": "B/s",
+    "dense_rows": "B/s", "expert_rows": "B/s", "expert_weights": "B/s", "dense_launch": "s", "expert_launch": "s",
+    "handling": "s/B",
+}  # fmt: skip
+_NOT_MEASURED = "not measured"
+_INSTEAD = {
+    "dense_rows": "memory_bandwidth", "expert_rows": "memory_bandwidth", "expert_weights": "memory_bandwidth",
+    "expert_gemm": "peak * matmul_efficiency", "fast_domain": "no limit",
+}  # fmt: skip
+
+
+def sources(platform: Platform) -> str:
+    """Tables of its figures and its networks."""
+    rows = []
+    for name, value in _numbers(platform).items():
+        shown = amount(value, _UNITS.get(name, "1"))
+        if not value and name in _INSTEAD:
+            shown = _INSTEAD[name]
+        rows.append([name, shown, _said(platform, name, value)])
+    links = [
+        [n.name, str(n.ranks or "all"), amount(n.bandwidth, "B/s"), amount(n.latency, "s"),
+         amount(n.p2p or n.bandwidth, "B/s"), n.source or "not said"]
+        for n in platform.networks
+    ]  # fmt: skip
+    head = ["network", "ranks", "a rank, all sending", "latency", "to one other", "source"]
+    return table(["figure", "value", "source"], rows, texts=3) + table(head, links, texts=6)
+
+
+def assumptions(model: Architecture, platform: Platform) -> str:
+    """A list: what is a peak and what was measured, and what the formulas leave out."""
+    named = {name: source for name, source in platform.sources.items() if name != "fast_domain"}
+    named |= {f"links of a {network.name}": network.source for network in platform.networks}
+    measured = [name for name, source in named.items() if source.startswith("measured")]
+    printed = ", ".join(name for name in named if name not in measured)
+    unknown = [name for name, value in _numbers(platform).items() if _said(platform, name, value) == _NOT_MEASURED]
+    unknown = [name for name in unknown if name != "overhead"]  # of memory, below
+    unknown += [f"latency of a {network.name}" for network in platform.networks if not network.latency]
+    said = [
+        f"Of data sheets, guides and papers, so peaks and not what programs reach: {printed}." if printed else "",
+        f"Measured: {', '.join(measured)}." if measured else "Nothing was measured on this platform.",
+        f"Nobody measured, so taken at the best: {', '.join(unknown)}. Times are too short by that." if unknown else "",
+        "Nothing overlaps: exchanges and gradients wait for what is computed, and that for them.",
+        "Tokens are shared evenly by the experts; none are dropped.",
+        "16 bytes a parameter before ZeRO (half precision, float32 copy, Adam), flash attention, 1F1B.",
+        "" if platform.overhead else "What the framework takes of the memory is not known, and counted as nothing.",
+        f"{model.name}: {model.note}." if model.note else "",
+    ]
+    return f"<ul>{''.join(f'<li>{escape(text)}</li>' for text in said if text)}</ul>"
+
+
+def _numbers(platform: Platform) -> dict[str, float]:
+    found = {field.name: getattr(platform, field.name) for field in dataclasses.fields(platform)}
+    return {name: value for name, value in found.items() if isinstance(value, (int, float))}
+
+
+def _said(platform: Platform, name: str, value: float) -> str:
+    """The source of a figure, or that there is none: one that is left at its default was not measured."""
+    defaults = {field.name: field.default for field in dataclasses.fields(Platform)}
+    if name in platform.sources:
+        return platform.sources[name]
+    return (_NOT_MEASURED if name != "fast_domain" else "") if value == defaults[name] else "not said"

@@ -1,0 +1,240 @@
+"""A ranking as a page: one file, with pictures where matplotlib is there, and the numbers of each."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from html import escape
+
+from .._html import folded, page, table
+from . import plots
+from .figures import assumptions, sources
+from .parts import LABELS, memory_parts, time_parts
+from .ranking import COLUMNS, Entry, Ranking
+from .regions import TRADE_OFF, Region, Scaled, border, feasible, scaling, trade_off
+from .sheet import amount
+from .step import memory
+
+MOST = 10
+INSTALL = "pip install matplotlib"
+has_plots = plots.has_plots
+Tell = Callable[[str], object]
+
+
+def file_name(ranking: Ranking) -> str:
+    """`plan-MODEL-PLATFORM-GPUS.html`, with what file names can have."""
+    name = f"plan-{ranking.model.name}-{ranking.platform.name}-{ranking.num_ranks}"
+    return re.sub(r"[^A-Za-z0-9._]+", "-", name) + ".html"
+
+
+def render(ranking: Ranking, tell: Tell | None = None) -> str:
+    """The page. `tell` is called with what is being done, as it may take some seconds."""
+    say: Tell = tell or (lambda _: None)
+    with_plots = has_plots()
+    missing = (
+        "" if with_plots else f"<p><strong>No pictures</strong>: they need matplotlib, <code>{INSTALL}</code>.</p>"
+    )
+    parts = [
+        '<section class="moefx">',
+        _heading(ranking),
+        missing,
+        *(_best(ranking, with_plots, say) if len(ranking) else ()),
+        _regions(ranking, with_plots, say),
+        _ssmb(ranking, with_plots, say),
+        _scaling(ranking, with_plots, say),
+        _formulas(ranking) if len(ranking) else "",
+        _rejected(ranking),
+        "<h3>Where the platform's figures are from</h3>",
+        sources(ranking.platform),
+        "<h3>What is assumed</h3>",
+        assumptions(ranking.model, ranking.platform),
+        "</section>",
+    ]
+    return page(
+        f"{ranking.model.name} on {ranking.num_ranks} x {ranking.platform.name}", "\n".join(filter(None, parts))
+    )
+
+
+def _heading(ranking: Ranking) -> str:
+    model, platform = ranking.model, ranking.platform
+    asked = f"{ranking.batch} sequences of {ranking.tokens} tokens a step"
+    text = f"{len(ranking)} layouts fit {amount(platform.capacity, 'B')}."
+    if len(ranking):
+        best = ranking[0]
+        text += f" The fastest takes {amount(best.seconds, 's')} a step, an MFU of {best.mfu:.1%}: {_short(best)}."
+    else:
+        short = [r for r in ranking.rejected if r.lacking]
+        least = min(short, key=lambda r: r.lacking, default=None)
+        text += f" The one that lacks least, {least.what}, {least.why}." if least else ""
+    size = f"{amount(model.parameters(), '1')} parameters, {amount(model.parameters(model.top_k), '1')} of them active"
+    return (
+        f"<h2>{escape(model.name)} on {ranking.num_ranks} x {escape(platform.device)}</h2>"
+        f"<p class=muted>platform {escape(platform.name)}; {asked}; {size}; {escape(model.source)}</p>"
+        f"<p>{escape(text)}</p>"
+    )
+
+
+def _best(ranking: Ranking, with_plots: bool, say: Tell) -> list[str]:
+    """The table, and where memory and time go."""
+    best = ranking.entries[:MOST]
+    rows = [[str(i), *entry.cells()] for i, entry in enumerate(best, 1)]
+    names = [f"{i}: {_short(entry)}" for i, entry in enumerate(best, 1)]
+    say("memory and time by part")
+    model, platform = ranking.model, ranking.platform
+    bytes_of = [memory_parts(model, platform, e.layout) for e in best]
+    seconds_of = [time_parts(model, platform, e.layout, e.experts_first) for e in best]
+    pictures = ("", "")
+    if with_plots:
+        pictures = (
+            _picture(plots.uri(plots.memory, names, bytes_of, platform.capacity), "memory of a GPU by part"),
+            _picture(plots.uri(plots.seconds, names, seconds_of), "time of a step by part"),
+        )
+    return [
+        f"<h3>The fastest {len(best)}</h3>" if len(best) > 1 else "<h3>The only one</h3>",
+        table(["", *COLUMNS], rows, texts=len(COLUMNS) - 2),
+        "<h3>Memory of a GPU</h3>",
+        "<p class=muted>Of the stage that needs most.</p>",
+        pictures[0],
+        folded("in numbers", _parts(names, bytes_of, "B"), not with_plots),
+        "<h3>Time of a step</h3>",
+        pictures[1],
+        folded("in numbers", _parts(names, seconds_of, "s"), not with_plots),
+    ]
+
+
+def _parts(names: Sequence[str], parts: Sequence[dict[str, float]], unit: str) -> str:
+    """A row for each part that is anywhere, a column for each layout."""
+    there = [name for name in parts[0] if any(each[name] for each in parts)]
+    rows = [[LABELS.get(n, n), n, *(amount(each[n], unit) for each in parts)] for n in there]
+    rows.append(["all", "", *(amount(sum(each.values()), unit) for each in parts)])
+    return table(["part", "formula", *names], rows, texts=2)
+
+
+def _regions(ranking: Ranking, with_plots: bool, say: Tell) -> str:
+    say("what fits")
+    found = [feasible(ranking, ("PP", "EP")), feasible(ranking, ("TP", "EP"))]
+    if not found[0].cells:
+        return ""
+    picture = ""
+    if with_plots:
+        picture = _picture(
+            plots.uri(plots.regions, found), "step time where a layout fits, and what is lacking elsewhere"
+        )
+    return (
+        "<h3>What fits</h3><p class=muted>The step of the fastest layout with these sizes, or by how much the one that "
+        "needs least does not fit. A dash: the ranks do not divide so.</p>"
+        + picture
+        + folded("in numbers", "".join(map(_grid, found)), not with_plots)
+    )
+
+
+def _grid(region: Region) -> str:
+    def text(row: int, column: int) -> str:
+        cell = region.cells.get((row, column))
+        if cell is None:
+            return "–"
+        return amount(cell.best.seconds, "s") if cell.best else f"+{amount(cell.lacking, 'B')}"
+
+    head = [f"{region.axes[0]} \\ {region.axes[1]}", *map(str, region.columns)]
+    return table(head, [[str(row), *(text(row, column) for column in region.columns)] for row in region.rows])
+
+
+def _ssmb(ranking: Ranking, with_plots: bool, say: Tell) -> str:
+    say("SSMB and TED")
+    model, tokens = ranking.model, ranking.tokens
+    ratio = model.top_k / model.expert_size
+    rows = [
+        [str(s), f"{border(s):.3g}", f"{ratio:.3g}", "SSMB" if ratio > border(s) else "TED"]
+        for s in sorted({2048, 4096, 8192, tokens})
+    ]
+    picture = _picture(plots.uri(plots.advantage, model, tokens), "models by top-k and width") if with_plots else ""
+    own = ""
+    if len(ranking):
+        layout = ranking[0].layout
+        given = trade_off(model, layout)
+        found = TRADE_OFF(**given)
+        better = "SSMB" if found["A_saving"] > found["M_cost"] else "TED"
+        shown = "\n".join(TRADE_OFF.shown(name, **given) for name in ("A_saving", "M_cost"))
+        own = (
+            f"<p>The fastest layout, with G = {given['G']:g} ranks for the dense matrices, {model.matrices} matrices "
+            f"an expert and m = {given['m']:g} times a layer's activations: {better} saves more.{_kept(ranking)}</p>"
+            f"<pre><code>{escape(shown)}</code></pre>"
+        )
+    return (
+        "<h3>SSMB or TED</h3><p class=muted>What saves more memory: sequences of MoE blocks over the ranks that share "
+        "the dense matrices (SSMB), or experts over them (TED). X-MoE figure 17, for experts of two matrices, one on "
+        "each rank, and rows kept as X-MoE keeps them: k experts a token over their width F, and a border of 2 / s "
+        "(capacity factor 1).</p>"
+        + picture
+        + folded("in numbers", table(["tokens s", "border", "k / F", "saves more"], rows), not with_plots)
+        + own
+    )
+
+
+def _kept(ranking: Ranking) -> str:
+    """What SSMB saves with what is really kept, where the layout can have it."""
+    layout = ranking[0].layout
+    if layout.tp == 1 or layout.ep % layout.tp:
+        return ""
+    without, with_it = (
+        memory(ranking.model, dataclasses.replace(layout, ssmb=ssmb), ranking.platform)["M_gpu"]
+        for ssmb in (False, True)
+    )
+    return f" With what it keeps, which is not what X-MoE does, SSMB saves {amount(without - with_it, 'B')} of a GPU."
+
+
+def _scaling(ranking: Ranking, with_plots: bool, say: Tell) -> str:
+    strong, weak = scaling(ranking, False, say), scaling(ranking, True, say)
+    picture = _picture(plots.uri(plots.scaling, strong, weak), "step time by GPUs") if with_plots else ""
+    rows = [_scaled(kind, point, points) for kind, points in (("strong", strong), ("weak", weak)) for point in points]
+    for row, point in zip(rows, [*strong, *weak], strict=True):
+        row[-1] = f"{point.batch * ranking.tokens / point.best.seconds:,.0f}" if point.best else "-"
+    head = ["scaling", "layout", "GPUs", "batch", "step", "MFU", "of ideal", "tokens/s"]
+    return (
+        "<h3>Scaling</h3><p class=muted>The fastest layout of each number of GPUs: the same batch (strong), or as many "
+        "sequences a GPU (weak). Ideal: as the smallest number on which one fits.</p>"
+        + picture
+        + folded("in numbers", table(head, rows, texts=2), not with_plots)
+    )
+
+
+def _scaled(kind: str, point: Scaled, points: Sequence[Scaled]) -> list[str]:
+    sizes = [str(point.num_ranks), str(point.batch)]
+    if point.best is None:
+        why = f"does not fit: {amount(point.lacking, 'B')} too much" if point.lacking else "none divides so"
+        return [kind, why, *sizes, "-", "-", "-", "-"]
+    first = next(p for p in points if p.best)
+    assert first.best is not None
+    ideal = first.best.seconds * (1 if kind == "weak" else first.num_ranks / point.num_ranks)
+    best = point.best
+    return [kind, _short(best), *sizes, amount(best.seconds, "s"), f"{best.mfu:.1%}", f"{ideal / best.seconds:.0%}", ""]
+
+
+def _formulas(ranking: Ranking) -> str:
+    bytes_of, seconds_of = ranking.explain(0).split("\n\n")
+    best = ranking[0]
+    texts = {
+        "memory of a GPU": bytes_of, "time of a step": seconds_of,
+        "its layout, and its moefx.Plan as JSON": f"{best.layout}\n{best.plan().to_json()}",
+    }  # fmt: skip
+    return "<h3>The fastest in formulas</h3>" + "".join(
+        folded(what, f"<pre><code>{escape(text)}</code></pre>") for what, text in texts.items()
+    )
+
+
+def _rejected(ranking: Ranking) -> str:
+    rows = [[r.what, r.why] for r in ranking.rejected]
+    listed = table(["layouts", "why not"], rows, texts=2)
+    return "<h3>Rejected</h3>" + (listed if len(rows) <= MOST else folded(f"{len(rows)} kinds", listed)) if rows else ""
+
+
+def _short(entry: Entry) -> str:
+    """Enough of a layout to tell it from its neighbours."""
+    x = entry.layout
+    kept = "inputs" if x.recompute else x.kept
+    return f"PP{x.pp} TP{x.tp} EP{x.ep}{' SSMB' if x.ssmb else ''} ZeRO-{x.zero} {kept}"
+
+
+def _picture(uri: str, what: str) -> str:
+    return f'<figure class="plot"><img src="{uri}" alt="{escape(what)}"></figure>'

@@ -1,0 +1,89 @@
+"""What the bytes of a GPU and the seconds of a step are made of: the sums at the top of the sheets, taken apart.
+
+No list of terms is kept here, so that none is forgotten when a formula changes: a sum is opened where its terms have
+results of the same unit in them, and these in turn. A term without one stays with the sum that it is in.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import sympy
+
+from .architecture import Architecture
+from .layout import Layout
+from .memory import MEMORY
+from .platforms import Platform
+from .sheet import Formula, Sheet
+from .step import given, sheet_of
+
+# What readers call a part; one that is not here goes by the name of its formula.
+LABELS = {
+    "M_params": "parameters", "M_grads": "gradients", "M_optimizer": "optimizer states", "A_attention": "attention",
+    "A_dispatch": "dispatched rows", "A_interm": "experts' hidden rows", "A_combine": "experts' outputs",
+    "A_mask": "dispatch masks", "A_meta": "ERI arrays", "A_router": "router", "A_shared": "shared experts",
+    "A_ffn": "FFN without experts", "A_logits": "logits", "M_activations": "inputs of layers", "M_gpu": "framework",
+    "T_attention": "attention", "T_experts": "experts", "T_experts_step": "gradients of experts' weights",
+    "T_rest": "router, shared experts", "T_ffn": "FFN without experts", "T_logits": "logits",
+    "T_alltoall": "all-to-all", "T_tp": "TP all-reduce", "T_gather": "SSMB gather", "T_p2p": "between stages",
+    "T_params": "ZeRO-3 gather", "T_bubble": "pipeline bubble", "T_grads": "gradient all-reduce",
+    "T_optimizer": "optimizer",
+}  # fmt: skip
+
+
+def memory_parts(model: Architecture, platform: Platform, layout: Layout) -> dict[str, float]:
+    """Bytes by formula, of the stage that needs most; they add up to `M_gpu`."""
+    stages = {0, layout.pp - 1}
+    found = [values_of(MEMORY, "M_gpu", layout.values(model, at) | {"M_fw": platform.overhead}) for at in stages]
+    return max(found, key=lambda parts: sum(parts.values()))
+
+
+def time_parts(model: Architecture, platform: Platform, layout: Layout, experts_first: bool = True) -> dict[str, float]:
+    """Seconds by formula, of a step; they add up to `T_step`."""
+    sheet = sheet_of(layout, platform, experts_first)
+    return values_of(sheet, "T_step", given(model, layout, platform, experts_first))
+
+
+def values_of(sheet: Sheet, name: str, values: dict[str, float]) -> dict[str, float]:
+    """`split` in numbers."""
+    terms, with_parts = _split_sheet(sheet, name)
+    results = with_parts(**values)
+    return {term: results[f"part_{term}"] for term in terms}
+
+
+def split(sheet: Sheet, name: str) -> dict[str, sympy.Expr]:
+    """Of a result that is a sum: its terms, by the formula that they are of, in the order of the sheet."""
+    found: dict[str, sympy.Expr] = {}
+
+    def take(formula: Formula, factor: sympy.Expr) -> None:
+        for term, inside in _terms(sheet, formula):
+            if inside is None:
+                found[formula.name] = found.get(formula.name, sympy.Integer(0)) + factor * term
+            elif _is_sum(sheet, inside):
+                take(inside, factor * term / inside.symbol)
+            else:
+                found[inside.name] = found.get(inside.name, sympy.Integer(0)) + factor * term
+
+    take(sheet.formulas[name], sympy.Integer(1))
+    return {name: found[name] for name in sheet.formulas if name in found}
+
+
+def _terms(sheet: Sheet, formula: Formula) -> list[tuple[sympy.Expr, Formula | None]]:
+    """Terms of a sum, each with the result of the same unit that it is a multiple of."""
+    terms = []
+    for term in sympy.Add.make_args(sympy.expand(formula.expression)):
+        factors = [sheet.formulas.get(str(factor)) for factor in sympy.Mul.make_args(term)]
+        inside = [f for f in factors if f is not None and f.unit == formula.unit]
+        terms.append((term, inside[0] if len(inside) == 1 else None))
+    return terms
+
+
+def _is_sum(sheet: Sheet, formula: Formula) -> bool:
+    """Whether it is one to open: a bubble, say, is a multiple of a micro-batch's time and no sum."""
+    return formula.expression.is_Add and any(inside is not None for _, inside in _terms(sheet, formula))
+
+
+@functools.lru_cache
+def _split_sheet(sheet: Sheet, name: str) -> tuple[tuple[str, ...], Sheet]:
+    terms, unit = split(sheet, name), sheet.formulas[name].unit
+    return tuple(terms), sheet + Sheet(Formula(f"part_{term}", terms[term], unit, "") for term in terms)

@@ -1,0 +1,245 @@
+"""Pictures of a ranking. Needs matplotlib, which is in the extra `plot` and loaded on the first call.
+
+Colours are Paul Tol's muted scheme (personal.sron.nl/~pault) and the map cividis, which colour-blind readers can tell
+apart.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .architecture import Architecture
+from .catalogue import MODELS
+from .parts import LABELS
+from .regions import Region, Scaled, border
+from .sheet import amount
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_COLORS = ("#332288", "#88CCEE", "#44AA99", "#117733", "#999933", "#DDCC77", "#CC6677", "#882255", "#AA4499")
+_GREY, _DARK, _FONT = "#BBBBBB", "#222222", 9
+_PAPER = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}  # below texts that cross lines
+_SIDE_BY_SIDE = 18  # columns of maps; more of them stand one above the other
+_GIB = 2**30
+
+
+def has_plots() -> bool:
+    """Whether matplotlib is there."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def uri(draw: Callable[..., Figure], *arguments: Any) -> str:
+    """The figure that a function below draws, as a data URI; the user's own settings of matplotlib do not count."""
+    import matplotlib
+
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update({"font.size": _FONT, "svg.hashsalt": "moefx"})
+        buffer = io.BytesIO()
+        draw(*arguments).savefig(buffer, format="svg", metadata={"Date": None})
+    return f"data:image/svg+xml;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def memory(names: Sequence[str], parts: Sequence[dict[str, float]], capacity: float) -> Figure:
+    """Bytes of a GPU by part, a bar for each layout, and what the GPU has."""
+    figure, axes = _bars(names, parts, _GIB)
+    axes.axvline(capacity / _GIB, color=_DARK, linestyle="--", linewidth=1.4)
+    axes.annotate(
+        f"capacity {amount(capacity, 'B')}", (capacity / _GIB, 1), (-4, 3), xycoords=("data", "axes fraction"),
+        textcoords="offset points", ha="right", va="bottom",
+    )  # fmt: skip
+    axes.set(xlabel="memory of a GPU (GiB)", xlim=(0, 1.02 * max(capacity / _GIB, axes.get_xlim()[1] / 1.05)))
+    return figure
+
+
+def seconds(names: Sequence[str], parts: Sequence[dict[str, float]]) -> Figure:
+    """Seconds of a step by part, a bar for each layout."""
+    figure, axes = _bars(names, parts, 1)
+    axes.set_xlabel("time of a step (s), nothing overlaps")
+    return figure
+
+
+def regions(found: Sequence[Region]) -> Figure:
+    """Step times where something fits, and what is lacking where not."""
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+    from matplotlib.patches import Rectangle
+
+    times = [cell.best.seconds for region in found for cell in region.cells.values() if cell.best]
+    low, high = (min(times), max(times)) if times else (1.0, 1.0)
+    norm = LogNorm(low, high if high > low else 2 * low)
+    widths, heights = [len(region.columns) + 1 for region in found], [len(region.rows) + 1 for region in found]
+    spaced = ConstrainedLayoutEngine(w_pad=0.1)
+    if sum(widths) <= _SIDE_BY_SIDE:
+        figure = Figure((sum(widths) * 0.72 + 1.2, max(heights) * 0.5 + 0.6), layout=spaced)
+        all_axes = list(figure.subplots(1, len(found), squeeze=False, width_ratios=widths).flat)
+    else:
+        figure = Figure((max(widths) * 0.72 + 1.2, sum(heights) * 0.5 + 0.6), layout=spaced)
+        all_axes = list(figure.subplots(len(found), 1, squeeze=False, height_ratios=heights).flat)
+    for axes, region in zip(all_axes, found, strict=True):
+        image = _cells(axes, region, norm)
+        for (row, column), cell in region.cells.items():
+            if cell.best and cell.best.seconds == low:
+                at = (region.columns.index(column) - 0.5, region.rows.index(row) - 0.5)
+                axes.add_patch(Rectangle(at, 1, 1, fill=False, edgecolor=_COLORS[6], linewidth=2.5))
+    if times:
+        bar = figure.colorbar(image, ax=all_axes, label="fastest step (s)", fraction=0.03)
+        ticks = sorted({low, (low * high) ** 0.5, high})
+        bar.set_ticks(ticks, labels=[f"{tick:.3g}" for tick in ticks])
+        bar.minorticks_off()
+    return figure
+
+
+def advantage(model: Architecture, tokens: int) -> Figure:
+    """Models by choices and width of their experts, and the borders above which SSMB saves more (X-MoE figure 17)."""
+    from matplotlib.figure import Figure
+
+    figure = Figure((9.6, 5.6), layout="constrained")
+    axes = figure.subplots()
+    places: dict[tuple[int, int], list[str]] = {}
+    for each in (model, *(m for name, m in MODELS.items() if not name.startswith("x-moe"))):
+        names = places.setdefault((each.expert_size, each.top_k), [])
+        names += [each.name] if each.name not in names else []
+    widths = [width for width, _ in places]
+    ends = (0.7 * min(widths), 1.6 * max(widths))
+    top = 5 * max(choices for _, choices in places)  # room for names
+    for length, style in zip((2048, 4096, 8192), ("--", "-", ":"), strict=True):
+        axes.plot(ends, [border(length) * w for w in ends], style, color=_DARK, lw=1.2, label=f"border, s = {length}")
+    here = [border(tokens) * w for w in ends]
+    axes.fill_between(ends, here, [top] * 2, color=_COLORS[1], alpha=0.25, lw=0, label=f"SSMB saves more, s = {tokens}")
+    axes.fill_between(ends, [0.3] * 2, here, color=_COLORS[5], alpha=0.3, lw=0, label=f"TED saves more, s = {tokens}")
+    for (width, choices), names in places.items():
+        mine = model.name in names
+        axes.plot([width], [choices], "*" if mine else "o", color=_COLORS[7 if mine else 0], ms=13 if mine else 6)
+        others = ", ".join(names[:2]) + (", ..." if len(names) > 2 else "")
+        text, weight = (model.name, "bold") if mine else (others, "normal")
+        axes.annotate(
+            text, (width, choices), (4, 7), textcoords="offset points", rotation=60, rotation_mode="anchor", ha="left",
+            va="bottom", fontsize=8, fontweight=weight, parse_math=False,
+        )  # fmt: skip
+    axes.set(xscale="log", yscale="log", xlim=ends, ylim=(0.5, top), xlabel="hidden width of an expert (elements)")
+    axes.set_ylabel("experts of a token (top-k)")
+    _plain_ticks(axes.xaxis, [512 * 2**i for i in range(7) if ends[0] < 512 * 2**i < ends[1]])
+    _plain_ticks(axes.yaxis, [2**i for i in range(8) if 0.5 < 2**i < top])
+    figure.legend(loc="outside right upper", fontsize=8)
+    return figure
+
+
+def scaling(strong: Sequence[Scaled], weak: Sequence[Scaled]) -> Figure:
+    """Step time by GPUs, the ideal beside it."""
+    from matplotlib.figure import Figure
+
+    figure = Figure((9.6, 3.7), layout="constrained")
+    for axes, points, is_weak in zip(figure.subplots(1, 2), (strong, weak), (False, True), strict=True):
+        ranks = [point.num_ranks for point in points]
+        fitting = [(point.num_ranks, point.best) for point in points if point.best]
+        if fitting:
+            first, base = fitting[0][0], fitting[0][1].seconds
+            ideal = [base if is_weak else base * first / count for count, _ in fitting]
+            axes.plot([n for n, _ in fitting], ideal, "--", color=_GREY, label="ideal, from the first that fits")
+            axes.plot([n for n, _ in fitting], [e.seconds for _, e in fitting], "o-", color=_COLORS[0], label="fastest")
+            highest = max(entry.seconds for _, entry in fitting)
+            for count, entry in fitting:
+                text = f"{amount(entry.seconds, 's')}\nMFU {entry.mfu:.0%}"
+                at, ha, va = ((0, -7), "center", "top") if is_weak else ((7, 2), "left", "bottom")
+                axes.annotate(
+                    text, (count, entry.seconds), at, textcoords="offset points", ha=ha, va=va, fontsize=8, bbox=_PAPER
+                )
+            if is_weak:
+                axes.set_ylim(0, 1.15 * highest)
+            else:
+                axes.set_yscale("log", base=2)
+                axes.set_ylim(min(*ideal, highest) / 1.5, 1.9 * highest)
+                axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
+            axes.legend(loc="lower left", fontsize=8)
+        else:
+            axes.set_yticks([])
+        for point in points:
+            if not point.best:
+                why = f"does not fit\n+{amount(point.lacking, 'B')}" if point.lacking else "none divides so"
+                axes.axvline(point.num_ranks, color=_COLORS[6], linestyle=":", linewidth=1)
+                axes.annotate(
+                    why, (point.num_ranks, 0.5), xycoords=("data", "axes fraction"), ha="center", va="center",
+                    fontsize=8, color=_COLORS[7], bbox=_PAPER,
+                )  # fmt: skip
+        sequences = "as many sequences a GPU" if is_weak else f"{points[0].batch} sequences a step"
+        axes.set(xscale="log", xlabel="GPUs", ylabel="time of a step (s)")
+        axes.set_title(f"{'weak' if is_weak else 'strong'} scaling: {sequences}", fontsize=_FONT)
+        axes.set_xlim(min(ranks) / 1.4, max(ranks) * 1.9)
+        _plain_ticks(axes.xaxis, ranks)
+    return figure
+
+
+def _bars(names: Sequence[str], parts: Sequence[dict[str, float]], unit: float) -> tuple[Figure, Axes]:
+    """A bar for each name, the first at the top; parts beyond the largest, or below 1 % of every bar, are one."""
+    from matplotlib.figure import Figure
+
+    most = {name: max(each[name] / sum(each.values()) for each in parts) for name in parts[0]}
+    largest = sorted((name for name in most if most[name] > 0.01), key=lambda name: -most[name])[: len(_COLORS)]
+    shown = [name for name in most if name in largest]
+    figure = Figure((9.6, 0.36 * len(names) + 1.5), layout="constrained")
+    axes = figure.subplots()
+    left = [0.0] * len(names)
+    rest = [sum(v for name, v in each.items() if name not in largest) for each in parts]
+    layers: list[tuple[str, list[float], str]] = [
+        (LABELS.get(name, name), [each[name] for each in parts], color)
+        for name, color in zip(shown, _COLORS, strict=False)
+    ]
+    if any(rest):
+        layers.append(("other", rest, _GREY))
+    for label, values, color in layers:
+        widths = [value / unit for value in values]
+        axes.barh(range(len(names)), widths, 0.72, left, color=color, label=label, edgecolor="white", linewidth=0.5)
+        left = [at + width for at, width in zip(left, widths, strict=True)]
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside right upper", fontsize=8)
+    return figure, axes
+
+
+def _cells(axes: Axes, region: Region, norm: Any) -> Any:
+    """One region as a map; numbers in its cells."""
+    from matplotlib.patches import Rectangle
+
+    def value(row: int, column: int) -> float:
+        cell = region.cells.get((row, column))
+        return cell.best.seconds if cell and cell.best else float("nan")
+
+    values = [[value(row, column) for column in region.columns] for row in region.rows]
+    image = axes.imshow(values, cmap="cividis_r", norm=norm, origin="lower", aspect="auto")
+    for y, row in enumerate(region.rows):
+        for x, column in enumerate(region.columns):
+            cell = region.cells.get((row, column))
+            if cell is None:
+                text, color = "–", _GREY
+            elif cell.best:
+                text, color = f"{cell.best.seconds:.3g}", "white" if norm(cell.best.seconds) > 0.5 else "black"
+            else:
+                text, color = "+" + amount(cell.lacking, "B").replace(" ", "\n"), _COLORS[7]
+                axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, fill=False, hatch="///", edgecolor="#E5C5CB", lw=0))
+            axes.text(x, y, text, ha="center", va="center", color=color, fontsize=8)
+    axes.set_xticks(range(len(region.columns)), [str(size) for size in region.columns])
+    axes.set_yticks(range(len(region.rows)), [str(size) for size in region.rows])
+    axes.set(xlabel=f"{region.axes[1]} (ranks)", ylabel=f"{region.axes[0]} ({_OF_AXIS[region.axes[0]]})")
+    return image
+
+
+_OF_AXIS = {"PP": "stages", "TP": "ranks", "EP": "ranks"}
+
+
+def _plain_ticks(axis: Any, values: Iterable[int]) -> None:
+    """Whole numbers, where a logarithmic axis has powers of ten."""
+    ticks = list(values)
+    axis.set_ticks(ticks, labels=[str(tick) for tick in ticks])
+    axis.set_ticks([], minor=True)

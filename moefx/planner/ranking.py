@@ -1,0 +1,164 @@
+"""Layouts that fit, ranked, and what was rejected: as tables, formulas and a page."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from .._plan import Plan
+from .architecture import Architecture
+from .layout import Layout
+from .memory import MEMORY
+from .platforms import Platform
+from .sheet import amount
+from .simulation import Simulated, simulate
+from .step import given, sheet_of
+
+COLUMNS = {
+    "PP": 4, "TP": 4, "DP": 6, "EP": 5, "placed": 10, "SSMB": 6, "ZeRO": 6, "rows": 8, "kept": 8, "micro-batches": 15,
+    "memory": 12, "step": 12, "MFU": 0,
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A layout that fits.
+
+    Attributes:
+        experts_first: ranks of an expert axis are next to each other, else replicas are (X-MoE appendix C.1).
+        memory, step: results of the sheets, in bytes and seconds.
+    """
+
+    layout: Layout
+    experts_first: bool
+    memory: dict[str, float]
+    step: dict[str, float]
+
+    @property
+    def seconds(self) -> float:
+        return self.step["T_step"]
+
+    @property
+    def mfu(self) -> float:
+        return self.step["MFU"]
+
+    def cells(self) -> list[str]:
+        """Its line of a table whose columns are `COLUMNS`."""
+        x = self.layout
+        placed = "-" if x.ep == 1 else "EP first" if self.experts_first else "DP first"
+        sizes = [x.pp, x.tp, x.dp, x.ep, placed, "yes" if x.ssmb else "-", x.zero, x.way if x.ep > 1 else "-"]
+        policies = ["inputs" if x.recompute else x.kept, f"{x.microbatches} of {x.sequences}"]
+        found = [amount(self.memory["M_gpu"], "B"), amount(self.seconds, "s"), f"{self.mfu:.1%}"]
+        return [*map(str, sizes), *policies, *found]
+
+    def plan(self, **more: Any) -> Plan:
+        """What `moefx.compile` takes, over a mesh with the axes "ep" and, where `ssmb` is on, "tp"."""
+        spread: dict[str, Any] = {}
+        if self.layout.ep > 1:
+            placement = "ep_first" if self.experts_first else "dp_first"
+            spread = dict(expert_axis="ep", dispatch=self.layout.way, placement=placement)
+            if self.layout.ssmb:
+                spread |= dict(expert_axis=("ep", "tp"), sequence_axis="tp")
+        kept: Any = self.layout.kept
+        return Plan(**(dict(checkpoint=kept) | spread | more))
+
+
+@dataclasses.dataclass(frozen=True)
+class Rejected:
+    """Layouts that are none, of one kind.
+
+    Attributes:
+        sizes: what they have in common, one or the other: ({"EP": 64}, {"EP": 128}).
+        lacking: bytes, of the one that lacks least, where nothing else is wrong; else 0.
+        term: the largest one of its memory, there.
+    """
+
+    sizes: tuple[dict[str, int], ...]
+    why: str
+    lacking: float = 0.0
+    term: str = ""
+
+    @property
+    def what(self) -> str:
+        return ", ".join(" ".join(f"{name}={size}" for name, size in sizes.items()) for sizes in self.sizes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranking:
+    """Layouts that fit, the fastest first, and what was rejected.
+
+    Attributes:
+        batch, tokens, most_sequences, fast_domain: what `search` was asked.
+    """
+
+    model: Architecture
+    platform: Platform
+    num_ranks: int
+    batch: int
+    tokens: int
+    most_sequences: int
+    fast_domain: int
+    entries: tuple[Entry, ...]
+    rejected: tuple[Rejected, ...]
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __getitem__(self, index: int) -> Entry:
+        return self.entries[index]
+
+    def table(self, most: int = 10) -> str:
+        """The best entries, a line each."""
+        rows = [list(COLUMNS), *(entry.cells() for entry in self.entries[:most])]
+        return "\n".join(
+            "".join(f"{cell:<{width}}" for cell, width in zip(row, COLUMNS.values(), strict=True)).rstrip()
+            for row in rows
+        )
+
+    def explain(self, index: int = 0) -> str:
+        """Formulas, numbers and results of an entry: its memory, then its time."""
+        entry = self.entries[index]
+        layout, platform = entry.layout, self.platform
+        stage = 0 if not entry.memory["A_logits"] else layout.pp - 1
+        bytes_of = MEMORY.shown("M_gpu", **layout.values(self.model, stage), M_fw=platform.overhead)
+        values = given(self.model, layout, platform, entry.experts_first)
+        return f"{bytes_of}\n\n{sheet_of(layout, platform, entry.experts_first).shown('MFU', **values)}"
+
+    def simulate(self, index: int = 0, *, skew: float = 0.0, seed: int = 0, stragglers: bool = True) -> Simulated:
+        """A step of an entry as events, beside its formulas: see `planner.simulation.simulate`."""
+        entry = self.entries[index]
+        more: dict[str, Any] = dict(skew=skew, seed=seed, stragglers=stragglers)
+        return simulate(self.model, entry.layout, self.platform, entry.experts_first, **more)
+
+    def html(self, path: str | PathLike[str], tell: Callable[[str], object] | None = None) -> None:
+        """Write a page: tables, formulas and sources, and pictures where matplotlib is there (the extra `plot`).
+
+        Args:
+            tell: called with a line on what is being done.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        from .page import render
+
+        Path(path).write_text(render(self, tell), encoding="utf-8")
+
+    def __str__(self) -> str:
+        return self.shown()
+
+    def shown(self, most: int = 10) -> str:
+        """What fits, a table of the best, and what was rejected and why."""
+        lines = [
+            f"{self.model.name} on {self.num_ranks} x {self.platform.device}: {len(self.entries)} layouts fit "
+            f"{amount(self.platform.capacity, 'B')}"
+        ]
+        if self.entries:
+            lines += ["", self.table(most)]
+        lines += ["", "rejected"] + [f"  {rejected.what}: {rejected.why}" for rejected in self.rejected]
+        return "\n".join(lines)

@@ -1,0 +1,121 @@
+"""Where layouts fit and where not, where SSMB saves more than TED, and how a step scales with GPUs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Literal
+
+from .architecture import Architecture
+from .layout import Layout
+from .papers import X_MOE
+from .ranking import Entry, Ranking
+from .search import search
+from .sheet import Formula, Sheet, quantities
+
+Axis = Literal["PP", "TP", "EP"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """Layouts of two sizes: the fastest one that fits, or how many bytes the one that lacks least is short of."""
+
+    best: Entry | None = None
+    lacking: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """Layouts by two of their sizes; where no ranks divide so there is no cell.
+
+    Sizes of which nothing is left to fit (Piper eq. 8 to 10) are on no axis.
+    """
+
+    axes: tuple[Axis, Axis]
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    cells: dict[tuple[int, int], Cell]
+
+
+def feasible(ranking: Ranking, axes: tuple[Axis, Axis] = ("PP", "EP")) -> Region:
+    """Layouts by the sizes of two axes, over all of the others (Piper figure 10)."""
+    cells: dict[tuple[int, int], Cell] = {}
+    for entry in ranking:  # the fastest first
+        sizes = {"PP": entry.layout.pp, "TP": entry.layout.tp, "EP": entry.layout.ep}
+        cells.setdefault((sizes[axes[0]], sizes[axes[1]]), Cell(entry))
+    for rejected in sorted((r for r in ranking.rejected if r.lacking), key=lambda r: r.lacking):
+        for sizes in rejected.sizes:
+            cells.setdefault((sizes[axes[0]], sizes[axes[1]]), Cell(lacking=rejected.lacking))
+    rows, columns = (tuple(sorted({where[i] for where in cells})) for i in (0, 1))
+    return Region(axes, rows, columns, cells)
+
+
+c, k, E, EP, F, n_mat, d, G, b, s, l_moe, m = quantities("c k E EP F n_mat d G b s l_moe m")
+
+# X-MoE appendix C.2 for a GPU: all its layers, the micro-batches in flight, and experts of the matrices that they have.
+TRADE_OFF = Sheet(
+    [
+        Formula("A_saving", 4 * m * c * k * b * s * d * (G - 1) / G, "B", "X-MoE eq. 1: what SSMB keeps less"),
+        Formula(
+            "M_cost", l_moe * E / EP * 4 * n_mat * F * d * (G - 1) / G, "B",
+            "X-MoE appendix C.2: what TED has less of parameters and gradients",
+        ),
+    ]
+)  # fmt: skip
+
+
+def border(tokens: int, capacity: float = 1.0) -> float:
+    """Choices over an expert's width at which SSMB and TED save alike (X-MoE figure 17): above, SSMB saves more."""
+    anything = dict.fromkeys(X_MOE.given, 1)
+    return X_MOE(**anything | {"S": tokens, "c": capacity})["r_border"]
+
+
+def trade_off(model: Architecture, layout: Layout) -> dict[str, float]:
+    """What `TRADE_OFF` is given. m: layers' activations that are kept at once, of all micro-batches in flight. A layout
+    without TP is taken as one of two ranks."""
+    layers = math.ceil(model.num_moe_layers / layout.pp)
+    return {
+        "c": 1, "k": model.top_k, "E": model.num_experts, "EP": layout.ep, "F": model.expert_size,
+        "n_mat": model.matrices, "d": model.hidden_size, "G": max(2, layout.tp), "b": layout.sequences,
+        "s": layout.tokens, "l_moe": layers, "m": 1 if layout.recompute else layers * layout.in_flight(0),
+    }  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    """The best layout on some number of GPUs, or how many bytes the one that lacks least is short of.
+
+    Attributes:
+        batch: sequences of a step.
+        lacking: 0 also where no layout divides the ranks and the batch.
+    """
+
+    num_ranks: int
+    batch: int
+    best: Entry | None
+    lacking: float = 0.0
+
+
+def scaling(ranking: Ranking, is_weak: bool, tell: Callable[[str], object] | None = None) -> list[Scaled]:
+    """The same model on a quarter to four times the GPUs: with the same batch (strong), or as many sequences a GPU."""
+    found = []
+    for times, over in ((1, 4), (1, 2), (1, 1), (2, 1), (4, 1)):
+        ranks, batch = ranking.num_ranks * times, ranking.batch * (times if is_weak else over)
+        if ranks % over or batch % over:
+            continue
+        ranks, batch = ranks // over, batch // over
+        if tell is not None:
+            tell(f"{'weak' if is_weak else 'strong'} scaling: {batch} sequences on {ranks} GPUs")
+        other = ranking if (ranks, batch) == (ranking.num_ranks, ranking.batch) else _again(ranking, ranks, batch)
+        best = other[0] if len(other) else None
+        short = [r.lacking for r in other.rejected if r.lacking]
+        found.append(Scaled(ranks, batch, best, 0.0 if best or not short else min(short)))
+    return found
+
+
+def _again(ranking: Ranking, ranks: int, batch: int) -> Ranking:
+    return search(
+        ranking.model, ranking.platform, ranks, batch=batch, tokens=ranking.tokens,
+        most_sequences=ranking.most_sequences, fast_domain=ranking.fast_domain,
+    )  # fmt: skip

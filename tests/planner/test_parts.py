@@ -1,0 +1,92 @@
+"""Parts of memory and time: nothing is left out, and nothing counted twice."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import sympy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moefx.planner.catalogue import MODELS, model_of
+from moefx.planner.layout import Layout
+from moefx.planner.memory import MEMORY
+from moefx.planner.parts import LABELS, memory_parts, split, time_parts, values_of
+from moefx.planner.platforms import PLATFORMS, platform_of
+from moefx.planner.search import plan
+from moefx.planner.sheet import Formula, Sheet, quantities
+from moefx.planner.step import sheet
+
+SHEETS = [(MEMORY, "M_gpu"), (sheet("dedup", 2), "T_step"), (sheet("halo", 3), "T_step"), (sheet("none", 1), "T_step")]
+
+
+def put_in(whole, expression):
+    """Over the quantities that the sheet is given."""
+    for formula in reversed(list(whole)):
+        expression = expression.subs(formula.symbol, formula.expression)
+    return expression
+
+
+@pytest.mark.parametrize(("whole", "name"), SHEETS)
+def test_parts_are_the_whole(whole, name):
+    """As formulas: nothing remains."""
+    parts = split(whole, name)
+    assert len(parts) > 10
+    assert sympy.expand(put_in(whole, whole.formulas[name].symbol - sum(parts.values()))) == 0
+
+
+@pytest.mark.parametrize(("whole", "name"), SHEETS)
+def test_every_part_has_a_name_for_readers(whole, name):
+    assert set(split(whole, name)) <= set(LABELS)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    model=st.sampled_from(sorted(MODELS)), platform=st.sampled_from(sorted(PLATFORMS)),
+    powers=st.tuples(*[st.integers(0, 3)] * 3), experts=st.integers(0, 3), kept=st.sampled_from(["h", "x", "tutel"]),
+    zero=st.integers(0, 3), flags=st.tuples(st.booleans(), st.booleans()), way=st.sampled_from(["flat", "dedup"]),
+)  # fmt: skip
+def test_numbers_add_up(model, platform, powers, experts, kept, zero, flags, way):
+    pp, tp, dp = (2**power for power in powers)
+    layout = Layout(
+        pp=pp, tp=tp, dp=dp, ep=min(2**experts, tp * dp), kept=kept, zero=zero, ssmb=flags[0], recompute=flags[1],
+        way=way, microbatches=8,
+    )  # fmt: skip
+    machine = dataclasses.replace(platform_of(platform), overhead=2.0**30)
+    found, stages = memory_parts(model_of(model), machine, layout), (0, pp - 1)
+    whole = max(MEMORY(**layout.values(model_of(model), at), M_fw=2.0**30)["M_gpu"] for at in stages)
+    assert sum(found.values()) == pytest.approx(whole, rel=1e-12)
+    assert all(value >= 0 for value in found.values()) and found["M_gpu"] == 2.0**30
+    assert all(value >= 0 for value in time_parts(model_of(model), machine, layout).values())
+
+
+def test_those_of_a_ranking():
+    ranking = plan("olmoe-1b-7b", "a100-40gb", 16, batch=64)
+    for entry in ranking.entries[::7]:
+        bytes_of = memory_parts(ranking.model, ranking.platform, entry.layout)
+        seconds_of = time_parts(ranking.model, ranking.platform, entry.layout, entry.experts_first)
+        assert sum(bytes_of.values()) == pytest.approx(entry.memory["M_gpu"], rel=1e-12)
+        assert sum(seconds_of.values()) == pytest.approx(entry.seconds, rel=1e-12)
+        assert bytes_of["M_optimizer"] == entry.memory["M_optimizer"]
+        assert seconds_of["T_bubble"] == entry.step["T_bubble"]
+
+
+def test_what_is_opened():
+    """Sums, through factors; no products, no sums of another unit, no terms of two results."""
+    n, a, b, X, Y, Z = quantities("n a b X Y Z")
+    made = Sheet(
+        [
+            Formula("X", a * b, "B", ""),
+            Formula("Y", (n - 1) * X, "B", ""),
+            Formula("Z", X + 2 * Y + a, "B", ""),
+            Formula("t", X / b, "s", ""),
+            Formula("whole", n * Z + Y + X * Y + b, "B", ""),
+        ]
+    )
+    parts = split(made, "whole")
+    assert parts == {"X": n * X, "Y": 2 * n * Y + Y, "Z": a * n, "whole": X * Y + b}
+    given = dict(n=3.0, a=5.0, b=7.0)
+    assert values_of(made, "whole", given) == {"X": 105, "Y": 490, "Z": 15, "whole": 35 * 70 + 7}
+    assert sum(values_of(made, "whole", given).values()) == made(**given)["whole"]
+    assert split(made, "t") == {"t": X / b}

@@ -1,0 +1,132 @@
+"""Pictures: what they show is what they were given, with units, and nothing is cut off or global."""
+
+from __future__ import annotations
+
+import base64
+import sys
+
+import pytest
+
+from moefx.planner import plots
+from moefx.planner.catalogue import MODELS
+from moefx.planner.parts import memory_parts, time_parts
+from moefx.planner.regions import border, feasible, scaling
+from moefx.planner.search import plan
+
+pytest.importorskip("matplotlib")
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def narrow():
+    return plan("mixtral-8x7b", "a100-40gb", 20, batch=20)
+
+
+def texts(axes):
+    return [text.get_text() for text in axes.texts]
+
+
+def test_bars_are_as_long_as_memory(narrow):
+    entries = narrow.entries[:4]
+    parts = [memory_parts(narrow.model, narrow.platform, e.layout) for e in entries]
+    figure = plots.memory(["a", "b", "c", "d"], parts, narrow.platform.capacity)
+    (axes,) = figure.axes
+    ends = [0.0] * 4
+    for bars in axes.containers:
+        for i, bar in enumerate(bars):
+            assert bar.get_x() == pytest.approx(ends[i])
+            ends[i] = bar.get_x() + bar.get_width()
+    assert ends == pytest.approx([e.memory["M_gpu"] / GIB for e in entries])
+    assert [line.get_xdata()[0] for line in axes.lines] == [40]
+    assert "capacity 40 GiB" in texts(axes) and axes.get_xlabel() == "memory of a GPU (GiB)"
+    assert axes.get_xlim()[1] > 40
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "b", "c", "d"]
+    assert axes.yaxis_inverted()  # the first at the top
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert legend[:3] == ["parameters", "gradients", "optimizer states"] and len(set(legend)) == len(legend)
+
+
+def test_bars_are_as_long_as_steps(narrow):
+    parts = [time_parts(narrow.model, narrow.platform, e.layout, e.experts_first) for e in narrow.entries[:3]]
+    (axes,) = plots.seconds(["a", "b", "c"], parts).axes
+    ends = [max(bars[i].get_x() + bars[i].get_width() for bars in axes.containers) for i in range(3)]
+    assert ends == pytest.approx([e.seconds for e in narrow.entries[:3]])
+    assert "(s)" in axes.get_xlabel()
+
+
+def test_many_parts_are_few_colours():
+    parts = [{f"M_{i}": 2.0**i for i in range(15)}]
+    figure = plots.memory(["a"], parts, 2.0**14)
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert legend[-1] == "other" and len(legend) <= 10
+    assert "M_14" in legend and "M_0" not in legend
+
+
+def test_cells_say_what_regions_do(narrow):
+    found = [feasible(narrow), feasible(narrow, ("TP", "EP"))]
+    figure = plots.regions(found)
+    for axes, region in zip(figure.axes, found, strict=False):
+        shown = texts(axes)
+        assert len(shown) == len(region.rows) * len(region.columns)
+        for text, (row, column) in zip(shown, [(r, c) for r in region.rows for c in region.columns], strict=True):
+            cell = region.cells.get((row, column))
+            if cell is None:
+                assert text == "–"
+            elif cell.best:
+                assert text == f"{cell.best.seconds:.3g}"
+            else:
+                assert text.startswith("+") and text.endswith("\nGiB")
+        assert axes.get_xlabel() == "EP (ranks)"
+    assert any("GiB" in text for text in texts(figure.axes[0]))
+    assert figure.axes[-1].get_ylabel() == "fastest step (s)"
+
+
+def test_one_cell_is_a_picture_too():
+    ranking = plan("olmoe-1b-7b", "mi300x", 1, batch=1)
+    assert plots.uri(plots.regions, [feasible(ranking), feasible(ranking, ("TP", "EP"))])
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "x-moe-super"])
+def test_models_are_above_or_below_the_border(name):
+    (axes,) = plots.advantage(MODELS[name], 4096).axes
+    lines = {line.get_label(): line for line in axes.lines if str(line.get_label()).startswith("border")}
+    for length in (2048, 4096, 8192):
+        x, y = lines[f"border, s = {length}"].get_data()
+        assert list(y) == pytest.approx([border(length) * at for at in x])
+    (star,) = [line for line in axes.lines if line.get_marker() == "*"]
+    assert (star.get_xdata()[0], star.get_ydata()[0]) == (MODELS[name].expert_size, MODELS[name].top_k)
+    assert name in texts(axes)
+    assert axes.get_xscale() == axes.get_yscale() == "log"
+
+
+def test_points_are_steps(narrow):
+    strong, weak = scaling(narrow, False), scaling(narrow, True)
+    figure = plots.scaling(strong, weak)
+    for axes, points in zip(figure.axes, (strong, weak), strict=True):
+        fitting = [p for p in points if p.best]
+        (line,) = [line for line in axes.lines if line.get_label() == "fastest"]
+        assert list(line.get_xdata()) == [p.num_ranks for p in fitting]
+        assert list(line.get_ydata()) == [p.best.seconds for p in fitting]
+        assert sum("does not fit" in text for text in texts(axes)) == len(points) - len(fitting) > 0
+        assert axes.get_xlabel() == "GPUs" and axes.get_ylabel() == "time of a step (s)"
+
+
+def test_where_nothing_fits():
+    ranking = plan("deepseek-v3", "a100-40gb", 8)
+    points = scaling(ranking, False)
+    assert plots.uri(plots.scaling, points, points) and plots.uri(plots.regions, [feasible(ranking)])
+
+
+def test_nothing_global_is_touched(narrow):
+    import matplotlib
+
+    had, rc = "matplotlib.pyplot" in sys.modules, matplotlib.rcParams.copy()
+    with matplotlib.rc_context({"font.size": 31, "axes.facecolor": "black"}):
+        inside = matplotlib.rcParams.copy()
+        first = plots.uri(plots.advantage, narrow.model, 4096)
+        assert matplotlib.rcParams.copy() == inside
+    second = plots.uri(plots.advantage, narrow.model, 4096)
+    assert first == second  # whatever the user's settings are, and each time
+    assert matplotlib.rcParams.copy() == rc and ("matplotlib.pyplot" in sys.modules) == had
+    kind, _, data = first.partition(",")
+    assert kind == "data:image/svg+xml;base64" and b"</svg>" in base64.b64decode(data)

@@ -1,0 +1,101 @@
+"""Regions and scaling: each cell and each point is what the search itself says."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from moefx.planner.catalogue import MODELS, model_of
+from moefx.planner.layout import Layout
+from moefx.planner.papers import X_MOE
+from moefx.planner.regions import TRADE_OFF, border, feasible, scaling, trade_off
+from moefx.planner.search import plan
+
+
+@pytest.fixture(scope="module")
+def narrow():
+    """Mixtral 8x7B on twenty A100 of 40 GB: some regions fit, some do not."""
+    return plan("mixtral-8x7b", "a100-40gb", 20, batch=80)
+
+
+@pytest.mark.parametrize("axes", [("PP", "EP"), ("TP", "EP"), ("PP", "TP")])
+def test_cells_are_the_best_of_their_layouts(narrow, axes):
+    def sizes(layout):
+        both = {"PP": layout.pp, "TP": layout.tp, "EP": layout.ep}
+        return both[axes[0]], both[axes[1]]
+
+    region = feasible(narrow, axes)
+    fitting = {where for where, cell in region.cells.items() if cell.best}
+    assert fitting == {sizes(entry.layout) for entry in narrow}
+    for where in fitting:
+        assert region.cells[where].lacking == 0
+        assert region.cells[where].best.seconds == min(e.seconds for e in narrow if sizes(e.layout) == where)
+    for where in region.cells.keys() - fitting:
+        tried = [r.lacking for r in narrow.rejected for s in r.sizes if (s.get(axes[0]), s.get(axes[1])) == where]
+        assert region.cells[where].lacking == min(lacking for lacking in tried if lacking) > 0
+    assert {where[0] for where in region.cells} == set(region.rows)
+    assert {where[1] for where in region.cells} == set(region.columns)
+    assert list(region.columns) == sorted(region.columns)
+
+
+def test_both_kinds_of_cells_are_there(narrow):
+    cells = feasible(narrow).cells.values()
+    assert any(cell.best for cell in cells) and any(cell.lacking for cell in cells)
+
+
+def test_what_crosses_the_fast_domain_is_on_no_axis():
+    ranking = plan("deepseek-v3", "frontier", 512)
+    assert max(feasible(ranking).columns) == 32
+    assert max(feasible(plan("deepseek-v3", "frontier", 512, fast_domain=0)).columns) == 256
+
+
+@pytest.mark.parametrize("tokens", [2048, 4096, 8192])
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_the_border_is_where_both_save_alike(name, tokens):
+    """X-MoE eq. 1 and 2; sides of figure 17's own models are in test_papers."""
+    model = model_of(name)
+    found = X_MOE(k=model.top_k, H_FFN=model.expert_size, H=model.hidden_size, S=tokens, c=1, G=4)
+    assert (model.top_k / model.expert_size > border(tokens)) == (found["A_saving"] > found["M_mincost"])
+
+
+def test_the_trade_off_is_the_paper_s_where_it_has_one():
+    """Two matrices, an expert a rank, one layer and micro-batch."""
+    model = model_of("x-moe-large").replace(num_layers=1, num_moe_layers=1)
+    layout = Layout(tp=4, dp=64, ep=256, ssmb=True)
+    found = TRADE_OFF(**trade_off(model, layout))
+    theirs = X_MOE(k=8, H_FFN=2048, H=7168, S=4096, c=1, G=4)
+    assert (found["A_saving"], found["M_cost"]) == (theirs["A_saving"], theirs["M_mincost"])
+
+
+def test_the_trade_off_of_a_stage():
+    """Activations of every layer and micro-batch in flight, or of one layer where they run again; states of all."""
+    model, layout = model_of("deepseek-v3"), Layout(pp=4, tp=4, dp=4, ep=16, ssmb=True, microbatches=8)
+    found = TRADE_OFF(**trade_off(model, layout))
+    again = TRADE_OFF(**trade_off(model, dataclasses.replace(layout, recompute=True)))
+    assert found["A_saving"] == again["A_saving"] * 15 * 4
+    assert found["M_cost"] == again["M_cost"] == 15 * 16 * 4 * 3 * 2048 * 7168 * 3 / 4
+
+
+@pytest.mark.parametrize("is_weak", [False, True])
+def test_points_are_rankings_of_their_own(narrow, is_weak):
+    told = []
+    points = scaling(narrow, is_weak, told.append)
+    assert [p.num_ranks for p in points] == [5, 10, 20, 40, 80] and len(told) == 5
+    assert [p.batch for p in points] == ([20, 40, 80, 160, 320] if is_weak else [80] * 5)
+    for point in points:
+        own = plan("mixtral-8x7b", "a100-40gb", point.num_ranks, batch=point.batch)
+        assert point.best == (own[0] if len(own) else None)
+        assert (point.lacking > 0) == (point.best is None)
+
+
+def test_options_go_along():
+    ranking = plan("olmoe-1b-7b", "frontier", 16, batch=32, tokens=512, most_sequences=1, fast_domain=4)
+    for point in scaling(ranking, is_weak=True):
+        assert point.best.layout.tokens == 512 and point.best.layout.sequences == 1 and point.best.layout.ep <= 4
+
+
+@pytest.mark.parametrize(("gpus", "expected"), [(1, [1, 2, 4]), (6, [3, 6, 12, 24]), (7, [7, 14, 28])])
+def test_gpus_are_whole(gpus, expected):
+    ranking = plan("olmoe-1b-7b", "mi300x", gpus, batch=84, tokens=512)
+    assert [point.num_ranks for point in scaling(ranking, is_weak=False)] == expected
