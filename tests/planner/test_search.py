@@ -176,6 +176,13 @@ def test_the_command(capsys, tmp_path, monkeypatch):
     assert lines[6] == "" and lines[7] == "rejected"
     assert cli.main(["plan", "olmoe-1b-7b", "--platform", "a100-40gb", "--gpus", "16", "--explain", "1"]) == 0
     assert "M_gpu = " in capsys.readouterr().out
+    small = ["plan", "olmoe-1b-7b", "--platform", "a100-40gb", "--gpus", "16", "--simulate"]
+    assert cli.main([*small, "2", "--skew", "0.5"]) == 0
+    assert "routing of skew 0.5, seed 0" in capsys.readouterr().out
+    assert cli.main([*small, "99999"]) == 2
+    assert "--simulate 99999: " in capsys.readouterr().err
+    assert cli.main([*small, "1", "--skew", "-1"]) == 1
+    assert "skew is -1.0, expected a number from 0 to 4" in capsys.readouterr().err
     assert cli.main(["plan", "deepseek-v3", "--platform", "a100-40gb", "--gpus", "8", "--no-page"]) == 1
     capsys.readouterr()
     assert cli.main(["plan", "olmoe", "--gpus", "8"]) == 1
