@@ -41,6 +41,11 @@ def search(
         InvalidPlan: sizes that cannot be meant.
     """
     whole_numbers(InvalidPlan, num_ranks=num_ranks, batch=batch, tokens=tokens)
+    if 0 < (known := platform.networks[-1].ranks) < num_ranks:
+        beyond = (
+            f"its coarsest network, {platform.networks[-1].name!r}, has {known} ranks, and nothing says what is beyond"
+        )
+        raise InvalidPlan(f"platform {platform.name} has too few ranks for {num_ranks} GPUs: {beyond}")
     reach = platform.fast_domain if fast_domain is None else fast_domain
     rejected: _Reasons = {}
     short: dict[tuple[int, int, int], tuple[float, str]] = {}

@@ -19,6 +19,7 @@ TILE = 128  # rows, of the kernels' GEMMs on every target: moefx.lowering.triton
 
 M, PP, layers, moe_layers, n_mat = quantities("M PP l l_moe n_mat")
 n_again, n_up, bubble_of = quantities("n_again n_up bubble_of")
+n_tp, n_g, n_pp, n_grads, alpha_tp, alpha_pp = quantities("n_tp n_g n_pp n_grads alpha_tp alpha_pp")
 T_attention, T_experts, T_experts_step, T_rest, T_ffn, T_logits = quantities(
     "T_attention T_experts T_experts_step T_rest T_ffn T_logits"
 )
@@ -44,16 +45,19 @@ STEP = Sheet(
             "s", "a stage, a micro-batch; up-projections again where only X is kept",
         ),
         Formula("T_alltoall", 4 * moe_layers * T_exchange, "s", "dispatch and combine, forward and backward"),
-        Formula("T_tp", layers * V_tp * beta_tp, "s", "all-reduces of attention and dense parts"),
-        Formula("T_gather", 2 * moe_layers * V_gather * beta_tp, "s", "X-MoE appendix C.2"),
-        Formula("T_p2p", 2 * V_p2p * beta_pp, "s", "Piper section III.B.2"),
+        Formula("T_tp", layers * (V_tp * beta_tp + 4 * n_tp * alpha_tp), "s", "four all-reduces a layer; Megatron-LM"),
+        Formula("T_gather", 2 * moe_layers * (V_gather * beta_tp + n_g * alpha_tp), "s", "X-MoE appendix C.2"),
+        Formula("T_p2p", 2 * n_pp * (V_p2p * beta_pp + alpha_pp), "s", "Piper section III.B.2"),
         Formula(
             "T_params", 4 * n_z3 * (P_dense * (1 - 1 / z_p) * beta_dp + P_experts * (1 - 1 / y_p) * beta_replicas), "s",
             "ZeRO-3: parameters gathered, forward and backward",
         ),
         Formula("T_micro", T_compute + T_alltoall + T_tp + T_gather + T_p2p + T_params, "s", "nothing overlaps"),
         Formula("T_bubble", bubble_of * (PP - 1) * T_micro, "s", "micro-batches that a stage waits for"),
-        Formula("T_grads", V_grad_dense * beta_dp + V_grad_experts * beta_replicas, "s", "once a step"),
+        Formula(
+            "T_grads", (n_grads + 1 - n_z3) / 2 * (V_grad_dense * beta_dp + V_grad_experts * beta_replicas), "s",
+            "half of it to reduce, in each micro-batch with ZeRO-2 and 3; half to spread results, not with ZeRO-3",
+        ),
         Formula("T_optimizer", 28 * (P_dense / z_o + P_experts / y_o) / BW, "s", "12 bytes read and written, 4 beside"),
         Formula("T_step", M * T_micro + T_bubble + T_grads + T_optimizer, "s", "1F1B and the like"),
         Formula("MFU", F_token * B * s / (peak * ranks * T_step), "1", "Piper eq. 12"),
@@ -97,6 +101,8 @@ def given(model: Architecture, layout: Layout, platform: Platform, experts_first
         "bubble_of": _BUBBLES.get(layout.schedule, 1 / layout.chunks), "beta_tp": 1 / tensor.bandwidth,
         "beta_dp": 1 / data.bandwidth, "beta_replicas": 1 / replicas.bandwidth,
         "beta_pp": 1 / (stages.p2p or stages.bandwidth),
+        "alpha_tp": tensor.latency, "alpha_pp": stages.latency, "n_tp": int(layout.tp > 1), "n_g": int(layout.ssmb),
+        "n_pp": int(layout.pp > 1), "n_grads": layout.microbatches if layout.zero > 1 else 1,
         "ranks": layout.num_ranks, "F_token": flop_per_token(model, layout.tokens),
         "B": layout.sequences * layout.microbatches * layout.dp,
     }  # fmt: skip

@@ -15,7 +15,7 @@ from moefx import cli
 from moefx.errors import InvalidPlan, UnknownArchitecture, UnknownPlatform
 from moefx.planner.catalogue import model_of
 from moefx.planner.layout import Layout
-from moefx.planner.platforms import platform_of
+from moefx.planner.platforms import Network, platform_of
 from moefx.planner.search import plan, search
 from moefx.planner.step import flop_per_token, given, memory, sheet
 
@@ -196,6 +196,13 @@ def test_the_command(capsys, tmp_path, monkeypatch):
     assert lines[6] == "" and lines[7] == "rejected"
     assert cli.main(["plan", "olmoe-1b-7b", "--platform", "a100-40gb", "--gpus", "16", "--explain", "1"]) == 0
     assert "M_gpu = " in capsys.readouterr().out
+    small = ["plan", "olmoe-1b-7b", "--platform", "a100-40gb", "--gpus", "16", "--simulate"]
+    assert cli.main([*small, "2", "--skew", "0.5"]) == 0
+    assert "routing of skew 0.5, seed 0" in capsys.readouterr().out
+    assert cli.main([*small, "99999"]) == 2
+    assert "--simulate 99999: " in capsys.readouterr().err
+    assert cli.main([*small, "1", "--skew", "-1"]) == 1
+    assert "skew is -1.0, expected a number from 0 to 4" in capsys.readouterr().err
     assert cli.main(["plan", "deepseek-v3", "--platform", "a100-40gb", "--gpus", "8", "--no-page"]) == 1
     capsys.readouterr()
     assert cli.main(["plan", "olmoe", "--gpus", "8"]) == 1
@@ -219,3 +226,25 @@ def test_what_cannot_be_meant(arguments, error, message):
 
 def test_search_takes_descriptions():
     assert search(model_of("olmoe-1b-7b"), platform_of("h200"), 1, batch=8)[0].layout.num_ranks == 1
+
+
+def test_more_gpus_than_a_platform_knows():
+    """A file that `bench platform` wrote of one node says nothing of more."""
+    one_node = dataclasses.replace(platform_of("h200"), networks=(Network("node", 8, 300e9),))
+    assert moefx.plan("olmoe-1b-7b", one_node, 8, batch=8)
+    with pytest.raises(InvalidPlan, match=r"too few ranks for 16 GPUs.*'node', has 8 ranks"):
+        moefx.plan("olmoe-1b-7b", one_node, 16, batch=16)
+
+
+def test_nothing_is_sent_to_no_stage():
+    platform = platform_of("dgx-h100")
+    alone, two = (seconds(platform, pp=pp, tp=1, ep=16, ssmb=False, dp=16)["T_p2p"] for pp in (1, 2))
+    network = platform.network_of(2, 16)
+    assert alone == 0 and two == pytest.approx(2 * (2 * 4096 * MODEL.hidden_size / network.bandwidth + network.latency))
+
+
+@pytest.mark.parametrize(("zero", "expected"), [(1, 1.0), (2, (4 + 1) / 2), (3, 4 / 2)])
+def test_gradients_that_are_spread_travel_in_each_micro_batch(zero, expected):
+    """An all-reduce is a reduce-scatter and an all-gather; ZeRO-3 gathers parameters when it needs them."""
+    found, once = (seconds(zero=stage, ssmb=False, microbatches=4, dp=16)["T_grads"] for stage in (zero, 1))
+    assert once > 0 and found == pytest.approx(expected * once)

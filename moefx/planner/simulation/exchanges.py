@@ -15,8 +15,8 @@ from ..step import widths
 from .network import fabric, slowed
 from .routing import choices_of_ranks, choose, popularity, traffic
 
-_MOST_TOKENS = 2**21  # drawn in all: some two seconds of a core
-_AT_ONCE = 2**15  # they stay in the cache, and torch starts no threads, which are slow where other programs run
+_MOST_TOKENS = 2**19  # drawn in all: about a second of a core
+_AT_ONCE = 2**15  # stay in the cache
 _MOST, _REPEATS = 64, 4  # draws; those of them that have the same popular experts
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -55,7 +57,8 @@ class Simulated:
 
     def __str__(self) -> str:
         rows = [("", "formulas", "simulated")]
-        rows += [(name, *(amount(of[name], "s") for of in (self.formulas, self.components))) for name in COMPONENTS]
+        for name in COMPONENTS:
+            rows.append((name, *(amount(round(of[name], 9), "s") for of in (self.formulas, self.components))))
         rows += [("step", amount(sum(self.formulas.values()), "s"), amount(self.seconds, "s"))]
         lines = [f"{name:<16}{formulas:<12}{simulated}" for name, formulas, simulated in rows]
         lines += ["", f"formulas over simulated {self.ratio:.3f}; routing of skew {self.skew:g}, seed {self.seed}"]
@@ -90,11 +93,31 @@ def simulate(
         raise InvalidPlan(f"skew is {skew!r}, expected a number from 0 to 4")
     if type(seed) is not int:
         raise InvalidPlan(f"seed is {seed!r}, expected a whole number")
+    with _one_thread():
+        return _simulate(model, layout, platform, experts_first, float(skew), seed, stragglers)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Tensors here are small: threads gain little, and wait for each other long where other programs run."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _simulate(
+    model: Architecture, layout: Layout, platform: Platform, experts_first: bool, skew: float, seed: int,
+    stragglers: bool,
+) -> Simulated:  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
     by_chance = torch.Generator().manual_seed(int(torch.randint(2**62, (), generator=generator)))
-    every = stages(model, layout, platform, experts_first)
+    layout.values(model)  # raises where they do not fit
     groups, pipelines = expert_groups(layout, experts_first)
     drawn = draw(model, layout, platform, groups, skew, generator)
+    every = stages(model, layout, platform, experts_first)
     patterns, first_layer = len(drawn) // drawn.repeats, 0
     works: list[_Work] = []
     for stage in every:
