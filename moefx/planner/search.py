@@ -94,7 +94,8 @@ def plan(model: Any, platform: str | Platform, world_size: int, **options: Any) 
     """Which layouts of a model fit a platform, and which is the fastest.
 
     Args:
-        model: a name of the catalogue, an `Architecture`, or an nn.Module, on the meta device too (see `describe`).
+        model: a name of the catalogue, an `Architecture`, an nn.Module, on the meta device too (see `describe`), or a
+            transformers config, of which a model is made on the meta device.
         platform: a name ("frontier", "dgx-h100", "h200", "mi300x", "a100-40gb"), a platform file, or a `Platform`.
         world_size: GPUs.
         options: batch, tokens, most_sequences and fast_domain of `search`; example_inputs of a module.
@@ -103,15 +104,17 @@ def plan(model: Any, platform: str | Platform, world_size: int, **options: Any) 
         UnknownArchitecture, UnknownPlatform: no such model or platform; with the names that are near.
         InvalidPlan: sizes that cannot be meant.
     """
-    if isinstance(model, nn.Module):
-        from .describe import describe  # with capture and all passes
+    described: Any = model_of(model) if isinstance(model, str) else model
+    if isinstance(model, nn.Module) or hasattr(model, "model_type"):
+        from .describe import describe, module_of  # with capture and all passes
 
-        described = describe(model, options.pop("example_inputs", None))
-    else:
-        described = model_of(model) if isinstance(model, str) else model
+        inputs = options.pop("example_inputs", None)
+        described = describe(model if isinstance(model, nn.Module) else module_of(model), inputs)
     if not isinstance(described, Architecture):
-        kind = type(model).__name__
-        raise UnknownArchitecture(f"moefx.plan takes the name of a model, a module or an Architecture, not {kind}")
+        raise UnknownArchitecture(
+            "moefx.plan takes the name of a model, a module, a transformers config or an Architecture, not "
+            f"{type(model).__name__}"
+        )
     machine = platform_of(platform) if isinstance(platform, str) else platform
     return search(described, machine, world_size, **options)
 

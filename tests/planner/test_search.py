@@ -216,7 +216,11 @@ def test_the_command(capsys, tmp_path, monkeypatch):
         (("olmo", "h200", 8), UnknownArchitecture, "no model 'olmo'"),
         (("olmoe-1b-7b", "h300", 8), UnknownPlatform, "no platform 'h300'; did you mean h200"),
         (("olmoe-1b-7b", "h200", 0), InvalidPlan, "num_ranks is 0"),
-        ((7, "h200", 8), UnknownArchitecture, "takes the name of a model, a module or an Architecture, not int"),
+        (
+            (7, "h200", 8),
+            UnknownArchitecture,
+            "takes the name of a model, a module, a transformers config or an Architecture, not int",
+        ),
     ],
 )
 def test_what_cannot_be_meant(arguments, error, message):
