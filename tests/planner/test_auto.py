@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import types
 import warnings
@@ -105,8 +106,7 @@ MODEL = model_of("olmoe-1b-7b")
 
 
 def told(asked: Plan = AUTO, model=MODEL, memory: float = 139e9, tokens: int = 4096, **more) -> Facts:
-    h200 = platform_of("h200").to_json()
-    platform = type(platform_of("h200")).from_json(json.dumps(json.loads(h200) | {"capacity": memory}))
+    platform = dataclasses.replace(platform_of("dgx-h100"), capacity=memory)
     return Facts(asked, model, 1, tokens, "said", Here(platform, "said"), **more)
 
 
