@@ -108,6 +108,8 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("--gpus", type=positive, required=True, help="ranks, all of them")
     plan.add_argument("--batch", type=positive, default=1024, help="sequences of a step, of all ranks (default: 1024)")
     plan.add_argument("--tokens", type=positive, default=4096, help="of a sequence (default: 4096)")
+    names = "gpipe, 1f1b, interleaved, zb-h1, zb-h2"
+    plan.add_argument("--schedules", default="1f1b", metavar="LIST", help=f"of pipelines, of {names} (default: 1f1b)")
     plan.add_argument("--top", type=positive, default=10, help="lines of the table (default: 10)")
     plan.add_argument(
         "--explain", type=positive, metavar="N", help="formulas and numbers of line N of the table, and no page"
@@ -319,7 +321,8 @@ def run_plan(arguments: argparse.Namespace) -> int:
         from .planner.describe import config_of
 
         model = config_of(model)
-    ranking = plan(model, arguments.platform, arguments.gpus, batch=arguments.batch, tokens=arguments.tokens)
+    more = dict(batch=arguments.batch, tokens=arguments.tokens, schedules=arguments.schedules.split(","))
+    ranking = plan(model, arguments.platform, arguments.gpus, **more)
     if arguments.explain is not None:
         if arguments.explain > len(ranking):
             raise UsageError(f"--explain {arguments.explain}: {len(ranking)} layouts fit")

@@ -10,7 +10,7 @@ from typing import Any
 
 from .._plan import Plan
 from .architecture import Architecture
-from .layout import Layout
+from .layout import Layout, Schedule
 from .memory import MEMORY
 from .platforms import Platform
 from .sheet import amount
@@ -18,7 +18,7 @@ from .simulation import Simulated, simulate
 from .step import given, sheet_of
 
 COLUMNS = {
-    "PP": 4, "TP": 4, "DP": 6, "EP": 5, "placed": 10, "SSMB": 6, "ZeRO": 6, "rows": 8, "kept": 8, "micro-batches": 15,
+    "PP": 10, "TP": 4, "DP": 6, "EP": 5, "placed": 10, "SSMB": 6, "ZeRO": 6, "rows": 8, "kept": 8, "micro-batches": 15,
     "memory": 12, "step": 12, "MFU": 0,
 }  # fmt: skip
 
@@ -30,12 +30,14 @@ class Entry:
     Attributes:
         experts_first: ranks of an expert axis are next to each other, else replicas are (X-MoE appendix C.1).
         memory, step: results of the sheets, in bytes and seconds.
+        units: ranks of units above a node, between which the links of the expert axis differ.
     """
 
     layout: Layout
     experts_first: bool
     memory: dict[str, float]
     step: dict[str, float]
+    units: tuple[int, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -49,7 +51,9 @@ class Entry:
         """Its line of a table whose columns are `COLUMNS`."""
         x = self.layout
         placed = "-" if x.ep == 1 else "EP first" if self.experts_first else "DP first"
-        sizes = [x.pp, x.tp, x.dp, x.ep, placed, "yes" if x.ssmb else "-", x.zero, x.way if x.ep > 1 else "-"]
+        order = {"1f1b": "", "interleaved": f" x{x.chunks}"}.get(x.schedule, f" {x.schedule}") if x.pp > 1 else ""
+        rows = x.way if x.ep > 1 else "-"
+        sizes = [f"{x.pp}{order}", x.tp, x.dp, x.ep, placed, "yes" if x.ssmb else "-", x.zero, rows]
         policies = ["inputs" if x.recompute else x.kept, f"{x.microbatches} of {x.sequences}"]
         found = [amount(self.memory["M_gpu"], "B"), amount(self.seconds, "s"), f"{self.mfu:.1%}"]
         return [*map(str, sizes), *policies, *found]
@@ -69,7 +73,7 @@ class Entry:
         x, names = self.layout, self.mesh["mesh_dim_names"]
         spread: dict[str, Any] = dict(tokens=x.sequences * x.tokens)
         if x.ep > 1:
-            spread |= dict(expert_axis="ep", dispatch=x.way)
+            spread |= dict(expert_axis="ep", dispatch=x.way, topology_levels=self.units)
             if x.ssmb:
                 spread |= dict(expert_axis=("ep", "tp") if "ep" in names else "tp", sequence_axis="tp")
             if x.ssmb or x.tp == 1:  # else ranks of "tp" are between those of "ep", whichever comes first
@@ -103,7 +107,7 @@ class Ranking:
     """Layouts that fit, the fastest first, and what was rejected.
 
     Attributes:
-        batch, tokens, most_sequences, fast_domain: what `search` was asked.
+        batch, tokens, most_sequences, fast_domain, schedules: what `search` was asked.
     """
 
     model: Architecture
@@ -113,6 +117,7 @@ class Ranking:
     tokens: int
     most_sequences: int
     fast_domain: int
+    schedules: tuple[Schedule, ...]
     entries: tuple[Entry, ...]
     rejected: tuple[Rejected, ...]
 

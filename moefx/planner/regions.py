@@ -117,5 +117,5 @@ def scaling(ranking: Ranking, is_weak: bool, tell: Callable[[str], object] | Non
 def _again(ranking: Ranking, ranks: int, batch: int) -> Ranking:
     return search(
         ranking.model, ranking.platform, ranks, batch=batch, tokens=ranking.tokens,
-        most_sequences=ranking.most_sequences, fast_domain=ranking.fast_domain,
+        most_sequences=ranking.most_sequences, fast_domain=ranking.fast_domain, schedules=ranking.schedules,
     )  # fmt: skip

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
-from typing import Any
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, get_args
 
 from torch import nn
 
@@ -13,11 +14,11 @@ from ..errors import InvalidPlan, UnknownArchitecture
 from ..runtime.links import fastest
 from .architecture import Architecture, whole_numbers
 from .catalogue import model_of
-from .layout import Layout
+from .layout import Layout, Schedule
 from .platforms import Platform, platform_of
 from .ranking import Entry, Ranking, Rejected
 from .sheet import amount
-from .step import given, memory, seconds_of_ways, sheet_of
+from .step import given, memory, seconds_of_ways, sheet_of, units_above
 
 # What is kept and whether layers run again, the fastest first.
 _POLICIES = (("h", False), ("x", False), ("h", True))
@@ -27,7 +28,7 @@ _Reasons = dict[str, dict[tuple[tuple[str, int], ...], None]]  # why, and the si
 
 def search(
     model: Architecture, platform: Platform, num_ranks: int, *, batch: int = 1024, tokens: int = 4096,
-    most_sequences: int = 8, fast_domain: int | None = None,
+    most_sequences: int = 8, fast_domain: int | None = None, schedules: Sequence[Schedule] = ("1f1b",),
 ) -> Ranking:  # fmt: skip
     """Every layout under Piper's constraints 7 to 11, by the seconds of a step.
 
@@ -36,11 +37,15 @@ def search(
         tokens: of a sequence.
         most_sequences: of a micro-batch.
         fast_domain: ranks that an expert axis may reach over; None: as the platform says, 0: any.
+        schedules: of pipelines, to choose from; of "interleaved" with two and four chunks of a stage.
 
     Raises:
         InvalidPlan: sizes that cannot be meant.
     """
     whole_numbers(InvalidPlan, num_ranks=num_ranks, batch=batch, tokens=tokens)
+    if not schedules or (unknown := [s for s in schedules if s not in get_args(Schedule)]):
+        shown = f"no schedule {unknown[0]!r}" if schedules else "no schedules to choose from"
+        raise InvalidPlan(f"{shown}: there are {', '.join(get_args(Schedule))}")
     if 0 < (known := platform.networks[-1].ranks) < num_ranks:
         beyond = (
             f"its coarsest network, {platform.networks[-1].name!r}, has {known} ranks, and nothing says what is beyond"
@@ -58,15 +63,17 @@ def search(
             _reject(rejected, f"crosses the fast domain of {reach} ranks (Piper eq. 10)", EP=layout.ep)
             continue
         ways = {first: way_of(model, layout, platform, first) for first in near}
-        for kept, recompute in _POLICIES:
+        for (kept, recompute), (schedule, chunks) in itertools.product(_POLICIES, _orders(model, layout, schedules)):
             fitting = {}
             for way in dict.fromkeys(ways.values()):
-                tried = dataclasses.replace(layout, way=way, kept=kept, recompute=recompute)
+                tried = dataclasses.replace(
+                    layout, way=way, kept=kept, recompute=recompute, schedule=schedule, chunks=chunks
+                )
                 fitting[way] = _fitting(model, tried, platform, short)
             placed: list[Entry] = []
             for first, way in ways.items():
                 if (fits := fitting[way]) is not None:
-                    placed.append(Entry(fits[0], first, fits[1], _step(model, fits[0], platform, first)))
+                    placed.append(_entry(model, fits[0], platform, first, fits[1]))
             # the usual placement where the other one is no faster
             entries += placed if len({entry.seconds for entry in placed}) > 1 else placed[:1]
     there = {_region(entry.layout) for entry in entries}
@@ -76,7 +83,7 @@ def search(
             why = f"does not fit: {amount(lacking, 'B')} too much at the least, most of it {term}"
             reasons.append(Rejected((dict(zip(("PP", "TP", "EP"), region, strict=True)),), why, lacking, term))
     entries.sort(key=lambda entry: (entry.seconds, entry.memory["M_gpu"]))
-    asked = (batch, tokens, most_sequences, reach)
+    asked = (batch, tokens, most_sequences, reach, tuple(schedules))
     return Ranking(model, platform, num_ranks, *asked, tuple(entries), tuple(reasons))
 
 
@@ -86,8 +93,7 @@ def estimated(model: Architecture, layout: Layout, platform: Platform, experts_f
     Raises:
         InvalidPlan: the experts are not shared evenly, or there are more stages than layers.
     """
-    taken = memory(model, layout, platform)
-    return Entry(layout, experts_first, taken, _step(model, layout, platform, experts_first))
+    return _entry(model, layout, platform, experts_first, memory(model, layout, platform))
 
 
 def plan(model: Any, platform: str | Platform, world_size: int, **options: Any) -> Ranking:
@@ -98,7 +104,7 @@ def plan(model: Any, platform: str | Platform, world_size: int, **options: Any) 
             transformers config, of which a model is made on the meta device.
         platform: a name ("frontier", "dgx-h100", "h200", "mi300x", "a100-40gb"), a platform file, or a `Platform`.
         world_size: GPUs.
-        options: batch, tokens, most_sequences and fast_domain of `search`; example_inputs of a module.
+        options: batch, tokens, most_sequences, fast_domain and schedules of `search`; example_inputs of a module.
 
     Raises:
         UnknownArchitecture, UnknownPlatform: no such model or platform; with the names that are near.
@@ -156,12 +162,30 @@ def _layouts(
                         )  # fmt: skip
 
 
+def _orders(model: Architecture, layout: Layout, schedules: Sequence[Schedule]) -> Iterator[tuple[Schedule, int]]:
+    """Schedules and chunks that a pipeline can have: Megatron-LM's interleaved one takes micro-batches by the number of
+    stages (arXiv 2104.04473 section 2.2). One stage has nothing to choose."""
+    if layout.pp == 1:
+        yield "1f1b", 1
+        return
+    for schedule in schedules:
+        if schedule != "interleaved":
+            yield schedule, 1
+        elif layout.microbatches % layout.pp == 0:
+            for chunks in (2, 4):
+                if layout.pp * chunks <= model.num_layers:
+                    yield schedule, chunks
+
+
 def _reject(rejected: _Reasons, why: str, **sizes: int) -> None:
     rejected.setdefault(why, {})[tuple(sizes.items())] = None
 
 
-def _step(model: Architecture, layout: Layout, platform: Platform, experts_first: bool) -> dict[str, float]:
-    return sheet_of(layout, platform, experts_first)(**given(model, layout, platform, experts_first))
+def _entry(
+    model: Architecture, layout: Layout, platform: Platform, experts_first: bool, taken: dict[str, float]
+) -> Entry:
+    step = sheet_of(layout, platform, experts_first)(**given(model, layout, platform, experts_first))
+    return Entry(layout, experts_first, taken, step, units_above(layout, platform, experts_first))
 
 
 def _reach(layout: Layout, experts_first: bool) -> int:

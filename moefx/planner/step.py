@@ -105,7 +105,7 @@ def given(model: Architecture, layout: Layout, platform: Platform, experts_first
         "beta_dp": 1 / data.bandwidth, "beta_replicas": 1 / replicas.bandwidth,
         "beta_pp": 1 / (stages.p2p or stages.bandwidth),
         "alpha_tp": tensor.latency, "alpha_pp": stages.latency, "n_tp": int(layout.tp > 1), "n_g": int(layout.ssmb),
-        "n_pp": int(layout.pp > 1), "n_grads": layout.microbatches if layout.zero > 1 else 1,
+        "n_pp": layout.chunks if layout.pp > 1 else 0, "n_grads": layout.microbatches if layout.zero > 1 else 1,
         "ranks": layout.num_ranks, "F_token": flop_per_token(model, layout.tokens),
         "B": layout.sequences * layout.microbatches * layout.dp,
     }  # fmt: skip
@@ -132,6 +132,15 @@ def seconds_of_ways(
     sizes, _ = _levels(layout, platform, experts_first)
     found = exchange(len(sizes))(**given(model, layout, platform, experts_first))
     return {way: found[f"T_{way}"] for way in get_args(Way) if f"T_{way}" in found}
+
+
+def units_above(layout: Layout, platform: Platform, experts_first: bool = True) -> tuple[int, ...]:
+    """Ranks of units above a node between which the links of the expert axis differ, fine to coarse: what
+    `Plan(topology_levels=...)` takes, which "rbd" and "halo" have a hop for each of."""
+    if layout.ep == 1 or layout.way not in ("rbd", "halo"):
+        return ()
+    _, networks = _levels(layout, platform, experts_first)
+    return tuple(sorted(n.ranks for n in networks[1:] if n.ranks > platform.node_size))
 
 
 def _levels(layout: Layout, platform: Platform, experts_first: bool) -> tuple[tuple[int, ...], tuple[Network, ...]]:

@@ -175,7 +175,9 @@ def test_bubbles():
     """Of 1F1B (PP - 1) / M of the step's work (Megatron-LM section 2.2)."""
     found = seconds()
     assert found["T_bubble"] == pytest.approx(found["T_micro"] * (2 - 1))
-    assert seconds(schedule="interleaved", chunks=2)["T_bubble"] == pytest.approx(found["T_bubble"] / 2)
+    interleaved = seconds(schedule="interleaved", chunks=2)
+    assert interleaved["T_bubble"] == pytest.approx(interleaved["T_micro"] / 2)
+    assert interleaved["T_p2p"] == pytest.approx(2 * found["T_p2p"])  # from chunk to chunk
     assert seconds(schedule="zb-h2")["T_bubble"] == 0
 
 
@@ -252,3 +254,35 @@ def test_gradients_that_are_spread_travel_in_each_micro_batch(zero, expected):
     """An all-reduce is a reduce-scatter and an all-gather; ZeRO-3 gathers parameters when it needs them."""
     found, once = (seconds(zero=stage, ssmb=False, microbatches=4, dp=16)["T_grads"] for stage in (zero, 1))
     assert once > 0 and found == pytest.approx(expected * once)
+
+
+def test_schedules_of_pipelines():
+    """A pipeline of each kind that was asked for; none where there is one stage."""
+    asked = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2")
+    ranking = plan("qwen3-30b-a3b", "dgx-h100", 64, batch=256, schedules=asked)
+    found = {(e.layout.schedule, e.layout.chunks) for e in ranking if e.layout.pp > 1}
+    assert found == {("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1), ("zb-h2", 1)}
+    assert {e.layout.schedule for e in ranking if e.layout.pp == 1} == {"1f1b"}
+    for e in ranking:
+        x = e.layout
+        assert x.schedule != "interleaved" or (x.microbatches % x.pp == 0 and x.pp * x.chunks <= 48)
+    alike = [e for e in ranking if (e.layout.pp, e.layout.tp, e.layout.ep, e.layout.microbatches) == (4, 1, 8, 16)]
+    bubbles = {(e.layout.schedule, e.layout.chunks): e.step["T_bubble"] / e.step["T_micro"] for e in alike}
+    assert bubbles["zb-h2", 1] == 0 and bubbles["1f1b", 1] == 3 == pytest.approx(4 * bubbles["interleaved", 4])
+    assert "4 zb-h2" in ranking.table(len(ranking)) and "4 x2" in ranking.table(len(ranking))
+    with pytest.raises(InvalidPlan, match="no schedule '2f2b': there are gpipe, 1f1b"):
+        plan("olmoe-1b-7b", "h200", 8, schedules=("2f2b",))
+    with pytest.raises(InvalidPlan, match="no schedules to choose from"):
+        plan("olmoe-1b-7b", "h200", 8, schedules=())
+
+
+def test_hops_over_three_levels_are_planned():
+    """Nodes of 2, switches of 4, and all: `compile` must be told of the switches."""
+    networks = Network("node", 2, 100e9), Network("switch", 4, 20e9), Network("all", 0, 1e9)
+    tree = dataclasses.replace(platform_of("a100-40gb"), networks=networks)
+    by_level = [
+        e for e in plan("olmoe-1b-7b", tree, 16, batch=64) if e.layout.way in ("rbd", "halo") and e.layout.ep > 1
+    ]
+    three = [e for e in by_level if e.experts_first and e.layout.ep == 16]
+    assert three and all(e.plan().topology_levels == (4,) for e in three)
+    assert all(e.plan().topology_levels == () for e in plan("olmoe-1b-7b", "h200", 16, batch=64))
