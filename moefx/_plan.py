@@ -24,11 +24,12 @@ class Plan:
     Attributes:
         checkpoint: what the expert MLP keeps for its backward (MoEBlaze section 5). `"h"`: its input X and the
             up-projection H, activation recomputed; `"x"`: X only; `"all"`: the activation too.
-            `"auto"`: for the planner to decide; `"h"` as long as there is none.
+            `"auto"`: the fastest that fits the memory, by the planner's formulas (docs/planner.md).
         expert_storage: `"original"` leaves the storage of ModuleList experts alone; `"contiguous"` lays it out so
             that the E parameters are equally spaced views (they stay the E original Parameters).
         expert_axis: the mesh axis that the experts are spread over, or several, `("dp", "tp")`, made one. Without it:
-            `"ep"` if the mesh has an axis of that name, or its only axis.
+            `"ep"` if the mesh has an axis of that name, or its only axis. `"auto"`: what is fastest and fits the memory
+            by the planner's formulas, `sequence_axis` included; without a mesh it says nothing.
         placement: what the mesh is checked for. `"ep_first"`: the ranks of an expert group are neighbours, so that
             exchanges stay near; `"dp_first"`: those of a data-parallel group are (X-MoE appendix C.1). None: either.
         sequence_axis: a mesh axis (tensor-parallel) whose ranks all have the same tokens: each routes a part of them,
@@ -52,6 +53,12 @@ class Plan:
             `"rbd"` and `"halo"` take one more hop for each.
         timeout: seconds that a rank waits for others in an exchange before it raises `RanksLost`. None: as long as the
             process groups of the mesh allow (see `torch.distributed.init_process_group`).
+        tokens: that a rank is given in a micro-batch, for what is predicted of it. None: those of the example inputs,
+            or 4096 without any.
+        memory: bytes of a device that parameters, gradients, optimizer and activations may take, where something is
+            `"auto"`. None: all that it has.
+        zero: stage of ZeRO, 0 to 3, that you spread states by (`fully_shard`: 3), where something is `"auto"`. None:
+            the lowest with which something fits.
         validation: `"symbolic"` proves the rewrite on abstract tensors under several routings only; `"numeric"` also
             runs original and rewritten block side by side on a few tokens; `"auto"` does so where weights exist and
             `validation_seconds` allows.
@@ -74,6 +81,9 @@ class Plan:
     node_size: int | None = None
     topology_levels: tuple[int, ...] = ()
     timeout: float | None = None
+    tokens: int | None = None
+    memory: float | None = None
+    zero: int | None = None
     validation: Validation = "auto"
     validation_seconds: float = 30.0
     fuse: bool = True
@@ -113,6 +123,12 @@ class Plan:
             raise InvalidPlan(f"Plan(capacity_factor={factor!r}): expected a number > 0, or None")
         if self.timeout is not None and not (type(self.timeout) in (int, float) and 0 < self.timeout < 1e9):
             raise InvalidPlan(f"Plan(timeout={self.timeout!r}): expected seconds, or None")
+        if self.tokens is not None and not _is_size(self.tokens):
+            raise InvalidPlan(f"Plan(tokens={self.tokens!r}): expected a number of tokens, or None")
+        if self.memory is not None and not (type(self.memory) in (int, float) and 0 < self.memory < 1e18):
+            raise InvalidPlan(f"Plan(memory={self.memory!r}): expected bytes, or None")
+        if self.zero is not None and not (type(self.zero) is int and self.zero in range(4)):
+            raise InvalidPlan(f"Plan(zero={self.zero!r}): expected 0, 1, 2, 3 or None")
         if isinstance(self.expert_axis, (tuple, list)) and len(set(self.expert_axis)) < len(self.expert_axis):
             raise InvalidPlan(f"Plan(expert_axis={self.expert_axis!r}): names an axis twice")
         levels = self.topology_levels
@@ -144,6 +160,11 @@ class Plan:
         if unknown:
             raise InvalidPlan(f"a plan has no field {', '.join(unknown)}; it has {', '.join(known)}")
         return cls(**fields)
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether the planner is asked."""
+        return "auto" in (self.checkpoint, self.expert_axis)
 
     def replace(self, **changes: Any) -> Plan:
         return dataclasses.replace(self, **changes)

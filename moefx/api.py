@@ -29,6 +29,7 @@ from .verification.report import VerifyReport, verify
 
 if TYPE_CHECKING:
     from .distribute import Spread
+    from .planner.decision import Decision
 
 _RECORD = "_moefx_record"
 _UNCHANGED: weakref.WeakKeyDictionary[nn.Module, Record] = weakref.WeakKeyDictionary()  # given back by `strict=False`
@@ -41,6 +42,7 @@ class Record:
     matched: tuple[MatchedBlock, ...]
     refused: tuple[Refusal, ...]
     seconds: float
+    planned: Decision | None = None
 
     def __deepcopy__(self, memo: dict) -> Record:
         return self
@@ -61,7 +63,9 @@ def compile(
         mesh: a DeviceMesh; the experts are spread over its axis `plan.expert_axis`. Each rank keeps its own tokens. A
             parameter of all experts becomes a DTensor; of experts with parameters of their own each rank keeps its
             own. An expert's gradient is the sum over the ranks of what each one's own loss gives.
-        plan: a `Plan`, or None for the defaults.
+        plan: a `Plan`, or None for the defaults. `"auto"`: `Plan(expert_axis="auto", checkpoint="auto")`, what should
+            be the fastest that fits the memory with the tokens of the example inputs (docs/planner.md). All ranks of
+            the mesh decide that together; `explain` says what, and why.
         example_inputs: a tuple of positional or a dict of keyword arguments that `model` accepts. Without them: the
             model's own `dummy_inputs`, else token ids if its first layer is an embedding, else hidden states.
         strict: raise if nothing could be rewritten, warn once about what was refused. Without it a model in which
@@ -77,22 +81,19 @@ def compile(
         InvalidPlan: a plan field cannot be meant, does not fit the mesh, or names a pass that there is not; or the
             ranks of the mesh have other plans or models.
         Refused: with a mesh, a block whose experts cannot be spread over ranks.
+        UnknownPlatform: the planner is asked, and MOEFX_PLATFORM names no platform.
     """
     plan = _plan(plan, mesh)
     model = _checked(model)
-    axis = None
     if mesh is not None:
-        from .distribute import (  # torch.distributed takes a while, and is not everywhere
-            Spread,
-            check_holders,
-            planned_axis,
-            spread_blocks,
-        )
+        from .distribute import Spread, check_holders, spread_blocks  # torch.distributed takes a while
 
-        axis = planned_axis(mesh, plan)
         if spread_blocks(model):
             raise InvalidInput("this model is spread over a mesh already: compile the original again")
-    found, verdicts = agreed(model, example_inputs, plan, axis)
+    proven = agreed(model, example_inputs, plan, mesh)
+    plan, found, axis = proven.plan, proven.found, proven.axis
+    if proven.decision and proven.decision.warning:
+        warnings.warn(f"moefx: {proven.decision.warning}", stacklevel=2)
     if not found.matched:
         if strict:
             raise NoMoEBlockFound(_nothing_found(model, found))
@@ -129,8 +130,8 @@ def compile(
                 f"original: {guard}",
                 stacklevel=2,
             )
-        reports.append(_report(matched, program, first, verdicts[id(matched)], spread))
-    vars(compiled)[_RECORD] = Record(tuple(reports), tuple(found.refused), found.seconds)
+        reports.append(_report(matched, program, first, proven.verdicts[id(matched)], spread))
+    vars(compiled)[_RECORD] = Record(tuple(reports), tuple(found.refused), found.seconds, proven.decision)
     return compiled
 
 
@@ -142,8 +143,8 @@ def explain(
     Args:
         mesh: how `compile(mesh=mesh)` would spread the experts; the blocks for which it would raise are refused. The
             model keeps its parameters. Collective over the expert axis, as `compile` is: its ranks agree on what they
-            found, make process groups, and measure bandwidths for `Plan(dispatch="auto")`. A compiled model says how
-            it was spread, whatever the mesh is here, and asks nobody.
+            found, make process groups, and measure bandwidths for `Plan(dispatch="auto")`; where the planner decides,
+            over the whole mesh. A compiled model says how it was spread, whatever the mesh is here, and asks nobody.
 
     Raises:
         InvalidPlan: as `compile`. CaptureError, InvalidInput: the model does not run on the example.
@@ -153,21 +154,20 @@ def explain(
     if record is None and example_inputs is None:
         record = _UNCHANGED.get(model)
     if record is None:
-        plan, axis, spreads = _plan(plan, mesh), None, {}
-        if mesh is not None:
-            from .distribute import planned_axis, would_spread
-
-            axis = planned_axis(mesh, plan)
-        found, verdicts = agreed(model, example_inputs, plan, axis)
+        proven, spreads = agreed(model, example_inputs, _plan(plan, mesh), mesh), {}
+        plan, found = proven.plan, proven.found
         for m in found.matched:
             m.result = limited(model.get_submodule(m.names[0]), m.result, plan)
-        if axis is not None:
-            spreads = would_spread(model, axis, found, plan)
+        if proven.axis is not None:
+            from .distribute import would_spread
+
+            spreads = would_spread(model, proven.axis, found, plan)
         reports = []
         for m in found.matched:
             block = model.get_submodule(m.names[0])
-            reports.append(_report(m, _program(m, block), block, verdicts[id(m)], spreads.get(id(m))))
-        return Explanation(type(model).__name__, tuple(reports), tuple(found.refused), found.seconds)
+            reports.append(_report(m, _program(m, block), block, proven.verdicts[id(m)], spreads.get(id(m))))
+        told = tuple(found.refused)
+        return Explanation(type(model).__name__, tuple(reports), told, found.seconds, planned=proven.decision)
     forwards = rewritten_blocks(model)
     reports = []
     for report in record.matched:
@@ -188,7 +188,8 @@ def explain(
         )
         notes = (*report.notes, *sorted(notes))
         reports.append(dataclasses.replace(report, calls=calls, notes=notes, also_for=tuple(also)))
-    return Explanation(type(model).__name__, tuple(reports), record.refused, record.seconds, _paths())
+    name, planned = type(model).__name__, record.planned
+    return Explanation(name, tuple(reports), record.refused, record.seconds, _paths(), planned=planned)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,9 +262,10 @@ def _plan(plan: Plan | str | None, mesh: Any) -> Plan:
     if plan is None:
         return Plan()
     if plan == "auto":
-        raise InvalidPlan("plan='auto': the planner is not available yet; pass a moefx.Plan, or leave plan out")
+        return Plan(expert_axis="auto", checkpoint="auto")
     if not isinstance(plan, Plan):
-        raise InvalidPlan(f"plan is a {type(plan).__name__}; expected a moefx.Plan or None")
+        what = repr(plan) if isinstance(plan, str) else f"a {type(plan).__name__}"
+        raise InvalidPlan(f"plan is {what}; expected a moefx.Plan, 'auto' or None")
     names = [*(made.__name__ for made in PASSES), "overlap"]  # without `collectives` there is no expert parallelism
     for name in plan.disable:
         if name not in names:

@@ -101,7 +101,9 @@ def parser() -> argparse.ArgumentParser:
     verify.set_defaults(run=run_verify)
 
     plan = commands.add_parser("plan", help="which parallelisation of a model fits a platform and is fastest, and why")
-    plan.add_argument("model", help="a name such as deepseek-v3; a wrong one lists them all")
+    plan.add_argument(
+        "model", help="a name such as deepseek-v3 (a wrong one lists all), or a transformers config on disk"
+    )
     plan.add_argument("--platform", default="dgx-h100", help="a name, or a platform file (default: dgx-h100)")
     plan.add_argument("--gpus", type=positive, required=True, help="ranks, all of them")
     plan.add_argument("--batch", type=positive, default=1024, help="sequences of a step, of all ranks (default: 1024)")
@@ -139,14 +141,15 @@ def positive(text: str) -> int:
 
 
 def add_plan(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--plan", metavar="JSON", help='a moefx.Plan as JSON, e.g. \'{"checkpoint": "x"}\'')
+    example = 'a moefx.Plan as JSON, e.g. \'{"checkpoint": "x"}\', or auto: the planner decides'
+    command.add_argument("--plan", metavar="JSON", help=example)
 
 
-def read_plan(text: str | None) -> Plan | None:
+def read_plan(text: str | None) -> Plan | str | None:
     from ._plan import Plan
 
-    if text is None:
-        return None
+    if text in (None, "auto"):
+        return text
     try:
         return Plan.from_json(text)
     except (
@@ -311,7 +314,12 @@ def run_bench(arguments: argparse.Namespace) -> int:
 def run_plan(arguments: argparse.Namespace) -> int:
     from .planner.search import plan
 
-    ranking = plan(arguments.model, arguments.platform, arguments.gpus, batch=arguments.batch, tokens=arguments.tokens)
+    model: Any = arguments.model
+    if Path(model).exists():
+        from .planner.describe import config_of
+
+        model = config_of(model)
+    ranking = plan(model, arguments.platform, arguments.gpus, batch=arguments.batch, tokens=arguments.tokens)
     if arguments.explain is not None:
         if arguments.explain > len(ranking):
             raise UsageError(f"--explain {arguments.explain}: {len(ranking)} layouts fit")

@@ -169,6 +169,16 @@ def agree(axis: ExpertAxis, plan: Plan, found: str) -> None:
         raise InvalidPlan(f"the ranks of mesh axis {axis.name!r} do not agree on " + "; ".join(wrong))
 
 
+def everywhere(mesh: DeviceMesh, own: Any) -> dict[int, Any]:
+    """What all ranks of a mesh say, by rank of the world: over one of its axes after the other. Collective."""
+    told = {dist.get_rank(): own}
+    for dim in range(mesh.ndim):
+        beside: list[Any] = [None] * mesh.size(dim)
+        dist.all_gather_object(beside, told, group=mesh.get_group(dim))
+        told = {rank: said for each in beside for rank, said in each.items()}
+    return told
+
+
 def _nodes(axis: ExpertAxis) -> str:
     """As this rank sees them: LOCAL_WORLD_SIZE is its own."""
     try:
@@ -183,22 +193,23 @@ def ways(axis: ExpertAxis, plan: Plan, result: Result) -> tuple[Ways, str]:
     if dispatch in ("rbd", "halo") and len(axis.topology.sizes) == 1:
         why = f"{dispatch!r} as planned, of one node; say Plan(node_size=...) if there are more"
     if dispatch == "auto":
-        dispatch, why = _fastest(axis, result)
+        parts = axis.mesh[plan.sequence_axis].size() if plan.sequence_axis else 1  # a token is sent by one of them
+        dispatch, why = _fastest(axis, result, -(-plan.tokens // parts) if plan.tokens else TOKENS)
     if dispatch in ("rbd", "halo"):
         halo = dispatch == "halo"
         return axis.ways(by_level=True, dedup=not halo or plan.pilots, near_apart=halo), why
     return axis.ways(by_level=False, dedup=dispatch != "flat"), why
 
 
-def _fastest(axis: ExpertAxis, result: Result) -> tuple[str, str]:
+def _fastest(axis: ExpertAxis, result: Result, tokens: int) -> tuple[str, str]:
     """By the bandwidths that are measured, for uniform routing: all ranks come to the same result."""
     links = axis.links
     if links is None:
         return "dedup", "auto: one level, where no row travels that need not"
     match = result.match
-    seconds = predicted(links, axis.topology.sizes, match.num_experts, match.slots, _row_bytes(result))
+    seconds = predicted(links, axis.topology.sizes, match.num_experts, match.slots, _row_bytes(result), tokens)
     shown = ", ".join(f"{way} {1e3 * s:.2f} ms" for way, s in seconds.items())
-    return fastest(seconds), f"auto: predicted for {TOKENS} tokens a rank {shown}"
+    return fastest(seconds), f"auto: predicted for {tokens} tokens a rank {shown}"
 
 
 def _row_bytes(result: Result) -> float:

@@ -26,7 +26,7 @@ from .ir.block import BlockGraph
 from .passes.checkpoint import checkpoint
 from .passes.fuse import fuse
 from .passes.limit import limit
-from .passes.manager import PassManager
+from .passes.manager import PassManager, pass_name
 from .passes.match.deep import deep
 from .passes.match.drops import explain_drops
 from .passes.match.prove import Match, Prover
@@ -68,6 +68,15 @@ def rewrite_block(block: nn.Module, name: str, args: tuple, kwargs: dict[str, An
     # 4. passes on the graph; every snapshot runs
     history = PassManager(block).run(graph, PASSES, plan, made_by=rewrite_block, ms=ms, level="dialect")
     return Result(match, rewritten, history)
+
+
+def with_policy(block: nn.Module, result: Result, plan: Plan) -> Result:
+    """With the checkpoint policy that was decided since: its pass, the last one, again."""
+    *before, last = result.history
+    if last.pass_name != pass_name(checkpoint):  # `plan.disable`
+        return result
+    history = History(result.history.name, tuple(before))
+    return dataclasses.replace(result, history=PassManager(block).extend(history, (checkpoint,), plan, level="dialect"))
 
 
 def limited(block: nn.Module, result: Result, plan: Plan) -> Result:
@@ -163,4 +172,4 @@ def most_experts(block: nn.Module) -> int:
     return min(1024, max([8, *stacks, *lists]))
 
 
-__all__ = ["PASSES", "Result", "argument_paths", "limited", "rewrite_block"]
+__all__ = ["PASSES", "Result", "argument_paths", "limited", "rewrite_block", "with_policy"]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from ._plan import Plan
@@ -12,33 +14,89 @@ from .capture.autocast import under
 from .capture.lifting import lifting
 from .ir.binding import device_of
 from .numeric import numeric_check
+from .pipeline import with_policy
 from .survey import Refusal, Survey, first_line, survey
 
 if TYPE_CHECKING:
+    from .planner.decision import Decision
     from .runtime.topology import ExpertAxis
 
 
-def agreed(model: nn.Module, example_inputs: Any, plan: Plan, axis: ExpertAxis | None) -> tuple[Survey, dict[int, str]]:
-    """What was found in a model, and what the numeric checks say of it. With the expert axis of a mesh all of its ranks
-    have found the same, or all raise; collective."""
-    if axis is None:
-        return _proven(model, example_inputs, plan)
-    from .distribute import agree
+@dataclasses.dataclass(frozen=True)
+class Proven:
+    """What is rewritten.
 
+    Attributes:
+        plan: with nothing left to decide for the planner.
+        verdicts: what the numeric checks say, by `id` of what was found.
+        axis: of the experts, over a mesh.
+        decision: of the planner, where it was asked.
+    """
+
+    plan: Plan
+    found: Survey
+    verdicts: dict[int, str]
+    axis: ExpertAxis | None = None
+    decision: Decision | None = None
+
+
+def agreed(model: nn.Module, example_inputs: Any, plan: Plan, mesh: Any = None) -> Proven:
+    """What was found in a model, and what the numeric checks say of it. Of a mesh all ranks of the expert axis have
+    found the same, or all raise; where the planner is asked, all ranks of the mesh. Collective.
+
+    Raises:
+        InvalidPlan: the mesh has no such axis, or its ranks do not agree. UnknownPlatform: see `planner.here`.
+    """
+    found, decision, axis = None, None, None
+    if plan.is_undecided:
+        found, decision = _decided(model, example_inputs, plan, mesh)
+        plan = decision.plan
+    if mesh is None:
+        return Proven(plan, *_proven(model, example_inputs, plan, found), None, decision)
+    from .distribute import agree, planned_axis
+
+    axis = planned_axis(mesh, plan)
     try:
-        found, verdicts = _proven(model, example_inputs, plan)
+        found, verdicts = _proven(model, example_inputs, plan, found)
     except Exception as error:
         agree(axis, plan, f"none, {type(error).__name__}: {error}")
         raise
     agree(axis, plan, _outline(found))
-    return found, verdicts
+    return Proven(plan, found, verdicts, axis, decision)
 
 
-def _proven(model: nn.Module, example_inputs: Any, plan: Plan) -> tuple[Survey, dict[int, str]]:
+def _proven(
+    model: nn.Module, example_inputs: Any, plan: Plan, found: Survey | None = None
+) -> tuple[Survey, dict[int, str]]:
     """What was found, and what the numeric checks say; without autocast, for which calls are proven when they come."""
     with lifting(), under(device_of(model).type, None):
-        found = survey(model, example_inputs, plan)
+        found = found or survey(model, example_inputs, plan)
         return found, _validate(model, found, plan)
+
+
+def _decided(model: nn.Module, example_inputs: Any, plan: Plan, mesh: Any) -> tuple[Survey, Decision]:
+    """What was found, and what the planner decides; the ranks of a mesh come to the same. Collective."""
+    from .planner.auto import decide, facts, platform_of_ranks  # with the planner and its formulas
+
+    if mesh is not None:
+        from .distribute import everywhere
+    try:
+        with lifting(), under(device_of(model).type, None):
+            found = survey(model, example_inputs, plan)
+        own = facts(model, found, plan, platform_of_ranks(mesh, plan), example_inputs, mesh)
+    except Exception as error:
+        if mesh is not None:
+            everywhere(mesh, f"{type(error).__name__}: {error}")
+        raise
+    if mesh is None:
+        decision = decide({0: own}, 0)
+    else:
+        world = torch.distributed
+        is_whole = mesh.size() == world.get_world_size()
+        decision = decide(everywhere(mesh, own), world.get_rank(), mesh, is_whole=is_whole)
+    for matched in found.matched:
+        matched.result = with_policy(model.get_submodule(matched.names[0]), matched.result, decision.plan)
+    return found, decision
 
 
 def _validate(model: nn.Module, found: Survey, plan: Plan) -> dict[int, str]:

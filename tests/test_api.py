@@ -92,18 +92,32 @@ class TestErrors:
 
     @pytest.mark.parametrize(
         ("plan", "text"),
-        [("auto", "planner is not available"), (Plan(disable=("fus",)), "no pass 'fus'; there is fuse, checkpoint")],
-        ids=["auto", "disable"],
+        [
+            ("fast", r"plan is 'fast'; expected a moefx\.Plan, 'auto' or None"),
+            (Plan(disable=("fus",)), "no pass 'fus'; there is fuse, checkpoint"),
+        ],
+        ids=["text", "disable"],
     )
     def test_no_plan(self, plan, text):
         for call in (moefx.compile, moefx.explain):
             with pytest.raises(InvalidPlan, match=text):
                 call(Mlp(), example_inputs=EXAMPLE, plan=plan)
 
-    @pytest.mark.parametrize("fields", ['{"fuse": "no"}', '{"disable": "fuse"}', '{"chk": 1}', "[1]", "{"])
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            *('{"fuse": "no"}', '{"disable": "fuse"}', '{"chk": 1}', "[1]", "{"),
+            *('{"tokens": 0}', '{"tokens": 1.5}', '{"memory": -1}', '{"memory": "8 GB"}', '{"zero": 4}'),
+        ],
+    )
     def test_fields_that_cannot_be_meant(self, fields):
         with pytest.raises(InvalidPlan):
             Plan.from_json(fields)
+
+    def test_fields_of_the_planner(self):
+        plan = Plan(expert_axis="auto", checkpoint="auto", tokens=8192, memory=64e9, zero=3)
+        assert Plan.from_json(plan.to_json()) == plan and plan.is_undecided
+        assert Plan(expert_axis="auto").is_undecided and not Plan(tokens=8192, memory=2**36).is_undecided
 
     def test_what_torch_compile_made_of_it_is_looked_into(self, compiled):
         wrapped = torch.compile(compiled)

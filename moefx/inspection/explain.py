@@ -83,6 +83,7 @@ class Explanation:
         paths: calls so far in this process by (op, provider).
         weights: how often the weights of a GEMM were read in which way (see `select.weight_paths`).
         kernels: how the GPU kernels' GEMMs were cut and why (see `lowering.triton.configurations`).
+        planned: what the planner decided and why (`planner.decision.Decision`), None where it was not asked.
     """
 
     model: str
@@ -94,6 +95,7 @@ class Explanation:
         default_factory=lambda: tuple(sorted(select.weight_paths().items()))
     )
     kernels: tuple[str, ...] = dataclasses.field(default_factory=triton.configurations)
+    planned: Any = None
 
     def to_json(self) -> str:
         return json.dumps(
@@ -105,6 +107,7 @@ class Explanation:
                 "paths": [list(p) for p in self.paths],
                 "kernels": list(self.kernels),
                 "weights": dict(self.weights),
+                "planned": self.planned and self.planned.to_dict(),
             }
         )
 
@@ -132,6 +135,8 @@ class Explanation:
                 guard = f", {failed} guard failures" if failed else ""
                 lines.append(f"    calls       {rewritten} rewritten, {original} original{guard}")
             lines += [f"    note        {n}" for n in m.notes]
+        if self.planned is not None:
+            lines += ["", *(f"  {line}" for line in str(self.planned).splitlines())]
         for r in self.refused:
             where = f"   {r.source}" if r.source else ""
             lines += ["", f"  refused: {r.name or 'the model'}{where}", f"    {r.reason}"]

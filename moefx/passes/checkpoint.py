@@ -15,7 +15,7 @@ from .manager import graph_pass
 
 @graph_pass(level="fused")
 def checkpoint(block: BlockGraph, plan: Any) -> BlockGraph:
-    """Set the policy of every `expert_mlp`. `"auto"` is `"h"` until a memory budget says otherwise."""
+    """Set the policy of every `expert_mlp`. `"auto"` is `"h"` until the planner has decided."""
     keep = "h" if plan.checkpoint == "auto" else plan.checkpoint
     block = block.copy()
     for node in block.find(torch.ops.moefx.expert_mlp.default):

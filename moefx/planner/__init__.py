@@ -10,10 +10,14 @@ The files, from below:
     compute.py         FLOP and seconds of a forward
     communication.py   bytes and seconds of exchanges
     platforms.py       GPUs and the links between them
+    here.py            the platform that a program runs on
     step.py            seconds of a step
     simulation/        a step as events, beside the formulas
     ranking.py         layouts that fit and others, as tables, formulas and a page
     search.py          all layouts, ranked
+    axes.py            the ways to use the axes of a mesh
+    decision.py        what was decided for moefx.compile, and why
+    auto.py            the fastest use of the axes that fits
     papers.py          the papers' own formulas, as printed
     parts.py           what memory and time are made of
     regions.py         what fits, SSMB and TED, scaling

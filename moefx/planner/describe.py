@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from .._plan import Plan
-from ..api import blocks, compile, explain
 from ..errors import UnknownArchitecture
 from ..ir.body import ExpertBody
+from ..proof import agreed
+from ..survey import Survey
 from .architecture import Architecture, Attention
 
 _HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads")
@@ -34,13 +35,50 @@ def describe(model: nn.Module, example_inputs: Any = None) -> Architecture:
     Raises:
         UnknownArchitecture: no block was rewritten, or the blocks are not of one kind; with what was seen.
     """
-    compiled = compile(model, plan=Plan(validation="symbolic"), example_inputs=example_inputs, strict=False)
-    kinds = {}
-    for block in blocks(compiled):
-        kinds.setdefault(_experts_of(block.graph, block.name), []).append(block.name)
-    if not kinds:
-        seen = explain(model, example_inputs=example_inputs)
-        raise UnknownArchitecture(f"no block of {type(model).__name__} is rewritten:\n{seen}")
+    model = getattr(model, "_orig_mod", model)  # inside of what `torch.compile` made of it
+    return described(model, agreed(model, example_inputs, Plan(validation="symbolic")).found)
+
+
+def config_of(path: str) -> Any:
+    """The transformers config of a file, or of a directory with a `config.json`.
+
+    Raises:
+        UnknownArchitecture: it is none, or transformers is not installed.
+    """
+    try:
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(path)
+    except ImportError as error:
+        raise UnknownArchitecture(f"{path}: to read a config takes transformers, which is not installed") from error
+    except (OSError, ValueError) as error:
+        raise UnknownArchitecture(f"{path} is no transformers config: {error}") from error
+
+
+def module_of(config: Any) -> nn.Module:
+    """The language model of a transformers config, on the meta device.
+
+    Raises:
+        UnknownArchitecture: transformers has none for it; with its own reason.
+    """
+    from transformers import AutoModelForCausalLM  # whose config it is
+
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # of that model's code
+        raise UnknownArchitecture(f"transformers makes no model of {type(config).__name__}: {error}") from error
+
+
+def described(model: nn.Module, found: Survey) -> Architecture:
+    """As `describe`, of a model whose blocks were found."""
+    graphs = {name: matched.result.graph for matched in found.matched for name in matched.names}
+    if not graphs:
+        seen = "".join(f"\n  {refusal}" for refusal in found.refused) or ": it has nothing that looks like one"
+        raise UnknownArchitecture(f"no block of {type(model).__name__} is rewritten{seen}")
+    kinds: dict[tuple[int, ...], list[str]] = {}
+    for name in (name for name, _ in model.named_modules() if name in graphs):
+        kinds.setdefault(_experts_of(graphs[name], name), []).append(name)
     if len(kinds) > 1:
         seen = "; ".join(f"{names[0]}: {dict(zip(_SIZES, sizes, strict=True))}" for sizes, names in kinds.items())
         raise UnknownArchitecture(f"the planner takes models whose blocks are alike, these are not: {seen}")

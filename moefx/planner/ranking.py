@@ -54,15 +54,27 @@ class Entry:
         found = [amount(self.memory["M_gpu"], "B"), amount(self.seconds, "s"), f"{self.mfu:.1%}"]
         return [*map(str, sizes), *policies, *found]
 
+    @property
+    def mesh(self) -> dict[str, tuple[Any, ...]]:
+        """Of `init_device_mesh(device_type, **entry.mesh)`: axes "pp", "dp", "ep" and "tp", as far as there are several
+        ranks along them, what is near each other last."""
+        x = self.layout
+        ep = x.ep // x.tp if x.ssmb else x.ep
+        inner = dict(dp=x.dp // ep, ep=ep) if self.experts_first else dict(ep=ep, dp=x.dp // ep)
+        axes = {name: size for name, size in (dict(pp=x.pp) | inner | dict(tp=x.tp)).items() if size > 1} or dict(dp=1)
+        return dict(mesh_shape=tuple(axes.values()), mesh_dim_names=tuple(axes))
+
     def plan(self, **more: Any) -> Plan:
-        """What `moefx.compile` takes, over a mesh with the axes "ep" and, where `ssmb` is on, "tp"."""
-        spread: dict[str, Any] = {}
-        if self.layout.ep > 1:
-            placement = "ep_first" if self.experts_first else "dp_first"
-            spread = dict(expert_axis="ep", dispatch=self.layout.way, placement=placement)
-            if self.layout.ssmb:
-                spread |= dict(expert_axis=("ep", "tp"), sequence_axis="tp")
-        kept: Any = self.layout.kept
+        """What `moefx.compile` takes, over a mesh as `mesh` says. Without an expert axis it takes no mesh."""
+        x, names = self.layout, self.mesh["mesh_dim_names"]
+        spread: dict[str, Any] = dict(tokens=x.sequences * x.tokens)
+        if x.ep > 1:
+            spread |= dict(expert_axis="ep", dispatch=x.way)
+            if x.ssmb:
+                spread |= dict(expert_axis=("ep", "tp") if "ep" in names else "tp", sequence_axis="tp")
+            if x.ssmb or x.tp == 1:  # else ranks of "tp" are between those of "ep", whichever comes first
+                spread |= dict(placement="ep_first" if self.experts_first else "dp_first")
+        kept: Any = x.kept
         return Plan(**(dict(checkpoint=kept) | spread | more))
 
 

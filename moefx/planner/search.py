@@ -21,7 +21,8 @@ from .step import given, memory, seconds_of_ways, sheet_of
 
 # What is kept and whether layers run again, the fastest first.
 _POLICIES = (("h", False), ("x", False), ("h", True))
-_STATES = ("M_params", "M_grads", "M_optimizer", "M_activations")
+STATES = ("M_params", "M_grads", "M_optimizer", "M_activations")
+_Reasons = dict[str, dict[tuple[tuple[str, int], ...], None]]  # why, and the sizes of what is rejected
 
 
 def search(
@@ -46,16 +47,17 @@ def search(
         )
         raise InvalidPlan(f"platform {platform.name} has too few ranks for {num_ranks} GPUs: {beyond}")
     reach = platform.fast_domain if fast_domain is None else fast_domain
-    rejected: dict[tuple[str, int, str], None] = {}
+    rejected: _Reasons = {}
     short: dict[tuple[int, int, int], tuple[float, str]] = {}
     entries = []
     for layout in _layouts(model, platform, num_ranks, batch, tokens, most_sequences, rejected):
-        placements = [first for first in (True, False) if first or 1 < layout.ep < layout.tp * layout.dp]
+        least = layout.tp if layout.ssmb else 1  # ranks that are next to each other whatever the placement
+        placements = [first for first in (True, False) if first or least < layout.ep < layout.tp * layout.dp]
         near = [first for first in placements if not reach or layout.ep == 1 or _reach(layout, first) <= reach]
         if not near:
-            rejected["EP", layout.ep, f"crosses the fast domain of {reach} ranks (Piper eq. 10)"] = None
+            _reject(rejected, f"crosses the fast domain of {reach} ranks (Piper eq. 10)", EP=layout.ep)
             continue
-        ways = {first: _way(model, layout, platform, first) for first in near}
+        ways = {first: way_of(model, layout, platform, first) for first in near}
         for kept, recompute in _POLICIES:
             fitting = {}
             for way in dict.fromkeys(ways.values()):
@@ -64,15 +66,11 @@ def search(
             placed: list[Entry] = []
             for first, way in ways.items():
                 if (fits := fitting[way]) is not None:
-                    values = given(model, fits[0], platform, first)
-                    placed.append(Entry(fits[0], first, fits[1], sheet_of(fits[0], platform, first)(**values)))
+                    placed.append(Entry(fits[0], first, fits[1], _step(model, fits[0], platform, first)))
             # the usual placement where the other one is no faster
             entries += placed if len({entry.seconds for entry in placed}) > 1 else placed[:1]
     there = {_region(entry.layout) for entry in entries}
-    reasons = [
-        Rejected(tuple({name: size} for name, size, same in rejected if same == why), why)
-        for why in dict.fromkeys(why for _, _, why in rejected)
-    ]
+    reasons = [Rejected(tuple(map(dict, sizes)), why) for why, sizes in rejected.items()]
     for region, (lacking, term) in short.items():
         if region not in there:
             why = f"does not fit: {amount(lacking, 'B')} too much at the least, most of it {term}"
@@ -82,11 +80,22 @@ def search(
     return Ranking(model, platform, num_ranks, *asked, tuple(entries), tuple(reasons))
 
 
+def estimated(model: Architecture, layout: Layout, platform: Platform, experts_first: bool = True) -> Entry:
+    """Whether or not it fits.
+
+    Raises:
+        InvalidPlan: the experts are not shared evenly, or there are more stages than layers.
+    """
+    taken = memory(model, layout, platform)
+    return Entry(layout, experts_first, taken, _step(model, layout, platform, experts_first))
+
+
 def plan(model: Any, platform: str | Platform, world_size: int, **options: Any) -> Ranking:
     """Which layouts of a model fit a platform, and which is the fastest.
 
     Args:
-        model: a name of the catalogue, an `Architecture`, or an nn.Module, on the meta device too (see `describe`).
+        model: a name of the catalogue, an `Architecture`, an nn.Module, on the meta device too (see `describe`), or a
+            transformers config, of which a model is made on the meta device.
         platform: a name ("frontier", "dgx-h100", "h200", "mi300x", "a100-40gb"), a platform file, or a `Platform`.
         world_size: GPUs.
         options: batch, tokens, most_sequences and fast_domain of `search`; example_inputs of a module.
@@ -95,50 +104,64 @@ def plan(model: Any, platform: str | Platform, world_size: int, **options: Any) 
         UnknownArchitecture, UnknownPlatform: no such model or platform; with the names that are near.
         InvalidPlan: sizes that cannot be meant.
     """
-    if isinstance(model, nn.Module):
-        from .describe import describe  # with capture and all passes
+    described: Any = model_of(model) if isinstance(model, str) else model
+    if isinstance(model, nn.Module) or hasattr(model, "model_type"):
+        from .describe import describe, module_of  # with capture and all passes
 
-        described = describe(model, options.pop("example_inputs", None))
-    else:
-        described = model_of(model) if isinstance(model, str) else model
+        inputs = options.pop("example_inputs", None)
+        described = describe(model if isinstance(model, nn.Module) else module_of(model), inputs)
     if not isinstance(described, Architecture):
-        kind = type(model).__name__
-        raise UnknownArchitecture(f"moefx.plan takes the name of a model, a module or an Architecture, not {kind}")
+        raise UnknownArchitecture(
+            "moefx.plan takes the name of a model, a module, a transformers config or an Architecture, not "
+            f"{type(model).__name__}"
+        )
     machine = platform_of(platform) if isinstance(platform, str) else platform
     return search(described, machine, world_size, **options)
 
 
 def _layouts(
     model: Architecture, platform: Platform, num_ranks: int, batch: int, tokens: int, most: int,
-    rejected: dict[tuple[str, int, str], None],
+    rejected: _Reasons,
 ) -> Iterator[Layout]:  # fmt: skip
     """Ranks, experts and micro-batches, in every way that divides."""
     for pp in _divisors(num_ranks):
         if pp > model.num_layers:
-            rejected["PP", pp, f"more stages than the {model.num_layers} layers (Piper eq. 9)"] = None
+            _reject(rejected, f"more stages than the {model.num_layers} layers (Piper eq. 9)", PP=pp)
             continue
         for tp in _divisors(num_ranks // pp):
             if tp > platform.node_size:
-                rejected["TP", tp, f"crosses the node of {platform.node_size} ranks"] = None
+                _reject(rejected, f"crosses the node of {platform.node_size} ranks", TP=tp)
                 continue
             if model.attention.num_heads % tp:
-                rejected["TP", tp, f"does not divide the {model.attention.num_heads} heads"] = None
+                _reject(rejected, f"does not divide the {model.attention.num_heads} heads", TP=tp)
                 continue
             dp = num_ranks // pp // tp
             if batch % dp:
-                rejected["DP", dp, f"does not divide the batch of {batch} sequences"] = None
+                _reject(rejected, f"does not divide the batch of {batch} sequences", DP=dp)
                 continue
             sequences = [b for b in _divisors(batch // dp) if b <= most]
             for ep in _divisors(tp * dp):
                 if model.num_experts % ep:
-                    rejected["EP", ep, f"does not divide the {model.num_experts} experts (Piper eq. 8)"] = None
+                    _reject(rejected, f"does not divide the {model.num_experts} experts (Piper eq. 8)", EP=ep)
                     continue
+                ssmb_or_not = (*((True,) if tp > 1 and ep % tp == 0 else ()), *((False,) if dp % ep == 0 else ()))
+                if not ssmb_or_not:
+                    why = "ranks that have the same tokens share experts by SSMB, all TP of them, or not at all"
+                    _reject(rejected, f"EP is neither k * TP nor divides DP: {why}", PP=pp, TP=tp, EP=ep)
                 for b in sequences:
-                    for ssmb in (True, False) if tp > 1 and ep % tp == 0 else (False,):
+                    for ssmb in ssmb_or_not:
                         yield Layout(
                             pp=pp, tp=tp, dp=dp, ep=ep, ssmb=ssmb, sequences=b, tokens=tokens,
                             microbatches=batch // dp // b,
                         )  # fmt: skip
+
+
+def _reject(rejected: _Reasons, why: str, **sizes: int) -> None:
+    rejected.setdefault(why, {})[tuple(sizes.items())] = None
+
+
+def _step(model: Architecture, layout: Layout, platform: Platform, experts_first: bool) -> dict[str, float]:
+    return sheet_of(layout, platform, experts_first)(**given(model, layout, platform, experts_first))
 
 
 def _reach(layout: Layout, experts_first: bool) -> int:
@@ -146,9 +169,10 @@ def _reach(layout: Layout, experts_first: bool) -> int:
     return layout.ep if experts_first else (layout.ep - 1) * layout.expert_replicas + 1
 
 
-def _way(model: Architecture, layout: Layout, platform: Platform, experts_first: bool) -> Any:
-    """Of rows, the fastest, as `Plan(dispatch="auto")` would take it."""
-    return fastest(seconds_of_ways(model, layout, platform, experts_first)) if layout.ep > 1 else "flat"
+def way_of(model: Architecture, layout: Layout, platform: Platform, experts_first: bool, wanted: str = "auto") -> Any:
+    """Of rows: as wanted where there are so many levels, else the fastest, as `Plan(dispatch="auto")` would take it."""
+    seconds = seconds_of_ways(model, layout, platform, experts_first) if layout.ep > 1 else {"flat": 0.0}
+    return wanted if wanted in seconds else fastest(seconds)
 
 
 def _fitting(
@@ -163,7 +187,7 @@ def _fitting(
         if lacking <= 0:
             return tried, found
         if region not in short or lacking < short[region][0]:
-            short[region] = lacking, max(_STATES, key=found.__getitem__)
+            short[region] = lacking, max(STATES, key=found.__getitem__)
     return None
 
 

@@ -23,8 +23,8 @@ n_tp, n_g, n_pp, n_grads, alpha_tp, alpha_pp = quantities("n_tp n_g n_pp n_grads
 T_attention, T_experts, T_experts_step, T_rest, T_ffn, T_logits = quantities(
     "T_attention T_experts T_experts_step T_rest T_ffn T_logits"
 )
-T_exchange, V_gather, V_p2p, V_tp, V_grad_dense, V_grad_experts = quantities(
-    "T_exchange V_gather V_p2p V_tp V_grad_dense V_grad_experts"
+T_exchange, T_counts, V_gather, V_p2p, V_tp, V_grad_dense, V_grad_experts = quantities(
+    "T_exchange T_counts V_gather V_p2p V_tp V_grad_dense V_grad_experts"
 )
 beta_tp, beta_pp, beta_dp, beta_replicas, BW = quantities("beta_tp beta_pp beta_dp beta_replicas BW")
 P_dense, P_experts, z_o, y_o, z_p, ranks, peak, F_token, B, s = quantities(
@@ -44,7 +44,10 @@ STEP = Sheet(
             + moe_layers * (T_experts_step + (n_again + n_up * (n_mat - 1) / n_mat) * T_experts),
             "s", "a stage, a micro-batch; up-projections again where only X is kept",
         ),
-        Formula("T_alltoall", 4 * moe_layers * T_exchange, "s", "dispatch and combine, forward and backward"),
+        Formula(
+            "T_alltoall", moe_layers * (4 * T_exchange + T_counts), "s",
+            "dispatch and combine, forward and backward; numbers of rows ahead of the first",
+        ),
         Formula("T_tp", layers * (V_tp * beta_tp + 4 * n_tp * alpha_tp), "s", "four all-reduces a layer; Megatron-LM"),
         Formula("T_gather", 2 * moe_layers * (V_gather * beta_tp + n_g * alpha_tp), "s", "X-MoE appendix C.2"),
         Formula("T_p2p", 2 * n_pp * (V_p2p * beta_pp + alpha_pp), "s", "Piper section III.B.2"),
@@ -139,6 +142,9 @@ def _levels(layout: Layout, platform: Platform, experts_first: bool) -> tuple[tu
 @functools.lru_cache
 def sheet(way: str, num_levels: int) -> Sheet:
     """All formulas of a step with that way of rows; `way` "none": experts are on every rank."""
-    seconds = quantity(f"T_{way}") if way != "none" else sympy.Integer(0)
-    chosen = Formula("T_exchange", seconds, "s", f"one direction, {way}")
-    return STATES + FORWARD + exchange(num_levels) + Sheet([chosen]) + VOLUMES + STEP
+    spread = way != "none"
+    chosen = [
+        Formula("T_exchange", quantity(f"T_{way}") if spread else sympy.Integer(0), "s", f"one direction, {way}"),
+        Formula("T_counts", quantity("alpha0") if spread else sympy.Integer(0), "s", "of some bytes"),
+    ]
+    return STATES + FORWARD + exchange(num_levels) + Sheet(chosen) + VOLUMES + STEP

@@ -73,6 +73,10 @@ def test_sequences(ranks):
     ranks("sequence_cases")
 
 
+def test_what_the_planner_decides(ranks):
+    ranks("auto_cases")
+
+
 def test_programs(ranks):
     ranks("program_cases")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moefx.planner.communication import REDUNDANCY, VOLUMES, exchange, level_values
@@ -23,6 +23,7 @@ SIZES = st.lists(st.sampled_from([2, 4, 8]), min_size=1, max_size=3).map(tuple)
 TIMES = st.tuples(st.floats(0, 1e-3), st.floats(1e-12, 1e-7))
 
 
+@settings(deadline=None)  # the first one prints and compiles formulas
 @given(SIZES, st.sampled_from([512, 1024]), st.integers(1, 8), st.lists(TIMES, min_size=4, max_size=4),
        st.floats(0, 1e-9), st.integers(1, 4096))  # fmt: skip
 def test_seconds_are_those_that_dispatch_auto_compares(sizes, num_experts, top_k, times, handling, tokens):
@@ -36,6 +37,7 @@ def test_seconds_are_those_that_dispatch_auto_compares(sizes, num_experts, top_k
     assert {way: found[f"T_{way}"] for way in theirs} == pytest.approx(theirs)
 
 
+@settings(deadline=None)
 @given(SIZES, st.sampled_from([512, 1024]), st.integers(1, 8))
 def test_rows_over_levels(sizes, num_experts, top_k):
     """What leaves a rank at any level is all that leaves it, and never more with duplicates taken out."""
@@ -90,6 +92,7 @@ class TestPlacement:
         assert between_nodes(large, True) > between_nodes(large, False)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 64), st.integers(1, 4), st.sampled_from([1024, 4096]))
 def test_all_gather_is_of_the_tokens(ranks, sequences, tokens):
     """X-MoE C.2: O(BSH) on each device, whatever the number of ranks."""

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import moefx
+from moefx import cli
 from moefx.errors import UnknownArchitecture
 from moefx.planner.describe import describe
 
@@ -110,3 +111,27 @@ def test_transformers(name):
     assert found.parameters() == count(model)
     assert found.num_layers == 5 and found.top_k == config.num_experts_per_tok
     assert found.attention.num_heads == config.num_attention_heads
+
+
+@pytest.mark.hf
+def test_a_transformers_config():
+    """No module at hand: it is made on the meta device, weights of any size or none."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3MoeConfig(num_hidden_layers=3)
+    with torch.device("meta"):
+        model = transformers.Qwen3MoeForCausalLM(config)
+    ranking = moefx.plan(config, "h200", 8, batch=8)
+    assert ranking.model.parameters() == count(model) and ranking.model.name == "Qwen3MoeForCausalLM"
+    with pytest.raises(UnknownArchitecture, match="transformers makes no model of CLIPVisionConfig"):
+        moefx.plan(transformers.CLIPVisionConfig(), "h200", 8)
+
+
+@pytest.mark.hf
+def test_a_config_file(tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    transformers.OlmoeConfig(num_hidden_layers=2).save_pretrained(tmp_path)
+    assert cli.main(["plan", str(tmp_path), "--platform", "h200", "--gpus", "2", "--batch", "8", "--no-page"]) == 0
+    assert "OlmoeForCausalLM on 2 x NVIDIA H200" in capsys.readouterr().out
+    (tmp_path / "config.json").write_text("[]")
+    assert cli.main(["plan", str(tmp_path), "--gpus", "2"]) == 1
+    assert "is no transformers config" in capsys.readouterr().err

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import moefx
@@ -65,6 +65,7 @@ LAYOUTS = st.builds(
 NAMES = st.sampled_from(sorted(MODELS))
 
 
+@settings(deadline=None)  # the first one prints and compiles formulas
 @given(LAYOUTS, NAMES)
 def test_more_needs_more(layout, name):
     model = model_of(name)
@@ -80,6 +81,7 @@ def test_more_needs_more(layout, name):
     assert memory(model, dataclasses.replace(layout, ssmb=False))["M_gpu"] >= found["M_gpu"]
 
 
+@settings(deadline=None)  # the first one prints and compiles formulas
 @given(LAYOUTS, NAMES)
 def test_states_of_all_ranks_are_those_of_the_model(layout, name):
     """Spread over all ranks (ZeRO-3) there is one copy of everything, but for stages of unequal length."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import time
 
 import pytest
+import torch
 
 import moefx
 from moefx import cli
@@ -46,14 +48,14 @@ def test_what_fits_holds_to_the_constraints(small):
 def test_nothing_is_forgotten(small):
     """Every division of the ranks is in the ranking, or rejected by name."""
     fits = {(e.layout.pp, e.layout.tp, e.layout.ep) for e in small}
-    why = "\n".join(f"{r.what}: {r.why}" for r in small.rejected)
+    rejected = {what for r in small.rejected for what in r.what.split(", ")}
     powers = (1, 2, 4, 8, 16)
     for pp in powers:
         for tp in powers:
             for ep in powers:
                 if 16 % (pp * tp) or (16 // pp) % ep:
                     continue
-                named = f"PP={pp} TP={tp} EP={ep}:" in why or (tp == 16 and "TP=16: crosses the node of 8 ranks" in why)
+                named = bool({f"PP={pp} TP={tp} EP={ep}", f"TP={tp}"} & rejected)
                 assert ((pp, tp, ep) in fits) != named, (pp, tp, ep)
 
 
@@ -97,12 +99,30 @@ def test_what_was_asked_is_kept(small):
     assert plan("olmoe-1b-7b", "frontier", 8, batch=8, tokens=128).fast_domain == 32
 
 
-def test_entries_are_plans(small):
+def test_ranks_with_the_same_tokens_share_experts_by_ssmb(small):
+    """Else each of them would send all tokens, and an expert would see them TP times."""
+    assert all(e.layout.dp % e.layout.ep == 0 or e.layout.ssmb for e in small)
+    (why,) = (r.why for r in small.rejected if "PP=1 TP=8 EP=4" in r.what.split(", "))
+    assert why.startswith("EP is neither k * TP nor divides DP")
+
+
+def test_entries_are_plans_and_meshes(small):
     for entry in small:
-        made = entry.plan()
-        assert isinstance(made, moefx.Plan)
-        assert (made.expert_axis is None) == (entry.layout.ep == 1)
+        x, made, mesh = entry.layout, entry.plan(), entry.mesh
+        sizes = dict(zip(mesh["mesh_dim_names"], mesh["mesh_shape"], strict=True))
+        assert math.prod(sizes.values()) == 16 and sizes.get("pp", 1) == x.pp and sizes.get("tp", 1) == x.tp
+        axes = made.expert_axis if isinstance(made.expert_axis, tuple) else (made.expert_axis,)
+        assert math.prod(sizes[axis] for axis in axes if axis) == x.ep
+        assert (made.expert_axis is None) == (x.ep == 1) and (made.sequence_axis == "tp") == (x.ssmb and x.ep > 1)
+        assert made.tokens == x.sequences * 4096 and made.checkpoint == x.kept
+        if made.placement:  # which `compile` looks for
+            ranks = torch.arange(16).view(mesh["mesh_shape"])
+            first = tuple(slice(None) if name in axes else 0 for name in sizes)
+            group = ranks[first].flatten().tolist()
+            assert (group == list(range(x.ep))) == (made.placement == "ep_first" or x.ep == 16)
     assert small[0].plan(timeout=60).timeout == 60
+    (alone,) = {(*e.mesh["mesh_shape"], *e.mesh["mesh_dim_names"]) for e in plan("olmoe-1b-7b", "h200", 1, batch=1)}
+    assert alone == (1, "dp")
 
 
 def test_explained(small):
@@ -196,7 +216,11 @@ def test_the_command(capsys, tmp_path, monkeypatch):
         (("olmo", "h200", 8), UnknownArchitecture, "no model 'olmo'"),
         (("olmoe-1b-7b", "h300", 8), UnknownPlatform, "no platform 'h300'; did you mean h200"),
         (("olmoe-1b-7b", "h200", 0), InvalidPlan, "num_ranks is 0"),
-        ((7, "h200", 8), UnknownArchitecture, "takes the name of a model, a module or an Architecture, not int"),
+        (
+            (7, "h200", 8),
+            UnknownArchitecture,
+            "takes the name of a model, a module, a transformers config or an Architecture, not int",
+        ),
     ],
 )
 def test_what_cannot_be_meant(arguments, error, message):

@@ -30,6 +30,7 @@ class Exchanges:
         beside: [N] seconds of what goes on beside all hops but the last; None: nothing.
         handling: [N] seconds to pack and unpack rows.
         repeats: so many that follow each other have the same popular experts.
+        counts: seconds in which ranks tell each other how many rows come, ahead of dispatch.
     """
 
     load: Tensor
@@ -38,6 +39,7 @@ class Exchanges:
     beside: Tensor | None
     handling: Tensor
     repeats: int
+    counts: float = 0.0
 
     def __len__(self) -> int:
         return len(self.load)
@@ -57,7 +59,9 @@ class Exchanges:
         first = sum(before, torch.zeros(()))
         if self.beside is not None:
             first = torch.maximum(first, took(self.beside, self.networks[-1]))
-        return first + last + self.handling[picked]
+        found = first + last + self.handling[picked]
+        found[0] += self.counts
+        return found
 
 
 def draw(
@@ -101,7 +105,8 @@ def draw(
         handling.append((moved.sum(1) + moved.sum(2)).sum(0).amax() * width * platform.handling / 2)
     used = networks if by_level else networks[:1]
     apart = torch.stack(beside) if beside else None
-    return Exchanges(torch.stack(loads), torch.stack(hops), used, apart, torch.stack(handling), repeats)
+    counts = max(n.latency for n in networks)
+    return Exchanges(torch.stack(loads), torch.stack(hops), used, apart, torch.stack(handling), repeats, counts)
 
 
 def _rows(

@@ -58,8 +58,8 @@ class Simulated:
     def __str__(self) -> str:
         rows = [("", "formulas", "simulated")]
         for name in COMPONENTS:
-            formulas, simulated = (amount(round(of[name], 9), "s") for of in (self.formulas, self.components))
-            rows.append((name, formulas, simulated))
+            theirs, own = (amount(round(of[name], 9), "s") for of in (self.formulas, self.components))
+            rows.append((name, theirs, own))
         rows += [("step", amount(sum(self.formulas.values()), "s"), amount(self.seconds, "s"))]
         lines = [f"{name:<16}{formulas:<12}{simulated}" for name, formulas, simulated in rows]
         lines += ["", f"formulas over simulated {self.ratio:.3f}; routing of skew {self.skew:g}, seed {self.seed}"]

@@ -1,0 +1,83 @@
+"""The platform that a program runs on: named by MOEFX_PLATFORM, or recognised by its device."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+
+import torch
+
+from ..errors import UnknownPlatform
+from .platforms import PLATFORMS, Platform, platform_of
+
+VARIABLE = "MOEFX_PLATFORM"
+_NEUTRAL = "dgx-h100"  # whose figures compare layouts where there are none of the device
+# Words of a device's name, and what it must not have: other boards of that chip are slower, slices have a part of it.
+_RECOGNISED = {"H200": "h200", "H100": "dgx-h100", "A100": "a100-40gb", "MI300X": "mi300x", "MI250X": "frontier"}
+_OTHERS = re.compile(r"PCI|NVL|\bMIG\b", re.IGNORECASE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Here:
+    """A platform, and why it was taken.
+
+    Attributes:
+        is_known: its figures are of such a device: seconds mean something. Else they compare layouts at most.
+    """
+
+    platform: Platform
+    why: str
+    is_known: bool = True
+
+
+def platform_here(device_type: str, node: int | None = None) -> Here:
+    """The platform of this process.
+
+    What MOEFX_PLATFORM names, a shipped platform or a file that `python -m moefx bench platform` writes, is taken as it
+    is. Else a GPU is recognised by its name; the memory is its own, and a node has `node` ranks. Of other devices
+    nothing is known but the memory, and the figures of DGX H100 stand in for the rest.
+
+    Args:
+        device_type: "cuda", which is that of ROCm too, or "cpu".
+        node: ranks of a node; None: what LOCAL_WORLD_SIZE says, or 1. On the CPU they share its memory.
+
+    Raises:
+        UnknownPlatform: MOEFX_PLATFORM names none, or the device is of another type.
+    """
+    if name := os.environ.get(VARIABLE):
+        try:
+            return Here(platform_of(name), f"named by {VARIABLE}")
+        except UnknownPlatform as error:
+            raise UnknownPlatform(f"{VARIABLE}={name}: {error}") from None
+    node = node or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    device, capacity = _device(device_type, node)
+    found = recognised(device)
+    base = PLATFORMS[found or _NEUTRAL]
+    nodes, *above = base.networks
+    networks = (dataclasses.replace(nodes, ranks=node), *(n for n in above if not n.ranks or n.ranks > node))
+    own = dict(device=device, capacity=capacity, networks=networks, sources=base.sources | {"capacity": "measured"})
+    if found:
+        return Here(dataclasses.replace(base, **own), f"recognised by {device!r}")
+    why = (
+        f"no figures for {device!r}: those of {_NEUTRAL} compare layouts. {VARIABLE}=FILE takes what "
+        "`python -m moefx bench platform --out FILE` measures"
+    )
+    return Here(dataclasses.replace(base, name="unknown", **own), why, is_known=False)
+
+
+def recognised(device: str) -> str | None:
+    """The shipped platform with devices of that name, as torch has it."""
+    if _OTHERS.search(device):
+        return None
+    return next((name for word, name in _RECOGNISED.items() if re.search(rf"\b{word}\b", device)), None)
+
+
+def _device(device_type: str, node: int) -> tuple[str, float]:
+    """Its name, and bytes of memory for a rank."""
+    if device_type == "cuda":
+        found = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return found.name, float(found.total_memory)
+    if device_type == "cpu" and hasattr(os, "sysconf"):  # not on Windows
+        return "cpu", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / node
+    raise UnknownPlatform(f"no figures for a device of type {device_type!r}: name its platform by {VARIABLE}")

@@ -1,0 +1,300 @@
+"""What the planner takes for `compile`: of what a mesh can be, the fastest that fits."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import types
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import moefx
+import moefx.survey
+from moefx import Plan, cli
+from moefx.errors import InvalidPlan, UnknownPlatform
+from moefx.planner.auto import decide
+from moefx.planner.axes import uses
+from moefx.planner.catalogue import model_of
+from moefx.planner.decision import Facts
+from moefx.planner.here import Here
+from moefx.planner.platforms import platform_of
+
+from ..distributed.models import proven_once
+from ..passes.blocks import D, E, Gated, Loop
+from .test_describe import Decoder
+
+AUTO = Plan(expert_axis="auto", checkpoint="auto", validation="symbolic")
+IDS = (torch.zeros(4, 32, dtype=torch.int64),)
+
+
+@pytest.fixture(autouse=True)
+def unnamed(monkeypatch):
+    monkeypatch.delenv("MOEFX_PLATFORM", raising=False)
+    monkeypatch.setattr(moefx.survey, "_prove_all", proven_once)
+
+
+def mesh_of(**sizes: int) -> types.SimpleNamespace:
+    shape = tuple(sizes.values())
+    return types.SimpleNamespace(mesh_dim_names=tuple(sizes), mesh=torch.arange(torch.Size(shape).numel()).view(shape))
+
+
+# ---------------------------------------------------------------------- the axes of a mesh
+@pytest.mark.parametrize(
+    ("sizes", "found"),
+    [
+        (dict(ep=8), ["ep (8)"]),
+        (dict(dp=2, ep=4), ["ep (4)"]),
+        (dict(dp=4), ["dp (4)"]),
+        (dict(replicate=2, shard=4), ["replicate (2)", "shard (4)", "replicate x shard (8)"]),
+        (dict(ep=4, tp=2), ["ep x tp (8), SSMB over tp", "ep (4)"]),
+        (dict(dp=2, tp=4), ["dp x tp (8), SSMB over tp", "dp (2)"]),
+        (dict(tp=8), ["tp (8), SSMB over tp"]),
+        (dict(ep=8, tp=1), ["ep (8)"]),
+        (dict(ep=1, tp=8), ["ep x tp (8), SSMB over tp", "ep (1)"]),
+        (dict(pp=2, dp=2, ep=2), ["ep (2)"]),
+        (dict(pp=2, ep=2, tp=2), ["ep x tp (4), SSMB over tp", "ep (2)"]),
+    ],
+)
+def test_uses(sizes, found):
+    made = uses(mesh_of(**sizes), AUTO)
+    assert [str(use) for use in made] == [f"experts over {text}" for text in found]
+    stage = torch.Size(sizes.values()).numel() // sizes.get("pp", 1)
+    assert all(use.tp * use.dp == stage and use.layout().num_ranks == stage for use in made)
+
+
+def test_a_plan_leaves_less_open():
+    mesh = mesh_of(dp=2, ep=2, tp=2)
+    assert [str(u) for u in uses(mesh, Plan(checkpoint="auto"))] == ["experts over ep (2)"]
+    asked = Plan(checkpoint="auto", expert_axis=("dp", "tp"), sequence_axis="tp")
+    assert [str(u) for u in uses(mesh, asked)] == ["experts over dp x tp (4), SSMB over tp"]
+    named = mesh_of(ep=2, model=4)
+    assert [str(u) for u in uses(named, AUTO)] == ["experts over ep (2)"]
+    (ssmb,) = uses(named, AUTO.replace(sequence_axis="model"))
+    assert str(ssmb) == "experts over ep x model (8), SSMB over model" and ssmb.tp == 4
+    # axes are made one by all ranks there are
+    assert [str(u) for u in uses(mesh, AUTO, is_whole=False)] == ["experts over ep (2)"]
+
+
+def test_groups_and_how_near_they_are():
+    h200 = platform_of("h200")  # nodes of eight
+    for sizes, group, near in (
+        (dict(dp=2, ep=8), range(8), True),
+        (dict(ep=2, dp=8), (0, 8), False),
+        (dict(dp=2, ep=4, tp=2), (0, 2, 4, 6), True),
+        (dict(ep=4, dp=2, tp=2), (0, 4, 8, 12), False),
+    ):
+        use = uses(mesh_of(**sizes), AUTO)[-1]
+        assert use.group == tuple(group) and use.experts_first(h200) is near
+
+
+def test_meshes_without_an_axis_for_experts():
+    with pytest.raises(InvalidPlan, match="a mesh of pp=4 has no axis that experts can be spread over"):
+        uses(mesh_of(pp=4), AUTO)
+    with pytest.raises(InvalidPlan, match="the axes of the mesh have no names"):
+        uses(types.SimpleNamespace(mesh_dim_names=None, mesh=torch.arange(4)), AUTO)
+
+
+# ---------------------------------------------------------------------- the choice
+MODEL = model_of("olmoe-1b-7b")
+
+
+def told(asked: Plan = AUTO, model=MODEL, memory: float = 139e9, tokens: int = 4096, **more) -> Facts:
+    platform = dataclasses.replace(platform_of("dgx-h100"), capacity=memory)
+    return Facts(asked, model, 1, tokens, "said", Here(platform, "said"), **more)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.sampled_from([dict(ep=8), dict(dp=2, ep=4), dict(ep=4, tp=2), dict(dp=4, tp=2)]),
+    st.floats(2e9, 100e9), st.sampled_from([512, 4096, 16384]), st.sampled_from([None, 0, 3]),
+)  # fmt: skip
+def test_the_fastest_that_fits_is_taken(sizes, memory, tokens, zero):
+    mesh = mesh_of(**sizes)
+    found = decide({0: told(AUTO.replace(zero=zero), memory=memory, tokens=tokens)}, 0, mesh)
+    first, *others = found.tried
+    fits = [t for t in found.tried if t.entry.memory["M_gpu"] <= memory]
+    assert bool(found.warning) == (not fits)
+    assert first.entry.seconds == min(t.entry.seconds for t in fits or [first])
+    assert first.lacking == min(t.lacking for t in found.tried) if not fits else first in fits
+    assert len(others) == 2 * len(uses(mesh, AUTO)) - 1
+    more = decide({0: told(AUTO.replace(zero=zero), memory=2 * memory, tokens=tokens)}, 0, mesh)
+    if fits and more.tried[0].entry.layout.zero == first.entry.layout.zero:
+        assert more.tried[0].entry.seconds <= first.entry.seconds
+    assert not found.plan.is_undecided and found.plan.tokens == tokens
+
+
+def test_no_more_is_spread_than_must_be():
+    """ZeRO's stage is the user's: the lowest with which something fits is counted on."""
+    mesh, zeros = mesh_of(dp=4, ep=2), []
+    for memory in (100e9, 60e9, 30e9, 20e9):
+        found = decide({0: told(memory=memory)}, 0, mesh)
+        zeros.append(found.tried[0].entry.layout.zero)
+        assert f"mixed precision, ZeRO-{zeros[-1]}" in str(found) and ("yours to do" in str(found)) == (zeros[-1] > 0)
+    assert zeros == sorted(zeros) and zeros[0] == 0 and len(set(zeros)) > 2
+    assert decide({0: told(AUTO.replace(zero=3), memory=100e9)}, 0, mesh).tried[0].entry.layout.zero == 3
+
+
+def test_ranks_decide_by_all_of_them():
+    """The most tokens, the least memory: whichever rank is asked."""
+    mesh = mesh_of(dp=2, ep=2)
+    facts = {0: told(), 1: told(tokens=8192), 2: told(memory=50e9), 3: told()}
+    found = [decide(facts, rank, mesh) for rank in facts]
+    assert len({str(each) for each in found}) == 1 and found[0].plan.tokens == 8192
+    assert found[0].facts.here.platform.capacity == 50e9
+    with pytest.raises(InvalidPlan, match=r"do not agree on Plan\(zero=\.\.\.\): rank 0 None, rank 2 3"):
+        decide(facts | {2: told(AUTO.replace(zero=3))}, 0, mesh)
+    with pytest.raises(InvalidPlan, match="rank 3 of the mesh cannot go on, CaptureError: no"):
+        decide(facts | {3: "CaptureError: no"}, 0, mesh)
+
+
+def test_stages_take_the_same_axes_and_keep_what_fits_each():
+    """1F1B: the first of two stages has two micro-batches in flight."""
+    mesh = mesh_of(pp=2, ep=4, tp=2)
+    asked = AUTO.replace(zero=0)
+    facts = {rank: told(asked, stage=rank // 8, stages=2) for rank in range(16)}
+    first, last = (decide(facts, rank, mesh) for rank in (0, 15))
+    needed = first.tried[0].entry.memory["M_gpu"]
+    assert first.tried[0].entry.layout.kept == "h" and needed > last.tried[0].entry.memory["M_gpu"]
+    assert first.tried[0].seconds == pytest.approx(last.tried[0].seconds)  # of one micro-batch each
+    facts = {rank: told(asked, stage=rank // 8, stages=2, memory=needed - 1) for rank in range(16)}
+    first, last = (decide(facts, rank, mesh).plan for rank in (0, 15))
+    assert (first.checkpoint, last.checkpoint) == ("x", "h") and first.expert_axis == last.expert_axis == ("ep", "tp")
+    # a stage without experts goes along
+    facts |= {rank: told(asked, model=None, stage=1, stages=2) for rank in range(8, 16)}
+    assert decide(facts, 8, mesh).plan.expert_axis == decide(facts, 0, mesh).plan.expert_axis == ("ep", "tp")
+
+
+def test_rows_travel_as_planned():
+    asked = AUTO.replace(dispatch="flat")
+    flat = decide({0: told(asked)}, 0, mesh_of(ep=8))
+    assert {t.entry.layout.way for t in flat.tried} == {"flat"} and flat.plan.dispatch == "flat"
+    assert flat.tried[0].entry.seconds > decide({0: told()}, 0, mesh_of(ep=8)).tried[0].entry.seconds
+
+
+def test_experts_that_do_not_divide():
+    with pytest.raises(InvalidPlan, match=r"64 experts do not divide: experts over dp \(3\)"):
+        decide({0: told()}, 0, mesh_of(dp=3))
+    found = decide({0: told()}, 0, mesh_of(odd=3, even=2))  # one axis of several
+    assert found.plan.expert_axis == "even"
+
+
+# ---------------------------------------------------------------------- compile and explain
+def keeps(compiled: nn.Module) -> set[str]:
+    graphs = [block.graph for block in moefx.blocks(compiled)]
+    return {str(n.kwargs["keep"]) for g in graphs for n in g.find(torch.ops.moefx.expert_mlp.default)}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_one_device(device):
+    with torch.device(device):
+        model = Decoder()
+    example = (torch.zeros(4, 32, dtype=torch.int64, device=device),)
+    asked = Plan(checkpoint="auto", validation="symbolic")
+    found = moefx.explain(model, plan=asked, example_inputs=example).planned
+    (h, x) = [t.entry.memory["M_gpu"] for t in found.tried]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for memory, kept in ((1e12, "h"), (h, "h"), (h - 1, "x"), (x, "x")):
+            compiled = moefx.compile(model, plan=asked.replace(memory=memory), example_inputs=example)
+            assert keeps(compiled) == {kept} and moefx.explain(compiled).planned.plan.checkpoint == kept
+            assert moefx.history(compiled, "layers.1.ffn").passes == ("rewrite_block", "fuse", "checkpoint")
+    with pytest.warns(
+        UserWarning, match=r"nothing fits .* 128 tokens a rank in 4 sequences.*keep 'x': .*It fits where"
+    ):
+        compiled = moefx.compile(model, plan=asked.replace(memory=x - 1), example_inputs=example)
+    assert keeps(compiled) == {"x"} and "warning   nothing fits" in str(moefx.explain(compiled))
+    with pytest.warns(UserWarning, match="M_optimizer is .*Take fewer tokens, more ranks or more memory"):
+        moefx.compile(model, plan=asked.replace(memory=1.0, tokens=1), example_inputs=example)
+
+
+def test_later_specialisations_keep_what_was_decided():
+    model, x = Loop(Gated), torch.randn(64, D)
+    h, _ = moefx.explain(model, plan=AUTO, example_inputs=(x,)).planned.tried
+    plan = AUTO.replace(memory=h.entry.memory["M_gpu"] - 1)
+    compiled = moefx.compile(copy.deepcopy(model), plan=plan, example_inputs=(x,)).double()
+    torch.testing.assert_close(compiled(x.double()), model.double()(x.double()))
+    programs = moefx.blocks(compiled)[0].forward.programs
+    assert len(programs) == 2 and all('keep="x"' in str(p.history.graph) for p in programs)
+
+
+def test_tokens():
+    model = Decoder()
+    for plan, example, tokens, sequences in (
+        (AUTO, IDS, 128, 4),
+        (AUTO.replace(tokens=64), IDS, 64, 2),
+        (AUTO.replace(tokens=33), IDS, 33, 1),
+        (AUTO, None, 4096, 1),
+        (AUTO.replace(tokens=8192), None, 8192, 2),
+    ):
+        found = moefx.explain(model, plan=plan, example_inputs=example).planned
+        assert (found.plan.tokens, found.facts.sequences) == (tokens, sequences)
+        assert found.tried[0].entry.memory["A_router"] == 4 * tokens * E
+
+
+def test_the_platform_of_the_environment(monkeypatch, tmp_path):
+    model = Decoder()
+    monkeypatch.setenv("MOEFX_PLATFORM", "frontier")
+    text = str(moefx.explain(model, plan=AUTO, example_inputs=IDS))
+    assert "memory    64 GiB a rank" in text and "platform  frontier, named by MOEFX_PLATFORM" in text
+    assert " us" in text.splitlines()[-1] and "times as long" not in text
+    monkeypatch.setenv("MOEFX_PLATFORM", "frontiere")
+    with pytest.raises(UnknownPlatform, match=r"MOEFX_PLATFORM=frontiere: .*did you mean frontier"):
+        moefx.compile(model, plan="auto", example_inputs=IDS)
+    moefx.compile(model, plan=Plan(validation="symbolic"), example_inputs=IDS)  # nobody asks
+
+
+def test_models_that_the_planner_cannot_make_out():
+    """A model that compiles without the planner compiles with it."""
+    wide = Loop(Gated)
+    wide.experts.append(Gated())
+    wide.gate = nn.Linear(D, E + 1, bias=False)
+    model = nn.Sequential(Loop(Gated), wide)
+    with pytest.warns(UserWarning, match="the planner cannot make out this model.*blocks are alike, these are not"):
+        compiled = moefx.compile(model, plan=AUTO, example_inputs=(torch.zeros(9, D),))
+    assert keeps(compiled) == {"h"} and not moefx.explain(compiled).planned.plan.is_undecided
+
+
+def test_nothing_to_rewrite():
+    model = Gated()
+    assert moefx.compile(model, plan="auto", example_inputs=(torch.zeros(9, D),), strict=False) is model
+
+
+def test_explained():
+    model = Decoder()
+    compiled = moefx.compile(model, plan=AUTO, example_inputs=IDS)
+    explained = moefx.explain(compiled)
+    assert str(explained.planned) == str(moefx.explain(model, plan=AUTO, example_inputs=IDS).planned)
+    said = json.loads(explained.to_json())["planned"]
+    assert Plan.from_json(json.dumps(said["plan"])) == explained.planned.plan and said["platform"] == "unknown"
+    assert [t["what"] for t in said["tried"]] == ["one device, keep 'h'", "one device, keep 'x'"]
+    assert moefx.explain(copy.deepcopy(compiled)).planned == explained.planned
+    assert moefx.explain(moefx.compile(model, plan=Plan(validation="symbolic"), example_inputs=IDS)).planned is None
+
+
+def test_the_page_shows_what_is_printed():
+    """OLMoE on eight H100s, four of 4096 tokens each."""
+    here = Here(platform_of("dgx-h100"), "named by MOEFX_PLATFORM")
+    asked = Plan(expert_axis="auto", checkpoint="auto")
+    found = decide({0: Facts(asked, MODEL, 4, 4096, "as in the example inputs", here)}, 0, mesh_of(ep=4, tp=2))
+    page = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
+    assert f"```text\n{found}\n```" in page
+
+
+def decoder() -> tuple[nn.Module, tuple]:
+    return Decoder(), IDS
+
+
+def test_the_command(capsys, monkeypatch):
+    monkeypatch.setenv("MOEFX_PLATFORM", "h200")
+    for plan in ("auto", '{"checkpoint": "auto"}'):
+        assert cli.main(["explain", "tests.planner.test_auto:decoder", "--meta", "--plan", plan]) == 0
+        assert "platform  h200, named by MOEFX_PLATFORM" in capsys.readouterr().out
+    assert cli.main(["explain", "tests.planner.test_auto:decoder", "--plan", "fast"]) == 2
+    assert "--plan fast: " in capsys.readouterr().err

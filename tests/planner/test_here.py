@@ -1,0 +1,104 @@
+"""The platform that a process runs on."""
+
+from __future__ import annotations
+
+import os
+import types
+
+import pytest
+import torch
+
+from moefx.errors import UnknownPlatform
+from moefx.planner.here import platform_here, recognised
+from moefx.planner.platforms import PLATFORMS, platform_of
+
+RAM = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@pytest.fixture(autouse=True)
+def unnamed(monkeypatch):
+    monkeypatch.delenv("MOEFX_PLATFORM", raising=False)
+
+
+def gpu(monkeypatch, name: str, memory: float) -> None:
+    properties = types.SimpleNamespace(name=name, total_memory=memory)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+
+
+@pytest.mark.parametrize(
+    ("device", "platform"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "dgx-h100"),
+        ("NVIDIA A100-SXM4-80GB", "a100-40gb"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("AMD Instinct MI250X", "frontier"),
+        # other chips and boards, and slices
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA A100-PCIE-40GB", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("AMD Instinct MI250", None),
+        ("NVIDIA A10", None),
+        ("NVIDIA B200", None),
+    ],
+)
+def test_recognised(device, platform):
+    assert recognised(device) == platform
+
+
+def test_a_gpu_has_its_own_memory_and_nodes(monkeypatch):
+    gpu(monkeypatch, "NVIDIA H200", 100e9)
+    here = platform_here("cuda", 4)
+    assert here.is_known and here.why == "recognised by 'NVIDIA H200'"
+    assert here.platform.capacity == 100e9 and here.platform.peak == platform_of("h200").peak
+    assert [n.ranks for n in here.platform.networks] == [4, 0]
+
+
+@pytest.mark.parametrize("node", [1, 8, 16, 32, 64])
+def test_nodes_of_any_size(monkeypatch, node):
+    """Units that are not larger than a node are none."""
+    gpu(monkeypatch, "AMD Instinct MI250X", 64e9)
+    networks = platform_here("cuda", node).platform.networks
+    assert [n.ranks for n in networks] == [node, *(r for r in (32, 256) if r > node), 0]
+
+
+def test_others_have_their_memory_and_say_so(monkeypatch):
+    gpu(monkeypatch, "NVIDIA B300", 288e9)
+    here = platform_here("cuda", 8)
+    assert not here.is_known and here.platform.capacity == 288e9
+    assert here.why.startswith("no figures for 'NVIDIA B300': those of dgx-h100 compare layouts")
+    assert here.platform.peak == platform_of("dgx-h100").peak and here.platform.name not in PLATFORMS
+
+
+def test_ranks_of_a_node_share_its_memory():
+    assert platform_here("cpu").platform.capacity == RAM
+    assert platform_here("cpu", 4).platform.capacity == RAM / 4
+
+
+def test_other_types_of_devices():
+    with pytest.raises(UnknownPlatform, match="no figures for a device of type 'xpu': name its platform by MOEFX_PLAT"):
+        platform_here("xpu")
+
+
+def test_named(monkeypatch, tmp_path):
+    for device_type in ("cpu", "xpu"):
+        monkeypatch.setenv("MOEFX_PLATFORM", "frontier")
+        here = platform_here(device_type, 2)
+        assert here.platform == platform_of("frontier") and here.is_known and here.why == "named by MOEFX_PLATFORM"
+    file = tmp_path / "mine.json"
+    file.write_text(platform_of("h200").to_json())
+    monkeypatch.setenv("MOEFX_PLATFORM", str(file))
+    assert platform_here("cpu").platform == platform_of("h200")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("h300", "MOEFX_PLATFORM=h300: no platform 'h300'; did you mean h200"), ("no.json", "no platform file no.json")],
+)
+def test_wrong_names(monkeypatch, name, message):
+    monkeypatch.setenv("MOEFX_PLATFORM", name)
+    with pytest.raises(UnknownPlatform, match=message):
+        platform_here("cpu")
