@@ -5,14 +5,18 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from moefx.planner.platforms import PLATFORMS
+from moefx.planner.search import plan
 
 PAGE = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
 
 
 def test_it_runs(capsys):
-    (block,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
-    exec(block, {"__name__": "page"})
+    space: dict[str, object] = {"__name__": "page"}
+    for block in re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S):
+        exec(block, space)
     printed = capsys.readouterr().out
     for text in (
         "deepseek-v3 on 1024 x AMD MI250X",
@@ -21,9 +25,22 @@ def test_it_runs(capsys):
         "MFU = ",
         "Layout(pp=",
         "Plan(checkpoint=",
+        "routing of skew 0.5, seed 0",
     ):
         assert text in printed
 
 
 def test_platforms_are_named():
     assert all(f"`{name}`" in PAGE for name in PLATFORMS)
+
+
+@pytest.mark.parametrize("name", ["olmoe-1b-7b", "gpt-oss-20b", "mixtral-8x22b"])
+def test_simulated_seconds_are_those_of_the_table(name):
+    """To two units of the last digit: rates and formulas may change, and the table with them."""
+    (row,) = re.findall(rf"^\| {name} \| ([\w-]+), (\d+) \| ([\d ]+) \| ([\d.]+) \| ([\d.]+) \|$", PAGE, re.M)
+    platform, ranks, division, without, skewed = row
+    ranking = plan(name, platform, int(ranks))
+    x = ranking[0].layout
+    assert f"{x.pp} {x.tp} {x.dp} {x.ep}" == division
+    for skew, ratio in ((0.0, without), (0.5, skewed)):
+        assert ranking.simulate(skew=skew).ratio == pytest.approx(float(ratio), abs=0.02)

@@ -161,6 +161,12 @@ def test_nearly_all_choices_on_one_expert():
     assert found.imbalance == pytest.approx(8 * share, abs=8 * bound)
 
 
+def test_tensor_ranks_with_the_same_tokens_choose_alike():
+    """Without SSMB four ranks send the same rows: what the busiest has above the mean is twice as much (sqrt(4))."""
+    apart, alike_ = (simulate(QWEN, Layout(tp=tp, dp=8 // tp, ep=8, tokens=256), DGX).imbalance - 1 for tp in (1, 4))
+    assert 1.5 < alike_ / apart < 2.5
+
+
 def spread(*values):
     networks = [dataclasses.replace(network, spread=values) for network in DGX.networks]
     return dataclasses.replace(DGX, networks=tuple(networks))
