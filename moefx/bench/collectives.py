@@ -23,7 +23,7 @@ from ..runtime.topology import ExpertAxis
 from .rates import link
 
 SIZES = tuple(4**i for i in range(5, 15))  # bytes that a rank has: 1 KiB to 256 MiB
-QUANTILES = 20
+PARTS = 20
 _WARM_UP, _LEAST = 3, 5
 
 
@@ -97,10 +97,14 @@ def fitted(found: Sequence[Repeated]) -> tuple[float, float]:
 
 
 def spread(found: Sequence[Repeated]) -> tuple[float, ...]:
-    """Seconds over the median of their size, all sizes together: from the least to the most in `QUANTILES` steps."""
-    ratios = sorted(s / r.median for r in found for s in r.seconds)
-    places = [i * (len(ratios) - 1) / QUANTILES for i in range(QUANTILES + 1)]
-    return tuple(round(ratios[round(place)], 4) for place in places)
+    """Seconds over the median of their size: the means of `PARTS` equal parts of them all, in ascending order. Sizes at
+    which latency is most of the time do not count, unless there are no others: their hiccups are not those of rows."""
+    least = min(r.median for r in found)
+    large = [r for r in found if r.median > 2 * least] or list(found)
+    ratios = sorted(s / r.median for r in large for s in r.seconds)
+    ends = [round(i * len(ratios) / PARTS) for i in range(PARTS + 1)]
+    parts = [ratios[begin:end] for begin, end in itertools.pairwise(ends)]
+    return tuple(round(statistics.mean(part), 4) for part in parts if part)
 
 
 def _all_to_all(level: Level, device: torch.device, size: int) -> tuple[float, Callable[[], object]]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import math
+import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -100,19 +99,16 @@ def gemm_errors(gemms: Iterable[Gemm], platform: Platform) -> list[float]:
 def link(num_bytes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
     """(latency in seconds, bytes a second) of exchanges of which so many bytes left each rank.
 
-    Of the lines through two of the points, or through one and level or straight from nothing, that whose times are off
-    by the least factors: a few points that are far off do not count for more.
+    Medians: of what sizes that take about as long as the shortest take beside their bytes, and of what a byte of the
+    larger ones takes beside the latency. One size that is far off does not count for more.
     """
-    points = list(zip(num_bytes, seconds, strict=True))
-    lines = [line for n, s in points for line in ((s, 0.0), (0.0, s / n))]
-    for (n, s), (m, t) in itertools.combinations(points, 2):
-        per_byte = (t - s) / (m - n) if m != n else 0.0
-        lines.append((s - n * per_byte, per_byte))
-
-    def off(line: tuple[float, float]) -> float:
-        return sum(abs(math.log((line[0] + n * line[1]) / s)) for n, s in points)
-
-    latency, per_byte = min((line for line in lines if min(line) >= 0), key=off)
+    points, least = list(zip(num_bytes, seconds, strict=True)), min(seconds)
+    short = [(n, s) for n, s in points if s <= 2 * least]
+    long = [(n, s) for n, s in points if s > 2 * least]
+    latency, per_byte = statistics.median(s for _, s in short), 0.0
+    for _ in range(50 if long else 0):  # each in turn, until they stay
+        per_byte = max(statistics.median((s - latency) / n for n, s in long), 0.0)
+        latency = max(statistics.median(s - n * per_byte for n, s in short), 0.0)
     return latency, 1 / per_byte if per_byte else FREE
 
 

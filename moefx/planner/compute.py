@@ -41,7 +41,7 @@ FORWARD = Sheet(
         Formula("F_rest", 2 * b * s * N_rest / TP, "FLOP", "router and shared experts"),
         Formula("F_ffn", 2 * b * s * N_ffn / TP, "FLOP", "FFN of a layer without experts"),
         Formula("F_logits", n_logits * 2 * b * s * V * d / TP, "FLOP", "last stage"),
-        Formula("m_expert", b * s / G * k * EP / E, "1", "rows of an expert"),
+        Formula("m_expert", b * s / G * k * EP / E * skew, "1", "rows of an expert of the busiest rank"),
         Formula("fill", m_expert / (m_expert + tile / 2), "1", "of the tiles, half of the last one empty"),
         Formula(
             "V_rows", 2 * b * s / G * k * skew * (3 * d + (n_mat + 1) * F), "B",

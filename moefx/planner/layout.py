@@ -120,6 +120,24 @@ class Layout:
             return min(warm_up, most * self.chunks) / self.chunks
         return min({"1f1b": behind, "zb-h1": self.pp, "zb-h2": 2 * self.pp - 1}[self.schedule], most)
 
+    def layers_of(self, model: Architecture, stage: int) -> tuple[int, int]:
+        """Of a stage (from 0), and those of them with experts: as even as can be, the first stages have one more."""
+        every, more = divmod(model.num_layers, self.pp)
+        begin, end = (i * every + min(i, more) for i in (stage, stage + 1))
+        begins, ends = (i * model.num_moe_layers // model.num_layers for i in (begin, end))
+        return end - begin, ends - begins
+
+    def transfers(self) -> float:
+        """How often a stage waits for one to the next, or back, in a step, as its schedule's events have it (see
+        `planner.simulation`): most go on beside computing."""
+        if self.pp == 1:
+            return 0.0
+        if self.schedule == "interleaved":
+            return 2.0 * (self.pp * self.chunks - 1)
+        if self.schedule == "gpipe":
+            return 2.0 * (self.pp - 1)
+        return 2.0 * max(self.microbatches, self.pp) * (self.pp - 1) / self.pp
+
     def values(self, model: Architecture, stage: int = 0) -> dict[str, float]:
         """What the formulas of `memory` are given.
 

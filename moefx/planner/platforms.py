@@ -26,8 +26,8 @@ class Network:
         bandwidth: bytes a second that leave a rank, if all ranks send at once.
         latency: seconds of an exchange beside its bytes; 0 if nobody says.
         p2p: bytes a second that a rank sends to one other, if all do so at once; 0: as `bandwidth`.
-        spread: seconds of exchanges that are repeated, over their median, in ascending order, evenly spaced from the
-            least to the most: (0.9, 1.0, 4.0) has a straggler. () where nobody measured.
+        spread: seconds of exchanges that are repeated, over their median: the means of equal parts of them, in
+            ascending order: with (0.9, 1.0, 4.0) a third of them take four times as long. () where nobody measured.
     """
 
     name: str
@@ -133,7 +133,7 @@ class Platform:
         for network in self.networks:
             is_last = network is self.networks[-1] or not network.ranks
             units = 1 if is_last else spans(group, stride, network.ranks)[0]
-            if left % units:
+            if left % units or (units > 1 and group % max(network.ranks // stride, 1)):
                 continue  # unlike parts: counted with the level above
             size, left = left // units, units
             if networks and size > 1 and _alike(networks[-1], network):
@@ -144,6 +144,18 @@ class Platform:
             if left == 1:
                 break
         return tuple(reversed(sizes)), tuple(reversed(networks))
+
+    def ring(self, group: int, stride: int = 1) -> float:
+        """Seconds a byte that each of so many ranks, `stride` apart, sends in a ring: an all-reduce, an all-gather.
+
+        There are as many rings as a node has ranks of the group, each with a part of the bytes, and each leaves the
+        node by the NIC of another rank, as NCCL and RCCL lay them.
+        """
+        nodes, each = spans(group, stride, self.node_size)
+        if nodes == 1 or each == 0:
+            return 1 / self.networks[0].bandwidth
+        away = 1 / self.network_of(group, stride).bandwidth / each
+        return max(away, (each - 1) / each / self.networks[0].bandwidth)
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1)
@@ -212,17 +224,18 @@ _SHIPPED = [
         sources=dict.fromkeys(("capacity", "peak", "memory_bandwidth"), _H100),
     ),
     Platform(
-        name="h200", device="NVIDIA H200 141GB SXM5", capacity=150.1e9, peak=989e12, memory_bandwidth=4.248e12,
+        name="h200", device="NVIDIA H200 141GB SXM5", capacity=150.1e9, peak=989e12, memory_bandwidth=4.224e12,
         networks=(
             Network(
-                "node", 8, 294.2e9, 32.25e-6, 323.4e9, f"{_MEASURED}, NCCL between two GPUs",
-                (0.2956, 0.9276, 0.949, 0.9583, 0.9676, 0.9752, 0.9824, 0.9884, 0.9923, 0.9964, 1.0,
-                 1.0035, 1.0086, 1.0141, 1.0218, 1.033, 1.0506, 1.1173, 1.3249, 1.506, 94.82),
+                "node", 8, 328.5e9, 48.4e-6, 356e9, f"{_MEASURED}, NCCL between two GPUs",
+                (0.9717, 0.976, 0.9793, 0.983, 0.9856, 0.988, 0.9908, 0.9939, 0.9964, 0.999,
+                 1.0011, 1.004, 1.0067, 1.0087, 1.0106, 1.0128, 1.0177, 1.0227, 1.0299, 1.1531),
             ),
             Network("cluster", 0, 50e9, source=_DGX),
         ),
-        matmul_efficiency=0.7316, attention_efficiency=0.3936, dense_rows=2.887e12, dense_launch=7.471e-6,
-        expert_gemm=651.5e12, expert_rows=9.453e12, expert_weights=18.03e12, handling=63.04e-12, overhead=1.123e9,
+        matmul_efficiency=0.7577, attention_efficiency=0.3896, dense_rows=3.022e12, dense_launch=7.797e-6,
+        expert_gemm=686.2e12, expert_rows=9.781e12, expert_weights=17.19e12, expert_launch=34.46e-6,
+        handling=0.1524e-12, overhead=1.123e9,
         sources={
             "peak": _H200,
             **dict.fromkeys(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
-from typing import get_args
+import operator
+from typing import Any, get_args
 
 import sympy
 
+from ..errors import InvalidPlan
 from .architecture import Architecture
 from .communication import VOLUMES, exchange, level_values, row_bytes, whole_link
 from .compute import FORWARD
@@ -19,7 +21,8 @@ TILE = 128  # rows, of the kernels' GEMMs on every target: moefx.lowering.triton
 
 M, PP, layers, moe_layers, n_mat = quantities("M PP l l_moe n_mat")
 n_again, n_up, bubble_of = quantities("n_again n_up bubble_of")
-n_tp, n_g, n_pp, n_grads, alpha_tp, alpha_pp = quantities("n_tp n_g n_pp n_grads alpha_tp alpha_pp")
+n_tp, n_g, n_p2p, n_grads, alpha_tp, alpha_pp = quantities("n_tp n_g n_p2p n_grads alpha_tp alpha_pp")
+L, L_moe, l_t, l_t_moe, h_t, T_model = quantities("L L_moe l_t l_t_moe h_t T_model")
 T_attention, T_experts, T_experts_step, T_rest, T_ffn, T_logits = quantities(
     "T_attention T_experts T_experts_step T_rest T_ffn T_logits"
 )
@@ -35,34 +38,44 @@ n_pass, n_z3, y_p, T_compute, T_alltoall, T_tp, T_gather, T_p2p, T_params, T_mic
 )
 T_bubble, T_grads, T_optimizer, T_step = quantities("T_bubble T_grads T_optimizer T_step")
 
+
+def _parts(every: sympy.Expr, moe: sympy.Expr, logits: Any) -> dict[str, sympy.Expr]:
+    """Seconds of a micro-batch in so many layers, of which so many have experts, with the logits or not."""
+    again = n_again + n_up * (n_mat - 1) / n_mat
+    return {
+        "T_compute": n_pass * (every * T_attention + moe * T_rest + (every - moe) * T_ffn + logits * T_logits)
+        + moe * (T_experts_step + again * T_experts),
+        "T_alltoall": moe * (4 * T_exchange + T_counts),
+        "T_tp": every * (V_tp * beta_tp + 4 * n_tp * alpha_tp),
+        "T_gather": 2 * moe * (V_gather * beta_tp + n_g * alpha_tp),
+    }
+
+
+_STAGE = _parts(l_t, l_t_moe, h_t)
 STEP = Sheet(
     [
         Formula("n_pass", 3 + n_again, "1", "a backward is two forwards; one more where layers run again"),
+        Formula("T_compute", _STAGE["T_compute"], "s", "the longest stage; up-projections again where only X is kept"),
         Formula(
-            "T_compute",
-            n_pass * (layers * T_attention + moe_layers * T_rest + (layers - moe_layers) * T_ffn + T_logits)
-            + moe_layers * (T_experts_step + (n_again + n_up * (n_mat - 1) / n_mat) * T_experts),
-            "s", "a stage, a micro-batch; up-projections again where only X is kept",
-        ),
-        Formula(
-            "T_alltoall", moe_layers * (4 * T_exchange + T_counts), "s",
+            "T_alltoall", _STAGE["T_alltoall"], "s",
             "dispatch and combine, forward and backward; numbers of rows ahead of the first",
         ),
-        Formula("T_tp", layers * (V_tp * beta_tp + 4 * n_tp * alpha_tp), "s", "four all-reduces a layer; Megatron-LM"),
-        Formula("T_gather", 2 * moe_layers * (V_gather * beta_tp + n_g * alpha_tp), "s", "X-MoE appendix C.2"),
-        Formula("T_p2p", 2 * n_pp * (V_p2p * beta_pp + alpha_pp), "s", "Piper section III.B.2"),
+        Formula("T_tp", _STAGE["T_tp"], "s", "four all-reduces a layer; Megatron-LM"),
+        Formula("T_gather", _STAGE["T_gather"], "s", "X-MoE appendix C.2"),
         Formula(
             "T_params", 4 * n_z3 * (P_dense * (1 - 1 / z_p) * beta_dp + P_experts * (1 - 1 / y_p) * beta_replicas), "s",
             "ZeRO-3: parameters gathered, forward and backward",
         ),
-        Formula("T_micro", T_compute + T_alltoall + T_tp + T_gather + T_p2p + T_params, "s", "nothing overlaps"),
-        Formula("T_bubble", bubble_of * (PP - 1) * T_micro, "s", "micro-batches that a stage waits for"),
+        Formula("T_micro", T_compute + T_alltoall + T_tp + T_gather + T_params, "s", "nothing overlaps"),
+        Formula("T_model", sum(_parts(L, L_moe, 1).values()) + PP * T_params, "s", "T_micro of all stages"),
+        Formula("T_bubble", bubble_of * (T_model - T_micro), "s", "what the longest stage waits for in the others"),
+        Formula("T_p2p", n_p2p * (V_p2p * beta_pp + alpha_pp), "s", "Piper section III.B.2; what is waited for"),
         Formula(
             "T_grads", (n_grads + 1 - n_z3) / 2 * (V_grad_dense * beta_dp + V_grad_experts * beta_replicas), "s",
             "half of it to reduce, in each micro-batch with ZeRO-2 and 3; half to spread results, not with ZeRO-3",
         ),
         Formula("T_optimizer", 28 * (P_dense / z_o + P_experts / y_o) / BW, "s", "12 bytes read and written, 4 beside"),
-        Formula("T_step", M * T_micro + T_bubble + T_grads + T_optimizer, "s", "1F1B and the like"),
+        Formula("T_step", M * T_micro + T_bubble + T_p2p + T_grads + T_optimizer, "s", "1F1B and the like"),
         Formula("MFU", F_token * B * s / (peak * ranks * T_step), "1", "Piper eq. 12"),
     ]
 )  # fmt: skip
@@ -87,28 +100,41 @@ def memory(model: Architecture, layout: Layout, platform: Platform) -> dict[str,
 
 
 def given(model: Architecture, layout: Layout, platform: Platform, experts_first: bool = True) -> dict[str, float]:
-    """What the sheets of a step are given, of the last stage, which has the logits."""
+    """What the sheets of a step are given. `l_t` layers, `l_t_moe` of them with experts, and `h_t` logits are those of
+    the stage that takes longest: one with the most layers, or the last, which has the logits."""
     values = layout.values(model, layout.pp - 1)
-    stage_ranks = layout.tp * layout.dp
-    tensor, data = platform.network_of(layout.tp), platform.network_of(layout.dp, layout.tp)
-    replicas = platform.network_of(layout.expert_replicas, layout.ep if experts_first else 1)
-    stages = platform.network_of(2, stage_ranks)
+    stage_ranks, replicas_apart = layout.tp * layout.dp, layout.ep if experts_first else 1
+    tensor, stages = platform.network_of(layout.tp), platform.network_of(2, stage_ranks)
     sizes, networks = _levels(layout, platform, experts_first)
     links = tuple((n.latency, 1 / n.bandwidth) for n in networks)
-    return values | level_values(sizes, links, whole_link(sizes, links), platform.handling) | {
+    found = values | level_values(sizes, links, whole_link(sizes, links), platform.handling) | {
         "t": layout.sequences * layout.tokens / values["G"], **widths(model, layout),
         "n_z3": int(layout.zero > 2), "BW": platform.memory_bandwidth, "tile": TILE, "skew": 1.0,
         **platform.dense_rates(), **platform.expert_rates(),
         "DP": layout.dp, "R": layout.expert_replicas, "M": layout.microbatches,
         "n_up": int(KEPT[layout.kept].num_hidden(model.matrices) == 0 and not layout.recompute),
-        "bubble_of": _BUBBLES.get(layout.schedule, 1 / layout.chunks), "beta_tp": 1 / tensor.bandwidth,
-        "beta_dp": 1 / data.bandwidth, "beta_replicas": 1 / replicas.bandwidth,
-        "beta_pp": 1 / (stages.p2p or stages.bandwidth),
+        "bubble_of": (layout.pp > 1) * _BUBBLES.get(layout.schedule, 1 / layout.chunks), "beta_tp": 1 / tensor.bandwidth,
+        "beta_dp": platform.ring(layout.dp, layout.tp),
+        "beta_replicas": platform.ring(layout.expert_replicas, replicas_apart),
+        "beta_pp": 1 / (stages.p2p or stages.bandwidth), "n_p2p": layout.transfers(),
         "alpha_tp": tensor.latency, "alpha_pp": stages.latency, "n_tp": int(layout.tp > 1), "n_g": int(layout.ssmb),
-        "n_pp": layout.chunks if layout.pp > 1 else 0, "n_grads": layout.microbatches if layout.zero > 1 else 1,
+        "n_grads": layout.microbatches if layout.zero > 1 else 1,
         "ranks": layout.num_ranks, "F_token": flop_per_token(model, layout.tokens),
         "B": layout.sequences * layout.microbatches * layout.dp,
     }  # fmt: skip
+    kinds = [dict(zip(("l_t", "l_t_moe", "h_t"), kind, strict=True)) for kind in _kinds(model, layout.pp)]
+    if len(kinds) == 1:
+        return found | kinds[0]
+    one = sheet_of(layout, platform, experts_first)
+    return found | max(kinds, key=lambda kind: one(**found, **kind)["T_micro"])
+
+
+@functools.lru_cache(maxsize=1024)
+def _kinds(model: Architecture, pp: int) -> list[tuple[int, int, int]]:
+    """(layers, those with experts, logits) of the stages that may take longest: no other has as much of each."""
+    each = [(*Layout(pp=pp).layers_of(model, stage), int(stage == pp - 1)) for stage in range(pp)]
+    most = [k for k in each if not any(all(map(operator.le, k, other)) and k != other for other in each)]
+    return list(dict.fromkeys(most))
 
 
 def widths(model: Architecture, layout: Layout) -> dict[str, float]:
@@ -121,7 +147,13 @@ def widths(model: Architecture, layout: Layout) -> dict[str, float]:
 
 
 def sheet_of(layout: Layout, platform: Platform, experts_first: bool = True) -> Sheet:
-    """All formulas of a step of that layout."""
+    """All formulas of a step of that layout.
+
+    Raises:
+        InvalidPlan: rows go by levels, and there is only one.
+    """
+    if layout.way in ("rbd", "halo") and len(_levels(layout, platform, experts_first)[0]) == 1 < layout.ep:
+        raise InvalidPlan(f"way={layout.way!r} goes by levels, but the {layout.ep} ranks of EP are within one")
     return sheet(layout.way if layout.ep > 1 else "none", len(_levels(layout, platform, experts_first)[0]))
 
 

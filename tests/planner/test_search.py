@@ -172,12 +172,13 @@ def test_no_policy_exchanges_more():
 
 
 def test_bubbles():
-    """Of 1F1B (PP - 1) / M of the step's work (Megatron-LM section 2.2)."""
+    """Of 1F1B (PP - 1) / M of the step's work (Megatron-LM section 2.2), where the other stage is as long but for the
+    logits."""
     found = seconds()
-    assert found["T_bubble"] == pytest.approx(found["T_micro"] * (2 - 1))
+    logits = found["n_pass"] * found["T_logits"]
+    assert found["T_bubble"] == pytest.approx(found["T_micro"] - logits) and logits > 0
     interleaved = seconds(schedule="interleaved", chunks=2)
-    assert interleaved["T_bubble"] == pytest.approx(interleaved["T_micro"] / 2)
-    assert interleaved["T_p2p"] == pytest.approx(2 * found["T_p2p"])  # from chunk to chunk
+    assert interleaved["T_bubble"] == pytest.approx(found["T_bubble"] / 2)
     assert seconds(schedule="zb-h2")["T_bubble"] == 0
 
 
@@ -246,7 +247,8 @@ def test_nothing_is_sent_to_no_stage():
     platform = platform_of("dgx-h100")
     alone, two = (seconds(platform, pp=pp, tp=1, ep=16, ssmb=False, dp=16)["T_p2p"] for pp in (1, 2))
     network = platform.network_of(2, 16)
-    assert alone == 0 and two == pytest.approx(2 * (2 * 4096 * MODEL.hidden_size / network.bandwidth + network.latency))
+    once = 2 * 4096 * MODEL.hidden_size / network.bandwidth + network.latency
+    assert alone == 0 and two == pytest.approx(8 * once)  # a round trip of every two of eight micro-batches
 
 
 @pytest.mark.parametrize(("zero", "expected"), [(1, 1.0), (2, (4 + 1) / 2), (3, 4 / 2)])
@@ -268,7 +270,8 @@ def test_schedules_of_pipelines():
         assert x.schedule != "interleaved" or (x.microbatches % x.pp == 0 and x.pp * x.chunks <= 48)
     alike = [e for e in ranking if (e.layout.pp, e.layout.tp, e.layout.ep, e.layout.microbatches) == (4, 1, 8, 16)]
     bubbles = {(e.layout.schedule, e.layout.chunks): e.step["T_bubble"] / e.step["T_micro"] for e in alike}
-    assert bubbles["zb-h2", 1] == 0 and bubbles["1f1b", 1] == 3 == pytest.approx(4 * bubbles["interleaved", 4])
+    assert bubbles["zb-h2", 1] == 0 and 2 < bubbles["1f1b", 1] < 3  # three stages, all but the last without logits
+    assert bubbles["1f1b", 1] == pytest.approx(4 * bubbles["interleaved", 4])
     assert "4 zb-h2" in ranking.table(len(ranking)) and "4 x2" in ranking.table(len(ranking))
     with pytest.raises(InvalidPlan, match="no schedule '2f2b': there are gpipe, 1f1b"):
         plan("olmoe-1b-7b", "h200", 8, schedules=("2f2b",))

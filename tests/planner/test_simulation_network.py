@@ -44,11 +44,13 @@ def test_what_leaves_a_node_shares_one_nic():
 
 
 def test_a_group_that_does_not_fill_its_nodes():
-    """Twelve ranks in nodes of eight are eight and four; the formula has six and six."""
+    """Twelve ranks in nodes of eight are eight and four: for the formula one level, at the rate of what is between."""
     sizes, networks = FRONTIER.levels(12)
     _, beta = whole_link(sizes, tuple((n.latency, 1 / n.bandwidth) for n in networks))
-    assert sizes == (2, 6)
-    assert fabric(FRONTIER, range(12)).busiest(torch.ones(12, 12)).item() == pytest.approx(11 * beta * 8 / 6)
+    assert sizes == (12,)
+    assert fabric(FRONTIER, range(12)).busiest(torch.ones(12, 12)).item() == pytest.approx(
+        8 * beta
+    )  # of eight ranks all but eight
 
 
 def test_units_share_what_leads_away_from_them():
@@ -117,11 +119,11 @@ def test_several_rings_use_several_nics(members):
 
 
 def test_stragglers_are_as_measured():
-    """Evenly over the quantiles: the mean of (1, 1, 4) is 1.75, to five standard deviations."""
+    """A third of them as each says: the mean of (1, 1, 4) is 2, to five standard deviations."""
     generator = torch.Generator().manual_seed(0)
     found = slowed(Network("node", 8, 1e9, spread=(1.0, 1.0, 4.0)), (100, 100), generator)
     assert found.shape == (100, 100) and found.min() >= 1 and found.max() <= 4
-    assert found.mean().item() == pytest.approx(1.75, abs=5 * found.std().item() / 100)
+    assert found.mean().item() == pytest.approx(2, abs=5 * found.std().item() / 100)
     assert (slowed(Network("node", 8, 1e9), (5,), generator) == 1).all()
     assert (slowed(Network("node", 8, 1e9, spread=(1.5,)), (5,), generator) == 1.5).all()
     assert math.isclose(slowed(Network("node", 8, 1e9, spread=(1.0, 1.0)), (5,), generator).sum(), 5)

@@ -113,13 +113,12 @@ def test_sums_of_a_stage_are_the_formulas():
 
 
 def test_layers_that_do_not_divide():
-    """The formulas have 16 stages of 4 layers and logits each, 64 layers; of the model's 61 three stages have 3, and
-    only the last one has logits: they take an eighth too long or more."""
+    """Of the model's 61 layers three of 16 stages have 3, the others 4, and only the last one has logits."""
     layout = Layout(pp=16, tp=4, dp=16, ep=16, ssmb=True, way="halo", microbatches=64)
     model = model_of("deepseek-v3")
     every = stages(model, layout, FRONTIER, True)
     assert sum(stage.moe_layers for stage in every) == model.num_moe_layers
-    assert 1.1 < simulate(model, layout, FRONTIER).ratio < 1.3
+    assert simulate(model, layout, FRONTIER).ratio == pytest.approx(1, abs=0.02)
     assert simulate(DEEPSEEK, layout, FRONTIER).ratio == pytest.approx(1, abs=0.02)
 
 
@@ -174,13 +173,13 @@ def spread(*values):
 
 @pytest.mark.parametrize("way", ["dedup", "halo"])
 def test_stragglers_take_longer(way):
-    """An exchange that takes 1, 1 or 5 times the median, evenly between: 2 in the mean; two of HALO's hops that go on
+    """An exchange that takes 1, 1 or 4 times the median: 2 in the mean; two of HALO's hops that go on
     side by side wait for the slower one."""
     model, layout = OLMOE, Layout(dp=16, ep=16, way=way, microbatches=8, tokens=256)
-    without, with_ = (simulate(model, layout, spread(1.0, 1.0, 5.0), stragglers=is_on) for is_on in (False, True))
+    without, with_ = (simulate(model, layout, spread(1.0, 1.0, 4.0), stragglers=is_on) for is_on in (False, True))
     ratio = with_.components["exchanges"] / without.components["exchanges"]
-    assert 1.9 < ratio < 2.1 if way == "dedup" else 1.9 < ratio < 5
-    assert with_.seconds > without.seconds and with_.exchanges[-1] > 4 * with_.exchanges[0] * 0.9
+    assert 1.9 < ratio < 2.1 if way == "dedup" else 1.9 < ratio < 4
+    assert with_.seconds > without.seconds and with_.exchanges[-1] > 3 * with_.exchanges[0]
     assert with_.components["compute"] == pytest.approx(without.components["compute"])
     assert simulate(model, layout, DGX).seconds == without.seconds  # nobody measured any
 

@@ -132,6 +132,4 @@ def slowed(network: Network, shape: Sequence[int], generator: torch.Generator) -
     if not network.spread:
         return torch.ones(*shape, dtype=torch.float64)
     spread = torch.tensor(network.spread, dtype=torch.float64)
-    at = torch.rand(*shape, dtype=torch.float64, generator=generator) * (len(spread) - 1)
-    below = at.long().clamp(max=max(len(spread) - 2, 0))
-    return torch.lerp(spread[below], spread[(below + 1).clamp(max=len(spread) - 1)], at - below)
+    return spread[torch.randint(len(spread), tuple(shape), generator=generator)]

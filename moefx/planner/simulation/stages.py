@@ -81,14 +81,12 @@ def stages(model: Architecture, layout: Layout, platform: Platform, experts_firs
         "beta_dp": ring(platform, range(0, stage_ranks, layout.tp)),
         "beta_replicas": ring(platform, range(0, stage_ranks, layout.ep) if experts_first else range(replicas)),
     }
-    formulas, found, end = sheet_of(layout, platform, experts_first), [], 0
+    formulas, found = sheet_of(layout, platform, experts_first), []
     for i in range(layout.pp):
-        begin, end = end, end + model.num_layers // layout.pp + (i < model.num_layers % layout.pp)
-        with_experts = end * model.num_moe_layers // model.num_layers - begin * model.num_moe_layers // model.num_layers
-        is_last = i == layout.pp - 1
+        (every, with_experts), is_last = layout.layers_of(model, i), i == layout.pp - 1
         own = values | {
-            "L": end - begin, "L_moe": with_experts, "n_logits": int(is_last),
-            "n_emb": values["n_emb"] if i == 0 or is_last else 0,
+            "L": every, "L_moe": with_experts, "n_logits": int(is_last), "l_t": every, "l_t_moe": with_experts,
+            "h_t": int(is_last), "n_emb": values["n_emb"] if i == 0 or is_last else 0, "n_p2p": 1,
         }  # fmt: skip
         one, two = (formulas(**own | {"skew": skew}) for skew in (1.0, 2.0))
         found.append(_stage(with_experts, own, one, two, layout.pp > 1))
@@ -116,7 +114,7 @@ def _stage(
         forward=Pass(dense, tensor, parameters, forward),
         backward=Pass((one["n_pass"] - 1) * dense, tensor, parameters, step + forward.times(again - 1)),
         weights=Pass(dense - scores, 0.0, 0.0, step + forward.times(-2)),
-        transfer=one["T_p2p"] / 2 if sends else 0.0,
+        transfer=one["T_p2p"] if sends else 0.0,
         gradients=one["T_grads"],
         optimizer=one["T_optimizer"],
     )  # fmt: skip

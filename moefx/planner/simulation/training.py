@@ -209,8 +209,12 @@ def _by_formulas(model: Architecture, layout: Layout, platform: Platform, expert
     found = sheet_of(layout, platform, experts_first)(**given(model, layout, platform, experts_first))
     each = {"compute": found["T_compute"], "waiting": 0.0, "exchanges": found["T_alltoall"],
             "tensor ranks": found["T_tp"] + found["T_gather"], "parameters": found["T_params"],
-            "stages": found["T_p2p"]}  # fmt: skip
-    once = {"stages": found["T_bubble"], "gradients": found["T_grads"], "optimizer": found["T_optimizer"]}
+            }  # fmt: skip
+    once = {
+        "stages": found["T_bubble"] + found["T_p2p"],
+        "gradients": found["T_grads"],
+        "optimizer": found["T_optimizer"],
+    }
     return {name: layout.microbatches * each.get(name, 0.0) + once.get(name, 0.0) for name in COMPONENTS}
 
 
