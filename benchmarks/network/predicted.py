@@ -90,7 +90,7 @@ def main() -> None:
         raise SystemExit(f"skipped: {lack}")
     results = []
     for case in [c for c in CASES if c.name.startswith(args.only)]:
-        found = measured(case, args.repeats, WAYS, links=6)
+        found = measured(case, args.repeats, WAYS, links=1.5)
         here, rows = platform(found["links"]), compared(case, found)
         print(case.name)
         for network in here.networks:
