@@ -128,7 +128,7 @@ def _p2p(level: Level, device: torch.device, size: int) -> tuple[float, Callable
 
 
 def _repeated(work: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
-    """Seconds of each, the slowest rank's: one after the other, as in a step, so that a late rank delays the others."""
+    """Seconds of each, the slowest rank's; on GPUs one right after the other, as kernels are queued."""
     for _ in range(_WARM_UP):
         work()
     dist.barrier()
@@ -143,6 +143,7 @@ def _repeated(work: Callable[[], object], device: torch.device, repeats: int) ->
         found = [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
     else:
         for _ in range(repeats):
+            dist.barrier()  # exchanges are apart in a step: what one leaves in a socket's queues is not the next one's
             begin = time.perf_counter()
             work()
             found.append(time.perf_counter() - begin)
