@@ -314,14 +314,17 @@ def run_bench(arguments: argparse.Namespace) -> int:
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
+    from .planner.catalogue import MODELS
     from .planner.search import plan
 
     model: Any = arguments.model
-    if Path(model).exists():
+    if model.lower() not in MODELS and Path(model).exists():
         from .planner.describe import config_of
 
         model = config_of(model)
-    more = dict(batch=arguments.batch, tokens=arguments.tokens, schedules=arguments.schedules.split(","))
+    more = dict(
+        batch=arguments.batch, tokens=arguments.tokens, schedules=arguments.schedules.replace(" ", "").split(",")
+    )
     ranking = plan(model, arguments.platform, arguments.gpus, **more)
     if arguments.explain is not None:
         if arguments.explain > len(ranking):

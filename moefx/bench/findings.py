@@ -129,7 +129,7 @@ def figures(device: Device, peak: float | None) -> dict[str, float]:
     shares = [3 * a.flop / a.seconds / peak for a in device.attention]
     return {
         "capacity": device.capacity, "peak": peak, "memory_bandwidth": device.copy, "overhead": device.overhead,
-        "attention_efficiency": sum(shares) / len(shares),
+        "attention_efficiency": min(sum(shares) / len(shares), 1.0),
         **dense_rates(device.gemms, peak), **expert_rates(device.experts),
     }  # fmt: skip
 

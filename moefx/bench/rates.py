@@ -86,7 +86,7 @@ def dense_rates(gemms: Sequence[Gemm], peak: float) -> dict[str, float]:
         wrong = sum((max(f * gemm, v * rows) + t * launch - 1) ** 2 for f, v, t in parts)
         tried.append((wrong, gemm, rows, launch))
     _, gemm, rows, launch = min(tried)
-    return {"matmul_efficiency": _rate(gemm) / peak, "dense_rows": _rate(rows), "dense_launch": launch * 1e-6}
+    return {"matmul_efficiency": min(_rate(gemm) / peak, 1.0), "dense_rows": _rate(rows), "dense_launch": launch * 1e-6}
 
 
 def gemm_errors(gemms: Iterable[Gemm], platform: Platform) -> list[float]:

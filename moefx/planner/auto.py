@@ -179,7 +179,7 @@ def _warning(least: Tried, of: Facts) -> str:
     most = max(STATES, key=taken.__getitem__)
     again = memory(of.model, dataclasses.replace(layout, recompute=True), platform)["M_gpu"]
     remedy = (
-        "It fits where layers run again in the backward (torch.utils.checkpoint with moefx.save_routing)"
+        "It fits where layers run again in the backward (torch.utils.checkpoint)"
         if again <= platform.capacity
         else "Take fewer tokens, more ranks or more memory"
     )

@@ -79,11 +79,11 @@ class Platform:
     sources: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for field in ("capacity", "peak", "memory_bandwidth", "matmul_efficiency", "attention_efficiency"):
-            if not getattr(self, field) > 0:
-                raise UnknownPlatform(f"platform {self.name}: {field} is {getattr(self, field)!r}, expected above 0")
+        _check(self, f"platform {self.name}", _ABOVE_ZERO)
         if not self.networks:
             raise UnknownPlatform(f"platform {self.name}: no networks; the first one is the node")
+        for network in self.networks:
+            _check(network, f"platform {self.name}: network {network.name!r}", ("bandwidth",))
         units = [n.ranks or float("inf") for n in self.networks]
         if any(large <= small for small, large in itertools.pairwise(units)):
             raise UnknownPlatform(
@@ -91,9 +91,8 @@ class Platform:
             )
         for network in self.networks:
             spread = network.spread
-            ascending = all(0 < low <= high for low, high in itertools.pairwise((*spread[:1], *spread)))
-            if not (network.bandwidth > 0 and network.latency >= 0 and network.ranks >= 0 and ascending):
-                raise UnknownPlatform(f"platform {self.name}: network {network.name!r} has {network}")
+            if not all(0 < low <= high for low, high in itertools.pairwise((*spread[:1], *spread))):
+                raise UnknownPlatform(f"platform {self.name}: network {network.name!r} has a spread of {spread}")
 
     @property
     def node_size(self) -> int:
@@ -173,9 +172,35 @@ class Platform:
                 Network(**{**network, "spread": tuple(network.get("spread", ()))}) for network in fields.pop("networks")
             )
             return cls(networks=networks, **fields)
-        except (json.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
+        except (json.JSONDecodeError, TypeError, KeyError, AttributeError, RecursionError) as error:
             known = ", ".join(field.name for field in dataclasses.fields(cls))
             raise UnknownPlatform(f"{where} is no platform file: {error}. Its fields are {known}") from error
+
+
+_ABOVE_ZERO = ("capacity", "peak", "memory_bandwidth", "matmul_efficiency", "attention_efficiency")
+_SHARES = ("matmul_efficiency", "attention_efficiency")  # 1 at the most
+
+
+def _check(value: Any, what: str, above_zero: tuple[str, ...]) -> None:
+    """Every number of a dataclass is one, and can be meant; texts are texts.
+
+    Raises:
+        UnknownPlatform: the first one that cannot.
+    """
+    for field in dataclasses.fields(value):
+        found = getattr(value, field.name)
+        if field.type == "str" and not isinstance(found, str):
+            raise UnknownPlatform(f"{what}: {field.name} is {found!r}, expected a text")
+        if field.type not in ("int", "float"):
+            continue
+        kinds = int if field.type == "int" else (int, float)
+        if isinstance(found, bool) or not isinstance(found, kinds) or not math.isfinite(found):
+            expected = "a whole number" if field.type == "int" else "a number"
+            raise UnknownPlatform(f"{what}: {field.name} is {found!r}, expected {expected}")
+        if found < 0 or (found == 0 and field.name in above_zero) or (found > 1 and field.name in _SHARES):
+            least = "above 0" if field.name in above_zero else "0 or more"
+            most = ", 1 at the most" if field.name in _SHARES else ""
+            raise UnknownPlatform(f"{what}: {field.name} is {found!r}, expected {least}{most}")
 
 
 def _alike(first: Network, second: Network) -> bool:
@@ -277,9 +302,11 @@ def platform_of(name: str) -> Platform:
     path = Path(name)
     if path.suffix == ".json" or path.exists():
         try:
-            return Platform.from_json(path.read_text(), name)
+            return Platform.from_json(path.read_text(encoding="utf-8"), name)
         except OSError as error:
             raise UnknownPlatform(f"no platform file {name}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise UnknownPlatform(f"{name} is no platform file: it is not UTF-8") from error
     raise UnknownPlatform(
         f"no platform {name!r}{nearest(name.lower(), PLATFORMS) or '.'} There are {', '.join(PLATFORMS)}, and JSON "
         "files with the fields of moefx.Platform"

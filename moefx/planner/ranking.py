@@ -128,6 +128,13 @@ class Ranking:
         return len(self.entries)
 
     def __getitem__(self, index: int) -> Entry:
+        """The first has number 0.
+
+        Raises:
+            IndexError: there are fewer; of none, `str(ranking)` says why.
+        """
+        if not -len(self.entries) <= index < len(self.entries):
+            raise IndexError(f"no entry {index}: {len(self.entries)} layouts fit, print the ranking for the reasons")
         return self.entries[index]
 
     def table(self, most: int = 10) -> str:
@@ -140,7 +147,7 @@ class Ranking:
 
     def explain(self, index: int = 0) -> str:
         """Formulas, numbers and results of an entry: its memory, then its time."""
-        entry = self.entries[index]
+        entry = self[index]
         layout, platform = entry.layout, self.platform
         stage = 0 if not entry.memory["A_logits"] else layout.pp - 1
         bytes_of = MEMORY.shown("M_gpu", **layout.values(self.model, stage), M_fw=platform.overhead)
@@ -149,7 +156,7 @@ class Ranking:
 
     def simulate(self, index: int = 0, *, skew: float = 0.0, seed: int = 0, stragglers: bool = True) -> Simulated:
         """A step of an entry as events, beside its formulas: see `planner.simulation.simulate`."""
-        entry = self.entries[index]
+        entry = self[index]
         more: dict[str, Any] = dict(skew=skew, seed=seed, stragglers=stragglers)
         return simulate(self.model, entry.layout, self.platform, entry.experts_first, **more)
 

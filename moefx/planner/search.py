@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
 from torch import nn
 
-from ..errors import InvalidPlan, UnknownArchitecture
+from ..errors import InvalidPlan, UnknownArchitecture, UnknownPlatform
 from ..runtime.links import fastest
 from .architecture import Architecture, whole_numbers
 from .catalogue import model_of
@@ -22,6 +24,7 @@ from .step import given, memory, seconds_of_ways, sheet_of, units_above
 
 # What is kept and whether layers run again, the fastest first.
 _POLICIES = (("h", False), ("x", False), ("h", True))
+_MOST = 10**7  # GPUs, and sequences of a step
 STATES = ("M_params", "M_grads", "M_optimizer", "M_activations")
 _Reasons = dict[str, dict[tuple[tuple[str, int], ...], None]]  # why, and the sizes of what is rejected
 
@@ -42,7 +45,15 @@ def search(
     Raises:
         InvalidPlan: sizes that cannot be meant.
     """
-    whole_numbers(InvalidPlan, num_ranks=num_ranks, batch=batch, tokens=tokens)
+    whole_numbers(InvalidPlan, num_ranks=num_ranks, batch=batch, tokens=tokens, most_sequences=most_sequences)
+    for what, number in (("num_ranks", num_ranks), ("batch", batch)):
+        if number > _MOST:
+            raise InvalidPlan(f"{what} is {number}, expected {_MOST} at the most")
+    if fast_domain is not None and (type(fast_domain) is not int or fast_domain < 0):
+        raise InvalidPlan(f"fast_domain is {fast_domain!r}, expected a number of ranks, 0 for any, or None")
+    if isinstance(schedules, str):
+        raise InvalidPlan(f"schedules is {schedules!r}, expected several names: ({schedules!r},)")
+    schedules = tuple(dict.fromkeys(schedules))
     if not schedules or (unknown := [s for s in schedules if s not in get_args(Schedule)]):
         shown = f"no schedule {unknown[0]!r}" if schedules else "no schedules to choose from"
         raise InvalidPlan(f"{shown}: there are {', '.join(get_args(Schedule))}")
@@ -121,7 +132,9 @@ def plan(model: Any, platform: str | Platform, world_size: int, **options: Any) 
             "moefx.plan takes the name of a model, a module, a transformers config or an Architecture, not "
             f"{type(model).__name__}"
         )
-    machine = platform_of(platform) if isinstance(platform, str) else platform
+    machine = platform_of(os.fspath(platform)) if isinstance(platform, (str, os.PathLike)) else platform
+    if not isinstance(machine, Platform):
+        raise UnknownPlatform(f"moefx.plan takes a platform, its name or a file, not {type(machine).__name__}")
     return search(described, machine, world_size, **options)
 
 
@@ -221,4 +234,5 @@ def _region(layout: Layout) -> tuple[int, int, int]:
 
 @functools.lru_cache(maxsize=256)
 def _divisors(number: int) -> tuple[int, ...]:
-    return tuple(i for i in range(1, number + 1) if number % i == 0)
+    small = [i for i in range(1, math.isqrt(number) + 1) if number % i == 0]
+    return tuple(dict.fromkeys([*small, *(number // i for i in reversed(small))]))

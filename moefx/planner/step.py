@@ -45,9 +45,9 @@ def _parts(every: sympy.Expr, moe: sympy.Expr, logits: Any) -> dict[str, sympy.E
     return {
         "T_compute": n_pass * (every * T_attention + moe * T_rest + (every - moe) * T_ffn + logits * T_logits)
         + moe * (T_experts_step + again * T_experts),
-        "T_alltoall": moe * (4 * T_exchange + T_counts),
-        "T_tp": every * (V_tp * beta_tp + 4 * n_tp * alpha_tp),
-        "T_gather": 2 * moe * (V_gather * beta_tp + n_g * alpha_tp),
+        "T_alltoall": moe * ((4 + 2 * n_again) * T_exchange + (1 + n_again) * T_counts),
+        "T_tp": every * (2 + n_again) / 2 * (V_tp * beta_tp + 4 * n_tp * alpha_tp),
+        "T_gather": (2 + n_again) * moe * (V_gather * beta_tp + n_g * alpha_tp),
     }
 
 
@@ -58,7 +58,7 @@ STEP = Sheet(
         Formula("T_compute", _STAGE["T_compute"], "s", "the longest stage; up-projections again where only X is kept"),
         Formula(
             "T_alltoall", _STAGE["T_alltoall"], "s",
-            "dispatch and combine, forward and backward; numbers of rows ahead of the first",
+            "dispatch and combine, forward (again where layers run again) and backward; numbers of rows ahead",
         ),
         Formula("T_tp", _STAGE["T_tp"], "s", "four all-reduces a layer; Megatron-LM"),
         Formula("T_gather", _STAGE["T_gather"], "s", "X-MoE appendix C.2"),

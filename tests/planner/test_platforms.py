@@ -68,7 +68,16 @@ def test_levels_of_frontier(group, stride, sizes, names):
         (dict(peak=0), "peak is 0, expected above 0"),
         (dict(networks=()), "no networks; the first one is the node"),
         (dict(networks=(Network("node", 8, 1e9), Network("rack", 8, 1e9))), r"units of \[8, 8\] ranks do not grow"),
-        (dict(networks=(Network("node", 8, 0),)), "network 'node' has"),
+        (dict(networks=(Network("node", 8, 0),)), "network 'node': bandwidth is 0, expected above 0"),
+        (dict(networks=(Network("node", 8, 1e9, p2p=-1.0),)), r"p2p is -1\.0, expected 0 or more"),
+        (dict(networks=(Network("node", 2.5, 1e9),)), r"ranks is 2\.5, expected a whole number"),
+        (dict(networks=(Network("node", 8, 1e9, spread=(2.0, 1.0)),)), r"spread of \(2\.0, 1\.0\)"),
+        (dict(handling=float("nan")), "handling is nan, expected a number"),
+        (dict(expert_gemm=-1.0), r"expert_gemm is -1\.0, expected 0 or more"),
+        (dict(matmul_efficiency=1.5), r"matmul_efficiency is 1\.5, expected above 0, 1 at the most"),
+        (dict(overhead="x"), "overhead is 'x', expected a number"),
+        (dict(peak=True), "peak is True, expected a number"),
+        (dict(device=None), "device is None, expected a text"),
     ],
 )
 def test_platforms_that_cannot_be(change, message):

@@ -56,6 +56,7 @@ class Stage:
     """Attributes:
     moe_layers: how many of its layers have experts.
     weights: the part of `backward` that makes gradients of weights.
+    again: how often its forward runs again.
     transfer: seconds to the next stage, of a micro-batch. gradients, optimizer: seconds, once a step.
     """
 
@@ -63,6 +64,7 @@ class Stage:
     forward: Pass
     backward: Pass
     weights: Pass
+    again: int
     transfer: float
     gradients: float
     optimizer: float
@@ -108,11 +110,14 @@ def _stage(
     scores = layers * one["F_scores"] / (values["peak"] * values["e_attn"])  # have no weights
     forward, step = experts("T_experts"), experts("T_experts_step")
     again = values["n_again"] + values["n_up"] * (values["n_mat"] - 1) / values["n_mat"]
-    tensor, parameters = (one["T_tp"] + one["T_gather"]) / 2, one["T_params"] / 2
+    tensor, parameters = (one["T_tp"] + one["T_gather"]) / (2 + values["n_again"]), one["T_params"] / 2
     return Stage(
         moe_layers=moe_layers,
         forward=Pass(dense, tensor, parameters, forward),
-        backward=Pass((one["n_pass"] - 1) * dense, tensor, parameters, step + forward.times(again - 1)),
+        backward=Pass(
+            (one["n_pass"] - 1) * dense, (1 + values["n_again"]) * tensor, parameters, step + forward.times(again - 1)
+        ),
+        again=int(values["n_again"]),
         weights=Pass(dense - scores, 0.0, 0.0, step + forward.times(-2)),
         transfer=one["T_p2p"] if sends else 0.0,
         gradients=one["T_grads"],

@@ -182,7 +182,8 @@ def _work(stage: Stage, load: Tensor, picked: Tensor, took: Tensor, pipelines: T
     times = [torch.bincount(picked[..., group].flatten(), minlength=len(load)) for group in range(num_groups)]
     parts: dict[str, float] = dict.fromkeys(("compute", "waiting", "exchanges", "tensor ranks", "parameters"), 0.0)
     computed, durations = torch.zeros(num_groups, load.shape[1], dtype=torch.float64), []
-    for what, exchanges in ((stage.forward, took[:2].sum(0)), (stage.backward, took[2:].sum(0))):
+    there = took[:2].sum(0)
+    for what, exchanges in ((stage.forward, there), (stage.backward, took[2:].sum(0) + stage.again * there)):
         experts = what.experts.seconds(load)
         layers = _together(exchanges + experts.amax(1)[picked], pipelines)
         durations.append(layers.sum(0) + what.dense + what.tensor + what.parameters)
