@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ from .verification.report import VerifyReport, verify
 if TYPE_CHECKING:
     from .distribute import Spread
 
-_RECORD = "_moefx_record"
+RECORD = "_moefx_record"
 _UNCHANGED: weakref.WeakKeyDictionary[nn.Module, Record] = weakref.WeakKeyDictionary()  # given back by `strict=False`
 
 
@@ -129,8 +130,8 @@ def compile(
                 f"original: {guard}",
                 stacklevel=2,
             )
-        reports.append(_report(matched, program, first, verdicts[id(matched)], spread))
-    vars(compiled)[_RECORD] = Record(tuple(reports), tuple(found.refused), found.seconds)
+        reports.append(report_of(matched, program, first, verdicts[id(matched)], spread))
+    vars(compiled)[RECORD] = Record(tuple(reports), tuple(found.refused), found.seconds)
     return compiled
 
 
@@ -149,9 +150,9 @@ def explain(
         InvalidPlan: as `compile`. CaptureError, InvalidInput: the model does not run on the example.
     """
     model = _checked(model)
-    record = vars(model).get(_RECORD)
+    record = vars(model).get(RECORD)
     if record is None and example_inputs is None:
-        record = _UNCHANGED.get(model)
+        record = _UNCHANGED.get(model) or _regions(model)[0]
     if record is None:
         plan, axis, spreads = _plan(plan, mesh), None, {}
         if mesh is not None:
@@ -166,9 +167,9 @@ def explain(
         reports = []
         for m in found.matched:
             block = model.get_submodule(m.names[0])
-            reports.append(_report(m, _program(m, block), block, verdicts[id(m)], spreads.get(id(m))))
+            reports.append(report_of(m, _program(m, block), block, verdicts[id(m)], spreads.get(id(m))))
         return Explanation(type(model).__name__, tuple(reports), tuple(found.refused), found.seconds)
-    forwards = rewritten_blocks(model)
+    forwards = _forwards(model)
     reports = []
     for report in record.matched:
         counts = [forwards[n].counts for n in report.names if n in forwards]
@@ -231,7 +232,7 @@ class Block:
 
 def blocks(compiled: nn.Module) -> list[Block]:
     """The rewritten blocks of a compiled model, in module order."""
-    return [Block(name, forward) for name, forward in rewritten_blocks(_checked(compiled)).items()]
+    return [Block(name, forward) for name, forward in _forwards(_checked(compiled)).items()]
 
 
 def graph(compiled: nn.Module, name: str, *, after: str | None = None) -> BlockGraph:
@@ -246,7 +247,7 @@ def graph(compiled: nn.Module, name: str, *, after: str | None = None) -> BlockG
 
 def history(compiled: nn.Module, name: str) -> History:
     """All graphs of a block, pass by pass."""
-    forwards = rewritten_blocks(_checked(compiled))
+    forwards = _forwards(_checked(compiled))
     if not forwards:
         raise MoefxError("no block of this model is rewritten; pass what moefx.compile returned")
     if name not in forwards:
@@ -269,6 +270,16 @@ def _plan(plan: Plan | str | None, mesh: Any) -> Plan:
         if name not in names:
             raise InvalidPlan(f"Plan(disable={list(plan.disable)}): no pass {name!r}; there is {', '.join(names)}")
     return plan
+
+
+def _forwards(model: nn.Module) -> dict[str, BlockForward]:
+    """The rewritten blocks of a model, with the regions of its graphs if it was compiled with `backend="moefx"`."""
+    return {**rewritten_blocks(model), **_regions(model)[1]}
+
+
+def _regions(model: nn.Module) -> tuple[Record | None, dict[str, BlockForward]]:
+    backend = sys.modules.get("moefx.backend")  # which Dynamo loads if it is asked for
+    return backend.compiled_for(model) if backend is not None else (None, {})
 
 
 def _checked(model: Any) -> nn.Module:
@@ -299,7 +310,7 @@ def _failed_guard(program: Program, matched: Matched, block: nn.Module) -> str:
     return "" if index < 0 else str(program.guards[index])
 
 
-def _report(
+def report_of(
     matched: Matched, program: Program, block: nn.Module, verdict: str, spread: Spread | None = None
 ) -> MatchedBlock:
     match, graph = matched.result.match, matched.result.graph

@@ -13,8 +13,8 @@ from there on everything is the pipeline that blocks go through: the same captur
                called with them, which stands in the graph
     matching   one proof for all equal regions, kept for the process
     splice     the graph with a call in the place of each region
-    rewriting  `rewrite_graph`: all of that
-    backend    `torch.compile(model, backend="moefx")`
+    rewriting  all of that
 
-Files import those above them only.
+`moefx.backend` hands it to users: `moefx.rewrite_graph`, and `torch.compile(model, backend="moefx")`. Files import those
+above them only.
 """

@@ -78,6 +78,14 @@ class Extents:
                 if extent is not None:
                     yield extent
 
+    def leaves(self, seed: fx.Node) -> bool:
+        """Whether which were chosen is something that the graph returns."""
+        facts = self.facts
+        parts = [seed, *(u for u in facts.users[seed] if u.target is operator.getitem)]
+        return target_name(seed) in _SELECT and any(
+            u.op == "output" for n in parts for u in facts.users[n] if facts.tensor(n) is not None and not facts.is_float(n)
+        )
+
     def wider(self, extent: Extent) -> Extent | None:
         """The same from the next rows above."""
         entry = self.dominator.get(extent.entry)
@@ -105,7 +113,7 @@ class Extents:
         self._following = set(following)
         multiplied = self._multiplied(seed, following)
         left = {n: sum(u in self._following for u in facts.users[n]) for n in following}
-        leads: dict[fx.Node, bool] = {}
+        idle: set[fx.Node] = set()
         open_: set[fx.Node] = set()
         exits = 0
         for n in following:
@@ -117,7 +125,7 @@ class Extents:
             if left[n]:
                 open_.add(n)
             if n in multiplied and self._is_rows(n) and n.op.startswith("call"):
-                if not any(self._leads(u, multiplied, leads) for u in open_ if u is not n):
+                if not any(self._leads(u, n, multiplied, idle) for u in open_ if u is not n):
                     yield n
                     exits += 1
                     if exits == _MOST_EXITS:
@@ -143,22 +151,20 @@ class Extents:
                 found.add(n)
         return found
 
-    def _leads(self, n: fx.Node, multiplied: set[fx.Node], known: dict[fx.Node, bool]) -> bool:
-        """Whether a value gets to the experts' results, other than as a number or a vector of statistics."""
-        stack, seen = [n], set()
+    def _leads(self, n: fx.Node, now: fx.Node, multiplied: set[fx.Node], idle: set[fx.Node]) -> bool:
+        """Whether a value still gets to the experts' results, other than as a number. `idle`: those that do not."""
+        facts, stack, seen = self.facts, [n], set()
         while stack:
             m = stack.pop()
-            if m in seen or known.get(m) is False:
+            if m in seen or m in idle:
                 continue
             seen.add(m)
-            if known.get(m) or (m is not n and m in multiplied) or (m is n and m in multiplied and self._is_rows(m)):
-                known[n] = True
+            if m in multiplied and (m is not n or self._is_rows(m)):
                 return True
-            t = self.facts.tensor(m)
-            if m is not n and t is not None and t.dim() == 0:
-                continue
-            stack += [u for u in self.facts.users[m] if u in self._following]
-        known.update(dict.fromkeys(seen, False))
+            t = facts.tensor(m)
+            if m is n or t is None or t.dim():
+                stack += [u for u in facts.users[m] if u in self._following and facts.at[u] > facts.at[now]]
+        idle |= seen
         return False
 
     # ------------------------------------------------------------------ what is between

@@ -27,11 +27,17 @@ _MOST_TRIED = 4  # extents of one seed
 
 @dataclasses.dataclass
 class Found:
-    """What there is in a graph: regions with their proofs, and what was refused."""
+    """What there is in a graph.
+
+    Attributes:
+        matched: regions with their proofs. refused: what looks like one and is none.
+        open: the user's lines that select something, of which nothing comes together in this graph.
+    """
 
     facts: Facts
     matched: list[tuple[Extracted, Proven]]
     refused: list[Refusal]
+    open: list[str]
     seconds: float
 
 
@@ -50,14 +56,18 @@ def find(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: Plan) -> Found
     facts = Facts(gm, example_inputs)
     extents = Extents(facts)
     matched: list[tuple[Extracted, Proven]] = []
-    refused: dict[str, Refusal] = {}
+    refused: dict[tuple[str, str], Refusal] = {}
     taken: dict[fx.Node, Extracted] = {}
     tried: set[tuple[fx.Node, fx.Node]] = set()
+    open_: dict[str, None] = {}
     for seed in extents.seeds():
         if seed in taken:
             continue
         first: Refusal | None = None
-        for extent in _candidates(extents, seed):
+        candidates = _candidates(extents, seed)
+        if not candidates and extents.leaves(seed):
+            open_[str(sources_of(seed, facts.at[seed])[0])] = None
+        for extent in candidates:
             if (extent.entry, extent.exit) in tried:
                 continue
             tried.add((extent.entry, extent.exit))
@@ -82,10 +92,8 @@ def find(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: Plan) -> Found
             first = None
             break
         if first is not None and not _is_idle(first):
-            refused.setdefault(first.source, first)
-    lines = {str(sources_of(r.extent.seed, facts.at[r.extent.seed])[0]) for r, _ in matched}
-    rest = [r for r in refused.values() if r.source not in lines]
-    return Found(facts, matched, rest, time.perf_counter() - start)
+            refused.setdefault((first.name, first.source), first)
+    return Found(facts, matched, list(refused.values()), list(open_), time.perf_counter() - start)
 
 
 def _candidates(extents: Extents, seed: fx.Node) -> list[Extent]:
