@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .facts import Facts, target_name
+from .facts import Facts, hint, target_name
 
 _SELECT = {"topk", "max", "min", "argmax", "argmin", "sort", "argsort", "kthvalue", "multinomial"}
 _COMPARE = {"gt", "ge", "lt", "le"}
@@ -72,18 +72,23 @@ class Extents:
             entry = self.dominator.get(exit_)
             while entry is not None and (entry in below or not self._is_rows(entry)):
                 entry = self.dominator.get(entry)
-            if entry is not None and (entry, exit_) not in seen:
-                seen.add((entry, exit_))
-                extent = self._between(seed, entry, exit_)
-                if extent is not None:
-                    yield extent
+            if entry is None or (entry, exit_) in seen or self._tokens(entry) != self._tokens(exit_):
+                continue
+            seen.add((entry, exit_))
+            extent = self._between(seed, entry, exit_)
+            if extent is not None:
+                yield extent
+            if len(seen) == _MOST_EXITS:
+                return
 
     def leaves(self, seed: fx.Node) -> bool:
-        """Whether which were chosen is something that the graph returns."""
+        """Whether which were chosen is something that the graph returns, as where Dynamo has cut it there."""
         facts = self.facts
-        parts = [seed, *(u for u in facts.users[seed] if u.target is operator.getitem)]
-        return target_name(seed) in _SELECT and any(
-            u.op == "output" for n in parts for u in facts.users[n] if facts.tensor(n) is not None and not facts.is_float(n)
+        if target_name(seed) not in _SELECT:
+            return False
+        return any(
+            facts.tensor(n) is not None and not facts.is_float(n) and any(u.op == "output" for u in facts.users[n])
+            for n in _following(seed, facts, _FIRST_WINDOW)[0]
         )
 
     def wider(self, extent: Extent) -> Extent | None:
@@ -96,6 +101,9 @@ class Extents:
     def _is_rows(self, n: fx.Node) -> bool:
         t = self.facts.tensor(n)
         return t is not None and t.is_floating_point() and t.dim() >= 2
+
+    def _tokens(self, n: fx.Node) -> Any:
+        return math.prod(hint(size) for size in self.facts.value[n].shape[:-1])
 
     # ------------------------------------------------------------------ exits
     def _exits(self, seed: fx.Node) -> Iterator[fx.Node]:
@@ -128,26 +136,21 @@ class Extents:
                 if not any(self._leads(u, n, multiplied, idle) for u in open_ if u is not n):
                     yield n
                     exits += 1
-                    if exits == _MOST_EXITS:
+                    if exits == 4 * _MOST_EXITS:
                         return
 
     def _multiplied(self, seed: fx.Node, following: list[fx.Node]) -> set[fx.Node]:
         """Of what follows, what a product has a part in: of a weight and rows that were chosen, or of all rows beside
         the choice."""
-        facts, found = self.facts, set()
+        facts, found, beside = self.facts, set(), set()
         before = _preceding(seed, facts)
-        first = facts.at[seed] - _BACK
-
-        def is_beside(d: fx.Node) -> bool:
-            return (
-                d in facts.live and d not in self._following and d not in before and facts.at[d] >= first
-                and self._is_rows(d)
-            )  # fmt: skip
-
+        first, last = max(0, facts.at[seed] - _BACK), facts.at[following[-1]]
+        for n in facts.nodes[first:last]:
+            if n in facts.live and n not in before and n not in self._following and self._is_rows(n):
+                if _is_product(n) or any(d in beside for d in facts.deps[n]):
+                    beside.add(n)
         for n in following:
-            is_product = target_name(n) in _CONTRACT or target_name(n).startswith("grouped_mm")
-            deps = facts.deps[n]
-            if (is_product and self._is_rows(n)) or any(d in found or is_beside(d) for d in deps):
+            if (_is_product(n) and self._is_rows(n)) or any(d in found or d in beside for d in facts.deps[n]):
                 found.add(n)
         return found
 
@@ -221,6 +224,11 @@ def _dominators(facts: Facts) -> dict[fx.Node, fx.Node | None]:
     return found
 
 
+def _is_product(n: fx.Node) -> bool:
+    name = target_name(n)
+    return name in _CONTRACT or name.startswith("grouped_mm")
+
+
 def _selects(n: fx.Node, facts: Facts) -> bool:
     """Whether the integers of a choice are used; the values of `topk` may be a threshold."""
     if not any(facts.is_float(a) and a in facts.live for a in n.all_input_nodes):
@@ -260,6 +268,3 @@ def _preceding(seed: fx.Node, facts: Facts) -> set[fx.Node]:
             stack += facts.deps[n]
     return seen
 
-
-def tokens(t: torch.Tensor) -> Any:
-    return math.prod(t.shape[:-1])

@@ -15,6 +15,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ..capture.source import Source, is_users
+from ..errors import Refused
 from .code import Autocast, Modes
 
 _IN_PLACE = {
@@ -196,6 +197,15 @@ def is_float_tensor(t: Any) -> bool:
     return isinstance(t, torch.Tensor) and t.is_floating_point()
 
 
+def hint(n: Any) -> int:
+    if isinstance(n, torch.SymInt):
+        found = n.node.hint
+        if found is None:
+            raise Refused("how many rows there are follows from data: sizes like that are not followed in graphs")
+        return int(found)
+    return int(n)
+
+
 def source_name(n: fx.Node) -> str:
     """Where Dynamo found an input: `L['self']._modules['gate']._parameters['weight']`; "" if it does not say."""
     source = getattr(n.meta.get("grapharg"), "source", None) or getattr(n, "_dynamo_source", None)
@@ -302,4 +312,4 @@ def _propagated(gm: fx.GraphModule, example_inputs: list[Any]) -> dict[fx.Node, 
     return values.found
 
 
-__all__ = ["SWITCHES", "Facts", "attribute", "source_name", "sources_of", "target_name", "written_by"]
+__all__ = ["SWITCHES", "Facts", "attribute", "hint", "source_name", "sources_of", "target_name", "written_by"]

@@ -18,8 +18,8 @@ from ..runtime.module import install
 from ..runtime.program import Program
 from .code import Autocast, Code, Modes, Size, Step, Value
 from .extents import Extent
-from .facts import Facts, source_name, sources_of
-from .sizes import Generalised, hint
+from .facts import Facts, hint, source_name, sources_of
+from .sizes import Generalised
 
 _MOST_NUMBERS = 1 << 16
 

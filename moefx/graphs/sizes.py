@@ -22,7 +22,7 @@ from ..capture.inputs import NAMES
 from ..errors import Refused
 from .code import Size, Value, call, map_leaves
 from .extents import Extent
-from .facts import Facts, target_name
+from .facts import Facts, hint, target_name
 
 _PROBES = (101, 103, 107, 109, 113)
 _FACTORIES = {
@@ -74,15 +74,6 @@ class Dims:
         if expr.free_symbols - set(self.symbols):
             return []
         return [Size(PythonPrinter().doprint(expr))]
-
-
-def hint(n: Any) -> int:
-    if isinstance(n, torch.SymInt):
-        found = n.node.hint
-        if found is None:
-            raise Refused("how many rows there are follows from data: sizes like that are not followed in graphs")
-        return int(found)
-    return int(n)
 
 
 class Generalised:
