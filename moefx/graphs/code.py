@@ -89,13 +89,24 @@ class Code:
 
 
 def call(target: Any, method: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if method and target == "histc":
+        return _histc(*args, **kwargs)
     if method:
         return getattr(args[0], target)(*args[1:], **kwargs)
     return _WHOLE.get(target, target)(*args, **kwargs)
 
 
+def _histc(t: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Of integers, which only some devices have it for."""
+    if t.is_floating_point():
+        return torch.histc(t, *args, **kwargs)
+    return torch.histc(t.double(), *args, **kwargs).to(t.dtype)
+
+
 # The overloads that `torch.export` keeps dissolve when they are called, the functions that they are of do not.
 _WHOLE: dict[Any, Callable[..., Any]] = {
+    torch.histc: _histc,
+    torch.ops.aten.histc.default: _histc,
     torch.ops.aten.linear.default: F.linear,
     torch.ops.aten.matmul.default: torch.matmul,
     torch.ops.aten.einsum.default: lambda equation, operands, **_: torch.einsum(equation, *operands),

@@ -27,7 +27,7 @@ from .facts import Facts, hint, target_name
 _PROBES = (101, 103, 107, 109, 113)
 _FACTORIES = {
     "zeros", "ones", "full", "empty", "arange", "new_zeros", "new_ones", "new_full", "new_empty", "rand", "randn",
-    "tile", "eye", "linspace", "randperm", "randint", "empty_strided",
+    "eye", "linspace", "tensor", "scalar_tensor", "randperm", "randint", "empty_strided",
 }  # fmt: skip
 _MOST_TRIED = 4000
 _MOST_TIMES = 4096
@@ -208,10 +208,7 @@ class Generalised:
             return args[0]
         if "grouped_mm" in target_name(n):
             return args[0].new_empty((*args[0].shape[:-1], args[1].shape[-1]))
-        schema = getattr(n.target, "_schema", None)
-        if not any(isinstance(a, torch.Tensor) for a in itertools.chain(args, kwargs.values())) and (
-            "device" in kwargs or target_name(n) in _FACTORIES or schema is not None
-        ):
+        if not n.all_input_nodes and target_name(n) in _FACTORIES:
             kwargs["device"] = torch.device("meta")
         return call(n.target, n.op == "call_method", args, kwargs)
 

@@ -15,7 +15,7 @@ from .code import Modes
 from .facts import Facts
 from .region import Extracted, RegionCall, is_removed
 
-HOLDER = "moe"  # the submodule of the graph that has the calls
+HOLDER = "moefx"  # the submodule of the graph that has the calls
 
 
 def splice(facts: Facts, regions: list[tuple[Extracted, RegionCall]]) -> fx.GraphModule:
