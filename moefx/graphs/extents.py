@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from .facts import Facts, hint, target_name
+from .facts import SELECT, Facts, hint, target_name
 
-_SELECT = {"topk", "max", "min", "argmax", "argmin", "sort", "argsort", "kthvalue", "multinomial"}
 _COMPARE = {"gt", "ge", "lt", "le"}
 _CONTRACT = {
     "linear", "mm", "bmm", "matmul", "einsum", "addmm", "baddbmm", "addbmm", "_grouped_mm", "grouped_mm", "__matmul__",
@@ -57,7 +56,7 @@ class Extents:
         """What selects: choices first, then comparisons of floats."""
         facts = self.facts
         live = [n for n in facts.nodes if n in facts.live and n not in facts.given and n.op.startswith("call")]
-        chosen = [n for n in live if target_name(n) in _SELECT and _selects(n, facts)]
+        chosen = [n for n in live if target_name(n) in SELECT and _selects(n, facts)]
         compared = [
             n for n in live
             if target_name(n) in _COMPARE and any(facts.is_float(a) and a in facts.live for a in n.all_input_nodes)
@@ -84,7 +83,7 @@ class Extents:
     def leaves(self, seed: fx.Node) -> bool:
         """Whether which were chosen is something that the graph returns, as where Dynamo has cut it there."""
         facts = self.facts
-        if target_name(seed) not in _SELECT:
+        if target_name(seed) not in SELECT:
             return False
         return any(
             facts.tensor(n) is not None and not facts.is_float(n) and any(u.op == "output" for u in facts.users[n])

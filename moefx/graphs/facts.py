@@ -24,6 +24,7 @@ _IN_PLACE = {
 }  # fmt: skip
 _SET_GRAD = torch._C._set_grad_enabled
 _ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
+SELECT = {"topk", "max", "min", "argmax", "argmin", "sort", "argsort", "kthvalue", "multinomial"}
 SWITCHES = {_SET_GRAD, _ENTER, _EXIT}
 
 
@@ -160,14 +161,18 @@ class Facts:
         return found | self._likely_weights()
 
     def _likely_weights(self) -> dict[fx.Node, torch.Tensor]:
-        """Where nothing says what is a parameter: what is turned round, or multiplied from the right, before anything
-        else, and vectors; the activations are what is left."""
-        likely: dict[fx.Node, torch.Tensor] = {}
+        """Where nothing says what is a parameter: all inputs but those that choices are first of all made of."""
+        activations = set()
         for n in self.nodes:
-            t = self.examples.get(n, self.value.get(n)) if n.op == "placeholder" else None
-            if isinstance(t, torch.Tensor) and t.is_floating_point() and (t.dim() < 2 or _is_operand(n)):
-                likely[n] = t
-        return likely
+            if target_name(n) in SELECT and n.op.startswith("call"):
+                current: Any = n
+                while isinstance(current, fx.Node) and current.op != "placeholder":
+                    current = _first_operand(current)
+                activations.add(current)
+        if not activations:
+            return {}
+        inputs = {n: self.examples.get(n, self.value.get(n)) for n in self.nodes if n.op == "placeholder"}
+        return {n: t for n, t in inputs.items() if is_float_tensor(t) and n not in activations}
 
     def _classify(self) -> None:
         ints: set[fx.Node] = set()  # follow from given integers without a weight
@@ -218,17 +223,14 @@ def _is_held(n: fx.Node) -> bool:
     return "._parameters[" in name or "._buffers[" in name
 
 
-def _is_operand(n: fx.Node) -> bool:
-    def turns(u: fx.Node) -> bool:
-        name = target_name(u)
-        if name in ("t", "transpose", "permute", "T", "mT"):
-            return u.args[0] is n
-        inputs = u.args[1] if name == "einsum" and isinstance(u.args[1], (list, tuple)) else u.args
-        return name in ("linear", "mm", "bmm", "matmul", "einsum", "_grouped_mm", "grouped_mm", "addmm") and any(
-            a is n for a in list(inputs)[1:]
-        )
-
-    return bool(n.users) and all(turns(u) for u in n.users)
+def _first_operand(n: fx.Node) -> Any:
+    """What an op is an op on, as `x` of `addmm(bias, x, w)`."""
+    name = target_name(n)
+    at = 1 if name in ("addmm", "addmv", "einsum", "embedding") and len(n.args) > 1 else 0
+    found: Any = n.args[at] if n.args else next(iter(n.all_input_nodes), None)
+    while isinstance(found, (tuple, list)):
+        found = found[0] if found else None
+    return found
 
 
 def target_name(n: fx.Node) -> str:
@@ -312,4 +314,4 @@ def _propagated(gm: fx.GraphModule, example_inputs: list[Any]) -> dict[fx.Node, 
     return values.found
 
 
-__all__ = ["SWITCHES", "Facts", "attribute", "hint", "source_name", "sources_of", "target_name", "written_by"]
+__all__ = ["SELECT", "SWITCHES", "Facts", "attribute", "hint", "source_name", "sources_of", "target_name", "written_by"]

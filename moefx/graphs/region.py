@@ -18,7 +18,7 @@ from ..runtime.module import install
 from ..runtime.program import Program
 from .code import Autocast, Code, Modes, Size, Step, Value
 from .extents import Extent
-from .facts import Facts, hint, source_name, sources_of
+from .facts import Facts, hint, source_name, sources_of, target_name
 from .sizes import Generalised
 
 _MOST_NUMBERS = 1 << 16
@@ -293,13 +293,47 @@ def _names(facts: Facts, weights: tuple[fx.Node, ...]) -> tuple[str, ...]:
     """Of the weights: as their modules have them, without what all have in common; else by number."""
     full = [_full_name(n) for n in weights]
     parts = [name.split(".") for name in full]
-    if all(full) and len(set(full)) == len(full):
+    if all(full) and len(set(full)) == len(full) and all(_is_named(facts, n) for n in weights):
         common = len(os.path.commonprefix([p[:-1] for p in parts]))
         short = [".".join(p[common:]) for p in parts]
         prefixes = {s for name in short for s in _owners(name)}
         if not prefixes & set(short) and not any(hasattr(nn.Module, p) for s in short for p in s.split(".")):
             return tuple(short)
-    return tuple(f"weight_{i}" for i in range(len(weights)))
+    return _roles(facts, weights)
+
+
+def _is_named(facts: Facts, n: fx.Node) -> bool:
+    """Whether a weight has the name that its module gave it, rather than one that a tracer has counted."""
+    return not str(n.target).startswith("_") if n.op == "get_attr" else _held_at(source_name(n))
+
+
+def _roles(facts: Facts, weights: tuple[fx.Node, ...]) -> tuple[str, ...]:
+    """Weights that the same is done with are one list, in order: the experts of one that has no names."""
+    families: dict[Any, list[fx.Node]] = {}
+    for n in sorted(weights, key=lambda n: min(facts.at[u] for u in facts.users[n])):
+        families.setdefault((tuple(facts.weights[n].shape), tuple(_role(n, 2))), []).append(n)
+    names = {}
+    for i, family in enumerate(families.values()):
+        names.update({n: f"w{i}.{j}" if len(family) > 1 else f"w{i}" for j, n in enumerate(family)})
+    return tuple(names[n] for n in weights)
+
+
+def _role(n: fx.Node, depth: int) -> list[Any]:
+    """What is computed with a value: the next ops that do more than move it, and as which argument they have it."""
+    found = []
+    for u in n.users:
+        if target_name(u) in _MOVES:
+            found += _role(u, depth)
+        elif depth:
+            at = next((i for i, a in enumerate(u.args) if a is n), -1)
+            found.append((target_name(u), at, tuple(_role(u, depth - 1))))
+    return sorted(set(found), key=repr)
+
+
+_MOVES = {
+    "t", "T", "mT", "transpose", "permute", "view", "reshape", "_unsafe_view", "to", "_to_copy", "expand", "unsqueeze",
+    "squeeze", "detach", "contiguous", "clone", "alias",
+}  # fmt: skip
 
 
 def _full_name(n: fx.Node) -> str:

@@ -1,8 +1,9 @@
 """The numbers of a region as expressions over its token dims.
 
 Dynamo writes the sizes of its example into a graph as numbers, unless it was told that they vary. Here the region is
-run without data at other sizes: where it runs only if a number is `B*S`, it is. Where both would run, sizes of new
-tensors are taken for token dims, others for what they are; what turns out wrong later is taken back.
+run without data at other sizes: where it runs only if a number is `B*S`, it is. Where both would run, it is
+taken for a token dim where it stands in a shape as in that of the entry, and else for what it is; what turns out wrong
+later is taken back.
 """
 
 from __future__ import annotations
@@ -26,8 +27,12 @@ from .facts import Facts, hint, target_name
 
 _PROBES = (101, 103, 107, 109, 113)
 _FACTORIES = {
-    "zeros", "ones", "full", "empty", "arange", "new_zeros", "new_ones", "new_full", "new_empty", "rand", "randn",
-    "eye", "linspace", "tensor", "scalar_tensor", "randperm", "randint", "empty_strided",
+    "zeros", "ones", "full", "empty", "arange", "rand", "randn", "eye", "linspace", "randperm", "randint",
+    "empty_strided", "tensor", "scalar_tensor",
+}  # fmt: skip
+_SHAPED = _FACTORIES | {
+    "new_zeros", "new_ones", "new_full", "new_empty", "view", "reshape", "_unsafe_view", "expand", "repeat", "tile",
+    "unflatten",
 }  # fmt: skip
 _MOST_TRIED = 4000
 _MOST_TIMES = 4096
@@ -65,6 +70,11 @@ class Dims:
                 product = sympy.Mul(times, *(self.symbols[i] for i in chosen))
                 found.append((times, Size(PythonPrinter().doprint(product))))
         return [size for _, size in sorted(found, key=lambda f: f[0])]
+
+    def stands(self, n: int, place: int) -> bool:
+        """Whether a number at this place of a shape is likely one of tokens: where the entry has it, or all in front."""
+        sizes = list(self.sizes.values())
+        return (place < len(sizes) and sizes[place] == n) or (place == 0 and n % math.prod(sizes) == 0)
 
     def symbolic(self, n: Any) -> list[Size]:
         """What a symbolic number of the graph is."""
@@ -146,15 +156,17 @@ class Generalised:
             yield from self._given(n)
             return
         leaves: list[list[Any]] = []
-        is_new = target_name(n) in _FACTORIES
+        is_shape, place = target_name(n) in _SHAPED, itertools.count()
 
         def candidates(a: Any) -> None:
             if isinstance(a, fx.Node):
                 if self.facts.is_number(a):
-                    leaves.append(self._of_number(self.facts.value[a], first=False))
-                return
-            if type(a) is int and a > 1:
-                leaves.append(self._of_number(a, first=is_new))
+                    leaves.append(self._of_number(self.facts.value[a]))
+                    next(place)
+            elif type(a) is int:
+                at = next(place)
+                if a > 1:
+                    leaves.append(self._of_number(a, first=is_shape and self.dims.stands(a, at)))
 
         fx.node.map_aggregate((n.args, n.kwargs), candidates)
         for chosen in itertools.product(*leaves):
@@ -175,7 +187,7 @@ class Generalised:
             self.arguments[n], self.probed[n] = (args, kwargs), out
             yield
 
-    def _of_number(self, value: Any, first: bool) -> list[Any]:
+    def _of_number(self, value: Any, first: bool = False) -> list[Any]:
         if isinstance(value, (torch.SymInt, torch.SymFloat)):
             return self.dims.symbolic(value)
         if type(value) is not int:
@@ -187,7 +199,8 @@ class Generalised:
         t = self.facts.value[n]
         if not isinstance(t, torch.Tensor):
             return
-        axes = [self._of_number(s if isinstance(s, torch.SymInt) else int(s), first=True) for s in t.shape]
+        sizes = [s if isinstance(s, torch.SymInt) else int(s) for s in t.shape]
+        axes = [self._of_number(s, first=type(s) is int and self.dims.stands(s, at)) for at, s in enumerate(sizes)]
         for shape in itertools.product(*axes):
             self.shapes[n] = shape
             sizes = [s.at(self.dims.probe) if isinstance(s, Size) else s for s in shape]
