@@ -53,6 +53,7 @@ class Facts:
         placeholders = [n for n in self.nodes if n.op == "placeholder"]
         self.examples = dict(zip(placeholders, example_inputs, strict=False))
         self.value = self._values(list(example_inputs))
+        self._drop_dead()
         self.deps: dict[fx.Node, list[fx.Node]] = {}
         self.after: dict[fx.Node, list[fx.Node]] = {}
         self.written: dict[fx.Node, fx.Node] = {}
@@ -104,6 +105,16 @@ class Facts:
             if n.op == "call_function" and n.target is operator.setitem:
                 value[n] = value[n.args[0]]  # type: ignore[index]
         return value
+
+    def _drop_dead(self) -> None:
+        """Tensors that nobody reads: tracers leave what autograd has made."""
+        dead: set[fx.Node] = set()
+        for n in reversed(self.nodes):
+            is_pure = n.op.startswith("call") and written_by(n) is None and not is_random(n)
+            if is_pure and isinstance(self.value[n], (torch.Tensor, tuple, list)) and dead.issuperset(n.users):
+                dead.add(n)
+        self.nodes = [n for n in self.nodes if n not in dead]
+        self.at = {n: i for i, n in enumerate(self.nodes)}
 
     def tensor(self, n: fx.Node) -> torch.Tensor | None:
         found = self.value.get(n)
@@ -263,6 +274,19 @@ def written_by(n: fx.Node) -> fx.Node | None:
     return n.args[0] if in_place and n.args and isinstance(n.args[0], fx.Node) else None
 
 
+def is_random(n: fx.Node) -> bool:
+    if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()):
+        return True
+    name = str(n.target) if n.op == "call_method" else getattr(n.target, "__name__", "")
+    if "dropout" in name:
+        return bool(n.kwargs.get("training", n.args[2] if len(n.args) > 2 else True))
+    return name.strip("_") in (
+        "rand", "randn", "rand_like", "randn_like", "randint", "randint_like", "randperm", "bernoulli", "multinomial",
+        "normal", "uniform", "exponential", "gumbel_softmax", "rrelu", "poisson", "cauchy", "log_normal", "geometric",
+        "random",
+    )  # fmt: skip
+
+
 def sources_of(n: fx.Node, position: int) -> tuple[Source, ...]:
     """The user's lines that made a node, the innermost first; without a stack trace its place in the graph."""
     found = []
@@ -314,4 +338,4 @@ def _propagated(gm: fx.GraphModule, example_inputs: list[Any]) -> dict[fx.Node, 
     return values.found
 
 
-__all__ = ["SELECT", "SWITCHES", "Facts", "attribute", "hint", "source_name", "sources_of", "target_name", "written_by"]
+__all__ = ["SELECT", "SWITCHES", "Facts", "attribute", "hint", "is_random", "source_name", "sources_of", "target_name", "written_by"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import string
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from ..runtime.module import install
 from ..runtime.program import Program
 from .code import Autocast, Code, Modes, Size, Step, Value
 from .extents import Extent
-from .facts import Facts, hint, source_name, sources_of, target_name
+from .facts import Facts, hint, is_random, source_name, sources_of, target_name
 from .sizes import Generalised
 
 _MOST_NUMBERS = 1 << 16
@@ -194,8 +195,8 @@ def _check(facts: Facts, extent: Extent) -> None:
     for n in extent.given:
         if facts.tensor(n) is None:
             raise Refused(f"the region takes {n.name}, which is no tensor", culprits=(n.name,))
-    if any(_is_random(n) for n in extent.inside):
-        others = [n for n in facts.nodes[first:last] if n not in inside and _is_random(n)]
+    if any(is_random(n) for n in extent.inside):
+        others = [n for n in facts.nodes[first:last] if n not in inside and is_random(n)]
         if others:
             raise Refused(
                 "random numbers are drawn inside of the region and beside it: their order would change",
@@ -203,25 +204,12 @@ def _check(facts: Facts, extent: Extent) -> None:
             )
 
 
-def _is_random(n: fx.Node) -> bool:
-    if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()):
-        return True
-    name = str(n.target) if n.op == "call_method" else getattr(n.target, "__name__", "")
-    if "dropout" in name:
-        return bool(n.kwargs.get("training", n.args[2] if len(n.args) > 2 else True))
-    return name.strip("_") in (
-        "rand", "randn", "rand_like", "randn_like", "randint", "randint_like", "randperm", "bernoulli", "multinomial",
-        "normal", "uniform", "exponential", "gumbel_softmax", "rrelu", "poisson", "cauchy", "log_normal", "geometric",
-        "random",
-    )  # fmt: skip
-
-
 def _is_used(n: fx.Node, inside: set[fx.Node], facts: Facts) -> bool:
     """Whether the value of a node is read outside of the region; what the region does not change can be computed there
     as well."""
     if not is_removed(n, inside, facts):
         return False
-    users = [u for u in n.users if u not in inside and (u in facts.at or u.op == "output")]
+    users = [u for u in n.users if u not in inside and u in facts.at]
     if not users:
         return False
     if facts.tensor(n) is None:
@@ -242,7 +230,7 @@ def _is_used(n: fx.Node, inside: set[fx.Node], facts: Facts) -> bool:
 def is_removed(n: fx.Node, inside: set[fx.Node], facts: Facts) -> bool:
     """Whether a node is computed by the region alone. What follows from weights or from nothing, is not random and is
     not written to, may be computed twice."""
-    return n in facts.live or _is_random(n) or bool(set(facts.storages(n)) & _written_in(inside, facts))
+    return n in facts.live or is_random(n) or bool(set(facts.storages(n)) & _written_in(inside, facts))
 
 
 def _written_in(inside: set[fx.Node], facts: Facts) -> set[int]:
@@ -314,8 +302,13 @@ def _roles(facts: Facts, weights: tuple[fx.Node, ...]) -> tuple[str, ...]:
         families.setdefault((tuple(facts.weights[n].shape), tuple(_role(n, 2))), []).append(n)
     names = {}
     for i, family in enumerate(families.values()):
-        names.update({n: f"w{i}.{j}" if len(family) > 1 else f"w{i}" for j, n in enumerate(family)})
+        name = f"weight_{_letters(i)}"  # numbers would make one list of them
+        names.update({n: f"{name}.{j}" if len(family) > 1 else name for j, n in enumerate(family)})
     return tuple(names[n] for n in weights)
+
+
+def _letters(i: int) -> str:
+    return (_letters(i // 26 - 1) if i >= 26 else "") + string.ascii_lowercase[i % 26]
 
 
 def _role(n: fx.Node, depth: int) -> list[Any]:
