@@ -189,7 +189,7 @@ class Extents:
         if seed not in inside:
             return None
         parts = [u for n in inside if isinstance(facts.value.get(n), (tuple, list)) for u in n.users]
-        inside |= {u for u in parts if u.target is operator.getitem}
+        inside |= {u for u in parts if u.target is operator.getitem and u in facts.at}
         order = facts.at.__getitem__
         return Extent(seed, entry, exit_, tuple(sorted(inside, key=order)), tuple(sorted(given, key=order)))
 

@@ -110,6 +110,9 @@ class Facts:
         """Tensors that nobody reads: tracers leave what autograd has made."""
         dead: set[fx.Node] = set()
         for n in reversed(self.nodes):
+            if n.target is torch.ops.aten._assert_tensor_metadata.default:  # it holds for what the graph was made for
+                dead.add(n)
+                continue
             is_pure = n.op.startswith("call") and written_by(n) is None and not is_random(n)
             if is_pure and isinstance(self.value[n], (torch.Tensor, tuple, list)) and dead.issuperset(n.users):
                 dead.add(n)

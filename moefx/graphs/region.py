@@ -13,8 +13,6 @@ from torch import fx, nn
 
 from ..errors import Refused
 from ..ir.binding import Path, kind_of
-from ..ir.block import BlockGraph
-from ..inspection.history import History
 from ..runtime.module import install
 from ..runtime.program import Program
 from .code import Autocast, Code, Modes, Size, Step, Value
@@ -118,10 +116,9 @@ class Extracted:
         paths: list[Path] = [("x",), *(("args", i) for i in range(len(values) - 1))]
         key = program.key._replace(arguments=tuple(zip(paths, kinds, strict=True)))
         where = dict(zip(self.names, paths[len(self.inputs) :], strict=True))
-        snapshots = tuple(dataclasses.replace(s, graph=_with_weights(s.graph, where)) for s in program.history)
-        lifted = Program(key, History(self.name, snapshots), (), program.guards, {}, program.moves)
         made = RegionCall(self.code, len(self.inputs))
-        install(made, [lifted.renamed(self.name)], name=self.name)
+        history = program.history.renamed(self.name)
+        install(made, [Program(key, history, (), program.guards, {}, program.moves, where)], name=self.name)
         return made
 
 
@@ -371,23 +368,6 @@ def _made(root: nn.Module, path: str) -> nn.Module:
 def _found(root: nn.Module, path: str) -> torch.Tensor:
     owner, _, name = path.rpartition(".")
     return getattr(root.get_submodule(owner), name)
-
-
-def _with_weights(graph: BlockGraph, where: dict[str, Path]) -> BlockGraph:
-    """The graph with placeholders in the place of the block's weights."""
-    made = graph.copy()
-    last = made.placeholders[-1]
-    new: dict[str, fx.Node] = {}
-    for name in where:
-        with made.graph.inserting_after(last):
-            last = new[name] = made.graph.placeholder(re.sub(r"\W", "_", name))
-    for node in list(made.graph.nodes):
-        if node.op == "get_attr":
-            node.replace_all_uses_with(new[str(node.target)])
-            new[str(node.target)].meta.update({k: v for k, v in node.meta.items() if k not in new})
-            made.graph.erase_node(node)
-    binding = dataclasses.replace(made.binding, paths=(*made.binding.paths, *where.values()))
-    return made.replace(binding=binding)
 
 
 __all__ = ["Extracted", "Region", "RegionCall", "extract", "is_removed"]

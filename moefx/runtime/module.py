@@ -427,7 +427,7 @@ class _Entry:
         return f"{where} == {self.attributes.values.get(where)!r}: it is {now!r} now, and the forward reads it"
 
     def run_after(self, pass_name: str, block: nn.Module, leaves: Leaves) -> Any:
-        graph = self.program.history[pass_name].graph
+        graph = self.program.runnable(self.program.history[pass_name].graph)
         values = [leaves[i][1] for i in graph.binding.indices(self.program.key)]
         return graph.compile()(block, *values)
 
