@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -72,6 +73,7 @@ def backend(
     plan, rest = _options(options, mode)
     out, found = rewritten(gm, list(example_inputs), plan)
     _tell(gm, found, "it is compiled as it is")
+    _tell_of_skipped()
     if out is not gm:
         vars(out)[RECORD] = _record(found)
         _keep(out, found)
@@ -116,6 +118,25 @@ def _tell(gm: fx.GraphModule, found: Found, then: str) -> None:
     if not found.matched and not found.refused:
         nodes = len(found.facts.nodes)
         _once(logging.INFO, "moefx found no MoE region in a graph; " + then, f" ({nodes} nodes)")
+
+
+def _tell_of_skipped() -> None:
+    """Functions that Dynamo gave up, because of what depends on data in a loop: it never hands them to a backend. That
+    is in counters of its own, which are private."""
+    try:
+        reasons = list(torch._dynamo.utils.counters["unimplemented"])
+    except Exception:  # another torch
+        return
+    for reason in reasons:
+        frame = re.search(r"frame skipped: (\S+) \((.+) line (\d+)\)", reason)
+        if frame and reason.startswith(("Dynamic shape operator", "Data dependent operator", "Data-dependent")):
+            operator = re.search(r"debug context: (\S+)", reason)
+            _once(
+                logging.WARNING,
+                f"moefx: Dynamo does not compile {frame[1]} ({frame[2].rsplit('/', 1)[-1]}:{frame[3]}), in a loop of "
+                f"which rows depend on data ({operator[1] if operator else 'a tensor'}). If these are experts: "
+                "moefx.compile(model) takes what depends on data; call it first",
+            )
 
 
 def _once(level: int, text: str, detail: str = "") -> None:

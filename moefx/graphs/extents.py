@@ -266,4 +266,3 @@ def _preceding(seed: fx.Node, facts: Facts) -> set[fx.Node]:
             seen.add(n)
             stack += facts.deps[n]
     return seen
-

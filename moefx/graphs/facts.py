@@ -341,4 +341,15 @@ def _propagated(gm: fx.GraphModule, example_inputs: list[Any]) -> dict[fx.Node, 
     return values.found
 
 
-__all__ = ["SELECT", "SWITCHES", "Facts", "attribute", "hint", "is_random", "source_name", "sources_of", "target_name", "written_by"]
+__all__ = [
+    "SELECT",
+    "SWITCHES",
+    "Facts",
+    "attribute",
+    "hint",
+    "is_random",
+    "source_name",
+    "sources_of",
+    "target_name",
+    "written_by",
+]

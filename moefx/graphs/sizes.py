@@ -239,4 +239,3 @@ def _alike(out: Any, was: Any) -> bool:
     if isinstance(was, (tuple, list)):
         return isinstance(out, (tuple, list)) and len(out) == len(was) and all(map(_alike, out, was))
     return True
-

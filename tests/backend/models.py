@@ -55,9 +55,7 @@ class Model(nn.Module):
 
     def __init__(self, make, num_layers: int = 2):
         super().__init__()
-        self.layers = nn.ModuleList(
-            nn.ModuleDict({"norm": nn.LayerNorm(D), "moe": make()}) for _ in range(num_layers)
-        )
+        self.layers = nn.ModuleList(nn.ModuleDict({"norm": nn.LayerNorm(D), "moe": make()}) for _ in range(num_layers))
 
     def forward(self, x):
         aux = x.new_zeros(())
