@@ -25,7 +25,8 @@ __all__ = [
 # torch.distributed takes a while to load, and is not in every build.
 _OF_SPREAD_MODELS = ("clip_grad_norm_", "expert_parameter_names", "full_state_dict", "save_routing")
 _PLANNER = {"Platform": ".planner.platforms", "plan": ".planner.search"}
-_MODULES = {"order_hosts": ".runtime.hosts", "rewrite_graph": ".backend"} | _PLANNER | dict.fromkeys(_OF_SPREAD_MODELS, ".distribute")
+_MODULES = _PLANNER | dict.fromkeys(_OF_SPREAD_MODELS, ".distribute")
+_MODULES |= {"order_hosts": ".runtime.hosts", "rewrite_graph": ".backend"}
 
 
 def __getattr__(name: str) -> Any:

@@ -29,8 +29,8 @@ _KEPT: list[_Compiled] = []
 def rewrite_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: Plan | None = None) -> fx.GraphModule:
     """Find the MoE regions of a flat graph, prove what they compute, and put PFT graphs in their place.
 
-    The graph may come from `torch.export` (`.module()`), from `make_fx`, from Dynamo, or from `symbolic_trace`. Sizes in
-    it may be symbolic; where they are numbers, the result is for these sizes as the graph was. Parameters may be
+    The graph may come from `torch.export` (`.module()`), from `make_fx`, from Dynamo, or from `symbolic_trace`. Sizes
+    in it may be symbolic; where they are numbers, the result is for these sizes as the graph was. Parameters may be
     attributes of the graph or inputs.
 
     Args:
@@ -112,8 +112,8 @@ def _tell(gm: fx.GraphModule, found: Found, then: str) -> None:
         for line in found.open:
             _once(
                 logging.WARNING,
-                f"moefx: experts are selected at {line}, but Dynamo ends its graph{where} ({what}) before their results "
-                "come together. moefx.compile(model) takes what depends on data; call it first",
+                f"moefx: experts are selected at {line}, but Dynamo ends its graph{where} ({what}) before their "
+                "results come together. moefx.compile(model) takes what depends on data; call it first",
             )
     if not found.matched and not found.refused:
         nodes = len(found.facts.nodes)

@@ -70,7 +70,7 @@ _local = threading.local()
 
 @contextlib.contextmanager
 def said(sources: tuple[Source, ...]) -> Iterator[None]:
-    """What runs in this context is of these places, the innermost first: an op of a graph, whose own frames are gone."""
+    """What runs in this context is of these places, the innermost first: an op of a graph, its own frames gone."""
     before, _local.said = getattr(_local, "said", ()), sources
     try:
         yield

@@ -15,6 +15,6 @@ from there on everything is the pipeline that blocks go through: the same captur
     splice     the graph with a call in the place of each region
     rewriting  all of that
 
-`moefx.backend` hands it to users: `moefx.rewrite_graph`, and `torch.compile(model, backend="moefx")`. Files import those
-above them only.
+`moefx.backend` hands it to users: `moefx.rewrite_graph`, and `torch.compile(model, backend="moefx")`. Files import
+those above them only.
 """

@@ -93,7 +93,8 @@ def call(target: Any, method: bool, args: tuple[Any, ...], kwargs: dict[str, Any
         return _histc(*args, **kwargs)
     if method:
         return getattr(args[0], target)(*args[1:], **kwargs)
-    return _WHOLE.get(target, target)(*args, **kwargs)
+    function: Any = _WHOLE.get(target, target)
+    return function(*args, **kwargs)
 
 
 def _histc(t: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

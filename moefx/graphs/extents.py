@@ -131,12 +131,12 @@ class Extents:
                         open_.discard(d)
             if left[n]:
                 open_.add(n)
-            if n in multiplied and self._is_rows(n) and n.op.startswith("call"):
-                if not any(self._leads(u, n, multiplied, idle) for u in open_ if u is not n):
-                    yield n
-                    exits += 1
-                    if exits == 4 * _MOST_EXITS:
-                        return
+            is_result = n in multiplied and self._is_rows(n) and n.op.startswith("call")
+            if is_result and not any(self._leads(u, n, multiplied, idle) for u in open_ if u is not n):
+                yield n
+                exits += 1
+                if exits == 4 * _MOST_EXITS:
+                    return
 
     def _multiplied(self, seed: fx.Node, following: list[fx.Node]) -> set[fx.Node]:
         """Of what follows, what a product has a part in: of a weight and rows that were chosen, or of all rows beside
@@ -145,9 +145,10 @@ class Extents:
         before = _preceding(seed, facts)
         first, last = max(0, facts.at[seed] - _BACK), facts.at[following[-1]]
         for n in facts.nodes[first:last]:
-            if n in facts.live and n not in before and n not in self._following and self._is_rows(n):
-                if _is_product(n) or any(d in beside for d in facts.deps[n]):
-                    beside.add(n)
+            if n not in facts.live or n in before or n in self._following or not self._is_rows(n):
+                continue
+            if _is_product(n) or any(d in beside for d in facts.deps[n]):
+                beside.add(n)
         for n in following:
             if (_is_product(n) and self._is_rows(n)) or any(d in found or d in beside for d in facts.deps[n]):
                 found.add(n)

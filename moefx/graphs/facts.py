@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -79,8 +79,8 @@ class Facts:
                 if n.target is _SET_GRAD:
                     grad = bool(n.args[0])
                 elif n.target is _ENTER:
-                    device, dtype, enabled = (*n.args, None, True)[:3]
-                    open_.append((n, Autocast(str(device), dtype, bool(enabled))))
+                    device, dtype, enabled = (list(n.args) + [None, True])[:3]
+                    open_.append((n, Autocast(str(device), cast(Any, dtype), bool(enabled))))
                 else:
                     open_ = [o for o in open_ if o[0] is not n.args[0]]
                 continue
@@ -167,8 +167,10 @@ class Facts:
             if n.op == "get_attr" and isinstance(t := self.value[n], torch.Tensor):
                 held = attribute(self.gm, str(n.target))
                 found[n] = held if isinstance(held, torch.Tensor) else t
-            elif n.op == "placeholder" and isinstance(t := self.examples.get(n, self.value.get(n)), torch.Tensor):
-                if isinstance(t, nn.Parameter) or isinstance(self.value.get(n), nn.Parameter) or _is_held(n):
+            elif n.op == "placeholder":
+                t = self.examples.get(n, self.value.get(n))
+                is_parameter = isinstance(t, nn.Parameter) or isinstance(self.value.get(n), nn.Parameter)
+                if isinstance(t, torch.Tensor) and (is_parameter or _is_held(n)):
                     found[n] = t
         if any(n.op == "placeholder" or is_float_tensor(t) for n, t in found.items()):
             return found
@@ -186,7 +188,7 @@ class Facts:
         if not activations:
             return {}
         inputs = {n: self.examples.get(n, self.value.get(n)) for n in self.nodes if n.op == "placeholder"}
-        return {n: t for n, t in inputs.items() if is_float_tensor(t) and n not in activations}
+        return {n: t for n, t in inputs.items() if t is not None and is_float_tensor(t) and n not in activations}
 
     def _classify(self) -> None:
         ints: set[fx.Node] = set()  # follow from given integers without a weight
@@ -229,7 +231,7 @@ def source_name(n: fx.Node) -> str:
     """Where Dynamo found an input: `L['self']._modules['gate']._parameters['weight']`; "" if it does not say."""
     source = getattr(n.meta.get("grapharg"), "source", None) or getattr(n, "_dynamo_source", None)
     name = getattr(source, "name", "")
-    return name() if callable(name) else str(name)
+    return str(name() if callable(name) else name)
 
 
 def _is_held(n: fx.Node) -> bool:

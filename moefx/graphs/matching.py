@@ -1,4 +1,4 @@
-"""One proof for all equal regions, kept for the process: the same graph again, or at other sizes, is not lifted again."""
+"""One proof for all equal regions, kept for the process: the same graph, also at other sizes, is not lifted again."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
+import itertools
 import re
 import string
 from typing import Any
@@ -103,8 +103,10 @@ class Extracted:
                 found.append(torch.empty(sizes, dtype=t.dtype, device="meta"))
                 continue
             example = facts.examples.get(n)
-            is_real = type(example) is torch.Tensor and not example.is_meta and list(example.shape) == sizes
-            found.append(example.detach().cpu() if is_real else torch.zeros(sizes, dtype=t.dtype))
+            if type(example) is torch.Tensor and not example.is_meta and list(example.shape) == sizes:
+                found.append(example.detach().cpu())
+            else:
+                found.append(torch.zeros(sizes, dtype=t.dtype))
         return tuple(found)
 
     def call(self, facts: Facts, program: Program) -> RegionCall:
@@ -171,8 +173,8 @@ def extract(facts: Facts, extent: Extent) -> Extracted:
     key = repr((code.dims, code.outputs, forms, given, calls, outside.autocast))
     source = str(sources_of(extent.seed, facts.at[extent.seed])[0])
     return Extracted(
-        _name(facts, extent) or re.sub(r"\W", "_", source), source, extent, code, inputs, weights, names, outputs, units,
-        shapes, dims.sizes, key, entry.device.type, outside.autocast,
+        _name(facts, extent) or re.sub(r"\W", "_", source), source, extent, code, inputs, weights, names, outputs,
+        units, shapes, dims.sizes, key, entry.device.type, outside.autocast,
     )  # fmt: skip
 
 
@@ -279,7 +281,7 @@ def _names(facts: Facts, weights: tuple[fx.Node, ...]) -> tuple[str, ...]:
     full = [_full_name(n) for n in weights]
     parts = [name.split(".") for name in full]
     if all(full) and len(set(full)) == len(full) and all(_is_named(facts, n) for n in weights):
-        common = len(os.path.commonprefix([p[:-1] for p in parts]))
+        common = len(_common([p[:-1] for p in parts]))
         short = [".".join(p[common:]) for p in parts]
         prefixes = {s for name in short for s in _owners(name)}
         if not prefixes & set(short) and not any(hasattr(nn.Module, p) for s in short for p in s.split(".")):
@@ -353,8 +355,14 @@ def _name(facts: Facts, extent: Extent) -> str:
         if stack and n in facts.live:
             path = str(next(reversed(stack.values()))[0])
             paths.append(re.sub(r"\['?([^'\]]+)'?\]", r".\1", re.sub(r"^L\['\w+'\]", "", path)).strip(".").split("."))
-    common = os.path.commonprefix(paths) if paths else []
+    common = _common(paths) if paths else []
     return ".".join(p for p in common if p not in ("_modules",) and p)
+
+
+def _common(paths: list[list[str]]) -> list[str]:
+    """The parts that all paths begin with."""
+    every = list(zip(*paths, strict=False))
+    return [column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, every)]
 
 
 def _made(root: nn.Module, path: str) -> nn.Module:

@@ -17,6 +17,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate
 from torch.utils._sympy.printers import PythonPrinter
 
 from ..capture.inputs import NAMES
@@ -49,14 +50,14 @@ class Dims:
     def __init__(self, shape: torch.Size, constants: set[int]):
         self.rank = len(shape)
         self.axes = [i for i, n in enumerate(shape[:-1]) if not (type(n) is int and n == 1)]
-        names = NAMES[: len(self.axes)] if len(self.axes) > 1 else ("S",) * len(self.axes)
-        self.names: tuple[str, ...] = tuple(names)
+        names: tuple[str, ...] = NAMES[: len(self.axes)] if len(self.axes) > 1 else ("S",) * len(self.axes)
+        self.names = names
         self.symbols = [sympy.Symbol(name, integer=True, positive=True) for name in names]
         self.sizes = {name: hint(shape[i]) for name, i in zip(names, self.axes, strict=True)}
         self.expressions = {n.node.expr: s for n, s in zip((shape[i] for i in self.axes), self.symbols, strict=True)
                             if isinstance(n, torch.SymInt)}  # fmt: skip
         free = itertools.filterfalse(constants.__contains__, _PROBES)
-        self.probe = dict(zip(names, free, strict=False))
+        self.probe: dict[str, int] = dict(zip(names, free, strict=False))
 
     def number(self, n: int) -> list[Size]:
         """What a number may be."""
@@ -72,7 +73,7 @@ class Dims:
         return [size for _, size in sorted(found, key=lambda f: f[0])]
 
     def stands(self, n: int, place: int) -> bool:
-        """Whether a number at this place of a shape is likely one of tokens: where the entry has it, or all in front."""
+        """Whether a number at this place of a shape is likely one of tokens: where the entry has it, or in front."""
         sizes = list(self.sizes.values())
         return (place < len(sizes) and sizes[place] == n) or (place == 0 and n % math.prod(sizes) == 0)
 
@@ -121,7 +122,7 @@ class Generalised:
                     [hint(s) for s in t.shape], [hint(s) for s in t.stride()], dtype=t.dtype, device="meta"
                 )
         levels: list[Iterator[None]] = []
-        tried, furthest, error = 0, 0, ""
+        tried, furthest = 0, 0
         while len(levels) < len(steps) or not self._closes():
             if len(levels) < len(steps):
                 levels.append(self._options(steps[len(levels)]))
@@ -168,7 +169,7 @@ class Generalised:
                 if a > 1:
                     leaves.append(self._of_number(a, first=is_shape and self.dims.stands(a, at)))
 
-        fx.node.map_aggregate((n.args, n.kwargs), candidates)
+        map_aggregate((n.args, n.kwargs), candidates)
         for chosen in itertools.product(*leaves):
             rest = iter(chosen)
 
@@ -228,7 +229,7 @@ class Generalised:
 
 def _numbers(tree: Any) -> Iterator[int]:
     found: list[int] = []
-    fx.node.map_aggregate(tree, lambda a: found.append(a) if type(a) is int else None)
+    map_aggregate(tree, lambda a: found.append(a) if type(a) is int else None)
     return iter(found)
 
 

@@ -54,7 +54,8 @@ def gradients(module: nn.Module, call, x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def check_equal(reference: nn.Module, module: nn.Module, call, x: torch.Tensor) -> None:
-    """The rule: no further from the original in float64 than twice (in half precision thrice) what the original itself is."""
+    """The rule: no further from the original in float64 than twice what the original itself is; in half precision
+    thrice."""
     truth, theirs = _truth(reference, x), gradients(reference, reference, x)
     times, tolerance = (3, 1e-2) if x.dtype == torch.bfloat16 else (2, 1e-10)
     for mine, other, true in zip(gradients(module, call, x), theirs, truth, strict=True):
