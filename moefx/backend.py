@@ -102,7 +102,8 @@ def _options(options: Mapping[str, Any] | None, mode: str | None) -> tuple[Plan,
 # ---------------------------------------------------------------------- what is said
 def _tell(gm: fx.GraphModule, found: Found, then: str) -> None:
     """In the log, each thing once."""
-    for refusal in found.refused:
+    every = found.every()
+    for refusal in [r for f in every for r in f.refused]:
         _once(logging.WARNING, f"moefx left a region of a graph as it was: {refusal}")
     reason = getattr(gm, "compile_subgraph_reason", None)
     if found.open and getattr(reason, "graph_break", False):
@@ -115,7 +116,7 @@ def _tell(gm: fx.GraphModule, found: Found, then: str) -> None:
                 f"moefx: experts are selected at {line}, but Dynamo ends its graph{where} ({what}) before their "
                 "results come together. moefx.compile(model) takes what depends on data; call it first",
             )
-    if not found.matched and not found.refused:
+    if not any(f.matched or f.refused for f in every):
         nodes = len(found.facts.nodes)
         _once(logging.INFO, "moefx found no MoE region in a graph; " + then, f" ({nodes} nodes)")
 
@@ -148,7 +149,7 @@ def _once(level: int, text: str, detail: str = "") -> None:
 def _record(found: Found) -> Record:
     names: dict[int, list[str]] = {}
     proofs = {}
-    for region, proof in found.matched:
+    for region, proof in [m for f in found.every() for m in f.matched]:
         names.setdefault(id(proof), []).append(region.name)
         proofs[id(proof)] = proof
     reports = []
@@ -156,7 +157,8 @@ def _record(found: Found) -> Record:
         matched = dataclasses.replace(proof.matched, names=names[key])
         report = report_of(matched, proof.program, proof.block, proof.verdict)
         reports.append(dataclasses.replace(report, kind="region of a graph"))
-    return Record(tuple(reports), tuple(found.refused), found.seconds)
+    every = found.every()
+    return Record(tuple(reports), tuple(r for f in every for r in f.refused), sum(f.seconds for f in every))
 
 
 # ---------------------------------------------------------------------- models that were compiled with the backend
@@ -171,7 +173,7 @@ class _Compiled:
 
 def _keep(out: fx.GraphModule, found: Found) -> None:
     forwards = {forward.name: forward for forward in rewritten_blocks(out).values()}
-    held = [found.facts.weights[n] for region, _ in found.matched for n in region.weights]
+    held = [f.facts.weights[n] for f in found.every() for region, _ in f.matched for n in region.weights]
     _KEPT.append(_Compiled(vars(out)[RECORD], forwards, [weakref.ref(t) for t in held]))
     del _KEPT[:-_MOST_KEPT]
 

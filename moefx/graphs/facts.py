@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -31,6 +31,7 @@ SWITCHES = {_SET_GRAD, _ENTER, _EXIT}
 class Facts:
     """Args:
     example_inputs: one value for each placeholder; real, fake or on the meta device.
+    origins: of a graph inside of another: which nodes of that its placeholders are.
 
     Attributes:
         nodes: in program order, with their positions in `at`; without those that switch modes.
@@ -44,8 +45,11 @@ class Facts:
         modes: what is switched on around a node.
     """
 
-    def __init__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]):
+    def __init__(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], origins: Mapping[fx.Node, fx.Node] | None = None
+    ):
         self.gm = gm
+        self.origins = origins or {}
         self.nodes: list[fx.Node] = []
         self.modes: dict[fx.Node, Modes] = {}
         self._read_modes()
@@ -123,6 +127,13 @@ class Facts:
         found = self.value.get(n)
         return found if isinstance(found, torch.Tensor) else None
 
+    def source_name(self, n: fx.Node) -> str:
+        """Where Dynamo found an input: `L['self']._modules['gate']._parameters['weight']`; "" if it does not say."""
+        n = self.origins.get(n, n)
+        source = getattr(n.meta.get("grapharg"), "source", None) or getattr(n, "_dynamo_source", None)
+        name = getattr(source, "name", "")
+        return str(name() if callable(name) else name)
+
     def is_float(self, n: fx.Node) -> bool:
         t = self.tensor(n)
         return t is not None and t.is_floating_point()
@@ -170,7 +181,7 @@ class Facts:
             elif n.op == "placeholder":
                 t = self.examples.get(n, self.value.get(n))
                 is_parameter = isinstance(t, nn.Parameter) or isinstance(self.value.get(n), nn.Parameter)
-                if isinstance(t, torch.Tensor) and (is_parameter or _is_held(n)):
+                if isinstance(t, torch.Tensor) and (is_parameter or is_held(self.source_name(n))):
                     found[n] = t
         if any(n.op == "placeholder" or is_float_tensor(t) for n, t in found.items()):
             return found
@@ -227,15 +238,8 @@ def hint(n: Any) -> int:
     return int(n)
 
 
-def source_name(n: fx.Node) -> str:
-    """Where Dynamo found an input: `L['self']._modules['gate']._parameters['weight']`; "" if it does not say."""
-    source = getattr(n.meta.get("grapharg"), "source", None) or getattr(n, "_dynamo_source", None)
-    name = getattr(source, "name", "")
-    return str(name() if callable(name) else name)
-
-
-def _is_held(n: fx.Node) -> bool:
-    name = source_name(n)
+def is_held(name: str) -> bool:
+    """Whether a source is a parameter or buffer of a module."""
     return "._parameters[" in name or "._buffers[" in name
 
 
@@ -343,15 +347,4 @@ def _propagated(gm: fx.GraphModule, example_inputs: list[Any]) -> dict[fx.Node, 
     return values.found
 
 
-__all__ = [
-    "SELECT",
-    "SWITCHES",
-    "Facts",
-    "attribute",
-    "hint",
-    "is_random",
-    "source_name",
-    "sources_of",
-    "target_name",
-    "written_by",
-]
+__all__ = ["SELECT", "SWITCHES", "Facts", "attribute", "hint", "is_held", "is_random", "sources_of", "target_name"]

@@ -17,7 +17,7 @@ from ..runtime.module import install
 from ..runtime.program import Program
 from .code import Autocast, Code, Modes, Size, Step, Value
 from .extents import Extent
-from .facts import Facts, hint, is_random, source_name, sources_of, target_name
+from .facts import Facts, hint, is_held, is_random, sources_of, target_name
 from .sizes import Generalised
 
 _MOST_NUMBERS = 1 << 16
@@ -50,6 +50,8 @@ class RegionCall(nn.Module):
 
     Its own forward runs what the graph ran; a `BlockForward` runs the rewritten program in its place (see `install`).
     """
+
+    is_region = True  # `verify` finds no such module in the reference
 
     def __init__(self, code: Code, num_inputs: int):
         super().__init__()
@@ -250,7 +252,7 @@ def _without(autocast: tuple[Autocast, ...]) -> tuple[Autocast, ...]:
 
 def _weight(facts: Facts, n: fx.Node, real: bool) -> torch.Tensor:
     t = facts.weights[n]
-    is_parameter = t.is_floating_point() and "._buffers[" not in source_name(n) and (
+    is_parameter = t.is_floating_point() and "._buffers[" not in facts.source_name(n) and (
         isinstance(t, nn.Parameter) or isinstance(facts.value[n], nn.Parameter) or n.op == "placeholder"
     )  # fmt: skip
     if real or not t.is_floating_point():
@@ -278,7 +280,7 @@ def _target(target: Any) -> str:
 # ---------------------------------------------------------------------- names
 def _names(facts: Facts, weights: tuple[fx.Node, ...]) -> tuple[str, ...]:
     """Of the weights: as their modules have them, without what all have in common; else by number."""
-    full = [_full_name(n) for n in weights]
+    full = [_full_name(facts, n) for n in weights]
     parts = [name.split(".") for name in full]
     if all(full) and len(set(full)) == len(full) and all(_is_named(facts, n) for n in weights):
         common = len(_common([p[:-1] for p in parts]))
@@ -291,7 +293,7 @@ def _names(facts: Facts, weights: tuple[fx.Node, ...]) -> tuple[str, ...]:
 
 def _is_named(facts: Facts, n: fx.Node) -> bool:
     """Whether a weight has the name that its module gave it, rather than one that a tracer has counted."""
-    return not str(n.target).startswith("_") if n.op == "get_attr" else _held_at(source_name(n))
+    return not str(n.target).startswith("_") if n.op == "get_attr" else is_held(facts.source_name(n))
 
 
 def _roles(facts: Facts, weights: tuple[fx.Node, ...]) -> tuple[str, ...]:
@@ -328,17 +330,13 @@ _MOVES = {
 }  # fmt: skip
 
 
-def _full_name(n: fx.Node) -> str:
+def _full_name(facts: Facts, n: fx.Node) -> str:
     if n.op == "get_attr":
         return str(n.target)
-    name = source_name(n)
-    if not _held_at(name):
+    name = facts.source_name(n)
+    if not is_held(name):
         return re.sub(r"\W", "_", str(n.target))
     return ".".join(re.findall(r"\['?([^'\]]+)'?\]", name)[1:])
-
-
-def _held_at(name: str) -> bool:
-    return "._parameters[" in name or "._buffers[" in name
 
 
 def _owners(name: str) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,13 +16,14 @@ from ..errors import InvalidInput, InvalidPlan, Refused
 from ..survey import Refusal
 from . import matching
 from .extents import Extent, Extents
-from .facts import Facts, sources_of
+from .facts import Facts, sources_of, target_name
 from .matching import Proven
 from .region import Extracted, RegionCall, extract
 from .splice import order, splice
 
 _log = logging.getLogger(__name__)
 _MOST_TRIED = 4  # extents of one seed
+_CALLS = {"tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap", "invoke_subgraph"}
 
 
 @dataclasses.dataclass
@@ -32,6 +33,7 @@ class Found:
     Attributes:
         matched: regions with their proofs. refused: what looks like one and is none.
         open: the user's lines that select something, of which nothing comes together in this graph.
+        inside: what there is in graphs that this one calls.
     """
 
     facts: Facts
@@ -39,21 +41,58 @@ class Found:
     refused: list[Refusal]
     open: list[str]
     seconds: float
+    inside: list[Found] = dataclasses.field(default_factory=list)
+
+    def every(self) -> list[Found]:
+        """This one, and those of graphs inside."""
+        return [self, *(f for inner in self.inside for f in inner.every())]
 
 
-def rewritten(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: Plan) -> tuple[fx.GraphModule, Found]:
-    found = find(gm, example_inputs, plan)
-    if not found.matched:
+def rewritten(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], plan: Plan, origins: dict[fx.Node, fx.Node] | None = None
+) -> tuple[fx.GraphModule, Found]:
+    """The graph with the regions that were found rewritten, also those in bodies that it has for checkpoints."""
+    found = find(gm, example_inputs, plan, origins)
+    bodies: dict[str, fx.GraphModule] = {}
+    for name, values, inner in _bodies(found.facts):
+        body, more = rewritten(getattr(gm, name), values, plan, inner)
+        if body is not getattr(gm, name):
+            bodies[name] = body
+        found.inside.append(more)
+    if not found.matched and not bodies:
         return gm, found
     calls: list[tuple[Extracted, RegionCall]] = []
     for region, proof in found.matched:
         calls.append((region, region.call(found.facts, proof.program)))
-    return splice(found.facts, calls), found
+    out = splice(found.facts, calls)
+    for name, body in bodies.items():
+        setattr(out, name, body)
+    return out, found
 
 
-def find(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: Plan) -> Found:
+def _bodies(facts: Facts) -> Iterator[tuple[str, list[Any], dict[fx.Node, fx.Node]]]:
+    """Graphs that nodes call with their arguments, by attribute: with values for their inputs, and which nodes of the
+    outer graph these are."""
+    for n in facts.nodes:
+        body: Any = n.args[0] if n.op == "call_function" and n.args else None
+        if target_name(n) not in _CALLS or not isinstance(body, fx.Node) or body.op != "get_attr":
+            continue
+        gm = getattr(facts.gm, str(body.target), None)
+        given = [a for a in n.args[1:] if isinstance(a, fx.Node)]
+        if not isinstance(gm, fx.GraphModule) or len(given) != len(n.args) - 1:
+            continue
+        inputs = [p for p in gm.graph.nodes if p.op == "placeholder"]
+        if len(inputs) == len(given):
+            values = [facts.weights.get(a, facts.examples.get(a, facts.value.get(a))) for a in given]
+            outer = {p: facts.origins.get(a, a) for p, a in zip(inputs, given, strict=True)}
+            yield str(body.target), values, outer
+
+
+def find(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], plan: Plan, origins: dict[fx.Node, fx.Node] | None = None
+) -> Found:
     start = time.perf_counter()
-    facts = Facts(gm, example_inputs)
+    facts = Facts(gm, example_inputs, origins)
     extents = Extents(facts)
     matched: list[tuple[Extracted, Proven]] = []
     refused: dict[tuple[str, str], Refusal] = {}

@@ -13,6 +13,7 @@ import pytest
 import tomllib
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import moefx
 from moefx import backend
@@ -263,3 +264,18 @@ def test_the_entry_point(tmp_path):
     """
     command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]
     subprocess.run(command, check=True, cwd=_ROOT, timeout=120)
+
+
+def test_inside_of_a_checkpoint():
+    class Checkpointed(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    mine = Checkpointed(model("stack_gather"))
+    reference, call = copy.deepcopy(mine.inner), compiled(mine)
+    check_equal(reference, mine, call, torch.randn(2, 9, D, dtype=torch.float64))
+    assert [b.name for b in moefx.blocks(call)] == ["inner.layers.0.moe", "inner.layers.1.moe"]

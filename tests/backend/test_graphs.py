@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 
 import pytest
@@ -85,6 +86,27 @@ def test_inspection():
     report = moefx.explain(out)
     assert [m.names for m in report.matched] == [("layers.0.moe", "layers.1.moe")]
     assert "E=5, top-2" in str(report)
+
+
+def test_verify():
+    """Against the graph, and against the model that it is of; a wrong program is found."""
+    module = model("stack_gather")
+    x = x_of(module, 2, 9)
+    gm = exported(module, x)
+    out = moefx.rewrite_graph(gm, (x,), PLAN)
+    for reference in (gm, module):
+        report = moefx.verify(out, reference, (x,))
+        assert report.ok
+        assert {"(graph)", "", "moefx.layers_0_moe", "moefx.layers_1_moe"} == {row.block for row in report.rows}
+    with torch.no_grad():
+        other = copy.deepcopy(module)
+        other.layers[1]["moe"].w_up.mul_(1.01)
+    assert not moefx.verify(out, other, (x,)).ok
+    (program,) = moefx.blocks(out)[1].forward.programs
+    right = program.fn
+    program.fn = lambda *values: tuple(2 * t for t in right(*values))
+    report = moefx.verify(out, gm, (x,))
+    assert not report.ok and report.first_block == "moefx.layers_1_moe"
 
 
 def test_the_rest_is_untouched():
