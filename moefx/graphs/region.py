@@ -158,6 +158,7 @@ def extract(facts: Facts, extent: Extent) -> Extracted:
                  n.op == "call_method")
         )  # fmt: skip
     outputs = tuple(n for n in extent.inside if _is_used(n, inside, facts))
+    _check_shared(facts, inputs, outputs, inside)
     shapes = tuple(
         tuple(s for i, s in enumerate(whole) if i not in units) if n is extent.entry else general.shapes[n]
         for n in inputs
@@ -226,6 +227,21 @@ def _is_used(n: fx.Node, inside: set[fx.Node], facts: Facts) -> bool:
                 source=str(sources_of(n, facts.at[n])[0]),
             )  # fmt: skip
     return True
+
+
+def _check_shared(
+    facts: Facts, inputs: tuple[fx.Node, ...], outputs: tuple[fx.Node, ...], inside: set[fx.Node]
+) -> None:
+    """What comes out may be memory of its own: it must not matter whether two values are one."""
+    start = min(facts.at[n] for n in inside if n in facts.live)
+    values = [set(facts.storages(n)) for n in (*inputs, *outputs)]
+    for storage in set().union(*values[len(inputs) :]):
+        later = [w for w in facts.writers[storage] if w not in inside and facts.at[w] > start]
+        if later and sum(storage in mine for mine in values) > 1:
+            raise Refused(
+                "a tensor that the region shares memory with is written to, in place, outside of it",
+                source=str(sources_of(later[0], facts.at[later[0]])[0]),
+            )
 
 
 def is_removed(n: fx.Node, inside: set[fx.Node], facts: Facts) -> bool:

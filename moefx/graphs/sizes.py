@@ -8,21 +8,23 @@ later is taken back.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_aggregate
 from torch.utils._sympy.printers import PythonPrinter
 
 from ..capture.inputs import NAMES
 from ..errors import Refused
-from .code import Size, Value, call, map_leaves
+from .code import Size, Value, call, map_leaves, modes
 from .extents import Extent
 from .facts import Facts, hint, target_name
 
@@ -100,6 +102,12 @@ class Generalised:
         self.facts, self.extent, self.number_of = facts, extent, number_of
         self.node_at = {i: n for n, i in number_of.items()}
         entry = facts.value[extent.entry]
+        # The meta device has no autocast, and is faster where there is none.
+        device = entry.device.type
+        has_autocast = device != "meta" and torch.is_autocast_enabled(device)
+        has_autocast |= any(facts.modes[n].autocast for n in extent.inside)
+        self.mode = FakeTensorMode() if has_autocast else None
+        self.device = entry.device if has_autocast else torch.device("meta")
         constants = {c for n in extent.inside for c in _numbers((n.args, n.kwargs))}
         constants |= {hint(s) for n in extent.inside if (t := facts.tensor(n)) is not None for s in t.shape}
         self.dims = Dims(entry.shape, constants)
@@ -112,15 +120,12 @@ class Generalised:
 
     def _search(self, entry: torch.Tensor) -> None:
         steps = [*self.extent.given, *self.extent.inside]
-        self.probed[self.extent.entry] = torch.empty(
-            [self.dims.probe[self.dims.names[self.dims.axes.index(i)]] if i in self.dims.axes else hint(n)
-             for i, n in enumerate(entry.shape)], dtype=entry.dtype, device="meta",
-        )  # fmt: skip
+        names = dict(zip(self.dims.axes, self.dims.names, strict=True))
+        rows = [self.dims.probe[names[i]] if i in names else hint(n) for i, n in enumerate(entry.shape)]
+        self.probed[self.extent.entry] = self._empty(rows, entry.dtype)
         for n, t in self.facts.weights.items():
             if n in self.number_of:
-                self.probed[n] = torch.empty_strided(
-                    [hint(s) for s in t.shape], [hint(s) for s in t.stride()], dtype=t.dtype, device="meta"
-                )
+                self.probed[n] = self._empty([hint(s) for s in t.shape], t.dtype, [hint(s) for s in t.stride()])
         levels: list[Iterator[None]] = []
         tried, furthest = 0, 0
         while len(levels) < len(steps) or not self._closes():
@@ -150,6 +155,12 @@ class Generalised:
         if math.prod(rows[:-1]) != tokens:
             return True  # of another kind: the lifter will say
         return math.prod(out.shape[:-1]) == math.prod(self.dims.probe.values()) and out.shape[-1] == rows[-1]
+
+    def _empty(self, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None) -> torch.Tensor:
+        with self.mode or contextlib.nullcontext():
+            if strides is None:
+                return torch.empty(shape, dtype=dtype, device=self.device)
+            return torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
 
     # ------------------------------------------------------------------ one node
     def _options(self, n: fx.Node) -> Iterator[None]:
@@ -205,7 +216,7 @@ class Generalised:
         for shape in itertools.product(*axes):
             self.shapes[n] = shape
             sizes = [s.at(self.dims.probe) if isinstance(s, Size) else s for s in shape]
-            self.probed[n] = torch.empty(sizes, dtype=t.dtype, device="meta")
+            self.probed[n] = self._empty(sizes, t.dtype)
             yield
 
     def _run(self, n: fx.Node, args: tuple, kwargs: dict) -> Any:
@@ -214,7 +225,7 @@ class Generalised:
                 return self.probed[self.node_at[a.index]]
             if isinstance(a, Size):
                 return a.at(self.dims.probe)
-            return torch.device("meta") if isinstance(a, torch.device) else a
+            return self.device if isinstance(a, torch.device) else a
 
         args, kwargs = map_leaves(args, value), map_leaves(kwargs, value)
         if n.op == "call_function" and n.target is operator.setitem:
@@ -223,8 +234,9 @@ class Generalised:
         if "grouped_mm" in target_name(n):
             return args[0].new_empty((*args[0].shape[:-1], args[1].shape[-1]))
         if not n.all_input_nodes and target_name(n) in _FACTORIES:
-            kwargs["device"] = torch.device("meta")
-        return call(n.target, n.op == "call_method", args, kwargs)
+            kwargs["device"] = self.device
+        with self.mode or contextlib.nullcontext(), modes(self.facts.modes[n]):
+            return call(n.target, n.op == "call_method", args, kwargs)
 
 
 def _numbers(tree: Any) -> Iterator[int]:
