@@ -23,7 +23,8 @@ def module_of_mutants(monkeypatch):
     module = types.ModuleType("tests.mutants.generated")
     vars(module).update({k: v for k, v in vars(bases).items() if not k.startswith("__")})
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 64)
+    with torch._dynamo.config.patch(recompile_limit=64):
+        yield
 
 
 def check(mutant: Mutant) -> None:
