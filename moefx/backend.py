@@ -90,7 +90,7 @@ def _options(options: Mapping[str, Any] | None, mode: str | None) -> tuple[Plan,
         raise InvalidPlan(f"options={{{unknown[0]!r}: ...}}: there is no such option; there is {known}")
     if name == "moefx":
         raise InvalidPlan("options={'backend': 'moefx'}: what the rest of the graph is handed to must be another one")
-    rest = torch._dynamo.lookup_backend(name)
+    rest: Any = torch._dynamo.lookup_backend(name)
     if name == "inductor":
         patches = dict(own or {}) | (torch._inductor.list_mode_options(mode) if mode else {})
         rest = functools.partial(rest, config_patches=patches) if patches else rest

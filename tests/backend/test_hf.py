@@ -19,8 +19,8 @@ def test_grouped_mm():
     config = transformers.DeepseekV3Config(
         vocab_size=64, hidden_size=64, intermediate_size=48, moe_intermediate_size=32, num_hidden_layers=3,
         num_attention_heads=4, num_key_value_heads=4, n_routed_experts=8, num_experts_per_tok=2, n_group=2,
-        topk_group=1, first_k_dense_replace=1, q_lora_rank=24, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16,
-        attn_implementation="eager",
+        topk_group=1, first_k_dense_replace=1, q_lora_rank=24, kv_lora_rank=16, qk_rope_head_dim=8,
+        qk_nope_head_dim=8, v_head_dim=16, attn_implementation="eager",
     )  # fmt: skip
     torch.manual_seed(0)
     model = transformers.DeepseekV3ForCausalLM(config)
