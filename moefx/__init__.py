@@ -10,6 +10,7 @@ from .errors import MoefxError, NoMoEBlockFound
 
 if TYPE_CHECKING:
     from .api import Block, Explanation, blocks, compile, explain, graph, history, verify
+    from .backend import rewrite_graph
     from .distribute import clip_grad_norm_, expert_parameter_names, full_state_dict, save_routing
     from .planner.platforms import Platform
     from .planner.search import plan
@@ -19,12 +20,13 @@ __version__ = "0.1.0"
 __all__ = [
     "Block", "Explanation", "MoefxError", "NoMoEBlockFound", "Plan", "Platform",
     "blocks", "clip_grad_norm_", "compile", "expert_parameter_names", "explain", "full_state_dict", "graph", "history",
-    "order_hosts", "plan", "save_routing", "verify",
+    "order_hosts", "plan", "rewrite_graph", "save_routing", "verify",
 ]  # fmt: skip
 # torch.distributed takes a while to load, and is not in every build.
 _OF_SPREAD_MODELS = ("clip_grad_norm_", "expert_parameter_names", "full_state_dict", "save_routing")
 _PLANNER = {"Platform": ".planner.platforms", "plan": ".planner.search"}
-_MODULES = {"order_hosts": ".runtime.hosts"} | _PLANNER | dict.fromkeys(_OF_SPREAD_MODELS, ".distribute")
+_MODULES = _PLANNER | dict.fromkeys(_OF_SPREAD_MODELS, ".distribute")
+_MODULES |= {"order_hosts": ".runtime.hosts", "rewrite_graph": ".backend"}
 
 
 def __getattr__(name: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from .distribute import Spread
     from .planner.decision import Decision
 
-_RECORD = "_moefx_record"
+RECORD = "_moefx_record"
 _UNCHANGED: weakref.WeakKeyDictionary[nn.Module, Record] = weakref.WeakKeyDictionary()  # given back by `strict=False`
 
 
@@ -130,8 +131,8 @@ def compile(
                 f"original: {guard}",
                 stacklevel=2,
             )
-        reports.append(_report(matched, program, first, proven.verdicts[id(matched)], spread))
-    vars(compiled)[_RECORD] = Record(tuple(reports), tuple(found.refused), found.seconds, proven.decision)
+        reports.append(report_of(matched, program, first, proven.verdicts[id(matched)], spread))
+    vars(compiled)[RECORD] = Record(tuple(reports), tuple(found.refused), found.seconds, proven.decision)
     return compiled
 
 
@@ -150,9 +151,9 @@ def explain(
         InvalidPlan: as `compile`. CaptureError, InvalidInput: the model does not run on the example.
     """
     model = _checked(model)
-    record = vars(model).get(_RECORD)
+    record = vars(model).get(RECORD)
     if record is None and example_inputs is None:
-        record = _UNCHANGED.get(model)
+        record = _UNCHANGED.get(model) or _regions(model)[0]
     if record is None:
         proven, spreads = agreed(model, example_inputs, _plan(plan, mesh), mesh), {}
         plan, found = proven.plan, proven.found
@@ -165,10 +166,10 @@ def explain(
         reports = []
         for m in found.matched:
             block = model.get_submodule(m.names[0])
-            reports.append(_report(m, _program(m, block), block, proven.verdicts[id(m)], spreads.get(id(m))))
+            reports.append(report_of(m, _program(m, block), block, proven.verdicts[id(m)], spreads.get(id(m))))
         told = tuple(found.refused)
         return Explanation(type(model).__name__, tuple(reports), told, found.seconds, planned=proven.decision)
-    forwards = rewritten_blocks(model)
+    forwards = _forwards(model)
     reports = []
     for report in record.matched:
         counts = [forwards[n].counts for n in report.names if n in forwards]
@@ -232,7 +233,7 @@ class Block:
 
 def blocks(compiled: nn.Module) -> list[Block]:
     """The rewritten blocks of a compiled model, in module order."""
-    return [Block(name, forward) for name, forward in rewritten_blocks(_checked(compiled)).items()]
+    return [Block(name, forward) for name, forward in _forwards(_checked(compiled)).items()]
 
 
 def graph(compiled: nn.Module, name: str, *, after: str | None = None) -> BlockGraph:
@@ -247,7 +248,7 @@ def graph(compiled: nn.Module, name: str, *, after: str | None = None) -> BlockG
 
 def history(compiled: nn.Module, name: str) -> History:
     """All graphs of a block, pass by pass."""
-    forwards = rewritten_blocks(_checked(compiled))
+    forwards = _forwards(_checked(compiled))
     if not forwards:
         raise MoefxError("no block of this model is rewritten; pass what moefx.compile returned")
     if name not in forwards:
@@ -271,6 +272,16 @@ def _plan(plan: Plan | str | None, mesh: Any) -> Plan:
         if name not in names:
             raise InvalidPlan(f"Plan(disable={list(plan.disable)}): no pass {name!r}; there is {', '.join(names)}")
     return plan
+
+
+def _forwards(model: nn.Module) -> dict[str, BlockForward]:
+    """The rewritten blocks of a model, with the regions of its graphs if it was compiled with `backend="moefx"`."""
+    return {**rewritten_blocks(model), **_regions(model)[1]}
+
+
+def _regions(model: nn.Module) -> tuple[Record | None, dict[str, BlockForward]]:
+    backend = sys.modules.get("moefx.backend")  # which Dynamo loads if it is asked for
+    return backend.compiled_for(model) if backend is not None else (None, {})
 
 
 def _checked(model: Any) -> nn.Module:
@@ -301,7 +312,7 @@ def _failed_guard(program: Program, matched: Matched, block: nn.Module) -> str:
     return "" if index < 0 else str(program.guards[index])
 
 
-def _report(
+def report_of(
     matched: Matched, program: Program, block: nn.Module, verdict: str, spread: Spread | None = None
 ) -> MatchedBlock:
     match, graph = matched.result.match, matched.result.graph

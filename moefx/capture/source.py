@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import sys
@@ -64,6 +65,19 @@ def _offset(code: types.CodeType, instruction: int) -> int:
     return _offsets[key][1]
 
 
+_local = threading.local()
+
+
+@contextlib.contextmanager
+def said(sources: tuple[Source, ...]) -> Iterator[None]:
+    """What runs in this context is of these places, the innermost first: an op of a graph, its own frames gone."""
+    before, _local.said = getattr(_local, "said", ()), sources
+    try:
+        yield
+    finally:
+        _local.said = before
+
+
 def user_source() -> Source:
     """The innermost frame that belongs neither to torch nor to this package."""
     return next(_user_frames(), Source("?", 0, 0))
@@ -75,6 +89,9 @@ def user_calls() -> tuple[Source, ...]:
 
 
 def _user_frames() -> Iterator[Source]:
+    if given := getattr(_local, "said", ()):
+        yield from given
+        return
     frame: types.FrameType | None = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename

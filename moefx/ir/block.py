@@ -19,7 +19,8 @@ import contextlib
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
 from . import codegen
-from .binding import Binding, Guard
+from .binding import Binding, Guard, Path
 
 BUILD_PFT, PLACE_CHOICES = "moefx::build_pft", "moefx::place_choices"
 _EXPERT_OFFSETS = 2  # position among the results of build_pft
@@ -89,6 +90,21 @@ class BlockGraph:
 
     def replace(self, **changes: Any) -> BlockGraph:
         return dataclasses.replace(self, **changes)
+
+    def with_inputs(self, where: Mapping[str, Path]) -> BlockGraph:
+        """The graph with placeholders, bound to these paths, in the place of attributes of the block."""
+        made, read = self.copy(), {}
+        for node in [n for n in made.graph.nodes if n.op == "get_attr"]:
+            read.setdefault(str(node.target), []).append(node)
+        last = made.placeholders[-1]
+        for name in where:
+            with made.graph.inserting_after(last):
+                last = made.graph.placeholder(f"weight_{re.sub(r'[^0-9a-zA-Z_]', '_', name)}")
+            for node in read.get(name, ()):
+                last.meta.update(node.meta)
+                node.replace_all_uses_with(last)
+                made.graph.erase_node(node)
+        return made.replace(binding=Binding((*made.binding.paths, *where.values())))
 
     def compile(self, *, record_load: bool = False) -> Callable[..., Any]:
         """The Python function `(block, *placeholder values) -> output` of this graph.

@@ -247,7 +247,7 @@ class BlockForward:
         assert self.specialise is not None
         self._specialising = True
         try:
-            with _unobserved():
+            with unobserved():
                 program = self.specialise(self.block, call, args, kwargs)
         except AbsorbedModuleChanged:
             raise
@@ -398,7 +398,7 @@ def _unpack(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _unobserved() -> Iterator[None]:
+def unobserved() -> Iterator[None]:
     """Without what watches the call: `export(strict=False)` would record the captures as the model's, a flop counter
     count them, a checkpoint keep what they save for a backward."""
     with contextlib.ExitStack() as stack:
@@ -427,7 +427,7 @@ class _Entry:
         return f"{where} == {self.attributes.values.get(where)!r}: it is {now!r} now, and the forward reads it"
 
     def run_after(self, pass_name: str, block: nn.Module, leaves: Leaves) -> Any:
-        graph = self.program.history[pass_name].graph
+        graph = self.program.runnable(self.program.history[pass_name].graph)
         values = [leaves[i][1] for i in graph.binding.indices(self.program.key)]
         return graph.compile()(block, *values)
 

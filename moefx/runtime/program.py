@@ -10,6 +10,7 @@ from ..inspection.history import History
 from ..ir import codegen
 from ..ir.attributes import Where, compares
 from ..ir.binding import Guard, Leaves, Path, Specialisation
+from ..ir.block import BlockGraph
 
 
 class Program:
@@ -22,6 +23,7 @@ class Program:
         guards: further conditions that capture relied on.
         attributes: plain attributes of the block and its parts that it holds for.
         moves: it holds on any device.
+        weights: which arguments of a call are the weights that the graph has as attributes; of a block its own are.
 
     Attributes:
         fn: `(block, *values of the placeholders) -> output`.
@@ -41,6 +43,7 @@ class Program:
         guards: Sequence[Guard] = (),
         attributes: Mapping[Where, Any] | None = None,
         moves: bool = True,
+        weights: Mapping[str, Path] | None = None,
     ):
         self.key = key
         self.history = history
@@ -48,7 +51,8 @@ class Program:
         self.guards = tuple(guards)
         self.attributes = dict(attributes or {})
         self.moves = moves
-        graph = history.graph
+        self.weights = dict(weights or {})
+        graph = self.runnable(history.graph)
         self.fn: Callable[..., Any] = graph.compile()
         self.guard: Callable[..., int] | None = graph.compile_guards(self.guards) if self.guards else None
         self.unchanged: Callable[..., bool] = self._compile_attributes()
@@ -104,22 +108,29 @@ class Program:
     def prepare_load(self) -> None:
         """Make `fn_with_load`: as `fn`, but it returns `(output, (expert_offsets, ...))`."""
         if self.fn_with_load is None:
-            self.fn_with_load = self.history.graph.compile(record_load=True)
+            self.fn_with_load = self.runnable(self.history.graph).compile(record_load=True)
+
+    def runnable(self, graph: BlockGraph) -> BlockGraph:
+        """A graph of the history as it is called, with placeholders for weights that are arguments."""
+        return graph.with_inputs(self.weights) if self.weights else graph
 
     def renamed(self, name: str) -> Program:
         """The same program for another block of the same structure."""
-        return Program(self.key, self.history.renamed(name), self.absorbed, self.guards, self.attributes, self.moves)
+        return Program(self.key, self.history.renamed(name), *self._rest)
 
     def with_arguments(self, arguments: tuple[tuple[Path, tuple[Any, ...]], ...]) -> Program:
         """The same program for arguments of other kinds, as on another device."""
-        key = self.key._replace(arguments=arguments)
-        return Program(key, self.history, self.absorbed, self.guards, self.attributes, self.moves)
+        return Program(self.key._replace(arguments=arguments), self.history, *self._rest)
+
+    @property
+    def _rest(self) -> tuple[Any, ...]:
+        return self.absorbed, self.guards, self.attributes, self.moves, self.weights
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Program, (self.key, self.history, self.absorbed, self.guards, self.attributes, self.moves)
+        return Program, (self.key, self.history, *self._rest)
 
     def __repr__(self) -> str:
         return f"<Program {self.history.name or 'model'}: {self.key}>"

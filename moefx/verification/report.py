@@ -118,7 +118,35 @@ def verify(
         asked = {"sets of inputs": len(sets), "seeds": len(seeds), "dtype": dtype, "grads": grads, "routings": routings}
         shares.agree(", ".join(f"{what}: {value}" for what, value in asked.items()))
         shares.check_tokens(sets)
-    return _Verifying(compiled, reference, dtype, shares).report(sets, seeds, grads, loss, routings)
+    if not _regions_without_reference(compiled, reference):
+        return _Verifying(compiled, reference, dtype, shares).report(sets, seeds, grads, loss, routings)
+    # A graph's regions have no module in the reference: their own original code is that, once it is the reference's.
+    plain = _with_original_regions(compiled)
+    taken_out = _Verifying(plain, reference, dtype, shares).report(sets, seeds, grads, loss, routings=False)
+    found = _Verifying(compiled, plain, dtype, shares).report(sets, seeds, grads, loss, routings)
+    rows = [dataclasses.replace(row, block="(graph)") for row in taken_out.rows if row.kind != "path"]
+    return dataclasses.replace(found, rows=(*rows, *found.rows))
+
+
+def _regions_without_reference(compiled: nn.Module, reference: nn.Module) -> list[str]:
+    known = dict(reference.named_modules())
+    return [n for n in rewritten_blocks(compiled) if n not in known and _is_region(compiled.get_submodule(n))]
+
+
+def _is_region(block: nn.Module) -> bool:
+    """Whether a block is called with its weights and was no module of the original's."""
+    return getattr(type(block), "is_region", False)
+
+
+def _with_original_regions(compiled: nn.Module) -> nn.Module:
+    """A copy, around the same weights, in which the regions of a graph run what they ran."""
+    held = (*compiled.parameters(), *compiled.buffers())
+    plain = copy.deepcopy(compiled, {id(t): t for t in held})
+    for name in rewritten_blocks(plain):
+        block = plain.get_submodule(name)
+        if _is_region(block):
+            vars(block).pop("forward")
+    return plain
 
 
 def _checked(compiled: nn.Module, reference: nn.Module, inputs: Any) -> list[Inputs]:
@@ -126,7 +154,8 @@ def _checked(compiled: nn.Module, reference: nn.Module, inputs: Any) -> list[Inp
     if any(p.is_meta for m in (compiled, reference) for p in (*m.parameters(), *m.buffers())):
         raise InvalidInput("verify: a model is on the meta device and has no numbers; give it weights with to_empty()")
     sets = _input_sets(inputs)
-    missing = [name for name in rewritten_blocks(compiled) if name not in dict(reference.named_modules())]
+    known = {*dict(reference.named_modules()), *_regions_without_reference(compiled, reference)}
+    missing = [name for name in rewritten_blocks(compiled) if name not in known]
     if missing:
         raise InvalidInput(
             f"verify: the reference has no module {missing[0]!r}; it must be the model that was compiled"

@@ -195,6 +195,18 @@ def _values(capture: Capture, n: fx.Node) -> set[float]:
     return {float(value.min()), float(value.max())} if value.numel() else set()
 
 
+def same_by_chance(prover: Prover) -> None:
+    """What was computed from sizes (`S % 2`) and was the same at all of these may be another at sizes between them: the
+    form is guarded to hold where it is the same."""
+    largest = max(math.prod(sizes.values()) for sizes in prover.sizes)
+    for text in sorted(set().union(*[lifted.capture.sizes.used for lifted in prover.lifted])):
+        with contextlib.suppress(ArithmeticError, ValueError):
+            seen = {evaluate(text, sizes) for sizes in prover.sizes}
+            between = {evaluate(text, prover.arguments.sequence(n)) for n in range(2, largest + 1)}
+            if len(seen) == 1 and between != seen:
+                prover.extra_guards.append(SizeGuard(text, "eq", str(seen.pop()), True))
+
+
 def _changes_later(prover: Prover) -> bool:
     """Whether something that was computed from sizes (`S // 300`) was the same so far, and is not for more tokens."""
     later = [prover.arguments.sequence(tokens) for tokens in _LEAK_SIZES]

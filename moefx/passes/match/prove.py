@@ -297,6 +297,7 @@ class Prover:
         doubts.carry_over(self)
         self._other_sizes()
         crowds.leaked_sizes(self)
+        crowds.same_by_chance(self)
         self._align()
         self.lifted, self.sizes = self._complete()
         for group, merged in enumerate(groups):

@@ -1,0 +1,199 @@
+"""Flat graphs: `moefx.rewrite_graph`, and `torch.compile(model, backend="moefx")`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import re
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ._plan import Plan
+from .api import RECORD, Record, report_of
+from .errors import InvalidPlan
+from .graphs.rewriting import Found, checked_graph, checked_plan, rewritten
+from .runtime.module import BlockForward, rewritten_blocks
+from .survey import Refusal
+
+_log = logging.getLogger(__name__)
+_told: set[str] = set()
+_MOST_KEPT = 64
+_KEPT: list[_Compiled] = []
+
+
+def rewrite_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: Plan | None = None) -> fx.GraphModule:
+    """Find the MoE regions of a flat graph, prove what they compute, and put PFT graphs in their place.
+
+    The graph may come from `torch.export` (`.module()`), from `make_fx`, from Dynamo, or from `symbolic_trace`. Sizes
+    in it may be symbolic; where they are numbers, the result is for these sizes as the graph was. Parameters may be
+    attributes of the graph or inputs.
+
+    Args:
+        example_inputs: one value for each input of the graph; real, fake or on the meta device. Where the nodes have
+            values in their meta, only parameters are looked at.
+
+    Returns:
+        A new `GraphModule` in which one module call stands for each region, and all else is as it was: `moefx.blocks`,
+        `graph`, `history` and `explain` take it. Without a region: the graph that was given, said once in the log.
+
+    Raises:
+        InvalidInput: no graph, or other inputs than the graph has. InvalidPlan: no plan.
+    """
+    plan = checked_plan(plan)
+    values = checked_graph(gm, example_inputs)
+    out, found = rewritten(gm, values, plan)
+    _tell(gm, found, "it is returned as it is")
+    if out is not gm:
+        vars(out)[RECORD] = _record(found)
+    return out
+
+
+def backend(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """The Dynamo backend: `torch.compile(model, backend="moefx", options={...})`.
+
+    Args:
+        options: fields of a `Plan`; "backend": what compiles the graph afterwards, a name or a function, "inductor" by
+            default; "backend_options": its own options.
+        mode: Inductor's.
+
+    Raises:
+        InvalidPlan: an option that there is not, or a plan that cannot be meant.
+    """
+    plan, rest = _options(options, mode)
+    out, found = rewritten(gm, list(example_inputs), plan)
+    _tell(gm, found, "it is compiled as it is")
+    _tell_of_skipped()
+    if out is not gm:
+        vars(out)[RECORD] = _record(found)
+        _keep(out, found)
+    return rest(out, example_inputs)
+
+
+# ---------------------------------------------------------------------- options
+def _options(options: Mapping[str, Any] | None, mode: str | None) -> tuple[Plan, Callable[..., Any]]:
+    left = dict(options or {})
+    name, own = left.pop("backend", "inductor"), left.pop("backend_options", None)
+    fields = {f.name for f in dataclasses.fields(Plan)}
+    if unknown := sorted(set(left) - fields):
+        known = ", ".join(sorted(fields | {"backend", "backend_options"}))
+        raise InvalidPlan(f"options={{{unknown[0]!r}: ...}}: there is no such option; there is {known}")
+    if name == "moefx":
+        raise InvalidPlan("options={'backend': 'moefx'}: what the rest of the graph is handed to must be another one")
+    rest: Any = torch._dynamo.lookup_backend(name)
+    if name == "inductor":
+        patches = dict(own or {}) | (torch._inductor.list_mode_options(mode) if mode else {})
+        rest = functools.partial(rest, config_patches=patches) if patches else rest
+    elif own is not None:
+        rest = functools.partial(rest, options=own)
+    return Plan(**left), rest
+
+
+# ---------------------------------------------------------------------- what is said
+def _tell(gm: fx.GraphModule, found: Found, then: str) -> None:
+    """In the log, each thing once."""
+    every = found.every()
+    for refusal in [r for f in every for r in f.refused]:
+        _once(logging.WARNING, f"moefx left a region of a graph as it was: {refusal}")
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if found.open and getattr(reason, "graph_break", False):
+        frames = getattr(reason, "user_stack", None) or []
+        where = f" at {frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}" if frames else ""
+        what = (str(getattr(reason, "reason", "")).splitlines() or [""])[0]
+        for line in found.open:
+            _once(
+                logging.WARNING,
+                f"moefx: experts are selected at {line}, but Dynamo ends its graph{where} ({what}) before their "
+                "results come together. moefx.compile(model) takes what depends on data; call it first",
+            )
+    if not any(f.matched or f.refused for f in every):
+        nodes = len(found.facts.nodes)
+        _once(logging.INFO, "moefx found no MoE region in a graph; " + then, f" ({nodes} nodes)")
+
+
+def _tell_of_skipped() -> None:
+    """Functions that Dynamo gave up, because of what depends on data in a loop: it never hands them to a backend. That
+    is in counters of its own, which are private."""
+    try:
+        reasons = list(torch._dynamo.utils.counters["unimplemented"])
+    except Exception:  # another torch
+        return
+    for reason in reasons:
+        frame = re.search(r"frame skipped: (\S+) \((.+) line (\d+)\)", reason)
+        if frame and reason.startswith(("Dynamic shape operator", "Data dependent operator", "Data-dependent")):
+            operator = re.search(r"debug context: (\S+)", reason)
+            _once(
+                logging.WARNING,
+                f"moefx: Dynamo does not compile {frame[1]} ({frame[2].rsplit('/', 1)[-1]}:{frame[3]}), in a loop of "
+                f"which rows depend on data ({operator[1] if operator else 'a tensor'}). If these are experts: "
+                "moefx.compile(model) takes what depends on data; call it first",
+            )
+
+
+def _once(level: int, text: str, detail: str = "") -> None:
+    if text not in _told:
+        _told.add(text)
+        _log.log(level, "%s%s", text, detail)
+
+
+def _record(found: Found) -> Record:
+    names: dict[int, list[str]] = {}
+    proofs = {}
+    for region, proof in [m for f in found.every() for m in f.matched]:
+        names.setdefault(id(proof), []).append(region.name)
+        proofs[id(proof)] = proof
+    reports = []
+    for key, proof in proofs.items():
+        matched = dataclasses.replace(proof.matched, names=names[key])
+        report = report_of(matched, proof.program, proof.block, proof.verdict)
+        reports.append(dataclasses.replace(report, kind="region of a graph"))
+    every = found.every()
+    return Record(tuple(reports), tuple(r for f in every for r in f.refused), sum(f.seconds for f in every))
+
+
+# ---------------------------------------------------------------------- models that were compiled with the backend
+@dataclasses.dataclass
+class _Compiled:
+    """A rewritten graph, with weak references to the weights that its regions take."""
+
+    record: Record
+    forwards: dict[str, BlockForward]
+    weights: list[weakref.ref[torch.Tensor]]
+
+
+def _keep(out: fx.GraphModule, found: Found) -> None:
+    forwards = {forward.name: forward for forward in rewritten_blocks(out).values()}
+    held = [f.facts.weights[n] for f in found.every() for region, _ in f.matched for n in region.weights]
+    _KEPT.append(_Compiled(vars(out)[RECORD], forwards, [weakref.ref(t) for t in held]))
+    del _KEPT[:-_MOST_KEPT]
+
+
+def compiled_for(model: nn.Module) -> tuple[Record | None, dict[str, BlockForward]]:
+    """The regions of the graphs of a model that was compiled with the backend, the latest of each name."""
+    mine = {id(t) for t in (*model.parameters(), *model.buffers())}
+    matched: dict[tuple[str, ...], Any] = {}
+    refused: dict[str, Refusal] = {}
+    forwards: dict[str, BlockForward] = {}
+    seconds, found = 0.0, False
+    for one in _KEPT:
+        alive = [t for ref in one.weights if (t := ref()) is not None]
+        if not alive or id(alive[0]) not in mine:
+            continue
+        found = True
+        forwards.update(one.forwards)
+        matched.update({report.names: report for report in one.record.matched})
+        refused.update({str(r): r for r in one.record.refused})
+        seconds += one.record.seconds
+    if not found:
+        return None, {}
+    return Record(tuple(matched.values()), tuple(refused.values()), seconds), forwards

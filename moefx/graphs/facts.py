@@ -1,0 +1,350 @@
+"""What is known of the nodes of a flat graph.
+
+Dependences go through memory, too: Dynamo's graphs have in-place ops, whose results their readers do not name.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from ..capture.source import Source, is_users
+from ..errors import Refused
+from .code import Autocast, Modes
+
+_IN_PLACE = {
+    operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv,
+    operator.imod, operator.ipow, operator.iand, operator.ior, operator.ixor, operator.imatmul,
+}  # fmt: skip
+_SET_GRAD = torch._C._set_grad_enabled
+_ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
+SELECT = {"topk", "max", "min", "argmax", "argmin", "sort", "argsort", "kthvalue", "multinomial"}
+SWITCHES = {_SET_GRAD, _ENTER, _EXIT}
+
+
+class Facts:
+    """Args:
+    example_inputs: one value for each placeholder; real, fake or on the meta device.
+    origins: of a graph inside of another: which nodes of that its placeholders are.
+
+    Attributes:
+        nodes: in program order, with their positions in `at`; without those that switch modes.
+        value: what a node gives, abstractly; of an item assignment the tensor that was written to.
+        written: the node that stands for the tensor which a node has written to.
+        deps: what a node's value follows from; with `after`, what it must not be moved before.
+        weights: parameters and buffers, by node, with the tensor where it is known.
+        frozen: nodes that follow from weights alone.
+        live: nodes that follow from activations.
+        given: live ones that follow from integers, masks and the like alone: no rows.
+        modes: what is switched on around a node.
+    """
+
+    def __init__(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], origins: Mapping[fx.Node, fx.Node] | None = None
+    ):
+        self.gm = gm
+        self.origins = origins or {}
+        self.nodes: list[fx.Node] = []
+        self.modes: dict[fx.Node, Modes] = {}
+        self._read_modes()
+        self.at = {n: i for i, n in enumerate(self.nodes)}
+        placeholders = [n for n in self.nodes if n.op == "placeholder"]
+        self.examples = dict(zip(placeholders, example_inputs, strict=False))
+        self.value = self._values(list(example_inputs))
+        self._drop_dead()
+        self.deps: dict[fx.Node, list[fx.Node]] = {}
+        self.after: dict[fx.Node, list[fx.Node]] = {}
+        self.written: dict[fx.Node, fx.Node] = {}
+        self.writers: dict[int, list[fx.Node]] = defaultdict(list)  # by storage
+        self._follow_memory()
+        self.users: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+        for n in self.nodes:
+            for d in self.deps[n]:
+                self.users[d].append(n)
+        self.weights = self._weights()
+        self.frozen: set[fx.Node] = set()
+        self.live: set[fx.Node] = set()
+        self.given: set[fx.Node] = set()
+        self._classify()
+
+    # ------------------------------------------------------------------ modes
+    def _read_modes(self) -> None:
+        switches = any(n.target is _SET_GRAD for n in self.gm.graph.nodes)
+        grad = torch.is_grad_enabled() if switches else None
+        open_: list[tuple[fx.Node, Autocast]] = []
+        for n in self.gm.graph.nodes:
+            if n.op == "call_function" and n.target in SWITCHES:
+                if n.target is _SET_GRAD:
+                    grad = bool(n.args[0])
+                elif n.target is _ENTER:
+                    device, dtype, enabled = (list(n.args) + [None, True])[:3]
+                    open_.append((n, Autocast(str(device), cast(Any, dtype), bool(enabled))))
+                else:
+                    open_ = [o for o in open_ if o[0] is not n.args[0]]
+                continue
+            self.nodes.append(n)
+            self.modes[n] = Modes(grad, tuple(a for _, a in open_))
+
+    # ------------------------------------------------------------------ values
+    def _values(self, example_inputs: list[Any]) -> dict[fx.Node, Any]:
+        value: dict[fx.Node, Any] = {}
+        for n in self.nodes:
+            found = n.meta.get("example_value", n.meta.get("val"))
+            if found is None and n.op == "placeholder":
+                found = self.examples.get(n)
+            elif n.op == "get_attr":
+                found = attribute(self.gm, str(n.target)) if found is None else found
+            elif n.op == "output":
+                continue
+            elif found is None and not (n.op == "call_function" and n.target is operator.setitem):
+                return _propagated(self.gm, example_inputs)
+            value[n] = found
+        for n in self.nodes:
+            if n.op == "call_function" and n.target is operator.setitem:
+                value[n] = value[n.args[0]]  # type: ignore[index]
+        return value
+
+    def _drop_dead(self) -> None:
+        """Tensors that nobody reads: tracers leave what autograd has made."""
+        dead: set[fx.Node] = set()
+        for n in reversed(self.nodes):
+            if n.target is torch.ops.aten._assert_tensor_metadata.default:  # it holds for what the graph was made for
+                dead.add(n)
+                continue
+            is_pure = n.op.startswith("call") and written_by(n) is None and not is_random(n)
+            if is_pure and isinstance(self.value[n], (torch.Tensor, tuple, list)) and dead.issuperset(n.users):
+                dead.add(n)
+        self.nodes = [n for n in self.nodes if n not in dead]
+        self.at = {n: i for i, n in enumerate(self.nodes)}
+
+    def tensor(self, n: fx.Node) -> torch.Tensor | None:
+        found = self.value.get(n)
+        return found if isinstance(found, torch.Tensor) else None
+
+    def source_name(self, n: fx.Node) -> str:
+        """Where Dynamo found an input: `L['self']._modules['gate']._parameters['weight']`; "" if it does not say."""
+        n = self.origins.get(n, n)
+        source = getattr(n.meta.get("grapharg"), "source", None) or getattr(n, "_dynamo_source", None)
+        name = getattr(source, "name", "")
+        return str(name() if callable(name) else name)
+
+    def is_float(self, n: fx.Node) -> bool:
+        t = self.tensor(n)
+        return t is not None and t.is_floating_point()
+
+    def is_number(self, n: fx.Node) -> bool:
+        """A size, or something computed from sizes."""
+        return isinstance(self.value.get(n), (torch.SymInt, torch.SymFloat, torch.SymBool, int, float))
+
+    # ------------------------------------------------------------------ memory
+    def _follow_memory(self) -> None:
+        last: dict[int, fx.Node] = {}
+        readers: dict[int, list[fx.Node]] = defaultdict(list)
+        for n in self.nodes:
+            inputs = [a for a in n.all_input_nodes if a in self.at]
+            deps, after = dict.fromkeys(inputs), {}
+            touched = {s for a in inputs for s in self.storages(a)}
+            target = written_by(n)
+            mine = set(self.storages(target)) if target is not None else set()
+            for s in sorted(touched):
+                if s in last:
+                    deps[last[s]] = None
+                if s in mine:
+                    after.update(dict.fromkeys(readers[s]))
+            for s in touched:
+                readers[s].append(n)
+            for s in mine:
+                last[s], readers[s] = n, []
+                self.writers[s].append(n)
+            if target is not None and mine:
+                self.written[n] = target
+            self.deps[n], self.after[n] = list(deps), list(after)
+
+    def storages(self, n: fx.Node | None) -> list[int]:
+        found = self.value.get(n) if n is not None else None
+        tensors = found if isinstance(found, (tuple, list)) else (found,)
+        return [_storage(t) for t in tensors if isinstance(t, torch.Tensor)]
+
+    # ------------------------------------------------------------------ what follows from what
+    def _weights(self) -> dict[fx.Node, torch.Tensor]:
+        found: dict[fx.Node, torch.Tensor] = {}
+        for n in self.nodes:
+            if n.op == "get_attr" and isinstance(t := self.value[n], torch.Tensor):
+                held = attribute(self.gm, str(n.target))
+                found[n] = held if isinstance(held, torch.Tensor) else t
+            elif n.op == "placeholder":
+                t = self.examples.get(n, self.value.get(n))
+                is_parameter = isinstance(t, nn.Parameter) or isinstance(self.value.get(n), nn.Parameter)
+                if isinstance(t, torch.Tensor) and (is_parameter or is_held(self.source_name(n))):
+                    found[n] = t
+        if any(n.op == "placeholder" or is_float_tensor(t) for n, t in found.items()):
+            return found
+        return found | self._likely_weights()
+
+    def _likely_weights(self) -> dict[fx.Node, torch.Tensor]:
+        """Where nothing says what is a parameter: all inputs but those that choices are first of all made of."""
+        activations = set()
+        for n in self.nodes:
+            if target_name(n) in SELECT and n.op.startswith("call"):
+                current: Any = n
+                while isinstance(current, fx.Node) and current.op != "placeholder":
+                    current = _first_operand(current)
+                activations.add(current)
+        if not activations:
+            return {}
+        inputs = {n: self.examples.get(n, self.value.get(n)) for n in self.nodes if n.op == "placeholder"}
+        return {n: t for n, t in inputs.items() if t is not None and is_float_tensor(t) and n not in activations}
+
+    def _classify(self) -> None:
+        ints: set[fx.Node] = set()  # follow from given integers without a weight
+        for n in self.nodes:
+            deps = self.deps[n]
+            if n.op == "placeholder" and n not in self.weights and isinstance(self.value.get(n), torch.Tensor):
+                self.live.add(n)
+                if not self.is_float(n):
+                    ints.add(n)
+            elif n in self.weights or (deps and all(d in self.frozen for d in deps)):
+                self.frozen.add(n)
+            elif any(d in self.live for d in deps):
+                self.live.add(n)
+                if all(d in ints or (d not in self.live and d not in self.frozen) for d in deps):
+                    ints.add(n)
+        self.given = ints
+
+
+def attribute(gm: nn.Module, path: str) -> Any:
+    owner: Any = gm
+    for part in path.split("."):
+        owner = getattr(owner, part, None)
+    return owner
+
+
+def is_float_tensor(t: Any) -> bool:
+    return isinstance(t, torch.Tensor) and t.is_floating_point()
+
+
+def hint(n: Any) -> int:
+    if isinstance(n, torch.SymInt):
+        found = n.node.hint
+        if found is None:
+            raise Refused("how many rows there are follows from data: sizes like that are not followed in graphs")
+        return int(found)
+    return int(n)
+
+
+def is_held(name: str) -> bool:
+    """Whether a source is a parameter or buffer of a module."""
+    return "._parameters[" in name or "._buffers[" in name
+
+
+def _first_operand(n: fx.Node) -> Any:
+    """What an op is an op on, as `x` of `addmm(bias, x, w)`."""
+    name = target_name(n)
+    at = 1 if name in ("addmm", "addmv", "einsum", "embedding") and len(n.args) > 1 else 0
+    found: Any = n.args[at] if n.args else next(iter(n.all_input_nodes), None)
+    while isinstance(found, (tuple, list)):
+        found = found[0] if found else None
+    return found
+
+
+def target_name(n: fx.Node) -> str:
+    """`topk` of `aten.topk.default`, `torch.topk` and `x.topk`."""
+    if n.op == "call_method":
+        return str(n.target)
+    if isinstance(n.target, torch._ops.OpOverload):
+        return n.target.overloadpacket.__name__
+    return getattr(n.target, "__name__", str(n.target))
+
+
+def written_by(n: fx.Node) -> fx.Node | None:
+    """The argument that a node writes to, in place."""
+    if n.op == "call_method":
+        name = str(n.target)
+        return n.args[0] if name.endswith("_") and not name.endswith("__") else None  # type: ignore[return-value]
+    if n.op != "call_function":
+        return None
+    out = n.kwargs.get("out")
+    if isinstance(out, fx.Node):
+        return out
+    if isinstance(n.target, torch._ops.OpOverload):
+        for i, a in enumerate(n.target._schema.arguments):
+            if a.alias_info is not None and a.alias_info.is_write:
+                found = n.args[i] if i < len(n.args) else n.kwargs.get(a.name)
+                return found if isinstance(found, fx.Node) else None
+        return None
+    name = getattr(n.target, "__name__", "")
+    in_place = n.target in _IN_PLACE or (name.endswith("_") and not name.endswith("__")) or n.kwargs.get("inplace")
+    return n.args[0] if in_place and n.args and isinstance(n.args[0], fx.Node) else None
+
+
+def is_random(n: fx.Node) -> bool:
+    if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()):
+        return True
+    name = str(n.target) if n.op == "call_method" else getattr(n.target, "__name__", "")
+    if "dropout" in name:
+        return bool(n.kwargs.get("training", n.args[2] if len(n.args) > 2 else True))
+    return name.strip("_") in (
+        "rand", "randn", "rand_like", "randn_like", "randint", "randint_like", "randperm", "bernoulli", "multinomial",
+        "normal", "uniform", "exponential", "gumbel_softmax", "rrelu", "poisson", "cauchy", "log_normal", "geometric",
+        "random",
+    )  # fmt: skip
+
+
+def sources_of(n: fx.Node, position: int) -> tuple[Source, ...]:
+    """The user's lines that made a node, the innermost first; without a stack trace its place in the graph."""
+    found = []
+    lines = str(n.stack_trace or "").splitlines()
+    for i, text in enumerate(lines):
+        parts = text.strip().split('"')
+        if len(parts) < 3 or not parts[0].startswith("File") or not is_users(parts[1]):
+            continue
+        number = parts[2].partition("line ")[2].partition(",")[0]
+        rest = []
+        for below in lines[i + 1 :]:
+            if below.strip().startswith('File "'):
+                break
+            rest.append(below)
+        found.append(Source(parts[1], int(number) if number.isdigit() else 0, hash("\n".join(rest))))
+    return tuple(reversed(found)) or (Source("graph", position, 0),)
+
+
+def _storage(t: torch.Tensor) -> int:
+    try:
+        return t.untyped_storage()._cdata
+    except Exception:  # a subclass without storage
+        return id(t)
+
+
+class _Values(fx.Interpreter):
+    def __init__(self, gm: fx.GraphModule, mode: FakeTensorMode):
+        super().__init__(gm)
+        self.mode, self.found = mode, {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        out = super().run_node(n)
+        if isinstance(out, torch.Tensor) and not isinstance(out, FakeTensor):
+            out = self.mode.from_tensor(out)
+        self.found[n] = self.found[n.args[0]] if n.target is operator.setitem else out
+        return out
+
+
+def _propagated(gm: fx.GraphModule, example_inputs: list[Any]) -> dict[fx.Node, Any]:
+    fakes = [t for t in example_inputs if isinstance(t, FakeTensor)]
+    mode = fakes[0].fake_mode if fakes else FakeTensorMode(allow_non_fake_inputs=True)
+    inputs = [
+        mode.from_tensor(t) if isinstance(t, torch.Tensor) and not isinstance(t, FakeTensor) else t
+        for t in example_inputs
+    ]
+    values = _Values(gm, mode)
+    with mode:
+        values.run(*inputs)
+    return values.found
+
+
+__all__ = ["SELECT", "SWITCHES", "Facts", "attribute", "hint", "is_held", "is_random", "sources_of", "target_name"]

@@ -1,0 +1,130 @@
+"""One proof for all equal regions, kept for the process: the same graph, also at other sizes, is not lifted again."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import OrderedDict
+
+import torch
+
+from .._plan import Plan
+from ..capture.autocast import under
+from ..capture.find import Seen
+from ..capture.lifting import lifting
+from ..errors import CaptureError, MoefxError, Refused
+from ..numeric import numeric_check
+from ..pipeline import Result, limited, rewrite_block
+from ..runtime.module import unobserved
+from ..runtime.program import Program
+from ..specialise import program_of
+from ..survey import Matched
+from .facts import Facts
+from .region import Extracted, Region
+
+_MOST_KEPT = 256
+
+
+@dataclasses.dataclass
+class Proven:
+    """A region that was proven and rewritten; `names` are those of all regions like it."""
+
+    matched: Matched
+    block: Region
+    program: Program
+    verdict: str
+
+    def holds(self, dims: dict[str, int]) -> bool:
+        return all(g.holds(dims) for g in self.matched.result.match.guards)
+
+
+_Outcome = Proven | Refused
+_kept: OrderedDict[tuple[str, Plan], list[_Outcome]] = OrderedDict()
+lifts = 0  # proofs tried in this process
+
+
+def match(facts: Facts, region: Extracted, plan: Plan) -> Proven:
+    """The proof of a region, an earlier one if there is.
+
+    Raises:
+        Refused: it is not (provably) a token-choice mixture of experts, or not at these sizes.
+    """
+    key = region.key, plan
+    outcomes = _kept.setdefault(key, [])
+    _kept.move_to_end(key)
+    while len(_kept) > _MOST_KEPT:
+        _kept.popitem(last=False)
+    for outcome in outcomes:
+        if isinstance(outcome, Proven) and outcome.holds(region.dims):
+            return outcome
+        if isinstance(outcome, Refused):
+            raise outcome
+    try:
+        outcome = _proven(facts, region, plan)
+        if not outcome.holds(region.dims):
+            failed = next(g for g in outcome.matched.result.match.guards if not g.holds(region.dims))
+            raise Refused(f"it is proven for other sizes than the graph's only: {failed}")
+    except Refused as refusal:
+        outcomes.append(refusal.with_traceback(None))
+        raise
+    outcomes.append(outcome)
+    return outcome
+
+
+def _proven(facts: Facts, region: Extracted, plan: Plan) -> Proven:
+    global lifts
+    lifts += 1
+    start = time.perf_counter()
+    args = region.arguments(facts)
+    block = region.block(facts)
+    dtype = _autocast(region)
+    with lifting(), unobserved(), torch.enable_grad(), under(region.device, dtype):
+        try:
+            result = rewrite_block(block, region.name, args, {}, plan)
+        except Refused as why:
+            raise Refused(
+                why.reason, culprits=why.culprits, source=why.source or region.source, remedy=why.remedy
+            ) from None
+        except (CaptureError, MoefxError) as error:
+            raise Refused(f"it does not run on abstract tensors: {error}", source=region.source) from None
+        except Exception as error:  # torch's, at sizes that the graph was not made for
+            what = f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
+            raise Refused(f"it does not run at other sizes than the graph's ({what})", source=region.source) from error
+        verdict = _checked(facts, region, result, plan)
+        result = limited(block, result, plan)
+        program = program_of(block, result, args, {}, dtype)
+    seconds = time.perf_counter() - start
+    matched = Matched([region.name], Seen(region.name, args, {}), result, seconds, set())
+    return Proven(matched, block, program, verdict)
+
+
+def _autocast(region: Extracted) -> torch.dtype | None:
+    """What autocast casts to around the region."""
+    for one in reversed(region.autocast):
+        if one.device == region.device:
+            return (one.dtype or torch.get_autocast_dtype(one.device)) if one.enabled else None
+    if region.device == "meta" or not torch.is_autocast_enabled(region.device):
+        return None
+    return torch.get_autocast_dtype(region.device)
+
+
+def _checked(facts: Facts, region: Extracted, result: Result, plan: Plan) -> str:
+    """What the numeric check says.
+
+    Raises:
+        Refused: it found a difference.
+    """
+    if plan.validation == "symbolic":
+        return "off (plan.validation)"
+    tensors = [facts.weights[n] for n in region.weights]
+    if any(t.is_meta or type(t) not in (torch.Tensor, torch.nn.Parameter) for t in tensors):
+        return "skipped, the weights are on the meta device or abstract"
+    ok, verdict = numeric_check(region.block(facts, real=True), result, region.name, max(plan.validation_seconds, 1.0))
+    if not ok:
+        raise Refused(verdict, source=region.source, remedy="please report this model")
+    return verdict
+
+
+def forget() -> None:
+    """Drop all proofs."""
+    _kept.clear()

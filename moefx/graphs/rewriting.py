@@ -1,0 +1,168 @@
+"""`rewrite_graph`: find the MoE regions of a flat graph, prove them, put the rewritten ones in their place."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from .._plan import Plan
+from ..errors import InvalidInput, InvalidPlan, Refused
+from ..survey import Refusal
+from . import matching
+from .extents import Extent, Extents
+from .facts import Facts, sources_of, target_name
+from .matching import Proven
+from .region import Extracted, RegionCall, extract
+from .splice import order, splice
+
+_log = logging.getLogger(__name__)
+_MOST_TRIED = 4  # extents of one seed
+_CALLS = {"tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap", "invoke_subgraph"}
+
+
+@dataclasses.dataclass
+class Found:
+    """What there is in a graph.
+
+    Attributes:
+        matched: regions with their proofs. refused: what looks like one and is none.
+        open: the user's lines that select something, of which nothing comes together in this graph.
+        inside: what there is in graphs that this one calls.
+    """
+
+    facts: Facts
+    matched: list[tuple[Extracted, Proven]]
+    refused: list[Refusal]
+    open: list[str]
+    seconds: float
+    inside: list[Found] = dataclasses.field(default_factory=list)
+
+    def every(self) -> list[Found]:
+        """This one, and those of graphs inside."""
+        return [self, *(f for inner in self.inside for f in inner.every())]
+
+
+def rewritten(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], plan: Plan, origins: dict[fx.Node, fx.Node] | None = None
+) -> tuple[fx.GraphModule, Found]:
+    """The graph with the regions that were found rewritten, also those in bodies that it has for checkpoints."""
+    found = find(gm, example_inputs, plan, origins)
+    bodies: dict[str, fx.GraphModule] = {}
+    for name, values, inner in _bodies(found.facts):
+        body, more = rewritten(getattr(gm, name), values, plan, inner)
+        if body is not getattr(gm, name):
+            bodies[name] = body
+        found.inside.append(more)
+    if not found.matched and not bodies:
+        return gm, found
+    calls: list[tuple[Extracted, RegionCall]] = []
+    for region, proof in found.matched:
+        calls.append((region, region.call(found.facts, proof.program)))
+    out = splice(found.facts, calls)
+    for name, body in bodies.items():
+        setattr(out, name, body)
+    return out, found
+
+
+def _bodies(facts: Facts) -> Iterator[tuple[str, list[Any], dict[fx.Node, fx.Node]]]:
+    """Graphs that nodes call with their arguments, by attribute: with values for their inputs, and which nodes of the
+    outer graph these are."""
+    for n in facts.nodes:
+        body: Any = n.args[0] if n.op == "call_function" and n.args else None
+        if target_name(n) not in _CALLS or not isinstance(body, fx.Node) or body.op != "get_attr":
+            continue
+        gm = getattr(facts.gm, str(body.target), None)
+        given = [a for a in n.args[1:] if isinstance(a, fx.Node)]
+        if not isinstance(gm, fx.GraphModule) or len(given) != len(n.args) - 1:
+            continue
+        inputs = [p for p in gm.graph.nodes if p.op == "placeholder"]
+        if len(inputs) == len(given):
+            values = [facts.weights.get(a, facts.examples.get(a, facts.value.get(a))) for a in given]
+            outer = {p: facts.origins.get(a, a) for p, a in zip(inputs, given, strict=True)}
+            yield str(body.target), values, outer
+
+
+def find(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], plan: Plan, origins: dict[fx.Node, fx.Node] | None = None
+) -> Found:
+    start = time.perf_counter()
+    facts = Facts(gm, example_inputs, origins)
+    extents = Extents(facts)
+    matched: list[tuple[Extracted, Proven]] = []
+    refused: dict[tuple[str, str], Refusal] = {}
+    taken: dict[fx.Node, Extracted] = {}
+    tried: set[tuple[fx.Node, fx.Node]] = set()
+    open_: dict[str, None] = {}
+    for seed in extents.seeds():
+        if seed in taken:
+            continue
+        first: Refusal | None = None
+        candidates = _candidates(extents, seed)
+        if not candidates and extents.leaves(seed):
+            open_[str(sources_of(seed, facts.at[seed])[0])] = None
+        for extent in candidates:
+            if (extent.entry, extent.exit) in tried:
+                continue
+            tried.add((extent.entry, extent.exit))
+            if any(n in taken for n in extent.inside if n in facts.live):
+                continue
+            if any("moefx" in str(n.target) for n in extent.inside):
+                first = None
+                break  # rewritten already
+            region: Extracted | None = None
+            try:
+                region = extract(facts, extent)
+                proof = matching.match(facts, region, plan)
+                mine = {n: region for n in extent.inside if n in facts.live}
+                order(facts, taken | mine)
+            except Refused as why:
+                name = region.name if region is not None else ""
+                where = why.source or str(sources_of(seed, facts.at[seed])[0])
+                first = first or Refusal(name, why.reason, where, why.culprits, why.remedy)
+                continue
+            taken |= mine
+            matched.append((region, proof))
+            first = None
+            break
+        if first is not None and not _is_idle(first):
+            refused.setdefault((first.name, first.source), first)
+    return Found(facts, matched, list(refused.values()), list(open_), time.perf_counter() - start)
+
+
+def _candidates(extents: Extents, seed: fx.Node) -> list[Extent]:
+    found = list(extents.of(seed))
+    wider = [w for e in found[:1] if (w := extents.wider(e)) is not None]
+    return (found[:1] + wider + found[1:])[:_MOST_TRIED]
+
+
+def _is_idle(refusal: Refusal) -> bool:
+    """Something is chosen, and no weight depends on it: sampling, a maximum."""
+    return "nothing is routed" in refusal.reason
+
+
+def checked_plan(plan: Plan | None) -> Plan:
+    if plan is not None and not isinstance(plan, Plan):
+        raise InvalidPlan(f"plan is a {type(plan).__name__}; expected a moefx.Plan or None")
+    return plan or Plan()
+
+
+def checked_graph(gm: Any, example_inputs: Any) -> list[Any]:
+    if not isinstance(gm, fx.GraphModule):
+        raise InvalidInput(
+            f"expected a torch.fx.GraphModule; got a {type(gm).__name__}. Of an exported program that is .module()"
+        )
+    if isinstance(example_inputs, torch.Tensor) or not isinstance(example_inputs, Sequence):
+        raise InvalidInput(
+            f"example_inputs is a {type(example_inputs).__name__}; expected a tuple, one value for each input of the "
+            "graph"
+        )
+    wanted = sum(n.op == "placeholder" for n in gm.graph.nodes)
+    if len(example_inputs) != wanted:
+        raise InvalidInput(f"the graph has {wanted} inputs; {len(example_inputs)} example_inputs were given")
+    return list(example_inputs)

@@ -1,0 +1,149 @@
+"""A graph with calls in the place of its regions; all else as it was, in the same order as far as that can be."""
+
+from __future__ import annotations
+
+import heapq
+import operator
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..errors import Refused
+from .code import Modes
+from .facts import Facts
+from .region import Extracted, RegionCall, is_removed
+
+HOLDER = "moefx"  # the submodule of the graph that has the calls
+
+
+def splice(facts: Facts, regions: list[tuple[Extracted, RegionCall]]) -> fx.GraphModule:
+    """Raises:
+    Refused: something outside of a region stands between two parts of it.
+    """
+    gm = facts.gm
+    root = torch.nn.Module()
+    root.__dict__.update({k: v for k, v in gm.__dict__.items() if k not in ("_graph", "_code")})
+    root._modules = dict(gm._modules)
+    holder = root._modules[HOLDER] = torch.nn.Module()
+    unit_of = {n: r for r, _ in regions for n in _removed(facts, r)}
+    calls: dict[int, tuple[str, RegionCall]] = {}
+    for region, call in regions:
+        name = base = region.name.replace(".", "_") or "model"
+        number = 1
+        while name in holder._modules:
+            number += 1
+            name = f"{base}_{number}"
+        holder.add_module(name, call)
+        calls[id(region)] = f"{HOLDER}.{name}", call
+    new = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    current: list[Any] = [facts.modes[facts.nodes[0]], []]
+    for unit in order(facts, unit_of):
+        if isinstance(unit, Extracted):
+            _switch(new, current, facts.modes[unit.extent.exit])
+            _emit_call(new, made, facts, unit, calls[id(unit)][0])
+            continue
+        if unit.op not in ("placeholder", "get_attr"):
+            _switch(new, current, facts.modes[unit])
+        made[unit] = new.node_copy(unit, made.__getitem__)
+    _drop_unused(new, facts, made, regions)
+    new.set_codegen(gm.graph._codegen)
+    out = fx.GraphModule(root, new, class_name=type(gm).__name__)
+    out.meta.update(gm.meta)
+    out.train(gm.training)
+    out.graph.lint()
+    return out
+
+
+def _removed(facts: Facts, region: Extracted) -> list[fx.Node]:
+    inside = set(region.extent.inside)
+    return [n for n in region.extent.inside if is_removed(n, inside, facts)]
+
+
+def order(facts: Facts, unit_of: dict[fx.Node, Extracted]) -> list[fx.Node | Extracted]:
+    """Program order, with each region as one."""
+    units: dict[int, fx.Node | Extracted] = {}
+    first: dict[int, int] = {}
+
+    def of(n: fx.Node) -> fx.Node | Extracted:
+        return unit_of.get(n, n)
+
+    needs: dict[int, set[int]] = defaultdict(set)
+    feeds: dict[int, set[int]] = defaultdict(set)
+    for n in facts.nodes:
+        unit = of(n)
+        me = id(unit)
+        units.setdefault(me, unit)
+        first.setdefault(me, facts.at[n])
+        wanted = [*facts.deps[n], *facts.after[n]]
+        for d in wanted:
+            other = id(of(d))
+            if other != me:
+                needs[me].add(other)
+                feeds[other].add(me)
+    for region in {id(r): r for r in unit_of.values()}.values():  # copies of what is computed from weights
+        me, inside = id(region), {n for n, r in unit_of.items() if r is region}
+        first[me] = max(facts.at[d] for d in region.inputs)
+        for d in (*region.inputs, *region.weights):
+            if d not in inside:
+                needs[me].add(id(of(d)))
+                feeds[id(of(d))].add(me)
+    ready = [(first[u], u) for u in units if not needs[u]]
+    heapq.heapify(ready)
+    out: list[fx.Node | Extracted] = []
+    while ready:
+        _, u = heapq.heappop(ready)
+        out.append(units[u])
+        for v in feeds[u]:
+            needs[v].discard(u)
+            if not needs[v]:
+                heapq.heappush(ready, (first[v], v))
+    if len(out) < len(units):
+        raise Refused("something outside of the region is computed between two parts of it")
+    return out
+
+
+def _emit_call(
+    new: fx.Graph, made: dict[fx.Node, fx.Node], facts: Facts, region: Extracted, target: str
+) -> None:  # fmt: skip
+    args = [made[n] for n in (*region.inputs, *region.weights)]
+    meta = {k: v for k, v in region.extent.exit.meta.items() if k in ("nn_module_stack", "stack_trace")}
+    if region.units:
+        args[0] = new.call_function(torch.ops.aten.squeeze.dims, (args[0], list(region.units)))
+        args[0].meta.update(meta)
+    node = new.call_module(target, tuple(args))
+    node.meta.update(meta)
+    for i, n in enumerate(region.outputs):
+        made[n] = new.call_function(operator.getitem, (node, i))
+        made[n].meta.update(n.meta)
+
+
+def _switch(new: fx.Graph, current: list[Any], wanted: Modes) -> None:
+    """Nodes that make the modes what they are to be."""
+    was, contexts = current
+    common = 0
+    while common < min(len(was.autocast), len(wanted.autocast)) and was.autocast[common] == wanted.autocast[common]:
+        common += 1
+    while len(contexts) > common:
+        new.call_function(torch.amp.autocast_mode._exit_autocast, (contexts.pop(),))
+    for one in wanted.autocast[common:]:
+        args = (one.device, one.dtype, one.enabled, None)
+        contexts.append(new.call_function(torch.amp.autocast_mode._enter_autocast, args))
+    if wanted.grad is not None and wanted.grad != was.grad:
+        new.call_function(torch._C._set_grad_enabled, (wanted.grad,))
+    current[0] = wanted if wanted.grad is not None else wanted._replace(grad=was.grad)
+
+
+def _drop_unused(
+    new: fx.Graph, facts: Facts, made: dict[fx.Node, fx.Node], regions: list[tuple[Extracted, RegionCall]]
+) -> None:  # fmt: skip
+    """What was there for the regions alone."""
+    inside = {n for r, _ in regions for n in r.extent.inside}
+    for n in reversed(facts.nodes):
+        if n in inside and n in made and not made[n].users and made[n].op != "placeholder":
+            new.erase_node(made[n])
+
+
+__all__ = ["HOLDER", "order", "splice"]

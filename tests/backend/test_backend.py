@@ -1,0 +1,317 @@
+"""`torch.compile(model, backend="moefx")`: every idiom that Dynamo takes whole, forward and backward."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import tomllib
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import moefx
+from moefx import backend
+from moefx.errors import InvalidPlan
+from moefx.graphs import matching
+from tests.models.case import tensors, weighted_mean
+from tests.mutants import bases
+
+from .models import IDIOMS, D, Model, SparseGates, model
+
+_ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """Nothing compiled, nothing proven, nothing said."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    matching.forget()
+    backend._told.clear()
+    backend._KEPT.clear()
+
+
+def warnings_of(caplog) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.name.startswith("moefx") and r.levelname == "WARNING"]
+
+
+def compiled(module: nn.Module, dynamic: bool | None = None, **options) -> nn.Module:
+    options = {"backend": "aot_eager", "validation": "symbolic"} | options
+    return torch.compile(module, backend=backend.backend, options=options, dynamic=dynamic)
+
+
+def gradients(module: nn.Module, call, x: torch.Tensor) -> list[torch.Tensor]:
+    """The outputs, and the gradients of input and parameters."""
+    x = x.clone().requires_grad_()
+    out = [t for t in tensors(call(x)) if t.requires_grad]
+    loss = sum(weighted_mean(t) for t in out)
+    grads = torch.autograd.grad(loss, [x, *module.parameters()], allow_unused=True)
+    return [*out, *(torch.zeros(()) if g is None else g for g in grads)]
+
+
+def check_equal(reference: nn.Module, module: nn.Module, call, x: torch.Tensor) -> None:
+    """The rule: no further from the original in float64 than twice what the original itself is; in half precision
+    thrice."""
+    truth, theirs = _truth(reference, x), gradients(reference, reference, x)
+    times, tolerance = (3, 1e-2) if x.dtype == torch.bfloat16 else (2, 1e-10)
+    for mine, other, true in zip(gradients(module, call, x), theirs, truth, strict=True):
+        bound = times * (other - true).abs().max() + tolerance / 10 * true.abs().max().clamp_min(1.0)
+        assert (mine - true).abs().max() <= bound
+
+
+def _truth(reference: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """In float64, with the grouped products done one by one: torch has them in lower precision only."""
+    original = torch.nn.functional.grouped_mm
+
+    def grouped(rows, weights, *, offs):
+        starts = [0, *offs.tolist()]
+        return torch.cat([rows[a:b] @ w for a, b, w in zip(starts, starts[1:], weights, strict=False)])
+
+    torch.nn.functional.grouped_mm = grouped
+    try:
+        exact = copy.deepcopy(reference).double()
+        return gradients(exact, exact, x.double())
+    finally:
+        torch.nn.functional.grouped_mm = original
+
+
+@pytest.mark.parametrize(
+    ("idiom", "dynamic"), [*((idiom, None) for idiom in IDIOMS), ("weight_gather", True), ("gshard", True)]
+)
+def test_idiom(idiom, dynamic):
+    """Both layers are rewritten by one proof, which holds for the sizes that come later, too."""
+    mine = model(idiom)
+    reference, call = copy.deepcopy(mine), compiled(mine, dynamic)
+    before = matching.lifts
+    dtype = next(mine.parameters()).dtype
+    for shape in ((2, 9), (1, 11)):
+        torch.manual_seed(1)
+        check_equal(reference, mine, call, torch.randn(*shape, D, dtype=dtype))
+    assert [b.name for b in moefx.blocks(call)] == ["layers.0.moe", "layers.1.moe"]
+    assert all(b.graph.find("moefx::expert_mlp") for b in moefx.blocks(call))
+    proofs = 2 if idiom == "gshard" and dynamic is None else 1  # its capacity is a number of the graph
+    assert matching.lifts - before <= (3 if proofs == 2 else 2)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_autocast(inside):
+    """Around the call, or in the model; the router stays out of it."""
+
+    class Router(bases.DenseMasked):
+        def forward(self, x):
+            t = x.reshape(-1, D)
+            with torch.autocast("cpu", enabled=False):
+                w, idx = nn.functional.linear(t.float(), self.gate.weight).softmax(-1).topk(2)
+            out = torch.zeros_like(t)
+            for e in range(bases.E):
+                out = out + self.expert(e, t) * (w * (idx == e)).sum(-1, keepdim=True)
+            return out.view_as(x)
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.pre, self.moe = nn.Linear(D, D), Router()
+
+        def forward(self, x):
+            with torch.autocast("cpu", torch.bfloat16) if inside else contextlib.nullcontext():
+                return self.moe(self.pre(x))
+
+    torch.manual_seed(0)
+    mine = Outer()
+    call, x = compiled(mine), torch.randn(2, 9, D)
+    with contextlib.nullcontext() if inside else torch.autocast("cpu", torch.bfloat16):
+        got, expected = call(x), mine(x)
+    (block,) = moefx.blocks(call)
+    assert block.spec.autocast is torch.bfloat16 and got.dtype == expected.dtype
+    assert (got - expected).abs().max() <= 2 * torch.finfo(torch.bfloat16).eps * expected.abs().max()
+
+
+def test_side_results():
+    """Counts in a buffer and an auxiliary loss stay, and are those of the original."""
+    mine = model("sparse_gates")
+    reference, call, x = copy.deepcopy(mine), compiled(mine), torch.randn(2, 9, D, dtype=torch.float64)
+    (_, aux), (_, expected) = call(x), reference(x)
+    torch.testing.assert_close(aux, expected)
+    for mine_layer, layer in zip(mine.layers, reference.layers, strict=True):
+        assert mine_layer["moe"].load.sum() == 2 * 9 * 2
+        torch.testing.assert_close(mine_layer["moe"].load, layer["moe"].load)
+
+
+def test_weights_may_change():
+    mine = model("dense_masked")
+    call, x = compiled(mine), torch.randn(2, 9, D, dtype=torch.float64)
+    call(x)
+    with torch.no_grad():
+        mine.layers[1]["moe"].experts[3].down.weight.mul_(-2)
+    check_equal(copy.deepcopy(mine), mine, call, x)
+
+
+def test_a_second_compile_takes_the_proof():
+    before = matching.lifts
+    for _ in range(2):
+        torch._dynamo.reset()
+        compiled(model("dense_masked"))(torch.randn(2, 9, D, dtype=torch.float64))
+    assert matching.lifts == before + 1
+
+
+def test_the_numeric_check_runs():
+    mine = model("dense_masked", num_layers=1)
+    call = compiled(mine, validation="auto")
+    call(torch.randn(2, 9, D, dtype=torch.float64))
+    assert "agrees in" in str(moefx.explain(call))
+
+
+def test_nothing_is_said_once(caplog):
+    with caplog.at_level(logging.INFO, "moefx.backend"):
+        for width in (4, 5):
+            torch._dynamo.reset()
+            layer = nn.Linear(width, width)
+            x = torch.randn(3, width)
+            torch.testing.assert_close(compiled(layer)(x), layer(x))
+    assert [r.levelname for r in caplog.records] == ["INFO"]
+    assert "no MoE region" in caplog.text
+
+
+class ExpertChoice(nn.Module):
+    """Experts choose tokens: refused."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.w = nn.Linear(D, 5, bias=False), nn.Parameter(torch.randn(5, D, D))
+
+    def forward(self, x):
+        t = x.reshape(-1, D)
+        scores = self.gate(t).softmax(-1).t()
+        v, idx = scores.topk(4, dim=-1)
+        y = torch.bmm(t[idx], self.w) * v.unsqueeze(-1)
+        return torch.zeros_like(t).index_add(0, idx.flatten(), y.flatten(0, 1)).view_as(x)
+
+
+def test_a_refusal_says_why_and_where(caplog):
+    mine = ExpertChoice()
+    call, x = compiled(mine), torch.randn(2, 9, D)
+    torch.testing.assert_close(call(x), mine(x))
+    assert not moefx.blocks(call)
+    (text,) = warnings_of(caplog)
+    assert "left a region" in text and "test_backend.py:" in text
+
+
+class Expert(nn.Linear):
+    def forward(self, x):
+        return torch.tanh(super().forward(x))
+
+
+class Loop(nn.Module):
+    """Rows found on the host, in a loop: Dynamo gives the function up."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(D, 4, bias=False)
+        self.experts = nn.ModuleList(Expert(D, D) for _ in range(4))
+
+    def forward(self, x):
+        w, idx = self.gate(x).softmax(-1).topk(2)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            token, slot = torch.where(idx == e)
+            out = out.index_add(0, token, expert(x[token]) * w[token, slot, None])
+        return out
+
+
+def test_a_loop_that_depends_on_data_is_named(caplog):
+    mine, x = Loop(), torch.randn(9, D)
+    torch.testing.assert_close(compiled(mine)(x), mine(x))
+    (text,) = {r.getMessage() for r in caplog.records if "moefx.compile" in r.getMessage()}
+    assert "does not compile forward (test_backend.py:" in text and "aten.nonzero.default" in text
+
+
+class Unrolled(Loop):
+    """The same without a loop: the graph ends where the rows are found."""
+
+    def forward(self, x):
+        w, idx = self.gate(x).softmax(-1).topk(2)
+        hit = idx.unique().tolist()
+        return sum(self.experts[e](x) * (w * (idx == e)).sum(-1, keepdim=True) for e in hit)
+
+
+def test_a_graph_that_ends_before_the_experts_is_named(caplog):
+    mine, x = Unrolled(), torch.randn(9, D)
+    torch.testing.assert_close(compiled(mine)(x), mine(x))
+    texts = {r.getMessage() for r in caplog.records if "moefx.compile" in r.getMessage()}
+    assert any("selected at test_backend.py:" in t and "ends its graph at test_backend.py:" in t for t in texts)
+
+
+def test_rewritten_blocks_are_left_alone(caplog):
+    mine, x = nn.Sequential(nn.LayerNorm(D), Loop()), torch.randn(9, D)
+    rewritten = moefx.compile(mine, example_inputs=(x,))
+    before = matching.lifts
+    torch.testing.assert_close(compiled(rewritten)(x), mine(x))
+    assert matching.lifts == before and not warnings_of(caplog)
+
+
+def test_options_that_there_are_not():
+    with pytest.raises(Exception, match="checkpint") as error:
+        compiled(nn.Linear(3, 3), checkpint="x")(torch.randn(2, 3))
+    assert isinstance(error.value.__cause__ or error.value, (InvalidPlan, torch._dynamo.exc.BackendCompilerFailed))
+
+
+def test_a_plan_in_the_options():
+    mine = model("dense_masked", num_layers=1)
+    call = compiled(mine, checkpoint="x")
+    call(torch.randn(2, 9, D, dtype=torch.float64))
+    (mlp,) = moefx.blocks(call)[0].graph.find("moefx::expert_mlp")
+    assert mlp.kwargs["keep"] == "x"
+
+
+def test_grad_mode_and_eager():
+    """Without gradients, with "eager" behind it."""
+    mine = Model(SparseGates).double()
+    reference, call = copy.deepcopy(mine), compiled(mine, backend="eager")
+    x = torch.randn(2, 9, D, dtype=torch.float64)
+    with torch.no_grad():
+        torch.testing.assert_close(call(x)[0], reference(x)[0])
+    assert len(moefx.blocks(call)) == 2
+
+
+def test_the_entry_point(tmp_path):
+    """As installed: `torch.compile(model, backend="moefx")` finds it by name."""
+    project = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]
+    info = tmp_path / "elsewhere-1.0.dist-info"
+    info.mkdir()
+    info.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: elsewhere\nVersion: 1.0\n")
+    points = project["entry-points"]["torch_dynamo_backends"]
+    lines = [f"{name} = {value}" for name, value in points.items()]
+    info.joinpath("entry_points.txt").write_text("\n".join(["[torch_dynamo_backends]", *lines, ""]))
+    script = """
+        import sys; sys.path.insert(0, sys.argv[1])
+        import torch
+        layer = torch.nn.Linear(3, 3)
+        x = torch.randn(2, 3)
+        call = torch.compile(layer, backend="moefx", options={"backend": "eager"})
+        torch.testing.assert_close(call(x), layer(x))
+        assert "moefx.backend" in sys.modules
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]
+    subprocess.run(command, check=True, cwd=_ROOT, timeout=120)
+
+
+def test_inside_of_a_checkpoint():
+    class Checkpointed(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    mine = Checkpointed(model("stack_gather"))
+    reference, call = copy.deepcopy(mine.inner), compiled(mine)
+    check_equal(reference, mine, call, torch.randn(2, 9, D, dtype=torch.float64))
+    assert [b.name for b in moefx.blocks(call)] == ["inner.layers.0.moe", "inner.layers.1.moe"]

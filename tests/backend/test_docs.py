@@ -1,0 +1,31 @@
+"""The page on graphs runs as printed."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "backend.md").read_text(encoding="utf-8")
+# not installed, perhaps, but on the path
+REGISTER = """
+import torch
+from moefx.backend import backend
+if "moefx" not in torch._dynamo.list_backends():
+    torch._dynamo.register_backend(backend, name="moefx")
+"""
+
+
+def test_it_runs(tmp_path):
+    (block,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
+    script = tmp_path / "page.py"
+    script.write_text(REGISTER + block)
+    done = subprocess.run(
+        [sys.executable, script], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    for text in ("2 MoE block(s) rewritten", "build_pft", 'keep="x"', "rewrite_block"):
+        assert text in done.stdout

@@ -1,0 +1,160 @@
+"""`moefx.rewrite_graph` on graphs of `torch.export` and `make_fx`."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import moefx
+from moefx.errors import InvalidInput
+from moefx.graphs import matching
+from tests import golden
+
+from .models import IDIOMS, D, model
+
+PLAN = moefx.Plan(validation="symbolic")
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    matching.forget()
+
+
+def exported(module, x, dynamic=False):
+    dims = ({0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC},) if dynamic else None
+    return torch.export.export(module, (x,), dynamic_shapes=dims).module()
+
+
+def functional(module, x):
+    """Parameters as inputs that nothing tells from activations; no names, no lines."""
+    names, values = zip(*module.named_parameters(), strict=True)
+
+    def f(*args):
+        return torch.func.functional_call(module, dict(zip(names, args[:-1], strict=True)), args[-1:])
+
+    args = (*(v.detach() for v in values), x)
+    return make_fx(f)(*args), args
+
+
+def x_of(module, *shape):
+    return torch.randn(*shape, D, dtype=next(module.parameters()).dtype)
+
+
+@pytest.mark.parametrize("idiom", IDIOMS)
+def test_printed(idiom):
+    """The graphs of a region as they are printed: the same at every run."""
+    module = model(idiom, num_layers=1)
+    out = moefx.rewrite_graph(exported(module, x_of(module, 2, 9)), (x_of(module, 2, 9),), PLAN)
+    (block,) = moefx.blocks(out)
+    text = str(block.graph.replace(header=""))
+    golden.check(f"region_{idiom}.txt", re.sub(r"\S+\.py:\d+", "", text))
+
+
+@pytest.mark.parametrize("idiom", ["dense_masked", "bmm_weight_before", "stack_gather"])
+def test_without_names(idiom):
+    """A graph of ATen ops whose parameters are inputs."""
+    module = model(idiom)
+    gm, args = functional(module, x_of(module, 2, 9))
+    out = moefx.rewrite_graph(gm, args, PLAN)
+    assert len(moefx.blocks(out)) == 2
+    for got, expected in zip(out(*args), gm(*args), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_symbolic_sizes():
+    module = model("dense_masked")
+    out = moefx.rewrite_graph(exported(module, x_of(module, 2, 9), dynamic=True), (x_of(module, 2, 9),), PLAN)
+    for shape in ((2, 9), (4, 5), (3, 30)):
+        x = x_of(module, *shape)
+        torch.testing.assert_close(out(x)[0], module(x)[0])
+    assert all(b.forward.counts.rewritten == 3 and not b.fallbacks for b in moefx.blocks(out))
+
+
+def test_inspection():
+    module = model("stack_gather")
+    x = x_of(module, 2, 9)
+    out = moefx.rewrite_graph(exported(module, x), (x,), PLAN)
+    names = [b.name for b in moefx.blocks(out)]
+    assert names == ["moefx.layers_0_moe", "moefx.layers_1_moe"]
+    assert moefx.history(out, names[1]).passes == ("rewrite_block", "fuse", "checkpoint")
+    assert "build_pft" in str(moefx.graph(out, names[0], after="rewrite_block"))
+    report = moefx.explain(out)
+    assert [m.names for m in report.matched] == [("layers.0.moe", "layers.1.moe")]
+    assert "E=5, top-2" in str(report)
+
+
+def test_verify():
+    """Against the graph, and against the model that it is of; a wrong program is found."""
+    module = model("stack_gather")
+    x = x_of(module, 2, 9)
+    gm = exported(module, x)
+    out = moefx.rewrite_graph(gm, (x,), PLAN)
+    for reference in (gm, module):
+        report = moefx.verify(out, reference, (x,), routings=False)
+        assert report.ok
+        assert {"(graph)", "", "moefx.layers_0_moe", "moefx.layers_1_moe"} == {row.block for row in report.rows}
+    with torch.no_grad():
+        other = copy.deepcopy(module)
+        other.layers[1]["moe"].w_up.mul_(1.01)
+    assert not moefx.verify(out, other, (x,), routings=False, grads=False).ok
+    (program,) = moefx.blocks(out)[1].forward.programs
+    right = program.fn
+    program.fn = lambda *values: tuple(2 * t for t in right(*values))
+    report = moefx.verify(out, gm, (x,), routings=False, grads=False)
+    assert not report.ok and report.first_block == "moefx.layers_1_moe"
+
+
+def test_the_rest_is_untouched():
+    module = model("dense_masked", num_layers=1)
+    x = x_of(module, 2, 9)
+    gm = exported(module, x)
+    before = [(n.op, str(n.target)) for n in gm.graph.nodes]
+    out = moefx.rewrite_graph(gm, (x,), PLAN)
+    assert [(n.op, str(n.target)) for n in gm.graph.nodes] == before
+    assert out is not gm and sum(n.op == "call_module" and "moefx" in n.target for n in out.graph.nodes) == 1
+    norms = [n for n in out.graph.nodes if "layer_norm" in str(n.target)]
+    assert len(norms) == 1 and norms[0].meta["val"].shape == x.shape
+
+
+def test_without_a_region_it_is_the_graph_itself():
+    gm = exported(torch.nn.Linear(4, 4), torch.randn(3, 4))
+    assert moefx.rewrite_graph(gm, (torch.randn(3, 4),)) is gm
+
+
+def test_what_is_no_graph():
+    with pytest.raises(InvalidInput, match="GraphModule"):
+        moefx.rewrite_graph(torch.nn.Linear(3, 3), (torch.randn(2, 3),))
+    gm = fx.symbolic_trace(torch.nn.Linear(3, 3))
+    with pytest.raises(InvalidInput, match="1 inputs"):
+        moefx.rewrite_graph(gm, ())
+
+
+def test_in_place_results():
+    """What is added up in place is read by a name that the last addition does not have."""
+
+    class InPlace(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate = torch.nn.Linear(D, 4, bias=False)
+            self.experts = torch.nn.ModuleList(torch.nn.Linear(D, D) for _ in range(4))
+
+        def forward(self, x):
+            w, idx = self.gate(x).softmax(-1).topk(2)
+            out = torch.zeros_like(x)
+            for e, expert in enumerate(self.experts):
+                out.add_(expert(x) * (w * (idx == e)).sum(-1, keepdim=True))
+            return out.mul(2)
+
+    module, x = InPlace(), torch.randn(9, D)
+    graphs = []
+    torch._dynamo.reset()
+    torch.compile(module, backend=lambda g, a: graphs.append((g, a)) or g.forward)(x)
+    ((gm, args),) = graphs
+    out = moefx.rewrite_graph(gm, args, PLAN)
+    assert len(moefx.blocks(out)) == 1
+    torch.testing.assert_close(out(*args)[0], module(x))
