@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,7 +20,6 @@ from .matching import Proven
 from .region import Extracted, RegionCall, extract
 from .splice import order, splice
 
-_log = logging.getLogger(__name__)
 _MOST_TRIED = 4  # extents of one seed
 _CALLS = {"tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap", "invoke_subgraph"}
 

@@ -94,7 +94,7 @@ def search(
             why = f"does not fit: {amount(lacking, 'B')} too much at the least, most of it {term}"
             reasons.append(Rejected((dict(zip(("PP", "TP", "EP"), region, strict=True)),), why, lacking, term))
     entries.sort(key=lambda entry: (entry.seconds, entry.memory["M_gpu"]))
-    asked = (batch, tokens, most_sequences, reach, tuple(schedules))
+    asked = (batch, tokens, most_sequences, reach, schedules)
     return Ranking(model, platform, num_ranks, *asked, tuple(entries), tuple(reasons))
 
 

@@ -102,12 +102,21 @@ def memory(model: Architecture, layout: Layout, platform: Platform) -> dict[str,
 def given(model: Architecture, layout: Layout, platform: Platform, experts_first: bool = True) -> dict[str, float]:
     """What the sheets of a step are given. `l_t` layers, `l_t_moe` of them with experts, and `h_t` logits are those of
     the stage that takes longest: one with the most layers, or the last, which has the logits."""
+    found = _of_all_stages(model, layout, platform, experts_first)
+    kinds = [dict(zip(("l_t", "l_t_moe", "h_t"), kind, strict=True)) for kind in _kinds(model, layout.pp)]
+    if len(kinds) == 1:
+        return found | kinds[0]
+    one = sheet_of(layout, platform, experts_first)
+    return found | max(kinds, key=lambda kind: one(**found, **kind)["T_micro"])
+
+
+def _of_all_stages(model: Architecture, layout: Layout, platform: Platform, experts_first: bool) -> dict[str, float]:
     values = layout.values(model, layout.pp - 1)
     stage_ranks, replicas_apart = layout.tp * layout.dp, layout.ep if experts_first else 1
     tensor, stages = platform.network_of(layout.tp), platform.network_of(2, stage_ranks)
     sizes, networks = _levels(layout, platform, experts_first)
     links = tuple((n.latency, 1 / n.bandwidth) for n in networks)
-    found = values | level_values(sizes, links, whole_link(sizes, links), platform.handling) | {
+    return values | level_values(sizes, links, whole_link(sizes, links), platform.handling) | {
         "t": layout.sequences * layout.tokens / values["G"], **widths(model, layout),
         "n_z3": int(layout.zero > 2), "BW": platform.memory_bandwidth, "tile": TILE, "skew": 1.0,
         **platform.dense_rates(), **platform.expert_rates(),
@@ -122,11 +131,6 @@ def given(model: Architecture, layout: Layout, platform: Platform, experts_first
         "ranks": layout.num_ranks, "F_token": flop_per_token(model, layout.tokens),
         "B": layout.sequences * layout.microbatches * layout.dp,
     }  # fmt: skip
-    kinds = [dict(zip(("l_t", "l_t_moe", "h_t"), kind, strict=True)) for kind in _kinds(model, layout.pp)]
-    if len(kinds) == 1:
-        return found | kinds[0]
-    one = sheet_of(layout, platform, experts_first)
-    return found | max(kinds, key=lambda kind: one(**found, **kind)["T_micro"])
 
 
 @functools.lru_cache(maxsize=1024)
@@ -152,9 +156,11 @@ def sheet_of(layout: Layout, platform: Platform, experts_first: bool = True) -> 
     Raises:
         InvalidPlan: rows go by levels, and there is only one.
     """
-    if layout.way in ("rbd", "halo") and len(_levels(layout, platform, experts_first)[0]) == 1 < layout.ep:
-        raise InvalidPlan(f"way={layout.way!r} goes by levels, but the {layout.ep} ranks of EP are within one")
-    return sheet(layout.way if layout.ep > 1 else "none", len(_levels(layout, platform, experts_first)[0]))
+    sizes, networks = _levels(layout, platform, experts_first)
+    if layout.way in ("rbd", "halo") and len(sizes) == 1 < layout.ep:
+        where = f"EP={layout.ep} is within one: {networks[0].name!r}"
+        raise InvalidPlan(f"way={layout.way!r} goes by levels, but {where}")
+    return sheet(layout.way if layout.ep > 1 else "none", len(sizes))
 
 
 def seconds_of_ways(
@@ -162,7 +168,7 @@ def seconds_of_ways(
 ) -> dict[str, float]:
     """Of one exchange, one direction, by way of rows."""
     sizes, _ = _levels(layout, platform, experts_first)
-    found = exchange(len(sizes))(**given(model, layout, platform, experts_first))
+    found = exchange(len(sizes))(**_of_all_stages(model, layout, platform, experts_first))
     return {way: found[f"T_{way}"] for way in get_args(Way) if f"T_{way}" in found}
 
 

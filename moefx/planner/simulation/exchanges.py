@@ -7,7 +7,6 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from ...errors import InvalidPlan
 from ..architecture import Architecture
 from ..layout import Layout, Way
 from ..platforms import Network, Platform
@@ -71,17 +70,12 @@ def draw(
 
     Args:
         groups: [G, W] ranks of a stage.
-
-    Raises:
-        InvalidPlan: rows go by levels, and there is only one.
     """
     if layout.ep == 1:
         nothing = torch.zeros(1, 1, dtype=torch.float64)
         return Exchanges(nothing + 1, nothing, platform.networks[:1], None, nothing[0], 1)
     sizes, networks = platform.levels(layout.ep, int(groups[0, 1] - groups[0, 0]))
     by_level = layout.way in ("rbd", "halo")
-    if by_level and len(sizes) == 1:
-        raise InvalidPlan(f"way={layout.way!r} goes by levels, but EP={layout.ep} is within one: {networks[0].name!r}")
     width = widths(model, layout)["w1" if layout.way == "flat" else "w"]
     latencies = [n.latency for n in networks] if by_level else [max(n.latency for n in networks)]
     tokens = max(layout.sequences * layout.tokens // (layout.tp if layout.ssmb else 1), 1)
