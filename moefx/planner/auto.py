@@ -15,13 +15,13 @@ from ..errors import InvalidPlan, UnknownArchitecture
 from ..runtime.links import TOKENS
 from ..runtime.topology import node_size
 from ..survey import Survey
+from .._units import amount
 from .architecture import Architecture
 from .axes import STAGES, Use, uses
 from .decision import Decision, Facts, Tried
 from .describe import described
 from .here import VARIABLE, Here, platform_here
 from .search import STATES, estimated, way_of
-from .sheet import amount
 from .step import memory
 
 _POLICIES = ("h", "x")  # "all" keeps more than "h" and takes as long

@@ -34,13 +34,3 @@ def test_a_pass_that_changed_nothing_is_closed():
     again = type(h)("", (*h.snapshots, h.snapshots[-1]))
     text = html.fragment(again)
     assert text.count("<details>") == 1 and "Nothing to change" in text and "<h2>model</h2>" in text
-
-
-def test_sizes():
-    assert [html.size(v) for v in (0, 1023, 1024, 5e6, 2e12)] == [
-        "0 B",
-        "1,023 B",
-        "1.0 KiB",
-        "4.8 MiB",
-        "1,862.6 GiB",
-    ]
