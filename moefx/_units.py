@@ -5,6 +5,11 @@ from __future__ import annotations
 _BYTES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
+def size(num_bytes: float) -> str:
+    """1536 -> `1.5 KiB`."""
+    return amount(num_bytes, "B")
+
+
 def amount(value: float, unit: str) -> str:
     """A number with its unit, to four digits: bytes in units of 2^10, others in thousands."""
     if unit == "B":

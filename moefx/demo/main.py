@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import moefx
-from moefx._units import amount
+from moefx._units import size
 from moefx.inspection.history import History
 from moefx.ir.block import BlockGraph
 from moefx.passes.checkpoint import checkpoint
@@ -235,7 +235,7 @@ def run(
     args, kwargs = block_inputs(original, names[:1], ids)[names[0]]
     policy_bytes = measure_policies(block, histories[names[0]], args[0])
     print(f"\n  saved for backward by {names[0]} under each save policy")
-    print(table(("", "bytes"), [(name, amount(value, "B")) for name, value in policy_bytes.items()]))
+    print(table(("", "bytes"), [(name, size(value)) for name, value in policy_bytes.items()]))
 
     heading(5, NUM_PARTS, f"Training: {steps} steps, same weights, same batches, float64")
     # In float32 two correct programs drift apart once rounding flips a routing decision; in float64 not.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 import moefx
-from moefx._units import amount
+from moefx._units import size
 from moefx.inspection import html
 
 from . import model as demo_model
@@ -102,7 +102,7 @@ def bars(values: dict[str, int], label: str) -> str:
         parts.append(
             f'<text x="0" y="{y + 18}">{escape(name)}</text>'
             f'<rect x="{left}" y="{y + 5}" width="{length:.1f}" height="{height - 10}" rx="2" '
-            f'fill="{color}"/><text x="{left + length + 8:.1f}" y="{y + 18}">{amount(value, 'B')}</text>'
+            f'fill="{color}"/><text x="{left + length + 8:.1f}" y="{y + 18}">{size(value)}</text>'
         )
     return svg(width, height * len(values), label, parts)
 

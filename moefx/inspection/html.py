@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from html import escape
 
 from .. import _html
-from .._units import amount
+from .._units import size
 from ..ir.block import BlockGraph
 from ..ir.codegen import is_getitem
 from ..ir.printer import format_lines, print_lines
@@ -136,7 +136,7 @@ def _bars(values: Mapping[str, float]) -> str:
         rows.append(
             f'<text x="0" y="{y + 17}">{escape(name)}</text><rect x="{left}" y="{y + 4}" '
             f'width="{length:.1f}" height="{height - 8}" rx="3"/>'
-            f'<text x="{left + length + 8:.1f}" y="{y + 17}">{amount(value, "B")}</text>'
+            f'<text x="{left + length + 8:.1f}" y="{y + 17}">{size(value)}</text>'
         )
     label = "bytes kept for the backward by save policy"
     return (

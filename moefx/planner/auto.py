@@ -11,11 +11,11 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from .._plan import Plan
+from .._units import amount
 from ..errors import InvalidPlan, UnknownArchitecture
 from ..runtime.links import TOKENS
 from ..runtime.topology import node_size
 from ..survey import Survey
-from .._units import amount
 from .architecture import Architecture
 from .axes import STAGES, Use, uses
 from .decision import Decision, Facts, Tried

@@ -18,13 +18,13 @@ from .simulation import Simulated, simulate
 from .step import given, sheet_of
 
 COLUMNS = {
-    "": 5, "PP": 10, "TP": 4, "DP": 6, "EP": 5, "placed": 10, "SSMB": 6, "ZeRO": 6, "rows": 8, "kept": 8, "micro-batches": 15,
-    "memory": 12, "step": 12, "MFU": 0,
+    "": 5, "PP": 10, "TP": 4, "DP": 6, "EP": 5, "placed": 10, "SSMB": 6, "ZeRO": 6, "rows": 8, "kept": 8,
+    "micro-batches": 15, "memory": 12, "step": 12, "MFU": 0,
 }  # fmt: skip
 LEGEND = (
-    "PP stages, TP ranks of the dense matrices, DP ranks with other sequences, EP ranks of the experts, which are next to",
-    "each other (EP first) or their replicas are. rows: how they travel. kept: for the backward, as Plan(checkpoint=...),",
-    "or inputs of layers that run again. micro-batches: 16 of 8 sequences.",
+    "PP stages, TP ranks of the dense matrices, DP ranks with other sequences, EP ranks of the experts, which are next",
+    "to each other (EP first) or their replicas are. rows: how they travel. kept: for the backward, by the policy",
+    "h or x of Plan(checkpoint=...), or inputs of layers, which run again. micro-batches: 16 of 8 sequences each.",
 )
 
 

@@ -12,9 +12,9 @@ from typing import Any, get_args
 
 from torch import nn
 
+from .._units import amount
 from ..errors import InvalidPlan, UnknownArchitecture, UnknownPlatform
 from ..runtime.links import fastest
-from .._units import amount
 from .architecture import Architecture, whole_numbers
 from .catalogue import model_of
 from .layout import Layout, Schedule
