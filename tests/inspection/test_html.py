@@ -14,7 +14,7 @@ def test_a_page_is_self_contained(tmp_path):
     assert not re.search(r"<script|https?:|url\(|@import|src=|href=", text)
     assert text.count("<svg") == 3 and "prefers-color-scheme: dark" in text
     assert "captured" in text and "after fuse" in text and "× 64" in text
-    assert "4.8 MiB" in text and "1.2 MiB" in text and "0 B" in text
+    assert "4.768 MiB" in text and "1.177 MiB" in text and "0 B" in text
     body = text[text.index("<section") : text.index("</section>") + len("</section>")]
     # HTML's shorthands aside it is XML: every element is closed, every text is escaped.
     body = body.replace("<details open>", "<details>")
