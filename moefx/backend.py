@@ -14,8 +14,9 @@ import torch
 from torch import fx, nn
 
 from ._plan import Plan
-from .api import RECORD, Record, report_of
+from .api import RECORD, Record, explain, report_of
 from .errors import InvalidPlan
+from .graphs import artifacts
 from .graphs.rewriting import Found, checked_graph, checked_plan, rewritten
 from .runtime.module import BlockForward, rewritten_blocks
 from .survey import Refusal
@@ -77,6 +78,7 @@ def backend(
     if out is not gm:
         vars(out)[RECORD] = _record(found)
         _keep(out, found)
+        artifacts.leave(out, lambda: str(explain(out)))
     return rest(out, example_inputs)
 
 

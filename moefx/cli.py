@@ -329,11 +329,12 @@ def run_plan(arguments: argparse.Namespace) -> int:
     if arguments.explain is not None:
         if arguments.explain > len(ranking):
             raise UsageError(f"--explain {arguments.explain}: {len(ranking)} layouts fit")
-        print(ranking.explain(arguments.explain - 1))
+        print(f"{ranking.table(1, first=arguments.explain - 1)}\n\n{ranking.explain(arguments.explain - 1)}")
     elif arguments.simulate is not None:
         if arguments.simulate > len(ranking):
             raise UsageError(f"--simulate {arguments.simulate}: {len(ranking)} layouts fit")
-        print(ranking.simulate(arguments.simulate - 1, skew=arguments.skew))
+        print(ranking.table(1, first=arguments.simulate - 1), flush=True)
+        print(f"\n{ranking.simulate(arguments.simulate - 1, skew=arguments.skew)}")
     else:
         print(ranking.shown(arguments.top), flush=True)
     if arguments.page is not None or not (arguments.no_page or arguments.explain or arguments.simulate):

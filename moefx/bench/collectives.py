@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from .._units import amount
 from ..ir.payload import group_of
 from ..ir.placement import Level
-from ..planner.sheet import amount
 from ..runtime.topology import ExpertAxis
 from .rates import link
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import moefx
+from moefx._units import size
 from moefx.inspection.history import History
 from moefx.ir.block import BlockGraph
 from moefx.passes.checkpoint import checkpoint
@@ -24,7 +25,7 @@ from .captured import captured_graph
 from .data import batches, standard_library_text
 from .measure import block_inputs, parameters_and_buffers, saved_bytes, side_by_side
 from .model import Config, LanguageModel
-from .terminal import Progress, chart, heading, size, table
+from .terminal import Progress, chart, heading, table
 
 NUM_PARTS = 6
 BATCH = 8

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 
 import moefx
+from moefx._units import size
 from moefx.inspection import html
 
 from . import model as demo_model
-from .terminal import size
 
 if TYPE_CHECKING:
     from .main import Result

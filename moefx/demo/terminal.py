@@ -67,15 +67,6 @@ def chart(
     return "\n".join(lines)
 
 
-def size(num_bytes: float) -> str:
-    """1536 -> '1.5 KiB'."""
-    for unit in ("B", "KiB", "MiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.2f} GiB"
-
-
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Left-aligned first column, right-aligned numbers."""
     columns = list(zip(header, *rows, strict=True))

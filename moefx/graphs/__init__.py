@@ -4,11 +4,14 @@ A graph has no modules. What a module is to `moefx.compile` is here a *region*: 
 *entry*, and the tensor in which the routed results have come together, the *exit*. A region becomes a module again, and
 from there on everything is the pipeline that blocks go through: the same capture, the same lifter, the same passes.
 
-    facts      what is known of each node: its value, what it follows from through memory too, grad mode and autocast
+    nodes      what a single node says
+    facts      what is known of each node in its graph: its value, what it follows from, through memory too,
+               grad mode and autocast
     extents    from a node that selects (`topk`, `sort`, a comparison) to entry and exit, by dominance alone
     sizes      the numbers in a region as expressions over its token dims: a program for all sizes, of which the graph
                is one. Whether each number is taken for what it was meant is no question of correctness: the proof is of
                that program, and at the sizes of the graph that is the graph.
+    isolation  whether a region can be taken out; names: what it and its weights are called
     region     the program as a module, with the weights as its parameters, to be proven; and as a module that is
                called with them, which stands in the graph
     matching   one proof for all equal regions, kept for the process

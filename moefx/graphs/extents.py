@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from .facts import SELECT, Facts, hint, target_name
+from .facts import Facts
+from .nodes import SELECT, hint, target_name
 
 _COMPARE = {"gt", "ge", "lt", "le"}
 _CONTRACT = {

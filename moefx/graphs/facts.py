@@ -14,17 +14,11 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from ..capture.source import Source, is_users
-from ..errors import Refused
 from .code import Autocast, Modes
+from .nodes import SELECT, attribute, is_float_tensor, is_held, is_random, target_name, written_by
 
-_IN_PLACE = {
-    operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv,
-    operator.imod, operator.ipow, operator.iand, operator.ior, operator.ixor, operator.imatmul,
-}  # fmt: skip
 _SET_GRAD = torch._C._set_grad_enabled
 _ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
-SELECT = {"topk", "max", "min", "argmax", "argmin", "sort", "argsort", "kthvalue", "multinomial"}
 SWITCHES = {_SET_GRAD, _ENTER, _EXIT}
 
 
@@ -218,31 +212,6 @@ class Facts:
         self.given = ints
 
 
-def attribute(gm: nn.Module, path: str) -> Any:
-    owner: Any = gm
-    for part in path.split("."):
-        owner = getattr(owner, part, None)
-    return owner
-
-
-def is_float_tensor(t: Any) -> bool:
-    return isinstance(t, torch.Tensor) and t.is_floating_point()
-
-
-def hint(n: Any) -> int:
-    if isinstance(n, torch.SymInt):
-        found = n.node.hint
-        if found is None:
-            raise Refused("how many rows there are follows from data: sizes like that are not followed in graphs")
-        return int(found)
-    return int(n)
-
-
-def is_held(name: str) -> bool:
-    """Whether a source is a parameter or buffer of a module."""
-    return "._parameters[" in name or "._buffers[" in name
-
-
 def _first_operand(n: fx.Node) -> Any:
     """What an op is an op on, as `x` of `addmm(bias, x, w)`."""
     name = target_name(n)
@@ -251,67 +220,6 @@ def _first_operand(n: fx.Node) -> Any:
     while isinstance(found, (tuple, list)):
         found = found[0] if found else None
     return found
-
-
-def target_name(n: fx.Node) -> str:
-    """`topk` of `aten.topk.default`, `torch.topk` and `x.topk`."""
-    if n.op == "call_method":
-        return str(n.target)
-    if isinstance(n.target, torch._ops.OpOverload):
-        return n.target.overloadpacket.__name__
-    return getattr(n.target, "__name__", str(n.target))
-
-
-def written_by(n: fx.Node) -> fx.Node | None:
-    """The argument that a node writes to, in place."""
-    if n.op == "call_method":
-        name = str(n.target)
-        return n.args[0] if name.endswith("_") and not name.endswith("__") else None  # type: ignore[return-value]
-    if n.op != "call_function":
-        return None
-    out = n.kwargs.get("out")
-    if isinstance(out, fx.Node):
-        return out
-    if isinstance(n.target, torch._ops.OpOverload):
-        for i, a in enumerate(n.target._schema.arguments):
-            if a.alias_info is not None and a.alias_info.is_write:
-                found = n.args[i] if i < len(n.args) else n.kwargs.get(a.name)
-                return found if isinstance(found, fx.Node) else None
-        return None
-    name = getattr(n.target, "__name__", "")
-    in_place = n.target in _IN_PLACE or (name.endswith("_") and not name.endswith("__")) or n.kwargs.get("inplace")
-    return n.args[0] if in_place and n.args and isinstance(n.args[0], fx.Node) else None
-
-
-def is_random(n: fx.Node) -> bool:
-    if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()):
-        return True
-    name = str(n.target) if n.op == "call_method" else getattr(n.target, "__name__", "")
-    if "dropout" in name:
-        return bool(n.kwargs.get("training", n.args[2] if len(n.args) > 2 else True))
-    return name.strip("_") in (
-        "rand", "randn", "rand_like", "randn_like", "randint", "randint_like", "randperm", "bernoulli", "multinomial",
-        "normal", "uniform", "exponential", "gumbel_softmax", "rrelu", "poisson", "cauchy", "log_normal", "geometric",
-        "random",
-    )  # fmt: skip
-
-
-def sources_of(n: fx.Node, position: int) -> tuple[Source, ...]:
-    """The user's lines that made a node, the innermost first; without a stack trace its place in the graph."""
-    found = []
-    lines = str(n.stack_trace or "").splitlines()
-    for i, text in enumerate(lines):
-        parts = text.strip().split('"')
-        if len(parts) < 3 or not parts[0].startswith("File") or not is_users(parts[1]):
-            continue
-        number = parts[2].partition("line ")[2].partition(",")[0]
-        rest = []
-        for below in lines[i + 1 :]:
-            if below.strip().startswith('File "'):
-                break
-            rest.append(below)
-        found.append(Source(parts[1], int(number) if number.isdigit() else 0, hash("\n".join(rest))))
-    return tuple(reversed(found)) or (Source("graph", position, 0),)
 
 
 def _storage(t: torch.Tensor) -> int:
@@ -345,6 +253,3 @@ def _propagated(gm: fx.GraphModule, example_inputs: list[Any]) -> dict[fx.Node, 
     with mode:
         values.run(*inputs)
     return values.found
-
-
-__all__ = ["SELECT", "SWITCHES", "Facts", "attribute", "hint", "is_held", "is_random", "sources_of", "target_name"]

@@ -15,8 +15,9 @@ from ..errors import InvalidInput, InvalidPlan, Refused
 from ..survey import Refusal
 from . import matching
 from .extents import Extent, Extents
-from .facts import Facts, sources_of, target_name
+from .facts import Facts
 from .matching import Proven
+from .nodes import sources_of, target_name
 from .region import Extracted, RegionCall, extract
 from .splice import order, splice
 

@@ -26,7 +26,8 @@ from ..capture.inputs import NAMES
 from ..errors import Refused
 from .code import Size, Value, call, map_leaves, modes
 from .extents import Extent
-from .facts import Facts, hint, target_name
+from .facts import Facts
+from .nodes import hint, target_name
 
 _PROBES = (101, 103, 107, 109, 113)
 _FACTORIES = {

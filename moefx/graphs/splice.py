@@ -13,7 +13,8 @@ from torch import fx
 from ..errors import Refused
 from .code import Modes
 from .facts import Facts
-from .region import Extracted, RegionCall, is_removed
+from .isolation import is_removed
+from .region import Extracted, RegionCall
 
 HOLDER = "moefx"  # the submodule of the graph that has the calls
 

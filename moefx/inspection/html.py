@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from html import escape
 
 from .. import _html
+from .._units import size
 from ..ir.block import BlockGraph
 from ..ir.codegen import is_getitem
 from ..ir.printer import format_lines, print_lines
@@ -142,12 +143,3 @@ def _bars(values: Mapping[str, float]) -> str:
         f'<h3>Bytes kept for the backward</h3><svg class="bars" role="img" aria-label="{label}" '
         f'width="{left + 640}" height="{height * len(values)}">{"".join(rows)}</svg>'
     )
-
-
-def size(value: float) -> str:
-    """`123456` -> `"120.6 KiB"`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024 or unit == "GiB":
-            return f"{value:,.0f} {unit}" if unit == "B" else f"{value:,.1f} {unit}"
-        value /= 1024
-    raise AssertionError("unreachable")

@@ -11,6 +11,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from .._plan import Plan
+from .._units import amount
 from ..errors import InvalidPlan, UnknownArchitecture
 from ..runtime.links import TOKENS
 from ..runtime.topology import node_size
@@ -21,7 +22,6 @@ from .decision import Decision, Facts, Tried
 from .describe import described
 from .here import VARIABLE, Here, platform_here
 from .search import STATES, estimated, way_of
-from .sheet import amount
 from .step import memory
 
 _POLICIES = ("h", "x")  # "all" keeps more than "h" and takes as long

@@ -6,11 +6,11 @@ import dataclasses
 from typing import Any
 
 from .._plan import Plan
+from .._units import amount
 from .architecture import Architecture
 from .axes import Use
 from .here import Here
 from .ranking import Entry
-from .sheet import amount
 
 _SHOWN = 6
 

@@ -75,7 +75,9 @@ def described(model: nn.Module, found: Survey) -> Architecture:
     graphs = {name: matched.result.graph for matched in found.matched for name in matched.names}
     if not graphs:
         seen = "".join(f"\n  {refusal}" for refusal in found.refused) or ": it has nothing that looks like one"
-        raise UnknownArchitecture(f"no block of {type(model).__name__} is rewritten{seen}")
+        raise UnknownArchitecture(
+            f"the planner takes models with routed experts, and no block of {type(model).__name__} is rewritten{seen}"
+        )
     kinds: dict[tuple[int, ...], list[str]] = {}
     for name in (name for name, _ in model.named_modules() if name in graphs):
         kinds.setdefault(_experts_of(graphs[name], name), []).append(name)

@@ -6,9 +6,9 @@ import dataclasses
 from html import escape
 
 from .._html import table
+from .._units import amount
 from .architecture import Architecture
 from .platforms import Platform
-from .sheet import amount
 
 _UNITS = {
     "capacity": "B", "overhead": "B", "peak": "FLOP/s", "expert_gemm": "FLOP/s", "memory_bandwidth": "B/s",

@@ -32,8 +32,8 @@ layers, moe_layers, P_dense, P_experts = quantities("l l_moe P_dense P_experts")
 M_params, M_grads, M_optimizer, M_states = quantities("M_params M_grads M_optimizer M_states")
 A_attention, A_ffn, A_router, A_meta, A_mask = quantities("A_attention A_ffn A_router A_meta A_mask")
 A_dispatch, A_interm, A_combine, A_shared = quantities("A_dispatch A_interm A_combine A_shared")
-A_block, A_moe_layer, A_dense_layer, A_logits, M_activations = quantities(
-    "A_block A_moe_layer A_dense_layer A_logits M_activations"
+A_block, A_moe_layer, A_dense_layer, A_again, A_logits, M_activations = quantities(
+    "A_block A_moe_layer A_dense_layer A_again A_logits M_activations"
 )
 
 STATES = Sheet(
@@ -75,30 +75,25 @@ BLOCK = Sheet(
     ]
 )  # fmt: skip
 
-MEMORY = (
-    STATES
-    + BLOCK
-    + Sheet(
+MEMORY = STATES + BLOCK + Sheet(
     [
         Formula(
-            "A_attention",
-            2 * b * s * (2 * d + w_latent + w_attn / TP) + 4 * b * s * H / TP,
-            "B",
+            "A_attention", 2 * b * s * (2 * d + w_latent + w_attn / TP) + 4 * b * s * H / TP, "B",
             "Piper table III with flash attention",
         ),
         Formula("A_shared", 4 * b * s * (n_mat - 1) * F_shared / TP, "B", "as autograd keeps it: 4F with a gate"),
         Formula("A_ffn", 2 * b * s * (d + 2 * (n_mat - 1) * F_dense / TP), "B", "as autograd keeps it"),
         Formula("A_moe_layer", A_attention + A_block + A_shared, "B", "one layer, one micro-batch"),
         Formula("A_dense_layer", A_attention + A_ffn, "B", "one layer, one micro-batch"),
-            Formula("A_logits", n_logits * 6 * b * s * V / TP, "B", "last stage: 2 bytes, and float32 in the loss"),
-            Formula(
-                "M_activations",
-                (1 - n_again) * m * (moe_layers * A_moe_layer + (layers - moe_layers) * A_dense_layer)
-                + n_again * (m * layers * 2 * b * s * d + A_moe_layer)
-                + A_logits,
-                "B", "Piper eq. 3 and 4: of the micro-batches in flight",
-            ),
-            Formula("M_gpu", M_states + M_activations + M_fw, "B", "Piper eq. 4"),
-        ]
-    )
+        Formula("A_again", sympy.Max(A_moe_layer, A_dense_layer), "B", "a layer that runs again keeps what others do"),
+        Formula("A_logits", n_logits * 6 * b * s * V / TP, "B", "last stage: 2 bytes, and float32 in the loss"),
+        Formula(
+            "M_activations",
+            (1 - n_again) * m * (moe_layers * A_moe_layer + (layers - moe_layers) * A_dense_layer)
+            + n_again * (m * layers * 2 * b * s * d + A_again)
+            + A_logits,
+            "B", "Piper eq. 3 and 4: of the micro-batches in flight",
+        ),
+        Formula("M_gpu", M_states + M_activations + M_fw, "B", "Piper eq. 4"),
+    ]
 )  # fmt: skip

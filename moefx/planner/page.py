@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 from .._html import folded, page, table
+from .._units import amount
 from . import plots
 from .figures import assumptions, sources
 from .parts import LABELS, memory_parts, time_parts
-from .ranking import COLUMNS, Entry, Ranking
+from .ranking import COLUMNS, LEGEND, Entry, Ranking
 from .regions import TRADE_OFF, Region, Scaled, border, feasible, scaling, trade_off
-from .sheet import amount
 from .step import memory
 
 MOST = 10
@@ -63,6 +63,8 @@ def _heading(ranking: Ranking) -> str:
     if len(ranking):
         best = ranking[0]
         text += f" The fastest takes {amount(best.seconds, 's')} a step, an MFU of {best.mfu:.1%}: {_short(best)}."
+        if not platform.is_measured:
+            text += " Nobody measured this platform: by data sheets, steps are too short and MFUs too high."
     else:
         short = [r for r in ranking.rejected if r.lacking]
         least = min(short, key=lambda r: r.lacking, default=None)
@@ -79,7 +81,7 @@ def _best(ranking: Ranking, with_plots: bool, say: Tell) -> list[str]:
     """The table, and where memory and time go."""
     best = ranking.entries[:MOST]
     rows = [[str(i), *entry.cells()] for i, entry in enumerate(best, 1)]
-    names = [f"{i}: {_short(entry)}" for i, entry in enumerate(best, 1)]
+    names = [f"{i}: {name}" for i, name in enumerate(_told_apart(best), 1)]
     say("memory and time by part")
     model, platform = ranking.model, ranking.platform
     bytes_of = [memory_parts(model, platform, e.layout) for e in best]
@@ -92,7 +94,8 @@ def _best(ranking: Ranking, with_plots: bool, say: Tell) -> list[str]:
         )
     return [
         f"<h3>The fastest {len(best)}</h3>" if len(best) > 1 else "<h3>The only one</h3>",
-        table(["", *COLUMNS], rows, texts=len(COLUMNS) - 2),
+        table(list(COLUMNS), rows, texts=len(COLUMNS) - 3),
+        f"<p class=muted>{escape(' '.join(LEGEND))}</p>",
         "<h3>Memory of a GPU</h3>",
         "<p class=muted>Of the stage that needs most.</p>",
         pictures[0],
@@ -154,11 +157,13 @@ def _ssmb(ranking: Ranking, with_plots: bool, say: Tell) -> str:
         layout = ranking[0].layout
         given = trade_off(model, layout)
         found = TRADE_OFF(**given)
+        has = f", with G = {given['G']:g} ranks for the dense matrices"
+        with_ranks = has if layout.tp > 1 else f" has no TP; with G = {given['G']:g} ranks for the dense matrices"
         better = "SSMB" if found["A_saving"] > found["M_cost"] else "TED"
         shown = "\n".join(TRADE_OFF.shown(name, **given) for name in ("A_saving", "M_cost"))
         own = (
-            f"<p>The fastest layout, with G = {given['G']:g} ranks for the dense matrices, {model.matrices} matrices "
-            f"an expert and m = {given['m']:g} times a layer's activations: {better} saves more.{_kept(ranking)}</p>"
+            f"<p>The fastest layout{with_ranks}, {model.matrices} matrices an expert and m = {given['m']:g} times a "
+            f"layer's activations: {better} saves more.{_kept(ranking)}</p>"
             f"<pre><code>{escape(shown)}</code></pre>"
         )
     return (
@@ -234,6 +239,19 @@ def _short(entry: Entry) -> str:
     x = entry.layout
     kept = "inputs" if x.recompute else x.kept
     return f"PP{x.pp} TP{x.tp} EP{x.ep}{' SSMB' if x.ssmb else ''} ZeRO-{x.zero} {kept}"
+
+
+def _told_apart(entries: Sequence[Entry]) -> list[str]:
+    """`_short`, and where several entries have the same, what else differs between these."""
+    names = [_short(entry) for entry in entries]
+    columns = list(COLUMNS)[1:]
+    found = []
+    for entry, name in zip(entries, names, strict=True):
+        alike = [dict(zip(columns, e.cells(), strict=True)) for e, n in zip(entries, names, strict=True) if n == name]
+        own = dict(zip(columns, entry.cells(), strict=True))
+        differs = [c for c in ("PP", "DP", "placed", "rows", "micro-batches") if len({a[c] for a in alike}) > 1]
+        found.append(" ".join([name, *(own[c] for c in differs)]))
+    return found
 
 
 def _picture(uri: str, what: str) -> str:

@@ -95,6 +95,11 @@ class Platform:
                 raise UnknownPlatform(f"platform {self.name}: network {network.name!r} has a spread of {spread}")
 
     @property
+    def is_measured(self) -> bool:
+        """Whether it says what programs reach, not only what makers print."""
+        return self.matmul_efficiency < 1 and self.expert_gemm > 0
+
+    @property
     def node_size(self) -> int:
         return self.networks[0].ranks or 1
 

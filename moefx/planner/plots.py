@@ -11,11 +11,11 @@ import io
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from .._units import amount
 from .architecture import Architecture
 from .catalogue import MODELS
 from .parts import LABELS
 from .regions import Region, Scaled, border
-from .sheet import amount
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,18 +9,23 @@ from pathlib import Path
 from typing import Any
 
 from .._plan import Plan
+from .._units import amount
 from .architecture import Architecture
 from .layout import Layout, Schedule
 from .memory import MEMORY
 from .platforms import Platform
-from .sheet import amount
 from .simulation import Simulated, simulate
 from .step import given, sheet_of
 
 COLUMNS = {
-    "PP": 10, "TP": 4, "DP": 6, "EP": 5, "placed": 10, "SSMB": 6, "ZeRO": 6, "rows": 8, "kept": 8, "micro-batches": 15,
-    "memory": 12, "step": 12, "MFU": 0,
+    "": 5, "PP": 10, "TP": 4, "DP": 6, "EP": 5, "placed": 10, "SSMB": 6, "ZeRO": 6, "rows": 8, "kept": 8,
+    "micro-batches": 15, "memory": 12, "step": 12, "MFU": 0,
 }  # fmt: skip
+LEGEND = (
+    "PP stages, TP ranks of the dense matrices, DP ranks with other sequences, EP ranks of the experts, which are next",
+    "to each other (EP first) or their replicas are. rows: how they travel. kept: for the backward, by the policy",
+    "h or x of Plan(checkpoint=...), or inputs of layers, which run again. micro-batches: 16 of 8 sequences each.",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +53,7 @@ class Entry:
         return self.step["MFU"]
 
     def cells(self) -> list[str]:
-        """Its line of a table whose columns are `COLUMNS`."""
+        """Its line of a table whose columns are `COLUMNS`, without the number."""
         x = self.layout
         placed = "-" if x.ep == 1 else "EP first" if self.experts_first else "DP first"
         order = {"1f1b": "", "interleaved": f" x{x.chunks}"}.get(x.schedule, f" {x.schedule}") if x.pp > 1 else ""
@@ -137,9 +142,10 @@ class Ranking:
             raise IndexError(f"no entry {index}: {len(self.entries)} layouts fit, print the ranking for the reasons")
         return self.entries[index]
 
-    def table(self, most: int = 10) -> str:
-        """The best entries, a line each."""
-        rows = [list(COLUMNS), *(entry.cells() for entry in self.entries[:most])]
+    def table(self, most: int = 10, first: int = 0) -> str:
+        """Entries, a line each, numbered from 1; from the one with index `first` on."""
+        chosen = enumerate(self.entries[first : first + most], first + 1)
+        rows = [list(COLUMNS), *([str(number), *entry.cells()] for number, entry in chosen)]
         return "\n".join(
             "".join(f"{cell:<{width}}" for cell, width in zip(row, COLUMNS.values(), strict=True)).rstrip()
             for row in rows
@@ -177,12 +183,14 @@ class Ranking:
         return self.shown()
 
     def shown(self, most: int = 10) -> str:
-        """What fits, a table of the best, and what was rejected and why."""
+        """What fits, a table of the best with its legend, and what was rejected and why."""
         lines = [
             f"{self.model.name} on {self.num_ranks} x {self.platform.device}: {len(self.entries)} layouts fit "
             f"{amount(self.platform.capacity, 'B')}"
         ]
         if self.entries:
-            lines += ["", self.table(most)]
+            lines += ["", self.table(most), "", *LEGEND]
+        if not self.platform.is_measured:
+            lines += [f"Nobody measured {self.platform.name}: by data sheets, steps are too short and MFUs too high."]
         lines += ["", "rejected"] + [f"  {rejected.what}: {rejected.why}" for rejected in self.rejected]
         return "\n".join(lines)

@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 from torch import nn
 
+from .._units import amount
 from ..errors import InvalidPlan, UnknownArchitecture, UnknownPlatform
 from ..runtime.links import fastest
 from .architecture import Architecture, whole_numbers
@@ -19,7 +20,6 @@ from .catalogue import model_of
 from .layout import Layout, Schedule
 from .platforms import Platform, platform_of
 from .ranking import Entry, Ranking, Rejected
-from .sheet import amount
 from .step import given, memory, seconds_of_ways, sheet_of, units_above
 
 # What is kept and whether layers run again, the fastest first.

@@ -19,9 +19,8 @@ import sympy
 from sympy.printing.pycode import PythonCodePrinter
 from sympy.printing.str import StrPrinter
 
+from .._units import amount
 from ..runtime.links import expected_parts
-
-_BYTES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 class distinct_parts(sympy.Function):
@@ -131,21 +130,6 @@ class Sheet:
         space: dict[str, Any] = {"distinct_parts": expected_parts}
         exec("\n".join([head, *lines, f"    return {{{items}}}"]), space)
         return space["results"]
-
-
-def amount(value: float, unit: str) -> str:
-    """A number with its unit, to four digits: bytes in units of 2^10, others in thousands."""
-    if unit == "B":
-        step, names = 1024, _BYTES
-    elif unit == "s":
-        return next(f"{value * by:.4g} {name}" for by, name in ((1, "s"), (1e3, "ms"), (1e6, "us"))
-                    if abs(value) * by >= 1 or name == "us")  # fmt: skip
-    else:
-        step, names = 1000, tuple(f"{prefix}{unit}".removesuffix("1") for prefix in ("", "K", "M", "G", "T", "P", "E"))
-    power = 0
-    while abs(value) >= step and power < len(names) - 1:
-        value, power = value / step, power + 1
-    return f"{value:.4g} {names[power]}".rstrip()
 
 
 def _names(expression: sympy.Expr) -> set[str]:

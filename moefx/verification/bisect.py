@@ -9,15 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..inspection.history import History, Snapshot
+from ..inspection.history import Snapshot
 from ..ir.binding import binder, call_specialisation, leaves_of
 from ..ir.block import BlockGraph
 from ..runtime.module import BlockForward
+from ..runtime.program import Program
 from .compare import Subject, compare
 from .sandbox import Call, Casts, Inputs, Options, call_forward
 
 
-def program(graph: BlockGraph) -> Call:
+def callable_of(graph: BlockGraph) -> Call:
     """`graph` as a function `(block, *args, **kwargs)` with the arguments of the block's own forward."""
     run = graph.compile()
 
@@ -28,27 +29,28 @@ def program(graph: BlockGraph) -> Call:
     return call
 
 
-def history_for(forward: BlockForward, inputs: Inputs, options: Options) -> History | None:
-    """The history of the program that runs a call; None when the original forward does."""
+def program_for(forward: BlockForward, inputs: Inputs, options: Options) -> Program | None:
+    """The program that runs a call; None when the original forward does."""
     args, kwargs = inputs
     leaves = leaves_of(binder(inspect.signature(forward))(*args, **kwargs))
     with torch.set_grad_enabled(options.grads):
         call = call_specialisation(forward.block, leaves)
-    return next((p.history for p in forward.programs if p.key.admits(call)), None)
+    return next((p for p in forward.programs if p.key.admits(call)), None)
 
 
 def first_bad_snapshot(
-    original: nn.Module, history: History, inputs: Inputs, options: Options, working: Casts, exact: Casts
+    original: nn.Module, program: Program, inputs: Inputs, options: Options, working: Casts, exact: Casts
 ) -> Snapshot | None:
-    """The first snapshot of `history` that does not compute what the original block does on `inputs`; None
+    """The first snapshot of a program's history that does not compute what the original block does on `inputs`; None
     when all graphs are right, so that what runs is not the last graph. One with collectives is not run here, where
     the whole block is: it is to blame if those before it are right."""
-    for snapshot in history:
+    for snapshot in program.history:
         if snapshot.graph.find("moefx::exchange_counts"):
             return snapshot
         subject = Subject(
             original, original, working, exact,
-            block=history.name, call_original=call_forward, call_compiled=program(snapshot.graph),
+            block=program.history.name, call_original=call_forward,
+            call_compiled=callable_of(program.runnable(snapshot.graph)),
         )  # fmt: skip
         if not compare(subject, inputs, options).ok:
             return snapshot

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import InvalidInput, VerificationFailed
 from ..runtime.module import BlockForward, CallCounts, rewritten_blocks
-from .bisect import first_bad_snapshot, history_for
+from .bisect import first_bad_snapshot, program_for
 from .compare import Comparison, Subject, compare
 from .policy import Row
 from .routing import RoutingRow, Scope
@@ -247,10 +247,10 @@ class _Verifying:
         return comparison
 
     def bisect(self, forward: BlockForward, original: nn.Module, call: Inputs, options: Options) -> str:
-        history = history_for(forward, call, options)
-        if history is None:
+        program = program_for(forward, call, options)
+        if program is None:
             return ""
-        snapshot = first_bad_snapshot(original, history, call, options, self.working, self.exact)
+        snapshot = first_bad_snapshot(original, program, call, options, self.working, self.exact)
         if snapshot is None:
             return "none: the graphs after all passes are right, so what runs is not the last of them"
         return f"{snapshot.pass_name} ({snapshot.rule})" if snapshot.rule else snapshot.pass_name

@@ -23,9 +23,13 @@ def test_it_runs(tmp_path):
     (block,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
     script = tmp_path / "page.py"
     script.write_text(REGISTER + block)
-    done = subprocess.run(
-        [sys.executable, script], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
-    )
+    trace = tmp_path / "trace"
+    more = {"PYTHONPATH": str(ROOT), "TORCH_LOGS": "+moefx", "TORCH_TRACE": str(trace)}
+    done = subprocess.run([sys.executable, script], cwd=ROOT, env=os.environ | more, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for text in ("2 MoE block(s) rewritten", "build_pft", 'keep="x"', "rewrite_block"):
         assert text in done.stdout
+    traced = "".join(file.read_text(encoding="utf-8") for file in trace.iterdir())
+    for artifact in ("moefx_explain", "moefx_region_1", "moefx_region_3", "moefx_graph"):
+        assert f'"name": "{artifact}"' in traced and artifact in done.stderr
+    assert "Mixture" in traced or "build_pft" in traced

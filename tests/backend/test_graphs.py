@@ -14,6 +14,7 @@ import moefx
 from moefx.errors import InvalidInput
 from moefx.graphs import matching
 from tests import golden
+from tests.verification.compiled import broken
 
 from .models import IDIOMS, D, model
 
@@ -107,6 +108,27 @@ def test_verify():
     program.fn = lambda *values: tuple(2 * t for t in right(*values))
     report = moefx.verify(out, gm, (x,), routings=False, grads=False)
     assert not report.ok and report.first_block == "moefx.layers_1_moe"
+    assert report.first_pass.startswith("none: the graphs after all passes are right")
+
+
+def test_the_pass_that_broke_a_region_is_named():
+    module = model("stack_gather")
+    x = x_of(module, 2, 9)
+    gm = exported(module, x)
+    out = moefx.rewrite_graph(gm, (x,), PLAN)
+    with broken("expert_mlp_backward", lambda grads, *_, **__: [*grads[:-1], grads[-1] * 1.01]):
+        report = moefx.verify(out, gm, (x,), routings=False)
+    assert report.first_block == "moefx.layers_0_moe" and report.first_pass.startswith("fuse (")
+
+
+def test_a_page_of_a_region(tmp_path):
+    module = model("stack_gather", num_layers=1)
+    x = x_of(module, 2, 9)
+    out = moefx.rewrite_graph(exported(module, x), (x,), PLAN)
+    page = tmp_path / "region.html"
+    moefx.history(out, "moefx.layers_0_moe").html(page)
+    text = page.read_text()
+    assert "<svg" in text and "build_pft" in text and "layers.0.moe" in text
 
 
 def test_the_rest_is_untouched():

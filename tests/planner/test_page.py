@@ -13,13 +13,13 @@ import pytest
 
 import moefx
 from moefx import cli
+from moefx._units import amount
 from moefx.planner.catalogue import model_of
 from moefx.planner.figures import assumptions, sources
 from moefx.planner.page import INSTALL, file_name, has_plots, render
 from moefx.planner.platforms import PLATFORMS, Network, Platform
 from moefx.planner.regions import feasible, scaling
 from moefx.planner.search import plan, search
-from moefx.planner.sheet import amount
 
 SMALL = ["plan", "olmoe-1b-7b", "--platform", "a100-40gb", "--gpus", "4", "--batch", "16", "--tokens", "512"]
 

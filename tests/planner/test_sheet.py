@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import sympy
 
-from moefx.planner.sheet import Formula, Sheet, amount, distinct, quantities
+from moefx._units import amount
+from moefx.planner.sheet import Formula, Sheet, distinct, quantities
 
 a, b, total, E, k, N = quantities("a b total E k N")
 SHEET = Sheet(

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..._units import amount
 from ...errors import InvalidPlan
 from ..architecture import Architecture
 from ..layout import Layout
 from ..platforms import Platform
-from ..sheet import amount
 from ..step import given, sheet_of
 from .exchanges import draw
 from .schedule import run
@@ -58,7 +58,7 @@ class Simulated:
     def __str__(self) -> str:
         rows = [("", "formulas", "simulated")]
         for name in COMPONENTS:
-            theirs, own = (amount(round(of[name], 9), "s") for of in (self.formulas, self.components))
+            theirs, own = (amount(round(of[name], 9) + 0.0, "s") for of in (self.formulas, self.components))
             rows.append((name, theirs, own))
         rows += [("step", amount(sum(self.formulas.values()), "s"), amount(self.seconds, "s"))]
         lines = [f"{name:<16}{formulas:<12}{simulated}" for name, formulas, simulated in rows]

@@ -1,0 +1,81 @@
+"""Whether a region can be taken out of its graph: what it writes to, shares memory with, draws, and hands on."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from ..errors import Refused
+from .extents import Extent
+from .facts import Facts
+from .nodes import is_random, sources_of
+
+
+def check(facts: Facts, extent: Extent) -> None:
+    inside = set(extent.inside)
+    last = max(facts.at[n] for n in extent.inside)
+    first = min(facts.at[n] for n in extent.inside if n in facts.live)
+    for n in extent.inside:
+        where = str(sources_of(n, facts.at[n])[0])
+        if n.op not in ("call_function", "call_method"):
+            raise Refused(f"the region calls a module of the graph, {n.target}", source=where)
+        if n in facts.written:
+            for s in facts.storages(facts.written[n]):
+                before = {s for m in (extent.entry, *extent.given, *facts.weights) for s in facts.storages(m)}
+                if s in before:
+                    raise Refused("the region writes to a tensor that was there before it", source=where)
+    for n in extent.given:
+        if facts.tensor(n) is None:
+            raise Refused(f"the region takes {n.name}, which is no tensor", culprits=(n.name,))
+    if any(is_random(n) for n in extent.inside):
+        others = [n for n in facts.nodes[first:last] if n not in inside and is_random(n)]
+        if others:
+            raise Refused(
+                "random numbers are drawn inside of the region and beside it: their order would change",
+                source=str(sources_of(others[0], facts.at[others[0]])[0]),
+            )
+
+
+def is_used(n: fx.Node, inside: set[fx.Node], facts: Facts) -> bool:
+    """Whether the value of a node is read outside of the region; what the region does not change can be computed there
+    as well."""
+    if not is_removed(n, inside, facts):
+        return False
+    users = [u for u in n.users if u not in inside and u in facts.at]
+    if not users:
+        return False
+    if facts.tensor(n) is None:
+        if any(u.target is not n.target and u.op == "output" for u in users):
+            raise Refused(f"{n.name}, several tensors at once, is used outside of the region", culprits=(n.name,))
+        return True
+    first = min(facts.at[u] for u in users)
+    for s in facts.storages(n):
+        later = [w for w in facts.writers[s] if w in inside and facts.at[w] > first]
+        if later:
+            raise Refused(
+                f"{n.name} is used outside of the region before the region is done with it", culprits=(n.name,),
+                source=str(sources_of(n, facts.at[n])[0]),
+            )  # fmt: skip
+    return True
+
+
+def check_shared(facts: Facts, inputs: tuple[fx.Node, ...], outputs: tuple[fx.Node, ...], inside: set[fx.Node]) -> None:
+    """What comes out may be memory of its own: it must not matter whether two values are one."""
+    start = min(facts.at[n] for n in inside if n in facts.live)
+    values = [set(facts.storages(n)) for n in (*inputs, *outputs)]
+    for storage in set().union(*values[len(inputs) :]):
+        later = [w for w in facts.writers[storage] if w not in inside and facts.at[w] > start]
+        if later and sum(storage in mine for mine in values) > 1:
+            raise Refused(
+                "a tensor that the region shares memory with is written to, in place, outside of it",
+                source=str(sources_of(later[0], facts.at[later[0]])[0]),
+            )
+
+
+def is_removed(n: fx.Node, inside: set[fx.Node], facts: Facts) -> bool:
+    """Whether a node is computed by the region alone. What follows from weights or from nothing, is not random and is
+    not written to, may be computed twice."""
+    return n in facts.live or is_random(n) or bool(set(facts.storages(n)) & _written_in(inside, facts))
+
+
+def _written_in(inside: set[fx.Node], facts: Facts) -> set[int]:
+    return {s for n in inside if n in facts.written for s in facts.storages(facts.written[n])}
