@@ -28,7 +28,7 @@ from moefx.planner.simulation.network import fabric
 
 CASES = (
     Case(2, 2, 512, 1024), Case(2, 2, 1024, 2048), Case(4, 2, 256, 2048), Case(4, 2, 512, 1024),
-    Case(2, 2, 512, 1024, "100mbit", top_k=2), Case(4, 2, 128, 1024, "400mbit"), Case(2, 2, 512, 1024, top_k=1),
+    Case(2, 2, 2048, 1024, "100mbit", top_k=2), Case(4, 2, 256, 1024, "400mbit"), Case(2, 2, 4096, 1024, top_k=1),
 )  # fmt: skip
 WAYS = ("flat", "dedup", "rbd", "halo")
 PARTS = {"dispatch": "there", "combine": "back"}
@@ -84,13 +84,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="write benchmarks/results/network_predicted.json")
     parser.add_argument("--only", default="", help="cases whose name begins so")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=15)
     args = parser.parse_args()
     if lack := missing():
         raise SystemExit(f"skipped: {lack}")
     results = []
     for case in [c for c in CASES if c.name.startswith(args.only)]:
-        found = measured(case, args.repeats, WAYS, links=1.5)
+        found = measured(case, args.repeats, WAYS, links=4)
         here, rows = platform(found["links"]), compared(case, found)
         print(case.name)
         for network in here.networks:
