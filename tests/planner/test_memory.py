@@ -42,6 +42,15 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "moe_h200.jsonl
 ROWS = [json.loads(line) for line in RESULTS.read_text().splitlines()]
 
 
+@pytest.mark.parametrize("is_dense", [True, False])
+def test_the_larger_layer_runs_again(is_dense):
+    """Inputs of all layers are kept, and all of one layer at a time, with experts or without."""
+    model = model_of("deepseek-v3").replace(dense_size=10**6 if is_dense else 1)
+    found = memory(model, Layout(recompute=True, ep=8, dp=8))
+    larger = found["A_dense_layer" if is_dense else "A_moe_layer"]
+    assert found["M_activations"] - found["A_logits"] == model.num_layers * 2 * 4096 * model.hidden_size + larger
+
+
 @pytest.mark.parametrize(
     "row", [row for row in ROWS if row.get("peer") == "moefx"], ids=lambda r: f"{r['shape']}-{r['routing']}"
 )

@@ -197,9 +197,12 @@ def test_the_command(capsys, tmp_path, monkeypatch):
     assert cli.main([*asked, "--top", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "layouts fit 40 GiB" in lines[0] and lines[2].split()[:4] == ["PP", "TP", "DP", "EP"]
-    assert lines[6] == "" and lines[7] == "rejected"
-    assert cli.main(["plan", "olmoe-1b-7b", "--platform", "a100-40gb", "--gpus", "16", "--explain", "1"]) == 0
-    assert "M_gpu = " in capsys.readouterr().out
+    assert lines[3].startswith("1 ") and lines[5].startswith("3 ")
+    assert lines[6] == "" and lines[7].startswith("PP stages") and lines[10].startswith("Nobody measured a100-40gb")
+    assert lines[11] == "" and lines[12] == "rejected"
+    assert cli.main(["plan", "olmoe-1b-7b", "--platform", "a100-40gb", "--gpus", "16", "--explain", "2"]) == 0
+    explained = capsys.readouterr().out
+    assert explained.splitlines()[1].startswith("2 ") and "M_gpu = " in explained
     small = ["plan", "olmoe-1b-7b", "--platform", "a100-40gb", "--gpus", "16", "--simulate"]
     assert cli.main([*small, "2", "--skew", "0.5"]) == 0
     assert "routing of skew 0.5, seed 0" in capsys.readouterr().out
