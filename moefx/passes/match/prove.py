@@ -23,7 +23,7 @@ from ...capture.sizes import SizeGuard
 from ...capture.tracer import Flips
 from ...errors import Refused
 from ..capacity import Formula, find_formula
-from . import crowds, doubts
+from . import crowds, doubts, leaks
 from .agree import same_form
 from .form import Body, Lifted, Ref, most_tokens
 from .lift import Lifter
@@ -296,8 +296,9 @@ class Prover:
         crowds.overflow(self)
         doubts.carry_over(self)
         self._other_sizes()
-        crowds.leaked_sizes(self)
-        crowds.same_by_chance(self)
+        leaks.leaked_sizes(self)
+        leaks.round_sizes(self)
+        leaks.same_by_chance(self)
         self._align()
         self.lifted, self.sizes = self._complete()
         for group, merged in enumerate(groups):

@@ -1,0 +1,187 @@
+"""Sizes that became plain numbers (`int(n / 2)`, `math.gcd(n, 64)`): what follows from them is not seen, only met.
+
+As in `crowds`: what holds at further sizes too is one more capture that must agree; else the form is guarded, or it is
+refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch.utils._pytree as pytree
+
+from ...capture.captured import Capture
+from ...capture.routing import Routing
+from ...capture.sizes import SizeGuard, evaluate, plain
+from ...errors import CaptureError, Refused
+from .agree import same_form
+from .crowds import MOST_TOKENS
+from .form import most_tokens
+from .nodes import numbers
+
+if TYPE_CHECKING:
+    from .prove import Prover
+
+_LEAK_SIZES = (131, 261, 517, 1029, 2053)  # no powers of two: these are often told apart
+_ROUND_SIZES = (64, 100, 128, 210)  # powers, a square, and multiples of the first primes
+
+
+class _Usual:
+    """What all captures have in common: the lines that ran, and numbers that were the same in all."""
+
+    def __init__(self, prover: Prover):
+        many = [lifted.capture for lifted in prover.lifted if math.prod(lifted.tokens) > 1]
+        self.prover = prover
+        self.every = set().union(*map(_lines, many))
+        self.always = set.intersection(*map(_lines, many))
+        columns = list(map(_all_numbers, many))
+        self.same = {at: v for at, v in columns[0].items() if v is not None and all(c.get(at) == v for c in columns)}
+        self.most = 4 * max(len(c.nodes) for c in many)
+        routed = any(lifted.capture.sizes.routed for lifted in prover.lifted)
+        self.crowd = Routing("flooded", 8) if routed else Routing("diverse", 8)
+        # comparisons that came out both ways do not keep any size out
+        self.guards = [g for g in prover.seen_guards() if all(g.holds(sizes) for sizes in prover.sizes)]
+        self.differs = functools.cache(self._differs)
+
+    def has_moved(self, taken: Capture) -> bool:
+        return any(at in self.same and v not in (None, self.same[at]) for at, v in _all_numbers(taken).items())
+
+    def _differs(self, tokens: int) -> tuple[bool, bool]:
+        """Whether other lines run, and whether numbers are others. Raises `CaptureError` where a loop over the tokens
+        makes a program too long to look at."""
+        sizes = self.prover.arguments.sequence(tokens)
+        if not all(g.holds(sizes) for g in self.guards):
+            return False, False
+        taken = self.prover.capture(self.crowd, sizes, most=self.most)
+        return not (self.always <= _lines(taken) <= self.every), self.has_moved(taken)
+
+
+def leaked_sizes(prover: Prover) -> None:
+    """A size, or how many tokens an expert got, that became a plain number (`int(n / 2)`) may decide a branch, or
+    what `max(4, int(n / 2))` is, unseen. So more sizes are captured. Where one runs other lines than all before, the
+    form is guarded to hold below it; where a number changes that was the same before, it is one more capture that
+    must agree."""
+    routed = any(lifted.capture.sizes.routed for lifted in prover.lifted)
+    if not routed and not _has_leaks(prover) and not _changes_later(prover):
+        return
+    usual, moved = _Usual(prover), False
+    # of one sequence: what is the same for 5 sequences of 19 may be another for one of 40
+    below = max(sizes[prover.arguments.dims[-1]] for sizes in prover.sizes) if prover.arguments.dims else 1
+
+    def only_below(high: int) -> SizeGuard:
+        return SizeGuard("*".join(prover.arguments.dims), "lt", str(high), True)
+
+    proven = max(math.prod(lifted.tokens) for lifted in prover.lifted)
+    longest = most_tokens(prover.lifted, times=4)
+    for tokens in _LEAK_SIZES:
+        if tokens <= below:
+            continue
+        if tokens > longest:
+            prover.extra_guards.append(only_below(max(below, proven) + 1))
+            return
+        try:
+            other_lines, other_numbers = usual.differs(tokens)
+        except CaptureError:  # too long, so a loop over the tokens
+            return
+        if other_lines:
+            prover.extra_guards.append(only_below(_first(lambda n: usual.differs(n)[0], below, tokens)))
+            return
+        if other_numbers and not moved:
+            first = _first(lambda n: usual.differs(n)[1], below, tokens)
+            if not _also_at(prover, first, only_below(first), usual.has_moved):
+                prover.extra_guards.append(only_below(first))
+                return
+            moved = True
+        below = tokens
+
+
+def round_sizes(prover: Prover) -> None:
+    """A plain number may say of a size that it is a power of two, a square, a multiple of something
+    (`math.gcd(n, 64)`), which those of the captures are not: then some that are all of that are looked at, too.
+
+    Raises:
+        Refused: something else is done there than at the sizes right before and after.
+    """
+    if not _has_leaks(prover) or not prover.arguments.dims:
+        return
+    usual = _Usual(prover)
+    for n in itertools.takewhile(lambda n: n < most_tokens(prover.lifted, times=4), _ROUND_SIZES):
+        try:
+            at, before, after = (usual.differs(tokens) for tokens in (n, n - 1, n + 1))
+        except CaptureError:  # too long, so a loop over the tokens
+            return
+        if any(here and not (low or high) for here, low, high in zip(at, before, after, strict=True)):
+            leaks = sorted(set().union(*[lifted.capture.sizes.leaks for lifted in prover.lifted]))
+            raise Refused(
+                f"for {n} tokens something else is done than for {n - 1} or {n + 1}: it follows from sizes that became "
+                f"plain numbers ({', '.join(leaks[:3])})"
+            )
+
+
+def _has_leaks(prover: Prover) -> bool:
+    return any(lifted.capture.sizes.leaks for lifted in prover.lifted)
+
+
+def same_by_chance(prover: Prover) -> None:
+    """What was computed from sizes (`S % 2`) and was the same at all of these may be another at sizes between them: the
+    form is guarded to hold where it is the same."""
+    largest = max(math.prod(sizes.values()) for sizes in prover.sizes)
+    for text in sorted(set().union(*[lifted.capture.sizes.used for lifted in prover.lifted])):
+        with contextlib.suppress(ArithmeticError, ValueError):
+            seen = {evaluate(text, sizes) for sizes in prover.sizes}
+            between = {evaluate(text, prover.arguments.sequence(n)) for n in range(2, largest + 1)}
+            if len(seen) == 1 and between != seen:
+                prover.extra_guards.append(SizeGuard(text, "eq", str(seen.pop()), True))
+
+
+def _changes_later(prover: Prover) -> bool:
+    """Whether something that was computed from sizes (`S // 300`) was the same so far, and is not for more tokens."""
+    later = [prover.arguments.sequence(tokens) for tokens in _LEAK_SIZES]
+    for text in set().union(*[lifted.capture.sizes.used for lifted in prover.lifted]):
+        with contextlib.suppress(ArithmeticError, ValueError):
+            seen = {evaluate(text, sizes) for sizes in prover.sizes}
+            if len(seen) == 1 and {evaluate(text, sizes) for sizes in later} != seen:
+                return True
+    return False
+
+
+def _also_at(prover: Prover, tokens: int, below: SizeGuard, has_moved: Callable[[Capture], bool]) -> bool:
+    """Whether the form holds at so many tokens in a sequence too, where a number has moved."""
+    sizes = prover.arguments.choose(2 * tokens, 1)  # not of one sequence: S is to be told from B*S
+    if 2 * tokens > MOST_TOKENS:
+        return False
+    try:
+        lifted = prover.lift(Routing("diverse", 8), sizes)
+        same_form(prover.lifted[0], lifted)
+    except Refused:
+        return False
+    if not has_moved(lifted.capture):
+        return False  # it has moved back
+    lifted.optional = below
+    prover.add(lifted, sizes)
+    return True
+
+
+def _first(differs: Callable[[int], bool], low: int, high: int) -> int:
+    """The least size that differs, between one that does not and one that does."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if differs(middle) else (middle, high)
+    return high
+
+
+def _lines(taken: Capture) -> set[tuple[str, str]]:
+    """Which lines of the user's ran, which ops they came to, and what the call changed."""
+    ran = {(str(n.meta["source"]), str(n.target)) for n in taken.nodes if n.op == "call_function"}
+    return ran | {(effect.kind, str(effect.target)) for effect in taken.effects}
+
+
+def _all_numbers(taken: Capture) -> dict[Any, int | float | None]:
+    """Those that ops are called with, and those that are returned."""
+    returned = enumerate(pytree.tree_leaves(taken.out))
+    return {**numbers(taken.nodes), **{i: plain(v) for i, v in returned if isinstance(v, (int, float))}}
