@@ -32,7 +32,7 @@ from .nodes import hint, target_name
 _PROBES = (101, 103, 107, 109, 113)
 _FACTORIES = {
     "zeros", "ones", "full", "empty", "arange", "rand", "randn", "eye", "linspace", "randperm", "randint",
-    "empty_strided", "tensor", "scalar_tensor",
+    "empty_strided", "empty_permuted", "tensor", "scalar_tensor",
 }  # fmt: skip
 _SHAPED = _FACTORIES | {
     "new_zeros", "new_ones", "new_full", "new_empty", "view", "reshape", "_unsafe_view", "expand", "repeat", "tile",
@@ -179,6 +179,7 @@ class Generalised:
             elif type(a) is int:
                 at = next(place)
                 if a > 1:
+                    at = 0 if target_name(n) == "arange" else at  # (start, end): it has one axis
                     leaves.append(self._of_number(a, first=is_shape and self.dims.stands(a, at)))
 
         map_aggregate((n.args, n.kwargs), candidates)
