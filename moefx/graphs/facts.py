@@ -96,7 +96,7 @@ class Facts:
                 found = attribute(self.gm, str(n.target)) if found is None else found
             elif n.op == "output":
                 continue
-            elif found is None and not (n.op == "call_function" and n.target is operator.setitem):
+            elif found is None and n.users and not (n.op == "call_function" and n.target is operator.setitem):
                 return _propagated(self.gm, example_inputs)
             value[n] = found
         for n in self.nodes:

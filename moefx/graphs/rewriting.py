@@ -94,7 +94,7 @@ def find(
     facts = Facts(gm, example_inputs, origins)
     extents = Extents(facts)
     matched: list[tuple[Extracted, Proven]] = []
-    refused: dict[tuple[str, str], Refusal] = {}
+    refused: dict[fx.Node, Refusal] = {}  # by what selects
     taken: dict[fx.Node, Extracted] = {}
     tried: set[tuple[fx.Node, fx.Node]] = set()
     open_: dict[str, None] = {}
@@ -130,8 +130,10 @@ def find(
             first = None
             break
         if first is not None and not _is_idle(first):
-            refused.setdefault((first.name, first.source), first)
-    return Found(facts, matched, list(refused.values()), list(open_), time.perf_counter() - start)
+            refused[seed] = first
+    # not of what a later region took in: the groups of experts that a router selects first, say
+    left = {(r.name, r.source): r for seed, r in reversed(refused.items()) if seed not in taken}
+    return Found(facts, matched, list(left.values())[::-1], list(open_), time.perf_counter() - start)
 
 
 def _candidates(extents: Extents, seed: fx.Node) -> list[Extent]:

@@ -57,8 +57,8 @@ def test_printed(idiom):
 
 
 NOT_DECOMPOSED = {
-    "weight_gather": "einsum is one product over the choices' columns side by side, which the lifter does not take apart",
-    "gshard": "one_hot asserts that a position is below the capacity, which is taken for a limit that nothing comes to",
+    "weight_gather": "einsum is one product over the columns of all choices, which the lifter does not take apart",
+    "gshard": "one_hot asserts that positions are below the capacity: taken for a limit that nothing comes to",
 }
 
 

@@ -113,7 +113,7 @@ def test_efficiency_is_that_of_the_first_that_fits(without_matplotlib):
 
 def test_layouts_of_a_picture_are_told_apart(large):
     """Those whose sizes are alike differ in how rows travel, in micro-batches, ..."""
-    ranking, text, _ = large
+    _, text, _ = large
     heads = re.findall(r"<th[^>]*>(\d+: PP[^<]*)</th>", text)
     names = [re.sub(r"^\d+: ", "", head) for head in heads]
     assert len(names) == 20 and names[:10] == names[10:] and len(set(names)) == 10, names

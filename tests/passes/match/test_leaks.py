@@ -57,5 +57,5 @@ def test_what_is_seen_is_a_guard(scale):
 @pytest.mark.parametrize("scale", UNSEEN)
 def test_what_is_not_seen_is_refused(scale):
     block = Scaled(UNSEEN[scale]).double()
-    with pytest.raises(moefx.NoMoEBlockFound, match="tokens something else is done than for .* plain numbers"):
+    with pytest.raises(moefx.NoMoEBlockFound, match=r"tokens something else is done than for .* plain numbers"):
         moefx.compile(block, example_inputs=(torch.randn(17, D, dtype=torch.float64),))
