@@ -7,7 +7,9 @@ from torch import fx
 from ..errors import Refused
 from .extents import Extent
 from .facts import Facts
-from .nodes import is_random, sources_of
+from .nodes import is_random, sources_of, target_name
+
+_VMAP = {"_add_batch_dim", "_remove_batch_dim", "_vmap_increment_nesting"}
 
 
 def check(facts: Facts, extent: Extent) -> None:
@@ -18,6 +20,11 @@ def check(facts: Facts, extent: Extent) -> None:
         where = str(sources_of(n, facts.at[n])[0])
         if n.op not in ("call_function", "call_method"):
             raise Refused(f"the region calls a module of the graph, {n.target}", source=where)
+        if target_name(n) in _VMAP:
+            raise Refused(
+                "the region is inside of torch.vmap, which is not followed in graphs", source=where,
+                remedy="moefx.compile(model) takes it where a module has all of it",
+            )  # fmt: skip
         if n in facts.written:
             for s in facts.storages(facts.written[n]):
                 before = {s for m in (extent.entry, *extent.given, *facts.weights) for s in facts.storages(m)}

@@ -145,7 +145,7 @@ class Generalised:
                 raise Refused(
                     "the sizes in the graph do not show which of them are of tokens",
                     culprits=(target_name(n),),
-                    remedy="compile with dynamic=True, or mark_dynamic the token dims",
+                    remedy="" if self.dims.expressions else "compile with dynamic=True, or mark_dynamic the token dims",
                 )
 
     def _closes(self) -> bool:
