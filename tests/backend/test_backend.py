@@ -153,6 +153,16 @@ def test_weights_may_change():
     check_equal(copy.deepcopy(mine), mine, call, x)
 
 
+@pytest.mark.exhaustive  # half a minute of C++
+def test_inductor_compiles_the_rest():
+    """As users call it: nothing in the options."""
+    mine = model("stack_gather")
+    reference, call = copy.deepcopy(mine), torch.compile(mine, backend=backend.backend)
+    for shape in ((2, 9), (1, 11)):
+        check_equal(reference, mine, call, torch.randn(*shape, D, dtype=next(mine.parameters()).dtype))
+    assert len(moefx.blocks(call)) == 2
+
+
 def test_a_second_compile_takes_the_proof():
     before = matching.lifts
     for _ in range(2):
