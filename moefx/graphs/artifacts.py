@@ -34,7 +34,7 @@ def _texts(out: fx.GraphModule, explained: Text) -> Iterator[tuple[str, Text]]:
 
 def _trace(name: str, text: Text) -> None:
     try:  # private in torch: one without it traces nothing of this
-        from torch._logging import trace_structured
+        from torch._logging._internal import trace_structured
 
         trace_structured(
             "artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text, expect_trace_id=False
