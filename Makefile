@@ -28,7 +28,7 @@ INSTALL = $(1)/bin/python -m pip install --quiet --progress-bar off "$(TORCH)"
 help:
 	@echo "make demo       train a small MoE language model, original beside compiled; writes report.html"
 	@echo "make test       the tests, with transformers 5"
-	@echo "make test-all   also those that take long: every mutant, not a sixteenth of them"
+	@echo "make test-all   also those that take long: every mutant, not a sample of them"
 	@echo "make test-hf4   the model corpus with transformers 4.57, in an environment of its own"
 	@echo "make lint       ruff and pyright"
 	@echo "make clean      remove the environments and caches"

@@ -40,7 +40,7 @@ def case_kinds_of_experts() -> None:
 
 def case_topologies() -> None:
     mesh, world = one_axis(), dist.get_world_size()
-    levels = [(2, ()), (1, ()), (4, ())] if world == 4 else [(2, ()), (4, ()), (2, (4,))]
+    levels = [(2, ()), (1, ()), (4, ())] if world == 4 else [(4, ()), (2, (4,))]
     for plan in PLANS.values():
         for node_size, above in levels:
             planned = plan.replace(node_size=node_size, topology_levels=above)

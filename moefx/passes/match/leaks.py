@@ -112,10 +112,12 @@ def round_sizes(prover: Prover) -> None:
     usual = _Usual(prover)
     for n in itertools.takewhile(lambda n: n < most_tokens(prover.lifted, times=4), _ROUND_SIZES):
         try:
-            at, before, after = (usual.differs(tokens) for tokens in (n, n - 1, n + 1))
+            if not any(here := usual.differs(n)):
+                continue
+            before, after = usual.differs(n - 1), usual.differs(n + 1)
         except CaptureError:  # too long, so a loop over the tokens
             return
-        if any(here and not (low or high) for here, low, high in zip(at, before, after, strict=True)):
+        if any(at and not (low or high) for at, low, high in zip(here, before, after, strict=True)):
             leaks = sorted(set().union(*[lifted.capture.sizes.leaks for lifted in prover.lifted]))
             raise Refused(
                 f"for {n} tokens something else is done than for {n - 1} or {n + 1}: it follows from sizes that became "
