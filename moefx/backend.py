@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 
 from ._plan import Plan
-from .api import RECORD, Record, explain, report_of
+from .api import RECORD, Record, explain
 from .errors import InvalidPlan
 from .graphs import artifacts
 from .graphs.rewriting import Found, checked_graph, checked_plan, rewritten
@@ -156,9 +156,7 @@ def _record(found: Found) -> Record:
         proofs[id(proof)] = proof
     reports = []
     for key, proof in proofs.items():
-        matched = dataclasses.replace(proof.matched, names=names[key])
-        report = report_of(matched, proof.program, proof.block, proof.verdict)
-        reports.append(dataclasses.replace(report, kind="region of a graph"))
+        reports.append(dataclasses.replace(proof.report, names=tuple(names[key])))
     every = found.every()
     return Record(tuple(reports), tuple(r for f in every for r in f.refused), sum(f.seconds for f in every))
 

@@ -12,30 +12,37 @@ from .._plan import Plan
 from ..capture.autocast import under
 from ..capture.find import Seen
 from ..capture.lifting import lifting
+from ..capture.sizes import SizeGuard
 from ..errors import CaptureError, MoefxError, Refused
+from ..inspection.explain import MatchedBlock
 from ..numeric import numeric_check
 from ..pipeline import Result, limited, rewrite_block
+from ..reports import report_of
 from ..runtime.module import unobserved
 from ..runtime.program import Program
 from ..specialise import program_of
 from ..survey import Matched
 from .facts import Facts
-from .region import Extracted, Region
+from .region import Extracted
 
 _MOST_KEPT = 256
 
 
 @dataclasses.dataclass
 class Proven:
-    """A region that was proven and rewritten; `names` are those of all regions like it."""
+    """A region that was proven and rewritten: no more than is needed of it later, as it is kept.
 
-    matched: Matched
-    block: Region
+    Attributes:
+        report: of a region by the name of the first one; others may have this proof, too.
+        guards: comparisons of its token dims that must come out so.
+    """
+
+    report: MatchedBlock
     program: Program
-    verdict: str
+    guards: tuple[SizeGuard, ...]
 
     def holds(self, dims: dict[str, int]) -> bool:
-        return all(g.holds(dims) for g in self.matched.result.match.guards)
+        return all(g.holds(dims) for g in self.guards)
 
 
 _Outcome = Proven | Refused
@@ -62,7 +69,7 @@ def match(facts: Facts, region: Extracted, plan: Plan) -> Proven:
     try:
         outcome = _proven(facts, region, plan)
         if not outcome.holds(region.dims):
-            failed = next(g for g in outcome.matched.result.match.guards if not g.holds(region.dims))
+            failed = next(g for g in outcome.guards if not g.holds(region.dims))
             raise Refused(f"it is proven for other sizes than the graph's only: {failed}")
     except Refused as refusal:
         outcomes.append(refusal.with_traceback(None))
@@ -95,7 +102,8 @@ def _proven(facts: Facts, region: Extracted, plan: Plan) -> Proven:
         program = program_of(block, result, args, {}, dtype)
     seconds = time.perf_counter() - start
     matched = Matched([region.name], Seen(region.name, args, {}), result, seconds, set())
-    return Proven(matched, block, program, verdict)
+    report = dataclasses.replace(report_of(matched, program, block, verdict), kind="region of a graph")
+    return Proven(report, program, tuple(result.match.guards))
 
 
 def _autocast(region: Extracted) -> torch.dtype | None:
