@@ -91,6 +91,13 @@ def order(facts: Facts, unit_of: dict[fx.Node, Extracted]) -> list[fx.Node | Ext
             if d not in inside:
                 needs[me].add(id(of(d)))
                 feeds[id(of(d))].add(me)
+        for before, after in _writes_beside(facts, region, inside):
+            for earlier, later in ((id(of(w)), me) for w in before):
+                needs[later].add(earlier)
+                feeds[earlier].add(later)
+            for earlier, later in ((me, id(of(w))) for w in after):
+                needs[later].add(earlier)
+                feeds[earlier].add(later)
     ready = [(first[u], u) for u in units if not needs[u]]
     heapq.heapify(ready)
     out: list[fx.Node | Extracted] = []
@@ -104,6 +111,20 @@ def order(facts: Facts, unit_of: dict[fx.Node, Extracted]) -> list[fx.Node | Ext
     if len(out) < len(units):
         raise Refused("something outside of the region is computed between two parts of it")
     return out
+
+
+def _writes_beside(facts: Facts, region: Extracted, inside: set[fx.Node]) -> list[tuple[list[fx.Node], list[fx.Node]]]:
+    """Of each tensor that the region reads: what writes to it outside of the region, before the last time that the
+    region reads it, and after the first. The call reads all at once, so what does both is a cycle."""
+    found = []
+    for d in (*region.inputs, *region.weights):
+        for s in facts.storages(d):
+            writers = [w for w in facts.writers[s] if w not in inside]
+            reads = [facts.at[n] for n in region.extent.inside for a in n.all_input_nodes if s in facts.storages(a)]
+            if writers and reads:
+                before = [w for w in writers if facts.at[w] < max(reads)]
+                found.append((before, [w for w in writers if facts.at[w] > min(reads)]))
+    return found
 
 
 def _emit_call(

@@ -11,6 +11,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import moefx
+from moefx.backend import backend
 from moefx.errors import InvalidInput
 from moefx.graphs import matching
 from tests import golden
@@ -161,6 +162,45 @@ def test_the_rest_is_untouched():
     assert out is not gm and sum(n.op == "call_module" and "moefx" in n.target for n in out.graph.nodes) == 1
     norms = [n for n in out.graph.nodes if "layer_norm" in str(n.target)]
     assert len(norms) == 1 and norms[0].meta["val"].shape == x.shape
+
+
+class Drifting(torch.nn.Module):
+    """A buffer that scales the gates is written to before it is read, between two reads, or behind them."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.where = where
+        self.gate = torch.nn.Linear(D, 5, bias=False)
+        self.up = torch.nn.Parameter(torch.randn(5, D, D))
+        self.register_buffer("drift", torch.full((), 0.5))
+
+    def forward(self, x):
+        def write(where):
+            if self.where == where:
+                with torch.no_grad():
+                    self.drift.add_(0.25)
+
+        write("before")
+        w, ids = self.gate(x).softmax(-1).topk(2)
+        w = w * self.drift.exp()
+        write("between")
+        w = w * self.drift.cos()
+        write("behind")
+        y = torch.stack([(x @ self.up[e]).relu() for e in range(5)], 2)
+        return (y.gather(2, ids.unsqueeze(-1).expand(*ids.shape, D)) * w.unsqueeze(-1)).sum(2)
+
+
+@pytest.mark.parametrize("where", ["before", "between", "behind"])
+def test_what_is_written_outside_of_a_region(where):
+    """A region that reads a buffer stays between the writes to it that it was between."""
+    mine = Drifting(where)
+    reference = copy.deepcopy(mine)
+    call = torch.compile(mine, backend=backend, options={"backend": "eager", "validation": "symbolic"})
+    for _ in range(2):
+        x = torch.randn(2, 9, D)
+        torch.testing.assert_close(call(x), reference(x))
+        torch.testing.assert_close(mine.drift, reference.drift)
+    assert len(moefx.blocks(call)) == (1 if where == "behind" else 0)
 
 
 def test_without_a_region_it_is_the_graph_itself():
