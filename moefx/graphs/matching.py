@@ -96,7 +96,10 @@ def _proven(facts: Facts, region: Extracted, plan: Plan) -> Proven:
             raise Refused(f"it does not run on abstract tensors: {error}", source=region.source) from None
         except Exception as error:  # torch's, at sizes that the graph was not made for
             what = f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
-            raise Refused(f"it does not run at other sizes than the graph's ({what})", source=region.source) from error
+            raise Refused(
+                f"it does not run at other sizes than the graph's ({what})", source=region.source,
+                remedy="make the graph for dynamic sizes of its token dims: numbers do not show what they were made of",
+            ) from error  # fmt: skip
         verdict = _checked(facts, region, result, plan)
         result = limited(block, result, plan)
         program = program_of(block, result, args, {}, dtype)

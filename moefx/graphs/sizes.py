@@ -75,10 +75,14 @@ class Dims:
                 found.append((times, Size(PythonPrinter().doprint(product))))
         return [size for _, size in sorted(found, key=lambda f: f[0])]
 
-    def stands(self, n: int, place: int) -> bool:
-        """Whether a number at this place of a shape is likely one of tokens: where the entry has it, or in front."""
-        sizes = list(self.sizes.values())
-        return (place < len(sizes) and sizes[place] == n) or (place == 0 and n % math.prod(sizes) == 0)
+    def stands(self, shape: Sequence[int], place: int) -> bool:
+        """Whether the number at this place of a shape is likely one of tokens: where the entry has it, whose axes of
+        size one may be missing, or in front."""
+        units = [i for i in range(self.rank - 1) if i not in self.axes]
+        has_units = all(shape[i : i + 1] == [1] for i in units)
+        sizes, n = list(self.sizes.values()), shape[place]
+        at = dict(zip(self.axes if has_units else range(len(sizes)), sizes, strict=True))
+        return at.get(place) == n or (place == 0 and n % math.prod(sizes) == 0)
 
     def symbolic(self, n: Any) -> list[Size]:
         """What a symbolic number of the graph is."""
@@ -170,6 +174,7 @@ class Generalised:
             return
         leaves: list[list[Any]] = []
         is_shape, place = target_name(n) in _SHAPED, itertools.count()
+        shape = self._numbers((n.args, n.kwargs))
 
         def candidates(a: Any) -> None:
             if isinstance(a, fx.Node):
@@ -179,8 +184,8 @@ class Generalised:
             elif type(a) is int:
                 at = next(place)
                 if a > 1:
-                    at = 0 if target_name(n) == "arange" else at  # (start, end): it has one axis
-                    leaves.append(self._of_number(a, first=is_shape and self.dims.stands(a, at)))
+                    is_token = self.dims.stands([a], 0) if target_name(n) == "arange" else self.dims.stands(shape, at)
+                    leaves.append(self._of_number(a, first=is_shape and is_token))
 
         map_aggregate((n.args, n.kwargs), candidates)
         for chosen in itertools.product(*leaves):
@@ -201,6 +206,19 @@ class Generalised:
             self.arguments[n], self.probed[n] = (args, kwargs), out
             yield
 
+    def _numbers(self, tree: Any) -> list[int]:
+        """All numbers among the arguments of a node, as they are in the graph."""
+        found: list[int] = []
+
+        def number(a: Any) -> None:
+            if isinstance(a, fx.Node) and self.facts.is_number(a):
+                found.append(hint(self.facts.value[a]) if isinstance(self.facts.value[a], torch.SymInt) else 0)
+            elif type(a) is int:
+                found.append(a)
+
+        map_aggregate(tree, number)
+        return found
+
     def _of_number(self, value: Any, first: bool = False) -> list[Any]:
         if isinstance(value, (torch.SymInt, torch.SymFloat)):
             return self.dims.symbolic(value)
@@ -214,7 +232,8 @@ class Generalised:
         if not isinstance(t, torch.Tensor):
             return
         sizes = [s if isinstance(s, torch.SymInt) else int(s) for s in t.shape]
-        axes = [self._of_number(s, first=type(s) is int and self.dims.stands(s, at)) for at, s in enumerate(sizes)]
+        known = [hint(s) for s in sizes]
+        axes = [self._of_number(s, first=type(s) is int and self.dims.stands(known, at)) for at, s in enumerate(sizes)]
         for shape in itertools.product(*axes):
             self.shapes[n] = shape
             sizes = [s.at(self.dims.probe) if isinstance(s, Size) else s for s in shape]

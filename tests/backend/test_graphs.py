@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 from torch import fx
+from torch._decomp import core_aten_decompositions
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import moefx
@@ -32,7 +33,12 @@ def exported(module, x, dynamic=False):
     return torch.export.export(module, (x,), dynamic_shapes=dims).module()
 
 
-def functional(module, x):
+def decomposed(module, x):
+    """Of core ATen ops only."""
+    return torch.export.export(module, (x,)).run_decompositions().module()
+
+
+def functional(module, x, decompositions=None):
     """Parameters as inputs that nothing tells from activations; no names, no lines."""
     names, values = zip(*module.named_parameters(), strict=True)
 
@@ -40,48 +46,35 @@ def functional(module, x):
         return torch.func.functional_call(module, dict(zip(names, args[:-1], strict=True)), args[-1:])
 
     args = (*(v.detach() for v in values), x)
-    return make_fx(f)(*args), args
+    return make_fx(f, decomposition_table=decompositions)(*args), args
 
 
 def x_of(module, *shape):
     return torch.randn(*shape, D, dtype=next(module.parameters()).dtype)
 
 
+@pytest.mark.parametrize("is_decomposed", [False, True], ids=["whole", "decomposed"])
 @pytest.mark.parametrize("idiom", IDIOMS)
-def test_printed(idiom):
-    """The graphs of a region as they are printed: the same at every run."""
-    module = model(idiom, num_layers=1)
-    out = moefx.rewrite_graph(exported(module, x_of(module, 2, 9)), (x_of(module, 2, 9),), PLAN)
-    (block,) = moefx.blocks(out)
-    text = str(block.graph.replace(header=""))
-    golden.check(f"region_{idiom}.txt", re.sub(r"\S+\.py:\d+", "", text))
-
-
-NOT_DECOMPOSED = {
-    "weight_gather": "einsum is one product over the columns of all choices, which the lifter does not take apart",
-    "gshard": "one_hot asserts that positions are below the capacity: taken for a limit that nothing comes to",
-}
-
-
-@pytest.mark.parametrize("idiom", IDIOMS)
-def test_decomposed(idiom, request):
-    """Core ATen ops only."""
-    if idiom in NOT_DECOMPOSED:
-        request.applymarker(pytest.mark.xfail(reason=NOT_DECOMPOSED[idiom], strict=True))
+def test_printed(idiom, is_decomposed):
+    """The graphs of a region as they are printed: the same at every run. In a graph of core ATen ops the experts are
+    the same, what routes them is longer."""
     module = model(idiom, num_layers=1)
     x = x_of(module, 2, 9)
-    gm = torch.export.export(module, (x,)).run_decompositions().module()
+    gm = decomposed(module, x) if is_decomposed else exported(module, x)
     out = moefx.rewrite_graph(gm, (x,), PLAN)
-    assert len(moefx.blocks(out)) == 1
     for got, expected in zip(out(x), module(x), strict=True):
         torch.testing.assert_close(got, expected)
+    (block,) = moefx.blocks(out)
+    text = str(block.graph.replace(header=""))
+    golden.check(f"region_{idiom}{'_decomposed' if is_decomposed else ''}.txt", re.sub(r"\S+\.py:\d+", "", text))
 
 
-@pytest.mark.parametrize("idiom", ["dense_masked", "bmm_weight_before", "stack_gather"])
-def test_without_names(idiom):
+@pytest.mark.parametrize("is_decomposed", [False, True], ids=["whole", "decomposed"])
+@pytest.mark.parametrize("idiom", ["dense_masked", "bmm_weight_before", "stack_gather", "weight_gather"])
+def test_without_names(idiom, is_decomposed):
     """A graph of ATen ops whose parameters are inputs."""
     module = model(idiom)
-    gm, args = functional(module, x_of(module, 2, 9))
+    gm, args = functional(module, x_of(module, 2, 9), core_aten_decompositions() if is_decomposed else None)
     out = moefx.rewrite_graph(gm, args, PLAN)
     assert len(moefx.blocks(out)) == 2
     for got, expected in zip(out(*args), gm(*args), strict=True):

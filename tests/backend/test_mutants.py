@@ -9,7 +9,10 @@ import types
 import pytest
 import torch
 
+import moefx
 from moefx import backend
+from moefx.graphs import matching
+from tests.models.case import tensors, weighted_mean
 from tests.mutants import bases, run
 from tests.mutants.mutant import Mutant
 
@@ -37,6 +40,44 @@ def check(mutant: Mutant) -> None:
     run.compare(case, reference, case.model, run.tolerance(mutant))
 
 
+def check_graph(mutant: Mutant, is_decomposed: bool) -> None:
+    """The exported program, once rewritten, computes what it did; state goes on from call to call."""
+    matching.forget()
+    case = mutant.build()
+    args = case.fresh(2, 9, 3)
+    try:
+        program = torch.export.export(case.model, args)
+        gm = (program.run_decompositions() if is_decomposed else program).module()
+    except Exception:
+        return  # torch cannot: it branches on numbers of its tensors
+    out = moefx.rewrite_graph(gm, args, moefx.Plan(validation="symbolic"))
+    if out is gm:
+        return
+    parameters, state = list(gm.parameters()), {k: t.clone() for k, t in gm.state_dict().items()}
+    for skewed in (False, True):
+        if skewed:
+            case.skew_(case.model)
+            state |= {k: t.detach().clone() for k, t in case.model.state_dict().items() if k in state}
+        for seed in (3, 4):
+            results = []
+            for call in (gm, out):
+                gm.load_state_dict(state)
+                torch.manual_seed(seed)
+                x, *rest = case.fresh(2, 9, seed)
+                x.requires_grad_()
+                try:
+                    found = [t for t in tensors(call(x, *rest)) if t.requires_grad]
+                    grads = torch.autograd.grad(sum(map(weighted_mean, found)), [x, *parameters], allow_unused=True)
+                except RuntimeError:
+                    if call is out and results[0] is not None:
+                        raise
+                    found, grads = None, ()
+                results.append(found and [*found, *(torch.zeros(()) if g is None else g for g in grads)])
+            if results[0] is not None:
+                tol = run.tolerance(mutant)
+                torch.testing.assert_close(results[1], results[0], rtol=tol, atol=tol, equal_nan=True)
+
+
 SAMPLE = [m for base in WHOLE for m in run.select([f"{base}/*"], sample=2)]
 
 
@@ -51,3 +92,21 @@ def test_mutant(mutant):
 def test_all_mutants(base):
     for mutant in run.select([f"{base}/*"]):
         check(mutant)
+
+
+GRAPHS = [m for base in WHOLE for m in run.select([f"{base}/*"], sample=1)]
+
+
+@pytest.mark.parametrize("is_decomposed", [False, True], ids=["whole", "decomposed"])
+@pytest.mark.parametrize("mutant", GRAPHS, ids=lambda m: m.name)
+def test_mutant_of_a_graph(mutant, is_decomposed):
+    check_graph(mutant, is_decomposed)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("is_decomposed", [False, True], ids=["whole", "decomposed"])
+@pytest.mark.parametrize("base", WHOLE)
+def test_all_mutants_of_graphs(base, is_decomposed):
+    for mutant in run.select([f"{base}/*"]):
+        check_graph(mutant, is_decomposed)

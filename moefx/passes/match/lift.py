@@ -24,7 +24,7 @@ from .lookup import Lookup
 from .nodes import is_random, line, op_name
 from .owners import Owners
 from .paths import parameter_of
-from .pick import structure
+from .resolve import structure
 from .routed import Reach, alike_everywhere, chooses, cuts, expert_parameters, feeding, inside_calls
 from .terms import Term, TooLarge, is_const, show
 from .unify import Skeletons, Unifier

@@ -1,15 +1,17 @@
-"""How an element of each kind of term is found, and how routed sums are written out."""
+"""How an element of each kind of term is found."""
 
 from __future__ import annotations
 
 import math
+import string
 
 import torch
 
+from .resolve import shift, structure, weight
 from .shapes import reshape_group, unravel
 from .terms import Term, Terms, is_const, number, without_row
 
-_WIDEST_SUM = 1 << 16
+_LABELS = string.ascii_letters
 _MASKED = -1e8
 
 
@@ -71,7 +73,7 @@ def _pick_elementwise(T: Terms, t: Term, axis: int, i: int) -> Term:
     name, kwargs, *items = t.args
     picked: list = list(items)
     # cheap operands first: a zero mask makes the others irrelevant
-    order = sorted((k for k, a in enumerate(items) if isinstance(a, Term)), key=lambda k: _weight(items[k]))
+    order = sorted((k for k, a in enumerate(items) if isinstance(a, Term)), key=lambda k: weight(items[k]))
     shape = t.shape[:axis] + t.shape[axis + 1 :]
     for k in order:
         a = items[k]
@@ -86,29 +88,6 @@ def _pick_elementwise(T: Terms, t: Term, axis: int, i: int) -> Term:
             d = axis - (len(t.shape) - len(a.shape))
             return T.expand(T.pick(a, d, i if a.shape[d] > 1 else 0) if d >= 0 else a, shape)
     return T.expand(T.pw(name, *picked, **dict(kwargs)), shape)
-
-
-_ORDER = {
-    "const": 0,
-    "array": 0,
-    "param": 1,
-    "buffer": 1,
-    "node": 1,
-    "put": 2,
-    "reshape": 2,
-    "expand": 2,
-    "permute": 2,
-    "index": 3,
-    "sum": 4,
-    "pw": 5,
-}
-
-
-def _weight(t: Term) -> tuple[int, int]:
-    inner = t
-    while inner.op in ("reshape", "expand", "permute", "slice"):
-        inner = inner.args[0]
-    return _ORDER.get(inner.op, 9), math.prod(t.shape)
 
 
 def _pick_cat(T: Terms, t: Term, axis: int, i: int) -> Term:
@@ -137,11 +116,39 @@ def _pick_reshape(T: Terms, t: Term, axis: int, i: int) -> Term:
         return T.reshape(T.picks(inner, dict(zip(ins, where, strict=True))), shape)
     if len(ins) == 1:
         sizes = [t.shape[d] for d in outs]
+        if ins[0] in structure(T, inner) and (apart := _split_axis(T, inner, ins[0], sizes)) is not None:
+            return T.reshape(T.pick(apart, ins[0] + outs.index(axis), i), shape)
         elements = torch.arange(math.prod(sizes)).reshape(sizes).select(outs.index(axis), i).reshape(1, -1)
         return T.reshape(T.index(inner, ins, elements, ins[0]), shape)
     merged = (*inner.shape[: ins[0]], math.prod(inner.shape[d] for d in ins), *inner.shape[ins[-1] + 1 :])
     flat = T.make("reshape", (inner,), merged)
     return _pick_reshape(T, T.make("reshape", (flat,), t.shape), axis, i)
+
+
+def _split_axis(T: Terms, t: Term, axis: int, sizes: list[int]) -> Term | None:
+    """A product of which one axis is several, such as that of the slots and the columns of each slot's expert: the
+    product of operands that have these axes."""
+    if t.op == "pw":
+        name, kwargs, *items = t.args
+        placed = [(a, axis - len(t.shape) + len(a.shape)) if isinstance(a, Term) else (a, -1) for a in items]
+        return T.pw(name, *[_with_axes(T, a, d, sizes) if d >= 0 else a for a, d in placed], **dict(kwargs))
+    if t.op != "ein":
+        return None
+    inputs, output, *operands = t.args
+    label, free = output[axis], [x for x in _LABELS if all(x not in s for s in inputs)]
+    labels = "".join(free[: len(sizes)])
+    apart = [
+        _with_axes(T, o, s.index(label), sizes) if label in s else o for s, o in zip(inputs, operands, strict=True)
+    ]
+    return T.ein([s.replace(label, labels) for s in inputs], output.replace(label, labels), apart)
+
+
+def _with_axes(T: Terms, t: Term, axis: int, sizes: list[int]) -> Term:
+    """`t` with axes of these sizes in the place of one, of which there may be one element for all."""
+    if t.shape[axis] == 1:
+        sizes = [1] * len(sizes)
+    apart = _split_axis(T, t, axis, sizes) if axis in structure(T, t) else None
+    return apart if apart is not None else T.reshape(t, (*t.shape[:axis], *sizes, *t.shape[axis + 1 :]))
 
 
 def _pick_index(T: Terms, t: Term, axis: int, i: int) -> Term:
@@ -195,9 +202,9 @@ def _pick_row(T: Terms, t: Term, axis: int, i: int) -> Term:
     acted = {d % len(inner.shape) for d in dims}
     if not keep:
         source = [d for d in range(len(inner.shape)) if d not in acted][axis]
-        return T.row(name, _shift(acted, source), keep, static, T.pick(inner, source, i))
+        return T.row(name, shift(acted, source), keep, static, T.pick(inner, source, i))
     if axis not in acted:
-        return T.row(name, _shift(acted, axis), keep, static, T.pick(inner, axis, i))
+        return T.row(name, shift(acted, axis), keep, static, T.pick(inner, axis, i))
     shape = t.shape[:axis] + t.shape[axis + 1 :]
     masked = name == "softmax" and _is_masked(T, inner, axis, i)
     if masked and not all(_is_masked(T, inner, axis, j) for j in range(inner.shape[axis])):
@@ -209,163 +216,3 @@ def _is_masked(T: Terms, scores: Term, axis: int, i: int) -> bool:
     """Whether a score is -inf, or so low (-1e9, `finfo.min`) that its softmax beside any other score rounds to 0."""
     score = T.resolve(T.pick(scores, axis, i))
     return is_const(score) and number(score) <= _MASKED
-
-
-def _shift(dims: set[int], gone: int) -> list[int]:
-    return [d - (d > gone) for d in dims]
-
-
-# ---------------------------------------------------------------------- routed axes
-def structure(T: Terms, t: Term) -> frozenset[int]:
-    """The axes of `t` along which routing put different things: sums over these are written out."""
-    if t.structure is None:
-        t.structure = frozenset(d for d in _structure(T, t) if t.shape[d] > 1)
-    return t.structure
-
-
-def _structure(T: Terms, t: Term) -> set[int]:
-    match t.op:
-        case "const" | "node" | "param" | "buffer" | "call":
-            return set()
-        case "array":
-            return set(range(len(t.shape)))
-        case "pw":
-            return {d + len(t.shape) - len(a.shape) for a in t.terms for d in structure(T, a)}
-        case "ein":
-            inputs, output, *operands = t.args
-            routed = {s[d] for s, o in zip(inputs, operands, strict=True) for d in structure(T, o)}
-            return {d for d, label in enumerate(output) if label in routed}
-        case "permute":
-            inner = structure(T, t.args[0])
-            return {d for d, source in enumerate(t.args[1]) if source in inner}
-        case "expand" | "slice":
-            return set(structure(T, t.args[0]))
-        case "cat":
-            dim, *pieces = t.args
-            return (
-                {dim}.union(*[structure(T, p) for p in pieces])
-                if all(p.shape[dim] == 1 for p in pieces)
-                else set().union(*[structure(T, p) for p in pieces])
-            )
-        case "reshape":
-            inner = structure(T, t.args[0])
-            if not inner:
-                return set()
-            return {
-                d for d, n in enumerate(t.shape) if n > 1 and inner & set(reshape_group(t.args[0].shape, t.shape, d)[0])
-            }
-        case "index":
-            inner, dims, indices, position = t.args
-            width = indices.value.dim() - 1
-            rest = [d for d in range(len(inner.shape)) if d not in dims]
-            out = {position + k for k in range(width)}
-            return out | {r if r < position else r + width for r, d in enumerate(rest) if d in structure(T, inner)}
-        case "put":
-            base, dims, _, values, _ = t.args
-            rest = [d for d in range(len(base.shape)) if d not in dims]
-            return set(dims) | set(structure(T, base)) | {rest[d - 1] for d in structure(T, values) if d > 0}
-        case "sum" | "row":
-            inner = t.args[-1]
-            routed = structure(T, inner)
-            if t.op == "row" and t.args[2]:
-                return set(routed)
-            gone = {d % len(inner.shape) for d in t.args[0 if t.op == "sum" else 1]}
-            left = [d for d in range(len(inner.shape)) if d not in gone]
-            return {k for k, d in enumerate(left) if d in routed}
-        case "at":
-            inner, where = t.args
-            free = [d for d in range(len(inner.shape)) if d not in dict(where)]
-            return {k for k, d in enumerate(free) if d in structure(T, inner)}
-    raise AssertionError(t.op)
-
-
-def resolve(T: Terms, t: Term) -> Term:
-    match t.op:
-        case "sum":
-            return _resolve_sum(T, t)
-        case "ein":
-            return _resolve_ein(T, t)
-        case "pw":
-            name, kwargs, *items = t.args
-            resolved: list = list(items)
-            for k in sorted(
-                (k for k, a in enumerate(items) if isinstance(a, Term)),
-                key=lambda k: math.prod(items[k].shape),
-            ):
-                resolved[k] = T.resolve(items[k])
-                if name == "mul" and is_const(resolved[k], 0):
-                    return T.const(0, t.shape)
-            return T.expand(T.pw(name, *resolved, **dict(kwargs)), t.shape)
-        case "row":
-            name, dims, keep, static, inner = t.args
-            return T.row(name, dims, keep, static, T.resolve(inner))
-        case "reshape":
-            return T.reshape(T.resolve(t.args[0]), t.shape)
-        case "permute":
-            return T.permute(T.resolve(t.args[0]), t.args[1])
-        case "expand":
-            return T.expand(T.resolve(t.args[0]), t.shape)
-        case "slice":
-            return T.slice(T.resolve(t.args[0]), *t.args[1:])
-        case "cat":
-            return T.cat([T.resolve(p) for p in t.args[1:]], t.args[0])
-        case "put" | "index" if len(t.shape) == 1 and t.shape[0] <= 4096:
-            parts = [T.reshape(T.resolve(T.pick(t, 0, i)), (1,)) for i in range(t.shape[0])]
-            return T.cat(parts, 0)
-    return t
-
-
-def _resolve_sum(T: Terms, t: Term) -> Term:
-    dims, inner = t.args
-    routed = structure(T, inner) & {d % len(inner.shape) for d in dims}
-    if not routed or inner.shape[min(routed)] > _WIDEST_SUM:
-        return T.sum(T.resolve(inner), dims)
-    axis = min(routed)
-    left = [d % len(inner.shape) for d in dims]
-    left.remove(axis)
-    total = T.const(0, t.shape)
-    for i in range(inner.shape[axis]):
-        total = T.pw("add", total, T.resolve(T.sum(T.pick(inner, axis, i), _shift(set(left), axis))))
-    return total
-
-
-def _resolve_ein(T: Terms, t: Term) -> Term:
-    inputs, output, *operands = t.args
-    for s, o in zip(inputs, operands, strict=True):
-        for d in structure(T, o):
-            if s[d] not in output:
-                return _expand_label(T, t, s[d])
-        if o.op == "cat" and s[o.args[0]] not in output:
-            return _split_label(T, t, s[o.args[0]], [p.shape[o.args[0]] for p in o.args[1:]])
-    return T.ein(inputs, output, [T.resolve(o) for o in operands])
-
-
-def _expand_label(T: Terms, t: Term, label: str) -> Term:
-    inputs, output, *operands = t.args
-    n = next(o.shape[s.index(label)] for s, o in zip(inputs, operands, strict=True) if label in s)
-    total = T.const(0, t.shape)
-    order = sorted(range(len(operands)), key=lambda k: _weight(operands[k]))
-    for i in range(n):
-        picked = list(operands)
-        for k in order:
-            if label in inputs[k]:
-                picked[k] = T.pick(operands[k], inputs[k].index(label), i)
-                if is_const(T.resolve(picked[k]) if not picked[k].shape else picked[k], 0):
-                    break
-        else:
-            term = T.ein([s.replace(label, "") for s in inputs], output, picked)
-            total = T.pw("add", total, T.resolve(term))
-    return total
-
-
-def _split_label(T: Terms, t: Term, label: str, sizes: list[int]) -> Term:
-    inputs, output, *operands = t.args
-    total, start = T.const(0, t.shape), 0
-    for n in sizes:
-        parts = [
-            T.slice(o, s.index(label), start, start + n) if label in s else o
-            for s, o in zip(inputs, operands, strict=True)
-        ]
-        total = T.pw("add", total, T.resolve(T.ein(inputs, output, parts)))
-        start += n
-    return total

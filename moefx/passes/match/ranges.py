@@ -34,12 +34,9 @@ _MOVES = {
 _MONOTONE = {
     "add",
     "sum",
-    "mul",
     "clamp",
     "maximum",
     "minimum",
-    "bitwise_or",
-    "bitwise_and",
     "logical_and",
     "logical_or",
     "any",
@@ -47,6 +44,7 @@ _MONOTONE = {
     "amax",
     "max",
 }
+_ARITHMETIC = {"sub", "mul", "bitwise_and", "bitwise_or"}
 _ALONG = {"sum", "cumsum", "any", "amax"}  # their numbers are axes
 _COMPARE = ("eq", "ne", "lt", "le", "gt", "ge", "greater")
 
@@ -112,12 +110,15 @@ class Ranges:
     def _apply(self, node: fx.Node, name: str, val: torch.Tensor) -> Range | None:
         def bound(side: int) -> Any:
             def value(n: fx.Node) -> torch.Tensor:
-                return self._known[n][side].expand(n.meta["val"].shape).contiguous()
+                known = self._known[n]
+                known = _compare("ne", known, self._pair(0)) if val.dtype is torch.bool else known
+                return known[side].expand(n.meta["val"].shape).contiguous()
 
             return fx.node.map_arg((node.args, {k: v for k, v in node.kwargs.items() if k != "device"}), value)
 
         try:
-            if name in _MOVES | _ALONG or (name in _MONOTONE and not _negative(node)):
+            is_of_truths = val.dtype is torch.bool and name in ("bitwise_and", "bitwise_or")
+            if name in _MOVES | _ALONG or is_of_truths or (name in _MONOTONE and not _negative(node)):
                 args, kwargs = bound(0)
                 lo = node.target(*args, **kwargs)
                 args, kwargs = bound(1)
@@ -126,8 +127,11 @@ class Ranges:
                 lo, hi = lo.to(torch.int64), hi.to(torch.int64)
                 if name == "sum" or (name == "cumsum" and val.dim() and val.shape[node.args[1]] > 1):
                     # over tokens, of which there may be more
-                    hi = torch.where(lo == hi, hi, UNBOUNDED)
-                return lo, hi.clamp(max=UNBOUNDED)
+                    exact, below = lo == hi, lo < 0
+                    lo, hi = torch.where(below & ~exact, -UNBOUNDED, lo), torch.where(exact, hi, UNBOUNDED)
+                return lo.clamp(min=-UNBOUNDED), hi.clamp(max=UNBOUNDED)
+            if name in _ARITHMETIC and not node.kwargs and not node.args[2:]:
+                return _arithmetic(name, *(self._pair(x) for x in node.args[:2]))
             if name in ("floor_divide", "div") and not isinstance(node.args[1], fx.Node) and not _negative(node):
                 return tuple(node.target(x, *node.args[1:], **node.kwargs) for x in self._known[node.args[0]])
             if name == "remainder" and type(node.args[1]) is int and node.args[1] > 0:
@@ -158,7 +162,7 @@ class Ranges:
         shape = mask.meta["val"].shape
         hi = [n - 1 for n in shape]
         if found is not None and found[1].shape == tuple(shape):
-            hi = [max(p, default=0) for p in found[1].nonzero().t().tolist()]
+            hi = [max(p, default=0) for p in ((found[0] != 0) | (found[1] != 0)).nonzero().t().tolist()]
         return torch.zeros((1, len(hi)), dtype=torch.int64), torch.tensor([hi], dtype=torch.int64)
 
     def _scatter(self, node: fx.Node, val: torch.Tensor) -> Range | None:
@@ -185,6 +189,23 @@ def _hull(found: Range) -> tuple[int, int]:
 
 def _negative(node: fx.Node) -> bool:
     return any(isinstance(a, (int, float)) and a < 0 for a in node.args) or bool(node.kwargs.get("alpha", 1) != 1)
+
+
+def _arithmetic(name: str, a: Range, b: Range) -> Range | None:
+    """Of two operands, in which the result need not grow."""
+    (alo, ahi), (blo, bhi) = a, b
+    if name == "sub":
+        lo, hi = alo - bhi, ahi - blo
+    elif name == "mul":  # in float64, in which nothing overflows
+        ends = torch.stack(torch.broadcast_tensors(*[x.double() * y for x in a for y in b]))
+        lo, hi = (x.clamp(-UNBOUNDED, UNBOUNDED).to(torch.int64) for x in (ends.amin(0), ends.amax(0)))
+    elif bool((alo < 0).any() or (blo < 0).any()):
+        return None
+    elif name == "bitwise_and":
+        lo, hi = torch.zeros_like(alo + blo), torch.minimum(ahi, bhi)
+    else:  # below the sum, and no bit more than either has
+        lo, hi = torch.maximum(alo, blo), ahi + bhi
+    return lo.clamp(min=-UNBOUNDED), hi.clamp(max=UNBOUNDED)
 
 
 def _compare(name: str, a: Range, b: Range) -> Range:

@@ -445,7 +445,7 @@ class Terms:
         """`t` with the sums over routed axes written out: the normal form in which terms are compared."""
         found = self._resolved.get(t)
         if found is None:
-            from .pick import resolve
+            from .resolve import resolve
 
             found = resolve(self, t)
             self._resolved[t] = self._resolved[found] = found

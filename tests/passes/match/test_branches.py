@@ -173,3 +173,20 @@ class HalvedForEveryIdleExpert(Loop):
 def test_whether_an_expert_was_chosen_must_not_matter_elsewhere(kind):
     with pytest.raises(moefx.NoMoEBlockFound, match=r"depends on the routing|under another"):
         moefx.compile(kind().double(), example_inputs=(torch.randn(2, 40, D).double(),))
+
+
+@pytest.mark.parametrize("is_odd", [lambda chosen: (chosen & 1).any(), lambda chosen: ((chosen | 1) == 3).any()])
+def test_bits_of_an_index_are_no_constant(is_odd):
+    """Some tokens choose no expert of an odd number, though 4, the highest, is even."""
+
+    class Odd(Loop):
+        def __init__(self):
+            super().__init__()
+            self.gate = nn.Linear(D, E + 1, bias=False)
+
+        def mix(self, t, weights, chosen):
+            y = super().mix(t, weights, chosen)
+            return y * 2 if is_odd(chosen) else y
+
+    with pytest.raises(moefx.errors.NoMoEBlockFound):
+        moefx.compile(Odd(), example_inputs=(torch.randn(3, 5, D),))

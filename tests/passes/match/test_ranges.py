@@ -46,6 +46,16 @@ def ranges(fn):
         (lambda s: torch.arange(3), (0, 2)),
         (lambda s: F.one_hot(s.argmax(-1), E).cumsum(-2), (0, UNBOUNDED)),
         (lambda s: F.one_hot(s.argmax(-1, keepdim=True), E).cumsum(-2), (0, 1)),  # along an axis of one
+        (lambda s: (F.one_hot(s.argmax(-1), E).cumsum(-2) - 1).clamp(max=6), (-1, 6)),
+        (lambda s: s.topk(2).indices - s.argmax(-1, keepdim=True), (1 - E, E - 1)),
+        (lambda s: (s.topk(2).indices - 1) * (s.argmax(-1, keepdim=True) - 1), (2 - E, (E - 2) ** 2)),
+        (lambda s: (s.argmax(-1) == 1).sum() * (s.argmax(-1) == 2).sum(), (0, UNBOUNDED)),
+        (lambda s: (s.argmax(-1) - 1).sum(), (-UNBOUNDED, UNBOUNDED)),
+        (lambda s: s.topk(2).indices & 2, (0, 2)),
+        (lambda s: (s.topk(2).indices + 1) & 3, (0, 3)),  # though 4 & 3 is 0
+        (lambda s: s.argmax(-1) | 2, (2, E + 1)),
+        (lambda s: (s.argmax(-1) == 1) & (s.argmax(-1) == 2), (0, 1)),
+        (lambda s: (s.argmax(-1) - 1).bool(), (0, 1)),
         (lambda s: s, None),
     ],
 )
@@ -63,6 +73,9 @@ def test_bounds(fn, bounds):
         (lambda s: s.amax() > 50.0, False),
         (lambda s: (s > 0).any(), False),
         (lambda s: s.argmax(-1).max() >= E, True),
+        (lambda s: ((s.topk(2).indices + 1) & 3).any(), False),
+        (lambda s: (s.argmax(-1) - 5).any(), True),
+        (lambda s: (s.argmax(-1) - 1).any(), False),
     ],
 )
 def test_decided(fn, decided):

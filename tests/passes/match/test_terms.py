@@ -365,6 +365,22 @@ class TestNormalForm:
             out = T.put(out, (0,), torch.tensor([[e % 4]]), T.make("param", (f"e{e}",), (1, 2)), True)
         assert show(T.pick(out, 0, 3), 1).startswith("add(")
 
+    def test_columns_of_several_slots(self):
+        """A product with the gathered weights of all slots side by side: one slot's is that with its own expert's."""
+        T = Terms()
+        x, w = T.make("param", ("x",), (4, 3)), T.make("param", ("w",), (5, 3, 2))
+        chosen = torch.tensor([[[0, 3], [4, 1], [2, 2], [1, 0]]])  # [1, T, K]
+        gathered = T.index(w, (0,), chosen, 0)  # [T, K, 3, 2]
+        for order, sizes in (((0, 2, 1, 3), (2, 2)), ((0, 2, 3, 1), (2, 2))):
+            wide = T.reshape(T.permute(gathered, order), (4, 3, 4))
+            for act in (lambda t: t, lambda t: T.pw("relu.default", T.pw("add", t, T.make("param", ("b",), (1,))))):
+                h = T.reshape(act(T.ein(("nd", "ndm"), "nm", (x, wide))), (4, *sizes))
+                for t, k in ((0, 1), (1, 0), (2, 1)):
+                    slot = 1 if order[2] == 1 else 2
+                    found = T.pick(T.pick(h, 0, t), slot - 1, k)
+                    expert = T.pick(w, 0, int(chosen[0, t, k]))
+                    assert found is act(T.ein(("d", "df"), "f", (T.pick(x, 0, t), expert)))
+
     def test_too_large(self):
         T = Terms(most_picks=3)
         a = T.make("param", ("a",), (9,))
