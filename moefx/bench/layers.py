@@ -2,8 +2,9 @@
 
     python -m moefx bench layers [--systems eager,grouped_mm,moefx,...] [--steps 10] [--profile] [--out results.jsonl]
 
-transformers' own implementations beside moefx.compile of the eager one, each as it is and under torch.compile, each in
-a process of its own with the same weights and tokens. Reported: ms a step (median), the peak of memory above what
+transformers' own implementations beside moefx.compile of the eager one, each as it is and under torch.compile, and
+torch.compile with moefx as its backend (of grouped_mm: Dynamo breaks the eager one's loop apart), each in a process of
+its own with the same weights and tokens. Reported: ms a step (median), the peak of memory above what
 weights, gradients' owners and optimizer hold before a step, and the losses; with --profile the GPU's time in one more
 step, kernel by kernel.
 """
@@ -23,7 +24,7 @@ from torch._C._autograd import DeviceType
 from .results import parser, write
 
 _SHOWN = 25  # kernels
-SYSTEMS = ("eager", "grouped_mm", "grouped_mm compiled", "moefx", "moefx compiled")
+SYSTEMS = ("eager", "grouped_mm", "grouped_mm compiled", "moefx", "moefx compiled", "moefx backend")
 
 
 def build(system: str, layers: int) -> torch.nn.Module:
@@ -43,13 +44,17 @@ def build(system: str, layers: int) -> torch.nn.Module:
         use_cache=False,
         tie_word_embeddings=False,
     )
-    config._experts_implementation = "grouped_mm" if system.startswith("grouped_mm") else "eager"
+    config._experts_implementation = "eager" if system in ("eager", "moefx", "moefx compiled") else "grouped_mm"
     torch.manual_seed(0)
     with torch.device("cuda"):
         torch.set_default_dtype(torch.bfloat16)
         model = Qwen3MoeForCausalLM(config)
         torch.set_default_dtype(torch.float32)
     model.train()
+    if system == "moefx backend":
+        from ..backend import backend
+
+        return torch.compile(model, backend=backend)  # pyright: ignore[reportReturnType]
     if system.startswith("moefx"):
         import moefx
 
