@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+
 import pytest
 
 from tests import models
@@ -47,7 +49,10 @@ def test_stranger(name, request):
 
 @pytest.mark.hf
 @pytest.mark.parametrize("name", models.names("hf"))
-def test_transformers(name):
+def test_transformers(name, request):
+    if name == "switch_transformers" and importlib.metadata.version("transformers") < "5.23":
+        reason = "its router keeps the logits to itself: they are computed again, and a hook in it is refused"
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     passes(name, quick=True, fullgraph=name in FULLGRAPH_HF)
 
 
