@@ -66,7 +66,10 @@ def test_printed(idiom, is_decomposed):
         torch.testing.assert_close(got, expected)
     (block,) = moefx.blocks(out)
     text = str(block.graph.replace(header=""))
-    golden.check(f"region_{idiom}{'_decomposed' if is_decomposed else ''}.txt", re.sub(r"\S+\.py:\d+", "", text))
+    name = f"region_{idiom}{'_decomposed' if is_decomposed else ''}"
+    if idiom == "gshard" and any("_assert_async" in str(node.target) for node in gm.graph.nodes):
+        name += "_asserted"  # torch 2.13's one_hot looks at its ids there: they leave the region
+    golden.check(f"{name}.txt", re.sub(r"\S+\.py:\d+", "", text))
 
 
 @pytest.mark.parametrize("is_decomposed", [False, True], ids=["whole", "decomposed"])
