@@ -84,13 +84,15 @@ class Dims:
         at = dict(zip(self.axes if has_units else range(len(sizes)), sizes, strict=True))
         return at.get(place) == n or (place == 0 and n % math.prod(sizes) == 0)
 
-    def symbolic(self, n: Any) -> list[Size]:
+    def symbolic(self, n: Any) -> list[Size | int]:
         """What a symbolic number of the graph is."""
         expr = n.node.expr
         for known, symbol in sorted(self.expressions.items(), key=lambda e: -len(e[0].free_symbols)):
             expr = expr.subs(known, symbol)
         if expr.free_symbols - set(self.symbols):
             return []
+        if expr.is_Integer:
+            return [int(expr)]
         return [Size(PythonPrinter().doprint(expr))]
 
 
