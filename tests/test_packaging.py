@@ -29,7 +29,9 @@ def python(*arguments: str, path: str, cwd: Path) -> str:
 
 def test_the_wheel_is_complete_and_runs_outside_the_checkout(tmp_path):
     pytest.importorskip("hatchling")
-    python("-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path), path=os.environ.get("PYTHONPATH", ""), cwd=ROOT)
+    python(
+        "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path), path=os.environ.get("PYTHONPATH", ""), cwd=ROOT
+    )
     (wheel,) = tmp_path.glob("moefx-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()

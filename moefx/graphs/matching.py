@@ -103,6 +103,12 @@ def _proven(facts: Facts, region: Extracted, plan: Plan) -> Proven:
         verdict = _checked(facts, region, result, plan)
         result = limited(block, result, plan)
         program = program_of(block, result, args, {}, dtype)
+    if (
+        len({e for group in result.match.groups for e in group.ids}) == 1
+    ):  # whatever explains the use of one only may do so by chance
+        raise Refused(
+            "it is the part of one expert, and the others do not close to a mixture with it", source=region.source
+        )
     seconds = time.perf_counter() - start
     matched = Matched([region.name], Seen(region.name, args, {}), result, seconds, set())
     report = dataclasses.replace(report_of(matched, program, block, verdict), kind="region of a graph")

@@ -125,6 +125,12 @@ def find(
                 where = why.source or str(sources_of(seed, facts.at[seed])[0])
                 first = first or Refusal(name, why.reason, where, why.culprits, why.remedy)
                 continue
+            except Exception as error:  # a graph that moefx does not understand is no reason to fail
+                what = f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
+                where = str(sources_of(seed, facts.at[seed])[0])
+                remedy = "please report it, with the model if you can"
+                first = first or Refusal("", f"moefx itself failed on it ({what})", where, (), remedy)
+                continue
             taken |= mine
             matched.append((region, proof))
             first = None

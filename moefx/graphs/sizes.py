@@ -57,16 +57,22 @@ class Dims:
         self.names = names
         self.symbols = [sympy.Symbol(name, integer=True, positive=True) for name in names]
         self.sizes = {name: hint(shape[i]) for name, i in zip(names, self.axes, strict=True)}
+        if 0 in self.sizes.values():
+            raise Refused("there are no tokens in the graph's inputs: sizes do not show what is of tokens")
+        # A symbolic size is symbolic everywhere: a number that equals it here is a constant.
+        self.fixed = {name for name, i in zip(names, self.axes, strict=True) if type(shape[i]) is int}
         self.expressions = {n.node.expr: s for n, s in zip((shape[i] for i in self.axes), self.symbols, strict=True)
                             if isinstance(n, torch.SymInt)}  # fmt: skip
         free = itertools.filterfalse(constants.__contains__, _PROBES)
         self.probe: dict[str, int] = dict(zip(names, free, strict=False))
 
     def number(self, n: int) -> list[Size]:
-        """What a number may be."""
+        """What a number may be: of the sizes that are numbers in the graph."""
         found = []
         for count in range(len(self.names), 0, -1):
             for chosen in itertools.combinations(range(len(self.names)), count):
+                if any(self.names[i] not in self.fixed for i in chosen):
+                    continue
                 whole = math.prod(self.sizes[self.names[i]] for i in chosen)
                 times, rest = divmod(n, whole)
                 if rest or not 1 <= times <= _MOST_TIMES or (times > 1 and count < len(self.names) and chosen[-1] == 0):

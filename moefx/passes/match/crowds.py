@@ -16,10 +16,11 @@ from ...capture.captured import MIXED, Capture
 from ...capture.routing import Routing
 from ...capture.sizes import SizeGuard
 from ...capture.source import Source
+from ...errors import Refused
 from .agree import same_form
 from .doubts import force
 from .form import Lifted
-from .limits import limits, not_reached
+from .limits import UNKNOWN, limits, not_reached
 from .nodes import is_known, is_routed, op_name
 from .ranges import Ranges
 
@@ -48,6 +49,13 @@ def overflow(prover: Prover) -> None:
         if not left:
             return
         lowest = min(map(min, left))
+        if lowest == UNKNOWN:
+            place = next(p for p, found in not_reached(seen).items() if UNKNOWN in found)
+            raise Refused(
+                "a number made of counts or positions is compared with another, and came out the same in all that was "
+                "tried: it is no count itself, so at how many tokens that changes cannot be told",
+                source=str(place[0]), culprits=(place[1],),
+            )  # fmt: skip
         tokens = int(lowest / 0.85) + 10
         sizes = prover.arguments.sequence(tokens)
         if tokens > MOST_TOKENS or not prover.is_within(sizes):

@@ -20,6 +20,13 @@ from .ranges import UNBOUNDED, Ranges
 
 _ORDERED = ("lt", "le", "gt", "ge")
 _NO_END = 1 << 40
+_NARROW = {torch.int8, torch.uint8, torch.int16}
+UNKNOWN = 0  # the limit of what is no plain count: at which number of tokens it is reached cannot be told
+_PASSED_ON = {"_to_copy", "clone", "detach", "view", "reshape", "expand", "permute", "unsqueeze", "squeeze", "select"}
+_BENT = {
+    "pow", "square", "sqrt", "rsqrt", "exp", "log", "reciprocal", "div", "floor_divide", "true_divide", "sign", "sgn",
+    "neg", "abs", "remainder", "fmod", "tanh", "sigmoid", "rsub", "bitwise_right_shift", "__rshift__", "__lshift__",
+}  # fmt: skip
 
 
 Place = tuple[Source, str]
@@ -34,13 +41,22 @@ def limits(capture: Capture) -> dict[Place, int | None]:
         if n.op != "call_function":
             continue
         name, place = op_name(n), (n.meta["source"], str(n.target))
+        if _is_narrow(n):
+            ranges = ranges or Ranges(capture.nodes)
+            most = torch.iinfo(n.meta["val"].dtype).max
+            if name != "_to_copy" or not _is_bounded(ranges, n.all_input_nodes[0], most + 1):
+                found[place] = most  # behind it numbers begin again: to see one beyond is not to see all
         if name == "slice":
             for end, reached in _end(capture, n):
                 found[place] = None if reached or found.get(place, end) is None else end
         elif name in (*_ORDERED, "eq") and is_known(n):
-            for rows, limit, reached in _compared(capture, n, name):
+            for rows, limit, reached, has_both in _compared(capture, n, name):
                 ranges = ranges or Ranges(capture.nodes)
-                if not is_routed(rows) or not _never_beyond(ranges, rows, limit):
+                if is_routed(rows) and not _is_count(ranges, rows):
+                    limit, reached = UNKNOWN, has_both
+                elif not 2 <= limit < _NO_END:
+                    continue
+                if limit == UNKNOWN or not is_routed(rows) or not _never_beyond(ranges, rows, limit):
                     found[place] = None if reached or found.get(place, limit) is None else limit
     return found
 
@@ -66,28 +82,29 @@ def _end(capture: Capture, n: fx.Node) -> Iterator[tuple[int, bool]]:
             yield bound, rows > bound
 
 
-def _compared(capture: Capture, n: fx.Node, name: str) -> Iterator[tuple[fx.Node, int, bool]]:
-    """(what is compared, with which number, whether it came out both ways)."""
+def _compared(capture: Capture, n: fx.Node, name: str) -> Iterator[tuple[fx.Node, int, bool, bool]]:
+    """(what is compared, with which number, whether that was reached, whether it came out both ways)."""
     left, right = n.args[:2]
     for rows, other in ((left, right), (right, left)):
         limit = _number(other)
-        if limit is None or limit < 2 or not isinstance(rows, fx.Node) or not is_known(rows):
+        if limit is None or not isinstance(rows, fx.Node) or not is_known(rows):
             continue
         value = capture.shadow(rows)
-        most = int(value.max()) if value.numel() else 0
+        most = int(min(float(value.max()), _NO_END)) if value.numel() else 0
         # else it counts if it is of positions in a sequence or a batch, and the limit no size itself
         if not is_routed(rows) and (most + 1 not in capture.sizes.expressions or limit in capture.sizes.expressions):
             continue
         if name != "eq":
-            yield rows, limit, len(capture.shadow(n).unique()) != 1 or most > limit
+            has_both = len(capture.shadow(n).unique()) != 1
+            yield rows, limit, has_both or most > limit, has_both
         elif isinstance(other, fx.Node) and n.meta["val"].shape[-1:] == (limit,):  # `one_hot(rank, capacity)`
-            yield rows, limit, most >= limit
+            yield rows, limit, most >= limit, most >= limit
 
 
 def _number(x: Any) -> int | None:
     """A number that all elements are compared with; of 0, 1, 2, ... the first that is not among them."""
     if type(x) in (int, float):
-        return math.ceil(x) if abs(x) < _NO_END else None
+        return math.ceil(max(-_NO_END, min(x, _NO_END))) if x == x else None
     if not isinstance(x, fx.Node) or is_routed(x) or not is_known(x):
         return None
     val = x.meta["val"].flatten()
@@ -102,4 +119,47 @@ def _never_beyond(ranges: Ranges, rows: fx.Node, limit: int) -> bool:
     return found is not None and bool((found[1] < limit).all()) and int(found[1].max()) < UNBOUNDED
 
 
-__all__ = ["limits", "not_reached"]
+def _is_narrow(n: fx.Node) -> bool:
+    """Numbers that depend on the routing, as integers that soon overflow."""
+    val = n.meta.get("val")
+    if not isinstance(val, torch.Tensor) or val.dtype not in _NARROW or op_name(n) not in ("_to_copy", "sum", "cumsum"):
+        return False
+    return is_routed(n) and len(n.all_input_nodes) == 1 and is_known(n.all_input_nodes[0])
+
+
+def _is_bounded(ranges: Ranges, n: fx.Node, limit: int = UNBOUNDED // 2) -> bool:
+    """Whether values are below the limit however many tokens there are; floats that are integers too."""
+    found = ranges.of(n)
+    if found is not None:
+        return bool((found[1] < limit).all()) and bool((found[0] > -limit).all())
+    is_same = op_name(n) in _PASSED_ON and n.all_input_nodes
+    return bool(is_same) and _is_bounded(ranges, n.all_input_nodes[0], limit)
+
+
+def _is_count(ranges: Ranges, n: fx.Node) -> bool:
+    """Whether a number grows with the tokens as a count of them does, so that what it is compared with is one: nothing
+    on its way is scaled, rounded to few digits, or turned round."""
+    if not is_routed(n) or _is_bounded(ranges, n) or n.op != "call_function":
+        return True
+    name, val = op_name(n), n.meta.get("val")
+    grown = [a for a in n.all_input_nodes if is_routed(a) and not _is_bounded(ranges, a)]
+    if isinstance(val, torch.Tensor) and val.dtype in (torch.float16, torch.bfloat16):
+        return False
+    if grown and name in _BENT:
+        return False
+    if grown and name == "mul":
+        if not any(_is_truth(ranges, a) for a in n.args[:2]):
+            return False
+    if grown and name in ("add", "sub") and any(type(a) in (int, float) and abs(a) > 1 for a in n.args[:2]):  # type: ignore[arg-type]
+        return False
+    if name == "sub" and grown and n.args[0] not in grown and not is_routed(n.args[0]):  # type: ignore[arg-type]
+        return False
+    return all(_is_count(ranges, a) for a in grown)
+
+
+def _is_truth(ranges: Ranges, a: Any) -> bool:
+    """0 or 1."""
+    return a in (0, 1) if not isinstance(a, fx.Node) else _is_bounded(ranges, a, 2)
+
+
+__all__ = ["UNKNOWN", "limits", "not_reached"]

@@ -53,7 +53,7 @@ class Ranges:
     def __init__(self, nodes: list[fx.Node]):
         self._known: dict[fx.Node, Range | None] = {}
         for node in nodes:
-            self._known[node] = self._range(node)
+            self._known[node] = _wrapped(self._range(node), node.meta.get("val"))
 
     def of(self, node: fx.Node) -> Range | None:
         return self._known.get(node)
@@ -175,6 +175,15 @@ class Ranges:
         inside.narrow(dim, 0, min(_hull(found)[1] + 1, val.shape[dim])).fill_(True)
         lo, hi = (x.expand(val.shape) for x in under)
         return torch.where(inside, lo.clamp(max=int(value)), lo), torch.where(inside, hi.clamp(min=int(value)), hi)
+
+
+def _wrapped(found: Range | None, val: Any) -> Range | None:
+    """Of a type too narrow for the range, all that the type has. Of 32 bits are counts that fill no memory."""
+    if found is None or val.dtype not in (torch.int8, torch.uint8, torch.int16):
+        return found
+    info = torch.iinfo(val.dtype)
+    fits = (found[0] >= info.min) & (found[1] <= info.max)
+    return torch.where(fits, found[0], info.min), torch.where(fits, found[1], info.max)
 
 
 def _uniform(lo: int, hi: int, val: torch.Tensor) -> Range:
