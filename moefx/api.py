@@ -149,10 +149,10 @@ def explain(
     Raises:
         InvalidPlan: as `compile`. CaptureError, InvalidInput: the model does not run on the example.
     """
-    model = _checked(model)
+    given, model = model, _checked(model)
     record = vars(model).get(RECORD)
     if record is None and example_inputs is None:
-        record = _UNCHANGED.get(model) or _regions(model)[0]
+        record = _UNCHANGED.get(model) or _regions(model)[0] or _untouched(given)
     if record is None:
         proven, spreads = agreed(model, example_inputs, _plan(plan, mesh), mesh), {}
         plan, found = proven.plan, proven.found
@@ -168,7 +168,7 @@ def explain(
             reports.append(report_of(m, _program(m, block), block, proven.verdicts[id(m)], spreads.get(id(m))))
         told = tuple(found.refused)
         return Explanation(type(model).__name__, tuple(reports), told, found.seconds, planned=proven.decision)
-    forwards = _forwards(model)
+    forwards = _forwards(given)
     reports = []
     for report in record.matched:
         counts = [forwards[n].counts for n in report.names if n in forwards]
@@ -232,7 +232,7 @@ class Block:
 
 def blocks(compiled: nn.Module) -> list[Block]:
     """The rewritten blocks of a compiled model, in module order."""
-    return [Block(name, forward) for name, forward in _forwards(_checked(compiled)).items()]
+    return [Block(name, forward) for name, forward in _forwards(compiled).items()]
 
 
 def graph(compiled: nn.Module, name: str, *, after: str | None = None) -> BlockGraph:
@@ -247,7 +247,7 @@ def graph(compiled: nn.Module, name: str, *, after: str | None = None) -> BlockG
 
 def history(compiled: nn.Module, name: str) -> History:
     """All graphs of a block, pass by pass."""
-    forwards = _forwards(_checked(compiled))
+    forwards = _forwards(compiled)
     if not forwards:
         raise MoefxError("no block of this model is rewritten; pass what moefx.compile returned")
     if name not in forwards:
@@ -273,14 +273,24 @@ def _plan(plan: Plan | str | None, mesh: Any) -> Plan:
     return plan
 
 
-def _forwards(model: nn.Module) -> dict[str, BlockForward]:
-    """The rewritten blocks of a model, with the regions of its graphs if it was compiled with `backend="moefx"`."""
-    return {**rewritten_blocks(model), **_regions(model)[1]}
+def _forwards(given: nn.Module) -> dict[str, BlockForward]:
+    """The rewritten blocks of a model; with the regions of its graphs if it was compiled with `backend="moefx"`."""
+    own = rewritten_blocks(model := _checked(given))
+    # The model that `moefx.compile` was called on shares its weights, and may have been compiled for itself.
+    return own if own and given is model else {**_regions(model)[1], **own}
 
 
 def _regions(model: nn.Module) -> tuple[Record | None, dict[str, BlockForward]]:
     backend = sys.modules.get("moefx.backend")  # which Dynamo loads if it is asked for
     return backend.compiled_for(model) if backend is not None else (None, {})
+
+
+def _untouched(given: nn.Module) -> Record | None:
+    """Of what `torch.compile(model, backend="moefx")` returned, in whose graphs nothing was rewritten so far."""
+    backend = sys.modules.get("moefx.backend")
+    if backend is None or not backend.is_compiled(given):
+        return None
+    return Record((), (Refusal("", backend.NOTHING, remedy=backend.INSTEAD),), 0.0)
 
 
 def _checked(model: Any) -> nn.Module:

@@ -24,6 +24,12 @@ from .survey import Refusal
 _log = logging.getLogger(__name__)
 _told: set[str] = set()
 _MOST_KEPT = 64
+_OPEN = "experts are selected, but Dynamo ends its graph before their results come together"
+_FIRST = "moefx.compile(model) takes what depends on data; call it first"
+NOTHING = (
+    "no graph of it has a region: it was not called yet, or Dynamo breaks it apart, or the experts are in no graph"
+)
+INSTEAD = "call it first. What moefx.compile finds, moefx.explain says of the model that torch.compile was called on"
 _KEPT: list[_Compiled] = []
 
 
@@ -75,9 +81,11 @@ def backend(
     out, found = rewritten(gm, list(example_inputs), plan)
     _tell(gm, found, "it is compiled as it is")
     _tell_of_skipped()
+    record = _record(found)
+    if record.matched or record.refused:
+        _keep(out, found, record)
     if out is not gm:
-        vars(out)[RECORD] = _record(found)
-        _keep(out, found)
+        vars(out)[RECORD] = record
         artifacts.leave(out, lambda: str(explain(out)))
     return rest(out, example_inputs)
 
@@ -116,7 +124,7 @@ def _tell(gm: fx.GraphModule, found: Found, then: str) -> None:
             _once(
                 logging.WARNING,
                 f"moefx: experts are selected at {line}, but Dynamo ends its graph{where} ({what}) before their "
-                "results come together. moefx.compile(model) takes what depends on data; call it first",
+                f"results come together. {_FIRST}",
             )
     if not any(f.matched or f.refused for f in every):
         nodes = len(found.facts.nodes)
@@ -138,7 +146,7 @@ def _tell_of_skipped() -> None:
                 logging.WARNING,
                 f"moefx: Dynamo does not compile {frame[1]} ({frame[2].rsplit('/', 1)[-1]}:{frame[3]}), in a loop of "
                 f"which rows depend on data ({operator[1] if operator else 'a tensor'}). If these are experts: "
-                "moefx.compile(model) takes what depends on data; call it first",
+                f"{_FIRST}",
             )
 
 
@@ -158,24 +166,36 @@ def _record(found: Found) -> Record:
     for key, proof in proofs.items():
         reports.append(dataclasses.replace(proof.report, names=tuple(names[key])))
     every = found.every()
-    return Record(tuple(reports), tuple(r for f in every for r in f.refused), sum(f.seconds for f in every))
+    refused = [r for f in every for r in f.refused] + [Refusal("", _OPEN, line, (), _FIRST) for line in found.open]
+    return Record(tuple(reports), tuple(refused), sum(f.seconds for f in every))
 
 
 # ---------------------------------------------------------------------- models that were compiled with the backend
 @dataclasses.dataclass
 class _Compiled:
-    """A rewritten graph, with weak references to the weights that its regions take."""
+    """A graph that experts were found in, with weak references to the weights that its regions take, or it."""
 
     record: Record
     forwards: dict[str, BlockForward]
     weights: list[weakref.ref[torch.Tensor]]
 
 
-def _keep(out: fx.GraphModule, found: Found) -> None:
+def _keep(out: fx.GraphModule, found: Found, record: Record) -> None:
     forwards = {forward.name: forward for forward in rewritten_blocks(out).values()}
-    held = [f.facts.weights[n] for f in found.every() for region, _ in f.matched for n in region.weights]
-    _KEPT.append(_Compiled(vars(out)[RECORD], forwards, [weakref.ref(t) for t in held]))
+    every = found.every()
+    held = [f.facts.weights[n] for f in every for region, _ in f.matched for n in region.weights]
+    held = held or [t for f in every for t in f.facts.weights.values()]
+    _KEPT.append(_Compiled(record, forwards, [weakref.ref(t) for t in held]))
     del _KEPT[:-_MOST_KEPT]
+
+
+def is_compiled(model: Any) -> bool:
+    """Whether `torch.compile` made it with this backend; what it keeps of that is private."""
+    try:
+        made = torch._dynamo.eval_frame.innermost_backend(model.dynamo_ctx.callback)
+        return getattr(made, "compiler_fn", made) is backend
+    except Exception:  # no such model, or another torch
+        return False
 
 
 def compiled_for(model: nn.Module) -> tuple[Record | None, dict[str, BlockForward]]:

@@ -36,9 +36,15 @@ class Leaf:
         pool = self.example.reshape(-1, 1 if self.example.numel() % max(1, together) else max(1, together))
         if not pool.numel():
             return torch.zeros(n, dtype=self.dtype)
+        if not self.shape and self.dtype != torch.bool:  # a step, a length: of later calls it may be any other
+            most = torch.iinfo(self.dtype).max
+            return torch.full((n,), min(most, int(pool[0, 0]) + (0, 1, 10007)[seed % 3]), dtype=self.dtype)
         if together == 1 and ((pool == 0) | (pool == 1)).all():  # a mask, whose example may mask nearly all, or nothing
             pool = torch.tensor([[0], [1], [1], [1]] if pool.float().mean() > 0.5 else [[0], [0], [0], [1]])
             pool = pool.to(self.dtype).repeat(7, 1)[torch.randperm(28, generator=generator)]
+        elif (pool == pool[0, 0]).all():  # of one value nothing shows what hangs on it: some are the next one
+            others = torch.rand((29, pool.shape[1]), generator=generator) < 0.25
+            pool = torch.where(others, ~pool[:1] if self.dtype == torch.bool else pool[:1] + 1, pool[:1])
         rows = n // pool.shape[1]
         order = torch.randint(0, len(pool), (rows,), generator=generator) if seed else torch.arange(rows) % len(pool)
         out = pool[order].flatten()

@@ -86,8 +86,8 @@ def region_name(facts: Facts, extent: Extent) -> str:
     paths = []
     for n in extent.inside:
         stack = n.meta.get("nn_module_stack")
-        if stack and n in facts.live:
-            path = str(next(reversed(stack.values()))[0])
+        if n in facts.live and (stack or n.stack_trace):  # a line of the model itself has no modules above it
+            path = str(next(reversed(stack.values()))[0]) if stack else ""
             paths.append(re.sub(r"\['?([^'\]]+)'?\]", r".\1", re.sub(r"^L\['\w+'\]", "", path)).strip(".").split("."))
     common = _common(paths) if paths else []
     return ".".join(p for p in common if p not in ("_modules",) and p)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from ..errors import Refused
 from ..ir.binding import Path, kind_of
 from ..runtime.module import install
 from ..runtime.program import Program
@@ -96,7 +97,11 @@ class Extracted:
         return Region(self.code, self.names, [_weight(facts, n, real) for n in self.weights])
 
     def arguments(self, facts: Facts) -> tuple[torch.Tensor, ...]:
-        """Of one call, of the graph's sizes: meta tensors for floats."""
+        """Of one call, of the graph's sizes: meta tensors for floats.
+
+        Raises:
+            Refused: of integers that are given nothing is known.
+        """
         found = []
         for n, shape in zip(self.inputs, self.shapes, strict=True):
             t = facts.value[n]
@@ -107,8 +112,13 @@ class Extracted:
             example = facts.examples.get(n)
             if type(example) is torch.Tensor and not example.is_meta and list(example.shape) == sizes:
                 found.append(example.detach().cpu())
-            else:
+            elif t.dtype == torch.bool:
                 found.append(torch.zeros(sizes, dtype=t.dtype))
+            else:
+                raise Refused(
+                    f"it is given integers that the graph computes ({n.name}), of which nothing says what they may be",
+                    source=str(sources_of(n, facts.at[n])[0]),
+                )
         return tuple(found)
 
     def call(self, facts: Facts, program: Program) -> RegionCall:

@@ -147,9 +147,8 @@ def _is_count(ranges: Ranges, n: fx.Node) -> bool:
         return False
     if grown and name in _BENT:
         return False
-    if grown and name == "mul":
-        if not any(_is_truth(ranges, a) for a in n.args[:2]):
-            return False
+    if grown and name == "mul" and not any(_is_truth(ranges, a) for a in n.args[:2]):
+        return False
     if grown and name in ("add", "sub") and any(type(a) in (int, float) and abs(a) > 1 for a in n.args[:2]):  # type: ignore[arg-type]
         return False
     if name == "sub" and grown and n.args[0] not in grown and not is_routed(n.args[0]):  # type: ignore[arg-type]

@@ -1,0 +1,120 @@
+"""Sizes and numbers of graphs: which are of tokens, and what comes from outside of a region."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import moefx
+from moefx.backend import backend
+from moefx.graphs import matching
+
+D, E, H = 8, 4, 12
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    matching.forget()
+
+
+class Dense(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.router = nn.Linear(D, E, bias=False)
+        self.up, self.down = nn.Parameter(torch.randn(E, D, H)), nn.Parameter(torch.randn(E, H, D))
+        self.double()
+
+    def routed(self, x, *given):
+        return self.router(x).softmax(-1).topk(2, -1)
+
+    def forward(self, x, *given):
+        w, i = self.routed(x, *given)
+        gates = torch.zeros(*x.shape[:-1], E, dtype=x.dtype).scatter(-1, i, w)
+        h = torch.einsum("...d,edh->...eh", x, self.up).relu()
+        return torch.einsum("...eh,ehd,...e->...d", h, self.down, gates)
+
+
+class Constant(Dense):
+    def routed(self, x):
+        w, i = super().routed(x)
+        return w * x.new_full((30,), 0.1).sum(), i
+
+
+class Capacity(Dense):
+    """Of 20 places."""
+
+    def forward(self, x):
+        t = x.reshape(-1, D)
+        w, i = self.router(t).softmax(-1).max(-1)
+        chosen = F.one_hot(i, E)
+        place = ((chosen.cumsum(0) - 1) * chosen).sum(-1)
+        here = (place[:, None] == torch.arange(20)).to(t.dtype)
+        dispatch = chosen.to(t.dtype)[..., None] * here[:, None]
+        y = torch.bmm(torch.bmm(torch.einsum("tec,td->ecd", dispatch, t), self.up).relu(), self.down)
+        return (torch.einsum("tec,ecd->td", dispatch, y) * w[:, None]).view_as(x)
+
+
+class Moved(Dense):
+    def routed(self, x, other):
+        w, i = super().routed(x)
+        return w, torch.where(other >= 0, 3 - i, i)
+
+
+def tokens(*shape):
+    return torch.randn(*shape, D, dtype=torch.float64)
+
+
+def check(module, calls, **kwargs):
+    call = torch.compile(module, backend=backend, options={"backend": "eager"}, **kwargs)
+    for args in calls:
+        torch.testing.assert_close(call(*args), module(*args))
+    return call
+
+
+@pytest.mark.parametrize(("make", "first"), [(Constant, (3, 10)), (Constant, (30, 2)), (Capacity, (2, 10))])
+def test_a_number_of_a_dynamic_graph_is_no_size(make, first):
+    """Though it is what a size of the first call is."""
+    check(make(), [(tokens(*first),), (tokens(4, 60),)], dynamic=True)
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0)])
+def test_no_tokens(shape):
+    call = check(Dense(), [(tokens(*shape),), (tokens(3, 7),)])
+    assert moefx.blocks(call)
+
+
+def test_what_the_first_call_is_given_says_little_of_others():
+    none = torch.full((3, 9, 2), -1)
+    check(Moved(), [(tokens(3, 9), none), (tokens(3, 9), torch.randint(-1, E, (3, 9, 2)))])
+
+
+class Loop(Dense):
+    def forward(self, x):
+        w, i = self.routed(x)
+        out = torch.zeros_like(x)
+        for e in range(E):
+            t, slot = torch.where(i == e)
+            out = out.index_add(0, t, (x[t] @ self.up[e]).relu() @ self.down[e] * w[t, slot, None])
+        return out
+
+
+def test_explained_where_nothing_was_rewritten():
+    """What `moefx.compile` would find is no answer to what became of the graphs."""
+    call = torch.compile(Loop(), backend=backend, options={"backend": "eager"})
+    assert "not called yet" in str(moefx.explain(call))
+    call(tokens(9))
+    explained = moefx.explain(call)
+    assert not explained.matched and not moefx.blocks(call) and explained.refused
+
+
+def test_blocks_of_its_own():
+    """A model that was compiled otherwise shares its weights with graphs, not its blocks."""
+    module = Dense()
+    check(module, [(tokens(9),)])
+    compiled = moefx.compile(module, plan=moefx.Plan(checkpoint="x"), example_inputs=(tokens(9),))
+    (block,) = moefx.blocks(compiled)
+    assert block.forward is compiled.forward and block.graph.find("moefx::expert_mlp")[0].target
