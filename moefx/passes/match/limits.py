@@ -20,6 +20,7 @@ from .ranges import UNBOUNDED, Ranges
 
 _ORDERED = ("lt", "le", "gt", "ge")
 _NO_END = 1 << 40
+_EXACT = {torch.bfloat16: 1 << 8, torch.float16: 1 << 11}  # up to which all integers are there
 _NARROW = {torch.int8, torch.uint8, torch.int16}
 UNKNOWN = 0  # the limit of what is no plain count: at which number of tokens it is reached cannot be told
 _PASSED_ON = {"_to_copy", "clone", "detach", "view", "reshape", "expand", "permute", "unsqueeze", "squeeze", "select"}
@@ -52,7 +53,7 @@ def limits(capture: Capture) -> dict[Place, int | None]:
         elif name in (*_ORDERED, "eq") and is_known(n):
             for rows, limit, reached, has_both in _compared(capture, n, name):
                 ranges = ranges or Ranges(capture.nodes)
-                if is_routed(rows) and not _is_count(ranges, rows):
+                if is_routed(rows) and not _is_count(ranges, rows, limit):
                     limit, reached = UNKNOWN, has_both
                 elif not 2 <= limit < _NO_END:
                     continue
@@ -136,14 +137,14 @@ def _is_bounded(ranges: Ranges, n: fx.Node, limit: int = UNBOUNDED // 2) -> bool
     return bool(is_same) and _is_bounded(ranges, n.all_input_nodes[0], limit)
 
 
-def _is_count(ranges: Ranges, n: fx.Node) -> bool:
+def _is_count(ranges: Ranges, n: fx.Node, limit: int) -> bool:
     """Whether a number grows with the tokens as a count of them does, so that what it is compared with is one: nothing
-    on its way is scaled, rounded to few digits, or turned round."""
+    on its way is scaled, turned round, or rounded to fewer digits than the limit has."""
     if not is_routed(n) or _is_bounded(ranges, n) or n.op != "call_function":
         return True
     name, val = op_name(n), n.meta.get("val")
     grown = [a for a in n.all_input_nodes if is_routed(a) and not _is_bounded(ranges, a)]
-    if isinstance(val, torch.Tensor) and val.dtype in (torch.float16, torch.bfloat16):
+    if isinstance(val, torch.Tensor) and limit > _EXACT.get(val.dtype, _NO_END):
         return False
     if grown and name in _BENT:
         return False
@@ -153,7 +154,7 @@ def _is_count(ranges: Ranges, n: fx.Node) -> bool:
         return False
     if name == "sub" and grown and n.args[0] not in grown and not is_routed(n.args[0]):  # type: ignore[arg-type]
         return False
-    return all(_is_count(ranges, a) for a in grown)
+    return all(_is_count(ranges, a, limit) for a in grown)
 
 
 def _is_truth(ranges: Ranges, a: Any) -> bool:
