@@ -249,7 +249,10 @@ def history(compiled: nn.Module, name: str) -> History:
     """All graphs of a block, pass by pass."""
     forwards = _forwards(compiled)
     if not forwards:
-        raise MoefxError("no block of this model is rewritten; pass what moefx.compile returned")
+        raise MoefxError(
+            "no block of this model is rewritten; pass what moefx.compile returned, or what torch.compile with "
+            "backend='moefx' did, once it was called"
+        )
     if name not in forwards:
         raise MoefxError(f"no rewritten block {name!r}; there is {', '.join(shown(n) for n in forwards)}")
     return forwards[name].programs[0].history

@@ -100,6 +100,10 @@ def _options(options: Mapping[str, Any] | None, mode: str | None) -> tuple[Plan,
         raise InvalidPlan(f"options={{{unknown[0]!r}: ...}}: there is no such option; there is {known}")
     if name == "moefx":
         raise InvalidPlan("options={'backend': 'moefx'}: what the rest of the graph is handed to must be another one")
+    if not (isinstance(name, str) or callable(name)):
+        raise InvalidPlan(f"options={{'backend': {name!r}}}: expected a name or a function")
+    if left.get("expert_axis") is not None:
+        raise InvalidPlan("options={'expert_axis': ...}: experts are spread by moefx.compile(mesh=...) only")
     rest: Any = torch._dynamo.lookup_backend(name)
     if name == "inductor":
         patches = dict(own or {}) | (torch._inductor.list_mode_options(mode) if mode else {})

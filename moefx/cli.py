@@ -112,13 +112,19 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("--schedules", default="1f1b", metavar="LIST", help=f"of pipelines, of {names} (default: 1f1b)")
     plan.add_argument("--top", type=positive, default=10, help="lines of the table (default: 10)")
     plan.add_argument(
-        "--explain", type=positive, metavar="N", help="formulas and numbers of line N of the table, and no page"
+        "--explain",
+        type=positive,
+        metavar="N",
+        help="formulas and numbers of line N of the table; no page but with --page",
     )
     pages = plan.add_mutually_exclusive_group()
     pages.add_argument("--page", type=Path, help="the page (default: plan-MODEL-PLATFORM-GPUS.html)")
     pages.add_argument("--no-page", action="store_true", help="write no page")
     plan.add_argument(
-        "--simulate", type=positive, metavar="N", help="a step of line N as events, beside the formulas, and no page"
+        "--simulate",
+        type=positive,
+        metavar="N",
+        help="a step of line N as events, beside the formulas; no page but with --page",
     )
     plan.add_argument("--skew", type=float, default=0.0, help="of --simulate: Zipf's exponent of routing (default: 0)")
     plan.set_defaults(run=run_plan)
@@ -317,6 +323,8 @@ def run_plan(arguments: argparse.Namespace) -> int:
     from .planner.catalogue import MODELS
     from .planner.search import plan
 
+    if arguments.skew and arguments.simulate is None:
+        raise UsageError("--skew is of a simulation: --simulate N says of which line")
     model: Any = arguments.model
     if model.lower() not in MODELS and Path(model).exists():
         from .planner.describe import config_of
@@ -330,12 +338,12 @@ def run_plan(arguments: argparse.Namespace) -> int:
         if arguments.explain > len(ranking):
             raise UsageError(f"--explain {arguments.explain}: {len(ranking)} layouts fit")
         print(f"{ranking.table(1, first=arguments.explain - 1)}\n\n{ranking.explain(arguments.explain - 1)}")
-    elif arguments.simulate is not None:
+    if arguments.simulate is not None:
         if arguments.simulate > len(ranking):
             raise UsageError(f"--simulate {arguments.simulate}: {len(ranking)} layouts fit")
         print(ranking.table(1, first=arguments.simulate - 1), flush=True)
         print(f"\n{ranking.simulate(arguments.simulate - 1, skew=arguments.skew)}")
-    else:
+    if arguments.explain is None and arguments.simulate is None:
         print(ranking.shown(arguments.top), flush=True)
     if arguments.page is not None or not (arguments.no_page or arguments.explain or arguments.simulate):
         write_page(ranking, arguments.page)

@@ -135,5 +135,9 @@ def model_of(name: str) -> Architecture:
     found = MODELS.get(name.lower())
     if found is None:
         near = nearest(name.lower(), MODELS, cutoff=0.5)
-        raise UnknownArchitecture(f"no model {name!r} in the catalogue{near or '.'} It has {', '.join(MODELS)}")
+        where = "and no such file" if "/" in name or name.endswith(".json") else "in the catalogue"
+        raise UnknownArchitecture(
+            f"no model {name!r} {where}{near or '.'} The catalogue has {', '.join(MODELS)}; a transformers config is "
+            "named by its file or directory, and moefx.plan takes a module of your own"
+        )
     return found

@@ -179,7 +179,8 @@ class Platform:
             return cls(networks=networks, **fields)
         except (json.JSONDecodeError, TypeError, KeyError, AttributeError, RecursionError) as error:
             known = ", ".join(field.name for field in dataclasses.fields(cls))
-            raise UnknownPlatform(f"{where} is no platform file: {error}. Its fields are {known}") from error
+            what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+            raise UnknownPlatform(f"{where} is no platform file: {what}. Its fields are {known}") from error
 
 
 _ABOVE_ZERO = ("capacity", "peak", "memory_bandwidth", "matmul_efficiency", "attention_efficiency")

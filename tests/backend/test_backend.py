@@ -281,10 +281,20 @@ def test_rewritten_blocks_are_left_alone(caplog):
     assert matching.lifts == before and not warnings_of(caplog)
 
 
-def test_options_that_there_are_not():
-    with pytest.raises(Exception, match="checkpint") as error:
-        compiled(nn.Linear(3, 3), checkpint="x")(torch.randn(2, 3))
-    assert isinstance(error.value.__cause__ or error.value, (InvalidPlan, torch._dynamo.exc.BackendCompilerFailed))
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"checkpint": "x"}, "checkpint"),
+        ({"backend": 3}, "expected a name or a function"),
+        ({"backend": "moefx"}, "must be another one"),
+        ({"expert_axis": "ep"}, "moefx.compile\\(mesh=...\\) only"),
+    ],
+)
+def test_options_that_there_are_not(options, what):
+    """Said in moefx's words, inside of what torch makes of it at the first call."""
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=what) as error:
+        compiled(nn.Linear(3, 3), **options)(torch.randn(2, 3))
+    assert isinstance(error.value.inner_exception, InvalidPlan)
 
 
 def test_a_plan_in_the_options():
