@@ -136,7 +136,11 @@ def _simulate(
     seconds = max(end + s.gradients + s.optimizer for end, s in zip(ended, every, strict=True))
     most = max(range(layout.pp), key=lambda i: (forward[i] + backward[i]).sum().item())
     parts = works[most].parts | {"gradients": every[most].gradients, "optimizer": every[most].optimizer}
-    parts["stages"] = seconds - sum(parts.values())
+    left = seconds - sum(parts.values())
+    if layout.pp > 1:
+        parts["stages"] = left
+    else:  # for the other groups of ranks, at the end
+        parts |= {"stages": 0.0, "waiting": parts["waiting"] + left}
     computed = torch.stack([work.computed for work in works])  # [PP, G, EP]
     by_rank = torch.empty(layout.pp, layout.tp * layout.dp, dtype=torch.float64)
     by_rank[:, groups] = computed
