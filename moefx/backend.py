@@ -93,7 +93,8 @@ def backend(
 # ---------------------------------------------------------------------- options
 def _options(options: Mapping[str, Any] | None, mode: str | None) -> tuple[Plan, Callable[..., Any]]:
     left = dict(options or {})
-    name, own = left.pop("backend", "inductor"), left.pop("backend_options", None)
+    name: Any = left.pop("backend", "inductor")
+    own = left.pop("backend_options", None)
     fields = {f.name for f in dataclasses.fields(Plan)}
     if unknown := sorted(set(left) - fields):
         known = ", ".join(sorted(fields | {"backend", "backend_options"}))
