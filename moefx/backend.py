@@ -105,7 +105,7 @@ def _options(options: Mapping[str, Any] | None, mode: str | None) -> tuple[Plan,
         raise InvalidPlan(f"options={{'backend': {name!r}}}: expected a name or a function")
     if left.get("expert_axis") is not None:
         raise InvalidPlan("options={'expert_axis': ...}: experts are spread by moefx.compile(mesh=...) only")
-    rest: Any = torch._dynamo.lookup_backend(name)
+    rest: Any = torch._dynamo.lookup_backend(name)  # pyright: ignore[reportArgumentType]
     if name == "inductor":
         patches = dict(own or {}) | (torch._inductor.list_mode_options(mode) if mode else {})
         rest = functools.partial(rest, config_patches=patches) if patches else rest
