@@ -152,7 +152,7 @@ def explain(
     given, model = model, _checked(model)
     record = vars(model).get(RECORD)
     if record is None and example_inputs is None:
-        record = _UNCHANGED.get(model) or _regions(model)[0] or _untouched(given)
+        record = _UNCHANGED.get(model) or _regions(given)[0]
     if record is None:
         proven, spreads = agreed(model, example_inputs, _plan(plan, mesh), mesh), {}
         plan, found = proven.plan, proven.found
@@ -280,20 +280,12 @@ def _forwards(given: nn.Module) -> dict[str, BlockForward]:
     """The rewritten blocks of a model; with the regions of its graphs if it was compiled with `backend="moefx"`."""
     own = rewritten_blocks(model := _checked(given))
     # The model that `moefx.compile` was called on shares its weights, and may have been compiled for itself.
-    return own if own and given is model else {**_regions(model)[1], **own}
+    return own if own and given is model else {**_regions(given)[1], **own}
 
 
-def _regions(model: nn.Module) -> tuple[Record | None, dict[str, BlockForward]]:
+def _regions(given: nn.Module) -> tuple[Record | None, dict[str, BlockForward]]:
     backend = sys.modules.get("moefx.backend")  # which Dynamo loads if it is asked for
-    return backend.compiled_for(model) if backend is not None else (None, {})
-
-
-def _untouched(given: nn.Module) -> Record | None:
-    """Of what `torch.compile(model, backend="moefx")` returned, in whose graphs nothing was rewritten so far."""
-    backend = sys.modules.get("moefx.backend")
-    if backend is None or not backend.is_compiled(given):
-        return None
-    return Record((), (Refusal("", backend.NOTHING, remedy=backend.INSTEAD),), 0.0)
+    return backend.compiled_for(given) if backend is not None else (None, {})
 
 
 def _checked(model: Any) -> nn.Module:

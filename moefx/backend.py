@@ -26,10 +26,6 @@ _told: set[str] = set()
 _MOST_KEPT = 64
 _OPEN = "experts are selected, but Dynamo ends its graph before their results come together"
 _FIRST = "moefx.compile(model) takes what depends on data; call it first"
-NOTHING = (
-    "no graph of it has a region: it was not called yet, or Dynamo breaks it apart, or the experts are in no graph"
-)
-INSTEAD = "call it first. What moefx.compile finds, moefx.explain says of the model that torch.compile was called on"
 _KEPT: list[_Compiled] = []
 
 
@@ -151,7 +147,7 @@ def _tell_of_skipped() -> None:
                 logging.WARNING,
                 f"moefx: Dynamo does not compile {frame[1]} ({frame[2].rsplit('/', 1)[-1]}:{frame[3]}), in a loop of "
                 f"which rows depend on data ({operator[1] if operator else 'a tensor'}). If these are experts: "
-                f"{_FIRST}",
+                + _FIRST,
             )
 
 
@@ -176,6 +172,13 @@ def _record(found: Found) -> Record:
 
 
 # ---------------------------------------------------------------------- models that were compiled with the backend
+_NOTHING = Refusal(
+    "",
+    "no graph of it has a region: it was not called yet, or Dynamo breaks it apart, or the experts are in no graph",
+    remedy="call it first. What moefx.compile finds, moefx.explain says of the model that torch.compile was called on",
+)
+
+
 @dataclasses.dataclass
 class _Compiled:
     """A graph that experts were found in, with weak references to the weights that its regions take, or it."""
@@ -194,7 +197,7 @@ def _keep(out: fx.GraphModule, found: Found, record: Record) -> None:
     del _KEPT[:-_MOST_KEPT]
 
 
-def is_compiled(model: Any) -> bool:
+def _is_compiled(model: Any) -> bool:
     """Whether `torch.compile` made it with this backend; what it keeps of that is private."""
     try:
         made = torch._dynamo.eval_frame.innermost_backend(model.dynamo_ctx.callback)
@@ -204,7 +207,8 @@ def is_compiled(model: Any) -> bool:
 
 
 def compiled_for(model: nn.Module) -> tuple[Record | None, dict[str, BlockForward]]:
-    """The regions of the graphs of a model that was compiled with the backend, the latest of each name."""
+    """The regions of the graphs of a model that was compiled with the backend, the latest of each name. Of a model that
+    never was, unless it is what `torch.compile` returned, there is no record."""
     mine = {id(t) for t in (*model.parameters(), *model.buffers())}
     matched: dict[tuple[str, ...], Any] = {}
     refused: dict[str, Refusal] = {}
@@ -220,5 +224,5 @@ def compiled_for(model: nn.Module) -> tuple[Record | None, dict[str, BlockForwar
         refused.update({str(r): r for r in one.record.refused})
         seconds += one.record.seconds
     if not found:
-        return None, {}
+        return (Record((), (_NOTHING,), 0.0) if _is_compiled(model) else None), {}
     return Record(tuple(matched.values()), tuple(refused.values()), seconds), forwards

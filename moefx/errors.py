@@ -56,6 +56,17 @@ class Refused(MoefxError):
         super().__init__(f"{reason}{what}{where}" + (f". {remedy}" if remedy else ""))
 
 
+def in_short(error: BaseException) -> str:
+    """The type of an exception, and the first line of what it says."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
+
+
+def own_fault(error: Exception, source: str) -> Refused:
+    """The refusal of what moefx does not understand: no reason for the user's program to fail."""
+    remedy = "please report it, with the model if you can"
+    return Refused(f"moefx itself failed on it ({in_short(error)})", source=source, remedy=remedy)
+
+
 class AbsorbedModuleChanged(MoefxError, RuntimeError):
     """A submodule whose computation was absorbed into the rewritten block was replaced, hooked or parametrized."""
 

@@ -17,7 +17,7 @@ from ._plan import Plan
 from .capture.examples import examples
 from .capture.find import Found, Seen, find, signature
 from .capture.source import is_users
-from .errors import CaptureError, InvalidInput, MoefxError, Refused
+from .errors import CaptureError, InvalidInput, MoefxError, Refused, in_short, own_fault
 from .ir.attributes import OWN_MODE, Where, attributes, follows_its_mode, reading, same, value_at
 from .pipeline import Result, rewrite_block
 from .runtime.module import rewritten_blocks
@@ -297,14 +297,10 @@ def _rewrite(module: nn.Module, name: str, call: Seen, plan: Plan) -> Result:
         raise Refused(f"it does not run on abstract tensors: {error}") from error
     except Exception as error:  # the user's code, on sizes it was not made for
         where = _user_line(error)
-        what = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
         if where:
+            what = in_short(error)
             raise Refused(f"it does not run at other sizes than the example's ({what})", source=where) from error
-        raise Refused(
-            f"moefx itself failed on it ({what})",
-            source=first_line(module),
-            remedy="please report it, with the model if you can",
-        ) from error
+        raise own_fault(error, first_line(module)) from error
 
 
 def first_line(module: nn.Module) -> str:

@@ -13,7 +13,7 @@ from ..capture.autocast import under
 from ..capture.find import Seen
 from ..capture.lifting import lifting
 from ..capture.sizes import SizeGuard
-from ..errors import CaptureError, MoefxError, Refused
+from ..errors import CaptureError, MoefxError, Refused, in_short
 from ..inspection.explain import MatchedBlock
 from ..numeric import numeric_check
 from ..pipeline import Result, limited, rewrite_block
@@ -95,20 +95,17 @@ def _proven(facts: Facts, region: Extracted, plan: Plan) -> Proven:
         except (CaptureError, MoefxError) as error:
             raise Refused(f"it does not run on abstract tensors: {error}", source=region.source) from None
         except Exception as error:  # torch's, at sizes that the graph was not made for
-            what = f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
             raise Refused(
-                f"it does not run at other sizes than the graph's ({what})", source=region.source,
+                f"it does not run at other sizes than the graph's ({in_short(error)})", source=region.source,
                 remedy="make the graph for dynamic sizes of its token dims: numbers do not show what they were made of",
             ) from error  # fmt: skip
+        if len({e for group in result.match.groups for e in group.ids}) == 1:
+            # Whatever explains when one alone is used may do so by chance.
+            what = "it is the part of one expert, and the others do not close to a mixture with it"
+            raise Refused(what, source=region.source)
         verdict = _checked(facts, region, result, plan)
         result = limited(block, result, plan)
         program = program_of(block, result, args, {}, dtype)
-    if (
-        len({e for group in result.match.groups for e in group.ids}) == 1
-    ):  # whatever explains the use of one only may do so by chance
-        raise Refused(
-            "it is the part of one expert, and the others do not close to a mixture with it", source=region.source
-        )
     seconds = time.perf_counter() - start
     matched = Matched([region.name], Seen(region.name, args, {}), result, seconds, set())
     report = dataclasses.replace(report_of(matched, program, block, verdict), kind="region of a graph")

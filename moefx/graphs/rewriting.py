@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from .._plan import Plan
-from ..errors import InvalidInput, InvalidPlan, Refused
+from ..errors import InvalidInput, InvalidPlan, Refused, own_fault
 from ..survey import Refusal
 from . import matching
 from .extents import Extent, Extents
@@ -120,16 +120,11 @@ def find(
                 proof = matching.match(facts, region, plan)
                 mine = {n: region for n in extent.inside if n in facts.live}
                 order(facts, taken | mine)
-            except Refused as why:
+            except Exception as error:
                 name = region.name if region is not None else ""
-                where = why.source or str(sources_of(seed, facts.at[seed])[0])
-                first = first or Refusal(name, why.reason, where, why.culprits, why.remedy)
-                continue
-            except Exception as error:  # a graph that moefx does not understand is no reason to fail
-                what = f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
                 where = str(sources_of(seed, facts.at[seed])[0])
-                remedy = "please report it, with the model if you can"
-                first = first or Refusal("", f"moefx itself failed on it ({what})", where, (), remedy)
+                why = error if isinstance(error, Refused) else own_fault(error, where)
+                first = first or Refusal(name, why.reason, why.source or where, why.culprits, why.remedy)
                 continue
             taken |= mine
             matched.append((region, proof))

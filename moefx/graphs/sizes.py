@@ -60,7 +60,7 @@ class Dims:
         if 0 in self.sizes.values():
             raise Refused("there are no tokens in the graph's inputs: sizes do not show what is of tokens")
         # A symbolic size is symbolic everywhere: a number that equals it here is a constant.
-        self.fixed = {name for name, i in zip(names, self.axes, strict=True) if type(shape[i]) is int}
+        self.fixed = [at for at, i in enumerate(self.axes) if type(shape[i]) is int]
         self.expressions = {n.node.expr: s for n, s in zip((shape[i] for i in self.axes), self.symbols, strict=True)
                             if isinstance(n, torch.SymInt)}  # fmt: skip
         free = itertools.filterfalse(constants.__contains__, _PROBES)
@@ -69,10 +69,8 @@ class Dims:
     def number(self, n: int) -> list[Size]:
         """What a number may be: of the sizes that are numbers in the graph."""
         found = []
-        for count in range(len(self.names), 0, -1):
-            for chosen in itertools.combinations(range(len(self.names)), count):
-                if any(self.names[i] not in self.fixed for i in chosen):
-                    continue
+        for count in range(len(self.fixed), 0, -1):
+            for chosen in itertools.combinations(self.fixed, count):
                 whole = math.prod(self.sizes[self.names[i]] for i in chosen)
                 times, rest = divmod(n, whole)
                 if rest or not 1 <= times <= _MOST_TIMES or (times > 1 and count < len(self.names) and chosen[-1] == 0):
@@ -121,7 +119,7 @@ class Generalised:
         has_autocast |= any(facts.modes[n].autocast for n in extent.inside)
         self.mode = FakeTensorMode() if has_autocast else None
         self.device = entry.device if has_autocast else torch.device("meta")
-        constants = {c for n in extent.inside for c in _numbers((n.args, n.kwargs))}
+        constants = {c for n in extent.inside for c in self._numbers((n.args, n.kwargs))}
         constants |= {hint(s) for n in extent.inside if (t := facts.tensor(n)) is not None for s in t.shape}
         self.dims = Dims(entry.shape, constants)
         if not self.dims.names:
@@ -266,12 +264,6 @@ class Generalised:
             kwargs["device"] = self.device
         with self.mode or contextlib.nullcontext(), modes(self.facts.modes[n]):
             return call(n.target, n.op == "call_method", args, kwargs)
-
-
-def _numbers(tree: Any) -> Iterator[int]:
-    found: list[int] = []
-    map_aggregate(tree, lambda a: found.append(a) if type(a) is int else None)
-    return iter(found)
 
 
 def _alike(out: Any, was: Any) -> bool:

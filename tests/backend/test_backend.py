@@ -22,22 +22,12 @@ from moefx import backend
 from moefx.capture.captured import Capture
 from moefx.errors import InvalidPlan
 from moefx.graphs import matching
-from tests.models.case import tensors, weighted_mean
+from tests.models.case import gradients
 from tests.mutants import bases
 
 from .models import IDIOMS, D, Model, SparseGates, model
 
 _ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    """Nothing compiled, nothing proven, nothing said."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    matching.forget()
-    backend._told.clear()
-    backend._KEPT.clear()
 
 
 def warnings_of(caplog) -> list[str]:
@@ -47,15 +37,6 @@ def warnings_of(caplog) -> list[str]:
 def compiled(module: nn.Module, dynamic: bool | None = None, **options) -> nn.Module:
     options = {"backend": "aot_eager", "validation": "symbolic"} | options
     return torch.compile(module, backend=backend.backend, options=options, dynamic=dynamic)
-
-
-def gradients(module: nn.Module, call, x: torch.Tensor) -> list[torch.Tensor]:
-    """The outputs, and the gradients of input and parameters."""
-    x = x.clone().requires_grad_()
-    out = [t for t in tensors(call(x)) if t.requires_grad]
-    loss = sum(weighted_mean(t) for t in out)
-    grads = torch.autograd.grad(loss, [x, *module.parameters()], allow_unused=True)
-    return [*out, *(torch.zeros(()) if g is None else g for g in grads)]
 
 
 def check_equal(reference: nn.Module, module: nn.Module, call, x: torch.Tensor) -> None:
@@ -255,6 +236,15 @@ def test_a_loop_that_depends_on_data_is_named(caplog):
     torch.testing.assert_close(compiled(mine)(x), mine(x))
     (text,) = {r.getMessage() for r in caplog.records if "moefx.compile" in r.getMessage()}
     assert "does not compile forward (test_backend.py:" in text and "aten.nonzero.default" in text
+
+
+def test_explained_where_nothing_was_rewritten():
+    """What `moefx.compile` would find is no answer to what became of the graphs."""
+    call = compiled(Loop())
+    assert "not called yet" in str(moefx.explain(call))
+    call(torch.randn(9, D))
+    explained = moefx.explain(call)
+    assert not explained.matched and not moefx.blocks(call) and explained.refused
 
 
 class Unrolled(Loop):

@@ -14,18 +14,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import moefx
 from moefx.backend import backend
 from moefx.errors import InvalidInput
-from moefx.graphs import matching
 from tests import golden
 from tests.verification.compiled import broken
 
 from .models import IDIOMS, D, model
 
 PLAN = moefx.Plan(validation="symbolic")
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    matching.forget()
 
 
 def exported(module, x, dynamic=False):
@@ -230,7 +224,6 @@ def test_in_place_results():
 
     module, x = InPlace(), torch.randn(9, D)
     graphs = []
-    torch._dynamo.reset()
     torch.compile(module, backend=lambda g, a: graphs.append((g, a)) or g.forward)(x)
     ((gm, args),) = graphs
     out = moefx.rewrite_graph(gm, args, PLAN)

@@ -12,7 +12,7 @@ import torch
 import moefx
 from moefx import backend
 from moefx.graphs import matching
-from tests.models.case import tensors, weighted_mean
+from tests.models.case import gradients
 from tests.mutants import bases, run
 from tests.mutants.mutant import Mutant
 
@@ -53,7 +53,7 @@ def check_graph(mutant: Mutant, is_decomposed: bool) -> None:
     out = moefx.rewrite_graph(gm, args, moefx.Plan(validation="symbolic"))
     if out is gm:
         return
-    parameters, state = list(gm.parameters()), {k: t.clone() for k, t in gm.state_dict().items()}
+    state = {k: t.clone() for k, t in gm.state_dict().items()}
     for skewed in (False, True):
         if skewed:
             case.skew_(case.model)
@@ -63,16 +63,12 @@ def check_graph(mutant: Mutant, is_decomposed: bool) -> None:
             for call in (gm, out):
                 gm.load_state_dict(state)
                 torch.manual_seed(seed)
-                x, *rest = case.fresh(2, 9, seed)
-                x.requires_grad_()
                 try:
-                    found = [t for t in tensors(call(x, *rest)) if t.requires_grad]
-                    grads = torch.autograd.grad(sum(map(weighted_mean, found)), [x, *parameters], allow_unused=True)
+                    results.append(gradients(gm, call, *case.fresh(2, 9, seed)))
                 except RuntimeError:
                     if call is out and results[0] is not None:
                         raise
-                    found, grads = None, ()
-                results.append(found and [*found, *(torch.zeros(()) if g is None else g for g in grads)])
+                    results.append(None)
             if results[0] is not None:
                 tol = run.tolerance(mutant)
                 torch.testing.assert_close(results[1], results[0], rtol=tol, atol=tol, equal_nan=True)

@@ -39,6 +39,15 @@ def weighted_mean(y: torch.Tensor) -> torch.Tensor:
     return (y * weight).mean() + 0.1 * (y * y).mean()
 
 
+def gradients(module: nn.Module, call: Callable, x: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
+    """The outputs of a call of the module, and the gradients of its first input and parameters."""
+    x = x.clone().requires_grad_()
+    out = [t for t in tensors(call(x, *rest)) if t.requires_grad]
+    loss = sum(weighted_mean(t) for t in out)
+    grads = torch.autograd.grad(loss, [x, *module.parameters()], allow_unused=True)
+    return [*out, *(torch.zeros(()) if g is None else g for g in grads)]
+
+
 @dataclasses.dataclass
 class Case:
     """A model in train() mode with its example inputs. Two builds share nothing."""

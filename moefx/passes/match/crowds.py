@@ -39,10 +39,11 @@ def overflow(prover: Prover) -> None:
     guarded to hold only where there are too few to."""
     slots, seen = prover.lifted[0].slots, [limits(lifted.capture) for lifted in prover.lifted]
     for turn in range(4):
+        places = not_reached(seen)
         most = [_most_of_one(lifted) for lifted in prover.lifted]
         left = [
             found
-            for place, found in not_reached(seen).items()
+            for place, found in places.items()
             # of a capacity that grows with the tokens and has room for all of them there is nothing behind
             if len(found) == 1 or any((s.get(place) or n) < n for s, n in zip(seen, most, strict=True))
         ]
@@ -50,7 +51,7 @@ def overflow(prover: Prover) -> None:
             return
         lowest = min(map(min, left))
         if lowest == UNKNOWN:
-            place = next(p for p, found in not_reached(seen).items() if UNKNOWN in found)
+            place = next(place for place, found in places.items() if UNKNOWN in found)
             raise Refused(
                 "a number made of counts or positions is compared with another, and came out the same in all that was "
                 "tried: it is no count itself, so at how many tokens that changes cannot be told",

@@ -16,12 +16,10 @@ from torch import fx
 from ...capture.captured import Capture
 from ...capture.source import Source
 from .nodes import is_known, is_routed, op_name
-from .ranges import UNBOUNDED, Ranges
+from .ranges import NARROW, UNBOUNDED, Ranges
 
 _ORDERED = ("lt", "le", "gt", "ge")
-_NO_END = 1 << 40
 _EXACT = {torch.bfloat16: 1 << 8, torch.float16: 1 << 11}  # up to which all integers are there
-_NARROW = {torch.int8, torch.uint8, torch.int16}
 UNKNOWN = 0  # the limit of what is no plain count: at which number of tokens it is reached cannot be told
 _PASSED_ON = {"_to_copy", "clone", "detach", "view", "reshape", "expand", "permute", "unsqueeze", "squeeze", "select"}
 _BENT = {
@@ -55,10 +53,9 @@ def limits(capture: Capture) -> dict[Place, int | None]:
                 ranges = ranges or Ranges(capture.nodes)
                 if is_routed(rows) and not _is_count(ranges, rows, limit):
                     limit, reached = UNKNOWN, has_both
-                elif not 2 <= limit < _NO_END:
+                elif not 2 <= limit < UNBOUNDED or (is_routed(rows) and _never_beyond(ranges, rows, limit)):
                     continue
-                if limit == UNKNOWN or not is_routed(rows) or not _never_beyond(ranges, rows, limit):
-                    found[place] = None if reached or found.get(place, limit) is None else limit
+                found[place] = None if reached or found.get(place, limit) is None else limit
     return found
 
 
@@ -79,7 +76,7 @@ def _end(capture: Capture, n: fx.Node) -> Iterator[tuple[int, bool]]:
     if not ragged and rows not in capture.sizes.expressions:
         return
     for bound in (end, -start if isinstance(start, int) else None):
-        if isinstance(bound, int) and 0 < bound < _NO_END and (ragged or bound != rows):
+        if isinstance(bound, int) and 0 < bound < UNBOUNDED and (ragged or bound != rows):
             yield bound, rows > bound
 
 
@@ -91,7 +88,7 @@ def _compared(capture: Capture, n: fx.Node, name: str) -> Iterator[tuple[fx.Node
         if limit is None or not isinstance(rows, fx.Node) or not is_known(rows):
             continue
         value = capture.shadow(rows)
-        most = int(min(float(value.max()), _NO_END)) if value.numel() else 0
+        most = int(min(float(value.max()), UNBOUNDED)) if value.numel() else 0
         # else it counts if it is of positions in a sequence or a batch, and the limit no size itself
         if not is_routed(rows) and (most + 1 not in capture.sizes.expressions or limit in capture.sizes.expressions):
             continue
@@ -105,7 +102,7 @@ def _compared(capture: Capture, n: fx.Node, name: str) -> Iterator[tuple[fx.Node
 def _number(x: Any) -> int | None:
     """A number that all elements are compared with; of 0, 1, 2, ... the first that is not among them."""
     if type(x) in (int, float):
-        return math.ceil(max(-_NO_END, min(x, _NO_END))) if x == x else None
+        return math.ceil(max(-UNBOUNDED, min(x, UNBOUNDED))) if x == x else None
     if not isinstance(x, fx.Node) or is_routed(x) or not is_known(x):
         return None
     val = x.meta["val"].flatten()
@@ -117,13 +114,13 @@ def _number(x: Any) -> int | None:
 def _never_beyond(ranges: Ranges, rows: fx.Node, limit: int) -> bool:
     """Whether the values are below the limit under every routing, as ids of experts are."""
     found = ranges.of(rows)
-    return found is not None and bool((found[1] < limit).all()) and int(found[1].max()) < UNBOUNDED
+    return found is not None and bool((found[1] < limit).all())
 
 
 def _is_narrow(n: fx.Node) -> bool:
     """Numbers that depend on the routing, as integers that soon overflow."""
     val = n.meta.get("val")
-    if not isinstance(val, torch.Tensor) or val.dtype not in _NARROW or op_name(n) not in ("_to_copy", "sum", "cumsum"):
+    if not isinstance(val, torch.Tensor) or val.dtype not in NARROW or op_name(n) not in ("_to_copy", "sum", "cumsum"):
         return False
     return is_routed(n) and len(n.all_input_nodes) == 1 and is_known(n.all_input_nodes[0])
 
@@ -140,21 +137,35 @@ def _is_bounded(ranges: Ranges, n: fx.Node, limit: int = UNBOUNDED // 2) -> bool
 def _is_count(ranges: Ranges, n: fx.Node, limit: int) -> bool:
     """Whether a number grows with the tokens as a count of them does, so that what it is compared with is one: nothing
     on its way is scaled, turned round, or rounded to fewer digits than the limit has."""
-    if not is_routed(n) or _is_bounded(ranges, n) or n.op != "call_function":
+    seen, stack = {n}, [n]
+    while stack:
+        step = stack.pop()
+        if step.op != "call_function" or not _grows(ranges, step):
+            continue
+        grown = [a for a in step.all_input_nodes if _grows(ranges, a)]
+        if _is_bent(ranges, step, grown, limit):
+            return False
+        stack += [a for a in grown if a not in seen]
+        seen.update(grown)
+    return True
+
+
+def _grows(ranges: Ranges, n: fx.Node) -> bool:
+    return is_routed(n) and not _is_bounded(ranges, n)
+
+
+def _is_bent(ranges: Ranges, n: fx.Node, grown: list[fx.Node], limit: int) -> bool:
+    """Whether this op makes another function of a count than a count."""
+    name, operands, val = op_name(n), n.args[:2], n.meta.get("val")
+    if isinstance(val, torch.Tensor) and limit > _EXACT.get(val.dtype, UNBOUNDED):
         return True
-    name, val = op_name(n), n.meta.get("val")
-    grown = [a for a in n.all_input_nodes if is_routed(a) and not _is_bounded(ranges, a)]
-    if isinstance(val, torch.Tensor) and limit > _EXACT.get(val.dtype, _NO_END):
+    if not grown:
         return False
-    if grown and name in _BENT:
-        return False
-    if grown and name == "mul" and not any(_is_truth(ranges, a) for a in n.args[:2]):
-        return False
-    if grown and name in ("add", "sub") and any(type(a) in (int, float) and abs(a) > 1 for a in n.args[:2]):  # type: ignore[arg-type]
-        return False
-    if name == "sub" and grown and n.args[0] not in grown and not is_routed(n.args[0]):  # type: ignore[arg-type]
-        return False
-    return all(_is_count(ranges, a, limit) for a in grown)
+    if name == "mul":
+        return not any(_is_truth(ranges, a) for a in operands)
+    if name in ("add", "sub") and any(type(a) in (int, float) and abs(a) > 1 for a in operands):  # type: ignore[arg-type]
+        return True
+    return name in _BENT or (name == "sub" and not is_routed(operands[0]))
 
 
 def _is_truth(ranges: Ranges, a: Any) -> bool:

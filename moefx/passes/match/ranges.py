@@ -26,6 +26,7 @@ from .nodes import SELECTIONS, op_name
 aten = torch.ops.aten
 Range = tuple[torch.Tensor, torch.Tensor]  # of a shape that broadcasts to the node's
 UNBOUNDED = 1 << 40  # grows with the number of tokens
+NARROW = {torch.int8, torch.uint8, torch.int16}  # that counts overflow; those that overflow 32 bits fill no memory
 
 _MOVES = {
     "view", "_unsafe_view", "reshape", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "select",
@@ -178,8 +179,8 @@ class Ranges:
 
 
 def _wrapped(found: Range | None, val: Any) -> Range | None:
-    """Of a type too narrow for the range, all that the type has. Of 32 bits are counts that fill no memory."""
-    if found is None or val.dtype not in (torch.int8, torch.uint8, torch.int16):
+    """Of a type too narrow for the range, all that the type has."""
+    if found is None or val.dtype not in NARROW:
         return found
     info = torch.iinfo(val.dtype)
     fits = (found[0] >= info.min) & (found[1] <= info.max)
