@@ -9,10 +9,11 @@ import subprocess
 from collections.abc import Iterator
 
 _BRIDGE = "mfxbr"
-# As networks of clusters are: nothing is lost, and nobody waits for windows to open. Else TCP's recovery is measured.
+# As networks of clusters are: nothing is lost, nobody waits for windows to open, or takes what stands in a queue for
+# lost. Else TCP's guesses are measured.
 _LOSSLESS = (
     "tcp_slow_start_after_idle=0", "tcp_no_metrics_save=1", "tcp_rmem=16777216,16777216,16777216",
-    "tcp_wmem=16777216,16777216,16777216",
+    "tcp_wmem=16777216,16777216,16777216", "tcp_congestion_control=reno", "tcp_early_retrans=0",
 )  # fmt: skip
 
 
@@ -53,7 +54,7 @@ def nodes(number: int, rate: str, racks: int = 1, rack_rate: str = "") -> Iterat
                 f"ip -n {space} link set lo up",
                 f"ip -n {space} addr add {address(i)}/24 dev {inside}",
                 f"ip -n {space} link set {inside} up",
-                f"ip -n {space} route change 10.77.0.0/24 dev {inside} initcwnd 10000 initrwnd 10000",
+                f"ip -n {space} route change 10.77.0.0/24 dev {inside} initcwnd 10000 initrwnd 10000 rto_min 10s",
                 *(f"ip netns exec {space} sysctl -qw net.ipv4.{setting}" for setting in _LOSSLESS),
                 f"ip netns exec {space} {_shape(inside, rate)}",
                 _shape(outside, rate),

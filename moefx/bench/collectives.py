@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from .._units import amount
-from ..ir.payload import group_of
+from ..ir.payload import group_of, start, wait
 from ..ir.placement import Level
 from ..runtime.topology import ExpertAxis
 from .rates import link
@@ -108,9 +108,9 @@ def spread(found: Sequence[Repeated]) -> tuple[float, ...]:
 
 
 def _all_to_all(level: Level, device: torch.device, size: int) -> tuple[float, Callable[[], object]]:
-    group = group_of(level.group)
-    sent, received = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
-    return size * (level.size - 1) / level.size, lambda: dist.all_to_all_single(received, sent, group=group)
+    rows = torch.ones((size, 1), dtype=torch.uint8, device=device)
+    counts = [size // level.size] * level.size
+    return size * (level.size - 1) / level.size, lambda: wait(start(rows, counts, counts, level.group))
 
 
 def _p2p(level: Level, device: torch.device, size: int) -> tuple[float, Callable[[], object]]:
@@ -120,8 +120,9 @@ def _p2p(level: Level, device: torch.device, size: int) -> tuple[float, Callable
     after, before = ranks[(own + 1) % level.size], ranks[own - 1]
 
     def work() -> None:
-        sends = [dist.P2POp(dist.isend, sent, after, group), dist.P2POp(dist.irecv, received, before, group)]
-        for request in dist.batch_isend_irecv(sends):
+        # receives first, as rows of exchanges do (`ir.payload`)
+        parts = [dist.P2POp(dist.irecv, received, before, group), dist.P2POp(dist.isend, sent, after, group)]
+        for request in dist.batch_isend_irecv(parts):
             request.wait()
 
     return size, work

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..errors import MoefxError, RanksLost
 
 _NO_EMPTY_RANKS = "MOEFX_NO_EMPTY_RANKS"  # see docs/expert_parallelism.md
+_TAG = 29285  # apart from what the user's program sends
 
 
 def group_of(name: str) -> dist.ProcessGroup:
@@ -29,7 +30,30 @@ def start(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: str
     `wait` may read the result."""
     if os.environ.get(_NO_EMPTY_RANKS, "") not in ("", "0"):
         return _with_own_row(rows, sent, received, group)
+    if rows.device.type == "cpu" and _is_gloo(group_of(group)):
+        return _receives_first(rows.contiguous(), sent, received, group_of(group))
     return torch.ops._c10d_functional.all_to_all_single(rows.contiguous(), received, sent, group)
+
+
+def _is_gloo(group: dist.ProcessGroup) -> bool:
+    return dist.is_gloo_available() and isinstance(
+        group._get_backend(torch.device("cpu")), dist.distributed_c10d.ProcessGroupGloo
+    )
+
+
+def _receives_first(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """As `start`, by gloo, a send and a receive for each rank. A rank's rows leave once their receiver has said that it
+    waits for them. Gloo's own all-to-all sends first, so that this word stands behind the rows that go the other way,
+    and a link is used in one direction at a time: up to 1.4 times as long, by chance (benchmarks/NOTES.md)."""
+    arrived, own, size = rows.new_empty((sum(received), *rows.shape[1:])), group.rank(), group.size()
+    parts, places = rows.split(list(sent)), arrived.split(list(received))
+    others = [(own + i) % size for i in range(1, size)]
+    works = [group.recv([places[other]], other, _TAG) for other in reversed(others) if received[other]]
+    works += [group.send([parts[other]], other, _TAG) for other in others if sent[other]]
+    places[own].copy_(parts[own])
+    for work in works:  # `wait_tensor` waits for all of them
+        torch._C._distributed_c10d._register_work(arrived, work)  # type: ignore[attr-defined]
+    return arrived
 
 
 def _with_own_row(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: str) -> Tensor:

@@ -13,6 +13,7 @@ import moefx.ir.dialect  # noqa: F401  registers the ops
 from moefx.ir.exchange import all_to_all_back, all_to_all_rows, wait_rows, wait_sums
 from moefx.ir.experts import grouped_mm
 from moefx.ir.packing import pack_rows
+from moefx.ir.payload import start, wait
 from moefx.ir.routes import exchange_counts, place_choices, plan_dispatch, read_counts
 from moefx.ir.routing import build_pft, combine, dispatch
 
@@ -108,3 +109,24 @@ def case_no_rank_has_nothing_to_receive() -> None:
 def case_a_rank_without_tokens() -> None:
     for dedup in (True, False):
         check("any", dedup, tokens=0 if dist.get_rank() == 1 else 9)
+
+
+def case_several_on_their_way() -> None:
+    """Waited for in another order than started; one sends nothing, some have no rows for some ranks. What the program
+    itself sends meanwhile is apart."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    sizes = [[[(a * i + b) % 3 * i for b in range(world)] for a in range(world)] for i in (3, 0, 2000, 1)]
+    own = torch.full((5,), float(rank))
+    word, heard = dist.isend(own, (rank + 1) % world), torch.empty(5)
+    starts, wanted = [], []
+    for i, sent in enumerate(sizes):
+        to, of = sent[rank], [row[rank] for row in sent]
+        rows = torch.randn(sum(to), 7, generator=torch.Generator().manual_seed(10 * i + rank)).bfloat16()
+        starts.append(start(rows, to, of, group()))
+        wanted.append(rows.new_empty(sum(of), 7))
+        dist.all_to_all_single(wanted[-1], rows, of, to)
+    dist.recv(heard, (rank - 1) % world)
+    word.wait()
+    assert heard.tolist() == [float((rank - 1) % world)] * 5
+    for arrived, want in reversed(list(zip(starts, wanted, strict=True))):
+        assert torch.equal(wait(arrived), want)
