@@ -65,9 +65,16 @@ class Matched:
 
 @dataclasses.dataclass
 class Survey:
+    """What was found in a model.
+
+    Attributes:
+        attends: whether there is attention in it.
+    """
+
     matched: list[Matched]
     refused: list[Refusal]
     seconds: float
+    attends: bool
 
 
 def survey(model: nn.Module, example_inputs: Any, plan: Plan, progress: Callable[[str], None] | None = None) -> Survey:
@@ -89,7 +96,7 @@ def survey(model: nn.Module, example_inputs: Any, plan: Plan, progress: Callable
         found = _found(model, example_inputs)
         matched, refused = _try_chains(model, found, plan, tell)
     matched, others = _without_outside_parts(model, matched)
-    return Survey(matched, [*refused, *others], time.perf_counter() - start)
+    return Survey(matched, [*refused, *others], time.perf_counter() - start, found.attends)
 
 
 def _found(model: nn.Module, example_inputs: Any) -> Found:

@@ -190,6 +190,8 @@ class Ranking:
         ]
         if self.entries:
             lines += ["", self.table(most), "", *LEGEND]
+        if self.model.note:
+            lines += [f"{self.model.name}: {self.model.note}."]
         if not self.platform.is_measured:
             lines += [f"Nobody measured {self.platform.name}: by data sheets, steps are too short and MFUs too high."]
         lines += ["", "rejected"] + [f"  {rejected.what}: {rejected.why}" for rejected in self.rejected]

@@ -20,7 +20,7 @@ from .sheet import Formula, Sheet, quantities, quantity
 TILE = 128  # rows, of the kernels' GEMMs on every target: moefx.lowering.triton.configs
 
 M, PP, layers, moe_layers, n_mat = quantities("M PP l l_moe n_mat")
-n_again, n_up, bubble_of = quantities("n_again n_up bubble_of")
+n_again, n_up, n_attn, bubble_of = quantities("n_again n_up n_attn bubble_of")
 n_tp, n_g, n_p2p, n_grads, alpha_tp, alpha_pp = quantities("n_tp n_g n_p2p n_grads alpha_tp alpha_pp")
 L, L_moe, l_t, l_t_moe, h_t, T_model = quantities("L L_moe l_t l_t_moe h_t T_model")
 T_attention, T_experts, T_experts_step, T_rest, T_ffn, T_logits = quantities(
@@ -46,7 +46,7 @@ def _parts(every: sympy.Expr, moe: sympy.Expr, logits: Any) -> dict[str, sympy.E
         "T_compute": n_pass * (every * T_attention + moe * T_rest + (every - moe) * T_ffn + logits * T_logits)
         + moe * (T_experts_step + again * T_experts),
         "T_alltoall": moe * ((4 + 2 * n_again) * T_exchange + (1 + n_again) * T_counts),
-        "T_tp": every * (2 + n_again) / 2 * (V_tp * beta_tp + 4 * n_tp * alpha_tp),
+        "T_tp": every * (2 + n_again) / 2 * (V_tp * beta_tp + 2 * (1 + n_attn) * n_tp * alpha_tp),
         "T_gather": (2 + n_again) * moe * (V_gather * beta_tp + n_g * alpha_tp),
     }
 
@@ -60,7 +60,7 @@ STEP = Sheet(
             "T_alltoall", _STAGE["T_alltoall"], "s",
             "dispatch and combine, forward (again where layers run again) and backward; numbers of rows ahead",
         ),
-        Formula("T_tp", _STAGE["T_tp"], "s", "four all-reduces a layer; Megatron-LM"),
+        Formula("T_tp", _STAGE["T_tp"], "s", "two or four all-reduces a layer; Megatron-LM"),
         Formula("T_gather", _STAGE["T_gather"], "s", "X-MoE appendix C.2"),
         Formula(
             "T_params", 4 * n_z3 * (P_dense * (1 - 1 / z_p) * beta_dp + P_experts * (1 - 1 / y_p) * beta_replicas), "s",

@@ -12,6 +12,7 @@ import moefx
 from moefx import cli
 from moefx.errors import UnknownArchitecture
 from moefx.planner.describe import describe
+from moefx.planner.figures import assumptions
 
 from ..distributed.models import Model
 from ..passes.blocks import D, E, Gated, H, K, Loop, Mlp
@@ -68,6 +69,41 @@ def test_tied_and_without_lists():
     found = describe(model, (torch.zeros(9, dtype=torch.int64),))
     assert (found.vocab_size, found.is_tied, found.num_moe_layers) == (50, True, 1)
     assert found.num_experts * found.expert_parameters() <= count(model[1])
+
+
+class Layer(nn.Module):
+    """Experts behind an attention that names no heads, or behind none."""
+
+    def __init__(self, attend=None):
+        super().__init__()
+        self.attend, self.qkv, self.moe = attend, nn.Linear(D, 3 * D), Loop(Gated)
+
+    def forward(self, x):
+        return self.moe(self.attend(*self.qkv(x).chunk(3, -1)) if self.attend else x)
+
+
+ATTENTIONS = {
+    "softmax": lambda q, k, v: (q @ k.mT * D**-0.5).softmax(-1) @ v,
+    "masked": lambda q, k, v: torch.softmax((q @ k.mT).tril().float() / 3, -1).to(v.dtype) @ v,
+    "sdpa": lambda *qkv: nn.functional.scaled_dot_product_attention(*(t[None, None] for t in qkv))[0, 0],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("attend", ATTENTIONS.values(), ids=ATTENTIONS)
+def test_attention_is_seen_where_nothing_names_its_heads(attend):
+    found = describe(Layer(attend), (torch.zeros(9, D),))
+    assert found.attention.num_heads == 1 and "nothing names its heads: counted as 1" in found.note
+
+
+def test_no_attention_is_charged_to_a_model_without():
+    """A router's softmax is none."""
+    ranking = moefx.plan(Layer(), "h200", 4, batch=4, example_inputs=(torch.zeros(9, D),))
+    entry = next(entry for entry in ranking if entry.layout.tp > 1)
+    step, model = entry.step, ranking.model
+    assert (entry.memory["A_attention"], step["F_proj"], step["F_scores"], step["T_attention"]) == (0, 0, 0, 0)
+    assert step["V_tp"] > 0
+    assert "no attention was seen in it" in str(ranking)
+    assert "no attention was seen in it" in assumptions(model, ranking.platform)
 
 
 def test_plan_takes_modules():
