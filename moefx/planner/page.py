@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from html import escape
@@ -13,8 +12,7 @@ from . import plots
 from .figures import assumptions, sources
 from .parts import LABELS, memory_parts, time_parts
 from .ranking import COLUMNS, LEGEND, Entry, Ranking
-from .regions import TRADE_OFF, Region, Scaled, border, feasible, scaling, trade_off
-from .step import memory
+from .regions import TRADE_OFF, Region, Scaled, border, feasible, saved_by_ssmb, scaling, trade_off
 
 MOST = 10
 INSTALL = "pip install matplotlib"
@@ -163,8 +161,8 @@ def _ssmb(ranking: Ranking, with_plots: bool, say: Tell) -> str:
         shown = "\n".join(TRADE_OFF.shown(name, **given) for name in ("A_saving", "M_cost"))
         own = (
             f"<p>The fastest layout{with_ranks}, {model.matrices} matrices an expert and m = {given['m']:g} times a "
-            f"layer's activations: {better} saves more.{_kept(ranking)}</p>"
-            f"<pre><code>{escape(shown)}</code></pre>"
+            f"layer's activations: {better} saves more.</p>"
+            f"<pre><code>{escape(shown)}</code></pre>{_kept(ranking)}"
         )
     return (
         "<h3>SSMB or TED</h3><p class=muted>What saves more memory: sequences of MoE blocks over the ranks that share "
@@ -179,14 +177,14 @@ def _ssmb(ranking: Ranking, with_plots: bool, say: Tell) -> str:
 
 def _kept(ranking: Ranking) -> str:
     """What SSMB saves with what is really kept, where the layout can have it."""
-    layout = ranking[0].layout
-    if layout.tp == 1 or layout.ep % layout.tp:
+    shown = saved_by_ssmb(ranking.model, ranking[0].layout, ranking.platform)
+    if not shown:
         return ""
-    without, with_it = (
-        memory(ranking.model, dataclasses.replace(layout, ssmb=ssmb), ranking.platform)["M_gpu"]
-        for ssmb in (False, True)
+    return (
+        "<p>X-MoE keeps a row for each choice, before and behind the experts. What this layout keeps is in A_block: "
+        f"rows as they arrived, once a rank, and the experts' hidden rows. Of that SSMB saves:</p>"
+        f"<pre><code>{escape(shown)}</code></pre>"
     )
-    return f" With what it keeps, which is not what X-MoE does, SSMB saves {amount(without - with_it, 'B')} of a GPU."
 
 
 def _scaling(ranking: Ranking, with_plots: bool, say: Tell) -> str:

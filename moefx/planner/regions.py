@@ -7,12 +7,17 @@ import math
 from collections.abc import Callable
 from typing import Literal
 
+import sympy
+
 from .architecture import Architecture
 from .layout import Layout
+from .memory import MEMORY
 from .papers import X_MOE
+from .platforms import Platform
 from .ranking import Entry, Ranking
 from .search import search
 from .sheet import Formula, Sheet, quantities
+from .step import fullest_stage
 
 Axis = Literal["PP", "TP", "EP"]
 
@@ -80,6 +85,29 @@ def trade_off(model: Architecture, layout: Layout) -> dict[str, float]:
         "n_mat": model.matrices, "d": model.hidden_size, "G": max(2, layout.tp), "b": layout.sequences,
         "s": layout.tokens, "l_moe": layers, "m": 1 if layout.recompute else layers * layout.in_flight(0),
     }  # fmt: skip
+
+
+A_block, A_mask, A_less, A_moe_layer, A_dense_layer, A_again, moe_layers = quantities(
+    "A_block A_mask A_less A_moe_layer A_dense_layer A_again l_moe"
+)
+_LESS = Formula(
+    "A_less", (G - 1) * (A_block + G * A_mask - 4 * (E / EP + 1)), "B",
+    "without SSMB a block keeps G times as much, of masks G**2; where an expert's rows begin, as much",
+)  # fmt: skip
+_SAVED = {
+    False: m * moe_layers * A_less,
+    True: sympy.Max(A_moe_layer + A_less, A_dense_layer) - A_again,  # one layer keeps more than its input at a time
+}
+
+
+def saved_by_ssmb(model: Architecture, layout: Layout, platform: Platform) -> str:
+    """What a layout with SSMB keeps less than without it, by the formulas of `memory`, with their numbers; "" of a
+    layout that cannot have it."""
+    if layout.tp == 1 or layout.ep % layout.tp:
+        return ""
+    formula = Formula("M_saved", _SAVED[layout.recompute], "B", "of all blocks in flight, on the stage that needs most")
+    stage = fullest_stage(model, with_it := dataclasses.replace(layout, ssmb=True), platform)
+    return (MEMORY + Sheet([_LESS, formula])).shown("M_saved", **with_it.values(model, stage), M_fw=platform.overhead)
 
 
 @dataclasses.dataclass(frozen=True)

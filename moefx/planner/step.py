@@ -94,9 +94,20 @@ def flop_per_token(model: Architecture, tokens: int) -> float:
 
 def memory(model: Architecture, layout: Layout, platform: Platform) -> dict[str, float]:
     """Results of `MEMORY`, of the stage that needs most: the first, or the last, which has the logits."""
-    stages = (0, layout.pp - 1) if layout.pp > 1 else (0,)
-    found = [MEMORY(**layout.values(model, stage), M_fw=platform.overhead) for stage in stages]
-    return max(found, key=lambda results: results["M_gpu"])
+    return max(_of_ends(model, layout, platform).values(), key=lambda results: results["M_gpu"])
+
+
+def fullest_stage(model: Architecture, layout: Layout, platform: Platform) -> int:
+    """The stage that `memory` is of."""
+    ends = _of_ends(model, layout, platform)
+    return max(ends, key=lambda stage: ends[stage]["M_gpu"])
+
+
+def _of_ends(model: Architecture, layout: Layout, platform: Platform) -> dict[int, dict[str, float]]:
+    return {
+        stage: MEMORY(**layout.values(model, stage), M_fw=platform.overhead)
+        for stage in dict.fromkeys((0, layout.pp - 1))
+    }
 
 
 def given(model: Architecture, layout: Layout, platform: Platform, experts_first: bool = True) -> dict[str, float]:

@@ -18,7 +18,7 @@ from moefx.planner.catalogue import model_of
 from moefx.planner.figures import assumptions, sources
 from moefx.planner.page import INSTALL, file_name, has_plots, render
 from moefx.planner.platforms import PLATFORMS, Network, Platform
-from moefx.planner.regions import feasible, scaling
+from moefx.planner.regions import feasible, saved_by_ssmb, scaling
 from moefx.planner.search import plan, search
 
 SMALL = ["plan", "olmoe-1b-7b", "--platform", "a100-40gb", "--gpus", "4", "--batch", "16", "--tokens", "512"]
@@ -82,6 +82,7 @@ def test_all_is_on_it(large):
         assert escape(rejected.what) in text and escape(rejected.why) in text
     for source in (*ranking.platform.sources.values(), *(n.source for n in ranking.platform.networks)):
         assert escape(source) in text
+    assert escape(saved_by_ssmb(ranking.model, ranking[0].layout, ranking.platform)) in text
     assert escape(ranking.model.note) in text and escape(ranking[0].plan().to_json()) in text
 
 
