@@ -8,7 +8,8 @@ time goes into nothing (Piper figure 4).
 
     peak, e_gemm, e_attn               FLOP a second, and which part of it GEMMs and attention reach
     v_dense, t_dense                   of other GEMMs than the experts': bytes a second, seconds of each
-    v_gemm, v_rows, v_weights, t_launch  of experts: FLOP a second, bytes a second, seconds
+    v_gemm, v_rows, v_weights, t_launch  of experts: FLOP a second, bytes a second, seconds: fitted coefficients. What
+                                       moves while GEMMs run adds no time: bytes may be faster than memory is
 """
 
 from __future__ import annotations
