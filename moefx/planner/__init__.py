@@ -20,6 +20,7 @@ The files, from below:
     auto.py            the fastest use of the axes that fits
     papers.py          the papers' own formulas, as printed
     parts.py           what memory and time are made of
-    regions.py         what fits, SSMB and TED, scaling
+    regions.py         what fits, SSMB and TED
+    scaling.py         the best on fewer and on more ranks
     plots.py, figures.py, page.py    the page: pictures, sources of figures, all of it
 """

@@ -12,7 +12,8 @@ from . import plots
 from .figures import assumptions, sources
 from .parts import LABELS, memory_parts, time_parts
 from .ranking import COLUMNS, LEGEND, Entry, Ranking
-from .regions import TRADE_OFF, Region, Scaled, border, feasible, saved_by_ssmb, scaling, trade_off
+from .regions import TRADE_OFF, Region, border, feasible, saved_by_ssmb, trade_off
+from .scaling import Scaled, above_ideal, scaling
 
 MOST = 10
 INSTALL = "pip install matplotlib"
@@ -60,7 +61,7 @@ def _heading(ranking: Ranking) -> str:
     text = f"{len(ranking)} layouts fit {amount(platform.capacity, 'B')}."
     if len(ranking):
         best = ranking[0]
-        text += f" The fastest takes {amount(best.seconds, 's')} a step, an MFU of {best.mfu:.1%}: {_short(best)}."
+        text += f" The fastest takes {amount(best.seconds, 's')} a step, an MFU of {best.mfu:.1%}: {best.short}."
         if not platform.is_measured:
             text += " Nobody measured this platform: by data sheets, steps are too short and MFUs too high."
     else:
@@ -190,6 +191,10 @@ def _kept(ranking: Ranking) -> str:
 def _scaling(ranking: Ranking, with_plots: bool, say: Tell) -> str:
     strong, weak = scaling(ranking, False, say), scaling(ranking, True, say)
     picture = _picture(plots.uri(plots.scaling, strong, weak), "step time by GPUs") if with_plots else ""
+    whys = [
+        why and f"{kind.capitalize()} scaling. {why}"
+        for kind, why in (("strong", above_ideal(ranking, strong)), ("weak", above_ideal(ranking, weak)))
+    ]
     rows = [_scaled(kind, point, points) for kind, points in (("strong", strong), ("weak", weak)) for point in points]
     for row, point in zip(rows, [*strong, *weak], strict=True):
         row[-1] = f"{point.batch * ranking.tokens / point.best.seconds:,.0f}" if point.best else "-"
@@ -198,6 +203,7 @@ def _scaling(ranking: Ranking, with_plots: bool, say: Tell) -> str:
         "<h3>Scaling</h3><p class=muted>The fastest layout of each number of GPUs: the same batch (strong), or as many "
         "sequences a GPU (weak). Ideal: as the smallest number on which one fits.</p>"
         + picture
+        + "".join(f"<p>{escape(why)}</p>" for why in whys if why)
         + folded("in numbers", table(head, rows, texts=2), not with_plots)
     )
 
@@ -207,11 +213,8 @@ def _scaled(kind: str, point: Scaled, points: Sequence[Scaled]) -> list[str]:
     if point.best is None:
         why = f"does not fit: {amount(point.lacking, 'B')} too much" if point.lacking else "none divides so"
         return [kind, why, *sizes, "-", "-", "-", "-"]
-    first = next(p for p in points if p.best)
-    assert first.best is not None
-    ideal = first.best.seconds * (1 if kind == "weak" else first.num_ranks / point.num_ranks)
-    best = point.best
-    return [kind, _short(best), *sizes, amount(best.seconds, "s"), f"{best.mfu:.1%}", f"{ideal / best.seconds:.0%}", ""]
+    best, of_ideal = point.best, point.of_ideal(next(p for p in points if p.best))
+    return [kind, best.short, *sizes, amount(best.seconds, "s"), f"{best.mfu:.1%}", f"{of_ideal:.0%}", ""]
 
 
 def _formulas(ranking: Ranking) -> str:
@@ -232,16 +235,9 @@ def _rejected(ranking: Ranking) -> str:
     return "<h3>Rejected</h3>" + (listed if len(rows) <= MOST else folded(f"{len(rows)} kinds", listed)) if rows else ""
 
 
-def _short(entry: Entry) -> str:
-    """Enough of a layout to tell it from its neighbours."""
-    x = entry.layout
-    kept = "inputs" if x.recompute else x.kept
-    return f"PP{x.pp} TP{x.tp} EP{x.ep}{' SSMB' if x.ssmb else ''} ZeRO-{x.zero} {kept}"
-
-
 def _told_apart(entries: Sequence[Entry]) -> list[str]:
-    """`_short`, and where several entries have the same, what else differs between these."""
-    names = [_short(entry) for entry in entries]
+    """`Entry.short`, and where several entries have the same, what else differs between these."""
+    names = [entry.short for entry in entries]
     columns = list(COLUMNS)[1:]
     found = []
     for entry, name in zip(entries, names, strict=True):

@@ -15,7 +15,8 @@ from .._units import amount
 from .architecture import Architecture
 from .catalogue import MODELS
 from .parts import LABELS
-from .regions import Region, Scaled, border
+from .regions import Region, border
+from .scaling import Scaled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -52,6 +52,13 @@ class Entry:
     def mfu(self) -> float:
         return self.step["MFU"]
 
+    @property
+    def short(self) -> str:
+        """Enough of a layout to tell it from its neighbours."""
+        x = self.layout
+        kept = "inputs" if x.recompute else x.kept
+        return f"PP{x.pp} TP{x.tp} EP{x.ep}{' SSMB' if x.ssmb else ''} ZeRO-{x.zero} {kept}"
+
     def cells(self) -> list[str]:
         """Its line of a table whose columns are `COLUMNS`, without the number."""
         x = self.layout

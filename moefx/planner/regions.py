@@ -1,10 +1,9 @@
-"""Where layouts fit and where not, where SSMB saves more than TED, and how a step scales with GPUs."""
+"""Where layouts fit and where not, and where SSMB saves more than TED."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Literal
 
 import sympy
@@ -15,7 +14,6 @@ from .memory import MEMORY
 from .papers import X_MOE
 from .platforms import Platform
 from .ranking import Entry, Ranking
-from .search import search
 from .sheet import Formula, Sheet, quantities
 from .step import fullest_stage
 
@@ -108,42 +106,3 @@ def saved_by_ssmb(model: Architecture, layout: Layout, platform: Platform) -> st
     formula = Formula("M_saved", _SAVED[layout.recompute], "B", "of all blocks in flight, on the stage that needs most")
     stage = fullest_stage(model, with_it := dataclasses.replace(layout, ssmb=True), platform)
     return (MEMORY + Sheet([_LESS, formula])).shown("M_saved", **with_it.values(model, stage), M_fw=platform.overhead)
-
-
-@dataclasses.dataclass(frozen=True)
-class Scaled:
-    """The best layout on some number of GPUs, or how many bytes the one that lacks least is short of.
-
-    Attributes:
-        batch: sequences of a step.
-        lacking: 0 also where no layout divides the ranks and the batch.
-    """
-
-    num_ranks: int
-    batch: int
-    best: Entry | None
-    lacking: float = 0.0
-
-
-def scaling(ranking: Ranking, is_weak: bool, tell: Callable[[str], object] | None = None) -> list[Scaled]:
-    """The same model on a quarter to four times the GPUs: with the same batch (strong), or as many sequences a GPU."""
-    found = []
-    for times, over in ((1, 4), (1, 2), (1, 1), (2, 1), (4, 1)):
-        ranks, batch = ranking.num_ranks * times, ranking.batch * (times if is_weak else over)
-        if ranks % over or batch % over:
-            continue
-        ranks, batch = ranks // over, batch // over
-        if tell is not None:
-            tell(f"{'weak' if is_weak else 'strong'} scaling: {batch} sequences on {ranks} GPUs")
-        other = ranking if (ranks, batch) == (ranking.num_ranks, ranking.batch) else _again(ranking, ranks, batch)
-        best = other[0] if len(other) else None
-        short = [r.lacking for r in other.rejected if r.lacking]
-        found.append(Scaled(ranks, batch, best, 0.0 if best or not short else min(short)))
-    return found
-
-
-def _again(ranking: Ranking, ranks: int, batch: int) -> Ranking:
-    return search(
-        ranking.model, ranking.platform, ranks, batch=batch, tokens=ranking.tokens,
-        most_sequences=ranking.most_sequences, fast_domain=ranking.fast_domain, schedules=ranking.schedules,
-    )  # fmt: skip

@@ -18,7 +18,8 @@ from moefx.planner.catalogue import model_of
 from moefx.planner.figures import assumptions, sources
 from moefx.planner.page import INSTALL, file_name, has_plots, render
 from moefx.planner.platforms import FITTED, FREE, PLATFORMS, Network, Platform
-from moefx.planner.regions import feasible, saved_by_ssmb, scaling
+from moefx.planner.regions import feasible, saved_by_ssmb
+from moefx.planner.scaling import scaling
 from moefx.planner.search import plan, search
 
 SMALL = ["plan", "olmoe-1b-7b", "--platform", "a100-40gb", "--gpus", "4", "--batch", "16", "--tokens", "512"]
