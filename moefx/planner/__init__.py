@@ -15,6 +15,7 @@ The files, from below:
     simulation/        a step as events, beside the formulas
     ranking.py         layouts that fit and others, as tables, formulas and a page
     search.py          all layouts, ranked
+    fewest.py          how many ranks it takes where nothing fits
     axes.py            the ways to use the axes of a mesh
     decision.py        what was decided for moefx.compile, and why
     auto.py            the fastest use of the axes that fits

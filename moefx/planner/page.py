@@ -68,6 +68,7 @@ def _heading(ranking: Ranking) -> str:
         short = [r for r in ranking.rejected if r.lacking]
         least = min(short, key=lambda r: r.lacking, default=None)
         text += f" The one that lacks least, {least.what}, {least.why}." if least else ""
+        text += f" {found}" if (found := ranking.fewest()) else ""
     size = f"{amount(model.parameters(), '1')} parameters, {amount(model.parameters(model.top_k), '1')} of them active"
     return (
         f"<h2>{escape(model.name)} on {ranking.num_ranks} x {escape(platform.device)}</h2>"
@@ -230,9 +231,11 @@ def _formulas(ranking: Ranking) -> str:
 
 
 def _rejected(ranking: Ranking) -> str:
-    rows = [[r.what, r.why] for r in ranking.rejected]
-    listed = table(["layouts", "why not"], rows, texts=2)
-    return "<h3>Rejected</h3>" + (listed if len(rows) <= MOST else folded(f"{len(rows)} kinds", listed)) if rows else ""
+    if not ranking.rejected:
+        return ""
+    kinds, every = ranking.reasons(), [(r.what, r.why) for r in ranking.rejected]
+    shown, listed = (table(["layouts", "why not"], rows, texts=2) for rows in (kinds, every))
+    return f"<h3>Rejected</h3>{shown}{folded('all of them', listed) if kinds != every else ''}"
 
 
 def _told_apart(entries: Sequence[Entry]) -> list[str]:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .._plan import Plan
 from .._units import amount
@@ -17,6 +17,9 @@ from .platforms import Platform
 from .simulation import Simulated, simulate
 from .step import given, sheet_of
 
+if TYPE_CHECKING:
+    from .fewest import Fewest
+
 COLUMNS = {
     "": 5, "PP": 10, "TP": 4, "DP": 6, "EP": 5, "placed": 10, "SSMB": 6, "ZeRO": 6, "rows": 8, "kept": 8,
     "micro-batches": 15, "memory": 12, "step": 12, "MFU": 0,
@@ -26,6 +29,12 @@ LEGEND = (
     "to each other (EP first) or their replicas are. rows: how they travel. kept: for the backward, by the policy",
     "h or x of Plan(checkpoint=...), or inputs of layers, which run again. micro-batches: 16 of 8 sequences each.",
 )
+
+
+_TERMS = {
+    "M_params": "parameters", "M_grads": "gradients", "M_optimizer": "optimizer states", "M_activations": "activations"
+}  # fmt: skip
+_MOST_SIZES = 9  # of a kind that are printed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,5 +210,34 @@ class Ranking:
             lines += [f"{self.model.name}: {self.model.note}."]
         if not self.platform.is_measured:
             lines += [f"Nobody measured {self.platform.name}: by data sheets, steps are too short and MFUs too high."]
-        lines += ["", "rejected"] + [f"  {rejected.what}: {rejected.why}" for rejected in self.rejected]
+        if not self.entries and (found := self.fewest()):
+            lines += ["", str(found)]
+        lines += ["", "rejected"] + [f"  {what}: {why}" for what, why in self.reasons()]
         return "\n".join(lines)
+
+    def reasons(self) -> list[tuple[str, str]]:
+        """What was rejected and why, a line for each kind: `rejected` has all sizes of it."""
+        lines, short = [], dict[str, list[Rejected]]()
+        for each in self.rejected:
+            if each.lacking:
+                short.setdefault(each.term, []).append(each)
+                continue
+            *first, last = each.what.split(", ")
+            more = f", ... ({len(first) - _MOST_SIZES} more), " if len(first) > _MOST_SIZES else ", "
+            lines.append((more.join(filter(None, (", ".join(first[:_MOST_SIZES]), last))), each.why))
+        for term, group in short.items():
+            nearest = min(group, key=lambda each: each.lacking)
+            if len(group) == 1:
+                lines.append((nearest.what, nearest.why))
+                continue
+            why = f"do not fit, most of it is {_TERMS.get(term, term)} ({term})"
+            lacking = f"{nearest.what} lacks least, {amount(nearest.lacking, 'B')}"
+            lines.append((f"{len(group)} sizes of PP, TP and EP", f"{why}; {lacking}"))
+        return lines
+
+    def fewest(self) -> Fewest | None:
+        """Where nothing fits, the smallest number of GPUs, doubled each time, on which something does. It takes some
+        seconds at the most."""
+        from .fewest import fewest
+
+        return fewest(self)

@@ -27,6 +27,9 @@ _POLICIES = (("h", False), ("x", False), ("h", True))
 _MOST = 10**7  # GPUs, and sequences of a step
 STATES = ("M_params", "M_grads", "M_optimizer", "M_activations")
 _Reasons = dict[str, dict[tuple[tuple[str, int], ...], None]]  # why, and the sizes of what is rejected
+_Short = dict[
+    tuple[int, int, int], tuple[float, str]
+]  # by region, what the one that lacks least lacks; its largest term
 
 
 def search(
@@ -63,9 +66,31 @@ def search(
         )
         raise InvalidPlan(f"platform {platform.name} has too few ranks for {num_ranks} GPUs: {beyond}")
     reach = platform.fast_domain if fast_domain is None else fast_domain
-    rejected: _Reasons = {}
-    short: dict[tuple[int, int, int], tuple[float, str]] = {}
-    entries = []
+    rejected, short = _Reasons(), _Short()
+    asked = (batch, tokens, most_sequences, reach, schedules)
+    entries = list(_entries(model, platform, num_ranks, *asked, rejected, short))
+    there = {_region(entry.layout) for entry in entries}
+    reasons = [Rejected(tuple(map(dict, sizes)), why) for why, sizes in rejected.items()]
+    reasons += [_missed(region, *miss) for region, miss in short.items() if region not in there]
+    entries.sort(key=lambda entry: (entry.seconds, entry.memory["M_gpu"]))
+    return Ranking(model, platform, num_ranks, *asked, tuple(entries), tuple(reasons))
+
+
+def first_fit(ranking: Ranking, num_ranks: int) -> Entry | Rejected | None:
+    """Of another number of ranks, asked the same: a layout that fits, the first that is found; else the one that lacks
+    least, or None if no layout divides so."""
+    asked = (ranking.batch, ranking.tokens, ranking.most_sequences, ranking.fast_domain, ranking.schedules)
+    short = _Short()
+    for entry in _entries(ranking.model, ranking.platform, num_ranks, *asked, _Reasons(), short):
+        return entry
+    return min((_missed(region, *miss) for region, miss in short.items()), key=lambda r: r.lacking, default=None)
+
+
+def _entries(
+    model: Architecture, platform: Platform, num_ranks: int, batch: int, tokens: int, most_sequences: int, reach: int,
+    schedules: Sequence[Schedule], rejected: _Reasons, short: _Short,
+) -> Iterator[Entry]:  # fmt: skip
+    """All that fit, in no order; why others are none is left in the last two."""
     for layout in _layouts(model, platform, num_ranks, batch, tokens, most_sequences, rejected):
         least = layout.tp if layout.ssmb else 1  # ranks that are next to each other whatever the placement
         placements = [first for first in (True, False) if first or least < layout.ep < layout.tp * layout.dp]
@@ -86,16 +111,7 @@ def search(
                 if (fits := fitting[way]) is not None:
                     placed.append(_entry(model, fits[0], platform, first, fits[1]))
             # the usual placement where the other one is no faster
-            entries += placed if len({entry.seconds for entry in placed}) > 1 else placed[:1]
-    there = {_region(entry.layout) for entry in entries}
-    reasons = [Rejected(tuple(map(dict, sizes)), why) for why, sizes in rejected.items()]
-    for region, (lacking, term) in short.items():
-        if region not in there:
-            why = f"does not fit: {amount(lacking, 'B')} too much at the least, most of it {term}"
-            reasons.append(Rejected((dict(zip(("PP", "TP", "EP"), region, strict=True)),), why, lacking, term))
-    entries.sort(key=lambda entry: (entry.seconds, entry.memory["M_gpu"]))
-    asked = (batch, tokens, most_sequences, reach, schedules)
-    return Ranking(model, platform, num_ranks, *asked, tuple(entries), tuple(reasons))
+            yield from placed if len({entry.seconds for entry in placed}) > 1 else placed[:1]
 
 
 def estimated(model: Architecture, layout: Layout, platform: Platform, experts_first: bool = True) -> Entry:
@@ -213,7 +229,7 @@ def way_of(model: Architecture, layout: Layout, platform: Platform, experts_firs
 
 
 def _fitting(
-    model: Architecture, layout: Layout, platform: Platform, short: dict[tuple[int, int, int], tuple[float, str]]
+    model: Architecture, layout: Layout, platform: Platform, short: _Short
 ) -> tuple[Layout, dict[str, float]] | None:
     """With the least ZeRO that fits, and its memory. Where none does, `short` keeps by region how little was lacking,
     and which term is the largest."""
@@ -226,6 +242,11 @@ def _fitting(
         if region not in short or lacking < short[region][0]:
             short[region] = lacking, max(STATES, key=found.__getitem__)
     return None
+
+
+def _missed(region: tuple[int, int, int], lacking: float, term: str) -> Rejected:
+    why = f"does not fit: {amount(lacking, 'B')} too much at the least, most of it {term}"
+    return Rejected((dict(zip(("PP", "TP", "EP"), region, strict=True)),), why, lacking, term)
 
 
 def _region(layout: Layout) -> tuple[int, int, int]:
