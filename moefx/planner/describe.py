@@ -75,9 +75,12 @@ def described(model: nn.Module, found: Survey) -> Architecture:
     """As `describe`, of a model whose blocks were found."""
     graphs = {name: matched.result.graph for matched in found.matched for name in matched.names}
     if not graphs:
-        seen = "".join(f"\n  {refusal}" for refusal in found.refused) or ": it has nothing that looks like one"
+        name, seen = type(model).__name__, "".join(f"\n  {refusal}" for refusal in found.refused)
         raise UnknownArchitecture(
-            f"the planner takes models with routed experts, and no block of {type(model).__name__} is rewritten{seen}"
+            f"the planner takes models with routed experts, and no block of {name} is rewritten{seen}"
+            if seen
+            else f"{name} has no experts: nothing in it looks like a block of them. The planner takes models with "
+            "routed experts"
         )
     kinds: dict[tuple[int, ...], list[str]] = {}
     for name in (name for name, _ in model.named_modules() if name in graphs):

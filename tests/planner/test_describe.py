@@ -10,7 +10,7 @@ from torch import nn
 
 import moefx
 from moefx import cli
-from moefx.errors import UnknownArchitecture
+from moefx.errors import NoMoEBlockFound, UnknownArchitecture
 from moefx.planner.describe import describe
 from moefx.planner.figures import assumptions
 
@@ -116,8 +116,49 @@ def test_plan_takes_modules():
 
 
 def test_models_without_blocks():
-    with pytest.raises(UnknownArchitecture, match="no block of Linear is rewritten"):
+    with pytest.raises(UnknownArchitecture, match="Linear has no experts: nothing in it looks like a block of them"):
         describe(nn.Linear(4, 4), (torch.zeros(2, 4),))
+    with pytest.raises(UnknownArchitecture, match=r"no block of Memory is rewritten\n.*single vectors looked up"):
+        describe(Memory(), (torch.zeros(9, D),))
+
+
+class Memory(nn.Module):
+    """Values that scores choose: no embedding of tokens, though it is one of torch's."""
+
+    def __init__(self):
+        super().__init__()
+        self.keys, self.values = nn.Linear(D, 32), nn.Embedding(32, D)
+
+    def forward(self, x):
+        weights, chosen = self.keys(x).softmax(-1).topk(2, -1)
+        return (self.values(chosen) * weights[..., None]).sum(-2)
+
+
+class Dense(nn.Module):
+    """A language model without experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.mlp, self.head = nn.Embedding(50, D), Mlp(), nn.Linear(D, 50)
+
+    def forward(self, ids):
+        return self.head(self.mlp(self.embed(ids)))
+
+
+def test_an_embedding_of_tokens_is_no_expert():
+    ids = (torch.zeros(2, 9, dtype=torch.int64),)
+    assert not moefx.explain(Dense(), example_inputs=ids).refused
+    with pytest.raises(UnknownArchitecture, match="Dense has no experts"):
+        describe(Dense(), ids)
+    with pytest.raises(NoMoEBlockFound, match="no part in which several submodules"):
+        moefx.compile(Dense(), example_inputs=ids)
+
+
+@pytest.mark.hf
+def test_a_dense_transformers_config():
+    transformers = pytest.importorskip("transformers")
+    with pytest.raises(UnknownArchitecture, match="LlamaForCausalLM has no experts"):
+        moefx.plan(transformers.LlamaConfig(num_hidden_layers=1), "h200", 8)
 
 
 def test_blocks_that_are_not_alike():
