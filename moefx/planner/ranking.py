@@ -128,6 +128,7 @@ class Ranking:
     """Layouts that fit, the fastest first, and what was rejected.
 
     Attributes:
+        num_ranks: the world size.
         batch, tokens, most_sequences, fast_domain, schedules: what `search` was asked.
     """
 

@@ -39,17 +39,15 @@ def search(
     """Every layout under Piper's constraints 7 to 11, by the seconds of a step.
 
     Args:
-        batch: sequences of a step, over all ranks.
-        tokens: of a sequence.
-        most_sequences: of a micro-batch.
-        fast_domain: ranks that an expert axis may reach over; None: as the platform says, 0: any.
-        schedules: of pipelines, to choose from; of "interleaved" with two and four chunks of a stage.
+        num_ranks: the world size.
+        batch, tokens, most_sequences, fast_domain, schedules: as of `plan`; "interleaved" has two or four chunks of a
+            stage.
 
     Raises:
         InvalidPlan: sizes that cannot be meant.
     """
-    whole_numbers(InvalidPlan, num_ranks=num_ranks, batch=batch, tokens=tokens, most_sequences=most_sequences)
-    for what, number in (("num_ranks", num_ranks), ("batch", batch)):
+    whole_numbers(InvalidPlan, world_size=num_ranks, batch=batch, tokens=tokens, most_sequences=most_sequences)
+    for what, number in (("world_size", num_ranks), ("batch", batch)):
         if number > _MOST:
             raise InvalidPlan(f"{what} is {number}, expected {_MOST} at the most")
     if fast_domain is not None and (type(fast_domain) is not int or fast_domain < 0):
@@ -123,15 +121,24 @@ def estimated(model: Architecture, layout: Layout, platform: Platform, experts_f
     return _entry(model, layout, platform, experts_first, memory(model, layout, platform))
 
 
-def plan(model: Any, platform: str | Platform, world_size: int, **options: Any) -> Ranking:
+def plan(
+    model: Any, platform: str | Platform, world_size: int, *, batch: int = 1024, tokens: int = 4096,
+    most_sequences: int = 8, fast_domain: int | None = None, schedules: Sequence[Schedule] = ("1f1b",),
+    example_inputs: Any = None,
+) -> Ranking:  # fmt: skip
     """Which layouts of a model fit a platform, and which is the fastest.
 
     Args:
         model: a name of the catalogue, an `Architecture`, an nn.Module, on the meta device too (see `describe`), or a
             transformers config, of which a model is made on the meta device.
         platform: a name ("frontier", "dgx-h100", "h200", "mi300x", "a100-40gb"), a platform file, or a `Platform`.
-        world_size: GPUs.
-        options: batch, tokens, most_sequences, fast_domain and schedules of `search`; example_inputs of a module.
+        world_size: GPUs, all of them: `--gpus` of the command line, `num_ranks` of the ranking.
+        batch: sequences of a step, over all GPUs.
+        tokens: of a sequence.
+        most_sequences: of a micro-batch.
+        fast_domain: GPUs that an expert axis may reach over; None: as the platform says, 0: any.
+        schedules: of pipelines, to choose from: "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2".
+        example_inputs: of a module, as for `moefx.compile`; of nothing else.
 
     Raises:
         UnknownArchitecture, UnknownPlatform: no such model or platform; with the names that are near.
@@ -141,8 +148,7 @@ def plan(model: Any, platform: str | Platform, world_size: int, **options: Any) 
     if isinstance(model, nn.Module) or hasattr(model, "model_type"):
         from .describe import describe, module_of  # with capture and all passes
 
-        inputs = options.pop("example_inputs", None)
-        described = describe(model if isinstance(model, nn.Module) else module_of(model), inputs)
+        described = describe(model if isinstance(model, nn.Module) else module_of(model), example_inputs)
     if not isinstance(described, Architecture):
         raise UnknownArchitecture(
             "moefx.plan takes the name of a model, a module, a transformers config or an Architecture, not "
@@ -151,7 +157,10 @@ def plan(model: Any, platform: str | Platform, world_size: int, **options: Any) 
     machine = platform_of(os.fspath(platform)) if isinstance(platform, (str, os.PathLike)) else platform
     if not isinstance(machine, Platform):
         raise UnknownPlatform(f"moefx.plan takes a platform, its name or a file, not {type(machine).__name__}")
-    return search(described, machine, world_size, **options)
+    return search(
+        described, machine, world_size, batch=batch, tokens=tokens, most_sequences=most_sequences,
+        fast_domain=fast_domain, schedules=schedules,
+    )  # fmt: skip
 
 
 def _layouts(

@@ -222,7 +222,7 @@ def test_the_command(capsys, tmp_path, monkeypatch):
     [
         (("olmo", "h200", 8), UnknownArchitecture, "no model 'olmo'"),
         (("olmoe-1b-7b", "h300", 8), UnknownPlatform, "no platform 'h300'; did you mean h200"),
-        (("olmoe-1b-7b", "h200", 0), InvalidPlan, "num_ranks is 0"),
+        (("olmoe-1b-7b", "h200", 0), InvalidPlan, "world_size is 0"),
         (
             (7, "h200", 8),
             UnknownArchitecture,
