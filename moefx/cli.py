@@ -334,6 +334,8 @@ def run_plan(arguments: argparse.Namespace) -> int:
         batch=arguments.batch, tokens=arguments.tokens, schedules=arguments.schedules.replace(" ", "").split(",")
     )
     ranking = plan(model, arguments.platform, arguments.gpus, **more)
+    if not len(ranking):
+        arguments.explain = arguments.simulate = None  # the reasons are shown instead
     if arguments.explain is not None:
         if arguments.explain > len(ranking):
             raise UsageError(f"--explain {arguments.explain}: {len(ranking)} layouts fit")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._plan import Plan
 from .._units import amount
+from ..errors import NothingFits
 from .architecture import Architecture
 from .layout import Layout, Schedule
 from .memory import MEMORY
@@ -153,8 +154,10 @@ class Ranking:
         """The first has number 0.
 
         Raises:
-            IndexError: there are fewer; of none, `str(ranking)` says why.
+            NothingFits: there is none. IndexError: there are fewer.
         """
+        if not self.entries:
+            raise NothingFits(self._nothing())
         if not -len(self.entries) <= index < len(self.entries):
             raise IndexError(f"no entry {index}: {len(self.entries)} layouts fit, print the ranking for the reasons")
         return self.entries[index]
@@ -235,6 +238,19 @@ class Ranking:
             lacking = f"{nearest.what} lacks least, {amount(nearest.lacking, 'B')}"
             lines.append((f"{len(group)} sizes of PP, TP and EP", f"{why}; {lacking}"))
         return lines
+
+    def _nothing(self) -> str:
+        head = f"no layout of {self.model.name} fits {self.num_ranks} x {self.platform.device}"
+        nearest = min((r for r in self.rejected if r.lacking), key=lambda r: r.lacking, default=None)
+        if nearest is None:
+            return f"{head}: none divides so. Take another world_size or batch; print(ranking) says what divides what"
+        term = _TERMS.get(nearest.term, nearest.term)
+        remedy = "fewer tokens, or more GPUs" if nearest.term == "M_activations" else "more GPUs"
+        return (
+            f"{head} ({amount(self.platform.capacity, 'B')} each). {nearest.what} lacks least: "
+            f"{amount(nearest.lacking, 'B')}, most of what it needs is {term}. Take {remedy} (print(ranking.fewest()) "
+            "says how many would do); print(ranking) has the reasons"
+        )
 
     def fewest(self) -> Fewest | None:
         """Where nothing fits, the smallest number of GPUs, doubled each time, on which something does. It takes some

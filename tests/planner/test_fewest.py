@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from moefx.errors import InvalidPlan
+from moefx import cli
+from moefx.errors import InvalidPlan, MoefxError, NothingFits
 from moefx.planner.fewest import fewest
 from moefx.planner.platforms import PLATFORMS, Network
 from moefx.planner.search import plan
@@ -40,6 +41,28 @@ def test_nothing_is_searched_where_something_fits_or_there_are_no_more():
     assert "Doubling" not in str(plan("deepseek-v3", node, 8))
     with pytest.raises(InvalidPlan):
         plan("deepseek-v3", node, 16)
+
+
+def test_the_first_of_none_says_why_and_what_to_do():
+    ranking = plan("deepseek-v3", "a100-40gb", 8)
+    assert list(ranking) == [] and not len(ranking)
+    with pytest.raises(NothingFits, match=r"no layout of deepseek-v3 fits 8 x NVIDIA A100.*\(40 GiB each\)") as caught:
+        ranking[0]
+    nearest = min((r for r in ranking.rejected if r.lacking), key=lambda r: r.lacking)
+    assert isinstance(caught.value, IndexError) and isinstance(caught.value, MoefxError)
+    assert f"{nearest.what} lacks least" in str(caught.value)
+    assert "optimizer states. Take more GPUs" in str(caught.value)
+    with pytest.raises(NothingFits, match="none divides so"):
+        plan("olmoe-1b-7b", "h200", 1009, batch=3).explain()
+    with pytest.raises(IndexError, match="no entry 100000"):
+        plan("olmoe-1b-7b", "h200", 8)[100000]
+
+
+def test_the_command_shows_reasons_instead_of_formulas(capsys):
+    assert (
+        cli.main(["plan", "deepseek-v3", "--platform", "a100-40gb", "--gpus", "8", "--explain", "1", "--no-page"]) == 1
+    )
+    assert "rejected" in capsys.readouterr().out
 
 
 def test_no_number_divides():
