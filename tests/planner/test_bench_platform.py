@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import statistics
 
 import pytest
@@ -132,9 +133,12 @@ def test_this_machine(quick, tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     out, raw = tmp_path / "here.json", tmp_path / "raw.jsonl"
     platform.main(["--device", "cpu", "--only", "device", "--out", str(out), "--raw", str(raw), "--name", "mine"])
-    printed = capsys.readouterr().out
+    printed, told = capsys.readouterr()
     assert "GEMM" in printed and "128x64x32x8x2, and backward" in printed and f"wrote {out}, {raw}" in printed
     made = moefx.Platform.from_json(out.read_text())
+    steps = re.findall(r"^bench platform: +\d+ s, step (\d+)( of 6)?: (.*)$", told, re.M)
+    assert [number for number, _, _ in steps] == list("123456") and all(of for _, of, _ in steps[1:])
+    assert [what for _, _, what in steps[1:4]] == ["GEMMs", "attention", "experts 64x32x16x4x2"]
     assert made.name == "mine" and made.peak > 0 and made.capacity > 2**30
     assert len(moefx.plan("olmoe-1b-7b", str(out), 1, batch=1, tokens=128).table()) > 0
     again = tmp_path / "again.json"
