@@ -23,5 +23,5 @@ The files, from below:
     parts.py           what memory and time are made of
     regions.py         what fits, SSMB and TED
     scaling.py         the best on fewer and on more ranks
-    plots.py, figures.py, page.py    the page: pictures, sources of figures, all of it
+    labels.py, plots.py, figures.py, page.py    the page: pictures, sources of figures, all of it
 """
