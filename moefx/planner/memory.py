@@ -76,7 +76,7 @@ BLOCK = Sheet(
     ]
 )  # fmt: skip
 
-MEMORY = STATES + BLOCK + Sheet(
+ACTIVATIONS = BLOCK + Sheet(  # of layers that STATES counts
     [
         Formula(
             "A_attention", 2 * b * s * (2 * d * n_attn + w_latent + w_attn / TP) + 4 * b * s * H / TP, "B",
@@ -95,6 +95,7 @@ MEMORY = STATES + BLOCK + Sheet(
             + A_logits,
             "B", "Piper eq. 3 and 4: of the micro-batches in flight",
         ),
-        Formula("M_gpu", M_states + M_activations + M_fw, "B", "Piper eq. 4"),
     ]
 )  # fmt: skip
+TOTAL = Sheet([Formula("M_gpu", M_states + M_activations + M_fw, "B", "Piper eq. 4")])
+MEMORY = STATES + ACTIVATIONS + TOTAL

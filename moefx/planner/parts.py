@@ -34,7 +34,7 @@ LABELS = {
 
 def memory_parts(model: Architecture, platform: Platform, layout: Layout) -> dict[str, float]:
     """Bytes by formula, of the stage that needs most; they add up to `M_gpu`."""
-    stage = fullest_stage(model, layout, platform)
+    stage = fullest_stage(model, layout)
     return values_of(MEMORY, "M_gpu", layout.values(model, stage) | {"M_fw": platform.overhead})
 
 

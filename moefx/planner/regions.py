@@ -104,5 +104,5 @@ def saved_by_ssmb(model: Architecture, layout: Layout, platform: Platform) -> st
     if layout.tp == 1 or layout.ep % layout.tp:
         return ""
     formula = Formula("M_saved", _SAVED[layout.recompute], "B", "of all blocks in flight, on the stage that needs most")
-    stage = fullest_stage(model, with_it := dataclasses.replace(layout, ssmb=True), platform)
+    stage = fullest_stage(model, with_it := dataclasses.replace(layout, ssmb=True))
     return (MEMORY + Sheet([_LESS, formula])).shown("M_saved", **with_it.values(model, stage), M_fw=platform.overhead)

@@ -20,7 +20,7 @@ from .catalogue import model_of
 from .layout import Layout, Schedule
 from .platforms import Platform, platform_of
 from .ranking import Entry, Ranking, Rejected
-from .step import given, memory, seconds_of_ways, sheet_of, units_above
+from .step import given, memory, memory_by_zero, seconds_of_ways, sheet_of, units_above
 
 # What is kept and whether layers run again, the fastest first.
 _POLICIES = (("h", False), ("x", False), ("h", True))
@@ -242,12 +242,11 @@ def _fitting(
 ) -> tuple[Layout, dict[str, float]] | None:
     """With the least ZeRO that fits, and its memory. Where none does, `short` keeps by region how little was lacking,
     and which term is the largest."""
-    for zero in (1, 2, 3) if layout.dp > 1 else (0,):
-        tried = dataclasses.replace(layout, zero=zero)
-        found = memory(model, tried, platform)
-        lacking, region = found["M_gpu"] - platform.capacity, _region(layout)
+    region = _region(layout)
+    for zero, found in memory_by_zero(model, layout, platform, (1, 2, 3) if layout.dp > 1 else (0,)):
+        lacking = found["M_gpu"] - platform.capacity
         if lacking <= 0:
-            return tried, found
+            return dataclasses.replace(layout, zero=zero), found
         if region not in short or lacking < short[region][0]:
             short[region] = lacking, max(STATES, key=found.__getitem__)
     return None

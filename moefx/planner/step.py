@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Iterable, Iterator
 from typing import Any, get_args
 
 import sympy
@@ -13,7 +14,7 @@ from .architecture import Architecture
 from .communication import VOLUMES, exchange, level_values, row_bytes, whole_link
 from .compute import FORWARD
 from .layout import KEPT, Layout, Way
-from .memory import MEMORY, STATES
+from .memory import ACTIVATIONS, STATES, TOTAL
 from .platforms import Network, Platform
 from .sheet import Formula, Sheet, quantities, quantity
 
@@ -94,20 +95,38 @@ def flop_per_token(model: Architecture, tokens: int) -> float:
 
 def memory(model: Architecture, layout: Layout, platform: Platform) -> dict[str, float]:
     """Results of `MEMORY`, of the stage that needs most: the first, or the last, which has the logits."""
-    return max(_of_ends(model, layout, platform).values(), key=lambda results: results["M_gpu"])
+    ((_, found),) = memory_by_zero(model, layout, platform, (layout.zero,))
+    return found
 
 
-def fullest_stage(model: Architecture, layout: Layout, platform: Platform) -> int:
+def memory_by_zero(
+    model: Architecture, layout: Layout, platform: Platform, zeros: Iterable[int]
+) -> Iterator[tuple[int, dict[str, float]]]:
+    """`memory` with other stages of ZeRO than the layout's own, each with its number."""
+    states, (_, kept) = _states(model, layout.pp, layout.tp, layout.dp, layout.ep), _fullest(model, layout)
+    for zero in zeros:
+        found = states[zero] | kept
+        yield zero, found | TOTAL(**found, M_fw=platform.overhead)
+
+
+def fullest_stage(model: Architecture, layout: Layout) -> int:
     """The stage that `memory` is of."""
-    ends = _of_ends(model, layout, platform)
-    return max(ends, key=lambda stage: ends[stage]["M_gpu"])
+    return _fullest(model, layout)[0]
 
 
-def _of_ends(model: Architecture, layout: Layout, platform: Platform) -> dict[int, dict[str, float]]:
-    return {
-        stage: MEMORY(**layout.values(model, stage), M_fw=platform.overhead)
-        for stage in dict.fromkeys((0, layout.pp - 1))
-    }
+def _fullest(model: Architecture, layout: Layout) -> tuple[int, dict[str, float]]:
+    """The stage that keeps most activations, and what it keeps: states are as many on all."""
+    counted = _states(model, layout.pp, layout.tp, layout.dp, layout.ep)[layout.zero]
+    ends = (0, layout.pp - 1) if layout.pp > 1 else (0,)
+    kept = {stage: ACTIVATIONS(**layout.values(model, stage), **counted) for stage in ends}
+    return max(kept.items(), key=lambda of: of[1]["M_activations"])
+
+
+@functools.lru_cache(maxsize=64)
+def _states(model: Architecture, pp: int, tp: int, dp: int, ep: int) -> dict[int, dict[str, float]]:
+    """Results of `STATES` by stage of ZeRO: the same whatever the tokens and what is kept of them."""
+    layout = Layout(pp=pp, tp=tp, dp=dp, ep=ep)
+    return {zero: STATES(**layout.values(model) | layout.spread(zero)) for zero in range(4)}
 
 
 def given(model: Architecture, layout: Layout, platform: Platform, experts_first: bool = True) -> dict[str, float]:
