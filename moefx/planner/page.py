@@ -19,6 +19,7 @@ MOST = 10
 INSTALL = "pip install matplotlib"
 has_plots = plots.has_plots
 Tell = Callable[[str], object]
+_PUT_IN = "numbers that are put in are bytes, FLOP and seconds; results have larger units"
 
 
 def file_name(ranking: Ranking) -> str:
@@ -69,7 +70,8 @@ def _heading(ranking: Ranking) -> str:
         least = min(short, key=lambda r: r.lacking, default=None)
         text += f" The one that lacks least, {least.what}, {least.why}." if least else ""
         text += f" {found}" if (found := ranking.fewest()) else ""
-    size = f"{amount(model.parameters(), '1')} parameters, {amount(model.parameters(model.top_k), '1')} of them active"
+    every, active = (model.parameters(experts) / 1e9 for experts in (None, model.top_k))
+    size = f"{every:.4g} billion parameters, {active:.4g} of them active"
     return (
         f"<h2>{escape(model.name)} on {ranking.num_ranks} x {escape(platform.device)}</h2>"
         f"<p class=muted>platform {escape(platform.name)}; {asked}; {size}; {escape(model.source)}</p>"
@@ -126,7 +128,7 @@ def _regions(ranking: Ranking, with_plots: bool, say: Tell) -> str:
         )
     return (
         "<h3>What fits</h3><p class=muted>The step of the fastest layout with these sizes, or by how much the one that "
-        "needs least does not fit. A dash: the ranks do not divide so.</p>"
+        "needs least does not fit. A dash: the ranks do not divide so. Framed: the fastest.</p>"
         + picture
         + folded("in numbers", "".join(map(_grid, found)), not with_plots)
     )
@@ -162,8 +164,8 @@ def _ssmb(ranking: Ranking, with_plots: bool, say: Tell) -> str:
         better = "SSMB" if found["A_saving"] > found["M_cost"] else "TED"
         shown = "\n".join(TRADE_OFF.shown(name, **given) for name in ("A_saving", "M_cost"))
         own = (
-            f"<p>The fastest layout{with_ranks}, {model.matrices} matrices an expert and m = {given['m']:g} times a "
-            f"layer's activations: {better} saves more.</p>"
+            f"<p>The fastest layout{with_ranks}, {model.matrices} matrices an expert and the activations of "
+            f"n_kept = {given['n_kept']:g} layers at once: {better} saves more.</p>"
             f"<pre><code>{escape(shown)}</code></pre>{_kept(ranking)}"
         )
     return (
@@ -184,7 +186,7 @@ def _kept(ranking: Ranking) -> str:
         return ""
     return (
         "<p>X-MoE keeps a row for each choice, before and behind the experts. What this layout keeps is in A_block: "
-        f"rows as they arrived, once a rank, and the experts' hidden rows. Of that SSMB saves:</p>"
+        f"rows as they arrived, once a rank, and the experts' hidden rows. Of that SSMB saves M_saved ({_PUT_IN}):</p>"
         f"<pre><code>{escape(shown)}</code></pre>"
     )
 
@@ -225,9 +227,10 @@ def _formulas(ranking: Ranking) -> str:
         "memory of a GPU": bytes_of, "time of a step": seconds_of,
         "its layout, and its moefx.Plan as JSON": f"{best.layout}\n{best.plan().to_json()}",
     }  # fmt: skip
-    return "<h3>The fastest in formulas</h3>" + "".join(
-        folded(what, f"<pre><code>{escape(text)}</code></pre>") for what, text in texts.items()
+    head = (
+        f"<h3>The fastest in formulas</h3><p class=muted>Each with the numbers put in ({_PUT_IN}), and its result.</p>"
     )
+    return head + "".join(folded(what, f"<pre><code>{escape(text)}</code></pre>") for what, text in texts.items())
 
 
 def _rejected(ranking: Ranking) -> str:

@@ -54,12 +54,12 @@ def feasible(ranking: Ranking, axes: tuple[Axis, Axis] = ("PP", "EP")) -> Region
     return Region(axes, rows, columns, cells)
 
 
-c, k, E, EP, F, n_mat, d, G, b, s, l_moe, m = quantities("c k E EP F n_mat d G b s l_moe m")
+c, k, E, EP, F, n_mat, d, G, b, s, l_moe, m, n_kept = quantities("c k E EP F n_mat d G b s l_moe m n_kept")
 
 # X-MoE appendix C.2 for a GPU: all its layers, the micro-batches in flight, and experts of the matrices that they have.
 TRADE_OFF = Sheet(
     [
-        Formula("A_saving", 4 * m * c * k * b * s * d * (G - 1) / G, "B", "X-MoE eq. 1: what SSMB keeps less"),
+        Formula("A_saving", 4 * n_kept * c * k * b * s * d * (G - 1) / G, "B", "X-MoE eq. 1: what SSMB keeps less"),
         Formula(
             "M_cost", l_moe * E / EP * 4 * n_mat * F * d * (G - 1) / G, "B",
             "X-MoE appendix C.2: what TED has less of parameters and gradients",
@@ -75,13 +75,13 @@ def border(tokens: int, capacity: float = 1.0) -> float:
 
 
 def trade_off(model: Architecture, layout: Layout) -> dict[str, float]:
-    """What `TRADE_OFF` is given. m: layers' activations that are kept at once, of all micro-batches in flight. A layout
-    without TP is taken as one of two ranks."""
+    """What `TRADE_OFF` is given. `n_kept`: layers' activations that are kept at once, of all micro-batches in flight. A
+    layout without TP is taken as one of two ranks."""
     layers = math.ceil(model.num_moe_layers / layout.pp)
     return {
         "c": 1, "k": model.top_k, "E": model.num_experts, "EP": layout.ep, "F": model.expert_size,
         "n_mat": model.matrices, "d": model.hidden_size, "G": max(2, layout.tp), "b": layout.sequences,
-        "s": layout.tokens, "l_moe": layers, "m": 1 if layout.recompute else layers * layout.in_flight(0),
+        "s": layout.tokens, "l_moe": layers, "n_kept": 1 if layout.recompute else layers * layout.in_flight(0),
     }  # fmt: skip
 
 
