@@ -105,7 +105,7 @@ def parser() -> argparse.ArgumentParser:
         "model", help="a name such as deepseek-v3 (a wrong one lists all), or a transformers config on disk"
     )
     plan.add_argument("--platform", default="dgx-h100", help="a name, or a platform file (default: dgx-h100)")
-    plan.add_argument("--gpus", type=positive, required=True, help="all of them: the world_size of moefx.plan")
+    plan.add_argument("--gpus", type=positive, required=True, help="how many, in all: the world_size of moefx.plan")
     plan.add_argument("--batch", type=positive, default=1024, help="sequences of a step, of all ranks (default: 1024)")
     plan.add_argument("--tokens", type=positive, default=4096, help="of a sequence (default: 4096)")
     names = "gpipe, 1f1b, interleaved, zb-h1, zb-h2"

@@ -32,7 +32,7 @@ LEGEND = (
 )
 
 
-_TERMS = {
+TERMS = {  # of the memory, that a rejected layout may have most of
     "M_params": "parameters", "M_grads": "gradients", "M_optimizer": "optimizer states", "M_activations": "activations"
 }  # fmt: skip
 _MOST_SIZES = 9  # of a kind that are printed
@@ -234,7 +234,7 @@ class Ranking:
             if len(group) == 1:
                 lines.append((nearest.what, nearest.why))
                 continue
-            why = f"do not fit, most of it is {_TERMS.get(term, term)} ({term})"
+            why = f"do not fit, most of it is {TERMS[term]} ({term})"
             lacking = f"{nearest.what} lacks least, {amount(nearest.lacking, 'B')}"
             lines.append((f"{len(group)} sizes of PP, TP and EP", f"{why}; {lacking}"))
         return lines
@@ -244,7 +244,7 @@ class Ranking:
         nearest = min((r for r in self.rejected if r.lacking), key=lambda r: r.lacking, default=None)
         if nearest is None:
             return f"{head}: none divides so. Take another world_size or batch; print(ranking) says what divides what"
-        term = _TERMS.get(nearest.term, nearest.term)
+        term = TERMS[nearest.term]
         remedy = "fewer tokens, or more GPUs" if nearest.term == "M_activations" else "more GPUs"
         return (
             f"{head} ({amount(self.platform.capacity, 'B')} each). {nearest.what} lacks least: "

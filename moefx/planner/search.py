@@ -19,13 +19,13 @@ from .architecture import Architecture, whole_numbers
 from .catalogue import model_of
 from .layout import Layout, Schedule
 from .platforms import Platform, platform_of
-from .ranking import Entry, Ranking, Rejected
+from .ranking import TERMS, Entry, Ranking, Rejected
 from .step import given, memory, memory_by_zero, seconds_of_ways, sheet_of, units_above
 
 # What is kept and whether layers run again, the fastest first.
 _POLICIES = (("h", False), ("x", False), ("h", True))
 _MOST = 10**7  # GPUs, and sequences of a step
-STATES = ("M_params", "M_grads", "M_optimizer", "M_activations")
+STATES = tuple(TERMS)
 _Reasons = dict[str, dict[tuple[tuple[str, int], ...], None]]  # why, and the sizes of what is rejected
 _Short = dict[
     tuple[int, int, int], tuple[float, str]
@@ -62,7 +62,8 @@ def search(
         beyond = (
             f"its coarsest network, {platform.networks[-1].name!r}, has {known} ranks, and nothing says what is beyond"
         )
-        raise InvalidPlan(f"platform {platform.name} has too few ranks for {num_ranks} GPUs: {beyond}")
+        remedy = "`python -m moefx bench platform --base NAME` takes the networks beyond from another platform"
+        raise InvalidPlan(f"platform {platform.name} has too few ranks for {num_ranks} GPUs: {beyond}. {remedy}")
     reach = platform.fast_domain if fast_domain is None else fast_domain
     rejected, short = _Reasons(), _Short()
     asked = (batch, tokens, most_sequences, reach, schedules)
@@ -253,7 +254,7 @@ def _fitting(
 
 
 def _missed(region: tuple[int, int, int], lacking: float, term: str) -> Rejected:
-    why = f"does not fit: {amount(lacking, 'B')} too much at the least, most of it {term}"
+    why = f"does not fit: {amount(lacking, 'B')} too much at the least, most of it {TERMS[term]} ({term})"
     return Rejected((dict(zip(("PP", "TP", "EP"), region, strict=True)),), why, lacking, term)
 
 

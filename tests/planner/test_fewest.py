@@ -31,7 +31,9 @@ def test_where_none_is_enough_the_term_is_named():
     found = fewest(ranking)
     assert time.process_time() - begin < 5
     assert found and found.entry is None and found.nearest and found.nearest.term == "M_activations"
-    assert f"nothing fits up to {found.num_ranks}: there PP=" in str(found) and "most of it M_activations" in str(found)
+    assert f"nothing fits up to {found.num_ranks}: there PP=" in str(
+        found
+    ) and "most of it activations (M_activations)" in str(found)
 
 
 def test_nothing_is_searched_where_something_fits_or_there_are_no_more():
