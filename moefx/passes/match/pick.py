@@ -7,6 +7,7 @@ import string
 
 import torch
 
+from .paths import has_place
 from .resolve import shift, structure, weight
 from .shapes import reshape_group, unravel
 from .terms import Term, Terms, is_const, number, without_row
@@ -116,8 +117,11 @@ def _pick_reshape(T: Terms, t: Term, axis: int, i: int) -> Term:
         return T.reshape(T.picks(inner, dict(zip(ins, where, strict=True))), shape)
     if len(ins) == 1:
         sizes = [t.shape[d] for d in outs]
-        if ins[0] in structure(T, inner) and (apart := _split_axis(T, inner, ins[0], sizes)) is not None:
+        computed = inner.op in ("ein", "pw") or ins[0] in structure(T, inner)
+        if computed and (apart := _split_axis(T, inner, ins[0], sizes)) is not None:
             return T.reshape(T.pick(apart, ins[0] + outs.index(axis), i), shape)
+        if axis > outs[0] and has_place(inner):  # not a range of it, or not one without steps
+            return T.make("at", (t, ((axis, i),)), shape)
         elements = torch.arange(math.prod(sizes)).reshape(sizes).select(outs.index(axis), i).reshape(1, -1)
         return T.reshape(T.index(inner, ins, elements, ins[0]), shape)
     merged = (*inner.shape[: ins[0]], math.prod(inner.shape[d] for d in ins), *inner.shape[ins[-1] + 1 :])
@@ -147,7 +151,7 @@ def _with_axes(T: Terms, t: Term, axis: int, sizes: list[int]) -> Term:
     """`t` with axes of these sizes in the place of one, of which there may be one element for all."""
     if t.shape[axis] == 1:
         sizes = [1] * len(sizes)
-    apart = _split_axis(T, t, axis, sizes) if axis in structure(T, t) else None
+    apart = _split_axis(T, t, axis, sizes) if t.op in ("ein", "pw") or axis in structure(T, t) else None
     return apart if apart is not None else T.reshape(t, (*t.shape[:axis], *sizes, *t.shape[axis + 1 :]))
 
 
