@@ -253,9 +253,10 @@ def history(compiled: nn.Module, name: str) -> History:
             "no block of this model is rewritten; pass what moefx.compile returned, or what torch.compile with "
             "backend='moefx' did, once it was called"
         )
-    if name not in forwards:
+    found = forwards.get(name) or forwards.get(f"moefx.{name.replace('.', '_')}")  # as `explain` calls a graph's region
+    if found is None:
         raise MoefxError(f"no rewritten block {name!r}; there is {', '.join(shown(n) for n in forwards)}")
-    return forwards[name].programs[0].history
+    return found.programs[0].history
 
 
 # ---------------------------------------------------------------------- pieces of compile

@@ -134,6 +134,7 @@ def test_inspection():
     assert "build_pft" in str(moefx.graph(out, names[0], after="rewrite_block"))
     report = moefx.explain(out)
     assert [m.names for m in report.matched] == [("layers.0.moe", "layers.1.moe")]
+    assert moefx.history(out, "layers.1.moe") is moefx.history(out, names[1])  # as the report calls it
     assert "E=5, top-2" in str(report)
 
 
