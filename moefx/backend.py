@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import logging
 import re
 import weakref
@@ -20,6 +21,7 @@ from .graphs import artifacts
 from .graphs.rewriting import Found, checked_graph, checked_plan, rewritten
 from .runtime.module import BlockForward, rewritten_blocks
 from .survey import Refusal
+from .verification.traced import Way
 
 _log = logging.getLogger(__name__)
 _told: set[str] = set()
@@ -197,13 +199,31 @@ def _keep(out: fx.GraphModule, found: Found, record: Record) -> None:
     del _KEPT[:-_MOST_KEPT]
 
 
-def _is_compiled(model: Any) -> bool:
-    """Whether `torch.compile` made it with this backend; what it keeps of that is private."""
+def ways_of(model: nn.Module) -> dict[str, Way]:
+    """How `torch.compile` made a model, or modules of one (`module.compile`), with this backend.
+
+    What torch keeps of that is private."""
+    ways = {}
+    if hasattr(model, "_orig_mod"):
+        ways[""] = _way(getattr(model, "dynamo_ctx", None))
+    else:
+        for name, module in model.named_modules():
+            if (call := getattr(module, "_compiled_call_impl", None)) is not None:
+                ways[name] = _way(inspect.getclosurevars(call).nonlocals.get("self"))
+    return {name: way for name, way in ways.items() if way is not None}
+
+
+def _way(context: Any) -> Way | None:
+    """Of what `torch.compile` has for a call; None: not by this backend, or by another torch."""
     try:
-        made = torch._dynamo.eval_frame.innermost_backend(model.dynamo_ctx.callback)
-        return getattr(made, "compiler_fn", made) is backend
-    except Exception:  # no such model, or another torch
-        return False
+        made = torch._dynamo.eval_frame.innermost_backend(context.callback)
+        if getattr(made, "compiler_fn", made) is not backend:
+            return None
+        given = getattr(made, "kwargs", {})
+        plan, _ = _options(options := given.get("options"), given.get("mode"))
+        return Way(plan, getattr(made, "dynamic", None), str((options or {}).get("backend", "inductor")))
+    except Exception:
+        return None
 
 
 def compiled_for(model: nn.Module) -> tuple[Record | None, dict[str, BlockForward]]:
@@ -224,5 +244,5 @@ def compiled_for(model: nn.Module) -> tuple[Record | None, dict[str, BlockForwar
         refused.update({str(r): r for r in one.record.refused})
         seconds += one.record.seconds
     if not found:
-        return (Record((), (_NOTHING,), 0.0) if _is_compiled(model) else None), {}
+        return (Record((), (_NOTHING,), 0.0) if ways_of(model) else None), {}
     return Record(tuple(matched.values()), tuple(refused.values()), seconds), forwards
