@@ -28,7 +28,7 @@ class Weights:
     def _steps(self, node: fx.Node, steps: tuple[tuple, ...], off: int) -> fx.Node:
         """Follow the steps of a place, on one parameter (`off=0`) or on a stack of them (`off=1`)."""
         for op, *rest in steps:
-            shape = rest[0]
+            shape = rest[0] if rest else ()
             if op in ("at", "squeeze"):
                 for axis, i in sorted(rest[1], reverse=True):
                     node = self.emit.call(aten.select.int, (node, axis + off, i))
