@@ -38,6 +38,13 @@ def hint(n: Any) -> int:
     return int(n)
 
 
+def plain(n: Any) -> Any:
+    """A size; of a symbol that can be one number only, that number: where Dynamo has seen that it must be."""
+    if isinstance(n, torch.SymInt) and n.node.expr.is_Integer:
+        return int(n.node.expr)
+    return n
+
+
 def is_held(name: str) -> bool:
     """Whether a source is a parameter or buffer of a module."""
     return "._parameters[" in name or "._buffers[" in name

@@ -27,7 +27,7 @@ from ..errors import Refused
 from .code import Size, Value, call, map_leaves, modes
 from .extents import Extent
 from .facts import Facts
-from .nodes import hint, target_name
+from .nodes import SELECT, hint, plain, target_name
 
 _PROBES = (101, 103, 107, 109, 113)
 _FACTORIES = {
@@ -50,7 +50,7 @@ class Dims:
         probe: sizes that look like nothing else.
     """
 
-    def __init__(self, shape: torch.Size, constants: set[int]):
+    def __init__(self, shape: Sequence[Any], constants: set[int]):
         self.rank = len(shape)
         self.axes = [i for i, n in enumerate(shape[:-1]) if not (type(n) is int and n == 1)]
         names: tuple[str, ...] = NAMES[: len(self.axes)] if len(self.axes) > 1 else ("S",) * len(self.axes)
@@ -121,7 +121,7 @@ class Generalised:
         self.device = entry.device if has_autocast else torch.device("meta")
         constants = {c for n in extent.inside for c in self._numbers((n.args, n.kwargs))}
         constants |= {hint(s) for n in extent.inside if (t := facts.tensor(n)) is not None for s in t.shape}
-        self.dims = Dims(entry.shape, constants)
+        self.dims = Dims([plain(n) for n in entry.shape], constants)
         if not self.dims.names:
             raise Refused("there is one token only: sizes do not show what is of tokens")
         self.arguments: dict[fx.Node, tuple[tuple, dict]] = {}
@@ -155,8 +155,20 @@ class Generalised:
                 raise Refused(
                     "the sizes in the graph do not show which of them are of tokens",
                     culprits=(target_name(n),),
-                    remedy="" if self.dims.expressions else "compile with dynamic=True, or mark_dynamic the token dims",
+                    remedy=self._remedy(),
                 )
+
+    def _remedy(self) -> str:
+        """What would show them."""
+        others = {hint(n) for w in self.facts.weights if w in self.number_of for n in self.facts.weights[w].shape}
+        others |= {n for s in self.extent.inside if target_name(s) in SELECT for n in self._numbers((s.args, s.kwargs))}
+        sizes = list(self.dims.sizes.items())
+        alike = [f"{name} = {n}" for i, (name, n) in enumerate(sizes) if n in others or n in dict(sizes[:i]).values()]
+        way = "dynamic=False" if self.dims.expressions else "dynamic=True, or mark_dynamic the token dims"
+        if not alike:
+            return f"compile with {way}"
+        rows = f"of rows [{', '.join(self.dims.names)}, ...], {', '.join(alike)} is the length of something else, too"
+        return f"{rows}: make the first call with other sizes, or compile with {way}"
 
     def _closes(self) -> bool:
         """Whether what came out has a row for each token, as the graph's has."""
@@ -226,6 +238,7 @@ class Generalised:
         return found
 
     def _of_number(self, value: Any, first: bool = False) -> list[Any]:
+        value = plain(value)
         if isinstance(value, (torch.SymInt, torch.SymFloat)):
             return self.dims.symbolic(value)
         if type(value) is not int:
@@ -237,7 +250,7 @@ class Generalised:
         t = self.facts.value[n]
         if not isinstance(t, torch.Tensor):
             return
-        sizes = [s if isinstance(s, torch.SymInt) else int(s) for s in t.shape]
+        sizes = [plain(s) for s in t.shape]
         known = [hint(s) for s in sizes]
         axes = [self._of_number(s, first=type(s) is int and self.dims.stands(known, at)) for at, s in enumerate(sizes)]
         for shape in itertools.product(*axes):

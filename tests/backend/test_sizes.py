@@ -57,6 +57,21 @@ class Moved(Dense):
         return w, torch.where(other >= 0, 3 - i, i)
 
 
+class Enabled(Dense):
+    """Only some experts: the call says which."""
+
+    def routed(self, x, experts):
+        return self.router(x).masked_fill(~experts, -1e9).softmax(-1).topk(2, -1)
+
+
+class Masked(Dense):
+    """Only some tokens."""
+
+    def routed(self, x, here):
+        w, i = super().routed(x)
+        return w * here[..., None], i
+
+
 def tokens(*shape):
     return torch.randn(*shape, D, dtype=torch.float64)
 
@@ -92,3 +107,18 @@ def test_blocks_of_its_own():
     compiled = moefx.compile(module, plan=moefx.Plan(checkpoint="x"), example_inputs=(tokens(9),))
     (block,) = moefx.blocks(compiled)
     assert block.forward is compiled.forward and block.graph.find("moefx::expert_mlp")[0].kwargs["keep"] == "x"
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("shape", [(E, 9), (3, E)])
+def test_as_many_rows_as_experts(shape, dynamic):
+    """What is given for each expert is not taken for one of each row, also where the first call has as many."""
+    experts = torch.tensor([True, False, True, True])
+    calls = [(tokens(*s), experts) for s in (shape, (5, 7))]
+    assert moefx.blocks(check(Enabled(), calls, dynamic=dynamic))
+
+
+def test_what_would_show_the_sizes(caplog):
+    """Dynamo has one symbol for sizes that are equal in the first call."""
+    check(Masked(), [(tokens(3, 3), torch.rand(3, 3) > 0.3)], dynamic=True)
+    assert "S = 3 is the length of something else, too: make the first call with other sizes" in caplog.text
