@@ -19,6 +19,7 @@ from .api import RECORD, Record, explain
 from .errors import InvalidPlan
 from .graphs import artifacts
 from .graphs.rewriting import Found, checked_graph, checked_plan, rewritten
+from .inspection.explain import MatchedBlock
 from .runtime.module import BlockForward, rewritten_blocks
 from .survey import Refusal
 from .verification.traced import Way
@@ -160,17 +161,15 @@ def _once(level: int, text: str, detail: str = "") -> None:
 
 
 def _record(found: Found) -> Record:
-    names: dict[int, list[str]] = {}
-    proofs = {}
-    for region, proof in [m for f in found.every() for m in f.matched]:
-        names.setdefault(id(proof), []).append(region.name)
-        proofs[id(proof)] = proof
-    reports = []
-    for key, proof in proofs.items():
-        reports.append(dataclasses.replace(proof.report, names=tuple(names[key])))
+    reports: dict[int, MatchedBlock] = {}  # by proof
+    for f in found.every():
+        for region, proof in f.matched:
+            holds_for = str(region.specialisation(f.facts, proof.program))
+            known = reports.get(id(proof), dataclasses.replace(proof.report, names=(), holds_for=holds_for))
+            reports[id(proof)] = dataclasses.replace(known, names=(*known.names, region.name))
     every = found.every()
     refused = [r for f in every for r in f.refused] + [Refusal("", _OPEN, line, (), _FIRST) for line in found.open]
-    return Record(tuple(reports), tuple(refused), sum(f.seconds for f in every))
+    return Record(tuple(reports.values()), tuple(refused), sum(f.seconds for f in every))
 
 
 # ---------------------------------------------------------------------- models that were compiled with the backend

@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from ..errors import Refused
-from ..ir.binding import Path, kind_of
+from ..ir.binding import Path, Specialisation, kind_of
 from ..runtime.module import install
 from ..runtime.program import Program
 from .code import Autocast, Code, Modes, Size, Step, Value
@@ -132,15 +132,18 @@ class Extracted:
             dims[name] = n
         return dims
 
-    def call(self, facts: Facts, program: Program) -> RegionCall:
-        """The module for the graph, which runs the program of the block, with the weights as arguments."""
-        values = [facts.value[n] for n in (*self.inputs, *self.weights)]
-        kinds = [kind_of(t) for t in values]
+    def specialisation(self, facts: Facts, program: Program, taken: tuple[fx.Node, ...] = ()) -> Specialisation:
+        """What the program of the block holds for in the graph, where it takes these values; by default the inputs."""
+        kinds = [kind_of(facts.value[n]) for n in taken or self.inputs]
         if self.units:
             kinds[0] = (*kinds[0][:3], kinds[0][3] - len(self.units))
-        paths: list[Path] = [("x",), *(("args", i) for i in range(len(values) - 1))]
-        key = program.key._replace(arguments=tuple(zip(paths, kinds, strict=True)))
-        where = dict(zip(self.names, paths[len(self.inputs) :], strict=True))
+        paths: list[Path] = [("x",), *(("args", i) for i in range(len(kinds) - 1))]
+        return program.key._replace(arguments=tuple(zip(paths, kinds, strict=True)))
+
+    def call(self, facts: Facts, program: Program) -> RegionCall:
+        """The module for the graph, which runs the program of the block, with the weights as arguments."""
+        key = self.specialisation(facts, program, (*self.inputs, *self.weights))
+        where = dict(zip(self.names, [path for path, _ in key.arguments[len(self.inputs) :]], strict=True))
         made = RegionCall(self.code, len(self.inputs))
         history = program.history.renamed(self.name)
         install(made, [Program(key, history, (), program.guards, {}, program.moves, where)], name=self.name)

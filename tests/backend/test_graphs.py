@@ -97,7 +97,7 @@ def test_inspection():
     assert "build_pft" in str(moefx.graph(out, names[0], after="rewrite_block"))
     report = moefx.explain(out)
     assert [m.names for m in report.matched] == [("layers.0.moe", "layers.1.moe")]
-    assert "E=5, top-2" in str(report)
+    assert "E=5, top-2" in str(report) and "x: 2-d float64 on cpu" in str(report) and "meta" not in str(report)
 
 
 def test_verify():
