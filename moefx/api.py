@@ -218,11 +218,17 @@ class Block:
         return self.forward.counts.original
 
     def record_load(self, on: bool = True) -> None:
-        """Switch routing statistics on (they are off by default)."""
+        """Switch routing statistics on (they are off by default). Warns where a compiled graph keeps none."""
+        if on and (other := self.forward.compiled_by):
+            warnings.warn(
+                f"moefx: there will be no routing statistics: the code that {other!r} makes of a graph keeps none. "
+                "torch.compile(model, backend='moefx', options={'backend': 'eager'}) does, and moefx.compile(model)",
+                stacklevel=2,
+            )
         self.forward.record_load(on)
 
     def load(self) -> torch.Tensor | None:
-        """Tokens per expert [E] of the last call, on the device, without host synchronisation.
+        """Tokens per expert [E] of the last call, on the device, without host synchronisation; None before it.
 
         Over a mesh they are this rank's tokens (with a `sequence_axis`: its part of them), and E all experts, wherever
         they live: the sum of it over the ranks is the load of all tokens.

@@ -86,6 +86,8 @@ def backend(
     if out is not gm:
         vars(out)[RECORD] = record
         artifacts.leave(out, lambda: str(explain(out)))
+        for forward in rewritten_blocks(out).values():
+            forward.compiled_by = _compiler(options)
     return rest(out, example_inputs)
 
 
@@ -111,6 +113,12 @@ def _options(options: Mapping[str, Any] | None, mode: str | None) -> tuple[Plan,
     elif own is not None:
         rest = functools.partial(rest, options=own)
     return Plan(**left), rest
+
+
+def _compiler(options: Mapping[str, Any] | None) -> str:
+    """The name of what compiles the graph afterwards; "" where it may run as it is."""
+    name = (options or {}).get("backend", "inductor")
+    return name if isinstance(name, str) and not name.startswith("eager") else ""
 
 
 # ---------------------------------------------------------------------- what is said
