@@ -16,6 +16,10 @@ _IN_PLACE = {
     operator.imod, operator.ipow, operator.iand, operator.ior, operator.ixor, operator.imatmul,
 }  # fmt: skip
 SELECT = {"topk", "max", "min", "argmax", "argmin", "sort", "argsort", "kthvalue", "multinomial"}
+MOVES = {
+    "t", "T", "mT", "transpose", "permute", "view", "reshape", "_unsafe_view", "to", "_to_copy", "expand", "unsqueeze",
+    "squeeze", "detach", "contiguous", "clone", "alias",
+}  # fmt: skip
 
 
 def attribute(gm: nn.Module, path: str) -> Any:

@@ -110,9 +110,9 @@ class Extracted:
             if t.is_floating_point():
                 found.append(torch.empty(sizes, dtype=t.dtype, device="meta"))
                 continue
-            example = facts.examples.get(n)
-            if type(example) is torch.Tensor and not example.is_meta and list(example.shape) == known:
-                found.append(_repeated(example.detach().cpu(), sizes))
+            example = facts.example(n)
+            if example is not None and list(example.shape) == known:
+                found.append(_repeated(example.cpu(), sizes))
             elif t.dtype == torch.bool:
                 found.append(torch.zeros(sizes, dtype=t.dtype))
             else:

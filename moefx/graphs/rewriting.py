@@ -85,6 +85,7 @@ def _bodies(facts: Facts) -> Iterator[tuple[str, list[Any], dict[fx.Node, fx.Nod
         inputs = [p for p in gm.graph.nodes if p.op == "placeholder"]
         if len(inputs) == len(given):
             values = [facts.weights.get(a, facts.examples.get(a, facts.value.get(a))) for a in given]
+            values = [v if (t := facts.example(a)) is None else t for a, v in zip(given, values, strict=True)]
             outer = {p: facts.origins.get(a, a) for p, a in zip(inputs, given, strict=True)}
             yield str(body.target), values, outer
 

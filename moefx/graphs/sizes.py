@@ -19,6 +19,7 @@ import sympy
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_aggregate
 from torch.utils._sympy.printers import PythonPrinter
 
@@ -46,7 +47,7 @@ class Dims:
     """The token dims of an entry: its axes but the last, without those of size one.
 
     Attributes:
-        names: outermost first. axes: of the entry. sizes: what they are in the graph, by name.
+        names: outermost first. axes: of the entry. given: as it has them. sizes: what they are in the graph, by name.
         probe: sizes that look like nothing else.
     """
 
@@ -56,6 +57,7 @@ class Dims:
         names: tuple[str, ...] = NAMES[: len(self.axes)] if len(self.axes) > 1 else ("S",) * len(self.axes)
         self.names = names
         self.symbols = [sympy.Symbol(name, integer=True, positive=True) for name in names]
+        self.given = [shape[i] for i in self.axes]
         self.sizes = {name: hint(shape[i]) for name, i in zip(names, self.axes, strict=True)}
         if 0 in self.sizes.values():
             raise Refused("there are no tokens in the graph's inputs: sizes do not show what is of tokens")
@@ -94,10 +96,18 @@ class Dims:
         for known, symbol in sorted(self.expressions.items(), key=lambda e: -len(e[0].free_symbols)):
             expr = expr.subs(known, symbol)
         if expr.free_symbols - set(self.symbols):
-            return []
+            return self._known_equal(n) if isinstance(n, torch.SymInt) else []
         if expr.is_Integer:
             return [int(expr)]
         return [Size(PythonPrinter().doprint(expr))]
+
+    def _known_equal(self, n: torch.SymInt) -> list[Size | int]:
+        """Symbols of another input, where the graph has seen that they must make as many."""
+        for count in range(len(self.names), 0, -1):
+            for chosen in itertools.combinations(range(len(self.names)), count):
+                if statically_known_true(n == math.prod(self.given[i] for i in chosen)):
+                    return [Size("*".join(self.names[i] for i in chosen))]
+        return []
 
 
 class Generalised:

@@ -72,6 +72,21 @@ class Masked(Dense):
         return w * here[..., None], i
 
 
+class Forced(Dense):
+    """Where there are ids they choose, else the router does."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+
+    def forward(self, x, ids):
+        return super().forward(x.view(-1, D), self.how(ids)).view_as(x)
+
+    def routed(self, x, ids):
+        w, i = self.router(x).softmax(-1).topk(1, -1)
+        return w, torch.where((ids >= 0)[:, None], (ids % E)[:, None], i)
+
+
 def tokens(*shape):
     return torch.randn(*shape, D, dtype=torch.float64)
 
@@ -122,3 +137,17 @@ def test_what_would_show_the_sizes(caplog):
     """Dynamo has one symbol for sizes that are equal in the first call."""
     check(Masked(), [(tokens(3, 3), torch.rand(3, 3) > 0.3)], dynamic=True)
     assert "S = 3 is the length of something else, too: make the first call with other sizes" in caplog.text
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_integers_that_follow_from_an_input(dynamic):
+    """They are varied as the input is; also where the sizes become dynamic."""
+    torch.manual_seed(0)
+    calls = [(tokens(*s), torch.randint(-least, 50, s)) for s, least in [((3, 9), 1), ((4, 11), 40), ((4, 11), 0)]]
+    calls += [(tokens(4, 11), torch.full((4, 11), -1))]
+    assert moefx.blocks(check(Forced(lambda ids: ids.view(-1).long()), calls, dynamic=dynamic))
+
+
+def test_integers_of_which_nothing_is_known(caplog):
+    call = check(Forced(lambda ids: ids.view(-1).cumsum(0)), [(tokens(3, 9), torch.randint(-1, 50, (3, 9)))])
+    assert not moefx.blocks(call) and "it is given integers that the graph computes" in caplog.text
