@@ -13,7 +13,7 @@ from torch import nn
 
 from ._plan import Plan
 from .errors import InvalidInput, InvalidPlan, MoefxError, NoMoEBlockFound
-from .inspection.explain import Explanation, MatchedBlock
+from .inspection.explain import Explanation, MatchedBlock, together
 from .inspection.history import History
 from .ir.attributes import OWN_MODE
 from .ir.binding import Specialisation, leaves_of
@@ -101,7 +101,8 @@ def compile(
         return model
     if strict and any(r.likely for r in found.refused):
         warnings.warn(
-            "moefx left these blocks as they were:\n  " + "\n  ".join(str(r) for r in found.refused if r.likely),
+            "moefx left these blocks as they were:\n  "
+            + "\n  ".join(str(r) for r in together(r for r in found.refused if r.likely)),
             stacklevel=2,
         )
     compiled, copies = copy_model(model)
@@ -309,7 +310,7 @@ def _nothing_found(model: nn.Module, found: Survey) -> str:
             f"{head}: it has no part in which several submodules of one kind, or the slices of a stacked parameter, "
             "could each be for some tokens only"
         )
-    return head + ". These look like one and were refused:\n  " + "\n  ".join(map(str, found.refused))
+    return head + ". These look like one and were refused:\n  " + "\n  ".join(map(str, together(found.refused)))
 
 
 def _program(matched: Matched, block: nn.Module) -> Program:

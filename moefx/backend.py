@@ -19,7 +19,7 @@ from .api import RECORD, Record, explain
 from .errors import InvalidPlan
 from .graphs import artifacts
 from .graphs.rewriting import Found, checked_graph, checked_plan, rewritten
-from .inspection.explain import MatchedBlock
+from .inspection.explain import MatchedBlock, together
 from .runtime.module import BlockForward, rewritten_blocks
 from .survey import Refusal
 from .verification.traced import Way
@@ -125,7 +125,7 @@ def _compiler(options: Mapping[str, Any] | None) -> str:
 def _tell(gm: fx.GraphModule, found: Found, then: str) -> None:
     """In the log, each thing once."""
     every = found.every()
-    for refusal in [r for f in every for r in f.refused]:
+    for refusal in together(r for f in every for r in f.refused):
         _once(logging.WARNING, f"moefx left a region of a graph as it was: {refusal}")
     reason = getattr(gm, "compile_subgraph_reason", None)
     if found.open and getattr(reason, "graph_break", False):

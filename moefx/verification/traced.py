@@ -20,7 +20,9 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 from .._plan import Plan
 from ..graphs.rewriting import rewritten
+from ..inspection.explain import together
 from ..runtime.module import BlockForward, rewritten_blocks
+from ..survey import Refusal
 from .routing import Scope
 from .sandbox import Inputs, Options, mapped
 from .verifying import Verifying, paths, with_original_regions
@@ -66,7 +68,7 @@ def verify_traced(
                 regions.blocks(calls, Options(seed, grads), case, routings)
                 _take(whole, regions)
     whole.rows += paths(graphs.ran, "no graph of it has a region: nothing of moefx ran")
-    whole.notes += [f"left as it was: {refusal}" for refusal in graphs.refused]
+    whole.notes += [f"left as it was: {refusal}" for refusal in together(graphs.refused.values())]
     if rest := ", ".join(sorted({way.rest for way in ways.values()} - {"eager"})):
         whole.notes.append(f"the graphs ran as moefx hands them on; what {rest} makes of them did not run")
     return whole
@@ -96,7 +98,7 @@ class _Graphs:
         self.scope = Scope()
         self.calls: dict[fx.GraphModule, dict[str, Inputs]] = {}
         self.ran: dict[str, Counter[str]] = {}
-        self.refused: dict[str, None] = {}
+        self.refused: dict[str, Refusal] = {}
 
     def watch(self, box: nn.Module, scope: Scope) -> dict[str, BlockForward]:
         self.scope = scope
@@ -112,7 +114,7 @@ class _Graphs:
     def _backend(self, plan: Plan, modes: Sequence[Any]) -> Callable[..., Any]:
         def compiled(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
             out, found = rewritten(gm, example_inputs, plan)
-            self.refused |= dict.fromkeys(str(r) for f in found.every() for r in f.refused)
+            self.refused |= {str(r): r for f in found.every() for r in f.refused}
             return lambda *values: self._run_graph(out, values, modes)
 
         return compiled

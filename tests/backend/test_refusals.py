@@ -65,3 +65,25 @@ def test_experts_that_are_given():
     (refusal,) = refused(Given(), torch.randn(3, 9, D), torch.randint(0, E, (3, 9)))
     assert refusal.reason.startswith("no choice of experts is computed here, and it is given ids: ")
     assert "moefx.compile(model) takes them" in refusal.remedy
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Given() for _ in range(3))
+
+    def forward(self, x, ids):
+        for layer in self.layers:
+            x = x + layer(x, ids)
+        return x
+
+
+def test_a_reason_is_said_once(caplog):
+    module, args = Layers(), (torch.randn(3, 9, D), torch.randint(0, E, (3, 9)))
+    call = torch.compile(module, backend=backend, options={"backend": "eager", "validation": "symbolic"})
+    call(*args)
+    report = moefx.explain(call)
+    assert len(report.refused) == 3 and str(report).count("no choice of experts") == 1
+    assert "refused: layers.0 ... layers.2 (3 blocks)   test_refusals.py:" in str(report)
+    (text,) = {r.getMessage() for r in caplog.records if "left a region" in r.getMessage()}
+    assert "layers.0 ... layers.2 (3 blocks)" in text
