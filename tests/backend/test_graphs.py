@@ -135,7 +135,7 @@ def test_inspection():
     report = moefx.explain(out)
     assert [m.names for m in report.matched] == [("layers.0.moe", "layers.1.moe")]
     assert moefx.history(out, "layers.1.moe") is moefx.history(out, names[1])  # as the report calls it
-    assert "E=5, top-2" in str(report)
+    assert "E=5, top-2" in str(report) and "x: 2-d float64 on cpu" in str(report) and "meta" not in str(report)
 
 
 def test_verify():
