@@ -13,7 +13,7 @@ from torch import nn
 
 from ._plan import Plan
 from .errors import InvalidInput, InvalidPlan, MoefxError, NoMoEBlockFound
-from .inspection.explain import Explanation, MatchedBlock
+from .inspection.explain import Explanation, MatchedBlock, together
 from .inspection.history import History
 from .ir.attributes import OWN_MODE
 from .ir.binding import Specialisation, leaves_of
@@ -101,7 +101,8 @@ def compile(
         return model
     if strict and any(r.likely for r in found.refused):
         warnings.warn(
-            "moefx left these blocks as they were:\n  " + "\n  ".join(str(r) for r in found.refused if r.likely),
+            "moefx left these blocks as they were:\n  "
+            + "\n  ".join(str(r) for r in together(r for r in found.refused if r.likely)),
             stacklevel=2,
         )
     compiled, copies = copy_model(model)
@@ -218,11 +219,17 @@ class Block:
         return self.forward.counts.original
 
     def record_load(self, on: bool = True) -> None:
-        """Switch routing statistics on (they are off by default)."""
+        """Switch routing statistics on (they are off by default). Warns where a compiled graph keeps none."""
+        if on and (other := self.forward.compiled_by):
+            warnings.warn(
+                f"moefx: there will be no routing statistics: the code that {other!r} makes of a graph keeps none. "
+                "torch.compile(model, backend='moefx', options={'backend': 'eager'}) does, and moefx.compile(model)",
+                stacklevel=2,
+            )
         self.forward.record_load(on)
 
     def load(self) -> torch.Tensor | None:
-        """Tokens per expert [E] of the last call, on the device, without host synchronisation.
+        """Tokens per expert [E] of the last call, on the device, without host synchronisation; None before it.
 
         Over a mesh they are this rank's tokens (with a `sequence_axis`: its part of them), and E all experts, wherever
         they live: the sum of it over the ranks is the load of all tokens.
@@ -253,9 +260,10 @@ def history(compiled: nn.Module, name: str) -> History:
             "no block of this model is rewritten; pass what moefx.compile returned, or what torch.compile with "
             "backend='moefx' did, once it was called"
         )
-    if name not in forwards:
+    found = forwards.get(name) or forwards.get(f"moefx.{name.replace('.', '_')}")  # as `explain` calls a graph's region
+    if found is None:
         raise MoefxError(f"no rewritten block {name!r}; there is {', '.join(shown(n) for n in forwards)}")
-    return forwards[name].programs[0].history
+    return found.programs[0].history
 
 
 # ---------------------------------------------------------------------- pieces of compile
@@ -303,7 +311,7 @@ def _nothing_found(model: nn.Module, found: Survey) -> str:
             f"{head}: it has no part in which several submodules of one kind, or the slices of a stacked parameter, "
             "could each be for some tokens only"
         )
-    return head + ". These look like one and were refused:\n  " + "\n  ".join(map(str, found.refused))
+    return head + ". These look like one and were refused:\n  " + "\n  ".join(map(str, together(found.refused)))
 
 
 def _program(matched: Matched, block: nn.Module) -> Program:

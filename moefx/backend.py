@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import logging
 import re
 import weakref
@@ -18,8 +19,10 @@ from .api import RECORD, Record, explain
 from .errors import InvalidPlan
 from .graphs import artifacts
 from .graphs.rewriting import Found, checked_graph, checked_plan, rewritten
+from .inspection.explain import MatchedBlock, together
 from .runtime.module import BlockForward, rewritten_blocks
 from .survey import Refusal
+from .verification.traced import Way
 
 _log = logging.getLogger(__name__)
 _told: set[str] = set()
@@ -83,6 +86,8 @@ def backend(
     if out is not gm:
         vars(out)[RECORD] = record
         artifacts.leave(out, lambda: str(explain(out)))
+        for forward in rewritten_blocks(out).values():
+            forward.compiled_by = _compiler(options)
     return rest(out, example_inputs)
 
 
@@ -110,11 +115,17 @@ def _options(options: Mapping[str, Any] | None, mode: str | None) -> tuple[Plan,
     return Plan(**left), rest
 
 
+def _compiler(options: Mapping[str, Any] | None) -> str:
+    """The name of what compiles the graph afterwards; "" where it may run as it is."""
+    name = (options or {}).get("backend", "inductor")
+    return name if isinstance(name, str) and not name.startswith("eager") else ""
+
+
 # ---------------------------------------------------------------------- what is said
 def _tell(gm: fx.GraphModule, found: Found, then: str) -> None:
     """In the log, each thing once."""
     every = found.every()
-    for refusal in [r for f in every for r in f.refused]:
+    for refusal in together(r for f in every for r in f.refused):
         _once(logging.WARNING, f"moefx left a region of a graph as it was: {refusal}")
     reason = getattr(gm, "compile_subgraph_reason", None)
     if found.open and getattr(reason, "graph_break", False):
@@ -158,17 +169,15 @@ def _once(level: int, text: str, detail: str = "") -> None:
 
 
 def _record(found: Found) -> Record:
-    names: dict[int, list[str]] = {}
-    proofs = {}
-    for region, proof in [m for f in found.every() for m in f.matched]:
-        names.setdefault(id(proof), []).append(region.name)
-        proofs[id(proof)] = proof
-    reports = []
-    for key, proof in proofs.items():
-        reports.append(dataclasses.replace(proof.report, names=tuple(names[key])))
+    reports: dict[int, MatchedBlock] = {}  # by proof
+    for f in found.every():
+        for region, proof in f.matched:
+            holds_for = str(region.specialisation(f.facts, proof.program))
+            known = reports.get(id(proof), dataclasses.replace(proof.report, names=(), holds_for=holds_for))
+            reports[id(proof)] = dataclasses.replace(known, names=(*known.names, region.name))
     every = found.every()
     refused = [r for f in every for r in f.refused] + [Refusal("", _OPEN, line, (), _FIRST) for line in found.open]
-    return Record(tuple(reports), tuple(refused), sum(f.seconds for f in every))
+    return Record(tuple(reports.values()), tuple(refused), sum(f.seconds for f in every))
 
 
 # ---------------------------------------------------------------------- models that were compiled with the backend
@@ -197,13 +206,31 @@ def _keep(out: fx.GraphModule, found: Found, record: Record) -> None:
     del _KEPT[:-_MOST_KEPT]
 
 
-def _is_compiled(model: Any) -> bool:
-    """Whether `torch.compile` made it with this backend; what it keeps of that is private."""
+def ways_of(model: nn.Module) -> dict[str, Way]:
+    """How `torch.compile` made a model, or modules of one (`module.compile`), with this backend.
+
+    What torch keeps of that is private."""
+    ways = {}
+    if hasattr(model, "_orig_mod"):
+        ways[""] = _way(getattr(model, "dynamo_ctx", None))
+    else:
+        for name, module in model.named_modules():
+            if (call := getattr(module, "_compiled_call_impl", None)) is not None:
+                ways[name] = _way(inspect.getclosurevars(call).nonlocals.get("self"))
+    return {name: way for name, way in ways.items() if way is not None}
+
+
+def _way(context: Any) -> Way | None:
+    """Of what `torch.compile` has for a call; None: not by this backend, or by another torch."""
     try:
-        made = torch._dynamo.eval_frame.innermost_backend(model.dynamo_ctx.callback)
-        return getattr(made, "compiler_fn", made) is backend
-    except Exception:  # no such model, or another torch
-        return False
+        made = torch._dynamo.eval_frame.innermost_backend(context.callback)
+        if getattr(made, "compiler_fn", made) is not backend:
+            return None
+        given = getattr(made, "kwargs", {})
+        plan, _ = _options(options := given.get("options"), given.get("mode"))
+        return Way(plan, getattr(made, "dynamic", None), str((options or {}).get("backend", "inductor")))
+    except Exception:
+        return None
 
 
 def compiled_for(model: nn.Module) -> tuple[Record | None, dict[str, BlockForward]]:
@@ -224,5 +251,5 @@ def compiled_for(model: nn.Module) -> tuple[Record | None, dict[str, BlockForwar
         refused.update({str(r): r for r in one.record.refused})
         seconds += one.record.seconds
     if not found:
-        return (Record((), (_NOTHING,), 0.0) if _is_compiled(model) else None), {}
+        return (Record((), (_NOTHING,), 0.0) if ways_of(model) else None), {}
     return Record(tuple(matched.values()), tuple(refused.values()), seconds), forwards

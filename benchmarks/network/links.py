@@ -7,8 +7,10 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 _BRIDGE = "mfxbr"
+_BACKLOG = Path("/proc/sys/net/core/netdev_max_backlog")
 # As networks of clusters are: nothing is lost, nobody waits for windows to open, or takes what stands in a queue for
 # lost. Else TCP's guesses are measured.
 _LOSSLESS = (
@@ -35,7 +37,9 @@ def nodes(number: int, rate: str, racks: int = 1, rack_rate: str = "") -> Iterat
     """
     made = [(f"mfx{i}", f"mfxe{i}") for i in range(number)]
     _clear(number, racks)
+    packets = _BACKLOG.read_text()
     try:
+        _BACKLOG.write_text("100000")  # of the machine: a burst of more packets is lost before any queue
         for rack in range(racks):
             _run(f"ip link add {_BRIDGE}{rack} type bridge", f"ip link set {_BRIDGE}{rack} up")
         for rack in range(1, racks):
@@ -61,6 +65,7 @@ def nodes(number: int, rate: str, racks: int = 1, rack_rate: str = "") -> Iterat
             )
         yield made
     finally:
+        _BACKLOG.write_text(packets)
         _clear(number, racks)
 
 

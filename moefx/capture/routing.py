@@ -60,8 +60,8 @@ class Routing:
             base.scatter_(1, column[:, None], torch.where(current > 0.5, current, current * 0.2 + bonus)[:, None])
         if self.kind == "diverse":  # now and then experts come out equal: `scores >= kth` then chooses more than `topk`
             again = [r for r in range(rows) if r % _period(n) >= n] or ([rows - 1] if rows > 4 else [])
-            base[again[::2]] = base[again[::2]].round()
-            base[again[1::2]] = (base[again[1::2]] / 1.2).floor()
+            for i, row in enumerate(again, self.seed):
+                base[row] = (base[row].round(), (base[row] / 1.2).floor(), base[row].clamp(0, 0))[i % 3]
         for row, expert in enumerate(self.prefer[:rows]):
             if expert < n:  # it and its neighbours stand out, so that a choice of groups comes out right too
                 base[row] = torch.rand(n, generator=self.generator, dtype=torch.float64) - 3.0

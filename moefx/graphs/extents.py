@@ -146,7 +146,8 @@ class Extents:
         before = _preceding(seed, facts)
         first, last = max(0, facts.at[seed] - _BACK), facts.at[following[-1]]
         for n in facts.nodes[first:last]:
-            if n not in facts.live or n in before or n in self._following or not self._is_rows(n):
+            are_rows = self._is_rows(n) or isinstance(facts.value.get(n), (tuple, list))
+            if n not in facts.live or n in before or n in self._following or not are_rows:
                 continue
             if _is_product(n) or any(d in beside for d in facts.deps[n]):
                 beside.add(n)

@@ -13,13 +13,18 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.node import map_arg
 
-from .code import Autocast, Modes
-from .nodes import SELECT, attribute, is_float_tensor, is_held, is_random, target_name, written_by
+from .code import Autocast, Modes, call
+from .nodes import MOVES, SELECT, attribute, hint, is_float_tensor, is_held, is_random, target_name, written_by
 
 _SET_GRAD = torch._C._set_grad_enabled
 _ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 SWITCHES = {_SET_GRAD, _ENTER, _EXIT}
+_OF_INTEGERS = MOVES | {
+    "getitem", "select", "slice", "narrow", "flatten", "unflatten", "movedim", "long", "int", "short", "type",
+    "mod", "remainder", "floordiv", "floor_divide", "add", "sub", "mul", "clamp",
+}  # fmt: skip
 
 
 class Facts:
@@ -131,6 +136,23 @@ class Facts:
     def is_float(self, n: fx.Node) -> bool:
         t = self.tensor(n)
         return t is not None and t.is_floating_point()
+
+    def example(self, n: fx.Node) -> torch.Tensor | None:
+        """Integers of the first call: of an input, or what is moved, cast, or counted with numbers, of one."""
+        found = self.examples.get(n)
+        if n.op != "placeholder":
+            tensors = [d for d in n.all_input_nodes if not self.is_number(d)]
+            is_known = target_name(n) in _OF_INTEGERS and len(tensors) == 1
+            # not of what was written to since
+            is_known &= [d for d in self.deps[n] if not self.is_number(d)] == tensors and n not in self.written
+            found = self.example(tensors[0]) if is_known else None
+            if found is not None:
+                of = {d: found if d is tensors[0] else hint(self.value[d]) for d in n.all_input_nodes}
+                args, kwargs = map_arg((n.args, n.kwargs), of.__getitem__)
+                found = call(n.target, n.op == "call_method", args, kwargs)
+        if type(found) is not torch.Tensor or found.is_meta or found.is_floating_point():
+            return None
+        return found.detach()
 
     def is_number(self, n: fx.Node) -> bool:
         """A size, or something computed from sizes."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from torch import fx
 
 from ..errors import Refused
@@ -19,7 +21,7 @@ def check(facts: Facts, extent: Extent) -> None:
     for n in extent.inside:
         where = str(sources_of(n, facts.at[n])[0])
         if n.op not in ("call_function", "call_method"):
-            raise Refused(f"the region calls a module of the graph, {n.target}", source=where)
+            _refuse_call(n, where)
         if target_name(n) in _VMAP:
             raise Refused(
                 "the region is inside of torch.vmap, which is not followed in graphs", source=where,
@@ -40,6 +42,21 @@ def check(facts: Facts, extent: Extent) -> None:
                 "random numbers are drawn inside of the region and beside it: their order would change",
                 source=str(sources_of(others[0], facts.at[others[0]])[0]),
             )
+
+
+def _refuse_call(n: fx.Node, where: str) -> None:
+    """Of a module or a graph that is called: by the user's name for it."""
+    if any(target_name(u) == "autograd_function_apply" for u in n.users):
+        # Dynamo keeps the bodies of a torch.autograd.Function and not its name, which the line has.
+        named = re.findall(r"([\w.]+)\.apply\(", str(n.stack_trace or "").rpartition('File "')[2])
+        name = f" {named[0]}" if len(set(named)) == 1 else ""
+        raise Refused(
+            f"the region calls the torch.autograd.Function{name}, whose backward is code of its own", source=where,
+            remedy="what torch can differentiate itself is followed",
+        )  # fmt: skip
+    through = next((target_name(u) for u in n.users if u.op == "call_function"), "")
+    what = f"a graph of the graph, by {through}" if through else f"a module of the graph, {n.target}"
+    raise Refused(f"the region calls {what}", source=where)
 
 
 def is_used(n: fx.Node, inside: set[fx.Node], facts: Facts) -> bool:

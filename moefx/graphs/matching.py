@@ -95,10 +95,13 @@ def _proven(facts: Facts, region: Extracted, plan: Plan) -> Proven:
         except (CaptureError, MoefxError) as error:
             raise Refused(f"it does not run on abstract tensors: {error}", source=region.source) from None
         except Exception as error:  # torch's, at sizes that the graph was not made for
+            numbers = "make the graph for dynamic sizes of its token dims: numbers do not show what they were made of"
+            is_dynamic = any(isinstance(n, torch.SymInt) for n in facts.value[region.extent.entry].shape)
             raise Refused(
-                f"it does not run at other sizes than the graph's ({in_short(error)})", source=region.source,
-                remedy="make the graph for dynamic sizes of its token dims: numbers do not show what they were made of",
-            ) from error  # fmt: skip
+                f"it does not run at other sizes than the graph's ({in_short(error)})",
+                source=region.source,
+                remedy="make the first call with other sizes, or compile with dynamic=False" if is_dynamic else numbers,
+            ) from error
         if len({e for group in result.match.groups for e in group.ids}) == 1:
             # Whatever explains when one alone is used may do so by chance.
             what = "it is the part of one expert, and the others do not close to a mixture with it"

@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from .extents import Extent
 from .facts import Facts
-from .nodes import is_held, target_name
+from .nodes import MOVES, is_held, target_name
 
 
 def weight_names(facts: Facts, weights: tuple[fx.Node, ...]) -> tuple[str, ...]:
@@ -52,18 +52,12 @@ def _role(n: fx.Node, depth: int) -> list[Any]:
     """What is computed with a value: the next ops that do more than move it, and as which argument they have it."""
     found = []
     for u in n.users:
-        if target_name(u) in _MOVES:
+        if target_name(u) in MOVES:
             found += _role(u, depth)
         elif depth:
             at = next((i for i, a in enumerate(u.args) if a is n), -1)
             found.append((target_name(u), at, tuple(_role(u, depth - 1))))
     return sorted(set(found), key=repr)
-
-
-_MOVES = {
-    "t", "T", "mT", "transpose", "permute", "view", "reshape", "_unsafe_view", "to", "_to_copy", "expand", "unsqueeze",
-    "squeeze", "detach", "contiguous", "clone", "alias",
-}  # fmt: skip
 
 
 def _full_name(facts: Facts, n: fx.Node) -> str:

@@ -16,6 +16,10 @@ _IN_PLACE = {
     operator.imod, operator.ipow, operator.iand, operator.ior, operator.ixor, operator.imatmul,
 }  # fmt: skip
 SELECT = {"topk", "max", "min", "argmax", "argmin", "sort", "argsort", "kthvalue", "multinomial"}
+MOVES = {
+    "t", "T", "mT", "transpose", "permute", "view", "reshape", "_unsafe_view", "to", "_to_copy", "expand", "unsqueeze",
+    "squeeze", "detach", "contiguous", "clone", "alias",
+}  # fmt: skip
 
 
 def attribute(gm: nn.Module, path: str) -> Any:
@@ -36,6 +40,13 @@ def hint(n: Any) -> int:
             raise Refused("how many rows there are follows from data: sizes like that are not followed in graphs")
         return int(found)
     return int(n)
+
+
+def plain(n: Any) -> Any:
+    """A size; of a symbol that can be one number only, that number: where Dynamo has seen that it must be."""
+    if isinstance(n, torch.SymInt) and n.node.expr.is_Integer:
+        return int(n.node.expr)
+    return n
 
 
 def is_held(name: str) -> bool:

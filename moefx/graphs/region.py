@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from ..errors import Refused
-from ..ir.binding import Path, kind_of
+from ..ir.binding import Path, Specialisation, kind_of
 from ..runtime.module import install
 from ..runtime.program import Program
 from .code import Autocast, Code, Modes, Size, Step, Value
@@ -18,7 +19,7 @@ from .extents import Extent
 from .facts import Facts
 from .isolation import check, check_shared, is_used
 from .names import region_name, weight_names
-from .nodes import hint, sources_of
+from .nodes import hint, plain, sources_of
 from .sizes import Generalised
 
 _MOST_NUMBERS = 1 << 16
@@ -97,21 +98,21 @@ class Extracted:
         return Region(self.code, self.names, [_weight(facts, n, real) for n in self.weights])
 
     def arguments(self, facts: Facts) -> tuple[torch.Tensor, ...]:
-        """Of one call, of the graph's sizes: meta tensors for floats.
+        """Of one call: meta tensors for floats.
 
         Raises:
             Refused: of integers that are given nothing is known.
         """
-        found = []
+        found, dims = [], self._example_dims()
         for n, shape in zip(self.inputs, self.shapes, strict=True):
             t = facts.value[n]
-            sizes = [s.at(self.dims) if isinstance(s, Size) else int(s) for s in shape]
+            known, sizes = ([s.at(d) if isinstance(s, Size) else int(s) for s in shape] for d in (self.dims, dims))
             if t.is_floating_point():
                 found.append(torch.empty(sizes, dtype=t.dtype, device="meta"))
                 continue
-            example = facts.examples.get(n)
-            if type(example) is torch.Tensor and not example.is_meta and list(example.shape) == sizes:
-                found.append(example.detach().cpu())
+            example = facts.example(n)
+            if example is not None and list(example.shape) == known:
+                found.append(_repeated(example.cpu(), sizes))
             elif t.dtype == torch.bool:
                 found.append(torch.zeros(sizes, dtype=t.dtype))
             else:
@@ -121,15 +122,28 @@ class Extracted:
                 )
         return tuple(found)
 
-    def call(self, facts: Facts, program: Program) -> RegionCall:
-        """The module for the graph, which runs the program of the block, with the weights as arguments."""
-        values = [facts.value[n] for n in (*self.inputs, *self.weights)]
-        kinds = [kind_of(t) for t in values]
+    def _example_dims(self) -> dict[str, int]:
+        """The graph's sizes, or the next ones that nothing else is as long as: what is of tokens is told by them."""
+        numbers = {s for shape in self.shapes for s in shape if type(s) is int}
+        dims: dict[str, int] = {}
+        for name, n in self.dims.items():
+            while n in numbers or n in dims.values() or math.prod(dims.values()) * n in numbers:
+                n += 1
+            dims[name] = n
+        return dims
+
+    def specialisation(self, facts: Facts, program: Program, taken: tuple[fx.Node, ...] = ()) -> Specialisation:
+        """What the program of the block holds for in the graph, where it takes these values; by default the inputs."""
+        kinds = [kind_of(facts.value[n]) for n in taken or self.inputs]
         if self.units:
             kinds[0] = (*kinds[0][:3], kinds[0][3] - len(self.units))
-        paths: list[Path] = [("x",), *(("args", i) for i in range(len(values) - 1))]
-        key = program.key._replace(arguments=tuple(zip(paths, kinds, strict=True)))
-        where = dict(zip(self.names, paths[len(self.inputs) :], strict=True))
+        paths: list[Path] = [("x",), *(("args", i) for i in range(len(kinds) - 1))]
+        return program.key._replace(arguments=tuple(zip(paths, kinds, strict=True)))
+
+    def call(self, facts: Facts, program: Program) -> RegionCall:
+        """The module for the graph, which runs the program of the block, with the weights as arguments."""
+        key = self.specialisation(facts, program, (*self.inputs, *self.weights))
+        where = dict(zip(self.names, [path for path, _ in key.arguments[len(self.inputs) :]], strict=True))
         made = RegionCall(self.code, len(self.inputs))
         history = program.history.renamed(self.name)
         install(made, [Program(key, history, (), program.guards, {}, program.moves, where)], name=self.name)
@@ -141,7 +155,7 @@ def extract(facts: Facts, extent: Extent) -> Extracted:
     Refused: the region cannot be taken out of the graph; the message says why.
     """
     entry = facts.value[extent.entry]
-    units = tuple(i for i, n in enumerate(entry.shape[:-1]) if type(n) is int and n == 1)
+    units = tuple(i for i, n in enumerate(map(plain, entry.shape[:-1])) if type(n) is int and n == 1)
     check(facts, extent)
     inside = set(extent.inside)
     used = dict.fromkeys(a for n in extent.inside for a in n.all_input_nodes)
@@ -222,6 +236,12 @@ def _form(facts: Facts, n: fx.Node) -> tuple[Any, ...]:
     if not t.is_floating_point() and type(t) in (torch.Tensor, nn.Parameter) and not t.is_meta:
         numbers = tuple(t.detach().cpu().flatten().tolist()) if t.numel() <= _MOST_NUMBERS else id(t)
     return tuple(map(int, t.shape)), tuple(map(int, t.stride())), t.dtype, numbers, isinstance(t, nn.Parameter)
+
+
+def _repeated(t: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    for axis, n in enumerate(sizes):
+        t = t.index_select(axis, torch.arange(n) % max(1, t.shape[axis]))
+    return t
 
 
 def _target(target: Any) -> str:

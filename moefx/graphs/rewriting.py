@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,10 +18,11 @@ from . import matching
 from .extents import Extent, Extents
 from .facts import Facts
 from .matching import Proven
-from .nodes import sources_of, target_name
+from .nodes import SELECT, sources_of, target_name
 from .region import Extracted, RegionCall, extract
 from .splice import order, splice
 
+_NOT_ROUTED = "nothing is routed"
 _MOST_TRIED = 4  # extents of one seed
 _CALLS = {"tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap", "invoke_subgraph"}
 
@@ -83,6 +85,7 @@ def _bodies(facts: Facts) -> Iterator[tuple[str, list[Any], dict[fx.Node, fx.Nod
         inputs = [p for p in gm.graph.nodes if p.op == "placeholder"]
         if len(inputs) == len(given):
             values = [facts.weights.get(a, facts.examples.get(a, facts.value.get(a))) for a in given]
+            values = [v if (t := facts.example(a)) is None else t for a, v in zip(given, values, strict=True)]
             outer = {p: facts.origins.get(a, a) for p, a in zip(inputs, given, strict=True)}
             yield str(body.target), values, outer
 
@@ -130,8 +133,8 @@ def find(
             matched.append((region, proof))
             first = None
             break
-        if first is not None and not _is_idle(first):
-            refused[seed] = first
+        if first is not None and _NOT_ROUTED not in first.reason:  # or sampling, a maximum
+            refused[seed] = first if target_name(seed) in SELECT else _with_given(first, candidates, facts)
     # not of what a later region took in: the groups of experts that a router selects first, say
     left = {(r.name, r.source): r for seed, r in reversed(refused.items()) if seed not in taken}
     return Found(facts, matched, list(left.values())[::-1], list(open_), time.perf_counter() - start)
@@ -143,9 +146,25 @@ def _candidates(extents: Extents, seed: fx.Node) -> list[Extent]:
     return (found[:1] + wider + found[1:])[:_MOST_TRIED]
 
 
-def _is_idle(refusal: Refusal) -> bool:
-    """Something is chosen, and no weight depends on it: sampling, a maximum."""
-    return "nothing is routed" in refusal.reason
+def _with_given(refusal: Refusal, extents: list[Extent], facts: Facts) -> Refusal:
+    """What a comparison selects by may be no choice of experts: that may come from integers or masks which the graph is
+    given."""
+    stack = [n for extent in extents for n in extent.given if n in facts.given]
+    seen: dict[fx.Node, None] = {}
+    while stack:
+        n = stack.pop()
+        if n not in seen:
+            seen[n] = None
+            stack += facts.deps[n]
+    inputs = [facts.source_name(n) or n.name for n in seen if n.op == "placeholder" and n not in facts.weights]
+    names = ", ".join(dict.fromkeys(re.findall(r"\w+", name)[-1] for name in inputs))
+    if not names:
+        return refusal
+    return dataclasses.replace(
+        refusal,
+        reason=f"no choice of experts is computed here, and it is given {names}: {refusal.reason}",
+        remedy="experts that are given are not followed in graphs: moefx.compile(model) takes them where a module does",
+    )
 
 
 def checked_plan(plan: Plan | None) -> Plan:

@@ -19,6 +19,7 @@ import sympy
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_aggregate
 from torch.utils._sympy.printers import PythonPrinter
 
@@ -27,7 +28,7 @@ from ..errors import Refused
 from .code import Size, Value, call, map_leaves, modes
 from .extents import Extent
 from .facts import Facts
-from .nodes import hint, target_name
+from .nodes import SELECT, hint, plain, target_name
 
 _PROBES = (101, 103, 107, 109, 113)
 _FACTORIES = {
@@ -46,16 +47,17 @@ class Dims:
     """The token dims of an entry: its axes but the last, without those of size one.
 
     Attributes:
-        names: outermost first. axes: of the entry. sizes: what they are in the graph, by name.
+        names: outermost first. axes: of the entry. given: as it has them. sizes: what they are in the graph, by name.
         probe: sizes that look like nothing else.
     """
 
-    def __init__(self, shape: torch.Size, constants: set[int]):
+    def __init__(self, shape: Sequence[Any], constants: set[int]):
         self.rank = len(shape)
         self.axes = [i for i, n in enumerate(shape[:-1]) if not (type(n) is int and n == 1)]
         names: tuple[str, ...] = NAMES[: len(self.axes)] if len(self.axes) > 1 else ("S",) * len(self.axes)
         self.names = names
         self.symbols = [sympy.Symbol(name, integer=True, positive=True) for name in names]
+        self.given = [shape[i] for i in self.axes]
         self.sizes = {name: hint(shape[i]) for name, i in zip(names, self.axes, strict=True)}
         if 0 in self.sizes.values():
             raise Refused("there are no tokens in the graph's inputs: sizes do not show what is of tokens")
@@ -94,10 +96,18 @@ class Dims:
         for known, symbol in sorted(self.expressions.items(), key=lambda e: -len(e[0].free_symbols)):
             expr = expr.subs(known, symbol)
         if expr.free_symbols - set(self.symbols):
-            return []
+            return self._known_equal(n) if isinstance(n, torch.SymInt) else []
         if expr.is_Integer:
             return [int(expr)]
         return [Size(PythonPrinter().doprint(expr))]
+
+    def _known_equal(self, n: torch.SymInt) -> list[Size | int]:
+        """Symbols of another input, where the graph has seen that they must make as many."""
+        for count in range(len(self.names), 0, -1):
+            for chosen in itertools.combinations(range(len(self.names)), count):
+                if statically_known_true(n == math.prod(self.given[i] for i in chosen)):
+                    return [Size("*".join(self.names[i] for i in chosen))]
+        return []
 
 
 class Generalised:
@@ -121,7 +131,7 @@ class Generalised:
         self.device = entry.device if has_autocast else torch.device("meta")
         constants = {c for n in extent.inside for c in self._numbers((n.args, n.kwargs))}
         constants |= {hint(s) for n in extent.inside if (t := facts.tensor(n)) is not None for s in t.shape}
-        self.dims = Dims(entry.shape, constants)
+        self.dims = Dims([plain(n) for n in entry.shape], constants)
         if not self.dims.names:
             raise Refused("there is one token only: sizes do not show what is of tokens")
         self.arguments: dict[fx.Node, tuple[tuple, dict]] = {}
@@ -155,8 +165,20 @@ class Generalised:
                 raise Refused(
                     "the sizes in the graph do not show which of them are of tokens",
                     culprits=(target_name(n),),
-                    remedy="" if self.dims.expressions else "compile with dynamic=True, or mark_dynamic the token dims",
+                    remedy=self._remedy(),
                 )
+
+    def _remedy(self) -> str:
+        """What would show them."""
+        others = {hint(n) for w in self.facts.weights if w in self.number_of for n in self.facts.weights[w].shape}
+        others |= {n for s in self.extent.inside if target_name(s) in SELECT for n in self._numbers((s.args, s.kwargs))}
+        sizes = list(self.dims.sizes.items())
+        alike = [f"{name} = {n}" for i, (name, n) in enumerate(sizes) if n in others or n in dict(sizes[:i]).values()]
+        way = "dynamic=False" if self.dims.expressions else "dynamic=True, or mark_dynamic the token dims"
+        if not alike:
+            return f"compile with {way}"
+        rows = f"of rows [{', '.join(self.dims.names)}, ...], {', '.join(alike)} is the length of something else, too"
+        return f"{rows}: make the first call with other sizes, or compile with {way}"
 
     def _closes(self) -> bool:
         """Whether what came out has a row for each token, as the graph's has."""
@@ -226,6 +248,7 @@ class Generalised:
         return found
 
     def _of_number(self, value: Any, first: bool = False) -> list[Any]:
+        value = plain(value)
         if isinstance(value, (torch.SymInt, torch.SymFloat)):
             return self.dims.symbolic(value)
         if type(value) is not int:
@@ -237,7 +260,7 @@ class Generalised:
         t = self.facts.value[n]
         if not isinstance(t, torch.Tensor):
             return
-        sizes = [s if isinstance(s, torch.SymInt) else int(s) for s in t.shape]
+        sizes = [plain(s) for s in t.shape]
         known = [hint(s) for s in sizes]
         axes = [self._of_number(s, first=type(s) is int and self.dims.stands(known, at)) for at, s in enumerate(sizes)]
         for shape in itertools.product(*axes):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from ..lowering import select, triton
@@ -137,7 +138,7 @@ class Explanation:
             lines += [f"    note        {n}" for n in m.notes]
         if self.planned is not None:
             lines += ["", *(f"  {line}" for line in str(self.planned).splitlines())]
-        for r in self.refused:
+        for r in together(self.refused):
             where = f"   {r.source}" if r.source else ""
             lines += ["", f"  refused: {r.name or 'the model'}{where}", f"    {r.reason}"]
             if r.culprits:
@@ -159,6 +160,23 @@ class Explanation:
         texts = [f"{text} x{found[path]}" for path, text in _WEIGHTS.items() if path in found]
         copies = found.get("cast", 0) + found.get("stacked_copy", 0)
         return ", ".join([*texts, *([] if copies else ["no copies"])])
+
+
+def together(refused: Iterable[Any]) -> list[Any]:
+    """Refusals that say the same as one, with the names and the lines of all."""
+    alike: dict[Any, list[Any]] = {}
+    for r in refused:
+        alike.setdefault((r.reason, r.culprits, r.remedy), []).append(r)
+    found = []
+    for first, *more in alike.values():
+        if more:
+            names = tuple(dict.fromkeys(r.name for r in (first, *more)))
+            lines = list(dict.fromkeys(r.source for r in (first, *more) if r.source))
+            lines = lines if len(lines) <= 2 else [f"{lines[0]} ... {lines[-1]} ({len(lines)} lines)"]
+            name = names[0] if len(names) == 1 else _range(names)
+            first = dataclasses.replace(first, name=name, source=", ".join(lines))
+        found.append(first)
+    return found
 
 
 def _steps(expert: str) -> str:

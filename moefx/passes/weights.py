@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx, nn
 
@@ -28,7 +30,7 @@ class Weights:
     def _steps(self, node: fx.Node, steps: tuple[tuple, ...], off: int) -> fx.Node:
         """Follow the steps of a place, on one parameter (`off=0`) or on a stack of them (`off=1`)."""
         for op, *rest in steps:
-            shape = rest[0]
+            shape: Any = rest[0] if rest else ()
             if op in ("at", "squeeze"):
                 for axis, i in sorted(rest[1], reverse=True):
                     node = self.emit.call(aten.select.int, (node, axis + off, i))

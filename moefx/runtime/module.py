@@ -91,6 +91,7 @@ class BlockForward:
         self._told: set[str] = set()
         self._forced = ""
         self._specialising = False
+        self.compiled_by = ""  # what compiles the graph that this is a part of: its code runs no Python
         self._recording = False
         self._offsets: tuple[torch.Tensor, ...] = ()
         self._set_signature(_signature(block, self.original))

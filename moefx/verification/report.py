@@ -3,29 +3,28 @@ broke it?"""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import inspect
 import json
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import InvalidInput, VerificationFailed
-from ..runtime.module import BlockForward, CallCounts, rewritten_blocks
-from .bisect import first_bad_snapshot, program_for
-from .compare import Comparison, Subject, compare
+from ..runtime.module import rewritten_blocks
 from .policy import Row
-from .routing import RoutingRow, Scope
-from .sandbox import Casts, Inputs, Options, call_forward
-from .shares import Shares, local
-from .states import GIVEN, router_states
-from .table import OTHER_VALUES, text
-from .watching import watch_compiled, watch_original
+from .routing import RoutingRow
+from .sandbox import Inputs
+from .shares import Shares
+from .table import text
+from .verifying import Verifying, is_region, with_original_regions
+
+if TYPE_CHECKING:
+    from .traced import Way
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +89,9 @@ def verify(
     that the models are in, under the autocast that is active.
 
     Args:
+        compiled: what `compile` returned, or `rewrite_graph`, or `torch.compile(model, backend="moefx")`, whose graphs
+            are compared as moefx hands them on (docs/backend.md).
+        reference: the original, or a copy of it.
         inputs: a tuple of positional or a dict of keyword arguments, one tensor, or a list of these (several
             shapes).
         dtype: precision to verify in; None: the models' own. In half precision what is smaller than rounding
@@ -104,9 +106,16 @@ def verify(
             over a mesh, where every rank calls it, ranks that would not compare as often and in the same way, or that
             share their tokens (`Plan(sequence_axis=...)`) and have other inputs.
     """
-    for model in (compiled, reference):
-        if hasattr(model, "_orig_mod"):
-            raise InvalidInput("verify: give the model that torch.compile was called on; its result cannot be copied")
+    ways, given = _ways(compiled), compiled
+    if not ways and _ways(reference) and not rewritten_blocks(compiled):
+        raise InvalidInput("verify: the compiled model comes first, then the reference; here it is the other way round")
+    compiled, reference = _unwrapped(compiled), _unwrapped(reference)
+    if rewritten_blocks(compiled):
+        if compiled is not given:
+            raise InvalidInput("verify: give the model that torch.compile was called on, which moefx.compile returned")
+        ways = {}
+    elif compiled is not given and not ways:
+        raise InvalidInput("verify: torch.compile was called with another backend than 'moefx': nothing of moefx ran")
     shares = Shares.of(compiled)
     try:
         sets = _checked(compiled, reference, inputs)
@@ -118,35 +127,47 @@ def verify(
         asked = {"sets of inputs": len(sets), "seeds": len(seeds), "dtype": dtype, "grads": grads, "routings": routings}
         shares.agree(", ".join(f"{what}: {value}" for what, value in asked.items()))
         shares.check_tokens(sets)
-    if not _regions_without_reference(compiled, reference):
-        return _Verifying(compiled, reference, dtype, shares).report(sets, seeds, grads, loss, routings)
-    # A graph's regions have no module in the reference: their own original code is that, once it is the reference's.
-    plain = _with_original_regions(compiled)
-    taken_out = _Verifying(plain, reference, dtype, shares).report(sets, seeds, grads, loss, routings=False)
-    found = _Verifying(compiled, plain, dtype, shares).report(sets, seeds, grads, loss, routings)
-    rows = [dataclasses.replace(row, block="(graph)") for row in taken_out.rows if row.kind != "path"]
-    return dataclasses.replace(found, rows=(*rows, *found.rows))
+    if ways:
+        from .traced import verify_traced  # with the backend
+
+        traced = verify_traced(
+            compiled, ways, reference, sets, dtype=dtype, grads=grads, seeds=seeds, loss=loss, routings=routings
+        )
+        return _report(traced)
+    rows: list[Row] = []
+    verifying = Verifying(compiled, reference, dtype, shares)
+    if _regions_without_reference(compiled, reference):
+        # A graph's regions have no module in the reference: their own original code is that, once it is the
+        # reference's.
+        plain = with_original_regions(compiled)
+        taken_out = Verifying(plain, reference, dtype, shares)
+        taken_out.models(sets, seeds, grads, loss, routings=False)
+        rows = [dataclasses.replace(row, block="(graph)") for row in taken_out.rows if row.kind != "path"]
+        verifying = Verifying(compiled, plain, dtype, shares)
+    verifying.models(sets, seeds, grads, loss, routings)
+    return _report(verifying, rows)
+
+
+def _ways(model: nn.Module) -> Mapping[str, Way]:
+    """Which parts of a model were compiled by `torch.compile(..., backend="moefx")`, and how."""
+    backend = sys.modules.get("moefx.backend")  # which Dynamo loads if it is asked for
+    return backend.ways_of(model) if backend is not None else {}
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model that `torch.compile` was called on."""
+    return getattr(model, "_orig_mod", model)
+
+
+def _report(found: Verifying, rows: Sequence[Row] = ()) -> VerifyReport:
+    block, broken = found.first or (None, None)
+    notes = tuple(dict.fromkeys(found.notes))
+    return VerifyReport((*rows, *found.rows), tuple(found.routing), block, broken, notes)
 
 
 def _regions_without_reference(compiled: nn.Module, reference: nn.Module) -> list[str]:
     known = dict(reference.named_modules())
-    return [n for n in rewritten_blocks(compiled) if n not in known and _is_region(compiled.get_submodule(n))]
-
-
-def _is_region(block: nn.Module) -> bool:
-    """Whether a block is called with its weights and was no module of the original's."""
-    return getattr(type(block), "is_region", False)
-
-
-def _with_original_regions(compiled: nn.Module) -> nn.Module:
-    """A copy, around the same weights, in which the regions of a graph run what they ran."""
-    held = (*compiled.parameters(), *compiled.buffers())
-    plain = copy.deepcopy(compiled, {id(t): t for t in held})
-    for name in rewritten_blocks(plain):
-        block = plain.get_submodule(name)
-        if _is_region(block):
-            vars(block).pop("forward")
-    return plain
+    return [n for n in rewritten_blocks(compiled) if n not in known and is_region(compiled.get_submodule(n))]
 
 
 def _checked(compiled: nn.Module, reference: nn.Module, inputs: Any) -> list[Inputs]:
@@ -163,109 +184,6 @@ def _checked(compiled: nn.Module, reference: nn.Module, inputs: Any) -> list[Inp
     _check_shapes(compiled, reference)
     _check_binds(reference, sets)
     return sets
-
-
-class _Verifying:
-    def __init__(self, compiled: nn.Module, reference: nn.Module, dtype: torch.dtype | None, shares: Shares | None):
-        self.compiled, self.reference = compiled, reference
-        self.working, self.exact = Casts(dtype), Casts(torch.float64)
-        self.names = list(rewritten_blocks(compiled))
-        self.shares = shares
-        self.rows: list[Row] = _held_alike(compiled, reference, self.shares)
-        self.routing: list[RoutingRow] = []
-        self.notes: list[str] = []
-        self.first: tuple[str, str] | None = None  # block, pass
-        self.calls: dict[str, Inputs] = {}  # by block, in order of execution, for the current case
-        self.ran: dict[str, Counter[str]] = {name: Counter() for name in self.names}
-
-    def report(
-        self, input_sets: list[Inputs], seeds: Sequence[int], grads: bool, loss: Any, routings: bool
-    ) -> VerifyReport:
-        for i, inputs in enumerate(input_sets):
-            for seed in seeds:
-                case = f"inputs {i}, seed {seed}"
-                self.calls = {}
-                self.model(inputs, Options(seed, grads, loss), case)
-                for name, call in self.calls.items():
-                    for state, inputs_of_block in self.states(name, call, seed, routings):
-                        self.block(name, inputs_of_block, Options(seed, grads), f"{case}{state}")
-        self.rows += self.paths()
-        block, broken = self.first or (None, None)
-        notes = tuple(dict.fromkeys(self.notes))
-        return VerifyReport(tuple(self.rows), tuple(self.routing), block, broken, notes)
-
-    def model(self, inputs: Inputs, options: Options, case: str) -> None:
-        forwards: dict[str, BlockForward] = {}
-        before: dict[str, CallCounts] = {}
-
-        def prepare(box: nn.Module, which: str, scope: Scope) -> None:
-            if which == "compiled":
-                forwards.update(watch_compiled(box, scope))
-                before.update({name: copy.copy(forward.counts) for name, forward in forwards.items()})
-            else:
-                watch_original(box, self.names, scope, self.calls if which == "original" else None)
-
-        subject = Subject(self.reference, self.compiled, self.working, self.exact, prepare=prepare, shares=self.shares)
-        comparison = self.compared(subject, inputs, options, case)
-        for name, forward in forwards.items():
-            self.ran[name]["rewritten"] += forward.counts.rewritten - before[name].rewritten
-            self.ran[name]["original"] += forward.counts.original - before[name].original
-        if "" in forwards and not comparison.ok and self.first is None:
-            call = self.calls.get("", inputs)
-            self.first = "", self.bisect(forwards[""], self.reference, call, options)
-
-    def states(self, name: str, call: Inputs, seed: int, routings: bool) -> Iterator[tuple[str, Inputs]]:
-        """What to compare a block on. Where the model is the block (""), its own call was compared before."""
-        for state, inputs in router_states(call, seed):
-            if state == GIVEN and name:
-                yield "", inputs
-            elif state != GIVEN and routings:
-                yield f", {state}", inputs
-
-    def block(self, name: str, call: Inputs, options: Options, case: str) -> None:
-        """Both blocks on the inputs that the reference's block got, so that errors before it do not count."""
-        forwards: dict[str, BlockForward] = {}
-
-        def prepare(box: nn.Module, which: str, scope: Scope) -> None:
-            if which == "compiled":
-                forwards.update(watch_compiled(box, Scope()))  # nothing to tell apart in one block
-
-        original, compiled = (model.get_submodule(name) for model in (self.reference, self.compiled))
-        subject = Subject(
-            original, compiled, self.working, self.exact, block=name,
-            call_original=call_forward, call_compiled=call_forward, prepare=prepare, shares=Shares.of(compiled),
-        )  # fmt: skip
-        comparison = self.compared(subject, call, options, case)
-        if not comparison.ok and self.first is None:
-            self.first = name, self.bisect(forwards[""], original, call, options)
-
-    def compared(self, subject: Subject, inputs: Inputs, options: Options, case: str) -> Comparison:
-        comparison = compare(subject, inputs, options, case)
-        self.rows += comparison.rows
-        self.routing += comparison.routing
-        self.notes += comparison.notes
-        return comparison
-
-    def bisect(self, forward: BlockForward, original: nn.Module, call: Inputs, options: Options) -> str:
-        program = program_for(forward, call, options)
-        if program is None:
-            return ""
-        snapshot = first_bad_snapshot(original, program, call, options, self.working, self.exact)
-        if snapshot is None:
-            return "none: the graphs after all passes are right, so what runs is not the last of them"
-        return f"{snapshot.pass_name} ({snapshot.rule})" if snapshot.rule else snapshot.pass_name
-
-    def paths(self) -> list[Row]:
-        """Did the rewritten code run at all, and only it?"""
-        if not self.names:
-            note = "the compiled model has no rewritten block: nothing of moefx ran"
-            return [Row("", "rewritten blocks", "path", ok=False, error=math.inf, note=note)]
-        rows = []
-        for name, ran in self.ran.items():
-            note = f"{ran['rewritten']} calls ran rewritten, {ran['original']} ran the original"
-            ok = ran["rewritten"] > 0 and not ran["original"]
-            rows.append(Row(name, "rewritten path", "path", ok, float(ran["original"]), note=note))
-        return rows
 
 
 def _input_sets(inputs: Any) -> list[Inputs]:
@@ -307,36 +225,6 @@ def _check_shapes(compiled: nn.Module, reference: nn.Module) -> None:
                 f"verify: {name} has shape {tuple(held[name].shape)} in the compiled model and {tuple(theirs.shape)} "
                 "in the reference, which must be the model that was compiled, or a copy of it"
             )
-
-
-def _held_alike(compiled: nn.Module, reference: nn.Module, shares: Shares | None) -> list[Row]:
-    """Failed rows where the two models already differ before they run: other names, weights, buffers or
-    modes."""
-    rows = []
-    stacked, elsewhere = (shares.stacked, shares.elsewhere) if shares else ({}, frozenset())
-    for kind, held in (("grad_param", nn.Module.named_parameters), ("buffer", nn.Module.named_buffers)):
-        ours, theirs = (dict(held(model, remove_duplicate=False)) for model in (compiled, reference))
-        for name in ours.keys() ^ theirs.keys() - elsewhere:
-            note = f"only the {'compiled model' if name in ours else 'reference'} has it"
-            rows.append(Row("", name, kind, ok=False, error=math.inf, note=note))
-        for name in ours.keys() & theirs.keys():
-            a: Any = local(ours[name])
-            b = theirs[name]
-            if name in stacked:
-                b = stacked[name].own_part(b.detach())
-            if a is not b and not (a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b.to(a.device))):
-                rows.append(Row("", name, "state", ok=False, error=math.inf, note=OTHER_VALUES))
-    modes = dict(reference.named_modules())
-    other = [n for n, m in compiled.named_modules() if n in modes and modes[n].training != m.training]
-    for name in [n for n in other if not n or n.rpartition(".")[0] not in other]:  # not what is inside of one
-        ours, theirs = _mode(compiled.get_submodule(name)), _mode(modes[name])
-        note = f"compiled is in {ours} mode, the reference in {theirs} mode"
-        rows.append(Row("", f"{name or 'model'}.training", "state", ok=False, error=1.0, note=note))
-    return sorted(rows, key=lambda row: row.name)
-
-
-def _mode(module: nn.Module) -> str:
-    return "train" if module.training else "eval"
 
 
 def _finite(value: Any) -> Any:

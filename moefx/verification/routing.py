@@ -46,10 +46,15 @@ class CannotReplay(Exception):
 
 
 class Scope:
-    """The rewritten block that is running now, innermost; None outside of them."""
+    """The rewritten block that is running now, innermost; None outside of them.
+
+    Attributes:
+        region: of a graph, which is no module of the reference that a decision could be found by.
+    """
 
     def __init__(self) -> None:
         self.names: list[str | None] = [None]
+        self.region: str | None = None
 
     @contextlib.contextmanager
     def enter(self, name: str) -> Iterator[None]:
@@ -221,7 +226,7 @@ class Align(_Mode):
         alike = gap(ours, theirs).amax(-1) <= rounding
         if decision.scores is not None:
             alike &= (scores != decision.scores).any(-1)
-        if (block := self.scope.names[-1]) is not None:
+        if (block := self.scope.region or self.scope.names[-1]) is not None:
             differ = (selection.as_set(own) != selection.as_set(chosen)).any(-1)
             imposed, beyond = int((differ & alike).sum()), int((differ & ~alike).sum())
             identical = 1 - (imposed + beyond) / differ.numel()

@@ -302,7 +302,21 @@ def test_grad_mode_and_eager():
     x = torch.randn(2, 9, D, dtype=torch.float64)
     with torch.no_grad():
         torch.testing.assert_close(call(x)[0], reference(x)[0])
-    assert len(moefx.blocks(call)) == 2
+        assert len(moefx.blocks(call)) == 2
+        block = moefx.blocks(call)[0]
+        block.record_load()
+        call(x)
+    assert int(block.load().sum()) == 2 * 18
+
+
+def test_no_load_of_a_graph_that_is_compiled_further():
+    call, x = compiled(model("stack_gather", num_layers=1)), torch.randn(2, 9, D, dtype=torch.float64)
+    call(x)
+    (block,) = moefx.blocks(call)
+    with pytest.warns(UserWarning, match="the code that 'aot_eager' makes of a graph keeps none"):
+        block.record_load()
+    call(x)
+    assert block.load() is None
 
 
 def test_the_entry_point(tmp_path):

@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._decomp import core_aten_decompositions
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -78,6 +78,43 @@ def test_without_names(idiom, is_decomposed):
         torch.testing.assert_close(got, expected)
 
 
+class OneProduct(nn.Module):
+    """Gate and up of all experts in one product, whose columns are split after it; `wide`: of one wide layer."""
+
+    def __init__(self, split, wide: bool):
+        super().__init__()
+        self.split, self.gate = split, nn.Linear(D, 4, bias=False)
+        self.up = nn.Linear(D, 4 * 2 * 6) if wide else nn.Parameter(torch.randn(4, D, 2 * 6))
+        self.down = nn.Parameter(torch.randn(4, 6, D))
+
+    def forward(self, x):
+        t = x.flatten(0, 1)
+        w, ids = self.gate(t).softmax(-1).topk(2, -1)
+        weights = t.new_zeros(t.shape[0], 4).scatter(1, ids, w)
+        every = torch.einsum("td,edh->teh", t, self.up) if isinstance(self.up, nn.Parameter) else self.up(t)
+        gate, up = self.split(every.view(t.shape[0], 4, 12))
+        y = torch.einsum("teh,ehd->ted", nn.functional.silu(gate) * up, self.down)
+        return torch.einsum("ted,te->td", y, weights).view_as(x)
+
+
+@pytest.mark.parametrize("is_decomposed", [False, True], ids=["whole", "decomposed"])
+@pytest.mark.parametrize("wide", [False, True], ids=["stacked", "wide"])
+@pytest.mark.parametrize(
+    "split",
+    [lambda h: h.chunk(2, -1), lambda h: (h[..., ::2], h[..., 1::2]), lambda h: h.unflatten(-1, (2, 6)).unbind(-2)],
+    ids=["halves", "interleaved", "axis"],
+)
+def test_columns_of_one_product(split, wide, is_decomposed):
+    """Core ATen makes one product of an einsum over the experts: each of them needs its own columns of it only."""
+    module = OneProduct(split, wide).double()
+    x = x_of(module, 2, 9)
+    gm = decomposed(module, x) if is_decomposed else exported(module, x)
+    out = moefx.rewrite_graph(gm, (x,), PLAN)
+    torch.testing.assert_close(out(x), module(x))
+    (block,) = moefx.blocks(out)
+    assert "expert_mlp(" in str(block.graph) and "einsum" not in str(block.graph)
+
+
 def test_symbolic_sizes():
     module = model("dense_masked")
     out = moefx.rewrite_graph(exported(module, x_of(module, 2, 9), dynamic=True), (x_of(module, 2, 9),), PLAN)
@@ -97,7 +134,8 @@ def test_inspection():
     assert "build_pft" in str(moefx.graph(out, names[0], after="rewrite_block"))
     report = moefx.explain(out)
     assert [m.names for m in report.matched] == [("layers.0.moe", "layers.1.moe")]
-    assert "E=5, top-2" in str(report)
+    assert moefx.history(out, "layers.1.moe") is moefx.history(out, names[1])  # as the report calls it
+    assert "E=5, top-2" in str(report) and "x: 2-d float64 on cpu" in str(report) and "meta" not in str(report)
 
 
 def test_verify():

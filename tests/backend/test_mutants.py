@@ -62,6 +62,8 @@ def check_graph(mutant: Mutant, is_decomposed: bool) -> None:
             results = []
             for call in (gm, out):
                 gm.load_state_dict(state)
+                for buffer in gm.buffers():  # export drops `no_grad` where it decomposes
+                    buffer.detach_()
                 torch.manual_seed(seed)
                 try:
                     results.append(gradients(gm, call, *case.fresh(2, 9, seed)))

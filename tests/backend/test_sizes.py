@@ -57,6 +57,36 @@ class Moved(Dense):
         return w, torch.where(other >= 0, 3 - i, i)
 
 
+class Enabled(Dense):
+    """Only some experts: the call says which."""
+
+    def routed(self, x, experts):
+        return self.router(x).masked_fill(~experts, -1e9).softmax(-1).topk(2, -1)
+
+
+class Masked(Dense):
+    """Only some tokens."""
+
+    def routed(self, x, here):
+        w, i = super().routed(x)
+        return w * here[..., None], i
+
+
+class Forced(Dense):
+    """Where there are ids they choose, else the router does."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+
+    def forward(self, x, ids):
+        return super().forward(x.view(-1, D), self.how(ids)).view_as(x)
+
+    def routed(self, x, ids):
+        w, i = self.router(x).softmax(-1).topk(1, -1)
+        return w, torch.where((ids >= 0)[:, None], (ids % E)[:, None], i)
+
+
 def tokens(*shape):
     return torch.randn(*shape, D, dtype=torch.float64)
 
@@ -92,3 +122,32 @@ def test_blocks_of_its_own():
     compiled = moefx.compile(module, plan=moefx.Plan(checkpoint="x"), example_inputs=(tokens(9),))
     (block,) = moefx.blocks(compiled)
     assert block.forward is compiled.forward and block.graph.find("moefx::expert_mlp")[0].kwargs["keep"] == "x"
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("shape", [(E, 9), (3, E)])
+def test_as_many_rows_as_experts(shape, dynamic):
+    """What is given for each expert is not taken for one of each row, also where the first call has as many."""
+    experts = torch.tensor([True, False, True, True])
+    calls = [(tokens(*s), experts) for s in (shape, (5, 7))]
+    assert moefx.blocks(check(Enabled(), calls, dynamic=dynamic))
+
+
+def test_what_would_show_the_sizes(caplog):
+    """Dynamo has one symbol for sizes that are equal in the first call."""
+    check(Masked(), [(tokens(3, 3), torch.rand(3, 3) > 0.3)], dynamic=True)
+    assert "S = 3 is the length of something else, too: make the first call with other sizes" in caplog.text
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_integers_that_follow_from_an_input(dynamic):
+    """They are varied as the input is; also where the sizes become dynamic."""
+    torch.manual_seed(0)
+    calls = [(tokens(*s), torch.randint(-least, 50, s)) for s, least in [((3, 9), 1), ((4, 11), 40), ((4, 11), 0)]]
+    calls += [(tokens(4, 11), torch.full((4, 11), -1))]
+    assert moefx.blocks(check(Forced(lambda ids: ids.view(-1).long()), calls, dynamic=dynamic))
+
+
+def test_integers_of_which_nothing_is_known(caplog):
+    call = check(Forced(lambda ids: ids.view(-1).cumsum(0)), [(tokens(3, 9), torch.randint(-1, 50, (3, 9)))])
+    assert not moefx.blocks(call) and "it is given integers that the graph computes" in caplog.text

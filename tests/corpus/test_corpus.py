@@ -25,7 +25,6 @@ FULLGRAPH = [
 GAPS = {
     "s_vmap_tokens": "operations inside of vmap are not followed",
     "s_one_wide_hidden": "experts as slices of one wide layer",
-    "s_grouped_conv": "experts as groups of one convolution",
 }
 FULLGRAPH_HF = ["mixtral", "deepseek_v3", "gpt_oss"]
 

@@ -24,7 +24,7 @@ REFUSED = {
     "s_moe_plus_plus": "the 5 experts of moe cannot be shared evenly",
 }
 # not rewritten on one device either, as tests/corpus knows, or the numeric check says no
-NOT_REWRITTEN = ("s_vmap_tokens", "s_one_wide_hidden", "s_grouped_conv", "s_embedding_bag_combine")
+NOT_REWRITTEN = ("s_vmap_tokens", "s_one_wide_hidden", "s_embedding_bag_combine")
 
 
 def outcome(case: Case) -> str:

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import moefx.lowering.torch.rows
 from moefx.ir import dialect
 from moefx.lowering import select
 from tests.ir.routings import Routing, random_routing, routings
@@ -33,11 +36,22 @@ def test_bag_and_blocks_are_the_reference(routing: Routing, weighted: bool):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_types_need_the_float32_sum_of_the_reference(dtype):
-    token_ids, _, offsets, inverse, _ = random_routing(4, 2, 3).build()
+@settings(max_examples=20, deadline=None)
+@given(routing=routings(), weighted=st.booleans(), block=st.sampled_from([1, 2, 1024]))
+def test_half_types_are_summed_in_float32(dtype, routing: Routing, weighted: bool, block: int):
+    token_ids, _, offsets, inverse, weights = routing.build()
+    rows = torch.randn(token_ids.shape[0], 3).to(dtype)
+    rows[int(offsets[-1]) :] = float("nan")
+    args = (rows, weights.float() if weighted else None, token_ids, offsets, inverse)
     select.reset_counters()
-    dialect.combine(torch.randn(8, 3).to(dtype), None, token_ids, offsets, inverse)
-    assert select.counters() == {("combine", "reference"): 1}
+    with mock.patch.object(moefx.lowering.torch.rows, "_BLOCK", block):
+        got = dialect.combine(*args)
+    assert select.counters() == {("combine", "bag"): 1}
+    with select.force("combine", "reference"):
+        expected = dialect.combine(*args)
+    if not weighted:
+        assert torch.equal(got, expected)
+    torch.testing.assert_close(got, expected)
 
 
 def test_blocks_of_rows():

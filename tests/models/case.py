@@ -44,8 +44,9 @@ def gradients(module: nn.Module, call: Callable, x: torch.Tensor, *rest: Any) ->
     x = x.clone().requires_grad_()
     out = [t for t in tensors(call(x, *rest)) if t.requires_grad]
     loss = sum(weighted_mean(t) for t in out)
-    grads = torch.autograd.grad(loss, [x, *module.parameters()], allow_unused=True)
-    return [*out, *(torch.zeros(()) if g is None else g for g in grads)]
+    leaves = [x, *module.parameters()]
+    grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+    return [*out, *(torch.zeros_like(of) if g is None else g for of, g in zip(leaves, grads, strict=True))]
 
 
 @dataclasses.dataclass

@@ -8,15 +8,19 @@ from torch import Tensor
 from ...ir.experts import expert_rows_backward
 from ...ir.routing import combine, combine_backward
 
-# Rows at a time in the backward: intermediates stay in a core's cache.
+# Rows or tokens at a time where there are intermediates: they stay in a core's cache.
 _BLOCK = 1024
 
 
 def _on_cpu(rows: Tensor, combine_weights: Tensor | None, *_: Tensor) -> bool:
-    # embedding_bag takes weights in the dtype of the rows only, and accumulates in float32 or better only for
-    # these.
-    same = combine_weights is None or combine_weights.dtype == rows.dtype
-    return rows.device.type == "cpu" and same and rows.dtype in (torch.float32, torch.float64)
+    # embedding_bag takes weights in the dtype of the rows only, and accumulates in float32 or better only for these.
+    wide = _sum_dtype(rows)
+    same = combine_weights is None or torch.promote_types(combine_weights.dtype, wide) == wide
+    return rows.device.type == "cpu" and same and wide in (torch.float32, torch.float64)
+
+
+def _sum_dtype(rows: Tensor) -> torch.dtype:
+    return torch.promote_types(rows.dtype, torch.float32)
 
 
 @combine.provider("bag", supports=_on_cpu)
@@ -35,8 +39,18 @@ def _combine(
         valid = inverse >= 0
         count = valid.sum(1, dtype=torch.int32)
         row, start = row[valid.reshape(-1)], torch.cumsum(count, 0, dtype=torch.int32) - count
-    weights = None if combine_weights is None else combine_weights.index_select(0, row)
-    return torch.embedding_bag(rows.contiguous(), row, start, False, 0, False, weights)[0]
+    wide = _sum_dtype(rows)
+    weights = None if combine_weights is None else combine_weights.index_select(0, row).to(wide)
+    if rows.dtype == wide:
+        return torch.embedding_bag(rows.contiguous(), row, start, False, 0, False, weights)[0]
+    out = rows.new_empty((num_tokens, rows.shape[1]))
+    ends = [*start[::_BLOCK].tolist(), row.shape[0]]
+    for begin, first, end in zip(range(0, num_tokens, _BLOCK), ends, ends[1:], strict=False):
+        block = slice(begin, begin + _BLOCK)
+        values, each = rows.index_select(0, row[first:end]).to(wide), torch.arange(end - first)
+        part = None if weights is None else weights[first:end]
+        out[block] = torch.embedding_bag(values, each, start[block] - first, False, 0, False, part)[0]
+    return out
 
 
 @combine_backward.provider("blocks", supports=lambda grad, rows, *_: rows.device.type == "cpu")

@@ -7,7 +7,8 @@ import string
 
 import torch
 
-from .resolve import shift, structure, weight
+from .paths import has_place
+from .resolve import shift, weight
 from .shapes import reshape_group, unravel
 from .terms import Term, Terms, is_const, number, without_row
 
@@ -116,8 +117,10 @@ def _pick_reshape(T: Terms, t: Term, axis: int, i: int) -> Term:
         return T.reshape(T.picks(inner, dict(zip(ins, where, strict=True))), shape)
     if len(ins) == 1:
         sizes = [t.shape[d] for d in outs]
-        if ins[0] in structure(T, inner) and (apart := _split_axis(T, inner, ins[0], sizes)) is not None:
+        if (apart := _split_axis(T, inner, ins[0], sizes)) is not None:
             return T.reshape(T.pick(apart, ins[0] + outs.index(axis), i), shape)
+        if axis > outs[0] and has_place(inner):  # of a parameter no range, or one with steps
+            return T.make("at", (t, ((axis, i),)), shape)
         elements = torch.arange(math.prod(sizes)).reshape(sizes).select(outs.index(axis), i).reshape(1, -1)
         return T.reshape(T.index(inner, ins, elements, ins[0]), shape)
     merged = (*inner.shape[: ins[0]], math.prod(inner.shape[d] for d in ins), *inner.shape[ins[-1] + 1 :])
@@ -126,8 +129,8 @@ def _pick_reshape(T: Terms, t: Term, axis: int, i: int) -> Term:
 
 
 def _split_axis(T: Terms, t: Term, axis: int, sizes: list[int]) -> Term | None:
-    """A product of which one axis is several, such as that of the slots and the columns of each slot's expert: the
-    product of operands that have these axes."""
+    """A product of which one axis is several, such as that of the slots and the columns of each slot's expert, or of
+    all experts' columns: the product of operands that have these axes. None: it is none."""
     if t.op == "pw":
         name, kwargs, *items = t.args
         placed = [(a, axis - len(t.shape) + len(a.shape)) if isinstance(a, Term) else (a, -1) for a in items]
@@ -147,7 +150,7 @@ def _with_axes(T: Terms, t: Term, axis: int, sizes: list[int]) -> Term:
     """`t` with axes of these sizes in the place of one, of which there may be one element for all."""
     if t.shape[axis] == 1:
         sizes = [1] * len(sizes)
-    apart = _split_axis(T, t, axis, sizes) if axis in structure(T, t) else None
+    apart = _split_axis(T, t, axis, sizes)
     return apart if apart is not None else T.reshape(t, (*t.shape[:axis], *sizes, *t.shape[axis + 1 :]))
 
 

@@ -380,12 +380,15 @@ class Prover:
         if any(expert_indices(place, self.children)[:1] != [e] for e, place in table.items()):
             return 0
         for place in list(table.values())[:1]:
+            shape = tensor_at(self.block, place.fqn).shape
             for op, *rest in place.steps:
                 if op == "at":
-                    return tensor_at(self.block, place.fqn).shape[rest[1][0][0]]
+                    return shape[rest[1][0][0]]
                 if op == "slice":
                     _, dim, start, stop, _ = rest
-                    return tensor_at(self.block, place.fqn).shape[dim] // (stop - start)
+                    return shape[dim] // (stop - start)
+                if op in ("reshape", "permute", "expand"):
+                    shape = rest[0]
         return 0
 
     def _siblings(self, table: dict[int, Place]) -> int:

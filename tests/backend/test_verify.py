@@ -1,0 +1,81 @@
+"""`moefx.verify` of what `torch.compile(model, backend="moefx")` returned."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import moefx
+from moefx.backend import backend
+from moefx.errors import InvalidInput
+from tests.verification.compiled import broken
+
+from .models import D, model
+
+OPTIONS = {"backend": "aot_eager", "validation": "symbolic"}
+X = torch.randn(2, 9, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def compiled(module):
+    return torch.compile(module, backend=backend, options=OPTIONS)
+
+
+def test_of_the_model_itself():
+    """The weights are the same; the whole model and each region are compared, and nothing is touched."""
+    mine = model("sparse_gates")
+    before = copy.deepcopy(mine.state_dict())
+    call = compiled(mine)
+    report = moefx.verify(call, mine, (X,), routings=False)
+    assert report.ok, str(report)
+    assert {row.block for row in report.rows} == {"", "layers.0.moe", "layers.1.moe"}
+    assert {row.name for row in report.rows if row.block == ""} >= set(dict(mine.named_parameters()))
+    assert [row.op for row in report.routing] == ["topk", "topk"]
+    assert "what aot_eager makes of them did not run" in str(report)
+    assert all(torch.equal(t, before[name]) for name, t in mine.state_dict().items())
+    assert "not called yet" in str(moefx.explain(call))
+    assert moefx.verify(call, call, (X,), grads=False, routings=False).ok
+
+
+def test_other_weights():
+    mine = model("stack_gather", num_layers=1)
+    other = copy.deepcopy(mine)
+    assert moefx.verify(compiled(mine), other, (X,), routings=False).ok
+    with torch.no_grad():
+        other.layers[0]["moe"].w_up.mul_(1.01)
+    assert not moefx.verify(compiled(mine), other, (X,), routings=False, grads=False).ok
+
+
+def test_the_pass_that_broke_a_region_is_named():
+    mine = model("stack_gather", num_layers=1)
+    with broken("expert_mlp_backward", lambda grads, *_, **__: [*grads[:-1], grads[-1] * 1.01]):
+        report = moefx.verify(compiled(mine), mine, (X,), routings=False)
+    assert report.first_block == "layers.0.moe" and report.first_pass.startswith("fuse (")
+
+
+@pytest.mark.parametrize("of_a_layer", [False, True])
+def test_compiled_in_place(of_a_layer):
+    mine = model("dense_masked", num_layers=1)
+    (mine.layers[0]["moe"] if of_a_layer else mine).compile(backend=backend, options=OPTIONS)
+    report = moefx.verify(mine, mine, (X.float(),), dtype=torch.float32, routings=False)
+    assert report.ok and any(row.kind == "path" for row in report.rows)
+
+
+def test_of_a_model_that_has_no_region():
+    layer = torch.nn.Linear(D, D).double()
+    report = moefx.verify(compiled(layer), layer, (X,))
+    assert not report.ok and "nothing of moefx ran" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("pair", "what"),
+    [
+        (lambda m: (m, compiled(m)), "the compiled model comes first"),
+        (lambda m: (torch.compile(m, backend="eager"), m), "another backend"),
+        (lambda m: (torch.compile(moefx.compile(m, example_inputs=(X,))), m), "which moefx.compile returned"),
+    ],
+)
+def test_what_cannot_be_compared(pair, what):
+    with pytest.raises(InvalidInput, match=what):
+        moefx.verify(*pair(model("stack_gather", num_layers=1)), (X,))
