@@ -105,7 +105,7 @@ def parser() -> argparse.ArgumentParser:
         "model", help="a name such as deepseek-v3 (a wrong one lists all), or a transformers config on disk"
     )
     plan.add_argument("--platform", default="dgx-h100", help="a name, or a platform file (default: dgx-h100)")
-    plan.add_argument("--gpus", type=positive, required=True, help="ranks, all of them")
+    plan.add_argument("--gpus", type=positive, required=True, help="how many, in all: the world_size of moefx.plan")
     plan.add_argument("--batch", type=positive, default=1024, help="sequences of a step, of all ranks (default: 1024)")
     plan.add_argument("--tokens", type=positive, default=4096, help="of a sequence (default: 4096)")
     names = "gpipe, 1f1b, interleaved, zb-h1, zb-h2"
@@ -334,6 +334,8 @@ def run_plan(arguments: argparse.Namespace) -> int:
         batch=arguments.batch, tokens=arguments.tokens, schedules=arguments.schedules.replace(" ", "").split(",")
     )
     ranking = plan(model, arguments.platform, arguments.gpus, **more)
+    if not len(ranking):
+        arguments.explain = arguments.simulate = None  # the reasons are shown instead
     if arguments.explain is not None:
         if arguments.explain > len(ranking):
             raise UsageError(f"--explain {arguments.explain}: {len(ranking)} layouts fit")

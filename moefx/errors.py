@@ -31,6 +31,10 @@ class UnknownPlatform(MoefxError, ValueError):
     """The planner has no platform of that name, or a platform file is not one."""
 
 
+class NothingFits(MoefxError, IndexError):
+    """An entry of a ranking was asked for in which no layout fits. Says what lacks least, and what to change."""
+
+
 class InvalidInput(MoefxError, ValueError):
     """Example inputs, or the inputs of a call, do not fit the model."""
 

@@ -65,9 +65,16 @@ class Matched:
 
 @dataclasses.dataclass
 class Survey:
+    """What was found in a model.
+
+    Attributes:
+        attends: whether there is attention in it.
+    """
+
     matched: list[Matched]
     refused: list[Refusal]
     seconds: float
+    attends: bool
 
 
 def survey(model: nn.Module, example_inputs: Any, plan: Plan, progress: Callable[[str], None] | None = None) -> Survey:
@@ -89,7 +96,7 @@ def survey(model: nn.Module, example_inputs: Any, plan: Plan, progress: Callable
         found = _found(model, example_inputs)
         matched, refused = _try_chains(model, found, plan, tell)
     matched, others = _without_outside_parts(model, matched)
-    return Survey(matched, [*refused, *others], time.perf_counter() - start)
+    return Survey(matched, [*refused, *others], time.perf_counter() - start, found.attends)
 
 
 def _found(model: nn.Module, example_inputs: Any) -> Found:
@@ -165,7 +172,7 @@ def _try_chains(
     for i, chain in enumerate(found.chains):
         if not refusals[i] and not any(_touches(name, taken) for name in chain):
             refusals[i].append(_chooses_only(chain, modules, found))
-    refused = {r[0].name: r[0] for r in refusals.values() if r}
+    refused = {r[0].name: r[0] for r in refusals.values() if r and not _looks_up_tokens(r[0], modules, found)}
     return matched, [r for r in refused.values() if not _touches(r.name, taken)]
 
 
@@ -252,6 +259,15 @@ def _chooses_only(chain: list[str], modules: dict[str, nn.Module], found: Found)
         "to an output",
         source=str(nodes[0].meta["source"]) if nodes else "",
         likely=not _priority(name, modules, found)[0],
+    )
+
+
+def _looks_up_tokens(refusal: Refusal, modules: dict[str, nn.Module], found: Found) -> bool:
+    """Whether what was taken for experts are the embeddings of token ids, which every language model has."""
+    parts = [f"{refusal.name}.{culprit}".lstrip(".").rpartition(".")[0] for culprit in refusal.culprits]
+    return bool(parts) and all(
+        isinstance(modules.get(part), nn.Embedding) and part in found.calls and not _is_given_a_choice(part, found)
+        for part in parts
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidInput
-from ..planner.platforms import Network, Platform
+from ..planner.platforms import FITTED, Network, Platform
 from . import collectives
 from .collectives import Repeated
 from .machine import Attention
@@ -101,6 +101,7 @@ class Findings:
             numbers |= figures(self.device, base.peak if base else None)
         sources = dict.fromkeys(numbers, f"measured: {self.how}")
         if self.device is not None:
+            sources |= dict.fromkeys(FITTED, f"fitted to measured times: {self.how}")
             numbers["device"] = self.device.name
             sources["peak"] = base.sources.get("peak", base.name) if base else f"{sources['peak']}; the fastest GEMM"
         networks = joined(self.networks(), base, self.device.copy if self.device else 0.0)

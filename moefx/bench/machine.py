@@ -139,21 +139,20 @@ class Machine:
         b = torch.empty_like(a)
         return 2 * a.numel() * a.element_size() / self.seconds(lambda: b.copy_(a))
 
-    def experts(self, tell: Callable[[str], None] = lambda text: None) -> Iterator[Measured]:
-        """Forward, and forward with backward, of shapes of all kinds."""
-        seen: set[Shape] = set()
+    @functools.cached_property
+    def shapes(self) -> list[Shape]:
+        """Experts of all kinds, each once: some are as others are, made smaller."""
+        found = []
         for T, d, h, E, K in _EXPERTS:
             while 18 * T * K * d * h > self.most_flop and T > 128:
                 T //= 2
             while 3 * E * d * h * self.dtype.itemsize > self.copy * _LONGEST and E > K:
                 E //= 2
-            shape = Shape(f"{T}x{d}x{h}x{E}x{K}", T, d, h, E, K)
-            if shape not in seen:  # as others are, made smaller
-                seen.add(shape)
-                tell(shape.name)
-                yield from self.expert(shape)
+            found.append(Shape(f"{T}x{d}x{h}x{E}x{K}", T, d, h, E, K))
+        return list(dict.fromkeys(found))
 
     def expert(self, shape: Shape) -> Iterator[Measured]:
+        """Forward, and forward with backward."""
         x, w1, w2, grad = tensors(shape, self.dtype, str(self.device))
         work = moefx(Inputs(shape, x, w1, w2, grad, *routed(shape, str(self.device))))
         yield Measured(shape, self.seconds(work.forward), False)

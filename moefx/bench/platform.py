@@ -7,7 +7,8 @@
 GEMMs over the shapes of experts and attention, attention, copies and experts give rates; all-to-all and sends of
 growing sizes, at each level of the topology, give latency, bandwidth, and how much repeated ones differ. Then
 `python -m moefx plan MODEL --platform here.json --gpus N`. What cannot be measured, the data sheet's peak and networks
-of more devices than there are, is taken from `--base`; with `--only exchanges` the device too.
+of more devices than there are, is taken from `--base`; with `--only exchanges` the device too. It takes minutes, about
+three on one thread of a CPU; each step is told, with the time so far.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from . import collectives
 from .collectives import Repeated
 from .findings import Device, Findings, report
 from .machine import Machine
+from .rates import Measured
 from .results import parser, write
 
 
@@ -81,34 +84,52 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _measured(options: Any, device: torch.device) -> Findings:
     """Collective."""
     os.environ.setdefault("MOEFX_AUTOTUNE", "600")  # the last shapes are to run as well-tuned kernels as the first
-    rank, world = dist.get_rank(), dist.get_world_size()
-
-    def tell(text: str) -> None:
-        if rank == 0:
-            print(f"bench platform: {text}", file=sys.stderr, flush=True)
-
+    world = dist.get_world_size()
     machine = Machine(device, getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32")))
     how = f"{machine.name}, {machine.dtype}, torch {torch.__version__}, {dist.get_backend()} over {world} ranks"
-    alone = None if options.only == "exchanges" else _device(machine, tell)
-    if options.only == "device":
+    nodes, whole = node_size(options.node_size, world), dist.group.WORLD
+    is_device, is_network = options.only != "exchanges", options.only != "device"
+    levels = collectives.levels(device, nodes, options.levels) if is_network and world > 1 else []
+    steps = Steps(dist.get_rank() == 0)
+    if is_device:
+        steps.tell("a copy and a large GEMM, which say what sizes suit this device")
+    shapes = machine.shapes if is_device else []
+    steps.total = len(levels) + is_network + (3 + len(shapes) if is_device else 0)
+    alone = _device(machine, steps) if is_device else None
+    if not is_network:
         return Findings(how, alone)
     exchanges: list[Repeated] = []
-    if world > 1:
-        nodes = node_size(options.node_size, world)
-        for level, unit in collectives.levels(device, nodes, options.levels):
-            tell(f"exchanges between {level.size} {'ranks of a node' if unit <= nodes else 'units'}")
-            exchanges += collectives.measured(level, unit, nodes, device, options.repeats, options.seconds)
-    whole: Any = dist.group.WORLD
+    for level, unit in levels:
+        steps.tell(f"exchanges between {level.size} {'ranks of a node' if unit <= nodes else 'units'}")
+        exchanges += collectives.measured(level, unit, nodes, device, options.repeats, options.seconds)
+    steps.tell("packing rows")
+    assert whole is not None
     return Findings(how, alone, measured_handling(whole.group_name, device), exchanges)
 
 
-def _device(machine: Machine, tell: Callable[[str], None]) -> Device:
-    tell("a copy and GEMMs")
-    copy, gemms = machine.copy, list(machine.gemms())
-    tell("attention")
+class Steps:
+    """Tells what is being measured, which of how many steps that is, and how long it has been going on."""
+
+    def __init__(self, is_told: bool, total: int = 0):
+        self.is_told, self.total, self.number, self._begin = is_told, total, 0, time.perf_counter()
+
+    def tell(self, text: str) -> None:
+        self.number += 1
+        of, seconds = f" of {self.total}" if self.total else "", time.perf_counter() - self._begin
+        if self.is_told:
+            print(f"bench platform: {seconds:4.0f} s, step {self.number}{of}: {text}", file=sys.stderr, flush=True)
+
+
+def _device(machine: Machine, steps: Steps) -> Device:
+    steps.tell("GEMMs")
+    gemms = list(machine.gemms())
+    steps.tell("attention")
     attention = list(machine.attention())
-    experts = list(machine.experts(lambda shape: tell(f"experts {shape}")))
-    return Device(machine.name, copy, machine.capacity, machine.overhead(), gemms, attention, experts)
+    experts: list[Measured] = []
+    for shape in machine.shapes:
+        steps.tell(f"experts {shape.name}")
+        experts += machine.expert(shape)
+    return Device(machine.name, machine.copy, machine.capacity, machine.overhead(), gemms, attention, experts)
 
 
 def _join(kind: str | None) -> torch.device:

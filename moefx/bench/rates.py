@@ -13,11 +13,9 @@ import torch
 from ..planner.architecture import Architecture, Attention
 from ..planner.compute import FORWARD
 from ..planner.layout import Layout
-from ..planner.platforms import Platform
+from ..planner.platforms import FREE, Platform
 from ..planner.step import TILE
 from .shapes import Shape, shape_of
-
-FREE = 1e30  # a rate at which a part takes no time
 
 
 class Measured(NamedTuple):

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..ir.fields import opened
 from ..ir.reached import FUNCTIONS
+from .attention import attends
 from .captured import is_float
 from .concolic import capture
 from .routing import Routing
@@ -52,6 +53,7 @@ class Found:
         twins: names of modules that were not run because an equal one was: name -> name of the one that was.
         branches: names of candidates whose alike parts work side by side, not one after the other.
         structural: names of modules that hold expert-like parameters.
+        attends: whether there is attention in it.
     """
 
     chains: list[list[str]]
@@ -59,6 +61,7 @@ class Found:
     twins: dict[str, str]
     branches: set[str]
     structural: set[str]
+    attends: bool
 
 
 def signature(module: nn.Module) -> tuple:
@@ -162,7 +165,7 @@ def _find(model: nn.Module, args: tuple, kwargs: dict[str, Any], share: bool) ->
             chains.append(_chain(name, alike, calls))
             if _side_by_side([calls[p] for p in parts if p in calls]):
                 branches.add(name)
-    return Found([c for c in chains if c], calls, twins, branches, set(structural))
+    return Found([c for c in chains if c], calls, twins, branches, set(structural), attends(nodes))
 
 
 def _abstract(tree: Any) -> Any:

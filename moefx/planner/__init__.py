@@ -15,11 +15,13 @@ The files, from below:
     simulation/        a step as events, beside the formulas
     ranking.py         layouts that fit and others, as tables, formulas and a page
     search.py          all layouts, ranked
+    fewest.py          how many ranks it takes where nothing fits
     axes.py            the ways to use the axes of a mesh
     decision.py        what was decided for moefx.compile, and why
     auto.py            the fastest use of the axes that fits
     papers.py          the papers' own formulas, as printed
     parts.py           what memory and time are made of
-    regions.py         what fits, SSMB and TED, scaling
-    plots.py, figures.py, page.py    the page: pictures, sources of figures, all of it
+    regions.py         what fits, SSMB and TED
+    scaling.py         the best on fewer and on more ranks
+    labels.py, plots.py, figures.py, page.py    the page: pictures, sources of figures, all of it
 """

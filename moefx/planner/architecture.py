@@ -23,7 +23,7 @@ class Attention:
     """Multi-head attention, with fewer heads for keys and values (GQA), or with them made from a latent row (MLA).
 
     Attributes:
-        num_heads, num_kv_heads: heads of queries; of keys and values.
+        num_heads, num_kv_heads: heads of queries, 0 if there is no attention; of keys and values.
         head_size: of a query and a key, with the part that has positions.
         value_size: of a value; None: as `head_size`.
         query_rank, kv_rank: MLA: widths of the latent rows; queries have one if it is not 0.
@@ -72,6 +72,9 @@ class Attention:
         if self.has_bias:
             total += self.query_width + self.kv_width + d
         return total
+
+
+NO_ATTENTION = Attention(num_heads=0, num_kv_heads=0, head_size=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from .sheet import Formula, Sheet, distinct, quantities, quantity
 
 E, k, t, w, w1, gamma = quantities("E k t w w1 gamma")
 alpha0, beta0 = quantities("alpha0 beta0")
-d, b, s, G, TP, DP, R = quantities("d b s G TP DP R")
+d, b, s, G, TP, DP, R, n_attn = quantities("d b s G TP DP R n_attn")
 P_dense, P_experts = quantities("P_dense P_experts")
 
 
@@ -86,7 +86,12 @@ VOLUMES = Sheet(
             "V_gather", 2 * b * s * d * (G - 1) / G, "B", "SSMB: a rank receives, a layer and direction; X-MoE C.2"
         ),
         Formula("V_p2p", 2 * b * s * d, "B", "to the next stage, a micro-batch and direction; Piper section III.B.2"),
-        Formula("V_tp", 8 * 2 * b * s * d * (TP - 1) / TP, "B", "four all-reduces a layer, as rings; Megatron-LM"),
+        Formula(
+            "V_tp",
+            4 * (1 + n_attn) * 2 * b * s * d * (TP - 1) / TP,
+            "B",
+            "all-reduces of a layer, four with attention, as rings; Megatron-LM",
+        ),
         Formula("V_grad_dense", 4 * P_dense * (DP - 1) / DP, "B", "all-reduce of 2 bytes, as a ring, a step"),
         Formula("V_grad_experts", 4 * P_experts * (R - 1) / R, "B", "over the R replicas of an expert, a step"),
     ]

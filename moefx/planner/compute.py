@@ -8,7 +8,8 @@ time goes into nothing (Piper figure 4).
 
     peak, e_gemm, e_attn               FLOP a second, and which part of it GEMMs and attention reach
     v_dense, t_dense                   of other GEMMs than the experts': bytes a second, seconds of each
-    v_gemm, v_rows, v_weights, t_launch  of experts: FLOP a second, bytes a second, seconds
+    v_gemm, v_rows, v_weights, t_launch  of experts: FLOP a second, bytes a second, seconds: fitted coefficients. What
+                                       moves while GEMMs run adds no time: bytes may be faster than memory is
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ d, V, E, k, F, n_mat, EP, TP, G = quantities("d V E k F n_mat EP TP G")
 N_attn, N_expert, N_rest, N_ffn, w_scores, n_logits = quantities("N_attn N_expert N_rest N_ffn w_scores n_logits")
 b, s, peak, e_gemm, e_attn, tile, skew = quantities("b s peak e_gemm e_attn tile skew")
 v_gemm, v_rows, v_weights, t_launch = quantities("v_gemm v_rows v_weights t_launch")
-w_attn, w_latent, F_shared, F_dense, v_dense, t_dense = quantities("w_attn w_latent F_shared F_dense v_dense t_dense")
+w_attn, w_latent, n_attn, F_shared, F_dense, v_dense, t_dense = quantities(
+    "w_attn w_latent n_attn F_shared F_dense v_dense t_dense"
+)
 V_proj, V_rest, V_ffn, V_logits = quantities("V_proj V_rest V_ffn V_logits")
 F_proj, F_scores, F_experts, F_rest, F_ffn, F_logits = quantities("F_proj F_scores F_experts F_rest F_ffn F_logits")
 m_expert, fill, V_rows, V_weights, T_experts = quantities("m_expert fill V_rows V_weights T_experts")
@@ -49,14 +52,14 @@ FORWARD = Sheet(
         ),
         Formula("V_weights", 2 * E / EP * N_expert, "B", "weights of the experts of a rank, once"),
         Formula(
-            "V_proj", 2 * (b * s * (4 * d + 2 * w_latent + w_attn / TP) + N_attn / TP), "B",
+            "V_proj", 2 * (b * s * (4 * d * n_attn + 2 * w_latent + w_attn / TP) + N_attn / TP), "B",
             "operands of the projections: rows in and out, weights",
         ),
         Formula("V_rest", 2 * (b * s * (d + E + n_mat * (d + F_shared / TP)) + N_rest / TP), "B", "likewise"),
         Formula("V_ffn", 2 * (b * s * n_mat * (d + F_dense / TP) + N_ffn / TP), "B", "likewise"),
         Formula("V_logits", n_logits * 2 * (b * s * (d + V / TP) + V * d / TP), "B", "likewise"),
         Formula(
-            "T_attention", _gemms(F_proj, V_proj, 4) + F_scores / (peak * e_attn), "s", "Piper section IV.A.1"
+            "T_attention", _gemms(F_proj, V_proj, 4 * n_attn) + F_scores / (peak * e_attn), "s", "Piper section IV.A.1"
         ),
         Formula(
             "T_experts", F_experts / (v_gemm * fill) + V_rows / v_rows + V_weights / v_weights + t_launch, "s",

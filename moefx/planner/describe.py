@@ -16,7 +16,7 @@ from ..errors import UnknownArchitecture
 from ..ir.body import ExpertBody
 from ..proof import agreed
 from ..survey import Survey
-from .architecture import Architecture, Attention
+from .architecture import NO_ATTENTION, Architecture, Attention
 
 _HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
@@ -27,7 +27,8 @@ def describe(model: nn.Module, example_inputs: Any = None) -> Architecture:
     """The architecture of a model whose blocks `moefx.compile` rewrites.
 
     Parameters are counted exactly. What attention keeps for its backward goes by the heads that `model.config`, or an
-    attribute such as `num_heads`, names; else by heads of 128.
+    attribute such as `num_heads`, names. Where nothing names any, it is counted as heads of 128 if the model attends,
+    and as none if not; `note` says which.
 
     Args:
         example_inputs: as for `moefx.compile`.
@@ -74,9 +75,12 @@ def described(model: nn.Module, found: Survey) -> Architecture:
     """As `describe`, of a model whose blocks were found."""
     graphs = {name: matched.result.graph for matched in found.matched for name in matched.names}
     if not graphs:
-        seen = "".join(f"\n  {refusal}" for refusal in found.refused) or ": it has nothing that looks like one"
+        name, seen = type(model).__name__, "".join(f"\n  {refusal}" for refusal in found.refused)
         raise UnknownArchitecture(
-            f"the planner takes models with routed experts, and no block of {type(model).__name__} is rewritten{seen}"
+            f"the planner takes models with routed experts, and no block of {name} is rewritten{seen}"
+            if seen
+            else f"{name} has no experts: nothing in it looks like a block of them. The planner takes models with "
+            "routed experts"
         )
     kinds: dict[tuple[int, ...], list[str]] = {}
     for name in (name for name, _ in model.named_modules() if name in graphs):
@@ -92,7 +96,7 @@ def described(model: nn.Module, found: Survey) -> Architecture:
     of_block, of_layer = _count(model.get_submodule(name)), _count(layers[path])
     rest = of_block - of_experts
     shared = max(rest - d * num_experts, 0) // (matrices * d)
-    attention = _attention(model, layers[path], d)
+    attention, note = _attention(model, layers[path], d, found.attends)
     beside = of_layer - of_block - 2 * d
     dense = [_count(layer) - (of_layer - of_block) for where, layer in layers.items() if where not in with_blocks]
     vocab = max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=0)
@@ -106,6 +110,7 @@ def described(model: nn.Module, found: Survey) -> Architecture:
         + of_experts - num_experts * matrices * d * width,  # biases of experts too
         dense_size=round(sum(dense) / len(dense) / (matrices * d)) if dense else 0, vocab_size=vocab,
         is_tied=is_tied, num_other=outside - vocab * d * (1 if is_tied else 2), source=f"the modules of {path}",
+        note=note,
     )  # fmt: skip
 
 
@@ -142,7 +147,8 @@ def _layers(model: nn.Module, names: list[str]) -> dict[str, nn.Module]:
     return found
 
 
-def _attention(model: nn.Module, layer: nn.Module, d: int) -> Attention:
+def _attention(model: nn.Module, layer: nn.Module, d: int, attends: bool) -> tuple[Attention, str]:
+    """And what was assumed of it."""
     config = getattr(model, "config", None)
     config = getattr(config, "text_config", None) or config
     places = [config, *layer.modules()]
@@ -151,15 +157,21 @@ def _attention(model: nn.Module, layer: nn.Module, d: int) -> Attention:
         found = (getattr(place, name, None) for place in places for name in names)
         return next((value for value in found if type(value) is int and value > 0), None)
 
-    heads = first(_HEADS) or max(d // _HEAD_SIZE, 1)
+    named = first(_HEADS)
+    if not (named or attends):
+        return NO_ATTENTION, "no attention was seen in it, no softmax(QK)V and no number of heads, and none is counted"
+    heads = named or max(d // _HEAD_SIZE, 1)
+    note = "" if named else f"it attends, but nothing names its heads: counted as {heads} of {d // heads} elements"
     kv_heads = first(_KV_HEADS) or heads
     if kv_rank := first(("kv_lora_rank",)):
         rope = first(("qk_rope_head_dim",)) or 0
-        return Attention(
+        latent = Attention(
             num_heads=heads, num_kv_heads=heads, head_size=(first(("qk_nope_head_dim",)) or 0) + rope,
             value_size=first(("v_head_dim",)), query_rank=first(("q_lora_rank",)) or 0, kv_rank=kv_rank, rope_size=rope,
         )  # fmt: skip
-    return Attention(num_heads=heads, num_kv_heads=kv_heads, head_size=first(("head_dim",)) or max(d // heads, 1))
+        return latent, note
+    head_size = first(("head_dim",)) or max(d // heads, 1)
+    return Attention(num_heads=heads, num_kv_heads=kv_heads, head_size=head_size), note
 
 
 def _count(module: nn.Module) -> int:

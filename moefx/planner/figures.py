@@ -8,7 +8,7 @@ from html import escape
 from .._html import table
 from .._units import amount
 from .architecture import Architecture
-from .platforms import Platform
+from .platforms import FREE, Platform
 
 _UNITS = {
     "capacity": "B", "overhead": "B", "peak": "FLOP/s", "expert_gemm": "FLOP/s", "memory_bandwidth": "B/s",
@@ -16,6 +16,10 @@ _UNITS = {
     "handling": "s/B",
 }  # fmt: skip
 _NOT_MEASURED = "not measured"
+_COEFFICIENTS = (
+    "expert_rows and expert_weights are what a byte adds to the time of experts, not what memory does: most bytes move "
+    "while the GEMMs run and add nothing, so these rates can be above memory_bandwidth."
+)
 _INSTEAD = {
     "dense_rows": "memory_bandwidth", "expert_rows": "memory_bandwidth", "expert_weights": "memory_bandwidth",
     "expert_gemm": "peak * matmul_efficiency", "fast_domain": "no limit",
@@ -29,6 +33,8 @@ def sources(platform: Platform) -> str:
         shown = amount(value, _UNITS.get(name, "1"))
         if not value and name in _INSTEAD:
             shown = _INSTEAD[name]
+        if value >= FREE:
+            shown = "adds no time"
         rows.append([name, shown, _said(platform, name, value)])
     links = [
         [n.name, str(n.ranks or "all"), amount(n.bandwidth, "B/s"), amount(n.latency, "s"),
@@ -44,13 +50,16 @@ def assumptions(model: Architecture, platform: Platform) -> str:
     named = {name: source for name, source in platform.sources.items() if name != "fast_domain"}
     named |= {f"links of a {network.name}": network.source for network in platform.networks}
     measured = [name for name, source in named.items() if source.startswith("measured")]
-    printed = ", ".join(name for name in named if name not in measured)
+    fitted = [name for name, source in named.items() if source.startswith("fitted")]
+    printed = ", ".join(name for name in named if name not in (*measured, *fitted))
     unknown = [name for name, value in _numbers(platform).items() if _said(platform, name, value) == _NOT_MEASURED]
     unknown = [name for name in unknown if name != "overhead"]  # of memory, below
     unknown += [f"latency of a {network.name}" for network in platform.networks if not network.latency]
     said = [
         f"Of data sheets, guides and papers, so peaks and not what programs reach: {printed}." if printed else "",
         f"Measured: {', '.join(measured)}." if measured else "Nothing was measured on this platform.",
+        f"Coefficients of the formulas, fitted to measured times: {', '.join(fitted)}." if fitted else "",
+        _COEFFICIENTS if {"expert_rows", "expert_weights"} & set(fitted) else "",
         f"Nobody measured, so taken at the best: {', '.join(unknown)}. Times are too short by that." if unknown else "",
         "Nothing overlaps: exchanges and gradients wait for what is computed, and that for them.",
         "Tokens are shared evenly by the experts; none are dropped.",

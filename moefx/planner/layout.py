@@ -138,6 +138,14 @@ class Layout:
             return 2.0 * (self.pp - 1)
         return 2.0 * max(self.microbatches, self.pp) * (self.pp - 1) / self.pp
 
+    def spread(self, zero: int) -> dict[str, float]:
+        """Over how many ranks each part of the states is, with a stage of ZeRO: a part of what `values` says."""
+        replicas = self.expert_replicas
+        return {
+            "z_p": self.dp if zero > 2 else 1, "z_g": self.dp if zero > 1 else 1, "z_o": self.dp if zero > 0 else 1,
+            "y_p": replicas if zero > 2 else 1, "y_g": replicas if zero > 1 else 1, "y_o": replicas if zero > 0 else 1,
+        }  # fmt: skip
+
     def values(self, model: Architecture, stage: int = 0) -> dict[str, float]:
         """What the formulas of `memory` are given.
 
@@ -148,12 +156,9 @@ class Layout:
             raise InvalidPlan(f"ep={self.ep} does not divide the {model.num_experts} experts of {model.name}")
         if self.pp > model.num_layers:
             raise InvalidPlan(f"pp={self.pp} stages, but {model.name} has {model.num_layers} layers")
-        kept, replicas = KEPT[self.kept], self.expert_replicas
-        return _of_model(model) | {
+        kept = KEPT[self.kept]
+        return _of_model(model) | self.spread(self.zero) | {
             "PP": self.pp, "TP": self.tp, "EP": self.ep, "G": self.tp if self.ssmb else 1,
-            "z_p": self.dp if self.zero > 2 else 1, "z_g": self.dp if self.zero > 1 else 1,
-            "z_o": self.dp if self.zero > 0 else 1, "y_p": replicas if self.zero > 2 else 1,
-            "y_g": replicas if self.zero > 1 else 1, "y_o": replicas if self.zero > 0 else 1,
             "b": self.sequences, "s": self.tokens, "m": self.in_flight(stage),
             "n_emb": 1 if self.pp > 1 or model.is_tied else 2, "n_logits": 1 if stage == self.pp - 1 else 0,
             "n_rows": kept.rows, "n_h": kept.num_hidden(model.matrices), "n_y": kept.outputs, "c": kept.capacity,
@@ -168,7 +173,8 @@ def _of_model(model: Architecture) -> dict[str, float]:
     return {
         "d": d, "L": model.num_layers, "L_moe": model.num_moe_layers, "E": model.num_experts, "k": model.top_k,
         "F": model.expert_size, "F_shared": model.shared_size, "F_dense": model.dense_size, "n_mat": model.matrices,
-        "V": model.vocab_size, "H": a.num_heads, "N_attn": a.parameters(d) + model.norms * d,
+        "V": model.vocab_size, "H": a.num_heads, "n_attn": int(a.num_heads > 0),
+        "N_attn": a.parameters(d) + model.norms * d,
         "N_expert": model.expert_parameters(), "N_rest": model.shared_parameters(), "N_ffn": model.dense_parameters(),
         "w_attn": a.query_width + a.kv_width + a.out_width, "w_latent": a.query_rank + a.kv_rank + a.rope_size,
         "w_scores": a.query_width + a.out_width, "N_other": model.num_other,

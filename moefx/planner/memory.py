@@ -9,7 +9,8 @@ by the ranks that it is spread over: z_p, z_g, z_o for what all ranks have, y_p,
     E, k, F    experts, choices, hidden width        b, s        sequences of a micro-batch, tokens of a sequence
     n_mat      matrices of an expert                 m           micro-batches whose activations are kept
     w_attn     widths of q, k, v and their output    n_rows, n_h, n_y, c, w_mask   see `layout.Kept`
-    w_latent   of the latent rows (MLA)              n_flat      1 where a token travels once for each choice, else 0
+    w_latent   of the latent rows (MLA)              n_attn      1 where layers have attention, else 0
+                                                     n_flat      1 where a token travels once for each choice, else 0
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ d, V, E, k, F, n_mat, H, L, L_moe = quantities("d V E k F n_mat H L L_moe")
 F_shared, F_dense, N_attn, N_expert, N_rest, N_ffn, N_other = quantities(
     "F_shared F_dense N_attn N_expert N_rest N_ffn N_other"
 )
-w_attn, w_latent, PP, TP, EP, G = quantities("w_attn w_latent PP TP EP G")
+w_attn, w_latent, n_attn, PP, TP, EP, G = quantities("w_attn w_latent n_attn PP TP EP G")
 b, s, m, c, w_mask = quantities("b s m c w_mask")
 n_rows, n_h, n_y, n_dup, n_flat, n_emb, n_logits, n_again = quantities(
     "n_rows n_h n_y n_dup n_flat n_emb n_logits n_again"
@@ -75,10 +76,10 @@ BLOCK = Sheet(
     ]
 )  # fmt: skip
 
-MEMORY = STATES + BLOCK + Sheet(
+ACTIVATIONS = BLOCK + Sheet(  # of layers that STATES counts
     [
         Formula(
-            "A_attention", 2 * b * s * (2 * d + w_latent + w_attn / TP) + 4 * b * s * H / TP, "B",
+            "A_attention", 2 * b * s * (2 * d * n_attn + w_latent + w_attn / TP) + 4 * b * s * H / TP, "B",
             "Piper table III with flash attention",
         ),
         Formula("A_shared", 4 * b * s * (n_mat - 1) * F_shared / TP, "B", "as autograd keeps it: 4F with a gate"),
@@ -94,6 +95,7 @@ MEMORY = STATES + BLOCK + Sheet(
             + A_logits,
             "B", "Piper eq. 3 and 4: of the micro-batches in flight",
         ),
-        Formula("M_gpu", M_states + M_activations + M_fw, "B", "Piper eq. 4"),
     ]
 )  # fmt: skip
+TOTAL = Sheet([Formula("M_gpu", M_states + M_activations + M_fw, "B", "Piper eq. 4")])
+MEMORY = STATES + ACTIVATIONS + TOTAL

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from html import escape
@@ -13,13 +12,14 @@ from . import plots
 from .figures import assumptions, sources
 from .parts import LABELS, memory_parts, time_parts
 from .ranking import COLUMNS, LEGEND, Entry, Ranking
-from .regions import TRADE_OFF, Region, Scaled, border, feasible, scaling, trade_off
-from .step import memory
+from .regions import TRADE_OFF, Region, border, feasible, saved_by_ssmb, trade_off
+from .scaling import Scaled, above_ideal, scaling
 
 MOST = 10
 INSTALL = "pip install matplotlib"
 has_plots = plots.has_plots
 Tell = Callable[[str], object]
+_PUT_IN = "numbers that are put in are bytes, FLOP and seconds; results have larger units"
 
 
 def file_name(ranking: Ranking) -> str:
@@ -62,14 +62,16 @@ def _heading(ranking: Ranking) -> str:
     text = f"{len(ranking)} layouts fit {amount(platform.capacity, 'B')}."
     if len(ranking):
         best = ranking[0]
-        text += f" The fastest takes {amount(best.seconds, 's')} a step, an MFU of {best.mfu:.1%}: {_short(best)}."
+        text += f" The fastest takes {amount(best.seconds, 's')} a step, an MFU of {best.mfu:.1%}: {best.short}."
         if not platform.is_measured:
             text += " Nobody measured this platform: by data sheets, steps are too short and MFUs too high."
     else:
         short = [r for r in ranking.rejected if r.lacking]
         least = min(short, key=lambda r: r.lacking, default=None)
         text += f" The one that lacks least, {least.what}, {least.why}." if least else ""
-    size = f"{amount(model.parameters(), '1')} parameters, {amount(model.parameters(model.top_k), '1')} of them active"
+        text += f" {found}" if (found := ranking.fewest()) else ""
+    every, active = (model.parameters(experts) / 1e9 for experts in (None, model.top_k))
+    size = f"{every:.4g} billion parameters, {active:.4g} of them active"
     return (
         f"<h2>{escape(model.name)} on {ranking.num_ranks} x {escape(platform.device)}</h2>"
         f"<p class=muted>platform {escape(platform.name)}; {asked}; {size}; {escape(model.source)}</p>"
@@ -126,7 +128,7 @@ def _regions(ranking: Ranking, with_plots: bool, say: Tell) -> str:
         )
     return (
         "<h3>What fits</h3><p class=muted>The step of the fastest layout with these sizes, or by how much the one that "
-        "needs least does not fit. A dash: the ranks do not divide so.</p>"
+        "needs least does not fit. A dash: the ranks do not divide so. Framed: the fastest.</p>"
         + picture
         + folded("in numbers", "".join(map(_grid, found)), not with_plots)
     )
@@ -162,9 +164,9 @@ def _ssmb(ranking: Ranking, with_plots: bool, say: Tell) -> str:
         better = "SSMB" if found["A_saving"] > found["M_cost"] else "TED"
         shown = "\n".join(TRADE_OFF.shown(name, **given) for name in ("A_saving", "M_cost"))
         own = (
-            f"<p>The fastest layout{with_ranks}, {model.matrices} matrices an expert and m = {given['m']:g} times a "
-            f"layer's activations: {better} saves more.{_kept(ranking)}</p>"
-            f"<pre><code>{escape(shown)}</code></pre>"
+            f"<p>The fastest layout{with_ranks}, {model.matrices} matrices an expert and the activations of "
+            f"n_kept = {given['n_kept']:g} layers at once: {better} saves more.</p>"
+            f"<pre><code>{escape(shown)}</code></pre>{_kept(ranking)}"
         )
     return (
         "<h3>SSMB or TED</h3><p class=muted>What saves more memory: sequences of MoE blocks over the ranks that share "
@@ -179,19 +181,23 @@ def _ssmb(ranking: Ranking, with_plots: bool, say: Tell) -> str:
 
 def _kept(ranking: Ranking) -> str:
     """What SSMB saves with what is really kept, where the layout can have it."""
-    layout = ranking[0].layout
-    if layout.tp == 1 or layout.ep % layout.tp:
+    shown = saved_by_ssmb(ranking.model, ranking[0].layout, ranking.platform)
+    if not shown:
         return ""
-    without, with_it = (
-        memory(ranking.model, dataclasses.replace(layout, ssmb=ssmb), ranking.platform)["M_gpu"]
-        for ssmb in (False, True)
+    return (
+        "<p>X-MoE keeps a row for each choice, before and behind the experts. What this layout keeps is in A_block: "
+        f"rows as they arrived, once a rank, and the experts' hidden rows. Of that SSMB saves M_saved ({_PUT_IN}):</p>"
+        f"<pre><code>{escape(shown)}</code></pre>"
     )
-    return f" With what it keeps, which is not what X-MoE does, SSMB saves {amount(without - with_it, 'B')} of a GPU."
 
 
 def _scaling(ranking: Ranking, with_plots: bool, say: Tell) -> str:
     strong, weak = scaling(ranking, False, say), scaling(ranking, True, say)
     picture = _picture(plots.uri(plots.scaling, strong, weak), "step time by GPUs") if with_plots else ""
+    whys = [
+        why and f"{kind.capitalize()} scaling. {why}"
+        for kind, why in (("strong", above_ideal(ranking, strong)), ("weak", above_ideal(ranking, weak)))
+    ]
     rows = [_scaled(kind, point, points) for kind, points in (("strong", strong), ("weak", weak)) for point in points]
     for row, point in zip(rows, [*strong, *weak], strict=True):
         row[-1] = f"{point.batch * ranking.tokens / point.best.seconds:,.0f}" if point.best else "-"
@@ -200,6 +206,7 @@ def _scaling(ranking: Ranking, with_plots: bool, say: Tell) -> str:
         "<h3>Scaling</h3><p class=muted>The fastest layout of each number of GPUs: the same batch (strong), or as many "
         "sequences a GPU (weak). Ideal: as the smallest number on which one fits.</p>"
         + picture
+        + "".join(f"<p>{escape(why)}</p>" for why in whys if why)
         + folded("in numbers", table(head, rows, texts=2), not with_plots)
     )
 
@@ -209,11 +216,8 @@ def _scaled(kind: str, point: Scaled, points: Sequence[Scaled]) -> list[str]:
     if point.best is None:
         why = f"does not fit: {amount(point.lacking, 'B')} too much" if point.lacking else "none divides so"
         return [kind, why, *sizes, "-", "-", "-", "-"]
-    first = next(p for p in points if p.best)
-    assert first.best is not None
-    ideal = first.best.seconds * (1 if kind == "weak" else first.num_ranks / point.num_ranks)
-    best = point.best
-    return [kind, _short(best), *sizes, amount(best.seconds, "s"), f"{best.mfu:.1%}", f"{ideal / best.seconds:.0%}", ""]
+    best, of_ideal = point.best, point.of_ideal(next(p for p in points if p.best))
+    return [kind, best.short, *sizes, amount(best.seconds, "s"), f"{best.mfu:.1%}", f"{of_ideal:.0%}", ""]
 
 
 def _formulas(ranking: Ranking) -> str:
@@ -223,27 +227,23 @@ def _formulas(ranking: Ranking) -> str:
         "memory of a GPU": bytes_of, "time of a step": seconds_of,
         "its layout, and its moefx.Plan as JSON": f"{best.layout}\n{best.plan().to_json()}",
     }  # fmt: skip
-    return "<h3>The fastest in formulas</h3>" + "".join(
-        folded(what, f"<pre><code>{escape(text)}</code></pre>") for what, text in texts.items()
+    head = (
+        f"<h3>The fastest in formulas</h3><p class=muted>Each with the numbers put in ({_PUT_IN}), and its result.</p>"
     )
+    return head + "".join(folded(what, f"<pre><code>{escape(text)}</code></pre>") for what, text in texts.items())
 
 
 def _rejected(ranking: Ranking) -> str:
-    rows = [[r.what, r.why] for r in ranking.rejected]
-    listed = table(["layouts", "why not"], rows, texts=2)
-    return "<h3>Rejected</h3>" + (listed if len(rows) <= MOST else folded(f"{len(rows)} kinds", listed)) if rows else ""
-
-
-def _short(entry: Entry) -> str:
-    """Enough of a layout to tell it from its neighbours."""
-    x = entry.layout
-    kept = "inputs" if x.recompute else x.kept
-    return f"PP{x.pp} TP{x.tp} EP{x.ep}{' SSMB' if x.ssmb else ''} ZeRO-{x.zero} {kept}"
+    if not ranking.rejected:
+        return ""
+    kinds, every = ranking.reasons(), [(r.what, r.why) for r in ranking.rejected]
+    shown, listed = (table(["layouts", "why not"], rows, texts=2) for rows in (kinds, every))
+    return f"<h3>Rejected</h3>{shown}{folded('all of them', listed) if kinds != every else ''}"
 
 
 def _told_apart(entries: Sequence[Entry]) -> list[str]:
-    """`_short`, and where several entries have the same, what else differs between these."""
-    names = [_short(entry) for entry in entries]
+    """`Entry.short`, and where several entries have the same, what else differs between these."""
+    names = [entry.short for entry in entries]
     columns = list(COLUMNS)[1:]
     found = []
     for entry, name in zip(entries, names, strict=True):

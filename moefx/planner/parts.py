@@ -15,7 +15,7 @@ from .layout import Layout
 from .memory import MEMORY
 from .platforms import Platform
 from .sheet import Formula, Sheet
-from .step import given, sheet_of
+from .step import fullest_stage, given, sheet_of
 
 # What readers call a part; one that is not here goes by the name of its formula.
 LABELS = {
@@ -34,9 +34,8 @@ LABELS = {
 
 def memory_parts(model: Architecture, platform: Platform, layout: Layout) -> dict[str, float]:
     """Bytes by formula, of the stage that needs most; they add up to `M_gpu`."""
-    stages = {0, layout.pp - 1}
-    found = [values_of(MEMORY, "M_gpu", layout.values(model, at) | {"M_fw": platform.overhead}) for at in stages]
-    return max(found, key=lambda parts: sum(parts.values()))
+    stage = fullest_stage(model, layout)
+    return values_of(MEMORY, "M_gpu", layout.values(model, stage) | {"M_fw": platform.overhead})
 
 
 def time_parts(model: Architecture, platform: Platform, layout: Layout, experts_first: bool = True) -> dict[str, float]:

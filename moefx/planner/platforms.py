@@ -15,6 +15,12 @@ from typing import Any
 
 from ..errors import UnknownPlatform, nearest
 
+# Coefficients of formulas, by which these come nearest to measured times; no clock measured one by itself.
+FITTED = (
+    "matmul_efficiency", "dense_rows", "dense_launch", "expert_gemm", "expert_rows", "expert_weights", "expert_launch"
+)  # fmt: skip
+FREE = 1e30  # a rate at which a part takes no time
+
 
 @dataclasses.dataclass(frozen=True)
 class Network:
@@ -51,8 +57,10 @@ class Platform:
         networks: fine to coarse; the first is the node.
         matmul_efficiency, attention_efficiency: of the peak that large ones reach.
         dense_rows, dense_launch: of GEMMs beside their FLOP: bytes a second of their operands (0: as memory), seconds.
-        expert_gemm, expert_rows, expert_weights, expert_launch: rates of experts (`planner.compute`): FLOP a second,
-            bytes a second of rows and of weights, seconds of a forward's launches. 0: as GEMMs and memory otherwise.
+        expert_gemm, expert_rows, expert_weights, expert_launch: coefficients of the time of experts
+            (`planner.compute`): FLOP a second, bytes a second of rows and of weights, seconds of a forward's launches.
+            0: as GEMMs and memory otherwise. Those of bytes say what a byte adds to the time of the GEMMs: most move
+            while these run and add nothing, so they may be above what the memory can do.
         handling: seconds a byte to pack rows for an exchange and to unpack them.
         overhead: bytes that the framework and its libraries take of the memory.
         fast_domain: ranks within which expert parallelism is meant to stay (Piper eq. 10); 0: anywhere.
@@ -229,7 +237,8 @@ _H200 = "NVIDIA H200 data sheet"
 _MI300X = "AMD MI300X data sheet"
 _A100 = "NVIDIA A100 data sheet (SXM4)"
 _DGX = "NVIDIA DGX H100 data sheet: a ConnectX-7 of 400 Gbit/s for each GPU"
-_MEASURED = "measured: benchmarks/results/platform_h200.jsonl"
+_RESULTS = "benchmarks/results/platform_h200.jsonl"
+_MEASURED = f"measured: {_RESULTS}"
 _GIB = 2**30  # stacks of memory come in powers of two, whatever data sheets call them
 _SHIPPED = [
     Platform(
@@ -270,11 +279,9 @@ _SHIPPED = [
         sources={
             "peak": _H200,
             **dict.fromkeys(
-                ("capacity", "memory_bandwidth", "matmul_efficiency", "attention_efficiency", "dense_rows",
-                 "dense_launch", "expert_gemm", "expert_rows", "expert_weights", "expert_launch", "handling",
-                 "overhead"),
-                _MEASURED,
+                ("capacity", "memory_bandwidth", "attention_efficiency", "handling", "overhead"), _MEASURED
             ),
+            **dict.fromkeys(FITTED, f"fitted to measured times: {_RESULTS}"),
         },
     ),
     Platform(

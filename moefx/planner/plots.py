@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 from .._units import amount
 from .architecture import Architecture
 from .catalogue import MODELS
+from .labels import beside
 from .parts import LABELS
-from .regions import Region, Scaled, border
+from .regions import Region, border
+from .scaling import Scaled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -112,26 +114,26 @@ def advantage(model: Architecture, tokens: int) -> Figure:
         names += [each.name] if each.name not in names else []
     widths = [width for width, _ in places]
     ends = (0.7 * min(widths), 1.6 * max(widths))
-    top = 5 * max(choices for _, choices in places)  # room for names
-    for length, style in zip((2048, 4096, 8192), ("--", "-", ":"), strict=True):
-        axes.plot(ends, [border(length) * w for w in ends], style, color=_DARK, lw=1.2, label=f"border, s = {length}")
+    top = 2.5 * max(choices for _, choices in places)  # room for names
+    lines = [
+        axes.plot(ends, [border(length) * w for w in ends], style, color=_DARK, lw=1.2, label=f"border, s = {length}")[
+            0
+        ]
+        for length, style in zip((2048, 4096, 8192), ("--", "-", ":"), strict=True)
+    ]
     here = [border(tokens) * w for w in ends]
     axes.fill_between(ends, here, [top] * 2, color=_COLORS[1], alpha=0.25, lw=0, label=f"SSMB saves more, s = {tokens}")
     axes.fill_between(ends, [0.3] * 2, here, color=_COLORS[5], alpha=0.3, lw=0, label=f"TED saves more, s = {tokens}")
     for (width, choices), names in places.items():
         mine = model.name in names
         axes.plot([width], [choices], "*" if mine else "o", color=_COLORS[7 if mine else 0], ms=13 if mine else 6)
-        others = ", ".join(names[:2]) + (", ..." if len(names) > 2 else "")
-        text, weight = (model.name, "bold") if mine else (others, "normal")
-        axes.annotate(
-            text, (width, choices), (4, 7), textcoords="offset points", rotation=60, rotation_mode="anchor", ha="left",
-            va="bottom", fontsize=8, fontweight=weight, parse_math=False,
-        )  # fmt: skip
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=(0.5, top), xlabel="hidden width of an expert (elements)")
     axes.set_ylabel("experts of a token (top-k)")
     _plain_ticks(axes.xaxis, [512 * 2**i for i in range(7) if ends[0] < 512 * 2**i < ends[1]])
     _plain_ticks(axes.yaxis, [2**i for i in range(8) if 0.5 < 2**i < top])
     figure.legend(loc="outside right upper", fontsize=8)
+    named = [(place, "\n".join(names), "bold" if model.name in names else "normal") for place, names in places.items()]
+    beside(axes, named, lines, fontsize=8, parse_math=False)
     return figure
 
 
@@ -140,23 +142,24 @@ def scaling(strong: Sequence[Scaled], weak: Sequence[Scaled]) -> Figure:
     from matplotlib.figure import Figure
 
     figure = Figure((9.6, 3.7), layout="constrained")
+    labels: list[Any] = []
     for axes, points, is_weak in zip(figure.subplots(1, 2), (strong, weak), (False, True), strict=True):
         ranks = [point.num_ranks for point in points]
         fitting = [(point.num_ranks, point.best) for point in points if point.best]
         if fitting:
             first, base = fitting[0][0], fitting[0][1].seconds
             ideal = [base if is_weak else base * first / count for count, _ in fitting]
-            axes.plot([n for n, _ in fitting], ideal, "--", color=_GREY, label="ideal, from the first that fits")
-            axes.plot([n for n, _ in fitting], [e.seconds for _, e in fitting], "o-", color=_COLORS[0], label="fastest")
-            highest = max(entry.seconds for _, entry in fitting)
-            for count, entry in fitting:
-                text = f"{amount(entry.seconds, 's')}\nMFU {entry.mfu:.0%}"
-                at, ha, va = ((0, -7), "center", "top") if is_weak else ((7, 2), "left", "bottom")
-                axes.annotate(
-                    text, (count, entry.seconds), at, textcoords="offset points", ha=ha, va=va, fontsize=8, bbox=_PAPER
-                )
+            counts, taken = [n for n, _ in fitting], [e.seconds for _, e in fitting]
+            lines = axes.plot(counts, ideal, "--", color=_GREY, label="ideal, from the first that fits")
+            lines += axes.plot(counts, taken, "o-", color=_COLORS[0], label="fastest")
+            highest = max(taken)
+            named = [
+                ((count, entry.seconds), f"{amount(entry.seconds, 's')}\nMFU {entry.mfu:.0%}", "normal")
+                for count, entry in fitting
+            ]
+            labels.append((axes, named, lines))
             if is_weak:
-                axes.set_ylim(0, 1.15 * highest)
+                axes.set_ylim(0, 1.25 * highest)
             else:
                 axes.set_yscale("log", base=2)
                 axes.set_ylim(min(*ideal, highest) / 1.5, 1.9 * highest)
@@ -177,6 +180,8 @@ def scaling(strong: Sequence[Scaled], weak: Sequence[Scaled]) -> Figure:
         axes.set_title(f"{'weak' if is_weak else 'strong'} scaling: {sequences}", fontsize=_FONT)
         axes.set_xlim(min(ranks) / 1.4, max(ranks) * 1.9)
         _plain_ticks(axes.xaxis, ranks)
+    for axes, named, lines in labels:  # where all is of the size that it will have
+        beside(axes, named, lines, fontsize=8)
     return figure
 
 

@@ -6,16 +6,20 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .._plan import Plan
 from .._units import amount
+from ..errors import NothingFits
 from .architecture import Architecture
 from .layout import Layout, Schedule
 from .memory import MEMORY
 from .platforms import Platform
 from .simulation import Simulated, simulate
 from .step import given, sheet_of
+
+if TYPE_CHECKING:
+    from .fewest import Fewest
 
 COLUMNS = {
     "": 5, "PP": 10, "TP": 4, "DP": 6, "EP": 5, "placed": 10, "SSMB": 6, "ZeRO": 6, "rows": 8, "kept": 8,
@@ -26,6 +30,12 @@ LEGEND = (
     "to each other (EP first) or their replicas are. rows: how they travel. kept: for the backward, by the policy",
     "h or x of Plan(checkpoint=...), or inputs of layers, which run again. micro-batches: 16 of 8 sequences each.",
 )
+
+
+TERMS = {  # of the memory, that a rejected layout may have most of
+    "M_params": "parameters", "M_grads": "gradients", "M_optimizer": "optimizer states", "M_activations": "activations"
+}  # fmt: skip
+_MOST_SIZES = 9  # of a kind that are printed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +61,13 @@ class Entry:
     @property
     def mfu(self) -> float:
         return self.step["MFU"]
+
+    @property
+    def short(self) -> str:
+        """Enough of a layout to tell it from its neighbours."""
+        x = self.layout
+        kept = "inputs" if x.recompute else x.kept
+        return f"PP{x.pp} TP{x.tp} EP{x.ep}{' SSMB' if x.ssmb else ''} ZeRO-{x.zero} {kept}"
 
     def cells(self) -> list[str]:
         """Its line of a table whose columns are `COLUMNS`, without the number."""
@@ -112,6 +129,7 @@ class Ranking:
     """Layouts that fit, the fastest first, and what was rejected.
 
     Attributes:
+        num_ranks: the world size.
         batch, tokens, most_sequences, fast_domain, schedules: what `search` was asked.
     """
 
@@ -136,8 +154,10 @@ class Ranking:
         """The first has number 0.
 
         Raises:
-            IndexError: there are fewer; of none, `str(ranking)` says why.
+            NothingFits: there is none. IndexError: there are fewer.
         """
+        if not self.entries:
+            raise NothingFits(self._nothing())
         if not -len(self.entries) <= index < len(self.entries):
             raise IndexError(f"no entry {index}: {len(self.entries)} layouts fit, print the ranking for the reasons")
         return self.entries[index]
@@ -190,7 +210,51 @@ class Ranking:
         ]
         if self.entries:
             lines += ["", self.table(most), "", *LEGEND]
+        if self.model.note:
+            lines += [f"{self.model.name}: {self.model.note}."]
         if not self.platform.is_measured:
             lines += [f"Nobody measured {self.platform.name}: by data sheets, steps are too short and MFUs too high."]
-        lines += ["", "rejected"] + [f"  {rejected.what}: {rejected.why}" for rejected in self.rejected]
+        if not self.entries and (found := self.fewest()):
+            lines += ["", str(found)]
+        lines += ["", "rejected"] + [f"  {what}: {why}" for what, why in self.reasons()]
         return "\n".join(lines)
+
+    def reasons(self) -> list[tuple[str, str]]:
+        """What was rejected and why, a line for each kind: `rejected` has all sizes of it."""
+        lines, short = [], dict[str, list[Rejected]]()
+        for each in self.rejected:
+            if each.lacking:
+                short.setdefault(each.term, []).append(each)
+                continue
+            *first, last = each.what.split(", ")
+            more = f", ... ({len(first) - _MOST_SIZES} more), " if len(first) > _MOST_SIZES else ", "
+            lines.append((more.join(filter(None, (", ".join(first[:_MOST_SIZES]), last))), each.why))
+        for term, group in short.items():
+            nearest = min(group, key=lambda each: each.lacking)
+            if len(group) == 1:
+                lines.append((nearest.what, nearest.why))
+                continue
+            why = f"do not fit, most of it is {TERMS[term]} ({term})"
+            lacking = f"{nearest.what} lacks least, {amount(nearest.lacking, 'B')}"
+            lines.append((f"{len(group)} sizes of PP, TP and EP", f"{why}; {lacking}"))
+        return lines
+
+    def _nothing(self) -> str:
+        head = f"no layout of {self.model.name} fits {self.num_ranks} x {self.platform.device}"
+        nearest = min((r for r in self.rejected if r.lacking), key=lambda r: r.lacking, default=None)
+        if nearest is None:
+            return f"{head}: none divides so. Take another world_size or batch; print(ranking) says what divides what"
+        term = TERMS[nearest.term]
+        remedy = "fewer tokens, or more GPUs" if nearest.term == "M_activations" else "more GPUs"
+        return (
+            f"{head} ({amount(self.platform.capacity, 'B')} each). {nearest.what} lacks least: "
+            f"{amount(nearest.lacking, 'B')}, most of what it needs is {term}. Take {remedy} (print(ranking.fewest()) "
+            "says how many would do); print(ranking) has the reasons"
+        )
+
+    def fewest(self) -> Fewest | None:
+        """Where nothing fits, the smallest number of GPUs, doubled each time, on which something does. It takes some
+        seconds at the most."""
+        from .fewest import fewest
+
+        return fewest(self)

@@ -1,18 +1,21 @@
-"""Where layouts fit and where not, where SSMB saves more than TED, and how a step scales with GPUs."""
+"""Where layouts fit and where not, and where SSMB saves more than TED."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Literal
+
+import sympy
 
 from .architecture import Architecture
 from .layout import Layout
+from .memory import MEMORY
 from .papers import X_MOE
+from .platforms import Platform
 from .ranking import Entry, Ranking
-from .search import search
 from .sheet import Formula, Sheet, quantities
+from .step import fullest_stage
 
 Axis = Literal["PP", "TP", "EP"]
 
@@ -51,12 +54,12 @@ def feasible(ranking: Ranking, axes: tuple[Axis, Axis] = ("PP", "EP")) -> Region
     return Region(axes, rows, columns, cells)
 
 
-c, k, E, EP, F, n_mat, d, G, b, s, l_moe, m = quantities("c k E EP F n_mat d G b s l_moe m")
+c, k, E, EP, F, n_mat, d, G, b, s, l_moe, m, n_kept = quantities("c k E EP F n_mat d G b s l_moe m n_kept")
 
 # X-MoE appendix C.2 for a GPU: all its layers, the micro-batches in flight, and experts of the matrices that they have.
 TRADE_OFF = Sheet(
     [
-        Formula("A_saving", 4 * m * c * k * b * s * d * (G - 1) / G, "B", "X-MoE eq. 1: what SSMB keeps less"),
+        Formula("A_saving", 4 * n_kept * c * k * b * s * d * (G - 1) / G, "B", "X-MoE eq. 1: what SSMB keeps less"),
         Formula(
             "M_cost", l_moe * E / EP * 4 * n_mat * F * d * (G - 1) / G, "B",
             "X-MoE appendix C.2: what TED has less of parameters and gradients",
@@ -72,50 +75,34 @@ def border(tokens: int, capacity: float = 1.0) -> float:
 
 
 def trade_off(model: Architecture, layout: Layout) -> dict[str, float]:
-    """What `TRADE_OFF` is given. m: layers' activations that are kept at once, of all micro-batches in flight. A layout
-    without TP is taken as one of two ranks."""
+    """What `TRADE_OFF` is given. `n_kept`: layers' activations that are kept at once, of all micro-batches in flight. A
+    layout without TP is taken as one of two ranks."""
     layers = math.ceil(model.num_moe_layers / layout.pp)
     return {
         "c": 1, "k": model.top_k, "E": model.num_experts, "EP": layout.ep, "F": model.expert_size,
         "n_mat": model.matrices, "d": model.hidden_size, "G": max(2, layout.tp), "b": layout.sequences,
-        "s": layout.tokens, "l_moe": layers, "m": 1 if layout.recompute else layers * layout.in_flight(0),
+        "s": layout.tokens, "l_moe": layers, "n_kept": 1 if layout.recompute else layers * layout.in_flight(0),
     }  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class Scaled:
-    """The best layout on some number of GPUs, or how many bytes the one that lacks least is short of.
-
-    Attributes:
-        batch: sequences of a step.
-        lacking: 0 also where no layout divides the ranks and the batch.
-    """
-
-    num_ranks: int
-    batch: int
-    best: Entry | None
-    lacking: float = 0.0
+A_block, A_mask, A_less, A_moe_layer, A_dense_layer, A_again, moe_layers = quantities(
+    "A_block A_mask A_less A_moe_layer A_dense_layer A_again l_moe"
+)
+_LESS = Formula(
+    "A_less", (G - 1) * (A_block + G * A_mask - 4 * (E / EP + 1)), "B",
+    "without SSMB a block keeps G times as much, of masks G**2; where an expert's rows begin, as much",
+)  # fmt: skip
+_SAVED = {
+    False: m * moe_layers * A_less,
+    True: sympy.Max(A_moe_layer + A_less, A_dense_layer) - A_again,  # one layer keeps more than its input at a time
+}
 
 
-def scaling(ranking: Ranking, is_weak: bool, tell: Callable[[str], object] | None = None) -> list[Scaled]:
-    """The same model on a quarter to four times the GPUs: with the same batch (strong), or as many sequences a GPU."""
-    found = []
-    for times, over in ((1, 4), (1, 2), (1, 1), (2, 1), (4, 1)):
-        ranks, batch = ranking.num_ranks * times, ranking.batch * (times if is_weak else over)
-        if ranks % over or batch % over:
-            continue
-        ranks, batch = ranks // over, batch // over
-        if tell is not None:
-            tell(f"{'weak' if is_weak else 'strong'} scaling: {batch} sequences on {ranks} GPUs")
-        other = ranking if (ranks, batch) == (ranking.num_ranks, ranking.batch) else _again(ranking, ranks, batch)
-        best = other[0] if len(other) else None
-        short = [r.lacking for r in other.rejected if r.lacking]
-        found.append(Scaled(ranks, batch, best, 0.0 if best or not short else min(short)))
-    return found
-
-
-def _again(ranking: Ranking, ranks: int, batch: int) -> Ranking:
-    return search(
-        ranking.model, ranking.platform, ranks, batch=batch, tokens=ranking.tokens,
-        most_sequences=ranking.most_sequences, fast_domain=ranking.fast_domain, schedules=ranking.schedules,
-    )  # fmt: skip
+def saved_by_ssmb(model: Architecture, layout: Layout, platform: Platform) -> str:
+    """What a layout with SSMB keeps less than without it, by the formulas of `memory`, with their numbers; "" of a
+    layout that cannot have it."""
+    if layout.tp == 1 or layout.ep % layout.tp:
+        return ""
+    formula = Formula("M_saved", _SAVED[layout.recompute], "B", "of all blocks in flight, on the stage that needs most")
+    stage = fullest_stage(model, with_it := dataclasses.replace(layout, ssmb=True))
+    return (MEMORY + Sheet([_LESS, formula])).shown("M_saved", **with_it.values(model, stage), M_fw=platform.overhead)

@@ -19,14 +19,17 @@ from .architecture import Architecture, whole_numbers
 from .catalogue import model_of
 from .layout import Layout, Schedule
 from .platforms import Platform, platform_of
-from .ranking import Entry, Ranking, Rejected
-from .step import given, memory, seconds_of_ways, sheet_of, units_above
+from .ranking import TERMS, Entry, Ranking, Rejected
+from .step import given, memory, memory_by_zero, seconds_of_ways, sheet_of, units_above
 
 # What is kept and whether layers run again, the fastest first.
 _POLICIES = (("h", False), ("x", False), ("h", True))
 _MOST = 10**7  # GPUs, and sequences of a step
-STATES = ("M_params", "M_grads", "M_optimizer", "M_activations")
+STATES = tuple(TERMS)
 _Reasons = dict[str, dict[tuple[tuple[str, int], ...], None]]  # why, and the sizes of what is rejected
+_Short = dict[
+    tuple[int, int, int], tuple[float, str]
+]  # by region, what the one that lacks least lacks; its largest term
 
 
 def search(
@@ -36,17 +39,15 @@ def search(
     """Every layout under Piper's constraints 7 to 11, by the seconds of a step.
 
     Args:
-        batch: sequences of a step, over all ranks.
-        tokens: of a sequence.
-        most_sequences: of a micro-batch.
-        fast_domain: ranks that an expert axis may reach over; None: as the platform says, 0: any.
-        schedules: of pipelines, to choose from; of "interleaved" with two and four chunks of a stage.
+        num_ranks: the world size.
+        batch, tokens, most_sequences, fast_domain, schedules: as of `plan`; "interleaved" has two or four chunks of a
+            stage.
 
     Raises:
         InvalidPlan: sizes that cannot be meant.
     """
-    whole_numbers(InvalidPlan, num_ranks=num_ranks, batch=batch, tokens=tokens, most_sequences=most_sequences)
-    for what, number in (("num_ranks", num_ranks), ("batch", batch)):
+    whole_numbers(InvalidPlan, world_size=num_ranks, batch=batch, tokens=tokens, most_sequences=most_sequences)
+    for what, number in (("world_size", num_ranks), ("batch", batch)):
         if number > _MOST:
             raise InvalidPlan(f"{what} is {number}, expected {_MOST} at the most")
     if fast_domain is not None and (type(fast_domain) is not int or fast_domain < 0):
@@ -61,11 +62,34 @@ def search(
         beyond = (
             f"its coarsest network, {platform.networks[-1].name!r}, has {known} ranks, and nothing says what is beyond"
         )
-        raise InvalidPlan(f"platform {platform.name} has too few ranks for {num_ranks} GPUs: {beyond}")
+        remedy = "`python -m moefx bench platform --base NAME` takes the networks beyond from another platform"
+        raise InvalidPlan(f"platform {platform.name} has too few ranks for {num_ranks} GPUs: {beyond}. {remedy}")
     reach = platform.fast_domain if fast_domain is None else fast_domain
-    rejected: _Reasons = {}
-    short: dict[tuple[int, int, int], tuple[float, str]] = {}
-    entries = []
+    rejected, short = _Reasons(), _Short()
+    asked = (batch, tokens, most_sequences, reach, schedules)
+    entries = list(_entries(model, platform, num_ranks, *asked, rejected, short))
+    there = {_region(entry.layout) for entry in entries}
+    reasons = [Rejected(tuple(map(dict, sizes)), why) for why, sizes in rejected.items()]
+    reasons += [_missed(region, *miss) for region, miss in short.items() if region not in there]
+    entries.sort(key=lambda entry: (entry.seconds, entry.memory["M_gpu"]))
+    return Ranking(model, platform, num_ranks, *asked, tuple(entries), tuple(reasons))
+
+
+def first_fit(ranking: Ranking, num_ranks: int) -> Entry | Rejected | None:
+    """Of another number of ranks, asked the same: a layout that fits, the first that is found; else the one that lacks
+    least, or None if no layout divides so."""
+    asked = (ranking.batch, ranking.tokens, ranking.most_sequences, ranking.fast_domain, ranking.schedules)
+    short = _Short()
+    for entry in _entries(ranking.model, ranking.platform, num_ranks, *asked, _Reasons(), short):
+        return entry
+    return min((_missed(region, *miss) for region, miss in short.items()), key=lambda r: r.lacking, default=None)
+
+
+def _entries(
+    model: Architecture, platform: Platform, num_ranks: int, batch: int, tokens: int, most_sequences: int, reach: int,
+    schedules: Sequence[Schedule], rejected: _Reasons, short: _Short,
+) -> Iterator[Entry]:  # fmt: skip
+    """All that fit, in no order; why others are none is left in the last two."""
     for layout in _layouts(model, platform, num_ranks, batch, tokens, most_sequences, rejected):
         least = layout.tp if layout.ssmb else 1  # ranks that are next to each other whatever the placement
         placements = [first for first in (True, False) if first or least < layout.ep < layout.tp * layout.dp]
@@ -86,16 +110,7 @@ def search(
                 if (fits := fitting[way]) is not None:
                     placed.append(_entry(model, fits[0], platform, first, fits[1]))
             # the usual placement where the other one is no faster
-            entries += placed if len({entry.seconds for entry in placed}) > 1 else placed[:1]
-    there = {_region(entry.layout) for entry in entries}
-    reasons = [Rejected(tuple(map(dict, sizes)), why) for why, sizes in rejected.items()]
-    for region, (lacking, term) in short.items():
-        if region not in there:
-            why = f"does not fit: {amount(lacking, 'B')} too much at the least, most of it {term}"
-            reasons.append(Rejected((dict(zip(("PP", "TP", "EP"), region, strict=True)),), why, lacking, term))
-    entries.sort(key=lambda entry: (entry.seconds, entry.memory["M_gpu"]))
-    asked = (batch, tokens, most_sequences, reach, schedules)
-    return Ranking(model, platform, num_ranks, *asked, tuple(entries), tuple(reasons))
+            yield from placed if len({entry.seconds for entry in placed}) > 1 else placed[:1]
 
 
 def estimated(model: Architecture, layout: Layout, platform: Platform, experts_first: bool = True) -> Entry:
@@ -107,15 +122,24 @@ def estimated(model: Architecture, layout: Layout, platform: Platform, experts_f
     return _entry(model, layout, platform, experts_first, memory(model, layout, platform))
 
 
-def plan(model: Any, platform: str | Platform, world_size: int, **options: Any) -> Ranking:
+def plan(
+    model: Any, platform: str | Platform, world_size: int, *, batch: int = 1024, tokens: int = 4096,
+    most_sequences: int = 8, fast_domain: int | None = None, schedules: Sequence[Schedule] = ("1f1b",),
+    example_inputs: Any = None,
+) -> Ranking:  # fmt: skip
     """Which layouts of a model fit a platform, and which is the fastest.
 
     Args:
         model: a name of the catalogue, an `Architecture`, an nn.Module, on the meta device too (see `describe`), or a
             transformers config, of which a model is made on the meta device.
         platform: a name ("frontier", "dgx-h100", "h200", "mi300x", "a100-40gb"), a platform file, or a `Platform`.
-        world_size: GPUs.
-        options: batch, tokens, most_sequences, fast_domain and schedules of `search`; example_inputs of a module.
+        world_size: GPUs, all of them: `--gpus` of the command line, `num_ranks` of the ranking.
+        batch: sequences of a step, over all GPUs.
+        tokens: of a sequence.
+        most_sequences: of a micro-batch.
+        fast_domain: GPUs that an expert axis may reach over; None: as the platform says, 0: any.
+        schedules: of pipelines, to choose from: "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2".
+        example_inputs: of a module, as for `moefx.compile`; of nothing else.
 
     Raises:
         UnknownArchitecture, UnknownPlatform: no such model or platform; with the names that are near.
@@ -125,8 +149,7 @@ def plan(model: Any, platform: str | Platform, world_size: int, **options: Any) 
     if isinstance(model, nn.Module) or hasattr(model, "model_type"):
         from .describe import describe, module_of  # with capture and all passes
 
-        inputs = options.pop("example_inputs", None)
-        described = describe(model if isinstance(model, nn.Module) else module_of(model), inputs)
+        described = describe(model if isinstance(model, nn.Module) else module_of(model), example_inputs)
     if not isinstance(described, Architecture):
         raise UnknownArchitecture(
             "moefx.plan takes the name of a model, a module, a transformers config or an Architecture, not "
@@ -135,7 +158,10 @@ def plan(model: Any, platform: str | Platform, world_size: int, **options: Any) 
     machine = platform_of(os.fspath(platform)) if isinstance(platform, (str, os.PathLike)) else platform
     if not isinstance(machine, Platform):
         raise UnknownPlatform(f"moefx.plan takes a platform, its name or a file, not {type(machine).__name__}")
-    return search(described, machine, world_size, **options)
+    return search(
+        described, machine, world_size, batch=batch, tokens=tokens, most_sequences=most_sequences,
+        fast_domain=fast_domain, schedules=schedules,
+    )  # fmt: skip
 
 
 def _layouts(
@@ -213,19 +239,23 @@ def way_of(model: Architecture, layout: Layout, platform: Platform, experts_firs
 
 
 def _fitting(
-    model: Architecture, layout: Layout, platform: Platform, short: dict[tuple[int, int, int], tuple[float, str]]
+    model: Architecture, layout: Layout, platform: Platform, short: _Short
 ) -> tuple[Layout, dict[str, float]] | None:
     """With the least ZeRO that fits, and its memory. Where none does, `short` keeps by region how little was lacking,
     and which term is the largest."""
-    for zero in (1, 2, 3) if layout.dp > 1 else (0,):
-        tried = dataclasses.replace(layout, zero=zero)
-        found = memory(model, tried, platform)
-        lacking, region = found["M_gpu"] - platform.capacity, _region(layout)
+    region = _region(layout)
+    for zero, found in memory_by_zero(model, layout, platform, (1, 2, 3) if layout.dp > 1 else (0,)):
+        lacking = found["M_gpu"] - platform.capacity
         if lacking <= 0:
-            return tried, found
+            return dataclasses.replace(layout, zero=zero), found
         if region not in short or lacking < short[region][0]:
             short[region] = lacking, max(STATES, key=found.__getitem__)
     return None
+
+
+def _missed(region: tuple[int, int, int], lacking: float, term: str) -> Rejected:
+    why = f"does not fit: {amount(lacking, 'B')} too much at the least, most of it {TERMS[term]} ({term})"
+    return Rejected((dict(zip(("PP", "TP", "EP"), region, strict=True)),), why, lacking, term)
 
 
 def _region(layout: Layout) -> tuple[int, int, int]:

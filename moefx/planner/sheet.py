@@ -101,7 +101,10 @@ class Sheet:
         Raises:
             TypeError: a quantity is missing.
         """
-        return self._compiled(**{name: values[name] for name in self.given if name in values})
+        try:
+            return self._compiled(values)
+        except KeyError as missing:
+            raise TypeError(f"{missing} is not given") from None
 
     def shown(self, name: str, **values: float) -> str:
         """The formula of a result, with its numbers put in, and those of the results that it uses, below it."""
@@ -125,10 +128,10 @@ class Sheet:
         """One Python function of all lines: a search calls it for thousands of plans."""
         printer = _Code()
         lines = [f"    {f.name} = {printer.doprint(f.expression)}" for f in self]
-        head = f"def results(*, {', '.join(self.given)}):" if self.given else "def results():"
+        given = [f"    {name} = values[{name!r}]" for name in self.given]
         items = ", ".join(f"{f.name!r}: {f.name}" for f in self)
         space: dict[str, Any] = {"distinct_parts": expected_parts}
-        exec("\n".join([head, *lines, f"    return {{{items}}}"]), space)
+        exec("\n".join(["def results(values):", *given, *lines, f"    return {{{items}}}"]), space)
         return space["results"]
 
 

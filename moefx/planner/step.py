@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Iterable, Iterator
 from typing import Any, get_args
 
 import sympy
@@ -13,14 +14,14 @@ from .architecture import Architecture
 from .communication import VOLUMES, exchange, level_values, row_bytes, whole_link
 from .compute import FORWARD
 from .layout import KEPT, Layout, Way
-from .memory import MEMORY, STATES
+from .memory import ACTIVATIONS, STATES, TOTAL
 from .platforms import Network, Platform
 from .sheet import Formula, Sheet, quantities, quantity
 
 TILE = 128  # rows, of the kernels' GEMMs on every target: moefx.lowering.triton.configs
 
 M, PP, layers, moe_layers, n_mat = quantities("M PP l l_moe n_mat")
-n_again, n_up, bubble_of = quantities("n_again n_up bubble_of")
+n_again, n_up, n_attn, bubble_of = quantities("n_again n_up n_attn bubble_of")
 n_tp, n_g, n_p2p, n_grads, alpha_tp, alpha_pp = quantities("n_tp n_g n_p2p n_grads alpha_tp alpha_pp")
 L, L_moe, l_t, l_t_moe, h_t, T_model = quantities("L L_moe l_t l_t_moe h_t T_model")
 T_attention, T_experts, T_experts_step, T_rest, T_ffn, T_logits = quantities(
@@ -46,7 +47,7 @@ def _parts(every: sympy.Expr, moe: sympy.Expr, logits: Any) -> dict[str, sympy.E
         "T_compute": n_pass * (every * T_attention + moe * T_rest + (every - moe) * T_ffn + logits * T_logits)
         + moe * (T_experts_step + again * T_experts),
         "T_alltoall": moe * ((4 + 2 * n_again) * T_exchange + (1 + n_again) * T_counts),
-        "T_tp": every * (2 + n_again) / 2 * (V_tp * beta_tp + 4 * n_tp * alpha_tp),
+        "T_tp": every * (2 + n_again) / 2 * (V_tp * beta_tp + 2 * (1 + n_attn) * n_tp * alpha_tp),
         "T_gather": (2 + n_again) * moe * (V_gather * beta_tp + n_g * alpha_tp),
     }
 
@@ -60,7 +61,7 @@ STEP = Sheet(
             "T_alltoall", _STAGE["T_alltoall"], "s",
             "dispatch and combine, forward (again where layers run again) and backward; numbers of rows ahead",
         ),
-        Formula("T_tp", _STAGE["T_tp"], "s", "four all-reduces a layer; Megatron-LM"),
+        Formula("T_tp", _STAGE["T_tp"], "s", "two or four all-reduces a layer; Megatron-LM"),
         Formula("T_gather", _STAGE["T_gather"], "s", "X-MoE appendix C.2"),
         Formula(
             "T_params", 4 * n_z3 * (P_dense * (1 - 1 / z_p) * beta_dp + P_experts * (1 - 1 / y_p) * beta_replicas), "s",
@@ -94,9 +95,38 @@ def flop_per_token(model: Architecture, tokens: int) -> float:
 
 def memory(model: Architecture, layout: Layout, platform: Platform) -> dict[str, float]:
     """Results of `MEMORY`, of the stage that needs most: the first, or the last, which has the logits."""
-    stages = (0, layout.pp - 1) if layout.pp > 1 else (0,)
-    found = [MEMORY(**layout.values(model, stage), M_fw=platform.overhead) for stage in stages]
-    return max(found, key=lambda results: results["M_gpu"])
+    ((_, found),) = memory_by_zero(model, layout, platform, (layout.zero,))
+    return found
+
+
+def memory_by_zero(
+    model: Architecture, layout: Layout, platform: Platform, zeros: Iterable[int]
+) -> Iterator[tuple[int, dict[str, float]]]:
+    """`memory` with other stages of ZeRO than the layout's own, each with its number."""
+    states, (_, kept) = _states(model, layout.pp, layout.tp, layout.dp, layout.ep), _fullest(model, layout)
+    for zero in zeros:
+        found = states[zero] | kept
+        yield zero, found | TOTAL(**found, M_fw=platform.overhead)
+
+
+def fullest_stage(model: Architecture, layout: Layout) -> int:
+    """The stage that `memory` is of."""
+    return _fullest(model, layout)[0]
+
+
+def _fullest(model: Architecture, layout: Layout) -> tuple[int, dict[str, float]]:
+    """The stage that keeps most activations, and what it keeps: states are as many on all."""
+    counted = _states(model, layout.pp, layout.tp, layout.dp, layout.ep)[layout.zero]
+    ends = (0, layout.pp - 1) if layout.pp > 1 else (0,)
+    kept = {stage: ACTIVATIONS(**layout.values(model, stage), **counted) for stage in ends}
+    return max(kept.items(), key=lambda of: of[1]["M_activations"])
+
+
+@functools.lru_cache(maxsize=64)
+def _states(model: Architecture, pp: int, tp: int, dp: int, ep: int) -> dict[int, dict[str, float]]:
+    """Results of `STATES` by stage of ZeRO: the same whatever the tokens and what is kept of them."""
+    layout = Layout(pp=pp, tp=tp, dp=dp, ep=ep)
+    return {zero: STATES(**layout.values(model) | layout.spread(zero)) for zero in range(4)}
 
 
 def given(model: Architecture, layout: Layout, platform: Platform, experts_first: bool = True) -> dict[str, float]:

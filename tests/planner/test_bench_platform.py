@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import statistics
 
 import pytest
@@ -18,7 +19,7 @@ from moefx.bench.findings import Device, Findings
 from moefx.bench.machine import Attention
 from moefx.bench.rates import Gemm, Measured, dense_rates, gemm_errors, link, predicted, shares
 from moefx.bench.shapes import shape_of
-from moefx.planner.platforms import platform_of
+from moefx.planner.platforms import FITTED, platform_of
 from tests.distributed.launch import torchrun
 
 SHAPES = [(64, 512, 512), (4096, 512, 512), (64, 4096, 4096), (4096, 4096, 4096), (512, 2048, 1024)]
@@ -60,7 +61,8 @@ def test_rates_come_back():
     assert node.spread[0] == 0.9 and statistics.median(node.spread) == 1.0 and node.spread[-1] == 3.0
     assert made.handling == 1e-10
     measured = {name for name, source in made.sources.items() if source == "measured: by hand"}
-    assert {"capacity", "expert_gemm", "dense_rows", "handling"} <= measured and "peak" not in measured
+    assert {"capacity", "handling"} <= measured and not {"peak", "expert_gemm", "dense_rows"} & measured
+    assert all(made.sources[name] == "fitted to measured times: by hand" for name in FITTED)
 
 
 def test_without_a_base():
@@ -131,9 +133,12 @@ def test_this_machine(quick, tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     out, raw = tmp_path / "here.json", tmp_path / "raw.jsonl"
     platform.main(["--device", "cpu", "--only", "device", "--out", str(out), "--raw", str(raw), "--name", "mine"])
-    printed = capsys.readouterr().out
+    printed, told = capsys.readouterr()
     assert "GEMM" in printed and "128x64x32x8x2, and backward" in printed and f"wrote {out}, {raw}" in printed
     made = moefx.Platform.from_json(out.read_text())
+    steps = re.findall(r"^bench platform: +\d+ s, step (\d+)( of 6)?: (.*)$", told, re.M)
+    assert [number for number, _, _ in steps] == list("123456") and all(of for _, of, _ in steps[1:])
+    assert [what for _, _, what in steps[1:4]] == ["GEMMs", "attention", "experts 64x32x16x4x2"]
     assert made.name == "mine" and made.peak > 0 and made.capacity > 2**30
     assert len(moefx.plan("olmoe-1b-7b", str(out), 1, batch=1, tokens=128).table()) > 0
     again = tmp_path / "again.json"

@@ -83,7 +83,7 @@ class TestPlacement:
         def between_nodes(parameters: float, experts_first: bool) -> float:
             nodes, _ = spans(8, 1 if experts_first else 8, 8)
             replicas, _ = spans(8, 8 if experts_first else 1, 8)
-            given = dict(b=1, s=8192, d=2048, G=1, TP=1, DP=8, R=8, P_dense=0, P_experts=parameters)
+            given = dict(b=1, s=8192, d=2048, G=1, TP=1, DP=8, R=8, P_dense=0, P_experts=parameters, n_attn=1)
             gradients = VOLUMES(**given)["V_grad_experts"] if replicas > 1 else 0
             return 4 * 2 * 8192 * 2048 * 2 * (1 - 1 / nodes) + gradients
 
@@ -96,6 +96,6 @@ class TestPlacement:
 @given(st.integers(1, 64), st.integers(1, 4), st.sampled_from([1024, 4096]))
 def test_all_gather_is_of_the_tokens(ranks, sequences, tokens):
     """X-MoE C.2: O(BSH) on each device, whatever the number of ranks."""
-    found = VOLUMES(b=sequences, s=tokens, d=2048, G=ranks, TP=1, DP=1, R=1, P_dense=0, P_experts=0)
+    found = VOLUMES(b=sequences, s=tokens, d=2048, G=ranks, TP=1, DP=1, R=1, P_dense=0, P_experts=0, n_attn=1)
     whole = 2 * sequences * tokens * 2048
     assert found["V_gather"] + whole / ranks == pytest.approx(whole)

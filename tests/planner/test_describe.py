@@ -10,8 +10,9 @@ from torch import nn
 
 import moefx
 from moefx import cli
-from moefx.errors import UnknownArchitecture
+from moefx.errors import NoMoEBlockFound, UnknownArchitecture
 from moefx.planner.describe import describe
+from moefx.planner.figures import assumptions
 
 from ..distributed.models import Model
 from ..passes.blocks import D, E, Gated, H, K, Loop, Mlp
@@ -70,6 +71,41 @@ def test_tied_and_without_lists():
     assert found.num_experts * found.expert_parameters() <= count(model[1])
 
 
+class Layer(nn.Module):
+    """Experts behind an attention that names no heads, or behind none."""
+
+    def __init__(self, attend=None):
+        super().__init__()
+        self.attend, self.qkv, self.moe = attend, nn.Linear(D, 3 * D), Loop(Gated)
+
+    def forward(self, x):
+        return self.moe(self.attend(*self.qkv(x).chunk(3, -1)) if self.attend else x)
+
+
+ATTENTIONS = {
+    "softmax": lambda q, k, v: (q @ k.mT * D**-0.5).softmax(-1) @ v,
+    "masked": lambda q, k, v: torch.softmax((q @ k.mT).tril().float() / 3, -1).to(v.dtype) @ v,
+    "sdpa": lambda *qkv: nn.functional.scaled_dot_product_attention(*(t[None, None] for t in qkv))[0, 0],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("attend", ATTENTIONS.values(), ids=ATTENTIONS)
+def test_attention_is_seen_where_nothing_names_its_heads(attend):
+    found = describe(Layer(attend), (torch.zeros(9, D),))
+    assert found.attention.num_heads == 1 and "nothing names its heads: counted as 1" in found.note
+
+
+def test_no_attention_is_charged_to_a_model_without():
+    """A router's softmax is none."""
+    ranking = moefx.plan(Layer(), "h200", 4, batch=4, example_inputs=(torch.zeros(9, D),))
+    entry = next(entry for entry in ranking if entry.layout.tp > 1)
+    step, model = entry.step, ranking.model
+    assert (entry.memory["A_attention"], step["F_proj"], step["F_scores"], step["T_attention"]) == (0, 0, 0, 0)
+    assert step["V_tp"] > 0
+    assert "no attention was seen in it" in str(ranking)
+    assert "no attention was seen in it" in assumptions(model, ranking.platform)
+
+
 def test_plan_takes_modules():
     model = Decoder()
     example = (torch.zeros(2, 5, dtype=torch.int64),)
@@ -80,8 +116,49 @@ def test_plan_takes_modules():
 
 
 def test_models_without_blocks():
-    with pytest.raises(UnknownArchitecture, match="no block of Linear is rewritten"):
+    with pytest.raises(UnknownArchitecture, match="Linear has no experts: nothing in it looks like a block of them"):
         describe(nn.Linear(4, 4), (torch.zeros(2, 4),))
+    with pytest.raises(UnknownArchitecture, match=r"no block of Memory is rewritten\n.*single vectors looked up"):
+        describe(Memory(), (torch.zeros(9, D),))
+
+
+class Memory(nn.Module):
+    """Values that scores choose: no embedding of tokens, though it is one of torch's."""
+
+    def __init__(self):
+        super().__init__()
+        self.keys, self.values = nn.Linear(D, 32), nn.Embedding(32, D)
+
+    def forward(self, x):
+        weights, chosen = self.keys(x).softmax(-1).topk(2, -1)
+        return (self.values(chosen) * weights[..., None]).sum(-2)
+
+
+class Dense(nn.Module):
+    """A language model without experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.mlp, self.head = nn.Embedding(50, D), Mlp(), nn.Linear(D, 50)
+
+    def forward(self, ids):
+        return self.head(self.mlp(self.embed(ids)))
+
+
+def test_an_embedding_of_tokens_is_no_expert():
+    ids = (torch.zeros(2, 9, dtype=torch.int64),)
+    assert not moefx.explain(Dense(), example_inputs=ids).refused
+    with pytest.raises(UnknownArchitecture, match="Dense has no experts"):
+        describe(Dense(), ids)
+    with pytest.raises(NoMoEBlockFound, match="no part in which several submodules"):
+        moefx.compile(Dense(), example_inputs=ids)
+
+
+@pytest.mark.hf
+def test_a_dense_transformers_config():
+    transformers = pytest.importorskip("transformers")
+    with pytest.raises(UnknownArchitecture, match="LlamaForCausalLM has no experts"):
+        moefx.plan(transformers.LlamaConfig(num_hidden_layers=1), "h200", 8)
 
 
 def test_blocks_that_are_not_alike():

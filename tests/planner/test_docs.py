@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
@@ -28,6 +29,15 @@ def test_it_runs(capsys):
         "routing of skew 0.5, seed 0",
     ):
         assert text in printed
+
+
+def test_the_signature_is_the_one():
+    """Its arguments, in their order and with their defaults."""
+    (text,) = re.findall(r"^moefx\.plan\((.*?)\) -> Ranking$", PAGE, re.M | re.S)
+    parameters = inspect.signature(plan).parameters.values()
+    shown = [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters]
+    assert re.sub(r"\s+", " ", text).replace('"', "'") == ", ".join([*shown[:3], "*", *shown[3:]])
+    assert all(f"\n| `{p.name}` | " in PAGE for p in parameters)
 
 
 def test_platforms_are_named():

@@ -14,9 +14,12 @@ from hypothesis import strategies as st
 import moefx
 from moefx.bench.shapes import shape_of
 from moefx.errors import InvalidPlan
+from moefx.planner import step
 from moefx.planner.catalogue import MODELS, model_of
 from moefx.planner.layout import Layout
 from moefx.planner.memory import MEMORY
+from moefx.planner.platforms import PLATFORMS
+from moefx.planner.step import memory_by_zero
 
 from ..passes.blocks import D, E, Gated, H, K, Loop, Mlp
 
@@ -144,3 +147,15 @@ def test_layouts_that_cannot_be(fields, message):
 def test_layouts_that_a_model_cannot_have(layout, message):
     with pytest.raises(InvalidPlan, match=message):
         layout.values(model_of("deepseek-v2"))
+
+
+@pytest.mark.parametrize("pp", [1, 4])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_parts_that_searches_share_add_up(pp, recompute):
+    """By stage of ZeRO, states of all layouts of so many ranks with what one keeps: as all formulas in one."""
+    model, platform = model_of("deepseek-v3"), PLATFORMS["h200"]
+    layout = Layout(pp=pp, tp=4, dp=16, ep=16, ssmb=True, sequences=2, recompute=recompute, microbatches=8)
+    for zero, found in memory_by_zero(model, layout, platform, (3, 0, 1, 2)):
+        own = dataclasses.replace(layout, zero=zero)
+        stages = [MEMORY(**own.values(model, stage), M_fw=platform.overhead) for stage in range(pp)]
+        assert found == max(stages, key=lambda results: results["M_gpu"]) == step.memory(model, own, platform)

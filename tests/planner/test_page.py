@@ -17,8 +17,9 @@ from moefx._units import amount
 from moefx.planner.catalogue import model_of
 from moefx.planner.figures import assumptions, sources
 from moefx.planner.page import INSTALL, file_name, has_plots, render
-from moefx.planner.platforms import PLATFORMS, Network, Platform
-from moefx.planner.regions import feasible, scaling
+from moefx.planner.platforms import FITTED, FREE, PLATFORMS, Network, Platform
+from moefx.planner.regions import feasible, saved_by_ssmb
+from moefx.planner.scaling import scaling
 from moefx.planner.search import plan, search
 
 SMALL = ["plan", "olmoe-1b-7b", "--platform", "a100-40gb", "--gpus", "4", "--batch", "16", "--tokens", "512"]
@@ -82,6 +83,7 @@ def test_all_is_on_it(large):
         assert escape(rejected.what) in text and escape(rejected.why) in text
     for source in (*ranking.platform.sources.values(), *(n.source for n in ranking.platform.networks)):
         assert escape(source) in text
+    assert escape(saved_by_ssmb(ranking.model, ranking[0].layout, ranking.platform)) in text
     assert escape(ranking.model.note) in text and escape(ranking[0].plan().to_json()) in text
 
 
@@ -180,6 +182,20 @@ def test_figures_are_measured_or_printed():
     assert not {"expert_gemm", "handling", "overhead", "latency of a node"} & set(unknown.split(", "))
     nothing = assumptions(model_of("olmoe-1b-7b"), dataclasses.replace(MIXED, sources={}, networks=MIXED.networks[1:]))
     assert "Nothing was measured" in nothing and "Measured: " not in nothing
+
+
+def test_fitted_rates_are_not_called_measured():
+    """Two of the H200's are four times what its memory can do."""
+    text = assumptions(model_of("olmoe-1b-7b"), PLATFORMS["h200"])
+    (measured,), (fitted,) = (
+        re.findall(rf"{what}: (.*?)\.</li>", text) for what in ("Measured", "fitted to measured times")
+    )
+    assert set(fitted.split(", ")) == set(FITTED) and not set(FITTED) & set(measured.split(", "))
+    assert "can be above memory_bandwidth" in text
+    shown = cells_of(sources(PLATFORMS["h200"]))
+    assert shown[shown.index("expert_weights") + 2].startswith("fitted to measured times: ")
+    nothing_adds = dataclasses.replace(PLATFORMS["h200"], expert_rows=FREE)
+    assert "adds no time" in cells_of(sources(nothing_adds))
 
 
 def test_every_figure_has_its_unit_and_source():

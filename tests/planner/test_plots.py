@@ -10,7 +10,8 @@ import pytest
 from moefx.planner import plots
 from moefx.planner.catalogue import MODELS
 from moefx.planner.parts import memory_parts, time_parts
-from moefx.planner.regions import border, feasible, scaling
+from moefx.planner.regions import border, feasible
+from moefx.planner.scaling import scaling
 from moefx.planner.search import plan
 
 pytest.importorskip("matplotlib")
@@ -95,8 +96,32 @@ def test_models_are_above_or_below_the_border(name):
         assert list(y) == pytest.approx([border(length) * at for at in x])
     (star,) = [line for line in axes.lines if line.get_marker() == "*"]
     assert (star.get_xdata()[0], star.get_ydata()[0]) == (MODELS[name].expert_size, MODELS[name].top_k)
-    assert name in texts(axes)
+    assert name in [line for text in texts(axes) for line in text.split("\n")]
     assert axes.get_xscale() == axes.get_yscale() == "log"
+
+
+def covered(axes):
+    """Pairs of texts that cover each other, or points of lines with markers, or stick out."""
+    axes.figure.draw_without_rendering()
+    boxes = [text.get_window_extent() for text in axes.texts]
+    marked = [line for line in axes.lines if line.get_marker() in ("o", "*")]
+    points = [at for line in marked for at in axes.transData.transform(line.get_xydata())]
+    found = [(i, j) for i, a in enumerate(boxes) for j, b in enumerate(boxes[:i]) if a.overlaps(b)]
+    found += [(i, "point") for i, box in enumerate(boxes) if box.count_contains(points)]
+    return found + [(i, "out") for i, box in enumerate(boxes) if not axes.figure.bbox.containsx(box.x1)]
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "arctic", "x-moe-super"])
+def test_names_of_models_do_not_cover_each_other(name):
+    (axes,) = plots.advantage(MODELS[name], 4096).axes
+    assert covered(axes) == []
+    shown = {line for text in texts(axes) for line in text.split("\n")}
+    assert shown == {model for model in MODELS if not model.startswith("x-moe")} | {name}
+
+
+def test_labels_of_steps_do_not_cover_each_other(narrow):
+    for axes in plots.scaling(scaling(narrow, False), scaling(narrow, True)).axes:
+        assert covered(axes) == []
 
 
 def test_points_are_steps(narrow):

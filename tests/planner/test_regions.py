@@ -6,11 +6,15 @@ import dataclasses
 
 import pytest
 
+from moefx._units import amount
 from moefx.planner.catalogue import MODELS, model_of
 from moefx.planner.layout import Layout
 from moefx.planner.papers import X_MOE
-from moefx.planner.regions import TRADE_OFF, border, feasible, scaling, trade_off
+from moefx.planner.platforms import PLATFORMS
+from moefx.planner.regions import TRADE_OFF, border, feasible, saved_by_ssmb, trade_off
+from moefx.planner.scaling import scaling
 from moefx.planner.search import plan
+from moefx.planner.step import memory
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +79,22 @@ def test_the_trade_off_of_a_stage():
     again = TRADE_OFF(**trade_off(model, dataclasses.replace(layout, recompute=True)))
     assert found["A_saving"] == again["A_saving"] * 15 * 4
     assert found["M_cost"] == again["M_cost"] == 15 * 16 * 4 * 3 * 2048 * 7168 * 3 / 4
+
+
+@pytest.mark.parametrize("kept", ["h", "x", "deepspeed-moe"])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("pp", [1, 4])
+def test_what_ssmb_saves_is_shown_with_its_formula(pp, recompute, kept):
+    model, platform = model_of("deepseek-v3"), PLATFORMS["frontier"]
+    with_it, without = (
+        Layout(pp=pp, tp=4, dp=16, ep=16, ssmb=ssmb, kept=kept, recompute=recompute, microbatches=8)
+        for ssmb in (True, False)
+    )
+    saved = memory(model, without, platform)["M_gpu"] - memory(model, with_it, platform)["M_gpu"]
+    shown = saved_by_ssmb(model, with_it, platform)
+    assert shown.splitlines()[0].startswith("M_saved = ") and shown.splitlines()[1].endswith(f" = {amount(saved, 'B')}")
+    assert shown == saved_by_ssmb(model, without, platform)
+    assert saved_by_ssmb(model, dataclasses.replace(with_it, tp=1, ssmb=False), platform) == ""
 
 
 @pytest.mark.parametrize("is_weak", [False, True])

@@ -81,7 +81,9 @@ def test_what_does_not_fit_says_by_how_much():
     ranking = plan("deepseek-v3", "a100-40gb", 8)
     assert not len(ranking)
     (line,) = [r for r in ranking.rejected if r.what == "PP=1 TP=1 EP=8"]
-    assert line.why.startswith("does not fit: ") and line.why.endswith("too much at the least, most of it M_optimizer")
+    assert line.why.startswith("does not fit: ") and line.why.endswith(
+        "too much at the least, most of it optimizer states (M_optimizer)"
+    )
     assert line.sizes == ({"PP": 1, "TP": 1, "EP": 8},) and line.term == "M_optimizer"
     least = min(memory(ranking.model, layout, ranking.platform)["M_gpu"] for layout in every_policy(dp=8, ep=8))
     assert line.lacking == least - ranking.platform.capacity
@@ -222,7 +224,7 @@ def test_the_command(capsys, tmp_path, monkeypatch):
     [
         (("olmo", "h200", 8), UnknownArchitecture, "no model 'olmo'"),
         (("olmoe-1b-7b", "h300", 8), UnknownPlatform, "no platform 'h300'; did you mean h200"),
-        (("olmoe-1b-7b", "h200", 0), InvalidPlan, "num_ranks is 0"),
+        (("olmoe-1b-7b", "h200", 0), InvalidPlan, "world_size is 0"),
         (
             (7, "h200", 8),
             UnknownArchitecture,

@@ -1,0 +1,57 @@
+"""On how many GPUs a model fits that does not fit those there are."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from .._units import amount
+from .ranking import Entry, Ranking, Rejected
+from .search import first_fit
+
+_MOST = 2**16  # GPUs
+_TRIES = 6  # numbers of GPUs that are searched: some seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Fewest:
+    """What twice the GPUs, twice those and so on have room for, the batch as it is.
+
+    Attributes:
+        num_ranks: the smallest such number on which something fits, or the largest one that was looked at.
+        entry: a layout that fits there; None if none does.
+        nearest: where none does, the layout that lacks least there; None if none divides so.
+    """
+
+    num_ranks: int
+    entry: Entry | None = None
+    nearest: Rejected | None = None
+
+    def __str__(self) -> str:
+        if self.entry is not None:
+            taken = amount(self.entry.memory["M_gpu"], "B")
+            return (
+                f"Doubling the GPUs, {self.num_ranks} are the first on which something fits, for one "
+                f"{self.entry.short} in {taken}."
+            )
+        why = f"{self.nearest.what} {self.nearest.why}" if self.nearest else "no layout divides so"
+        return f"Doubling the GPUs, nothing fits up to {self.num_ranks}: there {why}."
+
+
+def fewest(ranking: Ranking) -> Fewest | None:
+    """The smallest number of GPUs on which something fits. None if something does, or the platform has no more GPUs.
+
+    Numbers whose memory, all of it, has no room for the states of the parameters are passed over.
+    """
+    limit = min(ranking.platform.networks[-1].ranks or _MOST, _MOST)
+    numbers = [n for i in range(1, _MOST.bit_length()) if (n := ranking.num_ranks * 2**i) <= limit]
+    if len(ranking) or not numbers:
+        return None
+    model, capacity = ranking.model, ranking.platform.capacity
+    states = 16 * (model.parameters() - model.embedding_parameters())
+    roomy = [n for n in numbers if states <= n * capacity][:_TRIES] or numbers[-1:]
+    found = None
+    for n in roomy:
+        found = first_fit(ranking, n)
+        if isinstance(found, Entry):
+            return Fewest(n, found)
+    return Fewest(roomy[-1], nearest=found)

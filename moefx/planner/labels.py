@@ -1,0 +1,62 @@
+"""Names beside the points of a picture, none on top of another."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.text import Annotation
+
+# Where a name may be, the best first: (right of the point, above it, how text is aligned there).
+_SIDES = (
+    (1, 0, "left", "center"), (-1, 0, "right", "center"), (0, 1, "center", "bottom"), (0, -1, "center", "top"),
+    (1, 1, "left", "bottom"), (1, -1, "left", "top"), (-1, 1, "right", "bottom"), (-1, -1, "right", "top"),
+)  # fmt: skip
+_DISTANCES = (8, 14, 22)  # points
+
+
+def beside(
+    axes: Axes, named: Sequence[tuple[tuple[float, float], str, str]], lines: Sequence[Any] = (), **style: Any
+) -> list[Annotation]:
+    """Write names beside their points: each where it covers no point and no name before it, and little of the lines.
+
+    Args:
+        named: (place, name, weight of the font) of each point, the most important ones first.
+        lines: that names should not cross.
+    """
+    figure: Any = axes.figure
+    figure.draw_without_rendering()  # lays out the axes, which are of that size from now on
+    on_screen = axes.transData.transform
+    points = on_screen([place for place, _, _ in named])
+    crossed = [at for line in lines for at in _along(on_screen(line.get_xydata()))]
+    taken: list[Any] = []
+    found = []
+    for place, name, weight in named:
+        text = axes.annotate(name, place, (0, 0), textcoords="offset points", fontweight=weight, **style)
+        tried = []
+        for distance in _DISTANCES:
+            for right, above, ha, va in _SIDES:
+                text.set(position=(right * distance, above * distance), ha=ha, va=va)
+                box = text.get_window_extent()
+                inside = axes.bbox.containsx(box.x0) and axes.bbox.containsx(box.x1) and axes.bbox.containsy(box.y1)
+                covered = box.count_overlaps(taken) + box.padded(4).count_contains(points)
+                tried.append((not inside, covered, box.count_contains(crossed) if crossed else 0, len(tried)))
+        _, _, _, best = min(tried)
+        right, above, ha, va = _SIDES[best % len(_SIDES)]
+        distance = _DISTANCES[best // len(_SIDES)]
+        text.set(position=(right * distance, above * distance), ha=ha, va=va)
+        taken.append(text.get_window_extent())
+        found.append(text)
+    return found
+
+
+def _along(corners: Any) -> list[tuple[float, float]]:
+    """Points of a line on the screen, a few pixels apart."""
+    found = []
+    for (x0, y0), (x1, y1) in itertools.pairwise(corners):
+        steps = max(int(max(abs(x1 - x0), abs(y1 - y0)) / 4), 1)
+        found += [(x0 + (x1 - x0) * i / steps, y0 + (y1 - y0) * i / steps) for i in range(steps + 1)]
+    return found

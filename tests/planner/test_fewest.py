@@ -1,0 +1,91 @@
+"""Where nothing fits: reasons by kind, and how many GPUs it would take."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import pytest
+
+from moefx import cli
+from moefx.errors import InvalidPlan, MoefxError, NothingFits
+from moefx.planner.fewest import fewest
+from moefx.planner.platforms import PLATFORMS, Network
+from moefx.planner.search import plan
+
+
+def test_the_smallest_number_of_gpus():
+    """Its half has nothing that fits, by searches of their own."""
+    found = fewest(ranking := plan("mixtral-8x22b", "a100-40gb", 8))
+    assert found and found.entry and found.nearest is None
+    assert found.num_ranks == 64 == found.entry.layout.num_ranks
+    assert not len(plan("mixtral-8x22b", "a100-40gb", 32)) and found.entry in tuple(
+        plan("mixtral-8x22b", "a100-40gb", 64)
+    )
+    assert "Doubling the GPUs, 64 are the first on which something fits, for one PP" in str(ranking)
+
+
+def test_where_none_is_enough_the_term_is_named():
+    ranking = plan("mixtral-8x22b", "a100-40gb", 32, tokens=2**20)
+    begin = time.process_time()
+    found = fewest(ranking)
+    assert time.process_time() - begin < 5
+    assert found and found.entry is None and found.nearest and found.nearest.term == "M_activations"
+    assert f"nothing fits up to {found.num_ranks}: there PP=" in str(
+        found
+    ) and "most of it activations (M_activations)" in str(found)
+
+
+def test_nothing_is_searched_where_something_fits_or_there_are_no_more():
+    assert fewest(plan("olmoe-1b-7b", "h200", 8)) is None
+    node = dataclasses.replace(PLATFORMS["a100-40gb"], networks=(Network("node", 8, 300e9),))
+    assert fewest(plan("deepseek-v3", node, 8)) is None
+    assert "Doubling" not in str(plan("deepseek-v3", node, 8))
+    with pytest.raises(InvalidPlan):
+        plan("deepseek-v3", node, 16)
+
+
+def test_the_first_of_none_says_why_and_what_to_do():
+    ranking = plan("deepseek-v3", "a100-40gb", 8)
+    assert list(ranking) == [] and not len(ranking)
+    with pytest.raises(NothingFits, match=r"no layout of deepseek-v3 fits 8 x NVIDIA A100.*\(40 GiB each\)") as caught:
+        ranking[0]
+    nearest = min((r for r in ranking.rejected if r.lacking), key=lambda r: r.lacking)
+    assert isinstance(caught.value, IndexError) and isinstance(caught.value, MoefxError)
+    assert f"{nearest.what} lacks least" in str(caught.value)
+    assert "optimizer states. Take more GPUs" in str(caught.value)
+    with pytest.raises(NothingFits, match="none divides so"):
+        plan("olmoe-1b-7b", "h200", 1009, batch=3).explain()
+    with pytest.raises(IndexError, match="no entry 100000"):
+        plan("olmoe-1b-7b", "h200", 8)[100000]
+
+
+def test_the_command_shows_reasons_instead_of_formulas(capsys):
+    assert (
+        cli.main(["plan", "deepseek-v3", "--platform", "a100-40gb", "--gpus", "8", "--explain", "1", "--no-page"]) == 1
+    )
+    assert "rejected" in capsys.readouterr().out
+
+
+def test_no_number_divides():
+    found = fewest(plan("olmoe-1b-7b", "h200", 1009, batch=3))
+    assert found and found.entry is None and str(found).endswith("there no layout divides so.")
+
+
+def test_reasons_are_by_kind():
+    """A line for all sizes that do not fit, with how many there are and which lacks least."""
+    ranking = plan("deepseek-v3", "a100-40gb", 8)
+    short = [r for r in ranking.rejected if r.lacking]
+    nearest = min(short, key=lambda r: r.lacking)
+    lines = [line for line in str(ranking).splitlines() if "fit" in line and "PP=" in line]
+    assert lines == [
+        f"  {len(short)} sizes of PP, TP and EP: do not fit, most of it is optimizer states (M_optimizer); "
+        f"{nearest.what} lacks least, {nearest.why.split()[3]} TiB"
+    ]
+    assert len(ranking.reasons()) < len(ranking.rejected)
+
+
+def test_a_kind_of_many_sizes_is_shortened():
+    ranking = plan("kimi-k2", "frontier", 768)
+    (what,) = [what for what, why in ranking.reasons() if why.startswith("crosses the node")]
+    assert what == ", ".join(f"TP={n}" for n in (12, 16, 24, 32, 48, 64, 96, 128, 192)) + ", ... (2 more), TP=768"

@@ -1,0 +1,56 @@
+"""What is said of more GPUs that take less than their part: the cause is the true one."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from moefx._units import amount
+from moefx.planner.parts import time_parts
+from moefx.planner.scaling import Scaled, above_ideal, scaling
+from moefx.planner.search import plan
+from moefx.planner.step import memory
+
+
+@pytest.fixture(scope="module")
+def ranking():
+    """Mixtral 8x22B on H100s: 32 of them have no room for the layout that is fastest on 128."""
+    return plan("mixtral-8x22b", "dgx-h100", 128)
+
+
+@pytest.fixture(scope="module")
+def weak(ranking):
+    return scaling(ranking, is_weak=True)
+
+
+def test_the_cause_of_more_than_ideal(ranking, weak):
+    first, top = weak[0], max(weak, key=lambda point: point.of_ideal(weak[0]))
+    said = above_ideal(ranking, weak)
+    assert top.of_ideal(first) == first.best.seconds / top.best.seconds > 1.1
+    assert f"{top.of_ideal(first):.0%} on {top.num_ranks} GPUs" in said
+    for best in (first.best, top.best):
+        assert best.short in said
+    there = dataclasses.replace(top.best.layout, dp=top.best.layout.dp * first.num_ranks // top.num_ranks)
+    needs = memory(ranking.model, there, ranking.platform)["M_gpu"]
+    assert f"would need {amount(needs, 'B')} of a GPU's 80 GiB on 32 GPUs (optimizer states " in said
+    experts = [
+        time_parts(ranking.model, ranking.platform, point.best.layout)["T_experts"] * point.num_ranks / point.batch
+        for point in (first, top)
+    ]
+    assert f"experts ({experts[0]:.3g} instead of {experts[1]:.3g})" in said
+
+
+def test_what_does_not_divide_fewer(ranking):
+    strong = scaling(ranking, is_weak=False)
+    assert "would leave 4 of 32 GPUs to share experts among, which EP = 8 does not divide" in above_ideal(
+        ranking, strong
+    )
+
+
+def test_nothing_is_said_where_nothing_is_above(ranking, weak):
+    alike = [dataclasses.replace(weak[0], num_ranks=n, batch=8 * n) for n in (32, 64)]
+    slower = Scaled(64, 512, weak[-1].best)
+    assert above_ideal(ranking, alike) == above_ideal(ranking, []) == ""
+    assert above_ideal(ranking, [slower, dataclasses.replace(weak[0], num_ranks=128, batch=1024)]) == ""
+    assert above_ideal(ranking, [Scaled(32, 256, None)]) == ""
