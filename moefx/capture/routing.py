@@ -61,7 +61,7 @@ class Routing:
         if self.kind == "diverse":  # now and then experts come out equal: `scores >= kth` then chooses more than `topk`
             again = [r for r in range(rows) if r % _period(n) >= n] or ([rows - 1] if rows > 4 else [])
             for i, row in enumerate(again, self.seed):
-                base[row] = (base[row].round(), (base[row] / 1.2).floor(), base[row].clamp(0, 0))[i % 3]
+                base[row] = (base[row].round(), (base[row] / 1.2).floor(), torch.zeros(n))[i % 3]
         for row, expert in enumerate(self.prefer[:rows]):
             if expert < n:  # it and its neighbours stand out, so that a choice of groups comes out right too
                 base[row] = torch.rand(n, generator=self.generator, dtype=torch.float64) - 3.0
