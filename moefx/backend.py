@@ -212,7 +212,8 @@ def ways_of(model: nn.Module) -> dict[str, Way]:
     What torch keeps of that is private."""
     ways = {}
     if hasattr(model, "_orig_mod"):
-        ways[""] = _way(getattr(model, "dynamo_ctx", None))
+        way = _way(getattr(model, "dynamo_ctx", None))
+        ways[""] = way and way._replace(is_wrapped=True)
     else:
         for name, module in model.named_modules():
             if (call := getattr(module, "_compiled_call_impl", None)) is not None:

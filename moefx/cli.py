@@ -334,6 +334,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
         batch=arguments.batch, tokens=arguments.tokens, schedules=arguments.schedules.replace(" ", "").split(",")
     )
     ranking = plan(model, arguments.platform, arguments.gpus, **more)
+    is_page = arguments.page is not None or not (arguments.no_page or arguments.explain or arguments.simulate)
     if not len(ranking):
         arguments.explain = arguments.simulate = None  # the reasons are shown instead
     if arguments.explain is not None:
@@ -347,7 +348,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
         print(f"\n{ranking.simulate(arguments.simulate - 1, skew=arguments.skew)}")
     if arguments.explain is None and arguments.simulate is None:
         print(ranking.shown(arguments.top), flush=True)
-    if arguments.page is not None or not (arguments.no_page or arguments.explain or arguments.simulate):
+    if is_page:
         write_page(ranking, arguments.page)
     return 0 if len(ranking) else 1
 

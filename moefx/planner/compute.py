@@ -24,8 +24,8 @@ d, V, E, k, F, n_mat, EP, TP, G = quantities("d V E k F n_mat EP TP G")
 N_attn, N_expert, N_rest, N_ffn, w_scores, n_logits = quantities("N_attn N_expert N_rest N_ffn w_scores n_logits")
 b, s, peak, e_gemm, e_attn, tile, skew = quantities("b s peak e_gemm e_attn tile skew")
 v_gemm, v_rows, v_weights, t_launch = quantities("v_gemm v_rows v_weights t_launch")
-w_attn, w_latent, n_attn, F_shared, F_dense, v_dense, t_dense = quantities(
-    "w_attn w_latent n_attn F_shared F_dense v_dense t_dense"
+w_attn, w_latent, n_attn, n_shared, F_shared, F_dense, v_dense, t_dense = quantities(
+    "w_attn w_latent n_attn n_shared F_shared F_dense v_dense t_dense"
 )
 V_proj, V_rest, V_ffn, V_logits = quantities("V_proj V_rest V_ffn V_logits")
 F_proj, F_scores, F_experts, F_rest, F_ffn, F_logits = quantities("F_proj F_scores F_experts F_rest F_ffn F_logits")
@@ -55,7 +55,10 @@ FORWARD = Sheet(
             "V_proj", 2 * (b * s * (4 * d * n_attn + 2 * w_latent + w_attn / TP) + N_attn / TP), "B",
             "operands of the projections: rows in and out, weights",
         ),
-        Formula("V_rest", 2 * (b * s * (d + E + n_mat * (d + F_shared / TP)) + N_rest / TP), "B", "likewise"),
+        Formula(
+            "V_rest", 2 * (b * s * (d + E + n_mat * (d * n_shared + F_shared / TP)) + N_rest / TP), "B",
+            "likewise; n_shared is 1 where there are shared experts, else 0",
+        ),
         Formula("V_ffn", 2 * (b * s * n_mat * (d + F_dense / TP) + N_ffn / TP), "B", "likewise"),
         Formula("V_logits", n_logits * 2 * (b * s * (d + V / TP) + V * d / TP), "B", "likewise"),
         Formula(
@@ -67,7 +70,7 @@ FORWARD = Sheet(
         ),
         Formula("T_experts_step", 3 * T_experts + V_weights / v_weights, "s", "and backward: gradients of weights too"),
         Formula(
-            "T_rest", _gemms(F_rest, V_rest, n_mat + 1), "s", "router and shared experts"
+            "T_rest", _gemms(F_rest, V_rest, n_mat * n_shared + 1), "s", "router and shared experts"
         ),
         Formula(
             "T_ffn", _gemms(F_ffn, V_ffn, n_mat), "s", "a layer without experts"

@@ -94,7 +94,8 @@ def described(model: nn.Module, found: Survey) -> Architecture:
     with_blocks = {path: name for name in names for path in layers if name == path or name.startswith(f"{path}.")}
     path, name = next(iter(with_blocks.items()))
     of_block, of_layer = _count(model.get_submodule(name)), _count(layers[path])
-    rest = of_block - of_experts
+    rest, biases = of_block - of_experts, of_experts - num_experts * matrices * d * width
+    has_biases = biases == num_experts * ((matrices - 1) * width + d)
     shared = max(rest - d * num_experts, 0) // (matrices * d)
     attention, note = _attention(model, layers[path], d, found.attends)
     beside = of_layer - of_block - 2 * d
@@ -106,8 +107,8 @@ def described(model: nn.Module, found: Survey) -> Architecture:
         name=type(model).__name__, hidden_size=d, num_layers=len(layers), num_moe_layers=len(with_blocks),
         attention=dataclasses.replace(attention, num_extra=beside - attention.parameters(d)),
         num_experts=num_experts, top_k=top_k, expert_size=width, matrices=matrices, shared_size=shared,
-        router_bias=rest - d * num_experts - shared * matrices * d
-        + of_experts - num_experts * matrices * d * width,  # biases of experts too
+        router_bias=rest - d * num_experts - shared * matrices * d + (0 if has_biases else biases),
+        expert_bias=has_biases,
         dense_size=round(sum(dense) / len(dense) / (matrices * d)) if dense else 0, vocab_size=vocab,
         is_tied=is_tied, num_other=outside - vocab * d * (1 if is_tied else 2), source=f"the modules of {path}",
         note=note,

@@ -63,6 +63,7 @@ def assumptions(model: Architecture, platform: Platform) -> str:
         f"Nobody measured, so taken at the best: {', '.join(unknown)}. Times are too short by that." if unknown else "",
         "Nothing overlaps: exchanges and gradients wait for what is computed, and that for them.",
         "Tokens are shared evenly by the experts; none are dropped.",
+        "Attention is to all tokens before, in every layer: what windows and sparse attention save is not counted.",
         "16 bytes a parameter before ZeRO (half precision, float32 copy, Adam), flash attention, 1F1B.",
         "" if platform.overhead else "What the framework takes of the memory is not known, and counted as nothing.",
         f"{model.name}: {model.note}." if model.note else "",

@@ -174,6 +174,7 @@ def _of_model(model: Architecture) -> dict[str, float]:
         "d": d, "L": model.num_layers, "L_moe": model.num_moe_layers, "E": model.num_experts, "k": model.top_k,
         "F": model.expert_size, "F_shared": model.shared_size, "F_dense": model.dense_size, "n_mat": model.matrices,
         "V": model.vocab_size, "H": a.num_heads, "n_attn": int(a.num_heads > 0),
+        "n_shared": int(model.shared_size > 0),
         "N_attn": a.parameters(d) + model.norms * d,
         "N_expert": model.expert_parameters(), "N_rest": model.shared_parameters(), "N_ffn": model.dense_parameters(),
         "w_attn": a.query_width + a.kv_width + a.out_width, "w_latent": a.query_rank + a.kv_rank + a.rope_size,

@@ -26,9 +26,10 @@ COLUMNS = {
     "micro-batches": 15, "memory": 12, "step": 12, "MFU": 0,
 }  # fmt: skip
 LEGEND = (
-    "PP stages, TP ranks of the dense matrices, DP ranks with other sequences, EP ranks of the experts, which are next",
-    "to each other (EP first) or their replicas are. rows: how they travel. kept: for the backward, by the policy",
-    "h or x of Plan(checkpoint=...), or inputs of layers, which run again. micro-batches: 16 of 8 sequences each.",
+    "PP stages (x4: of 4 chunks each, interleaved; a name: by that schedule; else 1F1B), TP ranks of the dense",
+    "matrices, DP ranks with other sequences, EP ranks of the experts, which are next to each other (EP first) or",
+    "their replicas are. rows: how they travel. kept: for the backward, by the policy h or x of Plan(checkpoint=...),",
+    "or inputs of layers, which run again. micro-batches: 16 of 8 sequences each.",
 )
 
 

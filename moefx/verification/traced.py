@@ -33,11 +33,15 @@ _ALONE = {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signatu
 
 
 class Way(NamedTuple):
-    """How a module was compiled: by which plan, `torch.compile`'s `dynamic`, and what the graphs are handed to."""
+    """How a module was compiled: by which plan, `torch.compile`'s `dynamic`, and what the graphs are handed to.
+
+    `is_wrapped`: `torch.compile(module)` did it, not `module.compile()`. Of modules of torch's own, a Sequential say,
+    Dynamo takes the whole in one case and their parts in the other."""
 
     plan: Plan
     dynamic: bool | None
     rest: str
+    is_wrapped: bool = False
 
 
 def verify_traced(
@@ -108,7 +112,10 @@ class _Graphs:
         modes = _get_current_dispatch_mode_stack()
         with _disable_current_modes(), torch._dynamo.config.patch(_LIMITS):  # Dynamo would compile nothing under them
             for name, way in self.ways.items():
-                box.get_submodule(name).compile(backend=self._backend(way.plan, modes), dynamic=way.dynamic, **_ALONE)
+                how: dict[str, Any] = {"backend": self._backend(way.plan, modes), "dynamic": way.dynamic, **_ALONE}
+                if way.is_wrapped:
+                    return torch.compile(box, **how)(*args, **kwargs)
+                box.get_submodule(name).compile(**how)
             return box(*args, **kwargs)
 
     def _backend(self, plan: Plan, modes: Sequence[Any]) -> Callable[..., Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -36,6 +37,20 @@ def test_of_the_model_itself():
     assert all(torch.equal(t, before[name]) for name, t in mine.state_dict().items())
     assert "not called yet" in str(moefx.explain(call))
     assert moefx.verify(call, call, (X,), grads=False, routings=False).ok
+
+
+def test_names_of_a_sequential():
+    """Regions have the names that `blocks` has for them; what torch's own modules call is compiled as it was."""
+    mine = torch.nn.Sequential(model("sparse_gates").layers[0]["moe"], model("dense_masked").layers[0]["moe"])
+    mine[0].forward = functools.partial(_first, mine[0].forward)
+    call = compiled(mine)
+    call(X)
+    report = moefx.verify(call, mine, (X,), grads=False, routings=False)
+    assert report.ok and {row.block for row in report.rows} == {"", *(b.name for b in moefx.blocks(call))}
+
+
+def _first(forward, x):
+    return forward(x)[0]
 
 
 def test_other_weights():

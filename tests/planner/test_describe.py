@@ -188,6 +188,7 @@ def test_transformers(name):
     assert found.parameters() == count(model)
     assert found.num_layers == 5 and found.top_k == config.num_experts_per_tok
     assert found.attention.num_heads == config.num_attention_heads
+    assert found.expert_bias == (name == "GptOss")  # spread with the experts, not with the router
 
 
 @pytest.mark.hf

@@ -60,11 +60,10 @@ def test_the_first_of_none_says_why_and_what_to_do():
         plan("olmoe-1b-7b", "h200", 8)[100000]
 
 
-def test_the_command_shows_reasons_instead_of_formulas(capsys):
-    assert (
-        cli.main(["plan", "deepseek-v3", "--platform", "a100-40gb", "--gpus", "8", "--explain", "1", "--no-page"]) == 1
-    )
-    assert "rejected" in capsys.readouterr().out
+def test_the_command_shows_reasons_instead_of_formulas(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["plan", "deepseek-v3", "--platform", "a100-40gb", "--gpus", "8", "--explain", "1"]) == 1
+    assert "rejected" in capsys.readouterr().out and not list(tmp_path.iterdir())
 
 
 def test_no_number_divides():

@@ -16,7 +16,8 @@ from moefx.planner.parts import LABELS, memory_parts, split, time_parts, values_
 from moefx.planner.platforms import PLATFORMS, platform_of
 from moefx.planner.search import plan
 from moefx.planner.sheet import Formula, Sheet, quantities
-from moefx.planner.step import sheet
+from moefx.planner.step import given as given_of
+from moefx.planner.step import sheet, sheet_of
 
 SHEETS = [(MEMORY, "M_gpu"), (sheet("dedup", 2), "T_step"), (sheet("halo", 3), "T_step"), (sheet("none", 1), "T_step")]
 
@@ -70,6 +71,14 @@ def test_those_of_a_ranking():
         assert sum(seconds_of.values()) == pytest.approx(entry.seconds, rel=1e-12)
         assert bytes_of["M_optimizer"] == entry.memory["M_optimizer"]
         assert seconds_of["T_bubble"] == entry.step["T_bubble"]
+
+
+def test_shared_experts_that_are_not_there():
+    """Neither their rows nor their launches."""
+    platform, layout = dataclasses.replace(platform_of("h200"), dense_launch=1.0), Layout()
+    for name, launches in (("olmoe-1b-7b", 1), ("deepseek-v3", 4)):
+        found = sheet_of(layout, platform, True)(**given_of(model_of(name), layout, platform, True))
+        assert found["T_rest"] == pytest.approx(launches, rel=0.01)
 
 
 def test_what_is_opened():
