@@ -45,8 +45,14 @@ class Leaf:
         elif (pool == pool[0, 0]).all():  # of one value nothing shows what hangs on it: some are the next one
             others = torch.rand((29, pool.shape[1]), generator=generator) < 0.25
             pool = torch.where(others, ~pool[:1] if self.dtype == torch.bool else pool[:1] + 1, pool[:1])
+        elif (pool == pool[:1]).all():  # one row for all tokens, or a map of experts: later calls may have others
+            pool = self._others(pool[0], generator)
+        if together > 1 and self.dtype == torch.bool:  # all that is masked for somebody, and nothing
+            pool = torch.cat([pool, torch.zeros_like(pool[:1]), torch.ones_like(pool[:1])])
         rows = n // pool.shape[1]
-        order = torch.randint(0, len(pool), (rows,), generator=generator) if seed else torch.arange(rows) % len(pool)
+        order = (torch.arange(rows) + (seed if rows == 1 else 0)) % len(pool)
+        if seed and rows > 1:
+            order = torch.randint(0, len(pool), (rows,), generator=generator)
         out = pool[order].flatten()
         known = pool[pool >= 0].unique()
         per_token = together > 1 and any(isinstance(size, str) for size in self.shape)
@@ -57,6 +63,20 @@ class Leaf:
                 out >= 0, others[torch.searchsorted(known, out.clamp_min(0)).clamp_max(len(known) - 1)], out
             )
         return out
+
+    def _others(self, row: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """Rows like one: flags of which some are the other way round; the same numbers in another order, and of those
+        that are there several times any of them."""
+        if self.dtype == torch.bool:
+            flips = torch.rand((30, len(row)), generator=generator) < 0.4
+            flips[0], flips[1] = False, torch.arange(len(row)) % 2 == 1
+            flips[2] = ~flips[1]  # each of them in one of two captures
+            return row ^ flips
+        if len(row.unique()) < len(row):
+            drawn = torch.randint(0, len(row), (28, len(row)), generator=generator)
+        else:
+            drawn = torch.stack([torch.randperm(len(row), generator=generator) for _ in range(28)])
+        return torch.cat([row[None], row[drawn]]).to(self.dtype)
 
 
 class Arguments:

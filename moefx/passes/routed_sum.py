@@ -80,7 +80,7 @@ class RoutedSum:
             return self.emit.call(aten.cat.default, (columns, 1), letters=("S", "K"))
         node, K = self.kept.node(ref.node), 1 if slot is not None else self.lifted.slots
         axes = tuple(a for i, a in enumerate(ref.axes) if a != "t" or "t" not in ref.axes[:i])
-        shape = node.meta["val"].shape
+        shape = [n for n in node.meta["val"].shape if not isinstance(n, int) or n != 1]  # others have no letter
         match axes:
             case ("t", "k"):
                 out = self.emit.reshape(node, (-1, K))

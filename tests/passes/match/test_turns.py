@@ -91,3 +91,90 @@ def test_a_step():
         lambda w, i, p, c, step: (w, torch.where(step > 5, (i + 1) % E, i)),
         [(tokens(18), torch.tensor(0)), (tokens(18), torch.tensor(9))],
     )
+
+
+class Given(nn.Module):
+    """Something is given that is no token's, or the same for all tokens of the example."""
+
+    def __init__(self, use):
+        super().__init__()
+        self.use = use
+        self.router = nn.Linear(D, E, bias=False)
+        self.up, self.down = nn.Parameter(torch.randn(E, D, H)), nn.Parameter(torch.randn(E, H, D))
+        self.wide = nn.Linear(D, E * H)
+
+    def forward(self, x, given):
+        logits = self.router(x)
+        if self.use == "scores":
+            logits = logits.masked_fill(given, -1e9)
+        w, i = logits.softmax(-1).topk(2, -1)
+        i = given[i] if self.use == "experts" else i
+        gates = torch.zeros(len(x), E, dtype=x.dtype).scatter_add(1, i, w)
+        h = torch.einsum("td,edh->teh", x, self.up[given] if self.use == "weights" else self.up)
+        h = self.wide(x).view(-1, E, H)[:, given] if self.use == "columns" else h
+        y = torch.einsum("teh,ehd->ted", h.relu(), self.down)
+        return (y * (gates * given if self.use == "gates" else gates)[..., None]).sum(1)
+
+
+FLAGS, ORDER = torch.tensor([True, False, True, True]), torch.tensor([2, 0, 3, 1])
+
+
+@pytest.mark.parametrize(
+    ("use", "given", "later"),
+    [
+        ("gates", FLAGS, ~FLAGS),
+        ("gates", FLAGS.expand(9, E).clone(), ~FLAGS.expand(9, E)),
+        ("scores", torch.zeros(9, E, dtype=torch.bool), torch.ones(9, E, dtype=torch.bool)),
+        ("scores", FLAGS, ~FLAGS),
+        ("experts", torch.arange(E), torch.tensor([0, 0, 1, 2])),
+        ("experts", torch.tensor([0, 0, 1, 2]), ORDER),
+        ("columns", ORDER, torch.tensor([1, 2, 3, 0])),
+        ("weights", ORDER, torch.tensor([1, 2, 3, 0])),
+    ],
+)
+def test_given_without_tokens(use, given, later):
+    """It is another one in later calls; a mask may leave nobody."""
+    torch.manual_seed(0)
+    model = Given(use).double()
+    try:
+        compiled = moefx.compile(copy.deepcopy(model), example_inputs=(tokens(9), given))
+    except NoMoEBlockFound:
+        return
+    for flags in (given, later):
+        x = tokens(9)
+        torch.testing.assert_close(compiled(x, flags), model(x, flags))
+
+
+def test_scores_of_which_none_is_left():
+    class Negative(Given):
+        def forward(self, x, given=None):
+            logits = self.router(x)
+            return super().forward(x, logits < 0)
+
+    model = Negative("scores").double()
+    compiled = moefx.compile(copy.deepcopy(model), example_inputs=(tokens(9),), plan=moefx.Plan(validation="symbolic"))
+    x = tokens(64)
+    compiled.load_state_dict(model.state_dict())
+    torch.testing.assert_close(compiled(x), model(x))
+
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_as_many_experts_as_columns(size):
+    """A weight for each expert of each token, in a tensor with an axis of one more; the numeric check has no say."""
+
+    class Repeated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.router = nn.Linear(size, size, bias=False)
+            self.up, self.down = (nn.Parameter(torch.randn(size, *s)) for s in ((size, H), (H, size)))
+
+        def forward(self, x):
+            w, i = self.router(x).softmax(-1).topk(2, -1)
+            gates = torch.zeros(len(x), size, dtype=x.dtype).scatter(1, i, w)
+            rows = x[:, :, None].expand(-1, -1, size).reshape(-1, size, size)
+            h = torch.einsum("ted,edh->teh", rows, self.up).relu()
+            return torch.einsum("te,teh,ehd->td", gates, h, self.down)
+
+    model, x = Repeated().double(), torch.randn(9, size, dtype=torch.float64)
+    compiled = moefx.compile(model, example_inputs=(x,), plan=moefx.Plan(validation="symbolic"))
+    torch.testing.assert_close(compiled(x), model(x))
