@@ -67,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         device = _join(options.device)
         try:
             found = _measured(options, device)
+            dist.barrier()  # an exit right behind gloo's last collective may abort in torch 2.13 (pytorch issue 190489)
             if dist.get_rank():
                 return
         finally:
