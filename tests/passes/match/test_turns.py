@@ -145,19 +145,6 @@ def test_given_without_tokens(use, given, later):
         torch.testing.assert_close(compiled(x, flags), model(x, flags))
 
 
-def test_scores_of_which_none_is_left():
-    class Negative(Given):
-        def forward(self, x, given=None):
-            logits = self.router(x)
-            return super().forward(x, logits < 0)
-
-    model = Negative("scores").double()
-    compiled = moefx.compile(copy.deepcopy(model), example_inputs=(tokens(9),), plan=moefx.Plan(validation="symbolic"))
-    x = tokens(64)
-    compiled.load_state_dict(model.state_dict())
-    torch.testing.assert_close(compiled(x), model(x))
-
-
 @pytest.mark.parametrize("size", [4, 8])
 def test_as_many_experts_as_columns(size):
     """A weight for each expert of each token, in a tensor with an axis of one more; the numeric check has no say."""
