@@ -260,7 +260,8 @@ def history(compiled: nn.Module, name: str) -> History:
             "no block of this model is rewritten; pass what moefx.compile returned, or what torch.compile with "
             "backend='moefx' did, once it was called"
         )
-    found = forwards.get(name) or forwards.get(f"moefx.{name.replace('.', '_')}")  # as `explain` calls a graph's region
+    by_region = {forward.name: forward for forward in forwards.values()}  # as `explain` calls those of a graph
+    found = forwards.get(name) or by_region.get(name)
     if found is None:
         raise MoefxError(f"no rewritten block {name!r}; there is {', '.join(shown(n) for n in forwards)}")
     return found.programs[0].history

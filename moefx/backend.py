@@ -93,8 +93,8 @@ def backend(
 
 # ---------------------------------------------------------------------- options
 def _options(options: Mapping[str, Any] | None, mode: str | None) -> tuple[Plan, Callable[..., Any]]:
-    left = dict(options or {})
-    name: Any = left.pop("backend", "inductor")
+    left, name = dict(options or {}), _rest(options)
+    left.pop("backend", None)
     own = left.pop("backend_options", None)
     fields = {f.name for f in dataclasses.fields(Plan)}
     if unknown := sorted(set(left) - fields):
@@ -115,9 +115,14 @@ def _options(options: Mapping[str, Any] | None, mode: str | None) -> tuple[Plan,
     return Plan(**left), rest
 
 
+def _rest(options: Mapping[str, Any] | None) -> Any:
+    """What the graph is handed to: a name or a function."""
+    return (options or {}).get("backend", "inductor")
+
+
 def _compiler(options: Mapping[str, Any] | None) -> str:
     """The name of what compiles the graph afterwards; "" where it may run as it is."""
-    name = (options or {}).get("backend", "inductor")
+    name = _rest(options)
     return name if isinstance(name, str) and not name.startswith("eager") else ""
 
 
@@ -229,7 +234,7 @@ def _way(context: Any) -> Way | None:
             return None
         given = getattr(made, "kwargs", {})
         plan, _ = _options(options := given.get("options"), given.get("mode"))
-        return Way(plan, getattr(made, "dynamic", None), str((options or {}).get("backend", "inductor")))
+        return Way(plan, getattr(made, "dynamic", None), str(_rest(options)))
     except Exception:
         return None
 

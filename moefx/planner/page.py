@@ -66,8 +66,7 @@ def _heading(ranking: Ranking) -> str:
         if not platform.is_measured:
             text += " Nobody measured this platform: by data sheets, steps are too short and MFUs too high."
     else:
-        short = [r for r in ranking.rejected if r.lacking]
-        least = min(short, key=lambda r: r.lacking, default=None)
+        least = ranking.nearest
         text += f" The one that lacks least, {least.what}, {least.why}." if least else ""
         text += f" {found}" if (found := ranking.fewest()) else ""
     every, active = (model.parameters(experts) / 1e9 for experts in (None, model.top_k))

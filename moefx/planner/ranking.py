@@ -240,9 +240,13 @@ class Ranking:
             lines.append((f"{len(group)} sizes of PP, TP and EP", f"{why}; {lacking}"))
         return lines
 
+    @property
+    def nearest(self) -> Rejected | None:
+        """Of what does not fit, the region that lacks least."""
+        return min((r for r in self.rejected if r.lacking), key=lambda r: r.lacking, default=None)
+
     def _nothing(self) -> str:
-        head = f"no layout of {self.model.name} fits {self.num_ranks} x {self.platform.device}"
-        nearest = min((r for r in self.rejected if r.lacking), key=lambda r: r.lacking, default=None)
+        head, nearest = f"no layout of {self.model.name} fits {self.num_ranks} x {self.platform.device}", self.nearest
         if nearest is None:
             return f"{head}: none divides so. Take another world_size or batch; print(ranking) says what divides what"
         term = TERMS[nearest.term]

@@ -47,8 +47,8 @@ def scaling(ranking: Ranking, is_weak: bool, tell: Callable[[str], object] | Non
             tell(f"{'weak' if is_weak else 'strong'} scaling: {batch} sequences on {ranks} GPUs")
         other = ranking if (ranks, batch) == (ranking.num_ranks, ranking.batch) else _again(ranking, ranks, batch)
         best = other[0] if len(other) else None
-        short = [r.lacking for r in other.rejected if r.lacking]
-        found.append(Scaled(ranks, batch, best, 0.0 if best or not short else min(short)))
+        nearest = other.nearest
+        found.append(Scaled(ranks, batch, best, 0.0 if best or not nearest else nearest.lacking))
     return found
 
 

@@ -27,9 +27,8 @@ _POLICIES = (("h", False), ("x", False), ("h", True))
 _MOST = 10**7  # GPUs, and sequences of a step
 STATES = tuple(TERMS)
 _Reasons = dict[str, dict[tuple[tuple[str, int], ...], None]]  # why, and the sizes of what is rejected
-_Short = dict[
-    tuple[int, int, int], tuple[float, str]
-]  # by region, what the one that lacks least lacks; its largest term
+# by region, what the one that lacks least lacks; its largest term
+_Short = dict[tuple[int, int, int], tuple[float, str]]
 
 
 def search(

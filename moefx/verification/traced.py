@@ -8,6 +8,7 @@ that it stands for.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import inspect
 from collections import Counter
@@ -25,7 +26,7 @@ from ..runtime.module import BlockForward, rewritten_blocks
 from ..survey import Refusal
 from .routing import Scope
 from .sandbox import Inputs, Options, mapped
-from .verifying import Verifying, paths, with_original_regions
+from .verifying import Verifying, add_calls, paths, with_original_regions
 
 _LIMITS = {"recompile_limit": 1 << 10, "accumulated_recompile_limit": 1 << 12}
 # What is compiled here does not count among what the user's calls may compile.
@@ -128,7 +129,7 @@ class _Graphs:
 
     def _run_graph(self, out: fx.GraphModule, values: tuple[Any, ...], modes: Sequence[Any]) -> Any:
         forwards = rewritten_blocks(out)
-        before = {name: (f.counts.rewritten, f.counts.original) for name, f in forwards.items()}
+        before = {name: copy.copy(forward.counts) for name, forward in forwards.items()}
         calls = self.calls.setdefault(out, {})
         with contextlib.ExitStack() as stack:
             for name, forward in forwards.items():
@@ -136,10 +137,8 @@ class _Graphs:
             for mode in modes:
                 stack.enter_context(mode)
             result = out(*values)
-        for name, (was_rewritten, was_original) in before.items():
-            counts, ran = forwards[name].counts, self.ran.setdefault(forwards[name].name, Counter())
-            ran["rewritten"] += counts.rewritten - was_rewritten
-            ran["original"] += counts.original - was_original
+        for name, forward in forwards.items():
+            add_calls(self.ran.setdefault(forward.name, Counter()), forward.counts, before[name])
         return result
 
     @contextlib.contextmanager

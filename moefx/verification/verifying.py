@@ -87,8 +87,7 @@ class Verifying:
         )  # fmt: skip
         comparison = self.compared(subject, inputs, options, case)
         for name, forward in forwards.items():
-            self.ran[name]["rewritten"] += forward.counts.rewritten - before[name].rewritten
-            self.ran[name]["original"] += forward.counts.original - before[name].original
+            add_calls(self.ran[name], forward.counts, before[name])
         if "" in forwards and not comparison.ok and self.first is None:
             call = self.calls.get("", inputs)
             self.first = "", self.bisect(forwards[""], self.reference, call, options)
@@ -133,6 +132,11 @@ class Verifying:
         if snapshot is None:
             return "none: the graphs after all passes are right, so what runs is not the last of them"
         return f"{snapshot.pass_name} ({snapshot.rule})" if snapshot.rule else snapshot.pass_name
+
+
+def add_calls(ran: Counter[str], now: CallCounts, before: CallCounts) -> None:
+    ran["rewritten"] += now.rewritten - before.rewritten
+    ran["original"] += now.original - before.original
 
 
 def paths(ran: Mapping[str, Counter[str]], nothing: str) -> list[Row]:
