@@ -15,14 +15,19 @@ from moefx.errors import NoMoEBlockFound
 D, E, H = 8, 4, 12
 
 
-class Ranked(nn.Module):
+class Weights(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(D, E, bias=False)
+        self.up, self.down = nn.Parameter(torch.randn(E, D, H)), nn.Parameter(torch.randn(E, H, D))
+
+
+class Ranked(Weights):
     """An expert's tokens count as long as a function of their rank says so."""
 
     def __init__(self, keeps):
         super().__init__()
         self.keeps = keeps
-        self.router = nn.Linear(D, E, bias=False)
-        self.up, self.down = nn.Parameter(torch.randn(E, D, H)), nn.Parameter(torch.randn(E, H, D))
 
     def forward(self, x, *given):
         w, i = self.router(x).softmax(-1).topk(1, -1)
@@ -93,15 +98,12 @@ def test_a_step():
     )
 
 
-class Given(nn.Module):
+class Given(Weights):
     """Something is given that is no token's, or the same for all tokens of the example."""
 
     def __init__(self, use):
         super().__init__()
-        self.use = use
-        self.router = nn.Linear(D, E, bias=False)
-        self.up, self.down = nn.Parameter(torch.randn(E, D, H)), nn.Parameter(torch.randn(E, H, D))
-        self.wide = nn.Linear(D, E * H)
+        self.use, self.wide = use, nn.Linear(D, E * H)
 
     def forward(self, x, given):
         logits = self.router(x)
