@@ -36,9 +36,10 @@ def start(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: str
 
 
 def _is_gloo(group: dist.ProcessGroup) -> bool:
-    return dist.is_gloo_available() and isinstance(
-        group._get_backend(torch.device("cpu")), dist.distributed_c10d.ProcessGroupGloo
-    )
+    cpu = torch.device("cpu")
+    if not dist.is_gloo_available() or cpu not in group._device_types:  # others stand in for a backend
+        return False
+    return isinstance(group._get_backend(cpu), dist.distributed_c10d.ProcessGroupGloo)
 
 
 def _receives_first(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
