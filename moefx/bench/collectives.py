@@ -77,18 +77,19 @@ def measured(
     level: Level, unit: int, node: int, device: torch.device, repeats: int, longest: float
 ) -> Iterator[Repeated]:
     """All-to-all and sends of growing sizes, as often as `repeats` says or takes `longest` seconds, as long as that is
-    some times. Collective."""
+    some times; two sizes at least, of which latency and bandwidth are. Collective."""
     for what in (_all_to_all, _p2p):
         times = repeats
-        for num_bytes in SIZES:
+        for count, num_bytes in enumerate(SIZES, 1):
             size = max(num_bytes // level.size, 1) * level.size
             leaving, work = what(level, device, size)
             seconds = _repeated(work, device, times)
             name = what.__name__.strip("_")
             yield Repeated(name, level.axis, level.size, unit, unit <= node, leaving, seconds)
             times = min(times, int(longest / (4 * statistics.median(seconds))))
-            if times < _LEAST:
+            if times < _LEAST and count > 1:
                 break
+            times = max(times, _LEAST)
 
 
 def fitted(found: Sequence[Repeated]) -> tuple[float, float]:

@@ -154,9 +154,10 @@ def test_a_file_of_a_platform_is_found_by_name(tmp_path):
 
 @pytest.mark.slow
 def test_between_ranks(tmp_path):
-    """Two nodes of two: levels of their own, each with sizes that grow and sends beside exchanges."""
+    """Two nodes of two: levels of their own, each with sizes that grow and sends beside exchanges: two sizes at least,
+    also where there is no time for them."""
     out, raw = tmp_path / "here.json", tmp_path / "raw.jsonl"
-    options = ["--only", "exchanges", "--base", "dgx-h100", "--node-size", "2", "--repeats", "5", "--seconds", "0.1"]
+    options = ["--only", "exchanges", "--base", "dgx-h100", "--node-size", "2", "--repeats", "5", "--seconds", "0.001"]
     command = ["-m", "moefx", "bench", "platform", "--device", "cpu", "--out", str(out), "--raw", str(raw), *options]
     done = torchrun(*command)
     assert done.returncode == 0, done.stderr
