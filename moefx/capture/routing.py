@@ -58,10 +58,17 @@ class Routing:
             # a token's earlier, better choice stays the better one
             current = base.gather(1, column[:, None]).squeeze(1)
             base.scatter_(1, column[:, None], torch.where(current > 0.5, current, current * 0.2 + bonus)[:, None])
-        if self.kind == "diverse":  # now and then experts come out equal: `scores >= kth` then chooses more than `topk`
+        if self.kind == "diverse":
+            # now and then experts come out equal: `scores >= kth` then chooses more than `topk`; or all below what a
+            # program may ask of them, and there is none to choose
             again = [r for r in range(rows) if r % _period(n) >= n] or ([rows - 1] if rows > 4 else [])
             for i, row in enumerate(again, self.seed):
-                base[row] = (base[row].round(), (base[row] / 1.2).floor(), torch.zeros(n))[i % 3]
+                base[row] = (
+                    base[row].round(),
+                    (base[row] / 1.2).floor(),
+                    torch.zeros(n),
+                    base[row] - (4, 8)[i // 4 % 2],
+                )[i % 4]
         for row, expert in enumerate(self.prefer[:rows]):
             if expert < n:  # it and its neighbours stand out, so that a choice of groups comes out right too
                 base[row] = torch.rand(n, generator=self.generator, dtype=torch.float64) - 3.0

@@ -74,7 +74,7 @@ def mix_decisions(prover: Prover) -> None:
     """A comparison of floats that came out the same for all elements in every capture (`weight > 0.01`), or for all
     tokens' first choices, looks like a constant, and so do floats that were cast to one integer, or of which the same
     one was chosen everywhere: once they are made to come out otherwise."""
-    outcomes: dict[tuple[Any, str, int], set[int]] = {}
+    outcomes: dict[tuple[Any, str], list[set[int]]] = {}
     asked: dict[tuple[Any, str], set[tuple[Source, str, bool]]] = {}  # what to make come out otherwise
     said: dict[tuple[Any, str], tuple[Source, str]] = {}
     for lifted in prover.lifted:
@@ -86,11 +86,14 @@ def mix_decisions(prover: Prover) -> None:
             place = (decided.meta.get("calls") or decided.meta["source"], str(decided.target))
             asked.setdefault(place, set()).update(map(_place, made_of))
             said[place] = decided.meta["source"], _COMPARISON if is_boolean else _INTEGER
-            for i, values in enumerate(_columns(n.meta["val"], decided, lifted)):
-                outcomes.setdefault((*place, i), set()).update(values.unique().tolist())
-    for place in dict.fromkeys(key[:2] for key, seen in outcomes.items() if len(seen) == 1):
-        source, what = said[place]
-        force(prover, source, dict.fromkeys(asked[place], MIXED), what, is_safe=False)
+            if columns := [set(values.unique().tolist()) for values in _columns(n.meta["val"], decided, lifted)]:
+                # of an expert's tokens in an order: what comes last where there are many was not seen everywhere
+                known = outcomes.get(place, columns)
+                outcomes[place] = [a | b for a, b in zip(known, columns, strict=False)]
+    for place, seen in outcomes.items():
+        if any(len(values) == 1 for values in seen):
+            source, what = said[place]
+            force(prover, source, dict.fromkeys(asked[place], MIXED), what, is_safe=False)
 
 
 def _place(n: fx.Node) -> tuple[Source, str, bool]:

@@ -167,3 +167,51 @@ def test_as_many_experts_as_columns(size):
     model, x = Repeated().double(), torch.randn(9, size, dtype=torch.float64)
     compiled = moefx.compile(model, example_inputs=(x,), plan=moefx.Plan(validation="symbolic"))
     torch.testing.assert_close(compiled(x), model(x))
+
+
+class ByScore(Weights):
+    """Some experts are no choice of a token, by its own scores; now and then none is."""
+
+    def __init__(self, masked):
+        super().__init__()
+        self.masked = masked
+
+    def forward(self, x):
+        w, i = self.masked(self.router(x)).topk(2, -1)
+        gates = torch.zeros(len(x), E, dtype=x.dtype).scatter(1, i, w)
+        h = torch.einsum("td,edh->teh", x, self.up).relu()
+        return torch.einsum("teh,ehd,te->td", h, self.down, gates)
+
+
+@pytest.mark.parametrize("validation", ["symbolic", "numeric"])
+@pytest.mark.parametrize(
+    "masked",
+    [
+        lambda s: s.masked_fill(s < 0, -1e9).softmax(-1),
+        lambda s: s.masked_fill(s < 0, -torch.inf).softmax(-1).nan_to_num(),
+        lambda s: torch.where(s > 0, s, s.new_full((), -1e30)).softmax(-1),
+        lambda s: (s * (s > 0)).softmax(-1),
+        lambda s: s.relu() / s.relu().sum(-1, keepdim=True).clamp(min=1e-9),
+        lambda s: s.softmax(-1) * (s > 0),
+        lambda s: s.sigmoid() * (s > s.mean(-1, keepdim=True)),
+        lambda s: s.masked_fill(s < 2, -1e9).softmax(-1),
+        lambda s: s.masked_fill(s < -3, -1e9).softmax(-1),
+        lambda s: s.masked_fill(s < -9, -1e9).softmax(-1),
+        lambda s: s.masked_fill(s.sigmoid() < 0.01, -1e9).softmax(-1),
+    ],
+    ids=["masked", "infinite", "where", "zeros", "relu", "after", "mean", "above", "below", "far below", "likely"],
+)
+def test_scores_that_leave_nobody(masked, validation):
+    torch.manual_seed(0)
+    model = ByScore(masked).double()
+    x = torch.cat([tokens(40), tokens(1).expand(3, D)])
+    with torch.no_grad():  # of the last three rows all scores are below 0
+        model.router.weight.copy_(
+            model.router.weight - x[-1:] * (1 + model.router(x[-1:]).max()) / x[-1].square().sum()
+        )
+    assert (model.router(x)[-3:] < 0).all() and (model.router(x) > 0).any()
+    try:
+        compiled = moefx.compile(copy.deepcopy(model), example_inputs=(x[:9],), plan=moefx.Plan(validation=validation))
+    except NoMoEBlockFound:
+        return
+    torch.testing.assert_close(compiled(x), model(x))
