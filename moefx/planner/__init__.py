@@ -2,6 +2,7 @@
 
 The files, from below:
     sheet.py           formulas that are evaluated and shown
+    symbols.py         what their symbols mean
     architecture.py    what the formulas need to know of a model
     catalogue.py       models by name
     describe.py        the same of a module

@@ -17,6 +17,7 @@ from .memory import MEMORY
 from .platforms import Platform
 from .simulation import Simulated, simulate
 from .step import given, sheet_of
+from .symbols import Explained, explained
 
 if TYPE_CHECKING:
     from .fewest import Fewest
@@ -173,13 +174,19 @@ class Ranking:
         )
 
     def explain(self, index: int = 0) -> str:
-        """Formulas, numbers and results of an entry: its memory, then its time."""
+        """Formulas, numbers and results of an entry, and what their symbols mean: its memory, then its time."""
+        return "\n\n".join(map(str, self.formulas(index)))
+
+    def formulas(self, index: int = 0) -> tuple[Explained, Explained]:
+        """Of the memory and of the time of an entry, which `explain` prints."""
         entry = self[index]
         layout, platform = entry.layout, self.platform
         stage = 0 if not entry.memory["A_logits"] else layout.pp - 1
-        bytes_of = MEMORY.shown("M_gpu", **layout.values(self.model, stage), M_fw=platform.overhead)
         values = given(self.model, layout, platform, entry.experts_first)
-        return f"{bytes_of}\n\n{sheet_of(layout, platform, entry.experts_first).shown('MFU', **values)}"
+        return (
+            explained(MEMORY, "M_gpu", **layout.values(self.model, stage), M_fw=platform.overhead),
+            explained(sheet_of(layout, platform, entry.experts_first), "MFU", **values),
+        )
 
     def simulate(self, index: int = 0, *, skew: float = 0.0, seed: int = 0, stragglers: bool = True) -> Simulated:
         """A step of an entry as events, beside its formulas: see `planner.simulation.simulate`."""
