@@ -63,7 +63,7 @@ def _heading(ranking: Ranking) -> str:
     text = f"{len(ranking)} layouts fit {amount(platform.capacity, 'B')}."
     if len(ranking):
         best = ranking[0]
-        text += f" The fastest takes {amount(best.seconds, 's')} a step, an MFU of {best.mfu:.1%}: {best.short}."
+        text += f" The fastest takes {amount(best.seconds, 's')} a step, an MFU of {best.mfu:.1%}: {best.words}."
         if not platform.is_measured:
             text += " Nobody measured this platform: by data sheets, steps are too short and MFUs too high."
     else:

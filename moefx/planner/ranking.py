@@ -71,6 +71,22 @@ class Entry:
         kept = "inputs" if x.recompute else x.kept
         return f"PP{x.pp} TP{x.tp} EP{x.ep}{' SSMB' if x.ssmb else ''} ZeRO-{x.zero} {kept}"
 
+    @property
+    def words(self) -> str:
+        """The same for readers without a legend: `4 pipeline stages, experts over 8 GPUs, ZeRO-1, ...`"""
+        x = self.layout
+        shared = {"data parallelism": x.dp, "tensor parallelism": x.tp, "experts": x.ep}
+        parts = [f"{x.pp} pipeline stages"] if x.pp > 1 else []
+        parts += [f"{what} over {ranks} GPUs" for what, ranks in shared.items() if ranks > 1]
+        parts += ["SSMB"] if x.ssmb else []
+        kept = "only inputs of layers" if x.recompute else f"what the policy {x.kept!r} says"
+        return ", ".join([*parts, f"ZeRO-{x.zero}", f"{kept} kept for the backward"])
+
+    def __repr__(self) -> str:
+        x = self.layout
+        found = f"{amount(self.memory['M_gpu'], 'B')}, {amount(self.seconds, 's')} a step, MFU {self.mfu:.1%}"
+        return f"<Entry {self.short}, {x.microbatches} micro-batches of {x.sequences}: {found}>"
+
     def cells(self) -> list[str]:
         """Its line of a table whose columns are `COLUMNS`, without the number."""
         x = self.layout
@@ -151,6 +167,11 @@ class Ranking:
 
     def __len__(self) -> int:
         return len(self.entries)
+
+    def __repr__(self) -> str:
+        best = f", the fastest {self.entries[0]!r}" if self.entries else ""
+        where = f"{self.num_ranks} x {self.platform.device}"
+        return f"<Ranking of {self.model.name} on {where}: {len(self)} layouts fit{best}; print it for all>"
 
     def __getitem__(self, index: int) -> Entry:
         """The first has number 0.
@@ -256,12 +277,14 @@ class Ranking:
         head, nearest = f"no layout of {self.model.name} fits {self.num_ranks} x {self.platform.device}", self.nearest
         if nearest is None:
             return f"{head}: none divides so. Take another world_size or batch; print(ranking) says what divides what"
-        term = TERMS[nearest.term]
+        term, there = TERMS[nearest.term], self.platform.networks[-1].ranks
         remedy = "fewer tokens, or more GPUs" if nearest.term == "M_activations" else "more GPUs"
+        has_more = not 0 < there < 2 * self.num_ranks
+        how = "print(ranking.fewest()) says how many would do" if has_more else f"the platform has {there} at the most"
         return (
             f"{head} ({amount(self.platform.capacity, 'B')} each). {nearest.what} lacks least: "
-            f"{amount(nearest.lacking, 'B')}, most of what it needs is {term}. Take {remedy} (print(ranking.fewest()) "
-            "says how many would do); print(ranking) has the reasons"
+            f"{amount(nearest.lacking, 'B')}, most of what it needs is {term}. Take {remedy} ({how}); "
+            "print(ranking) has the reasons"
         )
 
     def fewest(self) -> Fewest | None:
