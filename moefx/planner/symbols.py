@@ -74,7 +74,7 @@ SYMBOLS: dict[str, tuple[str, str]] = {
     "M_fw": ("B", "what the framework and its libraries take"),
     # the stages of the pipeline
     "l_moe": ("1", "layers with experts of a stage"),
-    "n_logits": ("1", "1 on the stage with the logits, the last, else 0"),
+    "n_logits": ("1", "1 on the stage with the logits, the last, else 0; 0 where there is no vocabulary"),
     "l_t": ("1", "layers of the stage that takes longest"),
     "l_t_moe": ("1", "layers with experts of the stage that takes longest"),
     "h_t": ("1", "1 where the stage that takes longest has the logits, else 0"),

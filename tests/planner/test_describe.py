@@ -71,6 +71,47 @@ def test_tied_and_without_lists():
     assert found.num_experts * found.expert_parameters() <= count(model[1])
 
 
+class Narrow(nn.Module):
+    """Its embedding is narrower than its layers, of which two are the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.up = nn.Embedding(500, 2), nn.Linear(2, D)
+        self.layers = nn.ModuleList([block := Loop(Gated), block, Loop(Gated)])
+
+    def forward(self, ids):
+        x = self.up(self.embed(ids))
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+IDS = torch.zeros(9, dtype=torch.int64)
+PIECES = {
+    "a block": (lambda: Loop(Gated), torch.zeros(9, D), (0, 0)),
+    "a block that is a layer": (lambda: nn.Sequential(Loop(Gated)), torch.zeros(9, D), (0, 0)),
+    "with an embedding": (lambda: nn.Sequential(nn.Embedding(50, D), Loop(Gated)), IDS, (0, 50)),
+    "with a head": (lambda: nn.Sequential(Loop(Gated), nn.Linear(D, 7, bias=False)), torch.zeros(9, D), (7 * D, 0)),
+    "with both": (
+        lambda: nn.Sequential(nn.Embedding(50, D), Loop(Gated), nn.Linear(D, 50, bias=False)), IDS, (0, 50)
+    ),
+    "a narrow embedding": (Narrow, IDS, (500 * 2 + 3 * D, 0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("piece", PIECES)
+def test_pieces_of_models_have_what_they_have(piece):
+    """Norms of a decoder are not taken from what is not there."""
+    make, example, expected = PIECES[piece]
+    model = make()
+    found = describe(model, (example,))
+    assert (found.num_other, found.vocab_size) == expected and found.norms == found.attention.num_extra == 0
+    assert found.parameters() == count(model) and found.source != "the modules of "
+    ranking = moefx.plan(model, "h200", 1, batch=1, example_inputs=(example,))
+    assert (ranking[0].step["T_logits"] > 0) == (found.vocab_size > 0)  # nor time for logits that are not there
+    assert ranking.simulate().ratio == pytest.approx(1, abs=1e-6)
+
+
 class Layer(nn.Module):
     """Experts behind an attention that names no heads, or behind none."""
 
