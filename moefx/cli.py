@@ -327,7 +327,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
         raise UsageError("--skew is of a simulation: --simulate N says of which line")
     model: Any = arguments.model
     if model.lower() not in MODELS and Path(model).exists():
-        from .planner.describe import config_of
+        from .planner.configs import config_of
 
         model = config_of(model)
     more = dict(

@@ -40,37 +40,6 @@ def describe(model: nn.Module, example_inputs: Any = None) -> Architecture:
     return described(model, agreed(model, example_inputs, Plan(validation="symbolic")).found)
 
 
-def config_of(path: str) -> Any:
-    """The transformers config of a file, or of a directory with a `config.json`.
-
-    Raises:
-        UnknownArchitecture: it is none, or transformers is not installed.
-    """
-    try:
-        from transformers import AutoConfig
-
-        return AutoConfig.from_pretrained(path)
-    except ImportError as error:
-        raise UnknownArchitecture(f"{path}: to read a config takes transformers, which is not installed") from error
-    except Exception as error:  # whatever transformers trips over in it
-        raise UnknownArchitecture(f"{path} is no transformers config: {error}") from error
-
-
-def module_of(config: Any) -> nn.Module:
-    """The language model of a transformers config, on the meta device.
-
-    Raises:
-        UnknownArchitecture: transformers has none for it; with its own reason.
-    """
-    from transformers import AutoModelForCausalLM  # whose config it is
-
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
-    except Exception as error:  # of that model's code
-        raise UnknownArchitecture(f"transformers makes no model of {type(config).__name__}: {error}") from error
-
-
 def described(model: nn.Module, found: Survey) -> Architecture:
     """As `describe`, of a model whose blocks were found."""
     graphs = {name: matched.result.graph for matched in found.matched for name in matched.names}

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import moefx
-from moefx import cli
 from moefx.errors import NoMoEBlockFound, UnknownArchitecture
 from moefx.planner.describe import describe
 from moefx.planner.figures import assumptions
@@ -195,13 +194,6 @@ def test_an_embedding_of_tokens_is_no_expert():
         moefx.compile(Dense(), example_inputs=ids)
 
 
-@pytest.mark.hf
-def test_a_dense_transformers_config():
-    transformers = pytest.importorskip("transformers")
-    with pytest.raises(UnknownArchitecture, match="LlamaForCausalLM has no experts"):
-        moefx.plan(transformers.LlamaConfig(num_hidden_layers=1), "h200", 8)
-
-
 def test_blocks_that_are_not_alike():
     wide = Loop(Gated)
     wide.experts.append(Gated())
@@ -230,27 +222,3 @@ def test_transformers(name):
     assert found.num_layers == 5 and found.top_k == config.num_experts_per_tok
     assert found.attention.num_heads == config.num_attention_heads
     assert found.expert_bias == (name == "GptOss")  # spread with the experts, not with the router
-
-
-@pytest.mark.hf
-def test_a_transformers_config():
-    """No module at hand: it is made on the meta device, weights of any size or none."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.Qwen3MoeConfig(num_hidden_layers=3)
-    with torch.device("meta"):
-        model = transformers.Qwen3MoeForCausalLM(config)
-    ranking = moefx.plan(config, "h200", 8, batch=8)
-    assert ranking.model.parameters() == count(model) and ranking.model.name == "Qwen3MoeForCausalLM"
-    with pytest.raises(UnknownArchitecture, match="transformers makes no model of CLIPVisionConfig"):
-        moefx.plan(transformers.CLIPVisionConfig(), "h200", 8)
-
-
-@pytest.mark.hf
-def test_a_config_file(tmp_path, capsys):
-    transformers = pytest.importorskip("transformers")
-    transformers.OlmoeConfig(num_hidden_layers=2).save_pretrained(tmp_path)
-    assert cli.main(["plan", str(tmp_path), "--platform", "h200", "--gpus", "2", "--batch", "8", "--no-page"]) == 0
-    assert "OlmoeForCausalLM on 2 x NVIDIA H200" in capsys.readouterr().out
-    (tmp_path / "config.json").write_text("[]")
-    assert cli.main(["plan", str(tmp_path), "--gpus", "2"]) == 1
-    assert "is no transformers config" in capsys.readouterr().err
