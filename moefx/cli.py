@@ -102,7 +102,9 @@ def parser() -> argparse.ArgumentParser:
 
     plan = commands.add_parser("plan", help="which parallelisation of a model fits a platform and is fastest, and why")
     plan.add_argument(
-        "model", help="a name such as deepseek-v3 (a wrong one lists all), or a transformers config on disk"
+        "model",
+        help="a name such as deepseek-v3 (a wrong one lists all), a transformers config on disk, or "
+        "package.module:factory, which is called on the meta device (see explain)",
     )
     plan.add_argument("--platform", default="dgx-h100", help="a name, or a platform file (default: dgx-h100)")
     plan.add_argument("--gpus", type=positive, required=True, help="how many, in all: the world_size of moefx.plan")
@@ -180,6 +182,9 @@ def load(spec: str, device: str | None = None) -> Target:
     module_name, colon, attribute = spec.partition(":")
     if not (module_name and colon and attribute):
         raise UsageError(f"{spec!r} is not of the form package.module:factory")
+    if module_name.endswith(".py") or "/" in module_name:
+        name = module_name.removeprefix("./").removesuffix(".py").replace("/", ".")
+        raise UsageError(f"{module_name} is a file, expected a module: {name}:{attribute}, where it can be imported")
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -204,7 +209,7 @@ def load(spec: str, device: str | None = None) -> Target:
             with torch.device(device) if device else contextlib.nullcontext():
                 made = factory()
         except Exception as error:
-            failed(f"{spec} failed", error)
+            failed(f"{spec} failed" + (f" on the {device} device" if device else ""), error)
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise UsageError(f"{spec} returned {describe(made)}, expected an nn.Module or a pair (nn.Module, inputs)")
@@ -326,13 +331,15 @@ def run_plan(arguments: argparse.Namespace) -> int:
     if arguments.skew and arguments.simulate is None:
         raise UsageError("--skew is of a simulation: --simulate N says of which line")
     model: Any = arguments.model
-    if model.lower() not in MODELS and Path(model).exists():
-        from .planner.describe import config_of
-
-        model = config_of(model)
-    more = dict(
+    more: dict[str, Any] = dict(
         batch=arguments.batch, tokens=arguments.tokens, schedules=arguments.schedules.replace(" ", "").split(",")
     )
+    if model.lower() not in MODELS and Path(model).exists():
+        from .planner.configs import config_of
+
+        model = config_of(model)
+    elif ":" in model:
+        model, more["example_inputs"] = load(model, "meta")
     ranking = plan(model, arguments.platform, arguments.gpus, **more)
     is_page = arguments.page is not None or not (arguments.no_page or arguments.explain or arguments.simulate)
     if not len(ranking):

@@ -35,6 +35,10 @@ def model_and_nonsense():
 def triple():
     return nn.Linear(3, 3), 1, 2
 
+def experts():
+    from tests.passes.blocks import D, Loop
+    return Loop(), torch.zeros(9, D)
+
 def needs_size(size):
     return nn.Linear(size, size)
 
@@ -70,11 +74,14 @@ def test_load_on_meta(user_module):
     assert not cli.load("user_code:model").model.weight.is_meta
 
 
+@pytest.mark.parametrize("command", [["explain"], ["plan", "--gpus", "2"]], ids=["explain", "plan"])
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("user_code", "'user_code' is not of the form package.module:factory"),
-        (":model", "is not of the form"),
+        (":model", "is not of the form package.module:factory"),
+        ("user_code:", "'user_code:' is not of the form package.module:factory"),
+        ("user_code.py:model", "user_code.py is a file, expected a module: user_code:model, where it can be imported"),
+        ("./inner/code.py:model", "expected a module: inner.code:model"),
         ("no_such_module:f", "no module named 'no_such_module'"),
         ("no_such_package.inner:f", "no module named 'no_such_package'"),
         ("user_code:modle", "has no attribute 'modle'; did you mean model"),
@@ -90,16 +97,32 @@ def test_load_on_meta(user_module):
         ("user_raises:f", "importing user_raises failed: ZeroDivisionError"),
     ],
 )
-def test_wrong_targets_end_with_status_2_and_one_line(user_module, capsys, spec, message):
-    assert cli.main(["explain", spec]) == 2
+def test_wrong_targets_end_with_status_2_and_one_line(user_module, capsys, command, spec, message):
+    """`plan` calls factories on the meta device, and says so."""
+    assert cli.main([*command, spec]) == 2
     error = capsys.readouterr().err
-    assert message in error
+    assert message in error.replace(" failed on the meta device: ", " failed: ")
     assert len(error.strip().splitlines()) == 1
+
+
+def test_what_is_no_target(user_module, capsys):
+    assert cli.main(["explain", "user_code"]) == 2
+    assert "'user_code' is not of the form package.module:factory" in capsys.readouterr().err
+    assert cli.main(["plan", "user_code", "--gpus", "2"]) == 1
+    assert "no model 'user_code' in the catalogue" in capsys.readouterr().err
+
+
+def test_a_model_of_one_s_own_is_planned(user_module, capsys):
+    asked = ["--platform", "h200", "--gpus", "2", "--batch", "4", "--no-page"]
+    assert cli.main(["plan", "user_code:experts", *asked]) == 0
+    assert "Loop on 2 x NVIDIA H200" in capsys.readouterr().out
+    assert cli.main(["plan", "user_code:model", *asked]) == 1
+    assert "Linear has no experts" in capsys.readouterr().err
 
 
 def test_a_failing_factory_is_named_with_its_line(user_module, capsys):
     cli.main(["verify", "user_code:broken"])
-    assert "user_code.py:27)" in capsys.readouterr().err
+    assert "user_code.py:31)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("plan", ["{", "[]", '{"checkpoint": "y"}', '{"no_such_field": 1}'])

@@ -2,9 +2,11 @@
 
 The files, from below:
     sheet.py           formulas that are evaluated and shown
+    symbols.py         what their symbols mean
     architecture.py    what the formulas need to know of a model
     catalogue.py       models by name
     describe.py        the same of a module
+    configs.py         the same of a transformers config
     layout.py          how ranks share a model and its tokens, and what is kept for the backward
     memory.py          bytes of a GPU
     compute.py         FLOP and seconds of a forward

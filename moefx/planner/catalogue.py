@@ -138,6 +138,6 @@ def model_of(name: str) -> Architecture:
         where = "and no such file" if "/" in name or name.endswith(".json") else "in the catalogue"
         raise UnknownArchitecture(
             f"no model {name!r} {where}{near or '.'} The catalogue has {', '.join(MODELS)}; a transformers config is "
-            "named by its file or directory, and moefx.plan takes a module of your own"
+            "named by its file or directory, a module of your own by package.module:factory or given to moefx.plan"
         )
     return found

@@ -1,13 +1,8 @@
 """Bytes and seconds of exchanges (X-MoE section 4.2 and appendix C, Piper sections III.B and V), as formulas.
 
 Seconds of an exchange are `alpha` + bytes that leave a rank * `beta`, of each level of the topology (`Link` of
-`runtime.links`, whose `predicted` decides what `Plan(dispatch="auto")` takes: the formulas here are the same).
-
-    E, k        experts, choices of a token       t           tokens of a rank
-    w, w1       bytes of a row that has all choices of its token, or one (`row_bytes`)
-    n1, n2, ..  units within a unit, coarse to fine: nodes, then ranks of a node, for two levels
-    alpha1, beta1, ..  of the ranks that differ at that level alone; alpha0, beta0 of all at once
-    gamma       seconds a byte to pack and unpack rows
+`runtime.links`, whose `predicted` decides what `Plan(dispatch="auto")` takes: the formulas here are the same). What the
+symbols mean, `symbols` says: alpha1, beta1, .. are of the ranks that differ at that level alone.
 """
 
 from __future__ import annotations
@@ -36,19 +31,25 @@ def exchange(levels: int) -> Sheet:
     nodes = above[-1]
     made: list[Formula] = []
 
-    def formula(name: str, expression: sympy.Expr, unit: str, source: str) -> sympy.Symbol:
-        made.append(Formula(name, expression, unit, source))
+    def formula(name: str, expression: sympy.Expr, unit: str, meaning: str) -> sympy.Symbol:
+        made.append(Formula(name, expression, unit, meaning))
         return made[-1].symbol
 
-    def at_once(way: str, rows: sympy.Expr, w: sympy.Expr, source: str) -> None:
+    def at_once(way: str, rows: sympy.Expr, w: sympy.Expr, what: str) -> None:
         """Over all ranks at once: the links of the levels are used side by side."""
         leaving = [
-            formula(f"rows_{way}_{i + 1}", rows / within * (1 - 1 / size), "1", f"{source}, over level {i + 1}")
+            formula(
+                f"rows_{way}_{i + 1}",
+                rows / within * (1 - 1 / size),
+                "1",
+                f"rows of a token that leave a rank over level {i + 1}: {what}",
+            )
             for i, (size, within) in enumerate(zip(sizes, above, strict=True))
         ]
         slowest = [rows_out * t * w * beta for rows_out, (_, beta) in zip(leaving, links, strict=True)]
         through = sympy.Max(*slowest, rows * (1 - 1 / ranks) * t * w * beta0)
-        formula(f"T_{way}", alpha0 + through + rows * t * w * gamma, "s", "alpha-beta, the slowest level")
+        took = f"an exchange, one direction: {what}; the slowest level"
+        formula(f"T_{way}", alpha0 + through + rows * t * w * gamma, "s", took)
 
     at_once("flat", k, w1, "one row for each choice")
     of_ranks = formula("D", distinct(E, k, ranks), "1", "ranks that a token's experts are on; X-MoE figure 4")
@@ -56,26 +57,33 @@ def exchange(levels: int) -> Sheet:
     if levels > 1:
         seconds, hop_rows = [], []
         for i, (size, within) in enumerate(zip(sizes, above, strict=True)):
-            parts = formula(f"D{i + 1}", distinct(E, k, within * size), "1", f"units of level {i + 1} of a token")
-            rows = formula(f"rows_rbd_{i + 1}", parts * (1 - 1 / size), "1", "X-MoE section 4.2: pilots, replicas")
+            level = f"level {i + 1}"
+            parts = formula(f"D{i + 1}", distinct(E, k, within * size), "1", f"units of {level} with a token's experts")
+            leave = f"rows of a token that leave a rank over {level} alone; X-MoE section 4.2"
+            rows = formula(f"rows_rbd_{i + 1}", parts * (1 - 1 / size), "1", leave)
             alpha, beta = links[i]
             hop_rows.append(parts)
-            seconds.append(formula(f"T_hop_{i + 1}", alpha + rows * t * w * beta, "s", "alpha-beta"))
+            seconds.append(formula(f"T_hop_{i + 1}", alpha + rows * t * w * beta, "s", f"a hop over {level}"))
         handled = sympy.Add(*hop_rows) * t * w * gamma
-        formula("T_rbd", sympy.Add(*seconds) + handled, "s", "one hop after the other")
+        formula("T_rbd", sympy.Add(*seconds) + handled, "s", "an exchange, one direction: one hop after the other")
         alpha, beta = links[-1]
         inside = of_ranks * (1 - 1 / sizes[-1]) * t * w
         near, far = alpha + inside / nodes * beta, alpha + inside * (1 - 1 / nodes) * beta
         hops = sympy.Add(*seconds[:-1])
         beside = sympy.Add(*hop_rows[:-1]) * (1 - 1 / nodes) + of_ranks
-        formula("T_halo", sympy.Max(hops, near) + far + beside * t * w * gamma, "s", "Piper eq. 13")
+        formula(
+            "T_halo",
+            sympy.Max(hops, near) + far + beside * t * w * gamma,
+            "s",
+            "an exchange, one direction, in three phases; Piper eq. 13",
+        )
     return Sheet(made)
 
 
 REDUNDANCY = Sheet(
     [
         Formula("D_nodes", distinct(E, k, quantity("N")), "1", "nodes that a token's experts are on"),
-        Formula("redundancy", 1 - quantity("D_nodes") / k, "1", "X-MoE figure 4"),
+        Formula("redundancy", 1 - quantity("D_nodes") / k, "1", "rows that need not cross nodes; X-MoE figure 4"),
     ]
 )
 
@@ -83,17 +91,24 @@ V_gather, V_p2p, V_tp, V_grad_dense, V_grad_experts = quantities("V_gather V_p2p
 VOLUMES = Sheet(
     [
         Formula(
-            "V_gather", 2 * b * s * d * (G - 1) / G, "B", "SSMB: a rank receives, a layer and direction; X-MoE C.2"
+            "V_gather",
+            2 * b * s * d * (G - 1) / G,
+            "B",
+            "SSMB: what a rank receives of a layer in one direction; X-MoE C.2",
         ),
-        Formula("V_p2p", 2 * b * s * d, "B", "to the next stage, a micro-batch and direction; Piper section III.B.2"),
+        Formula("V_p2p", 2 * b * s * d, "B", "to the next stage or back, of a micro-batch; Piper section III.B.2"),
         Formula(
             "V_tp",
             4 * (1 + n_attn) * 2 * b * s * d * (TP - 1) / TP,
             "B",
-            "all-reduces of a layer, four with attention, as rings; Megatron-LM",
+            "all-reduces of TP, a layer: two, four with attention, as rings; Megatron-LM",
         ),
-        Formula("V_grad_dense", 4 * P_dense * (DP - 1) / DP, "B", "all-reduce of 2 bytes, as a ring, a step"),
-        Formula("V_grad_experts", 4 * P_experts * (R - 1) / R, "B", "over the R replicas of an expert, a step"),
+        Formula(
+            "V_grad_dense", 4 * P_dense * (DP - 1) / DP, "B", "all-reduce of gradients of 2 bytes over DP, as a ring"
+        ),
+        Formula(
+            "V_grad_experts", 4 * P_experts * (R - 1) / R, "B", "all-reduce of experts' gradients over their R replicas"
+        ),
     ]
 )
 

@@ -4,12 +4,7 @@ A GEMM takes as long as its FLOP or its operands on their way through memory, wh
 small and skinny ones reach less of the peak than large ones. Experts take the sum of the parts, of their weights apart
 from their rows. `bench.rates` finds these rates from a few shapes; they are then right to some per cent for others.
 Rows of an expert fill tiles of the kernels' `tile` rows, half of the last one empty on average: of few rows much of the
-time goes into nothing (Piper figure 4).
-
-    peak, e_gemm, e_attn               FLOP a second, and which part of it GEMMs and attention reach
-    v_dense, t_dense                   of other GEMMs than the experts': bytes a second, seconds of each
-    v_gemm, v_rows, v_weights, t_launch  of experts: FLOP a second, bytes a second, seconds: fitted coefficients. What
-                                       moves while GEMMs run adds no time: bytes may be faster than memory is
+time goes into nothing (Piper figure 4). What the symbols mean, `symbols` says.
 """
 
 from __future__ import annotations
@@ -38,45 +33,49 @@ def _gemms(flop: sympy.Expr, operands: sympy.Expr, launches: Any) -> sympy.Expr:
 
 FORWARD = Sheet(
     [
-        Formula("F_proj", 2 * b * s * N_attn / TP, "FLOP", "projections: 2 a parameter and token"),
+        Formula("F_proj", 2 * b * s * N_attn / TP, "FLOP", "projections of attention: 2 a parameter and token"),
         Formula("F_scores", b * s**2 * w_scores / TP, "FLOP", "Q*K and P*V of the tokens before, half of all"),
-        Formula("F_experts", 2 * b * s / G * k * N_expert * skew, "FLOP", "k experts a token, the busiest rank"),
+        Formula("F_experts", 2 * b * s / G * k * N_expert * skew, "FLOP", "experts of the busiest rank: k a token"),
         Formula("F_rest", 2 * b * s * N_rest / TP, "FLOP", "router and shared experts"),
         Formula("F_ffn", 2 * b * s * N_ffn / TP, "FLOP", "FFN of a layer without experts"),
-        Formula("F_logits", n_logits * 2 * b * s * V * d / TP, "FLOP", "last stage"),
+        Formula("F_logits", n_logits * 2 * b * s * V * d / TP, "FLOP", "logits, on the last stage"),
         Formula("m_expert", b * s / G * k * EP / E * skew, "1", "rows of an expert of the busiest rank"),
         Formula("fill", m_expert / (m_expert + tile / 2), "1", "of the tiles, half of the last one empty"),
         Formula(
             "V_rows", 2 * b * s / G * k * skew * (3 * d + (n_mat + 1) * F), "B",
-            "rows in, hidden rows out and in, rows out, in and summed",
+            "rows of the experts: in, hidden ones out and in, out, in and summed",
         ),
         Formula("V_weights", 2 * E / EP * N_expert, "B", "weights of the experts of a rank, once"),
         Formula(
             "V_proj", 2 * (b * s * (4 * d * n_attn + 2 * w_latent + w_attn / TP) + N_attn / TP), "B",
-            "operands of the projections: rows in and out, weights",
+            "operands of attention's projections: rows in and out, weights",
         ),
         Formula(
             "V_rest", 2 * (b * s * (d + E + n_mat * (d * n_shared + F_shared / TP)) + N_rest / TP), "B",
-            "likewise; n_shared is 1 where there are shared experts, else 0",
+            "operands of router and shared experts",
         ),
-        Formula("V_ffn", 2 * (b * s * n_mat * (d + F_dense / TP) + N_ffn / TP), "B", "likewise"),
-        Formula("V_logits", n_logits * 2 * (b * s * (d + V / TP) + V * d / TP), "B", "likewise"),
+        Formula("V_ffn", 2 * (b * s * n_mat * (d + F_dense / TP) + N_ffn / TP), "B", "operands of the FFN"),
+        Formula("V_logits", n_logits * 2 * (b * s * (d + V / TP) + V * d / TP), "B", "operands of the logits"),
         Formula(
-            "T_attention", _gemms(F_proj, V_proj, 4 * n_attn) + F_scores / (peak * e_attn), "s", "Piper section IV.A.1"
+            "T_attention", _gemms(F_proj, V_proj, 4 * n_attn) + F_scores / (peak * e_attn), "s",
+            "attention of a layer; Piper section IV.A.1",
         ),
         Formula(
             "T_experts", F_experts / (v_gemm * fill) + V_rows / v_rows + V_weights / v_weights + t_launch, "s",
-            "forward; Piper section IV.A.2",
-        ),
-        Formula("T_experts_step", 3 * T_experts + V_weights / v_weights, "s", "and backward: gradients of weights too"),
-        Formula(
-            "T_rest", _gemms(F_rest, V_rest, n_mat * n_shared + 1), "s", "router and shared experts"
+            "experts of a layer, forward; Piper section IV.A.2",
         ),
         Formula(
-            "T_ffn", _gemms(F_ffn, V_ffn, n_mat), "s", "a layer without experts"
+            "T_experts_step", 3 * T_experts + V_weights / v_weights, "s",
+            "experts of a layer, forward and backward: gradients of weights too",
         ),
         Formula(
-            "T_logits", _gemms(F_logits, V_logits, n_logits), "s", "last stage"
+            "T_rest", _gemms(F_rest, V_rest, n_mat * n_shared + 1), "s", "router and shared experts of a layer, forward"
+        ),
+        Formula(
+            "T_ffn", _gemms(F_ffn, V_ffn, n_mat), "s", "FFN of a layer without experts, forward"
+        ),
+        Formula(
+            "T_logits", _gemms(F_logits, V_logits, n_logits), "s", "logits, forward"
         ),
     ]
 )  # fmt: skip

@@ -40,37 +40,6 @@ def describe(model: nn.Module, example_inputs: Any = None) -> Architecture:
     return described(model, agreed(model, example_inputs, Plan(validation="symbolic")).found)
 
 
-def config_of(path: str) -> Any:
-    """The transformers config of a file, or of a directory with a `config.json`.
-
-    Raises:
-        UnknownArchitecture: it is none, or transformers is not installed.
-    """
-    try:
-        from transformers import AutoConfig
-
-        return AutoConfig.from_pretrained(path)
-    except ImportError as error:
-        raise UnknownArchitecture(f"{path}: to read a config takes transformers, which is not installed") from error
-    except Exception as error:  # whatever transformers trips over in it
-        raise UnknownArchitecture(f"{path} is no transformers config: {error}") from error
-
-
-def module_of(config: Any) -> nn.Module:
-    """The language model of a transformers config, on the meta device.
-
-    Raises:
-        UnknownArchitecture: transformers has none for it; with its own reason.
-    """
-    from transformers import AutoModelForCausalLM  # whose config it is
-
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
-    except Exception as error:  # of that model's code
-        raise UnknownArchitecture(f"transformers makes no model of {type(config).__name__}: {error}") from error
-
-
 def described(model: nn.Module, found: Survey) -> Architecture:
     """As `describe`, of a model whose blocks were found."""
     graphs = {name: matched.result.graph for matched in found.matched for name in matched.names}
@@ -98,11 +67,13 @@ def described(model: nn.Module, found: Survey) -> Architecture:
     has_biases = biases == num_experts * ((matrices - 1) * width + d)
     shared = max(rest - d * num_experts, 0) // (matrices * d)
     attention, note = _attention(model, layers[path], d, found.attends)
-    beside = of_layer - of_block - 2 * d
     dense = [_count(layer) - (of_layer - of_block) for where, layer in layers.items() if where not in with_blocks]
-    vocab = max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=0)
-    outside = _count(model) - sum(map(_count, layers.values())) - d
+    vocab, outside = _outside(model, layers, d)
     is_tied = outside < 2 * vocab * d
+    outside -= vocab * d * (1 if is_tied else 2)
+    # Norms as in a decoder, two a layer and a last one, where there are parameters for them: a lone block has none.
+    norms = 2 if of_layer - of_block >= 2 * d and outside >= d else 0
+    beside = of_layer - of_block - norms * d
     return Architecture(
         name=type(model).__name__, hidden_size=d, num_layers=len(layers), num_moe_layers=len(with_blocks),
         attention=dataclasses.replace(attention, num_extra=beside - attention.parameters(d)),
@@ -110,8 +81,8 @@ def described(model: nn.Module, found: Survey) -> Architecture:
         router_bias=rest - d * num_experts - shared * matrices * d + (0 if has_biases else biases),
         expert_bias=has_biases,
         dense_size=round(sum(dense) / len(dense) / (matrices * d)) if dense else 0, vocab_size=vocab,
-        is_tied=is_tied, num_other=outside - vocab * d * (1 if is_tied else 2), source=f"the modules of {path}",
-        note=note,
+        is_tied=is_tied, norms=norms, num_other=outside - (d if norms else 0),
+        source=f"the modules of {path or 'the model, one block'}", note=note,
     )  # fmt: skip
 
 
@@ -146,6 +117,15 @@ def _layers(model: nn.Module, names: list[str]) -> dict[str, nn.Module]:
         else:
             found[name] = model.get_submodule(name)
     return found
+
+
+def _outside(model: nn.Module, layers: dict[str, nn.Module], d: int) -> tuple[int, int]:
+    """(vocabulary, parameters) outside of the layers. A table of rows that are not `d` wide is none of the vocabulary:
+    what leads to `d` is beside it."""
+    inside = {id(each) for layer in layers.values() for each in (*layer.modules(), *layer.parameters())}
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and id(m) not in inside]
+    vocab = max((table.num_embeddings for table in tables if table.embedding_dim == d), default=0)
+    return vocab, sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in inside)
 
 
 def _attention(model: nn.Module, layer: nn.Module, d: int, attends: bool) -> tuple[Attention, str]:

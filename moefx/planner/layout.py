@@ -160,7 +160,8 @@ class Layout:
         return _of_model(model) | self.spread(self.zero) | {
             "PP": self.pp, "TP": self.tp, "EP": self.ep, "G": self.tp if self.ssmb else 1,
             "b": self.sequences, "s": self.tokens, "m": self.in_flight(stage),
-            "n_emb": 1 if self.pp > 1 or model.is_tied else 2, "n_logits": 1 if stage == self.pp - 1 else 0,
+            "n_emb": 1 if self.pp > 1 or model.is_tied else 2,
+            "n_logits": int(stage == self.pp - 1 and model.vocab_size > 0),
             "n_rows": kept.rows, "n_h": kept.num_hidden(model.matrices), "n_y": kept.outputs, "c": kept.capacity,
             "w_mask": kept.mask_bytes, "n_flat": int(self.way == "flat" and self.ep > 1),
             "n_again": int(self.recompute),

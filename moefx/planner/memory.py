@@ -2,15 +2,8 @@
 
 Half precision: an element has 2 bytes. Model states take 16 bytes a parameter: 2 for itself, 2 for its gradient, 12 for
 the float32 copy and Adam's two moments (Piper section III.A.1; its introduction says 20). What ZeRO spreads is divided
-by the ranks that it is spread over: z_p, z_g, z_o for what all ranks have, y_p, y_g, y_o for experts.
-
-    L, L_moe   layers, those with experts           PP, TP, EP  stages; ranks of the dense matrices; of the experts
-    d, V       width of a token's row; vocabulary    G           ranks that a sequence is spread over in a block (SSMB)
-    E, k, F    experts, choices, hidden width        b, s        sequences of a micro-batch, tokens of a sequence
-    n_mat      matrices of an expert                 m           micro-batches whose activations are kept
-    w_attn     widths of q, k, v and their output    n_rows, n_h, n_y, c, w_mask   see `layout.Kept`
-    w_latent   of the latent rows (MLA)              n_attn      1 where layers have attention, else 0
-                                                     n_flat      1 where a token travels once for each choice, else 0
+by the ranks that it is spread over: z_p, z_g, z_o for what all ranks have, y_p, y_g, y_o for experts. What the symbols
+mean, `symbols` says.
 """
 
 from __future__ import annotations
@@ -40,23 +33,26 @@ A_block, A_moe_layer, A_dense_layer, A_again, A_logits, M_activations = quantiti
 STATES = Sheet(
     [
         Formula("l", sympy.ceiling(L / PP), "1", "layers of a stage, Piper section III.A.2"),
-        Formula("l_moe", sympy.ceiling(L_moe / PP), "1", "those with experts"),
+        Formula("l_moe", sympy.ceiling(L_moe / PP), "1", "layers with experts of a stage"),
         Formula(
             "P_dense",
             (layers * N_attn + (layers - moe_layers) * N_ffn + moe_layers * N_rest + n_emb * V * d + N_other) / TP,
-            "1", "parameters that every token passes",
+            "1", "parameters of a rank that every token passes",
         ),
-        Formula("P_experts", moe_layers * E / EP * N_expert, "1", "Piper eq. 2"),
-        Formula("M_params", 2 * (P_dense / z_p + P_experts / y_p), "B", "2 bytes; ZeRO-3"),
-        Formula("M_grads", 2 * (P_dense / z_g + P_experts / y_g), "B", "2 bytes; ZeRO-2"),
-        Formula("M_optimizer", 12 * (P_dense / z_o + P_experts / y_o), "B", "float32 copy, two moments; ZeRO-1"),
-        Formula("M_states", M_params + M_grads + M_optimizer, "B", "Piper section III.A.1"),
+        Formula("P_experts", moe_layers * E / EP * N_expert, "1", "parameters of experts of a rank; Piper eq. 2"),
+        Formula("M_params", 2 * (P_dense / z_p + P_experts / y_p), "B", "parameters, 2 bytes; ZeRO-3 spreads them"),
+        Formula("M_grads", 2 * (P_dense / z_g + P_experts / y_g), "B", "gradients, 2 bytes; from ZeRO-2 on spread"),
+        Formula(
+            "M_optimizer", 12 * (P_dense / z_o + P_experts / y_o), "B",
+            "optimizer states: float32 copy, two moments; ZeRO spreads them",
+        ),
+        Formula("M_states", M_params + M_grads + M_optimizer, "B", "model states; Piper section III.A.1"),
     ]
 )  # fmt: skip
 
 BLOCK = Sheet(
     [
-        Formula("A_router", 4 * b * s * E / G, "B", "probabilities, float32"),
+        Formula("A_router", 4 * b * s * E / G, "B", "the router's probabilities, float32"),
         Formula("A_meta", 12 * k * b * s / G + 4 * (E / EP + 1), "B", "ERI arrays; X-MoE section 4.1.1"),
         Formula("A_mask", w_mask * c * k * (b * s / G) ** 2, "B", "masks [S, E, C], C = c*k*S/E; X-MoE section 3.1"),
         Formula(
@@ -65,10 +61,10 @@ BLOCK = Sheet(
         ),
         Formula(
             "A_dispatch", 2 * b * s * d * (n_rows * c * k + (1 - n_rows) * n_dup) / G, "B",
-            "X-MoE table 2; MoEBlaze section 3: read by index",
+            "rows that arrived at the experts; X-MoE table 2; MoEBlaze section 3: read by index",
         ),
-        Formula("A_interm", 2 * c * k * b * s * n_h * F / G, "B", "X-MoE table 2"),
-        Formula("A_combine", 2 * c * k * b * s * n_y * d / G, "B", "X-MoE table 2"),
+        Formula("A_interm", 2 * c * k * b * s * n_h * F / G, "B", "hidden rows of the experts; X-MoE table 2"),
+        Formula("A_combine", 2 * c * k * b * s * n_y * d / G, "B", "outputs of the experts; X-MoE table 2"),
         Formula(
             "A_block", A_dispatch + A_interm + A_combine + A_mask + A_meta + A_router, "B",
             "a block of routed experts, one micro-batch",
@@ -80,22 +76,22 @@ ACTIVATIONS = BLOCK + Sheet(  # of layers that STATES counts
     [
         Formula(
             "A_attention", 2 * b * s * (2 * d * n_attn + w_latent + w_attn / TP) + 4 * b * s * H / TP, "B",
-            "Piper table III with flash attention",
+            "attention, as flash attention keeps it; Piper table III",
         ),
-        Formula("A_shared", 4 * b * s * (n_mat - 1) * F_shared / TP, "B", "as autograd keeps it: 4F with a gate"),
-        Formula("A_ffn", 2 * b * s * (d + 2 * (n_mat - 1) * F_dense / TP), "B", "as autograd keeps it"),
-        Formula("A_moe_layer", A_attention + A_block + A_shared, "B", "one layer, one micro-batch"),
-        Formula("A_dense_layer", A_attention + A_ffn, "B", "one layer, one micro-batch"),
+        Formula("A_shared", 4 * b * s * (n_mat - 1) * F_shared / TP, "B", "shared experts, 4F with a gate"),
+        Formula("A_ffn", 2 * b * s * (d + 2 * (n_mat - 1) * F_dense / TP), "B", "FFN of a layer without experts"),
+        Formula("A_moe_layer", A_attention + A_block + A_shared, "B", "a layer with experts, one micro-batch"),
+        Formula("A_dense_layer", A_attention + A_ffn, "B", "a layer without experts, one micro-batch"),
         Formula("A_again", sympy.Max(A_moe_layer, A_dense_layer), "B", "a layer that runs again keeps what others do"),
-        Formula("A_logits", n_logits * 6 * b * s * V / TP, "B", "last stage: 2 bytes, and float32 in the loss"),
+        Formula("A_logits", n_logits * 6 * b * s * V / TP, "B", "logits, last stage: 2 bytes, and float32 in the loss"),
         Formula(
             "M_activations",
             (1 - n_again) * m * (moe_layers * A_moe_layer + (layers - moe_layers) * A_dense_layer)
             + n_again * (m * layers * 2 * b * s * d + A_again)
             + A_logits,
-            "B", "Piper eq. 3 and 4: of the micro-batches in flight",
+            "B", "activations of the micro-batches in flight; Piper eq. 3 and 4",
         ),
     ]
 )  # fmt: skip
-TOTAL = Sheet([Formula("M_gpu", M_states + M_activations + M_fw, "B", "Piper eq. 4")])
+TOTAL = Sheet([Formula("M_gpu", M_states + M_activations + M_fw, "B", "memory of a GPU; Piper eq. 4")])
 MEMORY = STATES + ACTIVATIONS + TOTAL

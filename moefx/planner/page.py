@@ -14,6 +14,7 @@ from .parts import LABELS, memory_parts, time_parts
 from .ranking import COLUMNS, LEGEND, Entry, Ranking
 from .regions import TRADE_OFF, Region, border, feasible, saved_by_ssmb, trade_off
 from .scaling import Scaled, above_ideal, scaling
+from .symbols import Explained, explained
 
 MOST = 10
 INSTALL = "pip install matplotlib"
@@ -62,7 +63,7 @@ def _heading(ranking: Ranking) -> str:
     text = f"{len(ranking)} layouts fit {amount(platform.capacity, 'B')}."
     if len(ranking):
         best = ranking[0]
-        text += f" The fastest takes {amount(best.seconds, 's')} a step, an MFU of {best.mfu:.1%}: {best.short}."
+        text += f" The fastest takes {amount(best.seconds, 's')} a step, an MFU of {best.mfu:.1%}: {best.words}."
         if not platform.is_measured:
             text += " Nobody measured this platform: by data sheets, steps are too short and MFUs too high."
     else:
@@ -161,11 +162,10 @@ def _ssmb(ranking: Ranking, with_plots: bool, say: Tell) -> str:
         has = f", with G = {given['G']:g} ranks for the dense matrices"
         with_ranks = has if layout.tp > 1 else f" has no TP; with G = {given['G']:g} ranks for the dense matrices"
         better = "SSMB" if found["A_saving"] > found["M_cost"] else "TED"
-        shown = "\n".join(TRADE_OFF.shown(name, **given) for name in ("A_saving", "M_cost"))
         own = (
             f"<p>The fastest layout{with_ranks}, {model.matrices} matrices an expert and the activations of "
             f"n_kept = {given['n_kept']:g} layers at once: {better} saves more.</p>"
-            f"<pre><code>{escape(shown)}</code></pre>{_kept(ranking)}"
+            f"{_explained(explained(TRADE_OFF, 'A_saving', 'M_cost', **given))}{_kept(ranking)}"
         )
     return (
         "<h3>SSMB or TED</h3><p class=muted>What saves more memory: sequences of MoE blocks over the ranks that share "
@@ -186,8 +186,14 @@ def _kept(ranking: Ranking) -> str:
     return (
         "<p>X-MoE keeps a row for each choice, before and behind the experts. What this layout keeps is in A_block: "
         f"rows as they arrived, once a rank, and the experts' hidden rows. Of that SSMB saves M_saved ({_PUT_IN}):</p>"
-        f"<pre><code>{escape(shown)}</code></pre>"
+        f"{_explained(shown)}"
     )
+
+
+def _explained(shown: Explained) -> str:
+    """Formulas, and what their symbols mean."""
+    symbols = table(["symbol", "value", "meaning"], shown.symbols, texts=3)
+    return f"<pre><code>{escape(shown.formulas)}</code></pre>{folded('what the symbols mean', symbols)}"
 
 
 def _scaling(ranking: Ranking, with_plots: bool, say: Tell) -> str:
@@ -220,16 +226,15 @@ def _scaled(kind: str, point: Scaled, points: Sequence[Scaled]) -> list[str]:
 
 
 def _formulas(ranking: Ranking) -> str:
-    bytes_of, seconds_of = ranking.explain(0).split("\n\n")
-    best = ranking[0]
-    texts = {
-        "memory of a GPU": bytes_of, "time of a step": seconds_of,
-        "its layout, and its moefx.Plan as JSON": f"{best.layout}\n{best.plan().to_json()}",
-    }  # fmt: skip
+    best, (bytes_of, seconds_of) = ranking[0], map(_explained, ranking.formulas(0))
+    layout = f"<pre><code>{escape(str(best.layout))}\n{escape(best.plan().to_json())}</code></pre>"
     head = (
         f"<h3>The fastest in formulas</h3><p class=muted>Each with the numbers put in ({_PUT_IN}), and its result.</p>"
     )
-    return head + "".join(folded(what, f"<pre><code>{escape(text)}</code></pre>") for what, text in texts.items())
+    parts = {
+        "memory of a GPU": bytes_of, "time of a step": seconds_of, "its layout, and its moefx.Plan as JSON": layout,
+    }  # fmt: skip
+    return head + "".join(folded(what, text) for what, text in parts.items())
 
 
 def _rejected(ranking: Ranking) -> str:

@@ -17,6 +17,7 @@ from .memory import MEMORY
 from .platforms import Platform
 from .simulation import Simulated, simulate
 from .step import given, sheet_of
+from .symbols import Explained, explained
 
 if TYPE_CHECKING:
     from .fewest import Fewest
@@ -69,6 +70,22 @@ class Entry:
         x = self.layout
         kept = "inputs" if x.recompute else x.kept
         return f"PP{x.pp} TP{x.tp} EP{x.ep}{' SSMB' if x.ssmb else ''} ZeRO-{x.zero} {kept}"
+
+    @property
+    def words(self) -> str:
+        """The same for readers without a legend: `4 pipeline stages, experts over 8 GPUs, ZeRO-1, ...`"""
+        x = self.layout
+        shared = {"data parallelism": x.dp, "tensor parallelism": x.tp, "experts": x.ep}
+        parts = [f"{x.pp} pipeline stages"] if x.pp > 1 else []
+        parts += [f"{what} over {ranks} GPUs" for what, ranks in shared.items() if ranks > 1]
+        parts += ["SSMB"] if x.ssmb else []
+        kept = "only inputs of layers" if x.recompute else f"what the policy {x.kept!r} says"
+        return ", ".join([*parts, f"ZeRO-{x.zero}", f"{kept} kept for the backward"])
+
+    def __repr__(self) -> str:
+        x = self.layout
+        found = f"{amount(self.memory['M_gpu'], 'B')}, {amount(self.seconds, 's')} a step, MFU {self.mfu:.1%}"
+        return f"<Entry {self.short}, {x.microbatches} micro-batches of {x.sequences}: {found}>"
 
     def cells(self) -> list[str]:
         """Its line of a table whose columns are `COLUMNS`, without the number."""
@@ -151,6 +168,11 @@ class Ranking:
     def __len__(self) -> int:
         return len(self.entries)
 
+    def __repr__(self) -> str:
+        best = f", the fastest {self.entries[0]!r}" if self.entries else ""
+        where = f"{self.num_ranks} x {self.platform.device}"
+        return f"<Ranking of {self.model.name} on {where}: {len(self)} layouts fit{best}; print it for all>"
+
     def __getitem__(self, index: int) -> Entry:
         """The first has number 0.
 
@@ -173,13 +195,19 @@ class Ranking:
         )
 
     def explain(self, index: int = 0) -> str:
-        """Formulas, numbers and results of an entry: its memory, then its time."""
+        """Formulas, numbers and results of an entry, and what their symbols mean: its memory, then its time."""
+        return "\n\n".join(map(str, self.formulas(index)))
+
+    def formulas(self, index: int = 0) -> tuple[Explained, Explained]:
+        """Of the memory and of the time of an entry, which `explain` prints."""
         entry = self[index]
         layout, platform = entry.layout, self.platform
         stage = 0 if not entry.memory["A_logits"] else layout.pp - 1
-        bytes_of = MEMORY.shown("M_gpu", **layout.values(self.model, stage), M_fw=platform.overhead)
         values = given(self.model, layout, platform, entry.experts_first)
-        return f"{bytes_of}\n\n{sheet_of(layout, platform, entry.experts_first).shown('MFU', **values)}"
+        return (
+            explained(MEMORY, "M_gpu", **layout.values(self.model, stage), M_fw=platform.overhead),
+            explained(sheet_of(layout, platform, entry.experts_first), "MFU", **values),
+        )
 
     def simulate(self, index: int = 0, *, skew: float = 0.0, seed: int = 0, stragglers: bool = True) -> Simulated:
         """A step of an entry as events, beside its formulas: see `planner.simulation.simulate`."""
@@ -249,12 +277,14 @@ class Ranking:
         head, nearest = f"no layout of {self.model.name} fits {self.num_ranks} x {self.platform.device}", self.nearest
         if nearest is None:
             return f"{head}: none divides so. Take another world_size or batch; print(ranking) says what divides what"
-        term = TERMS[nearest.term]
+        term, there = TERMS[nearest.term], self.platform.networks[-1].ranks
         remedy = "fewer tokens, or more GPUs" if nearest.term == "M_activations" else "more GPUs"
+        has_more = not 0 < there < 2 * self.num_ranks
+        how = "print(ranking.fewest()) says how many would do" if has_more else f"the platform has {there} at the most"
         return (
             f"{head} ({amount(self.platform.capacity, 'B')} each). {nearest.what} lacks least: "
-            f"{amount(nearest.lacking, 'B')}, most of what it needs is {term}. Take {remedy} (print(ranking.fewest()) "
-            "says how many would do); print(ranking) has the reasons"
+            f"{amount(nearest.lacking, 'B')}, most of what it needs is {term}. Take {remedy} ({how}); "
+            "print(ranking) has the reasons"
         )
 
     def fewest(self) -> Fewest | None:

@@ -16,6 +16,7 @@ from .platforms import Platform
 from .ranking import Entry, Ranking
 from .sheet import Formula, Sheet, quantities
 from .step import fullest_stage
+from .symbols import Explained, explained
 
 Axis = Literal["PP", "TP", "EP"]
 
@@ -59,10 +60,10 @@ c, k, E, EP, F, n_mat, d, G, b, s, l_moe, m, n_kept = quantities("c k E EP F n_m
 # X-MoE appendix C.2 for a GPU: all its layers, the micro-batches in flight, and experts of the matrices that they have.
 TRADE_OFF = Sheet(
     [
-        Formula("A_saving", 4 * n_kept * c * k * b * s * d * (G - 1) / G, "B", "X-MoE eq. 1: what SSMB keeps less"),
+        Formula("A_saving", 4 * n_kept * c * k * b * s * d * (G - 1) / G, "B", "what SSMB keeps less, X-MoE eq. 1"),
         Formula(
             "M_cost", l_moe * E / EP * 4 * n_mat * F * d * (G - 1) / G, "B",
-            "X-MoE appendix C.2: what TED has less of parameters and gradients",
+            "what TED has less of parameters and gradients, X-MoE appendix C.2",
         ),
     ]
 )  # fmt: skip
@@ -98,11 +99,12 @@ _SAVED = {
 }
 
 
-def saved_by_ssmb(model: Architecture, layout: Layout, platform: Platform) -> str:
-    """What a layout with SSMB keeps less than without it, by the formulas of `memory`, with their numbers; "" of a
+def saved_by_ssmb(model: Architecture, layout: Layout, platform: Platform) -> Explained | None:
+    """What a layout with SSMB keeps less than without it, by the formulas of `memory`, with their numbers; None of a
     layout that cannot have it."""
     if layout.tp == 1 or layout.ep % layout.tp:
-        return ""
+        return None
     formula = Formula("M_saved", _SAVED[layout.recompute], "B", "of all blocks in flight, on the stage that needs most")
     stage = fullest_stage(model, with_it := dataclasses.replace(layout, ssmb=True))
-    return (MEMORY + Sheet([_LESS, formula])).shown("M_saved", **with_it.values(model, stage), M_fw=platform.overhead)
+    sheet = MEMORY + Sheet([_LESS, formula])
+    return explained(sheet, "M_saved", **with_it.values(model, stage), M_fw=platform.overhead)

@@ -145,10 +145,14 @@ def plan(
         InvalidPlan: sizes that cannot be meant.
     """
     described: Any = model_of(model) if isinstance(model, str) else model
-    if isinstance(model, nn.Module) or hasattr(model, "model_type"):
-        from .describe import describe, module_of  # with capture and all passes
+    if isinstance(model, nn.Module):
+        from .describe import describe  # with capture and all passes
 
-        described = describe(model if isinstance(model, nn.Module) else module_of(model), example_inputs)
+        described = describe(model, example_inputs)
+    elif hasattr(model, "model_type"):
+        from .configs import describe_config
+
+        described = describe_config(model, example_inputs)
     if not isinstance(described, Architecture):
         raise UnknownArchitecture(
             "moefx.plan takes the name of a model, a module, a transformers config or an Architecture, not "

@@ -1,10 +1,10 @@
-"""Formulas that a reader can check: each has a name, a unit and a source, and is shown with its numbers.
+"""Formulas that a reader can check: each has a name, a unit and a meaning, and is shown with its numbers.
 
 For example
-    words = Sheet([Formula("A_dispatch", 2 * k * b * s * d, "B", "X-MoE table 2")])
+    words = Sheet([Formula("A_dispatch", 2 * k * b * s * d, "B", "rows that arrive; X-MoE table 2")])
     words(k=8, b=1, s=4096, d=7168)["A_dispatch"]        # 469762048
     print(words.shown("A_dispatch", k=8, b=1, s=4096, d=7168))
-        A_dispatch = 2*b*d*k*s                           # X-MoE table 2
+        A_dispatch = 2*b*d*k*s                           # rows that arrive; X-MoE table 2
                    = 2*1*7168*8*4096 = 448 MiB
 """
 
@@ -42,13 +42,13 @@ class Formula:
     Attributes:
         expression: over quantities that a sheet is given and results of the lines before.
         unit: "B" bytes, "s" seconds, "FLOP", "1" a number.
-        source: the section, table or equation of a paper, or what says so.
+        meaning: what it is, and the section, table or equation of a paper that it is from.
     """
 
     name: str
     expression: sympy.Expr
     unit: str
-    source: str
+    meaning: str
 
     @property
     def symbol(self) -> sympy.Symbol:
@@ -106,21 +106,25 @@ class Sheet:
         except KeyError as missing:
             raise TypeError(f"{missing} is not given") from None
 
-    def shown(self, name: str, **values: float) -> str:
-        """The formula of a result, with its numbers put in, and those of the results that it uses, below it."""
-        results = self(**values)
-        known = values | results
-        lines, left, seen = [], [name], {name}
+    def behind(self, *names: str) -> list[Formula]:
+        """The formulas of these results, and of the results that they use, below them."""
+        found, left = [], list(names)
         while left:
-            formula = self.formulas[left.pop(0)]
+            found.append(formula := self.formulas[left.pop(0)])
+            seen = {f.name for f in found} | set(left)
+            left += [n for n in self.formulas if n in _names(formula.expression) and n not in seen]
+        return found
+
+    def shown(self, *names: str, **values: float) -> str:
+        """The formulas of results, with their numbers put in, and those of the results that they use, below them."""
+        results = self(**values)
+        known, lines = values | results, []
+        for formula in self.behind(*names):
             margin = " " * (len(formula.name) + 1)
-            lines += [f"{formula.name} = {_Shown().doprint(formula.expression)}    # {formula.source}"]
+            lines += [f"{formula.name} = {_Shown().doprint(formula.expression)}    # {formula.meaning}"]
             numbers = _Shown(known).doprint(formula.expression)
             value = amount(results[formula.name], formula.unit)
             lines += [f"{margin}= {numbers} = {value}" if numbers != value else f"{margin}= {value}"]
-            used = [n for n in self.formulas if n in _names(formula.expression) and n not in seen]
-            left += used
-            seen |= set(used)
         return "\n".join(lines)
 
     @functools.cached_property
@@ -133,6 +137,11 @@ class Sheet:
         space: dict[str, Any] = {"distinct_parts": expected_parts}
         exec("\n".join(["def results(values):", *given, *lines, f"    return {{{items}}}"]), space)
         return space["results"]
+
+
+def put_in(value: float) -> str:
+    """A number as it stands in a formula."""
+    return f"{value:.6g}" if value < 1e6 else f"{value:.4g}"
 
 
 def _names(expression: sympy.Expr) -> set[str]:
@@ -160,7 +169,4 @@ class _Shown(StrPrinter):
         self._values = values
 
     def _print_Symbol(self, expr: sympy.Symbol) -> str:
-        if self._values is None:
-            return expr.name
-        value = self._values[expr.name]
-        return f"{value:.6g}" if value < 1e6 else f"{value:.4g}"
+        return expr.name if self._values is None else put_in(self._values[expr.name])

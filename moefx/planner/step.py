@@ -55,29 +55,29 @@ def _parts(every: sympy.Expr, moe: sympy.Expr, logits: Any) -> dict[str, sympy.E
 _STAGE = _parts(l_t, l_t_moe, h_t)
 STEP = Sheet(
     [
-        Formula("n_pass", 3 + n_again, "1", "a backward is two forwards; one more where layers run again"),
-        Formula("T_compute", _STAGE["T_compute"], "s", "the longest stage; up-projections again where only X is kept"),
+        Formula("n_pass", 3 + n_again, "1", "forwards: a backward is as long as two; one more where layers run again"),
+        Formula("T_compute", _STAGE["T_compute"], "s", "GEMMs and attention of a micro-batch, on the longest stage"),
         Formula(
             "T_alltoall", _STAGE["T_alltoall"], "s",
-            "dispatch and combine, forward (again where layers run again) and backward; numbers of rows ahead",
+            "dispatch and combine of a micro-batch, forward (again where layers run again) and backward",
         ),
-        Formula("T_tp", _STAGE["T_tp"], "s", "two or four all-reduces a layer; Megatron-LM"),
-        Formula("T_gather", _STAGE["T_gather"], "s", "X-MoE appendix C.2"),
+        Formula("T_tp", _STAGE["T_tp"], "s", "all-reduces of TP, a micro-batch: two or four a layer; Megatron-LM"),
+        Formula("T_gather", _STAGE["T_gather"], "s", "SSMB: sequences gathered, a micro-batch; X-MoE appendix C.2"),
         Formula(
             "T_params", 4 * n_z3 * (P_dense * (1 - 1 / z_p) * beta_dp + P_experts * (1 - 1 / y_p) * beta_replicas), "s",
-            "ZeRO-3: parameters gathered, forward and backward",
+            "ZeRO-3: parameters gathered, forward and backward of a micro-batch",
         ),
-        Formula("T_micro", T_compute + T_alltoall + T_tp + T_gather + T_params, "s", "nothing overlaps"),
-        Formula("T_model", sum(_parts(L, L_moe, 1).values()) + PP * T_params, "s", "T_micro of all stages"),
+        Formula("T_micro", T_compute + T_alltoall + T_tp + T_gather + T_params, "s", "a micro-batch; nothing overlaps"),
+        Formula("T_model", sum(_parts(L, L_moe, 1).values()) + PP * T_params, "s", "T_micro of all stages together"),
         Formula("T_bubble", bubble_of * (T_model - T_micro), "s", "what the longest stage waits for in the others"),
-        Formula("T_p2p", n_p2p * (V_p2p * beta_pp + alpha_pp), "s", "Piper section III.B.2; what is waited for"),
+        Formula("T_p2p", n_p2p * (V_p2p * beta_pp + alpha_pp), "s", "transfers waited for; Piper section III.B.2"),
         Formula(
             "T_grads", (n_grads + 1 - n_z3) / 2 * (V_grad_dense * beta_dp + V_grad_experts * beta_replicas), "s",
-            "half of it to reduce, in each micro-batch with ZeRO-2 and 3; half to spread results, not with ZeRO-3",
+            "gradients: half of it to reduce, n_grads times; half to spread results, not with ZeRO-3",
         ),
         Formula("T_optimizer", 28 * (P_dense / z_o + P_experts / y_o) / BW, "s", "12 bytes read and written, 4 beside"),
-        Formula("T_step", M * T_micro + T_bubble + T_p2p + T_grads + T_optimizer, "s", "1F1B and the like"),
-        Formula("MFU", F_token * B * s / (peak * ranks * T_step), "1", "Piper eq. 12"),
+        Formula("T_step", M * T_micro + T_bubble + T_p2p + T_grads + T_optimizer, "s", "a training step"),
+        Formula("MFU", F_token * B * s / (peak * ranks * T_step), "1", "FLOP of the model over the peak; Piper eq. 12"),
     ]
 )  # fmt: skip
 
@@ -219,9 +219,10 @@ def _levels(layout: Layout, platform: Platform, experts_first: bool) -> tuple[tu
 @functools.lru_cache
 def sheet(way: str, num_levels: int) -> Sheet:
     """All formulas of a step with that way of rows; `way` "none": experts are on every rank."""
-    spread = way != "none"
+    zero = sympy.Integer(0)
+    rows, counts = (zero, zero) if way == "none" else (quantity(f"T_{way}"), quantity("alpha0"))
     chosen = [
-        Formula("T_exchange", quantity(f"T_{way}") if spread else sympy.Integer(0), "s", f"one direction, {way}"),
-        Formula("T_counts", quantity("alpha0") if spread else sympy.Integer(0), "s", "of some bytes"),
+        Formula("T_exchange", rows, "s", f"an exchange of rows, one direction: {way}"),
+        Formula("T_counts", counts, "s", "an exchange of some bytes: how many rows will come"),
     ]
     return STATES + FORWARD + exchange(num_levels) + Sheet(chosen) + VOLUMES + STEP

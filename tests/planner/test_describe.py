@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import moefx
-from moefx import cli
 from moefx.errors import NoMoEBlockFound, UnknownArchitecture
 from moefx.planner.describe import describe
 from moefx.planner.figures import assumptions
@@ -69,6 +68,47 @@ def test_tied_and_without_lists():
     found = describe(model, (torch.zeros(9, dtype=torch.int64),))
     assert (found.vocab_size, found.is_tied, found.num_moe_layers) == (50, True, 1)
     assert found.num_experts * found.expert_parameters() <= count(model[1])
+
+
+class Narrow(nn.Module):
+    """Its embedding is narrower than its layers, of which two are the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.up = nn.Embedding(500, 2), nn.Linear(2, D)
+        self.layers = nn.ModuleList([block := Loop(Gated), block, Loop(Gated)])
+
+    def forward(self, ids):
+        x = self.up(self.embed(ids))
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+IDS = torch.zeros(9, dtype=torch.int64)
+PIECES = {
+    "a block": (lambda: Loop(Gated), torch.zeros(9, D), (0, 0)),
+    "a block that is a layer": (lambda: nn.Sequential(Loop(Gated)), torch.zeros(9, D), (0, 0)),
+    "with an embedding": (lambda: nn.Sequential(nn.Embedding(50, D), Loop(Gated)), IDS, (0, 50)),
+    "with a head": (lambda: nn.Sequential(Loop(Gated), nn.Linear(D, 7, bias=False)), torch.zeros(9, D), (7 * D, 0)),
+    "with both": (
+        lambda: nn.Sequential(nn.Embedding(50, D), Loop(Gated), nn.Linear(D, 50, bias=False)), IDS, (0, 50)
+    ),
+    "a narrow embedding": (Narrow, IDS, (500 * 2 + 3 * D, 0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("piece", PIECES)
+def test_pieces_of_models_have_what_they_have(piece):
+    """Norms of a decoder are not taken from what is not there."""
+    make, example, expected = PIECES[piece]
+    model = make()
+    found = describe(model, (example,))
+    assert (found.num_other, found.vocab_size) == expected and found.norms == found.attention.num_extra == 0
+    assert found.parameters() == count(model) and found.source != "the modules of "
+    ranking = moefx.plan(model, "h200", 1, batch=1, example_inputs=(example,))
+    assert (ranking[0].step["T_logits"] > 0) == (found.vocab_size > 0)  # nor time for logits that are not there
+    assert ranking.simulate().ratio == pytest.approx(1, abs=1e-6)
 
 
 class Layer(nn.Module):
@@ -154,13 +194,6 @@ def test_an_embedding_of_tokens_is_no_expert():
         moefx.compile(Dense(), example_inputs=ids)
 
 
-@pytest.mark.hf
-def test_a_dense_transformers_config():
-    transformers = pytest.importorskip("transformers")
-    with pytest.raises(UnknownArchitecture, match="LlamaForCausalLM has no experts"):
-        moefx.plan(transformers.LlamaConfig(num_hidden_layers=1), "h200", 8)
-
-
 def test_blocks_that_are_not_alike():
     wide = Loop(Gated)
     wide.experts.append(Gated())
@@ -189,27 +222,3 @@ def test_transformers(name):
     assert found.num_layers == 5 and found.top_k == config.num_experts_per_tok
     assert found.attention.num_heads == config.num_attention_heads
     assert found.expert_bias == (name == "GptOss")  # spread with the experts, not with the router
-
-
-@pytest.mark.hf
-def test_a_transformers_config():
-    """No module at hand: it is made on the meta device, weights of any size or none."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.Qwen3MoeConfig(num_hidden_layers=3)
-    with torch.device("meta"):
-        model = transformers.Qwen3MoeForCausalLM(config)
-    ranking = moefx.plan(config, "h200", 8, batch=8)
-    assert ranking.model.parameters() == count(model) and ranking.model.name == "Qwen3MoeForCausalLM"
-    with pytest.raises(UnknownArchitecture, match="transformers makes no model of CLIPVisionConfig"):
-        moefx.plan(transformers.CLIPVisionConfig(), "h200", 8)
-
-
-@pytest.mark.hf
-def test_a_config_file(tmp_path, capsys):
-    transformers = pytest.importorskip("transformers")
-    transformers.OlmoeConfig(num_hidden_layers=2).save_pretrained(tmp_path)
-    assert cli.main(["plan", str(tmp_path), "--platform", "h200", "--gpus", "2", "--batch", "8", "--no-page"]) == 0
-    assert "OlmoeForCausalLM on 2 x NVIDIA H200" in capsys.readouterr().out
-    (tmp_path / "config.json").write_text("[]")
-    assert cli.main(["plan", str(tmp_path), "--gpus", "2"]) == 1
-    assert "is no transformers config" in capsys.readouterr().err

@@ -22,7 +22,10 @@ def test_the_smallest_number_of_gpus():
     assert not len(plan("mixtral-8x22b", "a100-40gb", 32)) and found.entry in tuple(
         plan("mixtral-8x22b", "a100-40gb", 64)
     )
-    assert "Doubling the GPUs, 64 are the first on which something fits, for one PP" in str(ranking)
+    assert (
+        "Doubling the GPUs, 64 are the first on which something fits, in 36.85 GiB a GPU: data parallelism over 64 "
+        "GPUs, ZeRO-3, only inputs of layers kept for the backward." in str(ranking)
+    )
 
 
 def test_where_none_is_enough_the_term_is_named():
@@ -31,9 +34,22 @@ def test_where_none_is_enough_the_term_is_named():
     found = fewest(ranking)
     assert time.process_time() - begin < 5
     assert found and found.entry is None and found.nearest and found.nearest.term == "M_activations"
-    assert f"nothing fits up to {found.num_ranks}: there PP=" in str(
-        found
-    ) and "most of it activations (M_activations)" in str(found)
+    assert f"nothing fits up to {found.num_ranks}, and no more were looked at. On {found.num_ranks}, PP=" in str(found)
+    assert "most of it activations (M_activations)" in str(found)
+
+
+def test_it_says_whether_there_are_more():
+    """Six doublings that have room for the states are looked at, more would take long."""
+    ranking = plan("mixtral-8x22b", "a100-40gb", 32, tokens=2**20)
+    found = fewest(ranking)
+    assert found and found.num_ranks == 64 * 2**5 and not found.is_all
+    node, _ = ranking.platform.networks
+    few = dataclasses.replace(ranking.platform, networks=(node, Network("cluster", 100, 25e9)))
+    found = fewest(plan("mixtral-8x22b", few, 32, tokens=2**20))
+    assert found and found.num_ranks == 64 and found.is_all
+    assert "nothing fits up to 64, and the platform does not have twice as many. On 64, PP=" in str(found)
+    with pytest.raises(NothingFits, match=r"or more GPUs \(the platform has 100 at the most\)"):
+        plan("mixtral-8x22b", few, 64, tokens=2**20)[0]
 
 
 def test_nothing_is_searched_where_something_fits_or_there_are_no_more():
@@ -68,7 +84,7 @@ def test_the_command_shows_reasons_instead_of_formulas(capsys, tmp_path, monkeyp
 
 def test_no_number_divides():
     found = fewest(plan("olmoe-1b-7b", "h200", 1009, batch=3))
-    assert found and found.entry is None and str(found).endswith("there no layout divides so.")
+    assert found and found.entry is None and str(found).endswith(", no layout divides so.")
 
 
 def test_reasons_are_by_kind():

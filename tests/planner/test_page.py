@@ -77,13 +77,13 @@ def test_all_is_on_it(large):
     for i, entry in enumerate(ranking.entries[:10], 1):
         row = "".join(f"<td[^>]*>{re.escape(cell)}</td>" for cell in [str(i), *entry.cells()])
         assert re.search(row, text)
-    for part in ranking.explain(0).split("\n\n"):
-        assert escape(part) in text
+    for part in ranking.formulas(0):
+        assert escape(part.formulas) in text
     for rejected in ranking.rejected:
         assert escape(rejected.what) in text and escape(rejected.why) in text
     for source in (*ranking.platform.sources.values(), *(n.source for n in ranking.platform.networks)):
         assert escape(source) in text
-    assert escape(saved_by_ssmb(ranking.model, ranking[0].layout, ranking.platform)) in text
+    assert escape(saved_by_ssmb(ranking.model, ranking[0].layout, ranking.platform).formulas) in text
     assert escape(ranking.model.note) in text and escape(ranking[0].plan().to_json()) in text
 
 

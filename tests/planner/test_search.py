@@ -12,6 +12,7 @@ import torch
 
 import moefx
 from moefx import cli
+from moefx._units import amount
 from moefx.errors import InvalidPlan, UnknownArchitecture, UnknownPlatform
 from moefx.planner.catalogue import model_of
 from moefx.planner.layout import Layout
@@ -135,10 +136,29 @@ def test_explained(small):
         "A_interm = ",
         "MFU = ",
         "T_step = ",
-        "# Piper eq. 12",
-        "# X-MoE table 2",
+        "; Piper eq. 12",
+        "; X-MoE table 2",
     ):
         assert line in text
+
+
+def test_a_notebook_shows_a_line(small):
+    """Not thousands of fields."""
+    entry, x = small[3], small[3].layout
+    assert repr(entry) == (
+        f"<Entry {entry.short}, {x.microbatches} micro-batches of {x.sequences}: "
+        f"{amount(entry.memory['M_gpu'], 'B')}, {amount(entry.seconds, 's')} a step, MFU {entry.mfu:.1%}>"
+    )
+    assert repr(small) == (
+        f"<Ranking of olmoe-1b-7b on 16 x NVIDIA A100 40GB SXM4: {len(small)} layouts fit, the fastest {small[0]!r}; "
+        "print it for all>"
+    )
+    assert "0 layouts fit; print it" in repr(plan("deepseek-v3", "a100-40gb", 8))
+    words = dataclasses.replace(entry, layout=LAYOUT).words
+    assert words == (
+        "2 pipeline stages, data parallelism over 8 GPUs, tensor parallelism over 2 GPUs, experts over 16 GPUs, SSMB, "
+        "ZeRO-1, what the policy 'h' says kept for the backward"
+    )
 
 
 MODEL, PLATFORM = model_of("qwen3-30b-a3b"), platform_of("dgx-h100")

@@ -87,8 +87,9 @@ def stages(model: Architecture, layout: Layout, platform: Platform, experts_firs
     for i in range(layout.pp):
         (every, with_experts), is_last = layout.layers_of(model, i), i == layout.pp - 1
         own = values | {
-            "L": every, "L_moe": with_experts, "n_logits": int(is_last), "l_t": every, "l_t_moe": with_experts,
-            "h_t": int(is_last), "n_emb": values["n_emb"] if i == 0 or is_last else 0, "n_p2p": 1,
+            "L": every, "L_moe": with_experts, "l_t": every, "l_t_moe": with_experts, "h_t": int(is_last),
+            "n_logits": values["n_logits"] if is_last else 0,
+            "n_emb": values["n_emb"] if i == 0 or is_last else 0, "n_p2p": 1,
         }  # fmt: skip
         one, two = (formulas(**own | {"skew": skew}) for skew in (1.0, 2.0))
         found.append(_stage(with_experts, own, one, two, layout.pp > 1))

@@ -1,0 +1,87 @@
+"""Every symbol of a shown formula is a result with a formula of its own, or has its meaning, unit and value below."""
+
+from __future__ import annotations
+
+import re
+from html import escape
+from typing import get_args
+
+import pytest
+
+from moefx import cli
+from moefx.planner.layout import Way
+from moefx.planner.memory import MEMORY
+from moefx.planner.page import render
+from moefx.planner.regions import TRADE_OFF, saved_by_ssmb
+from moefx.planner.search import plan
+from moefx.planner.sheet import Formula, Sheet, distinct, quantities
+from moefx.planner.step import sheet
+from moefx.planner.symbols import SYMBOLS, explained, meaning
+
+SHEETS = [MEMORY, TRADE_OFF, sheet("none", 1)]
+SHEETS += [
+    sheet(way, levels) for way in get_args(Way) for levels in (1, 2, 3) if levels > 1 or way in ("flat", "dedup")
+]
+UNITS = {"1", "B", "s", "FLOP", "FLOP/s", "B/s", "s/B"}
+
+
+@pytest.fixture(scope="module")
+def ranking():
+    return plan("deepseek-v3", "frontier", 1024)
+
+
+def test_all_have_a_meaning_and_none_is_left_over():
+    """A new symbol without a meaning fails here, not where a user asks for it."""
+    given = {name for each in SHEETS for name in each.given}
+    assert all(meaning(name)[0] in UNITS and len(meaning(name)[1]) > 5 for name in given)
+    assert {name if name in SYMBOLS else re.sub(r"\d+$", "#", name) for name in given} == SYMBOLS.keys()
+    assert meaning("beta3") == ("s/B", "time of a byte that leaves a rank at level 3")
+    with pytest.raises(KeyError):
+        meaning("unheard_of")
+
+
+@pytest.mark.parametrize("each", SHEETS, ids=range(len(SHEETS)))
+def test_results_say_what_they_are(each):
+    """A section of a paper alone says nothing to who does not have it."""
+    for formula in each:
+        assert re.match(r"(?!Piper|X-MoE|MoEBlaze)\w", formula.meaning), formula
+
+
+def formulas_of(text):
+    """The lines that have a formula, not its numbers."""
+    return [line.partition("    # ")[0] for line in text.splitlines() if "    # " in line]
+
+
+def test_each_symbol_of_an_entry_is_explained_once(ranking):
+    for index in (0, len(ranking) // 2, len(ranking) - 1):
+        for shown in ranking.formulas(index):
+            made = {line.partition(" = ")[0] for line in formulas_of(shown.formulas)}
+            used = {n for line in formulas_of(shown.formulas) for n in re.findall(r"[A-Za-z]\w*", line)}
+            rows = [name for name, _, _ in shown.symbols if "(" not in name]
+            assert set(rows) == used - made - {"Max", "ceiling", "distinct_parts"} and len(rows) == len(set(rows))
+    bytes_of, seconds_of = ({name: value for name, value, _ in shown.symbols} for shown in ranking.formulas(0))
+    assert (bytes_of["n_logits"], seconds_of["n_logits"]) == ("0", "1")  # of the first stage, of the last
+    assert seconds_of["peak"] == "1.915e+14 FLOP/s" and seconds_of["z_o"] == str(ranking[0].layout.dp)
+
+
+def test_units_and_functions():
+    E, k, EP, BW = quantities("E k EP BW")
+    shown = explained(Sheet([Formula("D", distinct(E, k, EP) / BW, "s", "a test")]), "D", E=8, k=2, BW=2e12, EP=4)
+    assert [row[:2] for row in shown.symbols] == [
+        ("BW", "2e+12 B/s"), ("E", "8"), ("EP", "4"), ("k", "2"), ("distinct_parts(E, k, n)", "")
+    ]  # fmt: skip
+
+
+def test_the_command_and_the_page_have_them(ranking, capsys):
+    asked = ["plan", "deepseek-v3", "--platform", "frontier", "--gpus", "1024", "--explain", "2"]
+    assert cli.main(asked) == 0
+    printed = capsys.readouterr().out
+    page = render(ranking)
+    for shown in ranking.formulas(1):
+        for name, value, text in shown.symbols:
+            assert re.search(rf"^  {re.escape(name)} +{re.escape(value)} +{re.escape(text)}$", printed, re.M)
+    on_page = [*ranking.formulas(0), saved_by_ssmb(ranking.model, ranking[0].layout, ranking.platform)]
+    for shown in on_page:
+        for row in shown.symbols:
+            assert "".join(f"<td>{escape(cell)}</td>" for cell in row) in page
+    assert f"<td>n_kept</td><td>64</td><td>{escape(meaning('n_kept')[1])}</td>" in page
