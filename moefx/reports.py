@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from .distribute import Spread
 
 
+_MASKS = {False: "by the program's own mask", True: "by the program's own mask, which leaves a token any number of experts"}
+
+
 def report_of(
     matched: Matched, program: Program, block: nn.Module, verdict: str, spread: Spread | None = None
 ) -> MatchedBlock:
@@ -28,7 +31,7 @@ def report_of(
         or "a general function of its rows"
     )
     unfused = "; ".join(str(n.meta["unfused"]) for n in combines if "unfused" in n.meta)
-    drop = str(match.drop or ("by the program's own mask" if match.keep else ""))
+    drop = str(match.drop or (_MASKS["m" in match.lifted[0].index.axes] if match.keep else ""))
     if not match.drop and (
         rules := {str(n.kwargs.get("drop", "none")) for n in graph.find(torch.ops.moefx.build_pft.default)} - {"none"}
     ):

@@ -275,6 +275,19 @@ def _comparison(name: str, fn: Callable) -> Callable:
     return method
 
 
+def _followed(name: str, fn: Callable) -> Callable:
+    """A function of a number, of which a `Size` keeps the expression; `math.sqrt` asks for a float of it."""
+
+    def function(x: Any, *rest: Any) -> Any:
+        known = isinstance(x, Number) and not rest
+        return x._like(fn(x.value), f"{name}({x.expr})") if known else fn(x, *rest)
+
+    return function
+
+
+FOLLOWED = {name: _followed(name, fn) for name, fn in FUNCTIONS.items()}
+
+
 def _define(kind: type) -> None:
     """The operators; those that torch's symbolic numbers have would look for a symbol of torch's."""
     for name, (symbol, fn) in ARITHMETIC.items():

@@ -8,6 +8,7 @@ from there on everything is the pipeline that blocks go through: the same captur
     facts      what is known of each node in its graph: its value, what it follows from, through memory too,
                grad mode and autocast
     extents    from a node that selects (`topk`, `sort`, a comparison) to entry and exit, by dominance alone
+    dims       the token dims of a region, and what a number of the graph is over them
     sizes      the numbers in a region as expressions over its token dims: a program for all sizes, of which the graph
                is one. Whether each number is taken for what it was meant is no question of correctness: the proof is of
                that program, and at the sizes of the graph that is the graph.

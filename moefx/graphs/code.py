@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from ..capture.sizes import FOLLOWED
 from ..capture.source import Source, said
 
 
@@ -26,10 +26,7 @@ class Size(NamedTuple):
     text: str
 
     def at(self, dims: dict[str, Any]) -> Any:
-        return eval(self.text, {"__builtins__": {}, **_FUNCTIONS}, dims)
-
-
-_FUNCTIONS = {"math": math, "min": min, "max": max, "abs": abs, "float": float, "int": int, "round": round}
+        return eval(self.text, {"__builtins__": {}, **FOLLOWED}, dims)
 
 
 class Autocast(NamedTuple):

@@ -22,7 +22,7 @@ from torch import fx
 from .facts import Facts
 from .nodes import SELECT, hint, target_name
 
-_COMPARE = {"gt", "ge", "lt", "le"}
+_COMPARE = {"gt", "ge", "lt", "le", "eq", "ne"}
 _CONTRACT = {
     "linear", "mm", "bmm", "matmul", "einsum", "addmm", "baddbmm", "addbmm", "_grouped_mm", "grouped_mm", "__matmul__",
     "mv", "tensordot",

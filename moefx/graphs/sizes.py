@@ -15,22 +15,18 @@ import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_aggregate
-from torch.utils._sympy.printers import PythonPrinter
 
-from ..capture.inputs import NAMES
 from ..errors import Refused
 from .code import Size, Value, call, map_leaves, modes
+from .dims import Dims
 from .extents import Extent
 from .facts import Facts
-from .nodes import SELECT, hint, plain, target_name
+from .nodes import SELECT, hint, plain, sources_of, target_name
 
-_PROBES = (101, 103, 107, 109, 113)
 _FACTORIES = {
     "zeros", "ones", "full", "empty", "arange", "rand", "randn", "eye", "linspace", "randperm", "randint",
     "empty_strided", "empty_permuted", "tensor", "scalar_tensor",
@@ -40,74 +36,6 @@ _SHAPED = _FACTORIES | {
     "unflatten",
 }  # fmt: skip
 _MOST_TRIED = 4000
-_MOST_TIMES = 4096
-
-
-class Dims:
-    """The token dims of an entry: its axes but the last, without those of size one.
-
-    Attributes:
-        names: outermost first. axes: of the entry. given: as it has them. sizes: what they are in the graph, by name.
-        probe: sizes that look like nothing else.
-    """
-
-    def __init__(self, shape: Sequence[Any], constants: set[int]):
-        self.rank = len(shape)
-        self.axes = [i for i, n in enumerate(shape[:-1]) if not (type(n) is int and n == 1)]
-        names: tuple[str, ...] = NAMES[: len(self.axes)] if len(self.axes) > 1 else ("S",) * len(self.axes)
-        self.names = names
-        self.symbols = [sympy.Symbol(name, integer=True, positive=True) for name in names]
-        self.given = [shape[i] for i in self.axes]
-        self.sizes = {name: hint(shape[i]) for name, i in zip(names, self.axes, strict=True)}
-        if 0 in self.sizes.values():
-            raise Refused("there are no tokens in the graph's inputs: sizes do not show what is of tokens")
-        # A symbolic size is symbolic everywhere: a number that equals it here is a constant.
-        self.fixed = [at for at, i in enumerate(self.axes) if type(shape[i]) is int]
-        self.expressions = {n.node.expr: s for n, s in zip((shape[i] for i in self.axes), self.symbols, strict=True)
-                            if isinstance(n, torch.SymInt)}  # fmt: skip
-        free = itertools.filterfalse(constants.__contains__, _PROBES)
-        self.probe: dict[str, int] = dict(zip(names, free, strict=False))
-
-    def number(self, n: int) -> list[Size]:
-        """What a number may be: of the sizes that are numbers in the graph."""
-        found = []
-        for count in range(len(self.fixed), 0, -1):
-            for chosen in itertools.combinations(self.fixed, count):
-                whole = math.prod(self.sizes[self.names[i]] for i in chosen)
-                times, rest = divmod(n, whole)
-                if rest or not 1 <= times <= _MOST_TIMES or (times > 1 and count < len(self.names) and chosen[-1] == 0):
-                    continue
-                product = sympy.Mul(times, *(self.symbols[i] for i in chosen))
-                found.append((times, Size(PythonPrinter().doprint(product))))
-        return [size for _, size in sorted(found, key=lambda f: f[0])]
-
-    def stands(self, shape: Sequence[int], place: int) -> bool:
-        """Whether the number at this place of a shape is likely one of tokens: where the entry has it, whose axes of
-        size one may be missing, or in front."""
-        units = [i for i in range(self.rank - 1) if i not in self.axes]
-        has_units = all(shape[i : i + 1] == [1] for i in units)
-        sizes, n = list(self.sizes.values()), shape[place]
-        at = dict(zip(self.axes if has_units else range(len(sizes)), sizes, strict=True))
-        return at.get(place) == n or (place == 0 and n % math.prod(sizes) == 0)
-
-    def symbolic(self, n: Any) -> list[Size | int]:
-        """What a symbolic number of the graph is."""
-        expr = n.node.expr
-        for known, symbol in sorted(self.expressions.items(), key=lambda e: -len(e[0].free_symbols)):
-            expr = expr.subs(known, symbol)
-        if expr.free_symbols - set(self.symbols):
-            return self._known_equal(n) if isinstance(n, torch.SymInt) else []
-        if expr.is_Integer:
-            return [int(expr)]
-        return [Size(PythonPrinter().doprint(expr))]
-
-    def _known_equal(self, n: torch.SymInt) -> list[Size | int]:
-        """Symbols of another input, where the graph has seen that they must make as many."""
-        for count in range(len(self.names), 0, -1):
-            for chosen in itertools.combinations(range(len(self.names)), count):
-                if statically_known_true(n == math.prod(self.given[i] for i in chosen)):
-                    return [Size("*".join(self.names[i] for i in chosen))]
-        return []
 
 
 class Generalised:
@@ -131,7 +59,7 @@ class Generalised:
         self.device = entry.device if has_autocast else torch.device("meta")
         constants = {c for n in extent.inside for c in self._numbers((n.args, n.kwargs))}
         constants |= {hint(s) for n in extent.inside if (t := facts.tensor(n)) is not None for s in t.shape}
-        self.dims = Dims([plain(n) for n in entry.shape], constants)
+        self.dims = Dims(facts, [plain(n) for n in entry.shape], constants)
         if not self.dims.names:
             raise Refused("there is one token only: sizes do not show what is of tokens")
         self.arguments: dict[fx.Node, tuple[tuple, dict]] = {}
@@ -161,12 +89,23 @@ class Generalised:
                     levels.pop()
             tried += 1
             if not levels or tried > _MOST_TRIED + len(steps):
-                n = steps[min(furthest, len(steps) - 1)]
-                raise Refused(
-                    "the sizes in the graph do not show which of them are of tokens",
+                raise self._unclear(steps[min(furthest, len(steps) - 1)])
+
+    def _unclear(self, n: fx.Node) -> Refused:
+        """At a node at which the sizes are not clear."""
+        where = str(sources_of(n, self.facts.at[n])[0])
+        for number in (a for a in n.all_input_nodes if self.facts.is_number(a)):
+            if not self._of_number(self.facts.value[number], node=number):
+                how = "the graph is given it" if number.op == "placeholder" else "it is computed otherwise"
+                return Refused(
+                    f"a number ({number.name}) does not follow from the sizes [{', '.join(self.dims.names)}] of the "
+                    f"region's rows in a way that is known: {how}",
                     culprits=(target_name(n),),
-                    remedy=self._remedy(),
+                    source=where,
+                    remedy="compile with dynamic=False, which makes numbers of sizes",
                 )
+        what = "the sizes in the graph do not show which of them are of tokens"
+        return Refused(what, culprits=(target_name(n),), source=where, remedy=self._remedy())
 
     def _remedy(self) -> str:
         """What would show them."""
@@ -207,7 +146,7 @@ class Generalised:
         def candidates(a: Any) -> None:
             if isinstance(a, fx.Node):
                 if self.facts.is_number(a):
-                    leaves.append(self._of_number(self.facts.value[a]))
+                    leaves.append(self._of_number(self.facts.value[a], node=a))
                     next(place)
             elif type(a) is int:
                 at = next(place)
@@ -247,10 +186,10 @@ class Generalised:
         map_aggregate(tree, number)
         return found
 
-    def _of_number(self, value: Any, first: bool = False) -> list[Any]:
+    def _of_number(self, value: Any, first: bool = False, node: fx.Node | None = None) -> list[Any]:
         value = plain(value)
         if isinstance(value, (torch.SymInt, torch.SymFloat)):
-            return self.dims.symbolic(value)
+            return self.dims.symbolic(value, node)
         if type(value) is not int:
             return [value]
         sizes = self.dims.number(value)

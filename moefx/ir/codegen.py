@@ -218,10 +218,12 @@ class Source:
         return alias
 
 
-# what expressions over sizes may call
+_torch: Any = torch
+# What expressions over sizes may call. Of a symbolic size `math.sqrt` would make a number, and a graph for that alone;
+# torch's functions are `math`'s where the size is one.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "ceil": math.ceil, "floor": math.floor, "trunc": math.trunc, "int": int, "round": round, "abs": abs,
-    "min": min, "max": max, "log": math.log, "log2": math.log2, "sqrt": math.sqrt,
+    "min": min, "max": max, "log": math.log, "log2": _torch._sym_log2, "sqrt": _torch._sym_sqrt,
 }  # fmt: skip
 
 

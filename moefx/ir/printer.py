@@ -337,7 +337,8 @@ class _Printer:
         """What is computed from sizes, as Python would have it."""
         if size.target in _ARITHMETIC and len(size.args) == 2:
             return self._infix(size.args, _ARITHMETIC[size.target])
-        return f"{getattr(size.target, '__name__', size.target)}({', '.join(map(self._value, size.args))})"
+        name = getattr(size.target, "__name__", str(size.target)).removeprefix("_sym_")
+        return f"{name}({', '.join(map(self._value, size.args))})"
 
     def _axis(self, size: Node) -> str:
         """What the axis is called in the shape of the input that this size is read off."""

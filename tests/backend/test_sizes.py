@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -49,6 +51,27 @@ class Capacity(Dense):
         dispatch = chosen.to(t.dtype)[..., None] * here[:, None]
         y = torch.bmm(torch.bmm(torch.einsum("tec,td->ecd", dispatch, t), self.up).relu(), self.down)
         return (torch.einsum("tec,ecd->td", dispatch, y) * w[:, None]).view_as(x)
+
+
+class Limited(Dense):
+    """Experts have so many places for each other's tokens: all crowd on the first one."""
+
+    def __init__(self, places=None):
+        super().__init__()
+        self.places = places
+        with torch.no_grad():
+            self.router.weight[0] = 1
+
+    def forward(self, x, places=None):
+        batch, length, _ = x.shape
+        places = places or self.places(batch, length)
+        w, i = self.router(x).softmax(-1).topk(2, -1)
+        chosen = F.one_hot(i, E).reshape(batch * length, 2, E)
+        place = (chosen.view(-1, E).cumsum(0) - 1).view(batch * length, 2, E)
+        here = (place < places) & (chosen > 0)
+        gates = (w.reshape(-1, 2, 1) * here).sum(1)
+        h = torch.einsum("td,edh->teh", x.reshape(-1, D), self.up).relu()
+        return torch.einsum("teh,ehd,te->td", h, self.down, gates).view_as(x)
 
 
 class Moved(Dense):
@@ -102,6 +125,41 @@ def check(module, calls, **kwargs):
 def test_a_number_of_a_dynamic_graph_is_no_size(make, first):
     """Though it is what a size of the first call is."""
     check(make(), [(tokens(*first),), (tokens(4, 60),)], dynamic=True)
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        lambda batch, length: int(batch * length * 1.25 / E),
+        lambda batch, length: int(math.sqrt(batch * length)),
+        lambda batch, length: max(4, math.ceil((batch * length) ** 0.5)),
+        lambda batch, length: batch * round(math.log2(length)),
+        lambda batch, length: int(batch * length * 0.7 * 3 / 8),  # which is not 0.7 * 3 times as much
+    ],
+)
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_capacities_of_floats(places, dynamic):
+    """They are computed as the graph does, for all sizes."""
+    module, shapes = Limited(places), [(2, 10), (2, 40), (3, 41), (3, 97)]
+    calls = [(tokens(*shape).abs(),) for shape in shapes]
+    (block,) = {b.name: b for b in moefx.blocks(check(module, calls, dynamic=dynamic))}.values()
+    assert not block.fallbacks and block.graph.find("moefx::build_pft")[0].kwargs["capacity"] is not None
+
+
+def test_roots_of_sizes_do_not_compile_again():
+    graphs = []
+    module = Limited(lambda batch, length: int(math.sqrt(batch * length)))
+    options = {"backend": lambda gm, x: graphs.append(gm) or torch._dynamo.lookup_backend("aot_eager")(gm, x)}
+    call = torch.compile(module, backend=backend, options=options, dynamic=True)
+    for length in (10, 17, 23):
+        torch.testing.assert_close(call(x := tokens(2, length).abs()), module(x))
+    assert len(graphs) == 1 and moefx.blocks(call)
+
+
+def test_a_number_that_is_given(caplog):
+    """Nothing says what it is at other sizes."""
+    check(Limited(), [(tokens(2, n).abs(), n // 3) for n in (10, 17)], dynamic=True)
+    assert "does not follow from the sizes [B, S] of the region's rows in a way that is known" in caplog.text
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (2, 0)])

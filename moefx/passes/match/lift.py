@@ -38,7 +38,7 @@ class Lifter:
         """`like`: the form of another capture of the block; what chose the experts there is looked at first here.
         `symbolic`: see `Semantics`."""
         self.capture, self.like = capture, like
-        self.reach = Reach(block, capture, symbolic)
+        self.reach = Reach(block, capture, symbolic, like)
         self.experts: set[str] = set()  # FQNs of the experts' parameters, once lifted
 
     def lift(self, experts: set[str] | None = None) -> Lifted:
@@ -171,6 +171,7 @@ class Lifter:
     def _summands(self, cut: fx.Node) -> tuple[list[list[Term]], list[list[Term]]]:
         """What each row of the cut is the sum of: the experts' results, and the rest."""
         routed, rest = [], []
+        self.reach.met(cut)  # takes sums apart
         for t, row in enumerate(self.reach.rows(cut)):
             parts = self.owners.summands(row)
             if any(is_const(p, "nan") for p in parts):  # type: ignore[arg-type]

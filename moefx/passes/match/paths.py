@@ -61,6 +61,12 @@ class Place:
                 t = t.args[0]
         return Place(t.args[0], tuple(reversed(steps)))
 
+    @property
+    def axes(self) -> frozenset[int]:
+        """Of the parameter, those at which the part has one place."""
+        op, *rest = self.steps[0] if self.steps else ("",)
+        return frozenset(axis for axis, _ in rest[1]) if op == "at" else frozenset()
+
     def __str__(self) -> str:
         text = self.fqn
         for op, *rest in self.steps:

@@ -46,8 +46,10 @@ def structure(T: Terms, t: Term) -> frozenset[int]:
 
 def _structure(T: Terms, t: Term) -> set[int]:
     match t.op:
-        case "const" | "node" | "param" | "buffer" | "call":
+        case "const" | "node" | "buffer" | "call":
             return set()
+        case "param":
+            return set(T.stacked.get(t, ()))
         case "array":
             return set(range(len(t.shape)))
         case "pw":

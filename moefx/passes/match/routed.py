@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...capture.captured import Capture
 from ...errors import Refused
+from .form import Lifted
 from .nodes import from_state, is_routed, line
 from .paths import Place, expert_indices, is_parameter, parameter_of, sibling_names
 from .semantics import Semantics
@@ -32,10 +33,13 @@ class Reach:
     Attributes:
         children: the numbered parts of every module of the block.
         outputs: the nodes that the call returns or leaves behind.
+        apart: the axes along which rows meet parts of a parameter, by FQN.
     """
 
-    def __init__(self, block: nn.Module, capture: Capture, symbolic: bool = False):
+    def __init__(self, block: nn.Module, capture: Capture, symbolic: bool = False, like: Lifted | None = None):
         self.block, self.capture = block, capture
+        tables = [table for group in like.groups for table in group.tables] if like is not None else []
+        self.apart = {place.fqn: place.axes for table in tables for place in table.values()}
         self.S = Semantics(capture.nodes, capture.shadow, symbolic)
         self.T = self.S.T
         self.children = sibling_names(block)
@@ -61,6 +65,16 @@ class Reach:
                 parts = [self.leaves(a) for a in t.terms if math.prod(a.shape) > 1 or is_parameter(a)]
                 found = frozenset().union(*parts)
             self._leaves[t] = found
+        return found
+
+    def met(self, node: fx.Node) -> list[frozenset[Term]]:
+        """The parameter parts that reach each row of a node. Where a mask lets all experts of a row pass, it is no mask
+        there, and the sum over them one product: it is taken apart as in the other rows."""
+        found = [self.leaves(r) for r in self.rows(node)]
+        if stacked := _stacked(found, self.apart):
+            self.T.stack(stacked)
+            self._leaves.clear()
+            found = [self.leaves(r) for r in self.rows(node)]
         return found
 
     def live(self) -> set[fx.Node]:
@@ -96,7 +110,7 @@ def expert_parameters(reach: Reach) -> tuple[set[str], set[str]]:
         tried += out not in reach.outputs
         if tried > _MOST_NODES_BACK:
             break
-        per_row = [reach.leaves(r) for r in reach.rows(out)]
+        per_row = reach.met(out)
         if not per_row:
             continue
         common = frozenset.intersection(*per_row)
@@ -109,6 +123,34 @@ def expert_parameters(reach: Reach) -> tuple[set[str], set[str]]:
             experts = family(reach, found)
             return experts, experts & ({parameter_of(t).args[0] for t in common} - found)
     return set(), set()
+
+
+def _stacked(per_row: list[frozenset[Term]], apart: dict[str, frozenset[int]]) -> dict[Term, frozenset[int]]:
+    """Parameters that a row meets as a whole, of which others meet parts, with the axes along which these are parts.
+
+    Args:
+        apart: what is known of these axes, to which is added.
+    """
+    whole: set[Term] = set()
+    both: set[Term] = set()  # in one row: an expert's part, and something of all experts
+    for met in per_row:
+        axes = {t: _axes(t) for t in met}
+        parts, all_of = ({parameter_of(t) for t, at in axes.items() if bool(at) is has} for has in (True, False))
+        both |= parts & all_of
+        whole |= all_of
+        for t, at in axes.items():
+            fqn = parameter_of(t).args[0]
+            apart[fqn] = apart.get(fqn, frozenset()) | at
+    return {t: apart[t.args[0]] for t in whole - both if apart[t.args[0]]}
+
+
+def _axes(t: Term) -> frozenset[int]:
+    """Of its parameter, those at which a part has one place."""
+    found = frozenset()
+    while t.op != "param":
+        found = frozenset(axis for axis, _ in t.args[1]) if t.op == "at" else found
+        t = t.terms[0]
+    return found
 
 
 def family(reach: Reach, experts: set[str]) -> set[str]:

@@ -118,6 +118,14 @@ class Terms:
         self._arrays: dict[tuple, Array] = {}
         self._picks: dict[tuple[Term, int, int], Term] = {}
         self._resolved: dict[Term, Term] = {}
+        self.stacked: dict[Term, frozenset[int]] = {}  # parameters, and along which axes routing takes them apart
+
+    def stack(self, found: dict[Term, frozenset[int]]) -> None:
+        """From now on sums over these axes of parameters are written out."""
+        self.stacked = found
+        self._resolved.clear()
+        for t in self._table.values():
+            t.structure = None
 
     def make(self, op: str, args: tuple, shape: Iterable[int]) -> Term:
         shape = tuple(shape)
