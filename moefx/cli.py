@@ -351,7 +351,8 @@ def run_plan(arguments: argparse.Namespace) -> int:
     if arguments.simulate is not None:
         if arguments.simulate > len(ranking):
             raise UsageError(f"--simulate {arguments.simulate}: {len(ranking)} layouts fit")
-        print(ranking.table(1, first=arguments.simulate - 1), flush=True)
+        before = "\n" if arguments.explain is not None else ""
+        print(before + ranking.table(1, first=arguments.simulate - 1), flush=True)
         print(f"\n{ranking.simulate(arguments.simulate - 1, skew=arguments.skew)}")
     if arguments.explain is None and arguments.simulate is None:
         print(ranking.shown(arguments.top), flush=True)

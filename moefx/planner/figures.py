@@ -64,7 +64,7 @@ def assumptions(model: Architecture, platform: Platform) -> str:
         "Nothing overlaps: exchanges and gradients wait for what is computed, and that for them.",
         "Tokens are shared evenly by the experts; none are dropped.",
         "Attention is to all tokens before, in every layer: what windows and sparse attention save is not counted.",
-        "16 bytes a parameter before ZeRO (half precision, float32 copy, Adam), flash attention, 1F1B.",
+        "16 bytes a parameter before ZeRO (half precision, float32 copy, Adam), flash attention.",
         "" if platform.overhead else "What the framework takes of the memory is not known, and counted as nothing.",
         f"{model.name}: {model.note}." if model.note else "",
     ]

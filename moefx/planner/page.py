@@ -11,7 +11,7 @@ from .._units import amount
 from . import plots
 from .figures import assumptions, sources
 from .parts import LABELS, memory_parts, time_parts
-from .ranking import COLUMNS, LEGEND, Entry, Ranking
+from .ranking import COLUMNS, LEGEND, SIZES, Entry, Ranking
 from .regions import TRADE_OFF, Region, border, feasible, saved_by_ssmb, trade_off
 from .scaling import Scaled, above_ideal, scaling
 from .symbols import Explained, explained
@@ -70,6 +70,7 @@ def _heading(ranking: Ranking) -> str:
         least = ranking.nearest
         text += f" The one that lacks least, {least.what}, {least.why}." if least else ""
         text += f" {found}" if (found := ranking.fewest()) else ""
+        text += f" {SIZES}"
     every, active = (model.parameters(experts) / 1e9 for experts in (None, model.top_k))
     size = f"{every:.4g} billion parameters, {active:.4g} of them active"
     return (

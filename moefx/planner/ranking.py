@@ -29,9 +29,12 @@ COLUMNS = {
 LEGEND = (
     "PP stages (x4: of 4 chunks each, interleaved; a name: by that schedule; else 1F1B), TP ranks of the dense",
     "matrices, DP ranks with other sequences, EP ranks of the experts, which are next to each other (EP first) or",
-    "their replicas are. rows: how they travel. kept: for the backward, by the policy h or x of Plan(checkpoint=...),",
-    "or inputs of layers, which run again. micro-batches: 16 of 8 sequences each.",
+    "their replicas are. SSMB: in MoE blocks TP ranks have a part of the sequence each. ZeRO: its stage. rows: one for",
+    "each expert of a token (flat) or each rank of these (dedup), or by hops over nodes (rbd, halo). kept: for the",
+    "backward, by the policy h or x of Plan(checkpoint=...), or inputs of layers, which run again. micro-batches: 16",
+    "of 8 sequences each. MFU: FLOP that the model asks for, over what the GPUs could do.",
 )
+SIZES = "PP stages, TP ranks of the dense matrices, DP ranks with other sequences, EP ranks of the experts."
 
 
 TERMS = {  # of the memory, that a rejected layout may have most of
@@ -79,8 +82,8 @@ class Entry:
         parts = [f"{x.pp} pipeline stages"] if x.pp > 1 else []
         parts += [f"{what} over {ranks} GPUs" for what, ranks in shared.items() if ranks > 1]
         parts += ["SSMB"] if x.ssmb else []
-        kept = "only inputs of layers" if x.recompute else f"what the policy {x.kept!r} says"
-        return ", ".join([*parts, f"ZeRO-{x.zero}", f"{kept} kept for the backward"])
+        kept = "only inputs of layers" if x.recompute else f"policy {x.kept!r}"
+        return ", ".join([*parts, f"ZeRO-{x.zero}", f"kept for the backward: {kept}"])
 
     def __repr__(self) -> str:
         x = self.layout
@@ -237,8 +240,7 @@ class Ranking:
             f"{self.model.name} on {self.num_ranks} x {self.platform.device}: {len(self.entries)} layouts fit "
             f"{amount(self.platform.capacity, 'B')}"
         ]
-        if self.entries:
-            lines += ["", self.table(most), "", *LEGEND]
+        lines += ["", self.table(most), "", *LEGEND] if self.entries else [SIZES]
         if self.model.note:
             lines += [f"{self.model.name}: {self.model.note}."]
         if not self.platform.is_measured:

@@ -195,7 +195,7 @@ def _layouts(
                 ssmb_or_not = (*((True,) if tp > 1 and ep % tp == 0 else ()), *((False,) if dp % ep == 0 else ()))
                 if not ssmb_or_not:
                     why = "ranks that have the same tokens share experts by SSMB, all TP of them, or not at all"
-                    _reject(rejected, f"EP is neither k * TP nor divides DP: {why}", PP=pp, TP=tp, EP=ep)
+                    _reject(rejected, f"EP is neither a multiple of TP nor divides DP: {why}", PP=pp, TP=tp, EP=ep)
                 for b in sequences:
                     for ssmb in ssmb_or_not:
                         yield Layout(

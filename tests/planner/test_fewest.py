@@ -24,7 +24,7 @@ def test_the_smallest_number_of_gpus():
     )
     assert (
         "Doubling the GPUs, 64 are the first on which something fits, in 36.85 GiB a GPU: data parallelism over 64 "
-        "GPUs, ZeRO-3, only inputs of layers kept for the backward." in str(ranking)
+        "GPUs, ZeRO-3, kept for the backward: only inputs of layers." in str(ranking)
     )
 
 
@@ -80,6 +80,10 @@ def test_the_command_shows_reasons_instead_of_formulas(capsys, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     assert cli.main(["plan", "deepseek-v3", "--platform", "a100-40gb", "--gpus", "8", "--explain", "1"]) == 1
     assert "rejected" in capsys.readouterr().out and not list(tmp_path.iterdir())
+
+
+def test_sizes_are_named_where_there_is_no_table():
+    assert "\nPP stages, TP ranks of the dense matrices, DP" in str(plan("deepseek-v3", "a100-40gb", 8))
 
 
 def test_no_number_divides():

@@ -19,9 +19,12 @@ from .exchanges import draw
 from .schedule import run
 from .stages import Stage, expert_groups, stages
 
-COMPONENTS = (
-    "compute", "waiting", "exchanges", "tensor ranks", "parameters", "stages", "gradients", "optimizer"
-)  # fmt: skip
+COMPONENTS = {  # and what they are, for readers
+    "compute": "GEMMs and attention", "waiting": "for the slowest rank of a group",
+    "exchanges": "rows to experts and back", "tensor ranks": "all-reduces of TP, gathers of SSMB",
+    "parameters": "gathered, ZeRO-3", "stages": "bubbles, and transfers that are waited for",
+    "gradients": "reduced and spread", "optimizer": "its step",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,12 +59,12 @@ class Simulated:
         return sum(self.formulas.values()) / self.seconds
 
     def __str__(self) -> str:
-        rows = [("", "formulas", "simulated")]
-        for name in COMPONENTS:
+        rows = [("", "formulas", "simulated", "")]
+        for name, what in COMPONENTS.items():
             theirs, own = (amount(round(of[name], 9) + 0.0, "s") for of in (self.formulas, self.components))
-            rows.append((name, theirs, own))
-        rows += [("step", amount(sum(self.formulas.values()), "s"), amount(self.seconds, "s"))]
-        lines = [f"{name:<16}{formulas:<12}{simulated}" for name, formulas, simulated in rows]
+            rows.append((name, theirs, own, what))
+        rows += [("step", amount(sum(self.formulas.values()), "s"), amount(self.seconds, "s"), "")]
+        lines = [f"{row[0]:<16}{row[1]:<12}{row[2]:<12}{row[3]}".rstrip() for row in rows]
         lines += ["", f"formulas over simulated {self.ratio:.3f}; routing of skew {self.skew:g}, seed {self.seed}"]
         lines += [f"rank {self.slowest} computes longest"]
         if self.exchanges:
