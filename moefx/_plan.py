@@ -109,7 +109,8 @@ class Plan:
             several = axis if field == "expert_axis" and isinstance(axis, tuple) else (axis,)
             if axis is not None and not (several and all(isinstance(name, str) for name in several)):
                 raise InvalidPlan(f"Plan({field}={axis!r}): expected the name of a mesh axis")
-        if not self.validation_seconds >= 0:
+        seconds = self.validation_seconds
+        if not (type(seconds) in (int, float) and seconds >= 0):
             raise InvalidPlan(f"Plan(validation_seconds={self.validation_seconds!r}): expected a number >= 0")
         for field in ("fuse", "pilots"):
             if type(getattr(self, field)) is not bool:
@@ -139,6 +140,8 @@ class Plan:
             raise InvalidPlan(
                 f"Plan(disable={self.disable!r}): expected names of passes in a tuple, ({self.disable!r},)"
             )
+        if not isinstance(self.disable, (tuple, list, set, frozenset)):
+            raise InvalidPlan(f"Plan(disable={self.disable!r}): expected names of passes in a tuple")
         object.__setattr__(self, "disable", tuple(self.disable))
 
     def to_json(self) -> str:

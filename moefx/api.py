@@ -278,6 +278,13 @@ def _plan(plan: Plan | str | None, mesh: Any) -> Plan:
     if not isinstance(plan, Plan):
         what = repr(plan) if isinstance(plan, str) else f"a {type(plan).__name__}"
         raise InvalidPlan(f"plan is {what}; expected a moefx.Plan, 'auto' or None")
+    return checked_passes(plan)
+
+
+def checked_passes(plan: Plan) -> Plan:
+    """Raises:
+    InvalidPlan: it is to do without a pass that there is not.
+    """
     names = [*(made.__name__ for made in PASSES), "overlap"]  # without `collectives` there is no expert parallelism
     for name in plan.disable:
         if name not in names:

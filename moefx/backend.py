@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import logging
 import re
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 
+from ._options import options_of
 from ._plan import Plan
-from .api import RECORD, Record, explain
-from .errors import InvalidPlan
+from .api import RECORD, Record, checked_passes, explain
 from .graphs import artifacts
+from .graphs.dims import NO_TOKENS, ONE_TOKEN
 from .graphs.rewriting import Found, checked_graph, checked_plan, rewritten
 from .inspection.explain import MatchedBlock, together
 from .runtime.module import BlockForward, rewritten_blocks
@@ -50,7 +50,7 @@ def rewrite_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: Plan 
     Raises:
         InvalidInput: no graph, or other inputs than the graph has. InvalidPlan: no plan.
     """
-    plan = checked_plan(plan)
+    plan = checked_passes(checked_plan(plan))
     values = checked_graph(gm, example_inputs)
     out, found = rewritten(gm, values, plan)
     _tell(gm, found, "it is returned as it is")
@@ -76,8 +76,8 @@ def backend(
     Raises:
         InvalidPlan: an option that there is not, or a plan that cannot be meant.
     """
-    plan, rest = _options(options, mode)
-    out, found = rewritten(gm, list(example_inputs), plan)
+    chosen = options_of(options, mode)
+    out, found = rewritten(gm, list(example_inputs), chosen.plan)
     _tell(gm, found, "it is compiled as it is")
     _tell_of_skipped()
     record = _record(found)
@@ -87,51 +87,27 @@ def backend(
         vars(out)[RECORD] = record
         artifacts.leave(out, lambda: str(explain(out)))
         for forward in rewritten_blocks(out).values():
-            forward.compiled_by = _compiler(options)
-    return rest(out, example_inputs)
+            forward.compiled_by = chosen.compiled_by
+    return chosen.rest(out, example_inputs)
 
 
-# ---------------------------------------------------------------------- options
-def _options(options: Mapping[str, Any] | None, mode: str | None) -> tuple[Plan, Callable[..., Any]]:
-    left, name = dict(options or {}), _rest(options)
-    left.pop("backend", None)
-    own = left.pop("backend_options", None)
-    fields = {f.name for f in dataclasses.fields(Plan)}
-    if unknown := sorted(set(left) - fields):
-        known = ", ".join(sorted(fields | {"backend", "backend_options"}))
-        raise InvalidPlan(f"options={{{unknown[0]!r}: ...}}: there is no such option; there is {known}")
-    if name == "moefx":
-        raise InvalidPlan("options={'backend': 'moefx'}: what the rest of the graph is handed to must be another one")
-    if not (isinstance(name, str) or callable(name)):
-        raise InvalidPlan(f"options={{'backend': {name!r}}}: expected a name or a function")
-    if left.get("expert_axis") is not None:
-        raise InvalidPlan("options={'expert_axis': ...}: experts are spread by moefx.compile(mesh=...) only")
-    rest: Any = torch._dynamo.lookup_backend(name)  # pyright: ignore[reportArgumentType]
-    if name == "inductor":
-        patches = dict(own or {}) | (torch._inductor.list_mode_options(mode) if mode else {})
-        rest = functools.partial(rest, config_patches=patches) if patches else rest
-    elif own is not None:
-        rest = functools.partial(rest, options=own)
-    return Plan(**left), rest
+def _reset() -> None:
+    """`torch._dynamo.reset()`: graphs that were compiled before are not run any more."""
+    _KEPT.clear()
 
 
-def _rest(options: Mapping[str, Any] | None) -> Any:
-    """What the graph is handed to: a name or a function."""
-    return (options or {}).get("backend", "inductor")
-
-
-def _compiler(options: Mapping[str, Any] | None) -> str:
-    """The name of what compiles the graph afterwards; "" where it may run as it is."""
-    name = _rest(options)
-    return name if isinstance(name, str) and not name.startswith("eager") else ""
+backend.reset = _reset  # pyright: ignore[reportFunctionMemberAccess]
 
 
 # ---------------------------------------------------------------------- what is said
 def _tell(gm: fx.GraphModule, found: Found, then: str) -> None:
     """In the log, each thing once."""
     every = found.every()
-    for refusal in together(r for f in every for r in f.refused):
-        _once(logging.WARNING, f"moefx left a region of a graph as it was: {refusal}")
+    refused = [r for f in every for r in f.refused]
+    others = _rewritten_otherwise(refused, (m for one in _KEPT for m in one.record.matched))
+    for level, those in (logging.INFO, others), (logging.WARNING, [r for r in refused if r not in others]):
+        for refusal in together(those):
+            _once(level, f"moefx left a region of a graph as it was: {refusal}")
     reason = getattr(gm, "compile_subgraph_reason", None)
     if found.open and getattr(reason, "graph_break", False):
         frames = getattr(reason, "user_stack", None) or []
@@ -146,6 +122,12 @@ def _tell(gm: fx.GraphModule, found: Found, then: str) -> None:
     if not any(f.matched or f.refused for f in every):
         nodes = len(found.facts.nodes)
         _once(logging.INFO, "moefx found no MoE region in a graph; " + then, f" ({nodes} nodes)")
+
+
+def _rewritten_otherwise(refused: Iterable[Refusal], matched: Iterable[MatchedBlock]) -> list[Refusal]:
+    """Those that are left for having a single token, or none, and are rewritten in graphs of more."""
+    names = {name for report in matched for name in report.names}
+    return [r for r in refused if r.reason in (NO_TOKENS, ONE_TOKEN) and r.name in names]
 
 
 def _tell_of_skipped() -> None:
@@ -191,6 +173,14 @@ _NOTHING = Refusal(
     "no graph of it has a region: it was not called yet, or Dynamo breaks it apart, or the experts are in no graph",
     remedy="call it first. What moefx.compile finds, moefx.explain says of the model that torch.compile was called on",
 )
+_NOTHING_OWN = dataclasses.replace(
+    _NOTHING,
+    reason=_NOTHING.reason + ", or Dynamo runs the graphs of an equal model that was compiled before",
+    remedy="torch._dynamo.reset() forgets those; then " + _NOTHING.remedy,
+)
+
+
+_FEW = "graphs of a single token, or of none, run as they were"
 
 
 @dataclasses.dataclass
@@ -233,8 +223,8 @@ def _way(context: Any) -> Way | None:
         if getattr(made, "compiler_fn", made) is not backend:
             return None
         given = getattr(made, "kwargs", {})
-        plan, _ = _options(options := given.get("options"), given.get("mode"))
-        return Way(plan, getattr(made, "dynamic", None), str(_rest(options)))
+        chosen = options_of(given.get("options"), given.get("mode"))
+        return Way(chosen.plan, getattr(made, "dynamic", None), str(chosen.name))
     except Exception:
         return None
 
@@ -243,7 +233,7 @@ def compiled_for(model: nn.Module) -> tuple[Record | None, dict[str, BlockForwar
     """The regions of the graphs of a model that was compiled with the backend, the latest of each name. Of a model that
     never was, unless it is what `torch.compile` returned, there is no record."""
     mine = {id(t) for t in (*model.parameters(), *model.buffers())}
-    matched: dict[tuple[str, ...], Any] = {}
+    matched: dict[tuple[str, ...], MatchedBlock] = {}
     refused: dict[str, Refusal] = {}
     forwards: dict[str, BlockForward] = {}
     seconds, found = 0.0, False
@@ -256,6 +246,12 @@ def compiled_for(model: nn.Module) -> tuple[Record | None, dict[str, BlockForwar
         matched.update({report.names: report for report in one.record.matched})
         refused.update({str(r): r for r in one.record.refused})
         seconds += one.record.seconds
+    for r in _rewritten_otherwise([*refused.values()], [*matched.values()]):
+        del refused[str(r)]
+        for names, report in matched.items():
+            if r.name in names and _FEW not in report.notes:
+                matched[names] = dataclasses.replace(report, notes=(*report.notes, _FEW))
     if not found:
-        return (Record((), (_NOTHING,), 0.0) if ways_of(model) else None), {}
+        nothing = _NOTHING_OWN if _KEPT else _NOTHING
+        return (Record((), (nothing,), 0.0) if ways_of(model) else None), {}
     return Record(tuple(matched.values()), tuple(refused.values()), seconds), forwards

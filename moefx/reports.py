@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .distribute import Spread
 
 
-_MASKS = {False: "by the program's own mask", True: "by the program's own mask, which leaves a token any number of experts"}
+_MASK = "by the program's own mask"
 
 
 def report_of(
@@ -31,7 +31,9 @@ def report_of(
         or "a general function of its rows"
     )
     unfused = "; ".join(str(n.meta["unfused"]) for n in combines if "unfused" in n.meta)
-    drop = str(match.drop or (_MASKS["m" in match.lifted[0].index.axes] if match.keep else ""))
+    drop = str(match.drop or (_MASK if match.keep else ""))
+    if match.keep and "m" in match.lifted[0].index.axes:
+        drop += ", which leaves a token any number of experts"
     if not match.drop and (
         rules := {str(n.kwargs.get("drop", "none")) for n in graph.find(torch.ops.moefx.build_pft.default)} - {"none"}
     ):

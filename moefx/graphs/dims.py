@@ -21,6 +21,8 @@ from .code import Size
 from .facts import Facts
 from .nodes import hint, plain, target_name
 
+NO_TOKENS = "there are no tokens in the graph's inputs: sizes do not show what is of tokens"
+ONE_TOKEN = "there is one token only: sizes do not show what is of tokens"
 _PROBES = (101, 103, 107, 109, 113)
 _MOST_TIMES = 4096
 _SYMBOLIC = (torch.SymInt, torch.SymFloat)
@@ -45,7 +47,7 @@ class Dims:
         self.given = [shape[i] for i in self.axes]
         self.sizes = {name: hint(shape[i]) for name, i in zip(names, self.axes, strict=True)}
         if 0 in self.sizes.values():
-            raise Refused("there are no tokens in the graph's inputs: sizes do not show what is of tokens")
+            raise Refused(NO_TOKENS)
         # A symbolic size is symbolic everywhere: a number that equals it here is a constant.
         self.fixed = [at for at, i in enumerate(self.axes) if type(shape[i]) is int]
         self.expressions = {n.node.expr: s for n, s in zip((shape[i] for i in self.axes), self.symbols, strict=True)

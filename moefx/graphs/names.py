@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from .extents import Extent
 from .facts import Facts
-from .nodes import MOVES, is_held, target_name
+from .nodes import MOVES, is_held, sources_of, target_name
 
 
 def weight_names(facts: Facts, weights: tuple[fx.Node, ...]) -> tuple[str, ...]:
@@ -75,8 +75,8 @@ def _owners(name: str) -> list[str]:
 
 
 def region_name(facts: Facts, extent: Extent) -> str:
-    """The innermost module that all of the region was computed in, "" where the graph does not say or it is the whole
-    model."""
+    """The innermost module that all of the region was computed in; the line that selects, where the graph does not say
+    or it is the whole model."""
     paths = []
     for n in extent.inside:
         stack = n.meta.get("nn_module_stack")
@@ -84,7 +84,8 @@ def region_name(facts: Facts, extent: Extent) -> str:
             path = str(next(reversed(stack.values()))[0]) if stack else ""
             paths.append(re.sub(r"\['?([^'\]]+)'?\]", r".\1", re.sub(r"^L\['\w+'\]", "", path)).strip(".").split("."))
     common = _common(paths) if paths else []
-    return ".".join(p for p in common if p not in ("_modules",) and p)
+    named = ".".join(p for p in common if p not in ("_modules",) and p)
+    return named or re.sub(r"\W", "_", str(sources_of(extent.seed, facts.at[extent.seed])[0]))
 
 
 def _common(paths: list[list[str]]) -> list[str]:

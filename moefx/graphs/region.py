@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from typing import Any
 
 import torch
@@ -200,8 +199,8 @@ def extract(facts: Facts, extent: Extent) -> Extracted:
     key = repr((code.dims, code.outputs, forms, given, calls, outside.autocast))
     source = str(sources_of(extent.seed, facts.at[extent.seed])[0])
     return Extracted(
-        region_name(facts, extent) or re.sub(r"\W", "_", source), source, extent, code, inputs, weights, names, outputs,
-        units, shapes, dims.sizes, key, entry.device.type, outside.autocast,
+        region_name(facts, extent), source, extent, code, inputs, weights, names, outputs, units, shapes,
+        dims.sizes, key, entry.device.type, outside.autocast,
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from . import matching
 from .extents import Extent, Extents
 from .facts import Facts
 from .matching import Proven
+from .names import region_name
 from .nodes import SELECT, sources_of, target_name
 from .region import Extracted, RegionCall, extract
 from .splice import order, splice
@@ -117,15 +118,13 @@ def find(
             if any("moefx" in str(n.target) for n in extent.inside):
                 first = None
                 break  # rewritten already
-            region: Extracted | None = None
             try:
                 region = extract(facts, extent)
                 proof = matching.match(facts, region, plan)
                 mine = {n: region for n in extent.inside if n in facts.live}
                 order(facts, taken | mine)
             except Exception as error:
-                name = region.name if region is not None else ""
-                where = str(sources_of(seed, facts.at[seed])[0])
+                name, where = region_name(facts, extent), str(sources_of(seed, facts.at[seed])[0])
                 why = error if isinstance(error, Refused) else own_fault(error, where)
                 first = first or Refusal(name, why.reason, why.source or where, why.culprits, why.remedy)
                 continue
@@ -170,7 +169,11 @@ def _with_given(refusal: Refusal, extents: list[Extent], facts: Facts) -> Refusa
 def checked_plan(plan: Plan | None) -> Plan:
     if plan is not None and not isinstance(plan, Plan):
         raise InvalidPlan(f"plan is a {type(plan).__name__}; expected a moefx.Plan or None")
-    return plan or Plan()
+    plan = plan or Plan()
+    for field in ("expert_axis", "sequence_axis"):
+        if (axis := getattr(plan, field)) is not None:
+            raise InvalidPlan(f"Plan({field}={axis!r}): experts are spread by moefx.compile(mesh=...) only")
+    return plan
 
 
 def checked_graph(gm: Any, example_inputs: Any) -> list[Any]:

@@ -22,7 +22,7 @@ from torch.fx.node import map_aggregate
 
 from ..errors import Refused
 from .code import Size, Value, call, map_leaves, modes
-from .dims import Dims
+from .dims import ONE_TOKEN, Dims
 from .extents import Extent
 from .facts import Facts
 from .nodes import SELECT, hint, plain, sources_of, target_name
@@ -61,7 +61,7 @@ class Generalised:
         constants |= {hint(s) for n in extent.inside if (t := facts.tensor(n)) is not None for s in t.shape}
         self.dims = Dims(facts, [plain(n) for n in entry.shape], constants)
         if not self.dims.names:
-            raise Refused("there is one token only: sizes do not show what is of tokens")
+            raise Refused(ONE_TOKEN, remedy="call it with more: for these Dynamo compiles anew")
         self.arguments: dict[fx.Node, tuple[tuple, dict]] = {}
         self.shapes: dict[fx.Node, tuple] = {}
         self.probed: dict[fx.Node, Any] = {}

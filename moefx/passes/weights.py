@@ -68,7 +68,6 @@ class Weights:
         k = varying[0]
         op, *rest = first.steps[k]
         before = self._steps(self._parameter(first.fqn), first.steps[:k], 0)
-        size = before.meta["val"].shape
         if op == "at":
             axis = rest[1][0][0]
             numbers = [p.steps[k][2][0] for p in places]
@@ -77,7 +76,9 @@ class Weights:
                 return None
             order = [i for _, i in numbers]
             node = before if axis == 0 else self.emit.call(aten.movedim.int, (before, axis, 0))
-            if order != list(range(size[axis])):
+            if order == list(range(order[0], order[0] + len(order))):
+                node = self._range(node, 0, order[0], len(order))
+            else:
                 index = self.emit.call(
                     torch.tensor,
                     (order,),
@@ -90,15 +91,30 @@ class Weights:
                 node = self.emit.call(aten.select.int, (node, a + (1 if a < axis else 0), i))
         elif op == "slice":
             _, dim, start, stop, step = rest
-            width = stop - start
-            if (
-                step != 1
-                or size[dim] != width * len(places)
-                or [p.steps[k][3] for p in places] != [i * width for i in range(len(places))]
-            ):
+            starts = [p.steps[k][3] for p in places]
+            if step != 1 or any(p.steps[k][4] - p.steps[k][3] != stop - start for p in places):
                 return None
-            node = self.emit.call(aten.reshape.default, (before, [*size[:dim], -1, width, *size[dim + 1 :]]))
-            node = node if dim == 0 else self.emit.call(aten.movedim.int, (node, dim, 0))
+            parts = self._evenly_spaced(before, dim, starts, stop - start)
+            if parts is None:
+                return None
+            node = parts
         else:
             return None
         return self._steps(node, first.steps[k + 1 :], 1)
+
+    def _evenly_spaced(self, node: fx.Node, dim: int, starts: list[int], width: int) -> fx.Node | None:
+        """The parts of an axis that start there as a stack, in place; None if they are no rows of a matrix."""
+        size = list(node.meta["val"].shape)
+        spacing = starts[1] - starts[0] if len(starts) > 1 else width
+        first, begin = divmod(starts[0], max(1, spacing))
+        even = starts == [starts[0] + i * spacing for i in range(len(starts))]
+        if not even or size[dim] % spacing or begin + width > spacing:
+            return None
+        node = self.emit.call(aten.reshape.default, (node, [*size[:dim], -1, spacing, *size[dim + 1 :]]))
+        node = self._range(self._range(node, dim, first, len(starts)), dim + 1, begin, width)
+        return node if dim == 0 else self.emit.call(aten.movedim.int, (node, dim, 0))
+
+    def _range(self, node: fx.Node, dim: int, start: int, length: int) -> fx.Node:
+        if length == node.meta["val"].shape[dim]:
+            return node
+        return self.emit.call(aten.slice.Tensor, (node, dim, start, start + length))

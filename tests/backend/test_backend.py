@@ -277,7 +277,16 @@ def test_rewritten_blocks_are_left_alone(caplog):
         ({"checkpint": "x"}, "checkpint"),
         ({"backend": 3}, "expected a name or a function"),
         ({"backend": "moefx"}, "must be another one"),
+        ({"backend": "aot_egaer"}, "did you mean aot_eager"),
         ({"expert_axis": "ep"}, "moefx.compile\\(mesh=...\\) only"),
+        ({"sequence_axis": "tp"}, "moefx.compile\\(mesh=...\\) only"),
+        ({"disable": ("fusion",)}, "no pass 'fusion'; there is fuse"),
+        ({"disable": 3}, "expected names of passes"),
+        ({"validation_seconds": "10"}, "expected a number"),
+        ({"backend": "inductor", "backend_options": 3}, "'backend_options': 3}: expected a dict"),
+        ({"backend": "inductor", "backend_options": {"max_autotun": True}}, "did you mean max_autotune"),
+        ({"backend": "inductor", "backend_options": {"max_autotune": "yes"}}, "expected a bool"),
+        ({"backend": lambda gm, inputs: gm, "backend_options": {}}, "takes no `options`"),
     ],
 )
 def test_options_that_there_are_not(options, what):
@@ -285,6 +294,13 @@ def test_options_that_there_are_not(options, what):
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=what) as error:
         compiled(nn.Linear(3, 3), **options)(torch.randn(2, 3))
     assert isinstance(error.value.inner_exception, InvalidPlan)
+
+
+@pytest.mark.parametrize("options", [[("checkpoint", "x")], moefx.Plan(checkpoint="x"), "x"])
+def test_options_are_a_dict(options):
+    call = torch.compile(nn.Linear(3, 3), backend=backend.backend, options=options)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="expected a dict of fields of a Plan"):
+        call(torch.randn(2, 3))
 
 
 def test_a_plan_in_the_options():

@@ -117,7 +117,7 @@ def _pick_reshape(T: Terms, t: Term, axis: int, i: int) -> Term:
         return T.reshape(T.picks(inner, dict(zip(ins, where, strict=True))), shape)
     if len(ins) == 1:
         sizes = [t.shape[d] for d in outs]
-        if (apart := _split_axis(T, inner, ins[0], sizes)) is not None:
+        if (apart := split_axis(T, inner, ins[0], sizes)) is not None:
             return T.reshape(T.pick(apart, ins[0] + outs.index(axis), i), shape)
         if axis > outs[0] and has_place(inner):  # of a parameter no range, or one with steps
             return T.make("at", (t, ((axis, i),)), shape)
@@ -128,7 +128,7 @@ def _pick_reshape(T: Terms, t: Term, axis: int, i: int) -> Term:
     return _pick_reshape(T, T.make("reshape", (flat,), t.shape), axis, i)
 
 
-def _split_axis(T: Terms, t: Term, axis: int, sizes: list[int]) -> Term | None:
+def split_axis(T: Terms, t: Term, axis: int, sizes: list[int]) -> Term | None:
     """A product of which one axis is several, such as that of the slots and the columns of each slot's expert, or of
     all experts' columns: the product of operands that have these axes. None: it is none."""
     if t.op == "pw":
@@ -150,7 +150,7 @@ def _with_axes(T: Terms, t: Term, axis: int, sizes: list[int]) -> Term:
     """`t` with axes of these sizes in the place of one, of which there may be one element for all."""
     if t.shape[axis] == 1:
         sizes = [1] * len(sizes)
-    apart = _split_axis(T, t, axis, sizes)
+    apart = split_axis(T, t, axis, sizes)
     return apart if apart is not None else T.reshape(t, (*t.shape[:axis], *sizes, *t.shape[axis + 1 :]))
 
 

@@ -368,28 +368,35 @@ class Prover:
         total = max(self._seen()) + 1
         for group in first.groups:
             for table in group.tables:
-                total = max(total, self._siblings(table), self._stack(table))
+                total = max(total, self._siblings(table), self._stack(table, group.tables))
         for node in first.index.nodes:
             ids = Ranges(first.capture.nodes).of(node)
             if ids is not None and (ids[0] >= 0).all() and ids[1].numel() and ids[1].max() < UNBOUNDED:
                 total = max(total, int(ids[1].max()) + 1)
         return total
 
-    def _stack(self, table: dict[int, Place]) -> int:
-        """How many parts a tensor has, if the experts count them."""
+    def _stack(self, table: dict[int, Place], tables: list[dict[int, Place]]) -> int:
+        """How many parts a tensor has, if the experts count them; as many for each of the tables that share it."""
         if any(expert_indices(place, self.children)[:1] != [e] for e, place in table.items()):
             return 0
-        for place in list(table.values())[:1]:
-            shape = tensor_at(self.block, place.fqn).shape
-            for op, *rest in place.steps:
-                if op == "at":
-                    return shape[rest[1][0][0]]
-                if op == "slice":
-                    _, dim, start, stop, _ = rest
-                    return shape[dim] // (stop - start)
-                if op in ("reshape", "permute", "expand"):
-                    shape = rest[0]
-        return 0
+        tensor, length = self._stack_of(next(iter(table.values())))
+        taken = set(table.values())
+        others = [set(t.values()) for t in tables if self._stack_of(next(iter(t.values()))) == (tensor, length)]
+        apart = [places for places in others if not places & taken]
+        return length // (1 + len(apart))
+
+    def _stack_of(self, place: Place) -> tuple[Any, int]:
+        """What a place is a part of, and how many parts that has."""
+        shape = tensor_at(self.block, place.fqn).shape
+        for i, (op, *rest) in enumerate(place.steps):
+            if op == "at":
+                return (place.fqn, place.steps[:i]), shape[rest[1][0][0]]
+            if op == "slice":
+                _, dim, start, stop, _ = rest
+                return (place.fqn, place.steps[:i]), shape[dim] // (stop - start)
+            if op in ("reshape", "permute", "expand"):
+                shape = rest[0]
+        return place.fqn, 0
 
     def _siblings(self, table: dict[int, Place]) -> int:
         """How many modules stand beside each other where the experts' places differ, if they count the experts."""

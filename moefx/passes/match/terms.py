@@ -283,7 +283,22 @@ class Terms:
                     pieces.append(self.slice(piece, dim, a, b))
                 low += piece.shape[dim]
             return self.cat(pieces, dim)
+        if (part := self._chunk(t, dim, start, size, step)) is not None:
+            return part
         return self.make("slice", (t, dim, start, stop, step), shape)
+
+    def _chunk(self, t: Term, dim: int, start: int, size: int, step: int) -> Term | None:
+        """One of several equal parts of a product, such as that with all experts' matrices side by side: as if they
+        were one upon the other. Halves stay: a gate and what it gates are one product."""
+        if step != 1 or not size or t.shape[dim] % size or start % size or t.shape[dim] <= 2 * size:
+            return None
+        from .pick import split_axis
+
+        if units := {d: 0 for d, n in enumerate(t.shape) if n == 1}:  # looked through, as in `reshape`
+            inner = self._chunk(self.picks(t, units), dim - sum(d < dim for d in units), start, size, step)
+            return inner and self.reshape(inner, (*t.shape[:dim], size, *t.shape[dim + 1 :]))
+        apart = split_axis(self, t, dim, [t.shape[dim] // size, size])
+        return None if apart is None else self.pick(apart, dim, start // size)
 
     def cat(self, terms: Sequence[Term], dim: int) -> Term:
         terms = [t for t in terms if not (t.shape == (0,) and any(len(s.shape) > 1 for s in terms))]
