@@ -101,5 +101,6 @@ def _user_frames() -> Iterator[Source]:
 
 
 def is_users_own(error: BaseException) -> bool:
-    """Whether the user's code raised it, not what that called."""
-    return is_users(traceback.extract_tb(error.__traceback__)[-1].filename)
+    """Whether the user's code raised it, itself or by `torch._assert`, not what that called."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.name != torch._assert.__name__]
+    return is_users(frames[-1].filename)

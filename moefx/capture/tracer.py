@@ -41,6 +41,8 @@ from .sizes import SizeLog
 from .source import Source, user_calls, user_source
 
 aten = torch.ops.aten
+# They raise or they do nothing, as `assert` does: no part of what is computed, and of invented numbers they say nothing.
+_CHECKS = {aten._assert_async.default, aten._assert_async.msg, aten._assert_scalar.default}
 # How reads come out, by where they are; comparisons and numbers by where they are computed, by which op, and whether of
 # what is known of the routing alone.
 Flips = Mapping[Source | tuple[Source, str, bool], bool | float | str]
@@ -129,6 +131,8 @@ class Tracer(Recorder):
             return self._lift_literal(args[0])
         if func is torch.ops.prim.device.default:
             return torch.device("cpu")
+        if func in _CHECKS:
+            return None
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             if func is aten._local_scalar_dense.default:
                 return self._host_read(args[0])
