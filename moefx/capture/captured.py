@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.node import map_arg
 
 from .sizes import SizeLog
 from .source import Source
@@ -125,6 +126,24 @@ def decided_by_floats(node: fx.Node) -> list[fx.Node]:
 def is_abstract(node: fx.Node) -> bool:
     """Whether a value is a float that no routing determines."""
     return isinstance(node.meta.get("val"), FakeTensor) and not node.meta.get("known")
+
+
+def question(target: Any, args: Any, kwargs: Any) -> int:
+    """A number for what an op computes: the same where the same is computed of the same again."""
+    stack = [n for n in pytree.tree_leaves((args, kwargs)) if isinstance(n, fx.Node)]
+    while stack:
+        n = stack[-1]
+        if unseen := [a for a in n.all_input_nodes if "question" not in a.meta]:
+            stack += unseen
+            continue
+        is_input = n.op != "call_function" or torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())
+        n.meta["question"] = hash(n.name) if is_input else _question(n.target, n.args, n.kwargs)
+        stack.pop()
+    return _question(target, args, kwargs)
+
+
+def _question(target: Any, args: Any, kwargs: Any) -> int:
+    return hash((str(target), repr(map_arg((args, kwargs), lambda n: n.meta["question"]))))  # type: ignore[arg-type]
 
 
 def _comparisons(node: fx.Node) -> list[fx.Node]:

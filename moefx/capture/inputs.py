@@ -6,9 +6,11 @@ that what depends on a size shows). Which axes are token axes is read off the fi
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -25,20 +27,32 @@ class Leaf:
     dtype: torch.dtype
     example: torch.Tensor | None  # values to draw from, for integers and booleans
     requires_grad: bool
+    turns: tuple[int, ...] = ()  # numbers that are among the values, too (see `passes.match.turns`)
+
+    @property
+    def together(self) -> int:
+        """How many numbers belong to one token."""
+        sizes = itertools.takewhile(lambda size: isinstance(size, int), reversed(self.shape))
+        return math.prod(int(size) for size in sizes)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether any number may stand anywhere in it: one integer, or one for each token or sequence."""
+        is_integer = self.example is not None and self.dtype != torch.bool and self.example.numel() > 0
+        return is_integer and self.together == 1
 
     def values(self, n: int, seed: int, generator: torch.Generator) -> torch.Tensor:
         """So many integers or booleans like those of the example. What belongs to one token stays together, as the
         experts of a token do, of which no two are the same."""
         assert self.example is not None
-        together = 1
-        for size in itertools.takewhile(lambda size: isinstance(size, int), reversed(self.shape)):
-            together *= int(size)
+        together = self.together
         pool = self.example.reshape(-1, 1 if self.example.numel() % max(1, together) else max(1, together))
         if not pool.numel():
             return torch.zeros(n, dtype=self.dtype)
         if not self.shape and self.dtype != torch.bool:  # a step, a length: of later calls it may be any other
-            most = torch.iinfo(self.dtype).max
-            return torch.full((n,), min(most, int(pool[0, 0]) + (0, 1, 10007)[seed % 3]), dtype=self.dtype)
+            own, most = int(pool[0, 0]), torch.iinfo(self.dtype).max
+            tried = (own, *self.turns, own + 1, own + 10007)
+            return torch.full((n,), min(most, tried[seed % len(tried)]), dtype=self.dtype)
         if together == 1 and ((pool == 0) | (pool == 1)).all():  # a mask, whose example may mask nearly all, or nothing
             pool = torch.tensor([[0], [1], [1], [1]] if pool.float().mean() > 0.5 else [[0], [0], [0], [1]])
             pool = pool.to(self.dtype).repeat(7, 1)[torch.randperm(28, generator=generator)]
@@ -54,6 +68,10 @@ class Leaf:
         if seed and rows > 1:
             order = torch.randint(0, len(pool), (rows,), generator=generator)
         out = pool[order].flatten()
+        if self.turns and n > 1:
+            at = torch.rand(n, generator=generator).argsort()[: -(-n // 3)]
+            which = (torch.arange(len(at)) + seed * len(at)) % len(self.turns)
+            out[at] = torch.tensor(self.turns)[which].to(self.dtype)
         known = pool[pool >= 0].unique()
         per_token = together > 1 and any(isinstance(size, str) for size in self.shape)
         if seed and per_token and len(known) and out.dtype != torch.bool:
@@ -106,6 +124,17 @@ class Arguments:
         self.width = hidden.shape[self.feature] if hidden.dim() > len(lead) else 0
         self.flat: list[Any] = [self._leaf(t, t is hidden) if isinstance(t, torch.Tensor) else t for t in flat]
         self.tensors = [leaf for leaf in self.flat if isinstance(leaf, Leaf)]
+
+    def turned(self, numbers: Iterable[tuple[int, int]]) -> Arguments:
+        """With more numbers among the values of tensors, by the positions of these among all."""
+        out, more = copy.copy(self), sorted(numbers)
+        out.tensors = [
+            dataclasses.replace(leaf, turns=(*leaf.turns, *(v for at, v in more if at == i)))
+            for i, leaf in enumerate(self.tensors)
+        ]
+        left = iter(out.tensors)
+        out.flat = [next(left) if isinstance(t, Leaf) else t for t in self.flat]
+        return out
 
     def _leaf(self, t: torch.Tensor, is_hidden: bool) -> Leaf:
         shape: list[int | str] = []

@@ -23,6 +23,10 @@ class Routing:
         self.kind, self.seed, self.prefer = kind, seed, prefer
         self.generator = torch.Generator().manual_seed(1000 + seed)
 
+    def again(self) -> Routing:
+        """The same, from the start."""
+        return Routing(self.kind, self.seed, self.prefer)
+
     def __repr__(self) -> str:
         return f"Routing({self.kind!r}, seed={self.seed})"
 

@@ -30,6 +30,7 @@ from .captured import (
     is_abstract,
     is_float,
     map_tensors,
+    question,
     tensors_in,
 )
 from .counts import LENGTH, Count, Share, tells_empty
@@ -54,7 +55,7 @@ class Tracer(Recorder):
     def __init__(self, routing: Routing, flips: Flips | None = None):
         super().__init__()
         self.routing, self.flips = routing, flips or {}
-        self.coins: dict[tuple[Source, torch.Size], torch.Tensor] = {}  # outcomes of what comes out mixed
+        self.coins: dict[tuple[int, torch.Size], torch.Tensor] = {}  # outcomes of what comes out mixed, by question
         self.numbers: dict[tuple[Source, torch.Size], torch.Tensor] = {}  # what choices are made of then
         self.reads: list[HostRead] = []
         self.calls: list[Call] = []
@@ -228,7 +229,8 @@ class Tracer(Recorder):
             self.reads.append(HostRead(source, out, None))
             return out
         if self.flips and self.flips.get((user_source(), str(func), known)) == MIXED:
-            out, concrete = self._mixed(func, args, kwargs, out, concrete)
+            asked = question(func, node_args, node_kwargs)
+            out, concrete = self._mixed(func, args, kwargs, out, concrete, asked, known)
         is_view = any(a.alias_info is not None for a in schema.arguments)
         return self.record_out(func, node_args, node_kwargs, args, out, concrete, is_view, known)
 
@@ -239,12 +241,17 @@ class Tracer(Recorder):
         """Whether abstract floats are not 0, asked as a comparison: like any other it may come out either way."""
         return self.record(aten.ne.Scalar, (t, 0), {}) if self._is_abstract(t) else t
 
-    def _mixed(self, func: Any, args: tuple, kwargs: dict[str, Any], out: Any, concrete: Any) -> tuple[Any, Any]:
-        """What an op gave, and its concrete result, otherwise (see `MIXED`)."""
+    def _mixed(
+        self, func: Any, args: tuple, kwargs: dict[str, Any], out: Any, concrete: Any, asked: int, known: bool
+    ) -> tuple[Any, Any]:
+        """What an op gave, and its concrete result, otherwise (see `MIXED`). The same question, in every turn of a
+        loop, say, has the same answer."""
         source = user_source()
         if func.overloadpacket.__name__ in CHOICES:
 
             def arbitrary(t: torch.Tensor) -> torch.Tensor:
+                if known:
+                    return self._tossed(self.concrete(t), asked)
                 numbers = self.numbers.setdefault((source, t.shape), self.routing.numbers(t.shape))
                 return numbers.to(t.dtype) if is_float(t) else self.concrete(t)
 
@@ -253,15 +260,18 @@ class Tracer(Recorder):
             return map_tensors(out, lambda t: other if not is_float(other := next(others)) else t), concrete
         if not isinstance(out, torch.Tensor):
             return out, concrete
-        key = (source, out.shape)  # the same question in every turn of a loop has the same answer
-        coins = self.coins.setdefault(key, self.routing.coins(out.shape)).clone()
         if is_float(out):
             concrete = func(*map_tensors(args, self.concrete), **kwargs) if concrete is None else concrete
-            return out, concrete + coins.to(out.dtype)
-        mixed = coins if out.dtype is torch.bool else out + coins.to(out.dtype)
+            return out, self._tossed(concrete, asked)
+        mixed = self._tossed(out, asked)
         if torch.equal(mixed, out):
             mixed = ~out if out.dtype is torch.bool else out + 1
         return mixed, mixed
+
+    def _tossed(self, value: torch.Tensor, asked: int) -> torch.Tensor:
+        """Element by element a coin for the question, or a number as it was or one more."""
+        coins = self.coins.setdefault((asked, value.shape), self.routing.coins(value.shape)).clone()
+        return coins if value.dtype is torch.bool else value + coins.to(value.dtype)
 
     def _same_value(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
         """A copy, or all of it as a view: the same value. Whether `contiguous` and `reshape` copy depends on the

@@ -14,12 +14,18 @@ from ..ir import dialect  # registers the ops
 from .emit import Emitter
 from .kept import KeptGraph
 from .match.form import Body, Ref, walk
+from .match.given import is_given
+from .match.nodes import op_name
 from .match.prove import Expert, Match
 from .rows import Rows
 
 aten = torch.ops.aten
 ops = torch.ops.moefx
 _ = dialect
+_MOVES = {
+    "_to_copy", "_unsafe_view", "clone", "contiguous", "expand", "flatten", "getitem", "index", "permute", "reshape",
+    "select", "slice", "sort", "squeeze", "t", "transpose", "unsqueeze", "view",
+}  # fmt: skip
 
 
 class RoutedSum:
@@ -27,11 +33,13 @@ class RoutedSum:
         self.match, self.lifted, self.kept = match, match.lifted[0], kept
         self.emit = Emitter(kept)
         self.inverses: list[fx.Node] = []  # of each group: the row of each slot, -1 where it does not count
+        # whether ids may be of no expert: given ones may be, whatever captures had
+        self.is_open = any(map(is_given, self.lifted.index.nodes)) or self._are_outside(match.num_experts)
 
     def make(self) -> fx.Node:
         cut = self.kept.cut
         val = cut.first.meta["val"]
-        ids = self._per_slot(self.lifted.index)
+        ids = self._ids()
         keep = self._keep()
         total: fx.Node | None = None
         for group in self.match.groups:
@@ -130,21 +138,40 @@ class RoutedSum:
         out.meta["letters"] = ("S", "K")
         return out
 
-    def _ids64(self, width: int, slot: int | None = None) -> fx.Node:
+    def _ids(self, slot: int | None = None) -> fx.Node:
+        """The experts [S,K], or [S,1] of one slot; those that count from the end, from the start."""
         index = self.lifted.index
-        ids = (
-            self._per_slot(index)
-            if slot is None
-            else self._per_slot(index.columns[slot], slot)
-            if index.columns
-            else None
-        )
-        if ids is None:
-            ids = self.emit.call(aten.slice.Tensor, (self._per_slot(index), 1, slot, slot + 1))  # type: ignore[operator]
+        if slot is None:
+            ids = self._per_slot(index)
+        elif index.columns:
+            ids = self._per_slot(index.columns[slot], slot)
+        else:
+            ids = self.emit.call(aten.slice.Tensor, (self._per_slot(index), 1, slot, slot + 1))
+        if self.is_open and (size := self._indexed()):
+            from_the_end = self.emit.call(aten.lt.Scalar, (ids, 0))
+            ids = self.emit.call(aten.where.self, (from_the_end, self.emit.call(aten.add.Tensor, (ids, size)), ids))
+        return ids
+
+    def _indexed(self) -> int:
+        """How many experts there are where parameters are indexed by the ids, of which negative ones count from the
+        end then; else 0."""
+        chosen = {_origin(n) for n in self.lifted.index.nodes}
+        for n in (n for n in self.lifted.absorbed if n.target is aten.index.Tensor):
+            base, indices = n.args
+            for dim, i in enumerate(indices):  # type: ignore[arg-type]
+                if i is not None and _origin(i) in chosen and base in self.lifted.absorbed:
+                    return base.meta["val"].shape[dim]  # type: ignore[union-attr]
+        return 0
+
+    def _ids64(self, width: int, slot: int | None = None) -> fx.Node:
+        ids = self._ids(slot)
         if ids.meta["val"].dtype != torch.int64:
             ids = self.emit.call(aten._to_copy.default, (ids,), {"dtype": torch.int64})
-        outside = any((li.ids < 0).any() or (li.ids >= width).any() for li in self.match.lifted)
-        return self.emit.call(aten.clamp.default, (ids, 0, width - 1)) if outside else ids
+        is_open = self.is_open or self._are_outside(width)
+        return self.emit.call(aten.clamp.default, (ids, 0, width - 1)) if is_open else ids
+
+    def _are_outside(self, width: int) -> bool:
+        return any(bool((li.ids < 0).any() or (li.ids >= width).any()) for li in self.match.lifted)
 
     def _group(self, group: Expert, ids: fx.Node, keep: fx.Node | None) -> fx.Node:
         if group.ids != list(range(len(group.ids))) or len(self.match.groups) > 1:
@@ -178,6 +205,9 @@ class RoutedSum:
         table = [-1] * (max(self.match.num_experts, 1 + max(int(li.ids.max()) for li in self.match.lifted)))
         for local, e in enumerate(group.ids):
             table[e] = local
+        if self.is_open:  # those on either side are of nobody
+            table = [-1, *table, -1]
+            ids = self.emit.call(aten.clamp.default, (self.emit.call(aten.add.Tensor, (ids, 1)), 0, len(table) - 1))
         node = self.emit.call(
             torch.tensor,
             (table,),
@@ -186,6 +216,13 @@ class RoutedSum:
             shape=(len(table),),
         )
         return self.emit.call(aten.index.Tensor, (node, [ids]))
+
+
+def _origin(n: fx.Node) -> fx.Node:
+    """What integers were before they were moved about."""
+    while n.args and isinstance(n.args[0], fx.Node) and op_name(n) in _MOVES:
+        n = n.args[0]
+    return n
 
 
 def _used_values(body: Body) -> list[int]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from ...capture.captured import MIXED, Capture
+from ...capture.captured import MIXED
 from ...capture.routing import Routing
 from ...capture.sizes import SizeGuard
 from ...capture.source import Source
@@ -21,7 +21,7 @@ from .agree import same_form
 from .doubts import force
 from .form import Lifted
 from .limits import UNKNOWN, limits, not_reached
-from .nodes import is_known, is_routed, op_name
+from .nodes import is_known, is_routed, op_name, values
 from .ranges import Ranges
 
 if TYPE_CHECKING:
@@ -98,8 +98,8 @@ def _same_everywhere(prover: Prover) -> dict[tuple[Source, str], str]:
             seen = made.setdefault(key, set())
             if len(seen) > 1:
                 continue
-            seen |= _values(lifted.capture, n)
-            of.setdefault(key, set()).update(*[_values(lifted.capture, a) for a in n.all_input_nodes])
+            seen |= values(lifted.capture, n)
+            of.setdefault(key, set()).update(*[values(lifted.capture, a) for a in n.all_input_nodes])
             if len(seen) == 1 and is_routed(n):
                 ranges = ranges or Ranges(lifted.capture.nodes)
                 if ranges.decided(n):
@@ -130,9 +130,3 @@ def _levels_off(n: fx.Node) -> bool:
     return op_name(n) in _LOOKUPS or any(
         isinstance(v := a.meta.get("val"), torch.Tensor) and v.shape == val.shape for a in n.all_input_nodes
     )
-
-
-def _values(capture: Capture, n: fx.Node) -> set[float]:
-    """Two of the values, or the one that all elements have."""
-    value = capture.shadow(n) if isinstance(n.meta.get("val"), torch.Tensor) else torch.empty(0)
-    return {float(value.min()), float(value.max())} if value.numel() else set()

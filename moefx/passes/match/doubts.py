@@ -36,6 +36,7 @@ _NO_LIMIT = 1e9
 _MOST_NUMBERS = 50
 _READ = "a value read from a tensor"
 _COMPARISON = "a comparison that came out the same everywhere"
+_TOGETHER = "one of several comparisons that came out the same everywhere"
 _INTEGER = "an integer made of floats that came out the same everywhere"
 _ORDERS = {"sort": 1, "argsort": 1, "topk": 2}  # which argument is the dimension
 
@@ -74,26 +75,31 @@ def mix_decisions(prover: Prover) -> None:
     """A comparison of floats that came out the same for all elements in every capture (`weight > 0.01`), or for all
     tokens' first choices, looks like a constant, and so do floats that were cast to one integer, or of which the same
     one was chosen everywhere: once they are made to come out otherwise."""
-    outcomes: dict[tuple[Any, str], list[set[int]]] = {}
-    asked: dict[tuple[Any, str], set[tuple[Source, str, bool]]] = {}  # what to make come out otherwise
-    said: dict[tuple[Any, str], tuple[Source, str]] = {}
+    outcomes: dict[tuple[Any, str, str], list[set[int]]] = {}
+    asked: dict[tuple[Any, str, str], set[tuple[Source, str, bool]]] = {}  # what to make come out otherwise
+    said: dict[tuple[Any, str, str], tuple[Source, str]] = {}
     for lifted in prover.lifted:
         for n in lifted.capture.nodes:
             if not (made_of := decided_by_floats(n)):
                 continue
             is_boolean = n.meta["val"].dtype is torch.bool
             decided = n if is_boolean else made_of[0]
-            place = (decided.meta.get("calls") or decided.meta["source"], str(decided.target))
+            numbers = str([a for a in decided.args if not isinstance(a, fx.Node)] if is_boolean else [])
+            place = (decided.meta.get("calls") or decided.meta["source"], str(decided.target), numbers)
             asked.setdefault(place, set()).update(map(_place, made_of))
             said[place] = decided.meta["source"], _COMPARISON if is_boolean else _INTEGER
             if columns := [set(values.unique().tolist()) for values in _columns(n.meta["val"], decided, lifted)]:
                 # of an expert's tokens in an order: what comes last where there are many was not seen everywhere
                 known = outcomes.get(place, columns)
                 outcomes[place] = [a | b for a, b in zip(known, columns, strict=False)]
-    for place, seen in outcomes.items():
-        if any(len(values) == 1 for values in seen):
-            source, what = said[place]
-            force(prover, source, dict.fromkeys(asked[place], MIXED), what, is_safe=False)
+    doubtful = [place for place, seen in outcomes.items() if any(len(values) == 1 for values in seen)]
+    for place in doubtful:
+        source, what = said[place]
+        force(prover, source, dict.fromkeys(asked[place], MIXED), what, is_safe=False)
+    compared = [place for place in doubtful if said[place][1] == _COMPARISON]
+    if len(compared) > 1:  # one may matter only where another comes out otherwise, too
+        every = set().union(*[asked[place] for place in compared])
+        force(prover, said[compared[0]][0], dict.fromkeys(every, MIXED), _TOGETHER, is_safe=False)
 
 
 def _place(n: fx.Node) -> tuple[Source, str, bool]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -22,7 +23,7 @@ from .nodes import numbers
 from .prove import DropRule, Match
 from .semantics import Semantics
 from .shapes import unravel
-from .terms import is_const
+from .terms import Term, Terms, is_const
 
 Slot = tuple[int, int]
 _LIMITS = {f"aten.{op}" for op in ("slice.Tensor", "lt.Scalar", "le.Scalar", "gt.Scalar", "ge.Scalar")}
@@ -137,7 +138,7 @@ def _fits(value: float | None, places: tuple[int, int | None]) -> bool:
 
 # ---------------------------------------------------------------------- the program's own mask
 def _mask(match: Match) -> list[Ref] | None:
-    """The nodes that say which slots count, one for each capture; None if the weights of the others are zero."""
+    """The nodes that say which slots count, one for each capture; None if the others have weights or rows of zero."""
     found = [_mask_candidates(lifted) for lifted in match.lifted]
     for ref in _undominated(found[0], match.lifted[0]):
         refs = [ref]
@@ -148,7 +149,7 @@ def _mask(match: Match) -> list[Ref] | None:
             refs.append(twin)
         if len(refs) == len(found):
             return refs
-    if all(_explained_by_weights(lifted) for lifted in match.lifted):
+    if all(_explained_by_values(match, i) for i in range(len(match.lifted))):
         return None
     raise Refused(
         "some chosen experts are skipped (dropped), by no rule that is known, and no mask in the program says which",
@@ -156,29 +157,49 @@ def _mask(match: Match) -> list[Ref] | None:
     )
 
 
-def _explained_by_weights(lifted: Lifted) -> bool:
-    """Every dropped slot has a weight that is zero by construction."""
+def _explained_by_values(match: Match, capture: int) -> bool:
+    """Every dropped slot has a weight, or a row, that is zero by construction and makes all of it zero."""
+    lifted = match.lifted[capture]
     S = Semantics(lifted.capture.nodes, lifted.capture.shadow)
     T = S.T
 
     def is_zero(ref: Ref, t: int, k: int) -> bool:
         ref = ref.columns[k] if ref.columns else ref
-        if not {"k", "e"} & set(ref.axes) and not ref.columns and ref.axes.count("t") == 0:
-            return False
-        if {"tk", "kt", "m"} & set(ref.axes):
+        if not {"t", "k", "e"} & set(ref.axes) or {"tk", "kt", "m"} & set(ref.axes):
             return False
         it = iter(unravel(t, lifted.tokens) if ref.axes.count("t") > 1 else (t,))
         where = {a: k if x == "k" else int(lifted.ids[t, k]) if x == "e" else next(it) for a, x in enumerate(ref.axes)}
         term = S.term(ref.node)
         return all(0 <= i < term.shape[a] for a, i in where.items()) and is_const(T.resolve(T.picks(term, where)), 0)
 
-    dropped = (~lifted.kept).nonzero().tolist()
-    scalars = [ref for group in lifted.groups for i, ref in enumerate(group.values) if _is_scalar(group.body, i)]
-    return any(all(is_zero(ref, t, k) for t, k in dropped) for ref in scalars)
+    owner = {e: group for group in match.groups for e in group.ids}
+    for t, k in (~lifted.kept).nonzero().tolist():
+        if (group := owner.get(int(lifted.ids[t, k]))) is not None:
+            zeros = {i for i, refs in enumerate(group.values) if is_zero(refs[capture], t, k)}
+            if not is_const(_with_zeros(T, group.body, zeros), 0):
+                return False
+    return True
 
 
-def _is_scalar(body: Body, i: int) -> bool:
-    return all(math.prod(b.shape) == 1 for b in walk(body) if b.op == "value" and b.args[0] == i)
+def _with_zeros(T: Terms, body: Body, zeros: set[int]) -> Term:
+    """A body where some of its values are zero; what is not followed stands for itself."""
+    args: list[Any] = [_with_zeros(T, a, zeros) if isinstance(a, Body) else a for a in body.args]
+    match body.op:
+        case "value" if args[0] in zeros:
+            return T.const(0, body.shape)
+        case "const":
+            return T.const(args[0], body.shape)
+        case "pw":
+            return T.pw(args[0], *args[2:], **dict(args[1]))
+        case "ein":
+            return T.ein(args[0], args[1], args[2:])
+        case "sum":
+            return T.sum(args[1], args[0])
+        case "reshape" | "expand":
+            return getattr(T, body.op)(args[0], body.shape)
+        case "permute" | "slice":
+            return getattr(T, body.op)(*args)
+    return T.make("node", (body,), body.shape)
 
 
 def _mask_candidates(lifted: Lifted) -> list[Ref]:

@@ -139,7 +139,8 @@ class Lifter:
         routed, rest = self._summands(cut)
         index, ids, slots = self._choice(cut, tokens, routed)
         nodes = feeding(self.reach, cut, self.routed, self.like.capture if self.like is not None else None)
-        lookup = Lookup(self.reach.S, nodes, tokens, ids.shape[1], int(ids.max()) + 1, self.inside, self.like)
+        highest = max(int(ids[t, k]) for t, row in enumerate(slots) for k in row)  # not of ids that are nobody's
+        lookup = Lookup(self.reach.S, nodes, tokens, ids.shape[1], highest + 1, self.inside, self.like)
         shared, rest = _shared(rest, lookup, self.owners)
         missed, rest = _missed(rest, routed, lookup)
         chosen = ids.tolist()

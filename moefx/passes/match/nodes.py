@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...capture.captured import SHAPE_ONLY
+from ...capture.captured import SHAPE_ONLY, Capture
 
 
 def op_name(node: fx.Node) -> str:
@@ -45,6 +45,12 @@ SELECTIONS: dict[str, Callable[[fx.Node], tuple[int, bool]]] = {
 def is_known(node: fx.Node) -> bool:
     """Whether a value follows from integers alone, so that its numbers are at hand."""
     return bool(node.meta.get("known")) and node.op != "placeholder"
+
+
+def values(capture: Capture, n: fx.Node) -> set[float]:
+    """Two of the values, or the one that all elements have."""
+    value = capture.shadow(n) if isinstance(n.meta.get("val"), torch.Tensor) else torch.empty(0)
+    return {float(value.min()), float(value.max())} if value.numel() else set()
 
 
 def numbers(nodes: Iterable[fx.Node]) -> dict[Any, int | float | None]:

@@ -23,7 +23,7 @@ from ...capture.sizes import SizeGuard
 from ...capture.tracer import Flips
 from ...errors import Refused
 from ..capacity import Formula, find_formula
-from . import crowds, doubts, leaks
+from . import crowds, doubts, given, leaks
 from .agree import same_form
 from .form import Body, Lifted, Ref, most_tokens
 from .lift import Lifter
@@ -31,6 +31,7 @@ from .nodes import line
 from .paths import Place, expert_indices, sibling_names, tensor_at
 from .ranges import UNBOUNDED, Ranges
 from .semantics import conditions
+from .turns import with_turns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,6 +280,7 @@ class Prover:
 
     def prove(self) -> Match:
         tokens = max(29, self.hint // 4)
+        self.arguments = with_turns(self, self._choose(tokens, 0))
         plans = [("diverse", tokens), ("skewed", max(25, tokens * 3 // 4)), ("flooded", 13)]
         for variant, (kind, n) in enumerate(plans):
             if kind == "flooded" and self.lifted[0].slots > 1:
@@ -292,6 +294,7 @@ class Prover:
         groups = self._merged()
         doubts.flip_branches(self)
         doubts.mix_decisions(self)
+        given.settle(self)
         crowds.spread_numbers(self)
         crowds.overflow(self)
         doubts.carry_over(self)

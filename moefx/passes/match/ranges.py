@@ -51,8 +51,10 @@ _COMPARE = ("eq", "ne", "lt", "le", "gt", "ge", "greater")
 
 
 class Ranges:
-    def __init__(self, nodes: list[fx.Node]):
+    def __init__(self, nodes: list[fx.Node], of_given: bool = False):
+        """`of_given`: integers that are arguments may be any; else nothing is said of what is computed from them."""
         self._known: dict[fx.Node, Range | None] = {}
+        self._of_given = of_given
         for node in nodes:
             self._known[node] = _wrapped(self._range(node), node.meta.get("val"))
 
@@ -75,6 +77,9 @@ class Ranges:
         val = node.meta.get("val")
         if not isinstance(val, torch.Tensor) or val.dtype.is_floating_point or val.dtype.is_complex:
             return None
+        if node.op == "placeholder" and self._of_given and val.dtype is not torch.bool:
+            info = torch.iinfo(val.dtype)
+            return _uniform(max(info.min, -UNBOUNDED), min(info.max, UNBOUNDED), val)
         if node.op != "call_function":
             return None
         if not node.all_input_nodes:
@@ -115,7 +120,8 @@ class Ranges:
                 known = _compare("ne", known, self._pair(0)) if val.dtype is torch.bool else known
                 return known[side].expand(n.meta["val"].shape).contiguous()
 
-            return fx.node.map_arg((node.args, {k: v for k, v in node.kwargs.items() if k != "device"}), value)
+            kwargs = {k: v for k, v in node.kwargs.items() if k not in ("device", "dtype")}  # see `_wrapped`
+            return fx.node.map_arg((node.args, kwargs), value)
 
         try:
             is_of_truths = val.dtype is torch.bool and name in ("bitwise_and", "bitwise_or")

@@ -1,0 +1,176 @@
+"""What is computed from given integers (ids of tokens, lengths) and looks like a constant.
+
+Without padding in the example `ids != 0` is true everywhere. So numbers are looked for with which it is not: see
+`turns`. What still came out one way in all captures is made to come out otherwise: the experts must not depend on that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from ...capture.captured import MIXED, SHAPE_ONLY, Capture, is_abstract
+from ...capture.source import is_users_own
+from ...errors import Refused
+from .agree import same_form
+from .form import Lifted
+from .nodes import is_known, line, op_name, values
+from .ranges import NARROW, Ranges
+
+if TYPE_CHECKING:
+    from .prove import Prover
+
+# Of numbers that are not special these give back one that they are given.
+_LOOKUPS = {"embedding", "gather", "index", "index_select"}  # in what is one number everywhere there is no other
+_CUTS = {"clamp", "clamp_max", "clamp_min", "maximum", "minimum", "remainder"}
+_LEVELS = {*_CUTS, "abs", "bitwise_and", "bitwise_or", "fmod", "relu", "__and__", "__or__"}
+Place = tuple[Any, str, int]  # the calls that led there, the op, and how many times it came before
+
+
+@dataclasses.dataclass
+class Seen:
+    """What an op on given integers gave: two values at the most, or the one that all elements have; of which values;
+    and whether it gave what it was given."""
+
+    node: fx.Node
+    values: set[float]
+    of: set[float]
+    is_same: bool
+
+    @property
+    def is_doubtful(self) -> bool:
+        return self.is_same or (len(self.values) == 1 and len(self.of) > 1)
+
+    def __or__(self, other: Seen) -> Seen:
+        is_same = self.is_same and other.is_same
+        return Seen(self.node, self.values | other.values, self.of | other.of, is_same)
+
+
+def seen(capture: Capture) -> dict[Place, Seen]:
+    """What the ops on given integers gave, by their places in the program."""
+    found: dict[Place, Seen] = {}
+    counts = Counter[Any]()
+    ranges: list[Ranges] = []
+    for n in filter(_is_of_given, capture.nodes):
+        where = (n.meta.get("calls") or n.meta["source"], str(n.target))
+        counts[where] += 1
+        made_of = operands(n)
+        of = set().union(*[values(capture, a) for a in (made_of[:1] if op_name(n) in _LOOKUPS else made_of)])
+        is_same = _levels_off(n) and any(is_one(capture.shadow(a), capture.shadow(n)) for a in made_of)
+        one = Seen(n, values(capture, n), of, is_same)
+        if one.is_doubtful and not ranges:
+            ranges.append(Ranges(capture.nodes, of_given=True))
+        if not one.is_doubtful or not _is_decided(ranges[0], n):
+            found[(*where, counts[where])] = one
+    return found
+
+
+def _is_decided(ranges: Ranges, n: fx.Node) -> bool:
+    """Whether it comes out so whatever is given: `(ids % 4).clamp(max=3)`."""
+    found = ranges.of(n)
+    of = [ranges.of(a) for a in operands(n)] if op_name(n) in _CUTS else []
+    return ranges.decided(n) or any(found and r and all(map(is_one, found, r)) for r in of)
+
+
+def _levels_off(n: fx.Node) -> bool:
+    return op_name(n) in _LEVELS or (op_name(n) == "_to_copy" and n.meta["val"].dtype in NARROW)
+
+
+def is_one(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have the same elements, of whatever types."""
+    return a.shape == b.shape and bool((a == b).all())
+
+
+def operands(n: fx.Node) -> list[fx.Node]:
+    """The tensors that an op takes, or, for one of several results, those that they are of."""
+    return [a for b in n.all_input_nodes for a in (b.all_input_nodes if b.meta.get("val") is None else [b])]
+
+
+def settle(prover: Prover) -> None:
+    """What came out one way in all captures is made to come out otherwise, on the way on which it was met: what is
+    asked behind a branch only is asked there.
+
+    Raises:
+        Refused: the experts depend on it, as it seems. One capture that was made so does not show how: of several
+            masks it may have changed one alone, as no ids would.
+    """
+    columns: list[dict[Place, Seen]] = []
+    settled: set[Place] = set()
+    while True:
+        columns += [seen(lifted.capture) for lifted in prover.lifted[len(columns) :]]
+        place = next((p for column in columns for p in column if p not in settled and _is_doubtful(p, columns)), None)
+        if place is None:
+            return
+        settled.add(place)
+        met = next(i for i, column in enumerate(columns) if place in column)
+        _without(prover, columns[met][place].node, met)
+
+
+def _is_doubtful(place: Place, columns: list[dict[Place, Seen]]) -> bool:
+    first, *others = [column[place] for column in columns if place in column]
+    for other in others:
+        first |= other
+    return first.is_doubtful
+
+
+def _without(prover: Prover, node: fx.Node, met: int) -> None:
+    """Have a node of this capture come out otherwise. That must not matter to the experts."""
+    source, taken, sizes = node.meta["source"], prover.lifted[met].capture.tracer, prover.sizes[met]
+    what = "a comparison" if node.meta["val"].dtype is torch.bool else f"a number made by {op_name(node)}"
+    refusal = Refused(
+        f"what the experts do hangs on {what} of given integers that came out the same for all that were tried: "
+        f"{source.text}",
+        source=str(source),
+        remedy="pass example_inputs with which it comes out both ways",
+    )
+    flips = {**taken.flips, (source, str(node.target), True): MIXED}
+    try:
+        lifted = prover.lift(taken.routing.again(), sizes, flips)
+        same_form(prover.lifted[0], lifted)
+    except Refused as why:
+        raise refusal from why
+    except Exception as error:
+        if is_users_own(error):  # the original raises it, too
+            return
+        raise refusal from error
+    if _use(lifted) != _use(prover.lifted[met]) or not torch.equal(lifted.kept, prover.lifted[met].kept):
+        raise refusal
+    prover.add(lifted, sizes)
+
+
+def _use(lifted: Lifted) -> list[Any]:
+    """Which nodes the experts, and what is added for all tokens, are read off."""
+    counts, at = Counter[Any](), {}
+    for n in lifted.capture.nodes:
+        counts[line(n)] += 1
+        at[n] = (line(n), counts[line(n)])
+    refs = [lifted.index, *lifted.shared, *(v for group in lifted.groups for v in group.values)]
+    return [at[n] for ref in refs for n in ref.nodes]
+
+
+def _is_of_given(n: fx.Node) -> bool:
+    """Whether a tensor is computed from given integers, and from nothing that abstract floats decide here."""
+    if n.op != "call_function" or not isinstance(n.meta.get("val"), torch.Tensor) or not is_known(n):
+        return False
+    return is_given(n) and not any(map(is_abstract, operands(n)))
+
+
+def is_given(node: fx.Node) -> bool:
+    """Whether integers that are arguments determine a value, alone or with others."""
+    stack = [node]
+    while stack:
+        n = stack[-1]
+        if "given" not in n.meta:
+            inputs = [] if n.target in SHAPE_ONLY or is_abstract(n) else n.all_input_nodes
+            unseen = [a for a in inputs if "given" not in a.meta]
+            if unseen:
+                stack += unseen
+                continue
+            is_input = n.op == "placeholder" and not is_abstract(n)
+            n.meta["given"] = is_input or any(a.meta["given"] for a in inputs)
+        stack.pop()
+    return node.meta["given"]
