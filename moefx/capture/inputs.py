@@ -17,6 +17,7 @@ import torch
 import torch.utils._pytree as pytree
 
 NAMES = ("B", "S", "P", "Q", "R")
+_FEW = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,10 +182,12 @@ class Arguments:
         """(args, kwargs) at these sizes: meta tensors for floats, small real ones for integers."""
         generator = torch.Generator().manual_seed(77 + seed)
         out = []
+        few = math.prod(sizes.values()) < _FEW  # of which all might be masked, say
         for leaf in self.flat:
             if not isinstance(leaf, Leaf):
                 out.append(leaf)
                 continue
+            leaf = dataclasses.replace(leaf, turns=()) if few else leaf
             shape = [math.prod(sizes[d] for d in n.split("*")) if isinstance(n, str) else n for n in leaf.shape]
             if leaf.example is None:
                 out.append(torch.empty(shape, dtype=leaf.dtype, device="meta"))

@@ -84,8 +84,8 @@ def mix_decisions(prover: Prover) -> None:
                 continue
             is_boolean = n.meta["val"].dtype is torch.bool
             decided = n if is_boolean else made_of[0]
-            numbers = str([a for a in decided.args if not isinstance(a, fx.Node)] if is_boolean else [])
-            place = (decided.meta.get("calls") or decided.meta["source"], str(decided.target), numbers)
+            compared = str([a for a in decided.args if not isinstance(a, fx.Node)] if is_boolean else [])
+            place = (decided.meta.get("calls") or decided.meta["source"], str(decided.target), compared)
             asked.setdefault(place, set()).update(map(_place, made_of))
             said[place] = decided.meta["source"], _COMPARISON if is_boolean else _INTEGER
             if columns := [set(values.unique().tolist()) for values in _columns(n.meta["val"], decided, lifted)]:
@@ -96,10 +96,10 @@ def mix_decisions(prover: Prover) -> None:
     for place in doubtful:
         source, what = said[place]
         force(prover, source, dict.fromkeys(asked[place], MIXED), what, is_safe=False)
-    compared = [place for place in doubtful if said[place][1] == _COMPARISON]
-    if len(compared) > 1:  # one may matter only where another comes out otherwise, too
-        every = set().union(*[asked[place] for place in compared])
-        force(prover, said[compared[0]][0], dict.fromkeys(every, MIXED), _TOGETHER, is_safe=False)
+    comparisons = [place for place in doubtful if said[place][1] == _COMPARISON]
+    if len(comparisons) > 1:  # one may matter only where another comes out otherwise, too
+        every = set().union(*[asked[place] for place in comparisons])
+        force(prover, said[comparisons[0]][0], dict.fromkeys(every, MIXED), _TOGETHER, is_safe=False)
 
 
 def _place(n: fx.Node) -> tuple[Source, str, bool]:

@@ -56,6 +56,8 @@ def ranges(fn):
         (lambda s: s.argmax(-1) | 2, (2, E + 1)),
         (lambda s: (s.argmax(-1) == 1) & (s.argmax(-1) == 2), (0, 1)),
         (lambda s: (s.argmax(-1) - 1).bool(), (0, 1)),
+        (lambda s: F.one_hot(s.argmax(-1), E).cumsum(-2).to(torch.uint8), (0, 255)),
+        (lambda s: F.one_hot(s.argmax(-1), E).cumsum(-2, dtype=torch.int8), (-128, 127)),
         (lambda s: s, None),
     ],
 )
