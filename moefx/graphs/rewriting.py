@@ -17,6 +17,7 @@ from ..survey import Refusal
 from . import matching
 from .extents import Extent, Extents
 from .facts import Facts
+from .isolation import removed
 from .matching import Proven
 from .names import region_name
 from .nodes import SELECT, sources_of, target_name
@@ -123,7 +124,7 @@ def find(
             try:
                 region = extract(facts, extent)
                 proof = matching.match(facts, region, plan)
-                mine = {n: region for n in extent.inside if n in facts.live}
+                mine = dict.fromkeys(removed(extent, facts), region)
                 order(facts, taken | mine)
             except Exception as error:
                 name, where = region_name(facts, extent), str(sources_of(seed, facts.at[seed])[0])

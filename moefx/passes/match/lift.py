@@ -222,8 +222,9 @@ class Lifter:
         turns: dict[tuple, list[fx.Node]] = defaultdict(list)
         for n in self.capture.nodes:
             val = n.meta.get("val")
-            chosen = isinstance(val, torch.Tensor) and not isinstance(val, FakeTensor) and val.dtype is torch.int64
-            if chosen and val.dim() and n not in self.routed and decided_by_floats(n):
+            if not isinstance(val, torch.Tensor) or isinstance(val, FakeTensor) or n in self.routed:
+                continue
+            if val.dtype is torch.int64 and val.dim() and decided_by_floats(n):
                 turns[line(n)].append(n)
         for parts in turns.values():
             if len(parts) > 1 and sum(len(n.meta["val"]) for n in parts) == tokens:
