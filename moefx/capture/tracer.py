@@ -42,7 +42,7 @@ from .sizes import SizeLog
 from .source import Source, user_calls, user_source
 
 aten = torch.ops.aten
-# They raise or they do nothing, as `assert` does: no part of what is computed, and of invented numbers they say nothing.
+# They raise or do nothing, as `assert` does: no part of what is computed, and invented numbers need not pass them.
 _CHECKS = {aten._assert_async.default, aten._assert_async.msg, aten._assert_scalar.default}
 # How reads come out, by where they are; comparisons and numbers by where they are computed, by which op, and whether of
 # what is known of the routing alone.

@@ -15,6 +15,7 @@ from there on everything is the pipeline that blocks go through: the same captur
     isolation  whether a region can be taken out; names: what it and its weights are called
     region     the program as a module, with the weights as its parameters, to be proven; and as a module that is
                called with them, which stands in the graph
+    parts      rows that are cut into parts, of which a graph has a fixed number
     matching   one proof for all equal regions, kept for the process
     splice     the graph with a call in the place of each region
     rewriting  all of that

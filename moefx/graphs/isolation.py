@@ -60,10 +60,7 @@ def _refuse_call(n: fx.Node, where: str) -> None:
 
 
 def is_used(n: fx.Node, inside: set[fx.Node], facts: Facts) -> bool:
-    """Whether the value of a node is read outside of the region; what the region does not change can be computed there
-    as well."""
-    if not is_removed(n, inside, facts):
-        return False
+    """Whether the value of a node that the region alone computes is read outside of it."""
     users = [u for u in n.users if u not in inside and u in facts.at]
     if not users:
         return False
@@ -95,11 +92,13 @@ def check_shared(facts: Facts, inputs: tuple[fx.Node, ...], outputs: tuple[fx.No
             )
 
 
-def is_removed(n: fx.Node, inside: set[fx.Node], facts: Facts) -> bool:
-    """Whether a node is computed by the region alone. What follows from weights or from nothing, is not random and is
-    not written to, may be computed twice."""
-    return n in facts.live or is_random(n) or bool(set(facts.storages(n)) & _written_in(inside, facts))
-
-
-def _written_in(inside: set[fx.Node], facts: Facts) -> set[int]:
-    return {s for n in inside if n in facts.written for s in facts.storages(facts.written[n])}
+def removed(extent: Extent, facts: Facts) -> dict[fx.Node, None]:
+    """The nodes that a region alone computes, in order. What follows from weights or from nothing, is not random and is
+    not written to, may be computed twice; not what is made of random numbers of the region."""
+    written = {s for n in extent.inside if n in facts.written for s in facts.storages(facts.written[n])}
+    found: dict[fx.Node, None] = {}
+    for n in extent.inside:
+        is_own = n in facts.live or is_random(n) or not written.isdisjoint(facts.storages(n))
+        if is_own or any(d in found for d in facts.deps[n]):
+            found[n] = None
+    return found

@@ -23,6 +23,7 @@ from ..runtime.program import Program
 from ..specialise import program_of
 from ..survey import Matched
 from .facts import Facts
+from .nodes import sources_of, target_name
 from .region import Extracted
 
 _MOST_KEPT = 256
@@ -35,11 +36,13 @@ class Proven:
     Attributes:
         report: of a region by the name of the first one; others may have this proof, too.
         guards: comparisons of its token dims that must come out so.
+        experts: the names of the experts' weights.
     """
 
     report: MatchedBlock
     program: Program
     guards: tuple[SizeGuard, ...]
+    experts: frozenset[str]
 
     def holds(self, dims: dict[str, int]) -> bool:
         return all(g.holds(dims) for g in self.guards)
@@ -78,6 +81,37 @@ def match(facts: Facts, region: Extracted, plan: Plan) -> Proven:
     return outcome
 
 
+def used_outside(facts: Facts, region: Extracted, plan: Plan) -> Refused | None:
+    """Why a region is refused that would not be if all of its results but the exit were its own: by name, what of the
+    experts is used outside of it."""
+    exit_ = region.extent.exit
+    if len(region.outputs) == 1 or exit_ not in region.outputs:
+        return None
+    alone = dataclasses.replace(region.code, outputs=(region.code.outputs[region.outputs.index(exit_)],))
+    try:
+        key = f"{alone.outputs} of {region.key}"
+        proof = match(facts, dataclasses.replace(region, outputs=(exit_,), code=alone, key=key), plan)
+    except Refused:
+        return None
+    weights = {n for n, name in zip(region.weights, region.names, strict=True) if name in proof.experts}
+    follows = set(weights)
+    for n in region.extent.inside:
+        if follows.intersection(facts.deps[n]):
+            follows.add(n)
+    for n in region.outputs:
+        if n is not exit_ and n in follows:
+            user = next(u for u in facts.users[n] if u not in region.extent.inside)
+            by, at = (target_name(user), user) if user.op != "output" else ("what the graph returns", n)
+            return Refused(
+                f"{n.name}, which the experts compute, is used outside of the mixture, by {by}: it would be there only "
+                "for the tokens that chose an expert",
+                culprits=(target_name(n),),
+                source=str(sources_of(at, facts.at[at])[0]),
+                remedy="use, or check, what goes into the mixture or comes out of it",
+            )
+    return None
+
+
 def _proven(facts: Facts, region: Extracted, plan: Plan) -> Proven:
     global lifts
     lifts += 1
@@ -112,7 +146,8 @@ def _proven(facts: Facts, region: Extracted, plan: Plan) -> Proven:
     seconds = time.perf_counter() - start
     matched = Matched([region.name], Seen(region.name, args, {}), result, seconds, set())
     report = dataclasses.replace(report_of(matched, program, block, verdict), kind="region of a graph")
-    return Proven(report, program, tuple(result.match.guards))
+    tables = [places for group in result.match.groups for places in group.tables]
+    return Proven(report, program, tuple(result.match.guards), frozenset(p.fqn for places in tables for p in places))
 
 
 def _autocast(region: Extracted) -> torch.dtype | None:

@@ -16,7 +16,7 @@ from ..runtime.program import Program
 from .code import Autocast, Code, Modes, Size, Step, Value
 from .extents import Extent
 from .facts import Facts
-from .isolation import check, check_shared, is_used
+from .isolation import check, check_shared, is_used, removed
 from .names import region_name, weight_names
 from .nodes import hint, plain, sources_of
 from .sizes import Generalised
@@ -180,7 +180,7 @@ def extract(facts: Facts, extent: Extent) -> Extracted:
             Step(n.target, args, kwargs, sources_of(n, facts.at[n]), _inner(facts.modes[n], outside),
                  n.op == "call_method")
         )  # fmt: skip
-    outputs = tuple(n for n in extent.inside if is_used(n, inside, facts))
+    outputs = tuple(n for n in removed(extent, facts) if is_used(n, inside, facts))
     check_shared(facts, inputs, outputs, inside)
     shapes = tuple(
         tuple(s for i, s in enumerate(whole) if i not in units) if n is extent.entry else general.shapes[n]

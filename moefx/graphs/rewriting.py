@@ -17,9 +17,11 @@ from ..survey import Refusal
 from . import matching
 from .extents import Extent, Extents
 from .facts import Facts
+from .isolation import removed
 from .matching import Proven
 from .names import region_name
 from .nodes import SELECT, sources_of, target_name
+from .parts import cut_into_parts
 from .region import Extracted, RegionCall, extract
 from .splice import order, splice
 
@@ -118,14 +120,18 @@ def find(
             if any("moefx" in str(n.target) for n in extent.inside):
                 first = None
                 break  # rewritten already
+            region: Extracted | None = None
             try:
                 region = extract(facts, extent)
                 proof = matching.match(facts, region, plan)
-                mine = {n: region for n in extent.inside if n in facts.live}
+                mine = dict.fromkeys(removed(extent, facts), region)
                 order(facts, taken | mine)
             except Exception as error:
                 name, where = region_name(facts, extent), str(sources_of(seed, facts.at[seed])[0])
                 why = error if isinstance(error, Refused) else own_fault(error, where)
+                if first is None:
+                    outside = matching.used_outside(facts, region, plan) if region is not None else None
+                    why = outside or cut_into_parts(facts, extent) or why
                 first = first or Refusal(name, why.reason, why.source or where, why.culprits, why.remedy)
                 continue
             taken |= mine

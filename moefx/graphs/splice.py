@@ -13,7 +13,7 @@ from torch import fx
 from ..errors import Refused
 from .code import Modes
 from .facts import Facts
-from .isolation import is_removed
+from .isolation import removed
 from .region import Extracted, RegionCall
 
 HOLDER = "moefx"  # the submodule of the graph that has the calls
@@ -28,7 +28,7 @@ def splice(facts: Facts, regions: list[tuple[Extracted, RegionCall]]) -> fx.Grap
     root.__dict__.update({k: v for k, v in gm.__dict__.items() if k not in ("_graph", "_code")})
     root._modules = dict(gm._modules)
     holder = root._modules[HOLDER] = torch.nn.Module()
-    unit_of = {n: r for r, _ in regions for n in _removed(facts, r)}
+    unit_of = {n: r for r, _ in regions for n in removed(r.extent, facts)}
     calls: dict[int, tuple[str, RegionCall]] = {}
     for region, call in regions:
         name = base = region.name.replace(".", "_") or "model"
@@ -56,11 +56,6 @@ def splice(facts: Facts, regions: list[tuple[Extracted, RegionCall]]) -> fx.Grap
     out.train(gm.training)
     out.graph.lint()
     return out
-
-
-def _removed(facts: Facts, region: Extracted) -> list[fx.Node]:
-    inside = set(region.extent.inside)
-    return [n for n in region.extent.inside if is_removed(n, inside, facts)]
 
 
 def order(facts: Facts, unit_of: dict[fx.Node, Extracted]) -> list[fx.Node | Extracted]:

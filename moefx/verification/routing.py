@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -107,7 +108,8 @@ class _Mode(TorchDispatchMode):
     """What the modes share: the tape, the place on it, and `promote`.
 
     With `promote`, everything is float64: casts that the code spells out (`.float()`,
-    `softmax(dtype=torch.float32)`, dtypes in a captured graph) would round, so they become float64 too.
+    `softmax(dtype=torch.float32)`, dtypes in a captured graph) would round, so they become float64 too, and so do
+    tensors of the default dtype (`torch.zeros(n)`), which other operands would not go with.
     """
 
     supports_higher_order_operators = True
@@ -127,7 +129,7 @@ class _Mode(TorchDispatchMode):
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
-        if self.promote and func in _LITERALS and out.dtype in _LOW:
+        if self.promote and (func in _LITERALS or _is_factory(func)) and out.dtype in _LOW:
             return out.double()
         return out
 
@@ -247,6 +249,13 @@ def _shapes(args: Any) -> Any:
     if isinstance(args, (list, tuple)):
         return tuple(_shapes(a) for a in args)
     return args if isinstance(args, (int, str)) else None
+
+
+@functools.cache
+def _is_factory(func: Any) -> bool:
+    """Whether an op makes a tensor of no other, as `torch.zeros(4)` does, in the dtype that is the default."""
+    returns = [str(r.type) for r in func._schema.returns]
+    return returns == ["Tensor"] and not any("Tensor" in str(a.type) for a in func._schema.arguments)
 
 
 def _promoted(func: Any, a: Any) -> Any:

@@ -116,6 +116,29 @@ def test_autocast(inside):
     assert (got - expected).abs().max() <= 2 * torch.finfo(torch.bfloat16).eps * expected.abs().max()
 
 
+def test_random_numbers_that_nothing_is_put_into():
+    """What is made of them is the region's, too: it is drawn once."""
+
+    class Noisy(bases.WeightGather):
+        def forward(self, x):
+            t = x.reshape(-1, D)
+            w, idx = (self.gate(t) + torch.randn(bases.E) * 0.1).softmax(-1).topk(2, dim=-1)
+            h = torch.einsum("nd,nkdh->nkh", t, self.w_up[idx]).relu()
+            return (torch.einsum("nkh,nkhd->nkd", h, self.w_down[idx]) * w.unsqueeze(-1)).sum(1).view_as(x)
+
+    torch.manual_seed(0)
+    mine, x = Model(Noisy, num_layers=1), torch.randn(2, 9, D)
+    for p in mine.parameters():
+        nn.init.normal_(p, std=0.5)
+    call = compiled(mine)
+    for _ in range(2):
+        torch.manual_seed(1)
+        got, after = call(x), torch.rand(1)
+        torch.manual_seed(1)
+        torch.testing.assert_close((got, after), (mine(x), torch.rand(1)))
+    assert moefx.blocks(call)
+
+
 def test_side_results():
     """Counts in a buffer and an auxiliary loss stay, and are those of the original."""
     mine = model("sparse_gates")

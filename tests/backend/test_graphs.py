@@ -267,3 +267,31 @@ def test_in_place_results():
     out = moefx.rewrite_graph(gm, args, PLAN)
     assert len(moefx.blocks(out)) == 1
     torch.testing.assert_close(out(*args)[0], module(x))
+
+
+class Checked(IDIOMS["weight_gather"]):
+    """Weights that are not what they should be end the call."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("limit", torch.tensor(2.0))
+        for p in self.parameters():
+            nn.init.normal_(p, std=0.5)
+
+    def forward(self, x):
+        torch._check(x.shape[-1] == D)
+        scores = self.gate(x).softmax(-1).topk(2, -1).values
+        torch._assert_async((scores < self.limit).all(), "too large")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("decompose", [False, True])
+def test_checks_stay(decompose):
+    module, x = Checked().double(), torch.randn(2, 9, D, dtype=torch.float64)
+    gm = decomposed(module, x) if decompose else exported(module, x)
+    out = moefx.rewrite_graph(gm, (x,), PLAN)
+    assert len(moefx.blocks(out)) == 1
+    torch.testing.assert_close(out(x), module(x))
+    out.limit.zero_()
+    with pytest.raises(RuntimeError, match="too large"):
+        out(x)

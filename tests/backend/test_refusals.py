@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -48,6 +49,60 @@ class Given(Mixture):
         return out
 
 
+class Dense(nn.Module):
+    """All experts on all tokens, in parts of 16 where that is asked for."""
+
+    def __init__(self, cut=lambda t: [t]):
+        super().__init__()
+        self.gate, self.cut = nn.Linear(D, E, bias=False), cut
+        self.up, self.down = nn.Parameter(torch.randn(E, D, 6)), nn.Parameter(torch.randn(E, 6, D))
+
+    def routed(self, x):
+        return self.gate(x).softmax(-1).topk(2)
+
+    def experts(self, x, gates):
+        h = self.hidden(torch.einsum("td,edh->teh", x, self.up).relu())
+        return torch.einsum("teh,ehd,te->td", h, self.down, gates)
+
+    def hidden(self, h):
+        return h
+
+    def forward(self, x):
+        w, ids = self.routed(x)
+        gates = x.new_zeros(len(x), E).scatter(-1, ids, w)
+        return torch.cat([self.experts(*part) for part in zip(self.cut(x), self.cut(gates), strict=True)])
+
+
+class HiddenChecked(Dense):
+    def hidden(self, h):
+        torch._assert_async(torch.isfinite(h).all(), "not finite")
+        return h
+
+
+class HiddenReturned(Dense):
+    def hidden(self, h):
+        self.size = h.square().mean()
+        return h
+
+    def forward(self, x):
+        return super().forward(x), self.size
+
+
+class WeightsChecked(Dense):
+    """Of the weights, of counts, and of sizes."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("limit", torch.tensor(2.0))
+
+    def routed(self, x):
+        w, ids = super().routed(x)
+        torch._check(ids.shape[0] == x.shape[0])
+        torch._assert_async((w < self.limit).all(), "too large")
+        torch._assert_async(nn.functional.one_hot(ids, E).sum() == 2 * x.shape[0])
+        return w, ids
+
+
 def refused(module, *args):
     call = torch.compile(module, backend=backend, options={"backend": "eager", "validation": "symbolic"})
     torch.testing.assert_close(call(*args), module(*args))
@@ -87,3 +142,49 @@ def test_a_reason_is_said_once(caplog):
     assert "refused: layers.0 ... layers.2 (3 blocks)   test_refusals.py:" in str(report)
     (text,) = {r.getMessage() for r in caplog.records if "left a region" in r.getMessage()}
     assert "layers.0 ... layers.2 (3 blocks)" in text
+
+
+@pytest.mark.parametrize(("kind", "by"), [(HiddenChecked, "isfinite"), (HiddenReturned, "square")])
+def test_what_experts_compute_is_used_outside(kind, by):
+    (refusal,) = refused(kind(), torch.randn(20, D))
+    assert f"h, which the experts compute, is used outside of the mixture, by {by}" in refusal.reason
+    assert refusal.source.startswith("test_refusals.py:") and "goes into the mixture or comes out" in refusal.remedy
+
+
+def test_checks_of_what_stays_stay():
+    module, x = WeightsChecked(), torch.randn(20, D)
+    call = torch.compile(module, backend=backend, options={"backend": "aot_eager", "validation": "symbolic"})
+    torch.testing.assert_close(call(x), module(x))
+    assert moefx.blocks(call) and not moefx.explain(call).refused
+    module.limit.zero_()
+    with pytest.raises(RuntimeError, match="too large"):
+        call(x)
+
+
+def _slices(t):
+    return [t[i : i + 16] for i in range(0, len(t), 16)]
+
+
+@pytest.mark.parametrize("cut", [lambda t: t.split(16), _slices])
+def test_rows_that_are_cut_into_parts(cut):
+    """By a loop of which the graph has the turns that its size takes."""
+    (refusal,) = refused(Dense(cut), torch.randn(40, D))
+    assert refusal.reason.startswith("the rows are cut into 3 parts") and "loops over parts" in refusal.remedy
+    assert refusal.source.startswith("test_refusals.py:")
+
+
+class InParts(Dense):
+    def forward(self, x):
+        return torch.cat([super(InParts, self).forward(part) for part in x.split(16)])
+
+
+def test_each_part_is_a_region():
+    """Where it chooses for itself; a module that does so is refused."""
+    module, x = InParts(), torch.randn(40, D)
+    call = torch.compile(module, backend=backend, options={"backend": "eager", "validation": "symbolic"})
+    torch.testing.assert_close(call(x), module(x))
+    (found,) = moefx.explain(call).matched
+    assert len(found.names) == 3 and f"{found.name} (3 times)" in str(moefx.explain(call))
+    (refusal,) = moefx.explain(module, example_inputs=(x,)).refused
+    assert refusal.reason.startswith("the tokens are cut into 2 parts, and experts are chosen for each on its own")
+    assert refusal.culprits == ("topk",) and "backend='moefx'" in refusal.remedy

@@ -268,3 +268,16 @@ def test_two_layers_whose_second_router_is_decided_by_rounding():
         assert comparison.ok, [row for row in comparison.rows if not row.ok]
     compiled.b.fault = "swapped experts"
     assert not check(original, compiled, x).ok
+
+
+def test_tensors_of_the_default_dtype_are_promoted():
+    """They would not go with the others: scatter and products take one dtype."""
+
+    def function(x):
+        w, ids = x.topk(2, -1)
+        gates = torch.zeros(len(x), x.shape[-1]).scatter(1, ids, w) * torch.full((x.shape[-1],), 0.5)
+        return gates @ torch.eye(x.shape[-1]) + torch.rand(x.shape[-1])
+
+    first, exact, _ = replay(function, scores(5, 8))
+    assert exact.dtype is torch.float64
+    torch.testing.assert_close(exact.float(), first)

@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...capture.captured import Capture
+from ...capture.captured import Capture, decided_by_floats
 from ...errors import Refused
 from .chosen import Choice, choice, every_expert_for_every_token
 from .form import Lifted, Ref, has_matrices
@@ -203,12 +203,34 @@ class Lifter:
                 culprits=(name,),
                 source=str(moved.meta["source"]),
             )
+        if parts := self._chosen_in_parts(math.prod(tokens)):
+            raise Refused(
+                f"the tokens are cut into {len(parts)} parts, and experts are chosen for each on its own",
+                culprits=tuple(dict.fromkeys(op_name(made) for n in parts for made in decided_by_floats(n))),
+                source=str(parts[0].meta["source"]),
+                remedy="choose for all tokens at once, or make what is done with a part a module of its own; "
+                "torch.compile(model, backend='moefx') takes each part for itself",
+            )
         raise Refused(
             "no integer tensor with one entry per token and slot explains which experts were used",
             source=str(cut.meta["source"]),
             remedy="the experts of a token must follow from that token's own choice (token choice), "
             "not from the other tokens",
         )
+
+    def _chosen_in_parts(self, tokens: int) -> list[fx.Node]:
+        """Choices that a line of the program makes in turn, together of all tokens."""
+        turns: dict[tuple, list[fx.Node]] = defaultdict(list)
+        for n in self.capture.nodes:
+            val = n.meta.get("val")
+            if not isinstance(val, torch.Tensor) or isinstance(val, FakeTensor) or n in self.routed:
+                continue
+            if val.dtype is torch.int64 and val.dim() and decided_by_floats(n):
+                turns[line(n)].append(n)
+        for parts in turns.values():
+            if len(parts) > 1 and sum(len(n.meta["val"]) for n in parts) == tokens:
+                return parts
+        return []
 
     def _moves_elements(self) -> fx.Node | None:
         """The first op on rows of some tokens that moves elements along their last axis, if there is one."""

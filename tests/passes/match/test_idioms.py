@@ -166,9 +166,21 @@ class PowersInPlace(Loop):
         return super().route(x.clone().pow_(2).mul_(0.5))
 
 
+class Checks(Loop):
+    """That only raise, or do nothing."""
+
+    def route(self, x):
+        w, ids = super().route(x)
+        torch._assert((w >= 0).all(), "negative")
+        torch._assert_async(torch.isfinite(w).all())
+        torch._assert_async((w.sum(-1) <= 1 + 1e-6).all(), "too large")
+        torch._check(len(ids) > 0)
+        return w, ids
+
+
 KINDS = [
     EinsumOfRows, WrittenInto, MovingAverage, LowScores, Normalised, ReentrantCheckpoint, TwoColumns, ToItsPlace,
-    Skipping, KeepsLosses, PowersInPlace,
+    Skipping, KeepsLosses, PowersInPlace, Checks,
 ]  # fmt: skip
 
 
