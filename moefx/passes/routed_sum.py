@@ -22,10 +22,11 @@ from .rows import Rows
 aten = torch.ops.aten
 ops = torch.ops.moefx
 _ = dialect
-_MOVES = {
-    "_to_copy", "_unsafe_view", "clone", "contiguous", "expand", "flatten", "getitem", "index", "permute", "reshape",
-    "select", "slice", "sort", "squeeze", "t", "transpose", "unsqueeze", "view",
+_KEEPS_ALL = {
+    "_to_copy", "_unsafe_view", "clone", "contiguous", "expand", "flatten", "permute", "reshape", "squeeze", "t",
+    "transpose", "unsqueeze", "view",
 }  # fmt: skip
+_MOVES = {*_KEEPS_ALL, "getitem", "index", "select", "slice", "sort"}
 
 
 class RoutedSum:
@@ -147,19 +148,21 @@ class RoutedSum:
             ids = self._per_slot(index.columns[slot], slot)
         else:
             ids = self.emit.call(aten.slice.Tensor, (self._per_slot(index), 1, slot, slot + 1))
-        if self.is_open and (size := self._indexed()):
+        if self.is_open and (size := self._indexed(_KEEPS_ALL)):  # an error where the program has one
+            return self.emit.call(aten.index.Tensor, (self._table(list(range(size))), [ids]))
+        if self.is_open and (size := self._indexed(_MOVES)):
             from_the_end = self.emit.call(aten.lt.Scalar, (ids, 0))
             ids = self.emit.call(aten.where.self, (from_the_end, self.emit.call(aten.add.Tensor, (ids, size)), ids))
         return ids
 
-    def _indexed(self) -> int:
-        """How many experts there are where parameters are indexed by the ids, of which negative ones count from the
-        end then; else 0."""
-        chosen = {_origin(n) for n in self.lifted.index.nodes}
+    def _indexed(self, moves: set[str]) -> int:
+        """How many experts there are where parameters are indexed by the ids, moved so, of which negative ones count
+        from the end then; else 0."""
+        chosen = {_origin(n, moves) for n in self.lifted.index.nodes}
         for n in (n for n in self.lifted.absorbed if n.target is aten.index.Tensor):
             base, indices = n.args
             for dim, i in enumerate(indices):  # type: ignore[arg-type]
-                if i is not None and _origin(i) in chosen and base in self.lifted.absorbed:
+                if i is not None and _origin(i, moves) in chosen and base in self.lifted.absorbed:
                     return base.meta["val"].shape[dim]  # type: ignore[union-attr]
         return 0
 
@@ -208,19 +211,16 @@ class RoutedSum:
         if self.is_open:  # those on either side are of nobody
             table = [-1, *table, -1]
             ids = self.emit.call(aten.clamp.default, (self.emit.call(aten.add.Tensor, (ids, 1)), 0, len(table) - 1))
-        node = self.emit.call(
-            torch.tensor,
-            (table,),
-            {"dtype": torch.int64, "device": self.kept.input_device()},
-            fake=torch.int64,
-            shape=(len(table),),
-        )
-        return self.emit.call(aten.index.Tensor, (node, [ids]))
+        return self.emit.call(aten.index.Tensor, (self._table(table), [ids]))
+
+    def _table(self, values: list[int]) -> fx.Node:
+        options = {"dtype": torch.int64, "device": self.kept.input_device()}
+        return self.emit.call(torch.tensor, (values,), options, fake=torch.int64, shape=(len(values),))
 
 
-def _origin(n: fx.Node) -> fx.Node:
+def _origin(n: fx.Node, moves: set[str]) -> fx.Node:
     """What integers were before they were moved about."""
-    while n.args and isinstance(n.args[0], fx.Node) and op_name(n) in _MOVES:
+    while n.args and isinstance(n.args[0], fx.Node) and op_name(n) in moves:
         n = n.args[0]
     return n
 

@@ -24,8 +24,8 @@ from .ranges import NARROW, Ranges
 if TYPE_CHECKING:
     from .prove import Prover
 
-# Of numbers that are not special these give back one that they are given.
 _LOOKUPS = {"embedding", "gather", "index", "index_select"}  # in what is one number everywhere there is no other
+# Of numbers that are not special these give back one that they are given.
 _CUTS = {"clamp", "clamp_max", "clamp_min", "maximum", "minimum", "remainder"}
 _LEVELS = {*_CUTS, "abs", "bitwise_and", "bitwise_or", "fmod", "relu", "__and__", "__or__"}
 Place = tuple[Any, str, int]  # the calls that led there, the op, and how many times it came before

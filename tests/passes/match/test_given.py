@@ -282,3 +282,14 @@ def test_refused(name):
     use, example, reason = REFUSED[name]
     with pytest.raises(NoMoEBlockFound, match=reason):
         check(Chosen("weights", use), example, [])
+
+
+@pytest.mark.parametrize("there", [E, -E - 1])
+def test_an_error_stays_one(there):
+    """Where the original's index is out of bounds nobody takes the rows in silence."""
+    model = Gathered(lambda b, g: g).double()
+    compiled = moefx.compile(copy.deepcopy(model), example_inputs=(torch.randn(2, 9, D).double(), ALL % E))
+    beyond = torch.full_like(ALL, there)
+    for one in (model, compiled):
+        with pytest.raises(IndexError, match="out of bounds"):
+            one(torch.randn(2, 9, D).double(), beyond)
