@@ -269,7 +269,10 @@ class Prover:
                 return
 
     def lift(self, routing: Routing, sizes: dict[str, int], flips: Flips | None = None) -> Lifted:
-        return self._lifted(self.capture(routing, sizes, flips), self.lifted[0] if self.lifted else None)
+        return self._lifted(self.capture(routing, sizes, flips), self._first())
+
+    def _first(self) -> Lifted | None:
+        return self.lifted[0] if self.lifted else None
 
     def _lifted(self, taken: Capture, like: Lifted | None) -> Lifted:
         lifter = Lifter(self.block, taken, like, self.symbolic)
@@ -280,13 +283,14 @@ class Prover:
 
     def prove(self) -> Match:
         tokens = max(29, self.hint // 4)
-        self.arguments = with_turns(self, self._choose(tokens, 0))
+        self.arguments, first = with_turns(self, self._choose(tokens, 0))
         plans = [("diverse", tokens), ("skewed", max(25, tokens * 3 // 4)), ("flooded", 13)]
         for variant, (kind, n) in enumerate(plans):
             if kind == "flooded" and self.lifted[0].slots > 1:
                 kind = "contested"  # who of several slots comes first
             sizes = self._choose(n, variant)
-            self.add(self.lift(Routing(kind, variant), sizes), sizes)
+            taken = first if variant == 0 else None
+            self.add(self._lifted(taken or self.capture(Routing(kind, variant), sizes), self._first()), sizes)
         self._cover()
         if self.num_experts < 2:
             raise Refused("there is one expert only, for all tokens: nothing is chosen")
