@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -122,7 +123,7 @@ def find(
                 break  # rewritten already
             region: Extracted | None = None
             try:
-                region = extract(facts, extent)
+                region = _named(extract(facts, extent), [r for r, _ in matched])
                 proof = matching.match(facts, region, plan)
                 mine = dict.fromkeys(removed(extent, facts), region)
                 order(facts, taken | mine)
@@ -143,6 +144,16 @@ def find(
     # not of what a later region took in: the groups of experts that a router selects first, say
     left = {(r.name, r.source): r for seed, r in reversed(refused.items()) if seed not in taken}
     return Found(facts, matched, list(left.values())[::-1], list(open_), time.perf_counter() - start)
+
+
+def _named(region: Extracted, others: list[Extracted]) -> Extracted:
+    """By a name of its own: a module that is called twice, or a line of a loop, is one region each time."""
+    names, name = {r.name for r in others}, region.name
+    for turn in itertools.count(2):
+        if name not in names:
+            return dataclasses.replace(region, name=name)
+        name = f"{region.name}_{turn}"
+    raise AssertionError
 
 
 def _candidates(extents: Extents, seed: fx.Node) -> list[Extent]:
