@@ -83,11 +83,13 @@ def layer(weights, x):
 
 def test_a_function():
     """It has no modules: its regions are those of the graphs that its lines made, one for each call of them."""
+    torch.manual_seed(0)
     weights = {"router": torch.randn(D, 4), "up": torch.randn(4, D, 5), "down": torch.randn(4, 5, D)}
+    weights = {name: weight.double() for name, weight in weights.items()}
     call, other = compiled(layer), compiled(mixture)
     assert "not called yet" in str(moefx.explain(call)) and not moefx.blocks(call)
     for length in (9, 11):
-        x = torch.randn(2, length, D)
+        x = tokens(2, length)
         torch.testing.assert_close(call(weights, x), layer(weights, x))
     names = [block.name for block in moefx.blocks(call)]
     assert len(names) == 2 and names[1] == f"{names[0]}_2" and str(moefx.explain(call)).startswith("layer: 2 MoE")
