@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import sys
 import warnings
 import weakref
@@ -150,7 +151,11 @@ def explain(
     Raises:
         InvalidPlan: as `compile`. CaptureError, InvalidInput: the model does not run on the example.
     """
-    given, model = model, _checked(model)
+    given: Any = model
+    if _is_compiled_function(given):
+        record, forwards = _regions(given)
+        return _told(given.__name__, record or Record((), (), 0.0), forwards)
+    model = _checked(given)
     record = vars(model).get(RECORD)
     if record is None and example_inputs is None:
         record = _UNCHANGED.get(model) or _regions(given)[0]
@@ -169,7 +174,11 @@ def explain(
             reports.append(report_of(m, _program(m, block), block, proven.verdicts[id(m)], spreads.get(id(m))))
         told = tuple(found.refused)
         return Explanation(type(model).__name__, tuple(reports), told, found.seconds, planned=proven.decision)
-    forwards = _forwards(given)
+    return _told(type(model).__name__, record, _forwards(given))
+
+
+def _told(name: str, record: Record, forwards: dict[str, BlockForward]) -> Explanation:
+    """What was found, and what became of it since."""
     reports = []
     for report in record.matched:
         counts = [forwards[n].counts for n in report.names if n in forwards]
@@ -189,8 +198,7 @@ def explain(
         )
         notes = (*report.notes, *sorted(notes))
         reports.append(dataclasses.replace(report, calls=calls, notes=notes, also_for=tuple(also)))
-    name, planned = type(model).__name__, record.planned
-    return Explanation(name, tuple(reports), record.refused, record.seconds, _paths(), planned=planned)
+    return Explanation(name, tuple(reports), record.refused, record.seconds, _paths(), planned=record.planned)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,12 +302,19 @@ def checked_passes(plan: Plan) -> Plan:
 
 def _forwards(given: nn.Module) -> dict[str, BlockForward]:
     """The rewritten blocks of a model; with the regions of its graphs if it was compiled with `backend="moefx"`."""
+    if _is_compiled_function(given):
+        return _regions(given)[1]
     own = rewritten_blocks(model := _checked(given))
     # The model that `moefx.compile` was called on shares its weights, and may have been compiled for itself.
     return own if own and given is model else {**_regions(given)[1], **own}
 
 
-def _regions(given: nn.Module) -> tuple[Record | None, dict[str, BlockForward]]:
+def _is_compiled_function(given: Any) -> bool:
+    """Whether it is what `torch.compile` made of a function."""
+    return inspect.isfunction(given) and hasattr(given, "_torchdynamo_orig_callable")
+
+
+def _regions(given: Any) -> tuple[Record | None, dict[str, BlockForward]]:
     backend = sys.modules.get("moefx.backend")  # which Dynamo loads if it is asked for
     return backend.compiled_for(given) if backend is not None else (None, {})
 

@@ -6,18 +6,17 @@ import dataclasses
 import inspect
 import logging
 import re
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 
+from . import _kept as kept
 from ._options import options_of
 from ._plan import Plan
 from .api import RECORD, Record, checked_passes, explain
 from .graphs import artifacts
-from .graphs.dims import NO_TOKENS, ONE_TOKEN
 from .graphs.rewriting import Found, checked_graph, checked_plan, rewritten
 from .inspection.explain import MatchedBlock, together
 from .runtime.module import BlockForward, rewritten_blocks
@@ -26,10 +25,8 @@ from .verification.traced import Way
 
 _log = logging.getLogger(__name__)
 _told: set[str] = set()
-_MOST_KEPT = 64
 _OPEN = "experts are selected, but Dynamo ends its graph before their results come together"
 _FIRST = "moefx.compile(model) takes what depends on data; call it first"
-_KEPT: list[_Compiled] = []
 
 
 def rewrite_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: Plan | None = None) -> fx.GraphModule:
@@ -82,7 +79,7 @@ def backend(
     _tell_of_skipped()
     record = _record(found)
     if record.matched or record.refused:
-        _keep(out, found, record)
+        kept.keep(out, found, record)
     if out is not gm:
         vars(out)[RECORD] = record
         artifacts.leave(out, lambda: str(explain(out)))
@@ -93,7 +90,7 @@ def backend(
 
 def _reset() -> None:
     """`torch._dynamo.reset()`: graphs that were compiled before are not run any more."""
-    _KEPT.clear()
+    kept.KEPT.clear()
 
 
 backend.reset = _reset  # pyright: ignore[reportFunctionMemberAccess]
@@ -104,7 +101,7 @@ def _tell(gm: fx.GraphModule, found: Found, then: str) -> None:
     """In the log, each thing once."""
     every = found.every()
     refused = [r for f in every for r in f.refused]
-    others = _rewritten_otherwise(refused, (m for one in _KEPT for m in one.record.matched))
+    others = kept.rewritten_otherwise(refused, (m for one in kept.KEPT for m in one.record.matched))
     for level, those in (logging.INFO, others), (logging.WARNING, [r for r in refused if r not in others]):
         for refusal in together(those):
             _once(level, f"moefx left a region of a graph as it was: {refusal}")
@@ -122,12 +119,6 @@ def _tell(gm: fx.GraphModule, found: Found, then: str) -> None:
     if not any(f.matched or f.refused for f in every):
         nodes = len(found.facts.nodes)
         _once(logging.INFO, "moefx found no MoE region in a graph; " + then, f" ({nodes} nodes)")
-
-
-def _rewritten_otherwise(refused: Iterable[Refusal], matched: Iterable[MatchedBlock]) -> list[Refusal]:
-    """Those that are left for having a single token, or none, and are rewritten in graphs of more."""
-    names = {name for report in matched for name in report.names}
-    return [r for r in refused if r.reason in (NO_TOKENS, ONE_TOKEN) and r.name in names]
 
 
 def _tell_of_skipped() -> None:
@@ -167,40 +158,7 @@ def _record(found: Found) -> Record:
     return Record(tuple(reports.values()), tuple(refused), sum(f.seconds for f in every))
 
 
-# ---------------------------------------------------------------------- models that were compiled with the backend
-_NOTHING = Refusal(
-    "",
-    "no graph of it has a region: it was not called yet, or Dynamo breaks it apart, or the experts are in no graph",
-    remedy="call it first. What moefx.compile finds, moefx.explain says of the model that torch.compile was called on",
-)
-_NOTHING_OWN = dataclasses.replace(
-    _NOTHING,
-    reason=_NOTHING.reason + ", or Dynamo runs the graphs of an equal model that was compiled before",
-    remedy="torch._dynamo.reset() forgets those; then " + _NOTHING.remedy,
-)
-
-
-_FEW = "graphs of a single token, or of none, run as they were"
-
-
-@dataclasses.dataclass
-class _Compiled:
-    """A graph that experts were found in, with weak references to the weights that its regions take, or it."""
-
-    record: Record
-    forwards: dict[str, BlockForward]
-    weights: list[weakref.ref[torch.Tensor]]
-
-
-def _keep(out: fx.GraphModule, found: Found, record: Record) -> None:
-    forwards = {forward.name: forward for forward in rewritten_blocks(out).values()}
-    every = found.every()
-    held = [f.facts.weights[n] for f in every for region, _ in f.matched for n in region.weights]
-    held = held or [t for f in every for t in f.facts.weights.values()]
-    _KEPT.append(_Compiled(record, forwards, [weakref.ref(t) for t in held]))
-    del _KEPT[:-_MOST_KEPT]
-
-
+# ---------------------------------------------------------------------- what was compiled with the backend
 def ways_of(model: nn.Module) -> dict[str, Way]:
     """How `torch.compile` made a model, or modules of one (`module.compile`), with this backend.
 
@@ -229,29 +187,11 @@ def _way(context: Any) -> Way | None:
         return None
 
 
-def compiled_for(model: nn.Module) -> tuple[Record | None, dict[str, BlockForward]]:
-    """The regions of the graphs of a model that was compiled with the backend, the latest of each name. Of a model that
-    never was, unless it is what `torch.compile` returned, there is no record."""
-    mine = {id(t) for t in (*model.parameters(), *model.buffers())}
-    matched: dict[tuple[str, ...], MatchedBlock] = {}
-    refused: dict[str, Refusal] = {}
-    forwards: dict[str, BlockForward] = {}
-    seconds, found = 0.0, False
-    for one in _KEPT:
-        alive = [t for ref in one.weights if (t := ref()) is not None]
-        if not alive or id(alive[0]) not in mine:
-            continue
-        found = True
-        forwards.update(one.forwards)
-        matched.update({report.names: report for report in one.record.matched})
-        refused.update({str(r): r for r in one.record.refused})
-        seconds += one.record.seconds
-    for r in _rewritten_otherwise([*refused.values()], [*matched.values()]):
-        del refused[str(r)]
-        for names, report in matched.items():
-            if r.name in names and _FEW not in report.notes:
-                matched[names] = dataclasses.replace(report, notes=(*report.notes, _FEW))
-    if not found:
-        nothing = _NOTHING_OWN if _KEPT else _NOTHING
-        return (Record((), (nothing,), 0.0) if ways_of(model) else None), {}
-    return Record(tuple(matched.values()), tuple(refused.values()), seconds), forwards
+def compiled_for(given: nn.Module | Callable[..., Any]) -> tuple[Record | None, dict[str, BlockForward]]:
+    """The regions of the graphs of a model or a function that was compiled with the backend, the latest of each name.
+    Of a model that never was, unless it is what `torch.compile` returned, there is no record."""
+    mine = kept.of_model(given) if isinstance(given, nn.Module) else kept.of_function(given)
+    if mine:
+        return kept.together(mine)
+    was_compiled = not isinstance(given, nn.Module) or ways_of(given)
+    return (Record((), (kept.nothing(),), 0.0) if was_compiled else None), {}

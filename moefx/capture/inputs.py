@@ -38,9 +38,15 @@ class Leaf:
 
     @property
     def takes_turns(self) -> bool:
-        """Whether any number may stand anywhere in it: one integer, or one for each token or sequence."""
+        """Whether other numbers than the example has may stand in it: of tokens, of sequences, or a single one."""
         is_integer = self.example is not None and self.dtype != torch.bool and self.example.numel() > 0
-        return is_integer and self.together == 1
+        return is_integer and (self.together == 1 or any(isinstance(size, str) for size in self.shape))
+
+    def takes(self, number: int) -> bool:
+        """Whether a number may. Of several of a token no two are to be the same."""
+        assert self.example is not None
+        info = torch.iinfo(self.dtype)
+        return info.min <= number <= info.max and (self.together == 1 or number not in self.example)
 
     def values(self, n: int, seed: int, generator: torch.Generator) -> torch.Tensor:
         """So many integers or booleans like those of the example. What belongs to one token stays together, as the
@@ -69,10 +75,6 @@ class Leaf:
         if seed and rows > 1:
             order = torch.randint(0, len(pool), (rows,), generator=generator)
         out = pool[order].flatten()
-        if self.turns and n > 1:
-            at = torch.rand(n, generator=generator).argsort()[: -(-n // 3)]
-            which = (torch.arange(len(at)) + seed * len(at)) % len(self.turns)
-            out[at] = torch.tensor(self.turns)[which].to(self.dtype)
         known = pool[pool >= 0].unique()
         per_token = together > 1 and any(isinstance(size, str) for size in self.shape)
         if seed and per_token and len(known) and out.dtype != torch.bool:
@@ -81,6 +83,11 @@ class Leaf:
             out = torch.where(
                 out >= 0, others[torch.searchsorted(known, out.clamp_min(0)).clamp_max(len(known) - 1)], out
             )
+        if self.turns and rows > 1:  # one of a token, here and there
+            at = torch.rand(rows, generator=generator).argsort()[: -(-rows // 3)]
+            which = (torch.arange(len(at)) + seed * len(at)) % len(self.turns)
+            column = torch.randint(0, together, (len(at),), generator=generator)
+            out[at * together + column] = torch.tensor(self.turns)[which].to(self.dtype)
         return out
 
     def _others(self, row: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

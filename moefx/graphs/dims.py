@@ -50,7 +50,7 @@ class Dims:
             raise Refused(NO_TOKENS)
         # A symbolic size is symbolic everywhere: a number that equals it here is a constant.
         self.fixed = [at for at, i in enumerate(self.axes) if type(shape[i]) is int]
-        self.expressions = {n.node.expr: s for n, s in zip((shape[i] for i in self.axes), self.symbols, strict=True)
+        self.expressions = {n.node.expr: s for n, s in zip(self.given, self.symbols, strict=True)
                             if isinstance(n, torch.SymInt)}  # fmt: skip
         numbers = [n for n in facts.nodes if n.op == "call_function" and isinstance(facts.value.get(n), _SYMBOLIC)]
         self.computed = {facts.value[n].node.expr: n for n in reversed(numbers)}
@@ -83,12 +83,13 @@ class Dims:
         """What a symbolic number of the graph may be, the likeliest first; none, if it does not follow from the token
         dims by what is known. `node`: that computes it.
 
-        Integers are what their expression says. Floats, and what is made of them, are followed node by node: SymPy
-        takes factors together, which rounds otherwise.
+        Integers are what their expression says, where that is one of the sizes of the rows. Floats, and what is made of
+        them, are followed node by node: SymPy takes factors together, which rounds otherwise.
         """
         expr = value.node.expr
-        if all(getattr(e, "is_integer", False) for e in sympy.preorder_traversal(expr)):
-            return self._integers(value)
+        is_exact = all(getattr(e, "is_integer", False) for e in sympy.preorder_traversal(expr))
+        if is_exact and (found := self._integers(value)):
+            return found
         node = node if node is not None and node.op.startswith("call") else self.computed.get(expr)
         form = None if node is None else _form(node)
         if node is None or form is None:
@@ -105,7 +106,7 @@ class Dims:
     def _integers(self, n: torch.SymInt) -> list[Size | int]:
         expr = n.node.expr
         for known, symbol in sorted(self.expressions.items(), key=lambda e: -len(e[0].free_symbols)):
-            expr = expr.subs(known, symbol)
+            expr = _over(expr, known, symbol)
         if expr.free_symbols - set(self.symbols):
             return self._known_equal(n)
         if expr.is_Integer:
@@ -133,6 +134,19 @@ class Dims:
                 if statically_known_true(n == math.prod(self.given[i] for i in chosen)):
                     return [Size("*".join(self.names[i] for i in chosen))]
         return []
+
+
+def _over(expr: Any, size: sympy.Expr, symbol: sympy.Symbol) -> Any:
+    """`expr` with `symbol` for a size of the graph: `2*S + 2` for `2*s0` where S is `s0 - 1`, as of all tokens but the
+    last."""
+    if not expr.free_symbols & size.free_symbols:
+        return expr
+    if not expr.is_polynomial(*expr.free_symbols):
+        return expr.func(*(_over(a, size, symbol) for a in expr.args))
+    times, rest = sympy.div(expr, size, *sorted(size.free_symbols, key=str))
+    if times == 0 or any(not n.is_Integer for n in (times + rest).atoms(sympy.Rational)):
+        return expr
+    return _over(times, size, symbol) * symbol + rest
 
 
 def _text(expr: sympy.Expr) -> str:

@@ -22,7 +22,7 @@ from torch import fx
 from .facts import Facts
 from .nodes import SELECT, hint, target_name
 
-_COMPARE = {"gt", "ge", "lt", "le", "eq", "ne"}
+_COMPARE = {"gt": 1, "ge": 1, "lt": 1, "le": 1, "eq": 2, "ne": 2}  # of how many floats: not what is equal to a number
 _CONTRACT = {
     "linear", "mm", "bmm", "matmul", "einsum", "addmm", "baddbmm", "addbmm", "_grouped_mm", "grouped_mm", "__matmul__",
     "mv", "tensordot",
@@ -60,7 +60,8 @@ class Extents:
         chosen = [n for n in live if target_name(n) in SELECT and _selects(n, facts)]
         compared = [
             n for n in live
-            if target_name(n) in _COMPARE and any(facts.is_float(a) and a in facts.live for a in n.all_input_nodes)
+            if (least := _COMPARE.get(target_name(n)))
+            and sum(facts.is_float(a) and a in facts.live for a in n.all_input_nodes) >= least
         ]  # fmt: skip
         return chosen + compared
 

@@ -217,10 +217,23 @@ class Facts:
         inputs = {n: self.examples.get(n, self.value.get(n)) for n in self.nodes if n.op == "placeholder"}
         return {n: t for n, t in inputs.items() if t is not None and is_float_tensor(t) and n not in activations}
 
+    def _is_size(self, n: fx.Node) -> bool:
+        """Whether a number follows from sizes: it is no value of what it is a size of."""
+        value = self.value.get(n)
+        return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) and value.node.hint is not None
+
+    def _is_given_number(self, n: fx.Node) -> bool:
+        """A float among the arguments of the program, which Dynamo hands over as a tensor where sizes are dynamic."""
+        t = self.tensor(n)
+        items = t is not None and not t.dim() and bool(n.users) and all(target_name(u) == "item" for u in n.users)
+        return items and n.op == "placeholder"
+
     def _classify(self) -> None:
         ints: set[fx.Node] = set()  # follow from given integers without a weight
         for n in self.nodes:
             deps = self.deps[n]
+            if self._is_given_number(n) or self._is_size(n):
+                continue
             if n.op == "placeholder" and n not in self.weights and isinstance(self.value.get(n), torch.Tensor):
                 self.live.add(n)
                 if not self.is_float(n):

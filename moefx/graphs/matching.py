@@ -49,7 +49,7 @@ class Proven:
 
 
 _Outcome = Proven | Refused
-_kept: OrderedDict[tuple[str, Plan], list[_Outcome]] = OrderedDict()
+_kept: OrderedDict[tuple[str, Plan, str, torch.dtype | None], list[_Outcome]] = OrderedDict()
 lifts = 0  # proofs tried in this process
 
 
@@ -59,7 +59,7 @@ def match(facts: Facts, region: Extracted, plan: Plan) -> Proven:
     Raises:
         Refused: it is not (provably) a token-choice mixture of experts, or not at these sizes.
     """
-    key = region.key, plan
+    key = region.key, plan, region.device, _autocast(region)
     outcomes = _kept.setdefault(key, [])
     _kept.move_to_end(key)
     while len(_kept) > _MOST_KEPT:

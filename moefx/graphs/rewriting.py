@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -53,13 +54,22 @@ class Found:
 
 
 def rewritten(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], plan: Plan, origins: dict[fx.Node, fx.Node] | None = None
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    plan: Plan,
+    origins: dict[fx.Node, fx.Node] | None = None,
+    names: set[str] | None = None,
 ) -> tuple[fx.GraphModule, Found]:
-    """The graph with the regions that were found rewritten, also those in bodies that it has for checkpoints."""
-    found = find(gm, example_inputs, plan, origins)
+    """The graph with the regions that were found rewritten, also those in bodies that it has for checkpoints.
+
+    Args:
+        origins, names: of a body, what its inputs are in the graph around it, and the regions that there are already.
+    """
+    names = set() if names is None else names
+    found = find(gm, example_inputs, plan, origins, names)
     bodies: dict[str, fx.GraphModule] = {}
     for name, values, inner in _bodies(found.facts):
-        body, more = rewritten(getattr(gm, name), values, plan, inner)
+        body, more = rewritten(getattr(gm, name), values, plan, inner, names)
         if body is not getattr(gm, name):
             bodies[name] = body
         found.inside.append(more)
@@ -94,7 +104,11 @@ def _bodies(facts: Facts) -> Iterator[tuple[str, list[Any], dict[fx.Node, fx.Nod
 
 
 def find(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], plan: Plan, origins: dict[fx.Node, fx.Node] | None = None
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    plan: Plan,
+    origins: dict[fx.Node, fx.Node] | None,
+    names: set[str],
 ) -> Found:
     start = time.perf_counter()
     facts = Facts(gm, example_inputs, origins)
@@ -122,7 +136,7 @@ def find(
                 break  # rewritten already
             region: Extracted | None = None
             try:
-                region = extract(facts, extent)
+                region = _named(extract(facts, extent), names)
                 proof = matching.match(facts, region, plan)
                 mine = dict.fromkeys(removed(extent, facts), region)
                 order(facts, taken | mine)
@@ -135,6 +149,7 @@ def find(
                 first = first or Refusal(name, why.reason, why.source or where, why.culprits, why.remedy)
                 continue
             taken |= mine
+            names.add(region.name)
             matched.append((region, proof))
             first = None
             break
@@ -143,6 +158,16 @@ def find(
     # not of what a later region took in: the groups of experts that a router selects first, say
     left = {(r.name, r.source): r for seed, r in reversed(refused.items()) if seed not in taken}
     return Found(facts, matched, list(left.values())[::-1], list(open_), time.perf_counter() - start)
+
+
+def _named(region: Extracted, names: set[str]) -> Extracted:
+    """By a name of its own: a module that is called twice, or a line of a loop, is one region each time."""
+    name = region.name
+    for turn in itertools.count(2):
+        if name not in names:
+            return dataclasses.replace(region, name=name)
+        name = f"{region.name}_{turn}"
+    raise AssertionError
 
 
 def _candidates(extents: Extents, seed: fx.Node) -> list[Extent]:

@@ -94,18 +94,25 @@ class Generalised:
     def _unclear(self, n: fx.Node) -> Refused:
         """At a node at which the sizes are not clear."""
         where = str(sources_of(n, self.facts.at[n])[0])
-        for number in (a for a in n.all_input_nodes if self.facts.is_number(a)):
-            if not self._of_number(self.facts.value[number], node=number):
-                how = "the graph is given it" if number.op == "placeholder" else "it is computed otherwise"
-                return Refused(
-                    f"a number ({number.name}) does not follow from the sizes [{', '.join(self.dims.names)}] of the "
-                    f"region's rows in a way that is known: {how}",
-                    culprits=(target_name(n),),
-                    source=where,
-                    remedy="compile with dynamic=False, which makes numbers of sizes",
-                )
+        if roots := [root for a in n.all_input_nodes if self.facts.is_number(a) for root in self._unknown(a)]:
+            names = [self.facts.source_name(root) or root.name for root in roots]
+            between = "what Python computed between two graphs"
+            names = ", ".join(dict.fromkeys(between if "___stack" in name else name for name in names))
+            return Refused(
+                f"a number does not follow from the sizes [{', '.join(self.dims.names)}] of the region's rows in a way "
+                f"that is known: it is made of {names}",
+                culprits=(target_name(n),),
+                source=where,
+                remedy="compile with dynamic=False, which makes constants of numbers",
+            )
         what = "the sizes in the graph do not show which of them are of tokens"
         return Refused(what, culprits=(target_name(n),), source=where, remedy=self._remedy())
+
+    def _unknown(self, number: fx.Node) -> list[fx.Node]:
+        """What a number is made of that does not follow from the token dims."""
+        if self.facts.is_number(number) and self._of_number(self.facts.value[number], node=number):
+            return []
+        return [root for a in number.all_input_nodes for root in self._unknown(a)] or [number]
 
     def _remedy(self) -> str:
         """What would show them."""

@@ -192,7 +192,5 @@ def _steps(expert: str) -> str:
 
 def _range(names: tuple[str, ...]) -> str:
     """`model.layers.1.mlp ... model.layers.47.mlp (47)` for many, all names for few."""
-    shown = list(dict.fromkeys(n or "(the model itself)" for n in names))
-    if len(shown) == 1:
-        return shown[0] if len(names) == 1 else f"{shown[0]} ({len(names)} times)"
-    return ", ".join(shown) if len(names) <= 2 else f"{shown[0]} ... {shown[-1]} ({len(names)} blocks)"
+    shown = [n or "(the model itself)" for n in names]
+    return ", ".join(shown) if len(shown) <= 2 else f"{shown[0]} ... {shown[-1]} ({len(shown)} blocks)"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from ..runtime.module import BlockForward, CallCounts, rewritten_blocks
 from .bisect import first_bad_snapshot, program_for
@@ -169,6 +169,8 @@ def _held_alike(compiled: nn.Module, reference: nn.Module, shares: Shares | None
             if a is not b and not (a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b.to(a.device))):
                 rows.append(Row("", name, "state", ok=False, error=math.inf, note=OTHER_VALUES))
     modes = dict(reference.named_modules())
+    if isinstance(compiled, fx.GraphModule) and not isinstance(reference, fx.GraphModule):
+        modes = {}  # it has the mode that it was captured in, whatever its flag says
     other = [n for n, m in compiled.named_modules() if n in modes and modes[n].training != m.training]
     for name in [n for n in other if not n or n.rpartition(".")[0] not in other]:  # not what is inside of one
         ours, theirs = _mode(compiled.get_submodule(name)), _mode(modes[name])

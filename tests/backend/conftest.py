@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moefx import backend
+from moefx import _kept, backend
 from moefx.graphs import matching
 
 
@@ -15,4 +15,4 @@ def fresh():
     torch._dynamo.utils.counters.clear()
     matching.forget()
     backend._told.clear()
-    backend._KEPT.clear()
+    _kept.KEPT.clear()

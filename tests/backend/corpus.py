@@ -21,7 +21,7 @@ import warnings
 import torch
 
 import moefx
-from moefx import backend
+from moefx import _kept, backend
 from moefx.graphs import matching
 from tests import models
 from tests.corpus import checks
@@ -66,7 +66,7 @@ def run(name: str, experts: str = "eager", with_moefx: bool = True) -> tuple[str
     """
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    for kept in (matching._kept, backend._told, backend._KEPT):
+    for kept in (matching._kept, backend._told, _kept.KEPT):
         kept.clear()
     said = Said()
     logging.getLogger("moefx").addHandler(said)

@@ -116,6 +116,18 @@ def test_autocast(inside):
     assert (got - expected).abs().max() <= 2 * torch.finfo(torch.bfloat16).eps * expected.abs().max()
 
 
+def test_autocast_around_some_calls():
+    """The same graph with it and without is proven for both: training with it, say, and evaluation without."""
+    mine, x = model("weight_gather", torch.float32, num_layers=1), torch.randn(2, 9, D)
+    for enabled in (False, True, False):
+        torch._dynamo.reset()
+        call = compiled(mine, backend="eager")
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            call(x)
+        (block,) = moefx.blocks(call)
+        assert block.spec.autocast is (torch.bfloat16 if enabled else None) and not block.fallbacks
+
+
 def test_random_numbers_that_nothing_is_put_into():
     """What is made of them is the region's, too: it is drawn once."""
 
@@ -393,3 +405,30 @@ def test_inside_of_a_checkpoint():
     reference, call = copy.deepcopy(mine.inner), compiled(mine)
     check_equal(reference, mine, call, torch.randn(2, 9, D, dtype=torch.float64))
     assert [b.name for b in moefx.blocks(call)] == ["inner.layers.0.moe", "inner.layers.1.moe"]
+
+
+def test_layers_of_one_function_in_checkpoints():
+    """A graph inside for each: their regions have names of their own."""
+    mine = model("weight_gather", num_layers=1).layers[0]["moe"]
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.moe = mine
+
+        def layer(self, x):
+            t = x.reshape(-1, D)
+            w, idx = self.moe.gate(t).softmax(-1).topk(2, dim=-1)
+            h = torch.einsum("nd,nkdh->nkh", t, self.moe.w_up[idx]).relu()
+            return (torch.einsum("nkh,nkhd->nkd", h, self.moe.w_down[idx]) * w.unsqueeze(-1)).sum(1).view_as(x)
+
+        def forward(self, x):
+            for _ in range(2):
+                x = x + checkpoint(self.layer, x, use_reentrant=False)
+            return x
+
+    whole = Twice()
+    call = compiled(whole)
+    check_equal(copy.deepcopy(whole), whole, call, torch.randn(2, 9, D, dtype=torch.float64))
+    first, second = (b.name for b in moefx.blocks(call))
+    assert second == f"{first}_2"

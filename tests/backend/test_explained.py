@@ -9,7 +9,7 @@ import torch
 
 import moefx
 from moefx.backend import backend
-from moefx.errors import MoefxError
+from moefx.errors import InvalidInput, MoefxError
 
 from .models import D, model
 
@@ -65,3 +65,35 @@ def test_a_second_model_of_a_class():
         call(tokens(2, 9))
         assert len(moefx.blocks(call)) == (2 if which == 0 else 0)
     assert "Dynamo runs the graphs of an equal model that was compiled before" in str(moefx.explain(call))
+
+
+def mixture(weights, x):
+    """Functional code: weights in a dict."""
+    w, ids = (x @ weights["router"]).softmax(-1).topk(2, -1)
+    gates = x.new_zeros(*x.shape[:-1], 4).scatter(-1, ids, w)
+    h = torch.einsum("...d,edh->...eh", x, weights["up"]).relu()
+    return torch.einsum("...eh,ehd,...e->...d", h, weights["down"], gates)
+
+
+def layer(weights, x):
+    for _ in range(2):
+        x = x + mixture(weights, x)
+    return x[:, :-1]
+
+
+def test_a_function():
+    """It has no modules: its regions are those of the graphs that its lines made, one for each call of them."""
+    torch.manual_seed(0)
+    weights = {"router": torch.randn(D, 4), "up": torch.randn(4, D, 5), "down": torch.randn(4, 5, D)}
+    weights = {name: weight.double() for name, weight in weights.items()}
+    call, other = compiled(layer), compiled(mixture)
+    assert "not called yet" in str(moefx.explain(call)) and not moefx.blocks(call)
+    for length in (9, 11):
+        x = tokens(2, length)
+        torch.testing.assert_close(call(weights, x), layer(weights, x))
+    names = [block.name for block in moefx.blocks(call)]
+    assert len(names) == 2 and names[1] == f"{names[0]}_2" and str(moefx.explain(call)).startswith("layer: 2 MoE")
+    assert moefx.graph(call, names[1]).find("moefx::expert_mlp")
+    assert not moefx.blocks(other)
+    with pytest.raises(InvalidInput, match="got a function"):
+        moefx.explain(layer)

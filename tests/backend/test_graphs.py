@@ -295,3 +295,31 @@ def test_checks_stay(decompose):
     out.limit.zero_()
     with pytest.raises(RuntimeError, match="too large"):
         out(x)
+
+
+class Attends(nn.Module):
+    """A layer whose mixture follows attention with a mask."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.attention = nn.LayerNorm(D), nn.MultiheadAttention(D, 2, batch_first=True)
+        self.moe = model("dense_masked", num_layers=1).layers[0]["moe"]
+
+    def forward(self, x, mask):
+        x = x + self.attention(x, x, x, key_padding_mask=~mask, need_weights=False)[0]
+        return x + self.moe(self.norm(x))
+
+
+@pytest.mark.parametrize("decompose", [False, True])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_mixture_behind_attention(decompose, dynamic):
+    """What is as long as the input is does not follow from its values: the region is the mixture alone. The graph has
+    the mode that it was captured in, whatever its flag says."""
+    layer = Attends().double().eval()
+    args = torch.randn(3, 9, D, dtype=torch.float64), torch.rand(3, 9) > 0.2
+    dims = ({0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC},) * 2 if dynamic else None
+    program = torch.export.export(layer, args, dynamic_shapes=dims)
+    out = moefx.rewrite_graph((program.run_decompositions() if decompose else program).module(), args, PLAN)
+    assert [b.name for b in moefx.blocks(out)] == ["moefx.moe"] and not moefx.explain(out).refused
+    moefx.verify(out, layer, args, routings=False).raise_if_failed()

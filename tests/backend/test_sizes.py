@@ -159,7 +159,32 @@ def test_roots_of_sizes_do_not_compile_again():
 def test_a_number_that_is_given(caplog):
     """Nothing says what it is at other sizes."""
     check(Limited(), [(tokens(2, n).abs(), n // 3) for n in (10, 17)], dynamic=True)
-    assert "does not follow from the sizes [B, S] of the region's rows in a way that is known" in caplog.text
+    assert "it is made of L[" in caplog.text
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_all_tokens_but_the_last(dynamic):
+    """Sizes of the graph are one more than those of the rows."""
+
+    class ButTheLast(Limited):
+        def forward(self, x):
+            return super().forward(x[:, :-1].cos())
+
+    module = ButTheLast(lambda batch, length: max(2, int(1.25 * batch * length / E), batch * length // 3))
+    calls = [(tokens(*shape),) for shape in [(2, 10), (2, 40), (3, 41)]]
+    assert moefx.blocks(check(module, calls, dynamic=dynamic))
+
+
+def factor(module, x, times=1.25):
+    return module(x, math.ceil(times * x.shape[0] * x.shape[1] / E))
+
+
+def test_a_float_that_is_given(caplog):
+    """Dynamo hands it over as a tensor."""
+    module = Limited()
+    call = torch.compile(factor, backend=backend, options={"backend": "eager"}, dynamic=True)
+    torch.testing.assert_close(call(module, x := tokens(2, 10)), factor(module, x))
+    assert "it is made of L['times']" in caplog.text
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (2, 0)])

@@ -17,7 +17,6 @@ from ...capture.routing import Routing
 from ...capture.sizes import SizeGuard
 from ...capture.source import Source
 from ...errors import Refused
-from .agree import same_form
 from .doubts import force
 from .form import Lifted
 from .limits import UNKNOWN, limits, not_reached
@@ -63,7 +62,7 @@ def overflow(prover: Prover) -> None:
             break
         try:  # some limits are those of all choices, some of the first ones
             lifted = prover.lift(Routing("contested" if slots > 1 and turn % 2 == 0 else "flooded", 3 + turn), sizes)
-            same_form(prover.lifted[0], lifted)
+            prover.agree(lifted)
         except Exception:  # the program's own too, at sizes that it is not made for
             break
         prover.add(lifted, sizes)

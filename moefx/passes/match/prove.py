@@ -268,8 +268,29 @@ class Prover:
                 self.lifted = again
                 return
 
+    def agree(self, lifted: Lifted) -> None:
+        """All captures have the form of another one. Where that has drops, which they have not, weights may be read off
+        other nodes there, those that are zero for what is dropped: then in all captures.
+
+        Raises:
+            Refused: they have not.
+        """
+        try:
+            same_form(self.lifted[0], lifted)
+        except Refused:
+            if lifted.kept.all():
+                raise
+            again = [self._lifted(one.capture, lifted) for one in self.lifted]
+            for old, new in zip(self.lifted, again, strict=True):
+                same_form(lifted, new)
+                new.optional = old.optional
+            self.lifted = again
+
     def lift(self, routing: Routing, sizes: dict[str, int], flips: Flips | None = None) -> Lifted:
-        return self._lifted(self.capture(routing, sizes, flips), self.lifted[0] if self.lifted else None)
+        return self._lifted(self.capture(routing, sizes, flips), self._first())
+
+    def _first(self) -> Lifted | None:
+        return self.lifted[0] if self.lifted else None
 
     def _lifted(self, taken: Capture, like: Lifted | None) -> Lifted:
         lifter = Lifter(self.block, taken, like, self.symbolic)
@@ -280,13 +301,14 @@ class Prover:
 
     def prove(self) -> Match:
         tokens = max(29, self.hint // 4)
-        self.arguments = with_turns(self, self._choose(tokens, 0))
+        self.arguments, first = with_turns(self, self._choose(tokens, 0))
         plans = [("diverse", tokens), ("skewed", max(25, tokens * 3 // 4)), ("flooded", 13)]
         for variant, (kind, n) in enumerate(plans):
             if kind == "flooded" and self.lifted[0].slots > 1:
                 kind = "contested"  # who of several slots comes first
             sizes = self._choose(n, variant)
-            self.add(self.lift(Routing(kind, variant), sizes), sizes)
+            taken = first if variant == 0 else None
+            self.add(self._lifted(taken or self.capture(Routing(kind, variant), sizes), self._first()), sizes)
         self._cover()
         if self.num_experts < 2:
             raise Refused("there is one expert only, for all tokens: nothing is chosen")
@@ -335,8 +357,8 @@ class Prover:
                 self.lifted[i] = self._lifted(lifted.capture, best)
         self.lifted.insert(0, self.lifted.pop(richest))
         self.sizes.insert(0, self.sizes.pop(richest))
-        for other in self.lifted[1:]:
-            same_form(self.lifted[0], other)
+        for i in range(1, len(self.lifted)):
+            self.agree(self.lifted[i])
 
     def _complete(self) -> tuple[list[Lifted], list[dict[str, int]]]:
         """The captures in which all kinds of experts were at work: the graph is read off these."""
@@ -348,7 +370,7 @@ class Prover:
                 return [self.lifted[i] for i in full], [self.sizes[i] for i in full]
             sizes = self._choose(max(21, self.hint // 4), seed)
             self.add(self.lift(Routing(("diverse", "flooded")[seed % 2], seed), sizes), sizes)
-            same_form(self.lifted[0], self.lifted[-1])
+            self.agree(self.lifted[-1])
         raise Refused("no routing was found under which all kinds of experts are used")
 
     # ------------------------------------------------------------------ every expert is seen

@@ -20,23 +20,28 @@ from ...capture.captured import Capture
 from ...capture.inputs import Arguments
 from ...capture.routing import Routing
 from .given import Seen, is_given, is_one, operands, seen
+from .nodes import op_name
 from .ranges import NARROW
 
 if TYPE_CHECKING:
     from .prove import Prover
 
+_INDEXED = {
+    "embedding", "gather", "index", "index_add", "index_copy", "index_fill", "index_put", "index_select", "scatter",
+    "scatter_add",
+}  # fmt: skip
 Turn = tuple[int, int]  # of the tensor arguments which, and a number for it
 _LARGE = 1 << 30
 _MOST_OF_A_TENSOR = 6
-_MOST_NUMBERS = 100
+_MOST = 100
 
 
-def with_turns(prover: Prover, sizes: dict[str, int]) -> Arguments:
-    """The arguments of a prover, with such numbers where there are any."""
+def with_turns(prover: Prover, sizes: dict[str, int]) -> tuple[Arguments, Capture | None]:
+    """The arguments of a prover, with such numbers where there are any; and the first capture, if it was made."""
     arguments, tried = prover.arguments, set[Turn]()
-    while any(leaf.takes_turns for leaf in arguments.tensors):
-        if (taken := _capture(prover, arguments, sizes)) is None:
-            break
+    if not any(leaf.takes_turns for leaf in arguments.tensors):
+        return arguments, None
+    while (taken := _capture(prover, arguments, sizes)) is not None:
         doubtful = [one for one in seen(taken).values() if one.is_doubtful or _is_one_truth(one)]
         found = {turn for one in doubtful if (turn := _turning(taken, one, arguments)) is not None} - tried
         if not found:
@@ -48,18 +53,36 @@ def with_turns(prover: Prover, sizes: dict[str, int]) -> Arguments:
         for turn in sorted(found):
             if _capture(prover, alone := arguments.turned({turn}), sizes) is not None:
                 arguments = alone
-    return arguments
+    return arguments, taken
 
 
 def _capture(prover: Prover, arguments: Arguments, sizes: dict[str, int]) -> Capture | None:
     """A capture with these arguments; None where the program does not run on them."""
     before, prover.arguments = prover.arguments, arguments
     try:
-        return prover.capture(Routing("diverse", 0), sizes)
+        taken = prover.capture(Routing("diverse", 0), sizes)
+        return taken if all(map(_is_within, taken.nodes)) else None
     except Exception:  # the program's own
         return None
     finally:
         prover.arguments = before
+
+
+def _is_within(n: fx.Node) -> bool:
+    """Whether the indices of an op are: abstract tensors do not look."""
+    name, base = op_name(n), n.args[0] if n.args else None
+    if name not in _INDEXED or not isinstance(base, fx.Node):
+        return True
+    if name in ("embedding", "index", "index_put"):
+        dims = list(enumerate(n.args[1] if name != "embedding" else [n.args[1]]))  # type: ignore[arg-type]
+    else:
+        dims = [(n.args[1], n.args[2])]
+    for dim, i in dims:
+        size = base.meta["val"].shape[dim] if base.meta["val"].dim() else 1
+        low = -size if name.startswith("index") else 0
+        if isinstance(i, fx.Node) and (seen := i.meta["val"]).numel() and not low <= seen.min() <= seen.max() < size:
+            return False
+    return True
 
 
 def _is_one_truth(one: Seen) -> bool:
@@ -71,13 +94,12 @@ def _turning(taken: Capture, one: Seen, arguments: Arguments) -> Turn | None:
     """A number that turns what came out one way, if it stands here and there in one argument."""
     way = _way(one.node)
     for leaf in (n for n in way if n.op == "placeholder" and arguments.tensors[n.meta["position"]].takes_turns):
-        given, limits = leaf.meta["val"], torch.iinfo(leaf.meta["val"].dtype)
+        given, position = leaf.meta["val"], leaf.meta["position"]
         here = (torch.arange(given.numel()) % 3 == 0).view(given.shape)
-        for number in itertools.islice(_numbers(taken, one, way), _MOST_NUMBERS):
-            if limits.min <= number <= limits.max:
-                with contextlib.suppress(Exception):  # no such entry in a table
-                    if _turns(taken, one, way, {leaf: torch.where(here, number, given)}):
-                        return leaf.meta["position"], number
+        for number in filter(arguments.tensors[position].takes, itertools.islice(_numbers(taken, one, way), _MOST)):
+            with contextlib.suppress(Exception):  # no such entry in a table
+                if _turns(taken, one, way, {leaf: torch.where(here, number, given)}):
+                    return position, number
     return None
 
 

@@ -6,12 +6,13 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import moefx
 from moefx.errors import Refused
 
-from ..blocks import D, E, K, Loop, Mlp, rewritten
+from ..blocks import D, E, H, K, Loop, Mlp, rewritten
 
 
 class Queue(Loop):
@@ -236,6 +237,33 @@ def test_a_capacity_beyond_all_that_is_captured_is_a_guard():
     assert match.drop is None and [str(g) for g in match.guards] == [f"S*{K} <= 2000 is True"]
 
 
+class Generous(nn.Module):
+    """Weights as they are for the chosen ones, and for each expert, zero where it has no place left: in captures
+    without a drop both are the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(D, 8, bias=False)
+        self.up, self.down = nn.Parameter(torch.randn(8, D, H)), nn.Parameter(torch.randn(8, H, D))
+
+    def forward(self, x):
+        w, ids = self.gate(x).softmax(-1).topk(K, -1)
+        w = w / w.sum(-1, keepdim=True)
+        chosen = F.one_hot(ids, 8)
+        queue = chosen.transpose(0, 1).reshape(-1, 8).cumsum(0).view(K, -1, 8).transpose(0, 1)
+        here = (queue <= math.ceil(1.25 * K * len(x) / 8)) & (chosen > 0)
+        h = torch.einsum("td,edh->teh", x, self.up).relu()
+        return torch.einsum("teh,ehd,te->td", h, self.down, (w[..., None] * here).sum(1))
+
+
+def test_weights_that_only_some_captures_tell_apart():
+    torch.manual_seed(0)
+    match = rewritten(Generous()).match
+    assert match.drop is not None and match.drop.order == "position_slot"
+    assert not all(lifted.kept.all() for lifted in match.lifted)
+    same(Generous(), 1, 2, 7, 50, 333)
+
+
 class Buffers(nn.Module):
     """Slots that have a place are compacted into a buffer [E, C, D]; where most are dropped, fewer rows are left than
     there are tokens."""
@@ -248,7 +276,7 @@ class Buffers(nn.Module):
     def forward(self, x):
         w, ids = self.gate(x).sigmoid().topk(2)
         places, flat = (len(x) * 2 + 4) // 5, ids.reshape(-1)
-        hits = torch.nn.functional.one_hot(flat, 5)
+        hits = F.one_hot(flat, 5)
         rank = (hits.cumsum(0) * hits).sum(-1) - 1
         keep = rank < places
         token, e, rank = torch.arange(len(x)).repeat_interleave(2)[keep], flat[keep], rank[keep]
@@ -271,7 +299,7 @@ class PerSequence(Loop):
 
     def forward(self, x):
         w, ids = self.route(x)
-        chosen = torch.nn.functional.one_hot(ids[..., 0], E)
+        chosen = F.one_hot(ids[..., 0], E)
         room = float(max(4, int(x.shape[1] * 1.25 / 8)))
         kept = chosen * ((chosen.cumsum(1) - 1) * chosen < room)
         return sum(kept[..., e : e + 1] * w * expert(x) for e, expert in enumerate(self.experts))

@@ -267,6 +267,25 @@ def test_floats(name):
     check(Chosen("weights", use), (example,), [(ids(0, 10).double(),)])
 
 
+def test_experts_of_a_token():
+    """Several experts are given for each token; some are none, which the example lacks."""
+
+    def use(b, i, w):
+        return b.looped(w[0], w[1].masked_fill(i >= E, 0.0), i.clamp(max=E - 1))
+
+    class Given(Weights):
+        def forward(self, x, i, w):
+            return self.use(self, i, (x, w))
+
+    torch.manual_seed(0)
+    order, w = torch.rand(3, 7, E).argsort(-1)[..., :2], torch.rand(3, 7, 2, dtype=torch.float64)
+    model, x = Given(use).double(), torch.randn(3, 7, D, dtype=torch.float64)
+    compiled = moefx.compile(copy.deepcopy(model), example_inputs=(x, order, w))
+    for i in (order, torch.where(torch.rand(3, 7, 2) < 0.3, E, order)):
+        torch.testing.assert_close(compiled(x, i, w), model(x, i, w))
+    assert moefx.blocks(compiled)[0].fallbacks == 0
+
+
 REFUSED = {
     "a branch": (masked_where_some_are, PLAIN, "what runs outside of the experts depends on"),
     "two inputs, never equal": (
