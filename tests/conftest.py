@@ -6,7 +6,9 @@ Where there is one, a test that does not ask for it tunes no kernel.
 from __future__ import annotations
 
 import os
+from collections import Counter
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
@@ -21,3 +23,16 @@ else:
     # The first call of an op, or other work on the machine, is no failure.
     hypothesis.settings.register_profile("moefx", deadline=None)
     hypothesis.settings.load_profile("moefx")
+
+
+@pytest.hookimpl(tryfirst=True)  # before those that `-m` names are chosen
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the cases of a test that has the mark `sampled(n)`, all but each n-th are exhaustive."""
+    seen = Counter[str]()
+    for item in items:
+        if (mark := item.get_closest_marker("sampled")) is None:
+            continue
+        test = item.nodeid.partition("[")[0]
+        if seen[test] % mark.args[0]:
+            item.add_marker("exhaustive")
+        seen[test] += 1

@@ -53,13 +53,38 @@ class Leaf:
         experts of a token do, of which no two are the same."""
         assert self.example is not None
         together = self.together
-        pool = self.example.reshape(-1, 1 if self.example.numel() % max(1, together) else max(1, together))
+        pool = self._rows()
         if not pool.numel():
             return torch.zeros(n, dtype=self.dtype)
         if not self.shape and self.dtype != torch.bool:  # a step, a length: of later calls it may be any other
             own, most = int(pool[0, 0]), torch.iinfo(self.dtype).max
             tried = (own, *self.turns, own + 1, own + 10007)
             return torch.full((n,), min(most, tried[seed % len(tried)]), dtype=self.dtype)
+        pool = self._varied(pool, generator)
+        rows = n // pool.shape[1]
+        order = (torch.arange(rows) + (seed if rows == 1 else 0)) % len(pool)
+        if seed and rows > 1:
+            order = torch.randint(0, len(pool), (rows,), generator=generator)
+        out = pool[order].flatten()
+        per_token = together > 1 and any(isinstance(size, str) for size in self.shape)
+        if seed and per_token and out.dtype != torch.bool:
+            out = _renamed(out, pool[pool >= 0].unique(), generator)
+        if self.turns and rows > 1:  # one of a token, here and there
+            at = torch.rand(rows, generator=generator).argsort()[: -(-rows // 3)]
+            which = (torch.arange(len(at)) + seed * len(at)) % len(self.turns)
+            column = torch.randint(0, together, (len(at),), generator=generator)
+            out[at * together + column] = torch.tensor(self.turns)[which].to(self.dtype)
+        return out
+
+    def _rows(self) -> torch.Tensor:
+        """[tokens, numbers of one token]; [numbers, 1] where the example's are no whole rows."""
+        assert self.example is not None
+        whole = max(1, self.together)
+        return self.example.reshape(-1, 1 if self.example.numel() % whole else whole)
+
+    def _varied(self, pool: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """Rows to draw from: those of the example, and others where it has too few kinds to show what hangs on them."""
+        together = self.together
         if together == 1 and ((pool == 0) | (pool == 1)).all():  # a mask, whose example may mask nearly all, or nothing
             pool = torch.tensor([[0], [1], [1], [1]] if pool.float().mean() > 0.5 else [[0], [0], [0], [1]])
             pool = pool.to(self.dtype).repeat(7, 1)[torch.randperm(28, generator=generator)]
@@ -70,25 +95,7 @@ class Leaf:
             pool = self._others(pool[0], generator)
         if together > 1 and self.dtype == torch.bool:  # all that is masked for somebody, and nothing
             pool = torch.cat([pool, torch.zeros_like(pool[:1]), torch.ones_like(pool[:1])])
-        rows = n // pool.shape[1]
-        order = (torch.arange(rows) + (seed if rows == 1 else 0)) % len(pool)
-        if seed and rows > 1:
-            order = torch.randint(0, len(pool), (rows,), generator=generator)
-        out = pool[order].flatten()
-        known = pool[pool >= 0].unique()
-        per_token = together > 1 and any(isinstance(size, str) for size in self.shape)
-        if seed and per_token and len(known) and out.dtype != torch.bool:
-            # other numbers for the same: that a row always has a 0, say, must not be relied on
-            others = known[torch.randperm(len(known), generator=generator)]
-            out = torch.where(
-                out >= 0, others[torch.searchsorted(known, out.clamp_min(0)).clamp_max(len(known) - 1)], out
-            )
-        if self.turns and rows > 1:  # one of a token, here and there
-            at = torch.rand(rows, generator=generator).argsort()[: -(-rows // 3)]
-            which = (torch.arange(len(at)) + seed * len(at)) % len(self.turns)
-            column = torch.randint(0, together, (len(at),), generator=generator)
-            out[at * together + column] = torch.tensor(self.turns)[which].to(self.dtype)
-        return out
+        return pool
 
     def _others(self, row: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         """Rows like one: flags of which some are the other way round; the same numbers in another order, and of those
@@ -103,6 +110,15 @@ class Leaf:
         else:
             drawn = torch.stack([torch.randperm(len(row), generator=generator) for _ in range(28)])
         return torch.cat([row[None], row[drawn]]).to(self.dtype)
+
+
+def _renamed(numbers: torch.Tensor, known: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Other numbers for the same ones, but for the negative: that a row always has a 0, say, must not be relied on."""
+    if not len(known):
+        return numbers
+    others = known[torch.randperm(len(known), generator=generator)]
+    place = torch.searchsorted(known, numbers.clamp_min(0)).clamp_max(len(known) - 1)
+    return torch.where(numbers >= 0, others[place], numbers)
 
 
 class Arguments:

@@ -59,7 +59,7 @@ def render(ranking: Ranking, tell: Tell | None = None) -> str:
 
 def _heading(ranking: Ranking) -> str:
     model, platform = ranking.model, ranking.platform
-    asked = f"{ranking.batch} sequences of {ranking.tokens} tokens a step"
+    asked = f"{ranking.asked.batch} sequences of {ranking.asked.tokens} tokens a step"
     text = f"{len(ranking)} layouts fit {amount(platform.capacity, 'B')}."
     if len(ranking):
         best = ranking[0]
@@ -148,7 +148,7 @@ def _grid(region: Region) -> str:
 
 def _ssmb(ranking: Ranking, with_plots: bool, say: Tell) -> str:
     say("SSMB and TED")
-    model, tokens = ranking.model, ranking.tokens
+    model, tokens = ranking.model, ranking.asked.tokens
     ratio = model.top_k / model.expert_size
     rows = [
         [str(s), f"{border(s):.3g}", f"{ratio:.3g}", "SSMB" if ratio > border(s) else "TED"]
@@ -206,7 +206,7 @@ def _scaling(ranking: Ranking, with_plots: bool, say: Tell) -> str:
     ]
     rows = [_scaled(kind, point, points) for kind, points in (("strong", strong), ("weak", weak)) for point in points]
     for row, point in zip(rows, [*strong, *weak], strict=True):
-        row[-1] = f"{point.batch * ranking.tokens / point.best.seconds:,.0f}" if point.best else "-"
+        row[-1] = f"{point.batch * ranking.asked.tokens / point.best.seconds:,.0f}" if point.best else "-"
     head = ["scaling", "layout", "GPUs", "batch", "step", "MFU", "of ideal", "tokens/s"]
     return (
         "<h3>Scaling</h3><p class=muted>The fastest layout of each number of GPUs: the same batch (strong), or as many "

@@ -146,22 +146,28 @@ class Rejected:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ranking:
-    """Layouts that fit, the fastest first, and what was rejected.
+class Asked:
+    """What a ranking was asked, as of `plan`; `fast_domain` is 0 for any."""
 
-    Attributes:
-        num_ranks: the world size.
-        batch, tokens, most_sequences, fast_domain, schedules: what `search` was asked.
-    """
-
-    model: Architecture
-    platform: Platform
-    num_ranks: int
     batch: int
     tokens: int
     most_sequences: int
     fast_domain: int
     schedules: tuple[Schedule, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranking:
+    """Layouts that fit, the fastest first, and what was rejected.
+
+    Attributes:
+        num_ranks: the world size.
+    """
+
+    model: Architecture
+    platform: Platform
+    num_ranks: int
+    asked: Asked
     entries: tuple[Entry, ...]
     rejected: tuple[Rejected, ...]
 

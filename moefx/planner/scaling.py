@@ -39,24 +39,19 @@ def scaling(ranking: Ranking, is_weak: bool, tell: Callable[[str], object] | Non
     """The same model on a quarter to four times the GPUs: with the same batch (strong), or as many sequences a GPU."""
     found = []
     for times, over in ((1, 4), (1, 2), (1, 1), (2, 1), (4, 1)):
-        ranks, batch = ranking.num_ranks * times, ranking.batch * (times if is_weak else over)
+        ranks, batch = ranking.num_ranks * times, ranking.asked.batch * (times if is_weak else over)
         if ranks % over or batch % over:
             continue
         ranks, batch = ranks // over, batch // over
         if tell is not None:
             tell(f"{'weak' if is_weak else 'strong'} scaling: {batch} sequences on {ranks} GPUs")
-        other = ranking if (ranks, batch) == (ranking.num_ranks, ranking.batch) else _again(ranking, ranks, batch)
+        asked = dataclasses.replace(ranking.asked, batch=batch)
+        is_same = (ranks, asked) == (ranking.num_ranks, ranking.asked)
+        other = ranking if is_same else search(ranking.model, ranking.platform, ranks, **vars(asked))
         best = other[0] if len(other) else None
         nearest = other.nearest
         found.append(Scaled(ranks, batch, best, 0.0 if best or not nearest else nearest.lacking))
     return found
-
-
-def _again(ranking: Ranking, ranks: int, batch: int) -> Ranking:
-    return search(
-        ranking.model, ranking.platform, ranks, batch=batch, tokens=ranking.tokens,
-        most_sequences=ranking.most_sequences, fast_domain=ranking.fast_domain, schedules=ranking.schedules,
-    )  # fmt: skip
 
 
 def above_ideal(ranking: Ranking, points: Sequence[Scaled]) -> str:

@@ -19,7 +19,7 @@ from .architecture import Architecture, whole_numbers
 from .catalogue import model_of
 from .layout import Layout, Schedule
 from .platforms import Platform, platform_of
-from .ranking import TERMS, Entry, Ranking, Rejected
+from .ranking import TERMS, Asked, Entry, Ranking, Rejected
 from .step import given, memory, memory_by_zero, seconds_of_ways, sheet_of, units_above
 
 # What is kept and whether layers run again, the fastest first.
@@ -65,31 +65,30 @@ def search(
         raise InvalidPlan(f"platform {platform.name} has too few ranks for {num_ranks} GPUs: {beyond}. {remedy}")
     reach = platform.fast_domain if fast_domain is None else fast_domain
     rejected, short = _Reasons(), _Short()
-    asked = (batch, tokens, most_sequences, reach, schedules)
-    entries = list(_entries(model, platform, num_ranks, *asked, rejected, short))
+    asked = Asked(batch, tokens, most_sequences, reach, schedules)
+    entries = list(_entries(model, platform, num_ranks, asked, rejected, short))
     there = {_region(entry.layout) for entry in entries}
     reasons = [Rejected(tuple(map(dict, sizes)), why) for why, sizes in rejected.items()]
     reasons += [_missed(region, *miss) for region, miss in short.items() if region not in there]
     entries.sort(key=lambda entry: (entry.seconds, entry.memory["M_gpu"]))
-    return Ranking(model, platform, num_ranks, *asked, tuple(entries), tuple(reasons))
+    return Ranking(model, platform, num_ranks, asked, tuple(entries), tuple(reasons))
 
 
 def first_fit(ranking: Ranking, num_ranks: int) -> Entry | Rejected | None:
     """Of another number of ranks, asked the same: a layout that fits, the first that is found; else the one that lacks
     least, or None if no layout divides so."""
-    asked = (ranking.batch, ranking.tokens, ranking.most_sequences, ranking.fast_domain, ranking.schedules)
     short = _Short()
-    for entry in _entries(ranking.model, ranking.platform, num_ranks, *asked, _Reasons(), short):
+    for entry in _entries(ranking.model, ranking.platform, num_ranks, ranking.asked, _Reasons(), short):
         return entry
     return min((_missed(region, *miss) for region, miss in short.items()), key=lambda r: r.lacking, default=None)
 
 
 def _entries(
-    model: Architecture, platform: Platform, num_ranks: int, batch: int, tokens: int, most_sequences: int, reach: int,
-    schedules: Sequence[Schedule], rejected: _Reasons, short: _Short,
-) -> Iterator[Entry]:  # fmt: skip
+    model: Architecture, platform: Platform, num_ranks: int, asked: Asked, rejected: _Reasons, short: _Short
+) -> Iterator[Entry]:
     """All that fit, in no order; why others are none is left in the last two."""
-    for layout in _layouts(model, platform, num_ranks, batch, tokens, most_sequences, rejected):
+    reach = asked.fast_domain
+    for layout in _layouts(model, platform, num_ranks, asked, rejected):
         least = layout.tp if layout.ssmb else 1  # ranks that are next to each other whatever the placement
         placements = [first for first in (True, False) if first or least < layout.ep < layout.tp * layout.dp]
         near = [first for first in placements if not reach or layout.ep == 1 or _reach(layout, first) <= reach]
@@ -97,7 +96,8 @@ def _entries(
             _reject(rejected, f"crosses the fast domain of {reach} ranks (Piper eq. 10)", EP=layout.ep)
             continue
         ways = {first: way_of(model, layout, platform, first) for first in near}
-        for (kept, recompute), (schedule, chunks) in itertools.product(_POLICIES, _orders(model, layout, schedules)):
+        orders = _orders(model, layout, asked.schedules)
+        for (kept, recompute), (schedule, chunks) in itertools.product(_POLICIES, orders):
             fitting = {}
             for way in dict.fromkeys(ways.values()):
                 tried = dataclasses.replace(
@@ -168,9 +168,8 @@ def plan(
 
 
 def _layouts(
-    model: Architecture, platform: Platform, num_ranks: int, batch: int, tokens: int, most: int,
-    rejected: _Reasons,
-) -> Iterator[Layout]:  # fmt: skip
+    model: Architecture, platform: Platform, num_ranks: int, asked: Asked, rejected: _Reasons
+) -> Iterator[Layout]:
     """Ranks, experts and micro-batches, in every way that divides."""
     for pp in _divisors(num_ranks):
         if pp > model.num_layers:
@@ -184,10 +183,10 @@ def _layouts(
                 _reject(rejected, f"does not divide the {model.attention.num_heads} heads", TP=tp)
                 continue
             dp = num_ranks // pp // tp
-            if batch % dp:
-                _reject(rejected, f"does not divide the batch of {batch} sequences", DP=dp)
+            if asked.batch % dp:
+                _reject(rejected, f"does not divide the batch of {asked.batch} sequences", DP=dp)
                 continue
-            sequences = [b for b in _divisors(batch // dp) if b <= most]
+            sequences = [b for b in _divisors(asked.batch // dp) if b <= asked.most_sequences]
             for ep in _divisors(tp * dp):
                 if model.num_experts % ep:
                     _reject(rejected, f"does not divide the {model.num_experts} experts (Piper eq. 8)", EP=ep)
@@ -199,8 +198,8 @@ def _layouts(
                 for b in sequences:
                     for ssmb in ssmb_or_not:
                         yield Layout(
-                            pp=pp, tp=tp, dp=dp, ep=ep, ssmb=ssmb, sequences=b, tokens=tokens,
-                            microbatches=batch // dp // b,
+                            pp=pp, tp=tp, dp=dp, ep=ep, ssmb=ssmb, sequences=b, tokens=asked.tokens,
+                            microbatches=asked.batch // dp // b,
                         )  # fmt: skip
 
 

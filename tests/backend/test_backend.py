@@ -65,6 +65,7 @@ def _truth(reference: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
         torch.nn.functional.grouped_mm = original
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("idiom", "dynamic"), [*((idiom, None) for idiom in IDIOMS), ("weight_gather", True), ("gshard", True)]
 )

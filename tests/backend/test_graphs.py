@@ -66,6 +66,7 @@ def test_printed(idiom, is_decomposed):
     golden.check(f"{name}.txt", re.sub(r"\S+\.py:\d+", "", text))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("is_decomposed", [False, True], ids=["whole", "decomposed"])
 @pytest.mark.parametrize("idiom", ["dense_masked", "bmm_weight_before", "stack_gather", "weight_gather"])
 def test_without_names(idiom, is_decomposed):
@@ -97,6 +98,7 @@ class OneProduct(nn.Module):
         return torch.einsum("ted,te->td", y, weights).view_as(x)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("is_decomposed", [False, True], ids=["whole", "decomposed"])
 @pytest.mark.parametrize("wide", [False, True], ids=["stacked", "wide"])
 @pytest.mark.parametrize(
@@ -311,6 +313,7 @@ class Attends(nn.Module):
         return x + self.moe(self.norm(x))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("decompose", [False, True])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_mixture_behind_attention(decompose, dynamic):

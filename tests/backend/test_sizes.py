@@ -127,6 +127,7 @@ def test_a_number_of_a_dynamic_graph_is_no_size(make, first):
     check(make(), [(tokens(*first),), (tokens(4, 60),)], dynamic=True)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "places",
     [

@@ -84,6 +84,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("called_before", [False, True], ids=["at once", "later"])
 def test_a_changed_expert_raises(change, called_before):
@@ -108,6 +109,7 @@ STACKED_CHANGES = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("change", STACKED_CHANGES)
 @pytest.mark.parametrize("kind", [k for k in ALL if k != "loop"])
 def test_changed_stacked_experts_raise(change, kind):

@@ -69,6 +69,7 @@ def test_layer_by_layer():
     assert list(compiled.state_dict()) == list(original.state_dict())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "lenient"])
 def test_export(kind, strict):

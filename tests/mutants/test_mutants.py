@@ -6,7 +6,7 @@ import pytest
 
 from .run import check_all, select, try_all
 
-SAMPLE = 24
+SAMPLE = 12
 PARTS = 64  # so that workers can share them, and each ends in time on a slow machine
 
 
@@ -34,7 +34,7 @@ def test_sample_of_mutants():
 
 @pytest.mark.timeout(1200)
 def test_equivalent_mutants_are_equal():
-    report([m for m in select([]) if m.mutation.same][:10])
+    report([m for m in select([]) if m.mutation.same][:4])
 
 
 @pytest.mark.exhaustive

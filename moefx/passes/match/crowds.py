@@ -100,7 +100,7 @@ def _same_everywhere(prover: Prover) -> dict[tuple[Source, str], str]:
             seen |= values(lifted.capture, n)
             of.setdefault(key, set()).update(*[values(lifted.capture, a) for a in n.all_input_nodes])
             if len(seen) == 1 and is_routed(n):
-                ranges = ranges or Ranges(lifted.capture.nodes)
+                ranges = ranges or Ranges(lifted.capture.nodes, sizes=lifted.capture.sizes.expressions)
                 if ranges.decided(n):
                     seen |= {0, 1}
     same = {key: seen for key, seen in made.items() if len(seen) == 1 and len(of[key]) > 1}

@@ -41,7 +41,7 @@ def limits(capture: Capture) -> dict[Place, int | None]:
             continue
         name, place = op_name(n), (n.meta["source"], str(n.target))
         if _is_narrow(n):
-            ranges = ranges or Ranges(capture.nodes)
+            ranges = ranges or Ranges(capture.nodes, sizes=capture.sizes.expressions)
             most = torch.iinfo(n.meta["val"].dtype).max
             if name != "_to_copy" or not _is_bounded(ranges, n.all_input_nodes[0], most + 1):
                 found[place] = most  # behind it numbers begin again: to see one beyond is not to see all
@@ -50,7 +50,7 @@ def limits(capture: Capture) -> dict[Place, int | None]:
                 found[place] = None if reached or found.get(place, end) is None else end
         elif name in (*_ORDERED, "eq") and is_known(n):
             for rows, limit, reached, has_both in _compared(capture, n, name):
-                ranges = ranges or Ranges(capture.nodes)
+                ranges = ranges or Ranges(capture.nodes, sizes=capture.sizes.expressions)
                 if is_routed(rows) and not _is_count(ranges, rows, limit):
                     limit, reached = UNKNOWN, has_both
                 elif not 2 <= limit < UNBOUNDED or (is_routed(rows) and _never_beyond(ranges, rows, limit)):
@@ -67,7 +67,8 @@ def not_reached(columns: Sequence[dict[Place, int | None]]) -> dict[Place, set[i
 
 
 def _end(capture: Capture, n: fx.Node) -> Iterator[tuple[int, bool]]:
-    """Where rows of an expert, or tokens, end, and whether some are behind it; from the start or from the end."""
+    """Where rows of an expert, or tokens, begin or end, counted from the start or from the end, and whether some are on
+    the other side."""
     source, dim, start, end = (*n.args, *(0, None, None)[len(n.args) - 1 :])[:4]
     val: Any = source.meta.get("val")  # type: ignore[union-attr]
     if not isinstance(val, torch.Tensor) or not val.dim():
@@ -75,8 +76,8 @@ def _end(capture: Capture, n: fx.Node) -> Iterator[tuple[int, bool]]:
     rows, ragged = val.shape[dim], source.meta.get("ragged") and dim == 0  # type: ignore[union-attr]
     if not ragged and rows not in capture.sizes.expressions:
         return
-    for bound in (end, -start if isinstance(start, int) else None):
-        if isinstance(bound, int) and 0 < bound < UNBOUNDED and (ragged or bound != rows):
+    for bound in (abs(at) for at in (start, end) if isinstance(at, int)):
+        if 0 < bound < UNBOUNDED and (ragged or bound != rows):
             yield bound, rows > bound
 
 

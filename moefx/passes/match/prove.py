@@ -58,6 +58,7 @@ _MOST_EXTRA = 8
 # some are small, some multiples of what capacities are rounded to; with the last ones slopes that are alike differ
 _PROBES = (2, 3, 6, 7, 10, 13, 20, 33, 40, 64, 65, 100, 127, 128, 200, 320, 333, 512, 1031, 4096, 4099)
 _CHANCE = 1e-3
+_Places = tuple[tuple[Any, ...] | None, ...]  # by the kinds of experts
 
 
 @dataclasses.dataclass
@@ -254,19 +255,21 @@ class Prover:
     def _align(self) -> None:
         """What no mask or limit touched in the first captures was found before it, as well as behind it; where a
         later capture was touched it can only be read off behind. Then it is, in all captures."""
-        for like in self.lifted[1:]:
-            if all(_places(lifted, like) == _places(like, lifted) for lifted in self.lifted):
+        places = [_places(lifted) for lifted in self.lifted]
+        firsts = sorted({of: i for i, of in reversed([*enumerate(places)])}.values())
+        order = sorted(range(len(places)), key=lambda i: i not in firsts)  # to see soon that not all can be read so
+        for like in firsts:
+            if all(_are_same(of, places[like]) for of in places):
                 continue
-            try:
-                again = [self._lifted(lifted.capture, like) for lifted in self.lifted]
-                for old, new in zip(self.lifted, again, strict=True):
-                    same_form(self.lifted[0], new)
-                    new.optional = old.optional
-            except Refused:
-                continue
-            if all(_places(lifted, like) == _places(like, lifted) for lifted in again):
-                self.lifted = again
-                return
+            again: dict[int, Lifted] = {}
+            with contextlib.suppress(Refused):
+                for i in order:
+                    again[i] = self._read_as(self.lifted[i], self.lifted[like], self.lifted[0])
+                    if not _are_same(_places(again[i]), places[like]):
+                        break
+                else:
+                    self.lifted = [again[i] for i in range(len(places))]
+                    return
 
     def agree(self, lifted: Lifted) -> None:
         """All captures have the form of another one. Where that has drops, which they have not, weights may be read off
@@ -280,11 +283,18 @@ class Prover:
         except Refused:
             if lifted.kept.all():
                 raise
-            again = [self._lifted(one.capture, lifted) for one in self.lifted]
-            for old, new in zip(self.lifted, again, strict=True):
-                same_form(lifted, new)
-                new.optional = old.optional
-            self.lifted = again
+            self.lifted = [self._read_as(one, lifted, lifted) for one in self.lifted]
+
+    def _read_as(self, old: Lifted, like: Lifted, form: Lifted) -> Lifted:
+        """A capture once more, read off the nodes that another one was read off.
+
+        Raises:
+            Refused: it has not this form then.
+        """
+        new = self._lifted(old.capture, like)
+        same_form(form, new)
+        new.optional = old.optional
+        return new
 
     def lift(self, routing: Routing, sizes: dict[str, int], flips: Flips | None = None) -> Lifted:
         return self._lifted(self.capture(routing, sizes, flips), self._first())
@@ -522,7 +532,11 @@ class Prover:
         return [g for lifted in self.lifted for g in lifted.capture.sizes.guards]
 
 
-def _places(lifted: Lifted, other: Lifted) -> list[Any]:
-    """Where the program computes what the experts take, of the kinds of experts that another capture met, too."""
-    both = [g for g, h in zip(lifted.groups, other.groups, strict=True) if g.ids and h.ids]
-    return [line(n) for g in both for ref in g.values for n in ref.nodes]
+def _places(lifted: Lifted) -> _Places:
+    """Where the program computes what the experts take, of each kind of experts that the capture met."""
+    return tuple(tuple(line(n) for ref in g.values for n in ref.nodes) if g.ids else None for g in lifted.groups)
+
+
+def _are_same(places: _Places, others: _Places) -> bool:
+    """Of the kinds of experts that both captures met."""
+    return all(p == q for p, q in zip(places, others, strict=True) if p is not None and q is not None)

@@ -13,7 +13,9 @@ depends on the routing has one range for all its elements.
 
 from __future__ import annotations
 
+import math
 import operator
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -51,10 +53,16 @@ _COMPARE = ("eq", "ne", "lt", "le", "gt", "ge", "greater")
 
 
 class Ranges:
-    def __init__(self, nodes: list[fx.Node], of_given: bool = False):
-        """`of_given`: integers that are arguments may be any; else nothing is said of what is computed from them."""
+    def __init__(self, nodes: list[fx.Node], of_given: bool = False, sizes: Collection[int] = ()):
+        """
+        Args:
+            of_given: integers that are arguments may be any; else nothing is said of what is computed from them.
+            sizes: numbers of tokens, of which there may be more: positions among so many are unbounded, unless they are
+                compared with such a number.
+        """
         self._known: dict[fx.Node, Range | None] = {}
-        self._of_given = of_given
+        self._of_given, self._sizes = of_given, sizes
+        self._here = Ranges(nodes, of_given) if sizes else None
         for node in nodes:
             self._known[node] = _wrapped(self._range(node), node.meta.get("val"))
 
@@ -70,6 +78,8 @@ class Ranges:
             if isinstance(asked[1], Count):
                 return False
             lo, hi = map(torch.tensor, _hull(found))
+            if self._here is not None and asked[1] in self._sizes:
+                return self._here.decided(node, asked)
             found = _compare(asked[0], (lo, hi), self._pair(plain(asked[1])))
         return bool((found[0] == found[1]).all())
 
@@ -94,14 +104,13 @@ class Ranges:
                 return found and _uniform(*_hull(found), val)
             if i == 1 and op_name(bundle) in SELECTIONS and source is not None and source.dim():
                 dim, _ = SELECTIONS[op_name(bundle)](bundle)
-                return _uniform(0, source.shape[dim] - 1, val)
+                return _uniform(0, self._last(bundle.args[0], dim), val)
             return None
         if name in ("argmax", "argmin", "argsort"):
-            source = node.args[0].meta["val"]
             dim = node.kwargs.get(
                 "dim", next((a for a in node.args[1:] if type(a) is int), -1 if name == "argsort" else None)
             )
-            return _uniform(0, (source.numel() if dim is None else source.shape[dim]) - 1, val)
+            return _uniform(0, self._last(node.args[0], dim), val)
         if name == "nonzero":
             return self._nonzero(node, val)
         if name in ("bincount", "histc"):
@@ -112,6 +121,18 @@ class Ranges:
         if any(r is None for r in inputs):
             return _uniform(0, 1, val) if val.dtype == torch.bool else None
         return self._apply(node, name, val)
+
+    def _last(self, source: fx.Node, dim: int | None) -> int:
+        """The last position along an axis, or among all elements."""
+        shape = source.meta["val"].shape
+        several = range(len(shape)) if dim is None else [dim % len(shape)] if shape else []
+        if any(self._is_of_tokens(source, d) for d in several):
+            return UNBOUNDED
+        return math.prod(shape[d] for d in several) - 1
+
+    def _is_of_tokens(self, source: fx.Node, dim: int) -> bool:
+        is_ragged = dim == 0 and bool(source.meta.get("ragged"))
+        return self._here is not None and (is_ragged or source.meta["val"].shape[dim] in self._sizes)
 
     def _apply(self, node: fx.Node, name: str, val: torch.Tensor) -> Range | None:
         def bound(side: int) -> Any:
@@ -146,6 +167,8 @@ class Ranges:
                 inside = (lo >= 0) & (hi < node.args[1])
                 return torch.where(inside, lo, 0), torch.where(inside, hi, node.args[1] - 1)
             if name in _COMPARE:
+                if self._here is not None and any(self._is_size(x) for x in node.args[:2]):
+                    return self._here.of(node)
                 a, b = (self._pair(x) for x in node.args[:2])
                 return _compare(name, a, b)
             if name == "index":
@@ -155,6 +178,13 @@ class Ranges:
         except (RuntimeError, TypeError, ValueError):
             pass
         return _uniform(0, 1, val) if val.dtype == torch.bool else None
+
+    def _is_size(self, x: Any) -> bool:
+        """Whether it is a number of tokens, or all positions among so many."""
+        if not isinstance(x, fx.Node):
+            return x in self._sizes
+        val = x.meta.get("val")
+        return not x.all_input_nodes and isinstance(val, torch.Tensor) and val.numel() in self._sizes
 
     def _pair(self, x: Any) -> Range:
         if isinstance(x, fx.Node):
@@ -170,6 +200,7 @@ class Ranges:
         hi = [n - 1 for n in shape]
         if found is not None and found[1].shape == tuple(shape):
             hi = [max(p, default=0) for p in ((found[0] != 0) | (found[1] != 0)).nonzero().t().tolist()]
+        hi = [UNBOUNDED if self._is_of_tokens(mask, d) else last for d, last in enumerate(hi)]
         return torch.zeros((1, len(hi)), dtype=torch.int64), torch.tensor([hi], dtype=torch.int64)
 
     def _scatter(self, node: fx.Node, val: torch.Tensor) -> Range | None:

@@ -64,6 +64,7 @@ def test_a_played_call_equals_its_host_code(device, monkeypatch, plays, make, na
     assert len(plays) == len(RECORDED)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("reduce", [False, True])
 @pytest.mark.parametrize("name", ["separate", "descriptors"])
 def test_numbers_of_tokens_are_on_no_tape(device, monkeypatch, plays, name, reduce):

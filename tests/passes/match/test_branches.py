@@ -58,6 +58,7 @@ TRAPS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("special", TRAPS.values(), ids=TRAPS)
 def test_how_many_tokens_an_expert_got_must_not_matter(special):
     """Refused, or guarded so that the sizes at which it does matter run the original."""

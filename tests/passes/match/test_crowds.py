@@ -60,6 +60,7 @@ def crowd(tokens: int) -> torch.Tensor:
     return x
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", list(CHANGES))
 def test_a_crowd(name):
     """Where no numeric check can see it: without weights."""
@@ -89,10 +90,15 @@ LEVELS = {
     "logarithm of a size": lambda b, w, ids, n: w * (0.5 if int(math.log2(w.shape[0] + 2)) == 8 else 1.0),
     "tensor of a size": lambda b, w, ids, n: w / (1 + (torch.tensor(float(w.shape[0])) / 150).floor()),
     "positions": lambda b, w, ids, n: w / (1 + torch.arange(w.shape[0]) // 150)[:, None],
+    "from a position on": lambda b, w, ids, n: w.index_fill(0, torch.arange(w.shape[0])[200:], 0.5),
+    "up to a position from the end": lambda b, w, ids, n: torch.cat([0.5 * w[:-200], w[-200:]]),
+    "from a rank on": lambda b, w, ids, n: w.index_fill(0, w[:, 0].argsort()[200:], 0.5),
+    "rank of a float": lambda b, w, ids, n: w * (1 - 0.5 * (w[:, 0].argsort().argsort() > 200).to(w.dtype))[:, None],
     "equal": lambda b, w, ids, n: w * (0.5 if torch.equal(n.max(), torch.tensor(300)) else 1.0),
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", list(LEVELS))
 def test_what_levels_off_is_right_or_refused(name):
     model = nn.Sequential(Weighted(LEVELS[name])).double()

@@ -70,6 +70,7 @@ def test_the_rule_is_found_and_kept_to(block, order):
     same(block(), 1, 2, 7, 50, 333)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "room",
     [

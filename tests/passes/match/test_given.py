@@ -194,6 +194,7 @@ OF_WEIGHTS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", OF_WEIGHTS)
 def test_weights(name):
     torch.manual_seed(0)
@@ -215,6 +216,7 @@ ELSEWHERE = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("experts", ["dense", "looped"])
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_elsewhere(name, experts):
@@ -243,6 +245,7 @@ BY_IDS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", BY_IDS)
 def test_experts_by_ids(name):
     torch.manual_seed(0)
@@ -260,6 +263,7 @@ OF_FLOATS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", OF_FLOATS)
 def test_floats(name):
     torch.manual_seed(0)
@@ -296,6 +300,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name):
     use, example, reason = REFUSED[name]

@@ -67,6 +67,7 @@ TURNS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("turn", TURNS)
 def test_functions_of_ranks(turn):
     keep = TURNS[turn]
@@ -121,6 +122,7 @@ class Given(Weights):
 FLAGS, ORDER = torch.tensor([True, False, True, True]), torch.tensor([2, 0, 3, 1])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("use", "given", "later"),
     [
@@ -183,6 +185,7 @@ class ByScore(Weights):
         return torch.einsum("teh,ehd,te->td", h, self.down, gates)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("validation", ["symbolic", "numeric"])
 @pytest.mark.parametrize(
     "masked",
