@@ -9,6 +9,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import CaptureError
+from .captured import is_float
 from .source import user_source
 
 aten = torch.ops.aten
@@ -16,7 +17,8 @@ GROUPED_MM = getattr(aten, "_grouped_mm", None)
 
 
 def leaves_of(node: fx.Node) -> frozenset[bool]:
-    """Of the values without inputs that a node follows from: whether they are buffers or attributes."""
+    """Of the values without inputs that a node follows from: whether they are buffers, attributes, or single integers
+    that are arguments."""
     stack = [node]
     while stack:
         n = stack[-1]
@@ -24,10 +26,16 @@ def leaves_of(node: fx.Node) -> frozenset[bool]:
         if waiting := [a for a in inputs if "leaves" not in a.meta]:
             stack += waiting
             continue
-        state = n.op == "get_attr" and n.meta.get("kind") in ("buffer", "attribute")
-        n.meta["leaves"] = frozenset().union(*[a.meta["leaves"] for a in inputs]) if inputs else frozenset([state])
+        is_state = n.op == "get_attr" and n.meta.get("kind") in ("buffer", "attribute")
+        of = frozenset([is_state or _is_single_integer(n)])
+        n.meta["leaves"] = frozenset().union(*[a.meta["leaves"] for a in inputs]) if inputs else of
         stack.pop()
     return node.meta["leaves"]
+
+
+def _is_single_integer(n: fx.Node) -> bool:
+    val = n.meta.get("val")
+    return n.op == "placeholder" and isinstance(val, torch.Tensor) and not is_float(val) and val.numel() == 1
 
 
 def from_floats(node: fx.Node) -> bool:

@@ -37,6 +37,11 @@ class Leaf:
         return math.prod(int(size) for size in sizes)
 
     @property
+    def is_single(self) -> bool:
+        """Whether it is one number for all tokens, such as a step."""
+        return all(size == 1 for size in self.shape)
+
+    @property
     def takes_turns(self) -> bool:
         """Whether other numbers than the example has may stand in it: of tokens, of sequences, or a single one."""
         is_integer = self.example is not None and self.dtype != torch.bool and self.example.numel() > 0
@@ -56,7 +61,7 @@ class Leaf:
         pool = self._rows()
         if not pool.numel():
             return torch.zeros(n, dtype=self.dtype)
-        if not self.shape and self.dtype != torch.bool:  # a step, a length: of later calls it may be any other
+        if self.is_single and self.dtype != torch.bool:  # a step, a length: of later calls it may be any other
             own, most = int(pool[0, 0]), torch.iinfo(self.dtype).max
             tried = (own, *self.turns, own + 1, own + 10007)
             return torch.full((n,), min(most, tried[seed % len(tried)]), dtype=self.dtype)

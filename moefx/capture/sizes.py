@@ -97,7 +97,9 @@ class SizeLog:
     def _called(self, text: str) -> str:
         name = "|".join(map(re.escape, self.dims))
         products = rf"\b(?:{name})(?:\*(?:{name}))*\b"
-        return re.sub(products, lambda m: self.expressions[evaluate(m[0], self.dims)], text) if self.dims else text
+        if not self.dims:
+            return text
+        return re.sub(products, lambda m: self.expressions.get(evaluate(m[0], self.dims), m[0]), text)  # S*S has none
 
     def leak(self, expr: str) -> None:
         self.leaks.add(expr)

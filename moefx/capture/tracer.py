@@ -106,7 +106,7 @@ class Tracer(Recorder):
                 self.lengths.add(val.shape[0])
 
     def _is_state(self, node: fx.Node) -> bool:
-        """Computed from buffers and attributes only: a step counter, say."""
+        """Computed from buffers, attributes and single integers only: a step, say, that is counted or given."""
         leaves = leaves_of(node)
         return leaves == {True} or (True in leaves and node.meta["val"].dim() == 0 and not from_floats(node))
 

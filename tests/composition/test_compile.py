@@ -23,6 +23,7 @@ def _fresh_dynamo():
     torch._dynamo.reset()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ALL)
 def test_one_graph_for_several_sizes(kind):
     layers = 1 if kind == "qwen3" else 2
@@ -123,6 +124,7 @@ def test_a_changed_expert_is_noticed_when_the_graph_is_made_again():
         torch.compile(compiled, fullgraph=True, backend="aot_eager")(ids())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("part", ["", "moes.0", "moes.1.experts.2"])
 def test_parts_that_torch_compiles_already(part):
     """Capture looks through `Module.compile`; what it compiled before stays usable."""

@@ -24,6 +24,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ALL)
 def test_two_processes(kind, tmp_path):
     """All cases of a kind in one pair of processes: starting them takes longer than the cases."""

@@ -52,6 +52,7 @@ COPIES = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize("how", COPIES)
 def test_whole_modules(kind, how):
@@ -67,6 +68,7 @@ def test_whole_modules(kind, how):
     assert torch.equal(logits(compiled, ids()), before)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ALL)
 def test_state_dicts_go_both_ways(kind):
     original, compiled = pair(kind)
@@ -126,6 +128,7 @@ def test_an_optimizer_made_before_compile_trains(kind):
     assert_rewritten(compiled)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ALL)
 def test_to_another_dtype_and_back(kind):
     """A new specialisation per dtype, not a fallback; measured against the original in float64."""
@@ -142,6 +145,7 @@ def test_to_another_dtype_and_back(kind):
     assert_rewritten(compiled)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ALL)
 def test_bfloat16_weights(kind):
     original, compiled = pair(kind)

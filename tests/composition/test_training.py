@@ -47,6 +47,7 @@ def as_close_to_the_truth(
         assert ours[name] <= 3 * allowed + 1e-4, f"{name}: {ours[name]:.2g}, the original {allowed:.2g}"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ALL)
 def test_autocast(kind):
     original, compiled = pair(kind, torch.float32)
@@ -118,6 +119,7 @@ class Checkpointed(nn.Module):
         return nn.functional.cross_entropy(model.head(h)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", PLAIN)
 @pytest.mark.parametrize("keep", ["h", "x", "all"])
 @pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "hooks"])

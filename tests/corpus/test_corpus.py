@@ -35,11 +35,13 @@ def passes(name: str, **options) -> None:
         raise AssertionError(str(result)) from result.error
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", models.names("plain"))
 def test_plain(name):
     passes(name, fullgraph=name in FULLGRAPH)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", models.names("strangers"))
 def test_stranger(name, request):
     if name in GAPS:
@@ -47,6 +49,7 @@ def test_stranger(name, request):
     passes(name, fullgraph=name in FULLGRAPH)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.hf
 @pytest.mark.parametrize("name", models.names("hf"))
 def test_transformers(name, request):

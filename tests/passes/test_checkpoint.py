@@ -168,6 +168,7 @@ def test_the_original_keeps_more():
     assert bytes_a_token(model, lambda: model(x)) > 2 * expected("gated", "h")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_policies_give_the_same_numbers(kind):
     model, x = build(kind, torch.float64), torch.randn(S, D, dtype=torch.float64)

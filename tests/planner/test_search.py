@@ -17,6 +17,7 @@ from moefx.errors import InvalidPlan, UnknownArchitecture, UnknownPlatform
 from moefx.planner.catalogue import model_of
 from moefx.planner.layout import Layout
 from moefx.planner.platforms import Network, platform_of
+from moefx.planner.ranking import Asked
 from moefx.planner.search import plan, search
 from moefx.planner.step import flop_per_token, given, memory, sheet
 
@@ -98,8 +99,8 @@ def every_policy(**ranks):
 
 
 def test_what_was_asked_is_kept(small):
-    assert (small.num_ranks, small.batch, small.tokens, small.most_sequences, small.fast_domain) == (16, 64, 4096, 8, 0)
-    assert plan("olmoe-1b-7b", "frontier", 8, batch=8, tokens=128).fast_domain == 32
+    assert (small.num_ranks, small.asked) == (16, Asked(64, 4096, 8, 0, ("1f1b",)))
+    assert plan("olmoe-1b-7b", "frontier", 8, batch=8, tokens=128).asked.fast_domain == 32
 
 
 def test_ranks_with_the_same_tokens_share_experts_by_ssmb(small):

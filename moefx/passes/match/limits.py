@@ -48,7 +48,7 @@ def limits(capture: Capture) -> dict[Place, int | None]:
         if name == "slice":
             for end, reached in _end(capture, n):
                 found[place] = None if reached or found.get(place, end) is None else end
-        elif name in (*_ORDERED, "eq") and is_known(n):
+        elif name in (*_ORDERED, "eq", "ne") and is_known(n):
             for rows, limit, reached, has_both in _compared(capture, n, name):
                 ranges = ranges or Ranges(capture.nodes, sizes=capture.sizes.expressions)
                 if is_routed(rows) and not _is_count(ranges, rows, limit):
@@ -89,14 +89,15 @@ def _compared(capture: Capture, n: fx.Node, name: str) -> Iterator[tuple[fx.Node
         if limit is None or not isinstance(rows, fx.Node) or not is_known(rows):
             continue
         value = capture.shadow(rows)
+        value = value.nan_to_num(0) if value.is_floating_point() else value
         most = int(min(float(value.max()), UNBOUNDED)) if value.numel() else 0
         # else it counts if it is of positions in a sequence or a batch, and the limit no size itself
         if not is_routed(rows) and (most + 1 not in capture.sizes.expressions or limit in capture.sizes.expressions):
             continue
-        if name != "eq":
+        if name in _ORDERED:
             has_both = len(capture.shadow(n).unique()) != 1
             yield rows, limit, has_both or most > limit, has_both
-        elif isinstance(other, fx.Node) and n.meta["val"].shape[-1:] == (limit,):  # `one_hot(rank, capacity)`
+        elif not isinstance(other, fx.Node) or n.meta["val"].shape[-1:] == (limit,):  # `one_hot(rank, capacity)`
             yield rows, limit, most >= limit, most >= limit
 
 

@@ -94,6 +94,10 @@ LEVELS = {
     "up to a position from the end": lambda b, w, ids, n: torch.cat([0.5 * w[:-200], w[-200:]]),
     "from a rank on": lambda b, w, ids, n: w.index_fill(0, w[:, 0].argsort()[200:], 0.5),
     "rank of a float": lambda b, w, ids, n: w * (1 - 0.5 * (w[:, 0].argsort().argsort() > 200).to(w.dtype))[:, None],
+    "one position": lambda b, w, ids, n: w * (1 - 0.5 * (torch.arange(w.shape[0]) == 200).to(w.dtype))[:, None],
+    "all but one position": lambda b, w, ids, n: w * (torch.arange(w.shape[0]) != 200).to(w.dtype)[:, None],
+    "one rank": lambda b, w, ids, n: w * (1 - 0.5 * (_rank(ids) == 200).to(w.dtype)),
+    "root of a rank": lambda b, w, ids, n: w * (_rank(ids).double().sub(1).sqrt() < 14).to(w.dtype),
     "equal": lambda b, w, ids, n: w * (0.5 if torch.equal(n.max(), torch.tensor(300)) else 1.0),
 }
 

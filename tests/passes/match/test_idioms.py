@@ -184,6 +184,7 @@ KINDS = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_rewritten(kind):
     torch.manual_seed(0)
@@ -218,6 +219,7 @@ EPS_OF_THE_DTYPE = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", EPS_OF_THE_DTYPE)
 def test_a_norm_has_the_eps_of_its_dtype(kind, dtype):
@@ -262,6 +264,7 @@ class WithoutPadding(Loop):
         return out
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", [Masked, WithoutPadding])
 @pytest.mark.parametrize("left", [0, 1, 5, 30, 63, 64])
 def test_masks_that_leave_few_or_nearly_all(kind, left):

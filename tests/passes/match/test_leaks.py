@@ -42,6 +42,7 @@ class Scaled(nn.Module):
         return (y * w.unsqueeze(-1)).sum(1) * self.scale(x.shape[0])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("scale", SEEN)
 def test_what_is_seen_is_a_guard(scale):
     """Captures of rows without a batch are all of odd sizes, none a multiple of 128."""

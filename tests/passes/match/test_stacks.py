@@ -112,6 +112,7 @@ def check(model: nn.Module) -> moefx.Block:
     return block
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [Threshold, Where, Scores, Kth, Largest, Fixed])
 def test_thresholds(kind):
     torch.manual_seed(0)
@@ -121,6 +122,7 @@ def test_thresholds(kind):
     check(model)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [Wide, Viewed, ExpertByExpert, InTurn])
 def test_one_product_for_all(kind):
     """The weights are read where they are, as one stack."""

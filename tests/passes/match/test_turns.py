@@ -99,6 +99,21 @@ def test_a_step():
     )
 
 
+ASKED = {
+    "truth": lambda w, i, p, c, n: (w * 2 if n else w, i),
+    "ids": lambda w, i, p, c, n: (w, E - 1 - i if n else i),
+    "a number": lambda w, i, p, c, n: (w * 3 if int(n) == 99 else w, i),
+    "of some": lambda w, i, p, c, n: (w * 3 if (n // 10).item() > 8 else w, i),
+}
+
+
+@pytest.mark.parametrize("given", [5, [1]], ids=str)
+@pytest.mark.parametrize("name", ASKED)
+def test_a_given_integer_that_python_asks(name, given):
+    given = torch.tensor(given)
+    check(ASKED[name], [(tokens(18), n) for n in (given, torch.zeros_like(given), torch.full_like(given, 99))])
+
+
 class Given(Weights):
     """Something is given that is no token's, or the same for all tokens of the example."""
 
