@@ -7,6 +7,7 @@ one more capture that must agree; else the form is guarded to hold below it.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -92,15 +93,18 @@ def _same_everywhere(prover: Prover) -> dict[tuple[Source, str], str]:
     of: dict[tuple[Source, str], set[float]] = {}
     for lifted in prover.lifted:
         ranges: Ranges | None = None
-        for n in filter(_levels_off, filter(is_known, lifted.capture.nodes)):
+        sizes = lifted.capture.sizes.expressions
+        for n in filter(is_known, lifted.capture.nodes):
+            if not _levels_off(n) and not _asks_positions(n, sizes):
+                continue
             key = (n.meta["source"], str(n.target))
             seen = made.setdefault(key, set())
             if len(seen) > 1:
                 continue
             seen |= values(lifted.capture, n)
             of.setdefault(key, set()).update(*[values(lifted.capture, a) for a in n.all_input_nodes])
-            if len(seen) == 1 and is_routed(n):
-                ranges = ranges or Ranges(lifted.capture.nodes, sizes=lifted.capture.sizes.expressions)
+            if len(seen) == 1 and (is_routed(n) or n.meta["val"].dtype is torch.bool):
+                ranges = ranges or Ranges(lifted.capture.nodes, sizes=sizes)
                 if ranges.decided(n):
                     seen |= {0, 1}
     same = {key: seen for key, seen in made.items() if len(seen) == 1 and len(of[key]) > 1}
@@ -119,6 +123,15 @@ def _never_cut(prover: Prover) -> dict[tuple[Source, str], str]:
     # not those that grow with the sizes
     fixed = [key for key, found in limits_at.items() if len(found) == 1 and "reached" not in found]
     return dict.fromkeys(fixed, "a number that is cut off for many tokens")
+
+
+def _asks_positions(n: fx.Node, sizes: Collection[int]) -> bool:
+    """Whether an op asks something of positions among all tokens and is no plain limit: `700 - p < 0`."""
+    val: Any = n.meta.get("val")
+    if not isinstance(val, torch.Tensor) or val.dtype != torch.bool or is_routed(n):
+        return False
+    asked = [a for a in n.all_input_nodes if any(size in sizes for size in a.meta["val"].shape)]
+    return bool(asked) and all(a.meta["val"].dtype != torch.bool and a.all_input_nodes for a in asked)
 
 
 def _levels_off(n: fx.Node) -> bool:

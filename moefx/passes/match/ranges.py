@@ -94,6 +94,8 @@ class Ranges:
             return None
         if not node.all_input_nodes:
             exact = val.to(torch.int64)
+            if self._here is not None and val.numel() in self._sizes and len(exact.unique()) > 1:
+                return _uniform(-UNBOUNDED if exact.min() < 0 else 0, UNBOUNDED, val)
             return exact, exact
         name = op_name(node)
         if name == "getitem":
