@@ -22,7 +22,7 @@ from .doubts import force
 from .form import Lifted
 from .limits import UNKNOWN, limits, not_reached
 from .nodes import is_known, is_routed, op_name, values
-from .ranges import Ranges
+from .ranges import Ranges, token_sizes
 
 if TYPE_CHECKING:
     from .prove import Prover
@@ -93,7 +93,7 @@ def _same_everywhere(prover: Prover) -> dict[tuple[Source, str], str]:
     of: dict[tuple[Source, str], set[float]] = {}
     for lifted in prover.lifted:
         ranges: Ranges | None = None
-        sizes = lifted.capture.sizes.expressions
+        sizes = token_sizes(lifted.capture)
         for n in filter(is_known, lifted.capture.nodes):
             if not _levels_off(n) and not _asks_positions(n, sizes):
                 continue
@@ -104,7 +104,7 @@ def _same_everywhere(prover: Prover) -> dict[tuple[Source, str], str]:
             seen |= values(lifted.capture, n)
             of.setdefault(key, set()).update(*[values(lifted.capture, a) for a in n.all_input_nodes])
             if len(seen) == 1 and (is_routed(n) or n.meta["val"].dtype is torch.bool):
-                ranges = ranges or Ranges(lifted.capture.nodes, sizes=sizes)
+                ranges = ranges or Ranges.with_more_tokens(lifted.capture)
                 if ranges.decided(n):
                     seen |= {0, 1}
     same = {key: seen for key, seen in made.items() if len(seen) == 1 and len(of[key]) > 1}

@@ -50,7 +50,7 @@ def flip_branches(prover: Prover) -> None:
             outcomes.setdefault(read.source, set()).add(read.value)
     for lifted in prover.lifted:
         doubtful = [read for read in lifted.capture.reads if len(outcomes[read.source]) == 1]
-        ranges = Ranges(lifted.capture.nodes, sizes=lifted.capture.sizes.expressions) if doubtful else None
+        ranges = Ranges.with_more_tokens(lifted.capture) if doubtful else None
         for read in doubtful:
             if ranges and read.node is not None and ranges.decided(read.node, read.asked):
                 outcomes[read.source] = {True, False}

@@ -41,7 +41,7 @@ def limits(capture: Capture) -> dict[Place, int | None]:
             continue
         name, place = op_name(n), (n.meta["source"], str(n.target))
         if _is_narrow(n):
-            ranges = ranges or Ranges(capture.nodes, sizes=capture.sizes.expressions)
+            ranges = ranges or Ranges.with_more_tokens(capture)
             most = torch.iinfo(n.meta["val"].dtype).max
             if name != "_to_copy" or not _is_bounded(ranges, n.all_input_nodes[0], most + 1):
                 found[place] = most  # behind it numbers begin again: to see one beyond is not to see all
@@ -50,7 +50,7 @@ def limits(capture: Capture) -> dict[Place, int | None]:
                 found[place] = None if reached or found.get(place, end) is None else end
         elif name in (*_ORDERED, "eq", "ne") and is_known(n):
             for rows, limit, reached, has_both in _compared(capture, n, name):
-                ranges = ranges or Ranges(capture.nodes, sizes=capture.sizes.expressions)
+                ranges = ranges or Ranges.with_more_tokens(capture)
                 if is_routed(rows) and not _is_count(ranges, rows, limit):
                     limit, reached = UNKNOWN, has_both
                 elif not 2 <= limit < UNBOUNDED or (is_routed(rows) and _never_beyond(ranges, rows, limit)):

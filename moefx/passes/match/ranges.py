@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...capture.captured import Capture
 from ...capture.counts import Count
 from ...capture.sizes import plain
 from .nodes import SELECTIONS, op_name
@@ -29,6 +30,8 @@ aten = torch.ops.aten
 Range = tuple[torch.Tensor, torch.Tensor]  # of a shape that broadcasts to the node's
 UNBOUNDED = 1 << 40  # grows with the number of tokens
 NARROW = {torch.int8, torch.uint8, torch.int16}  # that counts overflow; those that overflow 32 bits fill no memory
+
+_FEW = 8  # as many as there may be groups of experts, or choices of a token
 
 _MOVES = {
     "view", "_unsafe_view", "reshape", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "select",
@@ -52,6 +55,12 @@ _ALONG = {"sum", "cumsum", "any", "amax"}  # their numbers are axes
 _COMPARE = ("eq", "ne", "lt", "le", "gt", "ge", "greater")
 
 
+def token_sizes(capture: Capture) -> set[int]:
+    """Numbers of tokens that nothing else in a capture has."""
+    held = {n for node in capture.nodes if node.op == "get_attr" for n in getattr(node.meta.get("val"), "shape", ())}
+    return {n for n in capture.sizes.expressions if n > _FEW} - held
+
+
 class Ranges:
     def __init__(self, nodes: list[fx.Node], of_given: bool = False, sizes: Collection[int] = ()):
         """
@@ -65,6 +74,11 @@ class Ranges:
         self._here = Ranges(nodes, of_given) if sizes else None
         for node in nodes:
             self._known[node] = _wrapped(self._range(node), node.meta.get("val"))
+
+    @classmethod
+    def with_more_tokens(cls, capture: Capture) -> Ranges:
+        """However many tokens there are."""
+        return cls(capture.nodes, sizes=token_sizes(capture))
 
     def of(self, node: fx.Node) -> Range | None:
         return self._known.get(node)
