@@ -169,7 +169,9 @@ class Arguments:
         shape: list[int | str] = []
         used: set[str] = set()
         for axis, n in enumerate(t.shape):
-            exact = sorted((s for s in self.dims if self.sizes[s] == n and n != 1), key=lambda s: s in used)
+            # a mask may have two axes of positions, but nothing has two of sequences
+            free = [s for s in self.dims if s not in used or s == self.dims[-1]]
+            exact = sorted((s for s in free if self.sizes[s] == n and n != 1), key=lambda s: s in used)
             if is_hidden:
                 name: int | str = n if axis == self.feature else self.dims[axis - (axis > self.feature)]
             elif exact:

@@ -36,6 +36,10 @@ class TestLeaves:
         arguments = Arguments((torch.zeros(5, 5, 6), torch.zeros(5, 5)), {})
         assert shapes(arguments) == [("B", "S", 6), ("B", "S")]
 
+    def test_as_many_choices_as_sequences(self):
+        arguments = Arguments((torch.zeros(2, 9, 6), torch.zeros(2, 9, 2, dtype=torch.long)), {})
+        assert shapes(arguments) == [("B", "S", 6), ("B", "S", 2)]
+
     def test_width_is_no_token_axis(self):
         assert shapes(Arguments((torch.zeros(6, 6),), {})) == [("S", 6)]
 
