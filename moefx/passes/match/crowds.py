@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from ...capture.captured import MIXED
+from ...capture.captured import MIXED, SHAPE_ONLY
 from ...capture.routing import Routing
 from ...capture.sizes import SizeGuard
 from ...capture.source import Source
@@ -128,7 +128,7 @@ def _never_cut(prover: Prover) -> dict[tuple[Source, str], str]:
 def _asks_positions(n: fx.Node, sizes: Collection[int]) -> bool:
     """Whether an op asks something of positions among all tokens and is no plain limit: `700 - p < 0`."""
     val: Any = n.meta.get("val")
-    if not isinstance(val, torch.Tensor) or val.dtype != torch.bool or is_routed(n):
+    if not isinstance(val, torch.Tensor) or val.dtype != torch.bool or is_routed(n) or n.target in SHAPE_ONLY:
         return False
     asked = [a for a in n.all_input_nodes if any(size in sizes for size in a.meta["val"].shape)]
     return bool(asked) and all(a.meta["val"].dtype != torch.bool and a.all_input_nodes for a in asked)
