@@ -55,7 +55,7 @@ def test_hops(ranks):
     ranks("hop_cases")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # minutes where eight processes share two cores
 def test_hops_of_eight():
     launch(8, "tests.distributed.hop_cases")
 

@@ -90,7 +90,9 @@ def test_sizes_that_do_not_go_together(case):
 
 def test_example_inputs_that_do_not_fit_are_still_blamed():
     with pytest.raises(CaptureError, match="Pass example_inputs="):
-        moefx.plan(transformers.MixtralConfig(num_hidden_layers=1), *EIGHT, example_inputs=(torch.zeros(2, 3),))
+        moefx.plan(
+            transformers.MixtralConfig(num_hidden_layers=1), *EIGHT, example_inputs=(torch.zeros(2, 3, 5).long(),)
+        )
 
 
 def test_all_that_is_wrong_is_named():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import time
 
 import pytest
 import torch
@@ -21,6 +20,8 @@ from moefx.planner.ranking import Asked
 from moefx.planner.search import plan, search
 from moefx.planner.step import flop_per_token, given, memory, sheet
 
+from ..pace import within
+
 
 @pytest.fixture(scope="module")
 def small():
@@ -29,9 +30,8 @@ def small():
 
 
 def test_a_trillion_parameters_on_1024_gpus_in_seconds():
-    begin = time.process_time()
-    ranking = plan("kimi-k2", "dgx-h100", 1024)
-    assert time.process_time() - begin < 5
+    with within(5):
+        ranking = plan("kimi-k2", "dgx-h100", 1024)
     assert len(ranking) > 100 and 0.1 < ranking[0].mfu < 0.6
 
 
