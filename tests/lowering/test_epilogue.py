@@ -22,8 +22,7 @@ from moefx.lowering import epilogue
 from moefx.lowering.epilogue import formula_of, with_gradients
 from moefx.lowering.formula import source, symbols_of
 from moefx.lowering.rules import Underivable
-
-from ..pace import within
+from tests.pace import within
 
 SILU, TANH_GELU = ("silu", "a0"), ("gelu", "a0", {"approximate": "tanh"})
 GATE, UP = ("clamp", "a0", None, 7.0), ("clamp", "a1", -7.0, 7.0)
