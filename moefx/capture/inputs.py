@@ -170,7 +170,7 @@ class Arguments:
         used: set[str] = set()
         for axis, n in enumerate(t.shape):
             # a mask may have two axes of positions, but nothing has two of sequences
-            free = [s for s in self.dims if s not in used or s == self.dims[-1]]
+            free = [s for s in self.dims if s not in used or (s,) == self.dims[-1:]]
             exact = sorted((s for s in free if self.sizes[s] == n and n != 1), key=lambda s: s in used)
             if is_hidden:
                 name: int | str = n if axis == self.feature else self.dims[axis - (axis > self.feature)]
