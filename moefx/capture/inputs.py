@@ -37,6 +37,11 @@ class Leaf:
         return math.prod(int(size) for size in sizes)
 
     @property
+    def is_of_tokens(self) -> bool:
+        """Whether there are as many as tokens or sequences."""
+        return any(isinstance(size, str) for size in self.shape)
+
+    @property
     def is_single(self) -> bool:
         """Whether it is one number for all tokens, such as a step."""
         return all(size == 1 for size in self.shape)
@@ -45,7 +50,7 @@ class Leaf:
     def takes_turns(self) -> bool:
         """Whether other numbers than the example has may stand in it: of tokens, of sequences, or a single one."""
         is_integer = self.example is not None and self.dtype != torch.bool and self.example.numel() > 0
-        return is_integer and (self.together == 1 or any(isinstance(size, str) for size in self.shape))
+        return is_integer and (self.together == 1 or self.is_of_tokens)
 
     def takes(self, number: int) -> bool:
         """Whether a number may. Of several of a token no two are to be the same."""
@@ -71,8 +76,7 @@ class Leaf:
         if seed and rows > 1:
             order = torch.randint(0, len(pool), (rows,), generator=generator)
         out = pool[order].flatten()
-        per_token = together > 1 and any(isinstance(size, str) for size in self.shape)
-        if seed and per_token and out.dtype != torch.bool:
+        if seed and together > 1 and self.is_of_tokens and out.dtype != torch.bool:
             out = _renamed(out, pool[pool >= 0].unique(), generator)
         if self.turns and rows > 1:  # one of a token, here and there
             at = torch.rand(rows, generator=generator).argsort()[: -(-rows // 3)]

@@ -7,7 +7,6 @@ one more capture that must agree; else the form is guarded to hold below it.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -104,7 +103,7 @@ def _same_everywhere(prover: Prover) -> dict[tuple[Source, str], str]:
             seen |= values(lifted.capture, n)
             of.setdefault(key, set()).update(*[values(lifted.capture, a) for a in n.all_input_nodes])
             if len(seen) == 1 and (is_routed(n) or n.meta["val"].dtype is torch.bool):
-                ranges = ranges or Ranges.with_more_tokens(lifted.capture)
+                ranges = ranges or Ranges(lifted.capture.nodes, sizes=sizes)
                 if ranges.decided(n):
                     seen |= {0, 1}
     same = {key: seen for key, seen in made.items() if len(seen) == 1 and len(of[key]) > 1}
@@ -125,13 +124,14 @@ def _never_cut(prover: Prover) -> dict[tuple[Source, str], str]:
     return dict.fromkeys(fixed, "a number that is cut off for many tokens")
 
 
-def _asks_positions(n: fx.Node, sizes: Collection[int]) -> bool:
+def _asks_positions(n: fx.Node, sizes: set[int]) -> bool:
     """Whether an op asks something of positions among all tokens and is no plain limit: `700 - p < 0`."""
     val: Any = n.meta.get("val")
     if not isinstance(val, torch.Tensor) or val.dtype != torch.bool or is_routed(n) or n.target in SHAPE_ONLY:
         return False
-    asked = [a for a in n.all_input_nodes if any(size in sizes for size in a.meta["val"].shape)]
-    return bool(asked) and all(a.meta["val"].dtype != torch.bool and a.all_input_nodes for a in asked)
+    of = [(a, v) for a in n.all_input_nodes if isinstance(v := a.meta.get("val"), torch.Tensor)]
+    asked = [(a, v) for a, v in of if not sizes.isdisjoint(v.shape)]
+    return bool(asked) and all(v.dtype != torch.bool and a.all_input_nodes for a, v in asked)
 
 
 def _levels_off(n: fx.Node) -> bool:

@@ -91,10 +91,11 @@ class Ranges:
         if asked is not None:
             if isinstance(asked[1], Count):
                 return False
-            lo, hi = map(torch.tensor, _hull(found))
-            if self._here is not None and asked[1] in self._sizes:
+            number = plain(asked[1])
+            if self._here is not None and number in self._sizes:
                 return self._here.decided(node, asked)
-            found = _compare(asked[0], (lo, hi), self._pair(plain(asked[1])))
+            lo, hi = map(torch.tensor, _hull(found))
+            found = _compare(asked[0], (lo, hi), self._pair(number))
         return bool((found[0] == found[1]).all())
 
     def _range(self, node: fx.Node) -> Range | None:
