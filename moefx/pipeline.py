@@ -29,7 +29,8 @@ from .passes.limit import limit
 from .passes.manager import PassManager, pass_name
 from .passes.match.deep import deep
 from .passes.match.drops import explain_drops
-from .passes.match.prove import Match, Prover
+from .passes.match.matched import Match
+from .passes.match.prove import Prover
 from .passes.rewrite import Rewritten, rewrite
 
 PASSES = (fuse, checkpoint)

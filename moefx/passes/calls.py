@@ -10,7 +10,7 @@ import torch.utils._pytree as pytree
 from torch import fx
 
 from ..capture.captured import Call
-from .match.prove import Match
+from .match.matched import Match
 from .twins import Twins, leaf_nodes
 
 

@@ -22,8 +22,8 @@ from ..capture.autocast import dtype_here
 from ..capture.captured import Call, is_float
 from ..errors import Refused
 from .calls import follow, kept_calls, paths, within
+from .match.matched import Match
 from .match.nodes import is_random
-from .match.prove import Match
 from .reads import ARITHMETIC, Live, Reads
 from .sizes import Sizes, Spot
 from .twins import Twins, depends, kind, label, leaf_nodes

@@ -23,9 +23,9 @@ from ..capture.captured import CONTRACTIONS, Call, Effect
 from ..errors import Refused
 from .kept import KeptGraph
 from .match.form import Ref
+from .match.matched import Match
 from .match.nodes import is_random
 from .match.paths import tensor_at
-from .match.prove import Match
 from .routed_sum import RoutedSum
 from .twins import Twins
 

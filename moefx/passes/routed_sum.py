@@ -15,8 +15,8 @@ from .emit import Emitter
 from .kept import KeptGraph
 from .match.form import Body, Ref, walk
 from .match.given import is_given
+from .match.matched import Expert, Match
 from .match.nodes import op_name
-from .match.prove import Expert, Match
 from .rows import Rows
 
 aten = torch.ops.aten

@@ -14,7 +14,7 @@ from torch import fx
 from ..errors import Refused
 from .emit import Emitter
 from .match.form import Body, is_weight, walk
-from .match.prove import Expert, Match
+from .match.matched import Expert, Match
 from .match.terms import Operand
 from .weights import Weights
 

@@ -18,7 +18,7 @@ from ..capture.sizes import evaluate
 from ..errors import Refused
 from ..ir.codegen import FUNCTIONS
 from .capacity import Formula, find_formula
-from .match.prove import Match
+from .match.matched import Match
 from .twins import Twins, kind
 
 aten = torch.ops.aten

@@ -19,8 +19,8 @@ from ...errors import Refused
 from ..capacity import Formula, find_formula
 from .chosen import aligned
 from .form import Body, Lifted, Ref, walk
+from .matched import DropRule, Match
 from .nodes import numbers
-from .prove import DropRule, Match
 from .semantics import Semantics
 from .shapes import unravel
 from .terms import Term, Terms, is_const

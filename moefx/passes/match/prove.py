@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import itertools
-import re
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import fx, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
 from ...capture.captured import Capture
 from ...capture.concolic import capture
@@ -22,174 +16,20 @@ from ...capture.routing import Routing
 from ...capture.sizes import SizeGuard
 from ...capture.tracer import Flips
 from ...errors import Refused
-from ..capacity import Formula, find_formula
 from . import crowds, doubts, given, leaks
 from .agree import same_form
-from .form import Body, Lifted, Ref, most_tokens
+from .form import Lifted
 from .lift import Lifter
+from .matched import Expert, Match
 from .nodes import line
 from .paths import Place, expert_indices, sibling_names, tensor_at
 from .ranges import UNBOUNDED, Ranges
 from .semantics import conditions
 from .turns import with_turns
 
-
-@dataclasses.dataclass(frozen=True)
-class DropRule:
-    """Capacity: an expert takes the first `capacity(dims)` of the slots that chose it.
-
-    Attributes:
-        order: `position_token` (token by token), `position_slot` (all first choices first) or `weight` (largest first).
-    """
-
-    order: str
-    capacity: Formula
-
-    def __str__(self) -> str:
-        first = {
-            "position_token": "earlier tokens first",
-            "position_slot": "first choices first, then earlier tokens",
-            "weight": "larger weights first",
-        }
-        return f"{self.capacity} places per expert, {first[self.order]}"
-
-
 _MOST_EXTRA = 8
-# some are small, some multiples of what capacities are rounded to; with the last ones slopes that are alike differ
-_PROBES = (2, 3, 6, 7, 10, 13, 20, 33, 40, 64, 65, 100, 127, 128, 200, 320, 333, 512, 1031, 4096, 4099)
 _CHANCE = 1e-3
 _Places = tuple[tuple[Any, ...] | None, ...]  # by the kinds of experts
-
-
-@dataclasses.dataclass
-class Expert:
-    """One group of experts in the final form.
-
-    Attributes:
-        ids: the expert ids that belong to it, ascending.
-        body: what one expert computes; `expert` leaves index `tables`, `value` leaves index `Match.values`.
-        tables: for each expert leaf, the place of the parameter of each id, in the order of `ids`.
-    """
-
-    ids: list[int]
-    body: Body
-    tables: list[list[Place]]
-    values: list[list[Ref]]  # by value, then by capture
-
-
-@dataclasses.dataclass
-class Match:
-    """The proof: one canonical form, and the captures that all agree on it (the first one is shown to users).
-
-    Which slots count where some do not: by `drop`, a rule, or `keep`, the nodes that say so (see `drops`).
-
-    With `without_tokens` the form is for calls without tokens too, whatever way the block goes there, as long as all
-    that it returns is empty then: a rank that has none takes part in what the others do.
-    """
-
-    block: nn.Module
-    arguments: Arguments
-    lifted: list[Lifted]
-    sizes: list[dict[str, int]]
-    groups: list[Expert]
-    num_experts: int
-    extra_guards: list[SizeGuard]
-    modes_read: set[str]
-    capture_at: Callable[..., Capture]
-    drop: DropRule | None = None
-    keep: list[Ref] | None = None
-    within: tuple[SizeGuard, ...] = ()  # the way the program goes for the example, where it has two
-    without_tokens: bool = False
-    probes: dict[str, list[tuple[dict[str, int], Capture]]] = dataclasses.field(default_factory=dict)
-
-    def probe(self, kind: str = "diverse") -> list[tuple[dict[str, int], Capture]]:
-        """Captures at more sizes under this kind of routing, for numbers that depend on them."""
-        if kind not in self.probes:
-            probes = self.probes[kind] = []
-            nodes = 4 * max(len(lifted.capture.nodes) for lifted in self.lifted)
-            most = most_tokens(self.lifted, times=2)
-            for tokens in itertools.takewhile(lambda tokens: tokens <= most, _PROBES):
-                sizes = self.arguments.sequence(tokens)
-                if all(g.holds(sizes) for g in self.within):
-                    with contextlib.suppress(Exception):  # sizes that the program does not take
-                        taken = self.capture_at(Routing(kind, 0), sizes, most=nodes if tokens > 512 else 0)
-                        probes.append((sizes, taken))
-        return self.probes[kind]
-
-    def without_optional(self) -> bool:
-        """Leave out the captures at sizes at which the program may go another way; the form then holds for the other
-        sizes only. False if there are none."""
-        left = [i for i, lifted in enumerate(self.lifted) if not lifted.optional]
-        if len(left) == len(self.lifted) or len(left) < 2:
-            return False
-        gone = [(self.sizes[i], lifted.optional) for i, lifted in enumerate(self.lifted) if lifted.optional]
-        values = [refs for group in self.groups for refs in group.values]
-        for column in [self.lifted, self.sizes, *values, *([self.keep] if self.keep else [])]:
-            column[:] = [column[i] for i in left]  # type: ignore[index]
-        for sizes, guard in gone:
-            if all(g.holds(sizes) for g in self.guards):  # the program was not seen to compare
-                self.extra_guards.append(guard)
-        return True
-
-    @property
-    def guards(self) -> list[SizeGuard]:
-        """Comparisons of sizes that came out the same in every capture. Where captures went both ways and still agree
-        on the form, the comparison does not matter."""
-        found = dict.fromkeys(self._with_formula(g) for lifted in self.lifted for g in lifted.capture.sizes.guards)
-        alike = [*(g for g in found if all(g.holds(sizes) for sizes in self.sizes)), *self.extra_guards]
-        return [g for seen in alike for g in self._with_tokens(seen)] if self.without_tokens else alike
-
-    def _with_tokens(self, guard: SizeGuard) -> list[SizeGuard]:
-        """The comparison for sizes with tokens only, where nothing hangs on it without; none if it always holds."""
-        each, ones = [{**self.sizes[0], dim: 0} for dim in self.arguments.dims], dict.fromkeys(self.arguments.dims, 1)
-        tokens = "*".join(self.arguments.dims)
-        try:
-            if all(guard.holds(sizes) for sizes in each):
-                return [guard]
-        except ArithmeticError:
-            pass
-        if not self.is_empty_without_tokens:
-            return [guard]
-        is_product = {*re.sub(r"[() ]", "", guard.left).split("*")} <= {"1", *self.arguments.dims}
-        if is_product and guard.right == ("1" if guard.op in ("ge", "lt") else "0") and guard.holds(ones):
-            return []
-        return [dataclasses.replace(guard, unless=tokens)]
-
-    @functools.cached_property
-    def is_empty_without_tokens(self) -> bool:
-        """Whether, for no tokens, nothing that the block returns has an element, and it changes nothing."""
-        for dim in self.arguments.dims:
-            try:
-                taken = self.capture_at(Routing("diverse", 0), {**self.sizes[0], dim: 0})
-            except Exception:  # the program's own, which is not made for that
-                return False
-            values = [leaf.meta.get("val") for leaf in pytree.tree_leaves(taken.out) if isinstance(leaf, fx.Node)]
-            if taken.effects or len(values) != len(pytree.tree_leaves(taken.out)):
-                return False
-            if not all(isinstance(value, torch.Tensor) and value.numel() == 0 for value in values):
-                return False
-        return True
-
-    def _with_formula(self, guard: SizeGuard) -> SizeGuard:
-        """What a size is compared with may be another number at each size: `min(S, int(1.25 * S / E))`."""
-        points = []
-        for sizes, lifted in zip(self.sizes, self.lifted, strict=True):
-            alike = [g for g in lifted.capture.sizes.guards if dataclasses.replace(g, right=guard.right) == guard]
-            if len(alike) == 1 and alike[0].right.isdigit():
-                points.append((sizes, int(alike[0].right)))
-        formula = find_formula(points, self.expressions, laws=False) if len({n for _, n in points}) > 2 else None
-        own = formula is not None and any(n == formula(dims) and str(n) == guard.right for dims, n in points)
-        return dataclasses.replace(guard, right=formula.text) if formula and own else guard
-
-    @property
-    def expressions(self) -> set[str]:
-        """What the program computed from sizes."""
-        logs = [lifted.capture.sizes for lifted in self.lifted]
-        return set().union(*[log.used | log.leaks for log in logs])
-
-    @property
-    def slots(self) -> int:
-        return self.lifted[0].slots
 
 
 class Prover:
