@@ -50,7 +50,7 @@ class World:
     def is_alive(self) -> bool:
         return all(worker.poll() is None for worker in self.workers)
 
-    def run(self, module: str, *names: str, timeout: float = 500) -> str:
+    def run(self, module: str, *names: str, timeout: float = 1500) -> str:
         """The output of rank 0. `names`: of cases, all of the module's without.
 
         Raises:
@@ -94,7 +94,7 @@ class World:
 
 
 def launch(
-    world: int, module: str, *names: str, timeout: float = 500, environment: dict[str, str] | None = None
+    world: int, module: str, *names: str, timeout: float = 1500, environment: dict[str, str] | None = None
 ) -> str:
     """`World.run` in processes of its own."""
     started = World(world, environment)

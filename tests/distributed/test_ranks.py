@@ -11,7 +11,7 @@ import torch.distributed
 from .launch import World, launch
 
 pytestmark = [
-    pytest.mark.timeout(600),  # several processes on few cores
+    pytest.mark.timeout(1600),  # several processes on few cores, which may be slow ones
     pytest.mark.skipif(
         not (torch.distributed.is_available() and torch.distributed.is_gloo_available() and sys.platform == "linux"),
         reason="needs gloo",
