@@ -15,7 +15,7 @@ from ..errors import Refused
 from .emit import Emitter
 from .match.form import Body, is_weight, walk
 from .match.matched import Expert, Match
-from .match.terms import Operand
+from .match.term import Operand
 from .weights import Weights
 
 aten = torch.ops.aten

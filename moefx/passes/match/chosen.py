@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from .form import Lifted, Ref
 from .owners import Key, Owners
 from .paths import Place
-from .terms import Term
+from .term import Term
 
 _MOST_SLOTS = 64
 _MOST_COLUMNS = 12

@@ -23,7 +23,8 @@ from .matched import DropRule, Match
 from .nodes import numbers
 from .semantics import Semantics
 from .shapes import unravel
-from .terms import Term, Terms, is_const
+from .term import Term, is_const
+from .terms import Terms
 
 Slot = tuple[int, int]
 _LIMITS = {f"aten.{op}" for op in ("slice.Tensor", "lt.Scalar", "le.Scalar", "gt.Scalar", "ge.Scalar")}

@@ -26,7 +26,7 @@ from .owners import Owners
 from .paths import parameter_of
 from .resolve import structure
 from .routed import Reach, alike_everywhere, chooses, cuts, expert_parameters, feeding, inside_calls
-from .terms import Term, TooLarge, is_const, show
+from .term import Term, TooLarge, is_const, show
 from .unify import Skeletons, Unifier
 
 _MOST_CUTS = 12

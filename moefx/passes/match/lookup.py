@@ -10,7 +10,7 @@ from torch import fx
 
 from .form import Lifted, Ref
 from .semantics import Semantics
-from .terms import Term, is_const
+from .term import Term, is_const
 
 
 class Lookup:

@@ -7,7 +7,7 @@ from collections import Counter
 
 from .paths import Place, expert_indices, parameter_of
 from .routed import Reach
-from .terms import Term, is_const
+from .term import Term, is_const
 
 Key = tuple[Place, ...]  # the places of the expert parameters that reach a summand
 

@@ -11,7 +11,7 @@ import re
 import torch
 from torch import nn
 
-from .terms import Term
+from .term import Term
 
 _MOVING = ("at", "slice", "reshape", "permute", "expand")
 

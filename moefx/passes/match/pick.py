@@ -10,7 +10,8 @@ import torch
 from .paths import has_place
 from .resolve import shift, weight
 from .shapes import reshape_group, unravel
-from .terms import Term, Terms, is_const, number, without_row
+from .term import Term, is_const, number
+from .terms import Terms, without_row
 
 _LABELS = string.ascii_letters
 _MASKED = -1e8

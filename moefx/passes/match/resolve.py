@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from .shapes import reshape_group
-from .terms import Term, Terms, is_const
+from .term import Term, is_const
+from .terms import Terms
 
 _WIDEST_SUM = 1 << 16
 

@@ -21,7 +21,7 @@ from .form import Lifted
 from .nodes import from_state, is_routed, line
 from .paths import Place, expert_indices, is_parameter, parameter_of, sibling_names
 from .semantics import Semantics
-from .terms import Term
+from .term import Term
 
 _MOST_ROWS = 1 << 14
 _MOST_NODES_BACK = 60

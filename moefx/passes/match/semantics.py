@@ -22,7 +22,8 @@ from .nodes import SELECTIONS, from_state, is_known, op_name
 from .ops import RULES
 from .ops.indexing import gather
 from .ops.reducing import batch_norm, norm
-from .terms import Operand, Term, Terms
+from .term import Operand, Term
+from .terms import Terms
 
 _LARGEST_ARRAY = 1 << 22
 _MOVED = {

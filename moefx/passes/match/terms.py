@@ -1,112 +1,23 @@
-"""Terms: what one element, row or block of a captured tensor is, as an expression.
+"""The constructors of terms, which keep them in normal form (see `term`).
 
-Once routing is concrete, every way to write dispatch and combine (loops, masks, one-hot products, sorting, gathered
-weights) only moves rows about. So a captured tensor becomes one lazy, hash-consed expression, and the lifter asks
-for its rows with `pick(term, axis, i)`: moving ops are evaluated away, zeros fold, and what is left says which input
-row met which parameters with which weights. Nothing is expanded that nobody asks for.
+The lifter asks for rows with `pick(term, axis, i)`: moving ops are evaluated away, zeros fold, and what is left says
+which input row met which parameters with which weights. Nothing is expanded that nobody asks for.
 """
 
 from __future__ import annotations
 
 import ctypes
-import dataclasses
-import functools
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from .shapes import broadcast
+from .term import Array, Term, TooLarge, is_const, is_pw, number
 
 aten = torch.ops.aten
 _FEW = 256
-
-
-class Term:
-    """One expression. `op` and `args` identify it; equal terms are the same object.
-
-    | op | args |
-    |---|---|
-    | `node` | an FX node taken as it is |
-    | `param`, `buffer` | FQN |
-    | `const` | a number, in every element |
-    | `array` | an `Array` of known numbers |
-    | `pw` | name, keyword arguments, items (terms and static values): elementwise with broadcasting |
-    | `ein` | input labels, output labels, operands |
-    | `row` | name, acted-on dims (negative), keeps them, static arguments, operand: softmax, norms, reductions |
-    | `sum` | dims, operand |
-    | `reshape`, `permute`, `expand`, `slice`, `cat` | as in torch |
-    | `index` | operand, dims, `Array` [m, *I], position of I: advanced indexing |
-    | `put` | base, dims, `Array` [m, n], values [n, *rest], accumulate: every kind of scatter |
-    | `at` | operand, ((axis, i), ...): an element that stays symbolic |
-    | `call` | function, arguments and keyword arguments (terms as `Operand`), which of its results, operands |
-    """
-
-    __slots__ = ("args", "op", "shape", "structure")
-
-    def __init__(self, op: str, args: tuple, shape: tuple[int, ...]):
-        self.op, self.args, self.shape = op, args, shape
-        self.structure: frozenset[int] | None = None
-
-    def __repr__(self) -> str:
-        return show(self)
-
-    @property
-    def terms(self) -> tuple[Term, ...]:
-        return tuple(a for a in self.args if isinstance(a, Term))
-
-
-class Array:
-    """Concrete integers (int64) or numbers (float64) inside a term; interned, so identity is equality."""
-
-    def __init__(self, value: torch.Tensor):
-        self.value = value
-
-    @functools.cached_property
-    def flat(self) -> list[float]:
-        return self.value.reshape(-1).tolist()
-
-    @functools.cached_property
-    def _positions(self) -> list[dict[int, list[int]]]:
-        rows = []
-        for row in self.value.tolist():
-            rows.append(positions := defaultdict(list))
-            for position, number in enumerate(row):
-                positions[number].append(position)
-        return rows
-
-    def hits(self, row: int, i: int) -> list[int]:
-        """Positions along the last axis where row `row` equals `i`."""
-        return self._positions[row].get(i, [])
-
-
-@dataclasses.dataclass(frozen=True)
-class Operand:
-    """Where the operand of this number stands among the arguments of a `call`."""
-
-    number: int
-
-
-def show(t: Any, depth: int = 6) -> str:
-    if not isinstance(t, Term):
-        return repr(tuple(t.value.shape)) if isinstance(t, Array) else repr(t)
-    if t.op == "const":
-        return f"{t.args[0]:g}"
-    if t.op in ("param", "buffer", "node"):
-        return str(t.args[0])
-    if depth == 0:
-        return "..."
-    if t.op == "call":
-        return f"{getattr(t.args[0], '__name__', t.args[0])}({', '.join(show(a, depth - 1) for a in t.terms)})"
-    head = t.args[0] if t.op in ("pw", "row") else t.op
-    rest = t.args[2:] if t.op == "pw" else t.args[1:] if t.op == "row" else t.args
-    return f"{head}({', '.join(show(a, depth - 1) for a in rest)})"
-
-
-class TooLarge(Exception):
-    """More elements were asked for than any mixture of experts needs."""
 
 
 class Terms:
@@ -194,7 +105,7 @@ class Terms:
             if items[0].op == "array" and not shape:
                 raise AssertionError("scalar arrays are constants")
         elif name in ("cast", "detach"):
-            again = name == "detach" and _is(items[0], name)
+            again = name == "detach" and is_pw(items[0], name)
             if again or items[0].op in ("const", "array"):
                 return items[0]
         if all(t.op in ("const", "array") for t in items if isinstance(t, Term)):
@@ -205,7 +116,7 @@ class Terms:
         """Elementwise on known numbers, in float64."""
         if math.prod(broadcast([t.shape for t in items if isinstance(t, Term) and t.op == "array"])) > 1 << 20:
             return None
-        values = [torch.as_tensor(_number(t), dtype=torch.float64) if isinstance(t, Term) else t for t in items]
+        values = [torch.as_tensor(number(t), dtype=torch.float64) if isinstance(t, Term) else t for t in items]
         if name == "where":
             values[0] = values[0] != 0
         packet, _, overload = name.partition(".")
@@ -222,7 +133,7 @@ class Terms:
         if t.shape == shape:
             return t
         if t.op == "const":
-            return self.const(_number(t), shape)
+            return self.const(number(t), shape)
         if t.op == "array":
             return self.array(t.args[0].value.reshape(shape))
         if t.op == "reshape":
@@ -238,7 +149,7 @@ class Terms:
             return t
         shape = tuple(t.shape[d] for d in order)
         if t.op == "const":
-            return self.const(_number(t), shape)
+            return self.const(number(t), shape)
         if t.op == "array":
             return self.array(t.args[0].value.permute(order))
         if t.op == "permute":
@@ -250,7 +161,7 @@ class Terms:
         if t.shape == shape:
             return t
         if t.op == "const":
-            return self.const(_number(t), shape)
+            return self.const(number(t), shape)
         if len(t.shape) < len(shape):
             t = self.reshape(t, (1,) * (len(shape) - len(t.shape)) + t.shape)
         return t if t.shape == shape else self.make("expand", (t,), shape)
@@ -263,7 +174,7 @@ class Terms:
         if shape == t.shape:
             return t
         if t.op == "const":
-            return self.const(_number(t), shape)
+            return self.const(number(t), shape)
         if t.op == "array":
             return self.array(t.args[0].value[(slice(None),) * dim + (slice(start, stop, step),)])
         if t.op == "slice" and t.args[1] == dim:
@@ -309,9 +220,9 @@ class Terms:
         size = sum(t.shape[dim] for t in terms)
         shape = (*terms[0].shape[:dim], size, *terms[0].shape[dim + 1 :])
         if all(t.op == "const" and t.args == terms[0].args for t in terms):
-            return self.const(_number(terms[0]), shape)
+            return self.const(number(terms[0]), shape)
         if all(t.op in ("const", "array") for t in terms):
-            numbers = [torch.as_tensor(_number(t), dtype=None if t.op == "array" else torch.float64) for t in terms]
+            numbers = [torch.as_tensor(number(t), dtype=None if t.op == "array" else torch.float64) for t in terms]
             pieces = [n.expand(t.shape) for n, t in zip(numbers, terms, strict=True)]
             return self.array(torch.cat(pieces, dim))
         return self.make("cat", (dim, *terms), shape)
@@ -327,7 +238,7 @@ class Terms:
         rest = [n for d, n in enumerate(t.shape) if d not in dims]
         shape = (*rest[:position], *indices.shape[1:], *rest[position:])
         if t.op == "const":
-            return self.const(_number(t), shape)
+            return self.const(number(t), shape)
         if t.op == "index" and dims == (position,) == (t.args[3],) and t.args[2].value.dim() == 2:
             inner, inner_dims, first, _ = t.args  # an index of an index
             return self.index(inner, inner_dims, first.value[:, indices[0]], position, routed)
@@ -375,7 +286,7 @@ class Terms:
                 labels = "".join(label for label in labels if size[label] != 1)
             elsewhere = set("".join(other for other in inputs if other is not labels)) | set(output)
             if t.op == "const" and set(labels) <= elsewhere:
-                factor *= _number(t)
+                factor *= number(t)
             elif not labels:
                 scalars.append((t, not kept))
             else:
@@ -433,7 +344,7 @@ class Terms:
             return t
         shape = tuple(n for d, n in enumerate(t.shape) if d not in dims)
         if t.op == "const":
-            return self.const(_number(t) * math.prod(t.shape[d] for d in dims), shape)
+            return self.const(number(t) * math.prod(t.shape[d] for d in dims), shape)
         if t.op == "array":
             return self.array(t.args[0].value.sum(dims))
         if all(t.shape[d] == 1 for d in dims):
@@ -496,21 +407,3 @@ def _same_number(value: torch.Tensor) -> float | None:
         first = value.reshape(-1)[0].item()
         same = bool((value == first).all())
     return first if same or (first != first and bool(value.isnan().all())) else None
-
-
-def is_const(t: Any, value: float | None = None) -> bool:
-    return isinstance(t, Term) and t.op == "const" and (value is None or t.args[0] == value)
-
-
-def _is(t: Any, name: str) -> bool:
-    return isinstance(t, Term) and t.op == "pw" and t.args[0] == name
-
-
-def _number(t: Term) -> Any:
-    if t.op == "array":
-        return t.args[0].value
-    return math.nan if t.args[0] == "nan" else t.args[0]
-
-
-number = _number
-is_pw = _is

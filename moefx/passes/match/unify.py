@@ -13,7 +13,7 @@ from .lookup import Lookup
 from .nodes import is_random
 from .owners import Owners
 from .paths import Place, has_place, is_parameter, parameter_of
-from .terms import Term, number, show
+from .term import Term, number, show
 
 Where = list[tuple[int, int, int]]  # token, slot and expert id of each summand
 

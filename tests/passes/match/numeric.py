@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from moefx.passes.match.terms import Array, Term, Terms, number
+from moefx.passes.match.term import Array, Term, number
+from moefx.passes.match.terms import Terms
 
 aten = torch.ops.aten
 

@@ -10,7 +10,7 @@ from torch import nn
 from moefx.capture.concolic import capture
 from moefx.capture.routing import Routing
 from moefx.passes.match.semantics import Semantics
-from moefx.passes.match.terms import is_const
+from moefx.passes.match.term import is_const
 
 from .numeric import check
 

@@ -10,7 +10,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moefx.passes.match.terms import Term, Terms, TooLarge, is_const, is_pw, show
+from moefx.passes.match.term import Term, TooLarge, is_const, is_pw, show
+from moefx.passes.match.terms import Terms
 
 from .numeric import check, evaluate
 

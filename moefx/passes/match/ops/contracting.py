@@ -15,7 +15,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
-from ..terms import Term
+from ..term import Term
 from .registry import Reader, rule
 
 _LETTERS = "abcdefhijklmnopqrstuvw"

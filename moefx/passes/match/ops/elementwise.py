@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx
 
 from ..nodes import op_name
-from ..terms import Term
+from ..term import Term
 from .registry import Reader, as_term, rule
 
 

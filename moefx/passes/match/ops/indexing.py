@@ -16,7 +16,8 @@ from torch import fx
 
 from ..nodes import is_routed, op_name
 from ..shapes import positions
-from ..terms import Term, Terms
+from ..term import Term
+from ..terms import Terms
 from .registry import Reader, as_term, rule
 
 

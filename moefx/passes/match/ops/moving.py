@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..terms import Term
+from ..term import Term
 from .registry import Reader, rule
 
 

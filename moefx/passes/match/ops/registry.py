@@ -7,7 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
-from ..terms import Term, Terms
+from ..term import Term
+from ..terms import Terms
 
 
 class Reader(Protocol):
