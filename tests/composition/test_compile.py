@@ -50,6 +50,7 @@ def test_inference_has_a_graph_of_its_own(kind):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ALL)
 def test_inductor(kind):
     original, compiled = pair(kind, layers=1)

@@ -179,26 +179,33 @@ def case_the_load() -> None:
 
 
 def case_one_graph() -> None:
+    for name in ("dedup", "halo"):
+        check_one_graph(name, "aot_eager")
+
+
+def through_inductor() -> None:
+    check_one_graph("halo", "inductor")
+
+
+def check_one_graph(name: str, backend: str) -> None:
     """Also for other numbers of tokens and other routings."""
-    for name, plan in {"dedup": PLANS["dedup"], "halo": PLANS["halo"]}.items():
-        model = Model("stacked", layers=2)
-        compiled = compiled_beside(model, one_axis(), plan)
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        backend = "inductor" if name == "halo" else "aot_eager"
-        whole = torch.compile(compiled, fullgraph=True, backend=backend, dynamic=True)
-        for number in (9, 12, 5):
-            x = torch.randn(number + dist.get_rank(), D)
-            inputs = [x.clone().requires_grad_() for _ in range(2)]
-            out, want = whole(inputs[0]), model(inputs[1])
-            torch.testing.assert_close(out, want)
-            compiled.zero_grad(), model.zero_grad()
-            (out**2).sum().backward()
-            (want**2).sum().backward()
-            torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
-            torch.testing.assert_close(compiled.first.weight.grad, model.first.weight.grad)
-        stats = torch._dynamo.utils.counters["stats"]
-        assert stats["unique_graphs"] == 1, stats
+    model = Model("stacked", layers=2)
+    compiled = compiled_beside(model, one_axis(), PLANS[name])
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    whole = torch.compile(compiled, fullgraph=True, backend=backend, dynamic=True)
+    for number in (9, 12, 5):
+        x = torch.randn(number + dist.get_rank(), D)
+        inputs = [x.clone().requires_grad_() for _ in range(2)]
+        out, want = whole(inputs[0]), model(inputs[1])
+        torch.testing.assert_close(out, want)
+        compiled.zero_grad(), model.zero_grad()
+        (out**2).sum().backward()
+        (want**2).sum().backward()
+        torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
+        torch.testing.assert_close(compiled.first.weight.grad, model.first.weight.grad)
+    stats = torch._dynamo.utils.counters["stats"]
+    assert stats["unique_graphs"] == 1, stats
 
 
 def case_graphs_with_breaks() -> None:

@@ -81,6 +81,11 @@ def test_programs(ranks):
     ranks("program_cases")
 
 
+@pytest.mark.exhaustive
+def test_programs_through_inductor(ranks):
+    ranks("program_cases", "through_inductor")
+
+
 def test_pipelines_and_transformers(ranks):
     ranks("pipeline_cases")
 
