@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.node import map_arg
 
 from .code import Autocast, Modes, call
-from .nodes import MOVES, SELECT, attribute, hint, is_float_tensor, is_held, is_random, target_name, written_by
+from .nodes import MOVES, SELECT, attribute, hint, is_float_tensor, is_held, is_pure, target_name, transform, written_by
 
 _SET_GRAD = torch._C._set_grad_enabled
 _ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
@@ -42,6 +42,7 @@ class Facts:
         live: nodes that follow from activations.
         given: live ones that follow from integers, masks and the like alone: no rows.
         modes: what is switched on around a node.
+        transforms: those of torch.func that a node is inside of, the outermost first, where there are.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Facts:
         self.origins = origins or {}
         self.nodes: list[fx.Node] = []
         self.modes: dict[fx.Node, Modes] = {}
+        self.transforms: dict[fx.Node, tuple[str, ...]] = {}
         self._read_modes()
         self.at = {n: i for i, n in enumerate(self.nodes)}
         placeholders = [n for n in self.nodes if n.op == "placeholder"]
@@ -77,6 +79,7 @@ class Facts:
         switches = any(n.target is _SET_GRAD for n in self.gm.graph.nodes)
         grad = torch.is_grad_enabled() if switches else None
         open_: list[tuple[fx.Node, Autocast]] = []
+        inside: tuple[str, ...] = ()
         for n in self.gm.graph.nodes:
             if n.op == "call_function" and n.target in SWITCHES:
                 if n.target is _SET_GRAD:
@@ -89,6 +92,10 @@ class Facts:
                 continue
             self.nodes.append(n)
             self.modes[n] = Modes(grad, tuple(a for _, a in open_))
+            if (found := transform(n)) is not None:
+                inside = (*inside, found[0]) if found[1] > 0 else inside[:-1]
+            if inside:
+                self.transforms[n] = inside
 
     # ------------------------------------------------------------------ values
     def _values(self, example_inputs: list[Any]) -> dict[fx.Node, Any]:
@@ -116,8 +123,7 @@ class Facts:
             if n.target is torch.ops.aten._assert_tensor_metadata.default:  # it holds for what the graph was made for
                 dead.add(n)
                 continue
-            is_pure = n.op.startswith("call") and written_by(n) is None and not is_random(n)
-            if is_pure and isinstance(self.value[n], (torch.Tensor, tuple, list)) and dead.issuperset(n.users):
+            if is_pure(n) and isinstance(self.value[n], (torch.Tensor, tuple, list)) and dead.issuperset(n.users):
                 dead.add(n)
         self.nodes = [n for n in self.nodes if n not in dead]
         self.at = {n: i for i, n in enumerate(self.nodes)}

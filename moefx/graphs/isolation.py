@@ -11,8 +11,6 @@ from .extents import Extent
 from .facts import Facts
 from .nodes import is_random, sources_of, target_name
 
-_VMAP = {"_add_batch_dim", "_remove_batch_dim", "_vmap_increment_nesting"}
-
 
 def check(facts: Facts, extent: Extent) -> None:
     inside = set(extent.inside)
@@ -22,16 +20,18 @@ def check(facts: Facts, extent: Extent) -> None:
         where = str(sources_of(n, facts.at[n])[0])
         if n.op not in ("call_function", "call_method"):
             _refuse_call(n, where)
-        if target_name(n) in _VMAP:
-            raise Refused(
-                "the region is inside of torch.vmap, which is not followed in graphs", source=where,
-                remedy="moefx.compile(model) takes it where a module has all of it",
-            )  # fmt: skip
         if n in facts.written:
             for s in facts.storages(facts.written[n]):
                 before = {s for m in (extent.entry, *extent.given, *facts.weights) for s in facts.storages(m)}
                 if s in before:
                     raise Refused("the region writes to a tensor that was there before it", source=where)
+    for n in (*facts.nodes[first:last], *extent.inside):
+        if n in facts.transforms:
+            raise Refused(
+                f"the region, or a part of it, is inside of {facts.transforms[n][-1]}, which is not followed in graphs",
+                source=str(sources_of(n, facts.at[n])[0]),
+                remedy="moefx.compile(model) takes it where a module has all of it",
+            )
     for n in extent.given:
         if facts.tensor(n) is None:
             raise Refused(f"the region takes {n.name}, which is no tensor", culprits=(n.name,))

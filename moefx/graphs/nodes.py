@@ -84,6 +84,29 @@ def written_by(n: fx.Node) -> fx.Node | None:
     return n.args[0] if in_place and n.args and isinstance(n.args[0], fx.Node) else None
 
 
+def transform(n: fx.Node) -> tuple[str, int] | None:
+    """Of a node that begins (1) or ends (-1) one of torch.func's transforms: which."""
+    name = target_name(n).strip("_")
+    for step, word in ((1, "increment"), (-1, "decrement")):
+        kind, found, _ = name.partition(f"_{word}_nesting")
+        if found:
+            return {"vmap": "torch.vmap", "grad": "torch.func.grad or vjp"}.get(kind, f"torch.func.{kind}"), step
+    return None
+
+
+def is_switch(n: fx.Node) -> bool:
+    """Whether a node is called for what it does to the program around it: what stands before it stays before it."""
+    return n.op == "call_function" and not n.users and not n.all_input_nodes
+
+
+def is_pure(n: fx.Node) -> bool:
+    """Whether a node that nobody reads may go. Of what is no operation on tensors nothing is known."""
+    if n.target is operator.getitem:
+        return True
+    is_op = isinstance(n.target, torch._ops.OpOverload) and not n.target._schema.is_mutable
+    return is_op and "batch_norm" not in target_name(n) and not is_random(n)  # its schemas do not tell what it keeps
+
+
 def is_random(n: fx.Node) -> bool:
     if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()):
         return True

@@ -91,6 +91,8 @@ def _bodies(facts: Facts) -> Iterator[tuple[str, list[Any], dict[fx.Node, fx.Nod
         body: Any = n.args[0] if n.op == "call_function" and n.args else None
         if target_name(n) not in _CALLS or not isinstance(body, fx.Node) or body.op != "get_attr":
             continue
+        if n in facts.transforms:  # of which the body says nothing
+            continue
         gm = getattr(facts.gm, str(body.target), None)
         given = [a for a in n.args[1:] if isinstance(a, fx.Node)]
         if not isinstance(gm, fx.GraphModule) or len(given) != len(n.args) - 1:

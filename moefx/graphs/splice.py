@@ -14,6 +14,7 @@ from ..errors import Refused
 from .code import Modes
 from .facts import Facts
 from .isolation import removed
+from .nodes import is_switch
 from .region import Extracted, RegionCall
 
 HOLDER = "moefx"  # the submodule of the graph that has the calls
@@ -93,6 +94,7 @@ def order(facts: Facts, unit_of: dict[fx.Node, Extracted]) -> list[fx.Node | Ext
             for earlier, later in ((me, id(of(w))) for w in after):
                 needs[later].add(earlier)
                 feeds[earlier].add(later)
+    _stay_between_switches(facts, unit_of, needs, feeds)
     ready = [(first[u], u) for u in units if not needs[u]]
     heapq.heapify(ready)
     out: list[fx.Node | Extracted] = []
@@ -106,6 +108,29 @@ def order(facts: Facts, unit_of: dict[fx.Node, Extracted]) -> list[fx.Node | Ext
     if len(out) < len(units):
         raise Refused("something outside of the region is computed between two parts of it")
     return out
+
+
+def _stay_between_switches(
+    facts: Facts, unit_of: dict[fx.Node, Extracted], needs: dict[int, set[int]], feeds: dict[int, set[int]]
+) -> None:
+    """What is called for its effect on the program, as the beginning of a transform, stays where it is among all else;
+    a region is where its last node is."""
+    last = {id(r): n for n, r in unit_of.items()}  # in program order
+    switch: fx.Node | None = None
+    since: list[int] = []
+    for n in facts.nodes:
+        me = id(unit_of.get(n, n))
+        if n in unit_of and last[me] is not n:
+            continue
+        if switch is not None:
+            needs[me].add(id(switch))
+            feeds[id(switch)].add(me)
+        since.append(me)
+        if is_switch(n) and n not in unit_of:
+            for earlier in since[:-1]:
+                needs[me].add(earlier)
+                feeds[earlier].add(me)
+            switch, since = n, []
 
 
 def _writes_beside(facts: Facts, region: Extracted, inside: set[fx.Node]) -> list[tuple[list[fx.Node], list[fx.Node]]]:

@@ -1,0 +1,104 @@
+"""What a graph does besides computing its results: transforms of torch.func, what modules keep, calls for their effect."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+from torch.func import functional_call, grad, jvp, vjp, vmap
+
+import moefx
+from moefx.backend import backend
+
+from .test_refusals import D, Dense
+
+
+def energy(x):
+    return (x**2).sum().sin()
+
+
+def weights(m):
+    return dict(m.named_parameters())
+
+
+def a_step(m, x):
+    slopes = grad(lambda p: functional_call(m, p, (x,)).pow(2).sum())(weights(m))
+    return functional_call(m, {name: p - 0.1 * slopes[name] for name, p in weights(m).items()}, (x,))
+
+
+# What is computed, and of how many mixtures it has those that are outside of all transforms.
+TRANSFORMS = {
+    "grad": (lambda m, x: grad(lambda z: m(z).pow(2).sum())(x), 0),
+    "vjp": (lambda m, x: vjp(m, x)[1](torch.ones_like(x))[0], 0),
+    "jvp": (lambda m, x: jvp(m, (x,), (torch.ones_like(x),))[1], 0),
+    "vmap": (lambda m, x: vmap(lambda row: m(row[None])[0])(x), 0),
+    "grad of weights": (lambda m, x: grad(lambda p: functional_call(m, p, (x,)).pow(2).sum())(weights(m))["up"], 0),
+    "weights of a step": (a_step, 0),
+    "beside": (lambda m, x: x - 0.1 * grad(lambda z: m(z).pow(2).sum())(x) + m(x), 1),
+    "behind": (lambda m, x: m(x - 0.1 * grad(energy)(x)), 1),
+    "before": (lambda m, x: grad(energy)(m(x)) + m(x.sin()), 2),
+}
+
+
+@pytest.mark.parametrize("rest", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms(name, rest):
+    """A mixture inside of one stays as it is; all else about the transform, too."""
+    torch.manual_seed(0)
+    fn, outside = TRANSFORMS[name]
+    m, x = Dense().double(), torch.randn(9, D, dtype=torch.float64)
+    want = fn(m, x)
+    compiled = torch.compile(lambda x: fn(m, x), backend=backend, options={"backend": rest})
+    torch.testing.assert_close(compiled(x), want)
+    blocks = moefx.blocks(compiled)
+    assert len(blocks) == outside and not any(block.fallbacks for block in blocks)
+    assert want.abs().max() > 0
+
+
+def test_what_is_refused_inside_of_a_transform(caplog):
+    m = Dense()
+    torch.compile(lambda x: jvp(m, (x,), (x,))[1], backend=backend, options={"backend": "eager"})(torch.randn(9, D))
+    assert "is inside of torch.func.jvp, which is not followed in graphs" in caplog.text
+    assert "moefx.compile(model) takes it where a module has all of it" in caplog.text
+
+
+class Keeps(Dense):
+    """A result that nobody uses, of what keeps something."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(D)
+
+    def forward(self, x):
+        self.unused(x)
+        p = self.gate(x).softmax(-1)
+        w, ids = p.topk(2)
+        return self.experts(x, torch.zeros_like(p).scatter(-1, ids, w))
+
+    def unused(self, x):
+        self.norm(x)
+
+
+class KeepsByFunction(Keeps):
+    def unused(self, x):
+        F.batch_norm(x, self.norm.running_mean, self.norm.running_var, training=True)
+
+
+class NoLeaves(fx.Tracer):
+    def is_leaf_module(self, m, qualname):
+        return isinstance(m, nn.BatchNorm1d)
+
+
+@pytest.mark.parametrize("make", [Keeps, KeepsByFunction])
+def test_what_keeps_something_stays(make):
+    for how in ("dynamo", "fx"):
+        torch.manual_seed(0)
+        m, x = make(), torch.randn(9, D)
+        if how == "dynamo":
+            run = torch.compile(m, backend=backend, options={"backend": "eager"})
+        else:
+            run = moefx.rewrite_graph(fx.GraphModule(m, NoLeaves().trace(m)), (x,))
+        run(x)
+        assert moefx.blocks(run)
+        torch.testing.assert_close(m.norm.running_mean, 0.1 * x.mean(0))
