@@ -17,6 +17,7 @@ from ._options import options_of
 from ._plan import Plan
 from .api import RECORD, Record, checked_passes, explain
 from .graphs import artifacts
+from .graphs.prepare import folded, prepared
 from .graphs.rewriting import Found, checked_graph, checked_plan, rewritten
 from .inspection.explain import MatchedBlock, together
 from .runtime.module import BlockForward, rewritten_blocks
@@ -49,10 +50,13 @@ def rewrite_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: Plan 
     """
     plan = checked_passes(checked_plan(plan))
     values = checked_graph(gm, example_inputs)
-    out, found = rewritten(gm, values, plan)
+    ready = prepared(gm)
+    out, found = rewritten(ready, values, plan)
     _tell(gm, found, "it is returned as it is")
-    if out is not gm:
-        vars(out)[RECORD] = _record(found)
+    if out is ready:
+        return gm
+    out = folded(out, gm) if ready is not gm else out
+    vars(out)[RECORD] = _record(found)
     return out
 
 

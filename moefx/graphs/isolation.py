@@ -54,9 +54,16 @@ def _refuse_call(n: fx.Node, where: str) -> None:
             f"the region calls the torch.autograd.Function{name}, whose backward is code of its own", source=where,
             remedy="what torch can differentiate itself is followed",
         )  # fmt: skip
+    if n.op == "call_module":
+        raise Refused(
+            f"the region calls a module, {n.target}, whose code is not in the graph", culprits=(str(n.target),),
+            source=where,
+            remedy="torch's own are looked into if they have no hooks and do the same in training and evaluation; a "
+            "torch.fx.Tracer whose is_leaf_module returns False looks into all",
+        )  # fmt: skip
     through = next((target_name(u) for u in n.users if u.op == "call_function"), "")
-    what = f"a graph of the graph, by {through}" if through else f"a module of the graph, {n.target}"
-    raise Refused(f"the region calls {what}", source=where)
+    by = f", by {through}" if through else ""
+    raise Refused(f"the region calls a graph of the graph{by}", source=where)
 
 
 def is_used(n: fx.Node, inside: set[fx.Node], facts: Facts) -> bool:

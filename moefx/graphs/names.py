@@ -78,9 +78,11 @@ def region_name(facts: Facts, extent: Extent) -> str:
     """The innermost module that all of the region was computed in; the line that selects, where the graph does not say
     or it is the whole model."""
     paths = []
+    has_lines = any(n.stack_trace for n in extent.inside)
     for n in extent.inside:
         stack = n.meta.get("nn_module_stack")
-        if n in facts.live and (stack or n.stack_trace):  # a line of the model itself has no modules above it
+        # A line of the model itself has no modules above it.
+        if n in facts.live and (stack or n.stack_trace or not has_lines):
             path = str(next(reversed(stack.values()))[0]) if stack else ""
             paths.append(re.sub(r"\['?([^'\]]+)'?\]", r".\1", re.sub(r"^L\['\w+'\]", "", path)).strip(".").split("."))
     common = _common(paths) if paths else []

@@ -54,7 +54,8 @@ def splice(facts: Facts, regions: list[tuple[Extracted, RegionCall]]) -> fx.Grap
     new.set_codegen(gm.graph._codegen)
     out = fx.GraphModule(root, new, class_name=type(gm).__name__)
     out.meta.update(gm.meta)
-    out.train(gm.training)
+    out.training = gm.training  # of the modules inside each has its own
+    holder.train(gm.training)
     out.graph.lint()
     return out
 

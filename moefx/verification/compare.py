@@ -190,6 +190,8 @@ class _Comparing:
                 continue
             if self.subject.shares is not None and name.endswith(".requires_grad") and _is_empty(original, name):
                 continue  # of a rank without tokens, whose backward the others need
+            if key in original.values and original.values[key] is None and key not in compiled.values:
+                continue  # a graph does not have what it does not use
             if key not in original.values or key not in compiled.values:
                 note = "only in the original" if key in original.values else "only in the compiled model"
                 rows.append(dataclasses.replace(row, error=math.inf, note=note))

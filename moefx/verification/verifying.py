@@ -155,10 +155,14 @@ def _held_alike(compiled: nn.Module, reference: nn.Module, shares: Shares | None
     """Failed rows where the two models already differ before they run: other names, weights, buffers or
     modes."""
     rows = []
+    is_graph_of_it = isinstance(compiled, fx.GraphModule) and not isinstance(reference, fx.GraphModule)
     stacked, elsewhere = (shares.stacked, shares.elsewhere) if shares else ({}, frozenset())
     for kind, held in (("grad_param", nn.Module.named_parameters), ("buffer", nn.Module.named_buffers)):
         ours, theirs = (dict(held(model, remove_duplicate=False)) for model in (compiled, reference))
-        for name in ours.keys() ^ theirs.keys() - elsewhere:
+        unlike = ours.keys() ^ theirs.keys() - elsewhere
+        if is_graph_of_it:  # without what it does not use; gradients and changes of these are compared
+            unlike &= ours.keys()
+        for name in unlike:
             note = f"only the {'compiled model' if name in ours else 'reference'} has it"
             rows.append(Row("", name, kind, ok=False, error=math.inf, note=note))
         for name in ours.keys() & theirs.keys():
@@ -169,7 +173,7 @@ def _held_alike(compiled: nn.Module, reference: nn.Module, shares: Shares | None
             if a is not b and not (a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b.to(a.device))):
                 rows.append(Row("", name, "state", ok=False, error=math.inf, note=OTHER_VALUES))
     modes = dict(reference.named_modules())
-    if isinstance(compiled, fx.GraphModule) and not isinstance(reference, fx.GraphModule):
+    if is_graph_of_it:
         modes = {}  # it has the mode that it was captured in, whatever its flag says
     other = [n for n, m in compiled.named_modules() if n in modes and modes[n].training != m.training]
     for name in [n for n in other if not n or n.rpartition(".")[0] not in other]:  # not what is inside of one

@@ -1,4 +1,4 @@
-"""What a graph does besides computing its results: transforms of torch.func, what modules keep, calls for their effect."""
+"""What a graph does besides computing its results: transforms of torch.func, what modules keep, calls for effects."""
 
 from __future__ import annotations
 
@@ -102,3 +102,26 @@ def test_what_keeps_something_stays(make):
         run(x)
         assert moefx.blocks(run)
         torch.testing.assert_close(m.norm.running_mean, 0.1 * x.mean(0))
+
+
+class Counts(Keeps):
+    """With what it does not use, and what a tracer does not see."""
+
+    def __init__(self):
+        super().__init__()
+        self.spare, self.calls = nn.Parameter(torch.ones(3)), 0
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("unseen", torch.zeros(()))
+
+    def unused(self, x):
+        self.seen += 1.0
+
+
+def test_what_a_graph_has_no_use_for_is_not_missed():
+    m, x = Counts(), torch.randn(9, D)
+    exported = moefx.rewrite_graph(torch.export.export(m, (x,)).module(), (x,))
+    moefx.verify(exported, m, (x,)).raise_if_failed()
+    traced = fx.GraphModule(m, NoLeaves().trace(m))
+    traced.graph.eliminate_dead_code()
+    report = moefx.verify(moefx.rewrite_graph(traced, (x,)), m, (x,))
+    assert {(row.kind, row.name, row.note) for row in report.failed} == {("buffer", "seen", "only in the original")}
