@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -22,16 +22,26 @@ from .survey import Refusal
 
 _MOST = 64
 _FEW = "graphs of a single token, or of none, run as they were"
-_NOTHING = Refusal(
-    "",
-    "no graph of it has a region: it was not called yet, or Dynamo breaks it apart, or the experts are in no graph",
-    remedy="call it first. What moefx.compile finds, moefx.explain says of the model that torch.compile was called on",
-)
+FIRST = "moefx.compile(model) takes what depends on data; call it first"
+_ASK = "What moefx.compile finds, moefx.explain says of the model that torch.compile was called on"
+
+
+class Skipped(NamedTuple):
+    """A function that Dynamo gave up, because of what depends on data in a loop."""
+
+    name: str
+    file: str
+    line: int
+    operator: str
+
+    def __str__(self) -> str:
+        where = f"{self.name} ({self.file.rpartition('/')[2]}:{self.line})"
+        return f"Dynamo does not compile {where}, in a loop of which rows depend on data ({self.operator})"
 
 
 @dataclasses.dataclass
 class Compiled:
-    """A graph that experts were found in.
+    """A graph, and what was found in it.
 
     Attributes:
         weights: that its regions take, or it, weakly.
@@ -45,6 +55,7 @@ class Compiled:
 
 
 KEPT: list[Compiled] = []
+PLAIN: list[Compiled] = []  # graphs in which nothing is that looks like experts
 
 
 def keep(out: fx.GraphModule, found: Found, record: Record) -> None:
@@ -54,21 +65,31 @@ def keep(out: fx.GraphModule, found: Found, record: Record) -> None:
     held = held or [t for f in every for t in f.facts.weights.values()]
     outermost: set[Source] = {sources_of(n, 0)[-1] for n in found.facts.nodes if n.stack_trace}
     entered = {(source.file, source.line) for source in outermost}
-    KEPT.append(Compiled(record, forwards, [weakref.ref(t) for t in held], entered))
-    del KEPT[:-_MOST]
+    mine = KEPT if record.matched or record.refused else PLAIN
+    mine.append(Compiled(record, forwards, [weakref.ref(t) for t in held], entered))
+    del mine[:-_MOST]
 
 
-def of_model(model: nn.Module) -> list[Compiled]:
-    mine = {id(t) for t in (*model.parameters(), *model.buffers())}
-    alive = [(one, next((t for ref in one.weights if (t := ref()) is not None), None)) for one in KEPT]
+def forget() -> None:
+    """`torch._dynamo.reset()`: graphs that were compiled before are not run any more."""
+    KEPT.clear()
+    PLAIN.clear()
+
+
+def of(given: nn.Module | Callable[..., Any], graphs: Sequence[Compiled]) -> list[Compiled]:
+    """Those of the graphs that are of a model, by its weights, or of what `torch.compile` made of a function: its
+    weights may be anywhere, but it is entered at its own lines."""
+    if not isinstance(given, nn.Module):
+        lines = set(lines_of(given))
+        return [one for one in graphs if lines & one.entered]
+    mine = {id(t) for t in (*given.parameters(), *given.buffers())}
+    alive = [(one, next((t for ref in one.weights if (t := ref()) is not None), None)) for one in graphs]
     return [one for one, weight in alive if weight is not None and id(weight) in mine]
 
 
-def of_function(function: Callable[..., Any]) -> list[Compiled]:
-    """Of what `torch.compile` made of a function: weights may be anywhere, but it is entered at its own lines."""
+def lines_of(function: Callable[..., Any]) -> list[tuple[str, int]]:
     code = inspect.unwrap(getattr(function, "_torchdynamo_orig_callable", function)).__code__
-    lines = {(code.co_filename, line) for _, _, line in code.co_lines() if line is not None}
-    return [one for one in KEPT if lines & one.entered]
+    return [(code.co_filename, line) for _, _, line in code.co_lines() if line is not None]
 
 
 def together(mine: list[Compiled]) -> tuple[Record, dict[str, BlockForward]]:
@@ -95,12 +116,20 @@ def rewritten_otherwise(refused: Iterable[Refusal], matched: Iterable[MatchedBlo
     return [r for r in refused if r.reason in (NO_TOKENS, ONE_TOKEN) and r.name in names]
 
 
-def nothing() -> Refusal:
-    """What is said where there is no graph."""
-    if not KEPT:
-        return _NOTHING
-    return dataclasses.replace(
-        _NOTHING,
-        reason=_NOTHING.reason + ", or Dynamo runs the graphs of an equal model that was compiled before",
-        remedy="torch._dynamo.reset() forgets those; then " + _NOTHING.remedy,
-    )
+def nothing(given: nn.Module | Callable[..., Any], skipped: Sequence[Skipped]) -> Refusal:
+    """What is said of a model or a function of which no graph has what looks like experts. `skipped`: functions that
+    Dynamo gave up."""
+    codes = [m.forward for m in given.modules()] if isinstance(given, nn.Module) else [given]
+    lines = {line for code in codes if hasattr(inspect.unwrap(code), "__code__") for line in lines_of(code)}
+    plain = of(given, PLAIN)
+    if mine := [one for one in skipped if (one.file, one.line) in lines]:
+        reason, remedy = f"{mine[0]}", f"if these are experts: {FIRST}"
+    elif plain:
+        graphs = f"{len(plain)} graphs" if len(plain) > 1 else "one graph"
+        reason, remedy = f"Dynamo made {graphs} of it, and in none are experts selected", _ASK
+    elif KEPT or PLAIN:
+        reason = "there is no graph of it: it was not called yet, or Dynamo runs those of an equal model from before"
+        remedy = f"call it first; torch._dynamo.reset() forgets what was compiled before. {_ASK}"
+    else:
+        reason, remedy = "there is no graph of it: it was not called yet", f"call it first. {_ASK}"
+    return Refusal("", reason, remedy=remedy, seen=False)

@@ -47,6 +47,11 @@ def options_of(given: Mapping[str, Any] | None, mode: str | None) -> Options:
     fields = {f.name for f in dataclasses.fields(Plan)}
     for option in left:
         if option not in fields:
+            if name == "inductor" and option in torch._inductor.list_options():
+                raise InvalidPlan(
+                    f"options={{{option!r}: ...}}: that is an option of Inductor; "
+                    f"options={{'backend_options': {{{option!r}: ...}}}} hands it on"
+                )
             known = sorted(fields | {"backend", "backend_options"})
             raise InvalidPlan(
                 f"options={{{option!r}: ...}}: there is no such option; there is {', '.join(known)}"
@@ -76,7 +81,7 @@ def _with_options(rest: Callable[..., Any], name: Any, own: Any, mode: str | Non
     if own is not None and not isinstance(own, Mapping):
         raise InvalidPlan(f"options={{'backend_options': {own!r}}}: expected a dict, of options of {_shown(name)}")
     if name == "inductor":
-        patches = {**_checked_for_inductor(own or {}), **(torch._inductor.list_mode_options(mode) if mode else {})}
+        patches = _checked_for_inductor(own or {}) | _of_mode(mode)
         return functools.partial(rest, config_patches=patches) if patches else rest
     if own is None:
         return rest
@@ -85,6 +90,13 @@ def _with_options(rest: Callable[..., Any], name: Any, own: Any, mode: str | Non
     except TypeError:
         raise InvalidPlan(f"options={{'backend_options': ...}}: {_shown(name)} takes no `options`") from None
     return functools.partial(rest, options=own)
+
+
+def _of_mode(mode: str | None) -> dict[str, Any]:
+    try:
+        return torch._inductor.list_mode_options(mode) if mode else {}
+    except RuntimeError as error:
+        raise InvalidPlan(f"mode={mode!r}: {error}") from None
 
 
 def _shown(name: Any) -> str:

@@ -27,7 +27,6 @@ from .verification.traced import Way
 _log = logging.getLogger(__name__)
 _told: set[str] = set()
 _OPEN = "experts are selected, but Dynamo ends its graph before their results come together"
-_FIRST = "moefx.compile(model) takes what depends on data; call it first"
 
 
 def rewrite_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: Plan | None = None) -> fx.GraphModule:
@@ -80,10 +79,10 @@ def backend(
     chosen = options_of(options, mode)
     out, found = rewritten(gm, list(example_inputs), chosen.plan)
     _tell(gm, found, "it is compiled as it is")
-    _tell_of_skipped()
+    for skipped in _skipped():
+        _once(logging.WARNING, f"moefx: {skipped}. If these are experts: {kept.FIRST}")
     record = _record(found)
-    if record.matched or record.refused:
-        kept.keep(out, found, record)
+    kept.keep(out, found, record)
     if out is not gm:
         vars(out)[RECORD] = record
         artifacts.leave(out, lambda: str(explain(out)))
@@ -92,12 +91,7 @@ def backend(
     return chosen.rest(out, example_inputs)
 
 
-def _reset() -> None:
-    """`torch._dynamo.reset()`: graphs that were compiled before are not run any more."""
-    kept.KEPT.clear()
-
-
-backend.reset = _reset  # pyright: ignore[reportFunctionMemberAccess]
+backend.reset = kept.forget  # pyright: ignore[reportFunctionMemberAccess]
 
 
 # ---------------------------------------------------------------------- what is said
@@ -118,30 +112,26 @@ def _tell(gm: fx.GraphModule, found: Found, then: str) -> None:
             _once(
                 logging.WARNING,
                 f"moefx: experts are selected at {line}, but Dynamo ends its graph{where} ({what}) before their "
-                f"results come together. {_FIRST}",
+                f"results come together. {kept.FIRST}",
             )
     if not any(f.matched or f.refused for f in every):
         nodes = len(found.facts.nodes)
         _once(logging.INFO, "moefx found no MoE region in a graph; " + then, f" ({nodes} nodes)")
 
 
-def _tell_of_skipped() -> None:
-    """Functions that Dynamo gave up, because of what depends on data in a loop: it never hands them to a backend. That
-    is in counters of its own, which are private."""
+def _skipped() -> list[kept.Skipped]:
+    """Dynamo never hands them to a backend. They are in counters of its own, which are private."""
     try:
         reasons = list(torch._dynamo.utils.counters["unimplemented"])
     except Exception:  # another torch
-        return
+        return []
+    found = []
     for reason in reasons:
         frame = re.search(r"frame skipped: (\S+) \((.+) line (\d+)\)", reason)
         if frame and reason.startswith(("Dynamic shape operator", "Data dependent operator", "Data-dependent")):
             operator = re.search(r"debug context: (\S+)", reason)
-            _once(
-                logging.WARNING,
-                f"moefx: Dynamo does not compile {frame[1]} ({frame[2].rsplit('/', 1)[-1]}:{frame[3]}), in a loop of "
-                f"which rows depend on data ({operator[1] if operator else 'a tensor'}). If these are experts: "
-                + _FIRST,
-            )
+            found.append(kept.Skipped(frame[1], frame[2], int(frame[3]), operator[1] if operator else "a tensor"))
+    return found
 
 
 def _once(level: int, text: str, detail: str = "") -> None:
@@ -158,7 +148,7 @@ def _record(found: Found) -> Record:
             known = reports.get(id(proof), dataclasses.replace(proof.report, names=(), holds_for=holds_for))
             reports[id(proof)] = dataclasses.replace(known, names=(*known.names, region.name))
     every = found.every()
-    refused = [r for f in every for r in f.refused] + [Refusal("", _OPEN, line, (), _FIRST) for line in found.open]
+    refused = [r for f in every for r in f.refused] + [Refusal("", _OPEN, line, (), kept.FIRST) for line in found.open]
     return Record(tuple(reports.values()), tuple(refused), sum(f.seconds for f in every))
 
 
@@ -194,8 +184,7 @@ def _way(context: Any) -> Way | None:
 def compiled_for(given: nn.Module | Callable[..., Any]) -> tuple[Record | None, dict[str, BlockForward]]:
     """The regions of the graphs of a model or a function that was compiled with the backend, the latest of each name.
     Of a model that never was, unless it is what `torch.compile` returned, there is no record."""
-    mine = kept.of_model(given) if isinstance(given, nn.Module) else kept.of_function(given)
-    if mine:
+    if mine := kept.of(given, kept.KEPT):
         return kept.together(mine)
     was_compiled = not isinstance(given, nn.Module) or ways_of(given)
-    return (Record((), (kept.nothing(),), 0.0) if was_compiled else None), {}
+    return (Record((), (kept.nothing(given, _skipped()),), 0.0) if was_compiled else None), {}

@@ -37,6 +37,7 @@ class Refusal:
         culprits: operations or parameters that stand in the way.
         remedy: what would make it match, or "".
         likely: it holds expert-like parameters; otherwise it merely chooses something (sparse attention does, too).
+        seen: something was; otherwise the reason says why there is nothing to see.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Refusal:
     culprits: tuple[str, ...] = ()
     remedy: str = ""
     likely: bool = True
+    seen: bool = True
 
     def __str__(self) -> str:
         where = f" ({self.source})" if self.source else ""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from .calls import recording
 from .captured import Capture, Effect, is_float, tensors_in
 from .effects import HOOKS, effects_of, plain_tensors, python_random, refill, restore
 from .functions import Functions
+from .quiet import quiet
 from .routing import Routing
 from .sizes import SizeLog
 from .surroundings import Surroundings
@@ -94,12 +94,11 @@ def capture(
     before = {n: dict(vars(m)) for n, m in block.named_modules()}
     hooks = [(held, copy.copy(held)) for own in before.values() for k, held in own.items() if k in HOOKS]
     surroundings = Surroundings(block, (args, kwargs))
-    # fake kernels log the errors that they raise; ours go to the user as messages
-    noisy = logging.getLogger("torch._subclasses.fake_tensor")
-    level = noisy.level
-    noisy.setLevel(logging.CRITICAL)
     try:
-        with python_random(), torch.random.fork_rng(devices=[]), recording(tracer, names), tracer, Functions(tracer):
+        with (
+            quiet(), python_random(), torch.random.fork_rng(devices=[]), recording(tracer, names), tracer,
+            Functions(tracer),
+        ):  # fmt: skip
             torch.manual_seed(routing.seed)
             out = torch.func.functional_call(block, state, args, kwargs, strict=False, tie_weights=False)
         with torch._C.DisableTorchFunction():
@@ -111,7 +110,6 @@ def capture(
             effects += [Effect("record", f"the attribute {key} of a tensor", None) for key in own]
             out = opened(out, lambda t: _returned(tracer, t, changed))
     finally:
-        noisy.setLevel(level)
         for n, m in block.named_modules():
             restore(m, before[n])
         for now, old in hooks:  # models install hooks when first called

@@ -15,8 +15,22 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.node import map_arg
 
+from ..capture.quiet import quiet
+from ..errors import InvalidInput, in_short
 from .code import Autocast, Modes, call
-from .nodes import MOVES, SELECT, attribute, hint, is_float_tensor, is_held, is_pure, target_name, transform, written_by
+from .nodes import (
+    MOVES,
+    SELECT,
+    attribute,
+    hint,
+    is_float_tensor,
+    is_held,
+    is_pure,
+    plain,
+    target_name,
+    transform,
+    written_by,
+)
 
 _SET_GRAD = torch._C._set_grad_enabled
 _ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
@@ -40,7 +54,7 @@ class Facts:
         weights: parameters and buffers, by node, with the tensor where it is known.
         frozen: nodes that follow from weights alone.
         live: nodes that follow from activations.
-        given: live ones that follow from integers, masks and the like alone: no rows.
+        given: live ones that follow from integers, masks, numbers of tokens and the like alone: no rows.
         modes: what is switched on around a node.
         transforms: those of torch.func that a node is inside of, the outermost first, where there are.
     """
@@ -235,22 +249,33 @@ class Facts:
         return items and n.op == "placeholder"
 
     def _classify(self) -> None:
-        ints: set[fx.Node] = set()  # follow from given integers without a weight
+        beside: set[fx.Node] = set()  # follow from what is given besides rows, without a weight
+        numbers = self._numbers_of_tokens()
         for n in self.nodes:
             deps = self.deps[n]
             if self._is_given_number(n) or self._is_size(n):
                 continue
             if n.op == "placeholder" and n not in self.weights and isinstance(self.value.get(n), torch.Tensor):
                 self.live.add(n)
-                if not self.is_float(n):
-                    ints.add(n)
+                if not self.is_float(n) or n in numbers:
+                    beside.add(n)
             elif n in self.weights or (deps and all(d in self.frozen for d in deps)):
                 self.frozen.add(n)
             elif any(d in self.live for d in deps):
                 self.live.add(n)
-                if all(d in ints or (d not in self.live and d not in self.frozen) for d in deps):
-                    ints.add(n)
-        self.given = ints
+                if all(d in beside or (d not in self.live and d not in self.frozen) for d in deps):
+                    beside.add(n)
+        self.given = beside
+
+    def _numbers_of_tokens(self) -> set[fx.Node]:
+        """Float inputs with one number for each token, such as masks, where others have rows for them."""
+        inputs = {n: t.shape for n in self.nodes if n.op == "placeholder" and n not in self.weights
+                  if (t := self.tensor(n)) is not None and t.is_floating_point()}  # fmt: skip
+        tokens = [
+            tuple(map(plain, shape[:-1])) for shape in inputs.values() if len(shape) > 1 and plain(shape[-1]) != 1
+        ]
+        sizes = {n: tuple(map(plain, shape)) for n, shape in inputs.items()}
+        return {n for n, size in sizes.items() if size and (size in tokens or (size[-1] == 1 and size[:-1] in tokens))}
 
 
 def _first_operand(n: fx.Node) -> Any:
@@ -291,6 +316,9 @@ def _propagated(gm: fx.GraphModule, example_inputs: list[Any]) -> dict[fx.Node, 
         for t in example_inputs
     ]
     values = _Values(gm, mode)
-    with mode:
-        values.run(*inputs)
+    try:
+        with mode, quiet():
+            values.run(*inputs)
+    except Exception as error:
+        raise InvalidInput(f"the graph does not run on these example_inputs: {in_short(error)}") from error
     return values.found

@@ -114,7 +114,8 @@ class Explanation:
 
     def __str__(self) -> str:
         blocks = sum(len(m.names) for m in self.matched)
-        lines = [f"{self.model}: {blocks} MoE block(s) rewritten, {len(self.refused)} refused, {self.seconds:.1f} s"]
+        refused = sum(r.seen for r in self.refused)
+        lines = [f"{self.model}: {blocks} MoE block(s) rewritten, {refused} refused, {self.seconds:.1f} s"]
         for m in self.matched:
             lines += ["", f"  {_range(m.names)}   {m.kind}"]
             lines.append(f"    experts     E={m.num_experts}, top-{m.top_k}, each {_steps(m.expert)}")
@@ -140,11 +141,12 @@ class Explanation:
             lines += ["", *(f"  {line}" for line in str(self.planned).splitlines())]
         for r in together(self.refused):
             where = f"   {r.source}" if r.source else ""
-            lines += ["", f"  refused: {r.name or 'the model'}{where}", f"    {r.reason}"]
+            what = f"refused: {r.name or 'the model'}{where}" if r.seen else "nothing found"
+            lines += ["", f"  {what}", f"    {r.reason}"]
             if r.culprits:
                 lines.append(f"    culprits    {', '.join(r.culprits)}")
             if r.remedy:
-                lines.append(f"    to match    {r.remedy}")
+                lines.append(f"    to match    {r.remedy}" if r.seen else f"    {r.remedy}")
         if self.paths:
             lines += [
                 "",

@@ -106,6 +106,12 @@ def verify(
             over a mesh, where every rank calls it, ranks that would not compare as often and in the same way, or that
             share their tokens (`Plan(sequence_axis=...)`) and have other inputs.
     """
+    for model in (compiled, reference):
+        if not isinstance(model, nn.Module):
+            raise InvalidInput(
+                f"verify: got a {type(model).__name__}, which has no parameters to compare; of a function make the "
+                "forward of a torch.nn.Module that holds its weights"
+            )
     ways, given = _ways(compiled), compiled
     if not ways and _ways(reference) and not rewritten_blocks(compiled):
         raise InvalidInput("verify: the compiled model comes first, then the reference; here it is the other way round")

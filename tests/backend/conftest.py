@@ -15,4 +15,4 @@ def fresh():
     torch._dynamo.utils.counters.clear()
     matching.forget()
     backend._told.clear()
-    _kept.KEPT.clear()
+    _kept.forget()

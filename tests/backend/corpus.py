@@ -66,7 +66,7 @@ def run(name: str, experts: str = "eager", with_moefx: bool = True) -> tuple[str
     """
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    for kept in (matching._kept, backend._told, _kept.KEPT):
+    for kept in (matching._kept, backend._told, _kept.KEPT, _kept.PLAIN):
         kept.clear()
     said = Said()
     logging.getLogger("moefx").addHandler(said)

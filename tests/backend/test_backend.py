@@ -323,12 +323,23 @@ def test_rewritten_blocks_are_left_alone(caplog):
         ({"backend": "inductor", "backend_options": {"max_autotun": True}}, "did you mean max_autotune"),
         ({"backend": "inductor", "backend_options": {"max_autotune": "yes"}}, "expected a bool"),
         ({"backend": lambda gm, inputs: gm, "backend_options": {}}, "takes no `options`"),
+        (
+            {"backend": "inductor", "max_autotune": True},
+            "an option of Inductor; options={'backend_options': ",
+        ),
     ],
 )
 def test_options_that_there_are_not(options, what):
     """Said in moefx's words, inside of what torch makes of it at the first call."""
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=what) as error:
         compiled(nn.Linear(3, 3), **options)(torch.randn(2, 3))
+    assert isinstance(error.value.inner_exception, InvalidPlan)
+
+
+def test_a_mode_that_there_is_not():
+    call = torch.compile(nn.Linear(3, 3), backend=backend.backend, mode="fastest")
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="mode='fastest': ") as error:
+        call(torch.randn(2, 3))
     assert isinstance(error.value.inner_exception, InvalidPlan)
 
 

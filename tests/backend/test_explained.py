@@ -64,7 +64,45 @@ def test_a_second_model_of_a_class():
         call = compiled(model("weight_gather"))
         call(tokens(2, 9))
         assert len(moefx.blocks(call)) == (2 if which == 0 else 0)
-    assert "Dynamo runs the graphs of an equal model that was compiled before" in str(moefx.explain(call))
+    assert "Dynamo runs those of an equal model from before" in str(moefx.explain(call))
+
+
+class Looped(torch.nn.Module):
+    """A loop that Dynamo does not compile."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up = torch.nn.Linear(D, 4), torch.nn.Parameter(torch.randn(4, D, D))
+
+    def forward(self, x):
+        w, ids = self.gate(x).softmax(-1).topk(2)
+        out = torch.zeros_like(x)
+        for e in range(4):
+            token, k = torch.where(ids == e)
+            out.index_add_(0, token, (x[token] @ self.up[e]) * w[token, k, None])
+        return out
+
+
+def test_what_is_said_where_nothing_is_found():
+    """Which of the reasons it is."""
+
+    def of(module, *inputs):
+        call = torch.compile(module, backend=backend, options={"backend": "eager"})
+        for x in inputs:
+            call(x)
+        explained = moefx.explain(call)
+        assert "0 refused" in str(explained) and "nothing found" in str(explained)
+        return explained.refused[0].reason
+
+    x = torch.randn(5, D)
+    assert of(torch.nn.Linear(D, D)) == "there is no graph of it: it was not called yet"
+    dense = torch.nn.Sequential(torch.nn.Linear(D, D), torch.nn.ReLU())
+    assert of(dense, x) == "Dynamo made one graph of it, and in none are experts selected"
+    assert of(dense, x[:3], x[:2]).startswith("Dynamo made 2 graphs of it")
+    assert of(torch.nn.Linear(D, 3)).startswith("there is no graph of it: it was not called yet, or")
+    looped = torch.nn.Sequential(torch.nn.Linear(D, D), Looped())
+    assert "Dynamo does not compile forward (test_explained.py:" in of(looped, x)
+    assert "Dynamo made 2 graphs of it" in of(dense)
 
 
 def mixture(weights, x):

@@ -246,6 +246,14 @@ def test_what_is_no_graph():
         moefx.rewrite_graph(gm, ())
 
 
+@pytest.mark.parametrize("given", [torch.randn(2, 4), "x", None])
+def test_inputs_that_the_graph_does_not_take(given, caplog):
+    gm = fx.symbolic_trace(torch.nn.Linear(3, 3))
+    with pytest.raises(InvalidInput, match=r"the graph does not run on these example_inputs: (Runtime|Type)Error: "):
+        moefx.rewrite_graph(gm, (given,))
+    assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+
+
 def test_in_place_results():
     """What is added up in place is read by a name that the last addition does not have."""
 

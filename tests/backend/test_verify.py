@@ -89,6 +89,7 @@ def test_of_a_model_that_has_no_region():
         (lambda m: (m, compiled(m)), "the compiled model comes first"),
         (lambda m: (torch.compile(m, backend="eager"), m), "another backend"),
         (lambda m: (torch.compile(moefx.compile(m, example_inputs=(X,))), m), "which moefx.compile returned"),
+        (lambda m: (torch.compile(lambda x: m(x), backend=backend), m), "got a function, which has no parameters"),
     ],
 )
 def test_what_cannot_be_compared(pair, what):

@@ -1,0 +1,19 @@
+"""Torch's fake kernels log the errors that they raise; ours go to the user as messages."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+
+_NOISY = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    level = _NOISY.level
+    _NOISY.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        _NOISY.setLevel(level)

@@ -1,0 +1,54 @@
+"""Numbers of tokens that a graph is given beside the rows: a float mask, a temperature, weights of tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import moefx
+from moefx.backend import backend
+
+from .test_refusals import D, Dense, E
+
+
+class Given(Dense):
+    """Args: how: weights and choices, and the rows, of those without the numbers."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+
+    def forward(self, x, m):
+        rows, m = x.reshape(-1, D), m.reshape(-1, 1)
+        rows, w, ids = self.how(rows, m, *self.routed(rows))
+        return self.experts(rows, torch.zeros_like(rows[:, :E]).scatter(-1, ids, w)).view_as(x)
+
+
+HOW = {
+    "weights": lambda x, m, w, i: (x, w * m, i),
+    "some": lambda x, m, w, i: (x, w * (m > 0.5), i),
+    "rows": lambda x, m, w, i: (torch.where(m > 0.5, x, 0), w, i),
+    "choices": lambda x, m, w, i: (x, w, torch.where(m > 0.5, i, (i + 1) % E)),
+    "of all tokens": lambda x, m, w, i: (x, w * m / m.sum(), i),
+    "order": lambda x, m, w, i: (x, w * m.sort(0).values, i),
+    "rank": lambda x, m, w, i: (x, w * (m.argsort(0).argsort(0) < 5), i),
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("shape", [(3, 7), (3, 7, 1), (21,)], ids=str)
+def test_numbers_of_tokens(how, shape):
+    torch.manual_seed(0)
+    model = Given(HOW[how]).double()
+    call = torch.compile(model, backend=backend, options={"backend": "eager", "validation": "symbolic"})
+    for batch in (3, 5, 2):
+        rows = (batch, 7, D) if len(shape) > 1 else (7 * batch, D)
+        x = torch.randn(rows, dtype=torch.float64, requires_grad=True)
+        m = torch.rand((*rows[:-1], *shape[2:]), dtype=torch.float64, requires_grad=True)
+        out, want = call(x, m), model(x, m)
+        torch.testing.assert_close(out, want)
+        given = [x, m, *model.parameters()]
+        grads = [torch.autograd.grad(y.pow(2).sum(), given, allow_unused=True) for y in (out, want)]
+        torch.testing.assert_close(*grads)
+    (block,) = moefx.blocks(call)
+    assert not block.fallbacks
