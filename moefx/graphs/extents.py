@@ -152,8 +152,12 @@ class Extents:
                 continue
             if _is_product(n) or any(d in beside for d in facts.deps[n]):
                 beside.add(n)
+        weighed: set[fx.Node] = set()  # not the product of a choice and the scores that it was made of
         for n in following:
-            if (_is_product(n) and self._is_rows(n)) or any(d in found or d in beside for d in facts.deps[n]):
+            if any(d in facts.frozen or d in weighed for d in facts.deps[n]):
+                weighed.add(n)
+            is_product = n in weighed and _is_product(n) and self._is_rows(n)
+            if is_product or any(d in found or d in beside for d in facts.deps[n]):
                 found.add(n)
         return found
 
