@@ -101,7 +101,7 @@ def together(mine: list[Compiled]) -> tuple[Record, dict[str, BlockForward]]:
         forwards.update(one.forwards)
         matched.update({report.names: report for report in one.record.matched})
         refused.update({str(r): r for r in one.record.refused})
-    for r in rewritten_otherwise([*refused.values()], [*matched.values()]):
+    for r in of_few_tokens([*refused.values()], [*matched.values()]):
         del refused[str(r)]
         for names, report in matched.items():
             if r.name in names and _FEW not in report.notes:
@@ -110,10 +110,11 @@ def together(mine: list[Compiled]) -> tuple[Record, dict[str, BlockForward]]:
     return Record(tuple(matched.values()), tuple(refused.values()), seconds), forwards
 
 
-def rewritten_otherwise(refused: Iterable[Refusal], matched: Iterable[MatchedBlock]) -> list[Refusal]:
-    """Those that are left for having a single token, or none, and are rewritten in graphs of more."""
-    names = {name for report in matched for name in report.names}
-    return [r for r in refused if r.reason in (NO_TOKENS, ONE_TOKEN) and r.name in names]
+def of_few_tokens(refused: Sequence[Refusal], matched: Iterable[MatchedBlock]) -> list[Refusal]:
+    """Those that are left for having a single token, or none, of which there are graphs of more."""
+    few = [r for r in refused if r.reason in (NO_TOKENS, ONE_TOKEN)]
+    names = {name for report in matched for name in report.names} | {r.name for r in refused if r not in few}
+    return [r for r in few if r.name in names]
 
 
 def nothing(given: nn.Module | Callable[..., Any], skipped: Sequence[Skipped]) -> Refusal:

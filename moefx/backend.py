@@ -99,7 +99,9 @@ def _tell(gm: fx.GraphModule, found: Found, then: str) -> None:
     """In the log, each thing once."""
     every = found.every()
     refused = [r for f in every for r in f.refused]
-    others = kept.rewritten_otherwise(refused, (m for one in kept.KEPT for m in one.record.matched))
+    before = [r for one in kept.KEPT for r in one.record.refused]
+    matched = [m for one in kept.KEPT for m in one.record.matched]
+    others = [r for r in kept.of_few_tokens([*before, *refused], matched) if r in refused]
     for level, those in (logging.INFO, others), (logging.WARNING, [r for r in refused if r not in others]):
         for refusal in together(those):
             _once(level, f"moefx left a region of a graph as it was: {refusal}")

@@ -190,3 +190,26 @@ def test_each_part_is_a_region():
     (refusal,) = moefx.explain(module, example_inputs=(x,)).refused
     assert refusal.reason.startswith("the tokens are cut into 2 parts, and experts are chosen for each on its own")
     assert refusal.culprits == ("topk",) and "backend='moefx'" in refusal.remedy
+
+
+class Shared(Dense):
+    """Two mixtures of one choice."""
+
+    def __init__(self, ways):
+        super().__init__()
+        self.second, self.ways = Dense(), ways
+
+    def forward(self, x):
+        w, ids = self.routed(x)
+        gates = torch.zeros_like(x[:, :E]).scatter(-1, ids, w)
+        return self.ways(lambda z: self.experts(z, gates), lambda z: self.second.experts(z, gates), x)
+
+
+@pytest.mark.parametrize("ways", [lambda f, g, x: f(x) + g(x), lambda f, g, x: g(f(x))], ids=["beside", "behind"])
+def test_a_choice_that_is_used_twice(ways):
+    call = torch.compile(Shared(ways), backend=backend, options={"backend": "eager"})
+    for tokens in (9, 7, 1):
+        call(torch.randn(tokens, D))
+    (refusal,) = moefx.explain(call).refused  # not again for being of one token
+    assert refusal.reason.startswith("each choice of a token is used 2 times")
+    assert "hidden units side by side" in refusal.remedy

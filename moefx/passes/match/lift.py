@@ -22,7 +22,7 @@ from .chosen import Choice, choice, every_expert_for_every_token
 from .form import Lifted, Ref, has_matrices
 from .lookup import Lookup
 from .nodes import is_random, line, op_name
-from .owners import Owners
+from .owners import Key, Owners
 from .paths import parameter_of
 from .resolve import structure
 from .routed import Reach, alike_everywhere, chooses, cuts, expert_parameters, feeding, inside_calls
@@ -211,12 +211,27 @@ class Lifter:
                 remedy="choose for all tokens at once, or make what is done with a part a module of its own; "
                 "torch.compile(model, backend='moefx') takes each part for itself",
             )
+        if (together := self._together(routed)) > 1:
+            raise Refused(
+                f"each choice of a token is used {together} times: mixtures of different experts share it",
+                source=str(cut.meta["source"]),
+                remedy="let each choose for itself, or make their experts one each, with the hidden units side by side",
+            )
         raise Refused(
             "no integer tensor with one entry per token and slot explains which experts were used",
             source=str(cut.meta["source"]),
             remedy="the experts of a token must follow from that token's own choice (token choice), "
             "not from the other tokens",
         )
+
+    def _together(self, routed: list[list[Term]]) -> int:
+        """How many experts are always used by the same tokens."""
+        tokens: dict[Key, set[int]] = defaultdict(set)
+        for t, parts in enumerate(routed):
+            for p in parts:
+                tokens[self.owners.key(p)].add(t)
+        sizes = Counter(frozenset(used) for used in tokens.values()).values()
+        return min(sizes, default=0)
 
     def _chosen_in_parts(self, tokens: int) -> list[fx.Node]:
         """Choices that a line of the program makes in turn, together of all tokens."""
