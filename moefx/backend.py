@@ -34,7 +34,7 @@ def rewrite_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: Plan 
 
     The graph may come from `torch.export` (`.module()`), from `make_fx`, from Dynamo, or from `symbolic_trace`. Sizes
     in it may be symbolic; where they are numbers, the result is for these sizes as the graph was. Parameters may be
-    attributes of the graph or inputs.
+    attributes of the graph or inputs; buffers are attributes.
 
     Args:
         example_inputs: one value for each input of the graph; real, fake or on the meta device. Where the nodes have
@@ -45,7 +45,7 @@ def rewrite_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: Plan 
         `graph`, `history` and `explain` take it. Without a region: the graph that was given, said once in the log.
 
     Raises:
-        InvalidInput: no graph, or other inputs than the graph has. InvalidPlan: no plan.
+        InvalidInput: no graph, or inputs that it does not take. InvalidPlan: no plan.
     """
     plan = checked_passes(checked_plan(plan))
     values = checked_graph(gm, example_inputs)

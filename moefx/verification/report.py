@@ -145,6 +145,12 @@ def verify(
     if _regions_without_reference(compiled, reference):
         # A graph's regions have no module in the reference: their own original code is that, once it is the
         # reference's.
+        held = {p.dtype for p in compiled.parameters() if p.is_floating_point()}
+        if dtype is not None and held and dtype not in held:
+            raise InvalidInput(
+                f"verify: the graph was rewritten for {', '.join(sorted(map(str, held)))}, and its regions hold for no "
+                f"other precision; to compare in {dtype}, rewrite the graph of a model in that"
+            )
         plain = with_original_regions(compiled)
         taken_out = Verifying(plain, reference, dtype, shares)
         taken_out.models(sets, seeds, grads, loss, routings=False)
