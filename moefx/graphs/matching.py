@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections import OrderedDict
 
@@ -26,6 +27,7 @@ from .facts import Facts
 from .nodes import sources_of, target_name
 from .region import Extracted
 
+_log = logging.getLogger(__name__)
 _MOST_KEPT = 256
 
 
@@ -116,6 +118,7 @@ def _proven(facts: Facts, region: Extracted, plan: Plan) -> Proven:
     global lifts
     lifts += 1
     start = time.perf_counter()
+    _log.info("moefx: looking at %s (%s), once for all equal ones", region.name, region.source)
     args = region.arguments(facts)
     block = region.block(facts)
     dtype = _autocast(region)

@@ -225,13 +225,13 @@ class Lifter:
         )
 
     def _together(self, routed: list[list[Term]]) -> int:
-        """How many experts are always used by the same tokens."""
+        """How many experts are always used by the same tokens; 1 where all are by the same ones."""
         tokens: dict[Key, set[int]] = defaultdict(set)
         for t, parts in enumerate(routed):
             for p in parts:
                 tokens[self.owners.key(p)].add(t)
         sizes = Counter(frozenset(used) for used in tokens.values()).values()
-        return min(sizes, default=0)
+        return min(sizes) if len(sizes) > 1 else 1
 
     def _chosen_in_parts(self, tokens: int) -> list[fx.Node]:
         """Choices that a line of the program makes in turn, together of all tokens."""
