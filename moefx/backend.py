@@ -16,6 +16,7 @@ from . import _kept as kept
 from ._options import options_of
 from ._plan import Plan
 from .api import RECORD, Record, checked_passes, explain
+from .errors import Refused
 from .graphs import artifacts
 from .graphs.prepare import folded, prepared
 from .graphs.rewriting import Found, checked_graph, checked_plan, rewritten
@@ -50,7 +51,11 @@ def rewrite_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: Plan 
     plan = checked_passes(checked_plan(plan))
     values = checked_graph(gm, example_inputs)
     ready = prepared(gm)
-    out, found = rewritten(ready, values, plan)
+    try:
+        out, found = rewritten(ready, values, plan)
+    except Refused as why:
+        _once(logging.WARNING, f"moefx left a graph as it was: {why.reason}")
+        return gm
     _tell(gm, found, "it is returned as it is")
     if out is ready:
         return gm

@@ -12,25 +12,14 @@ from typing import Any, cast
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.fx.node import map_arg
 
 from ..capture.quiet import quiet
-from ..errors import InvalidInput, in_short
+from ..errors import InvalidInput, Refused, in_short
 from .code import Autocast, Modes, call
-from .nodes import (
-    MOVES,
-    SELECT,
-    attribute,
-    hint,
-    is_float_tensor,
-    is_held,
-    is_pure,
-    plain,
-    target_name,
-    transform,
-    written_by,
-)
+from .effects import Effect, effect_of, is_switch
+from .nodes import MOVES, SELECT, attribute, hint, is_float_tensor, is_held, plain, storage, target_name, transform
 
 _SET_GRAD = torch._C._set_grad_enabled
 _ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
@@ -49,7 +38,7 @@ class Facts:
     Attributes:
         nodes: in program order, with their positions in `at`; without those that switch modes.
         value: what a node gives, abstractly; of an item assignment the tensor that was written to.
-        written: the node that stands for the tensor which a node has written to.
+        effects: what a node does besides; written: what stands for the tensors that it has written to.
         deps: what a node's value follows from; with `after`, what it must not be moved before.
         weights: parameters and buffers, by node, with the tensor where it is known.
         frozen: nodes that follow from weights alone.
@@ -72,10 +61,12 @@ class Facts:
         placeholders = [n for n in self.nodes if n.op == "placeholder"]
         self.examples = dict(zip(placeholders, example_inputs, strict=False))
         self.value = self._values(list(example_inputs))
+        self._same_memory = self._aliases()
+        self.effects = {n: effect_of(gm, n) for n in self.nodes}
         self._drop_dead()
         self.deps: dict[fx.Node, list[fx.Node]] = {}
         self.after: dict[fx.Node, list[fx.Node]] = {}
-        self.written: dict[fx.Node, fx.Node] = {}
+        self.written: dict[fx.Node, tuple[fx.Node, ...]] = {}
         self.writers: dict[int, list[fx.Node]] = defaultdict(list)  # by storage
         self._follow_memory()
         self.users: dict[fx.Node, list[fx.Node]] = defaultdict(list)
@@ -137,7 +128,9 @@ class Facts:
             if n.target is torch.ops.aten._assert_tensor_metadata.default:  # it holds for what the graph was made for
                 dead.add(n)
                 continue
-            if is_pure(n) and isinstance(self.value[n], (torch.Tensor, tuple, list)) and dead.issuperset(n.users):
+            is_op = n.target is operator.getitem or isinstance(n.target, torch._ops.OpOverload)  # what torch drops, too
+            is_pure = is_op and self.effects[n] == Effect()
+            if is_pure and isinstance(self.value[n], (torch.Tensor, tuple, list)) and dead.issuperset(n.users):
                 dead.add(n)
         self.nodes = [n for n in self.nodes if n not in dead]
         self.at = {n: i for i, n in enumerate(self.nodes)}
@@ -186,8 +179,8 @@ class Facts:
             inputs = [a for a in n.all_input_nodes if a in self.at]
             deps, after = dict.fromkeys(inputs), {}
             touched = {s for a in inputs for s in self.storages(a)}
-            target = written_by(n)
-            mine = set(self.storages(target)) if target is not None else set()
+            targets = tuple(t for t in self.effects[n].writes if t in self.at)
+            mine = {s for t in targets for s in self.storages(t)}
             for s in sorted(touched):
                 if s in last:
                     deps[last[s]] = None
@@ -198,14 +191,29 @@ class Facts:
             for s in mine:
                 last[s], readers[s] = n, []
                 self.writers[s].append(n)
-            if target is not None and mine:
-                self.written[n] = target
+            if mine:
+                self.written[n] = targets
             self.deps[n], self.after[n] = list(deps), list(after)
 
     def storages(self, n: fx.Node | None) -> list[int]:
         found = self.value.get(n) if n is not None else None
         tensors = found if isinstance(found, (tuple, list)) else (found,)
-        return [_storage(t) for t in tensors if isinstance(t, torch.Tensor)]
+        mine = [storage(t) for t in tensors if isinstance(t, torch.Tensor)]
+        return [self._same_memory.get(s, s) for s in mine]
+
+    def _aliases(self) -> dict[int, int]:
+        """Of attributes and inputs that have memory in common, which tracers may take for several: one for all."""
+        first: dict[int, int] = {}  # by the memory itself
+        found = {}
+        for n in self.nodes:
+            held = attribute(self.gm, str(n.target)) if n.op == "get_attr" else self.examples.get(n)
+            if (t := self.tensor(n)) is not None and isinstance(held, torch.Tensor):
+                found[storage(t)] = first.setdefault(storage(held), storage(t))
+        return found
+
+    def stays(self, n: fx.Node) -> bool:
+        """Whether all that stands before a node, and all that stands behind it, is to stay there."""
+        return self.effects[n].unknown or is_switch(n, self.value.get(n))
 
     # ------------------------------------------------------------------ what follows from what
     def _weights(self) -> dict[fx.Node, torch.Tensor]:
@@ -288,13 +296,6 @@ def _first_operand(n: fx.Node) -> Any:
     return found
 
 
-def _storage(t: torch.Tensor) -> int:
-    try:
-        return t.untyped_storage()._cdata
-    except Exception:  # a subclass without storage
-        return id(t)
-
-
 class _Values(fx.Interpreter):
     def __init__(self, gm: fx.GraphModule, mode: FakeTensorMode):
         super().__init__(gm)
@@ -316,9 +317,12 @@ def _propagated(gm: fx.GraphModule, example_inputs: list[Any]) -> dict[fx.Node, 
         for t in example_inputs
     ]
     values = _Values(gm, mode)
+    held = {name: mode.from_tensor(t) for name, t in (*gm.named_parameters(), *gm.named_buffers())}
     try:
-        with mode, quiet():
+        with mode, quiet(), torch.nn.utils.stateless._reparametrize_module(gm, held, tie_weights=True):
             values.run(*inputs)
+    except DataDependentOutputException as error:
+        raise Refused(f"what the graph computes depends on a value that it reads from a tensor ({error})") from error
     except Exception as error:
         raise InvalidInput(f"the graph does not run on these example_inputs: {in_short(error)}") from error
     return values.found

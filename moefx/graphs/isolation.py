@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 
+import torch
 from torch import fx
 
 from ..errors import Refused
+from .effects import differentiates
 from .extents import Extent
 from .facts import Facts
-from .nodes import is_random, sources_of, target_name
+from .nodes import sources_of, target_name
 
 
 def check(facts: Facts, extent: Extent) -> None:
@@ -20,8 +22,8 @@ def check(facts: Facts, extent: Extent) -> None:
         where = str(sources_of(n, facts.at[n])[0])
         if n.op not in ("call_function", "call_method"):
             _refuse_call(n, where)
-        if n in facts.written:
-            for s in facts.storages(facts.written[n]):
+        for t in facts.written.get(n, ()):
+            for s in facts.storages(t):
                 before = {s for m in (extent.entry, *extent.given, *facts.weights) for s in facts.storages(m)}
                 if s in before:
                     raise Refused("the region writes to a tensor that was there before it", source=where)
@@ -35,13 +37,60 @@ def check(facts: Facts, extent: Extent) -> None:
     for n in extent.given:
         if facts.tensor(n) is None:
             raise Refused(f"the region takes {n.name}, which is no tensor", culprits=(n.name,))
-    if any(is_random(n) for n in extent.inside):
-        others = [n for n in facts.nodes[first:last] if n not in inside and is_random(n)]
-        if others:
+    begin = min(facts.at[n] for n in extent.inside)
+    beside = [n for n in facts.nodes[begin:last] if n not in inside]
+    if any(facts.effects[n].draws for n in extent.inside):
+        for n in beside:
+            if facts.effects[n].draws or facts.effects[n].unknown:
+                raise Refused(
+                    "random numbers are drawn inside of the region and beside it: their order would change",
+                    source=str(sources_of(n, facts.at[n])[0]),
+                )
+    for n in beside:
+        if facts.effects[n].unknown and facts.at[n] > first:
             raise Refused(
-                "random numbers are drawn inside of the region and beside it: their order would change",
-                source=str(sources_of(others[0], facts.at[others[0]])[0]),
-            )
+                f"{target_name(n)}, of which nothing says what else it does, is called between two parts of the region",
+                culprits=(target_name(n),), source=str(sources_of(n, facts.at[n])[0]),
+            )  # fmt: skip
+    _check_autograd(facts, extent, inside, first)
+
+
+def _check_autograd(facts: Facts, extent: Extent, inside: set[fx.Node], first: int) -> None:
+    """What the call saves for its backward must not change, and what is differentiated must be in the graph once."""
+    asking = [n for n in facts.nodes if differentiates(n) and n not in facts.transforms]
+    mine = removed(extent, facts)
+    read = dict.fromkeys(a for n in extent.inside for a in n.all_input_nodes)
+    for n in extent.inside:
+        leaves = [u for u in n.users if u in facts.at and u not in inside and (u.op == "output" or u in asking)]
+        if n not in mine and leaves and _has_gradient(facts, n):
+            raise Refused(
+                f"{n.name}, which is computed from weights, is what the graph returns, too: for the region it is "
+                "computed again, and gradients are of one of the two",
+                culprits=(n.name,), source=str(sources_of(n, facts.at[n])[0]),
+            )  # fmt: skip
+    if facts.modes[extent.exit].grad is False or not any(_has_gradient(facts, n) for n in read):
+        return
+    # Rows, which eager code keeps only where a weight has a gradient.
+    rows = [n for n in read if n in facts.live and facts.at[n] < facts.at[extent.seed] and facts.is_float(n)]
+    for n in (extent.entry, *rows):
+        for w in (w for s in facts.storages(n) for w in facts.writers[s]):
+            if w not in inside and facts.at[w] > first:
+                raise Refused(
+                    f"{n.name}, which the region reads, is written to afterwards, in place: its backward may need it",
+                    source=str(sources_of(w, facts.at[w])[0]), remedy="write to a copy",
+                )  # fmt: skip
+    storages = {s for n in read if n in facts.weights for s in facts.storages(n)}
+    for w in facts.nodes:
+        if facts.effects[w].unknown and any(s in storages for a in w.all_input_nodes for s in facts.storages(a)):
+            raise Refused(
+                f"{target_name(w)}, of which nothing says what else it does, is given a weight or buffer of the region",
+                culprits=(target_name(w),), source=str(sources_of(w, facts.at[w])[0]),
+            )  # fmt: skip
+
+
+def _has_gradient(facts: Facts, n: fx.Node) -> bool:
+    t = facts.weights.get(n, facts.value.get(n))
+    return isinstance(t, torch.Tensor) and t.requires_grad
 
 
 def _refuse_call(n: fx.Node, where: str) -> None:
@@ -102,10 +151,10 @@ def check_shared(facts: Facts, inputs: tuple[fx.Node, ...], outputs: tuple[fx.No
 def removed(extent: Extent, facts: Facts) -> dict[fx.Node, None]:
     """The nodes that a region alone computes, in order. What follows from weights or from nothing, is not random and is
     not written to, may be computed twice; not what is made of random numbers of the region."""
-    written = {s for n in extent.inside if n in facts.written for s in facts.storages(facts.written[n])}
+    written = {s for n in extent.inside for t in facts.written.get(n, ()) for s in facts.storages(t)}
     found: dict[fx.Node, None] = {}
     for n in extent.inside:
-        is_own = n in facts.live or is_random(n) or not written.isdisjoint(facts.storages(n))
+        is_own = n in facts.live or facts.effects[n].draws or not written.isdisjoint(facts.storages(n))
         if is_own or any(d in found for d in facts.deps[n]):
             found[n] = None
     return found

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import time
 from collections import OrderedDict
+from typing import Any
 
 import torch
 
@@ -51,7 +52,7 @@ class Proven:
 
 
 _Outcome = Proven | Refused
-_kept: OrderedDict[tuple[str, Plan, str, torch.dtype | None], list[_Outcome]] = OrderedDict()
+_kept: OrderedDict[tuple[Any, Plan, str, torch.dtype | None], list[_Outcome]] = OrderedDict()
 lifts = 0  # proofs tried in this process
 
 
@@ -91,7 +92,7 @@ def used_outside(facts: Facts, region: Extracted, plan: Plan) -> Refused | None:
         return None
     alone = dataclasses.replace(region.code, outputs=(region.code.outputs[region.outputs.index(exit_)],))
     try:
-        key = f"{alone.outputs} of {region.key}"
+        key = f"{alone.outputs} of {region.key[0]}", region.key[1]
         proof = match(facts, dataclasses.replace(region, outputs=(exit_,), code=alone, key=key), plan)
     except Refused:
         return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
@@ -11,10 +10,6 @@ from torch import fx, nn
 from ..capture.source import Source, is_users
 from ..errors import Refused
 
-_IN_PLACE = {
-    operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv,
-    operator.imod, operator.ipow, operator.iand, operator.ior, operator.ixor, operator.imatmul,
-}  # fmt: skip
 SELECT = {"topk", "max", "min", "argmax", "argmin", "sort", "argsort", "kthvalue", "multinomial"}
 MOVES = {
     "t", "T", "mT", "transpose", "permute", "view", "reshape", "_unsafe_view", "to", "_to_copy", "expand", "unsqueeze",
@@ -31,6 +26,13 @@ def attribute(gm: nn.Module, path: str) -> Any:
 
 def is_float_tensor(t: Any) -> bool:
     return isinstance(t, torch.Tensor) and t.is_floating_point()
+
+
+def storage(t: torch.Tensor) -> int:
+    try:
+        return t.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # a subclass without storage
+        return id(t)
 
 
 def hint(n: Any) -> int:
@@ -63,61 +65,16 @@ def target_name(n: fx.Node) -> str:
     return getattr(n.target, "__name__", str(n.target))
 
 
-def written_by(n: fx.Node) -> fx.Node | None:
-    """The argument that a node writes to, in place."""
-    if n.op == "call_method":
-        name = str(n.target)
-        return n.args[0] if name.endswith("_") and not name.endswith("__") else None  # type: ignore[return-value]
-    if n.op != "call_function":
-        return None
-    out = n.kwargs.get("out")
-    if isinstance(out, fx.Node):
-        return out
-    if isinstance(n.target, torch._ops.OpOverload):
-        for i, a in enumerate(n.target._schema.arguments):
-            if a.alias_info is not None and a.alias_info.is_write:
-                found = n.args[i] if i < len(n.args) else n.kwargs.get(a.name)
-                return found if isinstance(found, fx.Node) else None
-        return None
-    name = getattr(n.target, "__name__", "")
-    in_place = n.target in _IN_PLACE or (name.endswith("_") and not name.endswith("__")) or n.kwargs.get("inplace")
-    return n.args[0] if in_place and n.args and isinstance(n.args[0], fx.Node) else None
-
-
 def transform(n: fx.Node) -> tuple[str, int] | None:
-    """Of a node that begins (1) or ends (-1) one of torch.func's transforms: which."""
+    """Of a node that begins (1) or ends (-1) one of torch.func's transforms, or the like: which."""
     name = target_name(n).strip("_")
+    if name in ("enter_inference_mode", "exit_inference_mode"):
+        return "torch.inference_mode", 1 if name.startswith("enter") else -1
     for step, word in ((1, "increment"), (-1, "decrement")):
         kind, found, _ = name.partition(f"_{word}_nesting")
         if found:
             return {"vmap": "torch.vmap", "grad": "torch.func.grad or vjp"}.get(kind, f"torch.func.{kind}"), step
     return None
-
-
-def is_switch(n: fx.Node) -> bool:
-    """Whether a node is called for what it does to the program around it: what stands before it stays before it."""
-    return n.op == "call_function" and not n.users and not n.all_input_nodes
-
-
-def is_pure(n: fx.Node) -> bool:
-    """Whether a node that nobody reads may go. Of what is no operation on tensors nothing is known."""
-    if n.target is operator.getitem:
-        return True
-    is_op = isinstance(n.target, torch._ops.OpOverload) and not n.target._schema.is_mutable
-    return is_op and "batch_norm" not in target_name(n) and not is_random(n)  # its schemas do not tell what it keeps
-
-
-def is_random(n: fx.Node) -> bool:
-    if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()):
-        return True
-    name = str(n.target) if n.op == "call_method" else getattr(n.target, "__name__", "")
-    if "dropout" in name:
-        return bool(n.kwargs.get("training", n.args[2] if len(n.args) > 2 else True))
-    return name.strip("_") in (
-        "rand", "randn", "rand_like", "randn_like", "randint", "randint_like", "randperm", "bernoulli", "multinomial",
-        "normal", "uniform", "exponential", "gumbel_softmax", "rrelu", "poisson", "cauchy", "log_normal", "geometric",
-        "random",
-    )  # fmt: skip
 
 
 def sources_of(n: fx.Node, position: int) -> tuple[Source, ...]:

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from .effects import is_plain_module
+
 _FROM = "moefx_inlined"  # in the meta of a node: the call that it is of, its module, and of how many nodes
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _SIZE = torch.ops.aten.sym_size.int
 
 
@@ -65,8 +66,7 @@ def _body(gm: fx.GraphModule, n: fx.Node) -> fx.Graph | None:
     if n.op != "call_module" or len(n.args) != 1 or n.kwargs or not isinstance(n.args[0], fx.Node):
         return None
     module = gm.get_submodule(str(n.target))
-    is_torchs = type(module).__module__.startswith("torch.nn.modules.")
-    if not is_torchs or any(True for _ in module.children()) or any(getattr(module, name, None) for name in _HOOKS):
+    if not is_plain_module(module) or module._modules or module._buffers:
         return None
     before, graphs = module.training, []
     try:

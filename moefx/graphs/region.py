@@ -14,6 +14,7 @@ from ..ir.binding import Path, Specialisation, kind_of
 from ..runtime.module import install
 from ..runtime.program import Program
 from .code import Autocast, Code, Modes, Size, Step, Value
+from .effects import is_known
 from .extents import Extent
 from .facts import Facts
 from .isolation import check, check_shared, is_used, removed
@@ -88,7 +89,7 @@ class Extracted:
     units: tuple[int, ...]
     shapes: tuple[tuple[Any, ...], ...]
     dims: dict[str, int]
-    key: str
+    key: tuple[str, tuple[Any, ...]]
     device: str
     autocast: tuple[Autocast, ...]
 
@@ -196,7 +197,9 @@ def extract(facts: Facts, extent: Extent) -> Extracted:
     forms = [(names[i], _form(facts, n)) for i, n in enumerate(weights)]
     given = [(facts.value[n].dtype, s) for n, s in zip(inputs, shapes, strict=True)]
     calls = [(_target(s.target), s.args, s.kwargs, s.sources, s.modes, s.method) for s in steps]
-    key = repr((code.dims, code.outputs, forms, given, calls, outside.autocast))
+    # Functions of the user's may have one name and be two.
+    functions = tuple(n.target for n in extent.inside if not is_known(n))
+    key = repr((code.dims, code.outputs, forms, given, calls, outside.autocast)), functions
     source = str(sources_of(extent.seed, facts.at[extent.seed])[0])
     return Extracted(
         region_name(facts, extent), source, extent, code, inputs, weights, names, outputs, units, shapes,

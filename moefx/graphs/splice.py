@@ -14,7 +14,6 @@ from ..errors import Refused
 from .code import Modes
 from .facts import Facts
 from .isolation import removed
-from .nodes import is_switch
 from .region import Extracted, RegionCall
 
 HOLDER = "moefx"  # the submodule of the graph that has the calls
@@ -28,7 +27,10 @@ def splice(facts: Facts, regions: list[tuple[Extracted, RegionCall]]) -> fx.Grap
     root = torch.nn.Module()
     root.__dict__.update({k: v for k, v in gm.__dict__.items() if k not in ("_graph", "_code")})
     root._modules = dict(gm._modules)
-    holder = root._modules[HOLDER] = torch.nn.Module()
+    held = HOLDER
+    while hasattr(gm, held):  # the user's
+        held += "_"
+    holder = root._modules[held] = torch.nn.Module()
     unit_of = {n: r for r, _ in regions for n in removed(r.extent, facts)}
     calls: dict[int, tuple[str, RegionCall]] = {}
     for region, call in regions:
@@ -38,7 +40,7 @@ def splice(facts: Facts, regions: list[tuple[Extracted, RegionCall]]) -> fx.Grap
             number += 1
             name = f"{base}_{number}"
         holder.add_module(name, call)
-        calls[id(region)] = f"{HOLDER}.{name}", call
+        calls[id(region)] = f"{held}.{name}", call
     new = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
     current: list[Any] = [facts.modes[facts.nodes[0]], []]
@@ -96,16 +98,18 @@ def order(facts: Facts, unit_of: dict[fx.Node, Extracted]) -> list[fx.Node | Ext
                 needs[later].add(earlier)
                 feeds[earlier].add(later)
     _stay_between_switches(facts, unit_of, needs, feeds)
-    ready = [(first[u], u) for u in units if not needs[u]]
+    _draw_in_order(facts, unit_of, needs, feeds)
+    last = {id(of(n)): facts.at[n] for n in facts.nodes}
+    ready = [(first[u], last[u], u) for u in units if not needs[u]]
     heapq.heapify(ready)
     out: list[fx.Node | Extracted] = []
     while ready:
-        _, u = heapq.heappop(ready)
+        *_, u = heapq.heappop(ready)
         out.append(units[u])
         for v in feeds[u]:
             needs[v].discard(u)
             if not needs[v]:
-                heapq.heappush(ready, (first[v], v))
+                heapq.heappush(ready, (first[v], last[v], v))
     if len(out) < len(units):
         raise Refused("something outside of the region is computed between two parts of it")
     return out
@@ -127,11 +131,24 @@ def _stay_between_switches(
             needs[me].add(id(switch))
             feeds[id(switch)].add(me)
         since.append(me)
-        if is_switch(n) and n not in unit_of:
+        if n not in unit_of and facts.stays(n):
             for earlier in since[:-1]:
                 needs[me].add(earlier)
                 feeds[earlier].add(me)
             switch, since = n, []
+
+
+def _draw_in_order(
+    facts: Facts, unit_of: dict[fx.Node, Extracted], needs: dict[int, set[int]], feeds: dict[int, set[int]]
+) -> None:  # fmt: skip
+    before: int | None = None
+    for n in facts.nodes:
+        if facts.effects[n].draws:
+            me = id(unit_of.get(n, n))
+            if before is not None and before != me:
+                needs[me].add(before)
+                feeds[before].add(me)
+            before = me
 
 
 def _writes_beside(facts: Facts, region: Extracted, inside: set[fx.Node]) -> list[tuple[list[fx.Node], list[fx.Node]]]:

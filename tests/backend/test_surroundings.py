@@ -1,0 +1,330 @@
+"""What stands around a mixture in its graph keeps its order and its effect: random numbers, writes in place, modes, and
+what is differentiated. All is the original's, whether or not the mixture is rewritten."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+from torch.utils.checkpoint import checkpoint
+
+import moefx
+from moefx.backend import backend
+
+D, E, H = 8, 4, 6
+RAMP = torch.linspace(0, 3, E, dtype=torch.float64)
+
+
+@torch.library.custom_op("moefx_tests::shift", mutates_args=("into",))
+def shift(into: torch.Tensor) -> None:
+    into.add_(RAMP)
+
+
+@torch.library.custom_op("moefx_tests::noisy", mutates_args=())
+def noisy(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.rand_like(x)
+
+
+@noisy.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+noisy.register_autograd(lambda ctx, grad: grad)
+
+
+class Mixture(nn.Module):
+    """Weights gathered by the choice: nothing that a tracer leaves in the graph holds it in its place."""
+
+    def __init__(self, forward=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.router = nn.Parameter(torch.randn(E, D))
+        self.up, self.down = nn.Parameter(torch.randn(E, D, H) / 2), nn.Parameter(torch.randn(E, H, D) / 2)
+        self.register_buffer("bias", torch.zeros(E))
+        self.register_buffer("same", self.bias.view(2, 2).view(-1))
+        self.register_buffer("chosen", torch.zeros(E, dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(D))
+        self.register_buffer("var", torch.ones(D))
+        self.register_buffer("table", 2 * torch.randn(E, D))
+        self.what = forward or (lambda m, x: m.mixed(x, F.linear(x, m.router)))
+        self.double()
+        self.same = self.bias.view(2, 2).view(-1)
+
+    def mixed(self, x, logits, up=None):
+        w, ids = logits.softmax(-1).topk(2)
+        h = torch.einsum("td,tkdh->tkh", x, (self.up if up is None else up)[ids]).relu()
+        return torch.einsum("tkh,tkhd,tk->td", h, self.down[ids], w)
+
+    def forward(self, x):
+        return self.what(self, x)
+
+
+def logits(m, x):
+    return F.linear(x, m.router)
+
+
+def noise_behind_dropout(m, x):
+    r = F.dropout(x, 0.5, True)
+    return m.mixed(x, logits(m, x) + torch.rand(E)) + r
+
+
+def noise_before_dropout(m, x):
+    noise = torch.rand(E)
+    x = F.dropout(x, 0.5, True)
+    return m.mixed(x, logits(m, x) + noise)
+
+
+def noise_behind_attention(m, x):
+    scores = logits(m, x)
+    a = F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.5)[0]
+    return m.mixed(x, scores + torch.rand(E)) + a
+
+
+def noise_behind_an_op(m, x):
+    scores, y = logits(m, x), torch.ops.moefx_tests.noisy(x)
+    return m.mixed(x, scores + torch.rand(E)) + y
+
+
+def noise_twice(m, x):
+    y = m.mixed(x, logits(m, x) + torch.rand(E))
+    return y + 3 * m.mixed(x, 2 * logits(m, x) + torch.randn(E))
+
+
+DRAWS = [noise_behind_dropout, noise_before_dropout, noise_behind_attention, noise_behind_an_op, noise_twice]
+
+
+def statistics_before(m, x):
+    F.batch_norm(x, m.mean, m.var, training=True, momentum=0.5)
+    return m.mixed(x, logits(m, x - m.mean))
+
+
+def statistics_between(m, x):
+    scores = logits(m, x - m.mean)
+    y = F.batch_norm(x, m.mean, m.var, training=True, momentum=0.5)
+    return m.mixed(x, scores) + y
+
+
+def instances_before(m, x):
+    F.instance_norm(x.T[None], m.mean, m.var, use_input_stats=True, momentum=0.5)
+    return m.mixed(x, logits(m, x - m.mean))
+
+
+def foreach_before(m, x):
+    torch._foreach_add_([m.bias], [RAMP])
+    return m.mixed(x, logits(m, x) + m.bias)
+
+
+def op_before(m, x):
+    torch.ops.moefx_tests.shift(m.bias)
+    return m.mixed(x, logits(m, x) + m.bias)
+
+
+def op_between(m, x):
+    scores = logits(m, x) + m.bias
+    torch.ops.moefx_tests.shift(m.bias)
+    return m.mixed(x, scores)
+
+
+def out_before(m, x):
+    x = x.sin()
+    torch.max(x.detach().flatten()[None] * RAMP[:, None], 1, out=(m.bias, m.chosen))
+    return m.mixed(x, logits(m, x) + m.bias)
+
+
+def other_name_before(m, x):
+    m.same.add_(RAMP)
+    return m.mixed(x, logits(m, x) + m.bias)
+
+
+def renormed_before(m, x):
+    F.embedding(torch.tensor([0, 1]), m.table, max_norm=0.5)
+    return m.mixed(x, F.linear(x, m.table))
+
+
+def in_a_checkpoint_before(m, x):
+    def body(x):
+        return x.sin() + m.bias.add_(RAMP).sum() * 0
+
+    z = checkpoint(body, x.detach(), use_reentrant=False)
+    return m.mixed(x, logits(m, x) + m.bias) + z
+
+
+def rows_after(m, x):
+    x = x.sin()
+    w, ids = F.linear(x, m.router.detach()).softmax(-1).topk(2)
+    h = torch.einsum("td,tkdh->tkh", x, m.up.detach()[ids]).relu()
+    y = torch.einsum("tkh,tkhd,tk->td", h, m.down[ids], w)
+    x.mul_(0.5)
+    return y + x
+
+
+WRITES = [
+    statistics_before, statistics_between, instances_before, foreach_before, op_before, op_between, out_before,
+    other_name_before, renormed_before, in_a_checkpoint_before, rows_after,
+]  # fmt: skip
+
+
+def router_in_inference_mode(m, x):
+    with torch.inference_mode():
+        scores = logits(m, x)
+    return m.mixed(x, scores.clone())
+
+
+def all_in_inference_mode(m, x):
+    with torch.inference_mode():
+        y = m.mixed(x, logits(m, x))
+    return y.clone() + x
+
+
+def gradient_of_a_computed_weight(m, x):
+    up = m.up * 2
+    y = m.mixed(x, logits(m, x), up)
+    (g,) = torch.autograd.grad(y.sum() + up.sum(), up, retain_graph=True)
+    return y + g.sum()
+
+
+def gradient_of_scores(m, x):
+    scores = logits(m, x)
+    y = m.mixed(x, scores)
+    (g,) = torch.autograd.grad(y.sum(), scores, retain_graph=True)
+    return y + g.sum()
+
+
+MODES = [router_in_inference_mode, all_in_inference_mode, gradient_of_a_computed_weight, gradient_of_scores]
+
+
+def run(call, model, x):
+    x = x.clone().requires_grad_()
+    torch.manual_seed(1)
+    out = call(x)
+    out.sum().backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    return out.detach(), x.grad, grads, dict(model.named_buffers()), torch.get_rng_state()
+
+
+@pytest.mark.parametrize("what", [*DRAWS, *WRITES, *MODES], ids=lambda f: f.__name__)
+def test_it_is_the_originals(what):
+    original, mine = Mixture(what), Mixture(what)
+    call = torch.compile(mine, backend=backend, options={"backend": "eager", "validation": "symbolic"})
+    for seed in range(2):
+        torch.manual_seed(seed)
+        x = torch.randn(9 - seed, D, dtype=torch.float64)
+        original.zero_grad(), mine.zero_grad()
+        torch.testing.assert_close(run(call, mine, x), run(original, original, x))
+    assert not any(block.fallbacks for block in moefx.blocks(call))
+    if what in (*DRAWS[:3], noise_twice, op_between, statistics_between, gradient_of_scores):
+        assert len(moefx.blocks(call)) == (2 if what is noise_twice else 1)
+
+
+def test_what_writes_in_exported_graphs():
+    """A region that has no gradients is a graph of its own there, which is given what it writes to."""
+
+    def forward(m, x):
+        x = x.sin()
+        with torch.no_grad():
+            m.same.add_(RAMP)
+        return m.mixed(x, logits(m, x) + m.bias)
+
+    model, x = Mixture(forward), torch.randn(9, D, dtype=torch.float64)
+    gm = torch.export.export(model, (x,)).module()
+    want = copy.deepcopy(gm)(x)
+    torch.testing.assert_close(moefx.rewrite_graph(gm, (x,))(x), want)
+
+
+def activation(fn):
+    @torch._dynamo.allow_in_graph
+    def act(x):
+        return fn(x)
+
+    return act
+
+
+class Acting(Mixture):
+    def __init__(self, fn):
+        super().__init__()
+        self.act = activation(fn)
+
+    def forward(self, x):
+        w, ids = logits(self, x).softmax(-1).topk(2)
+        h = self.act(torch.einsum("td,tkdh->tkh", x, self.up[ids]))
+        return torch.einsum("tkh,tkhd,tk->td", h, self.down[ids], w)
+
+
+def test_functions_of_one_name():
+    """A proof is of the function, not of its name."""
+    model = nn.ModuleList([Acting(torch.relu), Acting(torch.tanh)])
+
+    def all_of(x):
+        return [layer(x) for layer in model]
+
+    x = torch.randn(9, D, dtype=torch.float64)
+    call = torch.compile(all_of, backend=backend, options={"backend": "eager"})
+    torch.testing.assert_close(call(x), all_of(x))
+    assert len(moefx.blocks(call)) == 2
+
+
+class Called(Mixture):
+    """With modules for a tracer of torch.fx."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.act = nn.Linear(D, E, bias=False).double(), nn.ReLU()
+
+    def forward(self, x):
+        w, ids = self.linear(x).softmax(-1).topk(2)
+        h = self.act(torch.einsum("td,tkdh->tkh", x, self.up[ids]))
+        return torch.einsum("tkh,tkhd,tk->td", h, self.down[ids], w)
+
+
+def patched_act(m):
+    m.act.forward = torch.tanh
+
+
+def patched_linear(m):
+    inner = m.linear.forward
+    m.linear.forward = lambda x: inner(x) * 3
+
+
+@pytest.mark.parametrize("patch", [patched_act, patched_linear, None])
+def test_modules_that_do_not_do_what_their_class_says(patch):
+    m, x = Called(), torch.randn(9, D, dtype=torch.float64)
+    hook = None
+    if patch is None:
+        hook = nn.modules.module.register_module_forward_hook(
+            lambda module, args, out: out * 3 if type(module) is nn.Linear else out
+        )
+    else:
+        patch(m)
+    try:
+        gm = fx.symbolic_trace(m)
+        torch.testing.assert_close(moefx.rewrite_graph(gm, (x,))(x), gm(x))
+    finally:
+        if hook is not None:
+            hook.remove()
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_looking_at_a_graph_changes_nothing(momentum):
+    """With None torch reads how many batches there were, of which nothing is known."""
+    gm = fx.symbolic_trace(nn.Sequential(nn.BatchNorm1d(D, momentum=momentum)))
+    before = copy.deepcopy(gm.state_dict())
+    assert moefx.rewrite_graph(gm, (torch.randn(9, D),)) is gm
+    torch.testing.assert_close(gm.state_dict(), before)
+
+
+def test_a_module_of_the_users_called_moefx():
+    m, x = Called(), torch.randn(9, D, dtype=torch.float64)
+    m.moefx = nn.LayerNorm(D).double()
+    gm = fx.symbolic_trace(m)
+    gm.add_submodule("moefx", m.moefx)
+    (out,) = (n for n in gm.graph.nodes if n.op == "output")
+    with gm.graph.inserting_before(out):
+        out.args = (gm.graph.call_module("moefx", (out.args[0],)),)
+    gm.recompile()
+    made = moefx.rewrite_graph(gm, (x,))
+    torch.testing.assert_close(made(x), m.moefx(m(x)))
+    assert len(moefx.blocks(made)) == 1 and made.moefx is m.moefx
