@@ -18,7 +18,7 @@ from torch.fx.node import map_arg
 from ..capture.quiet import quiet
 from ..errors import InvalidInput, Refused, in_short
 from .code import Autocast, Modes, call
-from .effects import Effect, effect_of, is_switch
+from .effects import Effect, differentiates, effect_of, is_switch
 from .nodes import MOVES, SELECT, attribute, hint, is_float_tensor, is_held, plain, storage, target_name, transform
 
 _SET_GRAD = torch._C._set_grad_enabled
@@ -38,7 +38,8 @@ class Facts:
     Attributes:
         nodes: in program order, with their positions in `at`; without those that switch modes.
         value: what a node gives, abstractly; of an item assignment the tensor that was written to.
-        effects: what a node does besides; written: what stands for the tensors that it has written to.
+        effects: what a node does besides; unknown: those that may do anything; asking: those that differentiate.
+        written: what stands for the tensors that it has written to.
         deps: what a node's value follows from; with `after`, what it must not be moved before.
         weights: parameters and buffers, by node, with the tensor where it is known.
         frozen: nodes that follow from weights alone.
@@ -63,6 +64,8 @@ class Facts:
         self.value = self._values(list(example_inputs))
         self._same_memory = self._aliases()
         self.effects = {n: effect_of(gm, n) for n in self.nodes}
+        self.unknown = [n for n in self.nodes if self.effects[n].unknown]
+        self.asking = [n for n in self.nodes if differentiates(n) and n not in self.transforms]
         self._drop_dead()
         self.deps: dict[fx.Node, list[fx.Node]] = {}
         self.after: dict[fx.Node, list[fx.Node]] = {}
@@ -317,7 +320,9 @@ def _propagated(gm: fx.GraphModule, example_inputs: list[Any]) -> dict[fx.Node, 
         for t in example_inputs
     ]
     values = _Values(gm, mode)
-    held = {name: mode.from_tensor(t) for name, t in (*gm.named_parameters(), *gm.named_buffers())}
+    held: dict[str, torch.Tensor] = {
+        name: mode.from_tensor(t) for name, t in (*gm.named_parameters(), *gm.named_buffers())
+    }
     try:
         with mode, quiet(), torch.nn.utils.stateless._reparametrize_module(gm, held, tie_weights=True):
             values.run(*inputs)

@@ -8,7 +8,6 @@ import torch
 from torch import fx
 
 from ..errors import Refused
-from .effects import differentiates
 from .extents import Extent
 from .facts import Facts
 from .nodes import sources_of, target_name
@@ -57,11 +56,10 @@ def check(facts: Facts, extent: Extent) -> None:
 
 def _check_autograd(facts: Facts, extent: Extent, inside: set[fx.Node], first: int) -> None:
     """What the call saves for its backward must not change, and what is differentiated must be in the graph once."""
-    asking = [n for n in facts.nodes if differentiates(n) and n not in facts.transforms]
     mine = removed(extent, facts)
     read = dict.fromkeys(a for n in extent.inside for a in n.all_input_nodes)
     for n in extent.inside:
-        leaves = [u for u in n.users if u in facts.at and u not in inside and (u.op == "output" or u in asking)]
+        leaves = [u for u in n.users if u in facts.at and u not in inside and (u.op == "output" or u in facts.asking)]
         if n not in mine and leaves and _has_gradient(facts, n):
             raise Refused(
                 f"{n.name}, which is computed from weights, is what the graph returns, too: for the region it is "
@@ -80,8 +78,8 @@ def _check_autograd(facts: Facts, extent: Extent, inside: set[fx.Node], first: i
                     source=str(sources_of(w, facts.at[w])[0]), remedy="write to a copy",
                 )  # fmt: skip
     storages = {s for n in read if n in facts.weights for s in facts.storages(n)}
-    for w in facts.nodes:
-        if facts.effects[w].unknown and any(s in storages for a in w.all_input_nodes for s in facts.storages(a)):
+    for w in facts.unknown:
+        if any(s in storages for a in w.all_input_nodes for s in facts.storages(a)):
             raise Refused(
                 f"{target_name(w)}, of which nothing says what else it does, is given a weight or buffer of the region",
                 culprits=(target_name(w),), source=str(sources_of(w, facts.at[w])[0]),
