@@ -51,11 +51,11 @@ def check(facts: Facts, extent: Extent) -> None:
                 f"{target_name(n)}, of which nothing says what else it does, is called between two parts of the region",
                 culprits=(target_name(n),), source=str(sources_of(n, facts.at[n])[0]),
             )  # fmt: skip
-    _check_autograd(facts, extent, inside, first)
+    _check_kept(facts, extent, inside, first)
 
 
-def _check_autograd(facts: Facts, extent: Extent, inside: set[fx.Node], first: int) -> None:
-    """What the call saves for its backward must not change, and what is differentiated must be in the graph once."""
+def _check_kept(facts: Facts, extent: Extent, inside: set[fx.Node], first: int) -> None:
+    """What the call saves for its backward must not change, and what is computed from weights is the same again."""
     mine = removed(extent, facts)
     read = dict.fromkeys(a for n in extent.inside for a in n.all_input_nodes)
     for n in extent.inside:
@@ -65,6 +65,13 @@ def _check_autograd(facts: Facts, extent: Extent, inside: set[fx.Node], first: i
                 f"{n.name}, which is computed from weights, is what the graph returns, too: for the region it is "
                 "computed again, and gradients are of one of the two",
                 culprits=(n.name,), source=str(sources_of(n, facts.at[n])[0]),
+            )  # fmt: skip
+    storages = {s for n in read if n in facts.weights for s in facts.storages(n)}
+    for w in facts.unknown:
+        if any(s in storages for a in w.all_input_nodes for s in facts.storages(a)):
+            raise Refused(
+                f"{target_name(w)}, of which nothing says what else it does, is given a weight or buffer of the region",
+                culprits=(target_name(w),), source=str(sources_of(w, facts.at[w])[0]),
             )  # fmt: skip
     if facts.modes[extent.exit].grad is False or not any(_has_gradient(facts, n) for n in read):
         return
@@ -77,13 +84,6 @@ def _check_autograd(facts: Facts, extent: Extent, inside: set[fx.Node], first: i
                     f"{n.name}, which the region reads, is written to afterwards, in place: its backward may need it",
                     source=str(sources_of(w, facts.at[w])[0]), remedy="write to a copy",
                 )  # fmt: skip
-    storages = {s for n in read if n in facts.weights for s in facts.storages(n)}
-    for w in facts.unknown:
-        if any(s in storages for a in w.all_input_nodes for s in facts.storages(a)):
-            raise Refused(
-                f"{target_name(w)}, of which nothing says what else it does, is given a weight or buffer of the region",
-                culprits=(target_name(w),), source=str(sources_of(w, facts.at[w])[0]),
-            )  # fmt: skip
 
 
 def _has_gradient(facts: Facts, n: fx.Node) -> bool:

@@ -328,3 +328,25 @@ def test_a_module_of_the_users_called_moefx():
     made = moefx.rewrite_graph(gm, (x,))
     torch.testing.assert_close(made(x), m.moefx(m(x)))
     assert len(moefx.blocks(made)) == 1 and made.moefx is m.moefx
+
+
+@torch._dynamo.allow_in_graph
+def doubled(t):
+    t.mul_(2)
+    return t.sum()
+
+
+def test_what_may_do_anything_to_a_weight():
+    """What is computed from it before is not computed again afterwards."""
+
+    def forward(m, x):
+        up = m.up * 2
+        doubled(m.up)
+        return m.mixed(x, logits(m, x), up)
+
+    x = torch.randn(9, D, dtype=torch.float64)
+    with torch.no_grad():
+        want = Mixture(forward)(x)
+        torch.testing.assert_close(
+            torch.compile(Mixture(forward), backend=backend, options={"backend": "eager"})(x), want
+        )
