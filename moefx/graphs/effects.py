@@ -154,7 +154,8 @@ def _schemas(n: fx.Node) -> list[Any]:
 
 @functools.cache
 def _packet(name: str) -> Any:
-    return getattr(torch.ops.aten, name, None) if name.isidentifier() else None
+    found = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
+    return found if isinstance(found, torch._ops.OpOverloadPacket) else None  # not what it has itself, as __eq__
 
 
 def _written(n: fx.Node, given: dict[str, Any]) -> Iterator[fx.Node]:

@@ -19,6 +19,14 @@ class Mixture(Dense):
         return self.experts(x, torch.zeros_like(p).scatter(-1, ids, w))
 
 
+class InPairs(Mixture):
+    """Of three operands at once torch versions make different products."""
+
+    def experts(self, x, gates):
+        h = torch.einsum("td,edh->teh", x, self.up).relu()
+        return torch.einsum("ted,te->td", torch.einsum("teh,ehd->ted", h, self.down), gates)
+
+
 class Net(nn.Module):
     """Modules around the mixture, some of which act otherwise in training."""
 
@@ -80,7 +88,7 @@ def test_what_acts_otherwise_in_training_is_named(caplog):
 @pytest.mark.parametrize("mode", ["real", "symbolic"])
 def test_make_fx(mode):
     """Symbolic tracing takes the sizes of what the experts compute."""
-    m, x = Mixture().double(), torch.randn(9, D, dtype=torch.float64)
+    m, x = InPairs().double(), torch.randn(9, D, dtype=torch.float64)
     gm = make_fx(lambda x: m(x), tracing_mode=mode, _allow_non_fake_inputs=True)(x)
     out = moefx.rewrite_graph(gm, (x,))
     (block,) = moefx.blocks(out)
