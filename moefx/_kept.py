@@ -80,16 +80,16 @@ def of(given: nn.Module | Callable[..., Any], graphs: Sequence[Compiled]) -> lis
     """Those of the graphs that are of a model, by its weights, or of what `torch.compile` made of a function: its
     weights may be anywhere, but it is entered at its own lines."""
     if not isinstance(given, nn.Module):
-        lines = set(lines_of(given))
+        lines = lines_of(given)
         return [one for one in graphs if lines & one.entered]
     mine = {id(t) for t in (*given.parameters(), *given.buffers())}
     alive = [(one, next((t for ref in one.weights if (t := ref()) is not None), None)) for one in graphs]
     return [one for one, weight in alive if weight is not None and id(weight) in mine]
 
 
-def lines_of(function: Callable[..., Any]) -> list[tuple[str, int]]:
+def lines_of(function: Callable[..., Any]) -> set[tuple[str, int]]:
     code = inspect.unwrap(getattr(function, "_torchdynamo_orig_callable", function)).__code__
-    return [(code.co_filename, line) for _, _, line in code.co_lines() if line is not None]
+    return {(code.co_filename, line) for _, _, line in code.co_lines() if line is not None}
 
 
 def together(mine: list[Compiled]) -> tuple[Record, dict[str, BlockForward]]:
@@ -121,7 +121,8 @@ def nothing(given: nn.Module | Callable[..., Any], skipped: Sequence[Skipped]) -
     """What is said of a model or a function of which no graph has what looks like experts. `skipped`: functions that
     Dynamo gave up."""
     codes = [m.forward for m in given.modules()] if isinstance(given, nn.Module) else [given]
-    lines = {line for code in codes if hasattr(inspect.unwrap(code), "__code__") for line in lines_of(code)}
+    codes = [code for code in codes if hasattr(inspect.unwrap(code), "__code__")] if skipped else []
+    lines = set[tuple[str, int]]().union(*map(lines_of, codes))
     plain = of(given, PLAIN)
     if mine := [one for one in skipped if (one.file, one.line) in lines]:
         reason, remedy = f"{mine[0]}", f"if these are experts: {FIRST}"

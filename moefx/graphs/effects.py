@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
-from .nodes import storage, target_name
+from ..runtime.watch import hook_on
+from .nodes import storages, target_name
 
 _IN_PLACE = {
     operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv,
@@ -19,8 +20,8 @@ _IN_PLACE = {
 }  # fmt: skip
 _KNOWN = {"torch", "_operator", "math", "builtins", "einops"}
 _FUNCTIONAL = {"aten", "prims", "prim", "moefx"}  # of other namespaces an op may draw: no tag is asked for
-_DRAWING = {"gumbel_softmax", "multi_head_attention_forward", "rrelu"}  # in Python, so there is no op of that name
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_DRAWING = {"gumbel_softmax", "multi_head_attention_forward"}  # in Python, so there is no op of that name
+_OPS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 
 
 class Effect(NamedTuple):
@@ -50,7 +51,7 @@ def effect_of(gm: nn.Module, n: fx.Node) -> Effect:
 
 def is_known(n: fx.Node) -> bool:
     """Whether a call is of one of torch's functions, or Python's: what it does its name says everywhere."""
-    if isinstance(n.target, (str, torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+    if isinstance(n.target, (str, *_OPS)):
         return True
     module = getattr(n.target, "__module__", None) or getattr(getattr(n.target, "__objclass__", None), "__module__", "")
     return hasattr(n.target, "__name__") and str(module).partition(".")[0] in _KNOWN
@@ -59,7 +60,7 @@ def is_known(n: fx.Node) -> bool:
 def is_plain_module(module: nn.Module) -> bool:
     """Whether a call of a module does what the class says that torch has for it."""
     every = [getattr(nn.modules.module, name, None) for name in dir(nn.modules.module) if name.startswith("_global_")]
-    is_hooked = any(getattr(module, name, None) for name in _HOOKS) or any(isinstance(h, dict) and h for h in every)
+    is_hooked = bool(hook_on(module)) or any(isinstance(h, dict) and h for h in every)
     return type(module).__module__.startswith("torch.nn.modules.") and not is_hooked and "forward" not in vars(module)
 
 
@@ -109,29 +110,23 @@ def _of_bodies(gm: nn.Module, n: fx.Node) -> Effect:
 def _of_graph(gm: fx.GraphModule) -> Effect:
     """Written to are inputs; unknown, if others are that the graph has not made itself."""
     effects = {n: effect_of(gm, n) for n in gm.graph.nodes}
-    storages = {n: _storages(n) for n in gm.graph.nodes}
+    memory = {n: set(storages(n.meta.get("example_value", n.meta.get("val")))) for n in gm.graph.nodes}
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
     writes, unknown = [], any(e.unknown for e in effects.values())
     for target in (t for e in effects.values() for t in e.writes):
-        mine = storages[target]
-        writes += [n for n in inputs if mine & storages[n]]
-        unknown |= not mine or any(mine & storages[n] for n in gm.graph.nodes if n.op == "get_attr")
+        mine = memory[target]
+        writes += [n for n in inputs if mine & memory[n]]
+        unknown |= not mine or any(mine & memory[n] for n in gm.graph.nodes if n.op == "get_attr")
     return Effect(tuple(dict.fromkeys(writes)), any(e.draws for e in effects.values()), unknown)
-
-
-def _storages(n: fx.Node) -> set[int]:
-    found = n.meta.get("example_value", n.meta.get("val"))
-    return {
-        storage(t) for t in (found if isinstance(found, (tuple, list)) else (found,)) if isinstance(t, torch.Tensor)
-    }
 
 
 # ---------------------------------------------------------------------- functions
 def _by_name(n: fx.Node) -> dict[str, Any]:
     """The arguments that have names, with defaults where the function says."""
     if schemas := _schemas(n):
-        names = [a.name for a in schemas[0].arguments]
-        return dict(zip(names, n.args, strict=False)) | dict(n.kwargs)
+        arguments = schemas[0].arguments
+        defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
+        return defaults | dict(zip([a.name for a in arguments], n.args, strict=False)) | dict(n.kwargs)
     try:
         bound = inspect.signature(n.target).bind(*n.args, **n.kwargs)  # type: ignore[arg-type]
     except (TypeError, ValueError):
@@ -164,7 +159,7 @@ def _written(n: fx.Node, given: dict[str, Any]) -> Iterator[fx.Node]:
     in_place = name.endswith("_") and not name.endswith("__")
     if n.args and (in_place or n.target in _IN_PLACE or given.get("inplace") or name in ("__setitem__", "__iadd__")):
         yield from _nodes(n.args[0])
-    if isinstance(n.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+    if isinstance(n.target, _OPS):
         for schema in _schemas(n):
             for i, a in enumerate(schema.arguments):
                 if a.alias_info is not None and a.alias_info.is_write:
@@ -184,16 +179,15 @@ def _nodes(found: Any) -> list[fx.Node]:
 
 
 def _draws(n: fx.Node, given: dict[str, Any]) -> bool:
-    is_op = isinstance(n.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+    is_op = isinstance(n.target, _OPS)
     if is_op and str(n.target).partition(".")[0] not in _FUNCTIONAL:
         return True
     name = target_name(n)
     if not (name in _DRAWING or "dropout" in name or _is_seeded(name)):
         return False
     off = [given[flag] is False for flag in ("training", "train") if flag in given]
-    off += [given[p] == 0 for p in ("p", "dropout_p") if isinstance(given.get(p), (int, float))]
-    if name == "scaled_dot_product_attention":
-        off.append(not n.kwargs.get("dropout_p", n.args[4] if len(n.args) > 4 else 0.0))
+    rates = ("p", "dropout_p") if "dropout" in name else ("dropout_p",)
+    off += [given[p] == 0 for p in rates if isinstance(given.get(p), (int, float))]
     return not any(off)
 
 

@@ -19,7 +19,19 @@ from ..capture.quiet import quiet
 from ..errors import InvalidInput, Refused, in_short
 from .code import Autocast, Modes, call
 from .effects import Effect, differentiates, effect_of, is_switch
-from .nodes import MOVES, SELECT, attribute, hint, is_float_tensor, is_held, plain, storage, target_name, transform
+from .nodes import (
+    MOVES,
+    SELECT,
+    attribute,
+    hint,
+    is_float_tensor,
+    is_held,
+    plain,
+    sources_of,
+    storages,
+    target_name,
+    transform,
+)
 
 _SET_GRAD = torch._C._set_grad_enabled
 _ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
@@ -142,6 +154,10 @@ class Facts:
         found = self.value.get(n)
         return found if isinstance(found, torch.Tensor) else None
 
+    def line(self, n: fx.Node) -> str:
+        """The user's line that made a node; its place in the graph where the graph does not say."""
+        return str(sources_of(n, self.at[n])[0])
+
     def source_name(self, n: fx.Node) -> str:
         """Where Dynamo found an input: `L['self']._modules['gate']._parameters['weight']`; "" if it does not say."""
         n = self.origins.get(n, n)
@@ -199,9 +215,7 @@ class Facts:
             self.deps[n], self.after[n] = list(deps), list(after)
 
     def storages(self, n: fx.Node | None) -> list[int]:
-        found = self.value.get(n) if n is not None else None
-        tensors = found if isinstance(found, (tuple, list)) else (found,)
-        mine = [storage(t) for t in tensors if isinstance(t, torch.Tensor)]
+        mine = storages(self.value.get(n) if n is not None else None)
         return [self._same_memory.get(s, s) for s in mine]
 
     def _aliases(self) -> dict[int, int]:
@@ -210,8 +224,9 @@ class Facts:
         found = {}
         for n in self.nodes:
             held = attribute(self.gm, str(n.target)) if n.op == "get_attr" else self.examples.get(n)
-            if (t := self.tensor(n)) is not None and isinstance(held, torch.Tensor):
-                found[storage(t)] = first.setdefault(storage(held), storage(t))
+            if self.tensor(n) is not None and isinstance(held, torch.Tensor):
+                (mine,), (real,) = storages(self.value[n]), storages(held)
+                found[mine] = first.setdefault(real, mine)
         return found
 
     def stays(self, n: fx.Node) -> bool:

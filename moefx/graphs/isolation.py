@@ -10,7 +10,7 @@ from torch import fx
 from ..errors import Refused
 from .extents import Extent
 from .facts import Facts
-from .nodes import sources_of, target_name
+from .nodes import target_name
 
 
 def check(facts: Facts, extent: Extent) -> None:
@@ -18,7 +18,7 @@ def check(facts: Facts, extent: Extent) -> None:
     last = max(facts.at[n] for n in extent.inside)
     first = min(facts.at[n] for n in extent.inside if n in facts.live)
     for n in extent.inside:
-        where = str(sources_of(n, facts.at[n])[0])
+        where = facts.line(n)
         if n.op not in ("call_function", "call_method"):
             _refuse_call(n, where)
         for t in facts.written.get(n, ()):
@@ -30,7 +30,7 @@ def check(facts: Facts, extent: Extent) -> None:
         if n in facts.transforms:
             raise Refused(
                 f"the region, or a part of it, is inside of {facts.transforms[n][-1]}, which is not followed in graphs",
-                source=str(sources_of(n, facts.at[n])[0]),
+                source=facts.line(n),
                 remedy="moefx.compile(model) takes it where a module has all of it",
             )
     for n in extent.given:
@@ -43,13 +43,13 @@ def check(facts: Facts, extent: Extent) -> None:
             if facts.effects[n].draws or facts.effects[n].unknown:
                 raise Refused(
                     "random numbers are drawn inside of the region and beside it: their order would change",
-                    source=str(sources_of(n, facts.at[n])[0]),
+                    source=facts.line(n),
                 )
     for n in beside:
         if facts.effects[n].unknown and facts.at[n] > first:
             raise Refused(
                 f"{target_name(n)}, of which nothing says what else it does, is called between two parts of the region",
-                culprits=(target_name(n),), source=str(sources_of(n, facts.at[n])[0]),
+                culprits=(target_name(n),), source=facts.line(n),
             )  # fmt: skip
     _check_kept(facts, extent, inside, first)
 
@@ -64,14 +64,14 @@ def _check_kept(facts: Facts, extent: Extent, inside: set[fx.Node], first: int) 
             raise Refused(
                 f"{n.name}, which is computed from weights, is what the graph returns, too: for the region it is "
                 "computed again, and gradients are of one of the two",
-                culprits=(n.name,), source=str(sources_of(n, facts.at[n])[0]),
+                culprits=(n.name,), source=facts.line(n),
             )  # fmt: skip
     storages = {s for n in read if n in facts.weights for s in facts.storages(n)}
     for w in facts.unknown:
         if any(s in storages for a in w.all_input_nodes for s in facts.storages(a)):
             raise Refused(
                 f"{target_name(w)}, of which nothing says what else it does, is given a weight or buffer of the region",
-                culprits=(target_name(w),), source=str(sources_of(w, facts.at[w])[0]),
+                culprits=(target_name(w),), source=facts.line(w),
             )  # fmt: skip
     if facts.modes[extent.exit].grad is False or not any(_has_gradient(facts, n) for n in read):
         return
@@ -82,7 +82,7 @@ def _check_kept(facts: Facts, extent: Extent, inside: set[fx.Node], first: int) 
             if w not in inside and facts.at[w] > first:
                 raise Refused(
                     f"{n.name}, which the region reads, is written to afterwards, in place: its backward may need it",
-                    source=str(sources_of(w, facts.at[w])[0]), remedy="write to a copy",
+                    source=facts.line(w), remedy="write to a copy",
                 )  # fmt: skip
 
 
@@ -128,7 +128,7 @@ def is_used(n: fx.Node, inside: set[fx.Node], facts: Facts) -> bool:
         if later:
             raise Refused(
                 f"{n.name} is used outside of the region before the region is done with it", culprits=(n.name,),
-                source=str(sources_of(n, facts.at[n])[0]),
+                source=facts.line(n),
             )  # fmt: skip
     return True
 
@@ -142,7 +142,7 @@ def check_shared(facts: Facts, inputs: tuple[fx.Node, ...], outputs: tuple[fx.No
         if later and sum(storage in mine for mine in values) > 1:
             raise Refused(
                 "a tensor that the region shares memory with is written to, in place, outside of it",
-                source=str(sources_of(later[0], facts.at[later[0]])[0]),
+                source=facts.line(later[0]),
             )
 
 

@@ -25,7 +25,7 @@ from ..runtime.program import Program
 from ..specialise import program_of
 from ..survey import Matched
 from .facts import Facts
-from .nodes import sources_of, target_name
+from .nodes import target_name
 from .region import Extracted
 
 _log = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ def used_outside(facts: Facts, region: Extracted, plan: Plan) -> Refused | None:
                 f"{n.name}, which the experts compute, is used outside of the mixture, by {by}: it would be there only "
                 "for the tokens that chose an expert",
                 culprits=(target_name(n),),
-                source=str(sources_of(at, facts.at[at])[0]),
+                source=facts.line(at),
                 remedy="use, or check, what goes into the mixture or comes out of it",
             )
     return None

@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from .extents import Extent
 from .facts import Facts
-from .nodes import MOVES, is_held, sources_of, target_name
+from .nodes import MOVES, is_held, target_name
 
 
 def weight_names(facts: Facts, weights: tuple[fx.Node, ...]) -> tuple[str, ...]:
@@ -87,7 +87,7 @@ def region_name(facts: Facts, extent: Extent) -> str:
             paths.append(re.sub(r"\['?([^'\]]+)'?\]", r".\1", re.sub(r"^L\['\w+'\]", "", path)).strip(".").split("."))
     common = _common(paths) if paths else []
     named = ".".join(p for p in common if p not in ("_modules",) and p)
-    return named or re.sub(r"\W", "_", str(sources_of(extent.seed, facts.at[extent.seed])[0]))
+    return named or re.sub(r"\W", "_", facts.line(extent.seed))
 
 
 def _common(paths: list[list[str]]) -> list[str]:

@@ -28,7 +28,14 @@ def is_float_tensor(t: Any) -> bool:
     return isinstance(t, torch.Tensor) and t.is_floating_point()
 
 
-def storage(t: torch.Tensor) -> int:
+def storages(value: Any) -> list[int]:
+    """The memory of a tensor, or of several."""
+    return [
+        _storage(t) for t in (value if isinstance(value, (tuple, list)) else (value,)) if isinstance(t, torch.Tensor)
+    ]
+
+
+def _storage(t: torch.Tensor) -> int:
     try:
         return t.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):  # a subclass without storage

@@ -49,6 +49,6 @@ def _refused(facts: Facts, n: fx.Node, count: int) -> Refused:
     return Refused(
         f"the rows are cut into {count} parts: at other sizes there would be other ones, which are not in the graph",
         culprits=(target_name(n),),
-        source=str(sources_of(n, facts.at[n])[0]),
+        source=facts.line(n),
         remedy="compute them at once; or call moefx.compile(model), which takes loops over parts",
     )

@@ -34,7 +34,7 @@ def prepared(gm: fx.GraphModule) -> fx.GraphModule:
             made[n] = measured[of, dim]
         else:
             made[n] = graph.node_copy(n, made.__getitem__)
-    return _with_graph(gm, graph)
+    return with_graph(gm, gm, graph)
 
 
 def folded(made: fx.GraphModule, gm: fx.GraphModule) -> fx.GraphModule:
@@ -125,9 +125,10 @@ def _sizes(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, int]]:
     return found
 
 
-def _with_graph(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
+def with_graph(gm: fx.GraphModule, root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """`gm` with another graph. Args: root: what it finds its attributes in."""
     graph.set_codegen(gm.graph._codegen)
-    out = fx.GraphModule(gm, graph, class_name=type(gm).__name__)
+    out = fx.GraphModule(root, graph, class_name=type(gm).__name__)
     out.meta.update(gm.meta)
     out.training = gm.training  # of the modules inside each has its own
     return out

@@ -118,7 +118,7 @@ class Extracted:
             else:
                 raise Refused(
                     f"it is given integers that the graph computes ({n.name}), of which nothing says what they may be",
-                    source=str(sources_of(n, facts.at[n])[0]),
+                    source=facts.line(n),
                 )
         return tuple(found)
 
@@ -200,7 +200,7 @@ def extract(facts: Facts, extent: Extent) -> Extracted:
     # Functions of the user's may have one name and be two.
     functions = tuple(n.target for n in extent.inside if not is_known(n))
     key = repr((code.dims, code.outputs, forms, given, calls, outside.autocast)), functions
-    source = str(sources_of(extent.seed, facts.at[extent.seed])[0])
+    source = facts.line(extent.seed)
     return Extracted(
         region_name(facts, extent), source, extent, code, inputs, weights, names, outputs, units, shapes,
         dims.sizes, key, entry.device.type, outside.autocast,

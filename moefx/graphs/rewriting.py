@@ -21,7 +21,7 @@ from .facts import Facts
 from .isolation import removed
 from .matching import Proven
 from .names import region_name
-from .nodes import SELECT, sources_of, target_name
+from .nodes import SELECT, target_name
 from .parts import cut_into_parts
 from .region import Extracted, RegionCall, extract
 from .splice import order, splice
@@ -126,7 +126,7 @@ def find(
         first: Refusal | None = None
         candidates = _candidates(extents, seed)
         if not candidates and extents.leaves(seed):
-            open_[str(sources_of(seed, facts.at[seed])[0])] = None
+            open_[facts.line(seed)] = None
         for extent in candidates:
             if (extent.entry, extent.exit) in tried:
                 continue
@@ -143,7 +143,7 @@ def find(
                 mine = dict.fromkeys(removed(extent, facts), region)
                 order(facts, taken | mine)
             except Exception as error:
-                name, where = region_name(facts, extent), str(sources_of(seed, facts.at[seed])[0])
+                name, where = region_name(facts, extent), facts.line(seed)
                 why = error if isinstance(error, Refused) else own_fault(error, where)
                 if first is None:
                     outside = matching.used_outside(facts, region, plan) if region is not None else None

@@ -25,7 +25,7 @@ from .code import Size, Value, call, map_leaves, modes
 from .dims import ONE_TOKEN, Dims
 from .extents import Extent
 from .facts import Facts
-from .nodes import SELECT, hint, plain, sources_of, target_name
+from .nodes import SELECT, hint, plain, target_name
 
 _FACTORIES = {
     "zeros", "ones", "full", "empty", "arange", "rand", "randn", "eye", "linspace", "randperm", "randint",
@@ -93,7 +93,7 @@ class Generalised:
 
     def _unclear(self, n: fx.Node) -> Refused:
         """At a node at which the sizes are not clear."""
-        where = str(sources_of(n, self.facts.at[n])[0])
+        where = self.facts.line(n)
         if roots := [root for a in n.all_input_nodes if self.facts.is_number(a) for root in self._unknown(a)]:
             names = [self.facts.source_name(root) or root.name for root in roots]
             between = "what Python computed between two graphs"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import operator
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,8 +16,10 @@ from ..errors import Refused
 from .code import Modes
 from .facts import Facts
 from .isolation import removed
+from .prepare import with_graph
 from .region import Extracted, RegionCall
 
+_Unit = fx.Node | Extracted
 HOLDER = "moefx"  # the submodule of the graph that has the calls
 
 
@@ -53,10 +57,7 @@ def splice(facts: Facts, regions: list[tuple[Extracted, RegionCall]]) -> fx.Grap
             _switch(new, current, facts.modes[unit])
         made[unit] = new.node_copy(unit, made.__getitem__)
     _drop_unused(new, facts, made, regions)
-    new.set_codegen(gm.graph._codegen)
-    out = fx.GraphModule(root, new, class_name=type(gm).__name__)
-    out.meta.update(gm.meta)
-    out.training = gm.training  # of the modules inside each has its own
+    out = with_graph(gm, root, new)
     holder.train(gm.training)
     out.graph.lint()
     return out
@@ -72,33 +73,32 @@ def order(facts: Facts, unit_of: dict[fx.Node, Extracted]) -> list[fx.Node | Ext
 
     needs: dict[int, set[int]] = defaultdict(set)
     feeds: dict[int, set[int]] = defaultdict(set)
+
+    def put(earlier: int, later: int) -> None:
+        if earlier != later:
+            needs[later].add(earlier)
+            feeds[earlier].add(later)
+
     for n in facts.nodes:
         unit = of(n)
         me = id(unit)
         units.setdefault(me, unit)
         first.setdefault(me, facts.at[n])
-        wanted = [*facts.deps[n], *facts.after[n]]
-        for d in wanted:
-            other = id(of(d))
-            if other != me:
-                needs[me].add(other)
-                feeds[other].add(me)
+        for d in (*facts.deps[n], *facts.after[n]):
+            put(id(of(d)), me)
     for region in {id(r): r for r in unit_of.values()}.values():  # copies of what is computed from weights
         me, inside = id(region), {n for n, r in unit_of.items() if r is region}
         first[me] = max(facts.at[d] for d in region.inputs)
         for d in (*region.inputs, *region.weights):
             if d not in inside:
-                needs[me].add(id(of(d)))
-                feeds[id(of(d))].add(me)
+                put(id(of(d)), me)
         for before, after in _writes_beside(facts, region, inside):
-            for earlier, later in ((id(of(w)), me) for w in before):
-                needs[later].add(earlier)
-                feeds[earlier].add(later)
-            for earlier, later in ((me, id(of(w))) for w in after):
-                needs[later].add(earlier)
-                feeds[earlier].add(later)
-    _stay_between_switches(facts, unit_of, needs, feeds)
-    _draw_in_order(facts, unit_of, needs, feeds)
+            for w in before:
+                put(id(of(w)), me)
+            for w in after:
+                put(me, id(of(w)))
+    for earlier, later in itertools.chain(_around_switches(facts, unit_of), _draws(facts, unit_of)):
+        put(id(earlier), id(later))
     last = {id(of(n)): facts.at[n] for n in facts.nodes}
     ready = [(first[u], last[u], u) for u in units if not needs[u]]
     heapq.heapify(ready)
@@ -115,40 +115,28 @@ def order(facts: Facts, unit_of: dict[fx.Node, Extracted]) -> list[fx.Node | Ext
     return out
 
 
-def _stay_between_switches(
-    facts: Facts, unit_of: dict[fx.Node, Extracted], needs: dict[int, set[int]], feeds: dict[int, set[int]]
-) -> None:
+def _around_switches(facts: Facts, unit_of: dict[fx.Node, Extracted]) -> Iterator[tuple[_Unit, _Unit]]:
     """What is called for its effect on the program, as the beginning of a transform, stays where it is among all else;
     a region is where its last node is."""
     last = {id(r): n for n, r in unit_of.items()}  # in program order
     switch: fx.Node | None = None
-    since: list[int] = []
+    since: list[_Unit] = []
     for n in facts.nodes:
-        me = id(unit_of.get(n, n))
-        if n in unit_of and last[me] is not n:
+        me = unit_of.get(n, n)
+        if n in unit_of and last[id(me)] is not n:
             continue
         if switch is not None:
-            needs[me].add(id(switch))
-            feeds[id(switch)].add(me)
-        since.append(me)
+            yield switch, me
         if n not in unit_of and facts.stays(n):
-            for earlier in since[:-1]:
-                needs[me].add(earlier)
-                feeds[earlier].add(me)
+            yield from ((earlier, me) for earlier in since)
             switch, since = n, []
+        else:
+            since.append(me)
 
 
-def _draw_in_order(
-    facts: Facts, unit_of: dict[fx.Node, Extracted], needs: dict[int, set[int]], feeds: dict[int, set[int]]
-) -> None:  # fmt: skip
-    before: int | None = None
-    for n in facts.nodes:
-        if facts.effects[n].draws:
-            me = id(unit_of.get(n, n))
-            if before is not None and before != me:
-                needs[me].add(before)
-                feeds[before].add(me)
-            before = me
+def _draws(facts: Facts, unit_of: dict[fx.Node, Extracted]) -> Iterator[tuple[_Unit, _Unit]]:
+    """Random numbers are drawn in the order of the program."""
+    return itertools.pairwise(unit_of.get(n, n) for n in facts.nodes if facts.effects[n].draws)
 
 
 def _writes_beside(facts: Facts, region: Extracted, inside: set[fx.Node]) -> list[tuple[list[fx.Node], list[fx.Node]]]:
