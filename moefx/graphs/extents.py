@@ -13,7 +13,7 @@ import dataclasses
 import heapq
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -55,14 +55,7 @@ class Extents:
 
     def seeds(self) -> list[fx.Node]:
         """What selects: choices first, then comparisons of floats."""
-        facts = self.facts
-        live = [n for n in facts.nodes if n in facts.live and n not in facts.given and n.op.startswith("call")]
-        chosen = [n for n in live if target_name(n) in SELECT and _selects(n, facts)]
-        compared = [
-            n for n in live
-            if (least := _COMPARE.get(target_name(n)))
-            and sum(facts.is_float(a) and a in facts.live for a in n.all_input_nodes) >= least
-        ]  # fmt: skip
+        chosen, compared = deciding(self.facts.nodes, self.facts)
         return chosen + compared
 
     def of(self, seed: fx.Node) -> Iterator[Extent]:
@@ -208,6 +201,18 @@ class Extents:
         while current is not None and at[current] > at[entry]:
             current = self.dominator.get(current)
         return current is entry
+
+
+def deciding(nodes: Sequence[fx.Node], facts: Facts) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Among these, what chooses among floats, and what compares them."""
+    live = [n for n in nodes if n in facts.live and n not in facts.given and n.op.startswith("call")]
+    chosen = [n for n in live if target_name(n) in SELECT and _selects(n, facts)]
+    compared = [
+        n for n in live
+        if (least := _COMPARE.get(target_name(n)))
+        and sum(facts.is_float(a) and a in facts.live for a in n.all_input_nodes) >= least
+    ]  # fmt: skip
+    return chosen, compared
 
 
 def _dominators(facts: Facts) -> dict[fx.Node, fx.Node | None]:

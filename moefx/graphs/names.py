@@ -14,15 +14,22 @@ from .facts import Facts
 from .nodes import MOVES, is_held, target_name
 
 
-def weight_names(facts: Facts, weights: tuple[fx.Node, ...]) -> tuple[str, ...]:
-    """Of the weights: as their modules have them, without what all have in common; else by number."""
+def weight_names(facts: Facts, extent: Extent, weights: tuple[fx.Node, ...]) -> tuple[str, ...]:
+    """Of the weights: as their modules have them, without what all have in common that are the region's own module's,
+    so that equal regions have equal names where the model has weights for all of them; else by number."""
     full = [_full_name(facts, n) for n in weights]
     parts = [name.split(".") for name in full]
     if all(full) and len(set(full)) == len(full) and all(_is_named(facts, n) for n in weights):
-        common = len(_common([p[:-1] for p in parts]))
-        short = [".".join(p[common:]) for p in parts]
+        module = _module(facts, extent)
+        own = [p for p in parts if p[: len(module)] == module] or parts
+        common = _common([p[:-1] for p in own])
+        short = [".".join(p[len(common) :] if p in own else p) for p in parts]
         prefixes = {s for name in short for s in _owners(name)}
-        if not prefixes & set(short) and not any(hasattr(nn.Module, p) for s in short for p in s.split(".")):
+        if (
+            len(set(short)) == len(short)
+            and not prefixes & set(short)
+            and not any(hasattr(nn.Module, p) for s in short for p in s.split("."))
+        ):
             return tuple(short)
     return _roles(facts, weights)
 
@@ -77,6 +84,11 @@ def _owners(name: str) -> list[str]:
 def region_name(facts: Facts, extent: Extent) -> str:
     """The innermost module that all of the region was computed in; the line that selects, where the graph does not say
     or it is the whole model."""
+    return ".".join(_module(facts, extent)) or re.sub(r"\W", "_", facts.line(extent.seed))
+
+
+def _module(facts: Facts, extent: Extent) -> list[str]:
+    """The path of the innermost module that all of the region was computed in; empty of the model."""
     paths = []
     has_lines = any(n.stack_trace for n in extent.inside)
     for n in extent.inside:
@@ -85,9 +97,7 @@ def region_name(facts: Facts, extent: Extent) -> str:
         if n in facts.live and (stack or n.stack_trace or not has_lines):
             path = str(next(reversed(stack.values()))[0]) if stack else ""
             paths.append(re.sub(r"\['?([^'\]]+)'?\]", r".\1", re.sub(r"^L\['\w+'\]", "", path)).strip(".").split("."))
-    common = _common(paths) if paths else []
-    named = ".".join(p for p in common if p not in ("_modules",) and p)
-    return named or re.sub(r"\W", "_", facts.line(extent.seed))
+    return [part for part in _common(paths) if part not in ("_modules", "")]
 
 
 def _common(paths: list[list[str]]) -> list[str]:

@@ -72,6 +72,15 @@ def target_name(n: fx.Node) -> str:
     return getattr(n.target, "__name__", str(n.target))
 
 
+def selected_axis(n: fx.Node) -> int | None:
+    """The axis along which an op of `SELECT` chooses; None where it is among all elements, or two tensors."""
+    name = target_name(n)
+    at = 2 if name in ("topk", "kthvalue") else 1
+    last = name not in ("max", "min", "argmax", "argmin")  # without an axis
+    found = n.kwargs.get("dim", next((a for a in n.args[at:] if type(a) is int), -1 if last else None))
+    return found if type(found) is int else None
+
+
 def transform(n: fx.Node) -> tuple[str, int] | None:
     """Of a node that begins (1) or ends (-1) one of torch.func's transforms, or the like: which."""
     name = target_name(n).strip("_")

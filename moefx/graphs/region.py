@@ -193,7 +193,7 @@ def extract(facts: Facts, extent: Extent) -> Extracted:
         tuple(steps),
         tuple(number_of[n] for n in outputs),
     )
-    names = weight_names(facts, weights)
+    names = weight_names(facts, extent, weights)
     forms = [(names[i], _form(facts, n)) for i, n in enumerate(weights)]
     given = [(facts.value[n].dtype, s) for n, s in zip(inputs, shapes, strict=True)]
     calls = [(_target(s.target), s.args, s.kwargs, s.sources, s.modes, s.method) for s in steps]

@@ -23,9 +23,9 @@ from torch.fx.node import map_aggregate
 from ..errors import Refused
 from .code import Size, Value, call, map_leaves, modes
 from .dims import ONE_TOKEN, Dims
-from .extents import Extent
+from .extents import Extent, deciding
 from .facts import Facts
-from .nodes import SELECT, hint, plain, target_name
+from .nodes import SELECT, hint, plain, selected_axis, target_name
 
 _FACTORIES = {
     "zeros", "ones", "full", "empty", "arange", "rand", "randn", "eye", "linspace", "randperm", "randint",
@@ -66,6 +66,7 @@ class Generalised:
         self.shapes: dict[fx.Node, tuple] = {}
         self.probed: dict[fx.Node, Any] = {}
         self._search(entry)
+        self._check_choices()
 
     def _search(self, entry: torch.Tensor) -> None:
         steps = [*self.extent.given, *self.extent.inside]
@@ -90,6 +91,25 @@ class Generalised:
             tried += 1
             if not levels or tried > _MOST_TRIED + len(steps):
                 raise self._unclear(steps[min(furthest, len(steps) - 1)])
+
+    def _check_choices(self) -> None:
+        """Without a choice among what is of one number there are no experts: it need not be captured to see that.
+
+        Raises:
+            Refused: all choices are among tokens.
+        """
+        chosen, compared = deciding(self.extent.inside, self.facts)
+        for n in chosen:
+            scores, axis = next(filter(self.facts.is_float, n.all_input_nodes)), selected_axis(n)
+            if axis is None or self.probed[scores].shape[axis] == hint(self.facts.value[scores].shape[axis]):
+                return
+        if chosen and not compared:
+            raise Refused(
+                f"{target_name(chosen[0])} chooses among tokens, not among experts",
+                culprits=(target_name(chosen[0]),),
+                source=self.facts.line(chosen[0]),
+                remedy="let tokens choose their experts (token choice), not experts their tokens",
+            )
 
     def _unclear(self, n: fx.Node) -> Refused:
         """At a node at which the sizes are not clear."""

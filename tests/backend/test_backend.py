@@ -190,6 +190,36 @@ def test_a_second_compile_takes_the_proof():
     assert matching.lifts == before + 1
 
 
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up = nn.Linear(D, 4), nn.Parameter(torch.randn(4, D, D))
+
+    def forward(self, x, bias):
+        w, idx = (self.gate(x) + bias).softmax(-1).topk(2)
+        gates = x.new_zeros(*x.shape[:-1], 4).scatter(-1, idx, w)
+        return (torch.einsum("...d,edf->...ef", x, self.up).tanh() * gates.unsqueeze(-1)).sum(-2)
+
+
+class OneBias(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in "123")
+        self.register_buffer("bias", torch.randn(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x, self.bias)
+        return x
+
+
+def test_layers_with_a_weight_of_the_model_have_one_proof():
+    mine, before = OneBias().double(), matching.lifts
+    call, x = compiled(mine), torch.randn(2, 9, D, dtype=torch.float64)
+    torch.testing.assert_close(call(x), copy.deepcopy(mine)(x))
+    assert len(moefx.blocks(call)) == 3 and matching.lifts == before + 1
+
+
 def test_a_proof_that_is_kept_holds_no_capture():
     """They are hundreds of megabytes."""
 
@@ -242,7 +272,7 @@ def test_a_refusal_says_why_and_where(caplog):
     torch.testing.assert_close(call(x), mine(x))
     assert not moefx.blocks(call)
     (text,) = warnings_of(caplog)
-    assert "left a region" in text and "test_backend.py:" in text
+    assert "topk chooses among tokens, not among experts" in text and "test_backend.py:" in text
 
 
 class Expert(nn.Linear):
