@@ -81,6 +81,8 @@ def capture(
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
             value = tracer.to_fake(leaf) if is_float(leaf) else leaf.clone()
+            if (otherwise := tracer.flips.get(len(inputs))) is not None:
+                value = otherwise(value)
             node = tracer._register(tracer.graph.placeholder(f"arg{len(inputs)}"))
             node.meta.update(leaf=i, position=len(inputs))
             tracer.describe(node, value, False)

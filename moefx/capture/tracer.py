@@ -45,8 +45,9 @@ aten = torch.ops.aten
 # They raise or do nothing, as `assert` does: no part of what is computed, and invented numbers need not pass them.
 _CHECKS = {aten._assert_async.default, aten._assert_async.msg, aten._assert_scalar.default}
 # How reads come out, by where they are; comparisons and numbers by where they are computed, by which op, and whether of
-# what is known of the routing alone.
-Flips = Mapping[Source | tuple[Source, str, bool], bool | float | str]
+# what is known of the routing alone. A function says what integers are to be that an op gave, or an argument has (by
+# its number).
+Flips = Mapping[Source | tuple[Source, str, bool] | int, Any]
 
 
 class Tracer(Recorder):
@@ -228,7 +229,11 @@ class Tracer(Recorder):
             out = bool(self.flips.get(source, out))
             self.reads.append(HostRead(source, out, None))
             return out
-        if self.flips and self.flips.get((user_source(), str(func), known)) == MIXED:
+        flip = self.flips.get((user_source(), str(func), known)) if self.flips else None
+        if callable(flip):
+            changed = {id(t): flip(t) for t in tensors_in(out) if not is_float(t)}
+            out, concrete = (map_tensors(tree, lambda t: changed.get(id(t), t)) for tree in (out, concrete))
+        elif flip == MIXED:
             asked = question(func, node_args, node_kwargs)
             out, concrete = self._mixed(func, args, kwargs, out, concrete, asked, known)
         is_view = any(a.alias_info is not None for a in schema.arguments)

@@ -28,16 +28,20 @@ from .resolve import structure
 from .routed import Reach, alike_everywhere, chooses, cuts, expert_parameters, feeding, inside_calls
 from .term import Term, TooLarge, is_const, show
 from .unify import Skeletons, Unifier
+from .worth import NotTwice, Sums, repeated
 
 _MOST_CUTS = 12
 _JOINS = {"cat", "stack"}  # of experts' results, say
 
 
 class Lifter:
-    def __init__(self, block: nn.Module, capture: Capture, like: Lifted | None = None, symbolic: bool = False):
+    def __init__(
+        self, block: nn.Module, capture: Capture, like: Lifted | None = None, symbolic: bool = False,
+        by_slots: bool = False,
+    ):  # fmt: skip
         """`like`: the form of another capture of the block; what chose the experts there is looked at first here.
-        `symbolic`: see `Semantics`."""
-        self.capture, self.like = capture, like
+        `symbolic`: see `Semantics`; `by_slots`: see `Lookup`."""
+        self.capture, self.like, self.by_slots = capture, like, by_slots
         self.reach = Reach(block, capture, symbolic, like)
         self.experts: set[str] = set()  # FQNs of the experts' parameters, once lifted
 
@@ -140,13 +144,15 @@ class Lifter:
         index, ids, slots = self._choice(cut, tokens, routed)
         nodes = feeding(self.reach, cut, self.routed, self.like.capture if self.like is not None else None)
         highest = max(int(ids[t, k]) for t, row in enumerate(slots) for k in row)  # not of ids that are nobody's
-        lookup = Lookup(self.reach.S, nodes, tokens, ids.shape[1], highest + 1, self.inside, self.like)
+        lookup = Lookup(self.reach.S, nodes, tokens, ids.shape[1], highest + 1, self.inside, self.like, self.by_slots)
         shared, rest = _shared(rest, lookup, self.owners)
         missed, rest = _missed(rest, routed, lookup)
         chosen = ids.tolist()
-        placed = [list(zip(slots[t], parts, strict=True)) for t, parts in enumerate(routed)]
+        twice = repeated(ids, slots, self.like)
+        placed = [[] if t in twice else list(zip(slots[t], parts, strict=True)) for t, parts in enumerate(routed)]
         for t, parts in enumerate(rest):
-            _place_keyless(t, parts, chosen[t], placed[t], lookup)
+            if t not in twice:
+                _place_keyless(t, parts, chosen[t], placed[t], lookup)
         kept = torch.zeros(ids.shape, dtype=torch.bool)
         skeletons = Skeletons(lookup.rows())
         instances: dict[int, list[tuple[int, int, Term]]] = defaultdict(list)
@@ -154,6 +160,8 @@ class Lifter:
             for k, part in parts:
                 kept[t, k] = True
                 instances[skeletons.of(part)].append((t, k, part))
+        for t in twice:
+            kept[t] = torch.isin(ids[t], torch.tensor([ids[u, k] for u, row in enumerate(slots) for k in row]))
         lookup.dropped = [(t, k, chosen[t][k]) for t, k in (~kept).nonzero().tolist()]
         groups = [Unifier(self.owners, lookup, self.routed).group(m, chosen) for m in instances.values()]
         if not any(has_matrices(g.body) for g in groups):
@@ -166,8 +174,14 @@ class Lifter:
             raise Refused(
                 f"expert {clash[0]} does not always compute the same function", source=str(cut.meta["source"])
             )
+        sums = Sums(self.reach.T, lookup, groups, routed, self.like) if twice else None
+        for t in twice:
+            if sums is not None and not sums.hold(t, chosen[t], [*routed[t], *rest[t]]):
+                raise NotTwice(str(cut.meta["source"]))
         absorbed = {n for n in self.routed if n.meta["index"] <= cut.meta["index"]}
-        return Lifted(self.capture, cut, tokens, ids.shape[1], index, ids, groups, shared, missed, kept, absorbed)
+        return Lifted(
+            self.capture, cut, tokens, ids.shape[1], index, ids, groups, shared, missed, kept, absorbed, twice
+        )
 
     def _summands(self, cut: fx.Node) -> tuple[list[list[Term]], list[list[Term]]]:
         """What each row of the cut is the sum of: the experts' results, and the rest."""

@@ -18,10 +18,10 @@ class Lookup:
 
     def __init__(
         self, S: Semantics, nodes: list[fx.Node], tokens: tuple[int, ...], slots: int, experts: int,
-        inside: set[fx.Node], like: Lifted | None,
+        inside: set[fx.Node], like: Lifted | None, by_slots: bool,
     ):  # fmt: skip
         """`nodes`: to look among. `inside`: those that are a submodule's own, to be taken only where no other fits.
-        `like`: the form of another capture of the block."""
+        `like`: the form of another capture of the block. `by_slots`: not what a token has for each expert."""
         self.S, self.tokens, self.slots, self.experts = S, tokens, slots, experts
         self.T = math.prod(tokens)
         self.positions = list(itertools.product(*map(range, tokens)))
@@ -35,6 +35,8 @@ class Lookup:
         }
         for n in nodes:
             for rank, axes in self._axes(tuple(n.meta["val"].shape)):
+                if by_slots and {"t", "e"} <= set(axes):
+                    continue
                 index = n.meta["index"]
                 self.readings.append((((index, axes) not in before, n in inside, rank), index, Ref(n, axes)))
         self.readings.sort(key=lambda r: r[:2])

@@ -16,7 +16,7 @@ from ...capture.routing import Routing
 from ...capture.sizes import SizeGuard
 from ...capture.tracer import Flips
 from ...errors import Refused
-from . import crowds, doubts, given, leaks
+from . import crowds, doubts, given, leaks, twice
 from .agree import same_form
 from .form import Lifted
 from .lift import Lifter
@@ -26,6 +26,7 @@ from .paths import Place, expert_indices, sibling_names, tensor_at
 from .ranges import UNBOUNDED, Ranges
 from .semantics import conditions
 from .turns import with_turns
+from .worth import NotTwice
 
 _MOST_EXTRA = 8
 _CHANCE = 1e-3
@@ -48,6 +49,7 @@ class Prover:
     ):
         self.block, self.arguments, self.hint, self.within = block, arguments, num_experts_hint, within
         self.symbolic, self.compares = symbolic, False  # and whether there are such comparisons
+        self.by_slots = False
         self.asked: dict[SizeGuard, list[dict[str, int]]] = {}  # comparisons, and the sizes at which they were made
         self.children = sibling_names(block)
         self.lifted: list[Lifted] = []
@@ -131,19 +133,38 @@ class Prover:
         Raises:
             Refused: it has not this form then.
         """
-        new = self._lifted(old.capture, like)
+        new = self.lift_as(old.capture, like)
         same_form(form, new)
         new.optional = old.optional
         return new
 
     def lift(self, routing: Routing, sizes: dict[str, int], flips: Flips | None = None) -> Lifted:
-        return self._lifted(self.capture(routing, sizes, flips), self._first())
+        return self.lift_as(self.capture(routing, sizes, flips), self._first())
+
+    def _lifted_first(self, taken: Capture) -> Lifted:
+        """Where two choices of a token may be one expert, with weights read off what has one for each choice, if there
+        is such: a gate for each expert is there once then."""
+        lifted, refusal = None, None
+        try:
+            lifted = self.lift_as(taken, None)
+        except NotTwice as why:
+            refusal = why
+        if lifted is not None and not twice.may_be_one(lifted, {e for g in lifted.groups for e in g.ids}):
+            return lifted
+        self.by_slots = True
+        try:
+            return self.lift_as(taken, None)
+        except Refused:
+            self.by_slots = False
+        if lifted is None:
+            raise refusal or AssertionError
+        return lifted
 
     def _first(self) -> Lifted | None:
         return self.lifted[0] if self.lifted else None
 
-    def _lifted(self, taken: Capture, like: Lifted | None) -> Lifted:
-        lifter = Lifter(self.block, taken, like, self.symbolic)
+    def lift_as(self, taken: Capture, like: Lifted | None) -> Lifted:
+        lifter = Lifter(self.block, taken, like, self.symbolic, self.by_slots)
         lifted = lifter.lift(self.experts)
         self.experts = self.experts or lifter.experts
         lifted.groups.sort(key=lambda g: g.ids[0])
@@ -157,8 +178,10 @@ class Prover:
             if kind == "flooded" and self.lifted[0].slots > 1:
                 kind = "contested"  # who of several slots comes first
             sizes = self._choose(n, variant)
-            taken = first if variant == 0 else None
-            self.add(self._lifted(taken or self.capture(Routing(kind, variant), sizes), self._first()), sizes)
+            if variant == 0:
+                self.add(self._lifted_first(first or self.capture(Routing(kind, variant), sizes)), sizes)
+            else:
+                self.add(self.lift(Routing(kind, variant), sizes), sizes)
         self._cover()
         if self.num_experts < 2:
             raise Refused("there is one expert only, for all tokens: nothing is chosen")
@@ -170,6 +193,7 @@ class Prover:
         crowds.spread_numbers(self)
         crowds.overflow(self)
         doubts.carry_over(self)
+        twice.fall_together(self)
         self._other_sizes()
         leaks.leaked_sizes(self)
         leaks.round_sizes(self)
@@ -204,7 +228,7 @@ class Prover:
         best = self.lifted[richest]
         for i, lifted in enumerate(self.lifted):
             if lifted.slots < best.slots:  # all second choices were dropped
-                self.lifted[i] = self._lifted(lifted.capture, best)
+                self.lifted[i] = self.lift_as(lifted.capture, best)
         self.lifted.insert(0, self.lifted.pop(richest))
         self.sizes.insert(0, self.sizes.pop(richest))
         for i in range(1, len(self.lifted)):
@@ -224,7 +248,8 @@ class Prover:
         raise Refused("no routing was found under which all kinds of experts are used")
 
     # ------------------------------------------------------------------ every expert is seen
-    def _seen(self) -> set[int]:
+    @property
+    def seen(self) -> set[int]:
         return {e for lifted in self.lifted for g in lifted.groups for e in g.ids}
 
     def _zeros(self) -> set[int]:
@@ -240,7 +265,7 @@ class Prover:
     def _total(self) -> int:
         """How many experts there are: as many as the stacks are long, the siblings many, or the ids high."""
         first = self.lifted[0]
-        total = max(self._seen()) + 1
+        total = max(self.seen) + 1
         for group in first.groups:
             for table in group.tables:
                 total = max(total, self._siblings(table), self._stack(table, group.tables))
@@ -286,7 +311,7 @@ class Prover:
         """More captures, until every expert was seen at work: one that differs must not hide."""
         extra = 0
         self.num_experts = self._total()
-        while missing := sorted(set(range(self.num_experts)) - self._seen() - self._zeros()):
+        while missing := sorted(set(range(self.num_experts)) - self.seen - self._zeros()):
             if extra == _MOST_EXTRA:
                 raise Refused(
                     f"{len(missing)} of {self.num_experts} experts were never chosen under any routing tried, "
@@ -297,7 +322,7 @@ class Prover:
             before = set(missing)
             prefer = tuple(missing) * max(1, 16 // len(missing))
             self.add(self.lift(Routing("diverse", 10 + extra, prefer=prefer), sizes), sizes)
-            if before == set(range(self.num_experts)) - self._seen() - self._zeros() and extra > 2:
+            if before == set(range(self.num_experts)) - self.seen - self._zeros() and extra > 2:
                 extra = _MOST_EXTRA
 
     def _merged(self) -> list[Expert]:

@@ -1,0 +1,221 @@
+"""Choices of one token that may be the same expert.
+
+Those of one `topk` are different experts. A second `argmax` may choose the first one again, and a map of experts may
+take two of them to one: a mask has that expert once then, a sum over the choices twice. So where nothing in the program
+keeps choices apart they are made to fall together in one capture, and what each of them is worth must add up there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from ...capture.captured import Capture
+from ...capture.routing import Routing
+from ...capture.tracer import Flips
+from ...errors import Refused
+from .agree import same_form
+from .chosen import aligned
+from .form import Group, Lifted
+from .nodes import SELECTIONS, op_name
+from .worth import NotTwice
+
+if TYPE_CHECKING:
+    from .prove import Prover
+
+# These say of an integer where it is, not which it is.
+_MOVES = {
+    "_to_copy", "_unsafe_view", "expand", "flatten", "permute", "reshape", "select", "slice", "squeeze", "t",
+    "transpose", "unsqueeze", "view",
+}  # fmt: skip
+_LOOKUPS = {"embedding", "gather", "index", "index_select", "take"}
+_EACH = 3  # of so many tokens one
+_Change = Callable[[list[torch.Tensor]], torch.Tensor]  # of what a token's slots have, so far, what the last one gets
+
+
+def fall_together(prover: Prover) -> None:
+    """Have tokens choose an expert twice, where they may.
+
+    Raises:
+        Refused: what the two choices are worth does not add up, or cannot be made to show.
+    """
+    first, experts = prover.lifted[0], prover.seen
+    if not may_be_one(first, experts):
+        return
+    made = _made(first, experts)
+    assert made is not None
+    culprits = tuple(dict.fromkeys(op_name(node) for node, _ in made))
+    source = str(made[-1][0].meta["source"])
+    again = NotTwice(source, culprits)
+    lifted = _otherwise(prover, _changes(first, made, _first_again), again)
+    if lifted is not None and not lifted.twice:
+        raise again
+    if any(map(_is_looked_up, (node for node, _ in made))):
+        nobody = Refused(
+            "what the program looks up as an expert's number may be below 0, which it takes for one from the end",
+            culprits=culprits, source=source, remedy="let the numbers that topk gives choose",
+        )  # fmt: skip
+        lifted = _otherwise(prover, _changes(first, made, _nobody), nobody)
+        if lifted is not None and any(e < 0 for group in lifted.groups for e in group.ids):
+            raise nobody
+
+
+def _otherwise(prover: Prover, flips: Flips, refusal: Refused) -> Lifted | None:
+    """The form where tokens choose as they are told to; None where the program does not run then: nor does the
+    original."""
+    first = prover.lifted[0]
+    try:
+        taken = prover.capture(Routing("diverse", 0), prover.sizes[0], flips)
+    except Exception as error:
+        if isinstance(error, Refused):
+            raise refusal from error
+        return None
+    try:
+        lifted = prover.lift_as(taken, dataclasses.replace(first, groups=_with_all_places(prover)))
+        same_form(first, lifted)
+    except Refused as why:
+        raise refusal from why
+    return lifted
+
+
+def _with_all_places(prover: Prover) -> list[Group]:
+    """The experts of the first capture, with all that any capture has met."""
+    found = []
+    for g, group in enumerate(prover.lifted[0].groups):
+        met = [lifted.groups[g] for lifted in prover.lifted]
+        tables = [{e: p for one in met for e, p in one.tables[j].items()} for j in range(len(group.tables))]
+        ids = sorted({e for one in met for e in one.ids})
+        found.append(dataclasses.replace(group, ids=ids, tables=tables))
+    return found
+
+
+# ---------------------------------------------------------------------- where choices come from
+def may_be_one(lifted: Lifted, experts: set[int]) -> bool:
+    """Whether two choices of a token may be one of these experts, as far as what made them says."""
+    made = _made(lifted, experts) if lifted.slots > 1 else None
+    return made is not None and not _are_different(made)
+
+
+def _made(lifted: Lifted, experts: set[int]) -> list[tuple[fx.Node, torch.Tensor]] | None:
+    """What made the choices, in program order, each with the places that those of a token have in it: int64 [T, K], or
+    [T, 1] where each slot has a node of its own. None for a mask of the chosen ones."""
+    found = []
+    refs = lifted.index.columns or (lifted.index,)
+    for ref in refs:
+        if "m" in ref.axes:
+            return None
+        moves: list[fx.Node] = []
+        node: Any = ref.node
+        while True:
+            if op_name(node) in _MOVES:
+                moves.append(node)
+                node = node.args[0]
+                continue
+            earlier = _without_fill(node, lifted.capture, experts) or (_shifted(node) if len(refs) == 1 else None)
+            if earlier is None:
+                break
+            node = earlier
+        val = node.meta["val"]
+        places = torch.arange(val.numel()).view(val.shape)
+        for n in reversed(moves):
+            if op_name(n) != "_to_copy":
+                places = n.target(places, *n.args[1:], **n.kwargs)  # type: ignore[operator]
+        found.append((node, next(flat for axes, flat in aligned(places, lifted.tokens) if axes == ref.axes)))
+    return sorted(found, key=lambda made: made[0].meta["index"])
+
+
+def _shifted(node: fx.Node) -> fx.Node | None:
+    """The choices to all of which an op adds one number."""
+    if op_name(node) in ("add", "sub") and len(node.all_input_nodes) == 1 and isinstance(node.args[0], fx.Node):
+        return node.args[0]
+    return None
+
+
+def _without_fill(node: fx.Node, capture: Capture, experts: set[int]) -> fx.Node | None:
+    """The choices in place of some of which an op puts a number of nobody."""
+    if op_name(node) == "masked_fill":
+        ways = [(node.args[0], node.args[2])]
+    elif op_name(node) == "where" and len(node.args) == 3:
+        ways = [(node.args[1], node.args[2]), (node.args[2], node.args[1])]
+    else:
+        return None
+    for choices, put in ways:
+        if isinstance(choices, fx.Node) and choices.meta["val"].shape == node.meta["val"].shape:
+            number = capture.shadow(put) if isinstance(put, fx.Node) else torch.tensor(put)
+            if number.numel() == 1 and int(number) not in experts:
+                return choices
+    return None
+
+
+def _are_different(made: list[tuple[fx.Node, torch.Tensor]]) -> bool:
+    """Whether all choices of a token are places of one order of the experts, or drawn without putting back."""
+    node = made[0][0]
+    val = node.meta["val"]
+    selection: Any = node.args[0] if op_name(node) == "getitem" else node
+    if any(other is not node for other, _ in made) or not val.dim():
+        return False
+    if op_name(selection) in SELECTIONS and node is not selection and node.args[1] == 1:
+        axis, _ = SELECTIONS[op_name(selection)](selection)
+    elif op_name(node) == "argsort":
+        axis = node.kwargs.get("dim", next((a for a in node.args[1:] if type(a) is int), -1))
+    elif op_name(node) == "multinomial" and not _puts_back(node):
+        axis = -1
+    else:
+        return False
+    places = torch.cat([flat for _, flat in made], dim=1)
+    at = [*torch.unravel_index(places, val.shape)]  # of each axis [T, K]
+    along = at.pop(axis)  # type: ignore[arg-type]
+    return all(bool((a == a[:, :1]).all()) for a in at) and all(len({*row}) == len(row) for row in along.tolist())
+
+
+def _puts_back(node: fx.Node) -> bool:
+    return bool(node.kwargs.get("replacement", node.args[2] if len(node.args) > 2 else False))
+
+
+def _is_looked_up(node: fx.Node) -> bool:
+    """Whether integers are read from a buffer of integers."""
+    of = node.args[0] if node.args else None
+    return op_name(node) in _LOOKUPS and isinstance(of, fx.Node) and of.op == "get_attr"
+
+
+def _changes(lifted: Lifted, made: list[tuple[fx.Node, torch.Tensor]], change: _Change) -> Flips:
+    """How ops are to come out for one of so many tokens to choose otherwise."""
+    which = torch.arange(math.prod(lifted.tokens)) % _EACH == 1
+    chosen: list[torch.Tensor] = []
+    places: dict[Any, dict[int, list[torch.Tensor]]] = {}  # by what is run, and which time
+    for node, where in made:
+        by: Any = node.args[0] if op_name(node) == "getitem" else node
+        place, turn = by.meta.get("position"), 0
+        if place is None:
+            place = by.meta["source"], str(by.target), all(a.meta.get("known") for a in by.all_input_nodes)
+            before = [n for n in lifted.capture.nodes[: by.meta["index"]] if n.target == by.target]
+            turn = sum(n.meta["source"] == place[0] for n in before)
+        places.setdefault(place, {}).setdefault(turn, []).extend(where.unbind(1))
+
+    def changing(turns: dict[int, list[torch.Tensor]]) -> Callable[[torch.Tensor], torch.Tensor]:
+        count = itertools.count()
+
+        def otherwise(out: torch.Tensor) -> torch.Tensor:
+            flat = out.flatten().clone()
+            for at in turns.get(next(count), ()):
+                chosen.append(flat[at])
+                flat[at[which]] = change(chosen)[which].to(flat.dtype)
+            return flat.view(out.shape)
+
+        return otherwise
+
+    return {place: changing(turns) for place, turns in places.items()}
+
+
+def _first_again(chosen: list[torch.Tensor]) -> torch.Tensor:
+    return chosen[0] if len(chosen) == 2 else chosen[-1]
+
+
+def _nobody(chosen: list[torch.Tensor]) -> torch.Tensor:
+    return torch.full_like(chosen[0], -1) if len(chosen) == 1 else chosen[-1]
