@@ -13,9 +13,11 @@ import torch
 from torch import fx
 
 from ..errors import Refused
+from ..ir.strides import inverse, memory_order
 from .code import Modes
 from .facts import Facts
 from .isolation import removed
+from .nodes import hint
 from .prepare import with_graph
 from .region import Extracted, RegionCall
 
@@ -164,8 +166,29 @@ def _emit_call(
     node = new.call_module(target, tuple(args))
     node.meta.update(meta)
     for i, n in enumerate(region.outputs):
-        made[n] = new.call_function(operator.getitem, (node, i))
+        made[n] = _in_memory_as(new.call_function(operator.getitem, (node, i)), n, facts, region)
         made[n].meta.update(n.meta)
+
+
+def _in_memory_as(made: fx.Node, n: fx.Node, facts: Facts, region: Extracted) -> fx.Node:
+    """A result of a region with its axes in memory as those of the original, which the graph behind it may rely on.
+    They can be otherwise where what the region is given is not contiguous, as it was when it was proven."""
+    given = [t for a in region.inputs if (t := facts.tensor(a)) is not None]
+    t, new = facts.tensor(n), made.graph
+    if t is None or all(_order(g) == tuple(range(g.dim())) for g in given):
+        return made
+    order = _order(t)
+    if order is None:
+        return made
+    if list(order) == sorted(order):
+        return new.call_function(torch.ops.aten.contiguous.default, (made,))
+    turned = new.call_function(torch.ops.aten.permute.default, (made, list(order)))
+    turned = new.call_function(torch.ops.aten.contiguous.default, (turned,))
+    return new.call_function(torch.ops.aten.permute.default, (turned, inverse(order)))
+
+
+def _order(t: torch.Tensor) -> tuple[int, ...] | None:
+    return memory_order([hint(n) for n in t.shape], [hint(n) for n in t.stride()])
 
 
 def _switch(new: fx.Graph, current: list[Any], wanted: Modes) -> None:

@@ -11,6 +11,7 @@ from torch import fx
 
 from ..errors import Refused
 from ..ir import dialect  # registers the ops
+from ..ir.strides import inverse, memory_order
 from .emit import Emitter
 from .kept import KeptGraph
 from .match.form import Body, Ref, walk
@@ -18,6 +19,7 @@ from .match.given import is_given
 from .match.matched import Expert, Match
 from .match.nodes import op_name
 from .rows import Rows
+from .twins import Twins
 
 aten = torch.ops.aten
 ops = torch.ops.moefx
@@ -27,6 +29,14 @@ _KEEPS_ALL = {
     "transpose", "unsqueeze", "view",
 }  # fmt: skip
 _MOVES = {*_KEEPS_ALL, "getitem", "index", "select", "slice", "sort"}
+
+
+def _memory_order(cut: Twins) -> tuple[int, ...] | None:
+    """How the axes of the original lie in memory, where they are not contiguous: what is behind may rely on it."""
+    vals = [t.meta["val"] for t in cut]
+    orders = {memory_order(val.shape, val.stride()) for val in vals if 1 not in val.shape}  # of one all are alike
+    order = orders.pop() if len(orders) == 1 else None
+    return None if order is None or list(order) == sorted(order) else order
 
 
 class RoutedSum:
@@ -54,20 +64,28 @@ class RoutedSum:
         for ref in self.lifted.shared:
             row = self.emit.reshape(self.kept.node(ref.node), (-1, val.shape[-1]))
             total = self.emit.call(aten.add.Tensor, (row, total), letters=("S", "D"))
+        described, order = self.kept.describe(cut), _memory_order(cut)
         if val.dim() != 2:
             shape = [
                 self.kept.sizes.number([t.meta["val"].shape[d] for t in cut], "the output") for d in range(val.dim())
             ]
-            total = self.emit.call(aten.view.default, (total, shape), meta=self.kept.describe(cut))
+            meta = {"letters": described["letters"]} if order else described
+            total = self.emit.call(aten.view.default, (total, shape), meta=meta)
         else:
-            total.meta["letters"] = self.kept.describe(cut)["letters"]
+            total.meta["letters"] = described["letters"]
+        if order:
+            letters = tuple(described["letters"][d] for d in order)
+            total = self.emit.call(aten.permute.default, (total, list(order)), letters=letters)
+            how = {"memory_format": torch.contiguous_format}
+            total = self.emit.call(aten.clone.default, (total,), how, letters=letters)
+            total = self.emit.call(aten.permute.default, (total, inverse(order)), meta=described)
         return total
 
     def _or_missed(self, total: fx.Node, ref: Ref) -> fx.Node:
         """`total` [S,D], and for tokens of which no slot counts the rows of another node."""
         taken: fx.Node | None = None
-        for inverse in self.inverses:
-            here = self.emit.call(aten.any.dim, (self.emit.call(aten.ge.Scalar, (inverse, 0)), 1, True))
+        for rows in self.inverses:
+            here = self.emit.call(aten.any.dim, (self.emit.call(aten.ge.Scalar, (rows, 0)), 1, True))
             taken = here if taken is None else self.emit.call(aten.logical_or.default, (taken, here))
         row = self.emit.reshape(self.kept.node(ref.node), (-1, total.meta["val"].shape[-1]))
         return self.emit.call(aten.where.self, (taken, total, row), letters=("S", "D"))
