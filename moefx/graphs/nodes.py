@@ -42,11 +42,19 @@ def _storage(t: torch.Tensor) -> int:
         return id(t)
 
 
+def is_hinted(n: Any) -> bool:
+    """Whether a size has a number in the example: one that follows from data has none."""
+    return not isinstance(n, torch.SymInt) or n.node.hint is not None
+
+
 def hint(n: Any) -> int:
     if isinstance(n, torch.SymInt):
         found = n.node.hint
         if found is None:
-            raise Refused("how many rows there are follows from data: sizes like that are not followed in graphs")
+            raise Refused(
+                "how many rows there are follows from data: sizes like that are not followed in graphs",
+                remedy="moefx.compile(model) takes what follows from a choice of experts",
+            )
         return int(found)
     return int(n)
 

@@ -12,18 +12,23 @@ from torch import fx
 from ..errors import Refused
 from .extents import Extent
 from .facts import Facts
-from .nodes import hint, sources_of, target_name
+from .nodes import hint, is_hinted, sources_of, target_name
 
 _CUTS = {"split", "split_with_sizes", "chunk", "tensor_split", "unbind"}
 
 
 def cut_into_parts(facts: Facts, extent: Extent) -> Refused | None:
     """What is said of a region that cuts its rows into parts, and cannot be rewritten."""
-    tokens = math.prod(hint(n) for n in facts.value[extent.entry].shape[:-1])
+    sizes = facts.value[extent.entry].shape[:-1]
+    if not all(map(is_hinted, sizes)):
+        return None
+    tokens = math.prod(map(hint, sizes))
     turns: dict[tuple, list[fx.Node]] = defaultdict(list)
     for n in extent.inside:
         rows = facts.tensor(n.args[0]) if n.args and isinstance(n.args[0], fx.Node) else None
-        if rows is None or rows.dim() < 2 or math.prod(hint(s) for s in rows.shape[:-1]) != tokens:
+        if rows is None or rows.dim() < 2 or not all(map(is_hinted, rows.shape)):
+            continue
+        if math.prod(map(hint, rows.shape[:-1])) != tokens:
             continue
         if target_name(n) in _CUTS and isinstance(parts := facts.value[n], (tuple, list)):
             if parts[0].shape[-1] == rows.shape[-1]:
@@ -41,8 +46,10 @@ def _is_range(n: fx.Node, rows: torch.Tensor, part: torch.Tensor | None) -> bool
     """Whether a node takes some rows that are next to each other."""
     index = n.args[1] if n.target is operator.getitem else None
     first = index[0] if isinstance(index, tuple) and index else index
-    is_part = part is not None and part.shape[1:] == rows.shape[1:] and part.shape[0] != rows.shape[0]
-    return is_part and (isinstance(first, slice) or target_name(n) == "slice")
+    if part is None or part.dim() != rows.dim() or not all(map(is_hinted, part.shape)):
+        return False
+    (length, *width), (whole, *of) = ([hint(s) for s in t.shape] for t in (part, rows))
+    return width == of and length != whole and (isinstance(first, slice) or target_name(n) == "slice")
 
 
 def _refused(facts: Facts, n: fx.Node, count: int) -> Refused:

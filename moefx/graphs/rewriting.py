@@ -124,7 +124,11 @@ def find(
         if seed in taken:
             continue
         first: Refusal | None = None
-        candidates = _candidates(extents, seed)
+        try:
+            candidates = _candidates(extents, seed)
+        except Exception as error:  # what stands around it is no reason to fail
+            refused[seed] = _refusal(error, target_name(seed), facts.line(seed))
+            continue
         if not candidates and extents.leaves(seed):
             open_[facts.line(seed)] = None
         for extent in candidates:
@@ -143,12 +147,10 @@ def find(
                 mine = dict.fromkeys(removed(extent, facts), region)
                 order(facts, taken | mine)
             except Exception as error:
-                name, where = region_name(facts, extent), facts.line(seed)
-                why = error if isinstance(error, Refused) else own_fault(error, where)
                 if first is None:
                     outside = matching.used_outside(facts, region, plan) if region is not None else None
-                    why = outside or cut_into_parts(facts, extent) or why
-                first = first or Refusal(name, why.reason, why.source or where, why.culprits, why.remedy)
+                    why = outside or cut_into_parts(facts, extent) or error
+                    first = _refusal(why, region_name(facts, extent), facts.line(seed))
                 continue
             taken |= mine
             names.add(region.name)
@@ -160,6 +162,11 @@ def find(
     # not of what a later region took in: the groups of experts that a router selects first, say
     left = {(r.name, r.source): r for seed, r in reversed(refused.items()) if seed not in taken}
     return Found(facts, matched, list(left.values())[::-1], list(open_), time.perf_counter() - start)
+
+
+def _refusal(error: Exception, name: str, where: str) -> Refusal:
+    why = error if isinstance(error, Refused) else own_fault(error, where)
+    return Refusal(name, why.reason, why.source or where, why.culprits, why.remedy)
 
 
 def _named(region: Extracted, names: set[str]) -> Extracted:
