@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from .facts import Facts
-from .nodes import SELECT, hint, target_name
+from .nodes import SELECT, hint, is_hinted, target_name
 
 _COMPARE = {"gt": 1, "ge": 1, "lt": 1, "le": 1, "eq": 2, "ne": 2}  # of how many floats: not what is equal to a number
 _CONTRACT = {
@@ -97,7 +97,9 @@ class Extents:
         return t is not None and t.is_floating_point() and t.dim() >= 2
 
     def _tokens(self, n: fx.Node) -> Any:
-        return math.prod(hint(size) for size in self.facts.value[n].shape[:-1])
+        """How many; by name where that follows from data."""
+        sizes = self.facts.value[n].shape[:-1]
+        return math.prod(map(hint, sizes)) if all(map(is_hinted, sizes)) else "*".join(map(str, sizes))
 
     # ------------------------------------------------------------------ exits
     def _exits(self, seed: fx.Node) -> Iterator[fx.Node]:
@@ -172,13 +174,37 @@ class Extents:
 
     # ------------------------------------------------------------------ what is between
     def _between(self, seed: fx.Node, entry: fx.Node, exit_: fx.Node) -> Extent | None:
+        extent = self._extent(seed, entry, exit_, set())
+        writes = self._writes_to_what_was_there(extent) if extent is not None else set()
+        without = self._extent(seed, entry, exit_, writes) if writes else None
+        return extent if without is None or self._reads_before(without, writes) else without
+
+    def _writes_to_what_was_there(self, extent: Extent) -> set[fx.Node]:
+        facts = self.facts
+        there = {s for n in (*facts.weights, extent.entry, *extent.given) for s in facts.storages(n)}
+        return {n for n in extent.inside if there & self._written(n)}
+
+    def _written(self, n: fx.Node) -> set[int]:
+        """The memory that a node writes to."""
+        return {s for t in self.facts.written.get(n, ()) for s in self.facts.storages(t)}
+
+    def _reads_before(self, extent: Extent, writes: set[fx.Node]) -> bool:
+        """Whether something inside reads what is written to, before the last of these writes. If not, they stay in
+        front of the region."""
+        facts, last = self.facts, max(self.facts.at[n] for n in writes)
+        written = set().union(*map(self._written, writes))
+        early = (a for n in extent.inside if facts.at[n] < last for a in n.all_input_nodes)
+        return bool(self._writes_to_what_was_there(extent)) or any(written & {*facts.storages(a)} for a in early)
+
+    def _extent(self, seed: fx.Node, entry: fx.Node, exit_: fx.Node, outside: set[fx.Node]) -> Extent | None:
+        """`outside`: what is not to be inside."""
         facts = self.facts
         inside: set[fx.Node] = set()
         given: set[fx.Node] = set()
         stack = [exit_]
         while stack:
             n = stack.pop()
-            if n in inside or n in given or n is entry or n in facts.weights or facts.is_number(n):
+            if n in inside or n in given or n is entry or n in facts.weights or facts.is_number(n) or n in outside:
                 continue
             is_outside = n in facts.live and (n in facts.given or not self._is_below(n, entry))
             if is_outside or n.op == "placeholder":
@@ -189,6 +215,7 @@ class Extents:
             stack += [d for d in facts.after[n] if d in facts.live and self._is_below(d, entry)]
         if seed not in inside:
             return None
+        given |= {n for n in outside if not inside.isdisjoint(n.users)}
         parts = [u for n in inside if isinstance(facts.value.get(n), (tuple, list)) for u in n.users]
         inside |= {u for u in parts if u.target is operator.getitem and u in facts.at}
         order = facts.at.__getitem__

@@ -232,7 +232,7 @@ def test_what_is_written_outside_of_a_region(where):
         x = torch.randn(2, 9, D)
         torch.testing.assert_close(call(x), reference(x))
         torch.testing.assert_close(mine.drift, reference.drift)
-    assert len(moefx.blocks(call)) == (1 if where == "behind" else 0)
+    assert len(moefx.blocks(call)) == (0 if where == "between" else 1)
 
 
 def test_without_a_region_it_is_the_graph_itself():

@@ -168,6 +168,51 @@ WRITES = [
 ]  # fmt: skip
 
 
+def rows_before(m, x):
+    x = x.sin()
+    x.mul_(2)
+    x[..., 0] = 1
+    x.view(-1)[:4].sub_(1)
+    return m.mixed(x, logits(m, x))
+
+
+def bias_before(m, x):
+    with torch.no_grad():
+        m.bias.add_(1)
+        m.bias.mul_(torch.arange(E))
+    return m.mixed(x, logits(m, x) + m.bias)
+
+
+def bias_that_is_handed_on(m, x):
+    with torch.no_grad():
+        bias = m.bias.add_(torch.arange(E))
+    return m.mixed(x, logits(m, x) + bias)
+
+
+def weight_before(m, x):
+    with torch.no_grad():
+        m.up.mul_(0.9)
+    return m.mixed(x, logits(m, x))
+
+
+def largest_before(m, x):
+    with torch.no_grad():
+        m.mean.copy_(torch.maximum(m.mean, x.abs().amax(0)))
+    return m.mixed(x, logits(m, x / (1 + m.mean)))
+
+
+def bias_before_and_behind(m, x):
+    with torch.no_grad():
+        m.bias.add_(torch.arange(E))
+    scores = logits(m, x) + m.bias.clone()
+    with torch.no_grad():
+        m.bias.mul_(0.5)
+    return m.mixed(x, scores)
+
+
+BEFORE = [rows_before, bias_before, bias_that_is_handed_on, weight_before, largest_before, bias_before_and_behind]
+
+
 def router_in_inference_mode(m, x):
     with torch.inference_mode():
         scores = logits(m, x)
@@ -206,7 +251,7 @@ def run(call, model, x):
     return out.detach(), x.grad, grads, dict(model.named_buffers()), torch.get_rng_state()
 
 
-@pytest.mark.parametrize("what", [*DRAWS, *WRITES, *MODES], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("what", [*DRAWS, *WRITES, *BEFORE, *MODES], ids=lambda f: f.__name__)
 def test_it_is_the_originals(what):
     original, mine = Mixture(what), Mixture(what)
     call = torch.compile(mine, backend=backend, options={"backend": "eager", "validation": "symbolic"})
@@ -216,8 +261,80 @@ def test_it_is_the_originals(what):
         original.zero_grad(), mine.zero_grad()
         torch.testing.assert_close(run(call, mine, x), run(original, original, x))
     assert not any(block.fallbacks for block in moefx.blocks(call))
-    if what in (*DRAWS[:3], noise_twice, op_between, statistics_between, gradient_of_scores):
+    if what in (*DRAWS[:3], *BEFORE, noise_twice, op_between, statistics_between, gradient_of_scores):
         assert len(moefx.blocks(call)) == (2 if what is noise_twice else 1)
+
+
+def sequence_first(m, x, then):
+    """[B, S, D] in and out, as Megatron has it inside."""
+    z = x.transpose(0, 1)
+    w, ids = F.linear(z, m.router).softmax(-1).topk(2)
+    out = torch.zeros_like(z)  # with the strides of z
+    for e in range(E):
+        out = out + (w * (ids == e)).sum(-1, keepdim=True) * ((z @ m.up[e]).relu() @ m.down[e])
+    return then(out.transpose(0, 1))
+
+
+STRIDES = {
+    "view": lambda t: t.view(-1, D),
+    "as_strided": lambda t: t.as_strided((60,), (1,)) * 1,
+    "asked": lambda t: t * t.stride(0),
+    "returned": lambda t: t,
+    "next": lambda t: t.transpose(0, 1).sin(),
+}
+
+
+@pytest.mark.parametrize("how", STRIDES)
+@pytest.mark.parametrize("way", ["eager", "aot_eager", "export", "module"])
+def test_strides_are_the_originals(how, way):
+    if (way, how) == ("module", "asked"):
+        pytest.skip("numbers made of strides are refused")
+    model = Mixture(lambda m, x: sequence_first(m, x, STRIDES[how]))
+    mine, x = copy.deepcopy(model), torch.randn(3, 7, D, dtype=torch.float64)
+    if way == "module":
+        call = moefx.compile(mine, example_inputs=(x,))
+    elif way == "export":
+        call = moefx.rewrite_graph(torch.export.export(mine, (x,)).module(), (x,))
+    else:
+        call = torch.compile(mine, backend=backend, options={"backend": way, "validation": "symbolic"})
+    for shape in [(3, 7), *([(3, 5), (4, 7)] if way != "export" and how != "as_strided" else [])]:
+        x = torch.randn(*shape, D, dtype=torch.float64)
+        out, want = call(x), model(x)
+        torch.testing.assert_close(out, want)
+        assert out.stride() == want.stride()
+    assert len({block.name for block in moefx.blocks(call)}) == 1
+
+
+def looped(m, x):
+    w, ids = logits(m, x).softmax(-1).topk(2)
+    out = torch.zeros_like(x)
+    for e in range(E):
+        t, k = torch.where(ids == e)
+        out = out.index_add(0, t, (x[t] @ m.up[e]).relu() @ m.down[e] * w[t, k, None])
+    return out
+
+
+SIZES = {
+    "loop": looped,
+    "rows": lambda m, x: m.mixed(x[x[:, 0] > 0], logits(m, x[x[:, 0] > 0])),
+    "behind": lambda m, x: m.mixed(x, logits(m, x))[x[:, 0] > 0],
+    "beside": lambda m, x: m.mixed(x, logits(m, x)).sum() + x[x[:, 0] > 0].sum(),
+    "marked": lambda m, x: m.mixed(x, logits(m, x)),
+}
+
+
+@pytest.mark.parametrize("how", SIZES)
+@pytest.mark.parametrize("then", ["eager", "aot_eager"])
+def test_sizes_that_follow_from_data(how, then):
+    """What has them is left as it is, and nothing else."""
+    model = Mixture(SIZES[how])
+    x = torch.randn(9, D, dtype=torch.float64)
+    if how == "marked":
+        torch._dynamo.decorators.mark_unbacked(x, 0)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        call = torch.compile(model, backend=backend, options={"backend": then, "validation": "symbolic"})
+        torch.testing.assert_close(call(x), model(x))
+    assert len(moefx.blocks(call)) == (1 if how in ("behind", "beside") else 0)
 
 
 def test_what_writes_in_exported_graphs():
