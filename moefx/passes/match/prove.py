@@ -83,7 +83,7 @@ class Prover:
         tried = [sizes for several in self.asked.values() for sizes in several]
         return tuple(g for g in sides if not all(g.holds(sizes) for sizes in tried))
 
-    def _choose(self, tokens: int, variant: int) -> dict[str, int]:
+    def choose(self, tokens: int, variant: int) -> dict[str, int]:
         """Sizes with about so many tokens; with more, or fewer, where the program goes the example's way only there."""
         for n in (tokens, *(tokens * 2**i for i in range(1, 7)), *(tokens >> i for i in range(1, 5))):
             sizes = self.arguments.choose(n, variant)
@@ -172,12 +172,12 @@ class Prover:
 
     def prove(self) -> Match:
         tokens = max(29, self.hint // 4)
-        self.arguments, first = with_turns(self, self._choose(tokens, 0))
+        self.arguments, first = with_turns(self, self.choose(tokens, 0))
         plans = [("diverse", tokens), ("skewed", max(25, tokens * 3 // 4)), ("flooded", 13)]
         for variant, (kind, n) in enumerate(plans):
             if kind == "flooded" and self.lifted[0].slots > 1:
                 kind = "contested"  # who of several slots comes first
-            sizes = self._choose(n, variant)
+            sizes = self.choose(n, variant)
             if variant == 0:
                 self.add(self._lifted_first(first or self.capture(Routing(kind, variant), sizes)), sizes)
             else:
@@ -242,7 +242,7 @@ class Prover:
                 full = [i for i in full if self.lifted[i].missed]
             if len(full) >= 3:
                 return [self.lifted[i] for i in full], [self.sizes[i] for i in full]
-            sizes = self._choose(max(21, self.hint // 4), seed)
+            sizes = self.choose(max(21, self.hint // 4), seed)
             self.add(self.lift(Routing(("diverse", "flooded")[seed % 2], seed), sizes), sizes)
             self.agree(self.lifted[-1])
         raise Refused("no routing was found under which all kinds of experts are used")
@@ -318,7 +318,7 @@ class Prover:
                     f"the first is expert {missing[0]}"
                 )
             extra += 1
-            sizes = self._choose(max(17, min(len(missing), 4 * self.hint)), extra)
+            sizes = self.choose(max(17, min(len(missing), 4 * self.hint)), extra)
             before = set(missing)
             prefer = tuple(missing) * max(1, 16 // len(missing))
             self.add(self.lift(Routing("diverse", 10 + extra, prefer=prefer), sizes), sizes)

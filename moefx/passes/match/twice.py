@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -35,8 +34,10 @@ _MOVES = {
     "transpose", "unsqueeze", "view",
 }  # fmt: skip
 _LOOKUPS = {"embedding", "gather", "index", "index_select", "take"}
-_EACH = 3  # of so many tokens one
-_Change = Callable[[list[torch.Tensor]], torch.Tensor]  # of what a token's slots have, so far, what the last one gets
+_FEW = 8  # slots of which all pairs are tried
+_Change = Callable[
+    [list[torch.Tensor]], torch.Tensor
+]  # of the choices of slots so far, [T] each, what the last is to be
 
 
 def fall_together(prover: Prover) -> None:
@@ -45,15 +46,19 @@ def fall_together(prover: Prover) -> None:
     Raises:
         Refused: what the two choices are worth does not add up, or cannot be made to show.
     """
-    first, experts = prover.lifted[0], prover.seen
+    first, sizes, experts = prover.lifted[0], prover.sizes[0], prover.seen
     if not may_be_one(first, experts):
         return
+    pairs = _pairs(first.slots)
+    if len(first.ids) < 2 * len(pairs):  # each needs a token, and others are to show the form
+        sizes = prover.choose(2 * len(pairs), 0)
+        same_form(first, first := prover.lift(Routing("diverse", 0), sizes))
     made = _made(first, experts)
     assert made is not None
     culprits = tuple(dict.fromkeys(op_name(node) for node, _ in made))
     source = str(made[-1][0].meta["source"])
     again = NotTwice(source, culprits)
-    lifted = _otherwise(prover, _changes(first, made, _first_again), again)
+    lifted = _otherwise(prover, sizes, _changes(first, made, _as_before(pairs)), again)
     if lifted is not None and not lifted.twice:
         raise again
     if any(map(_is_looked_up, (node for node, _ in made))):
@@ -61,17 +66,17 @@ def fall_together(prover: Prover) -> None:
             "what the program looks up as an expert's number may be below 0, which it takes for one from the end",
             culprits=culprits, source=source, remedy="let the numbers that topk gives choose",
         )  # fmt: skip
-        lifted = _otherwise(prover, _changes(first, made, _nobody), nobody)
+        lifted = _otherwise(prover, sizes, _changes(first, made, _nobody), nobody)
         if lifted is not None and any(e < 0 for group in lifted.groups for e in group.ids):
             raise nobody
 
 
-def _otherwise(prover: Prover, flips: Flips, refusal: Refused) -> Lifted | None:
+def _otherwise(prover: Prover, sizes: dict[str, int], flips: Flips, refusal: Refused) -> Lifted | None:
     """The form where tokens choose as they are told to; None where the program does not run then: nor does the
     original."""
     first = prover.lifted[0]
     try:
-        taken = prover.capture(Routing("diverse", 0), prover.sizes[0], flips)
+        taken = prover.capture(Routing("diverse", 0), sizes, flips)
     except Exception as error:
         if isinstance(error, Refused):
             raise refusal from error
@@ -185,8 +190,7 @@ def _is_looked_up(node: fx.Node) -> bool:
 
 
 def _changes(lifted: Lifted, made: list[tuple[fx.Node, torch.Tensor]], change: _Change) -> Flips:
-    """How ops are to come out for one of so many tokens to choose otherwise."""
-    which = torch.arange(math.prod(lifted.tokens)) % _EACH == 1
+    """How ops are to come out for some tokens to choose otherwise."""
     chosen: list[torch.Tensor] = []
     places: dict[Any, dict[int, list[torch.Tensor]]] = {}  # by what is run, and which time
     for node, where in made:
@@ -205,7 +209,7 @@ def _changes(lifted: Lifted, made: list[tuple[fx.Node, torch.Tensor]], change: _
             flat = out.flatten().clone()
             for at in turns.get(next(count), ()):
                 chosen.append(flat[at])
-                flat[at[which]] = change(chosen)[which].to(flat.dtype)
+                chosen[-1] = flat[at] = change(chosen).to(flat.dtype)
             return flat.view(out.shape)
 
         return otherwise
@@ -213,9 +217,26 @@ def _changes(lifted: Lifted, made: list[tuple[fx.Node, torch.Tensor]], change: _
     return {place: changing(turns) for place, turns in places.items()}
 
 
-def _first_again(chosen: list[torch.Tensor]) -> torch.Tensor:
-    return chosen[0] if len(chosen) == 2 else chosen[-1]
+def _pairs(slots: int) -> list[tuple[int, int | None]]:
+    """Slots of which the second may have what the first has; None: all of them."""
+    few = [*itertools.combinations(range(slots), 2)] if slots <= _FEW else [*itertools.pairwise(range(slots))]
+    return [*few, (0, None)] if slots > 2 else [*few]
+
+
+def _as_before(pairs: list[tuple[int, int | None]]) -> _Change:
+    """One token in two chooses an expert again: each of the pairs does in some token."""
+
+    def change(chosen: list[torch.Tensor]) -> torch.Tensor:
+        found, slot = chosen[-1].clone(), len(chosen) - 1
+        for i, (first, again) in enumerate(pairs):
+            if slot == again or (again is None and slot):
+                at = torch.arange(len(found)) % (2 * len(pairs)) == 2 * i + 1
+                found[at] = chosen[first][at].to(found.dtype)
+        return found
+
+    return change
 
 
 def _nobody(chosen: list[torch.Tensor]) -> torch.Tensor:
-    return torch.full_like(chosen[0], -1) if len(chosen) == 1 else chosen[-1]
+    which = (torch.arange(len(chosen[-1])) % 3 == 1) & (len(chosen) == 1)
+    return torch.where(which, -1, chosen[-1])

@@ -12,8 +12,9 @@ from torch import nn
 import moefx
 from moefx.errors import Refused
 
-from ..blocks import D, E, H, rewritten
+from ..blocks import D, H, rewritten
 
+E = 6
 INF = float("-inf")
 
 
@@ -27,9 +28,9 @@ class Choosing(nn.Module):
         self.gate = nn.Linear(D, E)
         self.up, self.down = nn.Parameter(torch.randn(E, D, H)), nn.Parameter(torch.randn(E, H, D))
         self.register_buffer("allowed", torch.ones(E, dtype=torch.bool))
-        self.register_buffer("table", torch.tensor([2, 0, 1, 3]))
-        self.register_buffer("tables", torch.tensor([[2, 0, 1, 3], [0, 1, 2, 3]]))
-        self.register_buffer("pairs", torch.tensor([[0, 1], [1, 2], [2, 3], [3, 0]]))
+        self.register_buffer("table", torch.tensor([2, 0, 1, 3, 5, 4]))
+        self.register_buffer("tables", torch.tensor([[2, 0, 1, 3, 5, 4], [0, 1, 2, 3, 4, 5]]))
+        self.register_buffer("pairs", torch.stack([torch.arange(E), torch.arange(E).roll(-1)], -1))
         self.register_buffer("factor", torch.tensor(1))
 
     def forward(self, x, ids=None):
@@ -40,9 +41,9 @@ class Choosing(nn.Module):
     def change(self):
         """What makes two choices one."""
         self.allowed.copy_(torch.arange(E) == 0)
-        self.table.copy_(torch.tensor([0, 0, 1, 1]))
+        self.table.copy_(torch.tensor([0, 0, 1, 1, 4, 5]))
         self.tables[0] = self.table
-        self.pairs.copy_(torch.tensor([[0, 0], [1, 1], [2, 2], [3, 1]]))
+        self.pairs.copy_(torch.tensor([[0, 0], [1, 1], [2, 2], [3, 1], [4, 4], [5, 0]]))
         self.factor.zero_()
 
 
@@ -108,6 +109,10 @@ def two_sums(m, x, p, w, i):
     return torch.einsum("teh,ehd,te->td", h, m.down, (hot * w[..., None]).sum(1))
 
 
+def some_ids():
+    return torch.rand(40, E, generator=torch.Generator().manual_seed(0)).topk(2).indices
+
+
 def check(choose, combine, *ids):
     mine = Choosing(choose, combine).double()
     original, x = copy.deepcopy(mine), torch.randn(40, D, dtype=torch.float64)
@@ -121,7 +126,7 @@ def check(choose, combine, *ids):
     assert not block.fallbacks
 
 
-@pytest.mark.parametrize("choose", [c for c in CHOOSE if c not in ("product", "shifted apart")])
+@pytest.mark.parametrize("choose", [c for c in CHOOSE if c not in ("product", "partner", "shifted apart")])
 @pytest.mark.parametrize("combine", [one_hot, loop])
 def test_choices_that_add_up(choose, combine):
     check(CHOOSE[choose], combine)
@@ -134,14 +139,55 @@ def test_choices_that_do_not(choose, combine):
         rewritten(Choosing(CHOOSE[choose], combine))
 
 
+def again_and_again(times):
+    """The best of what is left, so many times."""
+
+    def choose(m, p):
+        found, rest = [], p
+        for _ in range(times):
+            found.append(rest.argmax(-1))
+            rest = rest * (1 - F.one_hot(found[-1], E))
+        i = torch.stack(found, -1)
+        return p.gather(-1, i), i
+
+    return choose
+
+
+def last_two_scattered(m, x, p, w, i):
+    gates = (F.one_hot(i[:, :1], E) * w[:, :1, None]).sum(1) + torch.zeros_like(p).scatter(-1, i[:, 1:], w[:, 1:])
+    return torch.einsum("ted,te->td", every(m, x), gates)
+
+
+def last_if_new(m, x, p, w, i):
+    return one_hot(m, x, p, torch.cat([w[:, :-1], w[:, -1:] * (i[:, -1:] != i[:, -2:-1])], -1), i)
+
+
+@pytest.mark.parametrize("times", [3])
 @pytest.mark.parametrize("combine", [one_hot, loop])
+def test_more_than_two_that_add_up(times, combine):
+    check(again_and_again(times), combine)
+
+
+@pytest.mark.parametrize("times", [3])
+@pytest.mark.parametrize("combine", [last_two_scattered, last_if_new, scatter])
+def test_more_than_two_that_do_not(times, combine):
+    with pytest.raises(Refused, match="two choices of a token may be"):
+        rewritten(Choosing(again_and_again(times), combine))
+
+
+def compared(m, x, p, w, i):
+    """`one_hot` without its check of the numbers, which is another in each torch."""
+    return torch.einsum("ted,te->td", every(m, x), torch.stack([((i == e) * w).sum(-1) for e in range(E)], -1))
+
+
+@pytest.mark.parametrize("combine", [compared, loop])
 def test_given_experts(combine):
-    check(None, combine, torch.rand(40, E).topk(2).indices)
+    check(None, combine, some_ids())
 
 
 def test_given_experts_that_do_not_add_up():
     with pytest.raises(Refused, match="two choices of a token may be the same expert"):
-        rewritten(Choosing(None, scatter), torch.zeros(40, D), torch.rand(40, E).topk(2).indices)
+        rewritten(Choosing(None, scatter), torch.zeros(40, D), some_ids())
 
 
 @pytest.mark.parametrize(
