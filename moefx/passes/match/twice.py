@@ -35,9 +35,8 @@ _MOVES = {
 }  # fmt: skip
 _LOOKUPS = {"embedding", "gather", "index", "index_select", "take"}
 _FEW = 8  # slots of which all pairs are tried
-_Change = Callable[
-    [list[torch.Tensor]], torch.Tensor
-]  # of the choices of slots so far, [T] each, what the last is to be
+_EACH = 3  # of so many tokens one chooses otherwise
+_Change = Callable[[list[torch.Tensor]], torch.Tensor]  # of the slots' choices so far, [T] each: what the last is to be
 
 
 def fall_together(prover: Prover) -> None:
@@ -50,8 +49,8 @@ def fall_together(prover: Prover) -> None:
     if not may_be_one(first, experts):
         return
     pairs = _pairs(first.slots)
-    if len(first.ids) < 2 * len(pairs):  # each needs a token, and others are to show the form
-        sizes = prover.choose(2 * len(pairs), 0)
+    if len(first.ids) < _EACH * len(pairs):  # each needs a token, and others are to show the form
+        sizes = prover.choose(_EACH * len(pairs), 0)
         same_form(first, first := prover.lift(Routing("diverse", 0), sizes))
     made = _made(first, experts)
     assert made is not None
@@ -224,13 +223,13 @@ def _pairs(slots: int) -> list[tuple[int, int | None]]:
 
 
 def _as_before(pairs: list[tuple[int, int | None]]) -> _Change:
-    """One token in two chooses an expert again: each of the pairs does in some token."""
+    """Some tokens choose an expert again: each of the pairs does in one of them."""
 
     def change(chosen: list[torch.Tensor]) -> torch.Tensor:
         found, slot = chosen[-1].clone(), len(chosen) - 1
         for i, (first, again) in enumerate(pairs):
             if slot == again or (again is None and slot):
-                at = torch.arange(len(found)) % (2 * len(pairs)) == 2 * i + 1
+                at = torch.arange(len(found)) % (_EACH * len(pairs)) == _EACH * i + 1
                 found[at] = chosen[first][at].to(found.dtype)
         return found
 
@@ -238,5 +237,5 @@ def _as_before(pairs: list[tuple[int, int | None]]) -> _Change:
 
 
 def _nobody(chosen: list[torch.Tensor]) -> torch.Tensor:
-    which = (torch.arange(len(chosen[-1])) % 3 == 1) & (len(chosen) == 1)
+    which = (torch.arange(len(chosen[-1])) % _EACH == 1) & (len(chosen) == 1)
     return torch.where(which, -1, chosen[-1])
