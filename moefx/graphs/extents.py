@@ -182,17 +182,13 @@ class Extents:
     def _writes_to_what_was_there(self, extent: Extent) -> set[fx.Node]:
         facts = self.facts
         there = {s for n in (*facts.weights, extent.entry, *extent.given) for s in facts.storages(n)}
-        return {n for n in extent.inside if there & self._written(n)}
-
-    def _written(self, n: fx.Node) -> set[int]:
-        """The memory that a node writes to."""
-        return {s for t in self.facts.written.get(n, ()) for s in self.facts.storages(t)}
+        return {n for n in extent.inside if there & facts.memory_written(n)}
 
     def _reads_before(self, extent: Extent, writes: set[fx.Node]) -> bool:
         """Whether something inside reads what is written to, before the last of these writes. If not, they stay in
         front of the region."""
         facts, last = self.facts, max(self.facts.at[n] for n in writes)
-        written = set().union(*map(self._written, writes))
+        written = set().union(*map(facts.memory_written, writes))
         early = (a for n in extent.inside if facts.at[n] < last for a in n.all_input_nodes)
         return bool(self._writes_to_what_was_there(extent)) or any(written & {*facts.storages(a)} for a in early)
 

@@ -218,6 +218,10 @@ class Facts:
         mine = storages(self.value.get(n) if n is not None else None)
         return [self._same_memory.get(s, s) for s in mine]
 
+    def memory_written(self, n: fx.Node) -> set[int]:
+        """The storages that a node writes to."""
+        return {s for t in self.written.get(n, ()) for s in self.storages(t)}
+
     def _aliases(self) -> dict[int, int]:
         """Of attributes and inputs that have memory in common, which tracers may take for several: one for all."""
         first: dict[int, int] = {}  # by the memory itself

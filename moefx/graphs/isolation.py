@@ -17,15 +17,13 @@ def check(facts: Facts, extent: Extent) -> None:
     inside = set(extent.inside)
     last = max(facts.at[n] for n in extent.inside)
     first = min(facts.at[n] for n in extent.inside if n in facts.live)
+    there = {s for n in (extent.entry, *extent.given, *facts.weights) for s in facts.storages(n)}
     for n in extent.inside:
         where = facts.line(n)
         if n.op not in ("call_function", "call_method"):
             _refuse_call(n, where)
-        for t in facts.written.get(n, ()):
-            for s in facts.storages(t):
-                before = {s for m in (extent.entry, *extent.given, *facts.weights) for s in facts.storages(m)}
-                if s in before:
-                    raise Refused("the region writes to a tensor that was there before it", source=where)
+        if there & facts.memory_written(n):
+            raise Refused("the region writes to a tensor that was there before it", source=where)
     for n in (*facts.nodes[first:last], *extent.inside):
         if n in facts.transforms:
             raise Refused(
@@ -149,7 +147,7 @@ def check_shared(facts: Facts, inputs: tuple[fx.Node, ...], outputs: tuple[fx.No
 def removed(extent: Extent, facts: Facts) -> dict[fx.Node, None]:
     """The nodes that a region alone computes, in order. What follows from weights or from nothing, is not random and is
     not written to, may be computed twice; not what is made of random numbers of the region."""
-    written = {s for n in extent.inside for t in facts.written.get(n, ()) for s in facts.storages(t)}
+    written = set[int]().union(*map(facts.memory_written, extent.inside))
     found: dict[fx.Node, None] = {}
     for n in extent.inside:
         is_own = n in facts.live or facts.effects[n].draws or not written.isdisjoint(facts.storages(n))

@@ -42,6 +42,12 @@ SELECTIONS: dict[str, Callable[[fx.Node], tuple[int, bool]]] = {
 }
 
 
+def place_axis(node: fx.Node) -> int | None:
+    """The dim along which `argmax`, `argmin` or `argsort` gives places; None: among all elements."""
+    last = -1 if op_name(node) == "argsort" else None
+    return node.kwargs.get("dim", next((a for a in node.args[1:] if type(a) is int), last))
+
+
 def is_known(node: fx.Node) -> bool:
     """Whether a value follows from integers alone, so that its numbers are at hand."""
     return bool(node.meta.get("known")) and node.op != "placeholder"

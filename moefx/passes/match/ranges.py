@@ -24,7 +24,7 @@ from torch import fx
 from ...capture.captured import Capture
 from ...capture.counts import Count
 from ...capture.sizes import plain
-from .nodes import SELECTIONS, op_name
+from .nodes import SELECTIONS, op_name, place_axis
 
 aten = torch.ops.aten
 Range = tuple[torch.Tensor, torch.Tensor]  # of a shape that broadcasts to the node's
@@ -124,10 +124,7 @@ class Ranges:
                 return _uniform(0, self._last(bundle.args[0], dim), val)
             return None
         if name in ("argmax", "argmin", "argsort"):
-            dim = node.kwargs.get(
-                "dim", next((a for a in node.args[1:] if type(a) is int), -1 if name == "argsort" else None)
-            )
-            return _uniform(0, self._last(node.args[0], dim), val)
+            return _uniform(0, self._last(node.args[0], place_axis(node)), val)
         if name == "nonzero":
             return self._nonzero(node, val)
         if name in ("bincount", "histc"):

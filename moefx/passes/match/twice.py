@@ -22,7 +22,7 @@ from ...errors import Refused
 from .agree import same_form
 from .chosen import aligned
 from .form import Group, Lifted
-from .nodes import SELECTIONS, op_name
+from .nodes import SELECTIONS, op_name, place_axis
 from .worth import NotTwice
 
 if TYPE_CHECKING:
@@ -46,14 +46,14 @@ def fall_together(prover: Prover) -> None:
         Refused: what the two choices are worth does not add up, or cannot be made to show.
     """
     first, sizes, experts = prover.lifted[0], prover.sizes[0], prover.seen
-    if not may_be_one(first, experts):
+    made = _made(first, experts)
+    if _are_different(made):
         return
     pairs = _pairs(first.slots)
     if len(first.ids) < _EACH * len(pairs):  # each needs a token, and others are to show the form
         sizes = prover.choose(_EACH * len(pairs), 0)
         same_form(first, first := prover.lift(Routing("diverse", 0), sizes))
-    made = _made(first, experts)
-    assert made is not None
+        made = _made(first, experts)
     culprits = tuple(dict.fromkeys(op_name(node) for node, _ in made))
     source = str(made[-1][0].meta["source"])
     again = NotTwice(source, culprits)
@@ -102,18 +102,17 @@ def _with_all_places(prover: Prover) -> list[Group]:
 # ---------------------------------------------------------------------- where choices come from
 def may_be_one(lifted: Lifted, experts: set[int]) -> bool:
     """Whether two choices of a token may be one of these experts, as far as what made them says."""
-    made = _made(lifted, experts) if lifted.slots > 1 else None
-    return made is not None and not _are_different(made)
+    return not _are_different(_made(lifted, experts))
 
 
-def _made(lifted: Lifted, experts: set[int]) -> list[tuple[fx.Node, torch.Tensor]] | None:
+def _made(lifted: Lifted, experts: set[int]) -> list[tuple[fx.Node, torch.Tensor]]:
     """What made the choices, in program order, each with the places that those of a token have in it: int64 [T, K], or
-    [T, 1] where each slot has a node of its own. None for a mask of the chosen ones."""
+    [T, 1] where each slot has a node of its own. None of one choice, or a mask."""
     found = []
     refs = lifted.index.columns or (lifted.index,)
     for ref in refs:
-        if "m" in ref.axes:
-            return None
+        if lifted.slots < 2 or "m" in ref.axes:
+            return []
         moves: list[fx.Node] = []
         node: Any = ref.node
         while True:
@@ -159,6 +158,8 @@ def _without_fill(node: fx.Node, capture: Capture, experts: set[int]) -> fx.Node
 
 def _are_different(made: list[tuple[fx.Node, torch.Tensor]]) -> bool:
     """Whether all choices of a token are places of one order of the experts, or drawn without putting back."""
+    if not made:
+        return True
     node = made[0][0]
     val = node.meta["val"]
     selection: Any = node.args[0] if op_name(node) == "getitem" else node
@@ -167,7 +168,7 @@ def _are_different(made: list[tuple[fx.Node, torch.Tensor]]) -> bool:
     if op_name(selection) in SELECTIONS and node is not selection and node.args[1] == 1:
         axis, _ = SELECTIONS[op_name(selection)](selection)
     elif op_name(node) == "argsort":
-        axis = node.kwargs.get("dim", next((a for a in node.args[1:] if type(a) is int), -1))
+        axis = place_axis(node)
     elif op_name(node) == "multinomial" and not _puts_back(node):
         axis = -1
     else:
