@@ -18,6 +18,7 @@ from ...capture.tracer import Flips
 from ...errors import Refused
 from . import crowds, doubts, given, leaks, twice
 from .agree import same_form
+from .different import are_different
 from .form import Lifted
 from .lift import Lifter
 from .matched import Expert, Match
@@ -149,7 +150,7 @@ class Prover:
             lifted = self.lift_as(taken, None)
         except NotTwice as why:
             refusal = why
-        if lifted is not None and not twice.may_be_one(lifted, {e for g in lifted.groups for e in g.ids}):
+        if lifted is not None and are_different(lifted, {e for g in lifted.groups for e in g.ids}):
             return lifted
         self.by_slots = True
         try:

@@ -21,18 +21,15 @@ from ...capture.tracer import Flips
 from ...errors import Refused
 from .agree import same_form
 from .chosen import aligned
+from .different import MOVES, are_different
 from .form import Group, Lifted
-from .nodes import SELECTIONS, op_name, place_axis
+from .nodes import op_name
 from .worth import NotTwice
 
 if TYPE_CHECKING:
     from .prove import Prover
 
-# These say of an integer where it is, not which it is.
-_MOVES = {
-    "_to_copy", "_unsafe_view", "expand", "flatten", "permute", "reshape", "select", "slice", "squeeze", "t",
-    "transpose", "unsqueeze", "view",
-}  # fmt: skip
+_MOVES = MOVES - {"cat", "constant_pad_nd", "stack"} | {"_to_copy"}  # of one tensor, of which no element is new
 _LOOKUPS = {"embedding", "gather", "index", "index_select", "take"}
 _FEW = 8  # slots of which all pairs are tried
 _EACH = 3  # of so many tokens one chooses otherwise
@@ -46,9 +43,9 @@ def fall_together(prover: Prover) -> None:
         Refused: what the two choices are worth does not add up, or cannot be made to show.
     """
     first, sizes, experts = prover.lifted[0], prover.sizes[0], prover.seen
-    made = _made(first, experts)
-    if _are_different(made):
+    if are_different(first, experts):
         return
+    made = _made(first, experts)
     pairs = _pairs(first.slots)
     if len(first.ids) < _EACH * len(pairs):  # each needs a token, and others are to show the form
         sizes = prover.choose(_EACH * len(pairs), 0)
@@ -100,19 +97,12 @@ def _with_all_places(prover: Prover) -> list[Group]:
 
 
 # ---------------------------------------------------------------------- where choices come from
-def may_be_one(lifted: Lifted, experts: set[int]) -> bool:
-    """Whether two choices of a token may be one of these experts, as far as what made them says."""
-    return not _are_different(_made(lifted, experts))
-
-
 def _made(lifted: Lifted, experts: set[int]) -> list[tuple[fx.Node, torch.Tensor]]:
     """What made the choices, in program order, each with the places that those of a token have in it: int64 [T, K], or
-    [T, 1] where each slot has a node of its own. None of one choice, or a mask."""
+    [T, 1] where each slot has a node of its own."""
     found = []
     refs = lifted.index.columns or (lifted.index,)
     for ref in refs:
-        if lifted.slots < 2 or "m" in ref.axes:
-            return []
         moves: list[fx.Node] = []
         node: Any = ref.node
         while True:
@@ -154,33 +144,6 @@ def _without_fill(node: fx.Node, capture: Capture, experts: set[int]) -> fx.Node
             if number.numel() == 1 and int(number) not in experts:
                 return choices
     return None
-
-
-def _are_different(made: list[tuple[fx.Node, torch.Tensor]]) -> bool:
-    """Whether all choices of a token are places of one order of the experts, or drawn without putting back."""
-    if not made:
-        return True
-    node = made[0][0]
-    val = node.meta["val"]
-    selection: Any = node.args[0] if op_name(node) == "getitem" else node
-    if any(other is not node for other, _ in made) or not val.dim():
-        return False
-    if op_name(selection) in SELECTIONS and node is not selection and node.args[1] == 1:
-        axis, _ = SELECTIONS[op_name(selection)](selection)
-    elif op_name(node) == "argsort":
-        axis = place_axis(node)
-    elif op_name(node) == "multinomial" and not _puts_back(node):
-        axis = -1
-    else:
-        return False
-    places = torch.cat([flat for _, flat in made], dim=1)
-    at = [*torch.unravel_index(places, val.shape)]  # of each axis [T, K]
-    along = at.pop(axis)  # type: ignore[arg-type]
-    return all(bool((a == a[:, :1]).all()) for a in at) and all(len({*row}) == len(row) for row in along.tolist())
-
-
-def _puts_back(node: fx.Node) -> bool:
-    return bool(node.kwargs.get("replacement", node.args[2] if len(node.args) > 2 else False))
 
 
 def _is_looked_up(node: fx.Node) -> bool:

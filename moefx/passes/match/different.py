@@ -1,0 +1,288 @@
+"""Which choices of a token are different experts, whatever its scores are.
+
+Those of one `topk` are different places of one order. What a program makes of places (an offset for each group of
+experts, a fixed expert beside them) is run for each place that there may be: two choices are different where no two
+places come out as one expert.
+"""
+
+# fx types an argument as anything that a program can hold: the code knows better.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ...capture.captured import SHAPE_ONLY
+from .chosen import aligned
+from .form import Lifted
+from .nodes import SELECTIONS, is_random, op_name, place_axis
+from .ranges import token_sizes
+
+MOVES = {
+    "_unsafe_view", "cat", "constant_pad_nd", "expand", "flatten", "flip", "permute", "repeat", "reshape", "roll",
+    "select", "slice", "squeeze", "stack", "t", "transpose", "unsqueeze", "view",
+}  # fmt: skip
+_APART = {"chunk", "split", "split_with_sizes", "unbind"}
+_LOOKUPS = {"gather", "index", "index_select"}
+_POINTWISE = {"_to_copy", "detach", "floor_divide", "lift_fresh"}  # and what torch calls so
+_MOST_WAYS = 8
+
+
+class _Way(NamedTuple):
+    """How the elements of an integer tensor may come about."""
+
+    choice: torch.Tensor  # int64 [*shape]: the choice that each is a function of; 0: of none
+    values: torch.Tensor  # [N, *shape], by which place that choice is
+
+    def at(self, place: int) -> torch.Tensor:
+        return self.values[min(place, len(self.values) - 1)]
+
+
+def are_different(lifted: Lifted, experts: set[int]) -> bool:
+    """Whether no two slots of a token can be the same one of these experts."""
+    if lifted.slots < 2 or "m" in lifted.index.axes:
+        return True
+    places = _Places(token_sizes(lifted.capture))
+    slots: list[list[_Way]] = []
+    for ref in lifted.index.columns or (lifted.index,):
+        ways = places.ways(ref.node)
+        if ways is None:
+            return False
+        read = [[_read(x, lifted.tokens, ref.axes) for x in (way.choice, *way.values)] for way in ways]
+        for k in range(read[0][0].shape[1]):
+            slots.append([_Way(choice[:, k], torch.stack([v[:, k] for v in values])) for choice, *values in read])
+    among = torch.tensor(sorted(experts))
+    return not any(
+        places.may_be_one(*ways, among)
+        for pair in itertools.combinations(slots, 2)
+        for ways in itertools.product(*pair)
+    )
+
+
+def _read(x: torch.Tensor, tokens: tuple[int, ...], axes: tuple[str, ...]) -> torch.Tensor:
+    return next(flat for found, flat in aligned(x, tokens) if found == axes)
+
+
+class _Places:
+    """Args: tokens: how many of them there are here: what counts these is known of no other number."""
+
+    def __init__(self, tokens: set[int]):
+        self._tokens = tokens
+        self._known: dict[fx.Node, list[_Way] | None] = {}
+        self._same: dict[str, list[_Way] | None] = {}  # by what is run: it chooses the same again
+        self._rows = torch.zeros(1, dtype=torch.int64)  # by choice: those of a row are different places
+        self._sizes = torch.ones(1, dtype=torch.int64)  # by choice: of how many places
+
+    def may_be_one(self, a: _Way, b: _Way, among: torch.Tensor) -> bool:
+        """Whether two slots, [T] and [N, T] each, can come out as one of these numbers."""
+        counts, is_at = zip(*(self._counts(way, among) for way in (a, b)), strict=True)
+        if counts[0] is None or counts[1] is None:
+            return True
+        n = min(len(at) for at in is_at)
+        both = (is_at[0][:n] & is_at[1][:n]).sum(0)  # by number: at one place
+        is_same = a.choice == b.choice
+        is_beside = ~is_same & (self._rows[a.choice] == self._rows[b.choice])
+        is_apart = ~(is_same | is_beside)
+        found = [(is_same, both), (is_beside, counts[0] * counts[1] - both), (is_apart, counts[0] * counts[1])]
+        return any(bool(tokens.any() and pairs.any()) for tokens, pairs in found)
+
+    def _counts(self, way: _Way, among: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """At how many places a slot is each of these numbers, and at which: [N, numbers]. None: not at the same for all
+        tokens."""
+        sizes = self._sizes[way.choice]
+        values = way.values[: int(sizes[0])]
+        is_at = values[:, :1] == among
+        is_uniform = bool((sizes == sizes[0]).all() and (values == values[:, :1]).all())
+        return (is_at.sum(0) if is_uniform else None), is_at
+
+    # ------------------------------------------------------------------ how integers come about
+    def ways(self, node: fx.Node) -> list[_Way] | None:
+        """None: nothing is known of some element."""
+        stack = [node]
+        while stack:
+            n = stack[-1]
+            unseen = [a for a in _made_from(n) if a not in self._known] if n not in self._known else []
+            stack += unseen
+            if not unseen:
+                stack.pop()
+                if n not in self._known:
+                    self._known[n] = self._ways(n) if _is_of_integers(n) else None
+                    if not is_random(_made_by(n)):
+                        self._known[n] = self._same.setdefault(_run(n), self._known[n])
+        return self._known[node]
+
+    def _ways(self, node: fx.Node) -> list[_Way] | None:
+        val: torch.Tensor = node.meta["val"]
+        if _is_constant(node):
+            is_counting = val.numel() in self._tokens and len(val.unique()) > 1
+            return None if is_counting else [_constant(val)]
+        chosen = self._chosen(node, val.shape)
+        if chosen is not None:
+            return [chosen._replace(values=chosen.values.to(val.dtype))]
+        if op_name(node) in ("where", "masked_fill") and len(node.args) == 3:
+            mask = node.args[0 if op_name(node) == "where" else 1]
+            if self._known[mask] is None:
+                return self._either(val, [a for a in node.args if a is not mask])
+        try:
+            return self._computed(node)
+        except RuntimeError:  # at a place that never is chosen, or else the program fails as well
+            return None
+
+    def _chosen(self, node: fx.Node, shape: torch.Size) -> _Way | None:
+        """Of what selects among scores, or among what is different already."""
+        name, by = op_name(node), _made_by(node)
+        if not by.all_input_nodes or not shape:
+            return None
+        of = getattr(by.all_input_nodes[0].meta.get("val"), "shape", ())
+        axis: Any = None  # along which all are different
+        if name == "getitem" and op_name(by) in SELECTIONS:
+            axis, is_kept = SELECTIONS[op_name(by)](by)
+            if node.args[1] == 0:
+                return self._again(by.args[0], axis, shape) if is_kept else None
+            size, axis = of[axis], axis if is_kept else None
+        elif name in ("argmax", "argmin"):
+            among = place_axis(node)
+            size = math.prod(of) if among is None else of[among]
+        elif name == "argsort":
+            axis = place_axis(node)
+            size = of[axis]
+        elif name == "multinomial":
+            axis = None if node.kwargs.get("replacement", node.args[2] if len(node.args) > 2 else False) else -1
+            size = of[-1]
+        elif name == "gather" and self._different(node.args[2], axis := node.args[1]) is not None:
+            return self._again(node.args[0], axis, shape)
+        else:
+            return None
+        if size in self._tokens:
+            return None
+        return self._new(axis, torch.arange(size).view(-1, *[1] * len(shape)).expand(size, *shape))
+
+    def _new(self, axis: int | None, values: torch.Tensor) -> _Way:
+        """Choices that were not known before, of these numbers."""
+        choice = len(self._rows) + torch.arange(values[0].numel()).view(values.shape[1:])
+        rows = choice if axis is None else choice.narrow(axis, 0, 1).expand(choice.shape)  # named by their first ones
+        self._rows = torch.cat([self._rows, rows.flatten()])
+        self._sizes = torch.cat([self._sizes, torch.full((choice.numel(),), len(values))])
+        return _Way(choice, values)
+
+    def _again(self, node: Any, axis: int, shape: torch.Size) -> _Way | None:
+        """What is selected, without putting back, from numbers that are different."""
+        way, along = self._different(node, axis), axis % len(shape)
+        if way is None or any(
+            n != m for i, (n, m) in enumerate(zip(shape, way.choice.shape, strict=True)) if i != along
+        ):
+            return None
+        first = way.values.narrow(along + 1, 0, 1)
+        return self._new(axis, first.expand(len(first), *shape))
+
+    def _different(self, node: Any, axis: int) -> _Way | None:
+        """How numbers come about that are all different along an axis, as one function of different places."""
+        ways = self._known.get(node)
+        if ways is None or len(ways) != 1 or not ways[0].choice.dim():
+            return None
+        choice, values = ways[0]
+        alike = all(bool((x == x.narrow(axis, 0, 1)).all()) for x in (self._rows[choice], *values))
+        apart = bool(choice.sort(axis).values.diff(dim=axis).all() and values.sort(0).values.diff(dim=0).all())
+        return ways[0] if alike and apart and choice.all() else None
+
+    def _either(self, val: torch.Tensor, branches: list[Any]) -> list[_Way] | None:
+        """Of one or the other, nobody knows which."""
+        found: list[_Way] = []
+        for branch in branches:
+            ways = self._known[branch] if isinstance(branch, fx.Node) else [_constant(torch.tensor(branch))]
+            if ways is None or len(found) + len(ways) > _MOST_WAYS:
+                return None
+            for choice, values in ways:
+                values = values.view(len(values), *[1] * (val.dim() - values.dim() + 1), *values.shape[1:])
+                found.append(_Way(choice.expand(val.shape), values.expand(-1, *val.shape).to(val.dtype)))
+        return found
+
+    def _computed(self, node: fx.Node) -> list[_Way] | None:
+        """Of what only moves numbers, or computes with those at one place."""
+        by = _made_by(node)
+        name, inputs = op_name(by), by.all_input_nodes
+        several = [ways for a in inputs if (ways := self._known[a]) is not None]
+        looks_up, moves = name in _LOOKUPS, name in MOVES | _APART
+        computes = name in _POINTWISE or torch.Tag.pointwise in getattr(by.target, "tags", ())
+        if not (looks_up or moves or computes) or is_random(by) or len(several) < len(inputs):
+            return None
+        if math.prod(map(len, several)) > _MOST_WAYS or (looks_up and not self._is_at_constants(by)):
+            return None
+        found = []
+        for ways in itertools.product(*several):
+            given = dict(zip(inputs, ways, strict=True))
+            values = torch.stack([_call(node, {a: way.at(n) for a, way in given.items()}) for n in range(_most(ways))])
+            if computes:
+                choice = _common([way.choice.expand(values.shape[1:]) for way in ways])
+            elif looks_up:
+                indices = {a: way.at(0) for a, way in given.items()}
+                choice = _call(node, indices | {inputs[0]: ways[0].choice})
+            else:
+                choice = _call(node, {a: way.choice for a, way in given.items()}, padding=0)
+            if choice is None:
+                return None
+            found.append(_Way(choice, values))
+        return found
+
+    def _is_at_constants(self, node: fx.Node) -> bool:
+        indices: list[fx.Node] = []
+        fx.node.map_arg((node.args[1:], node.kwargs), indices.append)
+        return bool(indices) and all(_is_constant(a) and self._known[a] is not None for a in indices)
+
+
+def _run(node: fx.Node) -> str:
+    by = _made_by(node)
+    return str((by.op, by.target, by.args, by.kwargs, node.args[1] if by is not node else ""))
+
+
+def _made_by(node: fx.Node) -> fx.Node:
+    """The op, of which a node may be one of several results."""
+    return node.args[0] if op_name(node) == "getitem" and isinstance(node.args[0], fx.Node) else node
+
+
+def _made_from(node: fx.Node) -> list[fx.Node]:
+    return [] if not _is_of_integers(node) or _is_constant(node) else _made_by(node).all_input_nodes
+
+
+def _is_of_integers(node: fx.Node) -> bool:
+    val = node.meta.get("val")
+    return isinstance(val, torch.Tensor) and not isinstance(val, FakeTensor) and not val.is_floating_point()
+
+
+def _is_constant(node: fx.Node) -> bool:
+    """Whether it is the same in all runs of the program."""
+    if node.op == "get_attr":
+        return node.meta["kind"] == "constant"
+    is_made = node.op == "call_function" and (not node.all_input_nodes or node.target in SHAPE_ONLY)
+    return is_made and not is_random(node) and "empty" not in op_name(node)
+
+
+def _constant(val: torch.Tensor) -> _Way:
+    return _Way(torch.zeros(val.shape, dtype=torch.int64), val[None])
+
+
+def _most(ways: Iterable[_Way]) -> int:
+    return max((len(way.values) for way in ways), default=0)
+
+
+def _common(choices: list[torch.Tensor]) -> torch.Tensor | None:
+    """The choice that each element is a function of, of several of which one may be; None: of two."""
+    found = torch.stack(choices).amax(0)
+    return found if all(bool(((c == 0) | (c == found)).all()) for c in choices) else None
+
+
+def _call(node: fx.Node, inputs: dict[fx.Node, torch.Tensor], **changed: Any) -> torch.Tensor:
+    by = _made_by(node)
+    args, kwargs = fx.node.map_arg((by.args, by.kwargs), inputs.__getitem__)
+    if "padding" in changed and op_name(by) == "constant_pad_nd":
+        args = *args[:2], changed["padding"]
+    out = by.target(*args, **{k: v for k, v in kwargs.items() if k != "device"})
+    return out if by is node else out[node.args[1]]
