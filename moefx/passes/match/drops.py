@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ...capture.captured import COMPARISONS
 from ...errors import Refused
 from ..capacity import Formula, find_formula
 from .chosen import aligned
 from .form import Body, Lifted, Ref, walk
 from .matched import DropRule, Match
-from .nodes import numbers
+from .nodes import numbers, op_name
 from .semantics import Semantics
 from .shapes import unravel
 from .term import Term, is_const
@@ -253,7 +254,9 @@ def _undominated(candidates: list[Ref], lifted: Lifted) -> list[Ref]:
 
 
 def _alike(a: torch.fx.Node, b: torch.fx.Node) -> bool:
-    return a.op == b.op and str(a.target) == str(b.target) and a.meta["source"] == b.meta["source"]
+    """Whether they are one node of the program: of a loop over the experts, comparisons with the same one."""
+    is_line = a.op == b.op and str(a.target) == str(b.target) and a.meta["source"] == b.meta["source"]
+    return is_line and (op_name(a) not in COMPARISONS or numbers([a]) == numbers([b]))
 
 
 __all__ = ["explain_drops"]

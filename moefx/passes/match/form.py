@@ -82,6 +82,16 @@ class Lifted:
     optional: SizeGuard | None = None  # the proof can do without it, where a form holds for these sizes only
 
 
+def with_all_experts(several: Sequence[Lifted]) -> Lifted:
+    """The form of the first capture, with all experts that any capture met."""
+    groups = []
+    for group in several[0].groups:
+        met = [g for one in several for g in one.groups if g.body == group.body]
+        tables = [{e: p for g in met for e, p in g.tables[j].items()} for j in range(len(group.tables))]
+        groups.append(dataclasses.replace(group, ids=sorted({e for g in met for e in g.ids}), tables=tables))
+    return dataclasses.replace(several[0], groups=groups)
+
+
 def has_matrices(body: Body) -> bool:
     """Whether some contraction has an expert's matrix as an operand."""
     return any(

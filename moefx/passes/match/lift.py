@@ -19,14 +19,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ...capture.captured import Capture, decided_by_floats
 from ...errors import Refused
 from .chosen import Choice, choice, every_expert_for_every_token
-from .form import Lifted, Ref, has_matrices
+from .form import Group, Lifted, has_matrices
 from .lookup import Lookup
 from .nodes import is_random, line, op_name
 from .owners import Key, Owners
 from .paths import parameter_of
 from .resolve import structure
+from .rest import missed, place_keyless, shared
 from .routed import Reach, alike_everywhere, chooses, cuts, expert_parameters, feeding, inside_calls
-from .term import Term, TooLarge, is_const, show
+from .term import Term, TooLarge, is_const
 from .unify import Skeletons, Unifier
 from .worth import NotTwice, Sums, repeated
 
@@ -145,14 +146,17 @@ class Lifter:
         nodes = feeding(self.reach, cut, self.routed, self.like.capture if self.like is not None else None)
         highest = max(int(ids[t, k]) for t, row in enumerate(slots) for k in row)  # not of ids that are nobody's
         lookup = Lookup(self.reach.S, nodes, tokens, ids.shape[1], highest + 1, self.inside, self.like, self.by_slots)
-        shared, rest = _shared(rest, lookup, self.owners)
-        missed, rest = _missed(rest, routed, lookup)
+        common, rest = shared(rest, lookup, self.owners)
+        alone, rest = missed(rest, routed, lookup)
         chosen = ids.tolist()
         twice = repeated(ids, slots, self.like)
-        placed = [[] if t in twice else list(zip(slots[t], parts, strict=True)) for t, parts in enumerate(routed)]
+        placed = [
+            [(k, part) for k, part in zip(slots[t], parts, strict=True) if chosen[t][k] not in twice.get(t, ())]
+            for t, parts in enumerate(routed)
+        ]
         for t, parts in enumerate(rest):
             if t not in twice:
-                _place_keyless(t, parts, chosen[t], placed[t], lookup)
+                place_keyless(t, parts, chosen[t], placed[t], lookup)
         kept = torch.zeros(ids.shape, dtype=torch.bool)
         skeletons = Skeletons(lookup.rows())
         instances: dict[int, list[tuple[int, int, Term]]] = defaultdict(list)
@@ -161,10 +165,35 @@ class Lifter:
                 kept[t, k] = True
                 instances[skeletons.of(part)].append((t, k, part))
         for t in twice:
-            kept[t] = torch.isin(ids[t], torch.tensor([ids[u, k] for u, row in enumerate(slots) for k in row]))
+            kept[t] = True  # for now
         lookup.dropped = [(t, k, chosen[t][k]) for t, k in (~kept).nonzero().tolist()]
+        groups = self._groups(cut, lookup, instances, chosen)
+        if twice:
+            every = {t: [(t, k, e) for k, e in enumerate(chosen[t])] for t in sorted(twice)}
+
+            def sums() -> Sums | None:
+                found = Sums(self.capture, self.reach.T, lookup, groups, routed, self.like)
+                return found if all(found.hold(places, [*routed[t], *rest[t]]) for t, places in every.items()) else None
+
+            if (worth := sums()) is None:
+                lookup.doubtful = [place for places in every.values() for place in places]
+                groups = self._groups(cut, lookup, instances, chosen)
+                worth = sums()
+            if worth is None:
+                raise NotTwice(str(cut.meta["source"]))
+            for t, places in every.items():
+                kept[t] = torch.tensor([worth.counts(place) for place in places])
+        absorbed = {n for n in self.routed if n.meta["index"] <= cut.meta["index"]}
+        return Lifted(
+            self.capture, cut, tokens, ids.shape[1], index, ids, groups, common, alone, kept, absorbed, {*twice}
+        )
+
+    def _groups(
+        self, cut: fx.Node, lookup: Lookup, instances: dict[int, list[tuple[int, int, Term]]], chosen: list[list[int]]
+    ) -> list[Group]:
+        """What the summands of one form have in common, by form; none where no token shows one."""
         groups = [Unifier(self.owners, lookup, self.routed).group(m, chosen) for m in instances.values()]
-        if not any(has_matrices(g.body) for g in groups):
+        if instances and not any(has_matrices(g.body) for g in groups):
             raise Refused(
                 "experts are single vectors looked up per token (retrieval), not functions with a matrix product",
                 culprits=tuple(sorted(self.experts)[:3]),
@@ -174,14 +203,7 @@ class Lifter:
             raise Refused(
                 f"expert {clash[0]} does not always compute the same function", source=str(cut.meta["source"])
             )
-        sums = Sums(self.reach.T, lookup, groups, routed, self.like) if twice else None
-        for t in twice:
-            if sums is not None and not sums.hold(t, chosen[t], [*routed[t], *rest[t]]):
-                raise NotTwice(str(cut.meta["source"]))
-        absorbed = {n for n in self.routed if n.meta["index"] <= cut.meta["index"]}
-        return Lifted(
-            self.capture, cut, tokens, ids.shape[1], index, ids, groups, shared, missed, kept, absorbed, twice
-        )
+        return groups
 
     def _summands(self, cut: fx.Node) -> tuple[list[list[Term]], list[list[Term]]]:
         """What each row of the cut is the sum of: the experts' results, and the rest."""
@@ -277,62 +299,3 @@ class Lifter:
             if inputs and op_name(n) not in _JOINS and has_parts(n) and not any(map(has_parts, inputs)):
                 return n
         return None
-
-
-# ---------------------------------------------------------------------- summands that are no expert's
-def _shared(rest: list[list[Term]], lookup: Lookup, owners: Owners) -> tuple[list[Ref], list[list[Term]]]:
-    """Summands that are the rows of a node which is computed without the experts, the same node for all tokens.
-    Where its row is zero under this routing (a gated part that is not chosen) there is no summand. A sum that is no
-    node's is taken apart."""
-    refs: list[Ref] = []
-    while True:
-        rest = [list(parts) for parts in rest]
-        tried: set[Term] = set()
-        for t, parts in enumerate(rest):
-            for term in [p for p in parts if p not in tried]:
-                tried.add(term)
-                column = lookup.find_rows(t, term, rest)
-                if column is not None:
-                    refs.append(column[0])
-                    for mine, found in zip(rest, column[1], strict=True):
-                        if not is_const(found, 0):
-                            mine.remove(found)
-        apart = [[p for part in parts for p in owners.operands(part)] for parts in rest]
-        if apart == rest:
-            return refs, rest
-        rest = apart
-
-
-def _missed(rest: list[list[Term]], routed: list[list[Term]], lookup: Lookup) -> tuple[Ref | None, list[list[Term]]]:
-    """What the tokens that no expert took have instead: their own row, say, which the others do not have."""
-    alone = [t for t, parts in enumerate(routed) if not parts]
-    if not alone or any(len(rest[t]) != 1 for t in alone) or any(rest[t] for t in range(len(rest)) if routed[t]):
-        return None, rest
-    ref = lookup.find([(t, 0, 0) for t in alone], [rest[t][0] for t in alone], slots=False)
-    return (ref, [[] for _ in rest]) if ref is not None else (None, rest)
-
-
-def _place_keyless(t: int, parts: list[Term], ids: list[int], placed: list[tuple[int, Term]], lookup: Lookup) -> None:
-    """Summands of a token without parameters (identity experts): the slots that are left, told apart by their
-    weights."""
-    for part in [summand for whole in parts for summand in _by_weight(whole, lookup)]:
-        free = sorted(set(range(len(ids))) - {k for k, _ in placed})
-        scalars = {a for a in part.terms if math.prod(a.shape) == 1}
-        fits = [k for k in free if any(lookup.value_at(t, k, ids[k], s) for s in scalars)]
-        if not fits and len(free) == 1:
-            fits = free
-        if not fits:
-            raise Refused(f"a part of the output is neither an expert's nor the same for all tokens: {show(part, 3)}")
-        placed.append((fits[0], part))
-
-
-def _by_weight(t: Term, lookup: Lookup) -> list[Term]:
-    """`x * (w1 + w2)` as two summands: one token may choose two experts that do the same."""
-    if t.op == "pw" and t.args[0] == "mul":
-        a, b = t.args[2:]
-        wide, scalar = (a, b) if math.prod(b.shape) == 1 else (b, a)
-        if scalar.op == "pw" and scalar.args[0] == "add" and not any(lookup.holds(scalar)):
-            pw = lookup.S.T.pw
-            products = [pw("mul", wide, s) if wide is a else pw("mul", s, wide) for s in scalar.args[2:]]
-            return [p for product in products for p in _by_weight(product, lookup)]
-    return [t]

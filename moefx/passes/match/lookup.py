@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
+from collections.abc import Collection, Iterator
 
 from torch import fx
 
@@ -26,6 +27,7 @@ class Lookup:
         self.T = math.prod(tokens)
         self.positions = list(itertools.product(*map(range, tokens)))
         self.dropped: list[tuple[int, int, int]] = []
+        self.doubtful: list[tuple[int, int, int]] = []  # where a weight that is zero at some of them is the likelier
         self.readings: list[tuple[tuple[bool, bool, int], int, Ref]] = []
         before = {  # at a single token several readings fit: as in the other capture is best
             (ref.node.meta["index"], ref.axes)
@@ -107,14 +109,13 @@ class Lookup:
                         table[found].append(ref)
             self._tables[at, slots] = table
         scalar = math.prod(terms[0].shape) == 1
-        first: Ref | None = None
-        for ref in self._tables[at, slots].get(terms[0], ()):
-            if not (scalar or wide or set(ref.axes) <= {"t"}):
-                continue
-            if all(self.element(ref, *place) is term for place, term in zip(where, terms, strict=True)):
-                if not (scalar and self.dropped) or self._zero_at(ref, self.dropped):
-                    return ref
-                first = first or ref
+        fits = (
+            ref
+            for ref in self._tables[at, slots].get(terms[0], ())
+            if (scalar or wide or set(ref.axes) <= {"t"})
+            and all(self.element(ref, *place) is term for place, term in zip(where, terms, strict=True))
+        )
+        first = self._likeliest(fits, range(self.slots)) if scalar else next(fits, None)
         if first is None and scalar and slots and self.slots > 1:
             return self._columns(where, terms)
         return first
@@ -129,9 +130,22 @@ class Lookup:
                 return ref, column  # type: ignore[return-value]
         return None
 
-    def _zero_at(self, ref: Ref, dropped: list[tuple[int, int, int]]) -> bool:
-        """Whether a weight says itself which slots count."""
-        return all((found := self.element(ref, *place)) is None or is_const(found, 0) for place in dropped)
+    def _likeliest(self, fits: Iterator[Ref], slots: Collection[int]) -> Ref | None:
+        """The first, or a weight that says itself which slots count: zero wherever one is dropped, and most often where
+        one may be."""
+        dropped, doubtful = ([at for at in found if at[1] in slots] for found in (self.dropped, self.doubtful))
+        first = best = None
+        most = -1
+        for ref in fits:
+            first = first or ref
+            if len(self._zeros(ref, dropped)) == len(dropped) and (zeros := len(self._zeros(ref, doubtful))) > most:
+                best, most = ref, zeros
+            if best and not doubtful:
+                break
+        return best or first
+
+    def _zeros(self, ref: Ref, where: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+        return [at for at in where if (found := self.element(ref, *at)) is None or is_const(found, 0)]
 
     def _columns(self, where: list[tuple[int, int, int]], terms: list[Term]) -> Ref | None:
         """One node for each slot."""
@@ -141,16 +155,13 @@ class Lookup:
             if not mine or len(mine) == len(where):
                 return None
             first, wanted = mine[0]
-            dropped = [place for place in self.dropped if place[1] == k]
-            found = None
-            for _, _, ref in self.readings:
-                if {"k", "tk", "kt"} & set(ref.axes) or "t" not in ref.axes or self.element(ref, *first) is not wanted:
-                    continue
-                if all(self.element(ref, *place) is term for place, term in mine):
-                    found = found or ref
-                    if self._zero_at(ref, dropped):
-                        found = ref
-                        break
+            fits = (
+                ref
+                for _, _, ref in self.readings
+                if not {"k", "tk", "kt"} & set(ref.axes) and "t" in ref.axes and self.element(ref, *first) is wanted
+                if all(self.element(ref, *place) is term for place, term in mine)
+            )
+            found = self._likeliest(fits, (k,))
             if found is None:
                 return None
             columns.append(found)

@@ -19,7 +19,7 @@ from ...errors import Refused
 from . import crowds, doubts, given, leaks, twice
 from .agree import same_form
 from .different import are_different
-from .form import Lifted
+from .form import Lifted, with_all_experts
 from .lift import Lifter
 from .matched import Expert, Match
 from .nodes import line
@@ -128,6 +128,19 @@ class Prover:
                 raise
             self.lifted = [self._read_as(one, lifted, lifted) for one in self.lifted]
 
+    def read_as(self, lifted: Lifted) -> None:
+        """Read all captures off the nodes that another one was read off.
+
+        Raises:
+            Refused: they cannot be.
+        """
+        if _are_same(_places(lifted), _places(self.lifted[0])):
+            return
+        again = [self._read_as(one, lifted, lifted) for one in self.lifted]
+        if not all(_are_same(_places(one), _places(lifted)) for one in again):
+            raise Refused("which weight a choice has depends on the routing", source=str(lifted.cut.meta["source"]))
+        self.lifted = again
+
     def _read_as(self, old: Lifted, like: Lifted, form: Lifted) -> Lifted:
         """A capture once more, read off the nodes that another one was read off.
 
@@ -140,7 +153,8 @@ class Prover:
         return new
 
     def lift(self, routing: Routing, sizes: dict[str, int], flips: Flips | None = None) -> Lifted:
-        return self.lift_as(self.capture(routing, sizes, flips), self._first())
+        like = with_all_experts(self.lifted) if self.lifted else None
+        return self.lift_as(self.capture(routing, sizes, flips), like)
 
     def _lifted_first(self, taken: Capture) -> Lifted:
         """Where two choices of a token may be one expert, with weights read off what has one for each choice, if there
@@ -160,9 +174,6 @@ class Prover:
         if lifted is None:
             raise refusal or AssertionError
         return lifted
-
-    def _first(self) -> Lifted | None:
-        return self.lifted[0] if self.lifted else None
 
     def lift_as(self, taken: Capture, like: Lifted | None) -> Lifted:
         lifter = Lifter(self.block, taken, like, self.symbolic, self.by_slots)
@@ -187,7 +198,7 @@ class Prover:
         if self.num_experts < 2:
             raise Refused("there is one expert only, for all tokens: nothing is chosen")
         self._agree()
-        groups = self._merged()
+        self._merged()  # raises early
         doubts.flip_branches(self)
         doubts.mix_decisions(self)
         given.settle(self)
@@ -200,6 +211,7 @@ class Prover:
         leaks.round_sizes(self)
         leaks.same_by_chance(self)
         self._align()
+        groups = self._merged()
         self.lifted, self.sizes = self._complete()
         for group, merged in enumerate(groups):
             merged.values = [
@@ -255,13 +267,16 @@ class Prover:
 
     def _zeros(self) -> set[int]:
         """Ids that are chosen now and then and never contribute: experts that do nothing. So often that it is not by
-        chance, as it may be where a mask or a capacity drops many slots."""
-        chosen, kept = Counter[int](), Counter[int]()
+        chance, as it may be where a mask or a capacity drops many slots, or where a buffer allows some experts only:
+        it allows others in another capture."""
+        chosen, kept, captures = Counter[int](), Counter[int](), Counter[int]()
         for lifted in self.lifted:
             chosen.update(lifted.ids.reshape(-1).tolist())
             kept.update(lifted.ids[lifted.kept].tolist())
+            captures.update(set(lifted.ids.reshape(-1).tolist()))
         dropped = 1 - kept.total() / max(1, sum(n for e, n in chosen.items() if e in kept))
-        return {e for e, n in chosen.items() if e not in kept and n > 2 and dropped**n < _CHANCE}
+        never = {e: n for e, n in chosen.items() if e not in kept and captures[e] > 2}
+        return {e for e, n in never.items() if n > 2 and dropped**n < _CHANCE}
 
     def _total(self) -> int:
         """How many experts there are: as many as the stacks are long, the siblings many, or the ids high."""

@@ -7,7 +7,6 @@ keeps choices apart they are made to fall together in one capture, and what each
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,7 @@ from ...errors import Refused
 from .agree import same_form
 from .chosen import aligned
 from .different import MOVES, are_different
-from .form import Group, Lifted
+from .form import Lifted, with_all_experts
 from .nodes import op_name
 from .worth import NotTwice
 
@@ -78,22 +77,12 @@ def _otherwise(prover: Prover, sizes: dict[str, int], flips: Flips, refusal: Ref
             raise refusal from error
         return None
     try:
-        lifted = prover.lift_as(taken, dataclasses.replace(first, groups=_with_all_places(prover)))
+        lifted = prover.lift_as(taken, with_all_experts(prover.lifted))
         same_form(first, lifted)
+        prover.read_as(lifted)
     except Refused as why:
         raise refusal from why
     return lifted
-
-
-def _with_all_places(prover: Prover) -> list[Group]:
-    """The experts of the first capture, with all that any capture has met."""
-    found = []
-    for g, group in enumerate(prover.lifted[0].groups):
-        met = [lifted.groups[g] for lifted in prover.lifted]
-        tables = [{e: p for one in met for e, p in one.tables[j].items()} for j in range(len(group.tables))]
-        ids = sorted({e for one in met for e in one.ids})
-        found.append(dataclasses.replace(group, ids=ids, tables=tables))
-    return found
 
 
 # ---------------------------------------------------------------------- where choices come from

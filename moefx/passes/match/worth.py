@@ -6,6 +6,7 @@ weights, and whether before or after they are multiplied with what the expert gi
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
@@ -13,8 +14,9 @@ from typing import Any
 
 import torch
 
+from ...capture.captured import Capture
 from ...errors import Refused
-from .form import Body, Group, Lifted
+from .form import Body, Group, Lifted, Ref
 from .lookup import Lookup
 from .paths import Place, has_place
 from .term import Term, is_const, number
@@ -33,42 +35,52 @@ class NotTwice(Refused):
         )  # fmt: skip
 
 
-def repeated(ids: torch.Tensor, slots: list[list[int]], like: Lifted | None) -> set[int]:
-    """Tokens that have an expert twice which is known from others, too."""
+def repeated(ids: torch.Tensor, slots: list[list[int]], like: Lifted | None) -> dict[int, set[int]]:
+    """By token the experts that it has chosen twice, of those that are known from tokens which chose them once."""
     chosen = ids.tolist()
-    twice = {t for t, row in enumerate(chosen) if len(set(row)) < len(row)}
-    known = {chosen[t][k] for t, row in enumerate(slots) if t not in twice for k in row}
+    again = [{e for e in row if row.count(e) > 1} for row in chosen]
+    known = {chosen[t][k] for t, row in enumerate(slots) for k in row if chosen[t][k] not in again[t]}
     known |= {e for group in (like.groups if like is not None else ()) for e in group.ids}
-    used = known | {chosen[t][k] for t, row in enumerate(slots) for k in row}
-    mine = {t: {e for e in chosen[t] if chosen[t].count(e) > 1} & used for t in twice}
-    return {t for t, experts in mine.items() if experts and used.intersection(chosen[t]) <= known}
+    return {t: experts for t, row in enumerate(again) if (experts := row & known)}
 
 
 class Sums:
     """Whether what a token gets is the sum of what its choices are worth, one by one."""
 
-    def __init__(self, T: Terms, lookup: Lookup, groups: list[Group], routed: list[list[Term]], like: Lifted | None):
+    def __init__(
+        self, capture: Capture, T: Terms, lookup: Lookup, groups: list[Group], routed: list[list[Term]],
+        like: Lifted | None,
+    ):  # fmt: skip
         """`routed`: the summands of all tokens that the experts have a part in."""
         self.T, self.lookup = T, lookup
         parts = dict.fromkeys(part for row in routed for part in row)
         self.places = {Place.of(x): x for x in _walk(*parts) if has_place(x)}
         self.groups: dict[int, tuple[Group, list[dict[int, Place]]]] = {}
         others = {g.body: g for g in like.groups} if like is not None else {}
-        for group in groups:
+        met = {g.body for g in groups}
+        unmet = [_in_capture(g, capture) for body, g in others.items() if body not in met]
+        for group in (*groups, *filter(None, unmet)):
             other = others.get(group.body, group)
             tables = [own | more for own, more in zip(group.tables, other.tables, strict=True)]
             self.groups |= {e: (group, tables) for e in {*group.ids, *other.ids}}
 
-    def hold(self, t: int, chosen: list[int], parts: list[Term]) -> bool:
-        """For all summands of token `t`."""
+    def hold(self, places: list[tuple[int, int, int]], parts: list[Term]) -> bool:
+        """`places`: the token, slot and expert of each choice of a token. `parts`: all that it gets."""
         wanted: _Sum = {}
-        for k, e in enumerate(chosen):
-            if e in self.groups:
-                _add(wanted, self._linear(self._worth(self.groups[e][0].body, (t, k, e))))
+        for place in places:
+            _add(wanted, self._of(place))
         found: _Sum = {}
         for part in parts:
             _add(found, self._linear(part))
         return _rounded(wanted) == _rounded(found)
+
+    def counts(self, place: tuple[int, int, int]) -> bool:
+        """Whether a choice is worth anything."""
+        return bool(_rounded(self._of(place)))
+
+    def _of(self, place: tuple[int, int, int]) -> _Sum:
+        known = self.groups.get(place[2])
+        return self._linear(self._worth(known[0].body, place)) if known is not None else {}
 
     def _worth(self, body: Body, where: tuple[int, int, int]) -> Term:
         """The summand of one choice. What no token has stands for itself."""
@@ -105,6 +117,20 @@ class Sums:
                 rows = self._linear(items[0]).items()
                 return {(row and self.T.pw(name, row, **dict(kwargs)), by): n for (row, by), n in rows}
         return {(t, ()): 1.0}
+
+
+def _in_capture(group: Group, capture: Capture) -> Group | None:
+    """With the values of another capture, at the same places of it; None where it took another way."""
+    several = [n for ref in group.values for n in ref.nodes]
+    here = {n: capture.nodes[i] for n in several if (i := n.meta["index"]) < len(capture.nodes)}
+    if any(n not in here or here[n].target != n.target for n in several):
+        return None
+
+    def twin(ref: Ref) -> Ref:
+        columns = tuple(map(twin, ref.columns))
+        return dataclasses.replace(ref, node=columns[0].node if columns else here[ref.node], columns=columns)
+
+    return dataclasses.replace(group, values=[*map(twin, group.values)])
 
 
 def _scalars(t: Any) -> _Sum:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -312,4 +313,47 @@ def test_a_capacity_of_each_sequence():
     for size in ((2, 12), (1, 40), (5, 19), (3, 100), (1, 1), (4, 33)):
         x = torch.randn(*size, D, dtype=torch.float64)
         torch.testing.assert_close(compiled(x), model(x))
+    assert moefx.blocks(compiled)[0].fallbacks == 0
+
+
+class Allowed(nn.Module):
+    """Two experts of a token, by two tables of its best one; a buffer says which experts have a weight.
+
+    Args: loops: over the experts, instead of rows of their weights for each choice.
+    """
+
+    def __init__(self, loops: bool):
+        super().__init__()
+        torch.manual_seed(0)
+        n = 5
+        self.loops = loops
+        self.gate = nn.Linear(D, n)
+        self.up, self.down = nn.Parameter(torch.randn(n, D, H)), nn.Parameter(torch.randn(n, H, D))
+        self.register_buffer("allowed", torch.ones(n, dtype=torch.bool))
+        self.register_buffer("table", torch.tensor([2, 0, 1, 4, 3]))
+        self.register_buffer("other", torch.arange(n))
+
+    def forward(self, x):
+        p = self.gate(x).masked_fill(~self.allowed, float("-inf")).softmax(-1)
+        i = torch.stack([self.table[p.argmax(-1)], self.other[p.argmax(-1)]], -1)
+        w = p.gather(-1, i)
+        if not self.loops:
+            h = torch.einsum("td,tkdh->tkh", x, self.up[i]).relu()
+            return torch.einsum("tkh,tkhd,tk->td", h, self.down[i], w)
+        out = torch.zeros_like(x)
+        for e in range(len(self.up)):
+            t, k = torch.where(i == e)
+            out = out.index_add(0, t, (x[t] @ self.up[e]).relu() @ self.down[e] * w[t, k, None])
+        return out
+
+
+@pytest.mark.parametrize("loops", [False, True])
+def test_experts_that_a_buffer_does_not_allow_are_experts(loops):
+    """Those that have no weight in the captures in which they are first chosen; the proof says so without numbers."""
+    model = Allowed(loops).double()
+    compiled = moefx.compile(
+        copy.deepcopy(model), example_inputs=(torch.randn(9, D).double(),), plan=moefx.Plan(validation="symbolic")
+    )
+    x = torch.randn(200, D, dtype=torch.float64)
+    torch.testing.assert_close(compiled(x), model(x))
     assert moefx.blocks(compiled)[0].fallbacks == 0
