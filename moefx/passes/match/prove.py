@@ -20,7 +20,7 @@ from . import crowds, doubts, given, leaks, twice
 from .agree import same_form
 from .different import are_different
 from .form import Lifted, with_all_experts
-from .lift import Lifter
+from .lift import Lifter, NothingRouted
 from .matched import Expert, Match
 from .nodes import line
 from .paths import Place, expert_indices, sibling_names, tensor_at
@@ -194,6 +194,7 @@ class Prover:
                 self.add(self._lifted_first(first or self.capture(Routing(kind, variant), sizes)), sizes)
             else:
                 self.add(self.lift(Routing(kind, variant), sizes), sizes)
+        self._more_slots()
         self._cover()
         if self.num_experts < 2:
             raise Refused("there is one expert only, for all tokens: nothing is chosen")
@@ -234,6 +235,18 @@ class Prover:
     def add(self, lifted: Lifted, sizes: dict[str, int]) -> None:
         self.lifted.append(lifted)
         self.sizes.append(sizes)
+
+    def _more_slots(self) -> None:
+        """Where many choices are dropped, those that come last may be in all captures: a few tokens have places for
+        them."""
+        if all(bool(lifted.kept.all()) for lifted in self.lifted):
+            return
+        sizes = self.arguments.sequence(5)
+        if self.is_within(sizes):
+            with contextlib.suppress(Exception):  # at sizes that the program is not made for
+                lifted = self.lift(Routing("diverse", 6), sizes)
+                if lifted.slots > self.lifted[0].slots:
+                    self.add(lifted, sizes)
 
     def _agree(self) -> None:
         """All captures have the form of the one that met the most slots and kinds of experts, which comes first."""
@@ -396,16 +409,23 @@ class Prover:
         that asks who is idle changes what the second ones get. Sizes that it is not made for show nothing."""
         sizes = self.arguments.sequence(3 if self.lifted[0].slots != 3 else 5)
         busy = max(self.lifted[0].groups, key=lambda g: len(g.ids)).ids[0]
-        found, why = [], None
+        found: list[Lifted] = []
+        refused: list[Refused] = []
+        told_apart = False
         for routing in (Routing("diverse", 5), Routing("flooded", busy)) if self.is_within(sizes) else ():
             try:
-                lifted = self.lift(routing, sizes)
+                taken = self.capture(routing, sizes)
+                told_apart |= not all(g.holds(self.sizes[0]) for g in taken.sizes.guards)
+                lifted = self.lift_as(taken, with_all_experts(self.lifted))
                 same_form(self.lifted[0], lifted)
                 found.append(lifted)
-            except Exception as error:
-                why = error
-        if len(found) == 1 and isinstance(why, Refused):
-            raise why
+            except Refused as why:
+                refused.append(why)
+            except Exception:  # the program's own
+                continue
+        is_empty = all(isinstance(why, NothingRouted) for why in refused)
+        if refused and (found or not (told_apart or is_empty)):
+            raise refused[-1]
         for lifted in found if len(found) == 2 else ():
             self.add(lifted, sizes)
 

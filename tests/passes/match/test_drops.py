@@ -357,3 +357,45 @@ def test_experts_that_a_buffer_does_not_allow_are_experts(loops):
     x = torch.randn(200, D, dtype=torch.float64)
     torch.testing.assert_close(compiled(x), model(x))
     assert moefx.blocks(compiled)[0].fallbacks == 0
+
+
+class Third(nn.Module):
+    """Two choices of one gate and a third one of another, which gets the places that are left: mostly none."""
+
+    def __init__(self, n: int = 5, room: int = 6):
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate, self.other, self.room = nn.Linear(D, n), nn.Linear(D, n), room
+        self.up, self.down = nn.Parameter(torch.randn(n, D, H)), nn.Parameter(torch.randn(n, H, D))
+        self.register_buffer("allowed", torch.ones(n, dtype=torch.bool))
+
+    def forward(self, x):
+        p = self.gate(x).softmax(-1)
+        third = self.other(x).masked_fill(~self.allowed, -1e9).argmax(-1, keepdim=True)
+        i = torch.cat([p.topk(2).indices, third], -1)
+        hot = F.one_hot(i, p.shape[-1])
+        before = hot.transpose(0, 1).reshape(-1, p.shape[-1]).cumsum(0) - 1
+        place = (before.reshape(i.shape[1], -1, p.shape[-1]).transpose(0, 1) * hot).sum(-1)
+        w = p.gather(-1, i) * (place < self.room)
+        places = F.one_hot(place.clamp(max=self.room - 1), self.room).to(x.dtype)
+        combine = torch.einsum("tk,tke,tkc->tec", w, hot.to(x.dtype), places)
+        h = torch.einsum("ecd,edh->ech", torch.einsum("tec,td->ecd", (combine != 0).to(x.dtype), x), self.up).relu()
+        return torch.einsum("tec,ecd->td", combine, torch.einsum("ech,ehd->ecd", h, self.down))
+
+
+def test_a_slot_that_nearly_always_is_dropped():
+    """A few tokens show it; it is never left out."""
+    rewritten = 0
+    for n in (4, 5, 6, 7):
+        model = nn.Sequential(Third(n)).double()
+        compiled = moefx.compile(
+            copy.deepcopy(model),
+            example_inputs=(torch.randn(24, D, dtype=torch.float64),),
+            plan=moefx.Plan(validation="symbolic"),
+            strict=False,
+        )
+        rewritten += len(moefx.blocks(compiled))
+        for tokens in (3, 9, 24, 24, 100):
+            x = torch.randn(tokens, D, dtype=torch.float64)
+            torch.testing.assert_close(compiled(x), model(x))
+    assert rewritten
