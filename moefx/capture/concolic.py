@@ -69,7 +69,7 @@ def capture(
         if id(t) in seen:
             state[name] = seen[id(t)]
             continue
-        value = tracer.to_fake(t) if is_float(t) else routing.integers(t)
+        value = tracer.to_fake(t) if is_float(t) else routing.integers(t, name)
         node = tracer._register(tracer.graph.create_node("get_attr", name.replace(".", "_")))
         node.meta.update(fqn=name, kind="buffer" if name in buffers else "param", original=t)
         tracer.describe(node, value, False)

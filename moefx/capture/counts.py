@@ -70,6 +70,7 @@ def counted(value: Any, node: Any, log: CountLog) -> Any:
 def _arithmetic(fn: Callable, swapped: bool) -> Callable:
     def method(self: _Routed, other: Any) -> Any:
         if isinstance(other, torch.Tensor):
+            self.log.use(self)
             return fn(other, self.value) if swapped else fn(self.value, other)
         value = other.value if isinstance(other, Number) else other
         if type(value) not in (int, float, bool):
@@ -84,6 +85,7 @@ def _arithmetic(fn: Callable, swapped: bool) -> Callable:
 def _comparison(name: str, fn: Callable) -> Callable:
     def method(self: _Routed, other: Any) -> Any:
         if isinstance(other, torch.Tensor):
+            self.log.use(self)
             return fn(self.value, other)
         value = other.value if isinstance(other, Number) else other
         if type(value) not in (int, float, bool):

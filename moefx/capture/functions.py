@@ -43,8 +43,17 @@ class Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         args, options = plain(args), plain(kwargs or {})
-        tracer, before = self.tracer, len(self.tracer.nodes)
+        tracer = self.tracer
         touched, tracer.touched = tracer.touched, False
+        given, tracer.given = tracer.given, tracer.given | tracer.sizes.given
+        tracer.sizes.given = frozenset()
+        try:
+            return self._called(func, args, options, touched)
+        finally:
+            tracer.given = given
+
+    def _called(self, func: Any, args: tuple, options: dict[str, Any], touched: bool) -> Any:
+        tracer, before = self.tracer, len(self.tracer.nodes)
         if tracer.quiet:
             return func(*args, **options)
         tracer.notice_autocast()

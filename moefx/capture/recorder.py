@@ -57,6 +57,8 @@ class Recorder(TorchDispatchMode):
         self.most_nodes = 0  # more than so many is an endless loop; 0: no limit
         self.autocast = dtype_here()  # at the last call of the program's; below an op it reads as off
         self.lengths: set[int] = set()  # how many rows the routing left somewhere
+        self.given: frozenset[int | float] = frozenset()  # of what an op is called with, what sizes or the routing say
+        self.literals: dict[int, frozenset[int | float]] = {}  # `given` of tensors made of Python's numbers, by id
 
     # ------------------------------------------------------------------ nodes
     def emit(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> fx.Node:
@@ -69,6 +71,7 @@ class Recorder(TorchDispatchMode):
         node.meta["source"] = user_source()
         node.meta["grad"] = _grad_enabled()
         node.meta["autocast"] = self.autocast
+        node.meta["of_sizes"] = self.given
         # whether how many rows it has may follow from the routing
         node.meta["ragged"] = node.target in _RAGGED or any(a.meta.get("ragged") for a in node.all_input_nodes)
         self.nodes.append(node)
@@ -119,6 +122,8 @@ class Recorder(TorchDispatchMode):
         node = self._register(self.graph.create_node("get_attr", name.replace(".", "_"), name=None))
         node.meta["fqn"] = name
         node.meta["kind"] = "attribute" if id(t) in self.named else "constant"
+        node.meta["literal"] = id(t) in self.literals
+        node.meta["of_sizes"] = self.literals.get(id(t), frozenset())
         if id(t) not in self.named:
             self.constants[name] = t
         value = t.detach()

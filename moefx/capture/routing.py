@@ -11,6 +11,7 @@ integer. Several unlike routings must lead to one template (design section 3.2),
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 
 import torch
@@ -18,14 +19,15 @@ from torch import fx
 
 
 class Routing:
-    def __init__(self, kind: str = "diverse", seed: int = 0, prefer: tuple[int, ...] = ()):
-        """`prefer`: experts (columns) that tokens should choose first, because no earlier routing hit them."""
-        self.kind, self.seed, self.prefer = kind, seed, prefer
+    def __init__(self, kind: str = "diverse", seed: int = 0, prefer: tuple[int, ...] = (), as_they_are: bool = False):
+        """`prefer`: experts (columns) that tokens should choose first, because no earlier routing hit them.
+        `as_they_are`: integer buffers, which have stand-ins else."""
+        self.kind, self.seed, self.prefer, self.as_they_are = kind, seed, prefer, as_they_are
         self.generator = torch.Generator().manual_seed(1000 + seed)
 
     def again(self) -> Routing:
         """The same, from the start."""
-        return Routing(self.kind, self.seed, self.prefer)
+        return Routing(self.kind, self.seed, self.prefer, self.as_they_are)
 
     def __repr__(self) -> str:
         return f"Routing({self.kind!r}, seed={self.seed})"
@@ -111,15 +113,16 @@ class Routing:
         """Floats of no meaning."""
         return torch.rand(shape, generator=self.generator)
 
-    def integers(self, t: torch.Tensor) -> torch.Tensor:
+    def integers(self, t: torch.Tensor, name: str) -> torch.Tensor:
         """A stand-in for an integer parameter or buffer. Its values are not part of the specialisation: where all are
         the same there are others, too, and routings after the first see them in another order, 0, 1, 2, ... all
-        routings. What was baked in shows."""
+        routings; these see each of them in its own. What was baked in shows, as does that two are the same now."""
         if t.is_meta:
             return torch.zeros(t.shape, dtype=t.dtype)
         value = t.detach().to("cpu", copy=True)
-        if value.numel():
-            generator = torch.Generator().manual_seed(self.seed)
+        if value.numel() and not self.as_they_are:
+            apart = zlib.crc32(name.encode()) << 8 if self.seed else 0
+            generator = torch.Generator().manual_seed(self.seed + apart)
             if (value == value.flatten()[0]).all():
                 value = _varied(value, generator)
             elif (self.seed or _is_identity(value)) and (value.dtype != torch.bool or value.dim() == 1):
@@ -133,10 +136,11 @@ def _is_identity(value: torch.Tensor) -> bool:
 
 
 def _varied(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Flags of which some are the other way round; counters that have counted on."""
+    """Flags of which some are the other way round; counters that have counted on, or not yet to what they are."""
     if value.dtype == torch.bool:
         return value ^ (torch.rand(value.shape, generator=generator) < (0.25 if value.numel() > 1 else 0.5))
-    return value + torch.randint(0, 3, value.shape, generator=generator).to(value.dtype)
+    least = -1 if value.flatten()[0] > 0 else 0
+    return value + torch.randint(least, 3, value.shape, generator=generator).to(value.dtype)
 
 
 def _period(n: int) -> int:

@@ -63,6 +63,7 @@ class SizeLog:
         guards: comparisons, each once.
         leaks: expressions that became plain numbers (`int(n / 2)`, `math.sqrt(n)`): comparisons with these go unseen.
         used: expressions of the sizes that ops were called with.
+        given: the numbers that the op at work was called with, of those that follow from sizes or from the routing.
         routed: whether a number that follows from the routing (a `Count`) became a plain one.
     """
 
@@ -71,6 +72,7 @@ class SizeLog:
         self.guards: list[SizeGuard] = []
         self.leaks: set[str] = set()
         self.used: set[str] = set()
+        self.given: frozenset[int | float] = frozenset()
         self.routed = False
         self.expressions: dict[int, str] = {}  # of single dims before those of products
         for count in range(1, len(self.dims) + 1):
@@ -106,6 +108,7 @@ class SizeLog:
 
     def use(self, size: Number) -> None:
         self.used.add(size.expr)
+        self.given |= {size.value}
 
 
 class Number:
@@ -248,6 +251,7 @@ def _made(value: Any, expr: str, log: SizeLog) -> Any:
 def _arithmetic(symbol: str, fn: Callable, swapped: bool) -> Callable:
     def method(self: Any, other: Any) -> Any:
         if isinstance(other, torch.Tensor):
+            self.log.use(self)
             return fn(other, self.value) if swapped else fn(self.value, other)
         a, b = (other, self) if swapped else (self, other)
         left, right = _expr(a), _expr(b)
@@ -265,6 +269,7 @@ def _unary(text: str, fn: Callable) -> Callable:
 def _comparison(name: str, fn: Callable) -> Callable:
     def method(self: Any, other: Any) -> Any:
         if isinstance(other, torch.Tensor):
+            self.log.use(self)
             return fn(self.value, other)
         right = _expr(other)
         if right is None:

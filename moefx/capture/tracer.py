@@ -63,7 +63,6 @@ class Tracer(Recorder):
         self.sizes = SizeLog()
         self.modes_read: set[str] = set()
         self.refusals: list[Refused] = []
-        self.literals: set[int] = set()  # tensors that the program made of Python's numbers, by id
         self.overwritten: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # tensors of others, and what they held
         self.quiet = 0  # inside an operation that is recorded whole
         self.is_cast = False  # inside a function that autocast has cast the arguments of
@@ -98,6 +97,7 @@ class Tracer(Recorder):
 
     def use(self, size: Any) -> None:
         self.touched = True
+        self.sizes.given |= {size.value}
 
     def rows_of_routing(self, before: int) -> None:
         """The ops since `before` made rows as many as the routing says."""
@@ -171,10 +171,10 @@ class Tracer(Recorder):
                 node = self._constant(t)
                 fake = node.meta["val"]
                 self.track(fake, node)
-                self.literals.add(id(fake))
+                self.literals[id(fake)] = self.given
                 node.meta["literal"] = True
                 return fake
-        self.literals.add(id(t))
+        self.literals[id(t)] = self.given
         self.keep.append(t)
         return t
 

@@ -110,18 +110,24 @@ class TestInvent:
 class TestIntegers:
     def test_first_routing_sees_them_as_they_are(self):
         ids = torch.arange(8).flip(0)
-        value = Routing("diverse", 0).integers(ids)
+        value = Routing("diverse", 0).integers(ids, "b")
         assert torch.equal(value, ids) and value is not ids
 
+    def test_two_that_are_the_same_do_not_stay_so(self):
+        flags = torch.ones(8, dtype=torch.bool)
+        a, b = ([Routing("diverse", seed).integers(flags, name).tolist() for seed in range(1, 4)] for name in "ab")
+        assert a != b
+
     def test_a_map_of_each_to_itself_is_seen_in_another_order(self):
-        assert not torch.equal(Routing("diverse", 0).integers(torch.arange(8)), torch.arange(8))
+        assert not torch.equal(Routing("diverse", 0).integers(torch.arange(8), "b"), torch.arange(8))
 
     def test_later_routings_see_another_order(self):
         ids = torch.arange(8)
-        value = Routing("diverse", 3).integers(ids)
+        value = Routing("diverse", 3).integers(ids, "b")
         assert not torch.equal(value, ids) and torch.equal(value.sort().values, ids)
 
     def test_meta_and_scalars(self):
-        assert Routing().integers(torch.empty(3, dtype=torch.long, device="meta")).tolist() == [0, 0, 0]
-        assert Routing("diverse", 2).integers(torch.tensor(5)).item() == 5
-        assert Routing("diverse", 2).integers(torch.tensor([True, False])).tolist() == [True, False]
+        assert Routing().integers(torch.empty(3, dtype=torch.long, device="meta"), "b").tolist() == [0, 0, 0]
+        counts = {Routing("diverse", seed).integers(torch.tensor(5), "b").item() for seed in range(30)}
+        assert counts == {4, 5, 6, 7}
+        assert Routing("diverse", 2).integers(torch.tensor([True, False]), "b").tolist() == [True, False]

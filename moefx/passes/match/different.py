@@ -13,17 +13,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.utils._pytree as pytree
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...capture.captured import SHAPE_ONLY
+from ...capture.captured import SHAPE_ONLY, Capture
 from .chosen import aligned
 from .form import Lifted
-from .nodes import SELECTIONS, is_random, op_name, place_axis
+from .nodes import SELECTIONS, is_random, numbers, op_name, place_axis
 from .ranges import token_sizes
 
 MOVES = {
@@ -33,6 +34,11 @@ MOVES = {
 _APART = {"chunk", "split", "split_with_sizes", "unbind"}
 _LOOKUPS = {"gather", "index", "index_select"}
 _POINTWISE = {"_to_copy", "detach", "floor_divide", "lift_fresh"}  # and what torch calls so
+# Of these the first arguments are a tensor, or the shape: what they hold hangs on the others only.
+_SHAPED = {
+    "_unsafe_view": 2, "expand": 2, "full": 1, "new_full": 2, "new_ones": 2, "new_zeros": 2, "ones": 1, "reshape": 2,
+    "view": 2, "zeros": 1,
+}  # fmt: skip
 _MOST_WAYS = 8
 
 
@@ -46,11 +52,11 @@ class _Way(NamedTuple):
         return self.values[min(place, len(self.values) - 1)]
 
 
-def are_different(lifted: Lifted, experts: set[int]) -> bool:
-    """Whether no two slots of a token can be the same one of these experts."""
+def are_different(lifted: Lifted, experts: set[int], others: Sequence[Lifted] = ()) -> bool:
+    """Whether no two slots of a token can be the same one of these experts. `others`: captures at other sizes."""
     if lifted.slots < 2 or "m" in lifted.index.axes:
         return True
-    places = _Places(token_sizes(lifted.capture))
+    places = _Places(lifted.capture, [other.capture for other in others])
     slots: list[list[_Way]] = []
     for ref in lifted.index.columns or (lifted.index,):
         ways = places.ways(ref.node)
@@ -72,10 +78,14 @@ def _read(x: torch.Tensor, tokens: tuple[int, ...], axes: tuple[str, ...]) -> to
 
 
 class _Places:
-    """Args: tokens: how many of them there are here: what counts these is known of no other number."""
+    """Args: others: where sizes became plain numbers, captures at other sizes say which numbers are none of these."""
 
-    def __init__(self, tokens: set[int]):
-        self._tokens = tokens
+    def __init__(self, capture: Capture, others: Sequence[Capture]):
+        self._tokens = token_sizes(capture)  # what counts these is known of no other number
+        self._fixed: dict[Any, Any] | None = None
+        if capture.sizes.leaks or capture.sizes.routed:
+            here, *there = (numbers(c.nodes) for c in (capture, *others))
+            self._fixed = {at: n for at, n in here.items() if all(n == other.get(at) for other in there)}
         self._known: dict[fx.Node, list[_Way] | None] = {}
         self._same: dict[str, list[_Way] | None] = {}  # by what is run: it chooses the same again
         self._rows = torch.zeros(1, dtype=torch.int64)  # by choice: those of a row are different places
@@ -121,6 +131,8 @@ class _Places:
 
     def _ways(self, node: fx.Node) -> list[_Way] | None:
         val: torch.Tensor = node.meta["val"]
+        if self._is_of_sizes(node):
+            return None
         if _is_constant(node):
             is_counting = val.numel() in self._tokens and len(val.unique()) > 1
             return None if is_counting else [_constant(val)]
@@ -135,6 +147,18 @@ class _Places:
             return self._computed(node)
         except RuntimeError:  # at a place that never is chosen, or else the program fails as well
             return None
+
+    def _is_of_sizes(self, node: fx.Node) -> bool:
+        """Whether a number that is no shape follows from sizes, or from the routing: it is another at the next call."""
+        if node.op == "get_attr":
+            return bool(node.meta["of_sizes"]) or self._fixed is not None
+        given, shapes = node.meta["of_sizes"], _SHAPED.get(op_name(node), 0)
+        args = (*node.args[shapes:], *node.kwargs.values()) if shapes else (node.args, node.kwargs)
+        if given and any(n in given for n in pytree.tree_leaves(args) if type(n) in (int, float)):
+            return True
+        if self._fixed is None or shapes:
+            return False
+        return any(self._fixed.get(at) is None for at in numbers([_made_by(node)]))
 
     def _chosen(self, node: fx.Node, shape: torch.Size) -> _Way | None:
         """Of what selects among scores, or among what is different already."""
@@ -260,7 +284,7 @@ def _is_of_integers(node: fx.Node) -> bool:
 def _is_constant(node: fx.Node) -> bool:
     """Whether it is the same in all runs of the program."""
     if node.op == "get_attr":
-        return node.meta["kind"] == "constant"
+        return node.meta["kind"] == "constant" and node.meta["literal"]
     is_made = node.op == "call_function" and (not node.all_input_nodes or node.target in SHAPE_ONLY)
     return is_made and not is_random(node) and "empty" not in op_name(node)
 

@@ -73,8 +73,8 @@ def flip_branches(prover: Prover) -> None:
 
 def mix_decisions(prover: Prover) -> None:
     """A comparison of floats that came out the same for all elements in every capture (`weight > 0.01`), or for all
-    tokens' first choices, looks like a constant, and so do floats that were cast to one integer, or of which the same
-    one was chosen everywhere: once they are made to come out otherwise."""
+    tokens' first choices, or for all of one expert, looks like a constant, and so do floats that were cast to one
+    integer, or of which the same one was chosen everywhere: once they are made to come out otherwise."""
     outcomes: dict[tuple[Any, str, str], list[set[int]]] = {}
     asked: dict[tuple[Any, str, str], set[tuple[Source, str, bool]]] = {}  # what to make come out otherwise
     said: dict[tuple[Any, str, str], tuple[Source, str]] = {}
@@ -88,7 +88,9 @@ def mix_decisions(prover: Prover) -> None:
             place = (decided.meta.get("calls") or decided.meta["source"], str(decided.target), compared)
             asked.setdefault(place, set()).update(map(_place, made_of))
             said[place] = decided.meta["source"], _COMPARISON if is_boolean else _INTEGER
-            if columns := [set(values.unique().tolist()) for values in _columns(n.meta["val"], decided, lifted)]:
+            if columns := [
+                set(values.unique().tolist()) for values in _columns(n.meta["val"], decided, lifted, prover.num_experts)
+            ]:
                 # of an expert's tokens in an order: what comes last where there are many was not seen everywhere
                 known = outcomes.get(place, columns)
                 outcomes[place] = [a | b for a, b in zip(known, columns, strict=False)]
@@ -107,10 +109,13 @@ def _place(n: fx.Node) -> tuple[Source, str, bool]:
     return n.meta["source"], str(n.target), all(a.meta.get("known") for a in n.all_input_nodes)
 
 
-def _columns(val: torch.Tensor, decided: fx.Node, lifted: Lifted) -> Sequence[torch.Tensor]:
-    """The elements that may be alike: of all tokens' first choices, of all that came first in an order, or all."""
+def _columns(val: torch.Tensor, decided: fx.Node, lifted: Lifted, experts: int) -> Sequence[torch.Tensor]:
+    """The elements that may be alike: of all tokens' first choices, of all choices of an expert, of all that came first
+    in an order, or all."""
     if val.shape[-1:] == (lifted.slots,) and val.numel() == lifted.ids.numel():
-        return val.reshape(-1, lifted.slots).unbind(-1)
+        flat = val.reshape(-1, lifted.slots)
+        by_expert = [flat[lifted.ids == e] for e in range(experts)] if val.dtype is torch.bool else []
+        return [*flat.unbind(-1), *by_expert]
     if op_name(decided) in _ORDERS and val.dim():
         at = _ORDERS[op_name(decided)]
         dim: Any = decided.kwargs.get("dim", decided.args[at] if len(decided.args) > at else -1)

@@ -193,7 +193,7 @@ class Prover:
             if variant == 0:
                 self.add(self._lifted_first(first or self.capture(Routing(kind, variant), sizes)), sizes)
             else:
-                self.add(self.lift(Routing(kind, variant), sizes), sizes)
+                self.add(self.lift(Routing(kind, variant, as_they_are=kind == "skewed"), sizes), sizes)
         self._more_slots()
         self._cover()
         if self.num_experts < 2:
@@ -282,14 +282,11 @@ class Prover:
         """Ids that are chosen now and then and never contribute: experts that do nothing. So often that it is not by
         chance, as it may be where a mask or a capacity drops many slots, or where a buffer allows some experts only:
         it allows others in another capture."""
-        chosen, kept, captures = Counter[int](), Counter[int](), Counter[int]()
-        for lifted in self.lifted:
-            chosen.update(lifted.ids.reshape(-1).tolist())
-            kept.update(lifted.ids[lifted.kept].tolist())
-            captures.update(set(lifted.ids.reshape(-1).tolist()))
-        dropped = 1 - kept.total() / max(1, sum(n for e, n in chosen.items() if e in kept))
-        never = {e: n for e, n in chosen.items() if e not in kept and captures[e] > 2}
-        return {e for e, n in never.items() if n > 2 and dropped**n < _CHANCE}
+        chosen = [(one, one.ids.flatten().tolist()) for one in self.lifted]
+        slots = [seen for one, ids in chosen for seen in zip(ids, one.kept.flatten().tolist(), strict=True)]
+        captures = [(e, bool(one.kept[one.ids == e].any())) for one, ids in chosen for e in set(ids)]
+        by_slots, by_captures = _never(slots), _never(captures)
+        return {e for e, n in Counter(e for e, _ in captures).items() if e in by_slots & by_captures and n > 2}
 
     def _total(self) -> int:
         """How many experts there are: as many as the stacks are long, the siblings many, or the ids high."""
@@ -431,6 +428,13 @@ class Prover:
 
     def seen_guards(self) -> list[SizeGuard]:
         return [g for lifted in self.lifted for g in lifted.capture.sizes.guards]
+
+
+def _never(seen: list[tuple[int, bool]]) -> set[int]:
+    """What never came true, and so often not that this is not by chance."""
+    tried, came = Counter(e for e, _ in seen), Counter(e for e, is_true in seen if is_true)
+    missed = 1 - came.total() / max(1, sum(n for e, n in tried.items() if e in came))
+    return {e for e, n in tried.items() if e not in came and missed**n < _CHANCE}
 
 
 def _places(lifted: Lifted) -> _Places:

@@ -42,7 +42,7 @@ def fall_together(prover: Prover) -> None:
         Refused: what the two choices are worth does not add up, or cannot be made to show.
     """
     first, sizes, experts = prover.lifted[0], prover.sizes[0], prover.seen
-    if are_different(first, experts):
+    if are_different(first, experts, prover.lifted):
         return
     made = _made(first, experts)
     pairs = _pairs(first.slots)
@@ -54,7 +54,7 @@ def fall_together(prover: Prover) -> None:
     source = str(made[-1][0].meta["source"])
     again = NotTwice(source, culprits)
     lifted = _otherwise(prover, sizes, _changes(first, made, _as_before(pairs)), again)
-    if lifted is not None and not lifted.twice:
+    if lifted is not None and not all(_has_shown(lifted, i, pairs) for i in range(len(pairs))):
         raise again
     if any(map(_is_looked_up, (node for node, _ in made))):
         nobody = Refused(
@@ -64,6 +64,13 @@ def fall_together(prover: Prover) -> None:
         lifted = _otherwise(prover, sizes, _changes(first, made, _nobody), nobody)
         if lifted is not None and any(e < 0 for group in lifted.groups for e in group.ids):
             raise nobody
+
+
+def _has_shown(lifted: Lifted, i: int, pairs: list[tuple[int, int | None]]) -> bool:
+    """Whether some token has chosen an expert twice in these slots, and is given something for it."""
+    tokens = [t for t in lifted.twice if t % (_EACH * len(pairs)) == _EACH * i + 1]
+    slots = [*range(lifted.slots)] if pairs[i][1] is None else [*pairs[i]]
+    return any(bool(lifted.kept[t, slots].any()) and len({*lifted.ids[t, slots].tolist()}) == 1 for t in tokens)
 
 
 def _otherwise(prover: Prover, sizes: dict[str, int], flips: Flips, refusal: Refused) -> Lifted | None:

@@ -54,6 +54,11 @@ def split(p):
     return torch.cat([c, a, b], -1)
 
 
+def with_sizes(other):
+    """The best one, and another that follows from it and from how many tokens there are."""
+    return lambda p: torch.stack([p.argmax(-1), other(p.argmax(-1))], -1)
+
+
 DIFFERENT = {
     "groups": lambda p: of_groups(p, 3, 2),
     "groups of one": lambda p: of_groups(p, 3, 1),
@@ -80,6 +85,13 @@ MAYBE_ONE = {
     "turned apart": lambda p: (best(p) + torch.tensor([0, 1])) % E,
     "drawn again": lambda p: p.multinomial(2, replacement=True),
     "some turned": lambda p: torch.where(p.topk(2).values > 0.2, best(p), (best(p) + 1) % E),
+    "as many tokens on": with_sizes(lambda a: (a + len(a)) % E),
+    "as many elements on": with_sizes(lambda a: (a + a.numel()) % E),
+    "filled with the tokens": with_sizes(lambda a: (a + torch.full_like(a, len(a))) % E),
+    "at the last token": with_sizes(lambda a: (a + torch.arange(len(a) + 1)[1:] + 1) % E),
+    "a literal of tokens": with_sizes(lambda a: (a + torch.tensor(len(a))) % E),
+    "a plain number of tokens": with_sizes(lambda a: (a + int(len(a) * 1.0)) % E),
+    "many tokens": with_sizes(lambda a: torch.where((a + len(a)) // 1100 > 0, a, (a + 1) % E)),
     "filled with one": lambda p: (best(p) + 1).masked_fill(p.topk(2).values < 0.1, E) - 1,
 }
 

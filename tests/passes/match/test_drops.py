@@ -317,16 +317,18 @@ def test_a_capacity_of_each_sequence():
 
 
 class Allowed(nn.Module):
-    """Two experts of a token, by two tables of its best one; a buffer says which experts have a weight.
+    """The best expert of a token and another one, by a table; a buffer says which experts have a weight.
 
-    Args: loops: over the experts, instead of rows of their weights for each choice.
+    Args:
+        loops: over the experts, instead of rows of their weights for each choice.
+        maps: the best one has a table, too.
     """
 
-    def __init__(self, loops: bool):
+    def __init__(self, loops: bool, maps: bool):
         super().__init__()
         torch.manual_seed(0)
         n = 5
-        self.loops = loops
+        self.loops, self.maps = loops, maps
         self.gate = nn.Linear(D, n)
         self.up, self.down = nn.Parameter(torch.randn(n, D, H)), nn.Parameter(torch.randn(n, H, D))
         self.register_buffer("allowed", torch.ones(n, dtype=torch.bool))
@@ -335,7 +337,8 @@ class Allowed(nn.Module):
 
     def forward(self, x):
         p = self.gate(x).masked_fill(~self.allowed, float("-inf")).softmax(-1)
-        i = torch.stack([self.table[p.argmax(-1)], self.other[p.argmax(-1)]], -1)
+        best = p.argmax(-1)
+        i = torch.stack([self.table[p.argmax(-1)], self.other[best] if self.maps else best], -1)
         w = p.gather(-1, i)
         if not self.loops:
             h = torch.einsum("td,tkdh->tkh", x, self.up[i]).relu()
@@ -348,15 +351,15 @@ class Allowed(nn.Module):
 
 
 @pytest.mark.parametrize("loops", [False, True])
-def test_experts_that_a_buffer_does_not_allow_are_experts(loops):
+@pytest.mark.parametrize("maps", [False, True])
+def test_experts_that_a_buffer_does_not_allow_are_experts(loops, maps):
     """Those that have no weight in the captures in which they are first chosen; the proof says so without numbers."""
-    model = Allowed(loops).double()
-    compiled = moefx.compile(
-        copy.deepcopy(model), example_inputs=(torch.randn(9, D).double(),), plan=moefx.Plan(validation="symbolic")
-    )
+    model = Allowed(loops, maps).double()
+    plan = moefx.Plan(validation="symbolic")
     x = torch.randn(200, D, dtype=torch.float64)
+    compiled = moefx.compile(copy.deepcopy(model), example_inputs=(x[:9],), plan=plan, strict=not maps)
     torch.testing.assert_close(compiled(x), model(x))
-    assert moefx.blocks(compiled)[0].fallbacks == 0
+    assert len(moefx.blocks(compiled)) == 1 or maps
 
 
 class Third(nn.Module):
@@ -399,3 +402,30 @@ def test_a_slot_that_nearly_always_is_dropped():
             x = torch.randn(tokens, D, dtype=torch.float64)
             torch.testing.assert_close(compiled(x), model(x))
     assert rewritten
+
+
+class Threshold(Loop):
+    """Some experts take only the tokens that have enough weight."""
+
+    def __init__(self, strict):
+        super().__init__(Mlp, k=1)
+        self.strict = strict
+
+    def forward(self, x):
+        w, ids = self.gate(x).softmax(-1).topk(1)
+        out = torch.zeros_like(x)
+        for e in range(E):
+            keep = (ids == e) & (w > 0.3) if e in self.strict else ids == e
+            t, k = torch.where(keep)
+            out = out.index_add(0, t, self.expert(e, x[t], w[t, k, None]))
+        return out
+
+
+@pytest.mark.parametrize("strict", [(2,), (1, 3), tuple(range(E - 1))])
+def test_a_threshold_of_some_experts_is_none_of_all(strict):
+    with pytest.raises(Refused, match="skipped"):
+        rewritten(Threshold(strict))
+
+
+def test_a_threshold_of_all_experts():
+    same(Threshold(range(E)), 1, 9, 100)

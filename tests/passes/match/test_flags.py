@@ -206,3 +206,29 @@ def test_flags_in_a_buffer_are_followed():
         model.alive[1] = False
     torch.testing.assert_close(compiled(x), original(x))
     assert moefx.explain(compiled).matched[0].calls == (1, 0, 0)
+
+
+class TwoFlags(Loop):
+    """One takes experts out of the choice, the other their weights: at first both allow all."""
+
+    def __init__(self):
+        super().__init__(Mlp)
+        self.register_buffer("alive", torch.ones(E, dtype=torch.bool))
+        self.register_buffer("counts", torch.ones(E, dtype=torch.bool))
+
+    def forward(self, x):
+        w, ids = self.gate(x).masked_fill(~self.alive, float("-inf")).softmax(-1).topk(2)
+        w, out = w * self.counts[ids], torch.zeros_like(x)
+        for e in range(E):
+            t, k = torch.where(ids == e)
+            out = out.index_add(0, t, self.expert(e, x[t], w[t, k, None]))
+        return out
+
+
+def test_buffers_that_are_the_same_are_two():
+    x = torch.randn(ROWS, D, dtype=torch.float64)
+    model, compiled = compiled_of(TwoFlags(), x)
+    for flags in ("counts", "alive"):
+        for one in (model, compiled):
+            one.get_buffer(flags)[1] = False
+        torch.testing.assert_close(compiled(x), model(x))
