@@ -35,13 +35,6 @@ _MOST_CUTS = 12
 _JOINS = {"cat", "stack"}  # of experts' results, say
 
 
-class NothingRouted(Refused):
-    """All choices were dropped: a capacity may be 0 at a few tokens."""
-
-    def __init__(self, source: str):
-        super().__init__("no expert's result reaches this sum", source=source)
-
-
 class Lifter:
     def __init__(
         self, block: nn.Module, capture: Capture, like: Lifted | None = None, symbolic: bool = False,
@@ -224,7 +217,7 @@ class Lifter:
             routed.append([p for p in parts if p in mine])
             rest.append([p for p in parts if p not in mine])
         if not any(routed):
-            raise NothingRouted(str(cut.meta["source"]))
+            raise Refused("no expert's result reaches this sum", source=str(cut.meta["source"]))
         return routed, rest
 
     def _choice(self, cut: fx.Node, tokens: tuple[int, ...], routed: list[list[Term]]) -> Choice:

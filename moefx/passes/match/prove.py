@@ -20,7 +20,7 @@ from . import crowds, doubts, given, leaks, twice
 from .agree import same_form
 from .different import are_different
 from .form import Lifted, with_all_experts
-from .lift import Lifter, NothingRouted
+from .lift import Lifter
 from .matched import Expert, Match
 from .nodes import line
 from .paths import Place, expert_indices, sibling_names, tensor_at
@@ -286,7 +286,7 @@ class Prover:
         slots = [seen for one, ids in chosen for seen in zip(ids, one.kept.flatten().tolist(), strict=True)]
         captures = [(e, bool(one.kept[one.ids == e].any())) for one, ids in chosen for e in set(ids)]
         by_slots, by_captures = _never(slots), _never(captures)
-        return {e for e, n in Counter(e for e, _ in captures).items() if e in by_slots & by_captures and n > 2}
+        return {e for e, n in Counter(e for e, _ in captures).items() if e in by_slots & by_captures and n > 1}
 
     def _total(self) -> int:
         """How many experts there are: as many as the stacks are long, the siblings many, or the ids high."""
@@ -407,22 +407,25 @@ class Prover:
         sizes = self.arguments.sequence(3 if self.lifted[0].slots != 3 else 5)
         busy = max(self.lifted[0].groups, key=lambda g: len(g.ids)).ids[0]
         found: list[Lifted] = []
-        refused: list[Refused] = []
-        told_apart = False
+        unclear: list[Refused] = []  # so few may show too little
+        differs: list[Refused] = []
         for routing in (Routing("diverse", 5), Routing("flooded", busy)) if self.is_within(sizes) else ():
             try:
                 taken = self.capture(routing, sizes)
-                told_apart |= not all(g.holds(self.sizes[0]) for g in taken.sizes.guards)
+                is_apart = not all(g.holds(self.sizes[0]) for g in taken.sizes.guards)
                 lifted = self.lift_as(taken, with_all_experts(self.lifted))
+            except Refused as why:
+                unclear.append(why)
+                continue
+            except Exception:  # the program's own
+                continue
+            try:
                 same_form(self.lifted[0], lifted)
                 found.append(lifted)
             except Refused as why:
-                refused.append(why)
-            except Exception:  # the program's own
-                continue
-        is_empty = all(isinstance(why, NothingRouted) for why in refused)
-        if refused and (found or not (told_apart or is_empty)):
-            raise refused[-1]
+                (unclear if is_apart else differs).append(why)
+        if differs or (unclear and found):
+            raise (differs or unclear)[-1]
         for lifted in found if len(found) == 2 else ():
             self.add(lifted, sizes)
 
