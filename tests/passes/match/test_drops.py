@@ -389,7 +389,7 @@ class Third(nn.Module):
 def test_a_slot_that_nearly_always_is_dropped():
     """A few tokens show it; it is never left out."""
     rewritten = 0
-    for n in (4, 5, 6, 7):
+    for n in (5, 7):
         model = nn.Sequential(Third(n)).double()
         compiled = moefx.compile(
             copy.deepcopy(model),
