@@ -166,15 +166,14 @@ class Tracer(Recorder):
             self.is_cast = before
 
     def _lift_literal(self, t: torch.Tensor) -> torch.Tensor:
+        self.literals[id(t)] = self.given
         if is_float(t) and not isinstance(t, FakeTensor):
             with _disable_current_modes(), torch._C.DisableTorchFunction():
                 node = self._constant(t)
                 fake = node.meta["val"]
                 self.track(fake, node)
                 self.literals[id(fake)] = self.given
-                node.meta["literal"] = True
                 return fake
-        self.literals[id(t)] = self.given
         self.keep.append(t)
         return t
 

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ...capture.captured import SHAPE_ONLY, Capture
 from .chosen import aligned
 from .form import Lifted
-from .nodes import SELECTIONS, is_random, numbers, op_name, place_axis
+from .nodes import SELECTIONS, arg, is_random, numbers, op_name, place_axis
 from .ranges import token_sizes
 
 MOVES = {
@@ -62,7 +62,7 @@ def are_different(lifted: Lifted, experts: set[int], others: Sequence[Lifted] = 
         ways = places.ways(ref.node)
         if ways is None:
             return False
-        read = [[_read(x, lifted.tokens, ref.axes) for x in (way.choice, *way.values)] for way in ways]
+        read = [[as_slots(x, lifted.tokens, ref.axes) for x in (way.choice, *way.values)] for way in ways]
         for k in range(read[0][0].shape[1]):
             slots.append([_Way(choice[:, k], torch.stack([v[:, k] for v in values])) for choice, *values in read])
     among = torch.tensor(sorted(experts))
@@ -73,7 +73,8 @@ def are_different(lifted: Lifted, experts: set[int], others: Sequence[Lifted] = 
     )
 
 
-def _read(x: torch.Tensor, tokens: tuple[int, ...], axes: tuple[str, ...]) -> torch.Tensor:
+def as_slots(x: torch.Tensor, tokens: tuple[int, ...], axes: tuple[str, ...]) -> torch.Tensor:
+    """A tensor that a `Ref` with these axes reads, as [T, K]."""
     return next(flat for found, flat in aligned(x, tokens) if found == axes)
 
 
@@ -179,7 +180,7 @@ class _Places:
             axis = place_axis(node)
             size = of[axis]
         elif name == "multinomial":
-            axis = None if node.kwargs.get("replacement", node.args[2] if len(node.args) > 2 else False) else -1
+            axis = None if arg(node, 2, "replacement", False) else -1
             size = of[-1]
         elif name == "gather" and self._different(node.args[2], axis := node.args[1]) is not None:
             return self._again(node.args[0], axis, shape)

@@ -28,17 +28,17 @@ def line(node: fx.Node) -> tuple[Any, Any]:
     return node.target, node.meta["source"]
 
 
-def _arg(node: fx.Node, i: int, name: str, default: Any) -> Any:
+def arg(node: fx.Node, i: int, name: str, default: Any) -> Any:
     return node.args[i] if len(node.args) > i else node.kwargs.get(name, default)
 
 
 # for ops that return what they selected and where: along which dim, and whether it is kept
 SELECTIONS: dict[str, Callable[[fx.Node], tuple[int, bool]]] = {
-    "topk": lambda n: (_arg(n, 2, "dim", -1), True),
+    "topk": lambda n: (arg(n, 2, "dim", -1), True),
     "sort": lambda n: (n.kwargs.get("dim", next((a for a in n.args[1:] if type(a) is int), -1)), True),
-    "max": lambda n: (_arg(n, 1, "dim", 0), bool(_arg(n, 2, "keepdim", False))),
-    "min": lambda n: (_arg(n, 1, "dim", 0), bool(_arg(n, 2, "keepdim", False))),
-    "kthvalue": lambda n: (_arg(n, 2, "dim", -1), bool(_arg(n, 3, "keepdim", False))),
+    "max": lambda n: (arg(n, 1, "dim", 0), bool(arg(n, 2, "keepdim", False))),
+    "min": lambda n: (arg(n, 1, "dim", 0), bool(arg(n, 2, "keepdim", False))),
+    "kthvalue": lambda n: (arg(n, 2, "dim", -1), bool(arg(n, 3, "keepdim", False))),
 }
 
 

@@ -19,8 +19,7 @@ from ...capture.routing import Routing
 from ...capture.tracer import Flips
 from ...errors import Refused
 from .agree import same_form
-from .chosen import aligned
-from .different import MOVES, are_different
+from .different import MOVES, are_different, as_slots
 from .form import Lifted, with_all_experts
 from .nodes import op_name
 from .worth import NotTwice
@@ -68,7 +67,7 @@ def fall_together(prover: Prover) -> None:
 
 def _has_shown(lifted: Lifted, i: int, pairs: list[tuple[int, int | None]]) -> bool:
     """Whether some token has chosen an expert twice in these slots, and is given something for it."""
-    tokens = [t for t in lifted.twice if t % (_EACH * len(pairs)) == _EACH * i + 1]
+    tokens = [t for t in lifted.twice if _chooses_otherwise(t, i, pairs)]
     slots = [*range(lifted.slots)] if pairs[i][1] is None else [*pairs[i]]
     return any(bool(lifted.kept[t, slots].any()) and len({*lifted.ids[t, slots].tolist()}) == 1 for t in tokens)
 
@@ -115,7 +114,7 @@ def _made(lifted: Lifted, experts: set[int]) -> list[tuple[fx.Node, torch.Tensor
         for n in reversed(moves):
             if op_name(n) != "_to_copy":
                 places = n.target(places, *n.args[1:], **n.kwargs)  # type: ignore[operator]
-        found.append((node, next(flat for axes, flat in aligned(places, lifted.tokens) if axes == ref.axes)))
+        found.append((node, as_slots(places, lifted.tokens, ref.axes)))
     return sorted(found, key=lambda made: made[0].meta["index"])
 
 
@@ -182,6 +181,11 @@ def _pairs(slots: int) -> list[tuple[int, int | None]]:
     return [*few, (0, None)] if slots > 2 else [*few]
 
 
+def _chooses_otherwise(token: Any, i: int, pairs: list[tuple[int, int | None]]) -> Any:
+    """Whether a token, or which of several, is one of those that show a pair of slots."""
+    return token % (_EACH * len(pairs)) == _EACH * i + 1
+
+
 def _as_before(pairs: list[tuple[int, int | None]]) -> _Change:
     """Some tokens choose an expert again: each of the pairs does in one of them."""
 
@@ -189,7 +193,7 @@ def _as_before(pairs: list[tuple[int, int | None]]) -> _Change:
         found, slot = chosen[-1].clone(), len(chosen) - 1
         for i, (first, again) in enumerate(pairs):
             if slot == again or (again is None and slot):
-                at = torch.arange(len(found)) % (_EACH * len(pairs)) == _EACH * i + 1
+                at = _chooses_otherwise(torch.arange(len(found)), i, pairs)
                 found[at] = chosen[first][at].to(found.dtype)
         return found
 
