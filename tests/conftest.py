@@ -27,12 +27,14 @@ else:
 
 @pytest.hookimpl(tryfirst=True)  # before those that `-m` names are chosen
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the cases of a test that has the mark `sampled(n)`, all but each n-th are exhaustive."""
+    """Of the cases of a test that has the mark `sampled(n)`, all but each n-th are exhaustive; one that has a
+    mark `sampled(1)` of its own never is."""
     seen = Counter[str]()
     for item in items:
-        if (mark := item.get_closest_marker("sampled")) is None:
+        every = [mark.args[0] for mark in item.iter_markers("sampled")]
+        if not every:
             continue
         test = item.nodeid.partition("[")[0]
-        if seen[test] % mark.args[0]:
+        if seen[test] % min(every):
             item.add_marker("exhaustive")
         seen[test] += 1

@@ -11,7 +11,7 @@ from tests import models
 
 from . import harness
 
-# One of each form of expert storage, router interface and output.
+# One of each form of expert storage, router interface and output, which always run.
 FULLGRAPH = [
     "i1_one_hot_index_add",
     "i4_capacity_einsum",
@@ -29,6 +29,10 @@ GAPS = {
 FULLGRAPH_HF = ["mixtral", "deepseek_v3", "gpt_oss"]
 
 
+def cases(suite: str, always: list[str]) -> list:
+    return [pytest.param(n, marks=[pytest.mark.sampled(1)] if n in always else []) for n in models.names(suite)]
+
+
 def passes(name: str, **options) -> None:
     result = harness.run_case(name, **options)
     if result.error is not None:
@@ -36,13 +40,13 @@ def passes(name: str, **options) -> None:
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("name", models.names("plain"))
+@pytest.mark.parametrize("name", cases("plain", FULLGRAPH))
 def test_plain(name):
     passes(name, fullgraph=name in FULLGRAPH)
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("name", models.names("strangers"))
+@pytest.mark.parametrize("name", cases("strangers", FULLGRAPH))
 def test_stranger(name, request):
     if name in GAPS:
         request.applymarker(pytest.mark.xfail(reason=GAPS[name], strict=True))
@@ -51,7 +55,7 @@ def test_stranger(name, request):
 
 @pytest.mark.sampled(4)
 @pytest.mark.hf
-@pytest.mark.parametrize("name", models.names("hf"))
+@pytest.mark.parametrize("name", cases("hf", FULLGRAPH_HF))
 def test_transformers(name, request):
     transformers = Version(importlib.metadata.version("transformers"))
     if name == "switch_transformers" and Version("5") <= transformers < Version("5.23"):

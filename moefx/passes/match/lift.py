@@ -144,7 +144,8 @@ class Lifter:
         routed, rest = self._summands(cut)
         index, ids, slots = self._choice(cut, tokens, routed)
         nodes = feeding(self.reach, cut, self.routed, self.like.capture if self.like is not None else None)
-        highest = max(int(ids[t, k]) for t, row in enumerate(slots) for k in row)  # not of ids that are nobody's
+        known = [e for group in (self.like.groups if self.like is not None else ()) for e in group.ids]
+        highest = max([*known, *(int(ids[t, k]) for t, row in enumerate(slots) for k in row)])  # of ids that count
         lookup = Lookup(self.reach.S, nodes, tokens, ids.shape[1], highest + 1, self.inside, self.like, self.by_slots)
         common, rest = shared(rest, lookup, self.owners)
         alone, rest = missed(rest, routed, lookup)

@@ -86,6 +86,14 @@ class Lookup:
             where[axis] = i
         return self.S.T.resolve(self.S.T.picks(term, where))
 
+    def _value(self, ref: Ref, place: tuple[int, int, int]) -> Term | None:
+        found = self.element(ref, *place)
+        return found and self._plain(found)
+
+    def _plain(self, t: Term) -> Term:
+        """A weight is a scalar, whatever axes of size one a node has for it, as `max(-1, keepdim=True)` does."""
+        return self.S.T.reshape(t, ()) if math.prod(t.shape) == 1 else t
+
     def rows(self) -> set[Term]:
         """The rows, one per token, of all readings that have one."""
         out = set()
@@ -104,16 +112,17 @@ class Lookup:
             table: dict[Term, list[Ref]] = defaultdict(list)
             for _, _, ref in self.readings:
                 if slots or set(ref.axes) == {"t"}:
-                    found = self.element(ref, *at)
+                    found = self._value(ref, at)
                     if found is not None:
                         table[found].append(ref)
             self._tables[at, slots] = table
         scalar = math.prod(terms[0].shape) == 1
+        terms = [self._plain(t) for t in terms]
         fits = (
             ref
             for ref in self._tables[at, slots].get(terms[0], ())
             if (scalar or wide or set(ref.axes) <= {"t"})
-            and all(self.element(ref, *place) is term for place, term in zip(where, terms, strict=True))
+            and all(self._value(ref, place) is term for place, term in zip(where, terms, strict=True))
         )
         first = self._likeliest(fits, range(self.slots)) if scalar else next(fits, None)
         if first is None and scalar and slots and self.slots > 1:
@@ -158,8 +167,8 @@ class Lookup:
             fits = (
                 ref
                 for _, _, ref in self.readings
-                if not {"k", "tk", "kt"} & set(ref.axes) and "t" in ref.axes and self.element(ref, *first) is wanted
-                if all(self.element(ref, *place) is term for place, term in mine)
+                if not {"k", "tk", "kt"} & set(ref.axes) and "t" in ref.axes and self._value(ref, first) is wanted
+                if all(self._value(ref, place) is term for place, term in mine)
             )
             found = self._likeliest(fits, (k,))
             if found is None:
@@ -169,7 +178,7 @@ class Lookup:
 
     def holds(self, term: Term) -> list[Ref]:
         """Readings that have this term somewhere (looked for at the first places only)."""
-        return [ref for table in self._tables.values() for ref in table.get(term, ())]
+        return [ref for table in self._tables.values() for ref in table.get(self._plain(term), ())]
 
     def value_at(self, t: int, k: int, e: int, term: Term) -> bool:
         return any(

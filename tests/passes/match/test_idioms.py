@@ -178,9 +178,24 @@ class Checks(Loop):
         return w, ids
 
 
+class Rounds(Loop):
+    """One choice at a time, of what is left. Each leaves its weights as a column."""
+
+    def forward(self, x):
+        left, out = self.gate(x).softmax(-1), 0
+        for _ in range(2):
+            w, choice = left.max(-1, keepdim=True)
+            rows = torch.zeros_like(x)
+            for e in choice.unique().tolist():
+                rows[choice[:, 0] == e] = self.experts[e](x[choice[:, 0] == e])
+            out = out + w * rows
+            left = left.scatter(-1, choice, 0.0)
+        return out
+
+
 KINDS = [
-    EinsumOfRows, WrittenInto, MovingAverage, LowScores, Normalised, ReentrantCheckpoint, TwoColumns, ToItsPlace,
-    Skipping, KeepsLosses, PowersInPlace, Checks,
+    Rounds, EinsumOfRows, WrittenInto, MovingAverage, LowScores, Normalised, ReentrantCheckpoint, TwoColumns,
+    ToItsPlace, Skipping, KeepsLosses, PowersInPlace, Checks,
 ]  # fmt: skip
 
 
