@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..ir.fields import opened
 from .calls import recording
 from .captured import Capture, Effect, is_float, tensors_in
-from .effects import HOOKS, effects_of, plain_tensors, python_random, refill, restore
+from .effects import HOOKS, effects_of, plain_tensors, put_in_place, python_random, refill, restore
 from .functions import Functions
 from .quiet import quiet
 from .routing import Routing
@@ -44,11 +45,13 @@ def capture(
     flips: Flips | None = None,
     dims: dict[str, int] | None = None,
     most_nodes: int = 0,
+    held: Mapping[str, Sequence[int]] | None = None,
 ) -> Capture:
     """Run `block(*args, **kwargs)` on abstract floats under `routing`.
 
-    `args` and `kwargs` hold meta tensors for floats and real tensors for integers. The block, its parameters and its
-    buffers are left as they were. Raises `CaptureError` with the user's source line.
+    `args` and `kwargs` hold meta tensors for floats and real tensors for integers; `held` has numbers that are among
+    the values of integer buffers, by name. The block, its parameters and its buffers are left as they were. Raises
+    `CaptureError` with the user's source line.
     """
     tracer = Tracer(routing, flips)
     tracer.sizes, tracer.most_nodes = SizeLog(dims or {}), most_nodes
@@ -69,7 +72,7 @@ def capture(
         if id(t) in seen:
             state[name] = seen[id(t)]
             continue
-        value = tracer.to_fake(t) if is_float(t) else routing.integers(t, name)
+        value = tracer.to_fake(t) if is_float(t) else routing.integers(t, name, (held or {}).get(name, ()))
         node = tracer._register(tracer.graph.create_node("get_attr", name.replace(".", "_")))
         node.meta.update(fqn=name, kind="buffer" if name in buffers else "param", original=t)
         tracer.describe(node, value, False)
@@ -93,6 +96,8 @@ def capture(
 
     given = dict(state)
     names = {id(m): n for n, m in block.named_modules() if n}
+    originals = {n: dict(vars(m)) for n, m in block.named_modules()}
+    tracer.named |= put_in_place(block, lambda t, path: routing.integers(t, path, (held or {}).get(path, ())))
     before = {n: dict(vars(m)) for n, m in block.named_modules()}
     hooks = [(held, copy.copy(held)) for own in before.values() for k, held in own.items() if k in HOOKS]
     surroundings = Surroundings(block, (args, kwargs))
@@ -113,7 +118,7 @@ def capture(
             out = opened(out, lambda t: _returned(tracer, t, changed))
     finally:
         for n, m in block.named_modules():
-            restore(m, before[n])
+            restore(m, originals[n])
         for now, old in hooks:  # models install hooks when first called
             refill(now, old)
         surroundings.restore()

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import NoneType
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from .captured import Effect, map_tensors, tensors_in
+from .captured import Effect, is_float, map_tensors, tensors_in
 from .tracer import Tracer
 
 
@@ -23,6 +23,26 @@ def plain_tensors(block: nn.Module) -> dict[int, str]:
         for key, value in vars(module).items():
             if isinstance(value, torch.Tensor):
                 named[id(value)] = f"{prefix}.{key}" if prefix else key
+    return named
+
+
+def holds_integers(block: nn.Module) -> bool:
+    """Whether parameters, buffers or attributes of a block are integers."""
+    attributes = [v for m in block.modules() for v in vars(m).values() if isinstance(v, torch.Tensor)]
+    return not all(map(is_float, [*attributes, *block.parameters(), *block.buffers()]))
+
+
+def put_in_place(block: nn.Module, stand_in: Callable[[torch.Tensor, str], torch.Tensor]) -> dict[int, str]:
+    """Put stand-ins in the place of integers that hang on modules as ordinary attributes, until `restore`. Returns the
+    names of these by their identity."""
+    made: dict[int, torch.Tensor] = {}
+    named = {}
+    for prefix, module in block.named_modules():
+        for key, value in [*vars(module).items()]:
+            if isinstance(value, torch.Tensor) and not is_float(value):
+                path = f"{prefix}.{key}" if prefix else key
+                vars(module)[key] = mine = made.setdefault(id(value), stand_in(value, path))
+                named.setdefault(id(mine), path)
     return named
 
 

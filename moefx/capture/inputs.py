@@ -139,6 +139,7 @@ class Arguments:
     Attributes:
         dims: names of the token dims, outermost first: `("S",)` for [S,D] inputs, `("B", "S")` for [B,S,D].
         sizes: their sizes in the recorded call.
+        held: by name of an integer buffer, numbers that are to be among its values, too.
     """
 
     def __init__(self, args: tuple, kwargs: dict[str, Any], feature: int = -1):
@@ -157,10 +158,13 @@ class Arguments:
         self.width = hidden.shape[self.feature] if hidden.dim() > len(lead) else 0
         self.flat: list[Any] = [self._leaf(t, t is hidden) if isinstance(t, torch.Tensor) else t for t in flat]
         self.tensors = [leaf for leaf in self.flat if isinstance(leaf, Leaf)]
+        self.held: dict[str, tuple[int, ...]] = {}
 
-    def turned(self, numbers: Iterable[tuple[int, int]]) -> Arguments:
-        """With more numbers among the values of tensors, by the positions of these among all."""
-        out, more = copy.copy(self), sorted(numbers)
+    def turned(self, numbers: Iterable[tuple[int | str, int]]) -> Arguments:
+        """With more numbers among the values of tensors, by the positions of these among all; by name for buffers."""
+        out, more = copy.copy(self), sorted(numbers, key=str)
+        names = dict.fromkeys(at for at, _ in more if isinstance(at, str))
+        out.held = self.held | {n: (*self.held.get(n, ()), *(v for at, v in more if at == n)) for n in names}
         out.tensors = [
             dataclasses.replace(leaf, turns=(*leaf.turns, *(v for at, v in more if at == i)))
             for i, leaf in enumerate(self.tensors)

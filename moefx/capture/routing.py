@@ -113,21 +113,47 @@ class Routing:
         """Floats of no meaning."""
         return torch.rand(shape, generator=self.generator)
 
-    def integers(self, t: torch.Tensor, name: str) -> torch.Tensor:
+    def integers(self, t: torch.Tensor, name: str, turns: Sequence[int] = ()) -> torch.Tensor:
         """A stand-in for an integer parameter or buffer. Its values are not part of the specialisation: where all are
         the same there are others, too, and routings after the first see them in another order, 0, 1, 2, ... all
-        routings; these see each of them in its own. What was baked in shows, as does that two are the same now."""
+        routings; these see each of them in its own. What was baked in shows, as does that two are the same now.
+        `turns`: numbers that are among its values, too (see `passes.match.turns`)."""
         if t.is_meta:
             return torch.zeros(t.shape, dtype=t.dtype)
         value = t.detach().to("cpu", copy=True)
-        if value.numel() and not self.as_they_are:
-            apart = zlib.crc32(name.encode()) << 8 if self.seed else 0
-            generator = torch.Generator().manual_seed(self.seed + apart)
-            if (value == value.flatten()[0]).all():
-                value = _varied(value, generator)
-            elif (self.seed or _is_identity(value)) and (value.dtype != torch.bool or value.dim() == 1):
-                value = value[torch.randperm(value.shape[0], generator=generator)]
+        if not value.numel() or self.as_they_are:
+            return value
+        apart = zlib.crc32(name.encode()) << 8 if self.seed else 0
+        generator = torch.Generator().manual_seed(self.seed + apart)
+        if (value == value.flatten()[0]).all():
+            value = _varied(value, generator)
+        elif (self.seed or _is_identity(value)) and (value.dtype != torch.bool or value.dim() == 1):
+            value = value[torch.randperm(value.shape[0], generator=generator)]
+        if turns:
+            _put(turns, value, self.seed, generator)
         return value
+
+
+def takes(value: torch.Tensor, number: int) -> bool:
+    """Whether a number that an integer buffer does not have may be among its values."""
+    if value.dtype is torch.bool or not value.numel() or number in value:
+        return False
+    info = torch.iinfo(value.dtype)
+    return info.min <= number <= info.max
+
+
+def _put(turns: Sequence[int], value: torch.Tensor, seed: int, generator: torch.Generator) -> None:
+    """Numbers here and there in the place of others: each once where no two are the same. A single one is one of them,
+    or as it was, in turn."""
+    if value.numel() == 1:
+        if which := seed % (len(turns) + 1):
+            value.fill_(turns[which - 1])
+        return
+    are_distinct = len(value.unique()) == value.numel()
+    many = len(turns) if are_distinct else max(len(turns), value.numel() // 3)
+    at = torch.rand(value.numel(), generator=generator).argsort()[:many]
+    which = (torch.arange(len(at)) + seed) % len(turns)
+    value.view(-1)[at] = torch.tensor(turns)[which].to(value.dtype)
 
 
 def _is_identity(value: torch.Tensor) -> bool:

@@ -32,7 +32,7 @@ class Block(nn.Module):
         weights, ids = self.routed(x)
         every = torch.einsum("ehd,edm->ehm", torch.relu(torch.einsum("sd,edh->esh", x, self.up)), self.down)
         chosen = every.transpose(0, 1).gather(1, ids[..., None].expand(*ids.shape, x.shape[-1]))
-        return (chosen * weights[..., None].to(x.dtype)).sum(1)
+        return (chosen * weights[..., None]).to(x.dtype).sum(1)
 
 
 class Counter:

@@ -1,24 +1,28 @@
-"""What is computed from given integers (ids of tokens, lengths) and looks like a constant.
+"""What is computed from integers of a call, given ones (ids of tokens, lengths) or buffers (steps, counts), and looks
+like a constant.
 
-Without padding in the example `ids != 0` is true everywhere. So numbers are looked for with which it is not: see
-`turns`. What still came out one way in all captures is made to come out otherwise: the experts must not depend on that.
+Without padding in the example `ids != 0` is true everywhere, and so is `steps < 1000` in the first steps. So numbers
+are looked for with which it is not: see `turns`. What still came out one way in all captures is made to come out
+otherwise: the experts must not depend on that.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
 from ...capture.captured import MIXED, SHAPE_ONLY, Capture, is_abstract
+from ...capture.routing import Routing
 from ...capture.source import is_users_own
 from ...errors import Refused
 from .agree import same_form
 from .form import Lifted
-from .nodes import is_known, line, op_name, values
+from .nodes import is_known, is_of_state, line, op_name, values
 from .ranges import NARROW, Ranges
 
 if TYPE_CHECKING:
@@ -28,12 +32,14 @@ _LOOKUPS = {"embedding", "gather", "index", "index_select"}  # in what is one nu
 # Of numbers that are not special these give back one that they are given.
 _CUTS = {"clamp", "clamp_max", "clamp_min", "maximum", "minimum", "remainder"}
 _LEVELS = {*_CUTS, "abs", "bitwise_and", "bitwise_or", "fmod", "relu", "__and__", "__or__"}
+_COMPUTES = {"_to_copy", "all", "any", "bucketize", "floor_divide", "isin", "searchsorted"}  # and pointwise ops
+_MORE = 50  # the first of the seeds for these
 Place = tuple[Any, str, int]  # the calls that led there, the op, and how many times it came before
 
 
 @dataclasses.dataclass
 class Seen:
-    """What an op on given integers gave: two values at the most, or the one that all elements have; of which values;
+    """What an op on a call's integers gave: two values at the most, or the one that all elements have; of which values;
     and whether it gave what it was given."""
 
     node: fx.Node
@@ -51,11 +57,11 @@ class Seen:
 
 
 def seen(capture: Capture) -> dict[Place, Seen]:
-    """What the ops on given integers gave, by their places in the program."""
+    """What the ops on a call's integers gave, by their places in the program."""
     found: dict[Place, Seen] = {}
     counts = Counter[Any]()
     ranges: list[Ranges] = []
-    for n in filter(_is_of_given, capture.nodes):
+    for n in filter(_is_of_call, capture.nodes):
         where = (n.meta.get("calls") or n.meta["source"], str(n.target))
         counts[where] += 1
         made_of = operands(n)
@@ -63,7 +69,7 @@ def seen(capture: Capture) -> dict[Place, Seen]:
         is_same = _levels_off(n) and any(is_one(capture.shadow(a), capture.shadow(n)) for a in made_of)
         one = Seen(n, values(capture, n), of, is_same)
         if one.is_doubtful and not ranges:
-            ranges.append(Ranges(capture.nodes, of_given=True))
+            ranges.append(Ranges(capture.nodes, of_call=True))
         if not one.is_doubtful or not _is_decided(ranges[0], n):
             found[(*where, counts[where])] = one
     return found
@@ -91,8 +97,8 @@ def operands(n: fx.Node) -> list[fx.Node]:
 
 
 def settle(prover: Prover) -> None:
-    """What came out one way in all captures is made to come out otherwise, on the way on which it was met: what is
-    asked behind a branch only is asked there.
+    """What came out one way in all captures is looked at once more with each of the numbers that turn something, then
+    made to come out otherwise, on the way on which it was met: what is asked behind a branch only is asked there.
 
     Raises:
         Refused: the experts depend on it, as it seems. One capture that was made so does not show how: of several
@@ -100,11 +106,18 @@ def settle(prover: Prover) -> None:
     """
     columns: list[dict[Place, Seen]] = []
     settled: set[Place] = set()
+    turns = [*(leaf.turns for leaf in prover.arguments.tensors), *prover.arguments.held.values()]
+    seeds = iter(range(_MORE, _MORE + max(map(len, turns), default=0) + 1) if any(turns) else ())
     while True:
         columns += [seen(lifted.capture) for lifted in prover.lifted[len(columns) :]]
         place = next((p for column in columns for p in column if p not in settled and _is_doubtful(p, columns)), None)
         if place is None:
             return
+        if (seed := next(seeds, None)) is not None:
+            lifted = prover.lift(Routing("diverse", seed), prover.sizes[0])
+            same_form(prover.lifted[0], lifted)
+            prover.add(lifted, prover.sizes[0])
+            continue
         settled.add(place)
         met = next(i for i, column in enumerate(columns) if place in column)
         _without(prover, columns[met][place].node, met)
@@ -122,10 +135,10 @@ def _without(prover: Prover, node: fx.Node, met: int) -> None:
     source, taken, sizes = node.meta["source"], prover.lifted[met].capture.tracer, prover.sizes[met]
     what = "a comparison" if node.meta["val"].dtype is torch.bool else f"a number made by {op_name(node)}"
     refusal = Refused(
-        f"what the experts do hangs on {what} of given integers that came out the same for all that were tried: "
-        f"{source.text}",
+        f"what the experts do hangs on {what} of given integers or buffers that came out the same for all that "
+        f"were tried: {source.text}",
         source=str(source),
-        remedy="pass example_inputs with which it comes out both ways",
+        remedy="pass example_inputs, or set buffers, with which it comes out both ways",
     )
     flips = {**taken.flips, (source, str(node.target), True): MIXED}
     try:
@@ -152,25 +165,42 @@ def _use(lifted: Lifted) -> list[Any]:
     return [at[n] for ref in refs for n in ref.nodes]
 
 
-def _is_of_given(n: fx.Node) -> bool:
-    """Whether a tensor is computed from given integers, and from nothing that abstract floats decide here."""
+def _is_of_call(n: fx.Node) -> bool:
+    """Whether a tensor is computed from integers of a call, and from nothing that abstract floats decide here. Of
+    buffers, which have other values in each capture, only what makes others of them."""
     if n.op != "call_function" or not isinstance(n.meta.get("val"), torch.Tensor) or not is_known(n):
         return False
-    return is_given(n) and not any(map(is_abstract, operands(n)))
+    is_one = is_given(n) or (is_of_call(n) and _computes(n))
+    return is_one and not any(map(is_abstract, operands(n)))
+
+
+def _computes(n: fx.Node) -> bool:
+    """Whether an op makes other numbers of those that it is given, rather than move or reduce them."""
+    return op_name(n) in _COMPUTES or torch.Tag.pointwise in getattr(n.target, "tags", ())
+
+
+def is_of_call(node: fx.Node) -> bool:
+    """Whether integers that another call may find otherwise, arguments or buffers, determine a value, alone or with
+    others."""
+    return _follows(node, "of call", lambda n: n.op == "placeholder" or is_of_state(n))
 
 
 def is_given(node: fx.Node) -> bool:
     """Whether integers that are arguments determine a value, alone or with others."""
+    return _follows(node, "given", lambda n: n.op == "placeholder")
+
+
+def _follows(node: fx.Node, name: str, is_first: Callable[[fx.Node], bool]) -> bool:
+    """`name`: under which nodes keep what is found."""
     stack = [node]
     while stack:
         n = stack[-1]
-        if "given" not in n.meta:
+        if name not in n.meta:
             inputs = [] if n.target in SHAPE_ONLY or is_abstract(n) else n.all_input_nodes
-            unseen = [a for a in inputs if "given" not in a.meta]
+            unseen = [a for a in inputs if name not in a.meta]
             if unseen:
                 stack += unseen
                 continue
-            is_input = n.op == "placeholder" and not is_abstract(n)
-            n.meta["given"] = is_input or any(a.meta["given"] for a in inputs)
+            n.meta[name] = (is_first(n) and not is_abstract(n)) or any(a.meta[name] for a in inputs)
         stack.pop()
-    return node.meta["given"]
+    return node.meta[name]

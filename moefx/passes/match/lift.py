@@ -20,6 +20,7 @@ from ...capture.captured import Capture, decided_by_floats
 from ...errors import Refused
 from .chosen import Choice, choice, every_expert_for_every_token
 from .form import Group, Lifted, has_matrices
+from .given import is_of_call
 from .lookup import Lookup
 from .nodes import is_random, line, op_name
 from .owners import Key, Owners
@@ -38,11 +39,11 @@ _JOINS = {"cat", "stack"}  # of experts' results, say
 class Lifter:
     def __init__(
         self, block: nn.Module, capture: Capture, like: Lifted | None = None, symbolic: bool = False,
-        by_slots: bool = False,
+        by_slots: bool = False, is_last: bool = False,
     ):  # fmt: skip
         """`like`: the form of another capture of the block; what chose the experts there is looked at first here.
-        `symbolic`: see `Semantics`; `by_slots`: see `Lookup`."""
-        self.capture, self.like, self.by_slots = capture, like, by_slots
+        `symbolic`: see `Semantics`; `by_slots`, `is_last`: see `Lookup`."""
+        self.capture, self.like, self.by_slots, self.is_last = capture, like, by_slots, is_last
         self.reach = Reach(block, capture, symbolic, like)
         self.experts: set[str] = set()  # FQNs of the experts' parameters, once lifted
 
@@ -146,7 +147,9 @@ class Lifter:
         nodes = feeding(self.reach, cut, self.routed, self.like.capture if self.like is not None else None)
         known = [e for group in (self.like.groups if self.like is not None else ()) for e in group.ids]
         highest = max([*known, *(int(ids[t, k]) for t, row in enumerate(slots) for k in row)])  # of ids that count
-        lookup = Lookup(self.reach.S, nodes, tokens, ids.shape[1], highest + 1, self.inside, self.like, self.by_slots)
+        lookup = Lookup(
+            self.reach.S, nodes, tokens, ids.shape[1], highest + 1, self.inside, self.like, self.by_slots, self.is_last
+        )
         common, rest = shared(rest, lookup, self.owners)
         alone, rest = missed(rest, routed, lookup)
         chosen = ids.tolist()
@@ -218,7 +221,12 @@ class Lifter:
             routed.append([p for p in parts if p in mine])
             rest.append([p for p in parts if p not in mine])
         if not any(routed):
-            raise Refused("no expert's result reaches this sum", source=str(cut.meta["source"]))
+            numbers = any(map(is_of_call, self.capture.nodes))
+            raise Refused(
+                "no expert's result reaches this sum",
+                source=str(cut.meta["source"]),
+                remedy="an integer argument or buffer that turns all experts off is not followed" if numbers else "",
+            )
         return routed, rest
 
     def _choice(self, cut: fx.Node, tokens: tuple[int, ...], routed: list[list[Term]]) -> Choice:

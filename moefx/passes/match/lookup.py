@@ -19,10 +19,11 @@ class Lookup:
 
     def __init__(
         self, S: Semantics, nodes: list[fx.Node], tokens: tuple[int, ...], slots: int, experts: int,
-        inside: set[fx.Node], like: Lifted | None, by_slots: bool,
+        inside: set[fx.Node], like: Lifted | None, by_slots: bool, is_last: bool,
     ):  # fmt: skip
         """`nodes`: to look among. `inside`: those that are a submodule's own, to be taken only where no other fits.
-        `like`: the form of another capture of the block. `by_slots`: not what a token has for each expert."""
+        `like`: the form of another capture of the block. `by_slots`: not what a token has for each expert. `is_last`:
+        of nodes that fit the last is found, whatever `like` has, else the first."""
         self.S, self.tokens, self.slots, self.experts = S, tokens, slots, experts
         self.T = math.prod(tokens)
         self.positions = list(itertools.product(*map(range, tokens)))
@@ -31,7 +32,7 @@ class Lookup:
         self.readings: list[tuple[tuple[bool, bool, int], int, Ref]] = []
         before = {  # at a single token several readings fit: as in the other capture is best
             (ref.node.meta["index"], ref.axes)
-            for group in (like.groups if like is not None else ())
+            for group in (like.groups if like is not None and not is_last else ())
             for value in group.values
             for ref in (value.columns or (value,))
         }
@@ -40,7 +41,8 @@ class Lookup:
                 if by_slots and {"t", "e"} <= set(axes):
                     continue
                 index = n.meta["index"]
-                self.readings.append((((index, axes) not in before, n in inside, rank), index, Ref(n, axes)))
+                place = -index if is_last else index
+                self.readings.append((((index, axes) not in before, n in inside, rank), place, Ref(n, axes)))
         self.readings.sort(key=lambda r: r[:2])
         self._tables: dict[tuple, dict[Term, list[Ref]]] = {}
 

@@ -53,6 +53,11 @@ def is_known(node: fx.Node) -> bool:
     return bool(node.meta.get("known")) and node.op != "placeholder"
 
 
+def is_of_state(node: fx.Node) -> bool:
+    """Whether it is a parameter, a buffer, or a tensor that is an ordinary attribute."""
+    return node.op == "get_attr" and node.meta["kind"] != "constant"
+
+
 def values(capture: Capture, n: fx.Node) -> set[float]:
     """Two of the values, or the one that all elements have."""
     value = capture.shadow(n) if isinstance(n.meta.get("val"), torch.Tensor) else torch.empty(0)

@@ -31,7 +31,7 @@ from .worth import NotTwice
 
 _MOST_EXTRA = 8
 _CHANCE = 1e-3
-_Places = tuple[tuple[Any, ...] | None, ...]  # by the kinds of experts
+_Places = tuple[tuple[Any, ...] | None, ...]  # of the choice, and by the kinds of experts
 
 
 class Prover:
@@ -68,7 +68,8 @@ class Prover:
         args, kwargs = self.arguments.at(sizes, seed=routing.seed)
         if flips and self.lifted:  # a number that is not the program's own may be how often a loop runs
             most = 20 * len(self.lifted[0].capture.nodes)
-        taken = capture(self.block, args, kwargs, routing, flips=flips, dims=sizes, most_nodes=most)
+        held = self.arguments.held
+        taken = capture(self.block, args, kwargs, routing, flips=flips, dims=sizes, most_nodes=most, held=held)
         if taken.tracer.refusals:
             raise taken.tracer.refusals[0]
         self.compares = self.compares or bool(conditions(taken.nodes))
@@ -97,18 +98,20 @@ class Prover:
 
     def _align(self) -> None:
         """What no mask or limit touched in the first captures was found before it, as well as behind it; where a
-        later capture was touched it can only be read off behind. Then it is, in all captures."""
+        later capture was touched it can only be read off behind. Then it is, in all captures; what some have from here
+        and others from there, as `where` does, behind both."""
         places = [_places(lifted) for lifted in self.lifted]
         firsts = sorted({of: i for i, of in reversed([*enumerate(places)])}.values())
-        order = sorted(range(len(places)), key=lambda i: i not in firsts)  # to see soon that not all can be read so
-        for like in firsts:
-            if all(_are_same(of, places[like]) for of in places):
+        ways = [(i, False) for i in firsts]
+        for at, is_last in [*ways, (0, True)] if len(firsts) > 1 else ways:
+            like = self.lifted[at]
+            if not is_last and all(_are_same(of, places[at]) for of in places):
                 continue
             again: dict[int, Lifted] = {}
             with contextlib.suppress(Refused):
-                for i in order:
-                    again[i] = self._read_as(self.lifted[i], self.lifted[like], self.lifted[0])
-                    if not _are_same(_places(again[i]), places[like]):
+                for i in sorted(range(len(places)), key=lambda i: i not in firsts):  # to see soon that it cannot be
+                    again[i] = self._read_as(self.lifted[i], like, self.lifted[0], is_last)
+                    if not _are_same(_places(again[i]), _places(again[firsts[0]]) if is_last else places[at]):
                         break
                 else:
                     self.lifted = [again[i] for i in range(len(places))]
@@ -141,13 +144,13 @@ class Prover:
             raise Refused("which weight a choice has depends on the routing", source=str(lifted.cut.meta["source"]))
         self.lifted = again
 
-    def _read_as(self, old: Lifted, like: Lifted, form: Lifted) -> Lifted:
-        """A capture once more, read off the nodes that another one was read off.
+    def _read_as(self, old: Lifted, like: Lifted, form: Lifted, is_last: bool = False) -> Lifted:
+        """A capture once more, read off the nodes that another one was read off, or off the last ones that fit.
 
         Raises:
             Refused: it has not this form then.
         """
-        new = self.lift_as(old.capture, like)
+        new = self.lift_as(old.capture, like, is_last)
         same_form(form, new)
         new.optional = old.optional
         return new
@@ -175,8 +178,8 @@ class Prover:
             raise refusal or AssertionError
         return lifted
 
-    def lift_as(self, taken: Capture, like: Lifted | None) -> Lifted:
-        lifter = Lifter(self.block, taken, like, self.symbolic, self.by_slots)
+    def lift_as(self, taken: Capture, like: Lifted | None, is_last: bool = False) -> Lifted:
+        lifter = Lifter(self.block, taken, like, self.symbolic, self.by_slots, is_last)
         lifted = lifter.lift(self.experts)
         self.experts = self.experts or lifter.experts
         lifted.groups.sort(key=lambda g: g.ids[0])
@@ -441,10 +444,11 @@ def _never(seen: list[tuple[int, bool]]) -> set[int]:
 
 
 def _places(lifted: Lifted) -> _Places:
-    """Where the program computes what the experts take, of each kind of experts that the capture met."""
-    return tuple(tuple(line(n) for ref in g.values for n in ref.nodes) if g.ids else None for g in lifted.groups)
+    """Where the program computes who the experts are, and what they take, of each kind that the capture met."""
+    chosen = tuple(map(line, lifted.index.nodes))
+    return chosen, *(tuple(line(n) for ref in g.values for n in ref.nodes) if g.ids else None for g in lifted.groups)
 
 
 def _are_same(places: _Places, others: _Places) -> bool:
-    """Of the kinds of experts that both captures met."""
+    """Of the choice, and of the kinds of experts that both captures met."""
     return all(p == q for p, q in zip(places, others, strict=True) if p is not None and q is not None)

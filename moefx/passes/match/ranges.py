@@ -24,7 +24,7 @@ from torch import fx
 from ...capture.captured import Capture
 from ...capture.counts import Count
 from ...capture.sizes import plain
-from .nodes import SELECTIONS, op_name, place_axis
+from .nodes import SELECTIONS, is_of_state, op_name, place_axis
 
 aten = torch.ops.aten
 Range = tuple[torch.Tensor, torch.Tensor]  # of a shape that broadcasts to the node's
@@ -62,16 +62,16 @@ def token_sizes(capture: Capture) -> set[int]:
 
 
 class Ranges:
-    def __init__(self, nodes: list[fx.Node], of_given: bool = False, sizes: Collection[int] = ()):
+    def __init__(self, nodes: list[fx.Node], of_call: bool = False, sizes: Collection[int] = ()):
         """
         Args:
-            of_given: integers that are arguments may be any; else nothing is said of what is computed from them.
+            of_call: integers that are arguments or buffers may be any; else nothing is said of what follows from them.
             sizes: numbers of tokens, of which there may be more: positions among so many are unbounded, unless they are
                 compared with such a number.
         """
         self._known: dict[fx.Node, Range | None] = {}
-        self._of_given, self._sizes = of_given, sizes
-        self._here = Ranges(nodes, of_given) if sizes else None
+        self._of_call, self._sizes = of_call, sizes
+        self._here = Ranges(nodes, of_call) if sizes else None
         for node in nodes:
             self._known[node] = _wrapped(self._range(node), node.meta.get("val"))
 
@@ -102,7 +102,7 @@ class Ranges:
         val = node.meta.get("val")
         if not isinstance(val, torch.Tensor) or val.dtype.is_floating_point or val.dtype.is_complex:
             return None
-        if node.op == "placeholder" and self._of_given and val.dtype is not torch.bool:
+        if self._of_call and (node.op == "placeholder" or is_of_state(node)) and val.dtype is not torch.bool:
             info = torch.iinfo(val.dtype)
             return _uniform(max(info.min, -UNBOUNDED), min(info.max, UNBOUNDED), val)
         if node.op != "call_function":

@@ -1,7 +1,8 @@
-"""Given integers for which what the program asks about them comes out otherwise than for the example's.
+"""Integers of a call for which what the program asks about them comes out otherwise than for those of the example.
 
-Padding, special tokens, the end of a range: the program names the numbers, or others that these follow from. They take
-part in all captures, among the example's own, as far as the program runs on them.
+Padding, special tokens, the end of a range, the last step of a warm-up: the program names the numbers, or others that
+these follow from. They take part in all captures, among the arguments' and buffers' own, as far as the program runs on
+them.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,10 +19,11 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from ...capture.captured import Capture
+from ...capture.effects import holds_integers
 from ...capture.inputs import Arguments
-from ...capture.routing import Routing
-from .given import Seen, is_given, is_one, operands, seen
-from .nodes import op_name
+from ...capture.routing import Routing, takes
+from .given import Seen, is_of_call, is_one, operands, seen
+from .nodes import is_of_state, op_name
 from .ranges import NARROW
 
 if TYPE_CHECKING:
@@ -30,37 +33,59 @@ _INDEXED = {
     "embedding", "gather", "index", "index_add", "index_copy", "index_fill", "index_put", "index_select", "scatter",
     "scatter_add",
 }  # fmt: skip
-Turn = tuple[int, int]  # of the tensor arguments which, and a number for it
+Turn = tuple[int | str, int]  # which of the tensor arguments, or the name of a buffer, and a number for it
 _LARGE = 1 << 30
 _MOST_OF_A_TENSOR = 6
 _MOST = 100
+_MORE_SEEDS = (2, 3, 4)
 
 
 def with_turns(prover: Prover, sizes: dict[str, int]) -> tuple[Arguments, Capture | None]:
     """The arguments of a prover, with such numbers where there are any; and the first capture, if it was made."""
     arguments, tried = prover.arguments, set[Turn]()
-    if not any(leaf.takes_turns for leaf in arguments.tensors):
+    if not any(leaf.takes_turns for leaf in arguments.tensors) and not holds_integers(prover.block):
         return arguments, None
     while (taken := _capture(prover, arguments, sizes)) is not None:
-        doubtful = [one for one in seen(taken).values() if one.is_doubtful or _is_one_truth(one)]
+        doubtful = _doubtful(prover, arguments, sizes, taken)
         found = {turn for one in doubtful if (turn := _turning(taken, one, arguments)) is not None} - tried
         if not found:
             break
         tried |= found
-        if _capture(prover, every := arguments.turned(found), sizes) is not None:
+        if _runs(prover, every := arguments.turned(found), sizes):
             arguments = every
             continue
-        for turn in sorted(found):
-            if _capture(prover, alone := arguments.turned({turn}), sizes) is not None:
+        for turn in sorted(found, key=str):
+            if _runs(prover, alone := arguments.turned({turn}), sizes):
                 arguments = alone
     return arguments, taken
 
 
-def _capture(prover: Prover, arguments: Arguments, sizes: dict[str, int]) -> Capture | None:
+def _doubtful(prover: Prover, arguments: Arguments, sizes: dict[str, int], taken: Capture) -> list[Seen]:
+    """What came out one way; of what hangs on buffers, which have other values in each, in several captures."""
+
+    def is_open(one: Seen) -> bool:
+        return one.is_doubtful or _is_one_truth(one)
+
+    found = {place: one for place, one in seen(taken).items() if is_open(one)}
+    if any(map(is_of_state, itertools.chain.from_iterable(_made_of(one.node) for one in found.values()))):
+        for seed in _MORE_SEEDS:
+            more = _capture(prover, arguments, sizes, seed)
+            others = seen(more) if more is not None else {}
+            found = {p: new for p, one in found.items() if is_open(new := one | others.get(p, one))}
+    return [*found.values()]
+
+
+def _runs(prover: Prover, arguments: Arguments, sizes: dict[str, int]) -> bool:
+    """Whether the program runs with all numbers of these arguments: of a single one each call has another."""
+    most = max(map(len, (*(leaf.turns for leaf in arguments.tensors), *arguments.held.values())))
+    return all(_capture(prover, arguments, sizes, seed) is not None for seed in range(most + 1))
+
+
+def _capture(prover: Prover, arguments: Arguments, sizes: dict[str, int], seed: int = 0) -> Capture | None:
     """A capture with these arguments; None where the program does not run on them."""
     before, prover.arguments = prover.arguments, arguments
     try:
-        taken = prover.capture(Routing("diverse", 0), sizes)
+        taken = prover.capture(Routing("diverse", seed), sizes)
         return taken if all(map(_is_within, taken.nodes)) else None
     except Exception:  # the program's own
         return None
@@ -91,31 +116,47 @@ def _is_one_truth(one: Seen) -> bool:
 
 
 def _turning(taken: Capture, one: Seen, arguments: Arguments) -> Turn | None:
-    """A number that turns what came out one way, if it stands here and there in one argument."""
-    way = _way(one.node)
-    for leaf in (n for n in way if n.op == "placeholder" and arguments.tensors[n.meta["position"]].takes_turns):
-        given, position = leaf.meta["val"], leaf.meta["position"]
+    """A number that turns what came out one way, if it stands here and there in one argument or buffer."""
+    made_of = _made_of(one.node)
+    for leaf in sorted(made_of, key=lambda n: (n.op != "placeholder", n.meta["index"])):
+        if leaf.op == "placeholder":
+            key, leaf_takes = leaf.meta["position"], arguments.tensors[leaf.meta["position"]].takes
+        elif leaf.op == "get_attr":
+            key, leaf_takes = leaf.meta["fqn"], partial(takes, leaf.meta["val"])
+        else:
+            continue
+        given, way = leaf.meta["val"], _way(leaf, made_of)
         here = (torch.arange(given.numel()) % 3 == 0).view(given.shape)
-        for number in filter(arguments.tensors[position].takes, itertools.islice(_numbers(taken, one, way), _MOST)):
+        for number in filter(leaf_takes, itertools.islice(_numbers(taken, one, way), _MOST)):
             with contextlib.suppress(Exception):  # no such entry in a table
                 if _turns(taken, one, way, {leaf: torch.where(here, number, given)}):
-                    return position, number
+                    return key, number
     return None
 
 
-def _way(node: fx.Node) -> list[fx.Node]:
-    """From the arguments to a node, what is computed from them on the way."""
+def _made_of(node: fx.Node) -> set[fx.Node]:
+    """A node and what it is computed from, of a call's integers."""
     found, stack = {node}, [node]
     while stack:
         for a in stack.pop().all_input_nodes:
-            if a not in found and is_given(a):
+            if a not in found and is_of_call(a):
                 found.add(a)
                 stack.append(a)
+    return found
+
+
+def _way(leaf: fx.Node, among: set[fx.Node]) -> list[fx.Node]:
+    """What is computed from an argument or a buffer, itself first."""
+    found, stack = {leaf}, [leaf]
+    while stack:
+        more = [user for user in stack.pop().users if user in among and user not in found]
+        found.update(more)
+        stack += more
     return sorted(found, key=lambda n: n.meta["index"])
 
 
 def _turns(taken: Capture, one: Seen, way: list[fx.Node], values: dict[fx.Node, torch.Tensor]) -> bool:
-    """Whether a node comes out otherwise where the arguments have these values."""
+    """Whether a node comes out otherwise where an argument or a buffer has these values."""
 
     def value(n: fx.Node) -> Any:
         return values[n] if n in values else n.meta["shadow"] if "shadow" in n.meta else taken.shadow(n)
@@ -131,10 +172,10 @@ def _turns(taken: Capture, one: Seen, way: list[fx.Node], values: dict[fx.Node, 
 
 
 def _numbers(taken: Capture, one: Seen, way: list[fx.Node]) -> Iterator[int]:
-    """Those that the program names, what is next to them, their sums, products and differences; of a table the places
-    at which it has something else."""
+    """Those that the program names or compares with, what is next to them, their sums, products and differences; of a
+    table the places at which it has something else."""
     named = {v: None for n in way for v in pytree.tree_leaves((n.args, n.kwargs)) if type(v) in (int, float)}
-    for a in {a: None for n in way for a in operands(n) if not is_given(a)}:
+    for a in {a: None for n in way for a in operands(n) if a not in way}:
         known = taken.shadow(a).flatten()
         named |= dict.fromkeys(known.unique()[:_MOST_OF_A_TENSOR].tolist())
         others = (known != next(iter(one.values))).nonzero().flatten()

@@ -164,6 +164,11 @@ OF_WEIGHTS = {
         (ids(1, 40), ids(0, 2)),
         (ids(49, 52), ids(2, 5)),
     ),
+    "two inputs, never equal": (
+        lambda b, w, g, h: torch.where(pad(g == h), 0.5 * w, w),
+        (ids(20, 40), ids(50, 90)),
+        (ids(20, 25), ids(20, 25)),
+    ),
     "of a sequence": (lambda b, w, g: w * (g != 0)[:, None, None], (torch.tensor([3, 5]),), (torch.tensor([0, 5]),)),
     "lengths": (
         lambda b, w, n: w * pad(torch.arange(w.shape[1]) < n[:, None]),
@@ -292,8 +297,8 @@ def test_experts_of_a_token():
 
 REFUSED = {
     "a branch": (masked_where_some_are, PLAIN, "what runs outside of the experts depends on"),
-    "two inputs, never equal": (
-        lambda b, w, g, h: torch.where(pad(g == h), 0.5 * w, w),
+    "two inputs, never on one curve": (
+        lambda b, w, g, h: torch.where(pad(g * g == h * h * h + 17), 0.5 * w, w),
         (ids(20, 40), ids(50, 90)),
         "pass example_inputs with which it comes out both ways",
     ),
