@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections import Counter
 from typing import Any
 
 from torch import nn
@@ -16,21 +15,19 @@ from ...capture.routing import Routing
 from ...capture.sizes import SizeGuard
 from ...capture.tracer import Flips
 from ...errors import Refused
-from . import crowds, doubts, given, leaks, twice
+from . import cover, crowds, doubts, few, given, leaks, twice
 from .agree import same_form
 from .different import are_different
 from .form import Lifted, with_all_experts
 from .lift import Lifter
 from .matched import Expert, Match
 from .nodes import line
-from .paths import Place, expert_indices, sibling_names, tensor_at
-from .ranges import UNBOUNDED, Ranges
+from .paths import Place, sibling_names
 from .semantics import conditions
 from .turns import with_turns
 from .worth import NotTwice
 
 _MOST_EXTRA = 8
-_CHANCE = 1e-3
 _Places = tuple[tuple[Any, ...] | None, ...]  # of the choice, and by the kinds of experts
 
 
@@ -57,6 +54,7 @@ class Prover:
         self.sizes: list[dict[str, int]] = []
         self.experts: set[str] | None = None
         self.extra_guards: list[SizeGuard] = []
+        self.num_experts = 0
 
     def capture(
         self,
@@ -197,8 +195,8 @@ class Prover:
                 self.add(self._lifted_first(first or self.capture(Routing(kind, variant), sizes)), sizes)
             else:
                 self.add(self.lift(Routing(kind, variant, as_they_are=kind == "skewed"), sizes), sizes)
-        self._more_slots()
-        self._cover()
+        few.more_slots(self)
+        cover.every_expert(self)
         if self.num_experts < 2:
             raise Refused("there is one expert only, for all tokens: nothing is chosen")
         self._agree()
@@ -210,7 +208,7 @@ class Prover:
         crowds.overflow(self)
         doubts.carry_over(self)
         twice.fall_together(self)
-        self._other_sizes()
+        few.other_sizes(self)
         leaks.leaked_sizes(self)
         leaks.round_sizes(self)
         leaks.same_by_chance(self)
@@ -239,18 +237,6 @@ class Prover:
         self.lifted.append(lifted)
         self.sizes.append(sizes)
 
-    def _more_slots(self) -> None:
-        """Where many choices are dropped, those that come last may be in all captures: a few tokens have places for
-        them."""
-        if all(bool(lifted.kept.all()) for lifted in self.lifted):
-            return
-        sizes = self.arguments.sequence(5)
-        if self.is_within(sizes):
-            with contextlib.suppress(Exception):  # at sizes that the program is not made for
-                lifted = self.lift(Routing("diverse", 6), sizes)
-                if lifted.slots > self.lifted[0].slots:
-                    self.add(lifted, sizes)
-
     def _agree(self) -> None:
         """All captures have the form of the one that met the most slots and kinds of experts, which comes first."""
         richest = max(range(len(self.lifted)), key=lambda i: (self.lifted[i].slots, len(self.lifted[i].groups), -i))
@@ -276,84 +262,6 @@ class Prover:
             self.agree(self.lifted[-1])
         raise Refused("no routing was found under which all kinds of experts are used")
 
-    # ------------------------------------------------------------------ every expert is seen
-    @property
-    def seen(self) -> set[int]:
-        return {e for lifted in self.lifted for g in lifted.groups for e in g.ids}
-
-    def _zeros(self) -> set[int]:
-        """Ids that are chosen now and then and never contribute: experts that do nothing. So often that it is not by
-        chance, as it may be where a mask or a capacity drops many slots, or where a buffer allows some experts only:
-        it allows others in another capture."""
-        chosen = [(one, one.ids.flatten().tolist()) for one in self.lifted]
-        slots = [seen for one, ids in chosen for seen in zip(ids, one.kept.flatten().tolist(), strict=True)]
-        captures = [(e, bool(one.kept[one.ids == e].any())) for one, ids in chosen for e in set(ids)]
-        by_slots, by_captures = _never(slots), _never(captures)
-        return {e for e, n in Counter(e for e, _ in captures).items() if e in by_slots & by_captures and n > 1}
-
-    def _total(self) -> int:
-        """How many experts there are: as many as the stacks are long, the siblings many, or the ids high."""
-        first = self.lifted[0]
-        total = max(self.seen) + 1
-        for group in first.groups:
-            for table in group.tables:
-                total = max(total, self._siblings(table), self._stack(table, group.tables))
-        for node in first.index.nodes:
-            ids = Ranges(first.capture.nodes).of(node)
-            if ids is not None and (ids[0] >= 0).all() and ids[1].numel() and ids[1].max() < UNBOUNDED:
-                total = max(total, int(ids[1].max()) + 1)
-        return total
-
-    def _stack(self, table: dict[int, Place], tables: list[dict[int, Place]]) -> int:
-        """How many parts a tensor has, if the experts count them; as many for each of the tables that share it."""
-        if any(expert_indices(place, self.children)[:1] != [e] for e, place in table.items()):
-            return 0
-        tensor, length = self._stack_of(next(iter(table.values())))
-        taken = set(table.values())
-        others = [set(t.values()) for t in tables if self._stack_of(next(iter(t.values()))) == (tensor, length)]
-        apart = [places for places in others if not places & taken]
-        return length // (1 + len(apart))
-
-    def _stack_of(self, place: Place) -> tuple[Any, int]:
-        """What a place is a part of, and how many parts that has."""
-        shape = tensor_at(self.block, place.fqn).shape
-        for i, (op, *rest) in enumerate(place.steps):
-            if op == "at":
-                return (place.fqn, place.steps[:i]), shape[rest[1][0][0]]
-            if op == "slice":
-                _, dim, start, stop, _ = rest
-                return (place.fqn, place.steps[:i]), shape[dim] // (stop - start)
-            if op in ("reshape", "permute", "expand"):
-                shape = rest[0]
-        return place.fqn, 0
-
-    def _siblings(self, table: dict[int, Place]) -> int:
-        """How many modules stand beside each other where the experts' places differ, if they count the experts."""
-        names = {e: place.fqn.split(".") for e, place in table.items()}
-        for depth, _ in enumerate(min(names.values(), key=len)):
-            siblings = self.children.get(".".join(next(iter(names.values()))[:depth]), [])
-            if all(parts[depth] in siblings and siblings.index(parts[depth]) == e for e, parts in names.items()):
-                return len(siblings)
-        return 0
-
-    def _cover(self) -> None:
-        """More captures, until every expert was seen at work: one that differs must not hide."""
-        extra = 0
-        self.num_experts = self._total()
-        while missing := sorted(set(range(self.num_experts)) - self.seen - self._zeros()):
-            if extra == _MOST_EXTRA:
-                raise Refused(
-                    f"{len(missing)} of {self.num_experts} experts were never chosen under any routing tried, "
-                    f"the first is expert {missing[0]}"
-                )
-            extra += 1
-            sizes = self.choose(max(17, min(len(missing), 4 * self.hint)), extra)
-            before = set(missing)
-            prefer = tuple(missing) * max(1, 16 // len(missing))
-            self.add(self.lift(Routing("diverse", 10 + extra, prefer=prefer), sizes), sizes)
-            if before == set(range(self.num_experts)) - self.seen - self._zeros() and extra > 2:
-                extra = _MOST_EXTRA
-
     def _merged(self) -> list[Expert]:
         """Groups with complete tables."""
         out = []
@@ -376,71 +284,13 @@ class Prover:
             raise Refused("an expert computes one function under one routing and another under another")
         return out
 
-    # ------------------------------------------------------------------ other sizes
-    def _other_sizes(self) -> None:
-        """One token, and many: sizes at which code often takes another way."""
-        one, more_than_one = self.arguments.sequence(1), SizeGuard("*".join(self.arguments.dims), "gt", "1", True)
-        many = [self.arguments.choose(3 * max(29, self.hint // 4), 2)] if self.hint <= 64 else []
-        self._few()
-        for sizes in filter(self.is_within, [one, *many]):
-            told_apart = not all(g.holds(sizes) for g in self.seen_guards())
-            # whether one token shows the form hangs on what it chooses: experts that do nothing show nothing
-            most = max(self.lifted[0].groups, key=lambda g: len(g.ids)).ids
-            more = [Routing("diverse", 5, (e,)) for e in most[:3]] + [Routing("diverse", seed) for seed in range(6, 10)]
-            for routing in [Routing("diverse", 5), *(more if sizes == one else [])]:
-                try:
-                    lifted = self.lift(routing, sizes)
-                    told_apart |= not all(g.holds(self.sizes[0]) for g in lifted.capture.sizes.guards)
-                    same_form(self.lifted[0], lifted)
-                except Exception:  # the program's own, at sizes that it is not made for
-                    if not told_apart and sizes != one:
-                        raise
-                    continue
-                if told_apart or sizes == one:
-                    lifted.optional = more_than_one
-                self.add(lifted, sizes)
-                break
-            else:
-                if not told_apart:  # else it is by a comparison that we saw: a guard
-                    self.extra_guards.append(more_than_one)
-
-    def _few(self) -> None:
-        """A few tokens that spread out, and a few that crowd on some experts and leave the others idle: a program
-        that asks who is idle changes what the second ones get. Sizes that it is not made for show nothing."""
-        sizes = self.arguments.sequence(3 if self.lifted[0].slots != 3 else 5)
-        busy = max(self.lifted[0].groups, key=lambda g: len(g.ids)).ids[0]
-        found: list[Lifted] = []
-        unclear: list[Refused] = []  # so few may show too little
-        differs: list[Refused] = []
-        for routing in (Routing("diverse", 5), Routing("flooded", busy)) if self.is_within(sizes) else ():
-            try:
-                taken = self.capture(routing, sizes)
-                is_apart = not all(g.holds(self.sizes[0]) for g in taken.sizes.guards)
-                lifted = self.lift_as(taken, with_all_experts(self.lifted))
-            except Refused as why:
-                unclear.append(why)
-                continue
-            except Exception:  # the program's own
-                continue
-            try:
-                same_form(self.lifted[0], lifted)
-                found.append(lifted)
-            except Refused as why:
-                (unclear if is_apart else differs).append(why)
-        if differs or (unclear and found):
-            raise (differs or unclear)[-1]
-        for lifted in found if len(found) == 2 else ():
-            self.add(lifted, sizes)
+    @property
+    def seen(self) -> set[int]:
+        """Experts that were at work in some capture."""
+        return {e for lifted in self.lifted for g in lifted.groups for e in g.ids}
 
     def seen_guards(self) -> list[SizeGuard]:
         return [g for lifted in self.lifted for g in lifted.capture.sizes.guards]
-
-
-def _never(seen: list[tuple[int, bool]]) -> set[int]:
-    """What never came true, and so often not that this is not by chance."""
-    tried, came = Counter(e for e, _ in seen), Counter(e for e, is_true in seen if is_true)
-    missed = 1 - came.total() / max(1, sum(n for e, n in tried.items() if e in came))
-    return {e for e, n in tried.items() if e not in came and missed**n < _CHANCE}
 
 
 def _places(lifted: Lifted) -> _Places:

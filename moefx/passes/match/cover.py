@@ -1,0 +1,107 @@
+"""Every expert is to be seen at work: how many there are, and captures in which those are chosen that were not yet."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from ...capture.routing import Routing
+from ...errors import Refused
+from .paths import Place, expert_indices, tensor_at
+from .ranges import UNBOUNDED, Ranges
+
+if TYPE_CHECKING:
+    from .prove import Prover
+
+_MOST_EXTRA = 8
+_CHANCE = 1e-3
+
+
+def every_expert(prover: Prover) -> None:
+    """More captures, until every expert was seen at work: one that differs must not hide.
+
+    Raises:
+        Refused: some cannot be made to work.
+    """
+    extra = 0
+    prover.num_experts = _total(prover)
+    while missing := sorted(set(range(prover.num_experts)) - prover.seen - _zeros(prover)):
+        if extra == _MOST_EXTRA:
+            raise Refused(
+                f"{len(missing)} of {prover.num_experts} experts were never chosen under any routing tried, "
+                f"the first is expert {missing[0]}"
+            )
+        extra += 1
+        sizes = prover.choose(max(17, min(len(missing), 4 * prover.hint)), extra)
+        before = set(missing)
+        prefer = tuple(missing) * max(1, 16 // len(missing))
+        prover.add(prover.lift(Routing("diverse", 10 + extra, prefer=prefer), sizes), sizes)
+        if before == set(range(prover.num_experts)) - prover.seen - _zeros(prover) and extra > 2:
+            extra = _MOST_EXTRA
+
+
+def _zeros(prover: Prover) -> set[int]:
+    """Ids that are chosen now and then and never contribute: experts that do nothing. So often that it is not by
+    chance, as it may be where a mask or a capacity drops many slots, or where a buffer allows some experts only:
+    it allows others in another capture."""
+    chosen = [(one, one.ids.flatten().tolist()) for one in prover.lifted]
+    slots = [seen for one, ids in chosen for seen in zip(ids, one.kept.flatten().tolist(), strict=True)]
+    captures = [(e, bool(one.kept[one.ids == e].any())) for one, ids in chosen for e in set(ids)]
+    by_slots, by_captures = _never(slots), _never(captures)
+    return {e for e, n in Counter(e for e, _ in captures).items() if e in by_slots & by_captures and n > 1}
+
+
+def _total(prover: Prover) -> int:
+    """How many experts there are: as many as the stacks are long, the siblings many, or the ids high."""
+    first = prover.lifted[0]
+    total = max(prover.seen) + 1
+    for group in first.groups:
+        for table in group.tables:
+            total = max(total, _siblings(prover, table), _stack(prover, table, group.tables))
+    for node in first.index.nodes:
+        ids = Ranges(first.capture.nodes).of(node)
+        if ids is not None and (ids[0] >= 0).all() and ids[1].numel() and ids[1].max() < UNBOUNDED:
+            total = max(total, int(ids[1].max()) + 1)
+    return total
+
+
+def _stack(prover: Prover, table: dict[int, Place], tables: list[dict[int, Place]]) -> int:
+    """How many parts a tensor has, if the experts count them; as many for each of the tables that share it."""
+    if any(expert_indices(place, prover.children)[:1] != [e] for e, place in table.items()):
+        return 0
+    tensor, length = _stack_of(prover, next(iter(table.values())))
+    taken = set(table.values())
+    others = [set(t.values()) for t in tables if _stack_of(prover, next(iter(t.values()))) == (tensor, length)]
+    apart = [places for places in others if not places & taken]
+    return length // (1 + len(apart))
+
+
+def _stack_of(prover: Prover, place: Place) -> tuple[Any, int]:
+    """What a place is a part of, and how many parts that has."""
+    shape = tensor_at(prover.block, place.fqn).shape
+    for i, (op, *rest) in enumerate(place.steps):
+        if op == "at":
+            return (place.fqn, place.steps[:i]), shape[rest[1][0][0]]
+        if op == "slice":
+            _, dim, start, stop, _ = rest
+            return (place.fqn, place.steps[:i]), shape[dim] // (stop - start)
+        if op in ("reshape", "permute", "expand"):
+            shape = rest[0]
+    return place.fqn, 0
+
+
+def _siblings(prover: Prover, table: dict[int, Place]) -> int:
+    """How many modules stand beside each other where the experts' places differ, if they count the experts."""
+    names = {e: place.fqn.split(".") for e, place in table.items()}
+    for depth, _ in enumerate(min(names.values(), key=len)):
+        siblings = prover.children.get(".".join(next(iter(names.values()))[:depth]), [])
+        if all(parts[depth] in siblings and siblings.index(parts[depth]) == e for e, parts in names.items()):
+            return len(siblings)
+    return 0
+
+
+def _never(seen: list[tuple[int, bool]]) -> set[int]:
+    """What never came true, and so often not that this is not by chance."""
+    tried, came = Counter(e for e, _ in seen), Counter(e for e, is_true in seen if is_true)
+    missed = 1 - came.total() / max(1, sum(n for e, n in tried.items() if e in came))
+    return {e for e, n in tried.items() if e not in came and missed**n < _CHANCE}

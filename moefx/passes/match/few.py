@@ -1,0 +1,104 @@
+"""One token, a few, and many: sizes at which code often takes another way, or shows what others hide."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from ...capture.captured import Capture
+from ...capture.routing import Routing
+from ...capture.sizes import SizeGuard
+from ...errors import Refused
+from .agree import same_form
+from .form import Lifted, with_all_experts
+
+if TYPE_CHECKING:
+    from .prove import Prover
+
+
+def more_slots(prover: Prover) -> None:
+    """Where many choices are dropped, those that come last may be in all captures: a few tokens have places for
+    them."""
+    if all(bool(lifted.kept.all()) for lifted in prover.lifted):
+        return
+    sizes = prover.arguments.sequence(5)
+    taken = _captured(prover, Routing("diverse", 6), sizes) if prover.is_within(sizes) else None
+    if isinstance(taken, Capture):
+        with contextlib.suppress(Refused):
+            lifted = prover.lift_as(taken, with_all_experts(prover.lifted))
+            if lifted.slots > prover.lifted[0].slots:
+                prover.add(lifted, sizes)
+
+
+def other_sizes(prover: Prover) -> None:
+    """A form that does not hold for one token, or for many, is guarded.
+
+    Raises:
+        Refused: it does not for a few, or for many by no comparison of sizes.
+    """
+    arguments = prover.arguments
+    one, more_than_one = arguments.sequence(1), SizeGuard("*".join(arguments.dims), "gt", "1", True)
+    many = [arguments.choose(3 * max(29, prover.hint // 4), 2)] if prover.hint <= 64 else []
+    _few(prover)
+    for sizes in filter(prover.is_within, [one, *many]):
+        told_apart = not all(g.holds(sizes) for g in prover.seen_guards())
+        # whether one token shows the form hangs on what it chooses: experts that do nothing show nothing
+        most = max(prover.lifted[0].groups, key=lambda g: len(g.ids)).ids
+        more = [Routing("diverse", 5, (e,)) for e in most[:3]] + [Routing("diverse", seed) for seed in range(6, 10)]
+        for routing in [Routing("diverse", 5), *(more if sizes == one else [])]:
+            found = _captured(prover, routing, sizes)
+            try:
+                if isinstance(found, Capture):
+                    found = prover.lift_as(found, with_all_experts(prover.lifted))
+                    told_apart |= not all(g.holds(prover.sizes[0]) for g in found.capture.sizes.guards)
+                    same_form(prover.lifted[0], found)
+            except Refused as why:
+                found = why
+            if isinstance(found, Exception):
+                if not told_apart and sizes != one:
+                    raise found
+                continue
+            if told_apart or sizes == one:
+                found.optional = more_than_one
+            prover.add(found, sizes)
+            break
+        else:
+            if not told_apart:  # else it is by a comparison that we saw: a guard
+                prover.extra_guards.append(more_than_one)
+
+
+def _few(prover: Prover) -> None:
+    """A few tokens that spread out, and a few that crowd on some experts and leave the others idle: a program
+    that asks who is idle changes what the second ones get. Sizes that it is not made for show nothing."""
+    first = prover.lifted[0]
+    sizes = prover.arguments.sequence(3 if first.slots != 3 else 5)
+    busy = max(first.groups, key=lambda g: len(g.ids)).ids[0]
+    found: list[Lifted] = []
+    unclear: list[Refused] = []  # so few may show too little
+    differs: list[Refused] = []
+    for routing in (Routing("diverse", 5), Routing("flooded", busy)) if prover.is_within(sizes) else ():
+        taken = _captured(prover, routing, sizes)
+        if isinstance(taken, Refused):
+            unclear.append(taken)
+        if not isinstance(taken, Capture):
+            continue
+        is_apart = not all(g.holds(prover.sizes[0]) for g in taken.sizes.guards)
+        lifted = None
+        try:
+            lifted = prover.lift_as(taken, with_all_experts(prover.lifted))
+            same_form(first, lifted)
+            found.append(lifted)
+        except Refused as why:
+            (unclear if is_apart or lifted is None else differs).append(why)
+    if differs or (unclear and found):
+        raise (differs or unclear)[-1]
+    for lifted in found if len(found) == 2 else ():
+        prover.add(lifted, sizes)
+
+
+def _captured(prover: Prover, routing: Routing, sizes: dict[str, int]) -> Capture | Exception:
+    """A capture, or what the program raises at sizes that it is not made for."""
+    try:
+        return prover.capture(routing, sizes)
+    except Exception as error:
+        return error
