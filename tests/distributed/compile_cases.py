@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ import moefx
 from moefx.errors import InvalidPlan, NotRewritten, Refused
 
 from ..passes.blocks import D, Loop, Mlp, WithBias
+from .launch import sampled
 from .models import BLOCKS, Model, check
 
 # ruff: noqa: E501  graphs as printed
@@ -77,10 +79,9 @@ out                  = sums_near + sums_inter""",
 
 def case_all_ranks() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
-    for kind in BLOCKS:
-        for dispatch in ("dedup", "flat"):
-            plan = moefx.Plan(dispatch=dispatch, validation="symbolic")
-            check(Model(kind, layers=1 if dispatch == "flat" else 2).double(), mesh, plan)
+    for dispatch, kind in sampled(itertools.product(("dedup", "flat"), BLOCKS), 2):
+        plan = moefx.Plan(dispatch=dispatch, validation="symbolic")
+        check(Model(kind, layers=1 if dispatch == "flat" else 2).double(), mesh, plan)
 
 
 def case_ranks_without_tokens() -> None:
@@ -231,7 +232,7 @@ def case_two_axes() -> None:
 def case_other_calls_than_the_examples() -> None:
     """Another dtype, autocast: the block is lifted again, from abstract parameters of all experts."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
-    for make in (lambda: Model("biased"), lambda: Model("stacked"), WithBias):
+    for make in sampled((lambda: Model("biased"), lambda: Model("stacked"), WithBias), 2):
         torch.manual_seed(0)
         model = make()
         compiled = moefx.compile(copy.deepcopy(model), mesh=mesh, example_inputs=(torch.zeros(9, D),))

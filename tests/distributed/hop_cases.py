@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from unittest import mock
 
 import torch
@@ -16,6 +17,7 @@ from moefx.ir.placement import Level
 from moefx.runtime.links import Link
 
 from ..passes.blocks import D
+from .launch import sampled
 from .models import Model, check, compiled_beside
 
 PLANS = {
@@ -41,10 +43,9 @@ def case_kinds_of_experts() -> None:
 def case_topologies() -> None:
     mesh, world = one_axis(), dist.get_world_size()
     levels = [(2, ()), (1, ()), (4, ())] if world == 4 else [(4, ()), (2, (4,))]
-    for plan in PLANS.values():
-        for node_size, above in levels:
-            planned = plan.replace(node_size=node_size, topology_levels=above)
-            check(Model("stacked", layers=1, num_experts=2 * world).double(), mesh, planned)
+    for plan, (node_size, above) in sampled(itertools.product(PLANS.values(), levels), 2):
+        planned = plan.replace(node_size=node_size, topology_levels=above)
+        check(Model("stacked", layers=1, num_experts=2 * world).double(), mesh, planned)
 
 
 def case_ranks_in_another_order() -> None:
@@ -52,12 +53,10 @@ def case_ranks_in_another_order() -> None:
     world = dist.get_world_size()
     if world == 8:
         return
-    for order in (torch.arange(world).flip(0), torch.arange(world).view(2, -1).t().flatten()):
-        mesh = DeviceMesh("cpu", order, mesh_dim_names=("ep",))
-        for plan in PLANS.values():
-            for kind in ("gated", "flat"):
-                planned = plan.replace(node_size=world // 2)
-                check(Model(kind, layers=1, num_experts=2 * world).double(), mesh, planned)
+    orders = (torch.arange(world).flip(0), torch.arange(world).view(2, -1).t().flatten())
+    for kind, order, plan in sampled(itertools.product(("gated", "flat"), orders, PLANS.values()), 5):
+        mesh, planned = DeviceMesh("cpu", order, mesh_dim_names=("ep",)), plan.replace(node_size=world // 2)
+        check(Model(kind, layers=1, num_experts=2 * world).double(), mesh, planned)
 
 
 def case_groups_of_ranks_that_are_not_neighbours() -> None:
@@ -108,7 +107,7 @@ def case_chunks() -> None:
     mesh, world = one_axis(), dist.get_world_size()
     if world == 8:
         return
-    for plan in (moefx.Plan(dispatch="flat"), moefx.Plan(dispatch="dedup"), *PLANS.values()):
+    for plan in sampled((moefx.Plan(dispatch="flat"), moefx.Plan(dispatch="dedup"), *PLANS.values()), 2):
         planned = plan.replace(node_size=2, validation="symbolic")
         few = torch.randn(dist.get_rank() % 2, D, dtype=torch.float64)  # some chunks have no token
         for chunks, x in ((2, None), (3, few)):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch.distributed
 
-from .launch import World, launch
+from .launch import ALL, World, launch
 
 pytestmark = [
     pytest.mark.timeout(1600),  # several processes on few cores, which may be slow ones
@@ -116,6 +116,12 @@ def test_ranks_that_do_not_agree(ranks):
 @pytest.mark.parametrize("name", ["dies", "stalls"])
 def test_a_rank_that_is_lost(name):
     launch(4, "tests.distributed.lost_cases", name)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["compile", "state", "hop", "program", "verify", "lost"])
+def test_what_is_sampled_of_the_cases(name):
+    launch(4, f"tests.distributed.{name}_cases", environment={ALL: "1"})
 
 
 @pytest.mark.gpu
