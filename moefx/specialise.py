@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -57,12 +57,17 @@ def program_of(
     training = block.training if OWN_MODE in read else None
     key = Specialisation(training, True if reads_grad else None, autocast, arguments)
     absorbed = absorbed_names(block, result.graph, result.rewritten.repeated)
-    values = {w: value_at(block, w) for w in sorted(read - {OWN_MODE})}
+    values = {w: value_at(block, w) for w in sorted(read - {OWN_MODE}) if not _is_watched(block, w, absorbed)}
     plain = {w: v for w, v in values.items() if is_plain(v) or (w.inner and isinstance(v, torch.Tensor))}
     relied = {w: unchanged(v) for w, v in {**plain, **globals_of(block)}.items()}
     # Autocast differs from device to device.
     moves = autocast is None and "autocast" not in result.match.modes_read
     return Program(key, result.history, absorbed, _guards(result), relied, moves)
+
+
+def _is_watched(block: nn.Module, where: Where, absorbed: Collection[str]) -> bool:
+    """Whether it is a parameter, there or not, of an absorbed module: see `AbsorbedModules`."""
+    return where.module in absorbed and where.name in block.get_submodule(where.module)._parameters
 
 
 def _on(kind: tuple, device: str) -> tuple:

@@ -180,12 +180,17 @@ CHOICES = {
 
 @dataclasses.dataclass(frozen=True)
 class HostRead:
-    """A boolean or a float that Python read from a tensor: a branch may hang on it, which capture followed one way."""
+    """A boolean or a float that Python read from a tensor: a branch may hang on it, which capture followed one way.
+    `calls`: where, and from where that was called, the innermost first."""
 
-    source: Source
+    calls: tuple[Source, ...]
     value: bool | float | str
     node: fx.Node | None  # None: the length of something
     asked: tuple[str, Any] | None = None  # the comparison, where `node` is a number
+
+    @property
+    def source(self) -> Source:
+        return self.calls[0] if self.calls else Source("?", 0, 0)
 
 
 @dataclasses.dataclass

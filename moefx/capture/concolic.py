@@ -78,6 +78,7 @@ def capture(
         tracer.describe(node, value, False)
         tracer.track(value, node)
         state[name] = seen[id(t)] = value
+    tracer.state = {id(value) for value in state.values()}
 
     leaves, spec = pytree.tree_flatten((args, kwargs))
     inputs: list[tuple[int, torch.Tensor, fx.Node]] = []

@@ -9,7 +9,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import CaptureError
-from .captured import is_float
+from .captured import SHAPE_ONLY, is_float
 from .source import user_source
 
 aten = torch.ops.aten
@@ -50,6 +50,30 @@ def from_floats(node: fx.Node) -> bool:
             return True
         stack += n.all_input_nodes
     return False
+
+
+def has_gradients(node: fx.Node) -> bool:
+    """Whether gradients may flow from a value to parameters or to an argument."""
+    stack = [node]
+    while stack:
+        n = stack[-1]
+        inputs = n.all_input_nodes
+        if waiting := [a for a in inputs if "has_gradients" not in a.meta]:
+            stack += waiting
+            continue
+        val = n.meta.get("val")
+        if isinstance(val, torch.Tensor) and not is_float(val):
+            found = False
+        elif n.op == "get_attr":
+            found = n.meta.get("kind") == "param" and n.meta["original"].requires_grad
+        elif n.op == "placeholder":
+            found = True
+        else:
+            is_cut = not n.meta["grad"] or n.target is aten.detach.default or n.target in SHAPE_ONLY
+            found = not is_cut and any(a.meta["has_gradients"] for a in inputs)
+        n.meta["has_gradients"] = found
+        stack.pop()
+    return node.meta["has_gradients"]
 
 
 def grouped_result(x: torch.Tensor, w: torch.Tensor, *_: Any) -> torch.Tensor:

@@ -22,7 +22,7 @@ from .source import user_source
 aten = torch.ops.aten
 
 
-_grad_enabled = torch.is_grad_enabled  # the query itself is patched during capture
+grad_enabled = torch.is_grad_enabled  # the query itself is patched during capture
 
 _RAGGED = {
     getattr(getattr(aten, name), overload)
@@ -69,7 +69,7 @@ class Recorder(TorchDispatchMode):
             raise CaptureError(f"more than {self.most_nodes} operations, at {user_source()}: {user_source().text}")
         node.meta["index"] = len(self.nodes)
         node.meta["source"] = user_source()
-        node.meta["grad"] = _grad_enabled()
+        node.meta["grad"] = grad_enabled()
         node.meta["autocast"] = self.autocast
         node.meta["of_sizes"] = self.given
         # whether how many rows it has may follow from the routing

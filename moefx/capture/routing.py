@@ -44,11 +44,25 @@ class Routing:
                 and original.numel() <= 1 << 16
                 and not (self.prefer and shape and 1 < shape[-1] == original.numel())
             ):
-                return original.detach().to("cpu", copy=True)
+                return self._moved(original.detach().to("cpu", copy=True), node.meta.get("fqn", ""))
             return (0.01 * torch.randn(shape, generator=self.generator)).to(val.dtype)
         if node.op == "call_function" and val.numel() and shape and 2 <= shape[-1] <= 4096:
             return self.scores(val.numel() // shape[-1], shape[-1]).view(shape).to(val.dtype)
         return torch.randn(shape, generator=self.generator, dtype=torch.float32).to(val.dtype)
+
+    def _moved(self, value: torch.Tensor, name: str) -> torch.Tensor:
+        """What a parameter or buffer has, in another order from the second routing of this kind on, a single number
+        larger or smaller: which of them is large, or zero, is not part of the specialisation."""
+        if not self.seed or self.as_they_are or not value.numel():
+            return value
+        generator = self._generator(name)
+        if value.numel() == 1:
+            return value * (1, 16, 1 / 16)[int(torch.randint(3, (), generator=generator))]
+        return value.flatten()[torch.randperm(value.numel(), generator=generator)].view(value.shape)
+
+    def _generator(self, name: str) -> torch.Generator:
+        """Of a parameter or buffer; two that are the same now are told apart from the second routing on."""
+        return torch.Generator().manual_seed(self.seed + (zlib.crc32(name.encode()) << 8 if self.seed else 0))
 
     def scores(self, rows: int, n: int) -> torch.Tensor:
         """Scores [rows, n] whose order along each row is the wanted preference."""
@@ -123,8 +137,7 @@ class Routing:
         value = t.detach().to("cpu", copy=True)
         if not value.numel() or self.as_they_are:
             return value
-        apart = zlib.crc32(name.encode()) << 8 if self.seed else 0
-        generator = torch.Generator().manual_seed(self.seed + apart)
+        generator = self._generator(name)
         if (value == value.flatten()[0]).all():
             value = _varied(value, generator)
         elif (self.seed or _is_identity(value)) and (value.dtype != torch.bool or value.dim() == 1):

@@ -32,6 +32,7 @@ class Source:
         return linecache.getline(self.file, self.line).strip()
 
 
+_CAPTURE = __file__.replace("source.py", "concolic.py")
 _OURS = (__file__.rsplit("/capture/", 1)[0] + "/", torch.__file__.rsplit("/", 1)[0] + "/")
 
 
@@ -95,6 +96,8 @@ def _user_frames() -> Iterator[Source]:
     frame: types.FrameType | None = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
+        if name == _CAPTURE:
+            return  # who asked for the capture is no part of the program
         if is_users(name):
             yield Source(name, frame.f_lineno, _offset(frame.f_code, frame.f_lasti))
         frame = frame.f_back

@@ -34,8 +34,8 @@ from .captured import (
     tensors_in,
 )
 from .counts import LENGTH, Count, Share, tells_empty
-from .forms import GROUPED_MM, from_floats, functional_form, grouped_result, leaves_of, with_leading_ones
-from .recorder import Recorder
+from .forms import GROUPED_MM, from_floats, functional_form, grouped_result, has_gradients, leaves_of, with_leading_ones
+from .recorder import Recorder, grad_enabled
 from .routing import Routing
 from .shadows import shadow
 from .sizes import SizeLog
@@ -44,10 +44,10 @@ from .source import Source, user_calls, user_source
 aten = torch.ops.aten
 # They raise or do nothing, as `assert` does: no part of what is computed, and invented numbers need not pass them.
 _CHECKS = {aten._assert_async.default, aten._assert_async.msg, aten._assert_scalar.default}
-# How reads come out, by where they are; comparisons and numbers by where they are computed, by which op, and whether of
-# what is known of the routing alone. A function says what integers are to be that an op gave, or an argument has (by
-# its number).
-Flips = Mapping[Source | tuple[Source, str, bool] | int, Any]
+# How reads come out, by where they are, through all calls; comparisons and numbers by where they are computed, by which
+# op, and whether of what is known of the routing alone. A function says what integers are to be that an op gave, or an
+# argument has (by its number).
+Flips = Mapping[tuple[Source, ...] | tuple[Source, str, bool] | int, Any]
 
 
 class Tracer(Recorder):
@@ -64,6 +64,8 @@ class Tracer(Recorder):
         self.modes_read: set[str] = set()
         self.refusals: list[Refused] = []
         self.overwritten: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # tensors of others, and what they held
+        self.state: set[int] = set()  # parameters and buffers, by id
+        self.detached: set[int] = set()  # tensors that share memory with one that has gradients, by id
         self.quiet = 0  # inside an operation that is recorded whole
         self.is_cast = False  # inside a function that autocast has cast the arguments of
         self.touched = False  # whether the op at work was called with a number of the routing
@@ -74,18 +76,18 @@ class Tracer(Recorder):
             return value  # keys of a dict: whether two ids are one is no branch
         if tells_empty(count, op, other):
             return value  # without rows nothing is computed; other captures had experts without
-        source = user_source()
-        value = bool(self.flips.get(source, value))
+        calls = user_calls()
+        value = bool(self.flips.get(calls, value))
         if count.expr is LENGTH and count.value == 0:
             return value  # either way nothing is computed: it tells nothing of what happens to rows
-        self.reads.append(HostRead(source, value, count.expr if isinstance(count.expr, fx.Node) else None, (op, other)))
+        self.reads.append(HostRead(calls, value, count.expr if isinstance(count.expr, fx.Node) else None, (op, other)))
         return value
 
     def asks_for_grad(self, t: torch.Tensor) -> bool:
         """Whether a tensor requires a gradient, which is not known here: it may come out either way."""
-        source = user_source()
-        value = bool(self.flips.get(source, t.requires_grad))
-        self.reads.append(HostRead(source, value, None))
+        calls = user_calls()
+        value = bool(self.flips.get(calls, t.requires_grad))
+        self.reads.append(HostRead(calls, value, None))
         return value
 
     def refuse(self, reason: str, remedy: str) -> None:
@@ -182,9 +184,9 @@ class Tracer(Recorder):
         original = node.meta.get("original") if node.op == "get_attr" and not is_float(t) else None
         value = (self.concrete(t) if original is None or original.is_meta else original).item()
         if t.dtype is torch.bool or is_float(t) or self._is_state(self.node_of(t)):
-            source = user_source()
-            value = self.flips.get(source, value)
-            self.reads.append(HostRead(source, value, self.node_of(t)))
+            calls = user_calls()
+            value = self.flips.get(calls, value)
+            self.reads.append(HostRead(calls, value, self.node_of(t)))
         return value
 
     def record(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -224,9 +226,9 @@ class Tracer(Recorder):
             return self._record_in_place(func, args, kwargs, node_args, node_kwargs, written, known)
         out, concrete = self.compute(func, args, kwargs)
         if type(out) is bool:  # `torch.equal`
-            source = user_source()
-            out = bool(self.flips.get(source, out))
-            self.reads.append(HostRead(source, out, None))
+            calls = user_calls()
+            out = bool(self.flips.get(calls, out))
+            self.reads.append(HostRead(calls, out, None))
             return out
         flip = self.flips.get((user_source(), str(func), known)) if self.flips else None
         if callable(flip):
@@ -362,6 +364,8 @@ class Tracer(Recorder):
                 node.meta["shadow"] = concrete
             if is_view and id(out) not in self.aliases:
                 self.track(out, node, args[0], (func, tuple(node_args[1:])))
+                if func is aten.detach.default and has_gradients(node_args[0]):
+                    self.detached.add(id(out))
             elif id(out) in self.aliases:  # returned its own argument
                 self.aliases[id(out)].node = node
             else:
@@ -427,6 +431,7 @@ class Tracer(Recorder):
                 self.node_of(t).meta["val"] = self.to_fake(torch.empty_like(t, device="meta"))
         for t in targets:
             self._keep_foreign(t)
+            self._check_gradients(t)
         if any(not isinstance(t, FakeTensor) for t in targets):
             cargs, ckwargs = map_tensors((args, kwargs), self.concrete)
             func(*cargs, **ckwargs)  # the real integer tensor changes under the user's eyes
@@ -455,6 +460,23 @@ class Tracer(Recorder):
         kind = self.node_of(root).meta.get("kind")
         if kind in ("constant", "attribute") and id(root) not in self.literals:
             self.overwritten.setdefault(id(root), (root, root.detach().clone()))
+
+    def _check_gradients(self, t: torch.Tensor) -> None:
+        """Before a tensor is written to: gradients that it has are those of what it was, if autograd does not see
+        it. What is done to parameters is an effect."""
+        root = self.root(t)
+        if not is_float(t) or id(root) in self.state or not has_gradients(self.node_of(root)):
+            return
+        of, is_detached = t, not grad_enabled()
+        while of is not None:
+            is_detached = is_detached or id(of) in self.detached
+            of = self.aliases[id(of)].base
+        if is_detached:
+            self.refuse(
+                "a tensor that gradients flow through is written where autograd does not see it (no_grad, detach(), "
+                ".data): its gradients would be those of the old value",
+                "write to a copy, or out of place",
+            )
 
     def _converted(self, source: torch.Tensor, like: torch.Tensor) -> fx.Node:
         """What `like.copy_(source)` leaves in `like`."""

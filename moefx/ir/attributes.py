@@ -226,17 +226,21 @@ def reading(block: nn.Module, watched: Iterable[Where]) -> Iterator[set[Where]]:
 
 @contextlib.contextmanager
 def _noting_missing(block: nn.Module, read: set[Where]) -> Iterator[None]:
-    """Attributes that the code asks for and that are not there: `getattr(self, "scale", 1.0)`."""
+    """Attributes that the code asks for and that are not there, `getattr(self, "scale", 1.0)`, or that are None: a
+    parameter or a buffer that a later call may find."""
     paths = {id(m): path for path, m in block.named_modules()}
     original = nn.Module.__getattr__
 
     def get(self: nn.Module, name: str) -> Any:
         try:
-            return original(self, name)
+            value = original(self, name)
         except AttributeError:
             if id(self) in paths and not name.startswith("_"):
                 read.add(Where(paths[id(self)], name))
             raise
+        if value is None and id(self) in paths:
+            read.add(Where(paths[id(self)], name))
+        return value
 
     nn.Module.__getattr__ = get  # type: ignore[method-assign]
     try:

@@ -67,7 +67,10 @@ def reached(code: Iterable[Any]) -> Reached:
         codes = list(_with_nested(thing.__code__))
         names = frozenset(name for code in codes for name in code.co_names)
         every |= names
-        numbers |= {c for code in codes for c in code.co_consts if type(c) in (int, float)}
+        numbers |= {n for code in codes for c in code.co_consts for n in _numbers(c)}
+        for value in _closed_over(thing):
+            numbers |= {*_numbers(value)}
+            todo.append(value if isinstance(value, (type, types.FunctionType)) else type(value))
         for space in _namespaces(thing.__globals__, names):
             for name in names & space.keys():
                 value = space[name]
@@ -76,6 +79,7 @@ def reached(code: Iterable[Any]) -> Reached:
                 elif not isinstance(value, types.ModuleType):
                     one = Global(space.get("__name__", ""), space, name)
                     found[one.module, name] = one
+                    numbers |= {*_numbers(value)}
                     todo.append(value if isinstance(value, types.FunctionType) else type(value))
     return Reached(list(found.values()), users, frozenset(every), frozenset(numbers))
 
@@ -104,6 +108,19 @@ def _of_user(name: str) -> bool:
 def _function(member: Any) -> Any:
     """Of a class: of a property and of a class or static method, the function."""
     return getattr(member, "fget", None) or getattr(member, "__func__", member)
+
+
+def _closed_over(function: types.FunctionType) -> list[Any]:
+    """What a function has from where it was made: variables of the code around it, and defaults."""
+    cells = [cell for cell in function.__closure__ or () if cell != types.CellType()]
+    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    return [*(cell.cell_contents for cell in cells), *defaults]
+
+
+def _numbers(value: Any) -> list[float]:
+    """Those that a value is, or has in it."""
+    several = value if type(value) in (tuple, frozenset, list, set) else (value,)
+    return [n for n in several if type(n) in (int, float)]
 
 
 def _with_nested(code: types.CodeType) -> Iterator[types.CodeType]:

@@ -513,8 +513,8 @@ class TestHostReads:
 
     def test_bool_flipped(self):
         block = Fn(_branch, w=nn.Parameter(torch.randn(4, 3)))
-        source = run(block, meta(5, 4)).reads[0].source
-        flipped = capture(block, (meta(5, 4),), {}, Routing("diverse", 0), flips={source: True})
+        (read,) = run(block, meta(5, 4)).reads
+        flipped = capture(block, (meta(5, 4),), {}, Routing("diverse", 0), flips={read.calls: True})
         assert flipped.out.target is aten.mul.Tensor and flipped.reads[0].value is True
 
     def test_float_flipped(self):
@@ -522,7 +522,7 @@ class TestHostReads:
         taken = run(block, meta(5, 4))
         (read,) = taken.reads
         assert type(read.value) is float and taken.out.target is aten.add.Tensor
-        flipped = capture(block, (meta(5, 4),), {}, Routing("diverse", 0), flips={read.source: 1e30})
+        flipped = capture(block, (meta(5, 4),), {}, Routing("diverse", 0), flips={read.calls: 1e30})
         assert flipped.out.target is aten.mul.Tensor
 
     def test_two_reads_on_one_line_are_two_sources(self):

@@ -17,7 +17,7 @@ import torch.utils._pytree as pytree
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...capture.captured import MIXED, decided_by_floats
+from ...capture.captured import MIXED, Capture, HostRead, decided_by_floats
 from ...capture.routing import Routing
 from ...capture.source import Source, is_users_own
 from ...capture.tracer import Flips
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from .prove import Prover
 
 _NO_LIMIT = 1e9
-_MOST_NUMBERS = 50
+_MOST_NUMBERS = 80
+_FEW = 5
 _READ = "a value read from a tensor"
 _COMPARISON = "a comparison that came out the same everywhere"
 _TOGETHER = "one of several comparisons that came out the same everywhere"
@@ -42,33 +43,52 @@ _ORDERS = {"sort": 1, "argsort": 1, "topk": 2}  # which argument is the dimensio
 
 
 def flip_branches(prover: Prover) -> None:
-    """A branch that went one way in every capture is forced the other way once: it must not matter. A float that
-    Python read is given the values that turn any comparison with it."""
-    outcomes: dict[Source, set[Any]] = {}
+    """A branch that went one way in every capture is forced the other way once, where it was met: it must not matter.
+    Nor must those that are met only then, or several of them at once. A float that Python read is given the values
+    that turn any comparison with it."""
+    named: list[float] | None = None
+    first: list[tuple[HostRead, Any]] = []  # of those that were met without any force, how they may come out, too
+    is_first = True
+    while doubtful := _doubtful(prover):
+        for read, seen, taken in doubtful:
+            prover.settled.add(read.calls)
+            if seen == {True} and asks_for_rows(read.node):
+                _without_rows(prover, read)
+                continue
+            kinds = {type(v) for v in seen}
+            others: list[Any] = [not v for v in seen] if len(seen) == 1 else []
+            if kinds & {float, int}:
+                named = _numbers_named(prover.block) if named is None else named
+                others = [1e30, -1e30, 0.0] if float in kinds else [10**6, -1, 0]
+                between = named if float in kinds else list(dict.fromkeys(map(round, named)))
+                others += _that_turn(prover, read, taken, others, between)
+            for value in others:
+                force(prover, read.source, {read.calls: value}, _READ, taken)
+            if is_first and others:
+                first.append((read, others[0]))
+        is_first = False
+    together = itertools.chain([first], itertools.combinations(first, 2) if 2 < len(first) <= _FEW else ())
+    for flips in (several for several in together if len(several) > 1):
+        force(prover, flips[0][0].source, {read.calls: value for read, value in flips}, _READ)
+
+
+def _doubtful(prover: Prover) -> list[tuple[HostRead, set[Any], Capture]]:
+    """What Python read, and not asked about before: how it came out, if that was one way in all captures, and the first
+    of these."""
+    outcomes: dict[tuple[Source, ...], set[Any]] = {}
+    met: dict[tuple[Source, ...], tuple[HostRead, Capture]] = {}
     for lifted in prover.lifted:
         for read in lifted.capture.reads:
-            outcomes.setdefault(read.source, set()).add(read.value)
+            outcomes.setdefault(read.calls, set()).add(read.value)
+            met.setdefault(read.calls, (read, lifted.capture))
     for lifted in prover.lifted:
-        doubtful = [read for read in lifted.capture.reads if len(outcomes[read.source]) == 1]
+        doubtful = [read for read in lifted.capture.reads if len(outcomes[read.calls]) == 1]
         ranges = Ranges.with_more_tokens(lifted.capture) if doubtful else None
         for read in doubtful:
             if ranges and read.node is not None and ranges.decided(read.node, read.asked):
-                outcomes[read.source] = {True, False}
-    asked = {read.source: read.node for lifted in prover.lifted for read in lifted.capture.reads}
-    named: list[float] | None = None
-    for source, seen in outcomes.items():
-        if seen == {True} and asks_for_rows(asked[source]):
-            _without_rows(prover, source)
-            continue
-        kinds = {type(v) for v in seen}
-        others: list[Any] = [not v for v in seen] if len(seen) == 1 else []
-        if kinds & {float, int}:
-            named = _numbers_named(prover.block) if named is None else named
-            others = [1e30, -1e30, 0.0] if float in kinds else [10**6, -1, 0]
-            between = named if float in kinds else list(dict.fromkeys(map(round, named)))
-            others += _that_turn(prover, source, others, between)
-        for value in others:
-            force(prover, source, {source: value}, _READ)
+                outcomes[read.calls] = {True, False}
+    open_ = [calls for calls, seen in outcomes.items() if not seen >= {True, False} and calls not in prover.settled]
+    return [(met[calls][0], outcomes[calls], met[calls][1]) for calls in open_]
 
 
 def mix_decisions(prover: Prover) -> None:
@@ -78,16 +98,21 @@ def mix_decisions(prover: Prover) -> None:
     outcomes: dict[tuple[Any, str, str], list[set[int]]] = {}
     asked: dict[tuple[Any, str, str], set[tuple[Source, str, bool]]] = {}  # what to make come out otherwise
     said: dict[tuple[Any, str, str], tuple[Source, str]] = {}
+    met: dict[tuple[Any, str, str], list[Lifted]] = {}
     for lifted in prover.lifted:
         for n in lifted.capture.nodes:
             if not (made_of := decided_by_floats(n)):
                 continue
             is_boolean = n.meta["val"].dtype is torch.bool
             decided = n if is_boolean else made_of[0]
-            compared = str([a for a in decided.args if not isinstance(a, fx.Node)] if is_boolean else [])
+            compared = str([_name(a) for a in decided.args] if is_boolean else [])
             place = (decided.meta.get("calls") or decided.meta["source"], str(decided.target), compared)
-            asked.setdefault(place, set()).update(map(_place, made_of))
+            mine = set(map(_place, made_of))
+            if mine & lifted.capture.tracer.flips.keys():
+                continue  # it was made to come out otherwise
+            asked.setdefault(place, set()).update(mine)
             said[place] = decided.meta["source"], _COMPARISON if is_boolean else _INTEGER
+            met.setdefault(place, []).append(lifted)
             if columns := [
                 set(values.unique().tolist()) for values in _columns(n.meta["val"], decided, lifted, prover.num_experts)
             ]:
@@ -95,13 +120,36 @@ def mix_decisions(prover: Prover) -> None:
                 known = outcomes.get(place, columns)
                 outcomes[place] = [a | b for a, b in zip(known, columns, strict=False)]
     doubtful = [place for place, seen in outcomes.items() if any(len(values) == 1 for values in seen)]
-    for place in doubtful:
-        source, what = said[place]
-        force(prover, source, dict.fromkeys(asked[place], MIXED), what, is_safe=False)
+    flips = {frozenset(asked[place]): place for place in reversed(doubtful)}  # of a loop's turns once
+    for flipped, place in reversed(flips.items()):
+        _force_each(prover, said[place][0], flipped, said[place][1], met[place])
     comparisons = [place for place in doubtful if said[place][1] == _COMPARISON]
     if len(comparisons) > 1:  # one may matter only where another comes out otherwise, too
-        every = set().union(*[asked[place] for place in comparisons])
-        force(prover, said[comparisons[0]][0], dict.fromkeys(every, MIXED), _TOGETHER, is_safe=False)
+        every = frozenset().union(*[asked[place] for place in comparisons])
+        _force_each(prover, said[comparisons[0]][0], every, _TOGETHER, met[comparisons[0]][:1])
+
+
+def _force_each(
+    prover: Prover, source: Source, flipped: frozenset[tuple[Source, str, bool]], what: str, met: list[Lifted]
+) -> None:
+    """In one capture of each kind, once."""
+    for taken in _one_of_each_kind(met):
+        if (flipped, id(taken)) not in prover.settled:
+            prover.settled.add((flipped, id(taken)))
+            force(prover, source, dict.fromkeys(flipped, MIXED), what, taken, is_safe=False)
+
+
+def _name(a: Any) -> Any:
+    """What is compared: numbers, and parameters by their names."""
+    return a if not isinstance(a, fx.Node) else a.meta["fqn"] if a.op == "get_attr" else ""
+
+
+def _one_of_each_kind(met: list[Lifted]) -> list[Capture]:
+    """The first capture, and of crowds and of tokens that spread out those with the most tokens: what is asked may
+    matter only beside something else that many tokens, or a crowd, bring about. Few tokens may not show the form."""
+    many = sorted((one for one in met if len(one.ids) > _FEW), key=lambda one: len(one.ids))
+    largest = {one.capture.tracer.routing.kind: one for one in many}
+    return list({id(one.capture): one.capture for one in (met[0], *largest.values())}.values())
 
 
 def _place(n: fx.Node) -> tuple[Source, str, bool]:
@@ -147,20 +195,30 @@ def carry_over(prover: Prover) -> None:
         )
 
 
-def force(prover: Prover, source: Source, flips: Flips, what: str, is_safe: bool = True) -> None:
-    """Have the program go the other way; from here on that is one of the captures that must agree. An error there, as a
-    check for NaN ends in, would be one in the original, too; unless `is_safe`, only one that the program raises itself:
-    of two masks that are equal in it one alone may have been forced."""
+def force(
+    prover: Prover, source: Source, flips: Flips, what: str, taken: Capture | None = None, is_safe: bool = True
+) -> None:
+    """Have the program of a capture, the first one's or another's, go the other way; from here on that is one of the
+    captures that must agree. An error there, as a check for NaN ends in, would be one in the original, too; unless
+    `is_safe`, only one that the program raises itself: of two masks that are equal in it one alone may have been
+    forced."""
+    at = next((i for i, one in enumerate(prover.lifted) if one.capture is taken), 0)
+    tracer, sizes, optional = prover.lifted[at].capture.tracer, prover.sizes[at], prover.lifted[at].optional
     try:
-        forced = prover.lift(Routing("diverse", 0), prover.sizes[0], flips)
+        forced = prover.lift(tracer.routing.again(), sizes, {**tracer.flips, **flips})
         same_form(prover.lifted[0], forced)
     except Refused as why:
-        raise _changes(source, what) from why
+        if optional is None:
+            raise _changes(source, what) from why
+        prover.extra_guards.append(optional)
+        del prover.lifted[at], prover.sizes[at]
+        return
     except Exception as error:
         if is_safe or is_users_own(error):
             return
         raise _changes(source, what) from error
-    prover.add(forced, prover.sizes[0])
+    forced.optional = optional
+    prover.add(forced, sizes)
 
 
 def _changes(source: Source, what: str) -> Refused:
@@ -171,13 +229,16 @@ def _changes(source: Source, what: str) -> Refused:
     )
 
 
-def _that_turn(prover: Prover, source: Source, known: list[Any], values: list[Any]) -> list[Any]:
+def _that_turn(prover: Prover, read: HostRead, taken: Capture, known: list[Any], values: list[Any]) -> list[Any]:
     """The values with which the program does what it does with none of the known ones: it runs other ops, or computes
     with other numbers than the value itself."""
+    at = next((i for i, one in enumerate(prover.lifted) if one.capture is taken), 0)
+    tracer = prover.lifted[at].capture.tracer
 
     def outline(value: Any) -> tuple[Any, list[Any], dict[Any, Any]] | None:
         with contextlib.suppress(Exception):  # it may check the value
-            nodes = prover.capture(Routing("diverse", 0), prover.sizes[0], {source: value}).nodes
+            flips = {**tracer.flips, read.calls: value}
+            nodes = prover.capture(tracer.routing.again(), prover.sizes[at], flips).nodes
             return value, list(map(line, nodes)), numbers(nodes)
         return None
 
@@ -198,15 +259,17 @@ def _that_turn(prover: Prover, source: Source, known: list[Any], values: list[An
 
 def _numbers_named(block: nn.Module) -> list[float]:
     """Where a comparison with a step or a temperature may turn: the numbers in the code and the attributes of a block,
-    what is next to them, and what is between."""
+    what is next to them, what is between, and products of two."""
     found = set(reached(code_of(block)).numbers)
     found |= {v for v in attributes(block).values() if type(v) in (int, float) and math.isfinite(v)}
     own = sorted(n for n in found if abs(n) < _NO_LIMIT)
     near = [n + d for d in (0, 1, -1) for n in own]
-    return [*dict.fromkeys([*near, *((a + b) / 2 for a, b in itertools.pairwise(own))])][:_MOST_NUMBERS]
+    between = [(a + b) / 2 for a, b in itertools.pairwise(own)]
+    products = [a * b for a, b in itertools.combinations([n for n in own if abs(n) > 1], 2)]
+    return [*dict.fromkeys([*near, *between, *products])][:_MOST_NUMBERS]
 
 
-def _without_rows(prover: Prover, source: Source) -> None:
+def _without_rows(prover: Prover, asked: HostRead) -> None:
     """Whether an expert has rows came out true everywhere. At a few tokens it may not, and must not matter; where
     it does even then, the program only asks about experts that were chosen (`for e in ids.unique()`)."""
     why: Refused | None = None
@@ -217,7 +280,7 @@ def _without_rows(prover: Prover, source: Source) -> None:
             reads = prover.capture(Routing(kind, 40 + seed), sizes).reads if prover.is_within(sizes) else ()
         except Exception:
             continue  # the program does not run on so few
-        if all(read.value for read in reads if read.source == source):
+        if all(read.value for read in reads if read.calls == asked.calls):
             continue
         try:
             lifted = prover.lift(Routing(kind, 40 + seed), sizes)
@@ -228,7 +291,7 @@ def _without_rows(prover: Prover, source: Source) -> None:
         prover.add(lifted, sizes)
         return
     if why is not None:
-        raise _changes(source, _READ) from why
+        raise _changes(asked.source, _READ) from why
 
 
 def _other_value(node: fx.Node) -> torch.Tensor:

@@ -55,6 +55,7 @@ class Prover:
         self.experts: set[str] | None = None
         self.extra_guards: list[SizeGuard] = []
         self.num_experts = 0
+        self.settled: set[Any] = set()  # what `doubts` has looked into
 
     def capture(
         self,
@@ -209,6 +210,8 @@ class Prover:
         doubts.carry_over(self)
         twice.fall_together(self)
         few.other_sizes(self)
+        doubts.flip_branches(self)  # that only crowds, few tokens or many came to
+        doubts.mix_decisions(self)
         leaks.leaked_sizes(self)
         leaks.round_sizes(self)
         leaks.same_by_chance(self)

@@ -63,6 +63,8 @@ def _routed_axes(indices: torch.Tensor, dim: int) -> list[int]:
 def gather(T: Terms, a: Term, dim: int, indices: torch.Tensor) -> Term:
     if not a.shape:
         return a
+    if not indices.numel():  # of tokens that a mask left none of
+        return T.const(0, indices.shape)
     dim %= len(a.shape)
     axes = _routed_axes(indices, dim)
     free = [d for d in range(indices.dim()) if d not in axes]
@@ -79,6 +81,8 @@ def gather(T: Terms, a: Term, dim: int, indices: torch.Tensor) -> Term:
 def scatter(T: Terms, base: Term, dim: int, indices: torch.Tensor, source: Term, accumulate: bool) -> Term | None:
     if not base.shape:
         return None
+    if not indices.numel():
+        return base
     dim %= len(base.shape)
     axes = [d for d in _routed_axes(indices, dim)]
     free = [d for d in range(indices.dim()) if d not in axes]
