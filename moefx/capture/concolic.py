@@ -79,6 +79,7 @@ def capture(
         tracer.track(value, node)
         state[name] = seen[id(t)] = value
     tracer.state = {id(value) for value in state.values()}
+    tracer.held = {n for value in state.values() for n in value.shape}
 
     leaves, spec = pytree.tree_flatten((args, kwargs))
     inputs: list[tuple[int, torch.Tensor, fx.Node]] = []

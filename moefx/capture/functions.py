@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from . import autocast
 from .captured import is_float, tensors_in
 from .counts import LENGTH, counted
-from .sizes import plain, sized
+from .sizes import Size, plain, sized
 from .tracer import Tracer, from_floats
 
 aten = torch.ops.aten
@@ -129,7 +129,21 @@ class Functions(TorchFunctionMode):
         out = sized(shape, tracer.sizes)
         if ragged and type(out[0]) is int:
             out = torch.Size([counted(first, LENGTH, tracer), *out[1:]])
+        elif out and type(out[0]) is int and (several := self._several(t, out[0])) is not None:
+            out = torch.Size([several, *out[1:]])
         return out
+
+    def _several(self, t: torch.Tensor, rows: int) -> Size | None:
+        """How many rows there are where each token has a few: of each choice one, say."""
+        sizes = self.tracer.sizes
+        tokens = math.prod(sizes.dims.values())
+        each, rest = divmod(rows, tokens)
+        if rest or not 2 <= each <= _MOST_OF_A_TOKEN or tokens < _LEAST_TOKENS or _is_batched(t):
+            return None
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            if rows in self.tracer.held or self.tracer.node_of(t).op == "get_attr":
+                return None
+        return Size(rows, f"{each}*{'*'.join(sizes.dims)}", sizes)
 
     def _numbers(self, t: torch.Tensor, value: Any) -> Any:
         """Integers that Python read from the routing."""
@@ -186,5 +200,7 @@ _RMS_NORMS = {F.rms_norm, torch.rms_norm}
 _NAMES = {F.linear: ("input", "weight", "bias"), torch.matmul: ("input", "other")}
 _NUMBERS = {torch.Tensor.item, torch.Tensor.tolist}
 _REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_MOST_OF_A_TOKEN = 16
+_LEAST_TOKENS = 17  # of fewer, a multiple may be any number
 _HOOKS = {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook, torch.Tensor.retain_grad}
 _COUNTS = {torch.Tensor.numel, torch.Tensor.nelement, torch.numel}

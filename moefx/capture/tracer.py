@@ -65,6 +65,7 @@ class Tracer(Recorder):
         self.refusals: list[Refused] = []
         self.overwritten: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # tensors of others, and what they held
         self.state: set[int] = set()  # parameters and buffers, by id
+        self.held: set[int] = set()  # their sizes
         self.detached: set[int] = set()  # tensors that share memory with one that has gradients, by id
         self.quiet = 0  # inside an operation that is recorded whole
         self.is_cast = False  # inside a function that autocast has cast the arguments of

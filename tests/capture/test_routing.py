@@ -97,6 +97,13 @@ class TestInvent:
         value = Routing().invent(self.node("call_function", 4, 3, original=weight))
         assert torch.equal(value, weight) and value is not weight
 
+    def test_later_routings_have_them_in_another_order(self):
+        weight = torch.randn(4, 3)
+        value = Routing(seed=2).invent(self.node("call_function", 4, 3, original=weight, fqn="weight"))
+        assert not torch.equal(value, weight) and torch.equal(value.flatten().sort()[0], weight.flatten().sort()[0])
+        as_it_is = Routing(seed=2, as_they_are=True).invent(self.node("call_function", 4, 3, original=weight))
+        assert torch.equal(as_it_is, weight)
+
     def test_biases_step_back_for_preferred_experts(self):
         bias = torch.tensor([100.0, 0.0, 0.0])
         assert Routing("diverse", 0, prefer=(1,)).invent(self.node("call_function", 3, original=bias)).abs().max() < 1

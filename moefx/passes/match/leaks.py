@@ -19,6 +19,7 @@ from ...capture.captured import Capture
 from ...capture.routing import Routing
 from ...capture.sizes import SizeGuard, evaluate, plain
 from ...errors import CaptureError, Refused
+from ...ir.reached import code_of, reached
 from .agree import same_form
 from .crowds import MOST_TOKENS
 from .form import most_tokens
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from .prove import Prover
 
 _LEAK_SIZES = (131, 261, 517, 1029, 2053)  # no powers of two: these are often told apart
+_FEW, _MOST_NAMED = 8, 8
 _ROUND_SIZES = (64, 100, 128, 210)  # powers, a square, and multiples of the first primes
 
 
@@ -102,7 +104,8 @@ def leaked_sizes(prover: Prover) -> None:
 
 def round_sizes(prover: Prover) -> None:
     """A plain number may say of a size that it is a power of two, a square, a multiple of something
-    (`math.gcd(n, 64)`), which those of the captures are not: then some that are all of that are looked at, too.
+    (`math.gcd(n, 64)`), which those of the captures are not: then some that are all of that are looked at, too, and
+    those that the code names.
 
     Raises:
         Refused: something else is done there than at the sizes right before and after.
@@ -110,7 +113,9 @@ def round_sizes(prover: Prover) -> None:
     if not _has_leaks(prover) or not prover.arguments.dims:
         return
     usual = _Usual(prover)
-    for n in itertools.takewhile(lambda n: n < most_tokens(prover.lifted, times=4), _ROUND_SIZES):
+    named = [n for n in reached(code_of(prover.block)).numbers if type(n) is int and _FEW < n <= MOST_TOKENS]
+    sizes = sorted({*_ROUND_SIZES, *sorted(named)[:_MOST_NAMED]})
+    for n in itertools.takewhile(lambda n: n < most_tokens(prover.lifted, times=4), sizes):
         try:
             if not any(here := usual.differs(n)):
                 continue

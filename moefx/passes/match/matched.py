@@ -92,9 +92,10 @@ class Match:
             probes = self.probes[kind] = []
             nodes = 4 * max(len(lifted.capture.nodes) for lifted in self.lifted)
             most = most_tokens(self.lifted, times=2)
+            guards = [*self.within, *self.guards]
             for tokens in itertools.takewhile(lambda tokens: tokens <= most, _PROBES):
                 sizes = self.arguments.sequence(tokens)
-                if all(g.holds(sizes) for g in self.within):
+                if all(g.holds(sizes) for g in guards):
                     with contextlib.suppress(Exception):  # sizes that the program does not take
                         taken = self.capture_at(Routing(kind, 0), sizes, most=nodes if tokens > 512 else 0)
                         probes.append((sizes, taken))

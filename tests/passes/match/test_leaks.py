@@ -23,6 +23,8 @@ UNSEEN = {
     "common divisor": lambda n: math.gcd(n, 64),
     "square": lambda n: 1 + (math.isqrt(n) ** 2 == n),
     "digits": lambda n: 1 + str(n).endswith("00"),
+    "some that the code names": lambda n: 1 + (int(n) in (40, 80)),
+    "multiples of a number": lambda n: 1 + (int(n) % 48 == 0),
 }
 
 
@@ -60,3 +62,48 @@ def test_what_is_not_seen_is_refused(scale):
     block = Scaled(UNSEEN[scale]).double()
     with pytest.raises(moefx.NoMoEBlockFound, match=r"tokens something else is done than for .* plain numbers"):
         moefx.compile(block, example_inputs=(torch.randn(17, D, dtype=torch.float64),))
+
+
+class OfChoices(Scaled):
+    def forward(self, x):
+        w, ids = self.gate(x).softmax(-1).topk(2)
+        h = F.silu(torch.einsum("sd,skdh->skh", x, self.up[ids]))
+        y = torch.einsum("skh,skhd->skd", h, self.down[ids])
+        return (y * w.unsqueeze(-1)).sum(1) * self.scale(x, ids)
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [
+        lambda x, ids: 1 + (ids.view(-1).shape[0] % 64 == 0),
+        lambda x, ids: 1 + (len(ids.flatten()) > 300),
+        lambda x, ids: 1 + (torch.cat([x, x, x]).shape[0] > 500),
+    ],
+    ids=["a multiple", "many", "beside each other"],
+)
+def test_as_many_rows_as_choices(scale):
+    block = OfChoices(scale).double()
+    example = (torch.randn(17, D, dtype=torch.float64),)
+    compiled = moefx.compile(copy.deepcopy(block), example_inputs=example, plan=moefx.Plan(validation="symbolic"))
+    for n in (*SIZES, 32, 96, 150, 151, 166, 167):
+        x = torch.randn(n, D, dtype=torch.float64)
+        torch.testing.assert_close(compiled(x), block(x))
+
+
+class PiecewiseCapacity(Scaled):
+    def forward(self, x):
+        w, ids = self.gate(x).softmax(-1).topk(1)
+        n, hot = x.shape[0], F.one_hot(ids[:, 0], E)
+        places = max(4, n // 8) if n < 400 else 16
+        kept = ((hot.cumsum(0) - 1) * hot).sum(-1) < places
+        h = F.silu(torch.einsum("sd,sdh->sh", x, self.up[ids[:, 0]]))
+        return torch.einsum("sh,shd->sd", h, self.down[ids[:, 0]]) * (w * kept[:, None])
+
+
+def test_a_capacity_that_another_formula_gives_for_more_tokens():
+    block = PiecewiseCapacity(None).double()
+    example = (torch.randn(17, D, dtype=torch.float64),)
+    compiled = moefx.compile(copy.deepcopy(block), example_inputs=example, plan=moefx.Plan(validation="symbolic"))
+    for n in (5, 40, 200, 300, 399, 400, 500):
+        x = torch.randn(1, D, dtype=torch.float64) + 0.01 * torch.randn(n, D, dtype=torch.float64)
+        torch.testing.assert_close(compiled(x), block(x))
