@@ -69,7 +69,9 @@ def has_gradients(node: fx.Node) -> bool:
         elif n.op == "placeholder":
             found = True
         else:
-            is_cut = not n.meta["grad"] or n.target is aten.detach.default or n.target in SHAPE_ONLY
+            packet = getattr(n.target, "overloadpacket", None)
+            is_like = n.target in SHAPE_ONLY or getattr(packet, "__name__", "").endswith("_like")  # of the shape alone
+            is_cut = not n.meta["grad"] or n.target is aten.detach.default or is_like
             found = not is_cut and any(a.meta["has_gradients"] for a in inputs)
         n.meta["has_gradients"] = found
         stack.pop()
