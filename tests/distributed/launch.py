@@ -11,7 +11,6 @@ import contextlib
 import datetime
 import importlib
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,7 @@ import torch.distributed as dist
 import moefx.survey
 
 _ROOT = Path(__file__).parents[2]
+_PATIENCE = datetime.timedelta(seconds=150)
 ALL = "MOEFX_TEST_ALL"  # a variable of the environment
 
 
@@ -32,11 +32,8 @@ class World:
     """Processes that wait for modules of cases; after an error, or a rank that did not end in time, they are gone."""
 
     def __init__(self, size: int, environment: dict[str, str] | None = None):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        own = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
-        own |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT)} | (environment or {})
+        own = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT), "WORLD_SIZE": str(size)}
+        own |= environment or {}
         self.folder = tempfile.TemporaryDirectory()
         self.outputs = [Path(self.folder.name) / f"rank{rank}.txt" for rank in range(size)]
         self.workers = []
@@ -137,13 +134,30 @@ def _shortened(text: str) -> str:
     return text if len(text) < 3000 else f"{text[:500]}\n[...]\n{text[-2500:]}"
 
 
+def _meeting_place(folder: Path, rank: int, world: int) -> dist.Store:
+    """The first rank takes a port that is free and says which: one that was free before may be another's by now."""
+    said = folder / "port"
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, world, is_master=True, timeout=_PATIENCE, wait_for_workers=False)
+        (folder / "port.new").write_text(str(store.port))
+        (folder / "port.new").rename(said)
+        return store
+    until = time.monotonic() + _PATIENCE.total_seconds()
+    while not said.exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    return dist.TCPStore("127.0.0.1", int(said.read_text()), world, is_master=False, timeout=_PATIENCE)
+
+
 def main() -> None:
     from .models import proven_once
 
     done = Path(sys.argv[1])
     moefx.survey._prove_all = proven_once
     torch.set_num_threads(1)
-    dist.init_process_group(os.environ.get("BACKEND", "gloo"), timeout=datetime.timedelta(seconds=150))
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = _meeting_place(done.parent, rank, world)
+    backend = os.environ.get("BACKEND", "gloo")
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=_PATIENCE)
     for line in sys.stdin:
         os.ftruncate(1, 0)  # what the modules before have shown
         os.lseek(1, 0, os.SEEK_SET)
