@@ -133,8 +133,8 @@ class Functions(TorchFunctionMode):
             out = torch.Size([several, *out[1:]])
         return out
 
-    def _several(self, t: torch.Tensor, rows: int) -> Size | None:
-        """How many rows there are where each token has a few: of each choice one, say."""
+    def _several(self, t: torch.Tensor, rows: int) -> Any:
+        """How many rows there are where each token has a few, of each choice one, say; None where they have not."""
         sizes = self.tracer.sizes
         tokens = math.prod(sizes.dims.values())
         each, rest = divmod(rows, tokens)
