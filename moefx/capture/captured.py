@@ -128,17 +128,37 @@ def is_abstract(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), FakeTensor) and not node.meta.get("known")
 
 
-def question(target: Any, args: Any, kwargs: Any) -> int:
-    """A number for what an op computes: the same where the same is computed of the same again."""
-    stack = [n for n in pytree.tree_leaves((args, kwargs)) if isinstance(n, fx.Node)]
+def remembered(
+    node: fx.Node,
+    name: str,
+    of: Callable[[fx.Node, list[Any]], Any],
+    inputs_of: Callable[[fx.Node], list[fx.Node]] = lambda n: n.all_input_nodes,
+) -> Any:
+    """What `of` says of a node. It is asked of each node that this one follows from, once, with what it said of the
+    node's inputs; `meta` keeps that under `name`."""
+    stack = [node]
     while stack:
         n = stack[-1]
-        if unseen := [a for a in n.all_input_nodes if "question" not in a.meta]:
-            stack += unseen
-            continue
-        is_input = n.op != "call_function" or torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())
-        n.meta["question"] = hash(n.name) if is_input else _question(n.target, n.args, n.kwargs)
+        if name not in n.meta:
+            inputs = inputs_of(n)
+            if waiting := [a for a in inputs if name not in a.meta]:
+                stack += waiting
+                continue
+            n.meta[name] = of(n, [a.meta[name] for a in inputs])
         stack.pop()
+    return node.meta[name]
+
+
+def question(target: Any, args: Any, kwargs: Any) -> int:
+    """A number for what an op computes: the same where the same is computed of the same again."""
+
+    def of(n: fx.Node, _: list[Any]) -> int:
+        is_input = n.op != "call_function" or torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())
+        return hash(n.name) if is_input else _question(n.target, n.args, n.kwargs)
+
+    for n in pytree.tree_leaves((args, kwargs)):
+        if isinstance(n, fx.Node):
+            remembered(n, "question", of)
     return _question(target, args, kwargs)
 
 

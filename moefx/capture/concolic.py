@@ -56,6 +56,10 @@ def capture(
     tracer = Tracer(routing, flips)
     tracer.sizes, tracer.most_nodes = SizeLog(dims or {}), most_nodes
     tracer.named = plain_tensors(block)
+
+    def stand_in(t: torch.Tensor, name: str) -> torch.Tensor:
+        return routing.integers(t, name, (held or {}).get(name, ()))
+
     state: dict[str, torch.Tensor] = {}
     buffers = {name for name, _ in block.named_buffers(remove_duplicate=False)}
     seen: dict[int, torch.Tensor] = {}
@@ -72,7 +76,7 @@ def capture(
         if id(t) in seen:
             state[name] = seen[id(t)]
             continue
-        value = tracer.to_fake(t) if is_float(t) else routing.integers(t, name, (held or {}).get(name, ()))
+        value = tracer.to_fake(t) if is_float(t) else stand_in(t, name)
         node = tracer._register(tracer.graph.create_node("get_attr", name.replace(".", "_")))
         node.meta.update(fqn=name, kind="buffer" if name in buffers else "param", original=t)
         tracer.describe(node, value, False)
@@ -99,7 +103,7 @@ def capture(
     given = dict(state)
     names = {id(m): n for n, m in block.named_modules() if n}
     originals = {n: dict(vars(m)) for n, m in block.named_modules()}
-    tracer.named |= put_in_place(block, lambda t, path: routing.integers(t, path, (held or {}).get(path, ())))
+    tracer.named |= put_in_place(block, stand_in)
     before = {n: dict(vars(m)) for n, m in block.named_modules()}
     hooks = [(held, copy.copy(held)) for own in before.values() for k, held in own.items() if k in HOOKS]
     surroundings = Surroundings(block, (args, kwargs))

@@ -16,19 +16,24 @@ from .captured import Effect, is_float, map_tensors, tensors_in
 from .tracer import Tracer
 
 
+def _attributes(block: nn.Module) -> list[tuple[dict[str, Any], str, str, torch.Tensor]]:
+    """Tensors that hang on modules as ordinary attributes: where each hangs, its name there and from the block."""
+    return [
+        (vars(module), key, f"{prefix}.{key}" if prefix else key, value)
+        for prefix, module in block.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, torch.Tensor)
+    ]
+
+
 def plain_tensors(block: nn.Module) -> dict[int, str]:
     """Tensors that hang on modules as ordinary attributes, by identity."""
-    named = {}
-    for prefix, module in block.named_modules():
-        for key, value in vars(module).items():
-            if isinstance(value, torch.Tensor):
-                named[id(value)] = f"{prefix}.{key}" if prefix else key
-    return named
+    return {id(value): path for _, _, path, value in _attributes(block)}
 
 
 def holds_integers(block: nn.Module) -> bool:
     """Whether parameters, buffers or attributes of a block are integers."""
-    attributes = [v for m in block.modules() for v in vars(m).values() if isinstance(v, torch.Tensor)]
+    attributes = [value for *_, value in _attributes(block)]
     return not all(map(is_float, [*attributes, *block.parameters(), *block.buffers()]))
 
 
@@ -36,13 +41,13 @@ def put_in_place(block: nn.Module, stand_in: Callable[[torch.Tensor, str], torch
     """Put stand-ins in the place of integers that hang on modules as ordinary attributes, until `restore`. Returns the
     names of these by their identity."""
     made: dict[int, torch.Tensor] = {}
-    named = {}
-    for prefix, module in block.named_modules():
-        for key, value in [*vars(module).items()]:
-            if isinstance(value, torch.Tensor) and not is_float(value):
-                path = f"{prefix}.{key}" if prefix else key
-                vars(module)[key] = mine = made.setdefault(id(value), stand_in(value, path))
-                named.setdefault(id(mine), path)
+    named: dict[int, str] = {}
+    for state, key, path, value in _attributes(block):
+        if not is_float(value):
+            if id(value) not in made:
+                made[id(value)] = stand_in(value, path)
+                named[id(made[id(value)])] = path
+            state[key] = made[id(value)]
     return named
 
 

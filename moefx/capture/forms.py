@@ -9,7 +9,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import CaptureError
-from .captured import SHAPE_ONLY, is_float
+from .captured import SHAPE_ONLY, is_float, remembered
 from .source import user_source
 
 aten = torch.ops.aten
@@ -19,18 +19,12 @@ GROUPED_MM = getattr(aten, "_grouped_mm", None)
 def leaves_of(node: fx.Node) -> frozenset[bool]:
     """Of the values without inputs that a node follows from: whether they are buffers, attributes, or single integers
     that are arguments."""
-    stack = [node]
-    while stack:
-        n = stack[-1]
-        inputs = n.all_input_nodes
-        if waiting := [a for a in inputs if "leaves" not in a.meta]:
-            stack += waiting
-            continue
+
+    def of(n: fx.Node, leaves: list[frozenset[bool]]) -> frozenset[bool]:
         is_state = n.op == "get_attr" and n.meta.get("kind") in ("buffer", "attribute")
-        of = frozenset([is_state or _is_single_integer(n)])
-        n.meta["leaves"] = frozenset().union(*[a.meta["leaves"] for a in inputs]) if inputs else of
-        stack.pop()
-    return node.meta["leaves"]
+        return frozenset().union(*leaves) if leaves else frozenset([is_state or _is_single_integer(n)])
+
+    return remembered(node, "leaves", of)
 
 
 def _is_single_integer(n: fx.Node) -> bool:
@@ -54,28 +48,19 @@ def from_floats(node: fx.Node) -> bool:
 
 def has_gradients(node: fx.Node) -> bool:
     """Whether gradients may flow from a value to parameters or to an argument."""
-    stack = [node]
-    while stack:
-        n = stack[-1]
-        inputs = n.all_input_nodes
-        if waiting := [a for a in inputs if "has_gradients" not in a.meta]:
-            stack += waiting
-            continue
-        val = n.meta.get("val")
-        if isinstance(val, torch.Tensor) and not is_float(val):
-            found = False
-        elif n.op == "get_attr":
-            found = n.meta.get("kind") == "param" and n.meta["original"].requires_grad
-        elif n.op == "placeholder":
-            found = True
-        else:
-            packet = getattr(n.target, "overloadpacket", None)
-            is_like = n.target in SHAPE_ONLY or getattr(packet, "__name__", "").endswith("_like")  # of the shape alone
-            is_cut = not n.meta["grad"] or n.target is aten.detach.default or is_like
-            found = not is_cut and any(a.meta["has_gradients"] for a in inputs)
-        n.meta["has_gradients"] = found
-        stack.pop()
-    return node.meta["has_gradients"]
+    return remembered(node, "has_gradients", _has_gradients)
+
+
+def _has_gradients(n: fx.Node, have_inputs: list[bool]) -> bool:
+    val = n.meta.get("val")
+    if isinstance(val, torch.Tensor) and not is_float(val):
+        return False
+    if n.op in ("get_attr", "placeholder"):
+        return n.op == "placeholder" or (n.meta.get("kind") == "param" and n.meta["original"].requires_grad)
+    packet = getattr(n.target, "overloadpacket", None)
+    is_like = n.target in SHAPE_ONLY or getattr(packet, "__name__", "").endswith("_like")  # of the shape alone
+    is_cut = not n.meta["grad"] or n.target is aten.detach.default or is_like
+    return not is_cut and any(have_inputs)
 
 
 def grouped_result(x: torch.Tensor, w: torch.Tensor, *_: Any) -> torch.Tensor:

@@ -77,19 +77,20 @@ class Tracer(Recorder):
             return value  # keys of a dict: whether two ids are one is no branch
         if tells_empty(count, op, other):
             return value  # without rows nothing is computed; other captures had experts without
+        if count.expr is LENGTH and count.value == 0:  # either way nothing is computed: it tells nothing of rows
+            return self.flips.get(user_calls(), value)
+        return self._noted(value, count.expr if isinstance(count.expr, fx.Node) else None, (op, other))
+
+    def _noted(self, value: Any, node: fx.Node | None = None, asked: tuple[str, Any] | None = None) -> Any:
+        """What Python reads here, as it is to come out."""
         calls = user_calls()
-        value = bool(self.flips.get(calls, value))
-        if count.expr is LENGTH and count.value == 0:
-            return value  # either way nothing is computed: it tells nothing of what happens to rows
-        self.reads.append(HostRead(calls, value, count.expr if isinstance(count.expr, fx.Node) else None, (op, other)))
+        value = self.flips.get(calls, value)
+        self.reads.append(HostRead(calls, value, node, asked))
         return value
 
     def asks_for_grad(self, t: torch.Tensor) -> bool:
         """Whether a tensor requires a gradient, which is not known here: it may come out either way."""
-        calls = user_calls()
-        value = bool(self.flips.get(calls, t.requires_grad))
-        self.reads.append(HostRead(calls, value, None))
-        return value
+        return self._noted(t.requires_grad)
 
     def refuse(self, reason: str, remedy: str) -> None:
         """The program does here what a block must not do; other modules may."""
@@ -184,11 +185,8 @@ class Tracer(Recorder):
         node = self.node_of(t)
         original = node.meta.get("original") if node.op == "get_attr" and not is_float(t) else None
         value = (self.concrete(t) if original is None or original.is_meta else original).item()
-        if t.dtype is torch.bool or is_float(t) or self._is_state(self.node_of(t)):
-            calls = user_calls()
-            value = self.flips.get(calls, value)
-            self.reads.append(HostRead(calls, value, self.node_of(t)))
-        return value
+        is_asked = t.dtype is torch.bool or is_float(t) or self._is_state(node)
+        return self._noted(value, node) if is_asked else value
 
     def record(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         name = func.overloadpacket.__name__
@@ -227,10 +225,7 @@ class Tracer(Recorder):
             return self._record_in_place(func, args, kwargs, node_args, node_kwargs, written, known)
         out, concrete = self.compute(func, args, kwargs)
         if type(out) is bool:  # `torch.equal`
-            calls = user_calls()
-            out = bool(self.flips.get(calls, out))
-            self.reads.append(HostRead(calls, out, None))
-            return out
+            return self._noted(out)
         flip = self.flips.get((user_source(), str(func), known)) if self.flips else None
         if callable(flip):
             changed = {id(t): flip(t) for t in tensors_in(out) if not is_float(t)}

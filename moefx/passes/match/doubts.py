@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 _NO_LIMIT = 1e9
 _MOST_NUMBERS = 80
-_FEW = 5
+_MOST_PAIRED = 5  # reads
+_FEW = 5  # tokens
 _READ = "a value read from a tensor"
 _COMPARISON = "a comparison that came out the same everywhere"
 _TOGETHER = "one of several comparisons that came out the same everywhere"
@@ -67,7 +68,7 @@ def flip_branches(prover: Prover) -> None:
             if is_first and others:
                 first.append((read, others[0]))
         is_first = False
-    together = itertools.chain([first], itertools.combinations(first, 2) if 2 < len(first) <= _FEW else ())
+    together = itertools.chain([first], itertools.combinations(first, 2) if 2 < len(first) <= _MOST_PAIRED else ())
     for flips in (several for several in together if len(several) > 1):
         force(prover, flips[0][0].source, {read.calls: value for read, value in flips}, _READ)
 
@@ -134,8 +135,8 @@ def _force_each(
 ) -> None:
     """In one capture of each kind, once."""
     for taken in _one_of_each_kind(met):
-        if (flipped, id(taken)) not in prover.settled:
-            prover.settled.add((flipped, id(taken)))
+        if (flipped, taken.tracer) not in prover.settled:
+            prover.settled.add((flipped, taken.tracer))
             force(prover, source, dict.fromkeys(flipped, MIXED), what, taken, is_safe=False)
 
 
@@ -202,7 +203,7 @@ def force(
     captures that must agree. An error there, as a check for NaN ends in, would be one in the original, too; unless
     `is_safe`, only one that the program raises itself: of two masks that are equal in it one alone may have been
     forced."""
-    at = next((i for i, one in enumerate(prover.lifted) if one.capture is taken), 0)
+    at = _place_of(prover, taken)
     tracer, sizes, optional = prover.lifted[at].capture.tracer, prover.sizes[at], prover.lifted[at].optional
     try:
         forced = prover.lift(tracer.routing.again(), sizes, {**tracer.flips, **flips})
@@ -221,6 +222,11 @@ def force(
     prover.add(forced, sizes)
 
 
+def _place_of(prover: Prover, taken: Capture | None) -> int:
+    """Of a capture among the prover's; the first one's where it is not there."""
+    return next((i for i, one in enumerate(prover.lifted) if one.capture is taken), 0)
+
+
 def _changes(source: Source, what: str) -> Refused:
     return Refused(
         f"{what} changes what is computed: {source.text}",
@@ -232,7 +238,7 @@ def _changes(source: Source, what: str) -> Refused:
 def _that_turn(prover: Prover, read: HostRead, taken: Capture, known: list[Any], values: list[Any]) -> list[Any]:
     """The values with which the program does what it does with none of the known ones: it runs other ops, or computes
     with other numbers than the value itself."""
-    at = next((i for i, one in enumerate(prover.lifted) if one.capture is taken), 0)
+    at = _place_of(prover, taken)
     tracer = prover.lifted[at].capture.tracer
 
     def outline(value: Any) -> tuple[Any, list[Any], dict[Any, Any]] | None:

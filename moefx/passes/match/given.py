@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from ...capture.captured import MIXED, SHAPE_ONLY, Capture, is_abstract
+from ...capture.captured import MIXED, SHAPE_ONLY, Capture, is_abstract, remembered
 from ...capture.routing import Routing
 from ...capture.source import is_users_own
 from ...errors import Refused
@@ -191,16 +191,7 @@ def is_given(node: fx.Node) -> bool:
 
 
 def _follows(node: fx.Node, name: str, is_first: Callable[[fx.Node], bool]) -> bool:
-    """`name`: under which nodes keep what is found."""
-    stack = [node]
-    while stack:
-        n = stack[-1]
-        if name not in n.meta:
-            inputs = [] if n.target in SHAPE_ONLY or is_abstract(n) else n.all_input_nodes
-            unseen = [a for a in inputs if name not in a.meta]
-            if unseen:
-                stack += unseen
-                continue
-            n.meta[name] = (is_first(n) and not is_abstract(n)) or any(a.meta[name] for a in inputs)
-        stack.pop()
-    return node.meta[name]
+    def inputs_of(n: fx.Node) -> list[fx.Node]:
+        return [] if n.target in SHAPE_ONLY or is_abstract(n) else n.all_input_nodes
+
+    return remembered(node, name, lambda n, are: (is_first(n) and not is_abstract(n)) or any(are), inputs_of)

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...capture.captured import SHAPE_ONLY, Capture
+from ...capture.captured import SHAPE_ONLY, Capture, remembered
 
 
 def op_name(node: fx.Node) -> str:
@@ -103,41 +103,22 @@ def asks_for_rows(node: fx.Node | None) -> bool:
 
 def from_state(node: fx.Node) -> bool:
     """Whether a value is computed from parameters and buffers alone: the same for all tokens of a call."""
-    stack = [node]
-    while stack:
-        n = stack[-1]
-        if "from_state" not in n.meta:
-            unseen = [a for a in n.all_input_nodes if "from_state" not in a.meta]
-            if unseen:
-                stack += unseen
-                continue
-            if n.op == "get_attr":
-                n.meta["from_state"] = n.meta["kind"] in ("param", "buffer") and isinstance(n.meta["val"], FakeTensor)
-            else:
-                inputs = n.all_input_nodes
-                n.meta["from_state"] = bool(inputs) and not is_random(n) and all(a.meta["from_state"] for a in inputs)
-        stack.pop()
-    return node.meta["from_state"]
+
+    def of(n: fx.Node, are: list[bool]) -> bool:
+        if n.op == "get_attr":
+            return n.meta["kind"] in ("param", "buffer") and isinstance(n.meta["val"], FakeTensor)
+        return bool(are) and not is_random(n) and all(are)
+
+    return remembered(node, "from_state", of)
 
 
 def is_routed(node: Any) -> bool:
     """Whether an integer was computed from floats or from arguments: another routing, another integer."""
-    if not isinstance(node, fx.Node):
-        return False
-    stack = [node]
-    while stack:
-        n = stack[-1]
-        if "routed" in n.meta:
-            stack.pop()
-            continue
-        if n.op == "placeholder" or isinstance(n.meta.get("val"), FakeTensor):
-            n.meta["routed"] = True
-        else:
-            inputs = [] if n.target in SHAPE_ONLY else n.all_input_nodes
-            unseen = [a for a in inputs if "routed" not in a.meta]
-            if unseen:
-                stack += unseen
-                continue
-            n.meta["routed"] = any(a.meta["routed"] for a in inputs)
-        stack.pop()
-    return node.meta["routed"]
+
+    def is_first(n: fx.Node) -> bool:
+        return n.op == "placeholder" or isinstance(n.meta.get("val"), FakeTensor)
+
+    def inputs_of(n: fx.Node) -> list[fx.Node]:
+        return [] if is_first(n) or n.target in SHAPE_ONLY else n.all_input_nodes
+
+    return isinstance(node, fx.Node) and remembered(node, "routed", lambda n, are: is_first(n) or any(are), inputs_of)
