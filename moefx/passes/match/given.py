@@ -138,7 +138,7 @@ def _without(prover: Prover, node: fx.Node, met: int) -> None:
         f"what the experts do hangs on {what} of given integers or buffers that came out the same for all that "
         f"were tried: {source.text}",
         source=str(source),
-        remedy="pass example_inputs, or set buffers, with which it comes out both ways",
+        remedy="pass example_inputs with which it comes out both ways, or set the buffers so",
     )
     flips = {**taken.flips, (source, str(node.target), True): MIXED}
     try:

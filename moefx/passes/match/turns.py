@@ -119,7 +119,7 @@ def _turning(taken: Capture, one: Seen, arguments: Arguments) -> Turn | None:
     """A number that turns what came out one way, if it stands here and there in one argument or buffer."""
     made_of = _made_of(one.node)
     for leaf in sorted(made_of, key=lambda n: (n.op != "placeholder", n.meta["index"])):
-        if leaf.op == "placeholder":
+        if leaf.op == "placeholder" and arguments.tensors[leaf.meta["position"]].takes_turns:
             key, leaf_takes = leaf.meta["position"], arguments.tensors[leaf.meta["position"]].takes
         elif leaf.op == "get_attr":
             key, leaf_takes = leaf.meta["fqn"], partial(takes, leaf.meta["val"])

@@ -75,6 +75,26 @@ def test_what_is_asked_of_them(name, how):
     assert moefx.blocks(compiled)[0].fallbacks == 0
 
 
+class WithMask(Held):
+    def forward(self, x, mask):
+        w, ids = Loop.route(self, x)
+        w = torch.where(mask[:, None] & (self.steps < 1000), w, 2 * w)
+        return self.mixed(x, w, ids)
+
+
+def test_beside_a_mask_that_is_given():
+    torch.manual_seed(0)
+    model, x = WithMask(None, "buffer").double(), torch.randn(20, D, dtype=torch.float64)
+    mask = torch.ones(20, dtype=torch.bool)
+    plan = moefx.Plan(validation="symbolic")
+    compiled = moefx.compile(copy.deepcopy(model), example_inputs=(x, mask), plan=plan)
+    for state in STATES:
+        for given in (mask, ~mask, torch.arange(20) % 3 == 0):
+            for one in (model, compiled):
+                one.change(*state)
+            torch.testing.assert_close(compiled(x, given), model(x, given))
+
+
 def test_they_are_left_as_they_were():
     model = Held(USES["a warm-up"], "attribute")
     before = {name: (value, value.clone()) for name, value in vars(model).items() if isinstance(value, torch.Tensor)}
