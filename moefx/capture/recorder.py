@@ -11,13 +11,15 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ..errors import CaptureError
-from .autocast import dtype_here
-from .captured import is_float
-from .sizes import plain
-from .source import user_source
+from . import autocast
+from .captured import is_float, tensors_in
+from .forms import has_gradients
+from .sizes import SizeLog, plain
+from .source import user_calls, user_source
 
 aten = torch.ops.aten
 
@@ -55,7 +57,9 @@ class Recorder(TorchDispatchMode):
         self.named: dict[int, str] = {}  # plain attributes of modules, by id
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.most_nodes = 0  # more than so many is an endless loop; 0: no limit
-        self.autocast = dtype_here()  # at the last call of the program's; below an op it reads as off
+        self.autocast = autocast.dtype_here()  # at the last call of the program's; below an op it reads as off
+        self.sizes = SizeLog()
+        self.detached: set[int] = set()  # tensors that share memory with one that has gradients, by id
         self.lengths: set[int] = set()  # how many rows the routing left somewhere
         self.given: frozenset[int | float] = frozenset()  # of what an op is called with, what sizes or the routing say
         self.literals: dict[int, frozenset[int | float]] = {}  # `given` of tensors made of Python's numbers, by id
@@ -185,6 +189,78 @@ class Recorder(TorchDispatchMode):
             )
         self.describe(new, base, bool(node.meta.get("known")) and bool(old.meta.get("known")))
         return new
+
+    # ------------------------------------------------------------------ results
+    def record_out(
+        self,
+        func: Any,
+        node_args: Any,
+        node_kwargs: Any,
+        args: tuple,
+        out: Any,
+        concrete: Any,
+        is_view: bool,
+        known: bool,
+    ) -> Any:
+        """A call that gave `out`, and `concrete` under this routing where that was asked for; `args` are its own
+        arguments, of which `out` may be a view."""
+        if isinstance(out, torch.Tensor):
+            if func in (aten._unsafe_view.default, aten.view.default):
+                func = aten.reshape.default  # of the value; copies are not recorded
+            node = self._emit_op(func, node_args, node_kwargs, out)
+            self.describe(node, out, known)
+            if concrete is not None and is_float(out):
+                node.meta["shadow"] = concrete
+            if is_view and id(out) not in self.aliases:
+                self.track(out, node, args[0], (func, tuple(node_args[1:])))
+                if func is aten.detach.default and has_gradients(node_args[0]):
+                    self.detached.add(id(out))
+            elif id(out) in self.aliases:  # returned its own argument
+                self.aliases[id(out)].node = node
+            else:
+                self.track(out, node)
+        elif isinstance(out, (tuple, list)) and tensors_in(out):
+            if is_view:
+                self._record_parts(func, node_args, args, out)
+            else:
+                bundle = self._emit_op(func, node_args, node_kwargs, out)
+                bundle.meta["val"] = None
+                if concrete is not None:
+                    bundle.meta["shadow"] = concrete
+                for i, t in enumerate(out):
+                    if isinstance(t, torch.Tensor):
+                        node = self.emit(operator.getitem, (bundle, i), {})
+                        self.describe(node, t, known)
+                        self.track(t, node)
+        return out
+
+    def _emit_op(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> fx.Node:
+        node = self.emit(func, tuple(args), kwargs)
+        if not all(map(is_float, tensors_in(out))):  # see `doubts`
+            node.meta["calls"] = user_calls()
+        if self.autocast is not None and isinstance(func, torch._ops.OpOverload):
+            values = map_arg((tuple(args), kwargs), lambda n: n.meta["val"])
+            if autocast.changes(func, values[0], values[1], self.autocast, out):
+                node.meta["autocast"] = None  # as it ran in the original, in place or inside of another function, say
+        return node
+
+    def _record_parts(self, func: Any, node_args: Any, args: tuple, out: Any) -> None:
+        """`split`, `chunk`, `unbind` as the selects and slices that they are."""
+        packet, base, start = func.overloadpacket, args[0], 0
+        unbind = packet is aten.unbind
+        dim = (args[1] if len(args) > 1 else 0) if unbind else (args[2] if len(args) > 2 else 0)
+        width: Any = list(args)[1] if packet is aten.split else None
+        if type(width) is int and (size := self.sizes.expressions.get(base.shape[dim])):
+            self.sizes.note(f"-(-{size}//{width})", "eq", str(len(out)), True)  # how many parts: a question of the size
+        for i, t in enumerate(out):
+            if unbind:
+                view: tuple[Any, tuple] = (aten.select.int, (dim, i))
+            else:
+                view = (aten.slice.Tensor, (dim, start, start + t.shape[dim]))
+                start += t.shape[dim]
+            node = self.emit(view[0], (node_args[0], *view[1]), {})
+            self.describe(node, t, bool(node_args[0].meta.get("known")))
+            self.track(t, node, base, view)
 
     def to_fake(self, t: torch.Tensor) -> FakeTensor:
         if isinstance(t, FakeTensor):

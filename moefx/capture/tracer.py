@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
 )
-from torch.fx.node import map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import CaptureError, Refused
@@ -38,7 +37,6 @@ from .forms import GROUPED_MM, from_floats, functional_form, grouped_result, has
 from .recorder import Recorder, grad_enabled
 from .routing import Routing
 from .shadows import shadow
-from .sizes import SizeLog
 from .source import Source, user_calls, user_source
 
 aten = torch.ops.aten
@@ -60,13 +58,11 @@ class Tracer(Recorder):
         self.numbers: dict[tuple[Source, torch.Size], torch.Tensor] = {}  # what choices are made of then
         self.reads: list[HostRead] = []
         self.calls: list[Call] = []
-        self.sizes = SizeLog()
         self.modes_read: set[str] = set()
         self.refusals: list[Refused] = []
         self.overwritten: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # tensors of others, and what they held
         self.state: set[int] = set()  # parameters and buffers, by id
         self.held: set[int] = set()  # their sizes
-        self.detached: set[int] = set()  # tensors that share memory with one that has gradients, by id
         self.quiet = 0  # inside an operation that is recorded whole
         self.is_cast = False  # inside a function that autocast has cast the arguments of
         self.touched = False  # whether the op at work was called with a number of the routing
@@ -339,75 +335,6 @@ class Tracer(Recorder):
         """Fake tensors remember what they gave for such arguments as these, but only where no argument is real."""
         plain = type(t) in (torch.Tensor, nn.Parameter) and t.layout is torch.strided and t.device.type == "cpu"
         return self.to_fake(t) if plain else t
-
-    def record_out(
-        self,
-        func: Any,
-        node_args: Any,
-        node_kwargs: Any,
-        args: tuple,
-        out: Any,
-        concrete: Any,
-        is_view: bool,
-        known: bool,
-    ) -> Any:
-        if isinstance(out, torch.Tensor):
-            if func in (aten._unsafe_view.default, aten.view.default):
-                func = aten.reshape.default  # of the value; copies are not recorded
-            node = self._emit_op(func, node_args, node_kwargs, out)
-            self.describe(node, out, known)
-            if concrete is not None and is_float(out):
-                node.meta["shadow"] = concrete
-            if is_view and id(out) not in self.aliases:
-                self.track(out, node, args[0], (func, tuple(node_args[1:])))
-                if func is aten.detach.default and has_gradients(node_args[0]):
-                    self.detached.add(id(out))
-            elif id(out) in self.aliases:  # returned its own argument
-                self.aliases[id(out)].node = node
-            else:
-                self.track(out, node)
-        elif isinstance(out, (tuple, list)) and tensors_in(out):
-            if is_view:
-                self._record_parts(func, node_args, args, out)
-            else:
-                bundle = self._emit_op(func, node_args, node_kwargs, out)
-                bundle.meta["val"] = None
-                if concrete is not None:
-                    bundle.meta["shadow"] = concrete
-                for i, t in enumerate(out):
-                    if isinstance(t, torch.Tensor):
-                        node = self.emit(operator.getitem, (bundle, i), {})
-                        self.describe(node, t, known)
-                        self.track(t, node)
-        return out
-
-    def _emit_op(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> fx.Node:
-        node = self.emit(func, tuple(args), kwargs)
-        if not all(map(is_float, tensors_in(out))):  # see `doubts`
-            node.meta["calls"] = user_calls()
-        if self.autocast is not None and isinstance(func, torch._ops.OpOverload):
-            values = map_arg((tuple(args), kwargs), lambda n: n.meta["val"])
-            if autocast.changes(func, values[0], values[1], self.autocast, out):
-                node.meta["autocast"] = None  # as it ran in the original, in place or inside of another function, say
-        return node
-
-    def _record_parts(self, func: Any, node_args: Any, args: tuple, out: Any) -> None:
-        """`split`, `chunk`, `unbind` as the selects and slices that they are."""
-        packet, base, start = func.overloadpacket, args[0], 0
-        unbind = packet is aten.unbind
-        dim = (args[1] if len(args) > 1 else 0) if unbind else (args[2] if len(args) > 2 else 0)
-        width: Any = list(args)[1] if packet is aten.split else None
-        if type(width) is int and (size := self.sizes.expressions.get(base.shape[dim])):
-            self.sizes.note(f"-(-{size}//{width})", "eq", str(len(out)), True)  # how many parts: a question of the size
-        for i, t in enumerate(out):
-            if unbind:
-                view: tuple[Any, tuple] = (aten.select.int, (dim, i))
-            else:
-                view = (aten.slice.Tensor, (dim, start, start + t.shape[dim]))
-                start += t.shape[dim]
-            node = self.emit(view[0], (node_args[0], *view[1]), {})
-            self.describe(node, t, bool(node_args[0].meta.get("known")))
-            self.track(t, node, base, view)
 
     def _record_in_place(
         self,

@@ -7,6 +7,7 @@ only one way is refused. `crowds` does the same for what many tokens change.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
@@ -92,42 +93,54 @@ def _doubtful(prover: Prover) -> list[tuple[HostRead, set[Any], Capture]]:
     return [(met[calls][0], outcomes[calls], met[calls][1]) for calls in open_]
 
 
+@dataclasses.dataclass
+class _Decision:
+    """A comparison of floats, or an integer made of floats, in all captures."""
+
+    source: Source
+    what: str
+    made_of: set[tuple[Source, str, bool]] = dataclasses.field(default_factory=set)  # to come out otherwise
+    met: list[Lifted] = dataclasses.field(default_factory=list)
+    columns: list[set[int]] = dataclasses.field(default_factory=list)  # how what may be alike came out
+
+
 def mix_decisions(prover: Prover) -> None:
     """A comparison of floats that came out the same for all elements in every capture (`weight > 0.01`), or for all
     tokens' first choices, or for all of one expert, looks like a constant, and so do floats that were cast to one
     integer, or of which the same one was chosen everywhere: once they are made to come out otherwise."""
-    outcomes: dict[tuple[Any, str, str], list[set[int]]] = {}
-    asked: dict[tuple[Any, str, str], set[tuple[Source, str, bool]]] = {}  # what to make come out otherwise
-    said: dict[tuple[Any, str, str], tuple[Source, str]] = {}
-    met: dict[tuple[Any, str, str], list[Lifted]] = {}
+    doubtful = [d for d in _decisions(prover) if any(len(values) == 1 for values in d.columns)]
+    of_turns = {frozenset(d.made_of): d for d in reversed(doubtful)}  # of a loop's turns the first
+    for flipped, decision in reversed(of_turns.items()):
+        _force_each(prover, decision.source, flipped, decision.what, decision.met)
+    comparisons = [d for d in doubtful if d.what == _COMPARISON]
+    if len(comparisons) > 1:  # one may matter only where another comes out otherwise, too
+        every = frozenset().union(*[d.made_of for d in comparisons])
+        _force_each(prover, comparisons[0].source, every, _TOGETHER, comparisons[0].met[:1])
+
+
+def _decisions(prover: Prover) -> list[_Decision]:
+    """Each once, by where it is: those that no capture was made to take otherwise."""
+    found: dict[tuple[Any, str, str], _Decision] = {}
     for lifted in prover.lifted:
         for n in lifted.capture.nodes:
-            if not (made_of := decided_by_floats(n)):
+            made_of = decided_by_floats(n)
+            mine = set(map(_place, made_of))
+            if not mine or mine & lifted.capture.tracer.flips.keys():
                 continue
             is_boolean = n.meta["val"].dtype is torch.bool
             decided = n if is_boolean else made_of[0]
             compared = str([_name(a) for a in decided.args] if is_boolean else [])
             place = (decided.meta.get("calls") or decided.meta["source"], str(decided.target), compared)
-            mine = set(map(_place, made_of))
-            if mine & lifted.capture.tracer.flips.keys():
-                continue  # it was made to come out otherwise
-            asked.setdefault(place, set()).update(mine)
-            said[place] = decided.meta["source"], _COMPARISON if is_boolean else _INTEGER
-            met.setdefault(place, []).append(lifted)
-            if columns := [
-                set(values.unique().tolist()) for values in _columns(n.meta["val"], decided, lifted, prover.num_experts)
-            ]:
+            what = _COMPARISON if is_boolean else _INTEGER
+            decision = found.setdefault(place, _Decision(decided.meta["source"], what))
+            decision.made_of |= mine
+            decision.met.append(lifted)
+            columns = [set(v.unique().tolist()) for v in _columns(n.meta["val"], decided, lifted, prover.num_experts)]
+            if columns:
                 # of an expert's tokens in an order: what comes last where there are many was not seen everywhere
-                known = outcomes.get(place, columns)
-                outcomes[place] = [a | b for a, b in zip(known, columns, strict=False)]
-    doubtful = [place for place, seen in outcomes.items() if any(len(values) == 1 for values in seen)]
-    flips = {frozenset(asked[place]): place for place in reversed(doubtful)}  # of a loop's turns once
-    for flipped, place in reversed(flips.items()):
-        _force_each(prover, said[place][0], flipped, said[place][1], met[place])
-    comparisons = [place for place in doubtful if said[place][1] == _COMPARISON]
-    if len(comparisons) > 1:  # one may matter only where another comes out otherwise, too
-        every = frozenset().union(*[asked[place] for place in comparisons])
-        _force_each(prover, said[comparisons[0]][0], every, _TOGETHER, met[comparisons[0]][:1])
+                known = decision.columns or columns
+                decision.columns = [a | b for a, b in zip(known, columns, strict=False)]
+    return list(found.values())
 
 
 def _force_each(
