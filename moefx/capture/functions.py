@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
@@ -22,7 +23,7 @@ from .tracer import Tracer, from_floats
 
 aten = torch.ops.aten
 
-# Decomposing these loses what the lifter wants to see: one labelled contraction.
+# Decomposing these loses what the lifter wants to see: one labelled contraction. A cosine's parts hide from autograd.
 _WHOLE: dict[Any, Any] = {
     F.linear: F.linear,
     torch.einsum: torch.einsum,
@@ -31,6 +32,7 @@ _WHOLE: dict[Any, Any] = {
     torch.Tensor.__matmul__: torch.matmul,
     torch.Tensor.__rmatmul__: lambda a, b: torch.matmul(b, a),
     F.scaled_dot_product_attention: F.scaled_dot_product_attention,
+    torch.cosine_similarity: torch.cosine_similarity,
 }
 
 
@@ -95,6 +97,8 @@ class Functions(TorchFunctionMode):
             if name in options:
                 args = (*args, options.pop(name))
         run = functools.partial(func, *args, **options)
+        if tracer.autocast is None and all(isinstance(t, FakeTensor) for t in tensors_in((args, options))):
+            run = functools.partial(tracer.abstract, func, args, options)
         if autocast.is_emulated():
             with autocast.cpu_does(tracer.autocast):  # to most products all devices do the same
                 out = tracer.record_whole(_WHOLE[func], args, options, run)
@@ -197,7 +201,11 @@ _SIZES = {
 
 _RMS_NORMS = {F.rms_norm, torch.rms_norm}
 # arguments that may come by name
-_NAMES = {F.linear: ("input", "weight", "bias"), torch.matmul: ("input", "other")}
+_NAMES = {
+    F.linear: ("input", "weight", "bias"),
+    torch.matmul: ("input", "other"),
+    torch.cosine_similarity: ("x1", "x2"),
+}
 _NUMBERS = {torch.Tensor.item, torch.Tensor.tolist}
 _REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _MOST_OF_A_TOKEN = 16

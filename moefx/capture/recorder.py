@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from ..errors import CaptureError
 from . import autocast
-from .captured import is_float, tensors_in
+from .captured import is_float, map_tensors, tensors_in
 from .forms import has_gradients
 from .sizes import SizeLog, plain
 from .source import user_calls, user_source
@@ -267,5 +268,17 @@ class Recorder(TorchDispatchMode):
             return t
         # made by hand: under the mode it takes several times as long
         with _disable_current_modes(), torch._C.DisableTorchFunction():
-            meta = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
-            return FakeTensor(self.fake_mode, meta, torch.device("cpu"))
+            return self._fake(_on_meta(t))
+
+    def abstract(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> FakeTensor:
+        """What a function of fake tensors gives, without autocast: on meta tensors, which is much faster."""
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            args, kwargs = map_tensors((args, kwargs), _on_meta)
+            return self._fake(func(*args, **kwargs))
+
+    def _fake(self, t: torch.Tensor) -> FakeTensor:
+        return FakeTensor(self.fake_mode, t, torch.device("cpu"))
+
+
+def _on_meta(t: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")

@@ -54,6 +54,17 @@ class CosineRouter(Experts):
         return w, idx
 
 
+@STRANGERS.case("s_cosine_similarity", "I1", "match", "torch's own cosine, whose parts hide from autograd")
+class CosineOfTorch(Experts):
+    def __init__(self):
+        super().__init__()
+        self.centroids = nn.Parameter(torch.randn(E, D))
+
+    def route(self, t):
+        sim = F.cosine_similarity(t[:, None], x2=self.centroids, dim=-1)
+        return torch.topk(F.softmax(5 * sim, dim=-1), K)
+
+
 def _skew_last_linear(block):
     last = block.router[-1]
     last.weight[4:], last.bias[4:], last.weight[1:4:2] = 0, -5, -last.weight[0:4:2]
