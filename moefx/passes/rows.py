@@ -115,6 +115,10 @@ class Rows:
             case "slice":
                 _, dim, start, stop, step = b.args
                 node = self.call(aten.slice.Tensor, (inner.node, dim + off, start, stop, step))
+            case "at":
+                node = inner.node
+                for dim, i in reversed(b.args[1]):
+                    node = self.call(aten.select.int, (node, dim + off, i))
             case "reshape":
                 node = self.call(aten.reshape.default, (inner.node, [*lead, *b.shape]))
             case "expand":

@@ -36,6 +36,11 @@ class Ref:
         return self.axes, tuple(c.form for c in self.columns), self.inverted
 
     @property
+    def place(self) -> tuple:
+        """Where it is in any capture that runs the same ops, and how it is read."""
+        return self.node.meta["index"], self.axes
+
+    @property
     def nodes(self) -> list[fx.Node]:
         return [n for c in self.columns for n in c.nodes] if self.columns else [self.node]
 

@@ -144,13 +144,13 @@ class Lifter:
         tokens = tuple(cut.meta["val"].shape[:-1])
         routed, rest = self._summands(cut)
         index, ids, slots = self._choice(cut, tokens, routed)
-        nodes = feeding(self.reach, cut, self.routed, self.like.capture if self.like is not None else None)
+        nodes = feeding(self.reach, cut, self.routed, self.like)
         known = [e for group in (self.like.groups if self.like is not None else ()) for e in group.ids]
         highest = max([*known, *(int(ids[t, k]) for t, row in enumerate(slots) for k in row)])  # of ids that count
         lookup = Lookup(
             self.reach.S, nodes, tokens, ids.shape[1], highest + 1, self.inside, self.like, self.by_slots, self.is_last
         )
-        common, rest = shared(rest, lookup, self.owners)
+        common, rest = shared(rest, lookup, self.owners, self.like)
         alone, rest = missed(rest, routed, lookup)
         chosen = ids.tolist()
         twice = repeated(ids, slots, self.like)
@@ -171,6 +171,7 @@ class Lifter:
         for t in twice:
             kept[t] = True  # for now
         lookup.dropped = [(t, k, chosen[t][k]) for t, k in (~kept).nonzero().tolist()]
+        lookup.counted = [(t, k, chosen[t][k]) for t, k in kept.nonzero().tolist() if t not in twice]
         groups = self._groups(cut, lookup, instances, chosen)
         if twice:
             every = {t: [(t, k, e) for k, e in enumerate(chosen[t])] for t in sorted(twice)}

@@ -6,10 +6,12 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator
+from typing import Any
 
 from torch import fx
 
 from .form import Lifted, Ref
+from .nodes import line
 from .semantics import Semantics
 from .term import Term, is_const
 
@@ -27,11 +29,12 @@ class Lookup:
         self.S, self.tokens, self.slots, self.experts = S, tokens, slots, experts
         self.T = math.prod(tokens)
         self.positions = list(itertools.product(*map(range, tokens)))
+        self.counted: list[tuple[int, int, int]] = []  # places where a slot counts, and where it does not
         self.dropped: list[tuple[int, int, int]] = []
         self.doubtful: list[tuple[int, int, int]] = []  # where a weight that is zero at some of them is the likelier
         self.readings: list[tuple[tuple[bool, bool, int], int, Ref]] = []
-        before = {  # at a single token several readings fit: as in the other capture is best
-            (ref.node.meta["index"], ref.axes)
+        self.before = {  # at a single token several readings fit: as in the other capture is best
+            ref.place
             for group in (like.groups if like is not None and not is_last else ())
             for value in group.values
             for ref in (value.columns or (value,))
@@ -40,10 +43,11 @@ class Lookup:
             for rank, axes in self._axes(tuple(n.meta["val"].shape)):
                 if by_slots and {"t", "e"} <= set(axes):
                     continue
-                index = n.meta["index"]
-                place = -index if is_last else index
-                self.readings.append((((index, axes) not in before, n in inside, rank), place, Ref(n, axes)))
+                ref, index = Ref(n, axes), n.meta["index"]
+                at = -index if is_last else index
+                self.readings.append(((ref.place not in self.before, n in inside, rank), at, ref))
         self.readings.sort(key=lambda r: r[:2])
+        self.before_knew = like is not None and not like.kept.all()  # which slots are dropped
         self._tables: dict[tuple, dict[Term, list[Ref]]] = {}
 
     def _axes(self, shape: tuple[int, ...]) -> list[tuple[int, tuple[str, ...]]]:
@@ -104,6 +108,15 @@ class Lookup:
                 out |= {r for t in range(self.T) if (r := self.element(ref, t, 0, 0)) is not None}
         return out
 
+    def zero_rows(self) -> list[Ref]:
+        """Readings of one row per token whose rows are zero, all of them."""
+        return [
+            ref
+            for _, _, ref in self.readings
+            if set(ref.axes) == {"t"}
+            and all((r := self.element(ref, t, 0, 0)) is not None and is_const(r, 0) for t in range(self.T))
+        ]
+
     def find(
         self, where: list[tuple[int, int, int]], terms: list[Term], slots: bool = True, wide: bool = False
     ) -> Ref | None:
@@ -131,10 +144,15 @@ class Lookup:
             return self._columns(where, terms)
         return first
 
-    def find_rows(self, t: int, term: Term, rest: list[list[Term]]) -> tuple[Ref, list[Term]] | None:
-        """The node whose row `t` is `term`, and whose other rows are among what is left of the sums, or zero."""
+    def find_rows(
+        self, t: int, term: Term, rest: list[list[Term]], lines: Collection[tuple[Any, Any]] | None
+    ) -> tuple[Ref, list[Term]] | None:
+        """The node whose row `t` is `term`, and whose other rows are among what is left of the sums, or zero; one of
+        some lines, if these are given."""
         for _, _, ref in self.readings:
             if set(ref.axes) != {"t"} or self.element(ref, t, 0, 0) is not term:
+                continue
+            if lines is not None and line(ref.node) not in lines:
                 continue
             column = [self.element(ref, i, 0, 0) for i in range(self.T)]
             if all(r is not None and (is_const(r, 0) or r in parts) for r, parts in zip(column, rest, strict=True)):
@@ -142,14 +160,19 @@ class Lookup:
         return None
 
     def _likeliest(self, fits: Iterator[Ref], slots: Collection[int]) -> Ref | None:
-        """The first, or a weight that says itself which slots count: zero wherever one is dropped, and most often where
-        one may be."""
-        dropped, doubtful = ([at for at in found if at[1] in slots] for found in (self.dropped, self.doubtful))
+        """The first, or a weight that says itself which slots count: zero wherever one is dropped, nowhere else (one
+        expert's mask is), and most often where one may be."""
+        dropped, doubtful, counted = (
+            [at for at in found if at[1] in slots] for found in (self.dropped, self.doubtful, self.counted)
+        )
         first = best = None
         most = -1
         for ref in fits:
+            if first is None and self.before_knew and ref.place in self.before:
+                return ref
             first = first or ref
-            if len(self._zeros(ref, dropped)) == len(dropped) and (zeros := len(self._zeros(ref, doubtful))) > most:
+            says = len(self._zeros(ref, dropped)) == len(dropped) and not self._zeros(ref, counted)
+            if says and (zeros := len(self._zeros(ref, doubtful))) > most:
                 best, most = ref, zeros
             if best and not doubtful:
                 break

@@ -241,11 +241,16 @@ class Prover:
         self.sizes.append(sizes)
 
     def _agree(self) -> None:
-        """All captures have the form of the one that met the most slots and kinds of experts, which comes first."""
-        richest = max(range(len(self.lifted)), key=lambda i: (self.lifted[i].slots, len(self.lifted[i].groups), -i))
-        best = self.lifted[richest]
+        """All captures have the form of the one that met the most slots, kinds of experts and parts that all tokens
+        get, which comes first."""
+
+        def met(i: int) -> tuple[int, ...]:
+            return self.lifted[i].slots, len(self.lifted[i].groups), len(self.lifted[i].shared), -i
+
+        best = self.lifted[richest := max(range(len(self.lifted)), key=met)]
         for i, lifted in enumerate(self.lifted):
-            if lifted.slots < best.slots:  # all second choices were dropped
+            # all second choices were dropped, or nobody chose an identity, or everybody did
+            if lifted.slots < best.slots or len(lifted.shared) != len(best.shared):
                 self.lifted[i] = self.lift_as(lifted.capture, best)
         self.lifted.insert(0, self.lifted.pop(richest))
         self.sizes.insert(0, self.sizes.pop(richest))

@@ -5,24 +5,31 @@ from __future__ import annotations
 import math
 
 from ...errors import Refused
-from .form import Ref
+from .form import Lifted, Ref
 from .lookup import Lookup
+from .nodes import line
 from .owners import Owners
 from .term import Term, is_const, show
 
 
-def shared(rest: list[list[Term]], lookup: Lookup, owners: Owners) -> tuple[list[Ref], list[list[Term]]]:
+def shared(
+    rest: list[list[Term]], lookup: Lookup, owners: Owners, like: Lifted | None
+) -> tuple[list[Ref], list[list[Term]]]:
     """Summands that are the rows of a node which is computed without the experts, the same node for all tokens.
     Where its row is zero under this routing (a gated part that is not chosen) there is no summand. A sum that is no
-    node's is taken apart."""
+    node's is taken apart. `like`: the form of another capture of the block; where that has identity experts, one that
+    all tokens chose here is none of these."""
     refs: list[Ref] = []
+    lines = None
+    if like is not None and any(not group.tables for group in like.groups):
+        lines = {line(ref.node) for ref in like.shared}
     while True:
         rest = [list(parts) for parts in rest]
         tried: set[Term] = set()
         for t, parts in enumerate(rest):
             for term in [p for p in parts if p not in tried]:
                 tried.add(term)
-                column = lookup.find_rows(t, term, rest)
+                column = lookup.find_rows(t, term, rest, lines)
                 if column is not None:
                     refs.append(column[0])
                     for mine, found in zip(rest, column[1], strict=True):
@@ -30,8 +37,16 @@ def shared(rest: list[list[Term]], lookup: Lookup, owners: Owners) -> tuple[list
                             mine.remove(found)
         apart = [[p for part in parts for p in owners.operands(part)] for parts in rest]
         if apart == rest:
-            return refs, rest
+            return (refs if like is None else _as_there(refs, like.shared, lookup)), rest
         rest = apart
+
+
+def _as_there(refs: list[Ref], there: list[Ref], lookup: Lookup) -> list[Ref]:
+    """The summands of another capture, in their order, where those that are not among `refs` are zero for all tokens:
+    what a dense mask lets through, of an identity expert that nobody chose."""
+    mine = {ref.place: ref for ref in (*lookup.zero_rows(), *refs)}
+    ordered = [mine[ref.place] for ref in there if ref.place in mine]
+    return ordered if len(ordered) == len(there) and set(refs) <= set(ordered) else refs
 
 
 def missed(rest: list[list[Term]], routed: list[list[Term]], lookup: Lookup) -> tuple[Ref | None, list[list[Term]]]:

@@ -7,7 +7,7 @@ import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...capture.captured import Capture
 from ...errors import Refused
+from ...ir.expression import is_pointwise
 from .form import Lifted
 from .nodes import from_state, is_routed, line
 from .paths import Place, expert_indices, is_parameter, parameter_of, sibling_names
@@ -237,10 +238,10 @@ def inside_calls(capture: Capture, routed: set[fx.Node]) -> set[fx.Node]:
     return inside
 
 
-def feeding(reach: Reach, cut: fx.Node, routed: set[fx.Node], like: Capture | None) -> list[fx.Node]:
+def feeding(reach: Reach, cut: fx.Node, routed: set[fx.Node], like: Lifted | None) -> list[fx.Node]:
     """Float nodes that are computed without expert parameters and feed the cut. Not those that a loop over the experts
     makes of their tokens, here or in another capture of the block: where one expert has all tokens, its rows look like
-    everybody's."""
+    everybody's, and one row looks like a number; nor what a loop that writes rows has written so far."""
     seen: set[fx.Node] = set()
     stack = [cut]
     while stack:
@@ -248,7 +249,12 @@ def feeding(reach: Reach, cut: fx.Node, routed: set[fx.Node], like: Capture | No
         if n not in seen:
             seen.add(n)
             stack.extend(n.all_input_nodes)
-    of_some = _lines_of_some_rows(seen) | (_lines_of_some_rows(like.nodes) if like is not None else set())
+    lengths: dict[Any, set[Fraction]] = defaultdict(set)  # per token, where rows are made whose number is the routing's
+    for nodes, sum_ in ((seen, cut), *(((like.capture.nodes, like.cut),) if like is not None else ())):
+        tokens = math.prod(sum_.meta["val"].shape[:-1])
+        for n in filter(_has_rows_of_routing, nodes):
+            lengths[line(n)].add(Fraction(n.meta["val"].shape[0], max(1, tokens)))
+    writes = {line(cut)} if not is_pointwise(cut.target) else set()
     return [
         n
         for n in reach.capture.nodes
@@ -257,16 +263,9 @@ def feeding(reach: Reach, cut: fx.Node, routed: set[fx.Node], like: Capture | No
         and isinstance(n.meta.get("val"), FakeTensor)
         and n.op != "get_attr"
         and not n.meta.get("known")
-        and not (_has_rows_of_routing(n) and line(n) in of_some)
+        and not (_has_rows_of_routing(n) and len(lengths[line(n)]) > 1)
+        and line(n) not in writes
     ]
-
-
-def _lines_of_some_rows(nodes: Iterable[fx.Node]) -> set[Any]:
-    """Where rows are made whose number follows from the routing, not always the same number."""
-    lengths: dict[Any, set[int]] = defaultdict(set)
-    for n in filter(_has_rows_of_routing, nodes):
-        lengths[line(n)].add(n.meta["val"].shape[0])
-    return {where for where, seen in lengths.items() if len(seen) > 1}
 
 
 def _has_rows_of_routing(n: fx.Node) -> bool:

@@ -113,7 +113,9 @@ class Unifier:
                     culprits=tuple(str(p) for p in {*self.owners.key(first), *self.owners.key(t)})[:4],
                     remedy=f"where one has {_kind(first)}, another has {_kind(t)}",
                 )
-        if first.op in ("node", "at", "put", "index", "array"):
+        if first.op in ("node", "put", "index", "array"):
+            raise self._foreign(first)
+        if first.op == "at" and (first.args[0].op == "node" or any(t.args[1] != first.args[1] for t in terms)):
             raise self._foreign(first)
         args: list[Any] = []
         for position, a in enumerate(first.args):
