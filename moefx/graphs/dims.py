@@ -141,6 +141,8 @@ def _over(expr: Any, size: sympy.Expr, symbol: sympy.Symbol) -> Any:
     last."""
     if not expr.free_symbols & size.free_symbols:
         return expr
+    if not size.is_polynomial(*size.free_symbols):  # a chunk's: `(s0 + 1)//2`
+        return expr.subs(size, symbol)
     if not expr.is_polynomial(*expr.free_symbols):
         return expr.func(*(_over(a, size, symbol) for a in expr.args))
     times, rest = sympy.div(expr, size, *sorted(size.free_symbols, key=str))

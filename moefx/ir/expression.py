@@ -72,20 +72,26 @@ def to_dtype(expr: Expr, dtype: torch.dtype) -> Expr:
 
 
 def is_linear(expr: Expr, name: str) -> bool:
-    """Whether `expr == name * c` where c does not depend on `name`, up to rounding by casts."""
+    """Whether `expr == name * c` where c does not depend on `name`, up to rounding by casts to 16 bits and more."""
     if isinstance(expr, str):
         return expr == name
     if not _is_call(expr):
         return False
     head, args = expr[0].partition(".")[0], [a for a in expr[1:] if not isinstance(a, dict)]
+    options = {k: v for a in expr[1:] if isinstance(a, dict) for k, v in a.items()}
     depends = [name in variables(a) for a in args]
-    if head in ("neg", "_to_copy"):
+    if head == "neg" or (head == "_to_copy" and keeps_numbers(getattr(torch, options.get("dtype", "float32")))):
         return is_linear(args[0], name)
     if head == "mul":
         return sum(depends) == 1 and is_linear(args[depends.index(True)], name)
-    if head == "div":
+    if head == "div" and not options.get("rounding_mode"):
         return depends == [True, False] and is_linear(args[0], name)
     return head in ("add", "sub") and len(args) == 2 and all(is_linear(a, name) for a in args)
+
+
+def keeps_numbers(dtype: torch.dtype) -> bool:
+    """Whether a cast to it is about precision; one to 8 bits, or to integers, is meant to round."""
+    return dtype.is_floating_point and dtype.itemsize >= 2
 
 
 def result_dtype(expr: Expr, dtypes: Mapping[str, torch.dtype]) -> torch.dtype:

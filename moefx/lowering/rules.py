@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from sympy import S
 
+from ..ir.expression import keeps_numbers
 from .formula import (
     Absolute,
     Add,
@@ -130,7 +131,7 @@ def _cast(x: Any, *args: Any, **kwargs: Any) -> Any:
     dtype = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)), torch.float32)
     if dtype is torch.bool:
         return _as_condition(x)
-    if not dtype.is_floating_point or dtype.itemsize < 2:  # a cast to 8 bits is meant to round
+    if not keeps_numbers(dtype):
         raise Underivable(f"a cast to {dtype}")
     return as_number(x)
 

@@ -71,9 +71,9 @@ class _Fusion:
         act = self._expression(down.args[0], {}, parts=True)
         if not self.ups:
             raise _Unlike("no up-projection before the last matrix product")
-        x = self._input()
         if len(dtypes := {_dtype(gemm) for gemm in (*(u.gemm for u in self.ups), down)}) > 1:
             raise _Unlike(f"the matrix products are in {' and '.join(sorted(map(str, dtypes)))}")
+        x = self._input()
         if self.scale is not None:
             if any(up.bias is not None for up in self.ups):
                 raise _Unlike("the routing weight scales the input of a biased product")

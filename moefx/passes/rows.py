@@ -19,11 +19,6 @@ from .match.term import Operand
 from .weights import Weights
 
 aten = torch.ops.aten
-# Ops that take no number in the place of a tensor.
-_OF_TENSORS = {
-    "atan2.default", "fmax.default", "fmin.default", "heaviside.default", "hypot.default", "logaddexp.default",
-    "logaddexp2.default", "maximum.default", "minimum.default", "nextafter.default",
-}  # fmt: skip
 ops = torch.ops.moefx
 
 
@@ -312,9 +307,11 @@ class Rows:
             overload = "Scalar"
         op = getattr(getattr(aten, packet), overload)
         args = [_scalar(op, i, a) for i, a in enumerate(args)]
-        if name in _OF_TENSORS:
-            like = next(a for a in args if isinstance(a, fx.Node))
-            args = [a if isinstance(a, fx.Node) else self.call(aten.full_like.default, (like, a)) for a in args]
+        like = next(a for a in args if isinstance(a, fx.Node))
+        args = [
+            self.call(aten.full_like.default, (like, a)) if _is_tensor_there(op, i, a) else a
+            for i, a in enumerate(args)
+        ]
         return self.call(op, tuple(args), kwargs)
 
     def _contract(self, b: Body) -> Value:
@@ -349,7 +346,12 @@ class Rows:
 
 
 def _scalar(op: Any, position: int, value: Any) -> Any:
-    """A number where the op wants a tensor becomes one by the op's own rules; where it wants an int, an int."""
+    """A number as the int that the op wants, where it wants one."""
     if isinstance(value, float) and value.is_integer() and "int" in str(op._schema.arguments[position].type):
         return int(value)
     return value
+
+
+def _is_tensor_there(op: Any, position: int, value: Any) -> bool:
+    """Whether the op takes a tensor only where a number stands."""
+    return isinstance(value, (int, float)) and "Tensor" in str(op._schema.arguments[position].type)

@@ -186,6 +186,17 @@ def test_all_tokens_but_the_last(dynamic):
     assert moefx.blocks(check(module, calls, dynamic=dynamic))
 
 
+def test_chunks_of_a_length_that_changes():
+    """A chunk's size is no polynomial of the sizes: `(S + 1) // 2`."""
+
+    class Chunks(Dense):
+        def forward(self, x):
+            return torch.cat([super(Chunks, self).forward(c.flatten(0, 1)).view_as(c) for c in x.chunk(2, 1)], 1)
+
+    blocks = moefx.blocks(check(Chunks(), [(tokens(*shape),) for shape in [(2, 9), (3, 7), (2, 40)]]))
+    assert len(blocks) == 2 and not any(block.fallbacks for block in blocks)
+
+
 def factor(module, x, times=1.25):
     return module(x, math.ceil(times * x.shape[0] * x.shape[1] / E))
 

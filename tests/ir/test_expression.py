@@ -98,6 +98,11 @@ def test_canonical_is_the_same_for_lists_and_tuples():
         (("add", "y", "w"), False),
         (("tanh", "y"), False),
         ("w", False),
+        (("div.Tensor_mode", "y", "w", {"rounding_mode": None}), True),
+        (("div.Tensor_mode", "y", "w", {"rounding_mode": "floor"}), False),
+        (("_to_copy", "y", {"dtype": "bfloat16"}), True),
+        (("_to_copy", "y", {"dtype": "float8_e4m3fn"}), False),
+        (("_to_copy", "y", {"dtype": "int8"}), False),
     ],
 )
 def test_is_linear(expr, linear):

@@ -168,6 +168,19 @@ class TestUnfused:
 
         assert unfused(Before(Mlp)) == "the routing weight scales the input of a biased product"
 
+    def test_products_of_two_dtypes(self):
+        """The tokens are cast before they are gathered, in what is fused only."""
+
+        class Halves(Loop):
+            def expert(self, e, x, w):
+                with torch.autocast("cpu", torch.bfloat16):
+                    h = F.silu(self.experts[e].up(x))
+                return F.linear(h.to(x.dtype), self.experts[e].down.weight) * w
+
+        graph = rewritten(Halves(Mlp)).graph
+        (combine,) = graph.find(ops.combine.default)
+        assert combine.meta["unfused"] == "the matrix products are in torch.bfloat16 and torch.float32"
+
     def test_detached(self):
         class Detached(Gated):
             def forward(self, x):

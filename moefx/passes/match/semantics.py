@@ -105,7 +105,9 @@ class Semantics:
         if name == "getitem":
             return self._part(node)
         found = RULES.get(name)
-        if found is not None:
+        if any(isinstance(a, complex) for a in node.args):
+            out = self._whole(node)
+        elif found is not None:
             args = [self.value(a) for a in node.args]
             kwargs = {k: self.value(v) for k, v in node.kwargs.items()}
             out = found(self, node, *args, **kwargs)

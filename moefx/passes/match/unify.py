@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
 from torch import fx
@@ -158,8 +159,15 @@ class Unifier:
         what, source = base.op, ""
         if base.op == "node":
             fx_node = base.args[0]
-            name = getattr(fx_node.target, "__name__", str(fx_node.target))
-            what = f"the argument {name}" if fx_node.op == "placeholder" else f"what {name} makes"
+            maker = fx_node.args[0] if fx_node.target is operator.getitem else fx_node
+            name = getattr(maker.target, "__name__", str(maker.target))
+            match fx_node.op:
+                case "placeholder":
+                    what = f"the argument {name}"
+                case "get_attr" if fx_node.meta["kind"] == "constant":
+                    what = "a tensor that is neither a parameter nor a buffer of the block"
+                case _:
+                    what = f"what {name} makes"
             source = "" if fx_node.op == "placeholder" else str(fx_node.meta["source"])
             if fx_node in self.routed or is_random(fx_node):
                 return Refused(

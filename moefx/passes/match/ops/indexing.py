@@ -38,7 +38,11 @@ def _index_select(S: Reader, n: fx.Node, a: Term, dim: int, _: Any) -> Term:
 
 
 @rule("embedding")
-def _embedding(S: Reader, n: fx.Node, weight: Term, ids: Any, *_: Any) -> Term:
+def _embedding(
+    S: Reader, n: fx.Node, weight: Term, ids: Any, padding_idx: int = -1, by_frequency: bool = False, *sparse: bool
+) -> Term | None:
+    if padding_idx != -1 or by_frequency or any(sparse):  # rows without gradients, or with others than an index has
+        return None
     return S.T.index(weight, (0,), S.numbers(n.args[1])[None], 0, routed=is_routed(n.args[1]))
 
 
