@@ -80,7 +80,7 @@ def is_linear(expr: Expr, name: str) -> bool:
     head, args = expr[0].partition(".")[0], [a for a in expr[1:] if not isinstance(a, dict)]
     options = {k: v for a in expr[1:] if isinstance(a, dict) for k, v in a.items()}
     depends = [name in variables(a) for a in args]
-    if head == "neg" or (head == "_to_copy" and keeps_numbers(getattr(torch, options.get("dtype", "float32")))):
+    if head == "neg" or (head == "_to_copy" and keeps_numbers(getattr(torch, options.get("dtype", "float32"), None))):
         return is_linear(args[0], name)
     if head == "mul":
         return sum(depends) == 1 and is_linear(args[depends.index(True)], name)
@@ -89,9 +89,9 @@ def is_linear(expr: Expr, name: str) -> bool:
     return head in ("add", "sub") and len(args) == 2 and all(is_linear(a, name) for a in args)
 
 
-def keeps_numbers(dtype: torch.dtype) -> bool:
+def keeps_numbers(dtype: Any) -> bool:
     """Whether a cast to it is about precision; one to 8 bits, or to integers, is meant to round."""
-    return dtype.is_floating_point and dtype.itemsize >= 2
+    return isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize >= 2
 
 
 def result_dtype(expr: Expr, dtypes: Mapping[str, torch.dtype]) -> torch.dtype:

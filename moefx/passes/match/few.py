@@ -11,9 +11,12 @@ from ...capture.sizes import SizeGuard
 from ...errors import Refused
 from .agree import same_form
 from .form import Lifted, with_all_experts
+from .lift import NothingRouted
 
 if TYPE_CHECKING:
     from .prove import Prover
+
+_TRIES = 6
 
 
 def more_slots(prover: Prover) -> None:
@@ -76,24 +79,41 @@ def _few(prover: Prover) -> None:
     found: list[Lifted] = []
     unclear: list[Refused] = []  # so few may show too little
     differs: list[Refused] = []
-    for routing in (Routing("diverse", 5), Routing("flooded", busy)) if prover.is_within(sizes) else ():
-        taken = _captured(prover, routing, sizes)
-        if isinstance(taken, Refused):
-            unclear.append(taken)
-        if not isinstance(taken, Capture):
-            continue
-        is_apart = not all(g.holds(prover.sizes[0]) for g in taken.sizes.guards)
-        lifted = None
-        try:
-            lifted = prover.lift_as(taken, with_all_experts(prover.lifted))
-            same_form(first, lifted)
-            found.append(lifted)
-        except Refused as why:
-            (unclear if is_apart or lifted is None else differs).append(why)
+    for kind, seed in (("diverse", 5), ("flooded", busy)) if prover.is_within(sizes) else ():
+        taken, lifted = _at_work(prover, kind, seed, sizes)
+        if isinstance(why := taken if isinstance(taken, Refused) else lifted, Refused):
+            unclear.append(why)
+        elif isinstance(taken, Capture) and isinstance(lifted, Lifted):
+            is_apart = not all(g.holds(prover.sizes[0]) for g in taken.sizes.guards)
+            try:
+                same_form(first, lifted)
+                found.append(lifted)
+            except Refused as why:
+                (unclear if is_apart else differs).append(why)
     if differs or (unclear and found):
         raise (differs or unclear)[-1]
     for lifted in found if len(found) == 2 else ():
         prover.add(lifted, sizes)
+
+
+def _at_work(
+    prover: Prover, kind: str, seed: int, sizes: dict[str, int]
+) -> tuple[Capture | Exception, Lifted | Refused | None]:
+    """A capture and its form: of several the first in which an expert has something to do, as a few tokens may all be
+    masked."""
+    taken, lifted = None, None
+    for n in range(_TRIES):
+        taken = _captured(prover, Routing(kind, seed + n * prover.num_experts), sizes)
+        if not isinstance(taken, Capture):
+            return taken, None
+        try:
+            return taken, prover.lift_as(taken, with_all_experts(prover.lifted))
+        except NothingRouted as why:
+            lifted = why
+        except Refused as why:
+            return taken, why
+    assert taken is not None
+    return taken, lifted
 
 
 def _captured(prover: Prover, routing: Routing, sizes: dict[str, int]) -> Capture | Exception:

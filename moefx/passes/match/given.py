@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from ...capture.captured import MIXED, SHAPE_ONLY, Capture, is_abstract, remembered
+from ...capture.effects import holds_integers
 from ...capture.routing import Routing
 from ...capture.source import is_users_own
 from ...errors import Refused
@@ -33,7 +34,8 @@ _LOOKUPS = {"embedding", "gather", "index", "index_select"}  # in what is one nu
 _CUTS = {"clamp", "clamp_max", "clamp_min", "maximum", "minimum", "remainder"}
 _LEVELS = {*_CUTS, "abs", "bitwise_and", "bitwise_or", "fmod", "relu", "__and__", "__or__"}
 _COMPUTES = {"_to_copy", "all", "any", "bucketize", "floor_divide", "isin", "searchsorted"}  # and pointwise ops
-_MORE = 50  # the first of the seeds for these
+MORE_SEEDS = (2, 3, 4)  # of captures in which buffers have other values
+_MORE = 50  # the first of the seeds for numbers that turn something
 Place = tuple[Any, str, int]  # the calls that led there, the op, and how many times it came before
 
 
@@ -107,7 +109,8 @@ def settle(prover: Prover) -> None:
     columns: list[dict[Place, Seen]] = []
     settled: set[Place] = set()
     turns = [*(leaf.turns for leaf in prover.arguments.tensors), *prover.arguments.held.values()]
-    seeds = iter(range(_MORE, _MORE + max(map(len, turns), default=0) + 1) if any(turns) else ())
+    more = range(_MORE, _MORE + max(map(len, turns), default=0) + 1) if any(turns) else ()
+    seeds = iter((*(MORE_SEEDS if holds_integers(prover.block) else ()), *more))
     while True:
         columns += [seen(lifted.capture) for lifted in prover.lifted[len(columns) :]]
         place = next((p for column in columns for p in column if p not in settled and _is_doubtful(p, columns)), None)

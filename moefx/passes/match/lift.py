@@ -36,6 +36,14 @@ _MOST_CUTS = 12
 _JOINS = {"cat", "stack"}  # of experts' results, say
 
 
+class NothingRouted(Refused):
+    """All that is routed is masked, in this capture at least."""
+
+    def __init__(self, source: str, has_numbers: bool):
+        remedy = "an integer argument or buffer that turns all experts off is not followed" if has_numbers else ""
+        super().__init__("no expert's result reaches this sum", source=source, remedy=remedy)
+
+
 class Lifter:
     def __init__(
         self, block: nn.Module, capture: Capture, like: Lifted | None = None, symbolic: bool = False,
@@ -222,12 +230,7 @@ class Lifter:
             routed.append([p for p in parts if p in mine])
             rest.append([p for p in parts if p not in mine])
         if not any(routed):
-            numbers = any(map(is_of_call, self.capture.nodes))
-            raise Refused(
-                "no expert's result reaches this sum",
-                source=str(cut.meta["source"]),
-                remedy="an integer argument or buffer that turns all experts off is not followed" if numbers else "",
-            )
+            raise NothingRouted(str(cut.meta["source"]), any(map(is_of_call, self.capture.nodes)))
         return routed, rest
 
     def _choice(self, cut: fx.Node, tokens: tuple[int, ...], routed: list[list[Term]]) -> Choice:

@@ -22,7 +22,7 @@ from ...capture.captured import Capture
 from ...capture.effects import holds_integers
 from ...capture.inputs import Arguments
 from ...capture.routing import Routing, takes
-from .given import Seen, is_of_call, is_one, operands, seen
+from .given import MORE_SEEDS, Seen, is_of_call, is_one, operands, seen
 from .nodes import is_of_state, op_name
 from .ranges import NARROW
 
@@ -37,7 +37,6 @@ Turn = tuple[int | str, int]  # which of the tensor arguments, or the name of a 
 _LARGE = 1 << 30
 _MOST_OF_A_TENSOR = 6
 _MOST = 100
-_MORE_SEEDS = (2, 3, 4)
 
 
 def with_turns(prover: Prover, sizes: dict[str, int]) -> tuple[Arguments, Capture | None]:
@@ -68,7 +67,7 @@ def _doubtful(prover: Prover, arguments: Arguments, sizes: dict[str, int], taken
 
     found = {place: one for place, one in seen(taken).items() if is_open(one)}
     if any(map(is_of_state, itertools.chain.from_iterable(_made_of(one.node) for one in found.values()))):
-        for seed in _MORE_SEEDS:
+        for seed in MORE_SEEDS:
             more = _capture(prover, arguments, sizes, seed)
             others = seen(more) if more is not None else {}
             found = {p: new for p, one in found.items() if is_open(new := one | others.get(p, one))}
