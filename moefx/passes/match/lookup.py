@@ -165,13 +165,11 @@ class Lookup:
         dropped, doubtful, counted = (
             [at for at in found if at[1] in slots] for found in (self.dropped, self.doubtful, self.counted)
         )
-        first = best = None
-        most = -1
-        for ref in fits:
-            if first is None and self.before_knew and ref.place in self.before:
-                return ref
-            first = first or ref
-            says = len(self._zeros(ref, dropped)) == len(dropped) and not self._zeros(ref, counted)
+        first, best, most = next(fits, None), None, -1
+        if first is None or not (dropped or doubtful) or (self.before_knew and first.place in self.before):
+            return first
+        for ref in itertools.chain([first], fits):
+            says = len(self._zeros(ref, dropped)) == len(dropped) and not (dropped and self._zeros(ref, counted))
             if says and (zeros := len(self._zeros(ref, doubtful))) > most:
                 best, most = ref, zeros
             if best and not doubtful:

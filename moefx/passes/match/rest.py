@@ -44,7 +44,9 @@ def shared(
 def _as_there(refs: list[Ref], there: list[Ref], lookup: Lookup) -> list[Ref]:
     """The summands of another capture, in their order, where those that are not among `refs` are zero for all tokens:
     what a dense mask lets through, of an identity expert that nobody chose."""
-    mine = {ref.place: ref for ref in (*lookup.zero_rows(), *refs)}
+    mine = {ref.place: ref for ref in refs}
+    if not all(ref.place in mine for ref in there):
+        mine = {ref.place: ref for ref in lookup.zero_rows()} | mine
     ordered = [mine[ref.place] for ref in there if ref.place in mine]
     return ordered if len(ordered) == len(there) and set(refs) <= set(ordered) else refs
 
