@@ -119,7 +119,7 @@ def test_a_rank_that_is_lost(name):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["compile", "state", "hop", "program", "verify", "lost"])
+@pytest.mark.parametrize("name", ["compile", "corpus", "state", "hop", "program", "verify", "lost"])
 def test_what_is_sampled_of_the_cases(name):
     launch(4, f"tests.distributed.{name}_cases", environment={ALL: "1"})
 

@@ -87,6 +87,7 @@ def calls(compiled):
     return moefx.explain(compiled).matched[0].calls
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_changed_attribute_is_compiled_anew(change, x):
     model, compiled = pair(x)

@@ -155,6 +155,7 @@ def test_reads_of_several_tensors_at_one_place(finish):
     check(lambda: Base({"a": 0.0, "b": 2.0}, finish=finish), lambda m: (m.a.fill_(5.0), m.b.fill_(0.0)))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("step", [0, 0.0])
 @pytest.mark.parametrize("asks", [lambda s: s // 1000 == 3, lambda s: (s // 10) % 10 == 4], ids=["window", "digit"])
 def test_a_window_of_steps(asks, step):

@@ -55,6 +55,7 @@ HIDDEN = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", HIDDEN)
 def test_numbers_that_are_tensors(name):
     torch.manual_seed(0)
