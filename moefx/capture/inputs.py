@@ -71,9 +71,8 @@ class Leaf:
             tried = (own, *self.turns, own + 1, own + 10007)
             return torch.full((n,), min(most, tried[seed % len(tried)]), dtype=self.dtype)
         pool = self._varied(pool, generator)
-        if (
-            1 < len(kinds := pool.unique(dim=0)) < len(pool)
-        ):  # where nearly all is padding, a few tokens still have some
+        kinds = pool.unique(dim=0)
+        if 1 < len(kinds) < len(pool):  # where nearly all is padding, a few tokens still have some of the rest
             pool = torch.cat([pool, kinds.repeat(-(-len(pool) // len(kinds)), 1)])
         rows = n // pool.shape[1]
         order = (torch.arange(rows) + (seed if rows == 1 else 0)) % len(pool)

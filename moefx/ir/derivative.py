@@ -64,7 +64,7 @@ def _vjp(
         result = program(text)(leaves)
         # What is only compared has a gradient of zero.
         inputs = [leaves[n] for n in wrt]
-        if wrt and result.requires_grad:
+        if result.requires_grad:
             grads = torch.autograd.grad(result, inputs, args[-1], materialize_grads=True)
         else:
             grads = tuple(map(torch.zeros_like, inputs))

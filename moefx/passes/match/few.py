@@ -80,11 +80,11 @@ def _few(prover: Prover) -> None:
     unclear: list[Refused] = []  # so few may show too little
     differs: list[Refused] = []
     for kind, seed in (("diverse", 5), ("flooded", busy)) if prover.is_within(sizes) else ():
-        taken, lifted = _at_work(prover, kind, seed, sizes)
-        if isinstance(why := taken if isinstance(taken, Refused) else lifted, Refused):
-            unclear.append(why)
-        elif isinstance(taken, Capture) and isinstance(lifted, Lifted):
-            is_apart = not all(g.holds(prover.sizes[0]) for g in taken.sizes.guards)
+        lifted = _at_work(prover, kind, seed, sizes)
+        if isinstance(lifted, Refused):
+            unclear.append(lifted)
+        elif isinstance(lifted, Lifted):
+            is_apart = not all(g.holds(prover.sizes[0]) for g in lifted.capture.sizes.guards)
             try:
                 same_form(first, lifted)
                 found.append(lifted)
@@ -96,24 +96,22 @@ def _few(prover: Prover) -> None:
         prover.add(lifted, sizes)
 
 
-def _at_work(
-    prover: Prover, kind: str, seed: int, sizes: dict[str, int]
-) -> tuple[Capture | Exception, Lifted | Refused | None]:
-    """A capture and its form: of several the first in which an expert has something to do, as a few tokens may all be
+def _at_work(prover: Prover, kind: str, seed: int, sizes: dict[str, int]) -> Lifted | Exception:
+    """The form of a capture: of several the first in which an expert has something to do, as a few tokens may all be
     masked."""
-    taken, lifted = None, None
+    nothing: Exception | None = None
     for n in range(_TRIES):
         taken = _captured(prover, Routing(kind, seed + n * prover.num_experts), sizes)
         if not isinstance(taken, Capture):
-            return taken, None
+            return taken
         try:
-            return taken, prover.lift_as(taken, with_all_experts(prover.lifted))
+            return prover.lift_as(taken, with_all_experts(prover.lifted))
         except NothingRouted as why:
-            lifted = why
+            nothing = why
         except Refused as why:
-            return taken, why
-    assert taken is not None
-    return taken, lifted
+            return why
+    assert nothing is not None
+    return nothing
 
 
 def _captured(prover: Prover, routing: Routing, sizes: dict[str, int]) -> Capture | Exception:

@@ -35,8 +35,11 @@ class Blend(nn.Module):
         super().__init__()
         self.value, self.mix = nn.Parameter(torch.randn(D)), nn.Linear(D, 2)
 
+    def shares(self, x):
+        return self.mix(x).softmax(-1)
+
     def forward(self, x):
-        share = self.mix(x).softmax(-1)
+        share = self.shares(x)
         return share[..., 0:1] * x + share[..., 1:] * self.value
 
 
@@ -113,16 +116,11 @@ def test_among_others(kind, style):
     assert not moefx.blocks(compiled)[0].fallbacks
 
 
-class OfTheFirstRow(nn.Module):
-    """Weighs its rows by a number of the first of them."""
+class OfTheFirstRow(Blend):
+    """Weighs its rows by the two numbers of the first of them."""
 
-    def __init__(self):
-        super().__init__()
-        self.value, self.mix = nn.Parameter(torch.randn(D)), nn.Linear(D, 2)
-
-    def forward(self, x):
-        share = self.mix(x).softmax(-1)
-        return share[:1, 0:1] * x + share[:1, 1:] * self.value
+    def shares(self, x):
+        return super().shares(x)[:1]
 
 
 def test_a_number_of_another_row_is_no_number_of_the_own():
