@@ -50,8 +50,8 @@ def rewrite_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: Plan 
     """
     plan = checked_passes(checked_plan(plan))
     values = checked_graph(gm, example_inputs)
-    ready = prepared(gm)
     try:
+        ready = prepared(gm, values)
         out, found = rewritten(ready, values, plan)
     except Refused as why:
         _once(logging.WARNING, f"moefx left a graph as it was: {why.reason}")

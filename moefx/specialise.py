@@ -27,10 +27,10 @@ from .ir.attributes import (
     unchanged,
     value_at,
 )
-from .ir.binding import Guard, Specialisation, call_specialisation, device_of, leaves_of
+from .ir.binding import Guard, Specialisation, call_specialisation, device_of, kind_of, leaves_of
 from .numeric import numeric_check
 from .pipeline import Result, limited, rewrite_block
-from .runtime.module import BlockForward, signature_binder
+from .runtime.module import BlockForward, signature_binder, signature_of
 from .runtime.program import Program
 from .runtime.watch import ReadAttributes, absorbed_names
 
@@ -153,7 +153,7 @@ class Specialise:
         abstract = pytree.tree_map_only(
             torch.Tensor,
             lambda t: t.detach().to("meta") if t.is_floating_point() else t.detach().cpu(),
-            self._arguments(call) if args is None else (args, dict(kwargs or {})),
+            self._traced(block, call) if args is None else (args, dict(kwargs or {})),
         )
         if self.spread is not None:
             block = self.spread.whole(block)
@@ -162,7 +162,7 @@ class Specialise:
         try:
             with forward.running("original"), under(call.device, call.autocast), torch.enable_grad():
                 with reading(block, attributes(block)) as read:
-                    result, args, kwargs = self._rewrite(block, forward.name, call, *abstract)
+                    result, args, kwargs = self._rewrite(block, forward.name, *abstract)
                 if self.by_mode:
                     read.add(OWN_MODE)
                 proven, result = result, limited(block, result, self.plan)
@@ -178,29 +178,57 @@ class Specialise:
         return program.with_arguments(call.arguments), read
 
     def _rewrite(
-        self, block: nn.Module, name: str, call: Specialisation, args: tuple, kwargs: dict[str, Any]
+        self, block: nn.Module, name: str, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[Result, tuple, dict[str, Any]]:
         try:
             return rewrite_block(block, name, args, kwargs, self.plan), args, kwargs
         except Refused as why:
             try:  # one token does not tell which axes are of tokens
-                args, kwargs = self._arguments(call)
+                args, kwargs = self._resized(block, args, kwargs)
                 return rewrite_block(block, name, args, kwargs, self.plan), args, kwargs
             except Refused:
                 raise why from None
 
-    def _arguments(self, call: Specialisation) -> tuple[tuple, dict[str, Any]]:
-        """Arguments of the recorded shapes in the dtypes of the call: for one that is only being traced, or whose own
-        shapes do not show which axes are of tokens."""
-        kinds = [kind for _, kind in call.arguments if kind[0] == "tensor"]
-        leaves = self.arguments.tensors
-        if len(kinds) != len(leaves) or any(
-            len(leaf.shape) != kind[3] for leaf, kind in zip(leaves, kinds, strict=True)
-        ):
-            raise Refused("a call with other arguments is traced before it was ever run; run it once in eager mode")
+    def _resized(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """The arguments of a call with its tensors in the shapes that were recorded; all else is its own."""
+        bind = signature_binder(block)
+        recorded_args, recorded_kwargs = self.arguments.at(self.arguments.sizes)
+        recorded = dict(leaves_of(bind(*recorded_args, **recorded_kwargs)))
+        mine = {id(t): (path, kind_of(t)) for path, t in leaves_of(bind(*args, **kwargs))}
+        if not all(_is_like(recorded.get(path), kind) for path, kind in mine.values() if kind[0] == "tensor"):
+            raise Refused("its tensors are not those of the call that was recorded")
+        resized = {key: recorded[path].to(kind[1]) for key, (path, kind) in mine.items() if kind[0] == "tensor"}
+        return pytree.tree_map_only(torch.Tensor, lambda t: resized.get(id(t), t), (args, kwargs))
+
+    def _traced(self, block: nn.Module, call: Specialisation) -> tuple[tuple, dict[str, Any]]:
+        """Arguments for a call that is only being traced, of which there are the kinds: tensors of the shapes that were
+        recorded, and its own numbers, names and flags.
+
+        Raises:
+            Refused: its kinds do not say what they are.
+        """
         args, kwargs = self.arguments.at(self.arguments.sizes)
-        dtypes = iter(kind[1] for kind in kinds)
-        return pytree.tree_map_only(torch.Tensor, lambda t: t.to(next(dtypes)), (args, kwargs))
+        bound = signature_of(block).bind(*args, **kwargs)
+        bound.apply_defaults()
+        for name, value in bound.arguments.items():
+            mine = dict(leaves_of([(name, value)]))
+            kinds = {path: kind for path, kind in call.arguments if path[0] == name}
+            only = kinds.get((name,), ())
+            if kinds.keys() == mine.keys() and all(_is_like(mine[path], kind) for path, kind in kinds.items()):
+                cast = {id(t): t.to(kinds[path][1]) for path, t in mine.items() if isinstance(t, torch.Tensor)}
+                bound.arguments[name] = pytree.tree_map_only(torch.Tensor, lambda t, cast=cast: cast[id(t)], value)
+            elif len(kinds) == 1 and len(only) == 2 and kind_of(only[1]) == only:
+                bound.arguments[name] = only[1]
+            else:
+                raise Refused("a call with other arguments is traced before it was ever run; run it once in eager mode")
+        return bound.args, bound.kwargs
+
+
+def _is_like(value: Any, kind: tuple) -> bool:
+    """Whether it is of a kind, but for the dtype and the device of tensors."""
+    if isinstance(value, torch.Tensor):
+        return kind[0] == "tensor" and kind[3] == value.dim()
+    return kind == kind_of(value)
 
 
 class _Made(NamedTuple):

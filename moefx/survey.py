@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import nn
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ._plan import Plan
@@ -24,6 +24,7 @@ from .runtime.module import rewritten_blocks
 from .runtime.watch import absorbed_names, hook_on
 
 _NOT_ROUTED = "nothing is routed"
+_FLAT = "moefx.rewrite_graph(graph, example_inputs) looks into graphs"
 
 
 @dataclasses.dataclass
@@ -307,17 +308,20 @@ def _prove_all(
 
 
 def _rewrite(module: nn.Module, name: str, call: Seen, plan: Plan) -> Result:
+    is_graph = isinstance(module, fx.GraphModule)
     try:
         return rewrite_block(module, name, call.args, call.kwargs, plan)
-    except Refused:
+    except Refused as why:
+        if is_graph:
+            raise Refused(why.reason, culprits=why.culprits, source=why.source, remedy=_FLAT) from why
         raise
     except CaptureError as error:
         raise Refused(f"it does not run on abstract tensors: {error}") from error
     except Exception as error:  # the user's code, on sizes it was not made for
         where = _user_line(error)
-        if where:
-            what = in_short(error)
-            raise Refused(f"it does not run at other sizes than the example's ({what})", source=where) from error
+        if where or is_graph:
+            reason = f"it does not run at other sizes than the example's ({in_short(error)})"
+            raise Refused(reason, source=where, remedy=_FLAT if is_graph else "") from error
         raise own_fault(error, first_line(module)) from error
 
 

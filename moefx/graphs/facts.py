@@ -12,16 +12,15 @@ from typing import Any, cast
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.fx.node import map_arg
 
-from ..capture.quiet import quiet
-from ..errors import InvalidInput, Refused, in_short
 from .code import Autocast, Modes, call
 from .effects import Effect, differentiates, effect_of, is_switch
 from .nodes import (
+    ENTER_AUTOCAST,
     MOVES,
-    SELECT,
+    SET_GRAD,
+    SWITCHES,
     attribute,
     hint,
     is_float_tensor,
@@ -32,10 +31,8 @@ from .nodes import (
     target_name,
     transform,
 )
+from .values import is_said, likely_weights, propagated, said
 
-_SET_GRAD = torch._C._set_grad_enabled
-_ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
-SWITCHES = {_SET_GRAD, _ENTER, _EXIT}
 _OF_INTEGERS = MOVES | {
     "getitem", "select", "slice", "narrow", "flatten", "unflatten", "movedim", "long", "int", "short", "type",
     "mod", "remainder", "floordiv", "floor_divide", "add", "sub", "mul", "clamp",
@@ -96,15 +93,15 @@ class Facts:
 
     # ------------------------------------------------------------------ modes
     def _read_modes(self) -> None:
-        switches = any(n.target is _SET_GRAD for n in self.gm.graph.nodes)
+        switches = any(n.target is SET_GRAD for n in self.gm.graph.nodes)
         grad = torch.is_grad_enabled() if switches else None
         open_: list[tuple[fx.Node, Autocast]] = []
         inside: tuple[str, ...] = ()
         for n in self.gm.graph.nodes:
             if n.op == "call_function" and n.target in SWITCHES:
-                if n.target is _SET_GRAD:
+                if n.target is SET_GRAD:
                     grad = bool(n.args[0])
-                elif n.target is _ENTER:
+                elif n.target is ENTER_AUTOCAST:
                     device, dtype, enabled = (list(n.args) + [None, True])[:3]
                     open_.append((n, Autocast(str(device), cast(Any, dtype), bool(enabled))))
                 else:
@@ -119,17 +116,17 @@ class Facts:
 
     # ------------------------------------------------------------------ values
     def _values(self, example_inputs: list[Any]) -> dict[fx.Node, Any]:
+        if not is_said(self.gm.graph):
+            return propagated(self.gm, example_inputs)
         value: dict[fx.Node, Any] = {}
         for n in self.nodes:
-            found = n.meta.get("example_value", n.meta.get("val"))
+            found = said(n)
+            if n.op == "output":
+                continue
             if found is None and n.op == "placeholder":
                 found = self.examples.get(n)
-            elif n.op == "get_attr":
-                found = attribute(self.gm, str(n.target)) if found is None else found
-            elif n.op == "output":
-                continue
-            elif found is None and n.users and not (n.op == "call_function" and n.target is operator.setitem):
-                return _propagated(self.gm, example_inputs)
+            elif found is None and n.op == "get_attr":
+                found = attribute(self.gm, str(n.target))
             value[n] = found
         for n in self.nodes:
             if n.op == "call_function" and n.target is operator.setitem:
@@ -251,21 +248,8 @@ class Facts:
                     found[n] = t
         if any(n.op == "placeholder" or is_float_tensor(t) for n, t in found.items()):
             return found
-        return found | self._likely_weights()
-
-    def _likely_weights(self) -> dict[fx.Node, torch.Tensor]:
-        """Where nothing says what is a parameter: all inputs but those that choices are first of all made of."""
-        activations = set()
-        for n in self.nodes:
-            if target_name(n) in SELECT and n.op.startswith("call"):
-                current: Any = n
-                while isinstance(current, fx.Node) and current.op != "placeholder":
-                    current = _first_operand(current)
-                activations.add(current)
-        if not activations:
-            return {}
         inputs = {n: self.examples.get(n, self.value.get(n)) for n in self.nodes if n.op == "placeholder"}
-        return {n: t for n, t in inputs.items() if t is not None and is_float_tensor(t) and n not in activations}
+        return found | {n: inputs[n] for n in likely_weights(self.gm.graph, inputs)}
 
     def _is_size(self, n: fx.Node) -> bool:
         """Whether a number follows from sizes: it is no value of what it is a size of."""
@@ -306,47 +290,3 @@ class Facts:
         ]
         sizes = {n: tuple(map(plain, shape)) for n, shape in inputs.items()}
         return {n for n, size in sizes.items() if size and (size in tokens or (size[-1] == 1 and size[:-1] in tokens))}
-
-
-def _first_operand(n: fx.Node) -> Any:
-    """What an op is an op on, as `x` of `addmm(bias, x, w)`."""
-    name = target_name(n)
-    at = 1 if name in ("addmm", "addmv", "einsum", "embedding") and len(n.args) > 1 else 0
-    found: Any = n.args[at] if n.args else next(iter(n.all_input_nodes), None)
-    while isinstance(found, (tuple, list)):
-        found = found[0] if found else None
-    return found
-
-
-class _Values(fx.Interpreter):
-    def __init__(self, gm: fx.GraphModule, mode: FakeTensorMode):
-        super().__init__(gm)
-        self.mode, self.found = mode, {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        out = super().run_node(n)
-        if isinstance(out, torch.Tensor) and not isinstance(out, FakeTensor):
-            out = self.mode.from_tensor(out)
-        self.found[n] = self.found[n.args[0]] if n.target is operator.setitem else out
-        return out
-
-
-def _propagated(gm: fx.GraphModule, example_inputs: list[Any]) -> dict[fx.Node, Any]:
-    fakes = [t for t in example_inputs if isinstance(t, FakeTensor)]
-    mode = fakes[0].fake_mode if fakes else FakeTensorMode(allow_non_fake_inputs=True)
-    inputs = [
-        mode.from_tensor(t) if isinstance(t, torch.Tensor) and not isinstance(t, FakeTensor) else t
-        for t in example_inputs
-    ]
-    values = _Values(gm, mode)
-    held: dict[str, torch.Tensor] = {
-        name: mode.from_tensor(t) for name, t in (*gm.named_parameters(), *gm.named_buffers())
-    }
-    try:
-        with mode, quiet(), torch.nn.utils.stateless._reparametrize_module(gm, held, tie_weights=True):
-            values.run(*inputs)
-    except DataDependentOutputException as error:
-        raise Refused(f"what the graph computes depends on a value that it reads from a tensor ({error})") from error
-    except Exception as error:
-        raise InvalidInput(f"the graph does not run on these example_inputs: {in_short(error)}") from error
-    return values.found

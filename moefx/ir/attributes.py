@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import inspect
 import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
@@ -206,8 +207,8 @@ def reading(block: nn.Module, watched: Iterable[Where]) -> Iterator[set[Where]]:
         by_class.setdefault((type(owner), where.last), {})[id(owner)] = where, before
     with contextlib.ExitStack() as stack:
         for (cls, name), places in by_class.items():
-            before = vars(cls).get(name, MISSING)
-            if before is not MISSING and not is_plain(before):  # the class itself may need it
+            before, found = vars(cls).get(name, MISSING), inspect.getattr_static(cls, name, MISSING)
+            if found is not MISSING and not is_plain(found):  # the class itself may need it, as for slots
                 read |= {where for where, _ in places.values()}
                 continue
             try:
@@ -235,7 +236,7 @@ def _noting_missing(block: nn.Module, read: set[Where]) -> Iterator[None]:
         try:
             value = original(self, name)
         except AttributeError:
-            if id(self) in paths and not name.startswith("_"):
+            if id(self) in paths and not name.startswith(("_", "torchdynamo_")):  # not what Dynamo asks for
                 read.add(Where(paths[id(self)], name))
             raise
         if value is None and id(self) in paths:

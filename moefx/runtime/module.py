@@ -373,12 +373,17 @@ class BlockForward:
         return f"<rewritten forward of {name}, {len(self._entries)} program(s)>"
 
 
-def signature_binder(block: nn.Module) -> Callable[..., Any]:
-    """Binds the arguments of a call of `block`, rewritten or not, to the names of the original's signature."""
+def signature_of(block: nn.Module) -> inspect.Signature:
+    """Of the forward of `block`, rewritten or not, as it was written."""
     forward = vars(block).get("forward")
     if isinstance(forward, BlockForward):
         forward = forward.original
-    return binder(inspect.signature(forward if forward is not None else type(block).forward.__get__(block)))
+    return inspect.signature(forward if forward is not None else type(block).forward.__get__(block))
+
+
+def signature_binder(block: nn.Module) -> Callable[..., Any]:
+    """Binds the arguments of a call of `block` to the names of its signature."""
+    return binder(signature_of(block))
 
 
 def _transformed() -> bool:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import moefx
 
-from .test_refusals import D, Dense
+from .test_refusals import D, Dense, E
 
 
 class Mixture(Dense):
@@ -71,6 +72,21 @@ def test_modules_with_hooks_are_not_looked_into():
     assert moefx.rewrite_graph(gm, (torch.randn(9, D),)) is gm
 
 
+def test_modules_that_do_nothing():
+    class Idle(Mixture):
+        def __init__(self):
+            super().__init__()
+            self.idle = nn.Sequential(nn.Identity(), nn.Dropout(0.0))
+
+        def hidden(self, h):
+            return self.idle(h)
+
+    m, x = Idle(), torch.randn(9, D)
+    out = moefx.rewrite_graph(fx.symbolic_trace(m), (x,))
+    torch.testing.assert_close(out(x), m(x))
+    assert moefx.blocks(out)
+
+
 def test_what_acts_otherwise_in_training_is_named(caplog):
     class Dropped(Mixture):
         def __init__(self):
@@ -85,6 +101,87 @@ def test_what_acts_otherwise_in_training_is_named(caplog):
     assert "the region calls a module, drop, whose code is not in the graph" in caplog.text
 
 
+class Sized(Mixture):
+    """Numbers that follow from sizes, wherever they may be asked for."""
+
+    def forward(self, x):
+        batch, tokens, _ = x.shape
+        rows = x.view(-1, x.size(-1))
+        p = self.gate(rows).softmax(-1)
+        w, ids = p.topk(2)
+        w = w * (torch.arange(tokens) < tokens - 1).expand(batch, tokens).reshape(-1, 1) / rows.shape[0]
+        gates = torch.zeros(p.shape[:-1] + (p.size()[1],), dtype=x.dtype).scatter(-1, ids, w)
+        return self.experts(rows, gates).view(x.size())
+
+
+class Capacity(Mixture):
+    """GShard's, of all there can be."""
+
+    def forward(self, x):
+        tokens = x.shape[0]
+        places = tokens * 2
+        w, ids = self.gate(x).softmax(-1).topk(2)
+        mask = F.one_hot(ids, E)
+        at = (mask.transpose(0, 1).reshape(2 * tokens, E).cumsum(0) - 1).reshape(2, tokens, E).transpose(0, 1)
+        sent = F.one_hot(at.clamp(0, places - 1), num_classes=places) * (mask * (at < places)).unsqueeze(-1)
+        rows = torch.einsum("tkec,td->ecd", sent.to(x.dtype), x)
+        out = (rows @ self.up).relu() @ self.down
+        return torch.einsum("tkec,tk,ecd->td", sent.to(x.dtype), w, out)
+
+
+class Windowed(Mixture):
+    """What symbolic sizes make a number of."""
+
+    def forward(self, x):
+        return super().forward(x) * torch.hann_window(x.shape[0], dtype=x.dtype)[:, None]
+
+
+@pytest.mark.parametrize(
+    ("kind", "example", "others"),
+    [(Sized, (2, 9), [(2, 9), (3, 5), (1, 7)]), (Sized, (1, 9), [(3, 5)]), (Sized, (8, 8), [(3, 5)]),
+     (Capacity, (9,), [(9,), (4,), (80,)])],
+)  # fmt: skip
+def test_sizes_that_are_asked_for(kind, example, others):
+    """The graph is for all sizes: so is what is made of it."""
+    m = kind().double()
+    out = moefx.rewrite_graph(fx.symbolic_trace(m), (torch.randn(*example, D, dtype=torch.float64),))
+    assert not any("val" in n.meta for n in out.graph.nodes)
+    for sizes in others:
+        x = torch.randn(*sizes, D, dtype=torch.float64)
+        torch.testing.assert_close(out(x), m(x))
+    (block,) = moefx.blocks(out)
+    assert block.fallbacks == 0
+
+
+def test_sizes_that_a_function_asks_for():
+    """Its weights are inputs: theirs stay."""
+
+    def mixture(x, gate, up, down):
+        batch, tokens, width = x.shape
+        rows = x.reshape(-1, width)
+        p = (rows @ gate).softmax(-1)
+        w, ids = p.topk(2, -1)
+        gates = torch.zeros_like(p).scatter(-1, ids, w / tokens)
+        h = torch.einsum("td,edh->teh", rows, up).relu()
+        return torch.einsum("teh,ehd,te->td", h, down, gates).reshape(batch, tokens, width)
+
+    def rows(*sizes):
+        return torch.randn(*sizes, dtype=torch.float64)
+
+    weights = rows(D, E), rows(E, D, 6), rows(E, 6, D)
+    out = moefx.rewrite_graph(fx.symbolic_trace(mixture), (rows(2, 9, D), *weights))
+    for sizes in ((2, 9), (3, 5)):
+        x = rows(*sizes, D)
+        torch.testing.assert_close(out(x, *weights), mixture(x, *weights))
+    assert [block.fallbacks for block in moefx.blocks(out)] == [0]
+
+
+def test_sizes_that_become_numbers(caplog):
+    gm = fx.symbolic_trace(Windowed())
+    assert moefx.rewrite_graph(gm, (torch.randn(9, D),)) is gm
+    assert "makes the number 9 of one of x, which may be another (axis 0)" in caplog.text
+
+
 @pytest.mark.parametrize("mode", ["real", "symbolic"])
 def test_make_fx(mode):
     """Symbolic tracing takes the sizes of what the experts compute."""
@@ -96,3 +193,11 @@ def test_make_fx(mode):
         x = torch.randn(tokens, D, dtype=torch.float64)
         torch.testing.assert_close(out(x), m(x))
     assert not block.fallbacks
+
+
+def test_a_graph_is_told_where_graphs_go():
+    """Which of `torch.export` refuse other sizes themselves."""
+    x = torch.randn(9, D)
+    explanation = moefx.explain(torch.export.export(Mixture(), (x,)).module(), example_inputs=(x,))
+    (refusal,) = explanation.refused
+    assert "does not run at other sizes" in refusal.reason and "moefx.rewrite_graph" in refusal.remedy

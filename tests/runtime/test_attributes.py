@@ -160,8 +160,17 @@ def test_a_setting_deep_in_a_configuration(x):
 
 
 @dataclasses.dataclass(slots=True)
-class Slotted:
+class Scaled:
     scale: float = 1.0
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted(Scaled):
+    pass
+
+
+class Loose(Scaled):  # with a dict of its own
+    pass
 
 
 ARGUMENTS = types.SimpleNamespace(moe=Slotted())
@@ -177,10 +186,10 @@ class Holding(Block):
     def __init__(self):
         super().__init__()
         self.scales, self.held = [torch.ones(()), torch.ones(())], types.SimpleNamespace(t=torch.ones(()))
-        self.deep, self.slotted = {"a": {"b": {"c": 1.0}}}, Slotted()
+        self.deep, self.slotted, self.loose = {"a": {"b": {"c": 1.0}}}, Slotted(), Loose()
 
     def forward(self, x):
-        scale = self.scales[0] * self.held.t * self.deep["a"]["b"]["c"] * self.slotted.scale
+        scale = self.scales[0] * self.held.t * self.deep["a"]["b"]["c"] * self.slotted.scale * self.loose.scale
         return super().forward(x) * scale * get_arguments().moe.scale
 
 
@@ -190,6 +199,7 @@ HELD = {
     "in an object": lambda m: setattr(m.held, "t", torch.tensor(3.0)),
     "deep in a dict": lambda m: m.deep["a"]["b"].update(c=3.0),
     "a slot": lambda m: setattr(m.slotted, "scale", 3.0),
+    "a slot of a base": lambda m: setattr(m.loose, "scale", 3.0),
     "of all blocks": lambda m: setattr(get_arguments().moe, "scale", 3.0),
 }
 

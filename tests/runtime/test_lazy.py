@@ -245,6 +245,73 @@ def test_one_token_first():
     assert counts(compiled) == (3, 0)
 
 
+class Optional(Loop):
+    """What its arguments say, it does: not all of it is a mixture."""
+
+    def forward(self, x, scale=1.0, dense=False, k=None, *, how="sum", extra=None, **more):
+        p = self.gate(x).softmax(-1)
+        if dense:
+            return sum(p[:, e : e + 1] * expert(x) for e, expert in enumerate(self.experts))
+        w, ids = p.topk(k or self.k, -1)
+        out = self.mixed(x, w * scale, ids)
+        out = out.cumsum(0) if how == "prefix" else out
+        for factor in (extra or {}).get("factors", ()):
+            out = out * factor
+        return out if more.get("mask") is None else out * more["mask"]
+
+
+ARGUMENTS = [
+    {"scale": 2.0}, {"scale": 0.0}, {"dense": True}, {"k": 1}, {"k": E}, {"how": "prefix"}, {"how": "max"},
+    {"extra": {"factors": [0.5, 0.0]}}, {"extra": {"factors": (2.0,)}}, {"mask": 0.25},
+    {"mask": torch.arange(9.0, dtype=torch.float64)[:, None]},
+]  # fmt: skip
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("kwargs", ARGUMENTS, ids=lambda kwargs: str(kwargs)[1:25])
+@pytest.mark.parametrize("how", ["eager", "compiled", "exported"])
+def test_a_call_has_its_own_arguments(how, kwargs):
+    """Those of the example are not taken in their place, whatever comes of them."""
+    x = torch.randn(9, D, dtype=torch.float64)
+    model = Optional().double()
+    compiled = run = moefx.compile(model, example_inputs=(x,), plan=moefx.Plan(validation="symbolic"))
+    if how == "exported":
+        run = torch.export.export(compiled, (x,), kwargs).module()
+    elif how == "compiled":
+        run = torch.compile(compiled, backend="eager")
+    torch.testing.assert_close(run(x, **kwargs), model(x, **kwargs))
+    if how == "eager":
+        kwargs = {k: v[:1] if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
+        torch.testing.assert_close(run(x[:1], **kwargs), model(x[:1], **kwargs))
+
+
+def test_a_call_of_one_token_has_its_own_arguments(x):
+    """One does not show which axes are of tokens: its tensors have the example's shapes, all else is its own."""
+    model, compiled = pair(x.detach(), Optional())
+    for n, scale in enumerate((2.0, 3.0)):
+        torch.testing.assert_close(compiled(x.detach()[:1], scale), model(x.detach()[:1], scale))
+        assert counts(compiled) == (n + 1, 0)
+
+
+def test_dynamo_asks_the_blocks_for_nothing(x):
+    """What it looks for itself in modules is no attribute that they read."""
+    model = nn.ModuleList(Optional() for _ in range(2)).double()
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = model
+
+        def forward(self, x):
+            for n, layer in enumerate(self.layers):
+                x = x + layer(x, scale=n + 0.5, k=1 + n)
+            return x
+
+    net = Net()
+    compiled = moefx.compile(net, example_inputs=(x.detach(),))
+    torch.testing.assert_close(torch.compile(compiled, backend="eager", dynamic=True)(x), net(x))
+
+
 class Layers(nn.Module):
     """Blocks that are alike, one after the other."""
 

@@ -9,6 +9,7 @@ expert parameter does. Anything else is a refusal with its reason.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections import Counter, defaultdict
 
@@ -33,6 +34,7 @@ from .unify import Skeletons, Unifier
 from .worth import NotTwice, Sums, repeated
 
 _MOST_CUTS = 12
+_MOST_SETS = 2  # of parameters that may be the experts'
 _JOINS = {"cat", "stack"}  # of experts' results, say
 
 
@@ -52,7 +54,8 @@ class Lifter:
         """`like`: the form of another capture of the block; what chose the experts there is looked at first here.
         `symbolic`: see `Semantics`; `by_slots`, `is_last`: see `Lookup`."""
         self.capture, self.like, self.by_slots, self.is_last = capture, like, by_slots, is_last
-        self.reach = Reach(block, capture, symbolic, like)
+        self._new_reach = lambda: Reach(block, capture, symbolic, like)
+        self.reach = self._new_reach()
         self.experts: set[str] = set()  # FQNs of the experts' parameters, once lifted
 
     def lift(self, experts: set[str] | None = None) -> Lifted:
@@ -60,30 +63,36 @@ class Lifter:
         try:
             if experts is not None:
                 return self._lift(experts)
-            experts, every = expert_parameters(self.reach)
-            try:
-                return self._lift(experts)
-            except Refused as refusal:
-                if every:  # a shared expert, in the list of the others
-                    with contextlib.suppress(Refused):
-                        return self._lift(experts - every)
-                alike = alike_everywhere(self.reach) if chooses(self.reach) else None
-                if alike:
-                    with contextlib.suppress(Refused):
-                        return self._lift(alike)
-                raise refusal from None
+            first: Refused | None = None
+            for experts, every in itertools.islice(expert_parameters(self.reach), _MOST_SETS):
+                for some in (experts, experts - every) if every else (experts,):  # of the list of experts a shared one
+                    try:
+                        return self._lift(some)
+                    except Refused as refusal:
+                        first = first or refusal
+                self.reach = self._new_reach()  # nothing of what was taken apart for these
+            alike = alike_everywhere(self.reach) if chooses(self.reach) else None
+            if alike:
+                with contextlib.suppress(Refused):
+                    return self._lift(alike)
+            raise first or Refused("no parameter is used for some tokens only: nothing is routed")
         except TooLarge:
             raise Refused("its rows depend on too much else to be followed: rows are mixed, as in attention") from None
 
     def _lift(self, experts: set[str]) -> Lifted:
         self.experts = set(experts)
-        if not self.experts:
-            raise Refused("no parameter is used for some tokens only: nothing is routed")
         self.routed, meeting = cuts(self.reach, self.experts)
         self.inside = inside_calls(self.capture, self.routed)
         self.owners = Owners(self.reach, self.experts)
         candidates = self._by_likelihood(meeting)
         if not candidates:
+            if left := [e for e in self.capture.effects if e.kind == "attribute" and e.node in self.routed]:
+                raise Refused(
+                    "the experts set attributes that stay behind, as hooks do that prune or normalise a weight",
+                    culprits=tuple(str(e.target) for e in left[:3]),
+                    source=str(left[0].node.meta["source"]),
+                    remedy="torch.nn.utils.parametrize does it without; prune.remove makes it final",
+                )
             raise Refused(
                 "the experts' results do not come together in one tensor",
                 culprits=tuple(sorted(self.experts)[:3]),

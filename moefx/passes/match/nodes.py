@@ -58,6 +58,16 @@ def is_of_state(node: fx.Node) -> bool:
     return node.op == "get_attr" and node.meta["kind"] != "constant"
 
 
+def is_matrix_of_integers(node: fx.Node) -> bool:
+    """Whether it is a float copy of a parameter or a buffer with integers along two axes."""
+    roots = node.all_input_nodes
+    is_copy = str(node.target).startswith("aten._to_copy") and is_of_state(roots[0])
+    if not is_copy or not node.meta["val"].is_floating_point():
+        return False
+    val = roots[0].meta["val"]
+    return val.dim() > 1 and not val.is_floating_point() and val.dtype is not torch.bool
+
+
 def values(capture: Capture, n: fx.Node) -> set[float]:
     """Two of the values, or the one that all elements have."""
     value = capture.shadow(n) if isinstance(n.meta.get("val"), torch.Tensor) else torch.empty(0)

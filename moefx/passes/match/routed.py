@@ -6,7 +6,8 @@ import bisect
 import itertools
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -90,14 +91,15 @@ class Reach:
         return live
 
 
-def expert_parameters(reach: Reach) -> tuple[set[str], set[str]]:
+def expert_parameters(reach: Reach) -> Iterator[tuple[set[str], set[str]]]:
     """FQNs of the parameters that only some tokens meet, with their siblings, seen at the outputs or, behind something
-    that mixes tokens, at the last node before it; and which of them every token meets."""
+    that mixes tokens, at the last node before it; and which of them every token meets. Then what is seen further back
+    and has none of these: rows of an image's channels, say, meet the parts of a norm's weight."""
     live = reach.live()
     inner = [
         n for n in reversed(reach.capture.nodes) if n in live and n not in reach.outputs and n.op == "call_function"
     ]
-    tried = 0
+    tried, before = 0, set()
     for out in [*reach.outputs, *inner]:
         val = out.meta.get("val")
         if (
@@ -122,8 +124,9 @@ def expert_parameters(reach: Reach) -> tuple[set[str], set[str]]:
         if varying:
             found = {parameter_of(t).args[0] for t in varying}
             experts = family(reach, found)
-            return experts, experts & ({parameter_of(t).args[0] for t in common} - found)
-    return set(), set()
+            if not experts & before:
+                before |= experts
+                yield experts, experts & ({parameter_of(t).args[0] for t in common} - found)
 
 
 def _stacked(per_row: list[frozenset[Term]], apart: dict[str, frozenset[int]]) -> dict[Term, frozenset[int]]:
@@ -249,11 +252,15 @@ def feeding(reach: Reach, cut: fx.Node, routed: set[fx.Node], like: Lifted | Non
         if n not in seen:
             seen.add(n)
             stack.extend(n.all_input_nodes)
-    lengths: dict[Any, set[Fraction]] = defaultdict(set)  # per token, where rows are made whose number is the routing's
+    # Where rows are made whose number is the routing's: how many per token, and in which turn. (Several turns of one
+    # length are a loop, too: where tokens choose all experts, each has all tokens.)
+    made: dict[Any, set[tuple[Fraction, int]]] = defaultdict(set)
     for nodes, sum_ in ((seen, cut), *(((like.capture.nodes, like.cut),) if like is not None else ())):
         tokens = math.prod(sum_.meta["val"].shape[:-1])
+        turns: Counter[Any] = Counter()
         for n in filter(_has_rows_of_routing, nodes):
-            lengths[line(n)].add(Fraction(n.meta["val"].shape[0], max(1, tokens)))
+            made[line(n)].add((Fraction(n.meta["val"].shape[0], max(1, tokens)), turns[line(n)]))
+            turns[line(n)] += 1
     writes = {line(cut)} if not is_pointwise(cut.target) else set()
     return [
         n
@@ -263,7 +270,7 @@ def feeding(reach: Reach, cut: fx.Node, routed: set[fx.Node], like: Lifted | Non
         and isinstance(n.meta.get("val"), FakeTensor)
         and n.op != "get_attr"
         and not n.meta.get("known")
-        and not (_has_rows_of_routing(n) and len(lengths[line(n)]) > 1)
+        and not (_has_rows_of_routing(n) and len(made[line(n)]) > 1)
         and line(n) not in writes
     ]
 

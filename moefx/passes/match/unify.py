@@ -11,7 +11,7 @@ from torch import fx
 from ...errors import Refused
 from .form import Body, Group, Ref
 from .lookup import Lookup
-from .nodes import is_random
+from .nodes import is_matrix_of_integers, is_random
 from .owners import Owners
 from .paths import Place, has_place, is_parameter, parameter_of
 from .term import Term, number, show
@@ -153,6 +153,15 @@ class Unifier:
 
     def _foreign(self, t: Term) -> Refused:
         """Something reached the routed sum that no token's own row explains."""
+        routed = sorted(self.routed, key=lambda n: n.meta["index"])
+        if quantised := [a for n in routed for a in n.all_input_nodes if is_matrix_of_integers(a)]:
+            names = dict.fromkeys(str(root.meta["fqn"]) for a in quantised for root in a.all_input_nodes)
+            return Refused(
+                "the experts' weights are made of integers, as quantised ones are: they are taken for tables",
+                culprits=tuple(names)[:3],
+                source=str(quantised[0].meta["source"]),
+                remedy="keep the weights of experts as floats",
+            )
         base = t
         while base.terms:
             base = base.terms[0]

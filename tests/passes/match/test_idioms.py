@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.nn.utils.prune
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -392,6 +393,75 @@ class SkipsLoners(Loop):
         return out
 
 
+class Images(Loop):
+    """The pixels of `[B, C, H, W]`; each channel of the result has a scale of its own."""
+
+    def __init__(self):
+        super().__init__(Mlp)
+        self.norm, self.scale = nn.BatchNorm2d(D), nn.Parameter(torch.rand(D))
+
+    def forward(self, x):
+        x = self.norm(x)
+        rows = x.movedim(1, -1)
+        out = super().forward(rows.reshape(-1, D)).view_as(rows).movedim(-1, 1)
+        return x + self.scale[:, None, None] * out
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_channels_that_have_parameters_are_no_experts(training):
+    torch.manual_seed(0)
+    model = nn.Sequential(Images()).double().train(training)
+    compiled = moefx.compile(model, example_inputs=(torch.randn(2, D, 4, 5, dtype=torch.float64),))
+    for shape in ((2, 4, 5), (1, 3, 7)):
+        x = torch.randn(shape[0], D, *shape[1:], dtype=torch.float64)
+        torch.testing.assert_close(compiled(x), model(x))
+    assert moefx.blocks(compiled)[0].fallbacks == 0
+
+
+class OneHot(Loop):
+    """Tokens of an expert by the slots in which they chose it."""
+
+    def mixed(self, x, w, ids):
+        out = torch.zeros_like(x)
+        for e, mask in enumerate(F.one_hot(ids, E).permute(2, 1, 0)):
+            k, t = torch.where(mask)
+            out[t] += self.expert(e, F.layer_norm(x[t], (D,)), w[t, k, None])
+        return out
+
+
+class WeightsFirst(Loop):
+    def expert(self, e, x, w):
+        return self.experts[e](F.rms_norm(x * w, (D,)))
+
+
+@pytest.mark.parametrize("kind", [OneHot, WeightsFirst])
+def test_all_experts_are_chosen(kind):
+    """The rows of each are those of all tokens, and look like everybody's."""
+    torch.manual_seed(0)
+    model = nn.Sequential(kind(k=E)).double()
+    compiled = moefx.compile(model, example_inputs=(torch.randn(9, D, dtype=torch.float64),))
+    for tokens in (1, 3, 40):
+        x = torch.randn(tokens, D, dtype=torch.float64)
+        torch.testing.assert_close(compiled(x), model(x))
+    assert moefx.blocks(compiled)[0].fallbacks == 0
+
+
+class Quantised(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("q", torch.randint(-127, 128, (D, D), dtype=torch.int8))
+        self.scale = nn.Parameter(torch.rand(D, 1) / 100)
+
+    def forward(self, x):
+        return F.linear(x, self.q.to(x.dtype) * self.scale)
+
+
+def pruned():
+    expert = Mlp()
+    torch.nn.utils.prune.l1_unstructured(expert.up, "weight", 0.3)
+    return expert
+
+
 class Counts(Loop):
     calls = 0
 
@@ -400,7 +470,18 @@ class Counts(Loop):
         return super().forward(x)
 
 
-@pytest.mark.parametrize(("kind", "why"), [(SkipsLoners, "len"), (Counts, "sets its attribute calls")])
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (SkipsLoners, "len"),
+        (Counts, "sets its attribute calls"),
+        (
+            lambda: Loop(lambda: nn.Sequential(Quantised(), nn.ReLU(), Quantised())),
+            r"made of integers, .* \[experts.0.",
+        ),
+        (lambda: Loop(pruned), r"set attributes that stay behind, .* \[experts.0.up.weight, "),
+    ],
+)
 def test_refused(kind, why):
     with pytest.raises(moefx.NoMoEBlockFound, match=why):
-        moefx.compile(nn.Sequential(kind()).to("meta"), example_inputs=(torch.randn(9, D),))
+        moefx.compile(nn.Sequential(kind()), example_inputs=(torch.randn(9, D),))
