@@ -18,10 +18,12 @@ from .capture.inputs import Arguments
 from .errors import Refused
 from .ir.attributes import (
     OWN_MODE,
+    HeldKind,
     Where,
     attributes,
     globals_of,
-    is_plain,
+    is_configuration,
+    is_kept,
     reading,
     same,
     unchanged,
@@ -58,8 +60,8 @@ def program_of(
     key = Specialisation(training, True if reads_grad else None, autocast, arguments)
     absorbed = absorbed_names(block, result.graph, result.rewritten.repeated)
     values = {w: value_at(block, w) for w in sorted(read - {OWN_MODE}) if not _is_watched(block, w, absorbed)}
-    plain = {w: v for w, v in values.items() if is_plain(v) or (w.inner and isinstance(v, torch.Tensor))}
-    relied = {w: unchanged(v) for w, v in {**plain, **globals_of(block)}.items()}
+    kept = {w: v for w, v in values.items() if is_kept(v) and (w.inner or not isinstance(v, torch.Tensor))}
+    relied = {w: HeldKind(v) if is_configuration(v) else unchanged(v) for w, v in {**kept, **globals_of(block)}.items()}
     # Autocast differs from device to device.
     moves = autocast is None and "autocast" not in result.match.modes_read
     return Program(key, result.history, absorbed, _guards(result), relied, moves)

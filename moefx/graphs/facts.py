@@ -54,6 +54,7 @@ class Facts:
         frozen: nodes that follow from weights alone.
         live: nodes that follow from activations.
         given: live ones that follow from integers, masks, numbers of tokens and the like alone: no rows.
+        numbers: the ones among the inputs that are no sizes, and what is made of them alone.
         modes: what is switched on around a node.
         transforms: those of torch.func that a node is inside of, the outermost first, where there are.
     """
@@ -71,6 +72,7 @@ class Facts:
         placeholders = [n for n in self.nodes if n.op == "placeholder"]
         self.examples = dict(zip(placeholders, example_inputs, strict=False))
         self.value = self._values(list(example_inputs))
+        self.numbers = self._given_numbers()
         self._same_memory = self._aliases()
         self.effects = {n: effect_of(gm, n) for n in self.nodes}
         self.unknown = [n for n in self.nodes if self.effects[n].unknown]
@@ -183,6 +185,13 @@ class Facts:
             return None
         return found.detach()
 
+    def _given_numbers(self) -> set[fx.Node]:
+        found: set[fx.Node] = set()
+        for n in self.nodes:
+            if isinstance(self.value.get(n), (int, float)) and (n.op == "placeholder" or found & {*n.all_input_nodes}):
+                found.add(n)
+        return found
+
     def is_number(self, n: fx.Node) -> bool:
         """A size, or something computed from sizes."""
         return isinstance(self.value.get(n), (torch.SymInt, torch.SymFloat, torch.SymBool, int, float))
@@ -248,7 +257,9 @@ class Facts:
                     found[n] = t
         if any(n.op == "placeholder" or is_float_tensor(t) for n, t in found.items()):
             return found
-        inputs = {n: self.examples.get(n, self.value.get(n)) for n in self.nodes if n.op == "placeholder"}
+        inputs: dict[fx.Node, Any] = {
+            n: self.examples.get(n, self.value.get(n)) for n in self.nodes if n.op == "placeholder"
+        }
         return found | {n: inputs[n] for n in likely_weights(self.gm.graph, inputs)}
 
     def _is_size(self, n: fx.Node) -> bool:

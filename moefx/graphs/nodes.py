@@ -12,8 +12,8 @@ from ..errors import Refused
 
 SELECT = {"topk", "max", "min", "argmax", "argmin", "sort", "argsort", "kthvalue", "multinomial"}
 SET_GRAD = torch._C._set_grad_enabled
-ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
-SWITCHES = {SET_GRAD, ENTER_AUTOCAST, torch.amp.autocast_mode._exit_autocast}
+ENTER_AUTOCAST, EXIT_AUTOCAST = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
+SWITCHES = {SET_GRAD, ENTER_AUTOCAST, EXIT_AUTOCAST}
 MOVES = {
     "t", "T", "mT", "transpose", "permute", "view", "reshape", "_unsafe_view", "to", "_to_copy", "expand", "unsqueeze",
     "squeeze", "detach", "contiguous", "clone", "alias",

@@ -3,6 +3,7 @@ calls, with symbols for the sizes that they ask for, and with sizes taken of the
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -13,12 +14,15 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.fx.node import map_arg
 
-from .effects import is_plain_module
-from .values import asks_for_sizes, is_said, symbolic
+from ..errors import AbsorbedModuleChanged
+from .effects import effect_of, is_plain_module
+from .nodes import ENTER_AUTOCAST, EXIT_AUTOCAST, attribute, is_float_tensor, target_name
+from .values import asks_for_sizes, is_said, said, symbolic
 
 _FROM = "moefx_inlined"  # in the meta of a node: the call that it is of, its module, and of how many nodes
 _FOUND = "moefx_found"  # that its value is not the graph's own
 _SIZE = torch.ops.aten.sym_size.int
+_UNDER = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}  # and which argument is the graph
 
 
 def prepared(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
@@ -27,7 +31,62 @@ def prepared(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModul
     Raises:
         InvalidInput: it does not run on the examples. Refused: it asks for sizes, and does not run on symbolic ones.
     """
-    return _of_inputs(_with_symbols(_inlined(gm), example_inputs))
+    return _of_inputs(_with_symbols(_inlined(_opened(gm)), example_inputs))
+
+
+def _opened(gm: fx.GraphModule) -> fx.GraphModule:
+    """With what `torch.export` has in graphs of their own, because it runs without gradients or under autocast. What is
+    without gradients is detached: a switch would stay where it is put when the graph itself runs without."""
+    if not any(_opens(gm, n) for n in gm.graph.nodes):
+        return gm
+    graph = fx.Graph()
+
+    def put(n: fx.Node, made: dict[fx.Node, Any], owner: nn.Module, prefix: str) -> Any:
+        parts: Any = map_arg(n.args, made.__getitem__)
+        if n.target is operator.getitem and isinstance(parts[0], tuple):
+            return parts[0][parts[1]]
+        if not _opens(owner, n):
+            out = graph.node_copy(n, made.__getitem__)
+            if n.op in ("get_attr", "call_module"):
+                out.target = f"{prefix}{n.target}"
+            return out
+        at = _UNDER[target_name(n)]
+        name = str(n.args[at].target)  # type: ignore[union-attr]
+        nodes = attribute(owner, name).graph.nodes
+        inner = dict(zip((m for m in nodes if m.op == "placeholder"), parts[at + 1 :], strict=True))
+        context = graph.call_function(ENTER_AUTOCAST, parts[:at]) if at > 1 else None
+        for m in nodes:
+            if m.op not in ("placeholder", "output"):
+                inner[m] = put(m, inner, attribute(owner, name), f"{prefix}{name}.")
+        results: Any = map_arg(next(reversed(nodes)).args[0], inner.__getitem__)
+        if context is not None:
+            graph.call_function(EXIT_AUTOCAST, (context,))
+            return tuple(results)
+        return tuple(detached(r) for r in results)
+
+    def detached(n: Any) -> Any:
+        if not isinstance(n, fx.Node) or not is_float_tensor(said(n)):
+            return n
+        out = graph.call_function(torch.ops.aten.detach.default, (n,))
+        out.meta.update(n.meta, val=said(n).detach())
+        return out
+
+    made: dict[fx.Node, Any] = {}
+    for n in gm.graph.nodes:
+        made[n] = put(n, made, gm, "")
+    for n in reversed(graph.nodes):
+        if n.op == "get_attr" and not n.users:
+            graph.erase_node(n)
+    return with_graph(gm, gm, graph)
+
+
+def _opens(owner: nn.Module, n: fx.Node) -> bool:
+    """Whether it calls a graph for the sake of a mode, of which nothing but the results is needed."""
+    if n.op != "call_function" or target_name(n) not in _UNDER or n.args[0] is True:  # with gradients, within none
+        return False
+    at = n.args[_UNDER[target_name(n)]]
+    body = attribute(owner, str(at.target)) if isinstance(at, fx.Node) else None
+    return isinstance(body, fx.GraphModule) and not any(effect_of(body, m).writes for m in body.graph.nodes)
 
 
 def _inlined(gm: fx.GraphModule) -> fx.GraphModule:
@@ -153,8 +212,30 @@ def folded(made: fx.GraphModule, gm: fx.GraphModule) -> fx.GraphModule:
         last.replace_all_uses_with(call)
         for n in reversed(nodes):
             made.graph.erase_node(n)
+    called, here = ({str(n.target) for n in g.graph.nodes if n.op == "call_module"} for g in (gm, made))
+    for target in sorted(called - here):
+        with contextlib.suppress(AttributeError):  # it has no parameters
+            made.add_submodule(target, Absorbed(target, made.get_submodule(target)))
     made.recompile()
     return made
+
+
+class Absorbed(nn.Module):
+    """What is left of a module whose call has become part of a region: its parameters."""
+
+    def __init__(self, name: str, holder: nn.Module):
+        super().__init__()
+        self.name = name
+        self._parameters, self._buffers, self._modules = holder._parameters, holder._buffers, holder._modules
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise AbsorbedModuleChanged(
+            f"{self.name} is not called any more: what it computed is part of a region that was rewritten. "
+            "Hooks that are there before moefx.rewrite_graph keep the region as it is"
+        )
+
+    forward = register_forward_hook = register_forward_pre_hook = _refuse
+    register_full_backward_hook = register_full_backward_pre_hook = register_backward_hook = _refuse
 
 
 def _body(gm: fx.GraphModule, n: fx.Node) -> fx.Graph | None:

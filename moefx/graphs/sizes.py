@@ -118,12 +118,15 @@ class Generalised:
             names = [self.facts.source_name(root) or root.name for root in roots]
             between = "what Python computed between two graphs"
             names = ", ".join(dict.fromkeys(between if "___stack" in name else name for name in names))
+            is_given = not self.facts.numbers.isdisjoint(roots)
             return Refused(
                 f"a number does not follow from the sizes [{', '.join(self.dims.names)}] of the region's rows in a way "
                 f"that is known: it is made of {names}",
                 culprits=(target_name(n),),
                 source=where,
-                remedy="compile with dynamic=False, which makes constants of numbers",
+                remedy="make it a constant when the graph is made, or a tensor"
+                if is_given
+                else "compile with dynamic=False, which makes constants of numbers",
             )
         what = "the sizes in the graph do not show which of them are of tokens"
         return Refused(what, culprits=(target_name(n),), source=where, remedy=self._remedy())
@@ -215,6 +218,8 @@ class Generalised:
 
     def _of_number(self, value: Any, first: bool = False, node: fx.Node | None = None) -> list[Any]:
         value = plain(value)
+        if node in self.facts.numbers:
+            return []  # another one at each call
         if isinstance(value, (torch.SymInt, torch.SymFloat)):
             return self.dims.symbolic(value, node)
         if type(value) is not int:

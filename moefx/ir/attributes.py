@@ -5,6 +5,7 @@ A capture bakes their values into the graph. So what was read is noted, and the 
 
 from __future__ import annotations
 
+import collections.abc
 import contextlib
 import enum
 import functools
@@ -68,17 +69,19 @@ def attributes(block: nn.Module) -> dict[Where, Any]:
 
 def _inside(thing: Any, depth: int = 3) -> dict[str, Any]:
     """The attributes of an object, and of the configurations in it, by their paths."""
-    if not depth or is_plain(thing) or isinstance(thing, (torch.Tensor, types.ModuleType)):
+    is_callable = callable(thing) and is_configuration(thing)  # a schedule, say
+    if not depth or (is_plain(thing) and not is_callable) or isinstance(thing, (torch.Tensor, types.ModuleType, type)):
         return {}
-    if depth < 3 and not _is_configuration(thing):
+    if depth < 3 and not is_configuration(thing):
         return {}
     found = _attributes_of(thing)
     return found | {f"{k}.{inner}": v for k, value in found.items() for inner, v in _inside(value, depth - 1).items()}
 
 
-def _is_configuration(thing: Any) -> bool:
-    """Rather than a logger or a process group, that lead to much that is nothing to the block."""
-    if isinstance(thing, nn.Module):
+def is_configuration(thing: Any) -> bool:
+    """Whether it is an object with fields of interest, rather than a value, or a logger or a process group that lead to
+    much that is nothing to the block."""
+    if isinstance(thing, (nn.Module, torch.Tensor, type, list, tuple, collections.abc.Mapping, *_PLAIN)):
         return False
     root = type(thing).__module__.split(".")[0]
     return root in ("types", "argparse") or root not in {"torch", "builtins", "numpy", *sys.stdlib_module_names}
@@ -134,6 +137,47 @@ class Held:
         self.version = self.version if state[1] else -1
 
 
+class HeldObject:
+    """An object in a container: its class, and what of its fields can be compared."""
+
+    def __init__(self, thing: Any, depth: int):
+        self.cls = type(thing)
+        self.fields = {k: unchanged(v, depth) for k, v in _attributes_of(thing).items() if is_kept(v, depth)}
+
+    def is_still(self, now: Any) -> bool:
+        fields = _attributes_of(now)
+        return type(now) is self.cls and all(same(fields.get(k, MISSING), v) for k, v in self.fields.items())
+
+    def __repr__(self) -> str:
+        return f"{self.cls.__name__}({', '.join(f'{k}={v!r}' for k, v in self.fields.items())})"
+
+
+class HeldItems:
+    """A container of another class than Python's own, such as a deque."""
+
+    def __init__(self, things: Any, depth: int):
+        self.cls, self.items = type(things), [unchanged(v, depth) for v in things]
+
+    def is_still(self, now: Any) -> bool:
+        return type(now) is self.cls and same(list(now), self.items)
+
+    def __repr__(self) -> str:
+        return f"{self.cls.__name__}({self.items!r})"
+
+
+class HeldKind:
+    """An object whose fields are followed one by one: its class."""
+
+    def __init__(self, thing: Any):
+        self.cls = type(thing)
+
+    def is_still(self, now: Any) -> bool:
+        return type(now) is self.cls
+
+    def __repr__(self) -> str:
+        return f"a {self.cls.__name__}"
+
+
 class HeldArray:
     """An array of NumPy's, as it was."""
 
@@ -149,15 +193,31 @@ class HeldArray:
         return repr(self.array)
 
 
-def unchanged(value: Any) -> Any:
+_HELD = (Held, HeldObject, HeldItems, HeldKind, HeldArray)
+
+
+def is_kept(value: Any, depth: int = 3) -> bool:
+    """Whether `unchanged` keeps what a value is made of: numbers and tensors, in containers and in objects there."""
+    if is_plain(value) or isinstance(value, torch.Tensor):
+        return True
+    if depth and isinstance(value, (list, tuple, collections.deque, Mapping)) and len(value) <= _MOST_ITEMS:
+        return all(is_kept(v, depth - 1) for v in (value.values() if isinstance(value, Mapping) else value))
+    return depth > 0 and is_configuration(value)
+
+
+def unchanged(value: Any, depth: int = 3) -> Any:
     """A value that a later change of the container does not reach."""
     if isinstance(value, torch.Tensor):
         return Held(value)
     if _is_array(value):
         return HeldArray(value)
     if isinstance(value, Mapping):
-        return {k: unchanged(v) for k, v in value.items()}
-    return type(value)(map(unchanged, value)) if type(value) in (list, set, tuple) else value
+        return {k: unchanged(v, depth - 1) for k, v in value.items()}
+    if type(value) in (list, set, tuple):
+        return type(value)(unchanged(v, depth - 1) for v in value)
+    if isinstance(value, collections.deque) or (isinstance(value, (list, tuple)) and not is_plain(value)):
+        return HeldItems(value, depth - 1)
+    return HeldObject(value, depth - 1) if is_configuration(value) else value
 
 
 def holds_tensors(value: Any) -> bool:
@@ -171,13 +231,35 @@ def compares(value: Any) -> bool:
     """Whether `==` says if what `unchanged` returned is still the same: neither tensors nor arrays are in it."""
     if isinstance(value, (list, tuple, dict)):
         return all(map(compares, value.values() if isinstance(value, dict) else value))
-    return not isinstance(value, (Held, HeldArray))
+    return not isinstance(value, _HELD)
+
+
+def comparisons(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Expressions of what is at `path`, each with the value that it has while it is as `unchanged` found it: but for
+    tensors and arrays, which do not compare."""
+    if compares(value):
+        yield path, value
+        return
+    if isinstance(value, (HeldKind, HeldObject)):
+        yield f"type({path})", value.cls
+    parts: Iterable[tuple[str, Any]] = ()
+    if isinstance(value, HeldObject):
+        parts = [(f"{path}.{name}", v) for name, v in value.fields.items()]
+    elif isinstance(value, (list, tuple, HeldItems)):
+        items = value.items if isinstance(value, HeldItems) else value
+        yield f"len({path})", len(items)
+        parts = [(f"{path}[{i}]", v) for i, v in enumerate(items)]
+    elif isinstance(value, dict):
+        yield f"len({path})", len(value)
+        parts = [(f"{path}[{key!r}]", v) for key, v in value.items() if isinstance(key, (str, int))]
+    for part, v in parts:
+        yield from comparisons(part, v)
 
 
 def same(a: Any, b: Any) -> bool:
     if a is b:
         return True
-    if isinstance(b, (Held, HeldArray)):
+    if isinstance(b, _HELD):
         return b.is_still(a)
     if isinstance(a, Mapping) and isinstance(b, Mapping):  # the copy of one is a dict
         return a.keys() == b.keys() and all(same(v, b[k]) for k, v in a.items())
@@ -370,6 +452,6 @@ _MOST_ITEMS = 4096
 
 
 __all__ = [
-    "MISSING", "OWN", "Where", "attributes", "compares", "globals_of", "holders_of", "holds_tensors", "is_plain",
-    "owner_of", "reading", "same", "unchanged", "value_at",
+    "MISSING", "OWN", "HeldKind", "Where", "attributes", "compares", "comparisons", "globals_of", "holders_of",
+    "holds_tensors", "is_configuration", "is_kept", "is_plain", "owner_of", "reading", "same", "unchanged", "value_at",
 ]  # fmt: skip

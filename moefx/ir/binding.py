@@ -116,14 +116,28 @@ def kind_of(value: Any) -> tuple[Any, ...]:
         value, (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device)
     ):
         return (type(value).__name__, value)
-    if isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):  # an activation
-        code = getattr(value, "__code__", None)
-        return ("function", value.__module__, value.__qualname__, code and code.co_firstlineno)
+    if isinstance(value, (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)):  # an activation
+        return _kind_of_function(value)
+    if isinstance(value, functools.partial):
+        keywords = tuple([(name, kind_of(v)) for name, v in value.keywords.items()])
+        return ("partial", kind_of(value.func), tuple([kind_of(v) for v in value.args]), keywords)  # type: ignore
+    if isinstance(value, torch.nn.Module) and not torch.compiler.is_compiling():  # its text has its numbers
+        return ("module", repr(value))
     if isinstance(value, (range, slice, set, frozenset)):
         return (type(value).__name__, repr(value))
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
         return (type(value).__name__, value.item())
     return ("object", type(value).__qualname__)
+
+
+def _kind_of_function(value: Any) -> tuple[Any, ...]:
+    """Its name and line; of one that has no name, or that has numbers from around it, also what it does with which."""
+    code = getattr(value, "__code__", None)
+    kind = ("function", getattr(value, "__module__", ""), value.__qualname__, code and code.co_firstlineno)
+    if code is None or (code.co_name != "<lambda>" and not code.co_freevars):
+        return kind
+    cells = tuple([kind_of(cell.cell_contents) for cell in value.__closure__ or ()])
+    return (*kind, code.co_code, code.co_names, repr(code.co_consts), cells)
 
 
 def leaves_of(named: Iterable[tuple[str, Any]]) -> Leaves:

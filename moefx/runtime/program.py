@@ -8,7 +8,7 @@ from typing import Any
 
 from ..inspection.history import History
 from ..ir import codegen
-from ..ir.attributes import Where, compares
+from ..ir.attributes import Where, comparisons
 from ..ir.binding import Guard, Leaves, Path, Specialisation
 from ..ir.block import BlockGraph
 
@@ -62,20 +62,20 @@ class Program:
     def _compile_attributes(self) -> Callable[..., bool]:
         tests, scope = ["True"], {}
         for i, (where, value) in enumerate(self.attributes.items()):
-            if not compares(value):
-                continue  # constants of the graph here
             if where.module.startswith("@") and callable(value):
                 continue  # Dynamo guards the functions that it traces
             if where.module.startswith("@"):
-                scope[f"m{i}"], scope[f"v{i}"] = sys.modules.get(where.module[1:]), value
-                tests.append(f"m{i}.{'.'.join(filter(None, where[1:]))} == v{i}")
-                continue
-            parts = [*where.module.split("."), where.name, *where.inner.split(".")]
-            if where.module in self.absorbed or not all(p.isidentifier() or p.isdigit() or not p for p in parts):
-                continue
-            path = "".join(f"._modules['{p}']" if p.isdigit() else f".{p}" for p in parts if p)
-            scope[f"v{i}"] = value
-            tests.append(f"self{path} {'is' if callable(value) else '=='} v{i}")
+                scope[f"m{i}"] = sys.modules.get(where.module[1:])
+                path = f"m{i}.{'.'.join(filter(None, where[1:]))}"
+            else:
+                parts = [*where.module.split("."), where.name, *where.inner.split(".")]
+                if where.module in self.absorbed or not all(p.isidentifier() or p.isdigit() or not p for p in parts):
+                    continue
+                path = "".join(["self", *(f"._modules['{p}']" if p.isdigit() else f".{p}" for p in parts if p)])
+            for expression, part in comparisons(path, value):
+                name = f"v{len(scope)}"
+                scope[name] = part
+                tests.append(f"{expression} {'is' if callable(part) else '=='} {name}")
         source = f"def unchanged(self):\n    return {' and '.join(tests)}\n"
         return codegen.build(source, scope, "unchanged", f"{self.history.name} attributes")
 

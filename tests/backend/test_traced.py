@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import moefx
+from moefx.errors import AbsorbedModuleChanged
 
 from .test_refusals import D, Dense, E
 
@@ -70,6 +73,16 @@ def test_modules_with_hooks_are_not_looked_into():
     assert moefx.blocks(out) and out.norm is net.norm
     net.moe.gate.register_forward_hook(lambda *args: None)
     assert moefx.rewrite_graph(gm, (torch.randn(9, D),)) is gm
+
+
+def test_modules_that_are_called_no_more_take_no_hooks():
+    m, x = Net(), torch.randn(9, D)
+    out = moefx.rewrite_graph(fx.symbolic_trace(m), (x,))
+    for register in ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"):
+        with pytest.raises(AbsorbedModuleChanged, match=r"moe\.gate is not called any more"):
+            getattr(out.moe.gate, register)(lambda *args: None)
+        getattr(out.out, register)(lambda *args: None)
+    torch.testing.assert_close(copy.deepcopy(out).moe.gate.weight, m.moe.gate.weight)
 
 
 def test_modules_that_do_nothing():
@@ -176,6 +189,26 @@ def test_sizes_that_a_function_asks_for():
     assert [block.fallbacks for block in moefx.blocks(out)] == [0]
 
 
+def test_numbers_that_are_given(caplog):
+    """Each call may have another one."""
+
+    class Tempered(Mixture):
+        def forward(self, x, temperature):
+            return super().forward(x / (2 * temperature))
+
+    class Scaled(Mixture):
+        def forward(self, x, temperature):
+            return super().forward(x) * temperature
+
+    gm = fx.symbolic_trace(Tempered())
+    out = moefx.rewrite_graph(gm, (torch.randn(9, D), 1.0))
+    x = torch.randn(9, D)
+    torch.testing.assert_close(out(x, 0.5), gm(x, 0.5))
+    gm = fx.symbolic_trace(Scaled())
+    out = moefx.rewrite_graph(gm, (torch.randn(9, D), 1.0))
+    torch.testing.assert_close(out(x, 0.5), gm(x, 0.5))
+
+
 def test_sizes_that_become_numbers(caplog):
     gm = fx.symbolic_trace(Windowed())
     assert moefx.rewrite_graph(gm, (torch.randn(9, D),)) is gm
@@ -201,3 +234,26 @@ def test_a_graph_is_told_where_graphs_go():
     explanation = moefx.explain(torch.export.export(Mixture(), (x,)).module(), example_inputs=(x,))
     (refusal,) = explanation.refused
     assert "does not run at other sizes" in refusal.reason and "moefx.rewrite_graph" in refusal.remedy
+
+
+class Modes(Mixture):
+    """It scores in float32 under any autocast, and chooses without gradients, as DeepSeek-V3 does."""
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            p = self.gate(x).sigmoid()
+        with torch.no_grad():
+            w, ids = p.topk(2)
+        gates = torch.zeros_like(p).scatter(-1, ids, p.gather(-1, ids) + w)
+        return self.experts(x, gates)
+
+
+def test_modes_that_export_makes_graphs_of():
+    m, x = Modes(), torch.randn(9, D, requires_grad=True)
+    out = moefx.rewrite_graph(torch.export.export(m, (x,)).module(), (x,))
+    assert moefx.blocks(out)
+    for run in (m, out):
+        run(x).square().sum().backward()
+    torch.testing.assert_close(dict(out.named_parameters())["gate.weight"].grad, m.gate.weight.grad)
+    with torch.no_grad():
+        assert not out(x).requires_grad and not torch.is_grad_enabled()

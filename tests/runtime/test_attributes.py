@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 import io
@@ -180,16 +181,32 @@ def get_arguments():
     return ARGUMENTS
 
 
+class Schedule:
+    """It can be called, and says a number itself."""
+
+    step = 0
+
+    def __call__(self):
+        return 1.0 + self.step
+
+
+class Doubled(Schedule):
+    def __call__(self):
+        return 2.0 * super().__call__()
+
+
 class Holding(Block):
-    """What it reads is in containers and in an object with slots."""
+    """What it reads is in containers, and in objects of several kinds."""
 
     def __init__(self):
         super().__init__()
         self.scales, self.held = [torch.ones(()), torch.ones(())], types.SimpleNamespace(t=torch.ones(()))
         self.deep, self.slotted, self.loose = {"a": {"b": {"c": 1.0}}}, Slotted(), Loose()
+        self.schedule, self.layers, self.recent = Schedule(), [Scaled(), {"moe": Schedule()}], collections.deque([1.0])
 
     def forward(self, x):
         scale = self.scales[0] * self.held.t * self.deep["a"]["b"]["c"] * self.slotted.scale * self.loose.scale
+        scale = scale * self.schedule() * self.layers[0].scale * self.layers[1]["moe"]() * sum(self.recent)
         return super().forward(x) * scale * get_arguments().moe.scale
 
 
@@ -200,6 +217,11 @@ HELD = {
     "deep in a dict": lambda m: m.deep["a"]["b"].update(c=3.0),
     "a slot": lambda m: setattr(m.slotted, "scale", 3.0),
     "a slot of a base": lambda m: setattr(m.loose, "scale", 3.0),
+    "of what is called": lambda m: setattr(m.schedule, "step", 2),
+    "another kind": lambda m: setattr(m, "schedule", Doubled()),
+    "an object in a list": lambda m: setattr(m.layers[0], "scale", 3.0),
+    "an object in a dict": lambda m: setattr(m.layers[1]["moe"], "step", 2),
+    "in a deque": lambda m: m.recent.append(2.0),
     "of all blocks": lambda m: setattr(get_arguments().moe, "scale", 3.0),
 }
 
@@ -269,6 +291,17 @@ def test_dynamo_guards_them(monkeypatch, x):
     torch.testing.assert_close(traced(x), model(x), rtol=0, atol=1e-13)
     changes = [CHANGES["int"], CHANGES["float"], CHANGES["container"], lambda m: setattr(NAMESPACE, "offset", 0.5)]
     for change in changes:
+        change(model), change(compiled)
+        torch.testing.assert_close(traced(x), model(x), rtol=0, atol=1e-13)
+
+
+def test_dynamo_guards_objects_in_containers(x):
+    model, compiled = pair(x, Holding)
+    traced = torch.compile(compiled, backend="eager")
+    for change in (
+        lambda m: None,
+        *(HELD[kind] for kind in HELD if kind[:7] in ("a slot ", "another", "an obje", "in a de")),
+    ):
         change(model), change(compiled)
         torch.testing.assert_close(traced(x), model(x), rtol=0, atol=1e-13)
 

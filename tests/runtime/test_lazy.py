@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -283,6 +284,42 @@ def test_a_call_has_its_own_arguments(how, kwargs):
     if how == "eager":
         kwargs = {k: v[:1] if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
         torch.testing.assert_close(run(x[:1], **kwargs), model(x[:1], **kwargs))
+
+
+class Activated(Loop):
+    def forward(self, x, act):
+        return self.mixed(act(x), *self.route(x))
+
+
+def scaled(factor):
+    return lambda x: x * factor
+
+
+ACTIVATIONS = {
+    "functions": (F.relu, F.silu),
+    "builtins": (torch.relu, torch.tanh),
+    "methods": (torch.Tensor.relu, torch.Tensor.tanh),
+    "lambdas": (lambda x: x.relu(), lambda x: x.tanh()),
+    "closures": (scaled(2.0), scaled(3.0)),
+    "partials": (
+        functools.partial(F.leaky_relu, negative_slope=0.1),
+        functools.partial(F.leaky_relu, negative_slope=0.5),
+    ),
+    "modules": (nn.LeakyReLU(0.1), nn.LeakyReLU(0.5)),
+}
+
+
+@pytest.mark.parametrize("pair_of", ACTIVATIONS.values(), ids=ACTIVATIONS)
+def test_functions_among_the_arguments_are_told_apart(pair_of, x):
+    model = Activated().double()
+    plan = moefx.Plan(validation="symbolic")
+    compiled = moefx.compile(model, example_inputs=(x.detach(), pair_of[0]), plan=plan)
+    for act in (*pair_of, *pair_of):
+        torch.testing.assert_close(compiled(x, act), model(x, act))
+    assert counts(compiled) == (4, 0) and len(moefx.blocks(compiled)[0].forward.programs) == 2
+    traced = torch.compile(moefx.compile(model, example_inputs=(x.detach(), pair_of[0]), plan=plan), backend="eager")
+    for act in pair_of:
+        torch.testing.assert_close(traced(x, act), model(x, act))
 
 
 def test_a_call_of_one_token_has_its_own_arguments(x):
