@@ -29,6 +29,7 @@ class Leaf:
     example: torch.Tensor | None  # values to draw from, for integers and booleans
     requires_grad: bool
     turns: tuple[int, ...] = ()  # numbers that are among the values, too (see `passes.match.turns`)
+    is_place: bool = False  # in a table, say, which has no others
 
     @property
     def together(self) -> int:
@@ -68,7 +69,7 @@ class Leaf:
             return torch.zeros(n, dtype=self.dtype)
         if self.is_single and self.dtype != torch.bool:  # a step, a length: of later calls it may be any other
             own, most = int(pool[0, 0]), torch.iinfo(self.dtype).max
-            tried = (own, *self.turns, own + 1, own + 10007)
+            tried = (own, *self.turns, *(() if self.is_place else (own + 1, own + 10007)))
             return torch.full((n,), min(most, tried[seed % len(tried)]), dtype=self.dtype)
         pool = self._varied(pool, generator)
         kinds = pool.unique(dim=0)
@@ -175,6 +176,14 @@ class Arguments:
         left = iter(out.tensors)
         out.flat = [next(left) if isinstance(t, Leaf) else t for t in self.flat]
         return out
+
+    def in_places(self) -> Arguments | None:
+        """With single integers as they are, if there are any that were not."""
+        out = copy.copy(self)
+        out.tensors = [dataclasses.replace(leaf, is_place=leaf.takes_turns and leaf.is_single) for leaf in self.tensors]
+        left = iter(out.tensors)
+        out.flat = [next(left) if isinstance(t, Leaf) else t for t in self.flat]
+        return out if out.tensors != self.tensors else None
 
     def _leaf(self, t: torch.Tensor, is_hidden: bool) -> Leaf:
         shape: list[int | str] = []

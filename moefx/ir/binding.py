@@ -120,13 +120,13 @@ def kind_of(value: Any) -> tuple[Any, ...]:
         return _kind_of_function(value)
     if isinstance(value, functools.partial):
         keywords = tuple([(name, kind_of(v)) for name, v in value.keywords.items()])
-        return ("partial", kind_of(value.func), tuple([kind_of(v) for v in value.args]), keywords)  # type: ignore
-    if isinstance(value, torch.nn.Module) and not torch.compiler.is_compiling():  # its text has its numbers
-        return ("module", repr(value))
+        return ("partial", kind_of(value.func), tuple([kind_of(v) for v in value.args]), keywords)
     if isinstance(value, (range, slice, set, frozenset)):
         return (type(value).__name__, repr(value))
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
         return (type(value).__name__, value.item())
+    if isinstance(value, torch.nn.Module) and not torch.compiler.is_compiling():  # its text has its numbers
+        return ("module", repr(value))
     return ("object", type(value).__qualname__)
 
 

@@ -64,6 +64,15 @@ class Prover:
         flips: Flips | None = None,
         most: int = 0,
     ) -> Capture:
+        try:
+            return self._captured(routing, sizes, flips, most)
+        except IndexError:
+            if (places := self.arguments.in_places()) is None:
+                raise
+            self.arguments = places
+            return self._captured(routing, sizes, flips, most)
+
+    def _captured(self, routing: Routing, sizes: dict[str, int], flips: Flips | None, most: int) -> Capture:
         args, kwargs = self.arguments.at(sizes, seed=routing.seed)
         if flips and self.lifted:  # a number that is not the program's own may be how often a loop runs
             most = 20 * len(self.lifted[0].capture.nodes)

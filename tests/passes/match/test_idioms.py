@@ -381,6 +381,26 @@ def test_a_row_by_an_integer_buffer():
         torch.testing.assert_close(compiled(x), model(x))
 
 
+class GivenTask(Loop):
+    def __init__(self):
+        super().__init__(Mlp)
+        self.bias = nn.Embedding(3, E)
+
+    def forward(self, x, task):
+        return self.mixed(x, *(self.gate(x) + self.bias(task)).softmax(-1).topk(2))
+
+
+def test_a_row_by_an_integer_that_is_given():
+    """There is no row for any other number."""
+    torch.manual_seed(0)
+    model = GivenTask().double()
+    compiled = moefx.compile(model, example_inputs=(torch.randn(9, D, dtype=torch.float64), torch.tensor(2)))
+    for task in range(3):
+        x = torch.randn(7, D, dtype=torch.float64)
+        torch.testing.assert_close(compiled(x, torch.tensor(task)), model(x, torch.tensor(task)))
+    assert moefx.blocks(compiled)[0].fallbacks == 0
+
+
 class SkipsLoners(Loop):
     def forward(self, x):
         w, ids = self.route(x)
