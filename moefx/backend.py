@@ -34,8 +34,9 @@ def rewrite_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: Plan 
     """Find the MoE regions of a flat graph, prove what they compute, and put PFT graphs in their place.
 
     The graph may come from `torch.export` (`.module()`), from `make_fx`, from Dynamo, or from `symbolic_trace`. Sizes
-    in it may be symbolic; where they are numbers, the result is for these sizes as the graph was. Parameters may be
-    attributes of the graph or inputs; buffers are attributes.
+    in it may be symbolic, or asked for where they are needed; where they are numbers, the result is for these sizes as
+    the graph was. Parameters may be attributes of the graph or inputs; buffers are attributes. Inputs that are numbers
+    may differ from call to call: a region that needs one is left as it is.
 
     Args:
         example_inputs: one value for each input of the graph; real, fake or on the meta device. Where the nodes have

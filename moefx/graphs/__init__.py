@@ -5,6 +5,7 @@ A graph has no modules. What a module is to `moefx.compile` is here a *region*: 
 from there on everything is the pipeline that blocks go through: the same capture, the same lifter, the same passes.
 
     nodes      what a single node says
+    values     what nodes give, where their graph does not say
     facts      what is known of each node in its graph: its value, what it follows from, through memory too,
                grad mode and autocast
     extents    from a node that selects (`topk`, `sort`, a comparison) to entry and exit, by dominance alone
@@ -17,6 +18,7 @@ from there on everything is the pipeline that blocks go through: the same captur
                called with them, which stands in the graph
     parts      rows that are cut into parts, of which a graph has a fixed number
     matching   one proof for all equal regions, kept for the process
+    prepare    graphs of tracers as the search takes them
     splice     the graph with a call in the place of each region
     rewriting  all of that
 

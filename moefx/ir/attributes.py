@@ -21,6 +21,7 @@ from torch import nn
 from .reached import OTHERS, code_of, reached
 
 OWN = {*vars(nn.Module()), "_compiled_call_impl", "forward"}  # what torch itself keeps, and guards elsewhere
+_SUBCLASSED = (int, float, str, bytes, enum.Enum, BaseException, torch.Tensor)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum, slice, range)
 
 
@@ -70,9 +71,9 @@ def attributes(block: nn.Module) -> dict[Where, Any]:
 def _inside(thing: Any, depth: int = 3) -> dict[str, Any]:
     """The attributes of an object, and of the configurations in it, by their paths."""
     is_callable = callable(thing) and is_configuration(thing)  # a schedule, say
-    if not depth or (is_plain(thing) and not is_callable) or isinstance(thing, (torch.Tensor, types.ModuleType, type)):
+    if not depth or (is_plain(thing) and not is_callable and not _is_namespace(thing)):
         return {}
-    if depth < 3 and not is_configuration(thing):
+    if isinstance(thing, (torch.Tensor, types.ModuleType)) or (depth < 3 and not is_configuration(thing)):
         return {}
     found = _attributes_of(thing)
     return found | {f"{k}.{inner}": v for k, value in found.items() for inner, v in _inside(value, depth - 1).items()}
@@ -81,10 +82,20 @@ def _inside(thing: Any, depth: int = 3) -> dict[str, Any]:
 def is_configuration(thing: Any) -> bool:
     """Whether it is an object with fields of interest, rather than a value, or a logger or a process group that lead to
     much that is nothing to the block."""
-    if isinstance(thing, (nn.Module, torch.Tensor, type, list, tuple, collections.abc.Mapping, *_PLAIN)):
+    if isinstance(thing, type):
+        return _is_namespace(thing)
+    if isinstance(thing, (nn.Module, torch.Tensor, list, tuple, collections.abc.Mapping, *_PLAIN)):
         return False
-    root = type(thing).__module__.split(".")[0]
-    return root in ("types", "argparse") or root not in {"torch", "builtins", "numpy", *sys.stdlib_module_names}
+    return _is_users(type(thing)) or type(thing).__module__ in ("types", "argparse")
+
+
+def _is_namespace(thing: Any) -> bool:
+    """Whether it is a class that is used as an object is: `class Config: top_k = 2`."""
+    return isinstance(thing, type) and _is_users(thing) and not issubclass(thing, (nn.Module, tuple, *_SUBCLASSED))
+
+
+def _is_users(cls: type) -> bool:
+    return cls.__module__.split(".")[0] not in {"torch", "builtins", "numpy", *sys.stdlib_module_names}
 
 
 def globals_of(block: nn.Module) -> dict[Where, Any]:
@@ -97,11 +108,14 @@ def globals_of(block: nn.Module) -> dict[Where, Any]:
         if python is None or vars(python) is not one.namespace:
             continue  # code that was made on the fly
         where, value = Where(f"@{one.module}", one.name), one.value
-        if is_plain(value):
+        if isinstance(value, type) and not _is_namespace(value):
+            continue
+        if is_plain(value) and not isinstance(value, type):
             found |= {where: value} if not callable(value) or _can_be_found(value) else {}
-        elif type(value).__module__.split(".")[0] not in OTHERS:
+        elif isinstance(value, type) or type(value).__module__.split(".")[0] not in OTHERS:
             inner = {k: v for k, v in _inside(value).items() if used.issuperset(k.split("."))}
-            found |= {where._replace(inner=k): v for k, v in inner.items() if is_plain(v) and not callable(v)}
+            inner = {where._replace(inner=k): v for k, v in inner.items() if is_plain(v) and not callable(v)}
+            found |= inner | ({where: value} if inner and is_configuration(value) else {})
     return found
 
 
@@ -137,19 +151,37 @@ class Held:
         self.version = self.version if state[1] else -1
 
 
-class HeldObject:
-    """An object in a container: its class, and what of its fields can be compared."""
+class HeldKind:
+    """An object whose fields are followed one by one: its class, and which fields it has."""
+
+    def __init__(self, thing: Any):
+        self.cls, self.names = type(thing), _names(thing)
+
+    def is_still(self, now: Any) -> bool:
+        return type(now) is self.cls and _names(now) == self.names
+
+    def __repr__(self) -> str:
+        return f"a {self.cls.__name__} with {', '.join(sorted(self.names)) or 'nothing'}"
+
+
+class HeldObject(HeldKind):
+    """An object in a container: also what of its fields can be compared."""
 
     def __init__(self, thing: Any, depth: int):
-        self.cls = type(thing)
+        super().__init__(thing)
         self.fields = {k: unchanged(v, depth) for k, v in _attributes_of(thing).items() if is_kept(v, depth)}
 
     def is_still(self, now: Any) -> bool:
         fields = _attributes_of(now)
-        return type(now) is self.cls and all(same(fields.get(k, MISSING), v) for k, v in self.fields.items())
+        return super().is_still(now) and all(same(fields.get(k, MISSING), v) for k, v in self.fields.items())
 
     def __repr__(self) -> str:
         return f"{self.cls.__name__}({', '.join(f'{k}={v!r}' for k, v in self.fields.items())})"
+
+
+def _names(thing: Any) -> frozenset[str]:
+    """Code may ask which fields an object has. Private ones are what it keeps for itself."""
+    return frozenset(name for name in getattr(thing, "__dict__", ()) if not name.startswith("_"))
 
 
 class HeldItems:
@@ -163,19 +195,6 @@ class HeldItems:
 
     def __repr__(self) -> str:
         return f"{self.cls.__name__}({self.items!r})"
-
-
-class HeldKind:
-    """An object whose fields are followed one by one: its class."""
-
-    def __init__(self, thing: Any):
-        self.cls = type(thing)
-
-    def is_still(self, now: Any) -> bool:
-        return type(now) is self.cls
-
-    def __repr__(self) -> str:
-        return f"a {self.cls.__name__}"
 
 
 class HeldArray:
@@ -425,11 +444,19 @@ def holders_of(block: nn.Module, where: Where) -> list[tuple[str, Any]]:
 def _attributes_of(thing: Any) -> dict[str, Any]:
     """Of the instance, and what its own classes say for all instances; torch's classes hold constants."""
     shared: dict[str, Any] = {}
-    for cls in reversed(type(thing).__mro__):
+    classes = thing.__mro__ if isinstance(thing, type) else type(thing).__mro__
+    for cls in reversed(classes):
         if not cls.__module__.startswith(("torch.", "builtins")):
-            shared |= {k: v for k, v in vars(cls).items() if not k.startswith("__") and isinstance(v, _PLAIN)}
+            shared |= {k: v for k, v in vars(cls).items() if not k.startswith("__") and _is_shared(v)}
+    if isinstance(thing, type):
+        return shared
     slots = [name for cls in type(thing).__mro__ for name in vars(cls).get("__slots__", ()) if hasattr(thing, name)]
     return {**shared, **{name: getattr(thing, name) for name in slots}, **getattr(thing, "__dict__", {})}
+
+
+def _is_shared(value: Any) -> bool:
+    """Whether what a class has is a value for its instances, rather than a method or a property."""
+    return isinstance(value, (*_PLAIN, list, tuple, dict)) or is_configuration(value)
 
 
 def is_plain(value: Any, depth: int = 4) -> bool:

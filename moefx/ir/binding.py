@@ -13,6 +13,8 @@ classes that Dynamo cannot look through.
 
 from __future__ import annotations
 
+import collections.abc
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -106,10 +108,15 @@ class Guard:
         return f"{self.condition}: {self.why}" + (f" ({self.source})" if self.source else "")
 
 
-def kind_of(value: Any) -> tuple[Any, ...]:
-    """What a specialisation records of one leaf: `("tensor", dtype, device type, rank)`, or a Python value's
-    type and value (`1`, `True` and `1.0` differ), a function's name, or only the type of an object that cannot be
-    compared by value."""
+_MOST_ITEMS = 4096
+# Packages whose objects' text is all that there is of them: fractions, ops, what `operator` makes.
+_SAY_ALL = {"array", "builtins", "datetime", "decimal", "fractions", "operator", "torch", "uuid"}
+
+
+def kind_of(value: Any, depth: int = 4) -> tuple[Any, ...]:
+    """What a specialisation records of one leaf: `("tensor", dtype, device type, rank)`; a Python value's type and
+    value (`1`, `True` and `1.0` differ); a function's name, and what it has from around it; or only the type of an
+    object that cannot be compared by value. While Dynamo traces the last holds of all but values and functions."""
     if isinstance(value, torch.Tensor):
         return ("tensor", value.dtype, value.device.type, value.dim())
     if value is None or isinstance(
@@ -117,27 +124,56 @@ def kind_of(value: Any) -> tuple[Any, ...]:
     ):
         return (type(value).__name__, value)
     if isinstance(value, (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)):  # an activation
-        return _kind_of_function(value)
+        return _kind_of_function(value, depth)
     if isinstance(value, functools.partial):
-        keywords = tuple([(name, kind_of(v)) for name, v in value.keywords.items()])
-        return ("partial", kind_of(value.func), tuple([kind_of(v) for v in value.args]), keywords)
+        keywords = tuple([(name, kind_of(v, depth - 1)) for name, v in value.keywords.items()])
+        return ("partial", kind_of(value.func), tuple([kind_of(v, depth - 1) for v in value.args]), keywords)
     if isinstance(value, (range, slice, set, frozenset)):
         return (type(value).__name__, repr(value))
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
         return (type(value).__name__, value.item())
-    if isinstance(value, torch.nn.Module) and not torch.compiler.is_compiling():  # its text has its numbers
-        return ("module", repr(value))
+    if depth and not torch.compiler.is_compiling():
+        return _kind_of_parts(value, depth - 1)
     return ("object", type(value).__qualname__)
 
 
-def _kind_of_function(value: Any) -> tuple[Any, ...]:
-    """Its name and line; of one that has no name, or that has numbers from around it, also what it does with which."""
+def _kind_of_function(value: Any, depth: int) -> tuple[Any, ...]:
+    """Its name and line; of one that is local, or has no name, also what it does, and with what from around it."""
     code = getattr(value, "__code__", None)
     kind = ("function", getattr(value, "__module__", ""), value.__qualname__, code and code.co_firstlineno)
-    if code is None or (code.co_name != "<lambda>" and not code.co_freevars):
+    if code is None or not depth or "<" not in value.__qualname__:
         return kind
-    cells = tuple([kind_of(cell.cell_contents) for cell in value.__closure__ or ()])
-    return (*kind, code.co_code, code.co_names, repr(code.co_consts), cells)
+    around = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    for cell in value.__closure__ or ():
+        with contextlib.suppress(ValueError):  # empty
+            around.append(cell.cell_contents)
+    return (*kind, code.co_code, code.co_names, repr(code.co_consts), *[kind_of(v, depth - 1) for v in around])
+
+
+def _kind_of_parts(value: Any, depth: int) -> tuple[Any, ...]:
+    """Of containers, of what is called, and of objects whose text or fields say all."""
+    name = type(value).__qualname__
+    if isinstance(value, (list, tuple, collections.deque)):
+        return (name, *[kind_of(v, depth) for v in value])
+    if isinstance(value, collections.abc.Mapping):
+        return (name, *[(repr(key), kind_of(v, depth)) for key, v in value.items()])
+    if isinstance(value, type):
+        return ("class", value.__module__, value.__qualname__)
+    if isinstance(value, torch.nn.Module):  # its text has its numbers
+        plain = [(k, v) for m in value.modules() for k, v in vars(m).items() if isinstance(v, (bool, int, float, str))]
+        return ("module", repr(value), tuple(plain))
+    if isinstance(value, types.MethodType):
+        return ("method", kind_of(value.__func__, depth), kind_of(value.__self__, depth))
+    if hasattr(value, "__wrapped__"):  # a cache of a function's
+        return (name, kind_of(value.__wrapped__, depth))
+    if type(value).__module__ == "numpy" and hasattr(value, "tobytes") and value.size <= _MOST_ITEMS:
+        return (name, str(value.dtype), value.shape, value.tobytes())
+    if isinstance(value, types.SimpleNamespace) or dataclasses.is_dataclass(value):
+        names = [f.name for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else ()
+        fields = getattr(value, "__dict__", None) or {name: getattr(value, name) for name in names}
+        return (name, *[(field, kind_of(v, depth)) for field, v in fields.items()])
+    is_text = type(value).__repr__ is not object.__repr__ and type(value).__module__.split(".")[0] in _SAY_ALL
+    return (name, repr(value)) if is_text else ("object", name)
 
 
 def leaves_of(named: Iterable[tuple[str, Any]]) -> Leaves:
@@ -222,9 +258,9 @@ def _flatten(path: Path, value: Any, leaves: Leaves) -> None:
             leaves.append(((*path, "<type>"), type(value).__name__))
         for i, item in enumerate(value):
             _flatten((*path, i), item, leaves)
-    elif type(value) is dict:
-        if len(path) > 1:
-            leaves.append(((*path, "<type>"), "dict"))
+    elif type(value) in (dict, collections.OrderedDict, collections.defaultdict):
+        if len(path) > 1 or type(value) is not dict:
+            leaves.append(((*path, "<type>"), type(value).__name__))
         for key, item in value.items():
             _flatten((*path, key), item, leaves)
     else:

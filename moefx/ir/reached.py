@@ -74,13 +74,11 @@ def reached(code: Iterable[Any]) -> Reached:
         for space in _namespaces(thing.__globals__, names):
             for name in names & space.keys():
                 value = space[name]
-                if isinstance(value, type):
-                    todo.append(value)
-                elif not isinstance(value, types.ModuleType):
+                if not isinstance(value, types.ModuleType):
                     one = Global(space.get("__name__", ""), space, name)
                     found[one.module, name] = one
                     numbers |= {*_numbers(value)}
-                    todo.append(value if isinstance(value, types.FunctionType) else type(value))
+                    todo.append(value if isinstance(value, (type, types.FunctionType)) else type(value))
     return Reached(list(found.values()), users, frozenset(every), frozenset(numbers))
 
 

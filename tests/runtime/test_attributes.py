@@ -195,6 +195,10 @@ class Doubled(Schedule):
         return 2.0 * super().__call__()
 
 
+class Namespace:
+    scale = 1.0
+
+
 class Holding(Block):
     """What it reads is in containers, and in objects of several kinds."""
 
@@ -207,7 +211,11 @@ class Holding(Block):
     def forward(self, x):
         scale = self.scales[0] * self.held.t * self.deep["a"]["b"]["c"] * self.slotted.scale * self.loose.scale
         scale = scale * self.schedule() * self.layers[0].scale * self.layers[1]["moe"]() * sum(self.recent)
+        scale = scale * self.factors[0] * Namespace.scale * getattr(self.held, "more", 1.0) * self.space.scale
         return super().forward(x) * scale * get_arguments().moe.scale
+
+    factors = (1.0,)
+    space = type("Space", (), {"scale": 1.0, "__module__": __name__})
 
 
 HELD = {
@@ -221,6 +229,10 @@ HELD = {
     "another kind": lambda m: setattr(m, "schedule", Doubled()),
     "an object in a list": lambda m: setattr(m.layers[0], "scale", 3.0),
     "an object in a dict": lambda m: setattr(m.layers[1]["moe"], "step", 2),
+    "not there before": lambda m: setattr(m.held, "more", 3.0),
+    "a tuple of the class": lambda m: setattr(m, "factors", (3.0,)),
+    "of a class that is held": lambda m: setattr(m.space, "scale", 3.0),
+    "of a class": lambda m: setattr(Namespace, "scale", 3.0),
     "in a deque": lambda m: m.recent.append(2.0),
     "of all blocks": lambda m: setattr(get_arguments().moe, "scale", 3.0),
 }
@@ -237,7 +249,7 @@ def test_what_containers_hold_is_watched(change, x):
     again = copy.deepcopy(compiled)
     torch.testing.assert_close(again(x), model(x), rtol=0, atol=1e-13)
     assert calls(compiled) == (2, 0, 1) and calls(again) == (3, 0, 1)
-    get_arguments().moe.scale = 1.0
+    get_arguments().moe.scale = Namespace.scale = Holding.space.scale = 1.0
 
 
 def test_an_attribute_that_each_call_sets_to_the_same(x):

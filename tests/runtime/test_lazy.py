@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import functools
 import sys
@@ -264,6 +265,7 @@ class Optional(Loop):
 ARGUMENTS = [
     {"scale": 2.0}, {"scale": 0.0}, {"dense": True}, {"k": 1}, {"k": E}, {"how": "prefix"}, {"how": "max"},
     {"extra": {"factors": [0.5, 0.0]}}, {"extra": {"factors": (2.0,)}}, {"mask": 0.25},
+    {"extra": collections.OrderedDict(factors=[3.0])},
     {"mask": torch.arange(9.0, dtype=torch.float64)[:, None]},
 ]  # fmt: skip
 
@@ -295,6 +297,10 @@ def scaled(factor):
     return lambda x: x * factor
 
 
+def by_the_first(factors):
+    return lambda x: x * factors[0]
+
+
 ACTIVATIONS = {
     "functions": (F.relu, F.silu),
     "builtins": (torch.relu, torch.tanh),
@@ -306,6 +312,9 @@ ACTIVATIONS = {
         functools.partial(F.leaky_relu, negative_slope=0.5),
     ),
     "modules": (nn.LeakyReLU(0.1), nn.LeakyReLU(0.5)),
+    "defaults": (lambda x, by=2.0: x * by, lambda x, by=3.0: x * by),
+    "lists": (by_the_first([2.0]), by_the_first([3.0])),
+    "ops": (torch.ops.aten.relu, torch.ops.aten.tanh),
 }
 
 
