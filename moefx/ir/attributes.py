@@ -155,10 +155,12 @@ class HeldKind:
     """An object whose fields are followed one by one: its class, and which fields it has."""
 
     def __init__(self, thing: Any):
-        self.cls, self.names = type(thing), _names(thing)
+        self.cls, self.names, self.count = type(thing), _names(thing), len(getattr(thing, "__dict__", ()))
 
     def is_still(self, now: Any) -> bool:
-        return type(now) is self.cls and _names(now) == self.names
+        if type(now) is not self.cls:
+            return False
+        return len(getattr(now, "__dict__", ())) == self.count or _names(now) == self.names
 
     def __repr__(self) -> str:
         return f"a {self.cls.__name__} with {', '.join(sorted(self.names)) or 'nothing'}"
@@ -394,6 +396,11 @@ def follows_its_mode(model: nn.Module) -> bool:
     )
 
 
+def _state(thing: Any) -> dict[str, Any]:
+    """Its `__dict__`, past a `__getattribute__` of its own, which may look up the very attribute that is noted."""
+    return object.__getattribute__(thing, "__dict__")
+
+
 class _Noting:
     """A data descriptor in the place of an attribute, of instances or of the class itself.
 
@@ -410,7 +417,7 @@ class _Noting:
             self.read |= {where for where, _ in self.places.values()}
             value = self.default
         else:
-            value = vars(owner).get(self.name, self.default)
+            value = _state(owner).get(self.name, self.default)
             if id(owner) in self.places and value is self.places[id(owner)][1]:
                 self.read.add(self.places[id(owner)][0])
         if value is MISSING:
@@ -420,10 +427,10 @@ class _Noting:
     def __set__(self, owner: Any, value: Any) -> None:
         if id(owner) in self.places and same(value, self.places[id(owner)][1]):
             self.read.add(self.places[id(owner)][0])
-        vars(owner)[self.name] = value
+        _state(owner)[self.name] = value
 
     def __delete__(self, owner: Any) -> None:
-        del vars(owner)[self.name]
+        del _state(owner)[self.name]
 
 
 def owner_of(block: nn.Module, where: Where) -> Any:

@@ -47,6 +47,7 @@ def x_of(module, *shape):
     return torch.randn(*shape, D, dtype=next(module.parameters()).dtype)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_decomposed", [False, True], ids=["whole", "decomposed"])
 @pytest.mark.parametrize("idiom", IDIOMS)
 def test_printed(idiom, is_decomposed):

@@ -103,6 +103,7 @@ class Writes(Loop):
         return super().forward(x)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "write", [to_list, to_manager, to_attribute, to_class, to_number, to_private_list, to_object,
               to_tensor_in_dict, to_integers_in_dict, to_plain_tensor, to_global_tensor, to_array, to_parent],

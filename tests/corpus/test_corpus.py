@@ -45,7 +45,7 @@ def test_plain(name):
     passes(name, fullgraph=name in FULLGRAPH)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", cases("strangers", FULLGRAPH))
 def test_stranger(name, request):
     if name in GAPS:

@@ -113,6 +113,7 @@ def test_ranks_that_do_not_agree(ranks):
     ranks("lost_cases")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["dies", "stalls"])
 def test_a_rank_that_is_lost(name):
     launch(4, "tests.distributed.lost_cases", name)

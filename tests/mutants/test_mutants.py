@@ -6,7 +6,7 @@ import pytest
 
 from .run import check_all, select, try_all
 
-SAMPLE = 12
+SAMPLE = 8
 PARTS = 64  # so that workers can share them, and each ends in time on a slow machine
 
 

@@ -34,7 +34,7 @@ class Inverted(Loop):
         return (self.gate(x) * (1 / self.tau.item())).softmax(-1).topk(self.k, -1)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", [Tempered, Inverted])
 def test_scores_are_scaled_by_what_the_tensor_holds_now(kind, dtype):

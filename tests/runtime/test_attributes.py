@@ -238,6 +238,7 @@ HELD = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("change", HELD.values(), ids=HELD)
 def test_what_containers_hold_is_watched(change, x):
     model, compiled = pair(x, Holding)

@@ -44,6 +44,7 @@ class Block(nn.Module):
         )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("router", ["", None, torch.bfloat16], ids=["router", "router_off", "router_on"])
 @pytest.mark.parametrize("experts", ["", None, torch.bfloat16], ids=["experts", "experts_off", "experts_on"])
 @pytest.mark.parametrize("outside", [False, True], ids=["outside_off", "outside_on"])

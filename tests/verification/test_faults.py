@@ -163,6 +163,7 @@ def runs(fuse: bool, op: str, provider: str) -> bool:
         return False
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("fuse", "op", "provider", "corrupt"), list(cases()))
 def test_every_wrong_kernel_is_flagged(fuse, op, provider, corrupt):
     if not runs(fuse, op, provider):
@@ -173,6 +174,7 @@ def test_every_wrong_kernel_is_flagged(fuse, op, provider, corrupt):
     assert not report.ok and report.first_block == "layer" and report.first_pass
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fuse", [True, False])
 def test_every_provider_passes_as_it_is(fuse):
     ran = set()
@@ -247,6 +249,7 @@ WRONG_GRAPHS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fault", WRONG_GRAPHS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_wrong_graph_is_flagged(fault, dtype):

@@ -47,6 +47,7 @@ def test_an_equal_program_passes(dtype, top_k):
     assert {"output", "grad_input", "grad_param", "buffer", "state"} <= {row.kind for row in result.rows}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_mistake_is_seen_in_any_precision(fault, dtype):

@@ -79,6 +79,7 @@ def check(
         assert error <= allowed + torch.finfo(dtype).eps, (i, float(error), float(allowed))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("make", LINEAR.values(), ids=LINEAR.keys())
 @pytest.mark.parametrize(
     "dtype, keep, reduce",
@@ -114,6 +115,7 @@ def test_a_kept_activation_is_the_one_that_is_recomputed(device, monkeypatch, ma
     assert all(map(torch.equal, *results))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name, keep, make",
     covering({"sliced": "sliced", "separate": "separate"}, {k: k for k in ("h", "x", "all")}, LINEAR, of=2),

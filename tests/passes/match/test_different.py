@@ -96,6 +96,7 @@ MAYBE_ONE = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", DIFFERENT.values(), ids=DIFFERENT)
 def test_different_by_the_way_they_are_made(number):
     """What has one place for each expert then needs no look at experts chosen twice."""

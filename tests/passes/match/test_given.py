@@ -206,7 +206,7 @@ OF_WEIGHTS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", OF_WEIGHTS)
 def test_weights(name):
     torch.manual_seed(0)

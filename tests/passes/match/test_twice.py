@@ -139,6 +139,7 @@ def check(choose, combine, *ids):
     assert not block.fallbacks
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("choose", [c for c in CHOOSE if c not in ("product", "partner")])
 @pytest.mark.parametrize("combine", [one_hot, loop])
 def test_choices_that_add_up(choose, combine):
