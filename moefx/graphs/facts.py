@@ -54,7 +54,7 @@ class Facts:
         frozen: nodes that follow from weights alone.
         live: nodes that follow from activations.
         given: live ones that follow from integers, masks, numbers of tokens and the like alone: no rows.
-        numbers: the ones among the inputs that are no sizes, and what is made of them alone.
+        numbers: the ones among the inputs, also in containers there, that are no sizes; and what is made of them.
         modes: what is switched on around a node.
         transforms: those of torch.func that a node is inside of, the outermost first, where there are.
     """
@@ -186,9 +186,10 @@ class Facts:
         return found.detach()
 
     def _given_numbers(self) -> set[fx.Node]:
-        found: set[fx.Node] = set()
+        sizes = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, type(None))
+        found = {n for n in self.nodes if n.op == "placeholder" and not isinstance(self.value.get(n), sizes)}
         for n in self.nodes:
-            if isinstance(self.value.get(n), (int, float)) and (n.op == "placeholder" or found & {*n.all_input_nodes}):
+            if found & {*n.all_input_nodes} and not isinstance(self.value.get(n), torch.Tensor):
                 found.add(n)
         return found
 

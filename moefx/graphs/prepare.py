@@ -58,7 +58,7 @@ def _opened(gm: fx.GraphModule) -> fx.GraphModule:
         for m in nodes:
             if m.op not in ("placeholder", "output"):
                 inner[m] = put(m, inner, attribute(owner, name), f"{prefix}{name}.")
-        results: Any = map_arg(next(reversed(nodes)).args[0], inner.__getitem__)
+        results: Any = map_arg(next(iter(reversed(nodes))).args[0], inner.__getitem__)
         if context is not None:
             graph.call_function(EXIT_AUTOCAST, (context,))
             return tuple(results)

@@ -254,7 +254,7 @@ class Generalised:
             return args[0]
         if "grouped_mm" in target_name(n):
             return args[0].new_empty((*args[0].shape[:-1], args[1].shape[-1]))
-        if target_name(n) in _FACTORIES and all(self.facts.is_number(a) for a in n.all_input_nodes):
+        if target_name(n) in _FACTORIES and not any(self.facts.tensor(a) is not None for a in n.all_input_nodes):
             kwargs["device"] = self.device
         with self.mode or contextlib.nullcontext(), modes(self.facts.modes[n]):
             return call(n.target, n.op == "call_method", args, kwargs)

@@ -99,6 +99,9 @@ def symbolic(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[fx.Node,
         raise Refused(
             f"the graph asks for sizes, and does not run on symbolic ones ({in_short(error)})", remedy=_EXPORT
         ) from error
+    for n, value in values.items():
+        if isinstance(value, torch.SymBool):
+            raise Refused(f"the graph compares sizes: {n.name}, {value}", remedy=_EXPORT)
     _check_numbers(gm, examples, {n: inputs[n].shape for n in sizes})
     return values
 

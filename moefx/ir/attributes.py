@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import collections.abc
 import contextlib
+import datetime
 import enum
 import functools
 import inspect
+import numbers
+import pathlib
 import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,7 +25,8 @@ from .reached import OTHERS, code_of, reached
 
 OWN = {*vars(nn.Module()), "_compiled_call_impl", "forward"}  # what torch itself keeps, and guards elsewhere
 _SUBCLASSED = (int, float, str, bytes, enum.Enum, BaseException, torch.Tensor)
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum, slice, range)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum, slice, range,
+          numbers.Number, datetime.timedelta, pathlib.PurePath)  # fmt: skip
 
 
 class Missing(enum.Enum):
@@ -151,6 +155,19 @@ class Held:
         self.version = self.version if state[1] else -1
 
 
+class HeldClass:
+    """What cannot be compared, such as a logger or a module among the items of a container: its class."""
+
+    def __init__(self, thing: Any):
+        self.cls = type(thing)
+
+    def is_still(self, now: Any) -> bool:
+        return type(now) is self.cls
+
+    def __repr__(self) -> str:
+        return f"a {self.cls.__name__}"
+
+
 class HeldKind:
     """An object whose fields are followed one by one: its class, and which fields it has."""
 
@@ -214,15 +231,15 @@ class HeldArray:
         return repr(self.array)
 
 
-_HELD = (Held, HeldObject, HeldItems, HeldKind, HeldArray)
+_HELD = (Held, HeldClass, HeldObject, HeldItems, HeldKind, HeldArray)
 
 
 def is_kept(value: Any, depth: int = 3) -> bool:
     """Whether `unchanged` keeps what a value is made of: numbers and tensors, in containers and in objects there."""
     if is_plain(value) or isinstance(value, torch.Tensor):
         return True
-    if depth and isinstance(value, (list, tuple, collections.deque, Mapping)) and len(value) <= _MOST_ITEMS:
-        return all(is_kept(v, depth - 1) for v in (value.values() if isinstance(value, Mapping) else value))
+    if isinstance(value, (list, tuple, collections.deque, Mapping)):
+        return depth > 0 and len(value) <= _MOST_ITEMS
     return depth > 0 and is_configuration(value)
 
 
@@ -234,11 +251,15 @@ def unchanged(value: Any, depth: int = 3) -> Any:
         return HeldArray(value)
     if isinstance(value, Mapping):
         return {k: unchanged(v, depth - 1) for k, v in value.items()}
-    if type(value) in (list, set, tuple):
+    if type(value) is set:
+        return set(value) if is_plain(value) else HeldClass(value)
+    if type(value) in (list, tuple):
         return type(value)(unchanged(v, depth - 1) for v in value)
     if isinstance(value, collections.deque) or (isinstance(value, (list, tuple)) and not is_plain(value)):
         return HeldItems(value, depth - 1)
-    return HeldObject(value, depth - 1) if is_configuration(value) else value
+    if is_configuration(value) and depth > 0:
+        return HeldObject(value, depth - 1)
+    return value if is_plain(value) else HeldClass(value)
 
 
 def holds_tensors(value: Any) -> bool:

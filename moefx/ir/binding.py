@@ -122,6 +122,8 @@ def kind_of(value: Any, depth: int = 4) -> tuple[Any, ...]:
     if value is None or isinstance(
         value, (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device)
     ):
+        if type(value) in (int, float) and torch.compiler.is_compiling():
+            value = next(iter({value: None}))  # Dynamo makes a number of a symbol that is looked up
         return (type(value).__name__, value)
     if isinstance(value, (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)):  # an activation
         return _kind_of_function(value, depth)

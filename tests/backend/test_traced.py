@@ -136,7 +136,7 @@ class Capacity(Mixture):
         w, ids = self.gate(x).softmax(-1).topk(2)
         mask = F.one_hot(ids, E)
         at = (mask.transpose(0, 1).reshape(2 * tokens, E).cumsum(0) - 1).reshape(2, tokens, E).transpose(0, 1)
-        sent = F.one_hot(at.clamp(0, places - 1), num_classes=places) * (mask * (at < places)).unsqueeze(-1)
+        sent = F.one_hot(at.clamp(min=0), num_classes=places) * (mask * (at < places)).unsqueeze(-1)
         rows = torch.einsum("tkec,td->ecd", sent.to(x.dtype), x)
         out = (rows @ self.up).relu() @ self.down
         return torch.einsum("tkec,tk,ecd->td", sent.to(x.dtype), w, out)
@@ -189,24 +189,35 @@ def test_sizes_that_a_function_asks_for():
     assert [block.fallbacks for block in moefx.blocks(out)] == [0]
 
 
-def test_numbers_that_are_given(caplog):
+def test_numbers_that_are_given():
     """Each call may have another one."""
 
     class Tempered(Mixture):
         def forward(self, x, temperature):
             return super().forward(x / (2 * temperature))
 
-    class Scaled(Mixture):
+    class Listed(Mixture):
         def forward(self, x, temperature):
-            return super().forward(x) * temperature
+            return super().forward(x * temperature[0])
 
     gm = fx.symbolic_trace(Tempered())
     out = moefx.rewrite_graph(gm, (torch.randn(9, D), 1.0))
     x = torch.randn(9, D)
     torch.testing.assert_close(out(x, 0.5), gm(x, 0.5))
-    gm = fx.symbolic_trace(Scaled())
-    out = moefx.rewrite_graph(gm, (torch.randn(9, D), 1.0))
-    torch.testing.assert_close(out(x, 0.5), gm(x, 0.5))
+    gm = fx.symbolic_trace(Listed())
+    out = moefx.rewrite_graph(gm, (torch.randn(9, D), [1.0]))
+    torch.testing.assert_close(out(x, [0.5]), gm(x, [0.5]))
+
+
+class Compared(Mixture):
+    def forward(self, x):
+        return super().forward(x) * (x.shape[0] > 5)
+
+
+def test_sizes_that_are_compared(caplog):
+    gm = fx.symbolic_trace(Compared())
+    assert moefx.rewrite_graph(gm, (torch.randn(9, D),)) is gm
+    assert "the graph compares sizes" in caplog.text
 
 
 def test_sizes_that_become_numbers(caplog):

@@ -205,13 +205,21 @@ class Holding(Block):
     def __init__(self):
         super().__init__()
         self.scales, self.held = [torch.ones(()), torch.ones(())], types.SimpleNamespace(t=torch.ones(()))
+        self.mixed = {"scale": 1.0, "logger": logging.getLogger(__name__)}
         self.deep, self.slotted, self.loose = {"a": {"b": {"c": 1.0}}}, Slotted(), Loose()
         self.schedule, self.layers, self.recent = Schedule(), [Scaled(), {"moe": Schedule()}], collections.deque([1.0])
 
     def forward(self, x):
         scale = self.scales[0] * self.held.t * self.deep["a"]["b"]["c"] * self.slotted.scale * self.loose.scale
         scale = scale * self.schedule() * self.layers[0].scale * self.layers[1]["moe"]() * sum(self.recent)
-        scale = scale * self.factors[0] * Namespace.scale * getattr(self.held, "more", 1.0) * self.space.scale
+        scale = (
+            scale
+            * self.mixed["scale"]
+            * self.factors[0]
+            * Namespace.scale
+            * getattr(self.held, "more", 1.0)
+            * self.space.scale
+        )
         return super().forward(x) * scale * get_arguments().moe.scale
 
     factors = (1.0,)
@@ -229,6 +237,7 @@ HELD = {
     "another kind": lambda m: setattr(m, "schedule", Doubled()),
     "an object in a list": lambda m: setattr(m.layers[0], "scale", 3.0),
     "an object in a dict": lambda m: setattr(m.layers[1]["moe"], "step", 2),
+    "beside what is not compared": lambda m: m.mixed.update(scale=3.0),
     "not there before": lambda m: setattr(m.held, "more", 3.0),
     "a tuple of the class": lambda m: setattr(m, "factors", (3.0,)),
     "of a class that is held": lambda m: setattr(m.space, "scale", 3.0),
