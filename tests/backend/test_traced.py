@@ -149,11 +149,18 @@ class Windowed(Mixture):
         return super().forward(x) * torch.hann_window(x.shape[0], dtype=x.dtype)[:, None]
 
 
-@pytest.mark.parametrize(
-    ("kind", "example", "others"),
-    [(Sized, (2, 9), [(2, 9), (3, 5), (1, 7)]), (Sized, (1, 9), [(3, 5)]), (Sized, (8, 8), [(3, 5)]),
-     (Capacity, (9,), [(9,), (4,), (80,)])],
-)  # fmt: skip
+CASES = [
+    (Sized, (2, 9), [(2, 9), (3, 5), (1, 7)]),
+    (Sized, (1, 9), [(3, 5)]),
+    (Sized, (8, 8), [(3, 5)]),
+    pytest.param(
+        Capacity, (9,), [(9,), (4,), (80,)],
+        marks=pytest.mark.skipif(torch.__version__.startswith("2.11"), reason="its products make numbers of symbols"),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "example", "others"), CASES)
 def test_sizes_that_are_asked_for(kind, example, others):
     """The graph is for all sizes: so is what is made of it."""
     m = kind().double()
