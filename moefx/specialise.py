@@ -227,10 +227,10 @@ class Specialise:
 
 
 def _is_like(value: Any, kind: tuple) -> bool:
-    """Whether it is of a kind, but for the dtype and the device of tensors."""
+    """Whether it is of a kind, but for the dtype and the device of tensors; of an object the kind does not say it."""
     if isinstance(value, torch.Tensor):
         return kind[0] == "tensor" and kind[3] == value.dim()
-    return kind == kind_of(value)
+    return kind == kind_of(value) and kind[0] != "object"
 
 
 class _Made(NamedTuple):

@@ -143,8 +143,10 @@ def _kind_of_function(value: Any, depth: int) -> tuple[Any, ...]:
     """Its name and line; of one that is local, or has no name, also what it does, and with what from around it."""
     code = getattr(value, "__code__", None)
     kind = ("function", getattr(value, "__module__", ""), value.__qualname__, code and code.co_firstlineno)
-    if code is None or not depth or "<" not in value.__qualname__:
+    if code is None or not depth or not (code.co_flags & inspect.CO_NESTED or code.co_name == "<lambda>"):
         return kind
+    if torch.compiler.is_compiling():  # Dynamo does not look into cells
+        return ("object", "function")
     around = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
     for cell in value.__closure__ or ():
         with contextlib.suppress(ValueError):  # empty
