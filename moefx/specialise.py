@@ -16,20 +16,9 @@ from .capture.autocast import under
 from .capture.find import signature
 from .capture.inputs import Arguments
 from .errors import Refused
-from .ir.attributes import (
-    OWN_MODE,
-    HeldKind,
-    Where,
-    attributes,
-    globals_of,
-    is_configuration,
-    is_kept,
-    reading,
-    same,
-    unchanged,
-    value_at,
-)
+from .ir.attributes import OWN_MODE, Where, attributes, globals_of, reading, value_at
 from .ir.binding import Guard, Specialisation, call_specialisation, device_of, kind_of, leaves_of
+from .ir.held import HeldKind, is_configuration, is_kept, same, unchanged
 from .numeric import numeric_check
 from .pipeline import Result, limited, rewrite_block
 from .runtime.module import BlockForward, signature_binder, signature_of

@@ -18,7 +18,8 @@ from .capture.examples import examples
 from .capture.find import Found, Seen, find, signature
 from .capture.source import is_users
 from .errors import CaptureError, InvalidInput, MoefxError, Refused, in_short, own_fault
-from .ir.attributes import OWN_MODE, Where, attributes, follows_its_mode, reading, same, value_at
+from .ir.attributes import OWN_MODE, Where, attributes, follows_its_mode, reading, value_at
+from .ir.held import same
 from .pipeline import Result, rewrite_block
 from .runtime.module import rewritten_blocks
 from .runtime.watch import absorbed_names, hook_on

@@ -166,24 +166,29 @@ class Arguments:
 
     def turned(self, numbers: Iterable[tuple[int | str, int]]) -> Arguments:
         """With more numbers among the values of tensors, by the positions of these among all; by name for buffers."""
-        out, more = copy.copy(self), sorted(numbers, key=str)
-        names = dict.fromkeys(at for at, _ in more if isinstance(at, str))
-        out.held = self.held | {n: (*self.held.get(n, ()), *(v for at, v in more if at == n)) for n in names}
-        out.tensors = [
+        more = sorted(numbers, key=str)
+        out = self._with(
             dataclasses.replace(leaf, turns=(*leaf.turns, *(v for at, v in more if at == i)))
             for i, leaf in enumerate(self.tensors)
-        ]
-        left = iter(out.tensors)
-        out.flat = [next(left) if isinstance(t, Leaf) else t for t in self.flat]
+        )
+        names = dict.fromkeys(at for at, _ in more if isinstance(at, str))
+        out.held = self.held | {n: (*self.held.get(n, ()), *(v for at, v in more if at == n)) for n in names}
         return out
 
     def in_places(self) -> Arguments | None:
         """With single integers as they are, if there are any that were not."""
+        if all(leaf.is_place or not (leaf.takes_turns and leaf.is_single) for leaf in self.tensors):
+            return None
+        return self._with(
+            dataclasses.replace(leaf, is_place=leaf.takes_turns and leaf.is_single) for leaf in self.tensors
+        )
+
+    def _with(self, tensors: Iterable[Leaf]) -> Arguments:
         out = copy.copy(self)
-        out.tensors = [dataclasses.replace(leaf, is_place=leaf.takes_turns and leaf.is_single) for leaf in self.tensors]
+        out.tensors = list(tensors)
         left = iter(out.tensors)
         out.flat = [next(left) if isinstance(t, Leaf) else t for t in self.flat]
-        return out if out.tensors != self.tensors else None
+        return out
 
     def _leaf(self, t: torch.Tensor, is_hidden: bool) -> Leaf:
         shape: list[int | str] = []

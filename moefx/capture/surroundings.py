@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..ir.attributes import OWN, is_plain
+from ..ir.attributes import OWN
+from ..ir.held import is_plain
 from ..ir.reached import FUNCTIONS, Reached, code_of, is_users, reached
 from .captured import tensors_in
 from .effects import refill, same_items

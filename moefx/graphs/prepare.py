@@ -142,7 +142,7 @@ def _is_shape(value: Any) -> bool:
 def _takes_parts(user: fx.Node) -> bool:
     """Whether a tuple of numbers can stand for a shape in its arguments."""
     if user.target is operator.getitem:
-        return isinstance(user.args[1], (int, slice)) and not isinstance(user.args[1], fx.Node)
+        return len(user.all_input_nodes) == 1  # by numbers
     of = user.args[0] if user.op == "call_method" else None  # its own methods, as `numel`
     return not isinstance(of, fx.Node) or of.target not in (getattr, "size", operator.getitem, operator.add)
 

@@ -26,6 +26,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .held import is_array
+
 Path = tuple[Any, ...]
 Leaves = list[tuple[Path, Any]]
 
@@ -108,7 +110,6 @@ class Guard:
         return f"{self.condition}: {self.why}" + (f" ({self.source})" if self.source else "")
 
 
-_MOST_ITEMS = 4096
 # Packages whose objects' text is all that there is of them: fractions, ops, what `operator` makes.
 _SAY_ALL = {"array", "builtins", "datetime", "decimal", "fractions", "operator", "torch", "uuid"}
 
@@ -170,7 +171,7 @@ def _kind_of_parts(value: Any, depth: int) -> tuple[Any, ...]:
         return ("method", kind_of(value.__func__, depth), kind_of(value.__self__, depth))
     if hasattr(value, "__wrapped__"):  # a cache of a function's
         return (name, kind_of(value.__wrapped__, depth))
-    if type(value).__module__ == "numpy" and hasattr(value, "tobytes") and value.size <= _MOST_ITEMS:
+    if is_array(value):
         return (name, str(value.dtype), value.shape, value.tobytes())
     if isinstance(value, types.SimpleNamespace) or dataclasses.is_dataclass(value):
         names = [f.name for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else ()

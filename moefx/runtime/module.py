@@ -27,8 +27,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..capture.lifting import is_here, lifting
 from ..errors import AbsorbedModuleChanged, MoefxError, NotRewritten
-from ..ir.attributes import Where, holds_tensors, unchanged, value_at
+from ..ir.attributes import Where, value_at
 from ..ir.binding import Leaves, Specialisation, binder, call_specialisation, leaves_of
+from ..ir.held import holds_tensors, unchanged
 from .program import Program
 from .watch import AbsorbedModules, ReadAttributes
 

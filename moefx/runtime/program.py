@@ -8,9 +8,10 @@ from typing import Any
 
 from ..inspection.history import History
 from ..ir import codegen
-from ..ir.attributes import Where, comparisons
+from ..ir.attributes import Where
 from ..ir.binding import Guard, Leaves, Path, Specialisation
 from ..ir.block import BlockGraph
+from ..ir.held import comparisons
 
 
 class Program:

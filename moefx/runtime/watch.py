@@ -18,8 +18,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import AbsorbedModuleChanged
-from ..ir.attributes import MISSING, Where, compares, holders_of, same, value_at
+from ..ir.attributes import Where, holders_of, value_at
 from ..ir.block import BlockGraph
+from ..ir.held import MISSING, compares, same
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _children_of = itemgetter("_modules")

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 import moefx
 import moefx.survey
 from moefx.capture.find import signature
-from moefx.ir.attributes import same, value_at
+from moefx.ir.attributes import value_at
+from moefx.ir.held import same
 
 from ..passes.blocks import D, E, Gated, Loop, Mlp, Stacked
 
