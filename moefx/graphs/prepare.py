@@ -12,9 +12,9 @@ import sympy
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
-from torch.fx.node import map_arg
+from torch.fx.node import has_side_effect, map_arg
 
-from ..errors import AbsorbedModuleChanged
+from ..errors import AbsorbedModuleChanged, InvalidInput
 from .effects import effect_of, is_plain_module
 from .nodes import ENTER_AUTOCAST, EXIT_AUTOCAST, attribute, is_float_tensor, target_name
 from .values import asks_for_sizes, is_said, said, symbolic
@@ -192,6 +192,11 @@ def _is_simple(expr: Any) -> bool:
 
 def folded(made: fx.GraphModule, gm: fx.GraphModule) -> fx.GraphModule:
     """What was made of a prepared graph; calls of modules of which no region has a part are calls again."""
+    inputs = [n for n in made.graph.nodes if n.op == "placeholder"]
+    for n in inputs[::-1]:
+        if _FOUND in n.meta and isinstance(value := n.meta["val"], torch.Tensor):
+            with made.graph.inserting_after(inputs[-1]):
+                made.graph.call_function(expect_rank, (n, value.dim(), str(n.target)))
     for n in made.graph.nodes:
         if n.meta.pop(_FOUND, False):
             del n.meta["val"]
@@ -218,6 +223,20 @@ def folded(made: fx.GraphModule, gm: fx.GraphModule) -> fx.GraphModule:
             made.add_submodule(target, Absorbed(target, made.get_submodule(target)))
     made.recompile()
     return made
+
+
+@has_side_effect  # or it is dead code
+def expect_rank(x: torch.Tensor, rank: int, name: str) -> None:
+    """Of a graph that takes any rank, as symbolic tracing makes them, one is rewritten.
+
+    Raises:
+        InvalidInput: `x` has another.
+    """
+    if x.dim() != rank:
+        raise InvalidInput(
+            f"{name} is {list(x.shape)}; the graph was rewritten for examples of {rank} dimensions. "
+            "Rewrite it again, with examples like this one"
+        )
 
 
 class Absorbed(nn.Module):

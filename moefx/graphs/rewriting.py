@@ -226,7 +226,8 @@ def checked_graph(gm: Any, example_inputs: Any) -> list[Any]:
             f"example_inputs is a {type(example_inputs).__name__}; expected a tuple, one value for each input of the "
             "graph"
         )
-    wanted = sum(n.op == "placeholder" for n in gm.graph.nodes)
-    if len(example_inputs) != wanted:
-        raise InvalidInput(f"the graph has {wanted} inputs; {len(example_inputs)} example_inputs were given")
-    return list(example_inputs)
+    wanted = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    given = [*example_inputs, *(n.args[0] for n in wanted[len(example_inputs) :] if n.args)]  # its default
+    if len(given) != len(wanted):
+        raise InvalidInput(f"the graph has {len(wanted)} inputs; {len(example_inputs)} example_inputs were given")
+    return given

@@ -126,7 +126,7 @@ class Generalised:
                 source=where,
                 remedy="make it a constant when the graph is made, or a tensor"
                 if is_given
-                else "compile with dynamic=False, which makes constants of numbers",
+                else "let it be a constant of the graph (under torch.compile: dynamic=False)",
             )
         what = "the sizes in the graph do not show which of them are of tokens"
         return Refused(what, culprits=(target_name(n),), source=where, remedy=self._remedy())

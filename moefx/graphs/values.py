@@ -81,9 +81,10 @@ def symbolic(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[fx.Node,
     if not weights and not any(map(is_float_tensor, gm.parameters())):
         weights = likely_weights(gm.graph, examples)
     sizes = {n: list(t.shape) for n, t in examples.items() if isinstance(t, torch.Tensor) and n not in weights}
-    batch = {n: [3, *shape[1:]] if shape[:1] == [1] else shape for n, shape in sizes.items()}
-    if batch != sizes and _runs(gm, examples, batch):  # torch makes a number of 1
-        sizes = batch
+    for axis in range(max(map(len, sizes.values()), default=0)):  # torch makes a number of 1
+        longer = {n: [3 if (i, s) == (axis, 1) else s for i, s in enumerate(shape)] for n, shape in sizes.items()}
+        if longer != sizes and _runs(gm, examples, longer):
+            sizes = longer
     mode = FakeTensorMode(shape_env=ShapeEnv(duck_shape=False), allow_non_fake_inputs=True)
     inputs = dict(examples)
     for n, t in examples.items():

@@ -153,6 +153,8 @@ CASES = [
     (Sized, (2, 9), [(2, 9), (3, 5), (1, 7)]),
     (Sized, (1, 9), [(3, 5)]),
     (Sized, (8, 8), [(3, 5)]),
+    (Sized, (4, 1), [(4, 1), (3, 5)]),
+    (Sized, (1, 1), [(3, 5)]),
     pytest.param(
         Capacity, (9,), [(9,), (4,), (80,)],
         marks=pytest.mark.skipif(torch.__version__.startswith("2.11"), reason="its products make numbers of symbols"),
@@ -194,6 +196,34 @@ def test_sizes_that_a_function_asks_for():
         x = rows(*sizes, D)
         torch.testing.assert_close(out(x, *weights), mixture(x, *weights))
     assert [block.fallbacks for block in moefx.blocks(out)] == [0]
+
+
+def test_another_rank_than_the_examples():
+    class Rows(Mixture):
+        def forward(self, x):
+            shape = x.shape
+            return super().forward(x.view(-1, shape[-1])).view(shape)
+
+    m = Rows()
+    out = moefx.rewrite_graph(fx.symbolic_trace(m), (torch.randn(2, 9, D),))
+    for run in (out, torch.compile(out, backend="eager")):
+        with pytest.raises(Exception, match=rf"x is \[5, {D}\]; the graph was rewritten for examples of 3 dimensions"):
+            run(torch.randn(5, D))
+        x = torch.randn(3, 4, D)
+        torch.testing.assert_close(run(x), m(x))
+    out.graph.eliminate_dead_code()
+    assert "expect_rank" in out.graph.python_code("self").src
+
+
+def test_arguments_with_defaults():
+    class Biased(Mixture):
+        def forward(self, x, bias=None, scale=2.0):
+            return super().forward(x)
+
+    m, x = Biased(), torch.randn(9, D)
+    out = moefx.rewrite_graph(fx.symbolic_trace(m), (x,))
+    torch.testing.assert_close(out(x), m(x))
+    assert moefx.blocks(out)
 
 
 def test_numbers_that_are_given():
