@@ -16,7 +16,7 @@ from ._plan import Plan
 from .errors import InvalidInput, InvalidPlan, MoefxError, NoMoEBlockFound
 from .inspection.explain import Explanation, MatchedBlock, together
 from .inspection.history import History
-from .ir.attributes import OWN_MODE
+from .ir.attributes import OWN_MODE, ties
 from .ir.binding import Specialisation, leaves_of
 from .ir.block import BlockGraph
 from .pipeline import PASSES, limited
@@ -338,7 +338,8 @@ def _nothing_found(model: nn.Module, found: Survey) -> str:
 
 
 def _program(matched: Matched, block: nn.Module) -> Program:
-    return program_of(block, matched.result, matched.call.args, matched.call.kwargs, read=matched.read)
+    call = matched.call
+    return program_of(block, matched.result, call.args, call.kwargs, read=matched.read, tied=ties(block))
 
 
 def _failed_guard(program: Program, matched: Matched, block: nn.Module) -> str:

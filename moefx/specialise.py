@@ -16,7 +16,7 @@ from .capture.autocast import under
 from .capture.find import signature
 from .capture.inputs import Arguments
 from .errors import Refused
-from .ir.attributes import OWN_MODE, Where, attributes, globals_of, reading, value_at
+from .ir.attributes import OWN_MODE, Where, attributes, globals_of, reading, ties, value_at
 from .ir.binding import Guard, Specialisation, call_specialisation, device_of, kind_of, leaves_of
 from .ir.held import HeldKind, is_configuration, is_kept, same, unchanged
 from .numeric import numeric_check
@@ -36,9 +36,11 @@ def program_of(
     kwargs: dict[str, Any],
     autocast: torch.dtype | None = None,
     read: Iterable[Where] = (),
+    tied: Mapping[Where, Where] | None = None,
 ) -> Program:
     """The program of a rewritten block, with the specialisation and the guards that it holds for; `read`: the
-    attributes of the block that its captures read. It is for both modes if its own one is not among them."""
+    attributes of the block that its captures read; `tied`: its `ties`. It is for both modes if its own one is not among
+    them."""
     leaves = leaves_of(signature_binder(block)(*args, **kwargs))
     call = call_specialisation(block, leaves)
     device = device_of(block).type
@@ -53,7 +55,7 @@ def program_of(
     relied = {w: HeldKind(v) if is_configuration(v) else unchanged(v) for w, v in {**kept, **globals_of(block)}.items()}
     # Autocast differs from device to device.
     moves = autocast is None and "autocast" not in result.match.modes_read
-    return Program(key, result.history, absorbed, _guards(result), relied, moves)
+    return Program(key, result.history, absorbed, _guards(result), {**relied, **(tied or {})}, moves)
 
 
 def _is_watched(block: nn.Module, where: Where, absorbed: Collection[str]) -> bool:
@@ -139,13 +141,15 @@ class Specialise:
                 grad=program.key.grad, training=None if program.key.training is None else call.training
             )
             if program.moves and _without_device(program.key) == _without_device(alike):
-                return program.with_arguments(call.arguments), set(program.attributes)
+                read = {w for w, value in program.attributes.items() if not isinstance(value, Where)}
+                return program.with_arguments(call.arguments), read
         real = args is not None  # not only being traced
         abstract = pytree.tree_map_only(
             torch.Tensor,
             lambda t: t.detach().to("meta") if t.is_floating_point() else t.detach().cpu(),
             self._traced(block, call) if args is None else (args, dict(kwargs or {})),
         )
+        tied = ties(block)
         if self.spread is not None:
             block = self.spread.whole(block)
             forward = vars(block)["forward"]
@@ -159,7 +163,7 @@ class Specialise:
                 proven, result = result, limited(block, result, self.plan)
                 if self.spread is not None:
                     result = self.spread.graph(block, result)
-                program = program_of(block, result, args, kwargs, call.autocast, read)
+                program = program_of(block, result, args, kwargs, call.autocast, read, tied)
                 if real and self.plan.validation == "auto" and self.spread is None:
                     ok, verdict = numeric_check(block, proven, forward.name, self.plan.validation_seconds)
                     if not ok:

@@ -101,7 +101,7 @@ class Effect:
 
     Attributes:
         kind: "buffer", "input", "attribute" (set to a tensor, or to a container of tensors), "state" (set to anything
-            else) or "record" (something that is not the block's).
+            else), "record" (something that is not the block's) or "draw" (numbers of a generator of Python's).
         node: the new value; of an attribute that is a container, that container with nodes for its tensors.
     """
 

@@ -109,15 +109,17 @@ def capture(
     surroundings = Surroundings(block, (args, kwargs))
     try:
         with (
-            quiet(), python_random(), torch.random.fork_rng(devices=[]), recording(tracer, names), tracer,
-            Functions(tracer),
+            quiet(), python_random(surroundings.generators) as drawn, torch.random.fork_rng(devices=[]),
+            recording(tracer, names), tracer, Functions(tracer),
         ):  # fmt: skip
             torch.manual_seed(routing.seed)
             out = torch.func.functional_call(block, state, args, kwargs, strict=False, tie_weights=False)
+            draws = drawn()
         with torch._C.DisableTorchFunction():
             effects = effects_of(tracer, block, before, given, state, inputs)
             foreign = [tracer.named.get(i, "a tensor that is no buffer") for i in tracer.overwritten]
             effects += [Effect("record", path, None) for path in [*surroundings.changed(), *foreign]]
+            effects += [Effect("draw", name, None) for name in draws]
             changed = {e.node: t for e in effects if e.kind == "input" for _, t, node in inputs if e.target is node}
             own = {key for t in tensors_in(out) for key in vars(t).keys() - _names_of_fakes()}
             effects += [Effect("record", f"the attribute {key} of a tensor", None) for key in own]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import NoneType
 from typing import Any
 
@@ -87,18 +88,37 @@ def refill(container: Any, items: Any) -> None:
         container.extend(items) if hasattr(container, "extend") else container.update(items)
 
 
+def is_generator(thing: Any) -> bool:
+    """Whether it draws random numbers: Python's or NumPy's; torch's are followed."""
+    return _accessors(thing) is not None
+
+
+def _accessors(thing: Any) -> tuple[Callable[[], Any], Callable[[Any], None]] | None:
+    """What gives the state of a generator, and what sets it."""
+    if thing is random or isinstance(thing, random.Random):
+        return thing.getstate, thing.setstate
+    if type(thing).__module__.startswith("numpy.random") or getattr(thing, "__name__", "") == "numpy.random":
+        if hasattr(thing, "get_state"):
+            return thing.get_state, thing.set_state
+        if hasattr(thing, "bit_generator"):
+            of = thing.bit_generator
+            return lambda: of.state, lambda state: setattr(of, "state", state)
+    return None
+
+
 @contextlib.contextmanager
-def python_random() -> Iterator[None]:
-    """Python's own random numbers come out after a capture as if there had been none; numpy's, if it is in use."""
-    state = random.getstate()
-    numpy = sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy else None
+def python_random(held: Mapping[str, Any] | None = None) -> Iterator[Callable[[], list[str]]]:
+    """Random numbers of Python's and of NumPy's come out as if none had been drawn. Yields what names the generators of
+    which some were. Args: held: more of them than those of the modules, by name."""
+    known = {**(held or {}), "random": random, "numpy.random": getattr(sys.modules.get("numpy"), "random", None)}
+    accessors = {name: found for name, thing in known.items() if (found := _accessors(thing)) is not None}
+    before = {name: get() for name, (get, _) in accessors.items()}
+    kept = {name: pickle.dumps(state) for name, state in before.items()}
     try:
-        yield
+        yield lambda: [name for name, (get, _) in accessors.items() if pickle.dumps(get()) != kept[name]]
     finally:
-        random.setstate(state)
-        if numpy:
-            numpy.random.set_state(numpy_state)
+        for name, (_, put) in accessors.items():
+            put(before[name])
 
 
 def effects_of(

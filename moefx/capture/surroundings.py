@@ -19,7 +19,7 @@ from ..ir.attributes import OWN
 from ..ir.held import is_plain
 from ..ir.reached import FUNCTIONS, Reached, code_of, is_users, reached
 from .captured import tensors_in
-from .effects import refill, same_items
+from .effects import is_generator, refill, same_items
 
 _CONTAINERS = (list, dict, set, collections.deque)
 _DEPTH = 3
@@ -27,9 +27,14 @@ _MOST_ITEMS = 256
 
 
 class Surroundings:
-    """The contents of everything that the code of a block and its arguments reach, as they are now."""
+    """The contents of everything that the code of a block and its arguments reach, as they are now.
+
+    Attributes:
+        generators: those of random numbers among it, by path.
+    """
 
     def __init__(self, block: nn.Module, arguments: Any):
+        self.generators: dict[str, Any] = {}
         self._seen = {id(module) for module in block.modules()}
         self._held: list[tuple[str, Any, Any, Callable[[Any], None]]] = []  # path, container, its items, to put back
         for prefix, module in block.named_modules():
@@ -70,6 +75,10 @@ class Surroundings:
         if _is_array(value):
             self._seen.add(id(value))
             self._held.append((path, value, value.copy(), functools.partial(value.__setitem__, ...)))
+            return
+        if is_generator(value):
+            self._seen.add(id(value))
+            self.generators[path] = value
             return
         if isinstance(value, _CONTAINERS):
             self._seen.add(id(value))

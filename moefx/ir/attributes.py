@@ -97,6 +97,20 @@ def value_at(block: nn.Module, where: Where) -> Any:
     return getattr(owner_of(block, where), where.last, MISSING)
 
 
+def ties(block: nn.Module) -> dict[Where, Where]:
+    """Parameters and buffers that are the same tensor as one before: a capture reads them all there."""
+    first: dict[int, Where] = {}
+    found: dict[Where, Where] = {}
+    for kind in (block.named_parameters, block.named_buffers):
+        for name, t in kind(remove_duplicate=False):
+            owner, _, key = name.rpartition(".")
+            where = Where(owner, key)
+            before = first.setdefault(id(t), where)
+            if before.name != key or owner_of(block, before) is not owner_of(block, where):  # not a module twice
+                found[where] = before
+    return found
+
+
 @contextlib.contextmanager
 def reading(block: nn.Module, watched: Iterable[Where]) -> Iterator[set[Where]]:
     """Note which of these attributes are relied on while the context is open: read before they are set, or set to what
@@ -238,9 +252,15 @@ def owner_of(block: nn.Module, where: Where) -> Any:
 
 
 def holders_of(block: nn.Module, where: Where) -> list[tuple[str, Any]]:
-    """The objects on the way to an attribute, each with its name in the one before."""
-    python = where.module.startswith("@")
-    found = [("", sys.modules.get(where.module[1:]) if python else block.get_submodule(where.module))]
+    """The objects on the way to an attribute, each with its name in the one before; None for those that are gone."""
+    if where.module.startswith("@"):
+        owner: Any = sys.modules.get(where.module[1:])
+    else:
+        try:
+            owner = block.get_submodule(where.module)
+        except AttributeError:
+            owner = None
+    found = [("", owner)]
     if where.inner:
         for name in [where.name, *where.inner.split(".")[:-1]]:
             found.append((name, getattr(found[-1][1], name, None)))
@@ -249,5 +269,5 @@ def holders_of(block: nn.Module, where: Where) -> list[tuple[str, Any]]:
 
 __all__ = [
     "OWN", "OWN_MODE", "Where", "attributes", "follows_its_mode", "globals_of", "holders_of", "owner_of", "reading",
-    "value_at",
+    "ties", "value_at",
 ]  # fmt: skip

@@ -199,6 +199,13 @@ class Rewriter:
     def _effects(self) -> list[tuple[Effect, list[Any]]]:
         """Each with its new value: one `Twins`, or the leaves of a container."""
         per_capture = [c.effects for c in self.kept.captures]
+        for effect in per_capture[0]:
+            if effect.kind == "draw":
+                raise Refused(
+                    f"the block draws from {effect.target}: the numbers of one call would be those of all",
+                    culprits=(str(effect.target),),
+                    remedy="draw them with torch, as a tensor",
+                )
         out = []
         for column in zip(*per_capture, strict=False):
             first = column[0]

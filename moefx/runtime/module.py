@@ -26,7 +26,7 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporar
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..capture.lifting import is_here, lifting
-from ..errors import AbsorbedModuleChanged, MoefxError, NotRewritten
+from ..errors import AbsorbedModuleChanged, InvalidInput, MoefxError, NotRewritten
 from ..ir.attributes import Where, value_at
 from ..ir.binding import Leaves, Specialisation, binder, call_specialisation, leaves_of
 from ..ir.held import holds_tensors, unchanged
@@ -114,7 +114,16 @@ class BlockForward:
         else:
             entry = self._found(call, leaves, args, kwargs)
         if entry is not None:
-            return self._run(entry, leaves)
+            if torch.compiler.is_compiling():
+                return self._run(entry, leaves)
+            try:
+                return self._run(entry, leaves)
+            except (TypeError, RuntimeError, InvalidInput):
+                entry.absorbed.inspect(self.name)  # a parameter of theirs may be gone
+                if not entry.replaced():
+                    raise
+                entry.failed = True
+            return self(*args, **kwargs)  # that program is not for it
         if getattr(self.specialise, "spread", None) is not None:
             raise NotRewritten(
                 f"{self._name} {self._why}. Its original forward cannot run: it has a part of the experts"
@@ -162,13 +171,7 @@ class BlockForward:
         if self._recording and program.fn_with_load is not None:
             result, self._offsets = program.fn_with_load(self.block, *values)
             return result
-        if torch.compiler.is_compiling():
-            return program.fn(self.block, *values)
-        try:
-            return program.fn(self.block, *values)
-        except (TypeError, RuntimeError):
-            entry.absorbed.inspect(self.name)  # a parameter of theirs may be gone
-            raise
+        return program.fn(self.block, *values)
 
     def _found(self, call: Specialisation, leaves: Leaves, args: Any, kwargs: Any) -> _Entry | None:
         """The program for an eager call, made now if there is none."""
@@ -197,7 +200,7 @@ class BlockForward:
             if not entry.program.key.admits(call):
                 continue
             entry.absorbed.check(self.name)
-            if not entry.attributes.hold():
+            if not entry.holds():
                 why = entry.why_not()
             elif (index := entry.failed_guard(self.block, leaves)) >= 0:
                 why = str(entry.program.guards[index])
@@ -287,7 +290,7 @@ class BlockForward:
         admitted = [e for e in self._entries if e.program.key.admits(call)]
         for entry in admitted:
             entry.absorbed.check(self.name)
-        return [e for e in admitted if e.attributes.hold()]
+        return [e for e in admitted if e.holds()]
 
     # -- programs ----------------------------------------------------------------------------------
 
@@ -424,19 +427,45 @@ class _Entry:
         block = absorbed.block  # may be a copy of the one that the program was made for, with tensors of its own
         values = {w: unchanged(value_at(block, w)) if holds_tensors(v) else v for w, v in program.attributes.items()}
         self.attributes = ReadAttributes(block, values)
+        self.block = block
+        self.kinds = {name: _kind_at(block, name) for name in program.reads}
+        self.failed = False  # for another kind of one of them, which calls are looked at for since
+
+    def holds(self) -> bool:
+        """Whether the block is as it was."""
+        return self.attributes.hold() and not (self.failed and self.replaced())
+
+    def replaced(self) -> str:
+        """The first of the tensors and modules that it reads that is of another kind now, or gone; "" if none is."""
+        return next((name for name, kind in self.kinds.items() if _kind_at(self.block, name) != kind), "")
 
     def failed_guard(self, block: nn.Module, leaves: Leaves) -> int:
         """The index of the guard that keeps a call out; -1 if none does."""
         return self.program.failed_guard(block, leaves)
 
     def why_not(self) -> str:
+        if self.attributes.hold():
+            return f"{self.replaced()} is of another kind now"
         where, now = self.attributes.changed() or (Where("", ""), None)
+        if isinstance(other := self.attributes.values.get(where), Where):
+            return f"{where} and {other} are two tensors now, and were one"
         return f"{where} == {self.attributes.values.get(where)!r}: it is {now!r} now, and the forward reads it"
 
     def run_after(self, pass_name: str, block: nn.Module, leaves: Leaves) -> Any:
         graph = self.program.runnable(self.program.history[pass_name].graph)
         values = [leaves[i][1] for i in graph.binding.indices(self.program.key)]
         return graph.compile()(block, *values)
+
+
+def _kind_at(block: nn.Module, name: str) -> Any:
+    """The dtype and shape of a tensor, the class of a module; None where there is none."""
+    owner, _, key = name.rpartition(".")
+    try:
+        module = block.get_submodule(owner)
+    except AttributeError:
+        return None
+    value = next((d[key] for d in (module._parameters, module._buffers, module._modules) if key in d), None)
+    return None if value is None else (value.dtype, value.shape) if isinstance(value, torch.Tensor) else type(value)
 
 
 def install(

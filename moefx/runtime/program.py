@@ -14,6 +14,14 @@ from ..ir.block import BlockGraph
 from ..ir.held import comparisons
 
 
+def _expression(where: Where) -> str | None:
+    """For the value of an attribute of `self`; None where Python's syntax has none."""
+    parts = [p for p in (*where.module.split("."), where.name, *where.inner.split(".")) if p]
+    if not all(p.isidentifier() or p.isdigit() for p in parts):
+        return None
+    return "".join(["self", *(f"._modules['{p}']" if p.isdigit() else f".{p}" for p in parts)])
+
+
 class Program:
     """A rewritten form of a block; a value that blocks of the same structure share.
 
@@ -22,7 +30,8 @@ class Program:
         history: the graphs that led to it; the last one runs.
         absorbed: names, relative to the block, of the submodules whose computation the graph took over.
         guards: further conditions that capture relied on.
-        attributes: plain attributes of the block and its parts that it holds for.
+        attributes: plain attributes of the block and its parts that it holds for; and where a tensor is one that is
+            elsewhere, too.
         moves: it holds on any device.
         weights: which arguments of a call are the weights that the graph has as attributes; of a block its own are.
 
@@ -33,6 +42,7 @@ class Program:
         unchanged: `(block) -> whether the attributes are what they were`, for Dynamo, which then guards them; not those
             of absorbed modules, of which there are many.
         picks: positions of the placeholders' values among the leaves of a call.
+        reads: names of the tensors and modules of the block that it reads or calls.
     """
 
     # A plain class: Dynamo wraps every field of a frozen dataclass when it first sees one.
@@ -59,6 +69,8 @@ class Program:
         self.unchanged: Callable[..., bool] = self._compile_attributes()
         self.fn_with_load: Callable[..., Any] | None = None
         self.picks = graph.binding.indices(key)
+        nodes = graph.graph.nodes
+        self.reads = tuple(dict.fromkeys(str(n.target) for n in nodes if n.op in ("get_attr", "call_module")))
 
     def _compile_attributes(self) -> Callable[..., bool]:
         tests, scope = ["True"], {}
@@ -68,11 +80,11 @@ class Program:
             if where.module.startswith("@"):
                 scope[f"m{i}"] = sys.modules.get(where.module[1:])
                 path = f"m{i}.{'.'.join(filter(None, where[1:]))}"
-            else:
-                parts = [*where.module.split("."), where.name, *where.inner.split(".")]
-                if where.module in self.absorbed or not all(p.isidentifier() or p.isdigit() or not p for p in parts):
-                    continue
-                path = "".join(["self", *(f"._modules['{p}']" if p.isdigit() else f".{p}" for p in parts if p)])
+            elif isinstance(value, Where):
+                tests.append(f"{_expression(where)} is {_expression(value)}")
+                continue
+            elif where.module in self.absorbed or (path := _expression(where)) is None:
+                continue
             for expression, part in comparisons(path, value):
                 name = f"v{len(scope)}"
                 scope[name] = part

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import AbsorbedModuleChanged
-from ..ir.attributes import Where, holders_of, value_at
+from ..ir.attributes import Where, holders_of, owner_of, value_at
 from ..ir.block import BlockGraph
 from ..ir.held import MISSING, compares, same
 
@@ -131,7 +131,11 @@ class _Live:
 
 class ReadAttributes:
     """Plain attributes that a program was made for (`top_k`, a scale, a flag of a configuration): whether they still
-    are what they were. Compared in C, one call for each object that holds some."""
+    are what they were. Compared in C, one call for each object that holds some.
+
+    Args:
+        values: what they were; where a tensor is one that is elsewhere, too, that is where (see `ties`).
+    """
 
     def __init__(self, block: nn.Module, values: Mapping[Where, Any]):
         self.block, self.values = block, values
@@ -153,7 +157,7 @@ class ReadAttributes:
         """The first one that is another now, and what it is."""
         for where, value in self.values.items():
             now = value_at(self.block, where)
-            if not same(now, value):
+            if not (now is value_at(self.block, value) if isinstance(value, Where) else same(now, value)):
                 return where, now
         return None
 
@@ -168,10 +172,13 @@ class _LiveAttributes:
         held: dict[int, tuple[Any, dict[str, Any]]] = {}
         self.holders: list[tuple[dict[str, Any], str, Any]] = []
         self.shared: list[tuple[Any, str, Any]] = []  # of the class
+        self.tied: list[tuple[Any, str, Any, str]] = []
         for where, value in values.items():
             holders, name = holders_of(block, where), where.last
             owner = holders[-1][1]
-            if name in getattr(owner, "__dict__", ()) and compares(value):
+            if isinstance(value, Where):
+                self.tied.append((owner, name, owner_of(block, value), value.last))
+            elif name in getattr(owner, "__dict__", ()) and compares(value):
                 held.setdefault(id(owner), (owner, {}))[1][name] = value
             else:
                 self.shared.append((owner, name, value))
@@ -195,6 +202,7 @@ class _LiveAttributes:
                 all([list(map(get, states)) == expected for get, states, expected in self.held])
                 and all([holder.get(name) is it for holder, name, it in self.holders])
                 and all([same(getattr(owner, name, MISSING), value) for owner, name, value in self.shared])
+                and all([getattr(a, name) is getattr(b, other) for a, name, b, other in self.tied])
             )
         except Exception:  # gone, or of a kind that does not compare
             return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 import types
 
 import numpy
@@ -117,6 +118,43 @@ def test_a_block_that_writes_elsewhere_is_refused_and_leaves_no_trace(write):
     assert model.parents[0].aux is None
     assert all(t == 0 for t in [*model.held.values(), model.plain, TENSOR[0], model.array[0]])
     assert MANAGER.last is None and Recorder.last is None and model.stats.last is None
+
+
+DICE = random.Random(3)
+
+
+class Draws(Loop):
+    """Numbers of Python's or of NumPy's in its router."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.draw, self.dice, self.generator = draw, [random.Random(1)], numpy.random.default_rng(0)
+
+    def route(self, x):
+        return (self.gate(x) * self.draw(self)).softmax(-1).topk(2, -1)
+
+
+DRAWS = {
+    "random": lambda block: random.uniform(0.5, 1.5),
+    "numpy.random": lambda block: numpy.random.uniform(0.5, 1.5),
+    "dice": lambda block: block.dice[0].random(),
+    "generator": lambda block: block.generator.uniform(0.5, 1.5),
+    "DICE": lambda block: DICE.random(),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_random_numbers_that_torch_does_not_draw(draw):
+    """They would be the same in all calls. The meta device has no numbers to check it by."""
+    with torch.device("meta"):
+        model = Draws(draw)
+    states = random.getstate(), model.dice[0].getstate(), model.generator.bit_generator.state, DICE.getstate()
+    name = next(name for name, one in DRAWS.items() if one is draw)
+    with pytest.raises(moefx.NoMoEBlockFound, match=rf"the block draws from \S*{name}: the numbers of one call"):
+        moefx.compile(model, example_inputs=(torch.randn(5, D, device="meta"),))
+    assert states == (
+        random.getstate(), model.dice[0].getstate(), model.generator.bit_generator.state, DICE.getstate()
+    )  # fmt: skip
 
 
 class Borrows(Loop):

@@ -445,3 +445,53 @@ def test_arrays_and_attributes_of_the_class(change, x, monkeypatch):
     torch.testing.assert_close(compiled(x), model(x))
     assert not torch.allclose(compiled(x), before)
     torch.testing.assert_close(again(x), model(x) if change is of_the_class else before)
+
+
+class Tied(Block):
+    """Its experts share a matrix."""
+
+    def __init__(self):
+        super().__init__()
+        for expert in self.experts:
+            expert[0].weight = self.experts[0][0].weight
+
+
+def untied(model):
+    for i, expert in enumerate(model.experts):
+        expert[0].weight = nn.Parameter(expert[0].weight.detach() * (i + 1))
+
+
+def test_tensors_that_were_one(x):
+    torch.compiler.reset()  # its limit of graphs is one for all tests
+    model, compiled = pair(x, Tied)
+    traced = torch.compile(compiled, backend="eager")
+    torch.testing.assert_close(traced(x), model(x), rtol=0, atol=1e-13)
+    with torch.no_grad():
+        untied(model), untied(compiled)
+    for run in (compiled, traced):
+        torch.testing.assert_close(run(x), model(x), rtol=0, atol=1e-13)
+    model(x).sum().backward(), compiled(x).sum().backward()
+    for ours, theirs in zip(compiled.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-12)
+    assert calls(compiled) == (2, 0, 1)
+
+
+class Optional(Block):
+    def __init__(self):
+        super().__init__()
+        self.shared, self.bias = nn.Linear(D, D), nn.Parameter(torch.randn(D))
+
+    def forward(self, x):
+        y = super().forward(x)
+        y = y if self.shared is None else y + self.shared(x)
+        return y if self.bias is None else y + self.bias.to(x.dtype)
+
+
+def test_parts_that_become_none(x):
+    model, compiled = pair(x, Optional)
+    shared = compiled.shared
+    for name, value in (("shared", None), ("bias", None), ("shared", shared)):
+        setattr(model, name, value), setattr(compiled, name, value)
+        for _ in range(2):
+            torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
+    assert calls(compiled)[1] == 0  # none ran the original
