@@ -18,7 +18,7 @@ from .capture.inputs import Arguments
 from .errors import Refused
 from .ir.attributes import OWN_MODE, Where, attributes, globals_of, reading, ties, value_at
 from .ir.binding import Guard, Specialisation, call_specialisation, device_of, kind_of, leaves_of
-from .ir.held import HeldKind, is_configuration, is_kept, same, unchanged
+from .ir.held import HeldCode, HeldKind, is_configuration, is_kept, same, unchanged
 from .numeric import numeric_check
 from .pipeline import Result, limited, rewrite_block
 from .runtime.module import BlockForward, signature_binder, signature_of
@@ -53,9 +53,20 @@ def program_of(
     values = {w: value_at(block, w) for w in sorted(read - {OWN_MODE}) if not _is_watched(block, w, absorbed)}
     kept = {w: v for w, v in values.items() if is_kept(v) and (w.inner or not isinstance(v, torch.Tensor))}
     relied = {w: HeldKind(v) if is_configuration(v) else unchanged(v) for w, v in {**kept, **globals_of(block)}.items()}
+    relied |= _called(block, result)
     # Autocast differs from device to device.
     moves = autocast is None and "autocast" not in result.match.modes_read
     return Program(key, result.history, absorbed, _guards(result), {**relied, **(tied or {})}, moves)
+
+
+def _called(block: nn.Module, result: Result) -> dict[Where, HeldCode]:
+    """The modules that are still called, as the router, and their parts: what they return was looked into."""
+    found: dict[Where, HeldCode] = {}
+    for n in result.graph.graph.nodes:
+        for path, module in block.get_submodule(str(n.target)).named_modules() if n.op == "call_module" else ():
+            owner, _, name = f"{n.target}.{path}".strip(".").rpartition(".")
+            found[Where(owner, name)] = HeldCode(module)
+    return found
 
 
 def _is_watched(block: nn.Module, where: Where, absorbed: Collection[str]) -> bool:

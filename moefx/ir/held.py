@@ -159,6 +159,13 @@ def _names(thing: Any) -> frozenset[str]:
     return frozenset(name for name in getattr(thing, "__dict__", ()) if not name.startswith("_"))
 
 
+class HeldCode(HeldClass):
+    """A module that is called: which code runs then. What wraps it (FSDP, say) makes a class of its own of it."""
+
+    def is_still(self, now: Any) -> bool:
+        return getattr(type(now), "forward", None) is self.cls.forward
+
+
 class HeldItems:
     """A container of another class than Python's own, such as a deque."""
 

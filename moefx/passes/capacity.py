@@ -10,6 +10,7 @@ the exact one.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -41,13 +42,13 @@ def find_formula(
         return None
     points = [(dict(dims), v) for dims, v in dict.fromkeys((tuple(dims.items()), v) for dims, v in points)]
     tokens = "*".join(points[0][0])
-    for text in sorted(expressions, key=lambda e: (len(e), e)):
-        whole = (f"int({text})", f"ceil({text})", f"round({text})")
-        tiles = [tile for w in whole[:2] for m in _MULTIPLES for tile in (f"-(-{w}//{m})*{m}", f"{w}//{m}*{m}")]
-        for rounded in (text, *whole, *tiles, *[more for w in whole for more in _and_then(w, points)]):
-            found = _clamped(rounded, tokens, points)
-            if found is not None:
-                return found
+    texts = sorted(expressions, key=lambda e: (len(e), e))
+    for changed in (_as_it_is, _rounded, _to_multiples, functools.partial(_and_then, points=points)):
+        for text in texts:  # what the program was seen to compute before what it may have done unseen
+            for more in changed(text):
+                found = _clamped(more, tokens, points)
+                if found is not None:
+                    return found
     if not laws:
         return None
     law = find_law([(math.prod(dims.values()), v) for dims, v in points])
@@ -67,21 +68,36 @@ _CLAMPS = (
 )
 
 
+def _as_it_is(text: str) -> Iterator[str]:
+    yield text
+
+
+def _rounded(text: str) -> Iterator[str]:
+    yield from (f"int({text})", f"ceil({text})", f"round({text})")
+
+
+def _to_multiples(text: str) -> Iterator[str]:
+    for whole in (f"int({text})", f"ceil({text})"):
+        for m in _MULTIPLES:
+            yield from (f"-(-{whole}//{m})*{m}", f"{whole}//{m}*{m}")
+
+
 def _and_then(text: str, points: Sequence[tuple[Mapping[str, int], int]]) -> Iterator[str]:
     """What Python may have done with a rounded number, unseen: `int(..) + 1`, `2 * int(..)`, `int(..) // E + 1`."""
-    pairs = [(w, v) for dims, v in points if (w := _value(text, dims))]
-    if not pairs:
-        return
-    scaled, most = [text], max(pairs)
-    if (times := most[1] // most[0]) > 1:
-        scaled.append(f"{text}*{times}")
-    if most[1] and (over := most[0] // most[1]) > 1:
-        scaled += [f"{text}//{over + more}" for more in (0, 1)]
-    for changed in scaled:
-        shifts = Counter(v - w for dims, v in points if (w := _value(changed, dims)) is not None)
-        plus, often = shifts.most_common(1)[0]
-        if 2 * often >= len(points) and (plus or changed is not text) and abs(plus) <= _MOST_PLUS:
-            yield f"({changed}+{plus})"
+    for whole in _rounded(text):
+        pairs = [(w, v) for dims, v in points if (w := _value(whole, dims))]
+        if not pairs:
+            continue
+        scaled, most = [whole], max(pairs)
+        if (times := most[1] // most[0]) > 1:
+            scaled.append(f"{whole}*{times}")
+        if most[1] and (over := most[0] // most[1]) > 1:
+            scaled += [f"{whole}//{over + more}" for more in (0, 1)]
+        for changed in scaled:
+            shifts = Counter(v - w for dims, v in points if (w := _value(changed, dims)) is not None)
+            plus, often = shifts.most_common(1)[0]
+            if 2 * often >= len(points) and (plus or changed is not whole) and abs(plus) <= _MOST_PLUS:
+                yield f"({changed}+{plus})"
 
 
 def _value(text: str, dims: Mapping[str, int]) -> int | None:

@@ -449,7 +449,8 @@ class _Entry:
         where, now = self.attributes.changed() or (Where("", ""), None)
         if isinstance(other := self.attributes.values.get(where), Where):
             return f"{where} and {other} are two tensors now, and were one"
-        return f"{where} == {self.attributes.values.get(where)!r}: it is {now!r} now, and the forward reads it"
+        what = f"a {type(now).__name__}" if isinstance(now, nn.Module) else repr(now)
+        return f"{where} == {self.attributes.values.get(where)!r}: it is {what} now, and the forward reads it"
 
     def run_after(self, pass_name: str, block: nn.Module, leaves: Leaves) -> Any:
         graph = self.program.runnable(self.program.history[pass_name].graph)

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from ..errors import AbsorbedModuleChanged
 from ..ir.attributes import Where, holders_of, owner_of, value_at
 from ..ir.block import BlockGraph
-from ..ir.held import MISSING, compares, same
+from ..ir.held import MISSING, HeldCode, compares, same
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _children_of = itemgetter("_modules")
@@ -176,6 +176,9 @@ class _LiveAttributes:
         for where, value in values.items():
             holders, name = holders_of(block, where), where.last
             owner = holders[-1][1]
+            if isinstance(value, HeldCode):
+                self.holders.append((owner._modules, name, owner._modules.get(name)))
+                continue
             if isinstance(value, Where):
                 self.tied.append((owner, name, owner_of(block, value), value.last))
             elif name in getattr(owner, "__dict__", ()) and compares(value):

@@ -495,3 +495,39 @@ def test_parts_that_become_none(x):
         for _ in range(2):
             torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
     assert calls(compiled)[1] == 0  # none ran the original
+
+
+class Chooser(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.scores = nn.Linear(D, E), nn.Softmax(-1)
+
+    def forward(self, x):
+        return self.scores(self.linear(x))
+
+
+class ByWeight(Block):
+    """Tokens go where weights are positive, which those of a softmax are."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = Chooser()
+
+    def forward(self, x):
+        w, ids = self.router(x).topk(2)
+        weights = torch.zeros(len(x), E, dtype=x.dtype).scatter(-1, ids, w)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            (token,) = torch.where(weights[:, e] > 0)
+            out.index_add_(0, token, expert(x[token]) * weights[token, e, None])
+        return out
+
+
+@pytest.mark.parametrize("part", ["router.scores", "router"])
+def test_routers_of_another_kind_are_looked_at_again(part, x):
+    model, compiled = pair(x, ByWeight)
+    torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
+    other = nn.Tanh() if part == "router.scores" else nn.Linear(D, E).double()
+    model.set_submodule(part, other), compiled.set_submodule(part, copy.deepcopy(other))
+    torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
+    assert "now, and the forward reads it" in compiled.forward.counts.last_failed_guard

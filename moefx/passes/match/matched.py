@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 import functools
@@ -16,13 +17,16 @@ from torch.utils import _pytree as pytree
 from ...capture.captured import Capture
 from ...capture.inputs import Arguments
 from ...capture.routing import Routing
-from ...capture.sizes import SizeGuard
+from ...capture.sizes import SizeGuard, evaluate
 from ..capacity import Formula, find_formula
 from .form import Body, Lifted, Ref, most_tokens
 from .paths import Place
 
 # some are small, some multiples of what capacities are rounded to; with the last ones slopes that are alike differ
 _PROBES = (2, 3, 6, 7, 10, 13, 20, 33, 40, 64, 65, 100, 127, 128, 200, 320, 333, 512, 1031, 4096, 4099)
+_TIMES = (24, 40)  # that many tokens for each expert: no capacity is rounded there
+_FROM = (7, 60, 300)  # where such sizes are looked for: floors and ceilings may hide some
+_MOST_TEXTS = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,13 +97,31 @@ class Match:
             nodes = 4 * max(len(lifted.capture.nodes) for lifted in self.lifted)
             most = most_tokens(self.lifted, times=2)
             guards = [*self.within, *self.guards]
-            for tokens in itertools.takewhile(lambda tokens: tokens <= most, _PROBES):
+            for tokens in itertools.takewhile(lambda tokens: tokens <= most, sorted({*_PROBES, *self._delicate()})):
                 sizes = self.arguments.sequence(tokens)
                 if all(g.holds(sizes) for g in guards):
                     with contextlib.suppress(Exception):  # sizes that the program does not take
                         taken = self.capture_at(Routing(kind, 0), sizes, most=nodes if tokens > 512 else 0)
                         probes.append((sizes, taken))
         return self.probes[kind]
+
+    def _delicate(self) -> set[int]:
+        """Sizes by which formulas are told apart that are alike elsewhere: those at which nothing is rounded, and those
+        on both sides of a comparison."""
+        whole = {times * self.num_experts for times in _TIMES if times * self.num_experts < _PROBES[-1]}
+        tokens = range(2, _PROBES[-1])
+        for text in sorted(self.expressions, key=lambda e: (len(e), e))[:_MOST_TEXTS]:
+            with contextlib.suppress(ArithmeticError, ValueError, TypeError):
+                values = [evaluate(text, self.arguments.sequence(n)) for n in tokens]
+                exact = [n for n, v in zip(tokens, values, strict=True) if v == int(v)]
+                if len(exact) < len(values):
+                    whole |= {n for least in _FROM for n in exact[bisect.bisect(exact, least) :][:1]}
+        for guard in dict.fromkeys(g for lifted in self.lifted for g in lifted.capture.sizes.guards):
+            with contextlib.suppress(ArithmeticError, ValueError, TypeError):
+                sides = [guard.holds(self.arguments.sequence(n)) for n in tokens]
+                turns = [n for n, (a, b) in zip(tokens, itertools.pairwise(sides), strict=False) if a is not b]
+                whole |= {n for turn in turns[:1] for n in (turn, turn + 1)}
+        return whole
 
     def without_optional(self) -> bool:
         """Leave out the captures at sizes at which the program may go another way; the form then holds for the other

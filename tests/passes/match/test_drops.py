@@ -92,6 +92,60 @@ def test_rooms(room):
     assert [capacity({"S": n}) for n in range(1, 600)] == [room(n) for n in range(1, 600)]
 
 
+SEVERAL = 12
+
+
+class Dozen(Queue):
+    """As many experts as no power of two divides by: a size that they divide is rare."""
+
+    def __init__(self, room):
+        super().__init__(room)
+        self.gate = nn.Linear(D, SEVERAL, bias=False)
+        self.experts = nn.ModuleList(Mlp() for _ in range(SEVERAL))
+
+    def forward(self, x):
+        w, ids = self.route(x)
+        out, room = torch.zeros_like(x), self.room(x.shape[0])
+        hot = F.one_hot(ids, SEVERAL).reshape(-1, SEVERAL)
+        place = ((hot.cumsum(0) - 1) * hot).sum(-1).reshape(ids.shape)
+        for e in range(SEVERAL):
+            t, k = torch.where((ids == e) & (place < room))
+            out = out.index_add(0, t, self.expert(e, x[t], w[t, k, None]))
+        return out
+
+
+class Sampled(Dozen):
+    """The number is how many of something are taken: nothing compares it with places."""
+
+    def forward(self, x):
+        best = self.gate(x).topk(min(self.room(x.shape[0]), x.shape[0]), 0).values[-1]
+        w, ids = (self.gate(x) + best).softmax(-1).topk(K, -1)
+        return self.mixed(x, w, ids)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("block", [Dozen, Sampled])
+@pytest.mark.parametrize(
+    "room",
+    [
+        lambda n: max(math.ceil(n / SEVERAL), 4),
+        lambda n: max(math.ceil(n / SEVERAL * 1.0), 4),
+        lambda n: int(1.25 * n * K / SEVERAL) + 1,
+        lambda n: max(int(n / SEVERAL), 1) + 1,
+        lambda n: 2 if n > 32 else 1,
+    ],
+    ids=["ceil", "float", "plus_one", "floor", "threshold"],
+)
+def test_rooms_that_are_told_apart_at_few_sizes(block, room):
+    """`ceil(q)` and `int(q) + 1` are one number wherever q is not whole."""
+    model = block(room)
+    result = rewritten(model)
+    for n in (1, 2, 12, 24, 30, 31, 32, 33, 36, 47, 48, 49, 60, 96, 97, 120, 240, 252):
+        if all(g.holds({"S": n}) for g in result.match.guards):
+            x = torch.randn(1, D) + 0.01 * torch.randn(n, D)
+            torch.testing.assert_close(result.graph.compile()(model, x), model(x), rtol=1e-4, atol=1e-5)
+
+
 class OfImages(Queue):
     """Several token axes: the capacity is of their product."""
 
