@@ -186,6 +186,16 @@ class Prover:
             raise refusal or AssertionError
         return lifted
 
+    def _lifted_next(self, kind: str, seed: int, sizes: dict[str, int]) -> Lifted:
+        """Where all second choices are dropped, which an expert with too few places does by chance, none says what its
+        weight would be: under another routing of this kind some are kept."""
+        lifted = self.lift(Routing(kind, seed, as_they_are=kind == "skewed"), sizes)
+        for more in (3, 6) if kind == "contested" else ():
+            if bool(lifted.kept.any(0).all()):
+                break
+            lifted = self.lift(Routing(kind, seed + more), sizes)
+        return lifted
+
     def lift_as(self, taken: Capture, like: Lifted | None, is_last: bool = False) -> Lifted:
         lifter = Lifter(self.block, taken, like, self.symbolic, self.by_slots, is_last)
         lifted = lifter.lift(self.experts)
@@ -204,7 +214,7 @@ class Prover:
             if variant == 0:
                 self.add(self._lifted_first(first or self.capture(Routing(kind, variant), sizes)), sizes)
             else:
-                self.add(self.lift(Routing(kind, variant, as_they_are=kind == "skewed"), sizes), sizes)
+                self.add(self._lifted_next(kind, variant, sizes), sizes)
         few.more_slots(self)
         cover.every_expert(self)
         if self.num_experts < 2:

@@ -13,6 +13,7 @@ from torch import nn
 import moefx
 from moefx.errors import Refused
 
+from ...models.strangers import capacity
 from ..blocks import D, E, H, K, Loop, Mlp, rewritten
 
 
@@ -144,6 +145,17 @@ def test_rooms_that_are_told_apart_at_few_sizes(block, room):
         if all(g.holds({"S": n}) for g in result.match.guards):
             x = torch.randn(1, D) + 0.01 * torch.randn(n, D)
             torch.testing.assert_close(result.graph.compile()(model, x), model(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("experts", [6, 13])
+def test_second_choices_that_are_all_dropped(experts, monkeypatch):
+    """Where two experts get all tokens, the first choices may fill just the places that there are."""
+    monkeypatch.setattr(capacity, "E", experts)
+    model = capacity.GShardTop2().double()
+    result = rewritten(model, torch.zeros(9, capacity.D, dtype=torch.float64))
+    for n in (1, 9, 24, 60):
+        x = torch.randn(n, capacity.D, dtype=torch.float64)
+        torch.testing.assert_close(result.graph.compile()(model, x), model(x))
 
 
 class OfImages(Queue):
