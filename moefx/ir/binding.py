@@ -300,4 +300,6 @@ def _short(dtype: torch.dtype) -> str:
 def _kind_text(kind: tuple[Any, ...]) -> str:
     if kind[0] == "tensor":
         return f"{kind[3]}-d {_short(kind[1])} on {kind[2]}"
-    return f"a {kind[1]}" if kind[0] == "object" else repr(kind[1])
+    if kind[0] == "object":
+        return f"a {kind[1]}"
+    return repr(kind[1]) if len(kind) == 2 else f"a {kind[0]}"  # with several things in it, or none

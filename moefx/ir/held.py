@@ -49,7 +49,9 @@ def attributes_of(thing: Any) -> dict[str, Any]:
 
 
 def _is_shared(value: Any) -> bool:
-    """Whether what a class has is a value for its instances, rather than a method or a property."""
+    """Whether what a class has is a value for its instances, rather than a method or a property of any kind."""
+    if hasattr(type(value), "__get__"):
+        return False
     return isinstance(value, (*_PLAIN, list, tuple, dict)) or is_configuration(value)
 
 

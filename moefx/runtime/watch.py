@@ -186,7 +186,7 @@ class _LiveAttributes:
             else:
                 self.shared.append((owner, name, value))
             for (_, outer), (held_as, inner) in itertools.pairwise(holders):
-                if hasattr(outer, "__dict__"):
+                if held_as in getattr(outer, "__dict__", ()):
                     self.holders.append((vars(outer), held_as, inner))
                 else:
                     self.shared.append((outer, held_as, inner))

@@ -125,6 +125,20 @@ def test_why_calls_run_the_original_is_said_once(x, caplog):
     assert "is not rewritten for such calls: the experts draw random numbers" in record.getMessage()
 
 
+def test_arguments_without_a_value_are_named(x):
+    """An empty container of its own class, as a cache that layers fill."""
+
+    class Cache(collections.UserDict):
+        pass
+
+    class WithCache(Loop):
+        def forward(self, x, cache=None):
+            return super().forward(x)
+
+    compiled = moefx.compile(WithCache().double(), example_inputs=(x, Cache()))
+    assert "cache: a Cache" in moefx.explain(compiled).matched[0].holds_for
+
+
 def test_transforms_run_the_original(x):
     model, compiled = pair(x, Loop())
 
