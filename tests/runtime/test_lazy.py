@@ -125,11 +125,12 @@ def test_why_calls_run_the_original_is_said_once(x, caplog):
     assert "is not rewritten for such calls: the experts draw random numbers" in record.getMessage()
 
 
+class Cache(collections.UserDict):
+    pass
+
+
 def test_arguments_without_a_value_are_named(x):
     """An empty container of its own class, as a cache that layers fill."""
-
-    class Cache(collections.UserDict):
-        pass
 
     class WithCache(Loop):
         def forward(self, x, cache=None):
