@@ -152,7 +152,7 @@ class Specialise:
                 grad=program.key.grad, training=None if program.key.training is None else call.training
             )
             if program.moves and _without_device(program.key) == _without_device(alike):
-                read = {w for w, value in program.attributes.items() if not isinstance(value, Where)}
+                read = {w for w, value in program.attributes.items() if not isinstance(value, (Where, HeldCode))}
                 return program.with_arguments(call.arguments), read
         real = args is not None  # not only being traced
         abstract = pytree.tree_map_only(

@@ -16,10 +16,11 @@ from ..ir.held import comparisons
 
 def _expression(where: Where) -> str | None:
     """For the value of an attribute of `self`; None where Python's syntax has none."""
-    parts = [p for p in (*where.module.split("."), where.name, *where.inner.split(".")) if p]
-    if not all(p.isidentifier() or p.isdigit() for p in parts):
+    owners, names = filter(None, where.module.split(".")), filter(None, [where.name, *where.inner.split(".")])
+    parts = [("_modules", p) for p in owners] + [("_parameters", p) for p in names]
+    if not all(p.isidentifier() or p.isdigit() for _, p in parts):
         return None
-    return "".join(["self", *(f"._modules['{p}']" if p.isdigit() else f".{p}" for p in parts)])
+    return "".join(["self", *(f".{held}[{p!r}]" if p.isdigit() else f".{p}" for held, p in parts)])
 
 
 class Program:

@@ -461,6 +461,29 @@ def untied(model):
         expert[0].weight = nn.Parameter(expert[0].weight.detach() * (i + 1))
 
 
+class Listed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router, up = nn.Linear(D, E), nn.Parameter(torch.randn(D, D))
+        self.up = nn.ParameterList([up] * E)
+        self.down = nn.ParameterList([torch.randn(D, D) for _ in range(E)])
+
+    def forward(self, x):
+        w, ids = self.router(x).softmax(-1).topk(2)
+        gates = torch.zeros(len(x), E, dtype=x.dtype).scatter(-1, ids, w)
+        return sum(gates[:, e, None] * ((x @ self.up[e]).relu() @ self.down[e]) for e in range(E))
+
+
+def test_one_tensor_in_a_list(x):
+    model, compiled = pair(x, Listed)
+    traced = torch.compile(compiled, backend="eager", fullgraph=True)
+    torch.testing.assert_close(traced(x), model(x), rtol=0, atol=1e-12)
+    for m in (model, compiled):
+        m.up[2] = nn.Parameter(m.up[2].detach() * 2)
+    for run in (compiled, traced):
+        torch.testing.assert_close(run(x), model(x), rtol=0, atol=1e-12)
+
+
 def test_tensors_that_were_one(x):
     torch.compiler.reset()  # its limit of graphs is one for all tests
     model, compiled = pair(x, Tied)

@@ -26,7 +26,7 @@ from .paths import Place
 _PROBES = (2, 3, 6, 7, 10, 13, 20, 33, 40, 64, 65, 100, 127, 128, 200, 320, 333, 512, 1031, 4096, 4099)
 _TIMES = (24, 40)  # that many tokens for each expert: no capacity is rounded there
 _FROM = (7, 60, 300)  # where such sizes are looked for: floors and ceilings may hide some
-_MOST_TEXTS = 32
+_MOST_DELICATE, _MOST_TEXTS = 1100, 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Match:
             nodes = 4 * max(len(lifted.capture.nodes) for lifted in self.lifted)
             most = most_tokens(self.lifted, times=2)
             guards = [*self.within, *self.guards]
-            for tokens in itertools.takewhile(lambda tokens: tokens <= most, sorted({*_PROBES, *self._delicate()})):
+            for tokens in itertools.takewhile(lambda tokens: tokens <= most, sorted({*_PROBES, *self._delicate})):
                 sizes = self.arguments.sequence(tokens)
                 if all(g.holds(sizes) for g in guards):
                     with contextlib.suppress(Exception):  # sizes that the program does not take
@@ -105,11 +105,12 @@ class Match:
                         probes.append((sizes, taken))
         return self.probes[kind]
 
+    @functools.cached_property
     def _delicate(self) -> set[int]:
         """Sizes by which formulas are told apart that are alike elsewhere: those at which nothing is rounded, and those
         on both sides of a comparison."""
         whole = {times * self.num_experts for times in _TIMES if times * self.num_experts < _PROBES[-1]}
-        tokens = range(2, _PROBES[-1])
+        tokens = range(2, _MOST_DELICATE)
         for text in sorted(self.expressions, key=lambda e: (len(e), e))[:_MOST_TEXTS]:
             with contextlib.suppress(ArithmeticError, ValueError, TypeError):
                 values = [evaluate(text, self.arguments.sequence(n)) for n in tokens]
