@@ -12,7 +12,8 @@ import torch
 from torch import fx, nn
 
 from ..runtime.watch import hook_on
-from .nodes import storages, target_name
+from .memory import Aliases
+from .nodes import target_name
 
 _IN_PLACE = {
     operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv,
@@ -110,7 +111,10 @@ def _of_bodies(gm: nn.Module, n: fx.Node) -> Effect:
 def _of_graph(gm: fx.GraphModule) -> Effect:
     """Written to are inputs; unknown, if others are that the graph has not made itself."""
     effects = {n: effect_of(gm, n) for n in gm.graph.nodes}
-    memory = {n: set(storages(n.meta.get("example_value", n.meta.get("val")))) for n in gm.graph.nodes}
+    value = {n: n.meta.get("example_value", n.meta.get("val")) for n in gm.graph.nodes}
+    aliases = Aliases()
+    aliases.follow(gm.graph.nodes, value)
+    memory = {n: set(aliases.of(v)) for n, v in value.items()}
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
     writes, unknown = [], any(e.unknown for e in effects.values())
     for target in (t for e in effects.values() for t in e.writes):

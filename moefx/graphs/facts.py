@@ -16,6 +16,7 @@ from torch.fx.node import map_arg
 
 from .code import Autocast, Modes, call
 from .effects import Effect, differentiates, effect_of, is_switch
+from .memory import Aliases, storages
 from .nodes import (
     ENTER_AUTOCAST,
     MOVES,
@@ -27,7 +28,6 @@ from .nodes import (
     is_held,
     plain,
     sources_of,
-    storages,
     target_name,
     transform,
 )
@@ -73,7 +73,7 @@ class Facts:
         self.examples = dict(zip(placeholders, example_inputs, strict=False))
         self.value = self._values(list(example_inputs))
         self.numbers = self._given_numbers()
-        self._same_memory = self._aliases()
+        self._memory = self._aliases()
         self.effects = {n: effect_of(gm, n) for n in self.nodes}
         self.unknown = [n for n in self.nodes if self.effects[n].unknown]
         self.asking = [n for n in self.nodes if differentiates(n) and n not in self.transforms]
@@ -222,22 +222,22 @@ class Facts:
             self.deps[n], self.after[n] = list(deps), list(after)
 
     def storages(self, n: fx.Node | None) -> list[int]:
-        mine = storages(self.value.get(n) if n is not None else None)
-        return [self._same_memory.get(s, s) for s in mine]
+        return self._memory.of(self.value.get(n) if n is not None else None)
 
     def memory_written(self, n: fx.Node) -> set[int]:
         """The storages that a node writes to."""
         return {s for t in self.written.get(n, ()) for s in self.storages(t)}
 
-    def _aliases(self) -> dict[int, int]:
-        """Of attributes and inputs that have memory in common, which tracers may take for several: one for all."""
+    def _aliases(self) -> Aliases:
+        """Also of attributes and inputs that have memory in common, which tracers may take for several."""
         first: dict[int, int] = {}  # by the memory itself
-        found = {}
+        found = Aliases()
         for n in self.nodes:
             held = attribute(self.gm, str(n.target)) if n.op == "get_attr" else self.examples.get(n)
             if self.tensor(n) is not None and isinstance(held, torch.Tensor):
                 (mine,), (real,) = storages(self.value[n]), storages(held)
-                found[mine] = first.setdefault(real, mine)
+                found.join(first.setdefault(real, mine), mine)
+        found.follow(self.nodes, self.value)
         return found
 
     def stays(self, n: fx.Node) -> bool:

@@ -31,20 +31,6 @@ def is_float_tensor(t: Any) -> bool:
     return isinstance(t, torch.Tensor) and t.is_floating_point()
 
 
-def storages(value: Any) -> list[int]:
-    """The memory of a tensor, or of several."""
-    return [
-        _storage(t) for t in (value if isinstance(value, (tuple, list)) else (value,)) if isinstance(t, torch.Tensor)
-    ]
-
-
-def _storage(t: torch.Tensor) -> int:
-    try:
-        return t.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):  # a subclass without storage
-        return id(t)
-
-
 def is_hinted(n: Any) -> bool:
     """Whether a size has a number in the example: one that follows from data has none."""
     return not isinstance(n, torch.SymInt) or n.node.hint is not None

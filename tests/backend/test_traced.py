@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 
 import pytest
 import torch
@@ -274,6 +275,45 @@ def test_make_fx(mode):
         x = torch.randn(tokens, D, dtype=torch.float64)
         torch.testing.assert_close(out(x), m(x))
     assert not block.fallbacks
+
+
+class Masked(Mixture):
+    """Writes through views: where values do not share memory, nothing says that they follow each other."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+
+    def forward(self, x):
+        x, scores = x.clone(), self.gate(x)
+        if self.way == "an expert":
+            scores[:, 0] = -torch.inf
+        if self.way == "rows":
+            x.view(-1).mul_(2)
+        p = scores.softmax(-1)
+        w, ids = p.topk(2)
+        if self.way == "a weight":
+            w.unbind(-1)[1].mul_(0.5)
+        if self.way == "features":
+            x[:, :2] = 0
+        return self.experts(x, torch.zeros_like(p).scatter(-1, ids, w))
+
+
+def saved(m, x):
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(m, (x,)), file)
+    file.seek(0)
+    return torch.export.load(file).module()
+
+
+@pytest.mark.parametrize("tracer", [saved, lambda m, x: make_fx(m)(x)], ids=["saved", "make_fx"])
+@pytest.mark.parametrize("way", ["an expert", "rows", "a weight", "features"])
+def test_writes_through_views(way, tracer):
+    m = Masked(way).double().requires_grad_(False)
+    gm = tracer(m, torch.randn(9, D, dtype=torch.float64))
+    out = moefx.rewrite_graph(gm, (torch.randn(9, D, dtype=torch.float64),))
+    x = torch.randn(9, D, dtype=torch.float64)
+    torch.testing.assert_close(out(x), m(x))
 
 
 def test_a_graph_is_told_where_graphs_go():
