@@ -475,6 +475,7 @@ class Listed(nn.Module):
 
 
 def test_one_tensor_in_a_list(x):
+    torch.compiler.reset()  # its limit of graphs is one for all tests
     model, compiled = pair(x, Listed)
     traced = torch.compile(compiled, backend="eager", fullgraph=True)
     torch.testing.assert_close(traced(x), model(x), rtol=0, atol=1e-12)
