@@ -39,13 +39,13 @@ def passes(name: str, **options) -> None:
         raise AssertionError(str(result)) from result.error
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", cases("plain", FULLGRAPH))
 def test_plain(name):
     passes(name, fullgraph=name in FULLGRAPH)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", cases("strangers", FULLGRAPH))
 def test_stranger(name, request):
     if name in GAPS:
@@ -53,7 +53,7 @@ def test_stranger(name, request):
     passes(name, fullgraph=name in FULLGRAPH)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.hf
 @pytest.mark.parametrize("name", cases("hf", FULLGRAPH_HF))
 def test_transformers(name, request):

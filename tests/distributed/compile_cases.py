@@ -79,7 +79,7 @@ out                  = sums_near + sums_inter""",
 
 def case_all_ranks() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
-    for dispatch, kind in sampled(itertools.product(("dedup", "flat"), BLOCKS), 4):
+    for dispatch, kind in sampled(itertools.product(("dedup", "flat"), BLOCKS), 6):
         plan = moefx.Plan(dispatch=dispatch, validation="symbolic")
         check(Model(kind, layers=1 if dispatch == "flat" else 2).double(), mesh, plan)
 

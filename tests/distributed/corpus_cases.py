@@ -67,7 +67,7 @@ def check(names: list[str]) -> None:
 
 def case_some() -> None:
     check(sampled(["i5_gather_weights_interleaved", "s_identity_experts_dense", "s_zero_copy_constant",
-                   "s_capacity_slices", "s_shared_as_expert_zero", "s_per_expert_scale"], 2))  # fmt: skip
+                   "s_capacity_slices", "s_shared_as_expert_zero", "s_per_expert_scale"], 3))  # fmt: skip
 
 
 def case_that_cannot_be_spread() -> None:

@@ -133,7 +133,7 @@ def case_torchs_own_full_state_dict_is_complete_or_an_error() -> None:
 def case_checkpoints_reshard() -> None:
     """Saved over one mesh, with the optimizer's state; loaded over another and in the plain model: the same bits."""
     all_ranks, half = meshes()
-    for kind, (before, after) in sampled(itertools.product(KINDS, [(all_ranks, half), (half, all_ranks)]), 5):
+    for kind, (before, after) in sampled(itertools.product(KINDS, [(all_ranks, half), (half, all_ranks)]), 8):
         folder, original = shared_folder(), Model(kind)
         saved = compiled_beside(original, before, PLAN)
         if before is half:

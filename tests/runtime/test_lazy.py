@@ -333,6 +333,7 @@ ACTIVATIONS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("pair_of", ACTIVATIONS.values(), ids=ACTIVATIONS)
 def test_functions_among_the_arguments_are_told_apart(pair_of, x):
     model = Activated().double()

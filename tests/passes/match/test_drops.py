@@ -147,7 +147,7 @@ def test_rooms_that_are_told_apart_at_few_sizes(block, room):
             torch.testing.assert_close(result.graph.compile()(model, x), model(x), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("experts", [6, 13])
+@pytest.mark.parametrize("experts", [13])
 def test_second_choices_that_are_all_dropped(experts, monkeypatch):
     """Where two experts get all tokens, the first choices may fill just the places that there are."""
     monkeypatch.setattr(capacity, "E", experts)

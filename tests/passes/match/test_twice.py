@@ -146,6 +146,7 @@ def test_choices_that_add_up(choose, combine):
     check(CHOOSE[choose], combine)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("choose", CHOOSE)
 @pytest.mark.parametrize("combine", [scatter, either, two_sums])
 def test_choices_that_do_not(choose, combine):
