@@ -7,10 +7,12 @@ with. A branch on a size becomes a guard of the rewritten block instead of being
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import operator
 import re
+import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -30,7 +32,13 @@ COMPARE = {
 
 def evaluate(expr: str, dims: Mapping[str, int]) -> Any:
     """An expression that a `Size` carries: dims, numbers and arithmetic, nothing else."""
-    return eval(expr, {"__builtins__": {}, **FUNCTIONS}, dict(dims))
+    return eval(_compiled(expr), {"__builtins__": {}, **FUNCTIONS}, dict(dims))
+
+
+@functools.lru_cache(maxsize=4096)
+def _compiled(expr: str) -> types.CodeType:
+    """Many are evaluated at hundreds of sizes."""
+    return compile(expr, "<sizes>", "eval")
 
 
 @dataclasses.dataclass(frozen=True)

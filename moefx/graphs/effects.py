@@ -13,7 +13,8 @@ from torch import fx, nn
 
 from ..runtime.watch import hook_on
 from .memory import Aliases
-from .nodes import target_name
+from .nodes import argument, target_name
+from .values import said
 
 _IN_PLACE = {
     operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv,
@@ -111,7 +112,7 @@ def _of_bodies(gm: nn.Module, n: fx.Node) -> Effect:
 def _of_graph(gm: fx.GraphModule) -> Effect:
     """Written to are inputs; unknown, if others are that the graph has not made itself."""
     effects = {n: effect_of(gm, n) for n in gm.graph.nodes}
-    value = {n: n.meta.get("example_value", n.meta.get("val")) for n in gm.graph.nodes}
+    value = {n: said(n) for n in gm.graph.nodes}
     aliases = Aliases()
     aliases.follow(gm.graph.nodes, value)
     memory = {n: set(aliases.of(v)) for n, v in value.items()}
@@ -167,8 +168,7 @@ def _written(n: fx.Node, given: dict[str, Any]) -> Iterator[fx.Node]:
         for schema in _schemas(n):
             for i, a in enumerate(schema.arguments):
                 if a.alias_info is not None and a.alias_info.is_write:
-                    by_position = n.args[i] if i < len(n.args) and not a.kwarg_only else None
-                    yield from _nodes(n.kwargs.get(a.name, by_position))
+                    yield from _nodes(argument(n, i, a))
     flags = [given[flag] for flag in ("training", "train", "use_input_stats") if flag in given]
     if "functional" not in name and flags[:1] != [False]:
         yield from (*_nodes(given.get("running_mean")), *_nodes(given.get("running_var")))

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from .nodes import argument
+
 _MAY_COPY = {"reshape", "reshape_as", "contiguous", "to", "flatten", "ravel", "type_as", "float", "double", "half"}
 
 
@@ -74,8 +76,7 @@ def _viewed(n: fx.Node, value: Mapping[fx.Node, Any]) -> Iterator[tuple[fx.Node,
     schema = n.target._schema
     returned = {s for r in schema.returns if r.alias_info is not None for s in r.alias_info.before_set}
     for i, a in enumerate(schema.arguments):
-        found: Any = n.args[i] if i < len(n.args) and not a.kwarg_only else n.kwargs.get(a.name)
-        alias = a.alias_info
+        found, alias = argument(n, i, a), a.alias_info
         # of lists, as of `unbind`, the argument alone says it
         if alias is not None and (alias.before_set & returned or "*" in alias.after_set) and isinstance(found, fx.Node):
             yield found, n.target.overloadpacket.__name__ in _MAY_COPY

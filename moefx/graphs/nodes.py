@@ -27,6 +27,11 @@ def attribute(gm: nn.Module, path: str) -> Any:
     return owner
 
 
+def argument(n: fx.Node, i: int, of: torch.Argument) -> Any:
+    """What a node gives for the i-th argument of its op's schema; None where it gives nothing."""
+    return n.kwargs.get(of.name, n.args[i] if i < len(n.args) and not of.kwarg_only else None)
+
+
 def is_float_tensor(t: Any) -> bool:
     return isinstance(t, torch.Tensor) and t.is_floating_point()
 

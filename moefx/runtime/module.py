@@ -27,11 +27,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..capture.lifting import is_here, lifting
 from ..errors import AbsorbedModuleChanged, InvalidInput, MoefxError, NotRewritten
-from ..ir.attributes import Where, value_at
 from ..ir.binding import Leaves, Specialisation, binder, call_specialisation, leaves_of
-from ..ir.held import holds_tensors, unchanged
+from .entry import Entry
 from .program import Program
-from .watch import AbsorbedModules, ReadAttributes
+from .watch import AbsorbedModules
 
 # Of one block, taken or refused. An argument that changes at every call must not lift at every call.
 MAX_SPECIALISATIONS = 16
@@ -88,7 +87,7 @@ class BlockForward:
         self.counts = CallCounts()
         self.refusals: dict[tuple[Specialisation, tuple[str, ...]], str] = {}  # by call, and what kept it out
         self.original = _own_forward(block)
-        self._entries: list[_Entry] = []
+        self._entries: list[Entry] = []
         self._told: set[str] = set()
         self._forced = ""
         self._specialising = False
@@ -164,7 +163,7 @@ class BlockForward:
             return self.original(*args, **kwargs)
         return type(self.block).forward(self.block, *args, **kwargs)
 
-    def _run(self, entry: _Entry, leaves: Leaves) -> Any:
+    def _run(self, entry: Entry, leaves: Leaves) -> Any:
         if self._forced:
             return entry.run_after(self._forced, self.block, leaves)
         program, values = entry.program, [leaves[i][1] for i in entry.program.picks]
@@ -173,7 +172,7 @@ class BlockForward:
             return result
         return program.fn(self.block, *values)
 
-    def _found(self, call: Specialisation, leaves: Leaves, args: Any, kwargs: Any) -> _Entry | None:
+    def _found(self, call: Specialisation, leaves: Leaves, args: Any, kwargs: Any) -> Entry | None:
         """The program for an eager call, made now if there is none."""
         if _transformed():
             self.counts.last_failed_guard = "forward-mode derivatives and torch.func transforms are the original's"
@@ -184,7 +183,7 @@ class BlockForward:
             self.counts.rewritten += 1
         return entry
 
-    def _traced(self, call: Specialisation, leaves: Leaves) -> _Entry | None:
+    def _traced(self, call: Specialisation, leaves: Leaves) -> Entry | None:
         """The program for a call that Dynamo traces; what it relies on becomes a guard of the trace."""
         if not self._prepare_trace(*call):
             return None
@@ -193,7 +192,7 @@ class BlockForward:
                 return entry if entry.program.unchanged(self.block) else None
         return None
 
-    def _admitted(self, call: Specialisation, leaves: Leaves) -> _Entry | None:
+    def _admitted(self, call: Specialisation, leaves: Leaves) -> Entry | None:
         """The program that is there for an eager call. Why one is not for it is noted."""
         failed = False
         for entry in self._entries:
@@ -218,7 +217,7 @@ class BlockForward:
         args: tuple[Any, ...] | None,
         kwargs: Mapping[str, Any] | None,
         known: int = 0,
-    ) -> _Entry | None:
+    ) -> Entry | None:
         """Ask for a program for this call, at most once for each specialisation. `known`: programs that were there when
         none of them admitted it."""
         if self.specialise is None or (self._specialising and is_here()):  # capture may run this very block
@@ -285,7 +284,7 @@ class BlockForward:
         self._entries.sort(key=lambda entry: entry not in holding)
         return bool(holding)
 
-    def _holding(self, call: Specialisation) -> list[_Entry]:
+    def _holding(self, call: Specialisation) -> list[Entry]:
         """The programs for a call whose attributes are unchanged."""
         admitted = [e for e in self._entries if e.program.key.admits(call)]
         for entry in admitted:
@@ -303,7 +302,7 @@ class BlockForward:
         """Add a program; it is tried after the ones that are there."""
         if self._recording:
             program.prepare_load()
-        self._entries.append(_Entry(program, AbsorbedModules(self.block, program.absorbed)))
+        self._entries.append(Entry(program, AbsorbedModules(self.block, program.absorbed)))
 
     @contextlib.contextmanager
     def running(self, what: str) -> Iterator[None]:
@@ -417,56 +416,6 @@ def unobserved() -> Iterator[None]:
             stack.enter_context(_pop_mode_temporarily())
         stack.enter_context(_disable_current_modes())
         yield
-
-
-class _Entry:
-    """A program of one block, with the block's own absorbed modules."""
-
-    def __init__(self, program: Program, absorbed: AbsorbedModules):
-        self.program, self.absorbed = program, absorbed
-        block = absorbed.block  # may be a copy of the one that the program was made for, with tensors of its own
-        values = {w: unchanged(value_at(block, w)) if holds_tensors(v) else v for w, v in program.attributes.items()}
-        self.attributes = ReadAttributes(block, values)
-        self.block = block
-        self.kinds = {name: _kind_at(block, name) for name in program.reads}
-        self.failed = False  # for another kind of one of them, which calls are looked at for since
-
-    def holds(self) -> bool:
-        """Whether the block is as it was."""
-        return self.attributes.hold() and not (self.failed and self.replaced())
-
-    def replaced(self) -> str:
-        """The first of the tensors and modules that it reads that is of another kind now, or gone; "" if none is."""
-        return next((name for name, kind in self.kinds.items() if _kind_at(self.block, name) != kind), "")
-
-    def failed_guard(self, block: nn.Module, leaves: Leaves) -> int:
-        """The index of the guard that keeps a call out; -1 if none does."""
-        return self.program.failed_guard(block, leaves)
-
-    def why_not(self) -> str:
-        if self.attributes.hold():
-            return f"{self.replaced()} is of another kind now"
-        where, now = self.attributes.changed() or (Where("", ""), None)
-        if isinstance(other := self.attributes.values.get(where), Where):
-            return f"{where} and {other} are two tensors now, and were one"
-        what = f"a {type(now).__name__}" if isinstance(now, nn.Module) else repr(now)
-        return f"{where} == {self.attributes.values.get(where)!r}: it is {what} now, and the forward reads it"
-
-    def run_after(self, pass_name: str, block: nn.Module, leaves: Leaves) -> Any:
-        graph = self.program.runnable(self.program.history[pass_name].graph)
-        values = [leaves[i][1] for i in graph.binding.indices(self.program.key)]
-        return graph.compile()(block, *values)
-
-
-def _kind_at(block: nn.Module, name: str) -> Any:
-    """The dtype and shape of a tensor, the class of a module; None where there is none."""
-    owner, _, key = name.rpartition(".")
-    try:
-        module = block.get_submodule(owner)
-    except AttributeError:
-        return None
-    value = next((d[key] for d in (module._parameters, module._buffers, module._modules) if key in d), None)
-    return None if value is None else (value.dtype, value.shape) if isinstance(value, torch.Tensor) else type(value)
 
 
 def install(

@@ -178,8 +178,7 @@ class _LiveAttributes:
             owner = holders[-1][1]
             if isinstance(value, HeldCode):
                 self.holders.append((owner._modules, name, owner._modules.get(name)))
-                continue
-            if isinstance(value, Where):
+            elif isinstance(value, Where):
                 self.tied.append((owner, name, owner_of(block, value), value.last))
             elif name in getattr(owner, "__dict__", ()) and compares(value):
                 held.setdefault(id(owner), (owner, {}))[1][name] = value
