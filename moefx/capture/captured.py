@@ -62,6 +62,12 @@ def is_float(t: torch.Tensor) -> bool:
     return t.is_floating_point() or t.is_complex()
 
 
+def has_values(t: torch.Tensor) -> bool:
+    """Whether its elements are known: not on the meta device, nor of a fake mode, as all that a module holds is while
+    `torch.export` calls it."""
+    return not (t.is_meta or isinstance(t, FakeTensor))
+
+
 def map_tensors(tree: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
     """`tree_map_only(Tensor)` for the plain containers that op arguments are made of; several times faster."""
     if isinstance(tree, torch.Tensor):

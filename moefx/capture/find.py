@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..ir.fields import opened
 from ..ir.reached import FUNCTIONS
 from .attention import attends
-from .captured import is_float
+from .captured import has_values, is_float
 from .concolic import capture
 from .routing import Routing
 from .tracer import Tracer
@@ -83,7 +83,7 @@ def _code_of(module: nn.Module) -> tuple:
 
 def _numbers(t: torch.Tensor) -> int | None:
     """Integers and booleans are followed by their values."""
-    if t.is_floating_point() or t.is_complex() or t.is_meta:
+    if t.is_floating_point() or t.is_complex() or not has_values(t):
         return None
     return hash(tuple(t.detach().cpu().flatten().tolist())) if t.numel() <= _MOST_NUMBERS else id(t)
 

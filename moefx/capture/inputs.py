@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
+from .captured import has_values
+
 NAMES = ("B", "S", "P", "Q", "R")
 _FEW = 8
 
@@ -46,6 +48,11 @@ class Leaf:
     def is_single(self) -> bool:
         """Whether it is one number for all tokens, such as a step."""
         return all(size == 1 for size in self.shape)
+
+    @property
+    def is_mask(self) -> bool:
+        """Whether it has ones and zeros only, one at a time."""
+        return self.together == 1 and bool(((self.example == 0) | (self.example == 1)).all())  # type: ignore[operator]
 
     @property
     def takes_turns(self) -> bool:
@@ -98,7 +105,7 @@ class Leaf:
     def _varied(self, pool: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         """Rows to draw from: those of the example, and others where it has too few kinds to show what hangs on them."""
         together = self.together
-        if together == 1 and ((pool == 0) | (pool == 1)).all():  # a mask, whose example may mask nearly all, or nothing
+        if self.is_mask:  # whose example may mask nearly all, or nothing
             pool = torch.tensor([[0], [1], [1], [1]] if pool.float().mean() > 0.5 else [[0], [0], [0], [1]])
             pool = pool.to(self.dtype).repeat(7, 1)[torch.randperm(28, generator=generator)]
         elif (pool == pool[0, 0]).all():  # of one value nothing shows what hangs on it: some are the next one
@@ -212,7 +219,7 @@ class Arguments:
             None
             if t.is_floating_point()
             else t.detach().cpu().reshape(-1)
-            if not t.is_meta
+            if has_values(t)
             else torch.zeros(1, dtype=t.dtype)
         )
         return Leaf(tuple(shape), t.dtype, keep, t.requires_grad)

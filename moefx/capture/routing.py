@@ -17,6 +17,8 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from .captured import has_values
+
 
 class Routing:
     def __init__(self, kind: str = "diverse", seed: int = 0, prefer: tuple[int, ...] = (), as_they_are: bool = False):
@@ -40,7 +42,7 @@ class Routing:
         if original is not None:
             # a bias must not decide who is chosen while every expert has to be seen once
             if (
-                not original.is_meta
+                has_values(original)
                 and original.numel() <= 1 << 16
                 and not (self.prefer and shape and 1 < shape[-1] == original.numel())
             ):
@@ -132,7 +134,7 @@ class Routing:
         the same there are others, too, and routings after the first see them in another order, 0, 1, 2, ... all
         routings; these see each of them in its own. What was baked in shows, as does that two are the same now.
         `turns`: numbers that are among its values, too (see `passes.match.turns`)."""
-        if t.is_meta:
+        if not has_values(t):
             return torch.zeros(t.shape, dtype=t.dtype)
         value = t.detach().to("cpu", copy=True)
         if not value.numel() or self.as_they_are:

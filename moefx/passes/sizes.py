@@ -7,7 +7,7 @@ import itertools
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ _BINARY = {
     ast.RShift: operator.rshift, ast.BitAnd: operator.and_, ast.BitOr: operator.or_, ast.BitXor: operator.xor,
 }  # fmt: skip
 _REAL = ("{}", "log({})", "sqrt({})", "log2({})", "1/({})", "1/sqrt({})", "({})**0.5", "({})**-0.5", "-({})")
+_ENDS = ("{0}", "max({0}, {low})", "min({0}, {high})")
 _SHAPED = (aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.expand.default)
 Spot = tuple  # (twins, "args" or "kwargs", index, ...): where a number stands in a node
 
@@ -72,17 +73,15 @@ class Sizes:
             formula = self._by_probes([int(v) for v in values], spot)
             if formula is not None:
                 return self._arith(float, self.formula(formula))
-        if len(set(values)) < 3:
+        if len(set(values)) < 2:
             return None
-        for text in sorted(self.match.expressions, key=lambda e: (len(e), e)):
-            for law in _REAL:
-                formula = law.format(text)
-                try:
-                    if all(evaluate(formula, s) == v for s, v in zip(self.match.sizes, values, strict=True)):
-                        return self._expression(ast.parse(formula, mode="eval").body)
-                except (ArithmeticError, ValueError):
-                    break
-        return None
+        points = list(zip(self.match.sizes, values, strict=True))
+        always = set.intersection(*[lifted.capture.sizes.used for lifted in self.match.lifted])
+        # what ops were called with in some captures only (`max(S / 8, 1)`) may be what it is by chance
+        formula = _real(always, points)
+        if formula is None and (more := self._probed(spot)) is not None:
+            formula = _real(self.match.expressions, [*points, *more])
+        return None if formula is None else self._expression(ast.parse(formula, mode="eval").body)
 
     def _solve(self, values: list[int], spot: Spot | None) -> fx.Node | None:
         """As a function of the sizes of the inputs, or as the size of something that was computed."""
@@ -134,11 +133,11 @@ class Sizes:
     def _by_probes(self, values: list[int], spot: Spot | None) -> Formula | None:
         """A formula for a number, read off more sizes than the proof needed."""
         more = self._probed(spot)
-        if more is None:
+        if more is None or any(isinstance(v, float) for _, v in more):
             return None
         return find_formula([*zip(self.match.sizes, values, strict=True), *more], self.match.expressions)
 
-    def _probed(self, spot: Spot | None) -> list[tuple[dict[str, int], int]] | None:
+    def _probed(self, spot: Spot | None) -> list[tuple[dict[str, int], Any]] | None:
         """The number that stands at a place of the program, at more sizes."""
         if spot is None:
             return None
@@ -154,7 +153,7 @@ class Sizes:
                 return points
         return self._points(spot, turn, "diverse")
 
-    def _points(self, spot: Spot, turn: int, routing: str) -> list[tuple[dict[str, int], int]] | None:
+    def _points(self, spot: Spot, turn: int, routing: str) -> list[tuple[dict[str, int], Any]] | None:
         points = []
         for sizes, capture in self.match.probe(routing):
             alike = self._of_line(capture, spot[0].first)
@@ -162,9 +161,9 @@ class Sizes:
                 value: Any = getattr(alike[turn], spot[1])
                 for step in spot[2:]:
                     value = value[step]
-                if not isinstance(value, (int, float)) or value != int(value):
+                if not isinstance(value, (int, float)):
                     return None
-                points.append((sizes, int(value)))
+                points.append((sizes, int(value) if value == int(value) else value))
         return points
 
     def _of_line(self, capture: Capture, node: fx.Node) -> list[fx.Node]:
@@ -228,6 +227,22 @@ class Sizes:
         node = self.graph.call_function(target, args, kwargs)
         node.meta.update(meta)
         return node
+
+
+def _real(texts: Iterable[str], points: Sequence[tuple[dict[str, int], float]]) -> str | None:
+    """One of the expressions, or a function of it, that gives all these values at these sizes."""
+    seen = {float(v) for _, v in points}
+    if len(seen) < 3:
+        return None
+    for clamp, text in itertools.product(_ENDS, sorted(texts, key=lambda e: (len(e), e))):
+        for law in _REAL:
+            formula = clamp.format(law.format(text), low=min(seen), high=max(seen))
+            try:
+                if all(evaluate(formula, sizes) == v for sizes, v in points):
+                    return formula
+            except (ArithmeticError, ValueError):
+                break
+    return None
 
 
 # ---------------------------------------------------------------------- laws: (times, over, plus)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -146,3 +148,36 @@ def test_export_of_a_block_by_itself():
     exported = torch.export.export(compiled, (x,), dynamic_shapes=({0: tokens},), strict=False)
     assert sum("expert_mlp" in str(node.target) for node in exported.graph.nodes) == 1
     torch.testing.assert_close(exported.module()(x[:7]), original(x[:7]), **NEAR)
+
+
+class Balanced(nn.Module):
+    """Which experts are chosen hangs on integers that training counts and evaluation looks at."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = models.LoopMoE()
+        self.register_buffer("counts", torch.zeros(models.E, dtype=torch.int64))
+
+    def forward(self, x):
+        logits = self.block.router(x)
+        if self.training:
+            chosen = logits.argmax(-1)
+            self.counts += torch.bincount(chosen.view(-1), minlength=models.E)
+        else:
+            chosen = (logits - 0.01 * self.counts).argmax(-1)
+        gates = logits.softmax(-1) * torch.nn.functional.one_hot(chosen, models.E)
+        return sum(gates[..., e, None] * expert(x) for e, expert in enumerate(self.block.experts))
+
+
+def test_export_in_a_mode_in_which_it_was_not_called():
+    """The other mode's program is found while torch exports, when parameters and buffers have no values."""
+    torch.manual_seed(0)
+    original, x = Balanced(), torch.randn(3, 20, models.D)
+    compiled = moefx.compile(copy.deepcopy(original), example_inputs=(x,))
+    for model in (original, compiled):
+        model(x)
+        model.eval()
+    exported = torch.export.export(compiled, (x,), strict=False)
+    assert sum("expert_mlp" in str(node.target) for node in exported.graph.nodes) == 1
+    torch.testing.assert_close(exported.module()(x), original(x), **NEAR)
+    torch.testing.assert_close(compiled(x), original(x), **NEAR)

@@ -44,7 +44,11 @@ def other_sizes(prover: Prover) -> None:
     many = [arguments.choose(3 * max(29, prover.hint // 4), 2)] if prover.hint <= 64 else []
     _few(prover)
     for sizes in filter(prover.is_within, [one, *many]):
-        told_apart = not all(g.holds(sizes) for g in prover.seen_guards())
+        # comparisons that came out both ways before do not keep these sizes out
+        asked = [g for g in prover.seen_guards() if all(g.holds(s) for s in prover.sizes)]
+        apart = next((g for g in asked if not g.holds(sizes)), None)
+        if sizes == one:
+            apart = more_than_one
         # whether one token shows the form hangs on what it chooses: experts that do nothing show nothing
         most = max(prover.lifted[0].groups, key=lambda g: len(g.ids)).ids
         more = [Routing("diverse", 5, (e,)) for e in most[:3]] + [Routing("diverse", seed) for seed in range(6, 10)]
@@ -53,20 +57,18 @@ def other_sizes(prover: Prover) -> None:
             try:
                 if isinstance(found, Capture):
                     found = prover.lift_as(found, with_all_experts(prover.lifted))
-                    told_apart |= not all(g.holds(prover.sizes[0]) for g in found.capture.sizes.guards)
                     same_form(prover.lifted[0], found)
             except Refused as why:
                 found = why
             if isinstance(found, Exception):
-                if not told_apart and sizes != one:
+                if apart is None:
                     raise found
                 continue
-            if told_apart or sizes == one:
-                found.optional = more_than_one
+            found.optional = apart
             prover.add(found, sizes)
             break
         else:
-            if not told_apart:  # else it is by a comparison that we saw: a guard
+            if sizes == one and all(g.holds(one) for g in asked):
                 prover.extra_guards.append(more_than_one)
 
 

@@ -24,7 +24,7 @@ from .matched import Expert, Match
 from .nodes import line
 from .paths import Place, sibling_names
 from .semantics import conditions
-from .turns import with_turns
+from .turns import counting, with_turns
 from .worth import NotTwice
 
 _MOST_EXTRA = 8
@@ -186,6 +186,21 @@ class Prover:
             raise refusal or AssertionError
         return lifted
 
+    def _weigh_masks(self, sizes: dict[str, int]) -> None:
+        """Integers that were 0 and 1 so far may be factors, as a 1 of them does not show: where with other numbers the
+        form is another one, it is that, and they have these from here on."""
+        if (counted := counting(self, sizes)) is None:
+            return
+        arguments, taken = counted
+        try:
+            lifted = self.lift_as(taken, None)
+        except Refused:  # masks only, as it seems
+            return
+        try:
+            same_form(self.lifted[0], lifted)
+        except Refused:
+            self.arguments, self.lifted = arguments, [lifted]
+
     def _lifted_next(self, kind: str, seed: int, sizes: dict[str, int]) -> Lifted:
         """Where all second choices are dropped, which an expert with too few places does by chance, none says what its
         weight would be: under another routing of this kind some are kept."""
@@ -213,6 +228,7 @@ class Prover:
             sizes = self.choose(n, variant)
             if variant == 0:
                 self.add(self._lifted_first(first or self.capture(Routing(kind, variant), sizes)), sizes)
+                self._weigh_masks(sizes)
             else:
                 self.add(self._lifted_next(kind, variant, sizes), sizes)
         few.more_slots(self)

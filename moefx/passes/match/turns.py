@@ -34,6 +34,7 @@ _INDEXED = {
     "scatter_add",
 }  # fmt: skip
 Turn = tuple[int | str, int]  # which of the tensor arguments, or the name of a buffer, and a number for it
+_COUNT = 2  # of what may be a flag
 _LARGE = 1 << 30
 _MOST_OF_A_TENSOR = 6
 _MOST = 100
@@ -57,6 +58,15 @@ def with_turns(prover: Prover, sizes: dict[str, int]) -> tuple[Arguments, Captur
             if _runs(prover, alone := arguments.turned({turn}), sizes):
                 arguments = alone
     return arguments, taken
+
+
+def counting(prover: Prover, sizes: dict[str, int]) -> tuple[Arguments, Capture] | None:
+    """The arguments with a 2 here and there among integers that are 0 and 1, and a capture with these; None where there
+    are none, or the program does not run on others."""
+    tensors = enumerate(prover.arguments.tensors)
+    masks = {(i, _COUNT) for i, t in tensors if t.takes_turns and t.is_mask and not t.is_single}
+    taken = _capture(prover, arguments := prover.arguments.turned(masks), sizes) if masks else None
+    return (arguments, taken) if taken is not None else None
 
 
 def _doubtful(prover: Prover, arguments: Arguments, sizes: dict[str, int], taken: Capture) -> list[Seen]:

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import moefx
@@ -318,6 +319,32 @@ def test_refused(name):
     use, example, reason = REFUSED[name]
     with pytest.raises(NoMoEBlockFound, match=reason):
         check(Chosen("weights", use), example, [])
+
+
+class Counted(Weights):
+    """Integers of which ones and zeros are a mask, and others count: of copies of a token, say."""
+
+    def forward(self, x, mask):
+        flat = x.reshape(-1, D)
+        w, i = self.router(flat).softmax(-1).max(-1)
+        chosen = F.one_hot(i, E) * mask.reshape(-1, 1)
+        gates = chosen.to(x.dtype) * self.use(self, w, chosen)[:, None]
+        h = torch.einsum("td,edh->teh", flat, self.up).relu()
+        return torch.einsum("teh,ehd,te->td", h, self.down, gates).view(x.shape)
+
+
+COUNTED = {
+    "where there are any": lambda b, w, chosen: w * (chosen.sum(-1) > 0),
+    "as they are": lambda b, w, chosen: w,
+    "with a capacity": lambda b, w, chosen: w * (((chosen.cumsum(0) * chosen).sum(-1) <= 4) & (chosen.sum(-1) > 0)),
+}
+
+
+@pytest.mark.parametrize("first", [2, 4])
+@pytest.mark.parametrize("name", COUNTED)
+def test_masks_that_count(name, first):
+    torch.manual_seed(0)
+    check(Counted(COUNTED[name]), (ids(0, first),), [(ids(0, 4),), (ids(1, 2),)])
 
 
 @pytest.mark.parametrize("there", [E, -E - 1])

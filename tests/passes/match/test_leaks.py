@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 
@@ -62,6 +63,52 @@ def test_what_is_not_seen_is_refused(scale):
     block = Scaled(UNSEEN[scale]).double()
     with pytest.raises(moefx.NoMoEBlockFound, match=r"tokens something else is done than for .* plain numbers"):
         moefx.compile(block, example_inputs=(torch.randn(17, D, dtype=torch.float64),))
+
+
+SELDOM = {  # of those that the proof looks at few divisors are not 1, or it is one of two by chance
+    "a divisor": lambda n: 1 / max(n // 16, 1),
+    "a whole number": lambda n: max(n // 24, 1),
+    "1 at 29": lambda n: max(n / 29, 1.0),
+    "1 at 3": lambda n: n / 3 if n / 3 > 1 else 1.0,
+    "half of one": lambda n: 0.5 * max(n // 16, 1),
+}
+
+
+class ScaledInside(Scaled):
+    """The experts' results, before they are summed."""
+
+    def forward(self, x):
+        w, ids = self.gate(x).softmax(-1).topk(2)
+        h = F.silu(torch.einsum("sd,skdh->skh", x, self.up[ids]))
+        y = torch.einsum("skh,skhd->skd", h, self.down[ids]) * self.scale(x.shape[0])
+        return (y * w.unsqueeze(-1)).sum(1)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("example", [13, 40])
+@pytest.mark.parametrize("block", [Scaled, ScaledInside])
+@pytest.mark.parametrize("scale", SELDOM)
+def test_what_is_the_same_at_the_sizes_of_the_proof(scale, block, example):
+    block = block(SELDOM[scale]).double()
+    with contextlib.suppress(moefx.NoMoEBlockFound):  # it may say that it does not know
+        compiled = moefx.compile(
+            copy.deepcopy(block),
+            example_inputs=(torch.randn(example, D, dtype=torch.float64),),
+            plan=moefx.Plan(validation="symbolic"),
+        )
+        for n in (1, 2, 3, 16, 30, 31, 33, 48, 65, 100, 200, 400):
+            x = torch.randn(n, D, dtype=torch.float64)
+            torch.testing.assert_close(compiled(x), block(x))
+
+
+def test_a_number_between_ends_is_found():
+    block = Scaled(lambda n: max(n / 24, 1.0)).double()
+    compiled = moefx.compile(copy.deepcopy(block), example_inputs=(torch.randn(13, D, dtype=torch.float64),))
+    for n in (3, 12, 23, 24, 25, 100):
+        x = torch.randn(n, D, dtype=torch.float64)
+        torch.testing.assert_close(compiled(x), block(x))
+    (matched,) = moefx.explain(compiled).matched
+    assert matched.calls == (6, 0, 0)
 
 
 class OfChoices(Scaled):
