@@ -88,20 +88,25 @@ def _guards(result: Result) -> list[Guard]:
             if dim in leaf.shape:
                 where[dim] = f"{name}.shape[{leaf.shape.index(dim)}]"
                 break
+
+    def size(expression: str) -> str:
+        return re.sub(r"\b[A-Z]\b", lambda m: where[m[0]], expression)
+
     symbols = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
     opposite = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt", "eq": "ne", "ne": "eq"}
     guards = []
     for g in result.match.guards:
-        sides = [re.sub(r"\b[A-Z]\b", lambda m: where[m[0]], side) for side in (g.left, g.right, g.unless)]
+        sides = [size(side) for side in (g.left, g.right, g.unless)]
         symbol = symbols[g.op if g.value else opposite[g.op]]
         condition, why = f"{sides[0]} {symbol} {sides[1]}", f"the block compares sizes: {g}"
         condition = f"{sides[2]} == 0 or {condition}" if g.unless else condition
         guards.append(Guard(condition, why, one_way=g not in result.match.extra_guards))
     for name, leaf in zip(names, arguments.tensors, strict=True):
         for axis, n in enumerate(leaf.shape):
-            if isinstance(n, int):
-                why = "this axis was taken for the features, or as fixed"
-                guards.append(Guard(f"{name}.shape[{axis}] == {n}", why, one_way=True))
+            own, fixed = f"{name}.shape[{axis}]", isinstance(n, int)
+            if fixed or size(n) != own:
+                why = "this axis was taken for the features, or as fixed" if fixed else "this axis was one of tokens"
+                guards.append(Guard(f"{own} == {n if fixed else size(n)}", why, one_way=True))
     return guards
 
 

@@ -227,11 +227,12 @@ def unchanged(value: Any, depth: int = 3) -> Any:
     return value if is_plain(value) else HeldClass(value)
 
 
-def holds_tensors(value: Any) -> bool:
-    """Whether what `unchanged` returned has tensors in it."""
+def is_of_block(value: Any) -> bool:
+    """Whether what `unchanged` returned has something in it that is a block's own, such as tensors, or methods of its
+    modules: a copy of the block has others."""
     if isinstance(value, (list, tuple, dict)):
-        return any(map(holds_tensors, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, Held)
+        return any(map(is_of_block, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, Held) or isinstance(getattr(value, "__self__", None), torch.nn.Module)
 
 
 def compares(value: Any) -> bool:

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..ir.attributes import Where, owner_of, value_at
 from ..ir.binding import Leaves
-from ..ir.held import holds_tensors, unchanged
+from ..ir.held import is_of_block, unchanged
 from .program import Program
 from .watch import AbsorbedModules, ReadAttributes
 
@@ -20,7 +20,7 @@ class Entry:
     def __init__(self, program: Program, absorbed: AbsorbedModules):
         self.program, self.absorbed = program, absorbed
         block = absorbed.block  # may be a copy of the one that the program was made for, with tensors of its own
-        values = {w: unchanged(value_at(block, w)) if holds_tensors(v) else v for w, v in program.attributes.items()}
+        values = {w: unchanged(value_at(block, w)) if is_of_block(v) else v for w, v in program.attributes.items()}
         self.attributes = ReadAttributes(block, values)
         self.kinds = {name: _kind_at(block, name) for name in program.reads}
         self.failed = False  # for another kind of one of them, which calls are looked at for since
