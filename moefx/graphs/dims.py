@@ -35,7 +35,7 @@ class Dims:
 
     Attributes:
         names: outermost first. axes: of the entry. given: as it has them. sizes: what they are in the graph, by name.
-        probe: sizes that look like nothing else.
+        probe: sizes that look like nothing else. floats: of the caller's, which are taken for constants.
     """
 
     def __init__(self, facts: Facts, shape: Sequence[Any], constants: set[int]):
@@ -56,6 +56,7 @@ class Dims:
         self.computed = {facts.value[n].node.expr: n for n in reversed(numbers)}
         free = itertools.filterfalse(constants.__contains__, _PROBES)
         self.probe: dict[str, int] = dict(zip(names, free, strict=False))
+        self.floats: dict[fx.Node, torch.SymFloat] = {}
 
     def number(self, n: int) -> list[Size]:
         """What a number may be: of the sizes that are numbers in the graph."""
@@ -79,7 +80,7 @@ class Dims:
         at = dict(zip(self.axes if has_units else range(len(sizes)), sizes, strict=True))
         return at.get(place) == n or (place == 0 and n % math.prod(sizes) == 0)
 
-    def symbolic(self, value: Any, node: fx.Node | None = None) -> list[Size | int]:
+    def symbolic(self, value: Any, node: fx.Node | None = None) -> list[Size | int | float]:
         """What a symbolic number of the graph may be, the likeliest first; none, if it does not follow from the token
         dims by what is known. `node`: that computes it.
 
@@ -91,6 +92,11 @@ class Dims:
         if is_exact and (found := self._integers(value)):
             return found
         node = node if node is not None and node.op.startswith("call") else self.computed.get(expr)
+        if node in self.facts.floats:
+            if _seldom_changes(self.facts.source_name(node.all_input_nodes[0]), value.node.hint):
+                self.floats[node] = value
+                return [value.node.hint]
+            return []
         form = None if node is None else _form(node)
         if node is None or form is None:
             return []
@@ -134,6 +140,25 @@ class Dims:
                 if statically_known_true(n == math.prod(self.given[i] for i in chosen)):
                     return [Size("*".join(self.names[i] for i in chosen))]
         return []
+
+
+_MOST_MET = 3
+_met: dict[Any, tuple[int, dict[str, set[float]]]] = {}  # by Dynamo's frame: its last graph, values of floats by name
+
+
+def _seldom_changes(name: str, now: float) -> bool:
+    """Whether a float, such as a scale of a configuration, had few values in the graphs of this frame so far: for one
+    that changes at each step a graph of each value would be compiled."""
+    graph = torch._guards.CompileContext.current_compile_id()
+    frame, count = (None, 0) if graph is None else (graph.frame_id, graph.frame_compile_id or 0)
+    last, values = _met.get(frame, (0, {}))
+    if count < last:  # Dynamo was reset
+        values = {}
+    _met[frame] = count, values
+    met = values.setdefault(name, set())
+    if len(met) < _MOST_MET:
+        met.add(now)
+    return now in met
 
 
 def _over(expr: Any, size: sympy.Expr, symbol: sympy.Symbol) -> Any:

@@ -73,6 +73,8 @@ class Facts:
         self.examples = dict(zip(placeholders, example_inputs, strict=False))
         self.value = self._values(list(example_inputs))
         self.numbers = self._given_numbers()
+        self.floats = {n for n in self.nodes if target_name(n) == "item" and self._is_given_number(n.all_input_nodes[0])
+                       and isinstance(v := self.value.get(n), torch.SymFloat) and v.node.hint is not None}  # fmt: skip
         self._memory = self._aliases()
         self.effects = {n: effect_of(gm, n) for n in self.nodes}
         self.unknown = [n for n in self.nodes if self.effects[n].unknown]

@@ -76,6 +76,7 @@ class Extracted:
         outputs: nodes whose values are used outside.
         units: axes of size one that the region's first input comes without.
         key: what two regions must agree in to be one for the proof.
+        floats: of the caller's, which it takes for constants.
     """
 
     name: str
@@ -92,6 +93,7 @@ class Extracted:
     key: tuple[str, tuple[Any, ...]]
     device: str
     autocast: tuple[Autocast, ...]
+    floats: tuple[torch.SymFloat, ...] = ()
 
     def block(self, facts: Facts, real: bool = False) -> Region:
         """The module to prove; `real`: with the numbers of the weights."""
@@ -203,7 +205,7 @@ def extract(facts: Facts, extent: Extent) -> Extracted:
     source = facts.line(extent.seed)
     return Extracted(
         region_name(facts, extent), source, extent, code, inputs, weights, names, outputs, units, shapes,
-        dims.sizes, key, entry.device.type, outside.autocast,
+        dims.sizes, key, entry.device.type, outside.autocast, tuple(dims.floats.values()),
     )  # fmt: skip
 
 

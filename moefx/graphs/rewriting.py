@@ -78,6 +78,8 @@ def rewritten(
     calls: list[tuple[Extracted, RegionCall]] = []
     for region, proof in found.matched:
         calls.append((region, region.call(found.facts, proof.program)))
+        for number in region.floats:
+            float(number)  # a guard of the graph
     out = splice(found.facts, calls)
     for name, body in bodies.items():
         setattr(out, name, body)

@@ -118,15 +118,17 @@ class Generalised:
             names = [self.facts.source_name(root) or root.name for root in roots]
             between = "what Python computed between two graphs"
             names = ", ".join(dict.fromkeys(between if "___stack" in name else name for name in names))
-            is_given = not self.facts.numbers.isdisjoint(roots)
+            remedy = "let it be a constant of the graph (under torch.compile: dynamic=False)"
+            if not self.facts.numbers.isdisjoint(roots):
+                remedy = "make it a constant when the graph is made, or a tensor"
+            elif any(self.facts.floats.intersection(root.users) for root in roots):
+                remedy = "it had other values before, for each of which a graph was compiled: make it a buffer"
             return Refused(
                 f"a number does not follow from the sizes [{', '.join(self.dims.names)}] of the region's rows in a way "
                 f"that is known: it is made of {names}",
                 culprits=(target_name(n),),
                 source=where,
-                remedy="make it a constant when the graph is made, or a tensor"
-                if is_given
-                else "let it be a constant of the graph (under torch.compile: dynamic=False)",
+                remedy=remedy,
             )
         what = "the sizes in the graph do not show which of them are of tokens"
         return Refused(what, culprits=(target_name(n),), source=where, remedy=self._remedy())

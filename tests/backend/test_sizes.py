@@ -197,16 +197,41 @@ def test_chunks_of_a_length_that_changes():
     assert len(blocks) == 2 and not any(block.fallbacks for block in blocks)
 
 
-def factor(module, x, times=1.25):
-    return module(x, math.ceil(times * x.shape[0] * x.shape[1] / E))
+class Tempered(Dense):
+    """Of floats that it holds one is a scale, one a factor of a capacity; Dynamo hands them over as tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.temperature, self.times = 1.7, 1.25
+        self.limited = Limited()
+
+    def routed(self, x):
+        return (self.router(x) / self.temperature).softmax(-1).topk(2, -1)
+
+    def forward(self, x):
+        return self.limited(super().forward(x).cos(), math.ceil(self.times * x.shape[0] * x.shape[1] / E))
 
 
-def test_a_float_that_is_given(caplog):
-    """Dynamo hands it over as a tensor."""
-    module = Limited()
-    call = torch.compile(factor, backend=backend, options={"backend": "eager"}, dynamic=True)
-    torch.testing.assert_close(call(module, x := tokens(2, 10)), factor(module, x))
-    assert "it is made of L['times']" in caplog.text
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_floats_that_seldom_change_are_constants(dynamic, caplog):
+    module = Tempered().double()
+    call = torch.compile(module, backend=backend, options={"backend": "eager"}, dynamic=dynamic)
+
+    def blocks_at(temperature, times):
+        module.temperature, module.times = temperature, times
+        torch.testing.assert_close(call(x := tokens(3, 17).double()), module(x))
+        return len(moefx.blocks(call))
+
+    for temperature, times in ((1.7, 1.25), (0.5, 1.25), (0.5, 2.0)):
+        assert blocks_at(temperature, times) == 2
+    assert "left a region" not in caplog.text
+    for temperature in (2.5, 3.5, 4.5, 5.5):
+        blocks_at(temperature, 1.25)
+    assert "it had other values before, for each of which a graph was compiled: make it a buffer" in caplog.text
+    compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for temperature in (6.5, 7.5):
+        blocks_at(temperature, 1.25)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled, "nothing is compiled for each value"
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (2, 0)])
