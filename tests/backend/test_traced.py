@@ -163,6 +163,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kind", "example", "others"), CASES)
 def test_sizes_that_are_asked_for(kind, example, others):
     """The graph is for all sizes: so is what is made of it."""
@@ -306,6 +307,7 @@ def saved(m, x):
     return torch.export.load(file).module()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tracer", [saved, lambda m, x: make_fx(m)(x)], ids=["saved", "make_fx"])
 @pytest.mark.parametrize("way", ["an expert", "rows", "a weight", "features"])
 def test_writes_through_views(way, tracer):

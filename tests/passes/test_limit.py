@@ -28,7 +28,7 @@ class Kept(Loop):
         return out
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("drop", ["weight", "position_token", "position_slot"])
 @pytest.mark.parametrize("factor", [0.5, 1.25])
 def test_what_is_over_it_is_dropped(drop, factor):

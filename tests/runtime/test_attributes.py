@@ -88,7 +88,7 @@ def calls(compiled):
     return moefx.explain(compiled).matched[0].calls
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_changed_attribute_is_compiled_anew(change, x):
     model, compiled = pair(x)
@@ -247,7 +247,7 @@ HELD = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("change", HELD.values(), ids=HELD)
 def test_what_containers_hold_is_watched(change, x):
     model, compiled = pair(x, Holding)
@@ -434,6 +434,7 @@ def of_the_class(block):
     Prior.temperature = 5.0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("change", [replaced, in_place, of_the_class])
 def test_arrays_and_attributes_of_the_class(change, x, monkeypatch):
     monkeypatch.setattr(Prior, "temperature", 1.0)

@@ -285,7 +285,7 @@ ARGUMENTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("kwargs", ARGUMENTS, ids=lambda kwargs: str(kwargs)[1:25])
 @pytest.mark.parametrize("how", ["eager", "compiled", "exported"])
 def test_a_call_has_its_own_arguments(how, kwargs):

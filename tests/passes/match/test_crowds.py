@@ -60,7 +60,7 @@ def crowd(tokens: int) -> torch.Tensor:
     return x
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", list(CHANGES))
 def test_a_crowd(name):
     """Where no numeric check can see it: without weights."""
@@ -105,7 +105,7 @@ LEVELS = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", list(LEVELS))
 def test_what_levels_off_is_right_or_refused(name):
     model = nn.Sequential(Weighted(LEVELS[name])).double()

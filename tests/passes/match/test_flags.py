@@ -93,6 +93,7 @@ def selected(y, x, t):
     return y * real[t, None]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rule", [not_padding, zero_is_padding, counted, has_any, cast, not_all_zero, selected])
 def test_rows_of_zeros_are_padding(rule):
     x = torch.randn(ROWS, D).double()
@@ -111,6 +112,7 @@ def test_what_is_asked_of_a_row_as_a_whole_must_not_change_the_experts():
         compiled_of(Padding(halved_where_positive), torch.randn(ROWS, D).double())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "number",
     [
