@@ -103,10 +103,10 @@ def _guards(result: Result) -> list[Guard]:
         guards.append(Guard(condition, why, one_way=g not in result.match.extra_guards))
     for name, leaf in zip(names, arguments.tensors, strict=True):
         for axis, n in enumerate(leaf.shape):
-            own, there = f"{name}.shape[{axis}]", str(n) if isinstance(n, int) else size(n)
+            own, there = f"{name}.shape[{axis}]", size(str(n))
             if there != own:
-                fixed = isinstance(n, int)
-                why = "this axis was taken for the features, or as fixed" if fixed else "this axis was one of tokens"
+                fixed = "taken for the features, or as fixed"
+                why = f"this axis was {fixed if isinstance(n, int) else 'one of tokens'}"
                 guards.append(Guard(f"{own} == {there}", why, one_way=True))
     return guards
 

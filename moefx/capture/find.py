@@ -83,7 +83,7 @@ def _code_of(module: nn.Module) -> tuple:
 
 def _numbers(t: torch.Tensor) -> int | None:
     """Integers and booleans are followed by their values."""
-    if t.is_floating_point() or t.is_complex() or not has_values(t):
+    if is_float(t) or not has_values(t):
         return None
     return hash(tuple(t.detach().cpu().flatten().tolist())) if t.numel() <= _MOST_NUMBERS else id(t)
 

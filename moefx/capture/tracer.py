@@ -181,7 +181,7 @@ class Tracer(Recorder):
     def _host_read(self, t: torch.Tensor) -> Any:
         node = self.node_of(t)
         original = node.meta.get("original") if node.op == "get_attr" and not is_float(t) else None
-        value = (self.concrete(t) if original is None or not has_values(original) else original).item()
+        value = (original if original is not None and has_values(original) else self.concrete(t)).item()
         is_asked = t.dtype is torch.bool or is_float(t) or self._is_state(node)
         return self._noted(value, node) if is_asked else value
 

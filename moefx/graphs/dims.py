@@ -10,6 +10,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch._guards import CompileContext
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._sympy.printers import PythonPrinter
 
@@ -90,7 +91,7 @@ class Dims:
         expr = value.node.expr
         is_exact = all(getattr(e, "is_integer", False) for e in sympy.preorder_traversal(expr))
         if is_exact and (found := self._integers(value)):
-            return found
+            return [*found]
         node = node if node is not None and node.op.startswith("call") else self.computed.get(expr)
         if node in self.facts.floats:
             if _seldom_changes(self.facts.source_name(node.all_input_nodes[0]), value.node.hint):
@@ -149,7 +150,7 @@ _met: dict[Any, tuple[int, dict[str, set[float]]]] = {}  # by Dynamo's frame: it
 def _seldom_changes(name: str, now: float) -> bool:
     """Whether a float, such as a scale of a configuration, had few values in the graphs of this frame so far: for one
     that changes at each step a graph of each value would be compiled."""
-    graph = torch._guards.CompileContext.current_compile_id()
+    graph = CompileContext.current_compile_id()
     frame, count = (None, 0) if graph is None else (graph.frame_id, graph.frame_compile_id or 0)
     last, values = _met.get(frame, (0, {}))
     if count < last:  # Dynamo was reset

@@ -73,8 +73,7 @@ class Facts:
         self.examples = dict(zip(placeholders, example_inputs, strict=False))
         self.value = self._values(list(example_inputs))
         self.numbers = self._given_numbers()
-        self.floats = {n for n in self.nodes if target_name(n) == "item" and self._is_given_number(n.all_input_nodes[0])
-                       and isinstance(v := self.value.get(n), torch.SymFloat) and v.node.hint is not None}  # fmt: skip
+        self.floats = self._given_floats()
         self._memory = self._aliases()
         self.effects = {n: effect_of(gm, n) for n in self.nodes}
         self.unknown = [n for n in self.nodes if self.effects[n].unknown]
@@ -194,6 +193,11 @@ class Facts:
             if found & {*n.all_input_nodes} and not isinstance(self.value.get(n), torch.Tensor):
                 found.add(n)
         return found
+
+    def _given_floats(self) -> set[fx.Node]:
+        """What reads one of the caller's, where it is known what it is now."""
+        items = [n for n in self.nodes if target_name(n) == "item" and self._is_given_number(n.all_input_nodes[0])]
+        return {n for n in items if isinstance(v := self.value.get(n), torch.SymFloat) and v.node.hint is not None}
 
     def is_number(self, n: fx.Node) -> bool:
         """A size, or something computed from sizes."""

@@ -79,7 +79,7 @@ class Sizes:
         always = set.intersection(*[lifted.capture.sizes.used for lifted in self.match.lifted])
         # what ops were called with in some captures only (`max(S / 8, 1)`) may be what it is by chance
         formula = _real(always, points)
-        if formula is None and (more := self._probed(spot)) is not None:
+        if formula is None and (more := self._met(spot)) is not None:
             formula = _real(self.match.expressions, [*points, *more])
         return None if formula is None else self._expression(ast.parse(formula, mode="eval").body)
 
@@ -133,11 +133,18 @@ class Sizes:
     def _by_probes(self, values: list[int], spot: Spot | None) -> Formula | None:
         """A formula for a number, read off more sizes than the proof needed."""
         more = self._probed(spot)
-        if more is None or any(isinstance(v, float) for _, v in more):
+        if more is None:
             return None
         return find_formula([*zip(self.match.sizes, values, strict=True), *more], self.match.expressions)
 
-    def _probed(self, spot: Spot | None) -> list[tuple[dict[str, int], Any]] | None:
+    def _probed(self, spot: Spot | None) -> list[tuple[dict[str, int], int]] | None:
+        """The integer that stands at a place of the program, at more sizes; None where it is not always one."""
+        points = self._met(spot)
+        if points is None or not all(float(v).is_integer() for _, v in points):
+            return None
+        return [(sizes, int(v)) for sizes, v in points]
+
+    def _met(self, spot: Spot | None) -> list[tuple[dict[str, int], int | float]] | None:
         """The number that stands at a place of the program, at more sizes."""
         if spot is None:
             return None
@@ -153,7 +160,7 @@ class Sizes:
                 return points
         return self._points(spot, turn, "diverse")
 
-    def _points(self, spot: Spot, turn: int, routing: str) -> list[tuple[dict[str, int], Any]] | None:
+    def _points(self, spot: Spot, turn: int, routing: str) -> list[tuple[dict[str, int], int | float]] | None:
         points = []
         for sizes, capture in self.match.probe(routing):
             alike = self._of_line(capture, spot[0].first)
@@ -161,9 +168,9 @@ class Sizes:
                 value: Any = getattr(alike[turn], spot[1])
                 for step in spot[2:]:
                     value = value[step]
-                if not isinstance(value, (int, float)):
+                if not isinstance(value, (int, float)) or not math.isfinite(value):
                     return None
-                points.append((sizes, int(value) if value == int(value) else value))
+                points.append((sizes, value))
         return points
 
     def _of_line(self, capture: Capture, node: fx.Node) -> list[fx.Node]:

@@ -46,9 +46,7 @@ def other_sizes(prover: Prover) -> None:
     for sizes in filter(prover.is_within, [one, *many]):
         # comparisons that came out both ways before do not keep these sizes out
         asked = [g for g in prover.seen_guards() if all(g.holds(s) for s in prover.sizes)]
-        apart = next((g for g in asked if not g.holds(sizes)), None)
-        if sizes == one:
-            apart = more_than_one
+        apart = more_than_one if sizes == one else next((g for g in asked if not g.holds(sizes)), None)
         # whether one token shows the form hangs on what it chooses: experts that do nothing show nothing
         most = max(prover.lifted[0].groups, key=lambda g: len(g.ids)).ids
         more = [Routing("diverse", 5, (e,)) for e in most[:3]] + [Routing("diverse", seed) for seed in range(6, 10)]

@@ -38,11 +38,15 @@ class Scaled(nn.Module):
         self.up, self.down = nn.Parameter(torch.randn(E, D, H)), nn.Parameter(torch.randn(E, H, D))
         self.scale = scale
 
-    def forward(self, x):
+    def routed(self, x):
+        """The weights, the experts' numbers and results."""
         w, ids = self.gate(x).softmax(-1).topk(2)
         h = F.silu(torch.einsum("sd,skdh->skh", x, self.up[ids]))
-        y = torch.einsum("skh,skhd->skd", h, self.down[ids])
-        return (y * w.unsqueeze(-1)).sum(1) * self.scale(x.shape[0])
+        return w.unsqueeze(-1), ids, torch.einsum("skh,skhd->skd", h, self.down[ids])
+
+    def forward(self, x):
+        w, _, y = self.routed(x)
+        return (y * w).sum(1) * self.scale(x.shape[0])
 
 
 @pytest.mark.sampled(2)
@@ -78,10 +82,8 @@ class ScaledInside(Scaled):
     """The experts' results, before they are summed."""
 
     def forward(self, x):
-        w, ids = self.gate(x).softmax(-1).topk(2)
-        h = F.silu(torch.einsum("sd,skdh->skh", x, self.up[ids]))
-        y = torch.einsum("skh,skhd->skd", h, self.down[ids]) * self.scale(x.shape[0])
-        return (y * w.unsqueeze(-1)).sum(1)
+        w, _, y = self.routed(x)
+        return (y * self.scale(x.shape[0]) * w).sum(1)
 
 
 @pytest.mark.sampled(3)
@@ -113,10 +115,8 @@ def test_a_number_between_ends_is_found():
 
 class OfChoices(Scaled):
     def forward(self, x):
-        w, ids = self.gate(x).softmax(-1).topk(2)
-        h = F.silu(torch.einsum("sd,skdh->skh", x, self.up[ids]))
-        y = torch.einsum("skh,skhd->skd", h, self.down[ids])
-        return (y * w.unsqueeze(-1)).sum(1) * self.scale(x, ids)
+        w, ids, y = self.routed(x)
+        return (y * w).sum(1) * self.scale(x, ids)
 
 
 @pytest.mark.parametrize(
