@@ -347,6 +347,13 @@ def test_masks_that_count(name, first):
     check(Counted(COUNTED[name]), (ids(0, first),), [(ids(0, 4),), (ids(1, 2),)])
 
 
+def test_a_mask_of_sequences():
+    """Of few sequences all are masked by chance, and no expert is seen then."""
+    torch.manual_seed(0)
+    later = (torch.tensor([[1]]),), (torch.tensor([[0], [1]]),), (torch.tensor([[0], [0]]),)
+    check(Chosen("weights", lambda b, w, g: w * pad(g)), (torch.tensor([[1], [0]]),), later)
+
+
 @pytest.mark.parametrize("there", [E, -E - 1])
 def test_an_error_stays_one(there):
     """Where the original's index is out of bounds nobody takes the rows in silence."""
