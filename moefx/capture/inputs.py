@@ -86,7 +86,7 @@ class Leaf:
         order = (torch.arange(rows) + (seed if rows == 1 else 0)) % len(pool)
         if seed and rows > 1:
             order = torch.randint(0, len(pool), (rows,), generator=generator)
-        if self.is_mask and rows > 1 and (pool[order] == pool[order[0]]).all():  # of few sequences, all or none by chance
+        if self.is_mask and rows > 1 and (pool[order] == pool[order[0]]).all():  # few sequences, by chance
             order[seed % rows] = int((pool != pool[order[0]]).flatten().nonzero()[0])
         out = pool[order].flatten()
         if seed and together > 1 and self.is_of_tokens and out.dtype != torch.bool:

@@ -10,7 +10,6 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch._guards import CompileContext
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._sympy.printers import PythonPrinter
 
@@ -20,6 +19,7 @@ from ..errors import Refused
 from ..ir.codegen import INFIX
 from .code import Size
 from .facts import Facts
+from .floats import seldom_changes
 from .nodes import hint, plain, target_name
 
 NO_TOKENS = "there are no tokens in the graph's inputs: sizes do not show what is of tokens"
@@ -36,7 +36,7 @@ class Dims:
 
     Attributes:
         names: outermost first. axes: of the entry. given: as it has them. sizes: what they are in the graph, by name.
-        probe: sizes that look like nothing else. floats: of the caller's, which are taken for constants.
+        probe: sizes that look like nothing else. floats: of the caller's by name, which are taken for constants.
     """
 
     def __init__(self, facts: Facts, shape: Sequence[Any], constants: set[int]):
@@ -57,7 +57,7 @@ class Dims:
         self.computed = {facts.value[n].node.expr: n for n in reversed(numbers)}
         free = itertools.filterfalse(constants.__contains__, _PROBES)
         self.probe: dict[str, int] = dict(zip(names, free, strict=False))
-        self.floats: dict[fx.Node, torch.SymFloat] = {}
+        self.floats: dict[str, torch.SymFloat] = {}
 
     def number(self, n: int) -> list[Size]:
         """What a number may be: of the sizes that are numbers in the graph."""
@@ -94,10 +94,11 @@ class Dims:
             return [*found]
         node = node if node is not None and node.op.startswith("call") else self.computed.get(expr)
         if node in self.facts.floats:
-            if _seldom_changes(self.facts.source_name(node.all_input_nodes[0]), value.node.hint):
-                self.floats[node] = value
-                return [value.node.hint]
-            return []
+            name = self.facts.source_name(node.all_input_nodes[0])
+            if not seldom_changes(name, value.node.hint):
+                return []
+            self.floats[name] = value
+            return [value.node.hint]
         form = None if node is None else _form(node)
         if node is None or form is None:
             return []
@@ -141,25 +142,6 @@ class Dims:
                 if statically_known_true(n == math.prod(self.given[i] for i in chosen)):
                     return [Size("*".join(self.names[i] for i in chosen))]
         return []
-
-
-_MOST_MET = 3
-_met: dict[Any, tuple[int, dict[str, set[float]]]] = {}  # by Dynamo's frame: its last graph, values of floats by name
-
-
-def _seldom_changes(name: str, now: float) -> bool:
-    """Whether a float, such as a scale of a configuration, had few values in the graphs of this frame so far: for one
-    that changes at each step a graph of each value would be compiled."""
-    graph = CompileContext.current_compile_id()
-    frame, count = (None, 0) if graph is None else (graph.frame_id, graph.frame_compile_id or 0)
-    last, values = _met.get(frame, (0, {}))
-    if count < last:  # Dynamo was reset
-        values = {}
-    _met[frame] = count, values
-    met = values.setdefault(name, set())
-    if len(met) < _MOST_MET:
-        met.add(now)
-    return now in met
 
 
 def _over(expr: Any, size: sympy.Expr, symbol: sympy.Symbol) -> Any:

@@ -76,7 +76,7 @@ class Extracted:
         outputs: nodes whose values are used outside.
         units: axes of size one that the region's first input comes without.
         key: what two regions must agree in to be one for the proof.
-        floats: of the caller's, which it takes for constants.
+        floats: of the caller's by name, which it takes for constants.
     """
 
     name: str
@@ -93,7 +93,7 @@ class Extracted:
     key: tuple[str, tuple[Any, ...]]
     device: str
     autocast: tuple[Autocast, ...]
-    floats: tuple[torch.SymFloat, ...] = ()
+    floats: tuple[tuple[str, torch.SymFloat], ...] = ()
 
     def block(self, facts: Facts, real: bool = False) -> Region:
         """The module to prove; `real`: with the numbers of the weights."""
@@ -205,7 +205,7 @@ def extract(facts: Facts, extent: Extent) -> Extracted:
     source = facts.line(extent.seed)
     return Extracted(
         region_name(facts, extent), source, extent, code, inputs, weights, names, outputs, units, shapes,
-        dims.sizes, key, entry.device.type, outside.autocast, tuple(dims.floats.values()),
+        dims.sizes, key, entry.device.type, outside.autocast, tuple(dims.floats.items()),
     )  # fmt: skip
 
 

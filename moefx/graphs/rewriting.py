@@ -18,6 +18,7 @@ from ..survey import Refusal
 from . import matching
 from .extents import Extent, Extents
 from .facts import Facts
+from .floats import make_constant
 from .isolation import removed
 from .matching import Proven
 from .names import region_name
@@ -78,8 +79,8 @@ def rewritten(
     calls: list[tuple[Extracted, RegionCall]] = []
     for region, proof in found.matched:
         calls.append((region, region.call(found.facts, proof.program)))
-        for number in region.floats:
-            float(number)  # a guard of the graph
+        for name, number in region.floats:
+            make_constant(name, number)
     out = splice(found.facts, calls)
     for name, body in bodies.items():
         setattr(out, name, body)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dis
+import functools
 import inspect
 import sys
 import types
@@ -71,27 +73,31 @@ def reached(code: Iterable[Any]) -> Reached:
         for value in _closed_over(thing):
             numbers |= {*_numbers(value)}
             todo.append(value if isinstance(value, (type, types.FunctionType)) else type(value))
-        for space in _namespaces(thing.__globals__, names):
-            for name in names & space.keys():
-                value = space[name]
-                if not isinstance(value, types.ModuleType):
-                    one = Global(space.get("__name__", ""), space, name)
-                    found[one.module, name] = one
-                    numbers |= {*_numbers(value)}
-                    todo.append(value if isinstance(value, (type, types.FunctionType)) else type(value))
+        for one in _globals(thing.__globals__, frozenset().union(*map(_from_globals, codes)), names):
+            found[one.module, one.name] = one
+            numbers |= {*_numbers(one.value)}
+            todo.append(one.value if isinstance(one.value, (type, types.FunctionType)) else type(one.value))
     return Reached(list(found.values()), users, frozenset(every), frozenset(numbers))
 
 
-def _namespaces(own: dict[str, Any], names: frozenset[str]) -> Iterator[dict[str, Any]]:
-    """The globals of a function, and those of the modules among them that it names."""
-    todo, seen = [own], {id(own)}
+def _globals(own: dict[str, Any], names: frozenset[str], attributes: frozenset[str]) -> Iterator[Global]:
+    """What a function names of its globals, and as attributes of modules among them."""
+    todo, seen = [(own, names)], {id(own)}
     while todo:
-        yield (space := todo.pop())
-        for name in names & space.keys():
+        space, asked = todo.pop()
+        for name in asked & space.keys():
             value = space[name]
-            if isinstance(value, types.ModuleType) and _of_user(value.__name__) and id(vars(value)) not in seen:
+            if not isinstance(value, types.ModuleType):
+                yield Global(space.get("__name__", ""), space, name)
+            elif _of_user(value.__name__) and id(vars(value)) not in seen:
                 seen.add(id(vars(value)))
-                todo.append(vars(value))
+                todo.append((vars(value), attributes))
+
+
+@functools.lru_cache(maxsize=4096)
+def _from_globals(code: types.CodeType) -> frozenset[str]:
+    """Names that are looked up among the globals: `self.scale` says nothing of a `scale` there."""
+    return frozenset(i.argval for i in dis.get_instructions(code) if "GLOBAL" in i.opname or i.opname == "LOAD_NAME")
 
 
 def is_users(thing: Any) -> bool:

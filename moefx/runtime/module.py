@@ -149,9 +149,9 @@ class BlockForward:
         return f"is not rewritten for such calls: {why}"
 
     def _tell_once(self) -> None:
-        """Say that a call runs the original, for each reason once."""
+        """Say that a call runs the original, for each reason once: what has another value in each call has many."""
         why = self._why
-        if why not in self._told:
+        if why not in self._told and len(self._told) < MAX_SPECIALISATIONS:
             self._told.add(why)
             _log.warning("%s %s (moefx.explain has all of them). They run the original", self._name, why)
 

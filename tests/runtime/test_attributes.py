@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import moefx
+from moefx.runtime import module
 
 from . import scales
 
@@ -125,6 +126,27 @@ def test_a_changed_global_is_compiled_anew(monkeypatch, name, value, x):
     assert not torch.allclose(model(x), before)
     torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
     assert calls(compiled) == (2, 0, 1)
+
+
+def test_a_global_of_an_attribute_s_name_is_not_read(monkeypatch, x):
+    """`self.scale` says nothing of a `scale` in the script."""
+    monkeypatch.setitem(globals(), "scale", [])
+    monkeypatch.setitem(globals(), "k", 5)
+    model, compiled = pair(x)
+    monkeypatch.setitem(globals(), "scale", [1.0])
+    monkeypatch.setitem(globals(), "k", 6)
+    torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
+    assert calls(compiled) == (1, 0, 0)
+
+
+def test_what_is_another_in_each_call_is_told_a_few_times(monkeypatch, x, caplog):
+    monkeypatch.setattr(module, "MAX_SPECIALISATIONS", 2)
+    model, compiled = pair(x)
+    for step in range(6):
+        monkeypatch.setitem(globals(), "GAIN", 1.0 + step / 7)
+        torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
+    said = [r for r in caplog.records if "They run the original" in r.getMessage()]
+    assert 0 < len(said) <= 2
 
 
 def test_a_changed_global_object_is_compiled_anew(monkeypatch, x):
