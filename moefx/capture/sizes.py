@@ -6,6 +6,7 @@ with. A branch on a size becomes a guard of the rewritten block instead of being
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import itertools
@@ -64,6 +65,21 @@ class SizeGuard:
         return f"{self.left} {symbol} {self.right} is {self.value}{unless}"
 
 
+@functools.lru_cache(maxsize=4096)
+def _divisors(expr: str) -> frozenset[str]:
+    """What it divides by that may be 0 where there are tokens: the program does not come to it there."""
+    found = set()
+    for node in ast.walk(ast.parse(expr, mode="eval")) if {*"/%"} & {*expr} else ():
+        if isinstance(node, ast.BinOp) and isinstance(node.op, _DIVIDE):
+            inner = {type(n.op) for n in ast.walk(node.right) if isinstance(n, ast.BinOp)}
+            if inner & {ast.Sub, ast.FloorDiv, ast.Mod} and not _divisors(ast.unparse(node.right)):
+                found.add(f"({ast.unparse(node.right)})")
+    return frozenset(found)
+
+
+_DIVIDE = (ast.Div, ast.FloorDiv, ast.Mod)
+
+
 class SizeLog:
     """Which sizes are symbolic in this capture, and what was asked about them.
 
@@ -90,7 +106,7 @@ class SizeLog:
     def note(self, left: str, op: str, right: str, value: bool) -> None:
         guard = SizeGuard(left, op, right, value)
         if guard not in self.guards:
-            self.guards.append(guard)
+            self.guards.append(dataclasses.replace(guard, unless="*".join(_divisors(left) | _divisors(right))))
 
     def rename(self, known: Iterable[SizeGuard]) -> None:
         """Comparisons that other captures have noted, by their names: B*S and S are one number here, where B is 1."""

@@ -161,7 +161,7 @@ class Match:
         is_product = {*re.sub(r"[() ]", "", guard.left).split("*")} <= {"1", *self.arguments.dims}
         if is_product and guard.right == ("1" if guard.op in ("ge", "lt") else "0") and guard.holds(ones):
             return []
-        return [dataclasses.replace(guard, unless=tokens)]
+        return [dataclasses.replace(guard, unless=f"{guard.unless}*{tokens}" if guard.unless else tokens)]
 
     @functools.cached_property
     def is_empty_without_tokens(self) -> bool:

@@ -113,6 +113,24 @@ def test_a_number_between_ends_is_found():
     assert matched.calls == (6, 0, 0)
 
 
+DIVIDED = {
+    "between ends": lambda n: max(1 / max(n // 16, 1), 1 / 40),
+    "on one side": lambda n: min(1 / (n // 4), 0.5) if n > 4 else 0.25,
+    "in a condition": lambda n: 2.0 if n // 8 and 40 / (n // 8) > 10 else 1.0,
+}
+
+
+@pytest.mark.parametrize("scale", DIVIDED)
+def test_a_comparison_that_cannot_be_made_at_all_sizes(scale):
+    """The program does not divide by 0 where there are few tokens: it asks first."""
+    block = Scaled(DIVIDED[scale]).double()
+    x = torch.randn(40, D, dtype=torch.float64)
+    compiled = moefx.compile(copy.deepcopy(block), example_inputs=(x,), plan=moefx.Plan(validation="symbolic"))
+    for n in (1, 2, 3, 4, 7, 8, 15, 16, 40, 100, 639, 640, 700):
+        x = torch.randn(n, D, dtype=torch.float64)
+        torch.testing.assert_close(compiled(x), block(x))
+
+
 class OfChoices(Scaled):
     def forward(self, x):
         w, ids, y = self.routed(x)
