@@ -53,16 +53,14 @@ class Routing:
         return torch.randn(shape, generator=self.generator, dtype=torch.float32).to(val.dtype)
 
     def _moved(self, value: torch.Tensor, name: str) -> torch.Tensor:
-        """What a parameter or buffer has: others for those that are all the same, as a bias is before the first step;
-        from the second routing of this kind on in another order, a single number larger or smaller. Which of them is
+        """What a parameter or buffer has, in another order from the second routing of this kind on, a single number
+        larger or smaller, others for those that are all the same, as a bias is before the first step: which of them is
         large, or zero, is not part of the specialisation."""
-        if not value.numel():
+        if not self.seed or self.as_they_are or not value.numel():
             return value
         generator = self._generator(name)
         if (value == value.flatten()[0]).all() and (value.numel() > 1 or value.item() == 0):
             return value + torch.randn(value.shape, generator=generator).to(value.dtype)
-        if not self.seed or self.as_they_are:
-            return value
         if value.numel() == 1:
             return value * (1, 16, 1 / 16)[int(torch.randint(3, (), generator=generator))]
         return value.flatten()[torch.randperm(value.numel(), generator=generator)].view(value.shape)

@@ -41,7 +41,7 @@ def choice(
     """The choice that explains the routed summands of every token, if there is one.
 
     Args:
-        nodes: to look among.
+        nodes: to look among, the likeliest first.
         inside: those of them that are a submodule's own, to be taken only where no other fits.
         like: the form of another capture of the block; what chose the experts there is looked at first.
     """
@@ -73,11 +73,11 @@ class _Search:
     def candidates(self, inside: set[fx.Node]) -> list[tuple[Ref, torch.Tensor]]:
         """Readings of integer nodes as [T, K], the likeliest first."""
         found = []
-        for n, val in self._integers():
+        for place, (n, val) in enumerate(self._integers()):
             if val.dtype not in (torch.bool, torch.uint8):
                 for axes, flat in aligned(val, self.tokens):
                     if flat.shape[1] <= _MOST_SLOTS:
-                        order = (flat.shape[1] != self.widest, n in inside, n.meta["index"])
+                        order = (flat.shape[1] != self.widest, n in inside, place)
                         found.append((order, Ref(n, axes), flat))
         return [(ref, flat) for _, ref, flat in sorted(found, key=lambda c: c[0])]
 
@@ -141,8 +141,8 @@ class _Search:
         if self.natural is None or self.widest < 2:
             return None
         wanted = [{self.natural[k] for k in row} for row in self.keys]
-        single = [(ref, ids) for ref, ids in candidates if ids.shape[1] == 1]
-        single.sort(key=lambda c: c[0].node.meta["index"])
+        place = {n: i for i, n in enumerate(self.nodes)}
+        single = sorted((c for c in candidates if c[1].shape[1] == 1), key=lambda c: place[c[0].node])
         hits: dict[int, int] = {}  # of the columns that say something of their own, how many ids are of experts used
         for at, (_, ids) in enumerate(single):
             if not any(torch.equal(ids, single[other][1]) for other in hits):

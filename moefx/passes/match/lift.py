@@ -28,7 +28,7 @@ from .owners import Key, Owners
 from .paths import parameter_of
 from .resolve import structure
 from .rest import missed, place_keyless, shared
-from .routed import Reach, alike_everywhere, chooses, cuts, expert_parameters, feeding, inside_calls
+from .routed import Reach, alike_everywhere, chooses, cuts, expert_parameters, feeding, inside_calls, made_of
 from .term import Term, TooLarge, is_const
 from .unify import Skeletons, Unifier
 from .worth import NotTwice, Sums, repeated
@@ -243,7 +243,9 @@ class Lifter:
         return routed, rest
 
     def _choice(self, cut: fx.Node, tokens: tuple[int, ...], routed: list[list[Term]]) -> Choice:
-        nodes = [n for n in self.capture.nodes if n not in self.routed]
+        # what the sum is made of first: statistics of another choice may have the same numbers
+        last = made_of(cut)
+        nodes = sorted((n for n in self.capture.nodes if n not in self.routed), key=lambda n: n not in last)
         found = choice(self.owners, tokens, routed, nodes, self.inside, self.like)
         if found is not None:
             return found

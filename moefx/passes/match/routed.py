@@ -241,17 +241,23 @@ def inside_calls(capture: Capture, routed: set[fx.Node]) -> set[fx.Node]:
     return inside
 
 
-def feeding(reach: Reach, cut: fx.Node, routed: set[fx.Node], like: Lifted | None) -> list[fx.Node]:
-    """Float nodes that are computed without expert parameters and feed the cut. Not those that a loop over the experts
-    makes of their tokens, here or in another capture of the block: where one expert has all tokens, its rows look like
-    everybody's, and one row looks like a number; nor what a loop that writes rows has written so far."""
+def made_of(node: fx.Node) -> set[fx.Node]:
+    """A node, and all that it is computed from."""
     seen: set[fx.Node] = set()
-    stack = [cut]
+    stack = [node]
     while stack:
         n = stack.pop()
         if n not in seen:
             seen.add(n)
             stack.extend(n.all_input_nodes)
+    return seen
+
+
+def feeding(reach: Reach, cut: fx.Node, routed: set[fx.Node], like: Lifted | None) -> list[fx.Node]:
+    """Float nodes that are computed without expert parameters and feed the cut. Not those that a loop over the experts
+    makes of their tokens, here or in another capture of the block: where one expert has all tokens, its rows look like
+    everybody's, and one row looks like a number; nor what a loop that writes rows has written so far."""
+    seen = made_of(cut)
     # Where rows are made whose number is the routing's: how many per token, and in which turn. (Several turns of one
     # length are a loop, too: where tokens choose all experts, each has all tokens.)
     made: dict[Any, set[tuple[Fraction, int]]] = defaultdict(set)
