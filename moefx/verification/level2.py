@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from .compare import Subject, compare
 from .policy import Row
 from .sandbox import Call, Casts, Inputs, Options, call_forward, leaves
-from .states import router_states
+from .states import UNRELATED, router_states, with_other_constants
 
 SLACK = 1e4
 MAX_BYTES = 2 << 30
@@ -72,7 +72,8 @@ def verify_block(
     backward.
 
     Router states: the given weights on the given inputs; inputs that send nearly all tokens to the same
-    experts and starve the others; unrelated inputs of the same scale; `crowd`, inputs of many tokens. Nothing of
+    experts and starve the others; unrelated inputs of the same scale, and other values for parameters and buffers that
+    are all the same; `crowd`, inputs of many tokens. Nothing of
     `original` is touched (parameters, `.grad`, buffers, random numbers). Runs at least the first state, then as many
     as `seconds` allow; precision and the parameters whose gradients are compared follow from `max_bytes`.
 
@@ -83,7 +84,7 @@ def verify_block(
     tokens = sum(v.numel() * v.element_size() for _, v in leaves((args, kwargs)) if isinstance(v, Tensor))
     plan = _precisions(original, max_bytes - 64 * tokens, check.notes)
     given = (args, kwargs or {})
-    took = 0.0
+    took, varied = 0.0, with_other_constants(original, seed)
     for state, inputs in itertools.chain(router_states(given, seed), [("a crowd of tokens", crowd)] if crowd else []):
         if crowd is not None and inputs is crowd and took * _elements(crowd) > _LONGEST_CROWD * _elements(given):
             check.notes.append(f"{name or 'block'}: {state} not checked, it would take too long")
@@ -95,9 +96,10 @@ def verify_block(
             if check.rows and time.monotonic() > deadline:
                 check.notes.append(f"{name or 'block'}: {case} not checked, {seconds:g} s are over")
                 continue
+            block = varied if state == UNRELATED else original
             subject = Subject(
-                original,
-                original,
+                block,
+                block,
                 block=name,
                 call_original=call_forward,
                 call_compiled=program,

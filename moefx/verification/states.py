@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..capture.captured import has_values
+from ..runtime.copying import copy_model
 from .sandbox import Inputs, leaves, mapped
 
-GIVEN = "the given inputs"
+GIVEN, UNRELATED = "the given inputs", "unrelated inputs"
+_MOST = 1 << 16  # elements of a tensor that is looked at
 
 
 def router_states(inputs: Inputs, seed: int) -> Iterator[tuple[str, Inputs]]:
@@ -36,4 +39,24 @@ def router_states(inputs: Inputs, seed: int) -> Iterator[tuple[str, Inputs]]:
     yield GIVEN, inputs
     if shape is not None and math.prod(shape):
         yield "inputs that starve experts", hidden(skewed)
-        yield "unrelated inputs", hidden(noise)
+        yield UNRELATED, hidden(noise)
+
+
+def with_other_constants(block: nn.Module, seed: int) -> nn.Module:
+    """A copy in which floats that are all the same have other values, as a bias will after the first step: what hangs
+    on them does not show before. Other tensors are shared; the block itself, if there are none."""
+    generator = torch.Generator().manual_seed(seed)
+    others: dict[int, Tensor] = {}
+    for t in (*block.parameters(), *block.buffers()):
+        if not (t.is_floating_point() and 0 < t.numel() <= _MOST and has_values(t)) or (t != t.flatten()[0]).any():
+            continue
+        if t.numel() > 1 or t.item() == 0:  # a single number may have to be of its kind: an epsilon, say
+            value = t.detach() + torch.randn(t.shape, generator=generator).to(t)
+            others[id(t)] = nn.Parameter(value, t.requires_grad) if isinstance(t, nn.Parameter) else value
+    if not others:
+        return block
+    copied, _ = copy_model(block)
+    for module in copied.modules():
+        for held in (module._parameters, module._buffers):
+            held.update({name: others.get(id(t), t) for name, t in held.items()})  # type: ignore[misc]
+    return copied

@@ -57,6 +57,17 @@ def test_every_mistake_is_seen_in_any_precision(fault, dtype):
     assert "differs from the original on" in result.reason and "and" in result.reason
 
 
+def test_what_is_zero_before_the_first_step_has_other_values():
+    """A program that leaves out biases that are zero agrees with the original until they are learned."""
+    plain = block()
+    zeros = [e.down.bias for e in plain.experts]
+    for bias in zeros:
+        torch.nn.init.zeros_(bias)
+    result = check(plain, "missing bias")
+    assert {row.case for row in result.rows if row.kind == "output" and not row.ok} == {"unrelated inputs, float64"}
+    assert all(bias.eq(0).all() and e.down.bias is bias for e, bias in zip(plain.experts, zeros, strict=True))
+
+
 def test_a_cast_that_the_program_forgot_is_seen_in_the_blocks_own_precision():
     def no_upcast(block, x):
         block.__class__ = Rewritten

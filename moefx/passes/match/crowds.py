@@ -115,7 +115,9 @@ def _never_cut(prover: Prover) -> dict[tuple[Source, str], str]:
     limits_at: dict[tuple[Source, str], set[str]] = {}
     for lifted in prover.lifted:
         for n in lifted.capture.nodes:
-            if op_name(n) in _CUTS and is_known(n) and isinstance(before := n.args[0], fx.Node):
+            if op_name(n) not in _CUTS or not is_known(n) or n.meta["val"].dtype is torch.bool:
+                continue
+            if isinstance(before := n.args[0], fx.Node):
                 uncut = is_known(before) and torch.equal(lifted.capture.shadow(n), lifted.capture.shadow(before))
                 limit = str((n.args[1:], n.kwargs)) if uncut else "reached"
                 limits_at.setdefault((n.meta["source"], str(n.target)), set()).add(limit)

@@ -19,7 +19,7 @@ from . import cover, crowds, doubts, few, given, leaks, twice
 from .agree import same_form
 from .different import are_different
 from .form import Lifted, with_all_experts
-from .lift import Lifter
+from .lift import Lifter, NothingRouted
 from .matched import Expert, Match
 from .nodes import line
 from .paths import Place, sibling_names
@@ -203,13 +203,21 @@ class Prover:
 
     def _lifted_next(self, kind: str, seed: int, sizes: dict[str, int]) -> Lifted:
         """Where all second choices are dropped, which an expert with too few places does by chance, none says what its
-        weight would be: under another routing of this kind some are kept."""
-        lifted = self.lift(Routing(kind, seed, as_they_are=kind == "skewed"), sizes)
-        for more in (3, 6) if kind == "contested" else ():
-            if bool(lifted.kept.any(0).all()):
+        weight would be; nor where a buffer has values with which all are: under another routing of this kind some are
+        kept."""
+        found: Lifted | NothingRouted | None = None
+        for more in (0, 3, 6):
+            try:
+                found = self.lift(Routing(kind, seed + more, as_they_are=kind == "skewed"), sizes)
+            except NothingRouted as why:
+                found = found or why
+                continue
+            if kind != "contested" or bool(found.kept.any(0).all()):
                 break
-            lifted = self.lift(Routing(kind, seed + more), sizes)
-        return lifted
+        if isinstance(found, Lifted):
+            return found
+        assert found is not None
+        raise found
 
     def lift_as(self, taken: Capture, like: Lifted | None, is_last: bool = False) -> Lifted:
         lifter = Lifter(self.block, taken, like, self.symbolic, self.by_slots, is_last)
