@@ -60,9 +60,11 @@ class Routing:
             return value
         generator = self._generator(name)
         if (value == value.flatten()[0]).all() and (value.numel() > 1 or value.item() == 0):
-            return value + torch.randn(value.shape, generator=generator).to(value.dtype)
+            noise = torch.randn(value.shape, generator=generator)
+            return (value.double() * noise.exp() if (value != 0).any() else noise).to(value.dtype)
         if value.numel() == 1:
-            return value * (1, 16, 1 / 16)[int(torch.randint(3, (), generator=generator))]
+            times = (1.25, 16, 1 / 16)[int(torch.randint(3, (), generator=generator))]
+            return (value.double() * times).to(value.dtype)
         return value.flatten()[torch.randperm(value.numel(), generator=generator)].view(value.shape)
 
     def _generator(self, name: str) -> torch.Generator:

@@ -51,7 +51,8 @@ def with_other_constants(block: nn.Module, seed: int) -> nn.Module:
         if not (t.is_floating_point() and 0 < t.numel() <= _MOST and has_values(t)) or (t != t.flatten()[0]).any():
             continue
         if t.numel() > 1 or t.item() == 0:  # a single number may have to be of its kind: an epsilon, say
-            value = t.detach() + torch.randn(t.shape, generator=generator).to(t)
+            noise = torch.rand(t.shape, generator=generator)  # none is negative: a variance is not
+            value = (t.detach().cpu().double() * (0.5 + noise) if t.any() else noise).to(t)
             others[id(t)] = nn.Parameter(value, t.requires_grad) if isinstance(t, nn.Parameter) else value
     if not others:
         return block

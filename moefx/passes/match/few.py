@@ -50,24 +50,31 @@ def other_sizes(prover: Prover) -> None:
         # whether one token shows the form hangs on what it chooses: experts that do nothing show nothing
         most = max(prover.lifted[0].groups, key=lambda g: len(g.ids)).ids
         more = [Routing("diverse", 5, (e,)) for e in most[:3]] + [Routing("diverse", seed) for seed in range(6, 10)]
-        for routing in [Routing("diverse", 5), *(more if sizes == one else [])]:
-            found = _captured(prover, routing, sizes)
-            try:
-                if isinstance(found, Capture):
-                    found = prover.lift_as(found, with_all_experts(prover.lifted))
-                    same_form(prover.lifted[0], found)
-            except Refused as why:
-                found = why
-            if isinstance(found, Exception):
-                if apart is None:
-                    raise found
-                continue
+        found: Lifted | Exception = Refused("no routing was tried")
+        for routing in [Routing("diverse", 5), *(more if sizes == one else more[-2:])]:
+            found = _of_one_form(prover, routing, sizes)
+            if isinstance(found, Lifted) or (sizes != one and not isinstance(found, NothingRouted)):
+                break
+        if isinstance(found, Lifted):
             found.optional = apart
             prover.add(found, sizes)
-            break
-        else:
-            if sizes == one and all(g.holds(one) for g in asked):
-                prover.extra_guards.append(more_than_one)
+        elif apart is None:
+            raise found
+        elif sizes == one and all(g.holds(one) for g in asked):
+            prover.extra_guards.append(more_than_one)
+
+
+def _of_one_form(prover: Prover, routing: Routing, sizes: dict[str, int]) -> Lifted | Exception:
+    """A capture that has the form of the others, or why it has not."""
+    taken = _captured(prover, routing, sizes)
+    if not isinstance(taken, Capture):
+        return taken
+    try:
+        lifted = prover.lift_as(taken, with_all_experts(prover.lifted))
+        same_form(prover.lifted[0], lifted)
+        return lifted
+    except Refused as why:
+        return why
 
 
 def _few(prover: Prover) -> None:

@@ -12,7 +12,8 @@ import moefx
 
 from ..blocks import D, E, K, Loop, Mlp
 
-HELD = {"bias": torch.zeros(E), "ones": torch.ones(E), "noise": torch.zeros(()), "offset": torch.zeros(E)}
+HELD = {"bias": torch.zeros(E), "ones": torch.ones(E), "noise": torch.zeros(()), "offset": torch.zeros(E),
+        "factor": torch.ones(())}  # fmt: skip
 
 
 class Held(Loop):
@@ -130,6 +131,12 @@ def beside_a_count(b, x):
     return w, ids, (place <= 3 + 4 * b.noise)[:, None], (place > 3).sum()
 
 
+def by_a_factor(b, x):
+    w, ids = b.gate(x).softmax(-1).topk(b.k, -1)
+    place = F.one_hot(ids, E).sum(1).cumsum(0).gather(1, ids)
+    return w, ids, place <= 4 * b.factor, (place > 4).sum()
+
+
 def places_of_another_choice(b, x):
     scores = b.gate(x).softmax(-1)
     clean, ids = scores.argmax(-1), (scores + b.bias).argmax(-1)
@@ -148,6 +155,7 @@ ROUTES = [
     after_those_that_wait,
     by_cost,
     beside_a_count,
+    by_a_factor,
     places_of_another_choice,
 ]
 
