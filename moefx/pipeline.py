@@ -109,17 +109,15 @@ def lift(block: nn.Module, args: tuple, kwargs: dict[str, Any], names: list[str]
 
 
 def _lift(block: nn.Module, arguments: Arguments, names: list[str]) -> tuple[Match, Rewritten]:
-    """Comparisons of floats say which experts are chosen; where that cannot be, they are part of the activations."""
+    """Read as it is likeliest meant; where that is refused, in other ways."""
     prover = Prover(block, arguments, most_experts(block))
     try:
         return _for_sizes(prover, names)
     except Refused as refusal:
-        if not prover.compares:
-            raise
-        try:
-            return _for_sizes(Prover(block, arguments, prover.hint, symbolic=True), names)
-        except Refused:
-            raise refusal from None
+        for way in prover.other_ways():
+            with contextlib.suppress(Refused):
+                return _for_sizes(Prover(block, arguments, prover.hint, **way), names)
+        raise refusal from None
 
 
 def _for_sizes(prover: Prover, names: list[str]) -> tuple[Match, Rewritten]:
@@ -127,7 +125,7 @@ def _for_sizes(prover: Prover, names: list[str]) -> tuple[Match, Rewritten]:
     arguments = prover.arguments
 
     def only(side: tuple[SizeGuard, ...]) -> tuple[Match, Rewritten]:
-        return _rewritten(Prover(prover.block, arguments, prover.hint, side, prover.symbolic), names)
+        return _rewritten(Prover(prover.block, arguments, prover.hint, side, prover.symbolic, prover.whole), names)
 
     try:
         match, rewritten = _rewritten(prover, names)

@@ -23,7 +23,7 @@ from .chosen import Choice, choice, every_expert_for_every_token
 from .form import Group, Lifted, has_matrices
 from .given import is_of_call
 from .lookup import Lookup
-from .nodes import is_random, line, op_name
+from .nodes import Line, is_random, line, op_name
 from .owners import Key, Owners
 from .paths import parameter_of
 from .resolve import structure
@@ -49,12 +49,12 @@ class NothingRouted(Refused):
 class Lifter:
     def __init__(
         self, block: nn.Module, capture: Capture, like: Lifted | None = None, symbolic: bool = False,
-        by_slots: bool = False, is_last: bool = False,
+        by_slots: bool = False, is_last: bool = False, whole: frozenset[Line] = frozenset(),
     ):  # fmt: skip
         """`like`: the form of another capture of the block; what chose the experts there is looked at first here.
-        `symbolic`: see `Semantics`; `by_slots`, `is_last`: see `Lookup`."""
+        `symbolic`, `whole`: see `Semantics`; `by_slots`, `is_last`: see `Lookup`."""
         self.capture, self.like, self.by_slots, self.is_last = capture, like, by_slots, is_last
-        self._new_reach = lambda: Reach(block, capture, symbolic, like)
+        self._new_reach = lambda: Reach(block, capture, symbolic, like, whole)
         self.reach = self._new_reach()
         self.experts: set[str] = set()  # FQNs of the experts' parameters, once lifted
 

@@ -23,7 +23,10 @@ def op_name(node: fx.Node) -> str:
     return packet.__name__ if packet is not None else getattr(node.target, "__name__", str(node.target))
 
 
-def line(node: fx.Node) -> tuple[Any, Any]:
+Line = tuple[Any, Any]
+
+
+def line(node: fx.Node) -> Line:
     """Which op it is, and of which line of the program: the same for all turns of a loop."""
     return node.target, node.meta["source"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -21,8 +22,9 @@ from .different import are_different
 from .form import Lifted, with_all_experts
 from .lift import Lifter, NothingRouted
 from .matched import Expert, Match
-from .nodes import line
+from .nodes import Line, line
 from .paths import Place, sibling_names
+from .routed import padded
 from .semantics import conditions
 from .turns import counting, with_turns
 from .worth import NotTwice
@@ -35,6 +37,7 @@ class Prover:
     """Args:
     within: sizes of which these do not hold are left alone: the program may do something else there.
     symbolic: comparisons of floats are part of activations (see `Semantics`).
+    whole: lines of nodes that are taken as they are.
     """
 
     def __init__(
@@ -44,10 +47,13 @@ class Prover:
         num_experts_hint: int = 8,
         within: tuple[SizeGuard, ...] = (),
         symbolic: bool = False,
+        whole: frozenset[Line] = frozenset(),
     ):
         self.block, self.arguments, self.hint, self.within = block, arguments, num_experts_hint, within
         self.symbolic, self.compares = symbolic, False  # and whether there are such comparisons
         self.by_slots = False
+        self.whole = whole
+        self.first: Capture | None = None
         self.asked: dict[SizeGuard, list[dict[str, int]]] = {}  # comparisons, and the sizes at which they were made
         self.children = sibling_names(block)
         self.lifted: list[Lifted] = []
@@ -220,7 +226,7 @@ class Prover:
         raise found
 
     def lift_as(self, taken: Capture, like: Lifted | None, is_last: bool = False) -> Lifted:
-        lifter = Lifter(self.block, taken, like, self.symbolic, self.by_slots, is_last)
+        lifter = Lifter(self.block, taken, like, self.symbolic, self.by_slots, is_last, self.whole)
         lifted = lifter.lift(self.experts)
         self.experts = self.experts or lifter.experts
         lifted.groups.sort(key=lambda g: g.ids[0])
@@ -235,7 +241,8 @@ class Prover:
                 kind = "contested"  # who of several slots comes first
             sizes = self.choose(n, variant)
             if variant == 0:
-                self.add(self._lifted_first(first or self.capture(Routing(kind, variant), sizes)), sizes)
+                self.first = first or self.capture(Routing(kind, variant), sizes)
+                self.add(self._lifted_first(self.first), sizes)
                 self._weigh_masks(sizes)
             else:
                 self.add(self._lifted_next(kind, variant, sizes), sizes)
@@ -278,6 +285,17 @@ class Prover:
             self.capture,
             within=self.within,
         )
+
+    def other_ways(self) -> Iterator[dict[str, Any]]:
+        """Arguments for provers that read the program otherwise, for when this one's reading is refused: comparisons as
+        parts of activations; hidden states of which some are padding as they are."""
+        if self.compares and not self.symbolic:
+            yield {"symbolic": True}
+        is_masked = any(leaf.example is not None and not leaf.is_single for leaf in self.arguments.tensors)
+        if self.first is None or not is_masked:
+            return
+        if lines := padded(self.block, self.first, self.arguments.width):
+            yield {"whole": lines}
 
     def add(self, lifted: Lifted, sizes: dict[str, int]) -> None:
         self.lifted.append(lifted)

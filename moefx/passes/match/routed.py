@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
 import math
 import re
@@ -20,10 +21,10 @@ from ...capture.captured import Capture
 from ...errors import Refused
 from ...ir.expression import is_pointwise
 from .form import Lifted
-from .nodes import from_state, is_routed, line
+from .nodes import Line, from_state, is_known, is_routed, line
 from .paths import Place, expert_indices, is_parameter, parameter_of, sibling_names
 from .semantics import Semantics
-from .term import Term
+from .term import Term, TooLarge, is_const
 
 _MOST_ROWS = 1 << 14
 _MOST_NODES_BACK = 60
@@ -38,11 +39,14 @@ class Reach:
         apart: the axes along which rows meet parts of a parameter, by FQN.
     """
 
-    def __init__(self, block: nn.Module, capture: Capture, symbolic: bool = False, like: Lifted | None = None):
+    def __init__(
+        self, block: nn.Module, capture: Capture, symbolic: bool = False, like: Lifted | None = None,
+        whole: frozenset[Line] = frozenset(),
+    ):  # fmt: skip
         self.block, self.capture = block, capture
         tables = [table for group in like.groups for table in group.tables] if like is not None else []
         self.apart = {place.fqn: place.axes for table in tables for place in table.values()}
-        self.S = Semantics(capture.nodes, capture.shadow, symbolic)
+        self.S = Semantics(capture.nodes, capture.shadow, symbolic, whole)
         self.T = self.S.T
         self.children = sibling_names(block)
         results = [capture.out, *[e.node for e in capture.effects if e.kind != "state"]]
@@ -89,6 +93,24 @@ class Reach:
                 live.add(n)
                 stack.extend(n.all_input_nodes)
         return live
+
+
+def padded(block: nn.Module, capture: Capture, width: int) -> frozenset[Line]:
+    """Lines at which some rows of hidden states are set to a constant, by a mask that is given: these rows do not show
+    what is made of the others."""
+    reach, behind, found = Reach(block, capture), set[fx.Node](), set[Line]()
+    for n in capture.nodes:
+        val = n.meta.get("val")
+        if not isinstance(val, FakeTensor) or val.dim() < 2 or not val.is_floating_point() or is_known(n):
+            continue
+        if not behind.isdisjoint(n.all_input_nodes):
+            behind.add(n)
+        elif val.shape[-1] == width and 0 < math.prod(val.shape[:-1]) <= _MOST_ROWS:
+            with contextlib.suppress(Refused, TooLarge):
+                if {is_const(row) for row in reach.rows(n)} == {True, False}:
+                    behind.add(n)
+                    found.add(line(n))
+    return frozenset(found)
 
 
 def expert_parameters(reach: Reach) -> Iterator[tuple[set[str], set[str]]]:

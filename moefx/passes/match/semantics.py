@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...capture.captured import is_abstract
 from ...ir.expression import is_pointwise
-from .nodes import SELECTIONS, from_state, is_known, op_name
+from .nodes import SELECTIONS, Line, from_state, is_known, line, op_name
 from .ops import RULES
 from .ops.indexing import gather
 from .ops.reducing import batch_norm, norm
@@ -58,11 +58,15 @@ class Semantics:
     Args:
         symbolic: `conditions` are terms like others, as part of an activation, and not the values that they have
             under this routing, as where they say which experts are chosen.
+        whole: lines of nodes that are taken as they are.
     """
 
-    def __init__(self, nodes: list[fx.Node], shadow: Callable[[fx.Node], torch.Tensor], symbolic: bool = False):
+    def __init__(
+        self, nodes: list[fx.Node], shadow: Callable[[fx.Node], torch.Tensor], symbolic: bool = False,
+        whole: frozenset[Line] = frozenset(),
+    ):  # fmt: skip
         self.T = Terms()
-        self.nodes, self.shadow = nodes, shadow
+        self.nodes, self.shadow, self.whole = nodes, shadow, whole
         self.conditions = conditions(nodes) if symbolic else set()
         self._terms: dict[fx.Node, Term] = {}
 
@@ -95,7 +99,7 @@ class Semantics:
             return self._number(node)
         if not isinstance(val, torch.Tensor) or node.op != "call_function":
             return self.opaque(node)
-        if node.meta.get("opaque"):
+        if node.meta.get("opaque") or line(node) in self.whole:
             return self._whole(node)
         name = op_name(node)
         if name.startswith(("empty", "new_empty")):

@@ -347,6 +347,44 @@ def test_masks_that_count(name, first):
     check(Counted(COUNTED[name]), (ids(0, first),), [(ids(0, 4),), (ids(1, 2),)])
 
 
+class Shifted(Chosen):
+    """What an expert makes of zeros is not zero."""
+
+    def __init__(self, where, use):
+        super().__init__(where, use, "shifted")
+        self.shift = nn.Parameter(torch.randn(E, H))
+
+    def shifted(self, x, w, i):
+        flat, out = x.reshape(-1, D), torch.zeros_like(x.reshape(-1, D))
+        for e in range(E):
+            t, k = torch.where(i.reshape(-1, 2) == e)
+            y = F.silu(flat[t] @ self.up[e] + self.shift[e]) @ self.down[e]
+            out = out.index_add(0, t, y * w.reshape(-1, 2)[t, k, None])
+        return x + out.view(x.shape)
+
+
+def emptied(b, x, g):
+    x = x.clone()
+    x[g == 0] = 0
+    return x
+
+
+PADDED = {
+    "times": lambda b, x, g: x * pad(g),
+    "where": lambda b, x, g: torch.where(pad(g != 0), x, 0.0),
+    "another row": lambda b, x, g: torch.where(pad(g != 0), x, 2.0 * torch.ones_like(x)),
+    "filled": lambda b, x, g: x.masked_fill(pad(g == 0), 0.0),
+    "in place": emptied,
+}
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_padding_has_rows_of_its_own(name):
+    torch.manual_seed(0)
+    mask = ids(0, 2)
+    check(Shifted("hidden", PADDED[name]), (mask,), [(1 - mask,), (torch.zeros_like(mask),), (torch.ones_like(mask),)])
+
+
 def test_a_mask_of_sequences():
     """Of few sequences all are masked by chance, and no expert is seen then."""
     torch.manual_seed(0)
