@@ -28,6 +28,7 @@ from .verification.traced import Way
 _log = logging.getLogger(__name__)
 _told: set[str] = set()
 _OPEN = "experts are selected, but Dynamo ends its graph before their results come together"
+_RETURNED = "what was selected is returned by the graph, and in it nothing of that comes together"
 
 
 def rewrite_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: Plan | None = None) -> fx.GraphModule:
@@ -61,7 +62,7 @@ def rewrite_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: Plan 
     if out is ready:
         return gm
     out = folded(out, gm) if ready is not gm else out
-    vars(out)[RECORD] = _record(found)
+    vars(out)[RECORD] = _record(found, None)
     return out
 
 
@@ -87,7 +88,7 @@ def backend(
     _tell(gm, found, "it is compiled as it is")
     for skipped in _skipped():
         _once(logging.WARNING, f"moefx: {skipped}. If these are experts: {kept.FIRST}")
-    record = _record(found)
+    record = _record(found, _break_of(gm))
     kept.keep(out, found, record)
     if out is not gm:
         vars(out)[RECORD] = record
@@ -111,8 +112,7 @@ def _tell(gm: fx.GraphModule, found: Found, then: str) -> None:
     for level, those in (logging.INFO, others), (logging.WARNING, [r for r in refused if r not in others]):
         for refusal in together(those):
             _once(level, f"moefx left a region of a graph as it was: {refusal}")
-    reason = getattr(gm, "compile_subgraph_reason", None)
-    if found.open and getattr(reason, "graph_break", False):
+    if found.open and (reason := _break_of(gm)) is not None:
         frames = getattr(reason, "user_stack", None) or []
         where = f" at {frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}" if frames else ""
         what = (str(getattr(reason, "reason", "")).splitlines() or [""])[0]
@@ -125,6 +125,12 @@ def _tell(gm: fx.GraphModule, found: Found, then: str) -> None:
     if not any(f.matched or f.refused for f in every):
         nodes = len(found.facts.nodes)
         _once(logging.INFO, "moefx found no MoE region in a graph; " + then, f" ({nodes} nodes)")
+
+
+def _break_of(gm: fx.GraphModule) -> Any:
+    """Why Dynamo ended a graph before the end of a function; None, if it did not."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    return reason if getattr(reason, "graph_break", False) else None
 
 
 def _skipped() -> list[kept.Skipped]:
@@ -148,7 +154,7 @@ def _once(level: int, text: str, detail: str = "") -> None:
         _log.log(level, "%s%s", text, detail)
 
 
-def _record(found: Found) -> Record:
+def _record(found: Found, broken: Any) -> Record:
     reports: dict[int, MatchedBlock] = {}  # by proof
     for f in found.every():
         for region, proof in f.matched:
@@ -156,7 +162,11 @@ def _record(found: Found) -> Record:
             known = reports.get(id(proof), dataclasses.replace(proof.report, names=(), holds_for=holds_for))
             reports[id(proof)] = dataclasses.replace(known, names=(*known.names, region.name))
     every = found.every()
-    refused = [r for f in every for r in f.refused] + [Refusal("", _OPEN, line, (), kept.FIRST) for line in found.open]
+    refused = [r for f in every for r in f.refused]
+    if broken is not None:
+        refused += [Refusal("", _OPEN, line, (), kept.FIRST) for line in found.open]
+    elif not reports:  # beside a mixture it is statistics
+        refused += [Refusal("", _RETURNED, line) for line in found.open]
     return Record(tuple(reports.values()), tuple(refused), sum(f.seconds for f in every))
 
 

@@ -135,3 +135,22 @@ def test_a_function():
     assert not moefx.blocks(other)
     with pytest.raises(InvalidInput, match="got a function"):
         moefx.explain(layer)
+
+
+class Watched(torch.nn.Module):
+    """A mixture, and how many tokens another choice would send to each expert."""
+
+    def __init__(self):
+        super().__init__()
+        self.moe, self.gate = model("weight_gather", num_layers=1), torch.nn.Linear(D, 4)
+
+    def forward(self, x):
+        chosen = self.gate(x).topk(2, -1)[1]
+        return self.moe(x)[0], torch.nn.functional.one_hot(chosen, 4).flatten(0, -2).sum(0)
+
+
+def test_statistics_beside_a_mixture_are_none():
+    x = tokens(2, 9)
+    graph = torch.export.export(Watched().double(), (x,)).module()
+    explained = moefx.explain(moefx.rewrite_graph(graph, (x,)))
+    assert len(explained.matched) == 1 and not explained.refused
