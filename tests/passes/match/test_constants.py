@@ -176,7 +176,7 @@ def check(model, compiled):
             one.change(torch.Generator().manual_seed(n))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", [Held, Dense, Masked])
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.__name__)
 def test_what_hangs_on_them(route, kind):

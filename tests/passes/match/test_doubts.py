@@ -142,7 +142,7 @@ def in_a_helper(m, y):
     return 2 * y if value_of(m.a) > value_of(m.b) else y
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("values", [(False, False, True, True), (0, 0, 1, 1), (-1.0, -1.0, 1.0, 1.0)])
 @pytest.mark.parametrize("finish", [on_two_lines, nested])
 def test_two_reads_that_matter_together(finish, values):

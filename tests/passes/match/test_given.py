@@ -229,7 +229,7 @@ ELSEWHERE = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("experts", ["dense", "looped"])
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_elsewhere(name, experts):
@@ -258,7 +258,7 @@ BY_IDS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", BY_IDS)
 def test_experts_by_ids(name):
     torch.manual_seed(0)
@@ -313,7 +313,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name):
     use, example, reason = REFUSED[name]
@@ -378,6 +378,7 @@ PADDED = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", PADDED)
 def test_padding_has_rows_of_its_own(name):
     torch.manual_seed(0)
