@@ -61,11 +61,16 @@ class Routing:
         generator = self._generator(name)
         if (value == value.flatten()[0]).all() and (value.numel() > 1 or value.item() == 0):
             noise = torch.randn(value.shape, generator=generator)
-            return (value.double() * noise.exp() if (value != 0).any() else noise).to(value.dtype)
+            if (value != 0).any() and bool(value.isfinite().all()):
+                return (value.double() * noise.exp()).to(value.dtype)
+            return (noise * self._times(generator)).to(value.dtype)
         if value.numel() == 1:
-            times = (1.25, 16, 1 / 16)[int(torch.randint(3, (), generator=generator))]
-            return (value.double() * times).to(value.dtype)
+            return (value.double() * self._times(generator)).to(value.dtype)
         return value.flatten()[torch.randperm(value.numel(), generator=generator)].view(value.shape)
+
+    def _times(self, generator: torch.Generator) -> float:
+        """What a number may be larger by: limits may hide what is small, and what is large hides all else."""
+        return (1.25, 16, 1 / 16)[int(torch.randint(3, (), generator=generator))]
 
     def _generator(self, name: str) -> torch.Generator:
         """Of a parameter or buffer; two that are the same now are told apart from the second routing on."""
