@@ -62,7 +62,7 @@ def rewrite_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: Plan 
     if out is ready:
         return gm
     out = folded(out, gm) if ready is not gm else out
-    vars(out)[RECORD] = _record(found, None)
+    vars(out)[RECORD] = _record(gm, found)
     return out
 
 
@@ -88,7 +88,7 @@ def backend(
     _tell(gm, found, "it is compiled as it is")
     for skipped in _skipped():
         _once(logging.WARNING, f"moefx: {skipped}. If these are experts: {kept.FIRST}")
-    record = _record(found, _break_of(gm))
+    record = _record(gm, found)
     kept.keep(out, found, record)
     if out is not gm:
         vars(out)[RECORD] = record
@@ -154,7 +154,7 @@ def _once(level: int, text: str, detail: str = "") -> None:
         _log.log(level, "%s%s", text, detail)
 
 
-def _record(found: Found, broken: Any) -> Record:
+def _record(gm: fx.GraphModule, found: Found) -> Record:
     reports: dict[int, MatchedBlock] = {}  # by proof
     for f in found.every():
         for region, proof in f.matched:
@@ -163,7 +163,7 @@ def _record(found: Found, broken: Any) -> Record:
             reports[id(proof)] = dataclasses.replace(known, names=(*known.names, region.name))
     every = found.every()
     refused = [r for f in every for r in f.refused]
-    if broken is not None:
+    if _break_of(gm) is not None:
         refused += [Refusal("", _OPEN, line, (), kept.FIRST) for line in found.open]
     elif not reports:  # beside a mixture it is statistics
         refused += [Refusal("", _RETURNED, line) for line in found.open]

@@ -84,7 +84,7 @@ def verify_block(
     tokens = sum(v.numel() * v.element_size() for _, v in leaves((args, kwargs)) if isinstance(v, Tensor))
     plan = _precisions(original, max_bytes - 64 * tokens, check.notes)
     given = (args, kwargs or {})
-    took, varied = 0.0, with_other_constants(original, seed)
+    took = 0.0
     for state, inputs in itertools.chain(router_states(given, seed), [("a crowd of tokens", crowd)] if crowd else []):
         if crowd is not None and inputs is crowd and took * _elements(crowd) > _LONGEST_CROWD * _elements(given):
             check.notes.append(f"{name or 'block'}: {state} not checked, it would take too long")
@@ -96,7 +96,7 @@ def verify_block(
             if check.rows and time.monotonic() > deadline:
                 check.notes.append(f"{name or 'block'}: {case} not checked, {seconds:g} s are over")
                 continue
-            block = varied if state == UNRELATED else original
+            block = with_other_constants(original, seed) if state == UNRELATED else original
             subject = Subject(
                 block,
                 block,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING
 
-from ...capture.captured import Capture
 from ...capture.routing import Routing
 from ...capture.sizes import SizeGuard
 from ...errors import Refused
@@ -25,12 +23,9 @@ def more_slots(prover: Prover) -> None:
     if all(bool(lifted.kept.all()) for lifted in prover.lifted):
         return
     sizes = prover.arguments.sequence(5)
-    taken = _captured(prover, Routing("diverse", 6), sizes) if prover.is_within(sizes) else None
-    if isinstance(taken, Capture):
-        with contextlib.suppress(Refused):
-            lifted = prover.lift_as(taken, with_all_experts(prover.lifted))
-            if lifted.slots > prover.lifted[0].slots:
-                prover.add(lifted, sizes)
+    lifted = _lifted(prover, Routing("diverse", 6), sizes) if prover.is_within(sizes) else None
+    if isinstance(lifted, Lifted) and lifted.slots > prover.lifted[0].slots:
+        prover.add(lifted, sizes)
 
 
 def other_sizes(prover: Prover) -> None:
@@ -66,15 +61,13 @@ def other_sizes(prover: Prover) -> None:
 
 def _of_one_form(prover: Prover, routing: Routing, sizes: dict[str, int]) -> Lifted | Exception:
     """A capture that has the form of the others, or why it has not."""
-    taken = _captured(prover, routing, sizes)
-    if not isinstance(taken, Capture):
-        return taken
-    try:
-        lifted = prover.lift_as(taken, with_all_experts(prover.lifted))
-        same_form(prover.lifted[0], lifted)
-        return lifted
-    except Refused as why:
-        return why
+    found = _lifted(prover, routing, sizes)
+    if isinstance(found, Lifted):
+        try:
+            same_form(prover.lifted[0], found)
+        except Refused as why:
+            return why
+    return found
 
 
 def _few(prover: Prover) -> None:
@@ -106,24 +99,21 @@ def _few(prover: Prover) -> None:
 def _at_work(prover: Prover, kind: str, seed: int, sizes: dict[str, int]) -> Lifted | Exception:
     """The form of a capture: of several the first in which an expert has something to do, as a few tokens may all be
     masked."""
-    nothing: Exception | None = None
+    found: Lifted | Exception = Refused("no routing was tried")
     for n in range(_TRIES):
-        taken = _captured(prover, Routing(kind, seed + n * prover.num_experts), sizes)
-        if not isinstance(taken, Capture):
-            return taken
-        try:
-            return prover.lift_as(taken, with_all_experts(prover.lifted))
-        except NothingRouted as why:
-            nothing = why
-        except Refused as why:
-            return why
-    assert nothing is not None
-    return nothing
+        found = _lifted(prover, Routing(kind, seed + n * prover.num_experts), sizes)
+        if not isinstance(found, NothingRouted):
+            break
+    return found
 
 
-def _captured(prover: Prover, routing: Routing, sizes: dict[str, int]) -> Capture | Exception:
-    """A capture, or what the program raises at sizes that it is not made for."""
+def _lifted(prover: Prover, routing: Routing, sizes: dict[str, int]) -> Lifted | Exception:
+    """The form of a capture; else why it has none, or what the program raises at sizes that it is not made for."""
     try:
-        return prover.capture(routing, sizes)
+        taken = prover.capture(routing, sizes)
     except Exception as error:
         return error
+    try:
+        return prover.lift_as(taken, with_all_experts(prover.lifted))
+    except Refused as why:
+        return why

@@ -85,14 +85,7 @@ class Reach:
 
     def live(self) -> set[fx.Node]:
         """What the outputs and effects are computed from."""
-        live: set[fx.Node] = set()
-        stack = list(self.outputs)
-        while stack:
-            n = stack.pop()
-            if n not in live:
-                live.add(n)
-                stack.extend(n.all_input_nodes)
-        return live
+        return made_of(*self.outputs)
 
 
 def padded(block: nn.Module, capture: Capture, width: int) -> frozenset[Line]:
@@ -263,10 +256,10 @@ def inside_calls(capture: Capture, routed: set[fx.Node]) -> set[fx.Node]:
     return inside
 
 
-def made_of(node: fx.Node) -> set[fx.Node]:
-    """A node, and all that it is computed from."""
+def made_of(*nodes: fx.Node) -> set[fx.Node]:
+    """Nodes, and all that they are computed from."""
     seen: set[fx.Node] = set()
-    stack = [node]
+    stack = [*nodes]
     while stack:
         n = stack.pop()
         if n not in seen:
