@@ -21,10 +21,14 @@ from .captured import has_values
 
 
 class Routing:
-    def __init__(self, kind: str = "diverse", seed: int = 0, prefer: tuple[int, ...] = (), as_they_are: bool = False):
+    def __init__(
+        self, kind: str = "diverse", seed: int = 0, prefer: tuple[int, ...] = (), as_they_are: bool = False,
+        is_wild: bool = False,
+    ):  # fmt: skip
         """`prefer`: experts (columns) that tokens should choose first, because no earlier routing hit them.
-        `as_they_are`: integer buffers, which have stand-ins else."""
-        self.kind, self.seed, self.prefer, self.as_they_are = kind, seed, prefer, as_they_are
+        `as_they_are`: integer buffers, which have stand-ins else. `is_wild`: parameters and buffers of floats have
+        values of any size."""
+        self.kind, self.seed, self.prefer, self.as_they_are, self.is_wild = kind, seed, prefer, as_they_are, is_wild
         self.generator = torch.Generator().manual_seed(1000 + seed)
 
     def again(self) -> Routing:
@@ -39,6 +43,8 @@ class Routing:
         val = node.meta["val"]
         original = node.meta.get("original")
         shape = tuple(val.shape)
+        if original is not None and self.is_wild:
+            return self._wild(shape).to(val.dtype)
         if original is not None:
             # a bias must not decide who is chosen while every expert has to be seen once
             if (
@@ -67,6 +73,11 @@ class Routing:
         if value.numel() == 1:
             return (value.double() * self._times(generator)).to(value.dtype)
         return value.flatten()[torch.randperm(value.numel(), generator=generator)].view(value.shape)
+
+    def _wild(self, shape: Sequence[int]) -> torch.Tensor:
+        """Small ones and large ones, above zero mostly."""
+        sizes = 10.0 ** (6 * torch.rand(shape, generator=self.generator) - 3)
+        return torch.where(torch.rand(shape, generator=self.generator) < 0.2, -sizes, sizes)
 
     def _times(self, generator: torch.Generator) -> float:
         """What a number may be larger by: limits may hide what is small, and what is large hides all else."""

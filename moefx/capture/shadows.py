@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import fx
@@ -21,22 +21,51 @@ def shadow(node: fx.Node, invent: Callable[[fx.Node], torch.Tensor]) -> torch.Te
             value = top.meta.get("val")
             if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
                 top.meta["shadow"] = value
-            elif _is_invented(top):
-                top.meta["shadow"] = invent(top)
-            elif top.target in SHAPE_ONLY:
-                like = top.args[0].meta["val"]  # type: ignore[union-attr]
-                zeros = torch.zeros(like.shape, dtype=like.dtype)
-                top.meta["shadow"] = top.target(zeros, *top.args[1:], **{**top.kwargs, "device": None})  # type: ignore[operator]
-            elif pending := [a for a in top.all_input_nodes if "shadow" not in a.meta]:
+            elif pending := [a for a in _asked_of(top) if "shadow" not in a.meta]:
                 stack.extend(pending)
                 continue
             else:
-                args, kwargs = map_arg((top.args, top.kwargs), lambda n: n.meta["shadow"])
-                kwargs = {k: torch.device("cpu") if k == "device" and v is not None else v for k, v in kwargs.items()}
-                with torch.no_grad():
-                    top.meta["shadow"] = top.target(*args, **kwargs)  # type: ignore[operator]
+                top.meta["shadow"] = _value(top, invent, lambda n: n.meta["shadow"])
         stack.pop()
     return node.meta["shadow"]
+
+
+def computed_anew(nodes: Sequence[fx.Node], invent: Callable[[fx.Node], torch.Tensor]) -> dict[fx.Node, torch.Tensor]:
+    """The values of nodes, which are in program order with all that they are computed from: the integers that follow
+    from floats, too.
+
+    Raises:
+        Exception: an op does not run on these, as where the number of them is another one.
+    """
+    found: dict[fx.Node, torch.Tensor] = {}
+    for n in nodes:
+        value = n.meta.get("val")
+        is_given = not n.all_input_nodes and isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
+        if is_given:
+            found[n] = value
+        elif all(a in found for a in _asked_of(n)):  # not what only something invented was made of
+            found[n] = _value(n, invent, found.__getitem__)
+    return found
+
+
+def _asked_of(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose values say what this one's is."""
+    return [] if _is_invented(node) or node.target in SHAPE_ONLY else node.all_input_nodes
+
+
+def _value(
+    node: fx.Node, invent: Callable[[fx.Node], torch.Tensor], value_of: Callable[[fx.Node], torch.Tensor]
+) -> torch.Tensor:
+    if _is_invented(node):
+        return invent(node)
+    if node.target in SHAPE_ONLY:
+        like = node.args[0].meta["val"]  # type: ignore[union-attr]
+        zeros = torch.zeros(like.shape, dtype=like.dtype)
+        return node.target(zeros, *node.args[1:], **{**node.kwargs, "device": None})  # type: ignore[operator]
+    args, kwargs = map_arg((node.args, node.kwargs), value_of)
+    kwargs = {k: torch.device("cpu") if k == "device" and v is not None else v for k, v in kwargs.items()}
+    with torch.no_grad():
+        return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def _is_invented(node: fx.Node) -> bool:

@@ -124,7 +124,7 @@ def _decisions(prover: Prover) -> list[_Decision]:
     for lifted in prover.lifted:
         for n in lifted.capture.nodes:
             made_of = decided_by_floats(n)
-            mine = set(map(_place, made_of))
+            mine = set(map(place_of, made_of))
             if not mine or mine & lifted.capture.tracer.flips.keys():
                 continue
             is_boolean = n.meta["val"].dtype is torch.bool
@@ -147,7 +147,7 @@ def _force_each(
     prover: Prover, source: Source, flipped: frozenset[tuple[Source, str, bool]], what: str, met: list[Lifted]
 ) -> None:
     """In one capture of each kind, once."""
-    for taken in _one_of_each_kind(met):
+    for taken in one_of_each_kind(met):
         if (flipped, taken.tracer) not in prover.settled:
             prover.settled.add((flipped, taken.tracer))
             force(prover, source, dict.fromkeys(flipped, MIXED), what, taken, is_safe=False)
@@ -158,7 +158,7 @@ def _name(a: Any) -> Any:
     return a if not isinstance(a, fx.Node) else a.meta["fqn"] if a.op == "get_attr" else ""
 
 
-def _one_of_each_kind(met: list[Lifted]) -> list[Capture]:
+def one_of_each_kind(met: list[Lifted]) -> list[Capture]:
     """The first capture, and of crowds and of tokens that spread out those with the most tokens: what is asked may
     matter only beside something else that many tokens, or a crowd, bring about. Few tokens may not show the form."""
     many = sorted((one for one in met if len(one.ids) > _FEW), key=lambda one: len(one.ids))
@@ -166,7 +166,7 @@ def _one_of_each_kind(met: list[Lifted]) -> list[Capture]:
     return list({id(one.capture): one.capture for one in (met[0], *largest.values())}.values())
 
 
-def _place(n: fx.Node) -> tuple[Source, str, bool]:
+def place_of(n: fx.Node) -> tuple[Source, str, bool]:
     """As `Flips` have it."""
     return n.meta["source"], str(n.target), all(a.meta.get("known") for a in n.all_input_nodes)
 
@@ -216,7 +216,7 @@ def force(
     captures that must agree. An error there, as a check for NaN ends in, would be one in the original, too; unless
     `is_safe`, only one that the program raises itself: of two masks that are equal in it one alone may have been
     forced."""
-    at = _place_of(prover, taken)
+    at = index_of(prover, taken)
     tracer, sizes, optional = prover.lifted[at].capture.tracer, prover.sizes[at], prover.lifted[at].optional
     try:
         forced = prover.lift(tracer.routing.again(), sizes, {**tracer.flips, **flips})
@@ -235,7 +235,7 @@ def force(
     prover.add(forced, sizes)
 
 
-def _place_of(prover: Prover, taken: Capture | None) -> int:
+def index_of(prover: Prover, taken: Capture | None) -> int:
     """Of a capture among the prover's; the first one's where it is not there."""
     return next((i for i, one in enumerate(prover.lifted) if one.capture is taken), 0)
 
@@ -251,7 +251,7 @@ def _changes(source: Source, what: str) -> Refused:
 def _that_turn(prover: Prover, read: HostRead, taken: Capture, known: list[Any], values: list[Any]) -> list[Any]:
     """The values with which the program does what it does with none of the known ones: it runs other ops, or computes
     with other numbers than the value itself."""
-    at = _place_of(prover, taken)
+    at = index_of(prover, taken)
     tracer = prover.lifted[at].capture.tracer
 
     def outline(value: Any) -> tuple[Any, list[Any], dict[Any, Any]] | None:

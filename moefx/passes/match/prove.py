@@ -16,7 +16,7 @@ from ...capture.routing import Routing
 from ...capture.sizes import SizeGuard
 from ...capture.tracer import Flips
 from ...errors import Refused
-from . import cover, crowds, doubts, few, given, leaks, twice
+from . import apart, cover, crowds, doubts, few, given, leaks, twice
 from .agree import same_form
 from .different import are_different
 from .form import Lifted, with_all_experts
@@ -254,6 +254,7 @@ class Prover:
         self._merged()  # raises early
         doubts.flip_branches(self)
         doubts.mix_decisions(self)
+        apart.tell_apart(self)
         given.settle(self)
         crowds.spread_numbers(self)
         crowds.overflow(self)

@@ -12,7 +12,8 @@ import moefx
 
 from ..blocks import D, E, K, Loop, Mlp
 
-HELD = {"bias": torch.zeros(E), "ones": torch.ones(E), "noise": torch.zeros(()), "offset": torch.zeros(E),
+HELD = {"bias": torch.zeros(E), "most": torch.full((E,), 100.0),
+        "ones": torch.ones(E), "noise": torch.zeros(()), "offset": torch.zeros(E),
         "factor": torch.ones(())}  # fmt: skip
 
 
@@ -186,6 +187,86 @@ def test_what_hangs_on_them(route, kind):
     compiled = moefx.compile(copy.deepcopy(model), example_inputs=(torch.randn(20, D).double(),), plan=plan)
     check(model, compiled)
     assert moefx.blocks(compiled)[0].fallbacks == 0
+
+
+def chosen(scores):
+    return torch.zeros_like(scores).scatter(1, scores.topk(K, -1)[1], 1)
+
+
+def at_most(b, scores):
+    return scores.minimum(b.most)
+
+
+def at_least(b, scores):
+    return scores.maximum(b.most - 200)
+
+
+def by_tens(b, scores):
+    return scores + (b.offset / 10).floor()
+
+
+LIMITS = [at_most, at_least, by_tens]
+
+
+class Twice(Held):
+    """Args: behind: (self, scores) -> scores behind a limit that none come to before a step."""
+
+    def __init__(self, behind, mask):
+        super().__init__(None)
+        self.behind, self.mask = behind, mask
+
+    def forward(self, x):
+        scores = self.gate(x).softmax(-1)
+        mask = self.mask(self.behind(self, scores))
+        ids = scores.topk(self.k, -1)[1]
+        return self.mixed(x, (scores * mask).gather(1, ids), ids), ids.sum()
+
+
+@pytest.mark.parametrize("behind", LIMITS)
+@pytest.mark.parametrize("mask", [chosen, lambda q: q >= q.topk(K, -1)[0][:, -1:]], ids=["chosen", "compared"])
+def test_a_mask_of_another_choice(behind, mask):
+    """Refused, or a part of the weights."""
+    torch.manual_seed(0)
+    model = Twice(behind, mask).double()
+    plan = moefx.Plan(validation="symbolic")
+    try:
+        compiled = moefx.compile(copy.deepcopy(model), example_inputs=(torch.randn(20, D).double(),), plan=plan)
+    except moefx.MoefxError as error:
+        assert any(why in str(error) for why in ("a second choice", "skipped", "different functions"))
+        return
+    check(model, compiled)
+    for one in (model, compiled):
+        one.most.copy_(torch.tensor([0.1, 0.3, 100, 0.2] * E)[:E])
+        one.offset.copy_(torch.tensor([0.1, 90, 0.2, 14] * E)[:E])
+    x = torch.randn(20, D).double()
+    torch.testing.assert_close(compiled(x)[0], model(x)[0])
+
+
+def masked_by_itself(b, x):
+    scores = b.gate(x).softmax(-1)
+    w, ids = (scores * chosen(scores)).topk(b.k, -1)
+    return w / w.sum(-1, keepdim=True), ids, torch.ones_like(ids, dtype=torch.bool), unbiased(ids)
+
+
+def masked_by_logits(b, x):
+    logits = b.gate(x)
+    w = logits.softmax(-1) * chosen(logits)
+    ids = logits.softmax(-1).topk(b.k, -1)[1]
+    w = w / w.sum(-1, keepdim=True)
+    return w.gather(1, ids), ids, torch.ones_like(ids, dtype=torch.bool), unbiased(ids)
+
+
+def masked_by_the_least(b, x):
+    scores = b.gate(x).softmax(-1) + b.bias
+    w = scores * (scores >= scores.topk(b.k, -1)[0][:, -1:])
+    ids = scores.topk(b.k, -1)[1]
+    return w.gather(1, ids), ids, torch.ones_like(ids, dtype=torch.bool), unbiased(ids)
+
+
+@pytest.mark.parametrize("route", [masked_by_itself, masked_by_logits, masked_by_the_least])
+def test_a_mask_of_the_same_choice(route):
+    """Other values do not tell them apart either."""
+    test_what_hangs_on_them(route, Held)
 
 
 def test_a_parameter():
