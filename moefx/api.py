@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .planner.decision import Decision
 
 RECORD = "_moefx_record"
-_UNCHANGED: weakref.WeakKeyDictionary[nn.Module, Record] = weakref.WeakKeyDictionary()  # given back by `strict=False`
+UNCHANGED: weakref.WeakKeyDictionary[nn.Module, Record] = weakref.WeakKeyDictionary()  # what was given back as it is
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +98,7 @@ def compile(
     if not found.matched:
         if strict:
             raise NoMoEBlockFound(_nothing_found(model, found))
-        _UNCHANGED[model] = Record((), tuple(found.refused), found.seconds)
+        UNCHANGED[model] = Record((), tuple(found.refused), found.seconds)
         return model
     if strict and any(r.likely for r in found.refused):
         warnings.warn(
@@ -158,7 +158,7 @@ def explain(
     model = _checked(given)
     record = vars(model).get(RECORD)
     if record is None and example_inputs is None:
-        record = _UNCHANGED.get(model) or _regions(given)[0]
+        record = UNCHANGED.get(model) or _regions(given)[0]
     if record is None:
         proven, spreads = agreed(model, example_inputs, _plan(plan, mesh), mesh), {}
         plan, found = proven.plan, proven.found

@@ -15,7 +15,7 @@ from torch import fx, nn
 from . import _kept as kept
 from ._options import options_of
 from ._plan import Plan
-from .api import RECORD, Record, checked_passes, explain
+from .api import RECORD, UNCHANGED, Record, checked_passes, explain
 from .errors import Refused
 from .graphs import artifacts
 from .graphs.prepare import folded, prepared
@@ -45,7 +45,8 @@ def rewrite_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: Plan 
 
     Returns:
         A new `GraphModule` in which one module call stands for each region, and all else is as it was: `moefx.blocks`,
-        `graph`, `history` and `explain` take it. Without a region: the graph that was given, said once in the log.
+        `graph`, `history` and `explain` take it. Without a region: the graph that was given,
+        said once in the log; `explain` has why.
 
     Raises:
         InvalidInput: no graph, or inputs that it does not take. InvalidPlan: no plan.
@@ -57,9 +58,11 @@ def rewrite_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: Plan 
         out, found = rewritten(ready, values, plan)
     except Refused as why:
         _once(logging.WARNING, f"moefx left a graph as it was: {why.reason}")
+        UNCHANGED[gm] = Record((), (Refusal("", why.reason, why.source, why.culprits, why.remedy),), 0.0)
         return gm
     _tell(gm, found, "it is returned as it is")
     if out is ready:
+        UNCHANGED[gm] = _record(gm, found)
         return gm
     out = folded(out, gm) if ready is not gm else out
     vars(out)[RECORD] = _record(gm, found)

@@ -163,8 +163,9 @@ class Routing:
         generator = self._generator(name)
         if (value == value.flatten()[0]).all():
             value = _varied(value, generator)
-        elif (self.seed or _is_identity(value)) and (value.dtype != torch.bool or value.dim() == 1):
-            value = value[torch.randperm(value.shape[0], generator=generator)]
+        elif (self.seed or _is_identity(value)) and (value.dtype != torch.bool or value.numel() == max(value.shape)):
+            along = value.shape.index(max(value.shape)) if value.dtype == torch.bool else 0
+            value = value.index_select(along, torch.randperm(value.shape[along], generator=generator))
         if turns:
             _put(turns, value, self.seed, generator)
         return value

@@ -11,6 +11,7 @@ import moefx
 from moefx.backend import backend
 from moefx.errors import InvalidInput, MoefxError
 
+from ..passes import blocks
 from .models import D, model
 
 
@@ -147,6 +148,13 @@ class Watched(torch.nn.Module):
     def forward(self, x):
         chosen = self.gate(x).topk(2, -1)[1]
         return self.moe(x)[0], torch.nn.functional.one_hot(chosen, 4).flatten(0, -2).sum(0)
+
+
+def test_a_graph_that_was_left_as_it_was():
+    x = torch.randn(20, blocks.D)
+    graph = torch.export.export(blocks.Loop(), (x,), strict=False).module()
+    assert moefx.rewrite_graph(graph, (x,)) is graph
+    assert "follows from data" in str(moefx.explain(graph))
 
 
 def test_statistics_beside_a_mixture_are_none():
