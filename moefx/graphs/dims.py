@@ -112,6 +112,8 @@ class Dims:
         return [f"({s.text if isinstance(s, Size) else repr(s)})" for s in found]
 
     def _integers(self, n: torch.SymInt) -> list[Size | int]:
+        if not isinstance(number := plain(n), torch.SymInt):
+            return [number]
         expr = n.node.expr
         for known, symbol in sorted(self.expressions.items(), key=lambda e: -len(e[0].free_symbols)):
             expr = _over(expr, known, symbol)

@@ -54,9 +54,10 @@ def hint(n: Any) -> int:
 
 
 def plain(n: Any) -> Any:
-    """A size; of a symbol that can be one number only, that number: where Dynamo has seen that it must be."""
+    """A size; of a symbol that can be one number only, that number: where Dynamo has seen that it must be. It is what
+    Python has for it: where floats were rounded, the expression of torch 2.11 may be another one."""
     if isinstance(n, torch.SymInt) and n.node.expr.is_Integer:
-        return int(n.node.expr)
+        return int(n.node.expr) if n.node.hint is None else int(n.node.hint)
     return n
 
 
