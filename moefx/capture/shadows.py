@@ -40,8 +40,7 @@ def computed_anew(nodes: Sequence[fx.Node], invent: Callable[[fx.Node], torch.Te
     found: dict[fx.Node, torch.Tensor] = {}
     for n in nodes:
         value = n.meta.get("val")
-        is_given = not n.all_input_nodes and isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
-        if is_given:
+        if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and not n.all_input_nodes:
             found[n] = value
         elif all(a in found for a in _asked_of(n)):  # not what only something invented was made of
             found[n] = _value(n, invent, found.__getitem__)
