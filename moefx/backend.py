@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -98,7 +99,24 @@ def backend(
         artifacts.leave(out, lambda: str(explain(out)))
         for forward in rewritten_blocks(out).values():
             forward.compiled_by = chosen.compiled_by
+        with _keeping_what_is_saved():
+            return chosen.rest(out, example_inputs)
     return chosen.rest(out, example_inputs)
+
+
+@contextlib.contextmanager
+def _keeping_what_is_saved() -> Iterator[None]:
+    """Have a backward overwrite none of the tensors that are saved for it.
+
+    Inductor finds compiled graphs on disk by what they compute: a backward that was compiled for one use, with
+    `retain_graph` too. What torch raises then is kept with the whole graph, and these have modules in which no cache
+    of whole graphs looks. (`torch._functorch` is private; `donated_buffer` is what torch's own message names.)
+    """
+    with torch._functorch.config.patch(donated_buffer=False):
+        yield
+    context = torch._guards.TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []  # none, and not: not known
 
 
 backend.reset = kept.forget  # pyright: ignore[reportFunctionMemberAccess]

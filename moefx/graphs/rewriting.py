@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from .._plan import Plan
 from ..errors import InvalidInput, InvalidPlan, Refused, own_fault
@@ -104,6 +104,9 @@ def _bodies(facts: Facts) -> Iterator[tuple[str, list[Any], dict[fx.Node, fx.Nod
         if len(inputs) == len(given):
             values = [facts.weights.get(a, facts.examples.get(a, facts.value.get(a))) for a in given]
             values = [v if (t := facts.example(a)) is None else t for a, v in zip(given, values, strict=True)]
+            # `weight.T`, which Dynamo leaves outside, is a weight of the body
+            values = [v if (t := facts.made_of_weights(a)) is None else nn.Parameter(t, False)
+                      for a, v in zip(given, values, strict=True)]  # fmt: skip
             outer = {p: facts.origins.get(a, a) for p, a in zip(inputs, given, strict=True)}
             yield str(body.target), values, outer
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import tomllib
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -25,7 +26,7 @@ from moefx.graphs import matching
 from tests.models.case import gradients
 from tests.mutants import bases
 
-from .models import IDIOMS, D, Model, SparseGates, model
+from .models import IDIOMS, D, E, H, Model, SparseGates, model
 
 _ROOT = Path(__file__).parents[2]
 
@@ -449,6 +450,43 @@ def test_inside_of_a_checkpoint():
     assert [b.name for b in moefx.blocks(call)] == ["inner.layers.0.moe", "inner.layers.1.moe"]
 
 
+class Flat(nn.Module):
+    """A layer in one function."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Parameter(torch.randn(E, D))
+        self.up, self.down = nn.Parameter(torch.randn(E, D, H)), nn.Parameter(torch.randn(E, H, D))
+        self.register_buffer("bias", torch.zeros(E))
+
+    def forward(self, x):
+        t = F.layer_norm(x.reshape(-1, D), (D,))
+        scores = (t @ self.gate.T).sigmoid()
+        idx = (scores + self.bias).topk(2, -1)[1]
+        w = scores.gather(1, idx)
+        gates = torch.zeros_like(scores).scatter(1, idx, w / w.sum(-1, keepdim=True))
+        h = F.silu(torch.einsum("td,edh->teh", t, self.up))
+        return x + torch.einsum("teh,ehd,te->td", h, self.down, gates).view_as(x)
+
+
+def test_a_checkpoint_with_a_transposed_weight():
+    """Dynamo leaves `.T` outside."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = Flat()
+
+        def forward(self, x):
+            return checkpoint(self.layer, x, use_reentrant=False)
+
+    mine = Checkpointed().double()
+    reference, call = copy.deepcopy(mine), compiled(mine, validation="numeric")
+    check_equal(reference, mine, call, torch.randn(2, 9, D, dtype=torch.float64))
+    assert len(moefx.blocks(call)) == 1
+    assert "numeric check: agrees" in str(moefx.explain(call))
+
+
 def test_layers_of_one_function_in_checkpoints():
     """A graph inside for each: their regions have names of their own."""
     mine = model("weight_gather", num_layers=1).layers[0]["moe"]
@@ -474,3 +512,23 @@ def test_layers_of_one_function_in_checkpoints():
     check_equal(copy.deepcopy(whole), whole, call, torch.randn(2, 9, D, dtype=torch.float64))
     first, second = (b.name for b in moefx.blocks(call))
     assert second == f"{first}_2"
+
+
+def test_a_backward_that_was_compiled_for_one_use_is_not_taken_for_two():
+    """Inductor finds it on disk, where it may overwrite what was saved."""
+    torch.manual_seed(0)
+
+    mine = nn.Sequential(Flat(), Flat()).double()
+    x = torch.randn(2, 9, D, dtype=torch.float64)
+
+    def found(call, times):
+        loss = call(x).square().sum()
+        parameters = [*mine.parameters()]
+        return [torch.autograd.grad(loss, parameters, retain_graph=times > 1) for _ in range(times)]
+
+    with torch._inductor.utils.fresh_cache():
+        for times in (1, 2):
+            torch.compiler.reset()
+            call = torch.compile(mine, backend=backend.backend, options={"validation": "symbolic"})
+            for mine_, truth in zip(found(call, times), found(mine, times), strict=True):
+                torch.testing.assert_close(mine_, truth)
