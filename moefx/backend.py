@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._functorch import config as functorch
+from torch._guards import TracingContext
 
 from . import _kept as kept
 from ._options import options_of
@@ -112,9 +114,9 @@ def _keeping_what_is_saved() -> Iterator[None]:
     `retain_graph` too. What torch raises then is kept with the whole graph, and these have modules in which no cache
     of whole graphs looks. (`torch._functorch` is private; `donated_buffer` is what torch's own message names.)
     """
-    with torch._functorch.config.patch(donated_buffer=False):
+    with functorch.patch(donated_buffer=False):
         yield
-    context = torch._guards.TracingContext.try_get()
+    context = TracingContext.try_get()
     if context is not None and context.fw_metadata is not None:
         context.fw_metadata.bw_donated_idxs = []  # none, and not: not known
 
