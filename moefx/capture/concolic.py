@@ -112,7 +112,7 @@ def capture(
             quiet(), python_random(surroundings.generators) as drawn, torch.random.fork_rng(devices=[]),
             recording(tracer, names), tracer, Functions(tracer),
         ):  # fmt: skip
-            torch.manual_seed(routing.seed)
+            torch.default_generator.manual_seed(routing.seed)  # no accelerator's: none is used here, nor kept
             out = torch.func.functional_call(block, state, args, kwargs, strict=False, tie_weights=False)
             draws = drawn()
         with torch._C.DisableTorchFunction():

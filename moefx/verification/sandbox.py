@@ -140,7 +140,11 @@ def random_state(seed: int, devices: Iterable[torch.device] = ()) -> Iterator[No
     accelerators = _accelerators(devices)
     kind = accelerators[0].type if accelerators else "cuda"
     with python_random(), torch.random.fork_rng(devices=accelerators, device_type=kind):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
+        for device in accelerators:  # `torch.manual_seed` would seed others, which are not put back
+            module = torch.get_device_module(device)
+            with module.device(device):
+                module.manual_seed(seed)
         random.seed(seed)
         if numpy:
             numpy.random.seed(seed)

@@ -264,3 +264,14 @@ def test_more_elements_than_32_bits_count():
         ):
             total += g.float()
     assert_close(grads, halves)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_random_numbers_of_the_device_are_left_alone(device):
+    """By what is looked at and checked, also when a block is lifted at a call."""
+    x, model = torch.randn(TOKENS, D, device=device), Stacked(separate=True).to(device)
+    before = torch.cuda.get_rng_state()
+    compiled = moefx.compile(model, example_inputs=(x,))
+    compiled.eval()(x)
+    moefx.verify(compiled, model, (x,))
+    assert torch.equal(before, torch.cuda.get_rng_state())

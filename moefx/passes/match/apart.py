@@ -83,7 +83,9 @@ def _may_differ(lifted: Lifted, place: _Place) -> bool:
     nodes = sorted(made_of(*lifted.index.nodes, *others), key=lambda n: n.meta["index"])
     for seed in range(_TIMES):
         try:
-            values = computed_anew(nodes, Routing("diverse", seed, is_wild=True).invent)
+            with torch.random.fork_rng(devices=()):  # a router may draw noise
+                torch.default_generator.manual_seed(seed)
+                values = computed_anew(nodes, Routing("diverse", seed, is_wild=True).invent)
             ids = torch.cat([as_slots(values[ref.node], lifted.tokens, ref.axes) for ref in refs], dim=1)
             if not all(_are_alike(values[n], ids) for n in others):
                 return True
