@@ -130,7 +130,10 @@ def nothing(given: nn.Module | Callable[..., Any], skipped: Sequence[Skipped]) -
         graphs = f"{len(plain)} graphs" if len(plain) > 1 else "one graph"
         reason, remedy = f"Dynamo made {graphs} of it, and in none are experts selected", _ASK
     elif KEPT or PLAIN:
-        reason = "there is no graph of it: it was not called yet, or Dynamo runs those of an equal model from before"
+        reason = (
+            "there is no graph of it: it was not called yet, or Dynamo runs those of an equal model from before, "
+            "or of parameters that this one had before"
+        )
         remedy = f"call it first; torch._dynamo.reset() forgets what was compiled before. {_ASK}"
     else:
         reason, remedy = "there is no graph of it: it was not called yet", f"call it first. {_ASK}"
