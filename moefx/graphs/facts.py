@@ -187,23 +187,26 @@ class Facts:
         return found.detach()
 
     def made_of_weights(self, n: fx.Node) -> torch.Tensor | None:
-        """What follows from weights alone, and is none itself: from their numbers, where these are known."""
+        """What follows from weights alone, and is none itself: from their numbers, where these are known and nothing is
+        written on the way, or drawn."""
         if n in self.weights or n not in self.frozen or not self.is_float(n):
             return None
         found: dict[fx.Node, Any] = {}
 
         def value(of: fx.Node) -> Any:
+            if of in self.weights:
+                return self.weights[of]
+            if self.effects[of] != Effect():
+                raise ValueError(of)
             if of not in found:
                 args, kwargs = map_arg((of.args, of.kwargs), value)
-                found[of] = (
-                    self.weights[of] if of in self.weights else call(of.target, of.op == "call_method", args, kwargs)
-                )
+                found[of] = call(of.target, of.op == "call_method", args, kwargs)
             return found[of]
 
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices=()):
+            with torch.no_grad():
                 return value(n)
-        except Exception:  # some are abstract, others not
+        except Exception:  # or some are abstract, others not
             return self.value[n]
 
     def _given_numbers(self) -> set[fx.Node]:
