@@ -22,7 +22,7 @@ from .api import RECORD, UNCHANGED, Record, checked_passes, explain
 from .errors import Refused
 from .graphs import artifacts
 from .graphs.prepare import folded, prepared
-from .graphs.rewriting import Found, checked_graph, checked_plan, rewritten
+from .graphs.rewriting import Found, checked_graph, checked_plan, refusal_of, rewritten
 from .inspection.explain import MatchedBlock, together
 from .runtime.module import BlockForward, rewritten_blocks
 from .survey import Refusal
@@ -61,7 +61,7 @@ def rewrite_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: Plan 
         out, found = rewritten(ready, values, plan)
     except Refused as why:
         _once(logging.WARNING, f"moefx left a graph as it was: {why.reason}")
-        UNCHANGED[gm] = Record((), (Refusal("", why.reason, why.source, why.culprits, why.remedy),), 0.0)
+        UNCHANGED[gm] = Record((), (refusal_of(why, "", ""),), 0.0)
         return gm
     _tell(gm, found, "it is returned as it is")
     if out is ready:

@@ -33,7 +33,7 @@ class Routing:
 
     def again(self) -> Routing:
         """The same, from the start."""
-        return Routing(self.kind, self.seed, self.prefer, self.as_they_are)
+        return Routing(self.kind, self.seed, self.prefer, self.as_they_are, self.is_wild)
 
     def __repr__(self) -> str:
         return f"Routing({self.kind!r}, seed={self.seed})"

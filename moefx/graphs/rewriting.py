@@ -102,13 +102,18 @@ def _bodies(facts: Facts) -> Iterator[tuple[str, list[Any], dict[fx.Node, fx.Nod
             continue
         inputs = [p for p in gm.graph.nodes if p.op == "placeholder"]
         if len(inputs) == len(given):
-            values = [facts.weights.get(a, facts.examples.get(a, facts.value.get(a))) for a in given]
-            values = [v if (t := facts.example(a)) is None else t for a, v in zip(given, values, strict=True)]
-            # `weight.T`, which Dynamo leaves outside, is a weight of the body
-            values = [v if (t := facts.made_of_weights(a)) is None else nn.Parameter(t, False)
-                      for a, v in zip(given, values, strict=True)]  # fmt: skip
+            values = [_value_inside(facts, a) for a in given]
             outer = {p: facts.origins.get(a, a) for p, a in zip(inputs, given, strict=True)}
             yield str(body.target), values, outer
+
+
+def _value_inside(facts: Facts, a: fx.Node) -> Any:
+    """What a body is given: what follows from weights alone, as `weight.T` that Dynamo leaves outside, is a weight."""
+    if (known := facts.example(a)) is not None:
+        return known
+    if (made := facts.made_of_weights(a)) is not None:
+        return nn.Parameter(made, False)
+    return facts.weights.get(a, facts.examples.get(a, facts.value.get(a)))
 
 
 def find(
@@ -133,7 +138,7 @@ def find(
         try:
             candidates = _candidates(extents, seed)
         except Exception as error:  # what stands around it is no reason to fail
-            refused[seed] = _refusal(error, target_name(seed), facts.line(seed))
+            refused[seed] = refusal_of(error, target_name(seed), facts.line(seed))
             continue
         if not candidates and extents.leaves(seed):
             open_[facts.line(seed)] = None
@@ -156,7 +161,7 @@ def find(
                 if first is None:
                     outside = matching.used_outside(facts, region, plan) if region is not None else None
                     why = outside or cut_into_parts(facts, extent) or error
-                    first = _refusal(why, region_name(facts, extent), facts.line(seed))
+                    first = refusal_of(why, region_name(facts, extent), facts.line(seed))
                 continue
             taken |= mine
             names.add(region.name)
@@ -170,7 +175,7 @@ def find(
     return Found(facts, matched, list(left.values())[::-1], list(open_), time.perf_counter() - start)
 
 
-def _refusal(error: Exception, name: str, where: str) -> Refusal:
+def refusal_of(error: Exception, name: str, where: str) -> Refusal:
     why = error if isinstance(error, Refused) else own_fault(error, where)
     return Refusal(name, why.reason, why.source or where, why.culprits, why.remedy)
 

@@ -53,17 +53,18 @@ def tell_apart(prover: Prover) -> None:
 
 def _others(lifted: Lifted) -> list[fx.Node]:
     """Integers and masks that the sum is made of, with entries for each token, of which the choice is not made."""
-    found = []
-    for n in made_of(lifted.cut) - made_of(*lifted.index.nodes) - lifted.absorbed:
-        val = n.meta.get("val")
-        if isinstance(val, torch.Tensor) and val.numel() and decided_by_floats(n) and "m" not in lifted.index.axes:
-            shape = tuple(val.shape)
-            is_mask = val.dtype is torch.bool
-            if any(shape[: len(lead)] == lead for lead in (lifted.tokens, (len(lifted.ids),))) and (
-                not is_mask or val.numel() > len(lifted.ids) * int(lifted.ids.max())
-            ):
-                found.append(n)
-    return sorted(found, key=lambda n: n.meta["index"])
+    if "m" in lifted.index.axes:  # every expert is a slot there
+        return []
+    every = made_of(lifted.cut) - made_of(*lifted.index.nodes) - lifted.absorbed
+    return sorted((n for n in every if _is_of_tokens(n, lifted)), key=lambda n: n.meta["index"])
+
+
+def _is_of_tokens(n: fx.Node, lifted: Lifted) -> bool:
+    if not decided_by_floats(n) or not (val := n.meta["val"]).numel():
+        return False
+    tokens, shape = len(lifted.ids), tuple(val.shape)
+    has_tokens = any(shape[: len(lead)] == lead for lead in (lifted.tokens, (tokens,)))
+    return has_tokens and (val.dtype is not torch.bool or val.numel() > tokens * int(lifted.ids.max()))
 
 
 def _are_alike(val: torch.Tensor, ids: torch.Tensor) -> bool:
