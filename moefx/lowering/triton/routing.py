@@ -173,7 +173,7 @@ def _sortable(weight):
     weight = weight.to(tl.float32)
     bits = tl.where(weight == 0, 0.0, weight).to(tl.uint32, bitcast=True)
     negative = (bits >> 31) != 0
-    ordered = tl.where(negative, ~bits, bits | 0x80000000)
+    ordered = tl.where(negative, bits ^ 0xFFFFFFFF, bits | 0x80000000)
     return tl.where(weight != weight, tl.full(bits.shape, 0xFFFFFFFF, tl.uint32), ordered)
 
 
