@@ -4,6 +4,7 @@
 #   make demo PYTHON=python3.12                  another interpreter
 #   make test PYTEST_ARGS="-x tests/ir"          some of the tests
 #   make demo TORCH="torch==2.13.0+cpu"          another build of torch, as your pip is configured to find it
+#   make test-torch TORCH=torch==2.15.0          the tests with another release of torch, beside .venv
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -21,7 +22,7 @@ unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PIP_TARGET PIP_PREFIX PIP_CONSTRAINT
 # torch is named in every install: pip then keeps it instead of resolving another one.
 INSTALL = $(1)/bin/python -m pip install --quiet --progress-bar off "$(TORCH)"
 
-.PHONY: help demo test test-all test-fast test-hf4 lint format clean
+.PHONY: help demo test test-all test-fast test-hf4 test-torch lint format clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -30,6 +31,7 @@ help:
 	@echo "make test       the tests, with transformers 5"
 	@echo "make test-all   also those that take long: every mutant, not a sample of them"
 	@echo "make test-hf4   the model corpus with transformers 4.57, in an environment of its own"
+	@echo "make test-torch TORCH=torch==2.15.0   the tests with that torch and its triton; PYTEST_ARGS=--each=10 for a sample"
 	@echo "make lint       ruff and pyright"
 	@echo "make clean      remove the environments and caches"
 
@@ -48,6 +50,12 @@ test-fast: .venv/.test
 test-hf4: .venv-hf4/.test
 	$(call PYTEST,.venv-hf4) -m hf tests/corpus $(PYTEST_ARGS)
 
+# An environment for each release, so that they can be compared.
+TORCH_VENV = .venv-$(subst =,,$(subst /,,$(TORCH)))
+
+test-torch: $(TORCH_VENV)/.test
+	$(call PYTEST,$(TORCH_VENV)) -m "not exhaustive" $(PYTEST_ARGS)
+
 lint: .venv/.test
 	.venv/bin/ruff check .
 	.venv/bin/pyright
@@ -56,7 +64,7 @@ format: .venv/.test
 	.venv/bin/ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-hf4 .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov
+	rm -rf .venv .venv-* .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov
 
 # Stamp files: an environment is touched again only when pyproject.toml changes.
 %/.torch:
@@ -72,8 +80,13 @@ clean:
 	@touch $@
 
 .venv/.test: .venv/.moefx
-	@echo "== .venv: test tools and transformers 5.23"
+	@echo "== .venv: test tools and transformers 5.24"
 	@$(call INSTALL,.venv) --editable ".[test,hf]"
+	@touch $@
+
+$(TORCH_VENV)/.test: $(TORCH_VENV)/.torch pyproject.toml
+	@echo "== $(TORCH_VENV): test tools and transformers 5.24"
+	@$(call INSTALL,$(TORCH_VENV)) --editable ".[test,hf]"
 	@touch $@
 
 .venv-hf4/.test: .venv-hf4/.torch pyproject.toml

@@ -38,3 +38,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if seen[test] % min(every):
             item.add_marker("exhaustive")
         seen[test] += 1
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--each", type=int, default=1, metavar="N", help="run each N-th of the selected tests only")
+
+
+class _EachNth:
+    """Deselect all but each N-th test, after `-m` and `-k` have selected."""
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        each = config.getoption("--each")
+        config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % each])
+        items[:] = items[::each]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(_EachNth())
