@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
+from ..errors import InvalidInput, in_short
 from .expression import Expr, pretty, result_dtype, to_dtype, variables
+from .expression_check import check_dtype, check_expression
 
 _ARITHMETIC = {"add", "sub", "mul", "div", "neg", "clamp", "clamp_min", "clamp_max", "_to_copy"}
 
@@ -80,10 +82,33 @@ class ExpertBody:
     @staticmethod
     @functools.lru_cache(maxsize=1024)
     def from_json(text: str) -> ExpertBody:
-        fields = json.loads(text)
-        fields["up"] = tuple(Gemm(**gemm) for gemm in fields["up"])
-        fields["down"] = Gemm(**fields["down"])
-        return ExpertBody(**fields)
+        """Read what `to_json` wrote. The text may come from a file, as an argument of a saved program.
+
+        Raises:
+            InvalidInput: it is no such text, or an expression in it may not become code.
+        """
+        try:
+            fields = json.loads(text)
+            up, down = tuple(Gemm(**gemm) for gemm in fields.pop("up")), Gemm(**fields.pop("down"))
+            body = ExpertBody(up=up, down=down, **fields)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise InvalidInput(f"the body of expert_mlp is no expert body ({in_short(error)}): {text[:200]}") from None
+        body.check()
+        return body
+
+    def check(self) -> None:
+        """Raise InvalidInput unless every field has a value that may be computed with."""
+        for gemm in (*self.up, self.down):
+            if type(gemm.num) is not int or not 1 <= gemm.num or not isinstance(gemm.bias_dtype, str):
+                raise InvalidInput(f"the body of expert_mlp has {gemm!r:.200}; num is a whole number above 0")
+            if gemm.bias_dtype:
+                check_dtype(gemm.bias_dtype)
+        for part in self.parts:
+            is_slice = len(part) == 4 and all(type(n) is int or n is None for n in part)
+            if not is_slice or part[0] not in range(len(self.up)) or not (part[3] or 0) >= 1:
+                raise InvalidInput(f"the body of expert_mlp has the part {part!r:.200}; it is (up, start, stop, step)")
+        check_expression(self.act, {*(f"a{i}" for i in range(len(self.parts))), "w"})
+        check_expression(self.out, {"y", "w"})
 
     def with_experts(self, num: int) -> ExpertBody:
         """The same for `num` experts, where their weights are separate tensors."""

@@ -19,31 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .expression_check import check_expression, resolve_op
+
 Expr = Any  # tuple | list | str | int | float | bool | None
 
-# Pointwise, though torch does not tag them so (leaky_relu: torch 2.11).
-_UNTAGGED = (
-    torch.ops.aten.leaky_relu.default,
-    torch.ops.aten.hardswish.default,
-    torch.ops.aten.log_sigmoid.default,
-    torch.ops.aten.floor_divide.default,
-    torch.ops.aten.floor_divide.Scalar,
-    torch.ops.aten.full_like.default,
-    torch.ops.aten.where.Scalar,
-    torch.ops.aten.where.ScalarSelf,
-    torch.ops.aten.where.ScalarOther,
-)
 _INFIX = {"add": " + ", "sub": " - ", "mul": "*", "div": "/"}
 
 
 def canonical(expr: Expr) -> str:
     """The JSON text of an expression; equal expressions have equal texts, so it can be a key."""
     return json.dumps(expr, sort_keys=True, separators=(",", ":"))
-
-
-def is_pointwise(target: Any) -> bool:
-    """Whether a node's target is an ATen op that may stand in an expression."""
-    return target in _UNTAGGED or torch.Tag.pointwise in getattr(target, "tags", ())
 
 
 def variables(expr: Expr) -> tuple[str, ...]:
@@ -105,7 +90,13 @@ def result_dtype(expr: Expr, dtypes: Mapping[str, torch.dtype]) -> torch.dtype:
 
 @functools.lru_cache(maxsize=4096)
 def program(text: str) -> Callable[[Mapping[str, Tensor]], Tensor]:
-    """A function of the environment from the `canonical` text: a line for each distinct subexpression."""
+    """Build a function of the environment from the `canonical` text: a line for each distinct subexpression.
+
+    Raises:
+        InvalidInput: an operation, a name or a value in it is not allowed.
+    """
+    expression = json.loads(text)
+    check_expression(expression)
     names: dict[str, str] = {}
     ops: dict[str, Any] = {}
     lines: list[str] = []
@@ -120,12 +111,12 @@ def program(text: str) -> Callable[[Mapping[str, Tensor]], Tensor]:
             positional = [emit(a) for a in expr[1:] if not isinstance(a, dict)]
             keywords = [f"{k}={_keyword(v)}" for a in expr[1:] if isinstance(a, dict) for k, v in a.items()]
             symbol = f"op_{len(ops)}"
-            ops[symbol] = _resolve(expr[0])
+            ops[symbol] = resolve_op(expr[0])
             names[key] = f"t{len(names)}"
             lines.append(f"{names[key]} = {symbol}({', '.join(positional + keywords)})")
         return names[key]
 
-    result = emit(json.loads(text))
+    result = emit(expression)
     return assemble("env", lines, result, ops)
 
 
@@ -142,17 +133,6 @@ def assemble(parameters: str, lines: Sequence[str], result: str, scope: Mapping[
     namespace: dict[str, Any] = {"torch": torch, "inf": float("inf"), "nan": float("nan"), **scope}
     exec(text, namespace)
     return namespace["program"]
-
-
-@functools.cache
-def _resolve(head: str) -> Any:
-    name, _, overload = head.partition(".")
-    packet = getattr(torch.ops.aten, name)
-    if overload:
-        return getattr(packet, overload)
-    # `mul` has a "default" as well, for TorchScript's numbers; the one meant here takes a tensor.
-    candidates = [getattr(packet, o) for o in ("default", "Tensor") if o in packet.overloads()]
-    return next(c for c in candidates if str(c._schema.arguments[0].type) == "Tensor")
 
 
 def _keyword(value: Any) -> str:

@@ -22,7 +22,7 @@ from torch import fx
 
 from ..ir.block import BlockGraph
 from ..ir.body import ExpertBody, Gemm
-from ..ir.expression import is_pointwise
+from ..ir.expression_check import is_pointwise
 from .manager import graph_pass
 
 aten = torch.ops.aten

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moefx.ir import derivative
 from moefx.ir.derivative import vjp
 from moefx.ir.expression import canonical, evaluate, is_linear, pretty, program, result_dtype, variables
 
@@ -183,13 +184,21 @@ def test_vjp_runs_where_autograd_is_off():
 
 
 def test_sizes_inside_a_derivative_are_those_of_the_call():
-    # The derivative of a sum over the row expands to the traced size.
-    expr = ("mul", "a0", ("sum.dim_IntList", "a1", [1], True))
+    # No pointwise op of today has a derivative with sizes, so a sum stands in for one: it expands to the traced size.
+    def function(a0, a1):
+        return a0 * a1.sum(1, keepdim=True)
+
+    def joint(*args):
+        leaves = [a.detach().requires_grad_() for a in args[:2]]
+        return torch.autograd.grad(function(*leaves), leaves, args[2])
+
+    size = (derivative._ROWS, derivative._COLUMNS)
+    traced = derivative.in_fresh_thread(
+        lambda: derivative._trace(joint, [torch.ones(size, dtype=torch.float64) for _ in range(3)], ["a0", "a1"])
+    )
     for rows, columns in ((2, 3), (6, 5)):
-        env = {n: torch.randn(rows, columns, dtype=torch.float64) for n in ("a0", "a1")}
-        grad = torch.randn(rows, columns, dtype=torch.float64)
-        _, grads = vjp(expr, env, grad, ["a0", "a1"])
-        torch.testing.assert_close(grads, _autograd(expr, env, grad)[1])
+        a0, a1, grad = (torch.randn(rows, columns, dtype=torch.float64) for _ in range(3))
+        torch.testing.assert_close(traced({"a0": a0, "a1": a1}, grad), joint(a0, a1, grad))
 
 
 def test_the_error_of_an_op_without_derivative_arrives():

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...capture.captured import Capture
 from ...errors import Refused
-from ...ir.expression import is_pointwise
+from ...ir.expression_check import is_pointwise
 from .form import Lifted
 from .nodes import Line, from_state, is_known, is_routed, line
 from .paths import Place, expert_indices, is_parameter, parameter_of, sibling_names

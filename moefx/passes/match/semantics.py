@@ -17,7 +17,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...capture.captured import is_abstract
-from ...ir.expression import is_pointwise
+from ...ir.expression_check import is_pointwise
 from .nodes import SELECTIONS, Line, from_state, is_known, line, op_name
 from .ops import RULES
 from .ops.indexing import gather
