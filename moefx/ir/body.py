@@ -99,7 +99,7 @@ class ExpertBody:
     def check(self) -> None:
         """Raise InvalidInput unless every field has a value that may be computed with."""
         for gemm in (*self.up, self.down):
-            if type(gemm.num) is not int or not 1 <= gemm.num or not isinstance(gemm.bias_dtype, str):
+            if type(gemm.num) is not int or gemm.num < 1 or not isinstance(gemm.bias_dtype, str):
                 raise InvalidInput(f"the body of expert_mlp has {gemm!r:.200}; num is a whole number above 0")
             if gemm.bias_dtype:
                 check_dtype(gemm.bias_dtype)

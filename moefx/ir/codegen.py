@@ -22,7 +22,7 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from .binding import Guard
-from .names import attribute_expression, attribute_ranges, read_range
+from .names import attribute_expression, attribute_ranges, is_plain_name, quote, read_range
 
 INFIX = {
     operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/", operator.floordiv: "//",
@@ -84,7 +84,9 @@ class Source:
     ):
         self.scope: dict[str, Any] = {}
         # The builtins are those that the generated text itself uses.
-        self._taken = {node.name for node in graph.nodes} | {"self", "getattr", "slice", "float", "torch", "autocast"}
+        self._taken = {node.name for node in graph.nodes} | {
+            "self", "getattr", "setattr", "slice", "float", "torch", "autocast",
+        }  # fmt: skip
         self._recorded = frozenset(record)
         self._inline: dict[Node, str] = {}
         self._lines: list[str] = []
@@ -143,6 +145,8 @@ class Source:
         if target is setattr:  # the block, or a part of it, keeps a value of this call (an auxiliary loss)
             owner, name, value = node.args
             held = attribute_expression("self", str(owner)) if owner else "self"
+            if not is_plain_name(str(name)):
+                return f"setattr({held}, {quote(str(name))}, {self._value(value)})"
             return f"{held}.{name} = {self._value(value)}"
         if target in INFIX and len(node.args) == 2 and not node.kwargs:
             left, right = map(self._value, node.args)
@@ -168,7 +172,11 @@ class Source:
         return self._global(name, target)
 
     def _arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
-        return ", ".join([self._value(a) for a in args] + [f"{k}={self._value(v)}" for k, v in kwargs.items()])
+        return ", ".join([self._value(a) for a in args] + [self._keyword(k, v) for k, v in kwargs.items()])
+
+    def _keyword(self, name: str, value: Any) -> str:
+        text = self._value(value)
+        return f"{name}={text}" if is_plain_name(name) else f"**{{{quote(name)}: {text}}}"
 
     def _value(self, value: Any) -> str:
         if isinstance(value, Node):

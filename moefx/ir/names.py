@@ -37,7 +37,7 @@ class AttributeRange:
         """A call of `read_range` (known by the name `read`) that lists the attributes in order."""
         owner, _, stem = self.before.rpartition(".")
         place = attribute_expression(root, owner)
-        return f'{read}({place}, "{stem}", {self.start}, {self.stop}, "{self.after}")'
+        return f"{read}({place}, {quote(stem)}, {self.start}, {self.stop}, {quote(self.after)})"
 
 
 def read_range(owner: nn.Module, stem: str, start: int, stop: int, after: str) -> list[Any]:
@@ -66,9 +66,19 @@ def attribute_expression(root: str, path: str) -> str:
     """
     text = root
     for part in path.split(".") if path else ():
-        plain = part.isidentifier() and not keyword.iskeyword(part)
-        text = f"{text}.{part}" if plain else f'getattr({text}, "{part}")'
+        text = f"{text}.{part}" if is_plain_name(part) else f"getattr({text}, {quote(part)})"
     return text
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether a name may stand in code as it is."""
+    return name.isidentifier() and not keyword.iskeyword(name)
+
+
+def quote(name: str) -> str:
+    """A string literal, in double quotes if the name has none and no escapes."""
+    literal = repr(name)
+    return f'"{name}"' if literal == f"'{name}'" and '"' not in name else literal
 
 
 def attribute_range(paths: Sequence[str]) -> AttributeRange | None:

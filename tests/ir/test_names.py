@@ -51,6 +51,18 @@ def test_expressions_read_through_any_container():
     assert all(a is owner.get_parameter(n) for a, n in zip(found, names, strict=True))
 
 
+@pytest.mark.parametrize("part", ["a b", "class", 'a"b', "a'b", "a\\'b", "a\nb", "{a}", "\u00e9", '"], hit(), ["'])
+def test_expressions_quote_any_name(part):
+    owner = nn.ModuleDict({f"{part}{i}": nn.Linear(2, 2) for i in range(3)})
+    paths = [f"{part}{i}.weight" for i in range(3)]
+    for path in paths:
+        assert eval(attribute_expression("self", path), {"self": owner}) is owner.get_parameter(path)
+    run = attribute_range(paths)
+    assert run is not None
+    read = eval(run.expression("self", "read_range"), {"self": owner, "read_range": read_range})
+    assert all(a is owner.get_parameter(path) for a, path in zip(read, paths, strict=True))
+
+
 def test_ranges_are_read_wherever_the_attributes_are():
     owner = nn.Module()
     owner.w_0, owner.w_1 = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
