@@ -15,6 +15,7 @@ from .communication import VOLUMES, exchange, level_values, row_bytes, whole_lin
 from .compute import FORWARD
 from .layout import KEPT, Layout, Way
 from .memory import ACTIVATIONS, STATES, TOTAL
+from .pipeline_order import waiting_share
 from .platforms import Network, Platform
 from .sheet import Formula, Sheet, quantities, quantity
 
@@ -82,8 +83,8 @@ STEP = Sheet(
 )  # fmt: skip
 
 # Of a micro-batch, how much each stage before or behind adds to a step: all of it; with v chunks 1/v (arXiv
-# 2104.04473); zero bubble H1 a third, H2 nothing (arXiv 2401.10241 section 2).
-_BUBBLES = {"gpipe": 1.0, "1f1b": 1.0, "zb-h1": 1 / 3, "zb-h2": 0.0}
+# 2104.04473). Under zero bubble it depends on the number of micro-batches: see `_with_bubble`.
+_BUBBLES = {"gpipe": 1.0, "1f1b": 1.0, "zb-h1": 1 / 3, "zb-h2": 1 / 3}
 
 
 def flop_per_token(model: Architecture, tokens: int) -> float:
@@ -134,10 +135,29 @@ def given(model: Architecture, layout: Layout, platform: Platform, experts_first
     the stage that takes longest: one with the most layers, or the last, which has the logits."""
     found = _of_all_stages(model, layout, platform, experts_first)
     kinds = [dict(zip(("l_t", "l_t_moe", "h_t"), kind, strict=True)) for kind in _kinds(model, layout.pp)]
-    if len(kinds) == 1:
-        return found | kinds[0]
     one = sheet_of(layout, platform, experts_first)
-    return found | max(kinds, key=lambda kind: one(**found, **kind)["T_micro"])
+    kind = kinds[0] if len(kinds) == 1 else max(kinds, key=lambda kind: one(**found, **kind)["T_micro"])
+    return _with_bubble(layout, found | kind, one)
+
+
+def _with_bubble(layout: Layout, values: dict[str, float], formulas: Sheet) -> dict[str, float]:
+    """Correct `bubble_of` of zero-bubble schedules (arXiv 2401.10241 section 2).
+
+    With few micro-batches the pipeline fills and drains for longer than gradients of weights take. Their share of the
+    time is not always a third.
+    """
+    if layout.pp == 1 or not layout.schedule.startswith("zb"):
+        return values
+    found = formulas(**values)
+    layers, moe, again = values["l_t"], values["l_t_moe"], values["n_again"]
+    dense = layers * found["T_attention"] + moe * found["T_rest"] + (layers - moe) * found["T_ffn"]
+    dense += values["h_t"] * found["T_logits"]
+    scores = layers * found["F_scores"] / (values["peak"] * values["e_attn"])  # have no weights
+    forward = dense + moe * (found["T_experts"] + 2 * found["T_exchange"] + found["T_counts"])
+    forward += (found["T_tp"] + found["T_gather"]) / (2 + again) + found["T_params"] / 2
+    weights = dense - scores + moe * (found["T_experts_step"] - 2 * found["T_experts"])
+    shares = forward / found["T_micro"], weights / found["T_micro"]
+    return values | {"bubble_of": waiting_share(layout.schedule, layout.pp, layout.microbatches, *shares)}
 
 
 def _of_all_stages(model: Architecture, layout: Layout, platform: Platform, experts_first: bool) -> dict[str, float]:
