@@ -106,6 +106,12 @@ def compile(
             + "\n  ".join(str(r) for r in together(r for r in found.refused if r.likely)),
             stacklevel=2,
         )
+    if found.unchecked:
+        warnings.warn(
+            "moefx rewrote these blocks without a numeric check, on the strength of the symbolic proof alone; "
+            "moefx.verify(compiled, model, inputs) compares the whole model:\n  " + "\n  ".join(found.unchecked),
+            stacklevel=2,
+        )
     compiled, copies = copy_model(model)
     modules = dict(model.named_modules())
     reports = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -9,14 +10,28 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from .capture.effects import python_random, silenced
+from .errors import in_short
 from .ir.binding import device_of, leaves_of
 from .pipeline import Result
 from .runtime.module import signature_binder
 from .verification.level2 import verify_block
 
 
-def numeric_check(block: nn.Module, result: Result, name: str, seconds: float) -> tuple[bool, str]:
-    """Whether nothing speaks against a rewrite, and what was seen. `block` runs as the original."""
+@dataclasses.dataclass(frozen=True)
+class NumericCheck:
+    """Attributes:
+    ok: nothing that was compared differs. Also true of a check that could not run.
+    text: what was seen, for `explain`.
+    was_possible: something was compared.
+    """
+
+    ok: bool
+    text: str
+    was_possible: bool = True
+
+
+def numeric_check(block: nn.Module, result: Result, name: str, seconds: float) -> NumericCheck:
+    """Compare a rewrite with the original on a few tokens. `block` runs as the original."""
     args, kwargs = _arguments(block, result)
     crowd = _arguments(block, result, crowd=True) if _is_small(block) else None
     fn, picks = result.graph.compile(), _picker(block, result)
@@ -26,11 +41,13 @@ def numeric_check(block: nn.Module, result: Result, name: str, seconds: float) -
                 block, lambda b, *a, **k: fn(b, *picks(*a, **k)), args, kwargs, name=name, crowd=crowd, seconds=seconds
             )
     except Exception as error:
-        return True, f"could not run: {type(error).__name__}: {str(error)[:120]}"
+        return NumericCheck(True, f"could not run: {in_short(error)[:160]}", was_possible=False)
     if not check.ok:
-        return False, f"the rewritten block does not agree with the original: {check.reason}"
+        return NumericCheck(False, f"the rewritten block does not agree with the original: {check.reason}")
     worst = max((row.error for row in check.rows), default=0.0)
-    return True, f"agrees in {len(check.rows)} comparisons, worst error {worst:.1e}"
+    own = next((note for note in check.notes if "compared in" in note), "").partition(": ")[2]
+    text = f"agrees in {len(check.rows)} comparisons, worst error {worst:.1e}" + (f"; {own}" if own else "")
+    return NumericCheck(True, text, was_possible=bool(check.rows))
 
 
 def _is_small(block: nn.Module) -> bool:
@@ -84,4 +101,4 @@ def _picker(block: nn.Module, result: Result) -> Any:
     return pick
 
 
-__all__ = ["numeric_check"]
+__all__ = ["NumericCheck", "numeric_check"]

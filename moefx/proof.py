@@ -116,9 +116,12 @@ def _validate(model: nn.Module, found: Survey, plan: Plan) -> dict[int, str]:
             verdicts[id(matched)] = "skipped, the time budget is spent"
             continue
         start = time.perf_counter()
-        ok, verdicts[id(matched)] = numeric_check(block, matched.result, matched.names[0], max(left, 1.0))
+        check = numeric_check(block, matched.result, matched.names[0], max(left, 1.0))
+        verdicts[id(matched)] = check.text
         left -= time.perf_counter() - start
-        if not ok:
+        if not check.was_possible:
+            found.unchecked.append(f"{shown(matched.names[0])}: {check.text}")
+        if not check.ok:
             found.matched.remove(matched)
             found.refused.append(
                 Refusal(

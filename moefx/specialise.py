@@ -182,9 +182,9 @@ class Specialise:
                     result = self.spread.graph(block, result)
                 program = program_of(block, result, args, kwargs, call.autocast, read, tied)
                 if real and self.plan.validation == "auto" and self.spread is None:
-                    ok, verdict = numeric_check(block, proven, forward.name, self.plan.validation_seconds)
-                    if not ok:
-                        raise Refused(verdict)
+                    check = numeric_check(block, proven, forward.name, self.plan.validation_seconds)
+                    if not check.ok:
+                        raise Refused(check.text)
         finally:
             forward.counts.original = counted  # the captures were not calls of the user's
         return program.with_arguments(call.arguments), read

@@ -73,12 +73,14 @@ class Survey:
 
     Attributes:
         attends: whether there is attention in it.
+        unchecked: blocks whose numeric check could not run, and why.
     """
 
     matched: list[Matched]
     refused: list[Refusal]
     seconds: float
     attends: bool
+    unchecked: list[str] = dataclasses.field(default_factory=list)
 
 
 def survey(model: nn.Module, example_inputs: Any, plan: Plan, progress: Callable[[str], None] | None = None) -> Survey:

@@ -21,6 +21,8 @@ from .shares import Shares
 MAX_NOISE_RUNS = 8
 HOPELESS = 8.0  # times the bound: more samples of the noise will not explain it
 
+NO_TRUTH = "no float64 truth"
+
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
@@ -98,7 +100,7 @@ class _Comparing:
         truth, notes = self.truth(original), []
         if isinstance(truth, str):
             notes.append(
-                f"{self.subject.block or 'the model'}: no float64 truth ({truth}); "
+                f"{self.subject.block or 'the model'}: {NO_TRUTH} ({truth}); "
                 "compared with the original in its own precision and with its own seed"
             )
             truth = original

@@ -9,6 +9,7 @@ rounds where (a missing upcast) is asked once more in the block's own precision.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import time
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import InvalidInput, in_short
 from .compare import Subject, compare
 from .policy import Row
 from .sandbox import Call, Casts, Inputs, Options, call_forward, leaves
@@ -77,13 +79,34 @@ def verify_block(
     `original` is touched (parameters, `.grad`, buffers, random numbers). Runs at least the first state, then as many
     as `seconds` allow; precision and the parameters whose gradients are compared follow from `max_bytes`.
 
+    A block that does not run in float64, because an op has no such kernel, is compared with the original in its own
+    precision.
+
     Raises whatever `original` raises on the given inputs.
     """
-    check = BlockCheck()
-    deadline = time.monotonic() + seconds
-    tokens = sum(v.numel() * v.element_size() for _, v in leaves((args, kwargs)) if isinstance(v, Tensor))
-    plan = _precisions(original, max_bytes - 64 * tokens, check.notes)
+    notes: list[str] = []
     given = (args, kwargs or {})
+    tokens = sum(v.numel() * v.element_size() for _, v in leaves(given) if isinstance(v, Tensor))
+    exact, *own = _precisions(original, max_bytes - 64 * tokens, notes)
+    check = functools.partial(_check_states, original, program, given, name, crowd, seconds, seed)
+    try:
+        return check([exact, *own], notes)
+    except InvalidInput as error:
+        if not own:
+            raise
+        precision, options, largest = own[0]
+        reason = in_short(error.__cause__ or error)
+        notes.append(f"{name or 'block'}: not in float64 ({reason}), compared in {precision}")
+        return check([(precision, options | {"exact": None}, largest)], notes)
+
+
+def _check_states(
+    original: nn.Module, program: Call, given: Inputs, name: str, crowd: Inputs | None, seconds: float, seed: int,
+    plan: list[tuple[str, dict[str, Any], float]], notes: list[str],
+) -> BlockCheck:  # fmt: skip
+    """Compare under each router state and precision of `plan`."""
+    check = BlockCheck(notes=notes)
+    deadline = time.monotonic() + seconds
     took = 0.0
     for state, inputs in itertools.chain(router_states(given, seed), [("a crowd of tokens", crowd)] if crowd else []):
         if crowd is not None and inputs is crowd and took * _elements(crowd) > _LONGEST_CROWD * _elements(given):

@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .decisions import Selection, decides, draws, gap, selects, size
+from .float64_ops import equivalent
 from .policy import Tolerance
 
 _LOW = (torch.float32, torch.bfloat16, torch.float16)
@@ -128,7 +129,7 @@ class _Mode(TorchDispatchMode):
         return self.run(key, func, args, kwargs)
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        out = func(*args, **kwargs)
+        out = (equivalent(func, args) or func)(*args, **kwargs)
         if self.promote and (func in _LITERALS or _is_factory(func)) and out.dtype in _LOW:
             return out.double()
         return out

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from .compare import NO_TRUTH
 from .policy import Row
 from .routing import RoutingRow
 
@@ -25,6 +26,8 @@ def text(report: VerifyReport) -> str:
     rows, failed = report.rows, report.failed
     blocks = list(dict.fromkeys(row.block for row in rows))
     verdict = "passed" if report.ok else f"FAILED, {len(failed)} of {len(rows)} comparisons"
+    if untrue := sum(NO_TRUTH in note for note in report.notes):
+        verdict += f"; {untrue} part(s) without a float64 truth, compared with the original in its own precision"
     lines = [f"moefx.verify: {verdict}"]
     lines += _columns(
         [("block", "what", "compared", "worst error", "allowed", "norm", "of", "")]

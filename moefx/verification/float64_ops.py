@@ -1,0 +1,52 @@
+"""Float64 equivalents of torch's ops that have no float64 kernel, so that programs with them have a truth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+def grouped_mm(
+    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """`torch._grouped_mm` in float64: one product for each group.
+
+    Args:
+        a, b: [T,K] and [G,K,N], groups of rows -> [T,N]; [G,M,K] and [K,T], groups of columns -> [M,T];
+            [M,T] and [T,N], groups of the reduction -> [G,M,N]; [G,M,K] and [G,K,N] -> [G,M,N].
+        offs: [G], where each group ends. Rows or columns beyond the last group are zero.
+    """
+    a, b = a.double(), b.double()
+    if offs is None:
+        return torch.bmm(a, b)
+    groups = list(enumerate(pairwise([0, *offs.tolist()])))
+    if a.dim() == 2 and b.dim() == 3:
+        out = a.new_zeros(a.shape[0], b.shape[2])
+        for i, (start, stop) in groups:
+            out[start:stop] = a[start:stop] @ b[i]
+    elif a.dim() == 3:
+        out = a.new_zeros(a.shape[1], b.shape[1])
+        for i, (start, stop) in groups:
+            out[:, start:stop] = a[i] @ b[:, start:stop]
+    else:
+        out = torch.stack([a[:, start:stop] @ b[start:stop] for _, (start, stop) in groups])
+    return out if bias is None else out + bias
+
+
+_EQUIVALENTS: dict[Any, Callable[..., Tensor]] = {aten._grouped_mm.default: grouped_mm}
+
+
+def equivalent(func: Any, args: tuple[Any, ...]) -> Callable[..., Tensor] | None:
+    """The equivalent of an op that is called with float64 tensors, None if it needs none."""
+    found = _EQUIVALENTS.get(func)
+    is_float64 = any(isinstance(a, Tensor) and a.dtype == torch.float64 for a in args)
+    return found if is_float64 else None
+
+
+__all__ = ["equivalent", "grouped_mm"]
