@@ -88,7 +88,7 @@ def main(steps: int = 8, dispatch: Any = "dedup") -> float:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
     world, first = dist.get_world_size(), dist.get_rank() == 0
-    plan, kind = moefx.Plan(dispatch=dispatch), "cuda" if on_gpu else "cpu"
+    plan, kind = moefx.Plan(dispatch=dispatch, gradients="manual"), "cuda" if on_gpu else "cpu"
 
     whole = Training(init_device_mesh(kind, (1, world), mesh_dim_names=("dp", "ep")), plan)
     ids, labels = next(batches(standard_library_text(), batch=1 + dist.get_rank(), context=CONFIG.context, seed=0))

@@ -15,6 +15,7 @@ PlacementOrder = Literal["ep_first", "dp_first"]
 SequenceGradients = Literal["replicated", "partial"]
 DropRule = Literal["weight", "position_token", "position_slot"]
 Dispatch = Literal["auto", "flat", "dedup", "rbd", "halo"]
+Gradients = Literal["manual"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,9 @@ class Plan:
             and the sums are gathered (X-MoE section 4.3, SSMB). Its ranks are among those of `expert_axis`.
         sequence_gradients: what the ranks of `sequence_axis` are given as the gradient of the block's output:
             `"replicated"`, all of it each; `"partial"`, a summand each.
+        gradients: `"manual"`: you reduce gradients between backward and the optimizer's step (`explain` says how). A
+            reduction by hand leaves no trace, and without this the first step on gradients that neither `fully_shard`
+            nor DistributedDataParallel reduces warns.
         dispatch: how rows travel to their experts. `"flat"`: one row for each choice; `"dedup"`: one for each rank that
             has experts of the token; `"rbd"`: one for each node, and from there one for each rank (X-MoE section 4.2);
             `"halo"`: as that, but what stays in the node does not wait for what comes from others (Piper section V);
@@ -73,6 +77,7 @@ class Plan:
     placement: PlacementOrder | None = None
     sequence_axis: str | None = None
     sequence_gradients: SequenceGradients = "replicated"
+    gradients: Gradients | None = None
     dispatch: Dispatch = "auto"
     pilots: bool = True
     chunks: int = 1
@@ -97,6 +102,7 @@ class Plan:
             ("drop", DropRule),
             ("sequence_gradients", SequenceGradients),
             *((("placement", PlacementOrder),) if self.placement is not None else ()),
+            *((("gradients", Gradients),) if self.gradients is not None else ()),
             ("validation", Validation),
         ):
             value = getattr(self, field)

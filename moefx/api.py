@@ -44,6 +44,7 @@ class Record:
     refused: tuple[Refusal, ...]
     seconds: float
     planned: Decision | None = None
+    gradients: tuple[str, ...] = ()
 
     def __deepcopy__(self, memo: dict) -> Record:
         return self
@@ -88,6 +89,7 @@ def compile(
     model = _checked(model)
     if mesh is not None:
         from .distribute import Spread, check_holders, spread_blocks  # torch.distributed takes a while
+        from .spread_training import describe_reductions, prepare_training, watch_block
 
         if spread_blocks(model):
             raise InvalidInput("this model is spread over a mesh already: compile the original again")
@@ -131,7 +133,9 @@ def compile(
         program = _program(matched, first)
         specialise = Specialise(matched.result.match.arguments, plan, OWN_MODE in matched.read, spread)
         for name in matched.names:
-            install(copies[modules[name]], [program.renamed(name)], name=name, specialise=specialise)
+            forward = install(copies[modules[name]], [program.renamed(name)], name=name, specialise=specialise)
+            if spread is not None:
+                forward.watch = watch_block(copies[modules[name]], name, spread)
         if strict and (guard := _failed_guard(program, matched, first)):
             warnings.warn(
                 f"moefx rewrote {matched.names[0] or 'the model'}, but not for calls like the example's, which run the "
@@ -139,7 +143,11 @@ def compile(
                 stacklevel=2,
             )
         reports.append(report_of(matched, program, first, proven.verdicts[id(matched)], spread))
-    vars(compiled)[RECORD] = Record(tuple(reports), tuple(found.refused), found.seconds, proven.decision)
+    gradients: tuple[str, ...] = ()
+    if axis is not None:
+        prepare_training(compiled, axis, plan)
+        gradients = describe_reductions(compiled, holders, axis, plan)
+    vars(compiled)[RECORD] = Record(tuple(reports), tuple(found.refused), found.seconds, proven.decision, gradients)
     return compiled
 
 
@@ -166,20 +174,23 @@ def explain(
     if record is None and example_inputs is None:
         record = UNCHANGED.get(model) or _regions(given)[0]
     if record is None:
-        proven, spreads = agreed(model, example_inputs, _plan(plan, mesh), mesh), {}
+        proven, spreads, gradients = agreed(model, example_inputs, _plan(plan, mesh), mesh), {}, ()
         plan, found = proven.plan, proven.found
         for m in found.matched:
             m.result = limited(model.get_submodule(m.names[0]), m.result, plan)
         if proven.axis is not None:
             from .distribute import would_spread
+            from .spread_training import describe_reductions
 
             spreads = would_spread(model, proven.axis, found, plan)
+            holders = {name: spreads[id(m)] for m in found.matched for name in m.names}
+            gradients = describe_reductions(model, holders, proven.axis, plan)
         reports = []
         for m in found.matched:
             block = model.get_submodule(m.names[0])
             reports.append(report_of(m, _program(m, block), block, proven.verdicts[id(m)], spreads.get(id(m))))
-        told = tuple(found.refused)
-        return Explanation(type(model).__name__, tuple(reports), told, found.seconds, planned=proven.decision)
+        told, more = tuple(found.refused), {"planned": proven.decision, "gradients": gradients}
+        return Explanation(type(model).__name__, tuple(reports), told, found.seconds, **more)
     return _told(type(model).__name__, record, _forwards(given))
 
 
@@ -204,7 +215,8 @@ def _told(name: str, record: Record, forwards: dict[str, BlockForward]) -> Expla
         )
         notes = (*report.notes, *sorted(notes))
         reports.append(dataclasses.replace(report, calls=calls, notes=notes, also_for=tuple(also)))
-    return Explanation(name, tuple(reports), record.refused, record.seconds, _paths(), planned=record.planned)
+    more = {"planned": record.planned, "gradients": record.gradients}
+    return Explanation(name, tuple(reports), record.refused, record.seconds, _paths(), **more)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,6 +43,7 @@ class Spread:
 
     Attributes:
         why: rows travel in these ways.
+        number: tells blocks that share this from others, see `ir.parameter_samples`.
     """
 
     placement: Placement
@@ -50,6 +52,7 @@ class Spread:
     sequence: SharedTokens | None
     parameters: ExpertParameters
     plan: Plan
+    number: int = dataclasses.field(default_factory=itertools.count(1).__next__, compare=False)
 
     @classmethod
     def over(cls, axis: ExpertAxis, result: Result, plan: Plan) -> Spread:
@@ -75,6 +78,7 @@ class Spread:
                 ways=self.ways,
                 stacked=self.parameters.stacked,
                 trained=frozenset(name for name, p in block.named_parameters() if p.requires_grad),
+                samples=self.number,
             )
         )
         steps.append(overlap)
@@ -367,12 +371,14 @@ def clip_grad_norm_(
     return clipping.clip_grad_norm_(model, own_experts(model), max_norm, norm_type, error_if_nonfinite)
 
 
-def expert_parameter_names(model: nn.Module) -> list[str]:
+def expert_parameter_names(model: nn.Module, *, buffers: bool = False) -> list[str]:
     """Names of the parameters that differ from rank to rank of the expert axis: what data parallelism over all ranks
-    must leave alone."""
+    must leave alone. `buffers`: with those of the experts' buffers, and every name of a tensor that has several."""
     stacked = [joined(name, p) for name, s in spread_blocks(model).items() for p in s.parameters.stacked]
     wanted = {*stacked, *own_experts(model)}
-    return [name for name, _ in model.named_parameters() if name in wanted]
+    more = [name for name, _ in model.named_buffers(remove_duplicate=False)] if buffers else []
+    names = [name for name, _ in model.named_parameters(remove_duplicate=not buffers)]
+    return [name for name in names + more if name in wanted]
 
 
 def own_experts(model: nn.Module) -> dict[str, str]:

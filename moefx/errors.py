@@ -83,6 +83,10 @@ class RanksLost(MoefxError, RuntimeError):
     """The ranks of a mesh cannot go on together: one has died or stalled, or runs another program."""
 
 
+class ExpertsOverwritten(MoefxError, RuntimeError):
+    """A wrapper or a broadcast gave the experts of one rank to another rank of a model that is spread over a mesh."""
+
+
 class DoubleBackward(MoefxError, RuntimeError):
     """The fused expert ops are once differentiable."""
 

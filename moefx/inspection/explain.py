@@ -85,6 +85,7 @@ class Explanation:
         weights: how often the weights of a GEMM were read in which way (see `select.weight_paths`).
         kernels: how the GPU kernels' GEMMs were cut and why (see `lowering.triton.configurations`).
         planned: what the planner decided and why (`planner.decision.Decision`), None where it was not asked.
+        gradients: over a mesh, for each group of parameters what makes their gradients those of the mean loss.
     """
 
     model: str
@@ -97,6 +98,7 @@ class Explanation:
     )
     kernels: tuple[str, ...] = dataclasses.field(default_factory=triton.configurations)
     planned: Any = None
+    gradients: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         return json.dumps(
@@ -109,6 +111,7 @@ class Explanation:
                 "kernels": list(self.kernels),
                 "weights": dict(self.weights),
                 "planned": self.planned and self.planned.to_dict(),
+                "gradients": list(self.gradients),
             }
         )
 
@@ -137,6 +140,9 @@ class Explanation:
                 guard = f", {failed} guard failures" if failed else ""
                 lines.append(f"    calls       {rewritten} rewritten, {original} original{guard}")
             lines += [f"    note        {n}" for n in m.notes]
+        if self.gradients:
+            lines += ["", "  gradients, for those of the mean loss of all ranks"]
+            lines += [f"    {line}" for line in self.gradients]
         if self.planned is not None:
             lines += ["", *(f"  {line}" for line in str(self.planned).splitlines())]
         for r in together(self.refused):

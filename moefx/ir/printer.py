@@ -47,7 +47,7 @@ _NOT_SHOWN = {
     "shard_tokens": ("rank", "size"),
     "unshard_tokens": ("num_tokens", "rank", "size"),
     "wait_sums": ("ticket", "splits", "group"),
-    "exchange_counts": ("num_slots", "dedup", "fingerprint"),
+    "exchange_counts": ("num_slots", "dedup", "fingerprint", "samples"),
     "pack_rows": ("num_slots", "dedup"),
     "read_counts": ("heard", "levels", "near", "fingerprint", "timeout", "group"),
 }

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ..errors import RanksLost
 from .op import op
+from .parameter_samples import NUM_WORDS, Sampler, next_sampler, sample_of
 from .payload import group_of, others_answer, shown_ranks
 from .routing import build_pft
 
@@ -120,7 +121,7 @@ def rank_of(place: Tensor, num_slots: int) -> Tensor:
 
 @op(
     "exchange_counts(Tensor[] places, *, int[] levels, int num_slots, bool dedup, bool near=False, "
-    "int fingerprint=0, str group) -> (Tensor, Tensor)",
+    "int fingerprint=0, int samples=0, str group) -> (Tensor, Tensor)",
     contract="places[*] -> counts[_,_], heard[_,_,_]",
 )
 def exchange_counts(
@@ -131,6 +132,7 @@ def exchange_counts(
     dedup: bool,
     near: bool = False,
     fingerprint: int = 0,
+    samples: int = 0,
     group: str,
 ) -> tuple[Tensor, Tensor]:
     """Start to tell the other ranks how many rows they get, over all hops: one even exchange of a few numbers with each
@@ -141,6 +143,7 @@ def exchange_counts(
             order.
         near: choices of the own node take no part in the hops, but in an exchange of their own.
         fingerprint: of what this rank will send and do with rows; that of the others must be the same.
+        samples: the number of the samplers of the experts' parameters, see `parameter_samples`.
 
     Returns:
         For `read_counts`: this rank's numbers, int64 [chunks, numbers], and what others tell it, on its way.
@@ -151,17 +154,21 @@ def exchange_counts(
     kwargs = {"levels": levels, "num_slots": num_slots, "dedup": dedup, "near": near_node, "fingerprint": fingerprint}
     each = [count_rows(place, **kwargs) for place in places]
     counts = torch.stack(each) if len(each) > 1 else each[0][None]
-    told = counts[:, counted.told(counts.device)].movedim(1, 0).contiguous()
+    told = counts[:, counted.told(counts.device)].movedim(1, 0)
+    sampler = next_sampler(samples)
+    sample = sample_of(sampler, counts.device).expand(*told.shape[:2], NUM_WORDS)
+    told = torch.cat([told, sample], dim=-1)
     heard = torch.empty_like(told)  # [positions, chunks, numbers]
     with others_answer():
-        _on_their_way[heard.data_ptr()] = dist.all_to_all_single(heard, told, group=own, async_op=True)
+        _on_their_way[heard.data_ptr()] = dist.all_to_all_single(heard, told, group=own, async_op=True), sampler
     while len(_on_their_way) > _MOST:  # what an error left behind
         _on_their_way.pop(next(iter(_on_their_way)))
     return counts, heard
 
 
-# The counts that have not been read, by their address; functional collectives know of no time to wait.
-_on_their_way: dict[int, Any] = {}
+# The counts that have not been read, by their address, and who sent a sample with them; functional collectives know of
+# no time to wait.
+_on_their_way: dict[int, tuple[Any, Sampler | None]] = {}
 _MOST = 64
 
 
@@ -192,11 +199,14 @@ def read_counts(
 
     Raises:
         RanksLost: another rank has died, does not answer in time, or has another fingerprint.
+        ExpertsOverwritten: see `runtime.overwriting`.
     """
     own = group_of(group)
     counted = _counted(tuple(levels), dist.get_rank(own), near)
+    # They are gone if a checkpoint has kept the counts, which are then read again.
+    work, sampler = _on_their_way.pop(heard.data_ptr(), (None, None))
     with others_answer():
-        if work := _on_their_way.pop(heard.data_ptr(), None):  # else they are read again: a checkpoint has kept them
+        if work is not None:
             work.wait(*([] if timeout is None else [datetime.timedelta(seconds=timeout)]))
     # As numbers of Python's: the GPU waits meanwhile, and operations on small tensors take longer.
     flat = torch.cat([counts.flatten(), heard.flatten()]).cpu().tolist()
@@ -205,6 +215,8 @@ def read_counts(
     of_positions = [
         [list(itertools.islice(numbers, heard.shape[2])) for _ in range(heard.shape[1])] for _ in range(heard.shape[0])
     ]
+    samples = [told[0][-NUM_WORDS:] for told in of_positions]
+    of_positions = [[told[:-NUM_WORDS] for told in position] for position in of_positions]
     if any(told[0][-1] != fingerprint for told in of_positions):
         ranks = dist.get_process_group_ranks(own)
         others = [rank for rank, told in zip(ranks, of_positions, strict=True) if told[0][-1] != fingerprint]
@@ -213,6 +225,8 @@ def read_counts(
             "must be the same on all ranks that share its experts, which is dtypes, the number of features, numbers "
             "among the arguments and the attributes of modules, and autocast"
         )
+    if sampler is not None:
+        sampler.hear(samples)
     found = [counted.splits(told, [p[i] for p in of_positions]) for i, told in enumerate(of_chunks)]
     return [torch.tensor(splits) for of_chunk in found for splits in of_chunk]
 
@@ -340,8 +354,8 @@ def _(place, *, levels, num_slots, dedup, near, fingerprint=0):
 
 
 @exchange_counts.fake
-def _(places, *, levels, num_slots, dedup, near=False, fingerprint=0, group):
-    numbers, told = num_counts(levels, [0, levels[-1]] * near), 3 + sum(levels[1:]) + near
+def _(places, *, levels, num_slots, dedup, near=False, fingerprint=0, samples=0, group):
+    numbers, told = num_counts(levels, [0, levels[-1]] * near), 3 + sum(levels[1:]) + near + NUM_WORDS
     counts = places[0].new_empty((len(places), numbers), dtype=torch.int64)
     return counts, counts.new_empty((math.prod(levels), len(places), told))
 

@@ -59,6 +59,7 @@ def collectives(
     ways: Ways,
     stacked: Collection[str],
     trained: Collection[str] = (),
+    samples: int = 0,
 ) -> BlockGraph:
     """The routed sum over the ranks of the expert axis.
 
@@ -66,6 +67,7 @@ def collectives(
         trained: parameters of the block that have gradients.
         stacked: parameters of all experts in one tensor each, which are DTensors then; of the others only this rank's
             are there.
+        samples: the number by which ranks compare their experts, see `ir.parameter_samples`.
     """
     block = block.copy()
     routed = Routed.of(block)
@@ -77,11 +79,11 @@ def collectives(
             source=str(shared[0].meta.get("source", "")),
             remedy="apply it before the experts, or after their sum",
         )
-    _insert(routed, placement, ways, stacked)
+    _insert(routed, placement, ways, stacked, samples)
     return eliminate_dead_code(block)
 
 
-def _insert(routed: Routed, placement: Placement, ways: Ways, stacked: Collection[str]) -> None:
+def _insert(routed: Routed, placement: Placement, ways: Ways, stacked: Collection[str], samples: int) -> None:
     graph = routed.graph
     tokens, choices = (list(dict.fromkeys(n.args[0] for n in at)) for at in (routed.gathers, routed.picks))
     weights = routed.pft.args[1]
@@ -95,7 +97,7 @@ def _insert(routed: Routed, placement: Placement, ways: Ways, stacked: Collectio
         for chunk, part in zip(chunks, places, strict=True):
             chunk.insert_plans(part)
         kwargs = {"levels": ways.sizes, "near": ways.near_apart, "fingerprint": fingerprint, "group": placement.group}
-        counts = _insert_counts(routed, places, placement, ways, kwargs)
+        counts = _insert_counts(routed, places, placement, ways, {**kwargs, "samples": samples})
         if len(chunks) == 1:  # each chunk has few of the rows that there can be
             chunks[0].insert_packs(tokens, choices)
         splits = iter(_insert_splits(routed, counts, placement, ways, kwargs, len(chunks)))

@@ -91,6 +91,7 @@ class BlockForward:
         self._told: set[str] = set()
         self._forced = ""
         self._specialising = False
+        self.watch: Any = None  # of a block that is spread over a mesh, see `runtime.overwriting`
         self.compiled_by = ""  # what compiles the graph that this is a part of: its code runs no Python
         self._recording = False
         self._offsets: tuple[torch.Tensor, ...] = ()
@@ -164,6 +165,8 @@ class BlockForward:
         return type(self.block).forward(self.block, *args, **kwargs)
 
     def _run(self, entry: Entry, leaves: Leaves) -> Any:
+        if not torch.compiler.is_compiling() and self.watch is not None:
+            self.watch.begin_call()
         if self._forced:
             return entry.run_after(self._forced, self.block, leaves)
         program, values = entry.program, [leaves[i][1] for i in entry.program.picks]

@@ -35,6 +35,13 @@ class ExpertParameters:
         """The separate ones of some experts."""
         return {name for e in experts for name in self.separate[e]} if self.separate else set()
 
+    def tensors(self, block: nn.Module, experts: Iterable[int]) -> list[torch.Tensor]:
+        """The parameters and buffers of a block that hold some experts."""
+        own = self.of_experts(experts)
+        names = [*self.stacked, *(name for each in self.separate for name in each if name in own)]
+        found = [held(block, name)[1] for name in dict.fromkeys(names)]
+        return [t for t in found if isinstance(t, torch.Tensor)]
+
 
 def expert_axis(mesh: DeviceMesh, wanted: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """The names of the mesh axes that experts are spread over.

@@ -132,8 +132,8 @@ _PROVEN: list[tuple[tuple, dict[str, nn.Module], list[moefx.survey.Matched]]] = 
 _OF_RANKS = {
     field: getattr(moefx.Plan(), field)
     for field in (
-        "dispatch", "expert_axis", "memory", "node_size", "pilots", "placement", "sequence_axis", "sequence_gradients",
-        "timeout", "tokens", "topology_levels", "zero",
+        "dispatch", "expert_axis", "gradients", "memory", "node_size", "pilots", "placement", "sequence_axis",
+        "sequence_gradients", "timeout", "tokens", "topology_levels", "zero",
     )
 }  # fmt: skip
 

@@ -51,6 +51,14 @@ def test_states(ranks):
     ranks("state_cases")
 
 
+def test_wrappers(ranks):
+    ranks("wrapper_cases")
+
+
+def test_gradients_that_are_left_to_reduce(ranks):
+    ranks("reduction_cases")
+
+
 def test_hops(ranks):
     ranks("hop_cases")
 

@@ -1,0 +1,193 @@
+"""Notices when the experts of one rank are overwritten by those of another.
+
+Wrappers for data parallelism expect the same model on every rank. DistributedDataParallel, `accelerate.prepare` and
+`deepspeed.initialize` broadcast the parameters of one rank, and reduce gradients that belong to different experts.
+
+Each rank tells the others a sample of its experts in every call (see `ir.parameter_samples`): what it was at the last
+call, or since then by `load_state_dict`, and what it is now. Two ranks whose samples were different and are the same
+now have been overwritten, which a comparison of more values confirms. Experts that were alike before stay silent, and
+so do experts that are all alike within their rank, as after upcycling in place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from ..errors import ExpertsOverwritten
+from ..ir.parameter_samples import NUM_WORDS, register, select
+from ..ir.payload import group_of, shown_ranks
+from ..ir.placement import Placement
+from .sharding import ExpertParameters, held
+from .wrappers import broadcasting_ddp, describe_overwriting, is_deepspeed, outermost_wrapper, refuse_deepspeed
+
+_WORDS_EACH = NUM_WORDS // 4  # of the first and of the last expert, before and now
+_CONFIRMED_VALUES = 64  # of each parameter
+
+
+class OverwritingWatch:
+    """Compares the experts of one block between ranks; a deep copy watches the copied block.
+
+    Args:
+        name: the block's name in the model, for messages.
+        number: see `ir.parameter_samples`.
+    """
+
+    def __init__(self, block: nn.Module, name: str, parameters: ExpertParameters, placement: Placement, number: int):
+        self.block, self.parameters, self.placement = block, parameters, placement
+        self.name = name or type(block).__name__
+        self.group, self.number = placement.group, number
+        self.before: Tensor | None = None
+        self.now: Tensor | None = None
+        self.checked_ddp: Any = None
+        self.hooks_version = -1
+        self.settle()
+        register(self)
+
+    def settle(self) -> None:
+        """Take the experts as they are for what they should be. No host synchronisation."""
+        self.before = self._sample()
+
+    def begin_call(self) -> None:
+        """Before an eager call: refuse wrappers that overwrite experts, and tell the sample of this block next."""
+        if self.placement.num_ranks == 1:
+            return
+        ddp = torch.nn.parallel.DistributedDataParallel._active_ddp_module
+        if ddp is not None and ddp is not self.checked_ddp:
+            if names := broadcasting_ddp(ddp, self._tensors(), self.group):
+                raise ExpertsOverwritten(describe_overwriting(ddp, self.name, f"it has {names[0]} among its own"))
+            self.checked_ddp = ddp
+        version = RemovableHandle.next_id  # an engine registers hooks on the model that it wraps
+        if version != self.hooks_version:
+            for module in _callers(sys._getframe(1)):
+                if is_deepspeed(module):
+                    refuse_deepspeed()
+            self.hooks_version = version
+        select(self)
+
+    def tell(self) -> Tensor | None:
+        now = self._sample()
+        if now is None:
+            return None
+        before = self.before if self.before is not None and self.before.device == now.device else now
+        self.now = now
+        return torch.cat([before, now])
+
+    def hear(self, told: Sequence[Sequence[int]]) -> None:
+        """Raises:
+        ExpertsOverwritten: ranks have the same experts that had different ones.
+        """
+        alike = self._suspected(told)
+        if alike and (ranks := self._confirmed(alike)):
+            own = dist.get_process_group_ranks(group_of(self.group))
+            seen = f"{shown_ranks([own[i] for i in ranks])} have the same experts now, and had different ones"
+            raise ExpertsOverwritten(describe_overwriting(outermost_wrapper(self.block), self.name, seen))
+        self.before = self.now
+
+    def _suspected(self, told: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Positions whose samples became the same."""
+        if not all(map(any, told)):
+            return []  # a rank has no sample
+        half, by_sample = NUM_WORDS // 2, dict[tuple[int, ...], list[int]]()
+        for position, words in enumerate(told):
+            by_sample.setdefault(tuple(words[half:]), []).append(position)
+        if len(by_sample) == len(told):
+            return []
+        one_expert = self.placement.num_slots == 1
+        return [
+            positions
+            for words, positions in by_sample.items()
+            if len({tuple(told[p][:half]) for p in positions}) > 1
+            and len(set(words)) > 1
+            and (one_expert or words[:_WORDS_EACH] != words[_WORDS_EACH:])
+        ]
+
+    def _confirmed(self, suspected: list[list[int]]) -> list[int]:
+        """Those of the suspected positions that agree in many values. Collective: all ranks suspect the same ones."""
+        digest = hashlib.sha256()
+        for tensor in self._tensors():
+            flat = _local(tensor).reshape(-1)
+            digest.update(flat[:: max(1, len(flat) // _CONFIRMED_VALUES)].double().cpu().numpy().tobytes())
+        device = self.now.device if self.now is not None else torch.device("cpu")
+        own = torch.frombuffer(bytearray(digest.digest()), dtype=torch.int64).to(device)
+        digests = [torch.empty_like(own) for _ in range(self.placement.num_ranks)]
+        dist.all_gather(digests, own, group=group_of(self.group))
+        values = [tuple(d.tolist()) for d in digests]
+        for positions in suspected:
+            same = [p for p in positions if values.count(values[p]) > 1]
+            if same:
+                return same
+        return []
+
+    def _tensors(self) -> list[Tensor]:
+        return self.parameters.tensors(self.block, self.placement.own)
+
+    @torch.no_grad()
+    def _sample(self) -> Tensor | None:
+        """A few values of the first and of the last of this rank's experts, as int64 [2 * _WORDS_EACH]."""
+        parts = [words for part in self._ends() if (words := _words(part)) is not None]
+        return torch.cat(parts) if len(parts) == 2 else None
+
+    def _ends(self) -> Iterator[Tensor]:
+        """The first and the last expert's part of a parameter."""
+        slots = self.placement.num_slots
+        own = self.placement.own
+        for expert in (own[0], own[-1]) if self.parameters.separate else ():
+            tensors = [held(self.block, name)[1] for name in self.parameters.separate[expert]]
+            yield max(tensors, key=lambda t: t.numel())
+        if not self.parameters.separate:
+            full = _local(max((held(self.block, n)[1] for n in self.parameters.stacked), key=lambda t: t.numel()))
+            each = len(full) // slots
+            yield from (full[:each], full[(slots - 1) * each :])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OverwritingWatch:
+        block = memo.get(id(self.block), self.block)
+        memo[id(self)] = duplicate = type(self).__new__(type(self))
+        duplicate.__dict__.update(self.__dict__, block=block, checked_ddp=None)
+        register(duplicate)
+        return duplicate
+
+
+class SettleOnLoad:
+    """After a state dict was loaded into a block."""
+
+    def __call__(self, block: nn.Module, incompatible_keys: Any) -> None:
+        watch = getattr(vars(block).get("forward"), "watch", None)
+        if watch is not None:
+            watch.settle()
+
+
+def _local(t: Tensor) -> Tensor:
+    return (t.to_local() if isinstance(t, DTensor) else t).detach()
+
+
+def _words(t: Tensor) -> Tensor | None:
+    """Values from the middle of a tensor, as int64 [_WORDS_EACH]. Without a kernel if the tensor is contiguous."""
+    t = _local(t)
+    if t.is_meta or t.layout != torch.strided or not t.numel():
+        return None
+    flat, each = t.reshape(-1), max(8 // t.element_size(), 1)
+    length, middle = _WORDS_EACH * each, len(flat) // 2
+    start = middle - (flat.storage_offset() + middle) % each
+    if 0 <= start <= len(flat) - length and t.element_size() <= 8:
+        return flat[start : start + length].view(torch.int64)
+    return flat[torch.arange(_WORDS_EACH, device=flat.device) % len(flat)].double().view(torch.int64)
+
+
+def _callers(frame: Any) -> Iterator[nn.Module]:
+    """The modules whose `forward` is running, the innermost first."""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "forward" and code.co_argcount:
+            module = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(module, nn.Module):
+                yield module
+        frame = frame.f_back

@@ -1,0 +1,295 @@
+"""Wrappers and broadcasts around a spread model: experts survive, or the next call says what overwrote them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import moefx
+from moefx.errors import ExpertsOverwritten
+
+from ..passes.blocks import D
+from .launch import sampled
+from .models import BLOCKS, Model, compiled_beside, is_of_experts
+
+PLAN = moefx.Plan(validation="symbolic", gradients="manual")
+KINDS = ("gated", "joined", "numbered", "flat")
+
+
+class Parent(nn.Module):
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.inner, self.head = model, nn.Linear(D, D)
+
+    def forward(self, x):
+        return self.head(self.inner(x))
+
+
+class DeepSpeedEngine(nn.Module):
+    """Broadcasts as DeepSpeed's `_broadcast_model`: bytes, through `.data`. Asks modules for its hook first, or not."""
+
+    def __init__(self, model: nn.Module, asks: bool):
+        super().__init__()
+        self.module = model
+        for module in model.modules() if asks else ():
+            if hasattr(module, "set_deepspeed_parallelism"):
+                module.set_deepspeed_parallelism(False)
+        broadcast(model)
+
+    def forward(self, *args):
+        return self.module(*args)
+
+
+class Averaging(nn.Module):
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.module = model
+        broadcast(model)
+
+    def forward(self, x):
+        return self.module(x)
+
+
+def broadcast(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        dist.broadcast(local.data.view(torch.uint8), 0)
+
+
+def one_axis() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+
+
+def spread(kind: str = "gated", mesh: DeviceMesh | None = None, plan: moefx.Plan = PLAN) -> nn.Module:
+    return compiled_beside(Model(kind), mesh or one_axis(), plan)
+
+
+def tokens() -> torch.Tensor:
+    return torch.randn(9 + dist.get_rank(), D)
+
+
+def overwritten(call: Callable[..., Any], *texts: str, x: Any = None) -> None:
+    """All ranks raise, and go on together."""
+    try:
+        call(tokens() if x is None else x)
+    except ExpertsOverwritten as found:
+        assert all(text in str(found) for text in texts), found
+    else:
+        raise AssertionError("ran")
+    dist.barrier()
+
+
+def train(model: nn.Module, steps: int = 2) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(tokens()).pow(2).mean().backward()
+        optimizer.step()
+
+
+def are_apart(compiled: nn.Module) -> bool:
+    """Whether all experts of the first block differ from each other."""
+    whole = moefx.full_state_dict(compiled)
+    (name,) = [n for n in whole if n.startswith("blocks.0.") and n.endswith(("experts.0.gate.weight", "down"))][:1]
+    if name.endswith("down"):
+        parts = list(whole[name].chunk(4))
+    else:
+        parts = [whole[name.replace("experts.0", f"experts.{e}")] for e in range(4)]
+    return not any(torch.equal(a, b) for i, a in enumerate(parts) for b in parts[:i])
+
+
+def case_ddp_leaves_experts_alone() -> None:
+    for kind in KINDS:
+        original = Model(kind)
+        compiled = compiled_beside(original, one_axis(), PLAN)
+        parallel, x = DistributedDataParallel(compiled), tokens()
+        torch.testing.assert_close(parallel(x), original(x))
+        train(parallel)
+        assert are_apart(compiled), kind
+        managed = {name for name, _ in compiled.named_parameters()} - set(parallel.parameters_to_ignore)
+        assert managed == {n for n, _ in original.named_parameters() if not is_of_experts(n)}
+
+
+def case_ddp_around_other_modules() -> None:
+    """A block that is the root, a copy, and what torch.compile made of it, whose names have a prefix."""
+    x = tokens()
+    torch.manual_seed(0)
+    root = moefx.compile(BLOCKS["joined"](), mesh=one_axis(), plan=PLAN, example_inputs=(torch.zeros(9, D),))
+    compiled = spread()
+    for model in (root, copy.deepcopy(compiled), torch.compile(compiled, backend="eager")):
+        want = model(x)
+        torch.testing.assert_close(DistributedDataParallel(model)(x), want)
+
+
+def case_ddp_over_replicas_of_experts() -> None:
+    """Ranks of the data-parallel axis have the same experts, which it reduces as all else."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "ep"))
+    compiled = spread(mesh=mesh)
+    parallel = DistributedDataParallel(compiled, process_group=mesh.get_group("dp"))
+    assert not parallel.parameters_to_ignore
+    parallel(tokens()).pow(2).sum().backward()
+    for parameter in compiled.parameters():
+        if parameter.grad is not None:
+            told = [torch.empty_like(parameter.grad) for _ in range(2)]
+            dist.all_gather(told, parameter.grad.contiguous(), group=mesh.get_group("dp"))
+            assert torch.equal(*told)
+    alone = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "ep"))
+    assert not DistributedDataParallel(spread(mesh=alone)).parameters_to_ignore
+
+
+def case_ddp_tells_what_is_left() -> None:
+    for plan, number in ((PLAN, 0), (PLAN.replace(gradients=None), 1)):
+        compiled = spread(plan=plan)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            DistributedDataParallel(compiled)
+        texts = [str(w.message) for w in told if "moefx" in str(w.message)]
+        assert len(texts) == number and all("divide by 4" in text for text in texts), texts
+
+
+def case_ddp_keeps_what_the_model_leaves_out() -> None:
+    model = Model("gated")
+    model._ddp_params_and_buffers_to_ignore = ["first.bias"]
+    parallel = DistributedDataParallel(compiled_beside(model, one_axis(), PLAN))
+    assert "first.bias" in parallel.parameters_to_ignore and len(parallel.parameters_to_ignore) > 1
+
+
+def case_ddp_around_a_parent() -> None:
+    for calls in (0, 2):
+        parent = Parent(spread())
+        for _ in range(calls):
+            parent(tokens())
+        for options in ({}, {"init_sync": False}):
+            parallel = DistributedDataParallel(parent, **options)
+            overwritten(parallel, "DistributedDataParallel around Parent",
+                        "inner.blocks.0.experts.", "moefx.expert_parameter_names(module, buffers=True)")  # fmt: skip
+
+
+def case_the_remedy_for_a_parent() -> None:
+    for kind in ("gated", "flat"):
+        original, x = Model(kind), tokens()
+        parent = Parent(compiled_beside(original, one_axis(), PLAN))
+        names = moefx.expert_parameter_names(parent, buffers=True)
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(parent, names)
+        parallel = DistributedDataParallel(parent)
+        torch.testing.assert_close(parent.inner(x), original(x))
+        train(parallel)
+        assert are_apart(parent.inner)
+
+
+def case_experts_that_were_alike_in_a_parent() -> None:
+    """Nothing changes when they are broadcast, but their gradients would be averaged."""
+    model = Model("gated")
+    for block in model.blocks:
+        for expert in block.experts:
+            expert.load_state_dict(block.experts[0].state_dict())
+    compiled = compiled_beside(model, one_axis(), PLAN)
+    compiled(tokens())
+    overwritten(DistributedDataParallel(Parent(compiled)), "overwrites the experts of blocks.0")
+
+
+def case_deepspeed() -> None:
+    for wrap in (lambda model: model, Parent):
+        compiled = spread()
+        before = copy.deepcopy(moefx.full_state_dict(compiled))
+        asks = functools.partial(DeepSpeedEngine, asks=True)
+        overwritten(asks, "DeepSpeed's engine takes", "without a mesh", x=wrap(compiled))
+        after = moefx.full_state_dict(compiled)
+        assert all(torch.equal(after[name], value) for name, value in before.items())
+        compiled(tokens())
+        engine = DeepSpeedEngine(wrap(compiled), asks=False)
+        overwritten(engine, "DeepSpeed's engine takes")
+
+
+def case_other_broadcasts() -> None:
+    for kind in sampled(KINDS, 2):
+        for calls in (0, 3):
+            compiled = spread(kind)
+            for _ in range(calls):
+                compiled(tokens())
+            ranks = f"ranks {', '.join(map(str, range(dist.get_world_size())))}"
+            if calls:
+                overwritten(Averaging(compiled), "Averaging has overwritten", ranks)
+                continue
+            broadcast(compiled)
+            for _ in range(2):  # it does not go on
+                overwritten(compiled, "A broadcast of parameters", ranks, "experts of blocks.0")
+
+
+def case_a_broadcast_between_two_ranks() -> None:
+    """All ranks raise."""
+    compiled, pair = spread(), dist.new_group([1, 2])
+    compiled(tokens())
+    if dist.get_rank() in (1, 2):
+        for parameter in compiled.parameters():
+            dist.broadcast(parameter.data, 1, group=pair)
+    overwritten(compiled, "ranks 1, 2 have the same experts")
+
+
+def case_a_broadcast_below_torch_compile() -> None:
+    compiled = spread()
+    called = torch.compile(compiled, backend="eager")
+    called(tokens())
+    broadcast(compiled)
+    overwritten(called, "has overwritten the experts")
+
+
+def case_fully_shard_over_other_experts() -> None:
+    compiled = spread()
+    fully_shard(compiled)
+    overwritten(compiled, "fully_shard over ranks of the expert axis")
+
+
+def case_what_stays_silent() -> None:
+    """Experts that are alike on purpose, loads, steps, casts, copies; and loading heals."""
+    original = Model("gated")
+    whole = original.state_dict()
+    alike = {n: whole[".".join([*n.split(".")[:3], "0", *n.split(".")[4:]])] if "experts" in n else v
+             for n, v in whole.items()}  # fmt: skip
+    compiled = spread()
+    compiled(tokens())
+    compiled.load_state_dict(alike)
+    train(compiled)
+    compiled.load_state_dict(whole)
+    train(compiled)
+    compiled.double()(tokens().double())
+    copy.deepcopy(compiled.float())(tokens())
+    with torch.no_grad():  # pruned
+        for name, parameter in compiled.named_parameters():
+            parameter.mul_(0.0 if "experts" in name else 1.0)
+    compiled(tokens())
+    broken = spread()
+    broadcast(broken)
+    overwritten(broken)
+    broken.load_state_dict(whole)
+    x = tokens()
+    torch.testing.assert_close(broken(x), original(x))
+
+
+def case_accelerate() -> None:
+    try:
+        from accelerate import Accelerator
+    except ImportError:
+        return
+    original, x = Model("gated"), tokens()
+    compiled = compiled_beside(original, one_axis(), PLAN)
+    own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "LOCAL_RANK": str(dist.get_rank())}
+    with mock.patch.dict(os.environ, own):
+        prepared = Accelerator(cpu=True).prepare(compiled)
+    assert isinstance(prepared, DistributedDataParallel)
+    torch.testing.assert_close(prepared(x), original(x))
+    train(prepared)
+    assert are_apart(compiled)
