@@ -63,6 +63,9 @@ class Plan:
             `"auto"`. None: all that it has.
         zero: stage of ZeRO, 0 to 3, that you spread states by (`fully_shard`: 3), where something is `"auto"`. None:
             the lowest with which something fits.
+        layout: sizes that the planner counted on (`Entry.plan`), as pairs or a dict: "pp", "tp", "ep", "zero",
+            "microbatches", "recompute". `compile` raises if the mesh has others, and warns of what it does not do.
+            None: you see to that.
         validation: `"symbolic"` proves the rewrite on abstract tensors under several routings only; `"numeric"` also
             runs original and rewritten block side by side on a few tokens; `"auto"` does so where weights exist and
             `validation_seconds` allows.
@@ -89,6 +92,7 @@ class Plan:
     tokens: int | None = None
     memory: float | None = None
     zero: int | None = None
+    layout: tuple[tuple[str, int], ...] | None = None
     validation: Validation = "auto"
     validation_seconds: float = 30.0
     fuse: bool = True
@@ -142,6 +146,8 @@ class Plan:
         if not isinstance(levels, (tuple, list)) or not all(map(_is_size, levels)):
             raise InvalidPlan(f"Plan(topology_levels={levels!r}): expected numbers of ranks, (32, 512) for example")
         object.__setattr__(self, "topology_levels", tuple(levels))
+        if self.layout is not None:
+            object.__setattr__(self, "layout", _layout(self.layout))
         if isinstance(self.disable, str):
             raise InvalidPlan(
                 f"Plan(disable={self.disable!r}): expected names of passes in a tuple, ({self.disable!r},)"
@@ -177,6 +183,16 @@ class Plan:
 
     def replace(self, **changes: Any) -> Plan:
         return dataclasses.replace(self, **changes)
+
+
+def _layout(given: Any) -> tuple[tuple[str, int], ...]:
+    try:
+        pairs = tuple((name, size) for name, size in (given.items() if isinstance(given, dict) else given))
+    except (TypeError, ValueError):
+        pairs = ((given, None),)
+    if not all(isinstance(name, str) and type(size) is int for name, size in pairs):
+        raise InvalidPlan(f"Plan(layout={given!r}): expected sizes by name, {{'pp': 2, 'ep': 8}} for example, or None")
+    return pairs
 
 
 def _is_size(value: Any) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ._plan import Plan
+from ._plan_effects import check_effects, check_layout
 from .errors import InvalidInput, InvalidPlan, MoefxError, NoMoEBlockFound
 from .inspection.explain import Explanation, MatchedBlock, together
 from .inspection.history import History
@@ -304,6 +305,8 @@ def _plan(plan: Plan | str | None, mesh: Any) -> Plan:
     if not isinstance(plan, Plan):
         what = repr(plan) if isinstance(plan, str) else f"a {type(plan).__name__}"
         raise InvalidPlan(f"plan is {what}; expected a moefx.Plan, 'auto' or None")
+    check_effects(plan, mesh)
+    check_layout(plan, mesh)
     return checked_passes(plan)
 
 

@@ -45,9 +45,14 @@ def agreed(model: nn.Module, example_inputs: Any, plan: Plan, mesh: Any = None) 
     found the same, or all raise; where the planner is asked, all ranks of the mesh. Collective.
 
     Raises:
-        InvalidPlan: the mesh has no such axis, or its ranks do not agree. UnknownPlatform: see `planner.here`.
+        InvalidPlan: the mesh has no such axis, its ranks do not agree, or its pipeline has no stages.
+        UnknownPlatform: see `planner.here`.
     """
     found, decision, axis = None, None, None
+    if mesh is not None:
+        from .pipeline_stages import check_stages
+
+        check_stages(model, mesh)
     if plan.is_undecided:
         found, decision = _decided(model, example_inputs, plan, mesh)
         plan = decision.plan

@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 
 from .._plan import Plan
+from .._plan_effects import check_of_graphs
 from ..errors import InvalidInput, InvalidPlan, Refused, own_fault
 from ..survey import Refusal
 from . import matching
@@ -221,9 +222,7 @@ def checked_plan(plan: Plan | None) -> Plan:
     if plan is not None and not isinstance(plan, Plan):
         raise InvalidPlan(f"plan is a {type(plan).__name__}; expected a moefx.Plan or None")
     plan = plan or Plan()
-    for field in ("expert_axis", "sequence_axis"):
-        if (axis := getattr(plan, field)) is not None:
-            raise InvalidPlan(f"Plan({field}={axis!r}): experts are spread by moefx.compile(mesh=...) only")
+    check_of_graphs(plan)
     return plan
 
 

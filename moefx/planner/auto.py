@@ -14,6 +14,7 @@ from .._plan import Plan
 from .._units import amount
 from ..errors import InvalidPlan, UnknownArchitecture
 from ..runtime.links import TOKENS
+from ..runtime.sharding import is_of_replicas
 from ..runtime.topology import node_size
 from ..survey import Survey
 from .architecture import Architecture
@@ -86,6 +87,8 @@ def decide(told: Mapping[int, Facts | str], own: int, mesh: Any = None, *, is_wh
         warning = f"the planner cannot make out this model, and takes what is taken without it: {unknown}"
         return Decision(asked.replace(**changes), own_stage, warning=warning)
     choices = [Use()] if mesh is None else uses(mesh, asked, is_whole=is_whole)
+    if asked.expert_axis == "auto":
+        choices = _without_replicas(choices)
     models = {stage: of.model for stage, of in stages.items() if isinstance(of.model, Architecture)}
     choices = _dividing(choices, models.values())
     use, tried = choices[0], {}
@@ -133,6 +136,18 @@ def _merged(told: list[Facts]) -> dict[int, Facts]:
     return {of.stage: dataclasses.replace(of, **alike) for of in reversed(told)}
 
 
+def _without_replicas(choices: list[Use]) -> list[Use]:
+    """Ranks along an axis that is named for replicas keep the same experts."""
+    found = [use for use in choices if not any(map(is_of_replicas, use.expert_axis))]
+    if not found:
+        shown = "; ".join(map(str, choices))
+        raise InvalidPlan(
+            f"Plan(expert_axis='auto'): the mesh leaves {shown} to choose from, and an axis of that name holds "
+            "replicas. Add an axis 'ep' to the mesh, or name the axis in Plan(expert_axis=...)"
+        )
+    return found
+
+
 def _dividing(choices: list[Use], models: Iterable[Architecture]) -> list[Use]:
     numbers = sorted({model.num_experts for model in models})
     found = [use for use in choices if not any(number % use.ep for number in numbers)]
@@ -165,7 +180,8 @@ def _slowest(use: Use, tried: Mapping[int, list[Tried]]) -> tuple[float, ...]:
 
 def _decided(use: Use, first: Tried | None, of: Facts) -> Plan:
     axes: Any = use.expert_axis if len(use.expert_axis) > 1 else next(iter(use.expert_axis), None)
-    changes: dict[str, Any] = dict(tokens=of.sequences * of.tokens)
+    # What was asked of the planner has no effect any more.
+    changes: dict[str, Any] = dict(tokens=of.sequences * of.tokens, memory=None, zero=None)
     if of.asked.checkpoint == "auto":
         changes |= dict(checkpoint=first.entry.layout.kept if first else "h")
     if of.asked.expert_axis == "auto":

@@ -112,9 +112,11 @@ class Entry:
         return dict(mesh_shape=tuple(axes.values()), mesh_dim_names=tuple(axes))
 
     def plan(self, **more: Any) -> Plan:
-        """What `moefx.compile` takes, over a mesh as `mesh` says. Without an expert axis it takes no mesh."""
+        """What `moefx.compile` takes, over a mesh as `mesh` says. Without an expert axis it takes no mesh. Stages, TP,
+        ZeRO and micro-batches are not compile's to do: `Plan.layout` has them, for compile to say so."""
         x, names = self.layout, self.mesh["mesh_dim_names"]
-        spread: dict[str, Any] = dict(tokens=x.sequences * x.tokens)
+        counted = dict(pp=x.pp, tp=x.tp, ep=x.ep, zero=x.zero, microbatches=x.microbatches, recompute=int(x.recompute))
+        spread: dict[str, Any] = dict(tokens=x.sequences * x.tokens, layout=counted)
         if x.ep > 1:
             spread |= dict(expert_axis="ep", dispatch=x.way, topology_levels=self.units)
             if x.ssmb:

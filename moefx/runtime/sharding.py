@@ -15,7 +15,7 @@ from ..ir.placement import Placement
 from .copying import copy_model
 from .topology import ExpertAxis
 
-_AXIS = "ep"
+_AXIS, _STAGES = "ep", "pp"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,18 @@ def expert_axis(mesh: DeviceMesh, wanted: str | tuple[str, ...] | None) -> tuple
         return (wanted,) if isinstance(wanted, str) else wanted
     if _AXIS not in names and len(names) > 1:
         raise InvalidPlan(f"which axis of the mesh ({_shown(mesh)}) are the experts for? Say Plan(expert_axis=...)")
+    if _AXIS not in names and (names[0] == _STAGES or is_of_replicas(names[0])):
+        raise InvalidPlan(
+            f"the mesh has no axis for experts: its only one is {names[0]!r}, whose ranks hold "
+            f"{'other stages of a pipeline' if names[0] == _STAGES else 'replicas'}. Add an axis 'ep', or say "
+            "Plan(expert_axis=...)"
+        )
     return (_AXIS,) if _AXIS in names else (names[0],)
+
+
+def is_of_replicas(axis: str) -> bool:
+    """Whether a mesh axis is named for replicas, as those of hybrid sharding are ("dp_replicate")."""
+    return "replica" in axis
 
 
 def axis_of(mesh: DeviceMesh, field: str, names: tuple[str, ...]) -> DeviceMesh:

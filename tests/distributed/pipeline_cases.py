@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import moefx
+from moefx.errors import InvalidPlan
 
 from ..passes.blocks import D
 from .models import Model, is_of_experts
@@ -30,6 +31,10 @@ class Half(nn.Module):
         for block in self.blocks:
             x = x + block(x)
         return x
+
+
+PLAN = moefx.Plan(validation="symbolic")
+TOKENS = torch.zeros(9, D)
 
 
 def loss(out, target):
@@ -63,6 +68,25 @@ def case_two_stages_of_two_ranks() -> None:
                 torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
                 compared += 1
         assert compared >= 7
+
+
+def case_a_pipeline_axis_without_stages() -> None:
+    """Nothing cuts a model into stages; of a mesh without the axis each stage takes a part."""
+    mesh, model, example = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep")), Model("gated"), (TOKENS,)
+    with torch.device("meta"):
+        meta = Model("gated")
+    alike = copy.deepcopy(model.blocks[0])  # two stages that happen to have the same parameters
+    for whole in (model, meta, alike):
+        for plan in (PLAN, PLAN.replace(expert_axis="ep"), PLAN.replace(expert_axis="auto")):
+            for call in (moefx.compile, moefx.explain):
+                try:
+                    call(copy.deepcopy(whole), mesh=mesh, plan=plan, example_inputs=example)
+                except InvalidPlan as found:
+                    assert "stages 0, 1 hold the same model: compile cuts no model" in str(found), found
+                    assert "mesh['ep']" in str(found), found
+                else:
+                    raise AssertionError("was accepted")
+    assert moefx.blocks(moefx.compile(alike, mesh=mesh["ep"], plan=PLAN, example_inputs=example))
 
 
 def case_transformers() -> None:
