@@ -49,6 +49,7 @@ class OverwritingWatch:
         self.now: Tensor | None = None
         self.checked_ddp: Any = None
         self.hooks_version = -1
+        self.sampled = self._largest()
         self.settle()
         register(self)
 
@@ -133,20 +134,25 @@ class OverwritingWatch:
     @torch.no_grad()
     def _sample(self) -> Tensor | None:
         """A few values of the first and of the last of this rank's experts, as int64 [2 * _WORDS_EACH]."""
-        parts = [words for part in self._ends() if (words := _words(part)) is not None]
-        return torch.cat(parts) if len(parts) == 2 else None
+        first, last = self.sampled
+        if first != last:  # parameters of their own
+            found = [_words(_local(held(self.block, name)[1])) for name in self.sampled]
+        else:
+            local = _local(held(self.block, first)[1])
+            each = len(local) // self.placement.num_slots if not self.parameters.separate else len(local)
+            found = [_words(local[:each]), _words(local[len(local) - each :])]
+        words = [each for each in found if each is not None]
+        return torch.cat(words) if len(words) == 2 else None
 
-    def _ends(self) -> Iterator[Tensor]:
-        """The first and the last expert's part of a parameter."""
-        slots = self.placement.num_slots
-        own = self.placement.own
-        for expert in (own[0], own[-1]) if self.parameters.separate else ():
-            tensors = [held(self.block, name)[1] for name in self.parameters.separate[expert]]
-            yield max(tensors, key=lambda t: t.numel())
-        if not self.parameters.separate:
-            full = _local(max((held(self.block, n)[1] for n in self.parameters.stacked), key=lambda t: t.numel()))
-            each = len(full) // slots
-            yield from (full[:each], full[(slots - 1) * each :])
+    def _largest(self) -> tuple[str, str]:
+        """The largest parameter of the first and of the last expert: one name if it holds several experts."""
+        parameters, own = self.parameters, self.placement.own
+        if not parameters.separate:
+            name = max(parameters.stacked, key=lambda name: held(self.block, name)[1].numel())
+            return name, name
+        sizes = [held(self.block, name)[1].numel() for name in parameters.separate[own[0]]]
+        index = sizes.index(max(sizes))
+        return parameters.separate[own[0]][index], parameters.separate[own[-1]][index]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OverwritingWatch:
         block = memo.get(id(self.block), self.block)
@@ -170,8 +176,7 @@ def _local(t: Tensor) -> Tensor:
 
 
 def _words(t: Tensor) -> Tensor | None:
-    """Values from the middle of a tensor, as int64 [_WORDS_EACH]. Without a kernel if the tensor is contiguous."""
-    t = _local(t)
+    """Values from the middle of a local tensor, as int64 [_WORDS_EACH]. Without a kernel if it is contiguous."""
     if t.is_meta or t.layout != torch.strided or not t.numel():
         return None
     flat, each = t.reshape(-1), max(8 // t.element_size(), 1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import math
+import sys
 import threading
 import warnings
 import weakref
@@ -22,6 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..capture.source import is_users
 
 STAGES, SHARED = "pp", "tp"  # mesh axes: stages of a pipeline, and ranks with the same tokens
 GRADIENTS = "_moefx_gradients"  # the attribute of a spread model that holds its `GradientWatch`
@@ -95,7 +98,8 @@ class GradientWatch:
     def __init__(self, model: nn.Module, experts: Iterable[str], found: Mapping[str, Reduction], manual: bool):
         self.model, self.experts, self.found, self.manual = model, frozenset(experts), dict(found), manual
         self.seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self.has_warned = False
+        self.has_warned = self.is_up_to_date = False
+        self.reduced: list[tuple[set[int], frozenset[int]]] = []
         _watches.add(self)
         weakref.finalize(self, _remove_if_unused).atexit = False
         if not _installed:
@@ -105,25 +109,31 @@ class GradientWatch:
         if self.manual or self.has_warned or optimizer in self.seen:
             return
         self.seen.add(optimizer)
+        self.is_up_to_date = False
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
         own = {name: p for name, p in self.model.named_parameters() if id(p) in stepped}
         if own and (unreduced := self._unreduced(own)):
             self.has_warned = True
-            warnings.warn(self._warning(unreduced), stacklevel=4)
+            warnings.warn(self._warning(unreduced), stacklevel=_level_of_user())
 
     def _unreduced(self, parameters: Mapping[str, Tensor]) -> dict[str, list[str]]:
         """Names of parameters, by group, whose replicas on other ranks have gradients of their own."""
         left: dict[str, list[str]] = {}
-        groups: list[tuple[set[int], frozenset[int]]] | None = None
         for name, parameter in parameters.items():
             of = "experts" if name in self.experts else "others"
             needed = self.found[of].ranks
-            if len(needed) == 1 or (isinstance(parameter, DTensor) and needed <= set(_mesh_ranks(parameter))):
-                continue
-            groups = list(_reduced_by_ddp()) if groups is None else groups
-            if not any(id(parameter) in own and needed <= ranks for own, ranks in groups):
+            is_sharded = isinstance(parameter, DTensor) and needed <= set(_mesh_ranks(parameter))
+            if len(needed) > 1 and not is_sharded and not self._is_in_ddp(parameter, needed):
                 left.setdefault(of, []).append(name)
         return left
+
+    def _is_in_ddp(self, parameter: Tensor, needed: frozenset[int]) -> bool:
+        """Whether a DistributedDataParallel reduces a parameter over these ranks. Looks for new ones once a step."""
+        while not any(id(parameter) in own and needed <= ranks for own, ranks in self.reduced):
+            if self.is_up_to_date:
+                return False
+            self.reduced, self.is_up_to_date = list(_reduced_by_ddp()), True
+        return True
 
     def _warning(self, unreduced: Mapping[str, list[str]]) -> str:
         what = "; ".join(
@@ -142,6 +152,14 @@ class GradientWatch:
         model = memo.get(id(self.model), self.model)
         memo[id(self)] = duplicate = GradientWatch(model, self.experts, self.found, self.manual)
         return duplicate
+
+
+def _level_of_user() -> int:
+    """The `stacklevel` that shows the user's line: torch wraps `step`, and schedulers wrap it again."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and not is_users(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _mesh_ranks(parameter: DTensor) -> list[int]:
@@ -163,6 +181,8 @@ _stepping = threading.local()
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
     _stepping.now = True
     try:
         for watch in list(_watches):

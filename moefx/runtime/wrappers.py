@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -41,7 +41,10 @@ class IgnoredByDDP:
         yield from self.more
         wrapper = _constructed(sys._getframe(1))
         root = self.model if wrapper is None else wrapper[0]
-        names = _names_of_experts(root, None if wrapper is None else wrapper[1])
+        tensors = _tensors_of_experts(root, None if wrapper is None else wrapper[1])
+        names = _names_below(root, tensors)
+        for tensor in tensors.values() if wrapper is not None else ():
+            tensor._ddp_ignored = True  # type: ignore[attr-defined]  # asked of mixed precision
         if names and wrapper is not None and self.told:
             warnings.warn(f"moefx: {self.told}", stacklevel=3)
             self.told = ""
@@ -63,17 +66,22 @@ def _constructed(frame: Any) -> tuple[nn.Module, Any] | None:
     return (module, group) if isinstance(module, nn.Module) else None
 
 
-def _names_of_experts(root: nn.Module, wrapped_over: Any) -> list[str]:
-    """All names that tensors of experts have below a module, as DistributedDataParallel spells them in its code."""
-    of_experts = set()
+def _tensors_of_experts(root: nn.Module, wrapped_over: Any) -> dict[int, Tensor]:
+    """By `id`, those that are other ones on other ranks of a process group; of any group if there is none."""
+    found = []
     for forward in _spread_forwards(root):
         parameters, placement = forward.watch.parameters, forward.watch.placement
         if wrapped_over is None or shares_other_experts(wrapped_over, placement.group):
-            of_experts |= set(map(id, parameters.tensors(forward.block, placement.own)))
+            found += parameters.tensors(forward.block, placement.own)
+    return {id(tensor): tensor for tensor in found}
+
+
+def _names_below(root: nn.Module, tensors: Mapping[int, Tensor]) -> list[str]:
+    """All names of tensors below a module, as DistributedDataParallel spells them in its code."""
     names = []
     for path, module in root.named_modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if id(tensor) in of_experts:
+            if id(tensor) in tensors:
                 names += [f"{path}.{name}"] if path else [name, f".{name}"]
     return names
 
@@ -143,7 +151,8 @@ def describe_overwriting(wrapper: nn.Module | None, block: str, seen: str) -> st
         )
     if wrapper is not None and is_deepspeed(wrapper):
         return f"{_NO_DEEPSPEED}. Seen in {block}: {seen}. {lost}"
-    by, leave = "A broadcast of parameters", "Leave moefx.expert_parameter_names(model) out of it"
+    by = "A broadcast of parameters, or an initialisation with the same random numbers on every rank,"
+    leave = "Leave moefx.expert_parameter_names(model) out of it"
     if isinstance(wrapper, FSDPModule):
         by, leave = "fully_shard over ranks of the expert axis", "Give the experts' blocks mesh=mesh['dp'] or the like"
     elif wrapper is not None:

@@ -226,7 +226,7 @@ def case_other_broadcasts() -> None:
                 continue
             broadcast(compiled)
             for _ in range(2):  # it does not go on
-                overwritten(compiled, "A broadcast of parameters", ranks, "experts of blocks.0")
+                overwritten(compiled, "A broadcast of parameters", ranks, "overwritten the experts of blocks.0")
 
 
 def case_a_broadcast_between_two_ranks() -> None:
