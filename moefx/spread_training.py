@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch.distributed as dist
 from torch import nn
 
 from ._plan import Plan
@@ -41,7 +42,8 @@ def describe_reductions(model: nn.Module, spread: dict[str, Spread], axis: Exper
         elsewhere |= {joined(block, name) for name in every - own}
     held = {name for name, p in model.named_parameters() if p.requires_grad} - elsewhere
     counts = {"experts": len(held & of_experts), "others": len(held - of_experts)}
-    return tuple(describe(planned_reductions(axis, plan), counts))
+    outside = dist.get_world_size() - axis.mesh.size()
+    return tuple(describe(planned_reductions(axis, plan), counts, outside))
 
 
 def prepare_training(compiled: nn.Module, axis: ExpertAxis, plan: Plan) -> None:

@@ -57,7 +57,7 @@ class Reduction:
 def reductions(
     mesh: DeviceMesh, expert_axes: tuple[str, ...], sequence_axis: str | None = None
 ) -> dict[str, Reduction]:
-    """Of the experts' parameters and of all others.
+    """The reductions for the experts' parameters and for all others.
 
     Ranks along "pp" have other parameters. Those along the sequence axis have the same tokens, and so do those along
     "tp" if experts are not spread over it.
@@ -82,9 +82,15 @@ def _ranks_along(mesh: DeviceMesh, axes: tuple[str, ...]) -> frozenset[int]:
     return frozenset(mesh.mesh[at].flatten().tolist())
 
 
-def describe(found: Mapping[str, Reduction], counts: Mapping[str, int]) -> list[str]:
-    """A line for each group of parameters that there is."""
-    return [f"{of:<12}{counts[of]} parameter(s): {found[of]}" for of in found if counts.get(of)]
+def describe(found: Mapping[str, Reduction], counts: Mapping[str, int], outside: int) -> list[str]:
+    """One line for each group of parameters.
+
+    Args:
+        counts: parameters of each group. outside: ranks of the job that are not in the mesh.
+    """
+    lines = [f"{of:<12}{counts[of]} parameter(s): {found[of]}" for of in found if counts.get(of)]
+    beyond = f"{outside} rank(s) are not in the mesh: if they hold replicas, reduce over them too"
+    return [*lines, *([f"{'outside':<12}{beyond}"] if lines and outside else [])]
 
 
 class GradientWatch:

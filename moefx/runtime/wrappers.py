@@ -26,12 +26,13 @@ DEEPSPEED_HOOK = "set_deepspeed_parallelism"  # DeepSpeed's engine calls it on m
 class IgnoredByDDP:
     """Names of the experts' parameters and buffers, for `DistributedDataParallel(model)`.
 
-    They are made when DistributedDataParallel reads them, so that modules may be renamed or wrapped before. A process
-    group in which every rank has the same experts needs none: there the experts are replicas like all else.
+    DistributedDataParallel reads them while it is constructed. They are made then: modules may have been renamed or
+    wrapped since `compile`. If all ranks of its process group hold the same experts, there are none: experts are
+    replicas there, like all other parameters.
 
     Args:
-        more: names that the user's model has there already.
-        told: what is left to the user, told once; "" to tell nothing.
+        more: names that the user's model lists already.
+        told: a warning that says what is left to the user, given once; "" for none.
     """
 
     def __init__(self, model: nn.Module, more: Sequence[str] = (), told: str = ""):
@@ -67,7 +68,7 @@ def _constructed(frame: Any) -> tuple[nn.Module, Any] | None:
 
 
 def _tensors_of_experts(root: nn.Module, wrapped_over: Any) -> dict[int, Tensor]:
-    """By `id`, those that are other ones on other ranks of a process group; of any group if there is none."""
+    """Tensors by `id` that differ between the ranks of a process group; without a group, between any ranks."""
     found = []
     for forward in _spread_forwards(root):
         parameters, placement = forward.watch.parameters, forward.watch.placement
@@ -92,7 +93,11 @@ def _spread_forwards(root: nn.Module) -> list[Any]:
 
 
 def shares_other_experts(wrapped_over: dist.ProcessGroup, group: str) -> bool:
-    """Whether ranks of a process group have other experts than this rank: ranks of the expert axis."""
+    """Whether other ranks of a process group hold other experts than this rank.
+
+    Args:
+        group: the name of the expert axis' process group.
+    """
     experts = dist.get_process_group_ranks(group_of(group))
     return len(set(experts) & set(dist.get_process_group_ranks(wrapped_over))) > 1
 

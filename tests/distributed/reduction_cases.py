@@ -90,6 +90,8 @@ def case_explained() -> None:
     )
     assert "sum over 'dp' and 'ep' (4 ranks), divide by 4" in others
     assert all(line in str(before) and line in str(moefx.explain(compiled)) for line in before.gradients)
+    (*_, outside) = moefx.explain(compiled_beside(original, mesh["ep"], PLAN)).gradients
+    assert "2 rank(s) are not in the mesh" in outside
 
 
 def case_a_naive_step_is_told_once() -> None:
