@@ -231,12 +231,12 @@ def case_other_broadcasts() -> None:
 
 def case_a_broadcast_between_two_ranks() -> None:
     """All ranks raise."""
-    compiled, pair = spread(), dist.new_group([1, 2])
+    compiled, pairs = spread(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("of", "pairs"))
     compiled(tokens())
-    if dist.get_rank() in (1, 2):
+    if dist.get_rank() in (2, 3):
         for parameter in compiled.parameters():
-            dist.broadcast(parameter.data, 1, group=pair)
-    overwritten(compiled, "ranks 1, 2 have the same experts")
+            dist.broadcast(parameter.data, 2, group=pairs.get_group("pairs"))
+    overwritten(compiled, "ranks 2, 3 have the same experts")
 
 
 def case_a_broadcast_below_torch_compile() -> None:
