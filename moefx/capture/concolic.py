@@ -12,7 +12,6 @@ The result is a functional ATen graph (in-place updates and views are resolved h
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,9 +22,11 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..ir.fields import opened
+from .caches import clearing_caches
 from .calls import recording
 from .captured import Capture, Effect, is_float, tensors_in
-from .effects import HOOKS, effects_of, plain_tensors, put_in_place, python_random, refill, restore
+from .containers import contents, refill
+from .effects import HOOKS, effects_of, plain_tensors, put_in_place, python_random, restore
 from .functions import Functions
 from .quiet import quiet
 from .routing import Routing
@@ -105,11 +106,12 @@ def capture(
     originals = {n: dict(vars(m)) for n, m in block.named_modules()}
     tracer.named |= put_in_place(block, stand_in)
     before = {n: dict(vars(m)) for n, m in block.named_modules()}
-    hooks = [(held, copy.copy(held)) for own in before.values() for k, held in own.items() if k in HOOKS]
+    hooks = [(held, contents(held)) for own in before.values() for k, held in own.items() if k in HOOKS]
     surroundings = Surroundings(block, (args, kwargs))
     try:
         with (
-            quiet(), python_random(surroundings.generators) as drawn, torch.random.fork_rng(devices=[]),
+            quiet(), clearing_caches(tracer), python_random(surroundings.generators) as drawn,
+            torch.random.fork_rng(devices=[]),
             recording(tracer, names), tracer, Functions(tracer),
         ):  # fmt: skip
             torch.default_generator.manual_seed(routing.seed)  # no accelerator's: none is used here, nor kept

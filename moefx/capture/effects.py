@@ -76,18 +76,6 @@ def silenced(block: nn.Module) -> Iterator[None]:
             state.update(hooks)
 
 
-def same_items(a: Any, b: Any) -> bool:
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(a[k] is b[k] for k in a)
-    return a == b if isinstance(a, set) else len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
-
-
-def refill(container: Any, items: Any) -> None:
-    if not same_items(container, items):
-        container.clear()
-        container.extend(items) if hasattr(container, "extend") else container.update(items)
-
-
 def is_generator(thing: Any) -> bool:
     """Whether it draws random numbers: Python's or NumPy's; torch's are followed."""
     return _accessors(thing) is not None

@@ -6,7 +6,6 @@ were, and a block that writes to them at every call cannot be replaced by a grap
 
 from __future__ import annotations
 
-import collections
 import functools
 import types
 from collections.abc import Callable, Iterable
@@ -19,9 +18,10 @@ from ..ir.attributes import OWN
 from ..ir.held import is_plain
 from ..ir.reached import FUNCTIONS, Reached, code_of, is_users, reached
 from .captured import tensors_in
-from .effects import is_generator, refill, same_items
+from .containers import Slot, base_of, contents, refill, same_items, slots_of, values
+from .effects import is_generator
 
-_CONTAINERS = (list, dict, set, collections.deque)
+_HOLDERS = {"argparse", "collections", "queue", "transformers", "types", "weakref"}  # their objects hold what users put in
 _DEPTH = 3
 _MOST_ITEMS = 256
 
@@ -42,6 +42,8 @@ class Surroundings:
                 if name not in OWN:
                     self._visit(f"{prefix}.{name}".lstrip("."), value)
         code = _reached(code_of(block))
+        for namespace in {id(one.namespace): one.namespace for one in code.globals}.values():
+            self._hold_new_names(namespace)
         for one in code.globals:
             if one.name in one.namespace:
                 path = f"{one.module}.{one.name}"
@@ -60,17 +62,17 @@ class Surroundings:
         ]
 
     def restore(self) -> None:
+        """Put back what differs; what nobody has written to is not written to here either."""
         for _, thing, items, put in self._held:
-            if not _same(_items(thing), items):
-                put(items)
+            if base_of(thing) is not None or not _same(_items(thing), items):
+                put(items)  # of a container the order may differ alone
 
     def _visit(self, path: str, value: Any, depth: int = _DEPTH) -> None:
         if id(value) in self._seen or isinstance(value, (torch.Tensor, type, types.ModuleType)):
             return
         if isinstance(value, nn.Module):  # the parent of the block, say, in a list so that it is no part of it
             self._seen.add(id(value))
-            own = vars(value)
-            self._held.append((path, own, _items(own), functools.partial(refill, own)))
+            self._hold_items(path, vars(value))
             return
         if _is_array(value):
             self._seen.add(id(value))
@@ -80,25 +82,42 @@ class Surroundings:
             self._seen.add(id(value))
             self.generators[path] = value
             return
-        if isinstance(value, _CONTAINERS):
+        inner: list[Any] = []
+        if base_of(value) is not None:
             self._seen.add(id(value))
-            self._held.append((path, value, _items(value), functools.partial(refill, value)))
-            inner: Iterable[Any] = value.values() if isinstance(value, dict) else value
+            self._hold_items(path, value)
+            inner += values(value)
         elif isinstance(value, tuple):
-            inner = value
+            inner += tuple.__iter__(value)
         elif isinstance(value, FUNCTIONS):
             self._seen.add(id(value))
-            inner = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
-        elif (is_users(type(value)) or type(value) is types.SimpleNamespace) and hasattr(value, "__dict__"):
+            inner += [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
+        if _holds_attributes(type(value)):
             self._seen.add(id(value))
-            own = vars(value)
-            self._held.append((path, own, _items(own), functools.partial(refill, own)))
-            inner = own.values()
-        else:
-            return
-        if depth and len(list(inner)) <= _MOST_ITEMS:
+            inner += self._hold_attributes(path, value)
+        if depth and len(inner) <= _MOST_ITEMS:
             for item in inner:
                 self._visit(path, item, depth - 1)
+
+    def _hold_items(self, path: str, container: Any) -> None:
+        self._held.append((path, container, contents(container), functools.partial(refill, container)))
+
+    def _hold_attributes(self, path: str, thing: Any) -> list[Any]:
+        """Hold the attributes of an object, and return their values."""
+        inner: list[Any] = []
+        for slot in slots_of(thing):
+            self._held.append((path, slot, slot.get(), slot.put))
+            inner += slot.get()
+        if type(own := getattr(thing, "__dict__", None)) is dict:
+            self._hold_items(path, own)
+            inner += own.values()
+        return inner
+
+    def _hold_new_names(self, namespace: dict[str, Any]) -> None:
+        """Hold which globals there are: the code may make one for itself when it is first called."""
+        before = frozenset(namespace)
+        names = _NewNames(namespace, before)
+        self._held.append((namespace.get("__name__", "a global"), names, {}, names.remove))
 
     def _hold_name(self, path: str, namespace: dict[str, Any], name: str) -> None:
         one = _Name(namespace, name)
@@ -107,10 +126,10 @@ class Surroundings:
     def _hold_class(self, cls: type) -> None:
         def put(items: dict[str, Any]) -> None:
             for name in _items(_Class(cls)).keys() - items.keys():
-                delattr(cls, name)
+                type.__delattr__(cls, name)
             for name, value in items.items():
                 if vars(cls).get(name) is not value:
-                    setattr(cls, name, value)
+                    type.__setattr__(cls, name, value)
 
         self._held.append((cls.__qualname__, _Class(cls), _items(_Class(cls)), put))
         for name, value in vars(cls).items():
@@ -128,6 +147,26 @@ class _Class:
         self.cls = cls
 
 
+class _NewNames:
+    """Values that a module has gained as globals; not functions, classes and modules, which are loaded once."""
+
+    def __init__(self, namespace: dict[str, Any], before: frozenset[str]):
+        self.namespace, self.before = namespace, before
+
+    def found(self) -> dict[str, Any]:
+        gained = {name: self.namespace[name] for name in self.namespace.keys() - self.before}
+        return {k: v for k, v in gained.items() if not isinstance(v, (type, types.ModuleType, types.FunctionType))}
+
+    def remove(self, _: Any) -> None:
+        for name in self.found():
+            del self.namespace[name]
+
+
+def _holds_attributes(cls: type) -> bool:
+    """Whether the attributes of its instances are the user's."""
+    return is_users(cls) or cls.__module__.split(".")[0] in _HOLDERS
+
+
 def _is_array(value: Any) -> bool:
     """Of NumPy, which need not be there."""
     return type(value).__module__ == "numpy" and type(value).__name__ == "ndarray" and value.dtype != object
@@ -143,9 +182,13 @@ def _items(thing: Any) -> Any:
         return thing.copy()
     if isinstance(thing, _Name):
         return [thing.namespace.get(thing.name)]
+    if isinstance(thing, Slot):
+        return thing.get()
+    if isinstance(thing, _NewNames):
+        return thing.found()
     if isinstance(thing, _Class):
         return {k: v for k, v in vars(thing.cls).items() if not k.startswith("__") and not isinstance(v, property)}
-    return dict(thing) if isinstance(thing, dict) else set(thing) if isinstance(thing, set) else list(thing)
+    return contents(thing)
 
 
 def _is_filled_cache(before: Any, now: Any) -> bool:

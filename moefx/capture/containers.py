@@ -1,0 +1,94 @@
+"""Containers as they are stored: read and written through the base type's own methods, which no subclass overrides.
+
+A subclass may make an instance at each lookup, count its reads, or refuse writes. None of its own code runs here.
+"""
+
+from __future__ import annotations
+
+import collections
+import types
+from typing import Any
+
+_BASES: tuple[Any, ...] = (collections.OrderedDict, dict, list, set, collections.deque)  # a subclass before its base
+
+
+def base_of(thing: Any) -> Any:
+    """The built-in container type that stores the items of `thing`; None if it is no container."""
+    return next((base for base in _BASES if issubclass(type(thing), base)), None)
+
+
+def contents(container: Any) -> Any:
+    """A copy of the stored items: a plain dict, set or list."""
+    base = base_of(container)
+    if base is collections.OrderedDict:  # its order is not that of the dict below it
+        return dict(base.items(container))
+    if base is dict:
+        return dict.copy(container)
+    return set(container) if base is set else list(base.__iter__(container))
+
+
+def values(container: Any) -> list[Any]:
+    """The stored items; of a dict the values."""
+    items = contents(container)
+    return list(items.values() if type(items) is dict else items)
+
+
+def same_items(a: Any, b: Any) -> bool:
+    """Whether two results of `contents` hold the same objects, dicts in any order."""
+    if type(a) is dict:
+        return a.keys() == b.keys() and all(a[k] is b[k] for k in a)
+    return a == b if type(a) is set else len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
+
+
+def refill(container: Any, items: Any) -> None:
+    """Make `contents(container)` equal to `items` again, in the same order. Write only what differs."""
+    base, now = base_of(container), contents(container)
+    if same_items(now, items) and list(now) == list(items):
+        return
+    if base is list:
+        list.__setitem__(container, slice(None), items)
+    elif base in (set, collections.deque):
+        base.clear(container)
+        (set.update if base is set else collections.deque.extend)(container, items)
+    else:
+        _refill_dict(base, container, now, items)
+
+
+def _refill_dict(base: Any, container: Any, now: dict[Any, Any], items: dict[Any, Any]) -> None:
+    for key in now.keys() - items.keys():
+        base.__delitem__(container, key)
+    for key, value in items.items():
+        if key not in now or now[key] is not value:
+            base.__setitem__(container, key, value)
+    if list(base.keys(container)) != list(items):
+        base.clear(container)
+        for key, value in items.items():
+            base.__setitem__(container, key, value)
+
+
+class Slot:
+    """One of the `__slots__` of an object."""
+
+    def __init__(self, thing: Any, member: Any):
+        self.thing, self.member = thing, member
+
+    def get(self) -> list[Any]:
+        """Its value, in a list that is empty without one."""
+        try:
+            return [self.member.__get__(self.thing)]
+        except AttributeError:
+            return []
+
+    def put(self, value: list[Any]) -> None:
+        if value:
+            self.member.__set__(self.thing, *value)
+        else:
+            self.member.__delete__(self.thing)
+
+
+def slots_of(thing: Any) -> list[Slot]:
+    members = [member for cls in type(thing).__mro__ for member in vars(cls).values()]
+    return [Slot(thing, member) for member in members if type(member) is types.MemberDescriptorType]
+
+
+__all__ = ["Slot", "base_of", "contents", "refill", "same_items", "slots_of", "values"]
