@@ -115,7 +115,7 @@ def compile(
             "moefx.verify(compiled, model, inputs) compares the whole model:\n  " + "\n  ".join(found.unchecked),
             stacklevel=2,
         )
-    compiled, copies = copy_model(model)
+    compiled, copies = (found.twin, found.copies) if found.copies else copy_model(model)
     modules = dict(model.named_modules())
     reports = []
     spreads = {}

@@ -10,6 +10,8 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from .capture.effects import python_random, silenced
+from .capture.surroundings import unwritten
+from .capture.worker import run_in_worker
 from .errors import in_short
 from .ir.binding import device_of, leaves_of
 from .pipeline import Result
@@ -32,11 +34,15 @@ class NumericCheck:
 
 def numeric_check(block: nn.Module, result: Result, name: str, seconds: float) -> NumericCheck:
     """Compare a rewrite with the original on a few tokens. `block` runs as the original."""
+    return run_in_worker(lambda: _numeric_check(block, result, name, seconds))
+
+
+def _numeric_check(block: nn.Module, result: Result, name: str, seconds: float) -> NumericCheck:
     args, kwargs = _arguments(block, result)
     crowd = _arguments(block, result, crowd=True) if _is_small(block) else None
     fn, picks = result.graph.compile(), _picker(block, result)
     try:
-        with python_random(), silenced(block):
+        with python_random(), silenced(block), unwritten(block):
             check = verify_block(
                 block, lambda b, *a, **k: fn(b, *picks(*a, **k)), args, kwargs, name=name, crowd=crowd, seconds=seconds
             )

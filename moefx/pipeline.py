@@ -19,6 +19,7 @@ from ._plan import Plan
 from .capture.effects import silenced
 from .capture.inputs import Arguments
 from .capture.sizes import SizeGuard
+from .capture.worker import run_in_worker
 from .errors import CaptureError, Refused
 from .inspection.history import History
 from .ir.binding import Binding, Path, binder, leaves_of, placeholder_name
@@ -27,7 +28,6 @@ from .passes.checkpoint import checkpoint
 from .passes.fuse import fuse
 from .passes.limit import limit
 from .passes.manager import PassManager, pass_name
-from .passes.match.deep import deep
 from .passes.match.drops import explain_drops
 from .passes.match.matched import Match
 from .passes.match.prove import Prover
@@ -59,11 +59,15 @@ def rewrite_block(block: nn.Module, name: str, args: tuple, kwargs: dict[str, An
         Refused: the block is not (provably) a token-choice mixture of experts; the message says why and where.
         CaptureError: the block does not run on abstract tensors.
     """
+    return run_in_worker(lambda: _rewrite_block(block, name, args, kwargs, plan))
+
+
+def _rewrite_block(block: nn.Module, name: str, args: tuple, kwargs: dict[str, Any], plan: Plan) -> Result:
     paths = argument_paths(block, args, kwargs)
     start = time.perf_counter()
     # 1.-3. prove, explain the drops, rewrite into the dialect
     with silenced(block):
-        match, rewritten = deep(lambda: lift(block, args, kwargs, [placeholder_name(p) for p in paths]))
+        match, rewritten = lift(block, args, kwargs, [placeholder_name(p) for p in paths])
     ms = (time.perf_counter() - start) * 1e3
     graph = BlockGraph(name, rewritten.graph, Binding(tuple(paths)), rewritten.out_spec)
     # 4. passes on the graph; every snapshot runs

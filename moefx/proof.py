@@ -11,7 +11,9 @@ from torch import nn
 
 from ._plan import Plan
 from .capture.autocast import under
+from .capture.defaults import neutral_device
 from .capture.lifting import lifting
+from .capture.worker import run_in_worker
 from .ir.binding import device_of
 from .numeric import numeric_check
 from .pipeline import with_policy
@@ -74,9 +76,14 @@ def _proven(
     model: nn.Module, example_inputs: Any, plan: Plan, found: Survey | None = None
 ) -> tuple[Survey, dict[int, str]]:
     """What was found, and what the numeric checks say; without autocast, for which calls are proven when they come."""
-    with lifting(), under(device_of(model).type, None):
-        found = found or survey(model, example_inputs, plan)
-        return found, _validate(model, found, plan)
+
+    def prove() -> tuple[Survey, dict[int, str]]:
+        with under(device_of(model).type, None):
+            surveyed = found or survey(model, example_inputs, plan)
+            return surveyed, _validate(surveyed, plan)
+
+    with lifting(), neutral_device():
+        return run_in_worker(prove)
 
 
 def _decided(model: nn.Module, example_inputs: Any, plan: Plan, mesh: Any) -> tuple[Survey, Decision]:
@@ -86,8 +93,8 @@ def _decided(model: nn.Module, example_inputs: Any, plan: Plan, mesh: Any) -> tu
     if mesh is not None:
         from .distribute import everywhere
     try:
-        with lifting(), under(device_of(model).type, None):
-            found = survey(model, example_inputs, plan)
+        with lifting(), neutral_device(), under(device_of(model).type, None):
+            found = run_in_worker(lambda: survey(model, example_inputs, plan))
         own = facts(model, found, plan, platform_of_ranks(mesh, plan), example_inputs, mesh)
     except Exception as error:
         if mesh is not None:
@@ -104,10 +111,10 @@ def _decided(model: nn.Module, example_inputs: Any, plan: Plan, mesh: Any) -> tu
     return found, decision
 
 
-def _validate(model: nn.Module, found: Survey, plan: Plan) -> dict[int, str]:
+def _validate(found: Survey, plan: Plan) -> dict[int, str]:
     """The numeric check of each rewrite on a few tokens. What differs is refused."""
     verdicts = {}
-    modules = dict(model.named_modules())
+    modules = dict(found.twin.named_modules())
     left = plan.validation_seconds
     for matched in list(found.matched):
         block = modules[matched.names[0]]

@@ -13,8 +13,10 @@ from torch import nn
 
 from ._plan import Plan
 from .capture.autocast import under
+from .capture.defaults import neutral_device
 from .capture.find import signature
 from .capture.inputs import Arguments
+from .capture.worker import run_in_worker
 from .errors import Refused
 from .ir.attributes import OWN_MODE, Where, attributes, globals_of, reading, ties, value_at
 from .ir.binding import Guard, Specialisation, call_specialisation, device_of, kind_of, leaves_of
@@ -138,7 +140,8 @@ class Specialise:
         for made in self.made:
             if made.like == like and _takes(block, made, call, args, kwargs):
                 return made.program.renamed(forward.name)
-        program, read = self._lifted(block, forward, call, args, kwargs)
+        with neutral_device():
+            program, read = run_in_worker(lambda: self._lifted(block, forward, call, args, kwargs))
         self.made.append(_Made(weakref.ref(block), like, read, program))
         return program
 

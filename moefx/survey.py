@@ -21,6 +21,7 @@ from .errors import CaptureError, InvalidInput, MoefxError, Refused, in_short, o
 from .ir.attributes import OWN_MODE, Where, attributes, follows_its_mode, reading, value_at
 from .ir.held import same
 from .pipeline import Result, rewrite_block
+from .runtime.copying import copy_model
 from .runtime.module import rewritten_blocks
 from .runtime.watch import absorbed_names, hook_on
 
@@ -73,6 +74,9 @@ class Survey:
 
     Attributes:
         attends: whether there is attention in it.
+        twin: the copy of the model that was looked through: captures swap parameters, and others may use the model
+            meanwhile. It has the model's parameters and buffers. The model itself if it cannot be copied.
+        copies: the module of the twin for each module of the model; empty if it cannot be copied.
         unchecked: blocks whose numeric check could not run, and why.
     """
 
@@ -80,6 +84,8 @@ class Survey:
     refused: list[Refusal]
     seconds: float
     attends: bool
+    twin: nn.Module
+    copies: dict[nn.Module, nn.Module]
     unchecked: list[str] = dataclasses.field(default_factory=list)
 
 
@@ -98,11 +104,19 @@ def survey(model: nn.Module, example_inputs: Any, plan: Plan, progress: Callable
             f"{type(model).__name__} is sharded already, and FSDP modules cannot be copied: "
             "call moefx.compile first, then fully_shard on the compiled model"
         )
-    with _originals(model), torch.compiler.set_stance("force_eager"):  # parts may be compiled by torch already
-        found = _found(model, example_inputs)
-        matched, refused = _try_chains(model, found, plan, tell)
+    twin, copies = _copied(model)
+    with _originals(twin), torch.compiler.set_stance("force_eager"):  # parts may be compiled by torch already
+        found = _found(twin, example_inputs)
+        matched, refused = _try_chains(twin, found, plan, tell)
     matched, others = _without_outside_parts(model, matched)
-    return Survey(matched, [*refused, *others], time.perf_counter() - start, found.attends)
+    return Survey(matched, [*refused, *others], time.perf_counter() - start, found.attends, twin, copies)
+
+
+def _copied(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, nn.Module]]:
+    try:
+        return copy_model(model)
+    except Exception:  # `compile` says so when it needs the copy
+        return model, {}
 
 
 def _found(model: nn.Module, example_inputs: Any) -> Found:

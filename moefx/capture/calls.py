@@ -39,11 +39,11 @@ def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
 def recording(tracer: Tracer, names: dict[int, str]) -> Iterator[None]:
     """Everything that capture must see and that is not an op: module calls, custom autograd functions, mode queries."""
     original_apply = torch.autograd.Function.__dict__["apply"]
-    original_call = nn.Module.__call__
+    original_call, original_move = nn.Module.__call__, nn.Module._apply
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         run = original_apply.__get__(None, cls)
-        if tracer.quiet:
+        if tracer.quiet or not tracer.is_here():
             return run(*args, **kwargs)
         if cls is CheckpointFunction:  # what is computed again in the backward is computed now
             function, _, *inner = args
@@ -56,7 +56,7 @@ def recording(tracer: Tracer, names: dict[int, str]) -> Iterator[None]:
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         nonlocal depth
         fqn = names.get(id(module))
-        if fqn is None or tracer.quiet:
+        if fqn is None or tracer.quiet or not tracer.is_here():
             return original_call(module, *args, **kwargs)
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             node_args, node_kwargs = pytree.tree_map_only(torch.Tensor, tracer.node_of, (args, kwargs))
@@ -74,11 +74,14 @@ def recording(tracer: Tracer, names: dict[int, str]) -> Iterator[None]:
 
     def noted(name: str, fn: Callable) -> Callable:
         def query(*args: Any, **kwargs: Any) -> Any:
-            if not is_ours(sys._getframe(1).f_code.co_filename):
+            if tracer.is_here() and not is_ours(sys._getframe(1).f_code.co_filename):
                 tracer.modes_read.add(name)
             return fn(*args, **kwargs)
 
         return query
+
+    def move(module: nn.Module, fn: Callable, recurse: bool = True) -> nn.Module:
+        return module if tracer.is_here() else original_move(module, fn, recurse)
 
     def length(of: Any) -> Any:  # the builtin would turn what `__len__` returns into a plain number
         return of.__len__() if isinstance(of, torch.Tensor) else plain_len(of)
@@ -89,7 +92,7 @@ def recording(tracer: Tracer, names: dict[int, str]) -> Iterator[None]:
         stack.enter_context(_patched(torch.autograd.Function, "apply", classmethod(apply)))
         stack.enter_context(_patched(nn.Module, "__call__", call))
         # `self.lin.to(dtype)` inside a forward must not try to swap fake parameters
-        stack.enter_context(_patched(nn.Module, "_apply", lambda self, fn, recurse=True: self))
+        stack.enter_context(_patched(nn.Module, "_apply", move))
         for name in ("is_grad_enabled", "is_inference_mode_enabled"):
             stack.enter_context(_patched(torch, name, noted(name, getattr(torch, name))))
         yield

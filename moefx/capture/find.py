@@ -118,7 +118,7 @@ def _find(model: nn.Module, args: tuple, kwargs: dict[str, Any], share: bool) ->
     def around(tracer: Tracer, original: Callable) -> Callable:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             name = names.get(id(module))
-            if name is None or tracer.quiet:
+            if name is None or tracer.quiet or not tracer.is_here():
                 return original(module, *args, **kwargs)
             if name == "":
                 seen = calls.setdefault("", Seen("", args, kwargs))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from .captured import is_float, map_tensors, tensors_in
 from .forms import has_gradients
 from .sizes import SizeLog, plain
 from .source import user_calls, user_source
+from .worker import check_interrupt
 
 aten = torch.ops.aten
 
@@ -49,6 +51,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self.thread = threading.get_ident()
         self.graph = fx.Graph()
         self.nodes: list[fx.Node] = []
         self.aliases: dict[int, _Alias] = {}
@@ -65,11 +68,16 @@ class Recorder(TorchDispatchMode):
         self.given: frozenset[int | float] = frozenset()  # of what an op is called with, what sizes or the routing say
         self.literals: dict[int, frozenset[int | float]] = {}  # `given` of tensors made of Python's numbers, by id
 
+    def is_here(self) -> bool:
+        """Whether this thread captures; others meet the same patched functions, and must not notice."""
+        return threading.get_ident() == self.thread
+
     # ------------------------------------------------------------------ nodes
     def emit(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> fx.Node:
         return self._register(self.graph.call_function(target, plain(args), plain(kwargs)))
 
     def _register(self, node: fx.Node) -> fx.Node:
+        check_interrupt()
         if 0 < self.most_nodes < len(self.nodes):
             raise CaptureError(f"more than {self.most_nodes} operations, at {user_source()}: {user_source().text}")
         node.meta["index"] = len(self.nodes)

@@ -6,9 +6,10 @@ were, and a block that writes to them at every call cannot be replaced by a grap
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -198,10 +199,20 @@ def _is_filled_cache(before: Any, now: Any) -> bool:
     return not any(is_plain(v) or tensors_in(v) or tensors_in(getattr(v, "__dict__", ())) for v in now.values())
 
 
+@contextlib.contextmanager
+def unwritten(block: nn.Module) -> Iterator[None]:
+    """Put back what a run of a block writes to outside of its tensors."""
+    surroundings = Surroundings(block, ())
+    try:
+        yield
+    finally:
+        surroundings.restore()
+
+
 @functools.lru_cache(maxsize=64)
 def _reached(code: frozenset[Any]) -> Reached:
     """Once a block, not once a capture."""
     return reached(code)
 
 
-__all__ = ["Surroundings"]
+__all__ = ["Surroundings", "unwritten"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
+import threading
 import types
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -171,6 +172,7 @@ def _noting_modes(block: nn.Module, read: set[Where]) -> Iterator[None]:
     """Modes of the block and its parts. That of a module which is none of them changes with the block's own, as a
     rule: it counts as that. So does one that may be looked up unseen."""
     inside = {id(m): (Where(path, "training"), m.training) for path, m in block.named_modules()}
+    reader = threading.get_ident()  # others use their own models meanwhile
 
     class Mode:
         def __get__(self, owner: Any, cls: type) -> Any:
@@ -178,13 +180,13 @@ def _noting_modes(block: nn.Module, read: set[Where]) -> Iterator[None]:
                 raise AttributeError("training")
             where, before = inside.get(id(owner), (OWN_MODE, None))
             value = vars(owner)["training"]
-            if before is None or value is before:
+            if (before is None or value is before) and threading.get_ident() == reader:
                 read.add(where)
             return value
 
         def __set__(self, owner: Any, value: Any) -> None:
             where, before = inside.get(id(owner), (OWN_MODE, None))
-            if value is before:
+            if value is before and threading.get_ident() == reader:
                 read.add(where)
             vars(owner)["training"] = value
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..capture.defaults import neutral_device
 from ..errors import InvalidInput, VerificationFailed
 from ..runtime.module import rewritten_blocks
 from .policy import Row
@@ -71,6 +72,7 @@ class VerifyReport:
         return text(self)
 
 
+@neutral_device()
 def verify(
     compiled: nn.Module,
     reference: nn.Module,

@@ -21,7 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..capture.defaults import users_device
 from ..capture.effects import python_random
+from ..capture.worker import check_interrupt
 from ..runtime.copying import copy_model
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -213,6 +215,7 @@ def execute(
         given[name] = t, t._version
         return t
 
+    check_interrupt()
     everything = (*module.parameters(), *(value for _, value in leaves(inputs)))
     devices = {t.device for t in everything if isinstance(t, Tensor)}
     with contextlib.ExitStack() as stack:
@@ -226,10 +229,12 @@ def execute(
         drawn = _generators(devices)
         stack.enter_context(mode or contextlib.nullcontext())
 
-        out = call(module, *(named[i] for i in range(len(args))), **{key: named[key] for key in kwargs})
+        with users_device():
+            out = call(module, *(named[i] for i in range(len(args))), **{key: named[key] for key in kwargs})
         heads = {name: t if isinstance(t, Tensor) else torch.tensor(t) for name, t in leaves(out)}
         if options.loss is not None:
-            heads["loss"] = options.loss(out)
+            with users_device():
+                heads["loss"] = options.loss(out)
         values: dict[Key, Tensor | None] = {}
         values |= {("output", name): t.detach().clone() for name, t in heads.items()}
         for name, (t, version) in given.items():

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from moefx.capture.worker import run_in_worker
 from moefx.errors import Refused
-from moefx.passes.match.deep import deep
 
 from ..blocks import D, E, K, Loop, Mlp, rewritten
 
@@ -192,9 +192,9 @@ class TestDeep:
         def down(n: int) -> int:
             return 0 if n == 0 else 1 + down(n - 1)
 
-        assert deep(lambda: down(20_000)) == 20_000
+        assert run_in_worker(lambda: down(20_000)) == 20_000
         with pytest.raises(KeyError):
-            deep(lambda: {}["x"])
+            run_in_worker(lambda: {}["x"])
 
     def test_one_that_ends_leaves_room_for_the_other(self):
         started, ended, limit = threading.Event(), threading.Event(), sys.getrecursionlimit()
@@ -205,13 +205,13 @@ class TestDeep:
 
         def second():
             assert started.wait(20)
-            deep(lambda: None)
+            run_in_worker(lambda: None)
             found.append(sys.getrecursionlimit())
             ended.set()
 
         found: list[int] = []
         other = threading.Thread(target=second)
         other.start()
-        assert deep(first)
+        assert run_in_worker(first)
         other.join()
         assert found[0] > limit == sys.getrecursionlimit()

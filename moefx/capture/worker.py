@@ -1,0 +1,145 @@
+"""A thread for all that runs the user's code abstractly or draws random numbers.
+
+It has room for deep recursion. An interrupt (Ctrl-C, the exception of a signal handler) reaches the thread that waits for
+it, never this one in the middle of putting something back: the caller asks it to stop, waits, and then raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import ctypes
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+
+from . import autocast
+
+R = TypeVar("R")
+_PATIENCE = 10.0  # seconds from an interrupt to the next op or proof step of the worker, before it is forced to stop
+
+
+class Interrupted(BaseException):
+    """Raised in the worker when its caller was interrupted."""
+
+
+def run_in_worker(fn: Callable[[], R]) -> R:
+    """Run `fn` in a worker thread, in the autocast, accelerator and context of this one and with gradients enabled.
+
+    A call inside of the worker runs `fn` directly. The worker has no default device (`torch.set_default_device`).
+    """
+    return fn() if _current.get() is not None else _Work(fn).result()
+
+
+def check_interrupt() -> None:
+    """Raise `Interrupted` in a worker whose caller was interrupted: call this often, where nothing is half done."""
+    work = _current.get()
+    if work is not None and work.is_cancelled:
+        raise Interrupted
+
+
+class _Work:
+    def __init__(self, fn: Callable[[], Any]):
+        self.fn, self.outcome = fn, (False, None)
+        self.gate, self.is_done = threading.Lock(), threading.Event()
+        self.has_begun = self.is_cancelled = False
+        self.thread = threading.Thread(target=contextvars.copy_context().run, args=(self._run,), name="moefx")
+        self.state = autocast.state(), _accelerator_stream()
+
+    def result(self) -> Any:
+        try:
+            _start(self.thread)
+            self.is_done.wait()  # `join` believes after an interrupt that the thread has ended
+        except BaseException:
+            self._stop()
+            raise
+        succeeded, value = self.outcome
+        if not succeeded:
+            raise value
+        return value
+
+    def _run(self) -> None:
+        with self.gate:
+            if self.is_cancelled:
+                return
+            self.has_begun = True
+        _current.set(self)
+        casting, stream = self.state
+        try:
+            if stream is not None:
+                torch.accelerator.set_stream(stream)
+            with _RecursionLimit.raised(), autocast.under(*casting), torch.enable_grad():
+                self.outcome = True, self.fn()
+        except BaseException as error:
+            self.outcome = False, error
+        finally:
+            self.is_done.set()
+
+    def _stop(self) -> None:
+        """Ask the worker to stop and wait until it has. A second interrupt forces it, a third one abandons it."""
+        with self.gate:
+            self.is_cancelled = True
+            if not self.has_begun:
+                return
+        interrupts = 0
+        while self.thread.is_alive() and not self.is_done.is_set() and interrupts < 2:
+            try:
+                if not self.is_done.wait(_PATIENCE):
+                    self._force()
+            except BaseException:
+                interrupts += 1
+                self._force()
+
+    def _force(self) -> None:
+        ident = ctypes.c_ulong(self.thread.ident or 0)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(Interrupted))
+
+
+_current: contextvars.ContextVar[_Work | None] = contextvars.ContextVar("worker", default=None)
+
+
+def _accelerator_stream() -> torch.Stream | None:
+    """The stream of this thread, which says the device too; None if no accelerator is in use."""
+    device = torch.accelerator.current_accelerator()
+    if device is None or not torch.get_device_module(device).is_initialized():
+        return None
+    return torch.accelerator.current_stream()
+
+
+def _start(thread: threading.Thread) -> None:
+    with _RecursionLimit.lock:  # the size is that of all threads started now
+        before = threading.stack_size()
+        try:
+            threading.stack_size(512 << 20)
+            thread.start()
+        finally:
+            threading.stack_size(before)
+
+
+class _RecursionLimit:
+    """One limit for all threads: it is lowered again when nobody needs it any more."""
+
+    lock = threading.Lock()
+    users, before = 0, 0
+
+    @classmethod
+    @contextlib.contextmanager
+    def raised(cls) -> Iterator[None]:
+        with cls.lock:
+            if not cls.users:
+                cls.before = sys.getrecursionlimit()
+                sys.setrecursionlimit(max(cls.before, 200_000))
+            cls.users += 1
+        try:
+            yield
+        finally:
+            with cls.lock:
+                cls.users -= 1
+                if not cls.users:
+                    sys.setrecursionlimit(cls.before)
+
+
+__all__ = ["Interrupted", "check_interrupt", "run_in_worker"]
