@@ -80,7 +80,7 @@ def _arguments(block: nn.Module, result: Result, crowd: bool = False) -> Any:
     def real(t: torch.Tensor) -> torch.Tensor:
         if not t.is_floating_point():
             return t.to(device)
-        value = torch.randn(t.shape, generator=generator)
+        value = torch.randn(t.shape, generator=generator, dtype=torch.float32)
         if crowd and t.dim() > arguments.feature:
             value = _alike(value.movedim(arguments.feature, -1)).movedim(-1, arguments.feature)
         return value.to(device, t.dtype).requires_grad_()

@@ -154,7 +154,7 @@ def capture(
 def _names_of_fakes() -> set[str]:
     """What every abstract tensor has among its attributes."""
     with FakeTensorMode():
-        return set(vars(torch.empty(1).view(1)))
+        return set(vars(torch.empty(1, dtype=torch.float32).view(1)))
 
 
 def _returned(tracer: Tracer, t: torch.Tensor, changed: dict[fx.Node, torch.Tensor]) -> fx.Node:

@@ -92,7 +92,7 @@ class Leaf:
         if seed and together > 1 and self.is_of_tokens and out.dtype != torch.bool:
             out = _renamed(out, pool[pool >= 0].unique(), generator)
         if self.turns and rows > 1:  # one of a token, here and there
-            at = torch.rand(rows, generator=generator).argsort()[: -(-rows // 3)]
+            at = torch.rand(rows, generator=generator, dtype=torch.float32).argsort()[: -(-rows // 3)]
             which = (torch.arange(len(at)) + seed * len(at)) % len(self.turns)
             column = torch.randint(0, together, (len(at),), generator=generator)
             out[at * together + column] = torch.tensor(self.turns)[which].to(self.dtype)
@@ -111,7 +111,7 @@ class Leaf:
             pool = torch.tensor([[0], [1], [1], [1]] if pool.float().mean() > 0.5 else [[0], [0], [0], [1]])
             pool = pool.to(self.dtype).repeat(7, 1)[torch.randperm(28, generator=generator)]
         elif (pool == pool[0, 0]).all():  # of one value nothing shows what hangs on it: some are the next one
-            others = torch.rand((29, pool.shape[1]), generator=generator) < 0.25
+            others = torch.rand((29, pool.shape[1]), generator=generator, dtype=torch.float32) < 0.25
             pool = torch.where(others, ~pool[:1] if self.dtype == torch.bool else pool[:1] + 1, pool[:1])
         elif (pool == pool[:1]).all():  # one row for all tokens, or a map of experts: later calls may have others
             pool = self._others(pool[0], generator)
@@ -123,7 +123,7 @@ class Leaf:
         """Rows like one: flags of which some are the other way round; the same numbers in another order, and of those
         that are there several times any of them."""
         if self.dtype == torch.bool:
-            flips = torch.rand((30, len(row)), generator=generator) < 0.4
+            flips = torch.rand((30, len(row)), generator=generator, dtype=torch.float32) < 0.4
             flips[0], flips[1] = False, torch.arange(len(row)) % 2 == 1
             flips[2] = ~flips[1]  # each of them in one of two captures
             return row ^ flips
@@ -160,7 +160,7 @@ class Arguments:
         tensors = [t for t in flat if isinstance(t, torch.Tensor)]
         hidden = next((t for t in tensors if t.is_floating_point() and t.dim() >= 2), None)
         if hidden is None:
-            hidden = next((t for t in tensors if t.dim() >= 1), torch.empty(0))
+            hidden = next((t for t in tensors if t.dim() >= 1), torch.empty(0, dtype=torch.float32))
             lead, self.feature = hidden.shape, hidden.dim()
         else:
             self.feature = feature % hidden.dim()

@@ -53,7 +53,7 @@ class Routing:
                 and not (self.prefer and shape and 1 < shape[-1] == original.numel())
             ):
                 return self._moved(original.detach().to("cpu", copy=True), node.meta.get("fqn", ""))
-            return (0.01 * torch.randn(shape, generator=self.generator)).to(val.dtype)
+            return (0.01 * torch.randn(shape, generator=self.generator, dtype=torch.float32)).to(val.dtype)
         if node.op == "call_function" and val.numel() and shape and 2 <= shape[-1] <= 4096:
             return self.scores(val.numel() // shape[-1], shape[-1]).view(shape).to(val.dtype)
         return torch.randn(shape, generator=self.generator, dtype=torch.float32).to(val.dtype)
@@ -66,7 +66,7 @@ class Routing:
             return value
         generator = self._generator(name)
         if (value == value.flatten()[0]).all() and (value.numel() > 1 or value.item() == 0):
-            noise = torch.randn(value.shape, generator=generator)
+            noise = torch.randn(value.shape, generator=generator, dtype=torch.float32)
             if (value != 0).any() and bool(value.isfinite().all()):
                 return (value.double() * noise.exp()).to(value.dtype)
             return (noise * self._times(generator)).to(value.dtype)
@@ -76,8 +76,8 @@ class Routing:
 
     def _wild(self, shape: Sequence[int]) -> torch.Tensor:
         """Small ones and large ones, above zero mostly."""
-        sizes = 10.0 ** (6 * torch.rand(shape, generator=self.generator) - 3)
-        return torch.where(torch.rand(shape, generator=self.generator) < 0.2, -sizes, sizes)
+        sizes = 10.0 ** (6 * torch.rand(shape, generator=self.generator, dtype=torch.float32) - 3)
+        return torch.where(torch.rand(shape, generator=self.generator, dtype=torch.float32) < 0.2, -sizes, sizes)
 
     def _times(self, generator: torch.Generator) -> float:
         """What a number may be larger by: limits may hide what is small, and what is large hides all else."""
@@ -90,7 +90,9 @@ class Routing:
     def scores(self, rows: int, n: int) -> torch.Tensor:
         """Scores [rows, n] whose order along each row is the wanted preference."""
         base = torch.rand(rows, n, generator=self.generator, dtype=torch.float64) - 0.5
-        swapped = torch.rand(rows, generator=self.generator) < 0.5 if self.kind == "contested" else None
+        swapped = (
+            torch.rand(rows, generator=self.generator, dtype=torch.float32) < 0.5 if self.kind == "contested" else None
+        )
         ranks = min(n, 16)
         step = 2.5 / ranks
         for r in range(ranks):
@@ -109,7 +111,7 @@ class Routing:
                 base[row] = (
                     base[row].round(),
                     (base[row] / 1.2).floor(),
-                    torch.zeros(n),
+                    torch.zeros(n, dtype=torch.float32),
                     base[row] - (4, 8)[i // 4 % 2],
                 )[i % 4]
         for row, expert in enumerate(self.prefer[:rows]):
@@ -134,21 +136,21 @@ class Routing:
             return torch.multinomial(weight, rows, replacement=True, generator=self.generator)
         crowded = (self.seed + rank) % n  # flooded
         choice = torch.full((rows,), crowded)
-        stray = torch.rand(rows, generator=self.generator) < 0.1
+        stray = torch.rand(rows, generator=self.generator, dtype=torch.float32) < 0.1
         return torch.where(stray, torch.randint(0, n, (rows,), generator=self.generator), choice)
 
     def coins(self, shape: Sequence[int]) -> torch.Tensor:
         """Outcomes of a comparison, both in some rows, and in others the same one: what is asked of a row as a whole
         (`(x != 0).any(-1)`) comes out both ways, too."""
-        outcome = torch.rand(shape, generator=self.generator) < 0.5
+        outcome = torch.rand(shape, generator=self.generator, dtype=torch.float32) < 0.5
         if len(shape) > 1:
-            row = torch.rand((*shape[:-1], 1), generator=self.generator)
+            row = torch.rand((*shape[:-1], 1), generator=self.generator, dtype=torch.float32)
             outcome = torch.where(row < 0.6, row < 0.3, outcome)
         return outcome
 
     def numbers(self, shape: Sequence[int]) -> torch.Tensor:
         """Floats of no meaning."""
-        return torch.rand(shape, generator=self.generator)
+        return torch.rand(shape, generator=self.generator, dtype=torch.float32)
 
     def integers(self, t: torch.Tensor, name: str, turns: Sequence[int] = ()) -> torch.Tensor:
         """A stand-in for an integer parameter or buffer. Its values are not part of the specialisation: where all are
@@ -188,7 +190,7 @@ def _put(turns: Sequence[int], value: torch.Tensor, seed: int, generator: torch.
         return
     are_distinct = len(value.unique()) == value.numel()
     many = len(turns) if are_distinct else max(len(turns), value.numel() // 3)
-    at = torch.rand(value.numel(), generator=generator).argsort()[:many]
+    at = torch.rand(value.numel(), generator=generator, dtype=torch.float32).argsort()[:many]
     which = (torch.arange(len(at)) + seed) % len(turns)
     value.view(-1)[at] = torch.tensor(turns)[which].to(value.dtype)
 
@@ -201,7 +203,9 @@ def _is_identity(value: torch.Tensor) -> bool:
 def _varied(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Flags of which some are the other way round; counters that have counted on, or not yet to what they are."""
     if value.dtype == torch.bool:
-        return value ^ (torch.rand(value.shape, generator=generator) < (0.25 if value.numel() > 1 else 0.5))
+        return value ^ (
+            torch.rand(value.shape, generator=generator, dtype=torch.float32) < (0.25 if value.numel() > 1 else 0.5)
+        )
     least = -1 if value.flatten()[0] > 0 else 0
     return value + torch.randint(least, 3, value.shape, generator=generator).to(value.dtype)
 

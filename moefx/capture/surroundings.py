@@ -22,7 +22,8 @@ from .captured import tensors_in
 from .containers import Slot, base_of, contents, refill, same_items, slots_of, values
 from .effects import is_generator
 
-_HOLDERS = {"argparse", "collections", "queue", "transformers", "types", "weakref"}  # their objects hold what users put in
+# Libraries whose objects hold what users put in.
+_HOLDERS = {"argparse", "collections", "queue", "transformers", "types", "weakref"}
 _DEPTH = 3
 _MOST_ITEMS = 256
 

@@ -1,7 +1,7 @@
 """A thread for all that runs the user's code abstractly or draws random numbers.
 
-It has room for deep recursion. An interrupt (Ctrl-C, the exception of a signal handler) reaches the thread that waits for
-it, never this one in the middle of putting something back: the caller asks it to stop, waits, and then raises.
+It has room for deep recursion. An interrupt (Ctrl-C, the exception of a signal handler) reaches the thread that waits
+for it, never this one in the middle of putting something back: the caller asks it to stop, waits, and then raises.
 """
 
 from __future__ import annotations

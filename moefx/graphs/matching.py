@@ -13,6 +13,7 @@ import torch
 
 from .._plan import Plan
 from ..capture.autocast import under
+from ..capture.defaults import neutral_device
 from ..capture.find import Seen
 from ..capture.lifting import lifting
 from ..capture.sizes import SizeGuard
@@ -124,7 +125,7 @@ def _proven(facts: Facts, region: Extracted, plan: Plan) -> Proven:
     args = region.arguments(facts)
     block = region.block(facts)
     dtype = _autocast(region)
-    with lifting(), unobserved(), torch.enable_grad(), under(region.device, dtype):
+    with lifting(), neutral_device(), unobserved(), torch.enable_grad(), under(region.device, dtype):
         try:
             result = rewrite_block(block, region.name, args, {}, plan)
         except Refused as why:

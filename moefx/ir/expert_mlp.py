@@ -104,7 +104,7 @@ class Call:
         if isinstance(up[group], int):
             act = len(range(*slice(*columns).indices(up[group])))
         else:  # a slice of a meta tensor knows how to slice a symbolic width
-            act = torch.empty((1, up[group]), device="meta")[:, slice(*columns)].shape[1]
+            act = torch.empty((1, up[group]), device="meta", dtype=torch.float32)[:, slice(*columns)].shape[1]
         return up, act, experts.weight_shape(name, self.down, offsets, self.body.down.transposed, act)[1]
 
     def multiplications(self) -> int:

@@ -228,7 +228,7 @@ def read_counts(
     if sampler is not None:
         sampler.hear(samples)
     found = [counted.splits(told, [p[i] for p in of_positions]) for i, told in enumerate(of_chunks)]
-    return [torch.tensor(splits) for of_chunk in found for splits in of_chunk]
+    return [torch.tensor(splits, device="cpu") for of_chunk in found for splits in of_chunk]
 
 
 @op(

@@ -13,6 +13,7 @@ from typing import Any, get_args
 from torch import nn
 
 from .._units import amount
+from ..capture.defaults import neutral_device
 from ..errors import InvalidPlan, UnknownArchitecture, UnknownPlatform
 from ..runtime.links import fastest
 from .architecture import Architecture, whole_numbers
@@ -121,6 +122,7 @@ def estimated(model: Architecture, layout: Layout, platform: Platform, experts_f
     return _entry(model, layout, platform, experts_first, memory(model, layout, platform))
 
 
+@neutral_device()
 def plan(
     model: Any, platform: str | Platform, world_size: int, *, batch: int = 1024, tokens: int = 4096,
     most_sequences: int = 8, fast_domain: int | None = None, schedules: Sequence[Schedule] = ("1f1b",),

@@ -108,7 +108,9 @@ class _Scale:
         largest = size.max()
         self.zero = not bool(largest > 0)
         self.norm2 = 1.0 if self.zero else float(torch.linalg.vector_norm(size))
-        self.rows = torch.ones(()) if self.zero else size.amax(-1).clamp_min(float(largest) * row_floor)
+        self.rows = (
+            torch.ones((), dtype=torch.float32) if self.zero else size.amax(-1).clamp_min(float(largest) * row_floor)
+        )
 
     def error(self, value: Tensor, negligible: float = 0.0) -> Error:
         off = ((_rows(value, self.finite) - self.truth).abs() - negligible).clamp_min(0)

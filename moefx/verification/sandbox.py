@@ -231,7 +231,7 @@ def execute(
 
         with users_device():
             out = call(module, *(named[i] for i in range(len(args))), **{key: named[key] for key in kwargs})
-        heads = {name: t if isinstance(t, Tensor) else torch.tensor(t) for name, t in leaves(out)}
+        heads = {name: t if isinstance(t, Tensor) else _as_tensor(t) for name, t in leaves(out)}
         if options.loss is not None:
             with users_device():
                 heads["loss"] = options.loss(out)
@@ -257,6 +257,11 @@ def execute(
     changed = {key for key, t in after.items() if key not in before or not _same(t, before[key])}
     changed |= {key for key in values if key[0] == "state"}
     return Run(values | after, changed, cotangents or {})
+
+
+def _as_tensor(number: float) -> Tensor:
+    """A number that a model returns or keeps, whatever the default dtype is."""
+    return torch.tensor(number, dtype=torch.float32 if type(number) is float else None)
 
 
 def _generators(devices: Iterable[torch.device]) -> int:
@@ -297,7 +302,7 @@ def _cotangent(t: Tensor, seed: int) -> Tensor:
         return torch.ones_like(t)
     generator = torch.Generator().manual_seed(seed)
     num_rows = max(t.numel() // max(t.shape[-1], 1), 1)
-    return (torch.randn(t.shape, generator=generator) / math.sqrt(num_rows)).to(t)
+    return (torch.randn(t.shape, generator=generator, dtype=torch.float32) / math.sqrt(num_rows)).to(t)
 
 
 def _state(module: nn.Module) -> dict[Key, Tensor]:
@@ -306,7 +311,7 @@ def _state(module: nn.Module) -> dict[Key, Tensor]:
     for prefix, sub in module.named_modules():
         for name, value in vars(sub).items():
             if isinstance(value, (Tensor, int, float)) and name != "training":
-                value = value.detach().clone() if isinstance(value, Tensor) else torch.tensor(value)
+                value = value.detach().clone() if isinstance(value, Tensor) else _as_tensor(value)
                 found["state", f"{prefix}.{name}" if prefix else name] = value
     return found
 

@@ -30,7 +30,9 @@ def router_states(inputs: Inputs, seed: int) -> Iterator[tuple[str, Inputs]]:
         return mapped(inputs, lambda _, t: change(t.detach()).to(t) if t.shape == shape else t.detach().clone())
 
     def noise(t: Tensor) -> Tensor:
-        return torch.randn(t.shape, generator=generator).to(t.device) * t.float().std().nan_to_num(1.0)
+        return torch.randn(t.shape, generator=generator, dtype=torch.float32).to(t.device) * t.float().std().nan_to_num(
+            1.0
+        )
 
     def skewed(t: Tensor) -> Tensor:
         rows = t.float().reshape(-1, t.shape[-1])
@@ -51,7 +53,7 @@ def with_other_constants(block: nn.Module, seed: int) -> nn.Module:
         if not (t.is_floating_point() and 0 < t.numel() <= _MOST and has_values(t)) or (t != t.flatten()[0]).any():
             continue
         if t.numel() > 1 or t.item() == 0:  # a single number may have to be of its kind: an epsilon, say
-            noise = torch.rand(t.shape, generator=generator)  # none is negative: a variance is not
+            noise = torch.rand(t.shape, generator=generator, dtype=torch.float32)  # none is negative: a variance is not
             value = (t.detach().cpu().double() * (0.5 + noise) if t.any() else noise).to(t)
             others[id(t)] = nn.Parameter(value, t.requires_grad) if isinstance(t, nn.Parameter) else value
     if not others:

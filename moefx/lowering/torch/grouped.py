@@ -159,7 +159,7 @@ class TokenSum:
     """Sum of the rows of each token [S,width]."""
 
     def __init__(self, index: PftIndex):
-        self.index, self.rows = index, torch.empty(0)
+        self.index, self.rows = index, torch.empty(0, dtype=torch.float32)
 
     def add(self, group: Whole, rows: Tensor) -> None:
         self.rows = rows

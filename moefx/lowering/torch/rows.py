@@ -33,7 +33,7 @@ def _combine(
         return rows.new_zeros((num_tokens, rows.shape[1]))
     row = inverse.reshape(-1)
     if int(expert_offsets[-1]) == row.shape[0]:
-        start = torch.arange(0, row.shape[0], num_slots, dtype=torch.int32)
+        start = torch.arange(0, row.shape[0], num_slots, dtype=torch.int32, device=row.device)
     else:
         # With drops the bags have different lengths; bags, and rows within a bag, keep their order.
         valid = inverse >= 0
@@ -47,7 +47,7 @@ def _combine(
     ends = [*start[::_BLOCK].tolist(), row.shape[0]]
     for begin, first, end in zip(range(0, num_tokens, _BLOCK), ends, ends[1:], strict=False):
         block = slice(begin, begin + _BLOCK)
-        values, each = rows.index_select(0, row[first:end]).to(wide), torch.arange(end - first)
+        values, each = rows.index_select(0, row[first:end]).to(wide), torch.arange(end - first, device=row.device)
         part = None if weights is None else weights[first:end]
         out[block] = torch.embedding_bag(values, each, start[block] - first, False, 0, False, part)[0]
     return out

@@ -320,4 +320,4 @@ def _other_value(node: fx.Node) -> torch.Tensor:
 
 def _random(like: torch.Tensor) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)  # not the user's
-    return torch.randn(like.shape, generator=generator).to(like.dtype)
+    return torch.randn(like.shape, generator=generator, dtype=torch.float32).to(like.dtype)

@@ -73,7 +73,7 @@ def is_matrix_of_integers(node: fx.Node) -> bool:
 
 def values(capture: Capture, n: fx.Node) -> set[float]:
     """Two of the values, or the one that all elements have."""
-    value = capture.shadow(n) if isinstance(n.meta.get("val"), torch.Tensor) else torch.empty(0)
+    value = capture.shadow(n) if isinstance(n.meta.get("val"), torch.Tensor) else torch.empty(0, dtype=torch.float32)
     return {float(value.min()), float(value.max())} if value.numel() else set()
 
 

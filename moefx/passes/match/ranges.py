@@ -203,7 +203,7 @@ class Ranges:
     def _pair(self, x: Any) -> Range:
         if isinstance(x, fx.Node):
             return self._known[x]
-        exact = torch.as_tensor(x)
+        exact = torch.as_tensor(x, dtype=torch.float32 if type(x) is float else None)
         return exact, exact
 
     def _nonzero(self, node: fx.Node, val: torch.Tensor) -> Range | None:

@@ -55,7 +55,7 @@ class Exchanges:
             return every if stragglers is None else every * slowed(network, every.shape, stragglers)
 
         *before, last = (took(self.hops[:, i], network) for i, network in enumerate(self.networks))
-        first = sum(before, torch.zeros(()))
+        first = sum(before, torch.zeros((), dtype=torch.float32))
         if self.beside is not None:
             first = torch.maximum(first, took(self.beside, self.networks[-1]))
         found = first + last + self.handling[picked]
@@ -113,7 +113,7 @@ def _rows(
         sequence: [W], ranks with the same number have the same tokens.
     """
     ranks, drawn = len(sequence), int(sequence.max()) + 1
-    moved, load = torch.zeros(()), torch.zeros(())
+    moved, load = torch.zeros((), dtype=torch.float32), torch.zeros((), dtype=torch.float32)
     for begin in range(0, tokens, at_once := max(_AT_ONCE // ranks, 1)):
         some = min(at_once, tokens - begin)
         choices = choose(weights, drawn * some, top_k, generator).view(top_k, drawn, some)[:, sequence].flatten(1)

@@ -123,7 +123,7 @@ def ring(platform: Platform, ranks: Sequence[int]) -> float:
     number = min(map(len, nodes.values())) if len(nodes) > 1 else 1
     orders = [[place for node in nodes.values() for place in node[i:] + node[:i]] for i in range(number)]
     sources = torch.tensor(orders)
-    flows = torch.full((sources.numel(),), 1 / number)
+    flows = torch.full((sources.numel(),), 1 / number, dtype=torch.float32)
     return float(links.busiest_of(sources.flatten(), sources.roll(-1, 1).flatten(), flows))
 
 

@@ -230,4 +230,6 @@ def _quantiles(seconds: Tensor, number: int = 21) -> tuple[float, ...]:
     """Evenly spaced, from the least to the most."""
     if not len(seconds):
         return ()
-    return tuple(seconds.sort().values[torch.linspace(0, len(seconds) - 1, number).round().long()].tolist())
+    return tuple(
+        seconds.sort().values[torch.linspace(0, len(seconds) - 1, number, dtype=torch.float32).round().long()].tolist()
+    )
