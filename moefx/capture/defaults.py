@@ -1,4 +1,4 @@
-"""The default device (`torch.set_default_device`, `with torch.device(...)`): it is for the user's code, not for ours."""
+"""The default device (`torch.set_default_device`, `with torch.device(...)`) is for the user's code, not for ours."""
 
 from __future__ import annotations
 
