@@ -20,10 +20,10 @@ def base_of(thing: Any) -> Any:
 def contents(container: Any) -> Any:
     """A copy of the stored items: a plain dict, set or list."""
     base = base_of(container)
-    if base is collections.OrderedDict:  # its order is not that of the dict below it
+    if type(container) is dict:
+        return container.copy()  # without asking keys for their hash, which a symbolic size notes
+    if issubclass(base, dict):
         return dict(base.items(container))
-    if base is dict:
-        return dict.copy(container)
     return set(container) if base is set else list(base.__iter__(container))
 
 

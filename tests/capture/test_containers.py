@@ -1,0 +1,243 @@
+"""Containers of the user's are put back as they were stored, and none of their own methods runs for that."""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import moefx
+from moefx.capture.surroundings import Surroundings
+
+from ..passes.blocks import D, Loop
+
+
+def _refuses(*names: str) -> Callable[[type], type]:
+    """A class whose methods of these names must not be called."""
+
+    def called(self, *_, **__):
+        raise AssertionError("a method of a user's container was called")
+
+    def decorate(cls: type) -> type:
+        for name in names:
+            setattr(cls, name, called)
+        return cls
+
+    return decorate
+
+
+class Makes(collections.OrderedDict):
+    """Makes an instance of the class that it holds."""
+
+    def __getitem__(self, key):
+        return super().__getitem__(key)()
+
+
+_READS = ("__getitem__", "__iter__", "__len__", "__eq__", "__contains__", "copy")
+_DICT = (*_READS, "__setitem__", "__delitem__", "items", "keys", "values", "get", "update", "clear", "pop")
+
+
+@_refuses(*_DICT)
+class SealedDict(dict):
+    __hash__ = None
+
+
+@_refuses(*_DICT)
+class SealedOrderedDict(collections.OrderedDict):
+    __hash__ = None
+
+
+@_refuses(*_READS, "__setitem__", "append", "extend", "clear")
+class SealedList(list):
+    __hash__ = None
+
+
+@_refuses("__iter__", "__len__", "__eq__", "__contains__", "copy", "add", "update", "clear")
+class SealedSet(set):
+    __hash__ = None
+
+
+@_refuses("__getitem__", "__iter__", "__len__", "__eq__", "copy", "append", "extend", "clear")
+class SealedDeque(collections.deque):
+    __hash__ = None
+
+
+class Loads(MutableMapping):
+    """Loads a value when it is first asked for."""
+
+    def __init__(self):
+        self.store: dict[str, Any] = {}
+
+    def __getitem__(self, key):
+        return self.store.setdefault(key, object())
+
+    def __setitem__(self, key, value):
+        self.store[key] = value
+
+    def __delitem__(self, key):
+        del self.store[key]
+
+    def __iter__(self):
+        self.store["read"] = True
+        return iter(self.store)
+
+    def __len__(self):
+        return len(self.store)
+
+
+class Slotted:
+    __slots__ = ("empty", "last")
+
+    def __init__(self):
+        self.last = None
+
+
+def _put(base: Any, *items: Any) -> Callable[[Any], None]:
+    def write(container):
+        for item in items:
+            if issubclass(base, dict):
+                base.__setitem__(container, *item)
+            elif base is set:
+                set.add(container, item)
+            else:
+                base.append(container, item)
+
+    return write
+
+
+def _set_slots(thing: Slotted) -> None:
+    thing.last = thing.empty = 1
+
+
+def _slots(thing: Slotted) -> list[Any]:
+    return [getattr(thing, name, "nothing") for name in Slotted.__slots__]
+
+
+def _move_to_end(container: Any) -> None:
+    collections.OrderedDict.move_to_end(container, "a")
+
+
+def _reinsert(container: Any) -> None:
+    dict.__setitem__(container, "a", dict.pop(container, "a"))
+
+
+def _ordered(container: Any) -> list[Any]:
+    return list(collections.OrderedDict.items(container))
+
+
+def _pairs(container: Any) -> list[Any]:
+    return list(dict.items(container))
+
+
+def _filled(cls: Any) -> Any:
+    made, base = cls(), collections.OrderedDict if issubclass(cls, collections.OrderedDict) else dict
+    for name, value in (("a", nn.SiLU), ("b", nn.ReLU)):
+        base.__setitem__(made, name, value)
+    return made
+
+
+# A container, what a call writes to it, and what is stored in it.
+CONTAINERS: dict[str, tuple[Callable[[], Any], Callable[[Any], None], Callable[[Any], Any]]] = {
+    "makes instances": (lambda: Makes(a=nn.SiLU, b=nn.ReLU), _put(collections.OrderedDict, ("c", 1)), _ordered),
+    "a dict": (lambda: _filled(SealedDict), _put(dict, ("c", 1), ("a", 2)), _pairs),
+    "an OrderedDict": (lambda: _filled(SealedOrderedDict), _put(collections.OrderedDict, ("c", 1)), _ordered),
+    "an order": (lambda: _filled(collections.OrderedDict), _move_to_end, _ordered),
+    "an order of a dict": (lambda: _filled(dict), _reinsert, _pairs),
+    "a defaultdict": (lambda: collections.defaultdict(list, a=[1]), lambda d: d["b"].append(1), _pairs),
+    "a Counter": (lambda: collections.Counter("aab"), lambda c: c.update("b"), _pairs),
+    "a list": (lambda: SealedList([1, 2]), _put(list, 3), lambda c: list(list.__iter__(c))),
+    "a set": (lambda: SealedSet({1, 2}), _put(set, 3), lambda c: set(set.__iter__(c))),
+    "a deque": (
+        lambda: SealedDeque([1, 2], maxlen=2), _put(collections.deque, 3),
+        lambda c: list(collections.deque.__iter__(c)),
+    ),
+    "a UserDict": (lambda: collections.UserDict(a=1), lambda d: d.update(b=2), lambda d: dict(d.data)),
+    "a mapping that loads": (Loads, lambda d: d["a"], lambda d: dict(d.store)),
+    "slots": (Slotted, _set_slots, _slots),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("make, write, stored", CONTAINERS.values(), ids=CONTAINERS)
+@pytest.mark.parametrize("nested", [False, True], ids=["", "nested"])
+def test_a_container_is_put_back_as_it_is_stored(make, write, stored, nested):
+    container = make()
+    before = stored(container)
+    surroundings = Surroundings(nn.Identity(), ([container] if nested else container,))
+    surroundings.restore()
+    assert stored(container) == before and not surroundings.changed()
+    write(container)
+    assert stored(container) != before
+    surroundings.restore()
+    now = stored(container)
+    assert now == before and list(now) == list(before)
+
+
+ACTIVATIONS = Makes(relu=nn.ReLU, silu=nn.SiLU)
+
+
+class Looks(Loop):
+    """Its code names a registry, in the constructor only or in the forward."""
+
+    def __init__(self, used: bool):
+        super().__init__()
+        self.used, self.act = used, ACTIVATIONS["silu"]
+
+    def mixed(self, x, w, ids):
+        act = ACTIVATIONS["silu"] if self.used else self.act
+        return act(super().mixed(x, w, ids))
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_a_registry_that_makes_instances_outlives_explain(used):
+    found = moefx.explain(Looks(used), example_inputs=(torch.randn(5, D),))
+    assert [block.name for block in found.matched] == [""]
+    assert dict(collections.OrderedDict.items(ACTIVATIONS)) == {"relu": nn.ReLU, "silu": nn.SiLU}
+    assert Looks(used)(torch.randn(3, D)).shape == (3, D)
+
+
+@functools.lru_cache(maxsize=64)
+def _split(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return shape[0] // 2, 2, shape[1]
+
+
+@functools.cache
+def _table() -> torch.Tensor:
+    return torch.ones(D)
+
+
+@functools.cache
+def _settings() -> list[int]:
+    return [2]
+
+
+class Caches(Loop):
+    """Its library keeps the shapes that it has met, as einops does, and a table that is made at the first call."""
+
+    def forward(self, x):
+        w, ids = self.route(x)
+        flat = ids.flatten()
+        order, rows = flat.argsort(), x.repeat_interleave(2, 0) * _table()
+        ends = flat.bincount(minlength=len(self.experts)).cumsum(0).tolist()
+        parts = [e(rows[order][a:b]) for e, a, b in zip(self.experts, [0, *ends], ends, strict=False) if a < b]
+        back = torch.cat(parts)[order.argsort()] * w.flatten()[:, None]
+        return back.reshape(_split(back.shape)).sum(1) * len(_settings())
+
+
+@pytest.mark.parametrize("is_warm", [False, True], ids=["", "warm"])
+def test_a_cache_keeps_nothing_of_a_capture(is_warm):
+    for cache in (_split, _table):
+        cache.cache_clear()
+    model, settings = Caches(), _settings()
+    with torch.no_grad():
+        wanted = [model(torch.full((t, D), 0.5)) for t in range(1, 40)] if is_warm else []
+    moefx.explain(model, example_inputs=(torch.randn(14, D),))
+    with torch.no_grad():
+        found = [model(torch.full((t, D), 0.5)) for t in range(1, 40)]
+    assert [y.shape for y in found] == [(t, D) for t in range(1, 40)]
+    assert all(map(torch.equal, wanted, found))
+    assert type(_table()) is torch.Tensor and _settings() is settings
