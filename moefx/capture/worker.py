@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import ctypes
+import math
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -20,6 +22,7 @@ from . import autocast
 
 R = TypeVar("R")
 _PATIENCE = 10.0  # seconds from an interrupt to the next op or proof step of the worker, before it is forced to stop
+_PULSE = 0.05  # seconds
 
 
 class Interrupted(BaseException):
@@ -44,15 +47,16 @@ def check_interrupt() -> None:
 class _Work:
     def __init__(self, fn: Callable[[], Any]):
         self.fn, self.outcome = fn, (False, None)
-        self.gate, self.is_done = threading.Lock(), threading.Event()
-        self.has_begun = self.is_cancelled = False
+        self.gate, self.running = threading.Lock(), threading.Lock()
+        self.has_begun = self.has_ended = self.is_cancelled = False
         self.thread = threading.Thread(target=contextvars.copy_context().run, args=(self._run,), name="moefx")
         self.state = autocast.state(), _accelerator_stream()
 
     def result(self) -> Any:
+        self.running.acquire()  # `join` believes after an interrupt that the thread has ended
         try:
             _start(self.thread)
-            self.is_done.wait()  # `join` believes after an interrupt that the thread has ended
+            self._wait()
         except BaseException:
             self._stop()
             raise
@@ -76,7 +80,15 @@ class _Work:
         except BaseException as error:
             self.outcome = False, error
         finally:
-            self.is_done.set()
+            self.has_ended = True
+            self.running.release()
+
+    def _wait(self, seconds: float = math.inf) -> bool:
+        """Whether it ends within this time. Wakes often: an interrupt that another thread sends does not end a wait."""
+        deadline = time.monotonic() + seconds
+        while not self.has_ended and time.monotonic() < deadline:
+            self.running.acquire(timeout=_PULSE)
+        return self.has_ended
 
     def _stop(self) -> None:
         """Ask the worker to stop and wait until it has. A second interrupt forces it, a third one abandons it."""
@@ -85,9 +97,9 @@ class _Work:
             if not self.has_begun:
                 return
         interrupts = 0
-        while self.thread.is_alive() and not self.is_done.is_set() and interrupts < 2:
+        while self.thread.is_alive() and not self.has_ended and interrupts < 2:
             try:
-                if not self.is_done.wait(_PATIENCE):
+                if not self._wait(_PATIENCE):
                     self._force()
             except BaseException:
                 interrupts += 1
