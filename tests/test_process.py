@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 import moefx
 from moefx.capture.recorder import Recorder
 from moefx.capture.sizes import Number
-from moefx.capture.worker import check_interrupt, run_in_worker
+from moefx.capture.worker import Interrupted, check_interrupt, run_in_worker
 
 from .passes.blocks import D, Loop
 
@@ -77,7 +77,7 @@ def _fail():
 
 def _interrupt():
     _thread.interrupt_main()
-    time.sleep(0.05)  # until the main thread has seen it
+    time.sleep(0.3)  # until the main thread has seen it
 
 
 STOPS = {"Ctrl-C": (_interrupt, KeyboardInterrupt), "exit": (_exit, SystemExit), "raise": (_fail, KeyboardInterrupt)}
@@ -111,6 +111,7 @@ def test_a_worker_is_waited_for_until_it_has_put_things_back():
 
     def work():
         held.append("swapped")
+        _thread.interrupt_main()
         try:
             while True:
                 check_interrupt()
@@ -119,7 +120,6 @@ def test_a_worker_is_waited_for_until_it_has_put_things_back():
             time.sleep(0.2)
             held.clear()
 
-    threading.Timer(0.1, _thread.interrupt_main).start()
     with pytest.raises(KeyboardInterrupt):
         run_in_worker(work)
     assert not held
@@ -127,15 +127,18 @@ def test_a_worker_is_waited_for_until_it_has_put_things_back():
 
 def test_a_worker_that_does_not_listen_is_forced_by_a_second_interrupt():
     def work():
+        _thread.interrupt_main()
+        with contextlib.suppress(Interrupted):
+            while True:
+                check_interrupt()
+                time.sleep(0.001)
+        _thread.interrupt_main()
         while True:
             time.sleep(0.001)
 
-    for delay in (0.1, 0.3):
-        threading.Timer(delay, _thread.interrupt_main).start()
-    start = time.perf_counter()
     with pytest.raises(KeyboardInterrupt):
         run_in_worker(work)
-    assert time.perf_counter() - start < 5
+    assert not _workers()
 
 
 class Doubles(torch.autograd.Function):

@@ -46,7 +46,8 @@ def check_interrupt() -> None:
 
 class _Work:
     def __init__(self, fn: Callable[[], Any]):
-        self.fn, self.outcome = fn, (False, None)
+        self.fn = fn
+        self.outcome: tuple[bool, Any] = False, None
         self.gate, self.running = threading.Lock(), threading.Lock()
         self.has_begun = self.has_ended = self.is_cancelled = False
         self.thread = threading.Thread(target=contextvars.copy_context().run, args=(self._run,), name="moefx")
@@ -92,15 +93,14 @@ class _Work:
 
     def _stop(self) -> None:
         """Ask the worker to stop and wait until it has. A second interrupt forces it, a third one abandons it."""
-        with self.gate:
-            self.is_cancelled = True
-            if not self.has_begun:
-                return
         interrupts = 0
-        while self.thread.is_alive() and not self.has_ended and interrupts < 2:
+        while interrupts < 2:
             try:
-                if not self._wait(_PATIENCE):
+                with self.gate:
+                    self.is_cancelled = True
+                while self.has_begun and self.thread.is_alive() and not self._wait(_PATIENCE):
                     self._force()
+                return
             except BaseException:
                 interrupts += 1
                 self._force()

@@ -94,7 +94,7 @@ class Slotted:
     __slots__ = ("empty", "last")
 
     def __init__(self):
-        self.last = None
+        self.last: int | None = None
 
 
 def _put(base: Any, *items: Any) -> Callable[[Any], None]:
@@ -102,10 +102,8 @@ def _put(base: Any, *items: Any) -> Callable[[Any], None]:
         for item in items:
             if issubclass(base, dict):
                 base.__setitem__(container, *item)
-            elif base is set:
-                set.add(container, item)
             else:
-                base.append(container, item)
+                getattr(base, "add" if base is set else "append")(container, item)
 
     return write
 
