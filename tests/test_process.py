@@ -31,7 +31,8 @@ class Stops(Loop):
 
     def __init__(self, stop=lambda: None, at=0):
         super().__init__()
-        self.number, self.stop, self.at = iter(range(1, 10_000)).__next__, stop, at  # a copy has the same iterator
+        numbers = iter(range(1, 10_000))
+        self.number, self.stop, self.at = lambda: next(numbers), stop, at  # copies share the function
         self.steps = torch.tensor([1, 2])
         self.register_buffer("seen", torch.zeros(2, dtype=torch.int64))
 
