@@ -17,7 +17,9 @@ from torch import nn
 
 from ._plan import Plan
 from .capture.effects import silenced
+from .capture.collisions import ModelNumbers
 from .capture.inputs import Arguments
+from .capture.readings import readings
 from .capture.sizes import SizeGuard
 from .capture.worker import run_in_worker
 from .errors import CaptureError, Refused
@@ -97,23 +99,29 @@ def limited(block: nn.Module, result: Result, plan: Plan) -> Result:
 
 
 def lift(block: nn.Module, args: tuple, kwargs: dict[str, Any], names: list[str]) -> tuple[Match, Rewritten]:
-    """The proof and the rewrite, with the last axis of the hidden states as the features or, where that does not run,
-    the second one (images [B, C, H, W])."""
-    try:
-        return _lift(block, Arguments(args, kwargs), names)
-    except (Refused, CaptureError):
-        raise
-    except Exception as error:  # the user's code, on sizes it was not made for
+    """Prove and rewrite with the most likely interpretation of the arguments. If the block does not run at other sizes
+    with that, try the others.
+
+    Raises:
+        Refused: no interpretation was proven; the first refusal is raised, else the error of the first one.
+    """
+    first: Exception | None = None
+    refusal: Refused | None = None
+    for arguments in readings(args, kwargs, ModelNumbers.of(block)):
         try:
-            return _lift(block, Arguments(args, kwargs, feature=1), names)
-        except Refused:
-            raise
-        except Exception:
-            raise error from None
+            return _lift(block, arguments, names)
+        except (Refused, CaptureError) as error:
+            if first is None:
+                raise
+            refusal = refusal or (error if isinstance(error, Refused) else None)
+        except Exception as error:  # the user's code, on sizes it was not made for
+            first = first or error
+    assert first is not None
+    raise refusal or first from None
 
 
 def _lift(block: nn.Module, arguments: Arguments, names: list[str]) -> tuple[Match, Rewritten]:
-    """Read as it is likeliest meant; where that is refused, in other ways."""
+    """Prove with the most likely reading of the program. If that is refused, try the others, then other sizes."""
     prover = Prover(block, arguments, most_experts(block))
     try:
         return _for_sizes(prover, names)
@@ -125,7 +133,11 @@ def _lift(block: nn.Module, arguments: Arguments, names: list[str]) -> tuple[Mat
 
 
 def _for_sizes(prover: Prover, names: list[str]) -> tuple[Match, Rewritten]:
-    """For all sizes; where that cannot be, for those at which the program goes the way that it goes for the example."""
+    """Prove for all sizes. If that fails, prove for the sizes that take the example's branches, and guard on them.
+
+    Raises:
+        Refused: no proof holds for the example's sizes.
+    """
     arguments = prover.arguments
 
     def only(side: tuple[SizeGuard, ...]) -> tuple[Match, Rewritten]:
@@ -138,14 +150,40 @@ def _for_sizes(prover: Prover, names: list[str]) -> tuple[Match, Rewritten]:
         if not side:
             raise
         try:
-            return only(side)
+            return _for_example(only(side))
         except Refused:
             raise refusal from None
-    other = [g for g in match.guards if not g.holds(arguments.sizes) and g not in match.extra_guards]
-    if other:  # a form, but not for the example
-        with contextlib.suppress(Refused):
-            return only(tuple(dataclasses.replace(g, value=not g.value) for g in other))
-    return match, rewritten
+    failed = _failed_for_example(match)
+    if not failed:
+        return match, rewritten
+    side = tuple(dataclasses.replace(g, value=not g.value) for g in failed)
+    with contextlib.suppress(Refused):
+        return _for_example(only(side))
+    with contextlib.suppress(Refused):
+        again = Prover(prover.block, arguments.shifted(), prover.hint, (), prover.symbolic, prover.whole)
+        return _for_example(_rewritten(again, names))
+    return _for_example((match, rewritten))
+
+
+def _failed_for_example(match: Match) -> list[SizeGuard]:
+    return [g for g in match.guards if not g.holds(match.arguments.sizes)]
+
+
+def _for_example(found: tuple[Match, Rewritten]) -> tuple[Match, Rewritten]:
+    """Return a proof that holds for the example's own sizes.
+
+    Raises:
+        Refused: it does not: every call like the example's would run the original.
+    """
+    failed = _failed_for_example(found[0])
+    if failed:
+        sizes = ", ".join(f"{dim} = {n}" for dim, n in found[0].arguments.sizes.items())
+        raise Refused(
+            f"the proof does not hold for the example's own sizes ({sizes}): it needs {failed[0]}",
+            source=str(found[0].lifted[0].cut.meta["source"]),
+            remedy="pass example_inputs of sizes for which it holds",
+        )
+    return found
 
 
 def _rewritten(prover: Prover, names: list[str]) -> tuple[Match, Rewritten]:

@@ -45,6 +45,7 @@ def capture(
     *,
     flips: Flips | None = None,
     dims: dict[str, int] | None = None,
+    fixed: Sequence[int] = (),
     most_nodes: int = 0,
     held: Mapping[str, Sequence[int]] | None = None,
 ) -> Capture:
@@ -55,7 +56,7 @@ def capture(
     `CaptureError` with the user's source line.
     """
     tracer = Tracer(routing, flips)
-    tracer.sizes, tracer.most_nodes = SizeLog(dims or {}), most_nodes
+    tracer.sizes, tracer.most_nodes = SizeLog(dims, fixed), most_nodes
     tracer.named = plain_tensors(block)
 
     def stand_in(t: torch.Tensor, name: str) -> torch.Tensor:

@@ -140,14 +140,14 @@ class Functions(TorchFunctionMode):
     def _several(self, t: torch.Tensor, rows: int) -> Any:
         """How many rows there are where each token has a few, of each choice one, say; None where they have not."""
         sizes = self.tracer.sizes
-        tokens = math.prod(sizes.dims.values())
+        tokens = sizes.tokens
         each, rest = divmod(rows, tokens)
         if rest or not 2 <= each <= _MOST_OF_A_TOKEN or tokens < _LEAST_TOKENS or _is_batched(t):
             return None
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             if rows in self.tracer.held or self.tracer.node_of(t).op == "get_attr":
                 return None
-        return Size(rows, f"{each}*{'*'.join(sizes.dims)}", sizes)
+        return Size(rows, f"{each}*{sizes.tokens_text}", sizes)
 
     def _numbers(self, t: torch.Tensor, value: Any) -> Any:
         """Integers that Python read from the routing."""

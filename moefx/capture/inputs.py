@@ -10,16 +10,22 @@ import copy
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 
 from .captured import has_values
+from .collisions import ModelNumbers
 
 NAMES = ("B", "S", "P", "Q", "R")
 _FEW = 8
+# Sizes of the first of several token dims, by variant: no two captures share a size by accident.
+_OUTER = ((3, 7, 13), (2, 6, 10), (5, 9, 11), (4, 8, 12))
+_CANDIDATES = 6  # sizes of the last token dim that are compared
+_NEAR = 9  # sizes of a sequence that are compared reach so far
+Axis = tuple[int, int]  # which tensor argument, and which of its axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,14 +154,29 @@ class Arguments:
 
     Args:
         feature: the axis of the hidden states that is not a token axis: the last, or 1 for channels first.
+        numbers: those of the model, which captures avoid as sizes.
+        fixed: token dims that the model fixes, such as positions of a table: the other ones alone vary.
+        names: for axes of other tensors another interpretation than the most likely one, see `options`.
 
     Attributes:
         dims: names of the token dims, outermost first: `("S",)` for [S,D] inputs, `("B", "S")` for [B,S,D].
         sizes: their sizes in the recorded call.
+        fixed: the token dims that the model fixes, and their sizes.
+        each: tokens per unit of these sizes, more than 1 if dims are `fixed`.
+        options: for each axis that equals a token dim, all interpretations, the chosen one first.
         held: by name of an integer buffer, numbers that are to be among its values, too.
+        shift: captures use the sizes of later variants.
     """
 
-    def __init__(self, args: tuple, kwargs: dict[str, Any], feature: int = -1):
+    def __init__(
+        self,
+        args: tuple,
+        kwargs: dict[str, Any],
+        feature: int = -1,
+        numbers: ModelNumbers | None = None,
+        fixed: Collection[str] = (),
+        names: Mapping[Axis, int | str] | None = None,
+    ):
         flat, self.spec = pytree.tree_flatten((args, kwargs))
         tensors = [t for t in flat if isinstance(t, torch.Tensor)]
         hidden = next((t for t in tensors if t.is_floating_point() and t.dim() >= 2), None)
@@ -165,13 +186,34 @@ class Arguments:
         else:
             self.feature = feature % hidden.dim()
             lead = (*hidden.shape[: self.feature], *hidden.shape[self.feature + 1 :])
-        names = NAMES[: len(lead)] if len(lead) > 1 else ("S",) * len(lead)
-        self.dims: tuple[str, ...] = names
-        self.sizes: dict[str, int] = dict(zip(names, lead, strict=True))
+        self.lead: tuple[str, ...] = NAMES[: len(lead)] if len(lead) > 1 else ("S",) * len(lead)
+        every = dict(zip(self.lead, lead, strict=True))
+        self.dims: tuple[str, ...] = tuple(d for d in self.lead if d not in fixed)
+        self.sizes: dict[str, int] = {d: every[d] for d in self.dims}
+        self.fixed: dict[str, int] = {d: every[d] for d in self.lead if d in fixed}
+        self.each = math.prod(self.fixed.values())
         self.width = hidden.shape[self.feature] if hidden.dim() > len(lead) else 0
-        self.flat: list[Any] = [self._leaf(t, t is hidden) if isinstance(t, torch.Tensor) else t for t in flat]
+        self.options: dict[Axis, list[int | str]] = {}
+        positions = itertools.count()
+        self.flat: list[Any] = [
+            self._leaf(t, next(positions), t is hidden, names or {}) if isinstance(t, torch.Tensor) else t for t in flat
+        ]
         self.tensors = [leaf for leaf in self.flat if isinstance(leaf, Leaf)]
         self.held: dict[str, tuple[int, ...]] = {}
+        self.shift = 0
+        own = {n for leaf in self.tensors for n in leaf.shape if isinstance(n, int)}
+        self.numbers = (numbers or ModelNumbers()).with_exact(own)
+
+    @property
+    def tokens(self) -> str:
+        """The number of tokens, as an expression over the dims."""
+        return "*".join((*self.dims, *([str(self.each)] if self.each > 1 else [])))
+
+    def shifted(self) -> Arguments:
+        """The same arguments, for captures at other sizes."""
+        out = copy.copy(self)
+        out.shift += 1
+        return out
 
     def turned(self, numbers: Iterable[tuple[int | str, int]]) -> Arguments:
         """With more numbers among the values of tensors, by the positions of these among all; by name for buffers."""
@@ -199,21 +241,18 @@ class Arguments:
         out.flat = [next(left) if isinstance(t, Leaf) else t for t in self.flat]
         return out
 
-    def _leaf(self, t: torch.Tensor, is_hidden: bool) -> Leaf:
+    def _leaf(self, t: torch.Tensor, position: int, is_hidden: bool, names: Mapping[Axis, int | str]) -> Leaf:
         shape: list[int | str] = []
         used: set[str] = set()
         for axis, n in enumerate(t.shape):
-            # a mask may have two axes of positions, but nothing has two of sequences
-            free = [s for s in self.dims if s not in used or (s,) == self.dims[-1:]]
-            exact = sorted((s for s in free if self.sizes[s] == n and n != 1), key=lambda s: s in used)
             if is_hidden:
-                name: int | str = n if axis == self.feature else self.dims[axis - (axis > self.feature)]
-            elif exact:
-                name = exact[0]
-            elif len(self.dims) > 1 and n == math.prod(self.sizes.values()) and n > 1:
-                name = "*".join(self.dims)
+                dim = self.lead[axis - (axis > self.feature)] if axis != self.feature else ""
+                name: int | str = dim if dim in self.dims else n
             else:
-                name = n
+                options = self._options(n, used)
+                name = names.get((position, axis), options[0])
+                if len(options) > 1:
+                    self.options[position, axis] = [name, *(option for option in options if option != name)]
             if isinstance(name, str):
                 used.add(name)
             shape.append(name)
@@ -226,33 +265,64 @@ class Arguments:
         )
         return Leaf(tuple(shape), t.dtype, keep, t.requires_grad)
 
+    def _options(self, n: int, used: set[str]) -> list[int | str]:
+        """The interpretations of an axis of size `n`, the most likely first: a token dim, all tokens, a fixed number.
+        A mask may have two axes of positions, but nothing has two of sequences."""
+        if n == 1:
+            return [1]
+        free = [d for d in self.dims if d not in used or (d,) == self.lead[-1:]]
+        exact = sorted((d for d in free if self.sizes[d] == n), key=lambda d: d in used)
+        is_product = self.tokens not in self.dims and bool(self.dims) and n == self.each * math.prod(self.sizes.values())
+        return [*exact, *([self.tokens] if is_product else []), n]
+
     def choose(self, tokens: int, variant: int = 0) -> dict[str, int]:
-        """Sizes with about `tokens` tokens that are unlike each other and unlike the model's own dims."""
-        if len(self.dims) <= 1:
-            return {d: _odd(tokens + 2 * variant, {self.width}) for d in self.dims}
-        outer = (3, 2, 5, 4)[variant % 4]  # no two captures share a size by accident
-        sizes = {self.dims[0]: outer}
-        for d in self.dims[1:-1]:
-            sizes[d] = 2 + variant
-        rest = max(2, -(-tokens // math.prod(sizes.values())))
-        sizes[self.dims[-1]] = _odd(rest, {self.width, *sizes.values()})
-        return sizes
+        """Choose sizes with about `tokens` tokens that equal no number of the model, nor each other's products.
+
+        Args:
+            variant: captures of other variants get other sizes.
+        """
+        tokens = -(-tokens // self.each)
+        variant += self.shift
+        candidates = list(itertools.chain.from_iterable(self._candidates(tokens, outer, variant) for outer in range(3)))
+
+        def cost(sizes: dict[str, int]) -> int:
+            return self.numbers.cost(sizes, self.each) + max(0, math.prod(sizes.values()) - tokens)
+
+        return min(candidates, key=cost) if candidates else {}
+
+    def _candidates(self, tokens: int, turn: int, variant: int) -> Iterator[dict[str, int]]:
+        """Sizes from which `choose` takes the best. No two of three variants share one."""
+        if not self.dims:
+            return
+        outer = _OUTER[variant % len(_OUTER)]
+        lead = [outer[turn % len(outer)], *(2 + variant + turn + i for i in range(len(self.dims) - 2))]
+        lead = lead[: len(self.dims) - 1]
+        rest = max(2, -(-tokens // math.prod(lead)))
+        for n in itertools.islice(_unround(rest, variant), _CANDIDATES if lead or not turn else 0):
+            yield dict(zip(self.dims, [*lead, n], strict=True))
 
     def sequence(self, tokens: int) -> dict[str, int]:
         """Sizes of one sequence with so many tokens."""
-        return dict.fromkeys(self.dims, 1) | {self.dims[-1]: tokens}
+        return dict.fromkeys(self.dims, 1) | {self.dims[-1]: max(1, tokens // self.each)}
+
+    def tokens_near(self, tokens: int, avoid: Collection[int] = ()) -> int:
+        """The number of tokens of a sequence, as given or a few more, that equals no number of the model."""
+        least = -(-tokens // self.each) | 1  # odd, as all sizes of captures are
+        several = [self.each * n for n in range(least, least + _NEAR, 2)]
+        several = [n for n in several if n not in avoid] if self.dims else [tokens]
+        return min(several, key=lambda n: self.numbers.cost(self.sequence(n), self.each) + n)
 
     def at(self, sizes: dict[str, int], seed: int = 0) -> tuple[tuple, dict[str, Any]]:
         """(args, kwargs) at these sizes: meta tensors for floats, small real ones for integers."""
         generator = torch.Generator().manual_seed(77 + seed)
         out = []
-        few = math.prod(sizes.values()) < _FEW  # of which all might be masked, say
+        few = self.each * math.prod(sizes.values()) < _FEW  # of which all might be masked, say
         for leaf in self.flat:
             if not isinstance(leaf, Leaf):
                 out.append(leaf)
                 continue
             leaf = dataclasses.replace(leaf, turns=()) if few else leaf
-            shape = [math.prod(sizes[d] for d in n.split("*")) if isinstance(n, str) else n for n in leaf.shape]
+            shape = [_size(n, sizes) if isinstance(n, str) else n for n in leaf.shape]
             if leaf.example is None:
                 out.append(torch.empty(shape, dtype=leaf.dtype, device="meta"))
                 continue
@@ -261,8 +331,13 @@ class Arguments:
         return args, kwargs
 
 
-def _odd(n: int, avoid: set[int]) -> int:
-    n |= 1
-    while n in avoid or (any(n % p == 0 for p in (3, 5)) and n > 5):
-        n += 2
-    return n
+def _size(name: str, sizes: Mapping[str, int]) -> int:
+    """The size of an axis such as `S`, `B*S` or `B*10`."""
+    return math.prod(int(part) if part.isdigit() else sizes[part] for part in name.split("*"))
+
+
+def _unround(least: int, variant: int) -> Iterator[int]:
+    """Odd numbers from `least` on that are no multiples of 3 or 5; of two kinds, for variants to differ."""
+    for n in itertools.count(least | 1, 2):
+        if (n <= 5 or (n % 3 and n % 5)) and (n < 16 or n % 4 == (1, 3)[variant % 2]):
+            yield n

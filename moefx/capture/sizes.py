@@ -14,7 +14,7 @@ import math
 import operator
 import re
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -91,17 +91,21 @@ class SizeLog:
         routed: whether a number that follows from the routing (a `Count`) became a plain one.
     """
 
-    def __init__(self, dims: dict[str, int] | None = None):
+    def __init__(self, dims: dict[str, int] | None = None, fixed: Sequence[int] = ()):
+        """`fixed`: sizes of the token axes that the model fixes. Products with these count as sizes, too."""
         self.dims = dims or {}
+        self.tokens = math.prod((*self.dims.values(), *fixed))
+        self.tokens_text = "*".join((*self.dims, *([str(math.prod(fixed))] if fixed else [])))
         self.guards: list[SizeGuard] = []
         self.leaks: set[str] = set()
         self.used: set[str] = set()
         self.given: frozenset[int | float] = frozenset()
         self.routed = False
         self.expressions: dict[int, str] = {}  # of single dims before those of products
-        for count in range(1, len(self.dims) + 1):
+        for count, times in itertools.product(range(1, len(self.dims) + 1), _products(fixed)):
             for chosen in itertools.combinations(self.dims, count):
-                self.expressions.setdefault(math.prod(self.dims[d] for d in chosen), "*".join(chosen))
+                text = "*".join((*chosen, *([str(times)] if times > 1 else [])))
+                self.expressions.setdefault(times * math.prod(self.dims[d] for d in chosen), text)
 
     def note(self, left: str, op: str, right: str, value: bool) -> None:
         guard = SizeGuard(left, op, right, value)
@@ -133,6 +137,12 @@ class SizeLog:
     def use(self, size: Number) -> None:
         self.used.add(size.expr)
         self.given |= {size.value}
+
+
+def _products(factors: Sequence[int]) -> list[int]:
+    """1, and the products of some of these, ascending."""
+    several = (itertools.combinations(factors, count) for count in range(len(factors) + 1))
+    return sorted({math.prod(chosen) for chosen in itertools.chain.from_iterable(several)})
 
 
 class Number:

@@ -56,7 +56,7 @@ def overflow(prover: Prover) -> None:
                 "tried: it is no count itself, so at how many tokens that changes cannot be told",
                 source=str(place[0]), culprits=(place[1],),
             )  # fmt: skip
-        tokens = int(lowest / 0.85) + 10
+        tokens = prover.arguments.tokens_near(int(lowest / 0.85) + 10)
         sizes = prover.arguments.sequence(tokens)
         if tokens > MOST_TOKENS or not prover.is_within(sizes):
             break
@@ -67,7 +67,7 @@ def overflow(prover: Prover) -> None:
             break
         prover.add(lifted, sizes)
         seen.append(limits(lifted.capture))
-    prover.extra_guards.append(SizeGuard("*".join((*prover.arguments.dims, str(slots))), "le", str(lowest), True))
+    prover.extra_guards.append(SizeGuard(f"{prover.arguments.tokens}*{slots}", "le", str(lowest), True))
 
 
 def _most_of_one(lifted: Lifted) -> int:

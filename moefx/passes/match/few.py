@@ -22,7 +22,7 @@ def more_slots(prover: Prover) -> None:
     them."""
     if all(bool(lifted.kept.all()) for lifted in prover.lifted):
         return
-    sizes = prover.arguments.sequence(5)
+    sizes = prover.arguments.sequence(prover.arguments.tokens_near(5))
     lifted = _lifted(prover, Routing("diverse", 6), sizes) if prover.is_within(sizes) else None
     if isinstance(lifted, Lifted) and lifted.slots > prover.lifted[0].slots:
         prover.add(lifted, sizes)
@@ -74,7 +74,7 @@ def _few(prover: Prover) -> None:
     """A few tokens that spread out, and a few that crowd on some experts and leave the others idle: a program
     that asks who is idle changes what the second ones get. Sizes that it is not made for show nothing."""
     first = prover.lifted[0]
-    sizes = prover.arguments.sequence(3 if first.slots != 3 else 5)
+    sizes = prover.arguments.sequence(prover.arguments.tokens_near(3, avoid=(first.slots,)))
     busy = max(first.groups, key=lambda g: len(g.ids)).ids[0]
     found: list[Lifted] = []
     unclear: list[Refused] = []  # so few may show too little

@@ -73,14 +73,15 @@ def leaked_sizes(prover: Prover) -> None:
         return
     usual, moved = _Usual(prover), False
     # of one sequence: what is the same for 5 sequences of 19 may be another for one of 40
-    below = max(sizes[prover.arguments.dims[-1]] for sizes in prover.sizes) if prover.arguments.dims else 1
+    arguments = prover.arguments
+    below = max(sizes[arguments.dims[-1]] * arguments.each for sizes in prover.sizes) if arguments.dims else 1
 
     def only_below(high: int) -> SizeGuard:
-        return SizeGuard("*".join(prover.arguments.dims), "lt", str(high), True)
+        return SizeGuard(arguments.tokens, "lt", str(high), True)
 
     proven = max(math.prod(lifted.tokens) for lifted in prover.lifted)
     longest = most_tokens(prover.lifted, times=4)
-    for tokens in _LEAK_SIZES:
+    for tokens in map(arguments.tokens_near, _LEAK_SIZES):
         if tokens <= below:
             continue
         if tokens > longest:
@@ -137,7 +138,7 @@ def _has_leaks(prover: Prover) -> bool:
 def same_by_chance(prover: Prover) -> None:
     """What was computed from sizes (`S % 2`) and was the same at all of these may be another at sizes between them: the
     form is guarded to hold where it is the same."""
-    largest = max(math.prod(sizes.values()) for sizes in prover.sizes)
+    largest = prover.arguments.each * max(math.prod(sizes.values()) for sizes in prover.sizes)
     for text in sorted(set().union(*[lifted.capture.sizes.used for lifted in prover.lifted])):
         with contextlib.suppress(ArithmeticError, ValueError):
             seen = {evaluate(text, sizes) for sizes in prover.sizes}

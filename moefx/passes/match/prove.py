@@ -83,7 +83,10 @@ class Prover:
         if flips and self.lifted:  # a number that is not the program's own may be how often a loop runs
             most = 20 * len(self.lifted[0].capture.nodes)
         held = self.arguments.held
-        taken = capture(self.block, args, kwargs, routing, flips=flips, dims=sizes, most_nodes=most, held=held)
+        fixed = tuple(self.arguments.fixed.values())
+        taken = capture(
+            self.block, args, kwargs, routing, flips=flips, dims=sizes, fixed=fixed, most_nodes=most, held=held
+        )
         if taken.tracer.refusals:
             raise taken.tracer.refusals[0]
         self.compares = self.compares or bool(conditions(taken.nodes))

@@ -1,0 +1,47 @@
+"""Interpretations of the arguments of a call: which axes are token axes, and which ones the model fixes.
+
+One call does not tell. An axis of 8 may be the sequence, or the width of a condition; a table of positions fixes the
+length of all sequences. The program tells: it does not run at other sizes with a wrong interpretation.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from .collisions import ModelNumbers
+from .inputs import Arguments, Axis
+
+MAX_READINGS = 12
+
+
+def readings(args: tuple, kwargs: dict[str, Any], numbers: ModelNumbers) -> Iterator[Arguments]:
+    """Yield the interpretations, the most likely first.
+
+    Features are the last axis, else the second one (images [B, C, H, W]). Then axes that equal a token dim are
+    interpreted otherwise, one, two and more together. Then the model fixes some token dims, the last ones first.
+    """
+    first = Arguments(args, kwargs, numbers=numbers)
+    yield first
+    yield Arguments(args, kwargs, feature=1, numbers=numbers)
+    others = itertools.chain(_renamed(first, args, kwargs, ()), _with_fixed_dims(first, args, kwargs))
+    yield from itertools.islice(others, MAX_READINGS)
+
+
+def _renamed(first: Arguments, args: tuple, kwargs: dict[str, Any], fixed: tuple[str, ...]) -> Iterator[Arguments]:
+    changes = [(axis, name) for axis, names in first.options.items() for name in names[1:]]
+    for count in range(1, len(first.options) + 1):
+        for chosen in itertools.combinations(changes, count):
+            names: dict[Axis, int | str] = dict(chosen)
+            if len(names) == count:
+                yield Arguments(args, kwargs, numbers=first.numbers, fixed=fixed, names=names)
+
+
+def _with_fixed_dims(first: Arguments, args: tuple, kwargs: dict[str, Any]) -> Iterator[Arguments]:
+    for count in range(1, len(first.lead)):
+        for fixed in itertools.combinations(reversed(first.lead), count):
+            yield Arguments(args, kwargs, numbers=first.numbers, fixed=fixed)
+
+
+__all__ = ["readings"]
