@@ -16,8 +16,8 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from ._plan import Plan
-from .capture.effects import silenced
 from .capture.collisions import ModelNumbers
+from .capture.effects import silenced
 from .capture.inputs import Arguments
 from .capture.readings import readings
 from .capture.sizes import SizeGuard

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointFunction
 
 from .autocast import dtype_here
-from .captured import Call
+from .captured import Call, below_modes
 from .source import is_ours
 from .tracer import Tracer
 
@@ -58,16 +57,16 @@ def recording(tracer: Tracer, names: dict[int, str]) -> Iterator[None]:
         fqn = names.get(id(module))
         if fqn is None or tracer.quiet or not tracer.is_here():
             return original_call(module, *args, **kwargs)
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
-            node_args, node_kwargs = pytree.tree_map_only(torch.Tensor, tracer.node_of, (args, kwargs))
+        with below_modes(), torch._C.DisableTorchFunction():
+            node_args, node_kwargs = _map_tensors((args, kwargs), tracer.node_of)
         record = Call(fqn, node_args, node_kwargs, None, len(tracer.nodes), 0, depth, dtype_here())
         depth += 1
         try:
             out = original_call(module, *args, **kwargs)
         finally:
             depth -= 1
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
-            record.out = pytree.tree_map_only(torch.Tensor, tracer.node_of, _opened(out))
+        with below_modes(), torch._C.DisableTorchFunction():
+            record.out = _map_tensors(_opened(out), tracer.node_of)
         record.stop = len(tracer.nodes)
         tracer.calls.append(record)
         return out
@@ -96,6 +95,17 @@ def recording(tracer: Tracer, names: dict[int, str]) -> Iterator[None]:
         for name in ("is_grad_enabled", "is_inference_mode_enabled"):
             stack.enter_context(_patched(torch, name, noted(name, getattr(torch, name))))
         yield
+
+
+def _map_tensors(tree: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
+    """`pytree.tree_map_only`, without it for tensors and plain arguments."""
+    if isinstance(tree, torch.Tensor):
+        return fn(tree)
+    if type(tree) is tuple:
+        return tuple([_map_tensors(x, fn) for x in tree])
+    if tree is None or (type(tree) is dict and not tree):
+        return tree
+    return pytree.tree_map_only(torch.Tensor, fn, tree)
 
 
 def _opened(out: Any) -> Any:

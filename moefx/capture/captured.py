@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import operator
 from collections.abc import Callable
@@ -11,8 +12,10 @@ import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import fx
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_arg
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .sizes import SizeLog
 from .source import Source
@@ -66,6 +69,15 @@ def has_values(t: torch.Tensor) -> bool:
     """Whether its elements are known: not on the meta device, nor of a fake mode, as all that a module holds is while
     `torch.export` calls it."""
     return not (t.is_meta or isinstance(t, FakeTensor))
+
+
+def below_modes() -> contextlib.AbstractContextManager[None]:
+    """Run ops without any dispatch mode. torch's own context costs as much as an op, also where there is no mode."""
+    is_clear = not torch._C._len_torch_dispatch_stack() and not _len_torch_dispatch_stack_pre_dispatch()
+    return _NOTHING if is_clear else _disable_current_modes()
+
+
+_NOTHING = contextlib.nullcontext()
 
 
 def map_tensors(tree: Any, fn: Callable[[torch.Tensor], Any]) -> Any:

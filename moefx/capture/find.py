@@ -19,12 +19,11 @@ import torch.utils._pytree as pytree
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils.parametrize import is_parametrized
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..ir.fields import opened
 from ..ir.reached import FUNCTIONS
 from .attention import attends
-from .captured import has_values, is_float
+from .captured import below_modes, has_values, is_float
 from .concolic import capture
 from .routing import Routing
 from .tracer import Tracer
@@ -205,7 +204,7 @@ def _observing(around: Callable, chosen: Callable) -> Iterator[None]:
 
 
 def _nodes(tracer: Tracer, tree: Any) -> list[fx.Node]:
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
+    with below_modes(), torch._C.DisableTorchFunction():
         found: list[fx.Node] = []
         opened(tree, lambda t: found.append(tracer.node_of(t)))
         return found
@@ -235,7 +234,7 @@ def _fresh(tracer: Tracer, out: Any, inputs: list[fx.Node]) -> Any:
         twin = tracer.graph.placeholder(f"again{len(tracer.nodes)}")
         twin.meta.update(index=len(tracer.nodes), source=node.meta["source"], grad=True, known=False, again=inputs)
         tracer.nodes.append(twin)
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
+        with below_modes(), torch._C.DisableTorchFunction():
             fake = tracer.to_fake(torch.empty(t.shape, dtype=t.dtype, device="meta"))
         twin.meta["val"] = fake
         tracer.track(fake, twin)

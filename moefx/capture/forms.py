@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -80,6 +81,17 @@ def with_leading_ones(value: fx.Node) -> fx.Node:
 
 def functional_form(func: Any, args: Any, kwargs: dict[str, Any], names: list[str]) -> tuple[Any, Any, dict[str, Any]]:
     """The functional form of an in-place or `out=` op, with its arguments."""
+    found, is_same = _functional_op(func)
+    if found is None:
+        raise CaptureError(f"no functional form of {func} is known, at {user_source()}: {user_source().text}")
+    if not is_same:
+        return found, args, kwargs
+    return found, args, {**_defaults(func, found, len(args)), **{k: v for k, v in kwargs.items() if k not in names}}
+
+
+@functools.cache
+def _functional_op(func: Any) -> tuple[Any, bool]:
+    """The functional form of an op, None if there is none, and whether it takes the same arguments."""
     name, overload = func.overloadpacket.__name__, func._overloadname
     packet = getattr(getattr(torch.ops, func.namespace), name[:-1] if _is_in_place(name) else name, None)
     overloads = packet.overloads() if packet is not None else []
@@ -87,11 +99,8 @@ def functional_form(func: Any, args: Any, kwargs: dict[str, Any], names: list[st
     for candidate in overloads:  # not by its name: `pow_.Scalar` is `pow.Tensor_Scalar`, not `pow.Scalar`
         found = getattr(packet, candidate)
         if _signature(found) == wanted:
-            kept = {k: v for k, v in kwargs.items() if k not in names}
-            return found, args, {**_defaults(func, found, len(args)), **kept}
-    if _is_in_place(name) and overload in overloads:
-        return getattr(packet, overload), args, kwargs
-    raise CaptureError(f"no functional form of {func} is known, at {user_source()}: {user_source().text}")
+            return found, True
+    return (getattr(packet, overload), False) if _is_in_place(name) and overload in overloads else (None, False)
 
 
 def _defaults(func: Any, form: Any, num_args: int) -> dict[str, Any]:

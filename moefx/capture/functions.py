@@ -12,11 +12,10 @@ import torch.nn.functional as F
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from . import autocast
-from .captured import is_float, tensors_in
+from .captured import below_modes, is_float, tensors_in
 from .counts import LENGTH, counted
 from .sizes import Size, plain, sized
 from .tracer import Tracer, from_floats
@@ -85,7 +84,7 @@ class Functions(TorchFunctionMode):
         if whole is None or not any(is_float(t) for t in tensors) or any(map(_is_batched, tensors)):
             out = self._run(func, args, options)
             if func is torch.Tensor.__getitem__:
-                with _disable_current_modes(), torch._C.DisableTorchFunction():
+                with below_modes(), torch._C.DisableTorchFunction():
                     for dim, stop in _whole_slices(*args):
                         out = tracer.record(torch.ops.aten.slice.Tensor, (out, dim, 0, stop), {})
             if touched:
@@ -144,14 +143,14 @@ class Functions(TorchFunctionMode):
         each, rest = divmod(rows, tokens)
         if rest or not 2 <= each <= _MOST_OF_A_TOKEN or tokens < _LEAST_TOKENS or _is_batched(t):
             return None
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
+        with below_modes(), torch._C.DisableTorchFunction():
             if rows in self.tracer.held or self.tracer.node_of(t).op == "get_attr":
                 return None
         return Size(rows, f"{each}*{sizes.tokens_text}", sizes)
 
     def _numbers(self, t: torch.Tensor, value: Any) -> Any:
         """Integers that Python read from the routing."""
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
+        with below_modes(), torch._C.DisableTorchFunction():
             if is_float(t) or t.dtype is torch.bool or _is_batched(t):
                 return value
             node = self.tracer.node_of(t)

@@ -272,7 +272,8 @@ class Arguments:
             return [1]
         free = [d for d in self.dims if d not in used or (d,) == self.lead[-1:]]
         exact = sorted((d for d in free if self.sizes[d] == n), key=lambda d: d in used)
-        is_product = self.tokens not in self.dims and bool(self.dims) and n == self.each * math.prod(self.sizes.values())
+        all_tokens = self.each * math.prod(self.sizes.values())
+        is_product = bool(self.dims) and self.tokens not in self.dims and n == all_tokens
         return [*exact, *([self.tokens] if is_product else []), n]
 
     def choose(self, tokens: int, variant: int = 0) -> dict[str, int]:

@@ -14,11 +14,12 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.fx.node import map_arg
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import CaptureError
 from . import autocast
-from .captured import is_float, map_tensors, tensors_in
+from .abstract import empty, key_of, known_result, remember
+from .captured import below_modes, is_float, map_tensors, tensors_in
 from .forms import has_gradients
 from .sizes import SizeLog, plain
 from .source import user_calls, user_source
@@ -275,14 +276,18 @@ class Recorder(TorchDispatchMode):
         if isinstance(t, FakeTensor):
             return t
         # made by hand: under the mode it takes several times as long
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
+        with below_modes(), torch._C.DisableTorchFunction():
             return self._fake(_on_meta(t))
 
     def abstract(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> FakeTensor:
         """What a function of fake tensors gives, without autocast: on meta tensors, which is much faster."""
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
-            args, kwargs = map_tensors((args, kwargs), _on_meta)
-            return self._fake(func(*args, **kwargs))
+        with below_modes(), torch._C.DisableTorchFunction():
+            key = key_of(func, args, kwargs)
+            if (known := known_result(key)) is None:
+                out = self._fake(func(*map_tensors(args, _on_meta), **map_tensors(kwargs, _on_meta)))
+                remember(key, out)
+                return out
+            return self._fake(empty(known))
 
     def _fake(self, t: torch.Tensor) -> FakeTensor:
         return FakeTensor(self.fake_mode, t, torch.device("cpu"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import sys
 import threading
@@ -45,25 +46,28 @@ def is_ours(file: str) -> bool:
     return file.startswith(_OURS)
 
 
+@functools.lru_cache(maxsize=4096)
 def is_users(file: str) -> bool:
     """Whether a file of code is the user's: neither torch's, nor this package's, nor generated."""
     return not file.startswith((*_OURS, *_NOBODYS))
 
 
-_offsets: dict[tuple[int, int], tuple[types.CodeType, int]] = {}  # with the code, so that no other gets its id
+_sources: dict[tuple[int, int], tuple[types.CodeType, Source]] = {}  # with the code, so that no other gets its id
 
 
-def _offset(code: types.CodeType, instruction: int) -> int:
-    """A number for the expression that runs. The interpreter replaces instructions of warm code by others, beside
-    them: the instruction alone may be another one at the next call."""
+def _source_of(frame: types.FrameType) -> Source:
+    """The expression that a frame runs. The interpreter replaces instructions of warm code by others, beside them: the
+    instruction alone may be another one at the next call."""
+    code, instruction = frame.f_code, frame.f_lasti
     key = (id(code), instruction)
-    if key not in _offsets:
-        if len(_offsets) > 1 << 14:
-            _offsets.clear()
+    if key not in _sources:
+        if len(_sources) > 1 << 14:
+            _sources.clear()
         positions = getattr(code, "co_positions", None)  # since Python 3.11, as the replacing is
         where = next(itertools.islice(positions(), instruction // 2, None)) if positions else (None,)
-        _offsets[key] = code, instruction if None in where else hash(where)
-    return _offsets[key][1]
+        offset = instruction if None in where else hash(where)
+        _sources[key] = code, Source(code.co_filename, frame.f_lineno, offset)
+    return _sources[key][1]
 
 
 _local = threading.local()
@@ -99,7 +103,7 @@ def _user_frames() -> Iterator[Source]:
         if name == _CAPTURE:
             return  # who asked for the capture is no part of the program
         if is_users(name):
-            yield Source(name, frame.f_lineno, _offset(frame.f_code, frame.f_lasti))
+            yield _source_of(frame)
         frame = frame.f_back
 
 

@@ -4,6 +4,7 @@ from them."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -15,10 +16,10 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
 )
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import CaptureError, Refused
 from . import autocast
+from .abstract import empty, is_pure, key_of, known_result, remember
 from .captured import (
     CHOICES,
     MIXED,
@@ -26,6 +27,7 @@ from .captured import (
     TRUTHS,
     Call,
     HostRead,
+    below_modes,
     has_values,
     is_abstract,
     is_float,
@@ -47,6 +49,14 @@ _CHECKS = {aten._assert_async.default, aten._assert_async.msg, aten._assert_scal
 # op, and whether of what is known of the routing alone. A function says what integers are to be that an op gave, or an
 # argument has (by its number).
 Flips = Mapping[tuple[Source, ...] | tuple[Source, str, bool] | int, Any]
+
+
+@functools.cache
+def _aliases(func: Any) -> tuple[list[int], bool]:
+    """Which arguments an op writes to, and whether its results may share memory with any."""
+    infos = [a.alias_info for a in func._schema.arguments]
+    written = [i for i, info in enumerate(infos) if info is not None and info.is_write]
+    return written, any(info is not None for info in infos)
 
 
 class Tracer(Recorder):
@@ -136,7 +146,7 @@ class Tracer(Recorder):
             return torch.device("cpu")
         if func in _CHECKS:
             return None
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
+        with below_modes(), torch._C.DisableTorchFunction():
             if func is aten._local_scalar_dense.default:
                 return self._host_read(args[0])
             if func is aten.is_same_size.default:
@@ -169,7 +179,7 @@ class Tracer(Recorder):
     def _lift_literal(self, t: torch.Tensor) -> torch.Tensor:
         self.literals[id(t)] = self.given
         if is_float(t) and not isinstance(t, FakeTensor):
-            with _disable_current_modes(), torch._C.DisableTorchFunction():
+            with below_modes(), torch._C.DisableTorchFunction():
                 node = self._constant(t)
                 fake = node.meta["val"]
                 self.track(fake, node)
@@ -211,8 +221,7 @@ class Tracer(Recorder):
             self.refuse(
                 "the block draws random numbers from a generator of its own", "draw them from torch's default generator"
             )
-        schema = func._schema
-        written = [i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+        written, is_view = _aliases(func)
         node_args, node_kwargs = map_tensors((args, kwargs), self.node_of)
         if name.startswith(("index_put", "_index_put")):
             node_args = (*node_args[:2], with_leading_ones(node_args[2]), *node_args[3:])
@@ -230,7 +239,6 @@ class Tracer(Recorder):
         elif flip == MIXED:
             asked = question(func, node_args, node_kwargs)
             out, concrete = self._mixed(func, args, kwargs, out, concrete, asked, known)
-        is_view = any(a.alias_info is not None for a in schema.arguments)
         return self.record_out(func, node_args, node_kwargs, args, out, concrete, is_view, known)
 
     def _is_abstract(self, t: torch.Tensor) -> bool:
@@ -305,6 +313,9 @@ class Tracer(Recorder):
         if flat and not any(isinstance(t, FakeTensor) for t in flat):
             concrete = func(*args, **kwargs)
             return map_tensors(concrete, lambda t: self.to_fake(t) if is_float(t) else t), concrete
+        key = key_of(func, args, kwargs) if is_pure(func) else None
+        if (known := known_result(key)) is not None:
+            return self._fake(empty(known)), None
         fargs, fkwargs = map_tensors((args, kwargs), self._all_fake)
         try:
             with self.fake_mode:
@@ -313,6 +324,7 @@ class Tracer(Recorder):
             out = None
         leaves = tensors_in(out)
         if out is not None and leaves and all(is_float(t) for t in leaves):
+            remember(key, out)
             return out, None
         if self.quiet and flat:
             raise CaptureError(
@@ -360,7 +372,7 @@ class Tracer(Recorder):
             cargs, ckwargs = map_tensors((args, kwargs), self.concrete)
             func(*cargs, **ckwargs)  # the real integer tensor changes under the user's eyes
         else:
-            self.compute(func, args, kwargs)
+            self._compute_in_place(func, args, kwargs)
         if func is aten.copy_.default:
             target, source = args[:2]
             self.mutate(target, self._converted(source, target))
@@ -376,6 +388,12 @@ class Tracer(Recorder):
             self.describe(part, t, known)
             self.mutate(t, part)
         return targets[0] if len(targets) == 1 else tuple(targets)
+
+    def _compute_in_place(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Have the op check its arguments, unless it did for others with the same layouts."""
+        key = None if torch.Tag.inplace_view in func.tags else key_of(func, args, kwargs)
+        if known_result(key) is None:
+            remember(key, self.compute(func, args, kwargs)[0])
 
     def _keep_foreign(self, t: torch.Tensor) -> None:
         """Before a tensor that was there before the call, and is neither buffer nor argument, is written to."""
@@ -414,7 +432,7 @@ class Tracer(Recorder):
         self, target: Any, args: tuple, kwargs: dict[str, Any], run: Callable[[], Any], opaque: bool = False
     ) -> Any:
         """Record one call as one node; the ops inside it run but are not recorded."""
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
+        with below_modes(), torch._C.DisableTorchFunction():
             node_args, node_kwargs = map_tensors((args, kwargs), self.node_of)
             known = all(self.node_of(t).meta.get("known") for t in tensors_in((args, kwargs)))
         self.quiet += 1
@@ -422,7 +440,7 @@ class Tracer(Recorder):
             out = run()
         finally:
             self.quiet -= 1
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
+        with below_modes(), torch._C.DisableTorchFunction():
             before = len(self.nodes)
             self.record_out(target, node_args, node_kwargs, args, out, None, False, known and not opaque)
             if opaque:
