@@ -20,8 +20,8 @@ from ..ir.reached import code_of, reached
 MAX_NUMBER = 1 << 13  # larger numbers equal no size of a capture, nor do their quotients matter
 MAX_PAIRED = 48  # numbers of which products, quotients and sums are formed
 MAX_ROWS_PER_TOKEN = 16  # `Functions` recognises up to this multiple of all tokens
-# How bad a collision is. One with a number itself must never be chosen if there is another choice.
-EXACT, NEXT, PRODUCT, SUM, SMALL = 1000, 100, 40, 5, 10
+# How bad a collision is: with another size, with a number itself, or with what may follow from numbers.
+SAME, EXACT, NEXT, PRODUCT, SUM, SMALL = 100_000, 1000, 100, 40, 5, 10
 MAX_SMALL = 3  # numbers in code up to this are mostly axes and slots
 
 
@@ -57,7 +57,7 @@ class ModelNumbers:
         tokens = each * math.prod(sizes.values())
         rows = [times * tokens for times in range(2, MAX_ROWS_PER_TOKEN + 1)]
         same = len(values) - len(set(values))  # B and S, or B*S and P, would be one number
-        return EXACT * same + sum(self.costs.get(n, 0) for n in values) + sum(self.costs.get(n, 0) for n in rows) // 10
+        return SAME * same + sum(self.costs.get(n, 0) for n in values) + sum(self.costs.get(n, 0) for n in rows) // 10
 
 
 def _numbers_of(block: nn.Module) -> Iterator[int]:

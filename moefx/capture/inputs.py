@@ -23,8 +23,10 @@ NAMES = ("B", "S", "P", "Q", "R")
 _FEW = 8
 # Sizes of the first of several token dims, by variant: no two captures share a size by accident.
 _OUTER = ((3, 7, 13), (2, 6, 10), (5, 9, 11), (4, 8, 12))
+_INNER = (2, 3, 4, 5, 7)
 _CANDIDATES = 6  # sizes of the last token dim that are compared
-_NEAR = 9  # sizes of a sequence that are compared reach so far
+_TWICE_THE_TOKENS = 1000  # costs as much as one collision with a number of the model
+_NEAR = 5  # sizes of a sequence that are compared reach so far
 Axis = tuple[int, int]  # which tensor argument, and which of its axes
 
 
@@ -283,24 +285,22 @@ class Arguments:
             variant: captures of other variants get other sizes.
         """
         tokens = -(-tokens // self.each)
-        variant += self.shift
-        candidates = list(itertools.chain.from_iterable(self._candidates(tokens, outer, variant) for outer in range(3)))
 
         def cost(sizes: dict[str, int]) -> int:
-            return self.numbers.cost(sizes, self.each) + max(0, math.prod(sizes.values()) - tokens)
+            more = max(0, math.prod(sizes.values()) - tokens)
+            return self.numbers.cost(sizes, self.each) + _TWICE_THE_TOKENS * more // tokens
 
-        return min(candidates, key=cost) if candidates else {}
+        return min(self._candidates(tokens, variant + self.shift), key=cost, default={})
 
-    def _candidates(self, tokens: int, turn: int, variant: int) -> Iterator[dict[str, int]]:
+    def _candidates(self, tokens: int, variant: int) -> Iterator[dict[str, int]]:
         """Sizes from which `choose` takes the best. No two of three variants share one."""
         if not self.dims:
             return
-        outer = _OUTER[variant % len(_OUTER)]
-        lead = [outer[turn % len(outer)], *(2 + variant + turn + i for i in range(len(self.dims) - 2))]
-        lead = lead[: len(self.dims) - 1]
-        rest = max(2, -(-tokens // math.prod(lead)))
-        for n in itertools.islice(_unround(rest, variant), _CANDIDATES if lead or not turn else 0):
-            yield dict(zip(self.dims, [*lead, n], strict=True))
+        lead = [_OUTER[variant % len(_OUTER)], *[_INNER] * (len(self.dims) - 2)][: len(self.dims) - 1]
+        for outer in itertools.product(*lead):
+            rest = max(2, -(-tokens // math.prod(outer)))
+            for n in itertools.islice(_unround(rest, variant), _CANDIDATES):
+                yield dict(zip(self.dims, [*outer, n], strict=True))
 
     def sequence(self, tokens: int) -> dict[str, int]:
         """Sizes of one sequence with so many tokens."""
