@@ -15,7 +15,7 @@ from torch import fx
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_arg
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _push_mode
 
 from .sizes import SizeLog
 from .source import Source
@@ -72,9 +72,19 @@ def has_values(t: torch.Tensor) -> bool:
 
 
 def below_modes() -> contextlib.AbstractContextManager[None]:
-    """Run ops without any dispatch mode. torch's own context costs as much as an op, also where there is no mode."""
-    is_clear = not torch._C._len_torch_dispatch_stack() and not _len_torch_dispatch_stack_pre_dispatch()
-    return _NOTHING if is_clear else _disable_current_modes()
+    """Run ops without any dispatch mode. torch's own context costs as much as an op, also if there is no mode."""
+    count = torch._C._len_torch_dispatch_stack()
+    if _len_torch_dispatch_stack_pre_dispatch() or count > 1:
+        return _disable_current_modes()
+    return _BelowOneMode() if count else _NOTHING
+
+
+class _BelowOneMode:
+    def __enter__(self) -> None:
+        self.mode = _pop_mode()
+
+    def __exit__(self, *_: Any) -> None:
+        _push_mode(self.mode)
 
 
 _NOTHING = contextlib.nullcontext()
@@ -249,6 +259,7 @@ class Capture:
     constants: dict[str, torch.Tensor]
     tracer: Any  # what ran it: see `tracer`
     modes_read: set[str]
+    remembered: dict[str, Any] = dataclasses.field(default_factory=dict)  # what was computed of it, by name
 
     def shadow(self, node: fx.Node) -> torch.Tensor:
         return self.tracer.shadow(node)

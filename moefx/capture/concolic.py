@@ -107,7 +107,7 @@ def capture(
     originals = {n: dict(vars(m)) for n, m in block.named_modules()}
     tracer.named |= put_in_place(block, stand_in)
     before = {n: dict(vars(m)) for n, m in block.named_modules()}
-    hooks = [(held, contents(held)) for own in before.values() for k, held in own.items() if k in HOOKS]
+    hooks = [(own[k], contents(own[k])) for own in before.values() for k in HOOKS & own.keys()]
     surroundings = Surroundings(block, (args, kwargs))
     try:
         with (
@@ -131,7 +131,8 @@ def capture(
         for n, m in block.named_modules():
             restore(m, originals[n])
         for now, old in hooks:  # models install hooks when first called
-            refill(now, old)
+            if now or old:
+                refill(now, old)
         surroundings.restore()
         with torch.no_grad(), torch._C.DisableTorchFunction():
             for t, value in tracer.overwritten.values():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import ctypes
+import gc
 import math
 import sys
 import threading
@@ -23,6 +24,8 @@ from . import autocast
 R = TypeVar("R")
 _PATIENCE = 10.0  # seconds from an interrupt to the next op or proof step of the worker, before it is forced to stop
 _PULSE = 0.05  # seconds
+_DEPTH = 200_000  # calls in each other
+_OBJECTS = 200_000  # new ones between two collections
 
 
 class Interrupted(BaseException):
@@ -76,7 +79,7 @@ class _Work:
         try:
             if stream is not None:
                 torch.accelerator.set_stream(stream)
-            with _RecursionLimit.raised(), autocast.under(*casting), torch.enable_grad():
+            with _ProcessLimits.raised(), autocast.under(*casting), torch.enable_grad():
                 self.outcome = True, self.fn()
         except BaseException as error:
             self.outcome = False, error
@@ -122,7 +125,7 @@ def _accelerator_stream() -> torch.Stream | None:
 
 
 def _start(thread: threading.Thread) -> None:
-    with _RecursionLimit.lock:  # the size is that of all threads started now
+    with _ProcessLimits.lock:  # the size is that of all threads started now
         before = threading.stack_size()
         try:
             threading.stack_size(512 << 20)
@@ -131,19 +134,26 @@ def _start(thread: threading.Thread) -> None:
             threading.stack_size(before)
 
 
-class _RecursionLimit:
-    """One limit for all threads: it is lowered again when nobody needs it any more."""
+class _ProcessLimits:
+    """Limits of the whole process: the last user puts them back.
+
+    Proofs recurse deeply. They make millions of small objects that live on, which the garbage collector need not look
+    at again and again.
+    """
 
     lock = threading.Lock()
-    users, before = 0, 0
+    users = 0
+    before: tuple[int, tuple[int, int, int]] = 0, (0, 0, 0)
 
     @classmethod
     @contextlib.contextmanager
     def raised(cls) -> Iterator[None]:
         with cls.lock:
             if not cls.users:
-                cls.before = sys.getrecursionlimit()
-                sys.setrecursionlimit(max(cls.before, 200_000))
+                depth, (first, *others) = cls.before = sys.getrecursionlimit(), gc.get_threshold()
+                sys.setrecursionlimit(max(depth, _DEPTH))
+                if first:  # else somebody has switched the collector off
+                    gc.set_threshold(max(first, _OBJECTS), *others)
             cls.users += 1
         try:
             yield
@@ -151,7 +161,8 @@ class _RecursionLimit:
             with cls.lock:
                 cls.users -= 1
                 if not cls.users:
-                    sys.setrecursionlimit(cls.before)
+                    sys.setrecursionlimit(cls.before[0])
+                    gc.set_threshold(*cls.before[1])
 
 
 __all__ = ["Interrupted", "check_interrupt", "run_in_worker"]

@@ -103,7 +103,7 @@ def _same_everywhere(prover: Prover) -> dict[tuple[Source, str], str]:
             seen |= values(lifted.capture, n)
             of.setdefault(key, set()).update(*[values(lifted.capture, a) for a in n.all_input_nodes])
             if len(seen) == 1 and (is_routed(n) or n.meta["val"].dtype is torch.bool):
-                ranges = ranges or Ranges(lifted.capture.nodes, sizes=sizes)
+                ranges = ranges or Ranges.with_more_tokens(lifted.capture)
                 if ranges.decided(n):
                     seen |= {0, 1}
     same = {key: seen for key, seen in made.items() if len(seen) == 1 and len(of[key]) > 1}

@@ -77,8 +77,10 @@ class Ranges:
 
     @classmethod
     def with_more_tokens(cls, capture: Capture) -> Ranges:
-        """However many tokens there are."""
-        return cls(capture.nodes, sizes=token_sizes(capture))
+        """However many tokens there are. Computed once for a capture."""
+        if "ranges" not in capture.remembered:
+            capture.remembered["ranges"] = cls(capture.nodes, sizes=token_sizes(capture))
+        return capture.remembered["ranges"]
 
     def of(self, node: fx.Node) -> Range | None:
         return self._known.get(node)
@@ -149,11 +151,15 @@ class Ranges:
         return self._here is not None and (is_ragged or source.meta["val"].shape[dim] in self._sizes)
 
     def _apply(self, node: fx.Node, name: str, val: torch.Tensor) -> Range | None:
+        is_reshaped = name in ("view", "_unsafe_view")
+
         def bound(side: int) -> Any:
             def value(n: fx.Node) -> torch.Tensor:
                 known = self._known[n]
                 known = _compare("ne", known, self._pair(0)) if val.dtype is torch.bool else known
-                return known[side].expand(n.meta["val"].shape).contiguous()
+                shape = n.meta["val"].shape
+                whole = known[side] if known[side].shape == shape else known[side].expand(shape)
+                return whole.contiguous() if is_reshaped else whole
 
             kwargs = {k: v for k, v in node.kwargs.items() if k not in ("device", "dtype")}  # see `_wrapped`
             return fx.node.map_arg((node.args, kwargs), value)
