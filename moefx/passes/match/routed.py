@@ -8,7 +8,7 @@ import itertools
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -138,10 +138,40 @@ def expert_parameters(reach: Reach) -> Iterator[tuple[set[str], set[str]]]:
         varying = frozenset().union(*per_row) - common
         if varying:
             found = {parameter_of(t).args[0] for t in varying}
-            experts = family(reach, found)
-            if not experts & before:
-                before |= experts
-                yield experts, experts & ({parameter_of(t).args[0] for t in common} - found)
+            tables = _position_tables(per_row, tuple(val.shape[:-1])) & found
+            for some in (found - tables, found) if tables and tables != found else (found,):
+                experts = family(reach, some)
+                if not experts & before:
+                    yield experts, experts & ({parameter_of(t).args[0] for t in common} - found)
+            before |= family(reach, found)
+
+
+def _position_tables(per_row: list[frozenset[Term]], shape: tuple[int, ...]) -> set[str]:
+    """FQNs of parameters of which each row meets the part at its own position along a token axis, or at its position
+    in a sequence if sequences are flattened. Several rows must have the same position, else a choice of experts may
+    look so by chance."""
+    places = [{place.fqn: place for place in map(Place.of, met)} for met in per_row]
+    rows = list(itertools.product(*map(range, shape)))
+    found: set[str] = set()
+    for fqn in set.intersection(*map(set, places)):
+        at = [_indices(mine[fqn]) for mine in places]
+        is_alone = all(sum(parameter_of(t).args[0] == fqn for t in met) == 1 for met in per_row)
+        if is_alone and 1 < len(set(at)) < len(at) and all(_follow_an_axis(of, rows) for of in zip(*at, strict=False)):
+            found.add(fqn)
+    return found
+
+
+def _indices(place: Place) -> tuple[int, ...]:
+    """The indices of a part along the axes of its parameter at which it has one place."""
+    op, *rest = place.steps[0] if place.steps else ("",)
+    return tuple(i for _, i in rest[1]) if op == "at" else ()
+
+
+def _follow_an_axis(indices: Sequence[int], rows: list[tuple[int, ...]]) -> bool:
+    """Whether the indices of all rows are their positions along one axis, again and again from 0."""
+    length = len(set(indices))
+    axes = zip(*rows, strict=True)
+    return any(all(i == n % length for i, n in zip(indices, axis, strict=True)) for axis in axes)
 
 
 def _stacked(per_row: list[frozenset[Term]], apart: dict[str, frozenset[int]]) -> dict[Term, frozenset[int]]:
