@@ -19,9 +19,10 @@ from ..ir.reached import code_of, reached
 
 MAX_NUMBER = 1 << 13  # larger numbers equal no size of a capture, nor do their quotients matter
 MAX_PAIRED = 48  # numbers of which products, quotients and sums are formed
-MAX_ROWS_PER_TOKEN = 16  # `Functions` recognises up to this multiple of all tokens
+MAX_ROWS_PER_TOKEN, MIN_TOKENS = 16, 17  # multiples of all tokens that `Functions` recognises
 # How bad a collision is: with another size, with a number itself, or with what may follow from numbers.
-SAME, EXACT, NEXT, PRODUCT, SUM, SMALL = 100_000, 1000, 100, 40, 5, 10
+SAME, EXACT, NEXT, NEXT_TO_FEW, PRODUCT, SUM, SMALL = 100_000, 1000, 500, 50, 40, 5, 10
+FEW = 8  # what is next to so few is so by chance
 MAX_SMALL = 3  # numbers in code up to this are mostly axes and slots
 
 
@@ -35,10 +36,11 @@ class ModelNumbers:
     def of(cls, block: nn.Module) -> ModelNumbers:
         """Collect the shapes, lengths, integer attributes and integers in the code of a block."""
         own = set(_numbers_of(block))
-        named = {int(n) for n in reached(code_of(block)).numbers if n == int(n)}
+        named = {int(n) for n in reached(code_of(block)).numbers if abs(n) < MAX_NUMBER and n == int(n)}
         costs = _derived_costs(sorted(n for n in own | named if MAX_SMALL < n < MAX_NUMBER)[:MAX_PAIRED])
         for n in own | named:
-            costs[n + 1], costs[n - 1] = max(NEXT, costs.get(n + 1, 0)), max(NEXT, costs.get(n - 1, 0))
+            for near in (n - 1, n + 1):
+                costs[near] = max(NEXT if n > FEW else NEXT_TO_FEW, costs.get(near, 0))
         for n in named:
             costs[n] = max(SMALL if n <= MAX_SMALL else EXACT, costs.get(n, 0))
         return cls({**costs, **dict.fromkeys(own, EXACT)})
@@ -55,7 +57,7 @@ class ModelNumbers:
         """
         values = [math.prod(chosen) for chosen in _combinations([n for n in sizes.values() if n != 1])]
         tokens = each * math.prod(sizes.values())
-        rows = [times * tokens for times in range(2, MAX_ROWS_PER_TOKEN + 1)]
+        rows = [times * tokens for times in range(2, MAX_ROWS_PER_TOKEN + 1)] if tokens >= MIN_TOKENS else []
         same = len(values) - len(set(values))  # B and S, or B*S and P, would be one number
         return SAME * same + sum(self.costs.get(n, 0) for n in values) + sum(self.costs.get(n, 0) for n in rows) // 10
 

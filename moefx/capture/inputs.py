@@ -26,6 +26,7 @@ _OUTER = ((3, 7, 13), (2, 6, 10), (5, 9, 11), (4, 8, 12))
 _INNER = (2, 3, 4, 5, 7)
 _CANDIDATES = 6  # sizes of the last token dim that are compared
 _TWICE_THE_TOKENS = 1000  # costs as much as one collision with a number of the model
+_MORE_SAMPLES = 150  # and shorter sequences
 _NEAR = 5  # sizes of a sequence that are compared reach so far
 Axis = tuple[int, int]  # which tensor argument, and which of its axes
 
@@ -285,12 +286,15 @@ class Arguments:
             variant: captures of other variants get other sizes.
         """
         tokens = -(-tokens // self.each)
+        variant += self.shift
+        outer = _OUTER[variant % len(_OUTER)]
 
         def cost(sizes: dict[str, int]) -> int:
             more = max(0, math.prod(sizes.values()) - tokens)
-            return self.numbers.cost(sizes, self.each) + _TWICE_THE_TOKENS * more // tokens
+            samples = outer.index(sizes[self.dims[0]]) if len(self.dims) > 1 else 0
+            return self.numbers.cost(sizes, self.each) + _TWICE_THE_TOKENS * more // tokens + _MORE_SAMPLES * samples
 
-        return min(self._candidates(tokens, variant + self.shift), key=cost, default={})
+        return min(self._candidates(tokens, variant), key=cost, default={})
 
     def _candidates(self, tokens: int, variant: int) -> Iterator[dict[str, int]]:
         """Sizes from which `choose` takes the best. No two of three variants share one."""

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .prove import Prover
 
 _LEAK_SIZES = (131, 261, 517, 1029, 2053)  # no powers of two: these are often told apart
+_SEQUENCES = (2, 3, 6, 10)  # of which one is captured
 _FEW, _MOST_NAMED = 8, 8
 _ROUND_SIZES = (64, 100, 128, 210)  # powers, a square, and multiples of the first primes
 
@@ -162,8 +163,12 @@ def _changes_later(prover: Prover) -> bool:
 
 def _also_at(prover: Prover, tokens: int, below: SizeGuard, has_moved: Callable[[Capture], bool]) -> bool:
     """Whether the form holds at so many tokens in a sequence too, where a number has moved."""
-    sizes = prover.arguments.choose(2 * tokens, 1)  # not of one sequence: S is to be told from B*S
     if 2 * tokens > MOST_TOKENS:
+        return False
+    arguments = prover.arguments
+    several = (arguments.choose(times * tokens, 1) for times in _SEQUENCES)  # not one: S is to be told from B*S
+    sizes = next((s for s in several if arguments.each * s[arguments.dims[-1]] >= tokens), None)
+    if sizes is None:
         return False
     try:
         lifted = prover.lift(Routing("diverse", 8), sizes)
