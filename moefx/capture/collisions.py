@@ -22,6 +22,7 @@ MAX_PAIRED = 48  # numbers of which products, quotients and sums are formed
 MAX_ROWS_PER_TOKEN, MIN_TOKENS = 16, 17  # multiples of all tokens that `Functions` recognises
 # How bad a collision is: with another size, with a number itself, or with what may follow from numbers.
 SAME, EXACT, NEXT, NEXT_TO_FEW, PRODUCT, SUM, SMALL = 100_000, 1000, 500, 50, 40, 5, 10
+NEGLIGIBLE = 150
 FEW = 8  # what is next to so few is so by chance
 MAX_SMALL = 3  # numbers in code up to this are mostly axes and slots
 
@@ -59,7 +60,8 @@ class ModelNumbers:
         tokens = each * math.prod(sizes.values())
         rows = [times * tokens for times in range(2, MAX_ROWS_PER_TOKEN + 1)] if tokens >= MIN_TOKENS else []
         same = len(values) - len(set(values))  # B and S, or B*S and P, would be one number
-        return SAME * same + sum(self.costs.get(n, 0) for n in values) + sum(self.costs.get(n, 0) for n in rows) // 10
+        cost = SAME * same + sum(self.costs.get(n, 0) for n in values) + sum(self.costs.get(n, 0) for n in rows) // 10
+        return cost if cost >= NEGLIGIBLE else 0
 
 
 def _numbers_of(block: nn.Module) -> Iterator[int]:

@@ -297,13 +297,13 @@ class Arguments:
         return min(self._candidates(tokens, variant), key=cost, default={})
 
     def _candidates(self, tokens: int, variant: int) -> Iterator[dict[str, int]]:
-        """Sizes from which `choose` takes the best. No two of three variants share one."""
+        """Sizes from which `choose` takes the best. No two of three variants have as many samples."""
         if not self.dims:
             return
         lead = [_OUTER[variant % len(_OUTER)], *[_INNER] * (len(self.dims) - 2)][: len(self.dims) - 1]
         for outer in itertools.product(*lead):
-            rest = max(2, -(-tokens // math.prod(outer)))
-            for n in itertools.islice(_unround(rest, variant), _CANDIDATES):
+            rest = max(2, -(-tokens // math.prod(outer))) if outer else tokens + 2 * variant
+            for n in itertools.islice(_unround(rest), _CANDIDATES):
                 yield dict(zip(self.dims, [*outer, n], strict=True))
 
     def sequence(self, tokens: int) -> dict[str, int]:
@@ -341,8 +341,6 @@ def _size(name: str, sizes: Mapping[str, int]) -> int:
     return math.prod(int(part) if part.isdigit() else sizes[part] for part in name.split("*"))
 
 
-def _unround(least: int, variant: int) -> Iterator[int]:
-    """Odd numbers from `least` on that are no multiples of 3 or 5; of two kinds, for variants to differ."""
-    for n in itertools.count(least | 1, 2):
-        if (n <= 5 or (n % 3 and n % 5)) and (n < 16 or n % 4 == (1, 3)[variant % 2]):
-            yield n
+def _unround(least: int) -> Iterator[int]:
+    """Odd numbers from `least` on that are no multiples of 3 or 5."""
+    return (n for n in itertools.count(least | 1, 2) if n <= 5 or (n % 3 and n % 5))

@@ -172,7 +172,7 @@ class HalvedForEveryIdleExpert(Loop):
 
 @pytest.mark.parametrize("kind", [IfThreeWasChosen, HalvedForEveryIdleExpert])
 def test_whether_an_expert_was_chosen_must_not_matter_elsewhere(kind):
-    with pytest.raises(moefx.NoMoEBlockFound, match=r"depends on the routing|under another|under different routings"):
+    with pytest.raises(moefx.NoMoEBlockFound, match=r"depends on the routing|under another"):
         moefx.compile(kind().double(), example_inputs=(torch.randn(2, 40, D).double(),))
 
 
