@@ -64,8 +64,8 @@ class Lifter:
             if experts is not None:
                 return self._lift(experts)
             first: Refused | None = None
-            for experts, every in itertools.islice(expert_parameters(self.reach), _MOST_SETS):
-                for some in (experts, experts - every) if every else (experts,):  # of the list of experts a shared one
+            for sets in itertools.islice(expert_parameters(self.reach), _MOST_SETS):
+                for some in sets:
                     try:
                         return self._lift(some)
                     except Refused as refusal:

@@ -120,8 +120,11 @@ def sibling_names(block: nn.Module) -> dict[str, list[str]]:
             if re.search(r"\d", part):
                 families.setdefault(re.sub(r"\d+", "#", part), []).append(part)
         largest = max(families.values(), key=len, default=[])
-        if len(largest) < 2 and isinstance(module, nn.ModuleDict):
-            largest = parts
+        if len(largest) < 2 and isinstance(module, nn.ModuleDict):  # experts have names, beside a router maybe
+            kinds: dict[tuple, list[str]] = {}
+            for part, child in module.items():
+                kinds.setdefault(tuple((n, t.shape) for n, t in child.named_parameters()), []).append(part)
+            largest = max(kinds.values(), key=len, default=[])
         if len(largest) > 1:
             out[name] = sorted(largest, key=_natural)
     return out

@@ -8,7 +8,7 @@ import itertools
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch.utils._pytree as pytree
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...capture.captured import Capture
+from ...capture.captured import Capture, decided_by_floats
 from ...errors import Refused
 from ...ir.expression_check import is_pointwise
 from .form import Lifted
@@ -106,10 +106,12 @@ def padded(block: nn.Module, capture: Capture, width: int) -> frozenset[Line]:
     return frozenset(found)
 
 
-def expert_parameters(reach: Reach) -> Iterator[tuple[set[str], set[str]]]:
-    """FQNs of the parameters that only some tokens meet, with their siblings, seen at the outputs or, behind something
-    that mixes tokens, at the last node before it; and which of them every token meets. Then what is seen further back
-    and has none of these: rows of an image's channels, say, meet the parts of a norm's weight."""
+def expert_parameters(reach: Reach) -> Iterator[list[set[str]]]:
+    """Sets of FQNs that may be the experts' parameters, the likeliest first.
+
+    They are the parameters that only some tokens meet, with their siblings, seen at the outputs or, behind something
+    that mixes tokens, at the last node before it. Then what is seen further back and has none of these: rows of an
+    image's channels, say, meet the parts of a norm's weight."""
     live = reach.live()
     inner = [
         n for n in reversed(reach.capture.nodes) if n in live and n not in reach.outputs and n.op == "call_function"
@@ -138,40 +140,49 @@ def expert_parameters(reach: Reach) -> Iterator[tuple[set[str], set[str]]]:
         varying = frozenset().union(*per_row) - common
         if varying:
             found = {parameter_of(t).args[0] for t in varying}
-            tables = _position_tables(per_row, tuple(val.shape[:-1])) & found
-            for some in (found - tables, found) if tables and tables != found else (found,):
-                experts = family(reach, some)
-                if not experts & before:
-                    yield experts, experts & ({parameter_of(t).args[0] for t in common} - found)
-            before |= family(reach, found)
+            experts = family(reach, found)
+            if not experts & before:
+                before |= experts
+                every = experts & ({parameter_of(t).args[0] for t in common} - found)  # a shared one of the same list
+                rest = experts - _tables(reach, varying)
+                yield _distinct([rest, experts, experts - every, rest - _deciding(reach, experts)])
 
 
-def _position_tables(per_row: list[frozenset[Term]], shape: tuple[int, ...]) -> set[str]:
-    """FQNs of parameters of which each row meets the part at its own position along a token axis, or at its position
-    in a sequence if sequences are flattened. Several rows must have the same position, else a choice of experts may
-    look so by chance."""
-    places = [{place.fqn: place for place in map(Place.of, met)} for met in per_row]
-    rows = list(itertools.product(*map(range, shape)))
-    found: set[str] = set()
-    for fqn in set.intersection(*map(set, places)):
-        at = [_indices(mine[fqn]) for mine in places]
-        is_alone = all(sum(parameter_of(t).args[0] == fqn for t in met) == 1 for met in per_row)
-        if is_alone and 1 < len(set(at)) < len(at) and all(_follow_an_axis(of, rows) for of in zip(*at, strict=False)):
-            found.add(fqn)
-    return found
+def _distinct(sets: list[set[str]]) -> list[set[str]]:
+    return [s for i, s in enumerate(sets) if s and s not in sets[:i]]
 
 
-def _indices(place: Place) -> tuple[int, ...]:
-    """The indices of a part along the axes of its parameter at which it has one place."""
-    op, *rest = place.steps[0] if place.steps else ("",)
-    return tuple(i for _, i in rest[1]) if op == "at" else ()
+def _tables(reach: Reach, varying: frozenset[Term]) -> set[str]:
+    """FQNs of parameters from which tokens look up single vectors, as they do from embeddings. A parameter that has one
+    vector for each expert is none: it is as long as a stack of matrices or a list of modules."""
+    lengths: dict[str, set[int]] = defaultdict(set)  # of what may be a table
+    experts: set[int] = set()
+    for t in varying:
+        fqn, length = parameter_of(t).args[0], _parts(t)
+        if len(t.shape) == 1 and length > 1:
+            lengths[fqn].add(length)
+        elif length > 1:
+            experts.add(length)
+        experts |= {len(reach.children.get(fqn[:i], ())) for i, c in enumerate(fqn) if c == "."}
+    return {fqn for fqn, found in lengths.items() if not found & experts}
 
 
-def _follow_an_axis(indices: Sequence[int], rows: list[tuple[int, ...]]) -> bool:
-    """Whether the indices of all rows are their positions along one axis, again and again from 0."""
-    length = len(set(indices))
-    axes = zip(*rows, strict=True)
-    return any(all(i == n % length for i, n in zip(indices, axis, strict=True)) for axis in axes)
+def _parts(t: Term) -> int:
+    """How many parts like this one its parameter has."""
+    count = 1
+    while t.op != "param":
+        if t.op == "at":
+            count = math.prod(t.terms[0].shape[axis] for axis, _ in t.args[1])
+        elif t.op == "slice":
+            count = t.terms[0].shape[t.args[1]] // max(1, t.shape[t.args[1]])
+        t = t.terms[0]
+    return count
+
+
+def _deciding(reach: Reach, parameters: set[str]) -> set[str]:
+    """Which of these parameters choices are computed from: those of an earlier layer, of a router, of an embedding."""
+    decided = [n for n in reach.capture.nodes if n.op == "call_function" and decided_by_floats(n)]
+    return {str(n.meta["fqn"]) for n in made_of(*decided) if n.op == "get_attr" and n.meta["fqn"] in parameters}
 
 
 def _stacked(per_row: list[frozenset[Term]], apart: dict[str, frozenset[int]]) -> dict[Term, frozenset[int]]:

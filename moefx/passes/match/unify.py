@@ -81,9 +81,8 @@ class Unifier:
         same = all(t is first for t in terms)
         if first.op == "const" and same:
             return Body("const", (number(first),), first.shape)
-        if all(is_parameter(t) for t in terms) and (
-            any(parameter_of(t).args[0] in self.experts for t in terms) or same
-        ):
+        of_experts = any(parameter_of(t).args[0] in self.experts for t in terms)
+        if all(is_parameter(t) for t in terms) and (of_experts or (same and not self._is_looked_up(where, terms))):
             body = self._table(where, terms, same)
         elif (ref := self.lookup.find(where, terms)) is not None:
             body = self._value(ref, first)
@@ -104,6 +103,12 @@ class Unifier:
         if ref not in self.values:
             self.values.append(ref)
         return Body("value", (self.values.index(ref),), term.shape)
+
+    def _is_looked_up(self, where: Where, terms: list[Term]) -> bool:
+        """Whether a part of a parameter is a token's own row, as of an embedding, in another capture too: of one token,
+        or of several that are alike, it is the same part everywhere."""
+        ref = self.lookup.find(where, terms)
+        return ref is not None and ref.place in self.lookup.before
 
     def _decompose(self, where: Where, terms: list[Term]) -> Body:
         first = terms[0]
