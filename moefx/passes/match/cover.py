@@ -5,16 +5,23 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from ...capture.routing import Routing
+import torch
+from torch import fx
+
+from ...capture.captured import Capture
+from ...capture.routing import Routing, takes
 from ...errors import Refused
+from .given import is_of_call
 from .paths import Place, expert_indices, tensor_at
 from .ranges import UNBOUNDED, Ranges
+from .turns import Turn, evaluate, integer_ancestors, path_from, runs
 
 if TYPE_CHECKING:
     from .prove import Prover
 
 _MOST_EXTRA = 8
 _CHANCE = 1e-3
+_MOST_NUMBERS = 4096
 
 
 def every_expert(prover: Prover) -> None:
@@ -25,6 +32,8 @@ def every_expert(prover: Prover) -> None:
     """
     extra = 0
     prover.num_experts = _total(prover)
+    if missing := set(range(prover.num_experts)) - prover.seen - _zeros(prover):
+        _choose_by_numbers(prover, missing)
     while missing := sorted(set(range(prover.num_experts)) - prover.seen - _zeros(prover)):
         if extra == _MOST_EXTRA:
             raise Refused(
@@ -38,6 +47,46 @@ def every_expert(prover: Prover) -> None:
         prover.add(prover.lift(Routing("diverse", 10 + extra, prefer=prefer), sizes), sizes)
         if before == set(range(prover.num_experts)) - prover.seen - _zeros(prover) and extra > 2:
             extra = _MOST_EXTRA
+
+
+def _choose_by_numbers(prover: Prover, missing: set[int]) -> None:
+    """Lift all captures again with integers that choose the missing experts, if arguments or buffers decide it: the
+    example may have no such tokens, and a table of experts that is loaded later is all zeros."""
+    first = prover.lifted[0]
+    if not all(map(is_of_call, first.index.nodes)):
+        return
+    found: set[Turn] = set()
+    for node in first.index.nodes:
+        ancestors = integer_ancestors(node)
+        for leaf in (n for n in ancestors if n.op == "placeholder"):
+            argument = prover.arguments.tensors[leaf.meta["position"]]
+            numbers = _numbers_choosing(first.capture, node, leaf, missing) if argument.takes_turns else {}
+            found |= {(leaf.meta["position"], n) for n in numbers.values() if argument.takes(n)}
+            missing = missing - numbers.keys()
+        for leaf in (n for n in ancestors if n.op == "get_attr" and not n.meta["val"].is_floating_point()):
+            found |= {(leaf.meta["fqn"], e) for e in missing if takes(leaf.meta["val"], e)}
+    arguments = prover.arguments.turned(found)
+    if found and runs(prover, arguments, prover.sizes[0]):
+        prover.arguments = arguments
+        routings = [one.capture.tracer.routing.again() for one in prover.lifted]
+        prover.lifted = [prover.lift(*of) for of in zip(routings, prover.sizes, strict=True)]
+
+
+def _numbers_choosing(taken: Capture, node: fx.Node, leaf: fx.Node, experts: set[int]) -> dict[int, int]:
+    """For experts the first number of an argument that chooses them, among the small ones."""
+    value, found = leaf.meta["val"], dict[int, int]()
+    path = path_from(leaf, integer_ancestors(node))
+    for start in range(0, _MOST_NUMBERS if value.numel() else 0, max(1, value.numel())):
+        tried = (torch.arange(value.numel()) + start).to(value.dtype)
+        try:
+            chosen = evaluate(taken, path, {leaf: tried.view(value.shape)})[node].reshape(value.numel(), -1)
+        except Exception:  # no such entry in a table
+            break
+        for e in experts - found.keys():
+            hits = (chosen == e).any(1).nonzero()
+            if len(hits):
+                found[e] = int(tried[hits[0, 0]])
+    return found
 
 
 def _zeros(prover: Prover) -> set[int]:

@@ -9,6 +9,8 @@ otherwise: the experts must not depend on that.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -42,12 +44,13 @@ Place = tuple[Any, str, int]  # the calls that led there, the op, and how many t
 @dataclasses.dataclass
 class Seen:
     """What an op on a call's integers gave: two values at the most, or the one that all elements have; of which values;
-    and whether it gave what it was given."""
+    whether it gave what it was given; and how often the program came there."""
 
     node: fx.Node
     values: set[float]
     of: set[float]
     is_same: bool
+    turns: int = 0
 
     @property
     def is_doubtful(self) -> bool:
@@ -70,10 +73,13 @@ def seen(capture: Capture) -> dict[Place, Seen]:
         of = set().union(*[values(capture, a) for a in (made_of[:1] if op_name(n) in _LOOKUPS else made_of)])
         is_same = _levels_off(n) and any(is_one(capture.shadow(a), capture.shadow(n)) for a in made_of)
         one = Seen(n, values(capture, n), of, is_same)
-        if one.is_doubtful and not ranges:
+        is_one_way = one.is_same or len(one.values) == 1  # doubtful, or beside other captures
+        if is_one_way and not ranges:
             ranges.append(Ranges(capture.nodes, of_call=True))
-        if not one.is_doubtful or not _is_decided(ranges[0], n):
+        if not is_one_way or not _is_decided(ranges[0], n):
             found[(*where, counts[where])] = one
+    for (*where, _), one in found.items():
+        one.turns = counts[tuple(where)]
     return found
 
 
@@ -113,7 +119,7 @@ def settle(prover: Prover) -> None:
     seeds = iter((*(MORE_SEEDS if holds_integers(prover.block) else ()), *more))
     while True:
         columns += [seen(lifted.capture) for lifted in prover.lifted[len(columns) :]]
-        place = next((p for column in columns for p in column if p not in settled and _is_doubtful(p, columns)), None)
+        place = next((p for p in _doubtful(columns) if p not in settled), None)
         if place is None:
             return
         if (seed := next(seeds, None)) is not None:
@@ -126,11 +132,25 @@ def settle(prover: Prover) -> None:
         _without(prover, columns[met][place].node, met)
 
 
-def _is_doubtful(place: Place, columns: list[dict[Place, Seen]]) -> bool:
-    first, *others = [column[place] for column in columns if place in column]
-    for other in others:
-        first |= other
-    return first.is_doubtful
+def doubtful_nodes(prover: Prover) -> list[fx.Node]:
+    """The nodes of the first capture that came out one way in all captures."""
+    columns = [seen(lifted.capture) for lifted in prover.lifted]
+    return [columns[0][place].node for place in _doubtful(columns) if place in columns[0]]
+
+
+def _doubtful(columns: list[dict[Place, Seen]]) -> list[Place]:
+    """Places where one thing came out in all captures. The turns of a loop are places of their own, unless the routing
+    decides how many there are: then a turn is not the same expert's in each capture."""
+    met_all = [(place, one) for column in columns for place, one in column.items()]
+    turns: dict[Any, set[int]] = {}
+    for place, one in met_all:
+        turns.setdefault(place[:2], set()).add(one.turns)
+    found: dict[Any, list[tuple[Place, Seen]]] = {}
+    for place, one in met_all:
+        key = place if len(turns[place[:2]]) == 1 else place[:2]
+        found.setdefault(key, []).append((place, one))
+    several = [(met[0][0], functools.reduce(operator.or_, [one for _, one in met])) for met in found.values()]
+    return [place for place, one in several if one.is_doubtful]
 
 
 def _without(prover: Prover, node: fx.Node, met: int) -> None:

@@ -45,6 +45,27 @@ SELECTIONS: dict[str, Callable[[fx.Node], tuple[int, bool]]] = {
 }
 
 
+_INDEXED = {
+    "embedding", "gather", "index", "index_add", "index_copy", "index_fill", "index_put", "index_select", "scatter",
+    "scatter_add",
+}  # fmt: skip
+
+
+def lookups(node: fx.Node) -> Iterator[tuple[fx.Node, int, range]]:
+    """The integers by which an op looks up or writes entries of a tensor: the axis of each, and what they may be."""
+    name, base = op_name(node), node.args[0] if node.args else None
+    if name not in _INDEXED or not isinstance(base, fx.Node):
+        return
+    if name in ("embedding", "index", "index_put"):
+        dims = list(enumerate(node.args[1] if name != "embedding" else [node.args[1]]))
+    else:
+        dims = [(node.args[1], node.args[2])]
+    for dim, i in dims:
+        size = base.meta["val"].shape[dim] if base.meta["val"].dim() else 1
+        if isinstance(i, fx.Node):
+            yield i, dim, range(-size if name.startswith("index") else 0, size)
+
+
 def place_axis(node: fx.Node) -> int | None:
     """The dim along which `argmax`, `argmin` or `argsort` gives places; None: among all elements."""
     last = -1 if op_name(node) == "argsort" else None

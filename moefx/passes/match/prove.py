@@ -16,7 +16,7 @@ from ...capture.routing import Routing
 from ...capture.sizes import SizeGuard
 from ...capture.tracer import Flips
 from ...errors import Refused
-from . import apart, cover, crowds, doubts, few, given, leaks, twice
+from . import apart, cover, crowds, doubts, few, given, idle, leaks, twice
 from .agree import same_form
 from .different import are_different
 from .form import Lifted, with_all_experts
@@ -255,6 +255,7 @@ class Prover:
             raise Refused("there is one expert only, for all tokens: nothing is chosen")
         self._agree()
         self._merged()  # raises early
+        idle.leave_idle(self)
         doubts.flip_branches(self)
         doubts.mix_decisions(self)
         apart.tell_apart(self)

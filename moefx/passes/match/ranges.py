@@ -24,7 +24,7 @@ from torch import fx
 from ...capture.captured import Capture
 from ...capture.counts import Count
 from ...capture.sizes import plain
-from .nodes import SELECTIONS, is_of_state, op_name, place_axis
+from .nodes import SELECTIONS, is_of_state, lookups, op_name, place_axis
 
 aten = torch.ops.aten
 Range = tuple[torch.Tensor, torch.Tensor]  # of a shape that broadcasts to the node's
@@ -72,8 +72,10 @@ class Ranges:
         self._known: dict[fx.Node, Range | None] = {}
         self._of_call, self._sizes = of_call, sizes
         self._here = Ranges(nodes, of_call) if sizes else None
+        self._held = {n for node in nodes if node.op == "get_attr" for n in getattr(node.meta.get("val"), "shape", ())}
         for node in nodes:
             self._known[node] = _wrapped(self._range(node), node.meta.get("val"))
+            self._limit_lookups(node)
 
     @classmethod
     def with_more_tokens(cls, capture: Capture) -> Ranges:
@@ -138,6 +140,17 @@ class Ranges:
             return _uniform(0, 1, val) if val.dtype == torch.bool else None
         return self._apply(node, name, val)
 
+    def _limit_lookups(self, node: fx.Node) -> None:
+        """Integers by which entries were looked up lie within the tensor: what follows would not run otherwise. Not
+        those of an axis that tokens may have: it is longer in other calls."""
+        for i, dim, allowed in lookups(node):
+            base, val = node.args[0], i.meta["val"]
+            shape = base.meta["val"].shape
+            is_last = len(shape) > 1 and dim % len(shape) == len(shape) - 1 and shape[dim] in self._held
+            if is_of_state(base) or is_last:
+                lo, hi = self._known.get(i) or _uniform(allowed.start, allowed.stop - 1, val)
+                self._known[i] = lo.clamp(min=allowed.start), hi.clamp(max=allowed.stop - 1)
+
     def _last(self, source: fx.Node, dim: int | None) -> int:
         """The last position along an axis, or among all elements."""
         shape = source.meta["val"].shape
@@ -191,6 +204,8 @@ class Ranges:
                     return self._here.of(node)
                 a, b = (self._pair(x) for x in node.args[:2])
                 return _compare(name, a, b)
+            if name in ("masked_fill", "where") and len(node.args) == 3:
+                return self._filled(node, name)
             if name == "index":
                 return _uniform(*_hull(self._known[node.args[0]]), val)
             if name in ("logical_not", "bitwise_not") and val.dtype == torch.bool:
@@ -198,6 +213,17 @@ class Ranges:
         except (RuntimeError, TypeError, ValueError):
             pass
         return _uniform(0, 1, val) if val.dtype == torch.bool else None
+
+    def _filled(self, node: fx.Node, name: str) -> Range:
+        """`ids.masked_fill(ids == E, 0)`: what a comparison of the kept numbers themselves replaces is none of them."""
+        mask = node.args[1 if name == "masked_fill" else 0]
+        kept, put = (node.args[0], node.args[2]) if name == "masked_fill" else (node.args[2], node.args[1])
+        whole = self._pair(kept)
+        lo, hi = _hull_of(whole)
+        if op_name(mask) in _COMPARE and mask.args[0] is kept and type(mask.args[1]) is int:
+            lo, hi = _without(op_name(mask), mask.args[1], lo, hi)
+        (plo, phi), (klo, khi) = self._pair(put), whole
+        return torch.minimum(plo, klo.clamp(min=lo)), torch.maximum(phi, khi.clamp(max=hi))
 
     def _is_size(self, x: Any) -> bool:
         """Whether it is a number of tokens, or all positions among so many."""
@@ -252,6 +278,21 @@ def _hull(found: Range) -> tuple[int, int]:
     """The least and the greatest that any element can be, 0 included."""
     lo, hi = found
     return min([0, *lo.reshape(-1).tolist()]), max([0, *hi.reshape(-1).tolist()])
+
+
+def _hull_of(found: Range) -> tuple[int, int]:
+    return int(found[0].min()), int(found[1].max())
+
+
+def _without(name: str, number: int, lo: int, hi: int) -> tuple[int, int]:
+    """What is left of a range without the numbers that a comparison is true of."""
+    if name in ("ge", "gt", "greater"):
+        return lo, min(hi, number - (name == "ge"))
+    if name in ("le", "lt"):
+        return max(lo, number + (name == "le")), hi
+    if name == "eq":
+        return lo + (lo == number), hi - (hi == number)
+    return lo, hi
 
 
 def _negative(node: fx.Node) -> bool:

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.utils._pytree as pytree
@@ -23,16 +23,12 @@ from ...capture.effects import holds_integers
 from ...capture.inputs import Arguments
 from ...capture.routing import Routing, takes
 from .given import MORE_SEEDS, Seen, is_of_call, is_one, operands, seen
-from .nodes import is_of_state, op_name
+from .nodes import is_of_state, lookups
 from .ranges import NARROW
 
 if TYPE_CHECKING:
     from .prove import Prover
 
-_INDEXED = {
-    "embedding", "gather", "index", "index_add", "index_copy", "index_fill", "index_put", "index_select", "scatter",
-    "scatter_add",
-}  # fmt: skip
 Turn = tuple[int | str, int]  # which of the tensor arguments, or the name of a buffer, and a number for it
 _COUNT = 2  # of what may be a flag
 _LARGE = 1 << 30
@@ -51,11 +47,11 @@ def with_turns(prover: Prover, sizes: dict[str, int]) -> tuple[Arguments, Captur
         if not found:
             break
         tried |= found
-        if _runs(prover, every := arguments.turned(found), sizes):
+        if runs(prover, every := arguments.turned(found), sizes):
             arguments = every
             continue
         for turn in sorted(found, key=str):
-            if _runs(prover, alone := arguments.turned({turn}), sizes):
+            if runs(prover, alone := arguments.turned({turn}), sizes):
                 arguments = alone
     return arguments, taken
 
@@ -76,7 +72,7 @@ def _doubtful(prover: Prover, arguments: Arguments, sizes: dict[str, int], taken
         return one.is_doubtful or _is_one_truth(one)
 
     found = {place: one for place, one in seen(taken).items() if is_open(one)}
-    if any(map(is_of_state, itertools.chain.from_iterable(_made_of(one.node) for one in found.values()))):
+    if any(map(is_of_state, itertools.chain.from_iterable(integer_ancestors(one.node) for one in found.values()))):
         for seed in MORE_SEEDS:
             more = _capture(prover, arguments, sizes, seed)
             others = seen(more) if more is not None else {}
@@ -84,7 +80,7 @@ def _doubtful(prover: Prover, arguments: Arguments, sizes: dict[str, int], taken
     return [*found.values()]
 
 
-def _runs(prover: Prover, arguments: Arguments, sizes: dict[str, int]) -> bool:
+def runs(prover: Prover, arguments: Arguments, sizes: dict[str, int]) -> bool:
     """Whether the program runs with all numbers of these arguments: of a single one each call has another."""
     most = max(map(len, (*(leaf.turns for leaf in arguments.tensors), *arguments.held.values())))
     return all(_capture(prover, arguments, sizes, seed) is not None for seed in range(most + 1))
@@ -104,17 +100,8 @@ def _capture(prover: Prover, arguments: Arguments, sizes: dict[str, int], seed: 
 
 def _is_within(n: fx.Node) -> bool:
     """Whether the indices of an op are: abstract tensors do not look."""
-    name, base = op_name(n), n.args[0] if n.args else None
-    if name not in _INDEXED or not isinstance(base, fx.Node):
-        return True
-    if name in ("embedding", "index", "index_put"):
-        dims = list(enumerate(n.args[1] if name != "embedding" else [n.args[1]]))  # type: ignore[arg-type]
-    else:
-        dims = [(n.args[1], n.args[2])]
-    for dim, i in dims:
-        size = base.meta["val"].shape[dim] if base.meta["val"].dim() else 1
-        low = -size if name.startswith("index") else 0
-        if isinstance(i, fx.Node) and (seen := i.meta["val"]).numel() and not low <= seen.min() <= seen.max() < size:
+    for i, _, allowed in lookups(n):
+        if (seen := i.meta["val"]).numel() and not allowed.start <= seen.min() <= seen.max() < allowed.stop:
             return False
     return True
 
@@ -126,7 +113,7 @@ def _is_one_truth(one: Seen) -> bool:
 
 def _turning(taken: Capture, one: Seen, arguments: Arguments) -> Turn | None:
     """A number that turns what came out one way, if it stands here and there in one argument or buffer."""
-    made_of = _made_of(one.node)
+    made_of = integer_ancestors(one.node)
     for leaf in sorted(made_of, key=lambda n: (n.op != "placeholder", n.meta["index"])):
         if leaf.op == "placeholder" and arguments.tensors[leaf.meta["position"]].takes_turns:
             key, leaf_takes = leaf.meta["position"], arguments.tensors[leaf.meta["position"]].takes
@@ -134,7 +121,7 @@ def _turning(taken: Capture, one: Seen, arguments: Arguments) -> Turn | None:
             key, leaf_takes = leaf.meta["fqn"], partial(takes, leaf.meta["val"])
         else:
             continue
-        given, way = leaf.meta["val"], _way(leaf, made_of)
+        given, way = leaf.meta["val"], path_from(leaf, made_of)
         here = (torch.arange(given.numel()) % 3 == 0).view(given.shape)
         for number in filter(leaf_takes, itertools.islice(_numbers(taken, one, way), _MOST)):
             with contextlib.suppress(Exception):  # no such entry in a table
@@ -143,7 +130,7 @@ def _turning(taken: Capture, one: Seen, arguments: Arguments) -> Turn | None:
     return None
 
 
-def _made_of(node: fx.Node) -> set[fx.Node]:
+def integer_ancestors(node: fx.Node) -> set[fx.Node]:
     """A node and what it is computed from, of a call's integers."""
     found, stack = {node}, [node]
     while stack:
@@ -154,7 +141,7 @@ def _made_of(node: fx.Node) -> set[fx.Node]:
     return found
 
 
-def _way(leaf: fx.Node, among: set[fx.Node]) -> list[fx.Node]:
+def path_from(leaf: fx.Node, among: set[fx.Node]) -> list[fx.Node]:
     """What is computed from an argument or a buffer, itself first."""
     found, stack = {leaf}, [leaf]
     while stack:
@@ -164,19 +151,24 @@ def _way(leaf: fx.Node, among: set[fx.Node]) -> list[fx.Node]:
     return sorted(found, key=lambda n: n.meta["index"])
 
 
+def evaluate(taken: Capture, path: list[fx.Node], values: dict[fx.Node, torch.Tensor]) -> dict[fx.Node, torch.Tensor]:
+    """The values of the nodes of a path, whose first, an argument or a buffer, has another value."""
+    for n in path:
+        if n.op == "call_function":
+            args, kwargs = map_arg(
+                (n.args, {k: v for k, v in n.kwargs.items() if k != "device"}),
+                lambda a: values[a] if a in values else taken.shadow(a),
+            )
+            values[n] = n.target(*args, **kwargs)  # type: ignore[operator]
+    return values
+
+
 def _turns(taken: Capture, one: Seen, way: list[fx.Node], values: dict[fx.Node, torch.Tensor]) -> bool:
     """Whether a node comes out otherwise where an argument or a buffer has these values."""
-
-    def value(n: fx.Node) -> Any:
-        return values[n] if n in values else n.meta["shadow"] if "shadow" in n.meta else taken.shadow(n)
-
-    for n in way:
-        if n.op == "call_function":
-            args, kwargs = map_arg((n.args, {k: v for k, v in n.kwargs.items() if k != "device"}), value)
-            values[n] = n.target(*args, **kwargs)  # type: ignore[operator]
-    out = values[one.node]
+    out = evaluate(taken, way, values)[one.node]
     if one.is_same:
-        return not any(is_one(value(a), out) for a in operands(one.node))
+        known = (values[a] if a in values else taken.shadow(a) for a in operands(one.node))
+        return not any(is_one(a, out) for a in known)
     return set(out.unique().tolist()) != one.values
 
 

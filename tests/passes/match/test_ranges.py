@@ -58,6 +58,11 @@ def ranges(fn):
         (lambda s: (s.argmax(-1) - 1).bool(), (0, 1)),
         (lambda s: F.one_hot(s.argmax(-1), E).cumsum(-2).to(torch.uint8), (0, 255)),
         (lambda s: F.one_hot(s.argmax(-1), E).cumsum(-2, dtype=torch.int8), (-128, 127)),
+        (lambda s: (i := s.argmax(-1)).masked_fill(i == E - 1, 0), (0, E - 2)),
+        (lambda s: (i := s.argmax(-1)).masked_fill(i == 1, 9), (0, 9)),
+        (lambda s: (i := s.argmax(-1) - 1).masked_fill(i < 0, 7), (0, 7)),
+        (lambda s: torch.where((i := s.argmax(-1)) >= 2, -5, i), (-5, 1)),
+        (lambda s: s.argmax(-1).masked_fill(s.argmax(-1) == E - 1, 0), (0, E - 1)),  # of another node
         (lambda s: s, None),
     ],
 )
@@ -85,6 +90,30 @@ def test_decided(fn, decided):
     assert found == decided or not found  # undecided is always safe
     if decided:
         assert found
+
+
+class Looked(Fn):
+    """`fn` of scores and of integers that a buffer holds."""
+
+    def __init__(self, fn):
+        super().__init__(fn)
+        self.register_buffer("ids", torch.tensor([[0], [1], [2], [0], [1]]))
+
+    def forward(self, x):
+        return self.fn(x @ self.w, self.ids + 0)
+
+
+@pytest.mark.parametrize(
+    ("fn", "decided"),
+    [
+        (lambda s, i: (s.gather(1, i), (i == E).any())[1], True),
+        (lambda s, i: ((i == E).any(), s.gather(1, i))[0], False),  # asked before
+        (lambda s, i: (s[i[:, 0]], (i >= 5).any())[1], False),  # of tokens there may be more
+    ],
+)
+def test_lookups_bound_their_indices(fn, decided):
+    taken = capture(Looked(fn), (torch.empty(5, 3, device="meta"),), {}, Routing())
+    assert Ranges(taken.nodes, of_call=True).decided(taken.out) == decided
 
 
 def test_one_hot():
