@@ -285,9 +285,14 @@ def _chooses_only(chain: list[str], modules: dict[str, nn.Module], found: Found)
 def _looks_up_tokens(refusal: Refusal, modules: dict[str, nn.Module], found: Found) -> bool:
     """Whether what was taken for experts are the embeddings of token ids, which every language model has."""
     parts = [f"{refusal.name}.{culprit}".lstrip(".").rpartition(".")[0] for culprit in refusal.culprits]
-    return bool(parts) and all(
-        isinstance(modules.get(part), nn.Embedding) and part in found.calls and not _is_given_a_choice(part, found)
-        for part in parts
+    is_likely = refusal.name in found.structural  # it has other parameters that look like those of experts
+    return (
+        bool(parts)
+        and not is_likely
+        and all(
+            isinstance(modules.get(part), nn.Embedding) and part in found.calls and not _is_given_a_choice(part, found)
+            for part in parts
+        )
     )
 
 

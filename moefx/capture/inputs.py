@@ -29,6 +29,7 @@ _TWICE_THE_TOKENS = 1000  # costs as much as one collision with a number of the 
 _MORE_SAMPLES = 150  # and shorter sequences
 _NEAR = 5  # sizes of a sequence that are compared reach so far
 Axis = tuple[int, int]  # which tensor argument, and which of its axes
+_MANY = 19
 
 
 @dataclasses.dataclass(frozen=True)
@@ -305,6 +306,10 @@ class Arguments:
             rest = max(2, -(-tokens // math.prod(outer))) if outer else tokens + 2 * variant
             for n in itertools.islice(_unround(rest), _CANDIDATES):
                 yield dict(zip(self.dims, [*outer, n], strict=True))
+
+    def choose_sequences(self) -> dict[str, int]:
+        """Sizes with many short sequences: enough for choices that are made once for each."""
+        return self.choose(3 * _MANY) | {self.dims[0]: _MANY} | dict.fromkeys(self.dims[1:], 3)
 
     def sequence(self, tokens: int) -> dict[str, int]:
         """Sizes of one sequence with so many tokens."""

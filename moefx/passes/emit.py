@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from .kept import KeptGraph
+from .match.form import Ref, count_sequences
+from .match.matched import Match
 
 aten = torch.ops.aten
 
@@ -56,6 +59,18 @@ class Emitter:
             return node
         letters = ("S", *map(self.kept.letter, [[n] for n in shape[1:]])) if shape[0] == -1 else None
         return self.call(aten.reshape.default, (node, list(shape)), letters=letters)
+
+    def for_tokens(self, ref: Ref, match: Match) -> tuple[fx.Node, tuple[str, ...]]:
+        """A kept value and what its axes are; one for each sequence is repeated for the tokens of the sequence."""
+        node, axes = self.kept.node(ref.node), ref.axes
+        if "s" not in axes:
+            return node, axes
+        lengths = [math.prod(li.tokens) // count_sequences(li.capture, li.tokens) for li in match.lifted]
+        rest = tuple(node.meta["val"].shape[1:])
+        length = self.kept.sizes.number(lengths, str(ref.node.meta["source"]))
+        node = self.call(aten.unsqueeze.default, (node, 1))
+        node = self.call(aten.expand.default, (node, [-1, length, *(-1 for _ in rest)]))
+        return self.reshape(node, (-1, *rest)), ("t", *axes[1:])
 
     def _evaluate(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         args, kwargs = map_arg((args, kwargs), lambda n: n.meta["val"] if "val" in n.meta else self._number(n))

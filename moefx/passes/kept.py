@@ -263,7 +263,7 @@ class KeptGraph:
         index, E = self.match.lifted[0].index, len(values[0])
         chosen = [torch.bincount(li.ids[li.ids >= 0], minlength=E) for li in self.match.lifted]
         same = all(v.shape == c.shape and torch.equal(v.to(c.dtype), c) for v, c in zip(values, chosen, strict=True))
-        if not same or index.columns or "m" in index.axes or index.node not in self.made:
+        if not same or index.columns or {"m", "s"} & set(index.axes) or index.node not in self.made:
             return None
         with self.fake_mode:
             every = {"val": torch.empty(E, dtype=torch.int64)}

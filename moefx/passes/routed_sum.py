@@ -105,8 +105,9 @@ class RoutedSum:
         if ref.columns:
             columns = [self._per_slot(c, k) for k, c in enumerate(ref.columns)]
             return self.emit.call(aten.cat.default, (columns, 1), letters=("S", "K"))
-        node, K = self.kept.node(ref.node), 1 if slot is not None else self.lifted.slots
-        axes = tuple(a for i, a in enumerate(ref.axes) if a != "t" or "t" not in ref.axes[:i])
+        K = 1 if slot is not None else self.lifted.slots
+        node, axes = self.emit.for_tokens(ref, self.match)
+        axes = tuple(a for i, a in enumerate(axes) if a != "t" or "t" not in axes[:i])
         shape = [n for n in node.meta["val"].shape if not isinstance(n, int) or n != 1]  # others have no letter
         match axes:
             case ("t", "k"):

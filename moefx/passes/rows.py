@@ -190,14 +190,14 @@ class Rows:
                 return Value(self.emit.reshape(self.combine_weights, (-1,)), "row", 0)
             picked = self._of_choices(self.weights[i], ("B",))
             return Value(picked, "row", 0)
-        node, shape = self.emit.kept.node(ref.node), b.shape
-        if set(ref.axes) <= {"t"}:
+        (node, axes), shape = self.emit.for_tokens(ref, self.match), b.shape
+        if set(axes) <= {"t"}:
             flat = self.emit.reshape(node, (-1, math.prod(shape)))
             rows = self.call(
                 ops.dispatch.default, (flat, self.token_ids, self.offsets, self.inverse), letters=("B", "D")
             )
         else:  # one value per token and slot
-            axes = tuple(a for j, a in enumerate(ref.axes) if a != "t" or "t" not in ref.axes[:j])
+            axes = tuple(a for j, a in enumerate(axes) if a != "t" or "t" not in axes[:j])
             K, width = self.match.slots, math.prod(shape)
             if axes in (("t", "k"), ("tk",)):
                 by_slot = self.emit.reshape(node, (-1, K, width))

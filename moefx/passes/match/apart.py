@@ -20,7 +20,7 @@ from ...errors import Refused
 from .agree import same_form
 from .different import as_slots
 from .doubts import force, index_of, one_of_each_kind, place_of
-from .form import Lifted
+from .form import Lifted, count_sequences
 from .routed import made_of
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def tell_apart(prover: Prover) -> None:
     for lifted in prover.lifted:
         for n in _others(lifted):
             for place in map(place_of, decided_by_floats(n)):
-                if place in lifted.capture.tracer.flips or not _are_alike(n.meta["val"], lifted.ids):
+                if place in lifted.capture.tracer.flips or not _are_alike(n.meta["val"], lifted.ids, lifted):
                     apart.add(place)
                 alike.setdefault(place, []).append(lifted)
     for place, several in alike.items():
@@ -62,15 +62,26 @@ def _others(lifted: Lifted) -> list[fx.Node]:
 def _is_of_tokens(n: fx.Node, lifted: Lifted) -> bool:
     if not decided_by_floats(n) or not (val := n.meta["val"]).numel():
         return False
+    by_token = _by_token(val, lifted)
+    return by_token is not None and (val.dtype is not torch.bool or by_token.shape[1] > int(lifted.ids.max()))
+
+
+def _by_token(val: torch.Tensor, lifted: Lifted) -> torch.Tensor | None:
+    """The entries of each token, [T, N], or of its sequence; None if there are no such."""
     tokens, shape = len(lifted.ids), tuple(val.shape)
-    has_tokens = any(shape[: len(lead)] == lead for lead in (lifted.tokens, (tokens,)))
-    return has_tokens and (val.dtype is not torch.bool or val.numel() > tokens * int(lifted.ids.max()))
+    if any(shape[: len(lead)] == lead for lead in (lifted.tokens, (tokens,))):
+        return val.reshape(tokens, -1)
+    sequences = count_sequences(lifted.capture, lifted.tokens)
+    if not sequences or shape[:1] != (sequences,):
+        return None
+    return val.reshape(sequences, -1).repeat_interleave(tokens // sequences, 0)
 
 
-def _are_alike(val: torch.Tensor, ids: torch.Tensor) -> bool:
+def _are_alike(val: torch.Tensor, ids: torch.Tensor, lifted: Lifted) -> bool:
     """Whether integers are for each token some of its choices, or all of them and others; whether a mask of experts is
     the same for all that were chosen."""
-    of_tokens = val.reshape(len(ids), -1)
+    of_tokens = _by_token(val, lifted)
+    assert of_tokens is not None
     if val.dtype is torch.bool:
         return len(of_tokens.gather(1, ids).unique()) == 1
     same = of_tokens[:, :, None] == ids[:, None, :]
@@ -88,7 +99,7 @@ def _may_differ(lifted: Lifted, place: _Place) -> bool:
                 torch.default_generator.manual_seed(seed)
                 values = computed_anew(nodes, Routing("diverse", seed, is_wild=True).invent)
             ids = torch.cat([as_slots(values[ref.node], lifted.tokens, ref.axes) for ref in refs], dim=1)
-            if not all(_are_alike(values[n], ids) for n in others):
+            if not all(_are_alike(values[n], ids, lifted) for n in others):
                 return True
         except Exception:  # there may be another number of them
             return True

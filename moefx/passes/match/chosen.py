@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .form import Lifted, Ref
+from .form import Lifted, Ref, count_sequences
 from .owners import Key, Owners
 from .paths import Place
 from .term import Term
@@ -56,6 +56,7 @@ def choice(
 class _Search:
     def __init__(self, owners: Owners, tokens: tuple[int, ...], summands: list[list[Term]], nodes: list[fx.Node]):
         self.tokens, self.nodes = tokens, nodes
+        self.sequences = count_sequences(owners.reach.capture, tokens)
         self.T = math.prod(tokens)
         self.keys = [[owners.key(p) for p in parts] for parts in summands]
         self.widest = max(map(len, self.keys))
@@ -75,9 +76,9 @@ class _Search:
         found = []
         for place, (n, val) in enumerate(self._integers()):
             if val.dtype not in (torch.bool, torch.uint8):
-                for axes, flat in aligned(val, self.tokens):
+                for axes, flat in aligned(val, self.tokens, self.sequences):
                     if flat.shape[1] <= _MOST_SLOTS:
-                        order = (flat.shape[1] != self.widest, n in inside, place)
+                        order = ("s" in axes, flat.shape[1] != self.widest, n in inside, place)
                         found.append((order, Ref(n, axes), flat))
         return [(ref, flat) for _, ref, flat in sorted(found, key=lambda c: c[0])]
 
@@ -132,7 +133,7 @@ class _Search:
             if n.meta["index"] == ref.node.meta["index"] and n.target == ref.node.target:
                 if "m" in ref.axes:
                     return Ref(n, ref.axes), torch.arange(val.shape[-1]).expand(self.T, -1)
-                found = [flat for axes, flat in aligned(val, self.tokens) if axes == ref.axes]
+                found = [flat for axes, flat in aligned(val, self.tokens, self.sequences) if axes == ref.axes]
                 return (Ref(n, ref.axes), found[0]) if found else None
         return None
 
@@ -182,8 +183,11 @@ class _Search:
         return None
 
 
-def aligned(val: torch.Tensor, tokens: tuple[int, ...]) -> list[tuple[tuple[str, ...], torch.Tensor]]:
-    """Ways to read an integer tensor as [T, K]."""
+def aligned(
+    val: torch.Tensor, tokens: tuple[int, ...], sequences: int = 0
+) -> list[tuple[tuple[str, ...], torch.Tensor]]:
+    """Ways to read an integer tensor as [T, K]. `sequences`: how many there are, if one entry may be for all tokens of
+    a sequence."""
     T, shape, out = math.prod(tokens), tuple(val.shape), []
     flat = val.to(torch.int64)
     for lead in {tokens, (T,)}:
@@ -195,6 +199,9 @@ def aligned(val: torch.Tensor, tokens: tuple[int, ...]) -> list[tuple[tuple[str,
     if len(shape) == 1 and shape[0] > T and shape[0] % T == 0:
         out.append((("tk",), flat.reshape(T, -1)))
         out.append((("kt",), flat.reshape(-1, T).t()))
+    if sequences and shape[:1] == (sequences,) and len(shape) <= 2:
+        axes = ("s", *("k",) * (len(shape) - 1))
+        out.append((axes, flat.reshape(sequences, -1).repeat_interleave(T // sequences, 0)))
     return out
 
 

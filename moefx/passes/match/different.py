@@ -75,7 +75,8 @@ def are_different(lifted: Lifted, experts: set[int], others: Sequence[Lifted] = 
 
 def as_slots(x: torch.Tensor, tokens: tuple[int, ...], axes: tuple[str, ...]) -> torch.Tensor:
     """A tensor that a `Ref` with these axes reads, as [T, K]."""
-    return next(flat for found, flat in aligned(x, tokens) if found == axes)
+    sequences = len(x) if "s" in axes else 0
+    return next(flat for found, flat in aligned(x, tokens, sequences) if found == axes)
 
 
 class _Places:

@@ -89,7 +89,7 @@ def _weights(lifted: Lifted) -> torch.Tensor | None:
     for group in lifted.groups:
         for i, ref in enumerate(group.values):
             wide = any(b.op == "value" and b.args[0] == i and math.prod(b.shape) > 1 for b in walk(group.body))
-            if not wide and not ref.columns and ref.axes[-1:] in (("k",), ("tk",)) and "e" not in ref.axes:
+            if not wide and not ref.columns and ref.axes[-1:] in (("k",), ("tk",)) and not {"e", "s"} & set(ref.axes):
                 return lifted.capture.shadow(ref.node).reshape(lifted.ids.shape)
     return None
 
@@ -167,7 +167,7 @@ def _explained_by_values(match: Match, capture: int) -> bool:
 
     def is_zero(ref: Ref, t: int, k: int) -> bool:
         ref = ref.columns[k] if ref.columns else ref
-        if not {"t", "k", "e"} & set(ref.axes) or {"tk", "kt", "m"} & set(ref.axes):
+        if not {"t", "k", "e"} & set(ref.axes) or {"tk", "kt", "m", "s"} & set(ref.axes):
             return False
         it = iter(unravel(t, lifted.tokens) if ref.axes.count("t") > 1 else (t,))
         where = {a: k if x == "k" else int(lifted.ids[t, k]) if x == "e" else next(it) for a, x in enumerate(ref.axes)}

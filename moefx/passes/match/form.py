@@ -21,8 +21,9 @@ class Ref:
     """A kept node that supplies a value of each (token, slot): which node, and how it is indexed.
 
     `axes` says what the node's leading axes are: `t` the tokens (one axis or several), `k` the slots, `e` the experts;
-    `tk` and `kt` flattened pairs; `m` the experts where the node is a mask of the chosen ones. The remaining axes are
-    the value's. Where no single node holds all slots there is one for each: `columns`.
+    `tk` and `kt` flattened pairs; `m` the experts where the node is a mask of the chosen ones; `s` the sequences, if
+    all tokens of a sequence have one value. The remaining axes are the value's. Where no single node holds all slots
+    there is one for each: `columns`.
     """
 
     node: fx.Node
@@ -85,6 +86,12 @@ class Lifted:
     absorbed: set[fx.Node]
     twice: set[int] = dataclasses.field(default_factory=set)  # tokens that have chosen an expert more than once
     optional: SizeGuard | None = None  # the proof can do without it, where a form holds for these sizes only
+
+
+def count_sequences(lifted_from: Capture, tokens: tuple[int, ...]) -> int:
+    """How many sequences the tokens are of, if the hidden states have an axis for them; else 0."""
+    dims = list(lifted_from.sizes.dims.values())
+    return dims[0] if len(dims) > 1 and math.prod(tokens) == math.prod(dims) else 0
 
 
 def with_all_experts(several: Sequence[Lifted]) -> Lifted:

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ...capture.captured import Capture, decided_by_floats
 from ...errors import Refused
 from .chosen import Choice, choice, every_expert_for_every_token
-from .form import Group, Lifted, has_matrices
+from .form import Group, Lifted, count_sequences, has_matrices
 from .given import is_of_call
 from .lookup import Lookup
 from .nodes import Line, is_random, line, op_name
@@ -165,8 +165,9 @@ class Lifter:
         known = [e for group in (self.like.groups if self.like is not None else ()) for e in group.ids]
         highest = max([*known, *(int(ids[t, k]) for t, row in enumerate(slots) for k in row)])  # of ids that count
         lookup = Lookup(
-            self.reach.S, nodes, tokens, ids.shape[1], highest + 1, self.inside, self.like, self.by_slots, self.is_last
-        )
+            self.reach.S, nodes, tokens, ids.shape[1], highest + 1, self.inside, self.like, self.by_slots, self.is_last,
+            count_sequences(self.capture, tokens),
+        )  # fmt: skip
         common, rest = shared(rest, lookup, self.owners, self.like)
         alone, rest = missed(rest, routed, lookup)
         chosen = ids.tolist()

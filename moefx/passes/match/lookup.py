@@ -21,13 +21,14 @@ class Lookup:
 
     def __init__(
         self, S: Semantics, nodes: list[fx.Node], tokens: tuple[int, ...], slots: int, experts: int,
-        inside: set[fx.Node], like: Lifted | None, by_slots: bool, is_last: bool,
+        inside: set[fx.Node], like: Lifted | None, by_slots: bool, is_last: bool, sequences: int = 0,
     ):  # fmt: skip
         """`nodes`: to look among. `inside`: those that are a submodule's own, to be taken only where no other fits.
         `like`: the form of another capture of the block. `by_slots`: not what a token has for each expert. `is_last`:
-        of nodes that fit the last is found, whatever `like` has, else the first."""
+        of nodes that fit the last is found, whatever `like` has, else the first. `sequences`: how many there are, if
+        one value may be for all tokens of a sequence."""
         self.S, self.tokens, self.slots, self.experts = S, tokens, slots, experts
-        self.T = math.prod(tokens)
+        self.T, self.sequences = math.prod(tokens), sequences
         self.positions = list(itertools.product(*map(range, tokens)))
         self.counted: list[tuple[int, int, int]] = []  # places where a slot counts, and where it does not
         self.dropped: list[tuple[int, int, int]] = []
@@ -41,7 +42,7 @@ class Lookup:
         }
         for n in nodes:
             for rank, axes in self._axes(tuple(n.meta["val"].shape)):
-                if by_slots and {"t", "e"} <= set(axes):
+                if by_slots and "e" in axes and {"t", "s"} & set(axes):
                     continue
                 ref, index = Ref(n, axes), n.meta["index"]
                 at = -index if is_last else index
@@ -72,6 +73,10 @@ class Lookup:
             out.append((8, ("e",)))
         if math.prod(shape) == 1:
             out.append((9, ()))
+        if self.sequences and shape[:1] == (self.sequences,) and len(shape) <= 2 and shape != self.tokens:
+            out.append((10, ("s",)))
+            out += [(10, ("s", "k"))] if shape[1:] == (K,) else []
+            out += [(11, ("s", "e"))] if len(shape) > 1 and shape[1] >= self.experts else []
         return out
 
     def element(self, ref: Ref, t: int, k: int, e: int) -> Term | None:
@@ -84,6 +89,7 @@ class Lookup:
         many = ref.axes.count("t") > 1
         for axis, kind in enumerate(ref.axes):
             i = {"k": k, "e": e, "tk": t * self.slots + k, "kt": k * self.T + t}.get(kind)
+            i = t // (self.T // term.shape[axis]) if kind == "s" else i
             if i is None:
                 i = position[seen] if many else t
                 seen += 1
@@ -104,7 +110,7 @@ class Lookup:
         """The rows, one per token, of all readings that have one."""
         out = set()
         for _, _, ref in self.readings:
-            if set(ref.axes) == {"t"} and len(ref.node.meta["val"].shape) > len(ref.axes):
+            if set(ref.axes) in ({"t"}, {"s"}) and len(ref.node.meta["val"].shape) > len(ref.axes):
                 out |= {r for t in range(self.T) if (r := self.element(ref, t, 0, 0)) is not None}
         return out
 
@@ -136,7 +142,7 @@ class Lookup:
         fits = (
             ref
             for ref in self._tables[at, slots].get(terms[0], ())
-            if (scalar or wide or set(ref.axes) <= {"t"})
+            if (scalar or wide or set(ref.axes) <= {"t", "s"})
             and all(self._value(ref, place) is term for place, term in zip(where, terms, strict=True))
         )
         first = self._likeliest(fits, range(self.slots)) if scalar else next(fits, None)
@@ -190,7 +196,9 @@ class Lookup:
             fits = (
                 ref
                 for _, _, ref in self.readings
-                if not {"k", "tk", "kt"} & set(ref.axes) and "t" in ref.axes and self._value(ref, first) is wanted
+                if not {"k", "tk", "kt"} & set(ref.axes)
+                and {"t", "s"} & set(ref.axes)
+                and self._value(ref, first) is wanted
                 if all(self._value(ref, place) is term for place, term in mine)
             )
             found = self._likeliest(fits, (k,))

@@ -24,7 +24,7 @@ from .lift import Lifter, NothingRouted
 from .matched import Expert, Match
 from .nodes import Line, line
 from .paths import Place, sibling_names
-from .routed import padded
+from .routed import chooses_for_sequences, padded
 from .semantics import conditions
 from .turns import counting, with_turns
 from .worth import NotTwice
@@ -245,7 +245,14 @@ class Prover:
             sizes = self.choose(n, variant)
             if variant == 0:
                 self.first = first or self.capture(Routing(kind, variant), sizes)
-                self.add(self._lifted_first(self.first), sizes)
+                try:
+                    lifted = self._lifted_first(self.first)
+                except Refused:
+                    sizes = self.arguments.choose_sequences()
+                    if not chooses_for_sequences(self.first) or not self.is_within(sizes):
+                        raise
+                    lifted = self._lifted_first(self.capture(Routing(kind, variant), sizes))
+                self.add(lifted, sizes)
                 self._weigh_masks(sizes)
             else:
                 self.add(self._lifted_next(kind, variant, sizes), sizes)

@@ -265,6 +265,20 @@ def chooses(reach: Reach) -> bool:
     )
 
 
+def chooses_for_sequences(capture: Capture) -> bool:
+    """Whether some integers have one entry, or a few, for each sequence: few sequences may all choose the same."""
+    dims = list(capture.sizes.dims.values())
+    return len(dims) > 1 and any(
+        isinstance(val := n.meta.get("val"), torch.Tensor)
+        and not isinstance(val, FakeTensor)
+        and val.dtype != torch.bool
+        and val.shape[:1] == (dims[0],)
+        and val.dim() <= 2
+        and tuple(val.shape) != tuple(dims)
+        for n in capture.nodes
+    )
+
+
 def cuts(reach: Reach, experts: set[str]) -> tuple[set[fx.Node], list[fx.Node]]:
     """(nodes computed from expert parameters, those among them that every routed path runs through)."""
     live = reach.live()
