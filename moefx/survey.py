@@ -20,6 +20,7 @@ from .capture.source import is_users
 from .errors import CaptureError, InvalidInput, MoefxError, Refused, in_short, own_fault
 from .ir.attributes import OWN_MODE, Where, attributes, follows_its_mode, reading, value_at
 from .ir.held import same
+from .passes.rewrite import NO_CACHE
 from .pipeline import Result, rewrite_block
 from .runtime.copying import copy_model
 from .runtime.module import rewritten_blocks
@@ -338,6 +339,11 @@ def _rewrite(module: nn.Module, name: str, call: Seen, plan: Plan) -> Result:
             raise Refused(why.reason, culprits=why.culprits, source=why.source, remedy=_FLAT) from why
         raise
     except CaptureError as error:
+        if cache := _holder_of_tensors((call.args, call.kwargs)):
+            reason = (
+                f"it is called with a {cache} that holds tensors of this run of the model, as a key-value cache does"
+            )
+            raise Refused(reason, source=first_line(module), remedy=NO_CACHE) from error
         raise Refused(f"it does not run on abstract tensors: {error}") from error
     except Exception as error:  # the user's code, on sizes it was not made for
         where = _user_line(error)
@@ -345,6 +351,17 @@ def _rewrite(module: nn.Module, name: str, call: Seen, plan: Plan) -> Result:
             reason = f"it does not run at other sizes than the example's ({in_short(error)})"
             raise Refused(reason, source=where, remedy=_FLAT if is_graph else "") from error
         raise own_fault(error, first_line(module)) from error
+
+
+def _holder_of_tensors(tree: Any, depth: int = 4) -> str:
+    """The class of an object among the arguments that has tensors of the abstract run in its attributes, or ""."""
+    for leaf in pytree.tree_leaves(tree):
+        held = list(getattr(leaf, "__dict__", {}).values())
+        if isinstance(leaf, (torch.Tensor, nn.Module, type)) or not held or not depth:
+            continue
+        if any(isinstance(t, FakeTensor) for t in pytree.tree_leaves(held)) or _holder_of_tensors(held, depth - 1):
+            return type(leaf).__name__
+    return ""
 
 
 def first_line(module: nn.Module) -> str:

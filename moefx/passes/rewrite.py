@@ -29,6 +29,10 @@ from .match.paths import tensor_at
 from .routed_sum import RoutedSum
 from .twins import Twins
 
+NO_CACHE = (
+    "pass example_inputs with which the model makes no cache (use_cache=False), or make the mixture of experts a "
+    "module of its own that takes hidden states only"
+)
 aten = torch.ops.aten
 
 
@@ -220,7 +224,9 @@ class Rewriter:
                 raise Refused(
                     f"the block writes to {first.target} when it is called",
                     culprits=(str(first.target),),
-                    remedy="return it, keep it in a buffer, or record it with a hook; if it is a cache, call the "
+                    remedy=f"return it; if it is a cache, {NO_CACHE}"
+                    if first.target == "an argument"
+                    else "return it, keep it in a buffer, or record it with a hook; if it is a cache, call the "
                     "model once before moefx.compile",
                 )
             if first.kind == "state":

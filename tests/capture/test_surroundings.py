@@ -204,6 +204,51 @@ def test_a_list_among_the_arguments():
         moefx.compile(Appends(), example_inputs=(torch.randn(5, D), []))
 
 
+class Cache:
+    def __init__(self):
+        self.keys = []
+
+    def update(self, k):
+        self.keys.append(k)
+        return torch.cat(self.keys, -2)
+
+
+class Decoder(Loop):
+    """Attention with a cache of keys, and a mixture of experts that is no module of its own."""
+
+    def forward(self, x, cache=None):
+        keys = x if cache is None else cache.update(x)
+        h = x + torch.nn.functional.scaled_dot_product_attention(x, keys, keys)
+        return h + super().forward(h.flatten(0, 1)).view_as(h)
+
+
+class Decoders(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Decoder() for _ in range(2))
+
+    def forward(self, x, use_cache=True):
+        caches = [Cache() if use_cache else None for _ in self.layers]
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x = layer(x, cache)
+        return x
+
+
+def test_a_cache_of_keys():
+    model, x = Decoders(), torch.randn(3, 5, D)
+    with pytest.raises(moefx.NoMoEBlockFound, match="use_cache=False"):
+        moefx.compile(copy.deepcopy(model), example_inputs=(x,))
+    compiled = moefx.compile(model, example_inputs=(x, False))
+    assert [block.name for block in moefx.blocks(compiled)] == ["layers.0", "layers.1"]
+    torch.testing.assert_close(compiled(x, False), model(x, False))
+    assert all(block.fallbacks == 0 for block in moefx.blocks(compiled))
+    caches = Cache(), Cache()
+    for _ in range(2):
+        found, wanted = (m.layers[0](x, c) for m, c in zip((compiled, model), caches, strict=True))
+        torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(caches[0].keys, caches[1].keys)
+
+
 def test_a_registry_that_is_filled_when_it_is_first_asked_is_no_record():
     class Asks(Loop):
         def forward(self, x):
