@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import dis
 import functools
 import itertools
 import sys
 import threading
-import traceback
 import types
 from collections.abc import Iterator
 
@@ -34,7 +34,8 @@ class Source:
 
 
 _CAPTURE = __file__.replace("source.py", "concolic.py")
-_OURS = (__file__.rsplit("/capture/", 1)[0] + "/", torch.__file__.rsplit("/", 1)[0] + "/")
+_TORCH = torch.__file__.rsplit("/", 1)[0] + "/"
+_OURS = (__file__.rsplit("/capture/", 1)[0] + "/", _TORCH)
 
 
 # generated code: not of torch's files, but not the user's either (a notebook cell, also in brackets, is)
@@ -108,6 +109,20 @@ def _user_frames() -> Iterator[Source]:
 
 
 def is_users_own(error: BaseException) -> bool:
-    """Whether the user's code raised it, itself or by `torch._assert`, not what that called."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.name != torch._assert.__name__]
-    return is_users(frames[-1].filename)
+    """Whether the program itself raised an error, by a `raise` or an `assert` of the user's code or of Python code of
+    torch that this called, such as the argument checks of `torch.distributions`. An op that fails does not count."""
+    trace, is_raised = error.__traceback__, False
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if is_users(file):
+            is_raised = True
+        elif not file.startswith(_TORCH):
+            is_raised = False  # an op or a module that capture follows
+        elif trace.tb_next is None and trace.tb_frame.f_code.co_name != torch._assert.__name__:
+            is_raised = is_raised and _is_at_raise(trace)
+        trace = trace.tb_next
+    return is_raised
+
+
+def _is_at_raise(trace: types.TracebackType) -> bool:
+    return dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"

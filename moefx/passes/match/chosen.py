@@ -102,7 +102,7 @@ class _Search:
 
     def as_before(self, like: Lifted) -> Choice | None:
         """The nodes that chose the experts in the other capture, at the same places of this one."""
-        names = self.natural or self._names_in(like)
+        names = self._names_in(like) or self.natural
         found = self._twin(like.index) if names is not None else None
         slots = _slots(self.keys, found[1], names) if found is not None else None  # type: ignore[arg-type]
         return None if found is None or slots is None else Choice(*found, slots)

@@ -140,12 +140,15 @@ def _stack_of(prover: Prover, place: Place) -> tuple[Any, int]:
 
 
 def _siblings(prover: Prover, table: dict[int, Place]) -> int:
-    """How many modules stand beside each other where the experts' places differ, if they count the experts."""
+    """How many modules stand beside each other where the experts' places differ, if they count the experts. A shared
+    expert in their list does not count."""
     names = {e: place.fqn.split(".") for e, place in table.items()}
     for depth, _ in enumerate(min(names.values(), key=len)):
-        siblings = prover.children.get(".".join(next(iter(names.values()))[:depth]), [])
+        before = next(iter(names.values()))[:depth]
+        siblings = prover.children.get(".".join(before), [])
         if all(parts[depth] in siblings and siblings.index(parts[depth]) == e for e, parts in names.items()):
-            return len(siblings)
+            heads = {tuple(fqn.split(".")[: depth + 1]) for fqn in prover.experts or ()}
+            return sum((*before, name) in heads for name in siblings)
     return 0
 
 

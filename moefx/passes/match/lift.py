@@ -83,7 +83,6 @@ class Lifter:
         self.experts = set(experts)
         self.routed, meeting = cuts(self.reach, self.experts)
         self.inside = inside_calls(self.capture, self.routed)
-        self.owners = Owners(self.reach, self.experts)
         candidates = self._by_likelihood(meeting)
         if not candidates:
             if left := [e for e in self.capture.effects if e.kind == "attribute" and e.node in self.routed]:
@@ -100,7 +99,7 @@ class Lifter:
                 remedy="the routed sum must be one tensor before it is used further",
             )
         first: Refused | None = None
-        for cut in candidates[:_MOST_CUTS]:
+        for self.owners, cut in itertools.product(self._numberings(), candidates[:_MOST_CUTS]):
             try:
                 return self._canonical(cut)
             except Refused as refusal:
@@ -208,8 +207,16 @@ class Lifter:
                 kept[t] = torch.tensor([worth.counts(place) for place in places])
         absorbed = {n for n in self.routed if n.meta["index"] <= cut.meta["index"]}
         return Lifted(
-            self.capture, cut, tokens, ids.shape[1], index, ids, groups, common, alone, kept, absorbed, {*twice}
-        )
+            self.capture, cut, tokens, ids.shape[1], index, ids, groups, common, alone, kept, absorbed,
+            bool(self.owners.nested), {*twice},
+        )  # fmt: skip
+
+    def _numberings(self) -> list[Owners]:
+        """Number experts by their place in one list. If that fails, through all lists of a list."""
+        ways = [{}, self.reach.nested] if self.reach.nested else [{}]
+        if self.like is not None:
+            ways = [self.reach.nested if self.like.is_nested else {}]
+        return [Owners(self.reach, self.experts, nested) for nested in ways]
 
     def _groups(
         self, cut: fx.Node, lookup: Lookup, instances: dict[int, list[tuple[int, int, Term]]], chosen: list[list[int]]

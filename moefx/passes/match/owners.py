@@ -13,10 +13,11 @@ Key = tuple[Place, ...]  # the places of the expert parameters that reach a summ
 
 
 class Owners:
-    """`experts`: FQNs of the parameters that are the experts'."""
+    """`experts`: FQNs of the parameters that are the experts'. `nested`: numbers of the modules in lists of lists (see
+    `nested_numbers`) that are experts."""
 
-    def __init__(self, reach: Reach, experts: set[str]):
-        self.reach, self.experts = reach, experts
+    def __init__(self, reach: Reach, experts: set[str], nested: dict[str, int] | None = None):
+        self.reach, self.experts, self.nested = reach, experts, nested or {}
         self._numbers: dict[Place, list[int]] = {}
         self._owners: dict[Term, frozenset[int]] = {}
 
@@ -70,5 +71,8 @@ class Owners:
 
     def _options(self, place: Place) -> list[int]:
         if place not in self._numbers:
-            self._numbers[place] = expert_indices(place, self.reach.children)
+            parts = place.fqn.split(".")
+            names = [".".join(parts[:depth]) for depth in range(len(parts))]
+            own = [self.nested[name] for name in names if name in self.nested]
+            self._numbers[place] = own or expert_indices(place, self.reach.children)
         return self._numbers[place]

@@ -130,5 +130,16 @@ def sibling_names(block: nn.Module) -> dict[str, list[str]]:
     return out
 
 
+def nested_numbers(block: nn.Module) -> dict[str, int]:
+    """For lists of modules in a list: the number of each inner module, counted through all inner lists."""
+    numbers: dict[str, int] = {}
+    for name, module in block.named_modules():
+        inner = list(module.named_children())
+        if len(inner) > 1 and all(type(m) is nn.ModuleList for m in (module, *(part for _, part in inner))):
+            parts = [f"{name}.{outer}.{part}" for outer, some in inner for part, _ in some.named_children()]
+            numbers |= {part.lstrip("."): number for number, part in enumerate(parts)}
+    return numbers
+
+
 def _natural(text: str) -> list:
     return [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", text)]

@@ -17,12 +17,12 @@ import torch.utils._pytree as pytree
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...capture.captured import Capture, decided_by_floats
+from ...capture.captured import Capture, decided_by_floats, remembered
 from ...errors import Refused
 from ...ir.expression_check import is_pointwise
 from .form import Lifted
-from .nodes import Line, from_state, is_known, is_routed, line
-from .paths import Place, expert_indices, is_parameter, parameter_of, sibling_names
+from .nodes import Line, from_state, is_known, is_routed, line, op_name
+from .paths import Place, expert_indices, is_parameter, nested_numbers, parameter_of, sibling_names
 from .semantics import Semantics
 from .term import Term, TooLarge, is_const
 
@@ -35,6 +35,7 @@ class Reach:
 
     Attributes:
         children: the numbered parts of every module of the block.
+        nested: numbers of the modules in lists of lists.
         outputs: the nodes that the call returns or leaves behind.
         apart: the axes along which rows meet parts of a parameter, by FQN.
     """
@@ -48,7 +49,7 @@ class Reach:
         self.apart = {place.fqn: place.axes for table in tables for place in table.values()}
         self.S = Semantics(capture.nodes, capture.shadow, symbolic, whole)
         self.T = self.S.T
-        self.children = sibling_names(block)
+        self.children, self.nested = sibling_names(block), nested_numbers(block)
         results = [capture.out, *[e.node for e in capture.effects if e.kind != "state"]]
         self.outputs = [n for n in pytree.tree_leaves(results) if isinstance(n, fx.Node)]
         self._leaves: dict[Term, frozenset[Term]] = {}
@@ -331,12 +332,16 @@ def feeding(reach: Reach, cut: fx.Node, routed: set[fx.Node], like: Lifted | Non
     # Where rows are made whose number is the routing's: how many per token, and in which turn. (Several turns of one
     # length are a loop, too: where tokens choose all experts, each has all tokens.)
     made: dict[Any, set[tuple[Fraction, int]]] = defaultdict(set)
+    gathered: dict[Any, set[Fraction]] = defaultdict(set)
     for nodes, sum_ in ((seen, cut), *(((like.capture.nodes, like.cut),) if like is not None else ())):
         tokens = math.prod(sum_.meta["val"].shape[:-1])
         turns: Counter[Any] = Counter()
-        for n in filter(_has_rows_of_routing, nodes):
-            made[line(n)].add((Fraction(n.meta["val"].shape[0], max(1, tokens)), turns[line(n)]))
-            turns[line(n)] += 1
+        for n in nodes:
+            if _has_rows_of_routing(n):
+                made[line(n)].add((_rows_per_token(n, tokens), turns[line(n)]))
+                turns[line(n)] += 1
+            elif _has_gathered_rows(n):
+                gathered[line(n)].add(_rows_per_token(n, tokens))
     writes = {line(cut)} if not is_pointwise(cut.target) else set()
     return [
         n
@@ -347,9 +352,32 @@ def feeding(reach: Reach, cut: fx.Node, routed: set[fx.Node], like: Lifted | Non
         and n.op != "get_attr"
         and not n.meta.get("known")
         and not (_has_rows_of_routing(n) and len(made[line(n)]) > 1)
+        and not (_has_gathered_rows(n) and len(gathered[line(n)]) > 1)
         and line(n) not in writes
     ]
 
 
 def _has_rows_of_routing(n: fx.Node) -> bool:
     return n.meta.get("ragged", False) and isinstance(n.meta.get("val"), FakeTensor) and n.meta["val"].dim() > 0
+
+
+def _rows_per_token(n: fx.Node, tokens: int) -> Fraction:
+    return Fraction(n.meta["val"].shape[0], max(1, tokens))
+
+
+def _has_gathered_rows(node: fx.Node) -> bool:
+    """Whether a float's rows were gathered by an index that follows from the routing. Their number may be the
+    routing's without a sign of it, as when the program counts with NumPy."""
+
+    def of(n: fx.Node, inputs: list[bool]) -> bool:
+        val = n.meta.get("val")
+        if not isinstance(val, FakeTensor) or not val.dim():
+            return False
+        if op_name(n) in _GATHERS:
+            return any(is_routed(a) for a in pytree.tree_leaves(n.args[1:]))
+        return any(inputs)
+
+    return remembered(node, "gathered", of)
+
+
+_GATHERS = {"index", "_unsafe_index", "index_select"}

@@ -266,7 +266,20 @@ class Terms:
         if len(dims) == 1 and not accumulate and torch.equal(indices[0], torch.arange(base.shape[dims[0]])):
             order = [*range(1, dims[0] + 1), 0, *range(dims[0] + 1, len(base.shape))]
             return self.permute(values, order)  # all of it is written
+        if self._writes_nothing_new(base, dims, indices, values, accumulate):
+            return base
         return self.make("put", (base, tuple(dims), self.intern(indices), values, accumulate), base.shape)
+
+    def _writes_nothing_new(
+        self, base: Term, dims: Sequence[int], indices: torch.Tensor, values: Term, accumulate: bool
+    ) -> bool:
+        """Whether `put` adds zeros, or writes what is there already: `y[0, 0] += 0 * weight.sum()`."""
+        if accumulate:
+            return is_const(values, 0)
+        if indices.shape[1] > 1:
+            return values is self.index(base, dims, indices, 0)
+        at = dict(zip(dims, indices[:, 0].tolist(), strict=True))
+        return values is self.reshape(self.picks(base, at), values.shape)
 
     # ------------------------------------------------------------------ contracting
     def ein(self, inputs: Sequence[str], output: str, operands: Sequence[Term]) -> Term:

@@ -165,7 +165,8 @@ def _index_put(
     position = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
     width = indices.dim() - 1
     rest_shape = [m for d, m in enumerate(a.shape) if d not in dims]
-    values = S.T.expand(values, (*rest_shape[:position], *indices.shape[1:], *rest_shape[position:]))
+    shape = (*rest_shape[:position], *indices.shape[1:], *rest_shape[position:])
+    values = S.T.expand(S.T.reshape(values, values.shape[max(0, len(values.shape) - len(shape)) :]), shape)
     front = [
         *range(position, position + width),
         *range(position),

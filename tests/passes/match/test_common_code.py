@@ -1,0 +1,245 @@
+"""Token choice as public repositories write it: each block is rewritten, in training and in eval, and never runs the
+original."""
+
+from __future__ import annotations
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.distributions import Normal
+
+import moefx
+
+from ..blocks import D, E, Loop, Mlp
+
+
+class TouchesIdle(Loop):
+    """An expert without tokens adds zero times its parameters, so that DDP sees all of them used."""
+
+    def __init__(self, touch):
+        super().__init__(Mlp)
+        self.touch = touch
+
+    def mixed(self, x, w, ids):
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            t, k = torch.where(ids == e)
+            if len(t):
+                out.index_add_(0, t, expert(x[t]) * w[t, k, None])
+            elif self.training:
+                out = self.touch(out, expert, x)
+        return out
+
+
+def one_element(out, expert, x):
+    out[0, 0] += 0.0 * sum(p.sum() for p in expert.parameters())
+    return out
+
+
+def one_row(out, expert, x):
+    out[0] += 0.0 * expert(x[:1])[0]
+    return out
+
+
+def some_rows(out, expert, x):
+    out[:2] += expert(x[:2]) * 0
+    return out
+
+
+def by_index(out, expert, x):
+    return out.index_add(0, torch.tensor([0]), 0.0 * expert(torch.zeros_like(x[:1])))
+
+
+def everywhere(out, expert, x):
+    return out + 0.0 * sum(p.sum() for p in expert.parameters())
+
+
+class CountsInNumpy(Loop):
+    """Tokens in the order of their experts, cut where NumPy says, under `no_grad` as in inference code."""
+
+    def __init__(self, ends, is_off=True):
+        super().__init__(Mlp)
+        self.ends, self.is_off = ends, is_off
+
+    def mixed(self, x, w, ids):
+        with torch.set_grad_enabled(not self.is_off):
+            out, flat = torch.zeros_like(x), ids.flatten()
+            order, start = flat.argsort(stable=True), 0
+            for e, end in enumerate(self.ends(flat)):
+                at = order[start:end]
+                if start < end:
+                    rows = self.experts[e](x[at // self.k]) * w.flatten()[at, None]
+                    out.scatter_add_(0, (at // self.k)[:, None].expand(-1, D), rows)
+                start = end
+            return out
+
+
+def in_numpy(flat):
+    return flat.bincount(minlength=E).numpy().cumsum(0)
+
+
+def through_an_array(flat):
+    return numpy.cumsum(numpy.bincount(numpy.asarray(flat), minlength=E))
+
+
+class LoadLoss(Loop):
+    """The noisy gate of Shazeer et al.: its load is a normal distribution's, which checks its arguments."""
+
+    def __init__(self, load):
+        super().__init__(Mlp)
+        self.load = load
+        self.register_buffer("mean", torch.zeros(1))
+        self.register_buffer("std", torch.ones(1))
+
+    def forward(self, x):
+        scores = self.gate(x)
+        top, ids = scores.topk(self.k + 1, -1)
+        out = self.mixed(x, top[:, : self.k].softmax(-1), ids[:, : self.k])
+        return out, self.load(self, scores - top[:, self.k :]).sum(0)
+
+
+def of_buffers(block, margin):
+    return Normal(block.mean, block.std).cdf(margin)
+
+
+def of_numbers(block, margin):
+    return Normal(0.0, 1.0).cdf(margin)
+
+
+def of_the_noise(block, margin):
+    return Normal(block.mean, nn.functional.softplus(margin.mean()) + 1e-2).cdf(margin)
+
+
+def log_probability(block, margin):
+    return Normal(block.mean, block.std).log_prob(margin)
+
+
+class OneMoreAxis(Loop):
+    """Experts that want a batch: `y[mask] = expert(x[mask].unsqueeze(0))`."""
+
+    def __init__(self, call):
+        super().__init__(Mlp)
+        self.call = call
+
+    def mixed(self, x, w, ids):
+        flat, rows = ids.flatten(), x.repeat_interleave(self.k, 0)
+        out = torch.empty_like(rows)
+        for e, expert in enumerate(self.experts):
+            mask = flat == e
+            if mask.any():
+                out[mask] = self.call(expert, rows[mask])
+        return (out.view(*w.shape, -1) * w[..., None]).sum(1)
+
+
+def batch_of_one(expert, x):
+    return expert(x.unsqueeze(0))
+
+
+def batches_of_one(expert, x):
+    return expert(x[None, None])
+
+
+def back_again(expert, x):
+    return expert(x[None])[0]
+
+
+def rows_of_one(expert, x):
+    return expert(x[:, None]).squeeze(1)
+
+
+class SharedInList(Loop):
+    """The first experts of the list have all tokens."""
+
+    def __init__(self, shared):
+        super().__init__(Mlp, num_experts=E + shared)
+        self.gate, self.shared = nn.Linear(D, E, bias=False), shared
+
+    def mixed(self, x, w, ids):
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            if e < self.shared:
+                out = out + expert(x)
+                continue
+            t, k = torch.where(ids == e - self.shared)
+            out = out.index_add(0, t, expert(x[t]) * w[t, k, None])
+        return out
+
+
+class SharedLast(SharedInList):
+    def mixed(self, x, w, ids):
+        out = self.experts[-1](x)
+        for e, expert in enumerate(self.experts[:-1]):
+            t, k = torch.where(ids == e)
+            out = out.index_add(0, t, expert(x[t]) * w[t, k, None])
+        return out
+
+
+class Nested(Loop):
+    """Experts in lists of a list, chosen by one number."""
+
+    def __init__(self, order):
+        super().__init__(Mlp, num_experts=6)
+        self.experts = nn.ModuleList(nn.ModuleList(Mlp() for _ in range(3)) for _ in range(2))
+        self.order = order
+
+    def mixed(self, x, w, ids):
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.order(self.experts)):
+            t, k = torch.where(ids == e)
+            out = out.index_add(0, t, expert(x[t]) * w[t, k, None])
+        return out
+
+
+def by_lists(lists):
+    return [expert for inner in lists for expert in inner]
+
+
+def across_lists(lists):
+    return [expert for column in zip(*lists, strict=True) for expert in column]
+
+
+BLOCKS = {
+    **{f"idle experts, {f.__name__}": (TouchesIdle, f) for f in (one_element, one_row, some_rows, by_index, everywhere)},
+    "counts, in NumPy": (CountsInNumpy, in_numpy),
+    "counts, through an array": (CountsInNumpy, through_an_array),
+    "counts, with gradients": (CountsInNumpy, in_numpy, False),
+    **{f"load loss, {f.__name__}": (LoadLoss, f) for f in (of_buffers, of_numbers, of_the_noise, log_probability)},
+    **{f.__name__: (OneMoreAxis, f) for f in (batch_of_one, batches_of_one, back_again, rows_of_one)},
+    "one shared expert in the list": (SharedInList, 1),
+    "two shared experts in the list": (SharedInList, 2),
+    "the last expert is shared": (SharedLast, 1),
+    "nested lists": (Nested, by_lists),
+    "nested lists, across": (Nested, across_lists),
+}
+
+
+def results(model, x):
+    """Outputs, and gradients of the input and of all parameters; zero for one that autograd did not reach."""
+    x = x.clone().requires_grad_()
+    out = model(x)
+    outs = [out] if isinstance(out, torch.Tensor) else list(out)
+    if not outs[0].requires_grad:
+        return outs, []
+    loss = sum((o * torch.linspace(-1, 1, o.numel(), dtype=o.dtype).view_as(o)).sum() for o in outs)
+    inputs = [x, *model.parameters()]
+    grads = torch.autograd.grad(loss, inputs, allow_unused=True)
+    return outs, [torch.zeros_like(p) if g is None else g for p, g in zip(inputs, grads, strict=True)]
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_rewritten(name, training):
+    torch.manual_seed(0)
+    kind, *arguments = BLOCKS[name]
+    model = nn.Sequential(kind(*arguments)).double().train(training)
+    compiled = moefx.compile(model, example_inputs=(torch.randn(9, D, dtype=torch.float64),))
+    for tokens in (1, 2, 9, 80):
+        x = torch.randn(tokens, D, dtype=torch.float64)
+        torch.testing.assert_close(results(compiled, x), results(model, x))
+    with torch.no_grad():  # all tokens on few experts, the others idle
+        model[0].gate.weight[2:] = 0
+        x = torch.rand(30, D, dtype=torch.float64)
+    torch.testing.assert_close(results(compiled, x), results(model, x))
+    assert moefx.blocks(compiled)[0].fallbacks == 0
