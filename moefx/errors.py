@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from torch.utils.checkpoint import CheckpointError
+
 
 class MoefxError(Exception):
     """Base of everything that moefx raises on purpose."""
@@ -89,6 +91,10 @@ class ExpertsOverwritten(MoefxError, RuntimeError):
 
 class DoubleBackward(MoefxError, RuntimeError):
     """The fused expert ops are once differentiable."""
+
+
+class RecomputedChoice(MoefxError, CheckpointError):
+    """A recomputation for the backward chose other experts than the forward did."""
 
 
 class VerificationFailed(MoefxError, AssertionError):

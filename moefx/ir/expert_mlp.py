@@ -19,7 +19,7 @@ from ..errors import InvalidInput
 from . import derivative, experts, routing
 from .body import ExpertBody, Gemm
 from .expression import evaluate, is_linear
-from .op import is_last_use, op
+from .op import is_last_use, op, saved_by
 
 KEEP = ("h", "x", "all", "none")
 
@@ -405,7 +405,7 @@ def _save(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequen
 
 
 def _gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
-    saved = iter(ctx.saved_tensors)  # once: each look at them unpacks, which checkpointing allows one time
+    saved = iter(saved_by(ctx))
     fixed = [next(saved) for _ in range(5)]
     lists = [[next(saved) for _ in range(size)] for size in ctx.sizes]
     up, up_bias, down, down_bias, kept = lists

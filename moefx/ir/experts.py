@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidInput
-from .op import op
+from .op import op, saved_by
 
 
 @op(
@@ -200,7 +200,7 @@ def _save_for_grouped_mm(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], 
 
 
 def _grouped_mm_gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
-    rows, expert_offsets, *w = ctx.saved_tensors
+    rows, expert_offsets, *w = saved_by(ctx)
     grad_rows = grad_w = None
     if ctx.needs[0]:
         grad_rows = grouped_mm(grads[0], w, expert_offsets, transposed=not ctx.transposed, dtype=ctx.dtype)
@@ -215,7 +215,7 @@ def _save_for_expert_rows(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any],
 
 
 def _expert_rows_gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
-    grad = expert_rows_backward(grads[0], *ctx.saved_tensors, dtype=ctx.dtype)
+    grad = expert_rows_backward(grads[0], *saved_by(ctx), dtype=ctx.dtype)
     return [grad] if ctx.stacked else list(grad.unbind(0)), None, None
 
 

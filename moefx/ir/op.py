@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from ..errors import DoubleBackward, InvalidInput
+from . import recomputation
 
 NAMESPACE = "moefx"
 # FRAGMENT: later pieces (expert parallelism, ...) define their ops in the same namespace from files of their
@@ -104,11 +105,13 @@ class Op:
         self.contract = Contract.parse(contract)
         self.reference = reference
         self.providers: dict[str, Provider] = {}
+        self.observe: Callable[[Any], None] | None = None  # called with the outputs of each run
         functools.update_wrapper(self, reference)
         self.provider("reference")(reference)
         _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         self.overload = getattr(getattr(torch.ops, NAMESPACE), self.name).default
         arguments = [a.name for a in self.overload._schema.arguments]
+        self.choice_arguments = recomputation.choice_arguments(arguments)
         self._checked = [(arguments.index(n), n, dims) for n, dims in self.contract.inputs.items()]
         _library.impl(self.name, self._run, "CompositeExplicitAutograd")
         registry[self.name] = self
@@ -126,9 +129,12 @@ class Op:
         provider = _select()(self, args, kwargs)
         before, _here.is_at_backend = _here.is_at_backend, True
         try:
-            return provider.run(*args, **kwargs)
+            outputs = provider.run(*args, **kwargs)
         finally:
             _here.is_at_backend = before
+        if self.observe is not None:
+            self.observe(outputs)
+        return outputs
 
     def check(self, args: Sequence[Any]) -> None:
         """Raise `InvalidInput` unless the tensors have the shapes of the contract."""
@@ -195,8 +201,8 @@ class Op:
                 inputs and outputs only (so that version checks and saved-tensor hooks see exactly those).
             backward: `backward(ctx, grads) -> one gradient per positional argument`, a list (or None) where
                 the argument is a list. `grads` holds None for outputs without a gradient; `ctx.needs[i]`
-                tells whether argument i (any element of it) wants one. It calls an op, so that the backward
-                is one named node too.
+                tells whether argument i (any element of it) wants one. It reads what was saved by `saved_by(ctx)`,
+                once, and calls an op, so that the backward is one named node too.
         """
         function = _autograd_function(self, save, backward)
 
@@ -248,6 +254,20 @@ def is_last_use(saved: Sequence[Any]) -> bool:
     return all(type(t) is torch.Tensor for t in saved) and not keeps_graph()
 
 
+def saved_by(ctx: Any) -> Sequence[Any]:
+    """What the forward has saved, each tensor unpacked once, as checkpointing allows.
+
+    Raises:
+        RecomputedChoice: it was recomputed, and other experts were chosen.
+    """
+    saved = ctx.saved_tensors
+    if ctx.choice is not None:
+        recomputation.require_same_choice(ctx.choice, saved)
+        if is_last_use(ctx.choice.tensors):
+            ctx.choice = None
+    return saved
+
+
 def op(schema: str, *, contract: str) -> Callable[[Callable[..., Any]], Op]:
     """Decorator: `Op(schema, contract=contract, reference=the decorated function)`."""
     return lambda reference: Op(schema, contract=contract, reference=reference)
@@ -284,6 +304,7 @@ def _autograd_function(
         ctx.lengths = lengths
         ctx.set_materialize_grads(False)  # kept activations have no gradient; zeros for them would cost their size
         save(ctx, args, kwargs, outputs)
+        ctx.choice = recomputation.note_choice(op.name, [args[i] for i in op.choice_arguments], ctx.to_save or ())
         return tuple(outputs) if structure["type"] else outputs
 
     def run_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:

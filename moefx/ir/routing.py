@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidInput
-from .op import op
+from .op import op, saved_by
+from .recomputation import observe_pft
 
 DROP_RULES = ("none", "position_token", "position_slot", "weight")
 
@@ -171,9 +172,10 @@ def _of_rows(grad: Tensor, inverse: Tensor) -> Tensor:
 
 build_pft_backward.fake(lambda grad, inverse: grad.new_empty(inverse.shape))
 build_pft_backward.once_differentiable("build_pft")
+build_pft.observe = observe_pft
 build_pft.autograd(
     save=lambda ctx, args, kwargs, outputs: ctx.save_for_backward(outputs[3]),
-    backward=lambda ctx, grads: (None, build_pft_backward(grads[4], *ctx.saved_tensors), None),
+    backward=lambda ctx, grads: (None, build_pft_backward(grads[4], *saved_by(ctx)), None),
 )
 
 
@@ -204,7 +206,7 @@ pick_choices_backward.fake(lambda grad, inverse: grad.new_empty((*inverse.shape,
 pick_choices_backward.once_differentiable("pick_choices")
 pick_choices.autograd(
     save=lambda ctx, args, kwargs, outputs: ctx.save_for_backward(args[3]),
-    backward=lambda ctx, grads: (pick_choices_backward(grads[0], *ctx.saved_tensors), None, None, None),
+    backward=lambda ctx, grads: (pick_choices_backward(grads[0], *saved_by(ctx)), None, None, None),
 )
 
 
@@ -284,7 +286,7 @@ def _(rows, combine_weights, token_ids, expert_offsets, inverse):
 
 
 def _combine_gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
-    token_ids, expert_offsets, inverse, *weighted = ctx.saved_tensors
+    token_ids, expert_offsets, inverse, *weighted = saved_by(ctx)
     if weighted:
         grad_rows, grad_weights = combine_backward(grads[0], *weighted, token_ids, expert_offsets)
     else:
@@ -301,5 +303,5 @@ combine.autograd(save=_save_for_combine, backward=_combine_gradients)
 combine_backward.once_differentiable("combine")
 dispatch.autograd(
     save=lambda ctx, args, kwargs, outputs: ctx.save_for_backward(*args[1:]),
-    backward=lambda ctx, grads: (combine(grads[0], None, *ctx.saved_tensors), None, None, None),
+    backward=lambda ctx, grads: (combine(grads[0], None, *saved_by(ctx)), None, None, None),
 )

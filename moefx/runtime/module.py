@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..capture.lifting import is_here, lifting
 from ..errors import AbsorbedModuleChanged, InvalidInput, MoefxError, NotRewritten
 from ..ir.binding import Leaves, Specialisation, binder, call_specialisation, leaves_of
+from ..ir.recomputation import running
 from .entry import Entry
 from .program import Program
 from .watch import AbsorbedModules
@@ -116,6 +117,7 @@ class BlockForward:
         if entry is not None:
             if torch.compiler.is_compiling():
                 return self._run(entry, leaves)
+            running.block = self.name
             try:
                 return self._run(entry, leaves)
             except (TypeError, RuntimeError, InvalidInput):
@@ -123,6 +125,8 @@ class BlockForward:
                 if not entry.replaced():
                     raise
                 entry.failed = True
+            finally:
+                running.block = ""
             return self(*args, **kwargs)  # that program is not for it
         if getattr(self.specialise, "spread", None) is not None:
             raise NotRewritten(

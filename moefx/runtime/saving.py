@@ -15,7 +15,7 @@ _KEPT = frozenset(
         "moefx::place_choices", "moefx::chunk_choices", "moefx::near_and_far", "moefx::plan_dispatch",
         "moefx::exchange_counts", "moefx::read_counts", "moefx::all_to_all_rows", "moefx::wait_rows",
         "moefx::all_to_all_back", "moefx::wait_sums", "moefx::shard_tokens", "moefx::unshard_tokens",
-        "moefx::build_pft", "aten::topk", "aten::sort",
+        "moefx::build_pft", "aten::topk", "aten::sort", "aten::argmax", "aten::max.dim", "aten::multinomial",
     }
 )  # fmt: skip
 
@@ -40,7 +40,8 @@ def save_routing(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPoli
     their memory is freed, when the wait has run, which is when another operation asks. (Of checkpoints in each other
     each asks for the same one.)
     """
-    name = op.name().partition(".")[0] if isinstance(op, torch._ops.OpOverload) else ""
+    full_name = op.name() if isinstance(op, torch._ops.OpOverload) else ""
+    name = full_name.partition(".")[0]
     arriving: list[torch.UntypedStorage] = []
     if name in _WAITS and not ctx.is_recompute:
         sent = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
@@ -50,4 +51,4 @@ def save_routing(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPoli
         if storage.data_ptr() not in still:
             storage.resize_(0)
     _here.arrived = arriving
-    return CheckpointPolicy.MUST_SAVE if name in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if not _KEPT.isdisjoint((name, full_name)) else CheckpointPolicy.PREFER_RECOMPUTE
