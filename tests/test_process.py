@@ -233,7 +233,7 @@ def test_defaults_are_the_users(default):
     with default():
         before = torch.get_default_device(), torch.get_default_dtype()
         compiled = moefx.compile(model, example_inputs=inputs)
-        assert [block.name for block in moefx.explain(model).matched] == [""]
+        assert [block.name for block in moefx.explain(model, example_inputs=inputs).matched] == [""]
         assert moefx.verify(compiled, model, inputs).ok
         assert (torch.get_default_device(), torch.get_default_dtype()) == before
         compiled(*inputs)

@@ -16,7 +16,7 @@ import torch
 from ..errors import InvalidInput
 
 MAX_PARTS = 20_000  # operations, variables and numbers of one expression
-MAX_DEPTH = 200
+MAX_DEPTH = 400
 MAX_INTEGER = 1 << 63
 _OP_NAME = re.compile(r"[A-Za-z_]\w{0,63}(\.\w{1,63})?", re.ASCII)
 _VARIABLE = re.compile(r"[A-Za-z]\w{0,31}", re.ASCII)

@@ -51,7 +51,7 @@ def test_unexpected_parts_are_refused(expr):
 
 def test_deep_nesting_is_refused():
     expr = "a0"
-    for _ in range(300):
+    for _ in range(500):
         expr = ["neg", expr]
     with pytest.raises(InvalidInput, match="levels"):
         program(canonical(expr))
@@ -63,6 +63,7 @@ def test_deep_nesting_is_refused():
     "changes",
     [
         {"act": ["silu", "a2"]},
+        {"act": ["mul.Tensor", "a0", "y"]},
         {"act": ["silu", "class"]},
         {"out": ["mul.Tensor", "y", "a0"]},
         {"down": {"num": 0, "transposed": False}},
