@@ -286,7 +286,7 @@ class Arguments:
         Args:
             variant: captures of other variants get other sizes.
         """
-        tokens = -(-tokens // self.each)
+        tokens = max(1, -(-tokens // self.each))
         variant += self.shift
         outer = _OUTER[variant % len(_OUTER)]
 

@@ -153,7 +153,9 @@ def _proven(facts: Facts, region: Extracted, plan: Plan) -> Proven:
     matched = Matched([region.name], Seen(region.name, args, {}), result, seconds, set())
     report = dataclasses.replace(report_of(matched, program, block, verdict), kind="region of a graph")
     tables = [places for group in result.match.groups for places in group.tables]
-    return Proven(report, program, tuple(result.match.guards), frozenset(p.fqn for places in tables for p in places))
+    fixed = [SizeGuard(dim, "eq", str(n), True) for dim, n in result.match.arguments.fixed.items()]
+    guards = (*result.match.guards, *fixed)
+    return Proven(report, program, guards, frozenset(p.fqn for places in tables for p in places))
 
 
 def _autocast(region: Extracted) -> torch.dtype | None:

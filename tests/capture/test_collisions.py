@@ -156,3 +156,22 @@ def test_a_condition_as_wide_as_the_example_is_long(shape, condition):
         torch.testing.assert_close(compiled(*inputs), model(*inputs))
     (block,) = moefx.explain(compiled).matched
     assert block.calls == (3, 0, 0)
+
+
+class Capped(Listed):
+    """Each expert takes the first thousand of its tokens."""
+
+    def forward(self, x):
+        weights, ids = self.gate(x).softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            token = torch.where(ids == e)[0][:1000]
+            out[token] = expert(x[token]) * weights[token, None]
+        return out
+
+
+def test_a_proof_that_excludes_the_example_is_refused():
+    model = Capped(4, 1, 16, 12)
+    with pytest.raises(moefx.NoMoEBlockFound, match=r"not hold for the example's own sizes \(S = 2048\): it needs S"):
+        moefx.compile(model, example_inputs=(torch.randn(2048, 16),))
+    assert moefx.blocks(moefx.compile(model, example_inputs=(torch.randn(64, 16),)))  # the remedy works
