@@ -1,7 +1,7 @@
 """Seconds and memory that `moefx.explain` and `moefx.compile` take on models far larger than this machine, and those of
 `moefx.rewrite_graph` on Dynamo's graph of all of a model, with experts as `grouped_mm`.
 
-    python benchmarks/compile_time.py [mixtral-8x7b qwen3-30b-a3b deepseek-v3] [--json benchmarks/results/...]
+    python benchmarks/compile_time.py [mixtral-8x7b deepseek-v3-eager loop-512 ...] [--json benchmarks/results/...]
 
 Models of transformers on the meta device, made from their configurations: nothing is downloaded, no weight is
 allocated. Each call runs in a process of its own. Memory is the peak of the resident set above that of
@@ -55,6 +55,8 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], float]] = {
         30.0,
     ),
 }  # fmt: skip
+# The same models with the loop over experts of transformers, and plain loops over a list: seconds.
+EAGER, LOOPS = {"deepseek-v3-eager": 6.0}, {"loop-512": 10.0, "loop-4096": 60.0}
 MEMORY_BAR = 1024.0  # MiB
 GRAPH_BAR = 20.0  # seconds; Dynamo's own are not counted, nor is memory, most of which is Dynamo's
 CALLS = ("explain", "compile")
@@ -73,15 +75,22 @@ def run(name: str, call: str, layers: int | None = None) -> dict[str, Any]:
     import transformers
 
     imported = peak_mib()
-    config_class, model_class, sizes, _ = MODELS[name]
-    if layers is not None:
-        sizes = {**sizes, "num_hidden_layers": layers}
-    with torch.device("meta"):
-        model = getattr(transformers, model_class)(getattr(transformers, config_class)(**sizes))
+    inputs, sizes = None, {"num_hidden_layers": 1}
+    if name in LOOPS:
+        model, inputs = loop(int(name.partition("-")[2])), (torch.zeros(64, 16),)
+    else:
+        config_class, model_class, sizes, _ = MODELS[name.removesuffix("-eager")]
+        if layers is not None:
+            sizes = {**sizes, "num_hidden_layers": layers}
+        with torch.device("meta"):
+            model = getattr(transformers, model_class)(getattr(transformers, config_class)(**sizes))
+        if name in EAGER:
+            model.set_experts_implementation("eager")
     built = peak_mib()
     import moefx
 
-    work = (lambda: moefx.explain(model)) if call == "explain" else (lambda: moefx.compile(model))
+    call_of = moefx.explain if call == "explain" else moefx.compile
+    work = lambda: call_of(model, example_inputs=inputs)  # noqa: E731
     if call == GRAPH:
         work = of_graph(model)
     start, cpu_start = time.perf_counter(), time.process_time()
@@ -99,6 +108,29 @@ def run(name: str, call: str, layers: int | None = None) -> dict[str, Any]:
         "mib_above_imports": round(peak_mib() - imported),
         "mib_of_the_model": round(built - imported),
     }
+
+
+def loop(num_experts: int) -> Any:
+    """A plain loop over a list of small experts."""
+    import torch
+    from torch import nn
+
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Linear(16, num_experts)
+            experts = (nn.Sequential(nn.Linear(16, 12), nn.GELU(), nn.Linear(12, 16)) for _ in range(num_experts))
+            self.experts = nn.ModuleList(experts)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            weights, ids = self.gate(x).softmax(-1).topk(2)
+            out = torch.zeros_like(x)
+            for e, expert in enumerate(self.experts):
+                token, slot = torch.where(ids == e)
+                out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+            return out
+
+    return Loop()
 
 
 def of_graph(model: Any) -> Callable[[], Any]:
@@ -127,7 +159,8 @@ def in_new_process(*arguments: object) -> dict[str, Any]:
 
 
 def against_bars(name: str, call: str) -> dict[str, Any]:
-    result, bar = in_new_process(name, call), GRAPH_BAR if call == GRAPH else MODELS[name][3]
+    own = {**EAGER, **LOOPS, **{model: sizes[3] for model, sizes in MODELS.items()}}
+    result, bar = in_new_process(name, call), GRAPH_BAR if call == GRAPH else own[name]
     result["bar_seconds"], result["bar_mib"] = bar, None if call == GRAPH else MEMORY_BAR
     result["ok"] = result["seconds"] < bar and (call == GRAPH or result["mib_above_imports"] < MEMORY_BAR)
     memory = "" if call == GRAPH else f"{result['mib_above_imports']:4} MiB (bar {MEMORY_BAR:.0f})"
@@ -149,9 +182,11 @@ def main() -> None:
         name, call, *layers = args.one
         print(json.dumps(run(name, call, *map(int, layers))))
         return
-    if unknown := set(args.models) - set(MODELS):
-        parser.error(f"no model {', '.join(unknown)}; there are {', '.join(MODELS)}")
-    results = [against_bars(name, call) for name in args.models or MODELS for call in (*CALLS, GRAPH)]
+    names = [*MODELS, *EAGER, *LOOPS]
+    if unknown := set(args.models) - {*names}:
+        parser.error(f"no model {', '.join(unknown)}; there are {', '.join(names)}")
+    calls = [(name, call) for name in args.models or names for call in (*CALLS, *([GRAPH] if name in MODELS else []))]
+    results = [against_bars(name, call) for name, call in calls]
     depths = []
     if DEPTH_MODEL in (args.models or MODELS):
         print(f"\n{DEPTH_MODEL} with another number of layers, CPU seconds (MiB)")

@@ -71,7 +71,7 @@ def has_values(t: torch.Tensor) -> bool:
     return not (t.is_meta or isinstance(t, FakeTensor))
 
 
-def below_modes() -> contextlib.AbstractContextManager[None]:
+def below_modes() -> contextlib.AbstractContextManager[Any]:
     """Run ops without any dispatch mode. torch's own context costs as much as an op, also if there is no mode."""
     count = torch._C._len_torch_dispatch_stack()
     if _len_torch_dispatch_stack_pre_dispatch() or count > 1:
@@ -81,7 +81,7 @@ def below_modes() -> contextlib.AbstractContextManager[None]:
 
 class _BelowOneMode:
     def __enter__(self) -> None:
-        self.mode = _pop_mode()
+        self.mode: Any = _pop_mode()
 
     def __exit__(self, *_: Any) -> None:
         _push_mode(self.mode)

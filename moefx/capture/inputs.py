@@ -191,7 +191,7 @@ class Arguments:
             self.feature = feature % hidden.dim()
             lead = (*hidden.shape[: self.feature], *hidden.shape[self.feature + 1 :])
         self.lead: tuple[str, ...] = NAMES[: len(lead)] if len(lead) > 1 else ("S",) * len(lead)
-        every = dict(zip(self.lead, lead, strict=True))
+        every: dict[str, int] = dict(zip(self.lead, lead, strict=True))
         self.dims: tuple[str, ...] = tuple(d for d in self.lead if d not in fixed)
         self.sizes: dict[str, int] = {d: every[d] for d in self.dims}
         self.fixed: dict[str, int] = {d: every[d] for d in self.lead if d in fixed}
