@@ -36,6 +36,7 @@ from .captured import (
     question,
     tensors_in,
 )
+from .collectives import is_alone, run_alone
 from .counts import LENGTH, Count, Share, tells_empty
 from .forms import GROUPED_MM, from_floats, functional_form, grouped_result, has_gradients, leaves_of, with_leading_ones
 from .recorder import Recorder, grad_enabled
@@ -148,6 +149,8 @@ class Tracer(Recorder):
         if func in _CHECKS:
             return None
         with below_modes(), torch._C.DisableTorchFunction():
+            if is_alone(func, args):
+                return run_alone(func, args, self._copy_values)
             if func is aten._local_scalar_dense.default:
                 return self._host_read(args[0])
             if func is aten.is_same_size.default:
@@ -158,6 +161,13 @@ class Tracer(Recorder):
                 given = autocast.cast_as_there(func, args, kwargs, self.autocast, self._cast)
                 args, kwargs = given or (args, kwargs)
             return self.record(func, args, kwargs)
+
+    def _copy_values(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """What a collective does that writes one tensor into another: autograd does not see it."""
+        if self.quiet:
+            self.compute(aten.copy_.default, (target, source), {})
+        else:
+            self.record(aten.copy_.default, (target, self.record(aten.detach.default, (source,), {})), {})
 
     def notice_autocast(self) -> None:
         """How it is at a call of the program's."""

@@ -12,6 +12,7 @@ from ...capture.captured import Capture
 from ...capture.routing import Routing, takes
 from ...errors import Refused
 from .given import is_of_call
+from .nodes import op_name
 from .paths import Place, expert_indices, tensor_at
 from .ranges import UNBOUNDED, Ranges
 from .turns import Turn, evaluate, integer_ancestors, path_from, runs
@@ -108,6 +109,8 @@ def _total(prover: Prover) -> int:
         for table in group.tables:
             total = max(total, _siblings(prover, table), _stack(prover, table, group.tables))
     for node in first.index.nodes:
+        if op_name(node) in ("masked_fill", "where"):  # a number that is put may be nobody's
+            continue
         ids = Ranges(first.capture.nodes).of(node)
         if ids is not None and (ids[0] >= 0).all() and ids[1].numel() and ids[1].max() < UNBOUNDED:
             total = max(total, int(ids[1].max()) + 1)
