@@ -56,6 +56,18 @@ def _numeric_check(block: nn.Module, result: Result, name: str, seconds: float) 
     return NumericCheck(True, text, was_possible=bool(check.rows))
 
 
+def not_finite(block: nn.Module) -> tuple[str, str] | None:
+    """Why the outputs of a block cannot be compared, and what to do, if weights are NaN or infinite."""
+    for name, t in (*block.named_parameters(), *block.named_buffers()):
+        if t.is_floating_point() and (count := int((~t.detach().isfinite()).sum())):
+            return (
+                f"{count} of the {t.numel()} values of {name} are NaN or infinite: the rewritten block cannot be "
+                "compared with the original",
+                "load finite weights, or pass plan=Plan(validation='symbolic') to compile without a comparison",
+            )
+    return None
+
+
 def _is_small(block: nn.Module) -> bool:
     """Whether a block can be run on hundreds of tokens without a wait."""
     return sum(p.numel() for p in block.parameters()) <= 1 << 22
@@ -107,4 +119,4 @@ def _picker(block: nn.Module, result: Result) -> Any:
     return pick
 
 
-__all__ = ["NumericCheck", "numeric_check"]
+__all__ = ["NumericCheck", "not_finite", "numeric_check"]

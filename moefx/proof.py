@@ -15,7 +15,7 @@ from .capture.defaults import neutral_device
 from .capture.lifting import lifting
 from .capture.worker import run_in_worker
 from .ir.binding import device_of
-from .numeric import numeric_check
+from .numeric import not_finite, numeric_check
 from .pipeline import with_policy
 from .survey import Refusal, Survey, first_line, survey
 
@@ -135,14 +135,8 @@ def _validate(found: Survey, plan: Plan) -> dict[int, str]:
             found.unchecked.append(f"{shown(matched.names[0])}: {check.text}")
         if not check.ok:
             found.matched.remove(matched)
-            found.refused.append(
-                Refusal(
-                    matched.names[0],
-                    verdicts[id(matched)],
-                    source=first_line(block),
-                    remedy="please report this model",
-                )
-            )
+            reason, remedy = not_finite(block) or (verdicts[id(matched)], "please report this model")
+            found.refused.append(Refusal(matched.names[0], reason, source=first_line(block), remedy=remedy))
     return verdicts
 
 

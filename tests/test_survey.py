@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import moefx
 from moefx import Plan
 from moefx.survey import Refusal, survey
 
@@ -130,3 +131,14 @@ def test_progress_names_modules():
 def test_refusal_text():
     assert str(Refusal("", "why")) == "the model: why"
     assert str(Refusal("a.b", "why", "m.py:3", ("x", "y"), "do z")) == "a.b: why [x, y] (m.py:3); do z"
+
+
+def test_weights_that_are_not_finite():
+    """They are named, and the remedy works."""
+    model, x = Loop(Mlp), torch.randn(5, D)
+    with torch.no_grad():
+        model.experts[1].up.weight.fill_(float("nan"))
+    with pytest.raises(moefx.NoMoEBlockFound, match=r"values of experts\.1\.up\.weight are NaN"):
+        moefx.compile(model, example_inputs=(x,))
+    compiled = moefx.compile(model, example_inputs=(x,), plan=Plan(validation="symbolic"))
+    torch.testing.assert_close(compiled(x), model(x), equal_nan=True)
