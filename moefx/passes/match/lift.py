@@ -96,7 +96,8 @@ class Lifter:
                 "the experts' results do not come together in one tensor",
                 culprits=tuple(sorted(self.experts)[:3]),
                 source=self._source_of_experts(),
-                remedy="the routed sum must be one tensor before it is used further",
+                remedy="the routed sum must be one tensor before it is used further; of several gates over the same "
+                "experts make each a module with its sum, which holds the same list of experts",
             )
         first: Refused | None = None
         for self.owners, cut in itertools.product(self._numberings(), candidates[:_MOST_CUTS]):

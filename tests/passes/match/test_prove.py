@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import moefx
 from moefx.capture.worker import run_in_worker
 from moefx.errors import Refused
 
@@ -215,3 +216,31 @@ class TestDeep:
         assert run_in_worker(first)
         other.join()
         assert found[0] > limit == sys.getrecursionlimit()
+
+
+def test_two_gates_over_the_same_experts():
+    """They are refused with a remedy, and the remedy works."""
+
+    class Together(Loop):
+        def __init__(self):
+            super().__init__()
+            self.second = nn.Linear(D, E)
+
+        def forward(self, x):
+            return super().forward(x), self.mixed(x, *self.second(x).softmax(-1).topk(2, -1))
+
+    class Apart(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = Loop(), Loop()
+            self.second.experts = self.first.experts
+
+        def forward(self, x):
+            return self.first(x), self.second(x)
+
+    with pytest.raises(moefx.NoMoEBlockFound, match="of several gates over the same experts"):
+        moefx.compile(Together(), example_inputs=(torch.randn(9, D),))
+    model, x = Apart().double(), torch.randn(7, D, dtype=torch.float64)
+    compiled = moefx.compile(model, example_inputs=(x,))
+    torch.testing.assert_close(compiled(x), model(x))
+    assert [block.name for block in moefx.blocks(compiled)] == ["first", "second"]
