@@ -17,7 +17,7 @@ from torch import nn
 
 from ..ir.attributes import OWN
 from ..ir.held import is_plain
-from ..ir.reached import FUNCTIONS, Reached, code_of, is_users, reached
+from ..ir.reached import FUNCTIONS, Reached, code_of, is_users, parts_of, reached
 from .captured import tensors_in
 from .containers import Slot, base_of, contents, refill, same_items, slots_of, values
 from .effects import is_generator
@@ -91,9 +91,9 @@ class Surroundings:
             inner += values(value)
         elif isinstance(value, tuple):
             inner += tuple.__iter__(value)
-        elif isinstance(value, FUNCTIONS):
+        elif isinstance(value, (*FUNCTIONS, functools.partial)):
             self._seen.add(id(value))
-            inner += [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
+            inner += parts_of(value)
         if _holds_attributes(type(value)):
             self._seen.add(id(value))
             inner += self._hold_attributes(path, value)

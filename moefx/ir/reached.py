@@ -39,11 +39,30 @@ class Reached(NamedTuple):
 
 def code_of(block: nn.Module) -> frozenset[Any]:
     """Its classes, those of its parts, and the functions that hang on them."""
-    own = [v for module in block.modules() for v in vars(module).values() if isinstance(v, FUNCTIONS)]
-    return frozenset([*map(type, block.modules()), *(getattr(f, "__func__", f) for f in own)])
+    kinds = (*FUNCTIONS, functools.partial)
+    own = [v for module in block.modules() for v in vars(module).values() if isinstance(v, kinds)]
+    return frozenset([*map(type, block.modules()), *map(unwrapped, own)])
 
 
 FUNCTIONS = (types.FunctionType, types.MethodType)
+
+
+def unwrapped(value: Any) -> Any:
+    """The function of a method or of a partial. A method may be of any callable, such as a partial."""
+    while isinstance(value, (types.MethodType, functools.partial)):
+        value = value.func if isinstance(value, functools.partial) else value.__func__
+    return value
+
+
+def parts_of(value: Any) -> list[Any]:
+    """What a function, a method or a partial has in it: variables of the code around it, and bound arguments."""
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, types.MethodType):
+        return parts_of(value.__func__)
+    if not isinstance(value, types.FunctionType):
+        return [value]
+    return [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
 
 
 def reached(code: Iterable[Any]) -> Reached:
@@ -116,9 +135,7 @@ def _function(member: Any) -> Any:
 
 def _closed_over(function: types.FunctionType) -> list[Any]:
     """What a function has from where it was made: variables of the code around it, and defaults."""
-    cells = [cell for cell in function.__closure__ or () if cell != types.CellType()]
-    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    return [*(cell.cell_contents for cell in cells), *defaults]
+    return [*parts_of(function), *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
 
 
 def _numbers(value: Any) -> list[float]:
@@ -134,4 +151,4 @@ def _with_nested(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _with_nested(inner)
 
 
-__all__ = ["FUNCTIONS", "OTHERS", "Global", "Reached", "code_of", "is_users", "reached"]
+__all__ = ["FUNCTIONS", "OTHERS", "Global", "Reached", "code_of", "is_users", "parts_of", "reached", "unwrapped"]

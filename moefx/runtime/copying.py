@@ -136,7 +136,7 @@ def _rebind_closures(module: nn.Module, memo: dict[int, Any]) -> None:
         if type(value) is OrderedDict:
             for key, hook in value.items() if name.endswith("hooks") else ():
                 value[key] = _rebound(hook, memo)
-        elif isinstance(value, (types.FunctionType, functools.partial)):
+        elif isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
             module.__dict__[name] = _rebound(value, memo)
 
 
@@ -145,7 +145,7 @@ def _rebound(value: Any, memo: dict[int, Any]) -> Any:
     if not _refers_to_original(value, memo, set()):
         return value
     if isinstance(value, types.MethodType):
-        return types.MethodType(value.__func__, _rebound(value.__self__, memo))
+        return types.MethodType(_rebound(value.__func__, memo), _rebound(value.__self__, memo))
     if isinstance(value, functools.partial):
         keywords = {name: _rebound(v, memo) for name, v in value.keywords.items()}
         return functools.partial(_rebound(value.func, memo), *(_rebound(v, memo) for v in value.args), **keywords)
@@ -175,7 +175,7 @@ def _refers_to_original(value: Any, memo: dict[int, Any], seen: set[int]) -> boo
         return memo.get(id(value), value) is not value
     parts: tuple[Any, ...] = ()
     if isinstance(value, types.MethodType):
-        parts = (value.__self__,)
+        parts = (value.__func__, value.__self__)
     elif isinstance(value, functools.partial):
         parts = (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, types.FunctionType) and id(value) not in seen:

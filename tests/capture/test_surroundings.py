@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 import types
 
@@ -257,3 +258,40 @@ def test_a_registry_that_is_filled_when_it_is_first_asked_is_no_record():
 
     moefx.compile(Asks(), example_inputs=(torch.randn(5, D),))
     BACKENDS.clear()  # the numeric check ran the block
+
+
+class Tagged:
+    def __call__(self, module):
+        return "tagged"
+
+
+@pytest.mark.parametrize("function", [functools.partial(lambda module, tag: tag, tag=["a"]), Tagged()])
+def test_a_method_of_any_callable(function):
+    """As quantisation libraries set `extra_repr`, to a partial."""
+    model = nn.Sequential(Loop())
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.extra_repr = types.MethodType(function, module)
+    assert len(moefx.blocks(moefx.compile(model, example_inputs=(torch.randn(7, D),)))) == 1
+
+
+CALLS = []
+
+
+def counted(module, x, log):
+    log.append(len(x))
+    return x
+
+
+def test_what_a_partial_holds_is_put_back():
+    class Logs(Loop):
+        def __init__(self):
+            super().__init__()
+            self.log = types.MethodType(functools.partial(counted, log=CALLS), self)
+
+        def forward(self, x):
+            return super().forward(self.log(x))
+
+    with pytest.raises(moefx.NoMoEBlockFound, match="log"):
+        moefx.compile(nn.Sequential(Logs()), example_inputs=(torch.randn(7, D),))
+    assert CALLS == []

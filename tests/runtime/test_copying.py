@@ -186,3 +186,17 @@ def test_meta_models():
         model = Model(layers=1)
     duplicate, _ = copy_model(model)
     assert next(duplicate.parameters()) is next(model.parameters())
+
+
+def test_a_method_of_a_partial_refers_to_the_copy(model):
+    """As quantisation libraries set `extra_repr`."""
+    inner = model.layers[0]
+
+    def ask(self, original, other):
+        return original(), other
+
+    inner.extra_repr = types.MethodType(functools.partial(ask, original=inner.extra_repr, other=inner), inner)
+    duplicate, copies = copy_model(model)
+    method = duplicate.layers[0].extra_repr
+    assert method.__self__ is copies[inner] is method()[1]
+    assert method.__func__.keywords["original"].__self__ is copies[inner]

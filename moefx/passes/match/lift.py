@@ -100,7 +100,8 @@ class Lifter:
                 "experts make each a module with its sum, which holds the same list of experts",
             )
         first: Refused | None = None
-        for self.owners, cut in itertools.product(self._numberings(), candidates[:_MOST_CUTS]):
+        for owners, cut in itertools.product(self._numberings(), candidates[:_MOST_CUTS]):
+            self.owners = owners
             try:
                 return self._canonical(cut)
             except Refused as refusal:

@@ -199,8 +199,9 @@ def across_lists(lists):
     return [expert for column in zip(*lists, strict=True) for expert in column]
 
 
+TOUCHES = (one_element, one_row, some_rows, by_index, everywhere)
 BLOCKS = {
-    **{f"idle experts, {f.__name__}": (TouchesIdle, f) for f in (one_element, one_row, some_rows, by_index, everywhere)},
+    **{f"idle experts, {f.__name__}": (TouchesIdle, f) for f in TOUCHES},
     "counts, in NumPy": (CountsInNumpy, in_numpy),
     "counts, through an array": (CountsInNumpy, through_an_array),
     "counts, with gradients": (CountsInNumpy, in_numpy, False),
