@@ -72,7 +72,7 @@ def compile(
         example_inputs: a tuple of positional or a dict of keyword arguments that `model` accepts. Without them: the
             model's own `dummy_inputs`, else token ids if its first layer is an embedding, else hidden states.
         strict: raise if nothing could be rewritten, warn once about what was refused. Without it a model in which
-            nothing could be rewritten is returned as it is, without a word.
+            nothing could be rewritten is returned as it is, without a word; `explain` says why.
 
     Returns:
         A new model of the same class around the same parameters and buffers, in which each rewritten block keeps its
@@ -115,7 +115,13 @@ def compile(
             "moefx.verify(compiled, model, inputs) compares the whole model:\n  " + "\n  ".join(found.unchecked),
             stacklevel=2,
         )
-    compiled, copies = (found.twin, found.copies) if found.copies else copy_model(model)
+    try:
+        compiled, copies = (found.twin, found.copies) if found.copies else copy_model(model)
+    except MoefxError as error:
+        if strict or mesh is not None:
+            raise
+        UNCHANGED[model] = Record((), (*found.refused, Refusal("", str(error))), found.seconds)
+        return model
     modules = dict(model.named_modules())
     reports = []
     spreads = {}

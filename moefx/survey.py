@@ -14,9 +14,13 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ._plan import Plan
+from .capture.alone import run_copy
+from .capture.captured import has_values
+from .capture.concolic import capture
 from .capture.examples import examples
 from .capture.find import Found, Seen, find, signature
-from .capture.source import is_users
+from .capture.routing import Routing
+from .capture.source import is_own_mistake, is_users
 from .errors import CaptureError, InvalidInput, MoefxError, Refused, in_short, own_fault
 from .ir.attributes import OWN_MODE, Where, attributes, follows_its_mode, reading, value_at
 from .ir.held import same
@@ -107,7 +111,11 @@ def survey(model: nn.Module, example_inputs: Any, plan: Plan, progress: Callable
         )
     twin, copies = _copied(model)
     with _originals(twin), torch.compiler.set_stance("force_eager"):  # parts may be compiled by torch already
-        found = _found(twin, example_inputs)
+        try:
+            found = _found(twin, example_inputs)
+        except Refused as why:
+            refusal = Refusal("", why.reason, why.source, remedy=why.remedy)
+            return Survey([], [refusal], time.perf_counter() - start, False, twin, copies)
         matched, refused = _try_chains(twin, found, plan, tell)
     matched, others = _without_outside_parts(model, matched)
     return Survey(matched, [*refused, *others], time.perf_counter() - start, found.attends, twin, copies)
@@ -121,18 +129,26 @@ def _copied(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, nn.Module]]:
 
 
 def _found(model: nn.Module, example_inputs: Any) -> Found:
-    """What runs in the model, on the first of the examples that it runs on."""
-    calls, first = examples(model, example_inputs), None
+    """What runs in the model, on the first of the examples that it runs on.
+
+    Raises:
+        CaptureError: the model does not run on any of them.
+        Refused: it does, but not on abstract tensors.
+    """
+    calls, failed = examples(model, example_inputs), []
     for call in calls:
         args, kwargs = pytree.tree_map_only(torch.Tensor, _valued, call)
         try:
             return find(model, args, kwargs)
-        except (CaptureError, InvalidInput):
-            if len(calls) == 1:
-                raise
+        except InvalidInput:
+            raise
         except Exception as error:
-            first = first or error
+            failed.append((args, kwargs, error))
+    for args, kwargs, error in failed:
+        if _runs(model, args, kwargs, error):
+            raise _not_followed(error) from error
     name, advice = type(model).__name__, "Pass example_inputs=(...) or example_inputs={...} that it accepts"
+    first = failed[0][-1]
     if len(calls) > 1:
         tried = ", ".join(str(list(args[0].shape)) for args, _ in calls)
         raise CaptureError(
@@ -142,6 +158,26 @@ def _found(model: nn.Module, example_inputs: Any) -> Found:
     raise CaptureError(
         f"{name} does not run on the example inputs: {type(first).__name__}: {first}. {advice}"
     ) from first
+
+
+def _runs(model: nn.Module, args: tuple, kwargs: dict[str, Any], error: Exception) -> bool:
+    """Whether a model that raised an error on abstract tensors runs on real ones. If it has no values to run with, the
+    error decides: moefx raised it about an operation, or by mistake."""
+    if not all(map(has_values, (*model.parameters(), *model.buffers()))):
+        return isinstance(error, CaptureError) or is_own_mistake(error)
+    try:
+        run_copy(model, args, kwargs)
+    except Exception:
+        return False
+    return True
+
+
+def _not_followed(error: Exception) -> Refused:
+    return Refused(
+        f"the model runs, but not on abstract tensors ({in_short(error)})",
+        source=_user_line(error),
+        remedy="compile the blocks that are not concerned one by one, each with example_inputs of its own",
+    )
 
 
 def _valued(t: torch.Tensor) -> torch.Tensor:
@@ -348,7 +384,8 @@ def _rewrite(module: nn.Module, name: str, call: Seen, plan: Plan) -> Result:
     except Exception as error:  # the user's code, on sizes it was not made for
         where = _user_line(error)
         if where or is_graph:
-            reason = f"it does not run at other sizes than the example's ({in_short(error)})"
+            what = "at other sizes than the example's" if _is_followed(module, call) else "on abstract tensors"
+            reason = f"it does not run {what} ({in_short(error)})"
             raise Refused(reason, source=where, remedy=_FLAT if is_graph else "") from error
         raise own_fault(error, first_line(module)) from error
 
@@ -362,6 +399,15 @@ def _holder_of_tensors(tree: Any, depth: int = 4) -> str:
         if any(isinstance(t, FakeTensor) for t in pytree.tree_leaves(held)) or _holder_of_tensors(held, depth - 1):
             return type(leaf).__name__
     return ""
+
+
+def _is_followed(module: nn.Module, call: Seen) -> bool:
+    """Whether a module runs on abstract tensors of the example's sizes."""
+    try:
+        capture(module, call.args, call.kwargs, Routing("diverse", 0))
+    except Exception:
+        return False
+    return True
 
 
 def first_line(module: nn.Module) -> str:

@@ -22,10 +22,12 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from ..ir.fields import opened
 from ..ir.reached import FUNCTIONS
+from .alone import run_alone
 from .attention import attends
 from .captured import below_modes, has_values, is_float
 from .concolic import capture
 from .routing import Routing
+from .source import user_source
 from .tracer import Tracer
 
 _CHOICES = {"topk", "max", "min", "argmax", "argmin", "sort", "argsort", "kthvalue", "multinomial"}
@@ -88,6 +90,7 @@ def _numbers(t: torch.Tensor) -> int | None:
 
 
 _MOST_NUMBERS = 1 << 16
+_MOST_OPAQUE = 64
 
 
 def _meta(value: Any) -> Any:
@@ -96,16 +99,50 @@ def _meta(value: Any) -> Any:
     return value if isinstance(value, (int, float, str, bool, type(None))) else type(value).__name__
 
 
+class Opaque:
+    """Modules that run, but not on abstract tensors, such as linear layers in four bits.
+
+    Attributes:
+        results: of such a call, by the module's signature and the shapes of the arguments, with meta tensors.
+        failed: the innermost call that raised in the last run.
+    """
+
+    def __init__(self) -> None:
+        self.results: dict[tuple, Any] = {}
+        self.failed: tuple[tuple, nn.Module, tuple, dict[str, Any]] | None = None
+
+    def run_failed(self) -> bool:
+        """Run the module that failed, for its results. Returns whether this made a difference."""
+        if self.failed is None:
+            return False
+        key, module, args, kwargs = self.failed
+        if key in self.results or len(self.results) == _MOST_OPAQUE:
+            return False
+        try:
+            self.results[key] = run_alone(module, args, kwargs)
+        except Exception:  # the user's own, and the caller has it already
+            return False
+        return True
+
+
 def find(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Found:
-    """Run `model` once on abstract floats. Raises `CaptureError` if it does not run."""
-    try:
-        return _find(model, args, kwargs, share=True)
-    except Exception:  # a module that was not run again may have left something that its parent reads
-        return _find(model, args, kwargs, share=False)
+    """Run `model` once on abstract floats. A module that does not run on these is run alone, on random numbers of the
+    same shapes, and its results are taken as given. Raises what the model raises."""
+    opaque = Opaque()
+    while True:
+        try:
+            return _find(model, args, kwargs, True, opaque)
+        except Exception:  # a module that was not run again may have left something that its parent reads
+            try:
+                return _find(model, args, kwargs, False, opaque)
+            except Exception:
+                if not opaque.run_failed():
+                    raise
 
 
-def _find(model: nn.Module, args: tuple, kwargs: dict[str, Any], share: bool) -> Found:
+def _find(model: nn.Module, args: tuple, kwargs: dict[str, Any], share: bool, opaque: Opaque) -> Found:
     """`share`: do not run a module again that is called as an equal one was."""
+    opaque.failed = None
     calls: dict[str, Seen] = {}
     twins: dict[str, str] = {}
     first: dict[tuple, tuple[str, Any]] = {}
@@ -135,9 +172,16 @@ def _find(model: nn.Module, args: tuple, kwargs: dict[str, Any], share: bool) ->
                 twins[name] = known[0]
                 seen.outputs = _nodes(tracer, again)
                 return again
+            if key in opaque.results:
+                out = _fresh(tracer, opaque.results[key], seen.inputs)
+                seen.outputs = _nodes(tracer, out)
+                return out
             stack.append(seen)
             try:
                 out = original(module, *args, **kwargs)
+            except Exception:
+                opaque.failed = opaque.failed or (key, module, args, kwargs)
+                raise
             finally:
                 stack.pop()
             seen.outputs = _nodes(tracer, out)
@@ -226,13 +270,15 @@ def _side_by_side(calls: list[Seen]) -> bool:
 def _fresh(tracer: Tracer, out: Any, inputs: list[fx.Node]) -> Any:
     """New abstract tensors in the shape of an earlier result; None if the result holds something else."""
     leaves = pytree.tree_leaves(out)
-    if not leaves or not all(isinstance(x, (FakeTensor, int, float, bool, type(None))) for x in leaves):
+    is_abstract = [isinstance(x, FakeTensor) or not has_values(x) for x in leaves if isinstance(x, torch.Tensor)]
+    plain = [x for x in leaves if not isinstance(x, torch.Tensor)]
+    if not is_abstract or not all(is_abstract) or not all(isinstance(x, (int, float, type(None))) for x in plain):
         return None
+    source = user_source()
 
     def fresh(t: torch.Tensor) -> torch.Tensor:
-        node = tracer.node_of(t)
         twin = tracer.graph.placeholder(f"again{len(tracer.nodes)}")
-        twin.meta.update(index=len(tracer.nodes), source=node.meta["source"], grad=True, known=False, again=inputs)
+        twin.meta.update(index=len(tracer.nodes), source=source, grad=True, known=False, again=inputs)
         tracer.nodes.append(twin)
         with below_modes(), torch._C.DisableTorchFunction():
             fake = tracer.to_fake(torch.empty(t.shape, dtype=t.dtype, device="meta"))

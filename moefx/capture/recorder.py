@@ -294,4 +294,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _on_meta(t: torch.Tensor) -> torch.Tensor:
+    if t.layout is not torch.strided:
+        where = user_source()
+        raise CaptureError(f"a {t.layout} tensor is made at {where}, and capture follows strided ones: {where.text}")
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")

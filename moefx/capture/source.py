@@ -126,3 +126,11 @@ def is_users_own(error: BaseException) -> bool:
 
 def _is_at_raise(trace: types.TracebackType) -> bool:
     return dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"
+
+
+def is_own_mistake(error: BaseException) -> bool:
+    """Whether this package raised an error in its own code, not in code or an op that it called."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS[0])

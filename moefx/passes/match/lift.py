@@ -75,7 +75,9 @@ class Lifter:
             if alike:
                 with contextlib.suppress(Refused):
                     return self._lift(alike)
-            raise first or Refused("no parameter is used for some tokens only: nothing is routed")
+            raise first or self._not_strided() or Refused(
+                "no parameter is used for some tokens only: nothing is routed"
+            )
         except TooLarge:
             raise Refused("its rows depend on too much else to be followed: rows are mixed, as in attention") from None
 
@@ -115,6 +117,19 @@ class Lifter:
                 first = first or refusal
         assert first is not None
         raise self._random(candidates[0]) or first
+
+    def _not_strided(self) -> Refused | None:
+        """A sparse tensor between the experts and the output hides what they do."""
+        for n in self.capture.nodes:
+            val = n.meta.get("val")
+            if isinstance(val, torch.Tensor) and val.layout is not torch.strided:
+                return Refused(
+                    f"a {val.layout} tensor is computed with, and only strided ones are followed",
+                    culprits=(op_name(n),),
+                    source=str(n.meta["source"]),
+                    remedy="gather and add rows with index, index_add or a dense product instead",
+                )
+        return None
 
     def _random(self, cut: fx.Node) -> Refused | None:
         """Random numbers inside of the experts explain any failure."""

@@ -1,0 +1,52 @@
+"""Run a module of the user's as it is, on real tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from ..errors import CaptureError
+from ..ir.binding import device_of
+from ..runtime.copying import copy_model
+from .captured import has_values, is_float
+from .effects import python_random
+
+
+def run_alone(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The results of a call, as meta tensors. Random numbers take the place of abstract floats.
+
+    Raises:
+        CaptureError: its weights have no values, or its results are not tensors and plain numbers.
+    """
+    out = run_copy(module, args, kwargs)
+    if not all(_is_followed(leaf) for leaf in pytree.tree_leaves(out)):
+        raise CaptureError(f"{type(module).__name__} returns something else than floats")
+    return pytree.tree_map_only(torch.Tensor, lambda t: t.detach().to("meta"), out)
+
+
+def run_copy(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Call a copy of a module that has buffers of its own, so that the module stays as it is.
+
+    Raises:
+        CaptureError: its weights have no values. And what the module raises.
+    """
+    if not all(map(has_values, (*module.parameters(), *module.buffers()))):
+        raise CaptureError("a module without values cannot run")
+    copy, _ = copy_model(module)
+    for part in copy.modules():
+        part._buffers.update({name: b.clone() for name, b in part._buffers.items() if b is not None})
+    device, generator = device_of(module), torch.Generator().manual_seed(0)
+
+    def filled(t: torch.Tensor) -> torch.Tensor:
+        return (t.clone() if has_values(t) else torch.randn(t.shape, generator=generator).to(t.dtype)).to(device)
+
+    with torch.no_grad(), torch.random.fork_rng(), python_random():
+        args, kwargs = pytree.tree_map_only(torch.Tensor, filled, (args, kwargs))
+        return copy(*args, **kwargs)
+
+
+def _is_followed(leaf: Any) -> bool:
+    return is_float(leaf) if isinstance(leaf, torch.Tensor) else isinstance(leaf, (int, float, bool, type(None)))
