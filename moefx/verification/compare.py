@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InvalidInput
+from .casts import NoCopies
 from .decisions import size
 from .policy import Row, judge, tolerance
 from .routing import Align, CannotReplay, Record, Replay, RoutingRow, Scope, Tape
@@ -175,11 +176,14 @@ class _Comparing:
         is_compiled = which == "compiled"
         box = sandbox(self.subject.compiled if is_compiled else self.subject.original, parameters, dtype)
         self.subject.prepare(box, which, self.scope)
-        return execute(
-            box, self.inputs, self.options, mode=mode, cotangents=self.cotangents,
-            call=self.subject.call_compiled if is_compiled else self.subject.call_original,
-            cast=lambda t: change(t.to(dtype) if dtype else t),
-        )  # fmt: skip
+        with contextlib.ExitStack() as stack:
+            if mode.promote:
+                stack.enter_context(NoCopies(only_precision(self.subject.original, self.inputs)))
+            return execute(
+                box, self.inputs, self.options, mode=mode, cotangents=self.cotangents,
+                call=self.subject.call_compiled if is_compiled else self.subject.call_original,
+                cast=lambda t: change(t.to(dtype) if dtype else t),
+            )  # fmt: skip
 
     def judge(self, original: Run, compiled: Run, truth: Run, noise: list[Run] | None = None) -> list[Row]:
         rows = []
@@ -242,6 +246,13 @@ def working_precision(module: nn.Module, inputs: Inputs, dtype: torch.dtype | No
     num_tokens = [t.numel() // (t.shape[-1] if t.is_floating_point() and t.ndim > 1 else 1) for t in given if t.numel()]
     length = max([n for p in parameters for n in p.shape] + num_tokens, default=1)
     return max(found or {torch.float32}, key=lambda d: torch.finfo(d).eps), length
+
+
+def only_precision(module: nn.Module, inputs: Inputs) -> torch.dtype | None:
+    """The dtype of all floating-point parameters, buffers and inputs, if they have one."""
+    every = (*module.parameters(), *module.buffers(), *(t for _, t in leaves(inputs) if isinstance(t, Tensor)))
+    found = {t.dtype for t in every if t.is_floating_point()}
+    return found.pop() if len(found) == 1 else None
 
 
 def _present(a: Tensor | None, b: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

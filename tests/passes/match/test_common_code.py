@@ -244,3 +244,50 @@ def test_rewritten(name, training):
         x = torch.rand(30, D, dtype=torch.float64)
     torch.testing.assert_close(results(compiled, x), results(model, x))
     assert moefx.blocks(compiled)[0].fallbacks == 0
+
+
+class Jitters(Loop):
+    """Noise on a copy for the router, which is no copy if the input has that dtype already: experts see it, too."""
+
+    def __init__(self, cast):
+        super().__init__(Mlp)
+        self.cast = cast
+
+    def forward(self, x):
+        h = self.cast(x)
+        if self.training:
+            h *= torch.empty_like(h).uniform_(0.9, 1.1)
+        w, ids = self.route(h.to(self.gate.weight.dtype))
+        return self.mixed(x, w, ids)
+
+
+CASTS = {
+    "to": lambda x: x.to(torch.float32),
+    "by keyword": lambda x: x.to(dtype=torch.float32),
+    "float": lambda x: x.float(),
+    "type": lambda x: x.type(torch.float32),
+    "a copy": lambda x: x.to(torch.float32, copy=True),
+}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("cast", CASTS)
+def test_noise_in_place_behind_a_cast(cast, training):
+    torch.manual_seed(0)
+    model = nn.Sequential(Jitters(CASTS[cast])).train(training)
+    compiled = moefx.compile(model, example_inputs=(torch.randn(9, D),))
+
+    def run(m, x):
+        torch.manual_seed(1)
+        x = x.clone().requires_grad_()
+        given = x * 1
+        out = m(given)
+        return out, given, torch.autograd.grad(out.square().sum(), [x, *m.parameters()])
+
+    for tokens in (2, 9, 80):
+        x = torch.randn(tokens, D)
+        torch.testing.assert_close(run(compiled, x), run(model, x))
+    assert moefx.blocks(compiled)[0].fallbacks == 0
+    report = moefx.verify(compiled, model, (torch.randn(30, D),))
+    assert report.ok, str(report)
