@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from torch.utils.checkpoint import CheckpointError
-
 
 class MoefxError(Exception):
     """Base of everything that moefx raises on purpose."""
@@ -93,8 +91,8 @@ class DoubleBackward(MoefxError, RuntimeError):
     """The fused expert ops are once differentiable."""
 
 
-class RecomputedChoice(MoefxError, CheckpointError):
-    """A recomputation for the backward chose other experts than the forward did."""
+class RecomputedChoice(MoefxError, RuntimeError):
+    """A recomputation for the backward chose other experts than the forward did. Also torch's `CheckpointError`."""
 
 
 class VerificationFailed(MoefxError, AssertionError):

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointError
 
 from ..errors import RecomputedChoice
 
@@ -32,6 +33,10 @@ class _Running(threading.local):
 
 
 running = _Running()
+
+
+class RecomputedChoiceError(RecomputedChoice, CheckpointError):
+    """What is raised: code that expects torch's error for a recomputation that differs gets it."""
 
 
 class Choice(NamedTuple):
@@ -131,7 +136,7 @@ def _differs(first: Sequence[Tensor], now: Sequence[Tensor]) -> Tensor | bool:
 
 def _raise_behind_backward(choice: Choice, now: Sequence[Tensor], differs: Tensor) -> None:
     if _is_capturing():  # no host looks at a replay
-        torch._assert_async(~differs, str(_error(choice, None)))
+        torch._assert_async(~differs, str(_error(choice, None)))  # pyright: ignore[reportPrivateImportUsage]
         return
 
     def look() -> None:
@@ -147,7 +152,7 @@ def _error(choice: Choice, now: Sequence[Tensor] | None) -> RecomputedChoice:
         first, again = (_pairs(*tensors) for tensors in (choice.tensors, now))
         changed = int((~torch.isin(first, again)).sum())
         seen = f"{changed} of {first.numel()} rows to other experts"
-    return RecomputedChoice(
+    return RecomputedChoiceError(
         f"{choice.name}: the forward was run again for the backward, and routed {seen} than the first time; the "
         "gradients would be wrong. Between a forward and its backward nothing that the router reads may change: move "
         "its bias after the backward or outside of the checkpoint, keep the random state (preserve_rng_state=True), "

@@ -65,11 +65,13 @@ class Lifter:
                 return self._lift(experts)
             first: Refused | None = None
             for sets in itertools.islice(expert_parameters(self.reach), _MOST_SETS):
+                refusals: dict[int, Refused] = {}  # by the number of parameters
                 for some in sets:
                     try:
                         return self._lift(some)
                     except Refused as refusal:
-                        first = first or refusal
+                        refusals.setdefault(len(some), refusal)
+                first = first or refusals[max(refusals)]  # the largest set is the complete one
                 self.reach = self._new_reach()  # nothing of what was taken apart for these
             alike = alike_everywhere(self.reach) if chooses(self.reach) else None
             if alike:
