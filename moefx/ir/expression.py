@@ -74,6 +74,18 @@ def is_linear(expr: Expr, name: str) -> bool:
     return head in ("add", "sub") and len(args) == 2 and all(is_linear(a, name) for a in args)
 
 
+def without_casts_of(expr: Expr, name: str) -> Expr:
+    """An expression that `is_linear` in `name`, without the casts of what depends on `name`.
+
+    With ones for `name` it is the factor of `name`, which those casts do not round.
+    """
+    if not _is_call(expr) or name not in variables(expr):
+        return expr
+    if expr[0].partition(".")[0] == "_to_copy":
+        return without_casts_of(expr[1], name)
+    return (expr[0], *(without_casts_of(a, name) if not isinstance(a, dict) else a for a in expr[1:]))
+
+
 def keeps_numbers(dtype: Any) -> bool:
     """Whether a cast to it is about precision; one to 8 bits, or to integers, is meant to round."""
     return isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize >= 2

@@ -22,28 +22,33 @@ _MIN_SIZE = 2**21
 _K_BLOCK = 512
 
 
-def linear(left: Tensor, w: Tensor) -> Tensor:
-    """left @ w.t()."""
+def linear(left: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    """left @ w.t() + bias."""
     if not _use_onednn(left, w):
-        return left @ w.t()
+        return left @ w.t() if bias is None else torch.addmm(bias, left, w.t())
     if left.shape[1] <= _K_BLOCK:
-        return _onednn(left, w)
-    return linear_into(left.new_empty((left.shape[0], w.shape[0])), left, w)
+        product = _onednn(left, w)
+        return product if bias is None else product.add_(bias)
+    return linear_into(left.new_empty((left.shape[0], w.shape[0])), left, w, bias)
 
 
-def linear_into(out: Tensor, left: Tensor, w: Tensor, *, add: bool = False) -> Tensor:
-    """out = left @ w.t(), or out += left @ w.t(). `out` may have another floating dtype than the operands."""
+def linear_into(out: Tensor, left: Tensor, w: Tensor, bias: Tensor | None = None, *, add: bool = False) -> Tensor:
+    """out = left @ w.t() + bias, or out += left @ w.t(). `out` may have another floating dtype than the operands.
+
+    The bias has the dtype of `left`; 16-bit sums with it are rounded once, as those of `torch.nn.functional.linear`.
+    """
     if not _use_onednn(left, w):
         if out.dtype != left.dtype:  # gradients of float32 parameters under autocast
-            product = left @ w.t()
+            product = linear(left, w, bias)
             return out.add_(product) if add else out.copy_(product)
-        return torch.addmm(out, left, w.t(), out=out) if add else torch.mm(left, w.t(), out=out)
+        summand = out if add else bias
+        return torch.mm(left, w.t(), out=out) if summand is None else torch.addmm(summand, left, w.t(), out=out)
     for start in range(0, left.shape[1], _K_BLOCK):
         block = slice(start, start + _K_BLOCK)
         product = _onednn(left[:, block], w[:, block])
         add = bool(add or start)
         out.add_(product) if add else out.copy_(product)
-    return out
+    return out if bias is None else out.add_(bias)
 
 
 def _onednn(left: Tensor, w: Tensor) -> Tensor:

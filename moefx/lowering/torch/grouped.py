@@ -131,9 +131,16 @@ class GroupedGemms:
         return [stack.contiguous()]
 
     def multiply(
-        self, group: Whole, rows: Tensor, w: Tensor, out: Tensor | None = None, *, add: bool = False
+        self,
+        group: Whole,
+        rows: Tensor,
+        w: Tensor,
+        out: Tensor | None = None,
+        *,
+        bias: Tensor | None = None,
+        add: bool = False,
     ) -> Tensor:
-        product = _gemm(rows.contiguous(), w, self.ends)
+        product = self.add_bias(group, _gemm(rows.contiguous(), w, self.ends), bias)
         return product if out is None or not add else out.add_(product)
 
     def outer(self, group: Whole, left: Tensor, right: Tensor, out: None, dtype: torch.dtype) -> Tensor:

@@ -72,8 +72,8 @@ class Parameters:
         self.down_bias = gemms.biases(call.down_bias)
 
     def project_up(self, g: int, group: Group, x: Tensor, out: Tensor | None = None) -> Tensor:
-        product = self.gemms.multiply(group, x, self.up[g], out)
-        return product if self.apart[g] else self.gemms.add_bias(group, product, self.up_bias[g])
+        bias = None if self.apart[g] else self.up_bias[g]
+        return self.gemms.multiply(group, x, self.up[g], out, bias=bias)
 
     def biased(self, group: Group, hidden: Sequence[Tensor]) -> list[Tensor]:
         """The up-projections with the biases that are added in another dtype than theirs."""
@@ -83,7 +83,7 @@ class Parameters:
     def project_down(self, group: Group, act: Tensor, out: Tensor | None = None) -> Tensor:
         if dtype := self.down_apart:
             return self.gemms.add_bias(group, self.gemms.multiply(group, act, self.down).to(dtype), self.down_bias)
-        return self.gemms.add_bias(group, self.gemms.multiply(group, act, self.down, out), self.down_bias)
+        return self.gemms.multiply(group, act, self.down, out, bias=self.down_bias)
 
 
 def forward(call: Call, gemms: Gemms, keep: str, reduce: bool) -> list[Tensor]:
@@ -98,8 +98,8 @@ def forward(call: Call, gemms: Gemms, keep: str, reduce: bool) -> list[Tensor]:
     total: Any = gemms.new_sum(call, out_width, call.out_dtype) if reduce else None
     kept_up = [buffer(width, call.dtype) for width in up_widths] if keep in ("h", "all") else []
     kept_act = buffer(act_width, call.dtype) if keep == "all" else None
-    # Multiplying in place rounds as the expression does when y has the dtype of the result.
-    in_place = parameters.down_apart is None and call.out_dtype == call.dtype
+    # Multiplying in place rounds as the expression does when y has the dtype of the result, and casts are none in it.
+    in_place = parameters.down_apart is None and call.out_dtype == call.dtype and by_row.factor == call.body.out
     scale_in_place = by_row.scale is not None and in_place
 
     def run(group: Group) -> Tensor:
@@ -192,18 +192,18 @@ class Backward:
         wrt = [*env, "w"] if self.w_of_act is not None else list(env)
         env = by_row.with_weight(group, env)
         act = None if self.kept_act is None else self.kept_act[group.index]
-        scale = None if by_row.scale is None else by_row.scale[group.index]
+        scale = None if by_row.scale is None else Scale(by_row.scale[group.index], call.dtype)
 
         if self.linear:
-            grad_sum = grad  # the scale goes to narrower tensors below
+            grad_sum = grad if scale is None else grad * scale.mantissa
         else:
             act = expression.evaluate(call.act, env) if act is None else act
             grad_sum = self._through_out(group, act, grad, env)
         grad_y = _in(call.dtype, grad_sum)
         if parameters.down_apart is None:
             grad_sum = grad_y
-        unscaled = gemms.multiply(group, grad_y, self.down)
-        grad_act = unscaled if scale is None else _in(call.dtype, unscaled * scale)
+        product = gemms.multiply(group, grad_y, self.down)
+        grad_act = product if scale is None else _in(call.dtype, product * scale.power)
         if self.act_vjp is None:  # the same function for all groups
             self.act_vjp = derivative.vjp_function(call.act, env, grad_act, wrt, value=act is None)
         function, wrt = self.act_vjp
@@ -215,18 +215,19 @@ class Backward:
         if self.w_of_act is not None:
             self.w_of_act.put(group, by_act["w"])
         if self.linear and self.w_of_out is not None:
-            self.w_of_out.put(group, self._output_dot(group, unscaled, act, grad_sum))
+            self.w_of_out.put(group, self._output_dot(group, product, act, grad, scale))
         if self.grad_down is not None or self.put_off:
-            scaled = act if scale is None else _in(call.dtype, act * scale)
+            factor = None if scale is None else scale.factors if self.put_off else scale.power
+            scaled = act if factor is None else _in(call.dtype, act * factor)
             if self.grad_down is not None:
                 self.grad_down.multiply(self.gemms, group, grad_y, scaled, call.body.down.transposed)
             for buffer, values in zip(self.put_off[len(call.up) :], (scaled, grad_y), strict=False):
                 buffer.put(group, values.clone() if buffer.tensor is None else values)
         if self.grad_down_bias is not None:
-            scaled = grad_sum if scale is None else _in(grad_sum.dtype, grad_sum * scale)
+            scaled = grad_sum if scale is None else _in(grad_sum.dtype, grad_sum * scale.power)
             self._sum(self.grad_down_bias, group, scaled)
         grad_hidden = self._hidden_gradients(hidden, by_act)
-        del unscaled, grad_act, grad_sum, value, gradients, by_act, act, hidden, env
+        del product, grad_act, grad_sum, value, gradients, by_act, act, hidden, env
         if rows is None:
             rows = call.x.index_select(0, tokens)
         return self._through_up(group, rows, grad_hidden)
@@ -240,12 +241,14 @@ class Backward:
             self.w_of_out.put(group, by_out["w"])
         return by_out["y"]
 
-    def _output_dot(self, group: Group, unscaled: Tensor, act: Tensor, grad_sum: Tensor) -> Tensor:
-        """<dO, y> for each row, [n,1], in float32 at least."""
-        dtype = torch.promote_types(unscaled.dtype, torch.float32)
-        dot = (_in(dtype, unscaled) * act).sum(1, keepdim=True)
+    def _output_dot(self, group: Group, product: Tensor, act: Tensor, grad: Tensor, scale: Scale | None) -> Tensor:
+        """<dO, y> for each row, [n,1], in float32 at least; the product has the mantissa of the scale."""
+        dtype = torch.promote_types(product.dtype, torch.float32)
+        dot = (_in(dtype, product) * act).sum(1, keepdim=True)
+        if scale is not None:
+            dot /= scale.mantissa
         if self.parameters.down_bias is not None:
-            dot += self.gemms.dot_bias(group, grad_sum, self.parameters.down_bias)
+            dot += self.gemms.dot_bias(group, grad, self.parameters.down_bias)
         return dot
 
     def _hidden_gradients(self, hidden: Sequence[Tensor], by_act: dict[str, Tensor]) -> list[Tensor]:
@@ -287,8 +290,9 @@ class Backward:
             w_of_out = self.w_of_out
             columns = [None if column is None else column.tensor for column in (w_of_out, self.w_of_act)]
             if self.linear and columns[0] is not None:
-                dot = columns[0].to(call.out_dtype)
-                columns[0] = derivative.vjp(call.body.out, with_ones(call), dot, ["w"])[1]["w"]
+                factor, ones = self.by_row.factor, with_ones(call)
+                dot = columns[0].to(expression.result_dtype(factor, {name: t.dtype for name, t in ones.items()}))
+                columns[0] = derivative.vjp(factor, ones, dot, ["w"])[1]["w"]
             results.append(weight_gradient(call, *columns))
         for gradient in (*self.grad_up, *self.grad_up_bias, self.grad_down, self.grad_down_bias):
             if gradient is not None:
@@ -328,20 +332,38 @@ class Matrices:
         return [g for m in made for g in self.gemms.finish_stack(m.made, m.parameters)]
 
 
+class Scale:
+    """The factors of rows, [n,1], as a product: with the mantissa a gradient is rounded as with the factor itself, by
+    the power of two nothing is. So the product with the mantissa serves for all gradients, also of factors of zero.
+
+    Args:
+        dtype: of the tensors that are multiplied.
+    """
+
+    def __init__(self, factors: Tensor, dtype: torch.dtype):
+        self.factors = factors
+        wide = factors.to(torch.promote_types(factors.dtype, torch.float32))
+        mantissa = torch.frexp(wide).mantissa * 2
+        self.mantissa = torch.where((wide != 0) & wide.isfinite(), mantissa, 1)
+        power = wide / self.mantissa
+        self.power = power if dtype is torch.float16 else _in(dtype, power)  # float16 has too few exponents
+
+
 class ByRow:
     """A call's index and weights by row, taken apart for the groups.
 
     Attributes:
-        scale: c(w) of rows = y * c(w), [B,1]: what `out` makes of ones. None: `out` is y, or not linear in
-            it.
+        factor: the expression of c(w) in rows = y * c(w), for y of ones; `out` itself if it is not linear in y.
+        scale: c(w), [B,1]. None: `out` is y, or not linear in it.
     """
 
     def __init__(self, call: Call, gemms: Gemms):
         self.token_ids = gemms.read(call.token_ids)
         self.w = None if call.w is None else gemms.read(call.w)
-        self.scale = None
+        self.scale, self.factor = None, call.body.out
         if call.body.out != "y" and expression.is_linear(call.body.out, "y"):
-            self.scale = gemms.read(expression.evaluate(call.body.out, with_ones(call)))
+            self.factor = expression.without_casts_of(call.body.out, "y")
+            self.scale = gemms.read(expression.evaluate(self.factor, with_ones(call)))
 
     def with_weight(self, group: Group, env: dict[str, Tensor]) -> dict[str, Tensor]:
         return env if self.w is None else {**env, "w": self.w[group.index]}

@@ -200,15 +200,26 @@ class SegmentGemms:
     # -- on the rows of one group; `out` is what is filled, and returned --
 
     def multiply(
-        self, group: Group, rows: Tensor, w: Operands, out: Tensor | None = None, *, add: bool = False
+        self,
+        group: Group,
+        rows: Tensor,
+        w: Operands,
+        out: Tensor | None = None,
+        *,
+        bias: Sequence[Tensor] | None = None,
+        add: bool = False,
     ) -> Tensor:
-        """out[r] (+)= rows[r] @ w[e]; a new tensor without `out`, and with padding, which has no place in it."""
+        """out[r] = rows[r] @ w[e] + bias[e], or out[r] += rows[r] @ w[e].
+
+        A new tensor without `out`, and with padding, which has no place in it.
+        """
+        biases = [None if bias is None else bias[e].to(self.dtype) for e in group.experts]  # as `linear` under autocast
         if len(group.experts) == 1 and not add and (out is None or group.padding):
-            return linear(rows, w[group.experts[0]])
+            return linear(rows, w[group.experts[0]], biases[0])
         if out is None:
             out = rows.new_empty((rows.shape[0], w[group.experts[0]].shape[0]))
-        for e, left, result in zip(group.experts, group.split(rows), group.split(out), strict=True):
-            linear_into(result, left, w[e], add=add)
+        for e, b, left, result in zip(group.experts, biases, group.split(rows), group.split(out), strict=True):
+            linear_into(result, left, w[e], b, add=add)
         return out
 
     def outer(self, group: Group, left: Tensor, right: Tensor, out: Any, dtype: torch.dtype) -> Any:
@@ -226,13 +237,14 @@ class SegmentGemms:
         """rows[r] += bias[e], in place."""
         if bias is not None:
             for e, part in zip(group.experts, group.split(rows), strict=True):
-                part += bias[e].to(part.dtype)  # rounded first, as `linear` does under autocast
+                part += bias[e].to(part.dtype)
         return rows
 
     def dot_bias(self, group: Group, rows: Tensor, bias: Sequence[Tensor]) -> Tensor:
-        """<rows[r], bias[e]>, [n,1]."""
+        """<rows[r], bias[e]>, [n,1], in float32 at least."""
+        wide = torch.promote_types(rows.dtype, torch.float32)
         parts = zip(group.experts, group.split(rows), strict=True)
-        return torch.cat([(part @ bias[e].to(part.dtype))[:, None] for e, part in parts])
+        return torch.cat([(part.to(wide) @ bias[e].to(part.dtype).to(wide))[:, None] for e, part in parts])
 
     def sum_rows(self, group: Group, rows: Tensor, out: Any, dtype: torch.dtype) -> Any:
         """out[e] = sum of the rows of e, in `dtype`."""
