@@ -118,3 +118,30 @@ def _is_in_place(name: str) -> bool:
 def _signature(op: Any) -> list[tuple[str, str]]:
     """Names and types of what it takes."""
     return [(a.name, str(a.type)) for a in op._schema.arguments if not a.is_out]
+
+
+# Ops whose kernels take floats of one dtype, which fake tensors do not check, and the arguments of that dtype.
+_OF_ONE_DTYPE = {
+    **dict.fromkeys((aten.mm, aten.mv, aten.dot), (0, 1)),
+    **dict.fromkeys((aten.linear, aten.addmm, aten.addmv), (0, 1, 2)),
+    **dict.fromkeys((aten.index_add, aten.index_add_, aten.index_copy, aten.index_copy_), (0, 3)),
+    **dict.fromkeys((aten.index_put, aten.index_put_, aten._index_put_impl_), (0, 2)),
+}
+
+
+def require_one_dtype(func: Any, args: tuple) -> None:
+    """Raise RuntimeError, as a kernel does, for a mixture of dtypes that fake tensors let pass."""
+    places = _OF_ONE_DTYPE.get(func.overloadpacket, ())
+    _require_one(str(func.overloadpacket), [args[i] for i in places if i < len(args)])
+
+
+def require_one_dtype_under(dtype: torch.dtype | None, name: str, tensors: list[torch.Tensor]) -> None:
+    """The same of a contraction under autocast to `dtype`, which leaves float64 alone, or (None) without autocast."""
+    _require_one(name, tensors, {torch.float16: dtype, torch.bfloat16: dtype, torch.float32: dtype} if dtype else {})
+
+
+def _require_one(name: str, tensors: list[Any], casts: dict[Any, Any] | None = None) -> None:
+    floats = [t.dtype for t in tensors if isinstance(t, torch.Tensor) and t.is_floating_point()]
+    dtypes = dict.fromkeys((casts or {}).get(dtype, dtype) for dtype in floats)
+    if len(dtypes) > 1:
+        raise RuntimeError(f"{name} takes one dtype, and is given {' and '.join(map(str, dtypes))} ({user_source()})")

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from . import autocast
 from .captured import below_modes, is_float, tensors_in
 from .counts import LENGTH, counted
+from .forms import require_one_dtype_under
 from .sizes import Size, plain, sized
 from .tracer import Tracer, from_floats
 
@@ -95,6 +96,8 @@ class Functions(TorchFunctionMode):
         for name in _NAMES.get(whole, ())[len(args) :]:
             if name in options:
                 args = (*args, options.pop(name))
+        if whole in _OF_ONE_DTYPE:
+            require_one_dtype_under(tracer.autocast, whole.__name__, tensors_in((args, options)))
         run = functools.partial(func, *args, **options)
         if tracer.autocast is None and all(isinstance(t, FakeTensor) for t in tensors_in((args, options))):
             run = functools.partial(tracer.abstract, func, args, options)
@@ -205,6 +208,7 @@ _NAMES = {
     torch.matmul: ("input", "other"),
     torch.cosine_similarity: ("x1", "x2"),
 }
+_OF_ONE_DTYPE = {F.linear, torch.matmul, torch.einsum}
 _NUMBERS = {torch.Tensor.item, torch.Tensor.tolist}
 _REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _MOST_OF_A_TOKEN = 16

@@ -38,7 +38,16 @@ from .captured import (
 )
 from .collectives import is_alone, run_alone
 from .counts import LENGTH, Count, Share, tells_empty
-from .forms import GROUPED_MM, from_floats, functional_form, grouped_result, has_gradients, leaves_of, with_leading_ones
+from .forms import (
+    GROUPED_MM,
+    from_floats,
+    functional_form,
+    grouped_result,
+    has_gradients,
+    leaves_of,
+    require_one_dtype,
+    with_leading_ones,
+)
 from .recorder import Recorder, grad_enabled
 from .routing import Routing
 from .shadows import shadow
@@ -331,6 +340,8 @@ class Tracer(Recorder):
             with in_kernel_invocation_manager(self.fake_mode):
                 view = func(*args)
             return map_tensors(view, self._fake), None
+        if self.autocast is None:  # which brings some of them together
+            require_one_dtype(func, args)
         fargs, fkwargs = map_tensors((args, kwargs), self._all_fake)
         try:
             with self.fake_mode:
