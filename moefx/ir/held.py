@@ -164,8 +164,18 @@ def _names(thing: Any) -> frozenset[str]:
 class HeldCode(HeldClass):
     """A module that is called: which code runs then. What wraps it (FSDP, say) makes a class of its own of it."""
 
+    def __init__(self, thing: Any):
+        super().__init__(thing)
+        self.forward = getattr(self.cls, "forward", None)
+
     def is_still(self, now: Any) -> bool:
-        return getattr(type(now), "forward", None) is self.cls.forward
+        return getattr(type(now), "forward", None) is self.forward
+
+    def __getstate__(self) -> type:
+        return self.cls
+
+    def __setstate__(self, cls: type) -> None:
+        self.cls, self.forward = cls, getattr(cls, "forward", None)
 
 
 class HeldItems:

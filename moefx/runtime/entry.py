@@ -9,7 +9,7 @@ from torch import nn
 
 from ..ir.attributes import Where, owner_of, value_at
 from ..ir.binding import Leaves
-from ..ir.held import is_of_block, unchanged
+from ..ir.held import HeldCode, is_of_block, unchanged
 from .program import Program
 from .watch import AbsorbedModules, ReadAttributes
 
@@ -22,12 +22,15 @@ class Entry:
         block = absorbed.block  # may be a copy of the one that the program was made for, with tensors of its own
         values = {w: unchanged(value_at(block, w)) if is_of_block(v) else v for w, v in program.attributes.items()}
         self.attributes = ReadAttributes(block, values)
+        self.code = HeldCode(block)
         self.kinds = {name: _kind_at(block, name) for name in program.reads}
         self.failed = False  # for another kind of one of them, which calls are looked at for since
 
     def holds(self) -> bool:
         """Whether the block is as it was."""
-        return self.attributes.hold() and not (self.failed and self.replaced())
+        return (
+            self.code.is_still(self.absorbed.block) and self.attributes.hold() and not (self.failed and self.replaced())
+        )
 
     def replaced(self) -> str:
         """The first of the tensors and modules that it reads that is of another kind now, or gone; "" if none is."""
@@ -38,6 +41,8 @@ class Entry:
         return self.program.failed_guard(block, leaves)
 
     def why_not(self) -> str:
+        if not self.code.is_still(block := self.absorbed.block):
+            return f"the {type(block).__name__} has another forward than the {self.code.cls.__name__} that was compiled"
         if self.attributes.hold():
             return f"{self.replaced()} is of another kind now"
         where, now = self.attributes.changed() or (Where("", ""), None)

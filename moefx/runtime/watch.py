@@ -41,6 +41,7 @@ class AbsorbedModules:
         self.names = tuple(names)
         self.modules = [block.get_submodule(name) for name in self.names]
         self.types = [type(module) for module in self.modules]
+        self.code = {cls: cls.forward for cls in self.types}
         self.forwards = [module.__dict__.get("forward") for module in self.modules]
         self.children = [dict(module._modules) for module in self.modules]
         self.without = [[n for n, p in module._parameters.items() if p is None] for module in self.modules]
@@ -69,6 +70,8 @@ class AbsorbedModules:
             or list(map(len, live.states)) != live.sizes
             or any([list(map(get, held)) != none for get, held, none in live.without])
             or any(owner._modules.get(name) is not child for owner, name, child in live.links)
+            or list(map(type, self.modules)) != self.types
+            or any([cls.forward is not forward for cls, forward in self.code.items()])
         ):
             self.inspect(block_name)
             live.sizes = list(map(len, live.states))
@@ -85,6 +88,8 @@ class AbsorbedModules:
         ):
             if type(module) is not cls:
                 self._changed(block_name, name, f"became a {type(module).__name__}")
+            if cls.forward is not self.code[cls]:
+                self._changed(block_name, name, f"was given another forward, that of its class {cls.__name__},")
             for child in {**children, **module._modules}:
                 if module._modules.get(child) is not children.get(child):
                     what = _replaced(children.get(child), module._modules.get(child))
@@ -106,7 +111,11 @@ class AbsorbedModules:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_live": None}
+        return {**self.__dict__, "_live": None, "code": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.code = {cls: cls.forward for cls in self.types}
 
 
 class _Live:

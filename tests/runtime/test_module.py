@@ -225,7 +225,13 @@ class Adapter(nn.Module):
         return 2 * self.base(x)
 
 
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
 CHANGES = {
+    "class": (lambda b: setattr(b.experts[1].up, "__class__", Doubled), r"experts\.1\.up became a Doubled"),
     "replaced": (lambda b: setattr(b.experts[1], "up", Adapter(b.experts[1].up)),
                  r"experts\.1\.up was replaced \(Linear by Adapter\)"),
     "expert": (lambda b: b.experts.__setitem__(0, copy.deepcopy(b.experts[0])), r"experts\.0 was replaced"),
@@ -243,6 +249,37 @@ CHANGES = {
     "forward": (lambda b: setattr(b.experts[0].act, "forward", torch.relu),
                 r"act was given a forward of its own"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("when", ["later", "pickle"])
+def test_another_forward_of_an_absorbed_class_raises(when, monkeypatch):
+    block, _, x, _ = rewritten_block()
+    block(x)
+    block = pickle.loads(pickle.dumps(block)) if when == "pickle" else block
+    expert = type(block.experts[0])
+    monkeypatch.setattr(expert, "forward", lambda self, x: x)
+    with pytest.raises(AbsorbedModuleChanged, match=r"experts\.0 was given another forward, that of its class"):
+        block(x)
+    monkeypatch.undo()
+    block(x)
+
+
+@pytest.mark.parametrize("change", ["class of the block", "forward of its class"])
+def test_another_forward_of_the_block_runs(change, monkeypatch):
+    block, forward, x, _ = rewritten_block()
+    wanted = 2 * block(x)
+    cls, plain = type(block), type(block).forward
+    twice = lambda self, x: 2 * plain(self, x)  # noqa: E731
+    if change == "class of the block":
+        block.__class__ = type("Twice", (cls,), {"forward": twice})
+    else:
+        monkeypatch.setattr(cls, "forward", twice)
+    torch.testing.assert_close(block(x), wanted)
+    assert forward.counts.original == 1 and "another forward" in forward.counts.last_failed_guard
+    block.__class__ = type("Wrapped", (cls,), {})  # as FSDP does
+    if change == "class of the block":
+        torch.testing.assert_close(2 * block(x), wanted)
+        assert forward.counts.original == 1
 
 
 @pytest.mark.parametrize("change", CHANGES)
