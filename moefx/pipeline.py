@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 import time
 from typing import Any
 
@@ -24,7 +23,7 @@ from .capture.sizes import SizeGuard
 from .capture.worker import run_in_worker
 from .errors import CaptureError, Refused
 from .inspection.history import History
-from .ir.binding import Binding, Path, binder, leaves_of, placeholder_name
+from .ir.binding import Binding, Path, leaves_of, placeholder_name
 from .ir.block import BlockGraph
 from .passes.checkpoint import checkpoint
 from .passes.fuse import fuse
@@ -34,6 +33,7 @@ from .passes.match.drops import explain_drops
 from .passes.match.matched import Match
 from .passes.match.prove import Prover
 from .passes.rewrite import Rewritten, rewrite
+from .runtime.module import signature_binder
 
 PASSES = (fuse, checkpoint)
 
@@ -198,7 +198,7 @@ def _rewritten(prover: Prover, names: list[str]) -> tuple[Match, Rewritten]:
 def argument_paths(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[Path]:
     """Where each tensor argument of a call stands, in the terms of the block's own signature."""
     tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-    named = binder(inspect.signature(type(block).forward.__get__(block)))(*args, **kwargs)
+    named = signature_binder(block)(*args, **kwargs)
     by_id: dict[int, list[Path]] = {}
     for path, value in leaves_of(named):
         if isinstance(value, torch.Tensor):

@@ -170,11 +170,20 @@ class Borrows(Loop):
 
 
 def test_a_parameter_of_another_module_is_refused():
-    model = nn.ModuleDict({"router": nn.Linear(D, 4)})
+    with pytest.raises(moefx.NoMoEBlockFound, match=r"a parameter of \[4, 6\] that is not its own"):
+        moefx.compile(Borrows(nn.Linear(D, 4)), example_inputs=(torch.randn(5, D),))
+
+
+def test_the_module_that_owns_both_is_rewritten():
+    model, x = nn.ModuleDict({"router": nn.Linear(D, 4)}), torch.randn(9, D)
     model["moe"] = Borrows(model["router"])
     model.forward = lambda x: model["moe"](x)
-    with pytest.raises(moefx.NoMoEBlockFound, match=r"a parameter of \[4, 6\] that is not its own"):
-        moefx.compile(model, example_inputs=(torch.randn(5, D),))
+    compiled = moefx.compile(model, example_inputs=(x,))
+    torch.testing.assert_close(compiled(x), model(x))
+    with torch.no_grad():
+        model["router"].weight.neg_()
+    torch.testing.assert_close(compiled(x), model(x))
+    assert [(block.name, block.fallbacks) for block in moefx.blocks(compiled)] == [("", 0)]
 
 
 def test_what_is_outside_of_the_block_may_write():
