@@ -136,7 +136,7 @@ def _differs(first: Sequence[Tensor], now: Sequence[Tensor]) -> Tensor | bool:
 
 def _raise_behind_backward(choice: Choice, now: Sequence[Tensor], differs: Tensor) -> None:
     if _is_capturing():  # no host looks at a replay
-        torch._assert_async(~differs, str(_error(choice, None)))  # pyright: ignore[reportPrivateImportUsage]
+        torch.ops.aten._assert_async.msg(~differs, str(_error(choice, None)))
         return
 
     def look() -> None:
