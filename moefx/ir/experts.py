@@ -14,19 +14,21 @@ from .op import op, saved_by
 
 
 @op(
-    "grouped_mm(Tensor rows, Tensor[] w, Tensor expert_offsets, *, bool transposed, ScalarType? dtype=None) -> Tensor",
-    contract="rows[B,D], w[*], expert_offsets[E+1] -> out[B,F]",
+    "grouped_mm(Tensor rows, Tensor[] w, Tensor expert_offsets, Tensor? summand=None, *, bool transposed, "
+    "ScalarType? dtype=None) -> Tensor",
+    contract="rows[B,D], w[*], expert_offsets[E+1], summand[B,F]? -> out[B,F]",
 )
 def grouped_mm(
     rows: Tensor,
     w: list[Tensor],
     expert_offsets: Tensor,
+    summand: Tensor | None = None,
     *,
     transposed: bool,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """out[r] = rows[r] @ w[e] for the rows of each expert e; `transposed`: w[e] is [F,D] as in `nn.Linear`,
-    else [D,F].
+    else [D,F]. A `summand`, the rows of biases say, is added; providers may round the sum once.
 
     `dtype` is what autocast fills in: compute in it whatever the dtype of the weights. Without it they must
     agree.
@@ -38,7 +40,7 @@ def grouped_mm(
     for matrix, (start, stop) in zip(per_expert(w, 2), pairwise(offsets), strict=True):
         if stop > start:
             out[start:stop] = rows[start:stop] @ (matrix.t() if transposed else matrix).to(dtype)
-    return out
+    return out if summand is None else out + summand
 
 
 @op(
@@ -165,7 +167,7 @@ def _check_num_experts(name: str, num: Any, expert_offsets: Tensor) -> None:
 
 
 @grouped_mm.fake
-def _(rows, w, expert_offsets, *, transposed, dtype=None):
+def _(rows, w, expert_offsets, summand=None, *, transposed, dtype=None):
     check_dtypes("grouped_mm", rows, w, dtype)
     return rows.new_empty((rows.shape[0], weight_shape("grouped_mm", w, expert_offsets, transposed, rows.shape[1])[1]))
 
@@ -188,13 +190,14 @@ def _(grad, expert_offsets, *, dtype):
 
 
 @grouped_mm.autocast
-def _(autocast, rows, w, expert_offsets, *, transposed, dtype=None):
+def _(autocast, rows, w, expert_offsets, summand=None, *, transposed, dtype=None):
     dtype = dtype or autocast_dtype(autocast, rows)
-    return (rows.to(dtype), w, expert_offsets), {"transposed": transposed, "dtype": dtype}
+    summand = None if summand is None else summand.to(dtype)
+    return (rows.to(dtype), w, expert_offsets, summand), {"transposed": transposed, "dtype": dtype}
 
 
 def _save_for_grouped_mm(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> None:
-    rows, w, expert_offsets = args
+    rows, w, expert_offsets, *_ = args
     ctx.transposed, ctx.dtype = kwargs["transposed"], kwargs.get("dtype")
     ctx.save_for_backward(rows, expert_offsets, *w)
 
@@ -206,7 +209,7 @@ def _grouped_mm_gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
         grad_rows = grouped_mm(grads[0], w, expert_offsets, transposed=not ctx.transposed, dtype=ctx.dtype)
     if ctx.needs[1]:
         grad_w = grouped_mm_backward(grads[0], rows, expert_offsets, transposed=ctx.transposed, dtype=w[0].dtype)
-    return grad_rows, unstack(grad_w, w, 2), None
+    return grad_rows, unstack(grad_w, w, 2), None, *[grads[0]] * (len(ctx.needs) - 3)
 
 
 def _save_for_expert_rows(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> None:

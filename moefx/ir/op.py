@@ -140,7 +140,7 @@ class Op:
         """Raise `InvalidInput` unless the tensors have the shapes of the contract."""
         sizes: dict[str, Any] = {}
         for index, name, dims in self._checked:
-            value = args[index]
+            value = args[index] if index < len(args) else None
             if value is None:
                 continue
             shape = value.shape

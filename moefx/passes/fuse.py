@@ -51,7 +51,24 @@ def fuse(block: BlockGraph, plan: Any) -> BlockGraph:
             _Fusion(block.graph, combine).apply()
         except _Unlike as why:
             combine.meta["unfused"] = str(why)
+    _add_in_products(block.graph)
     return block
+
+
+def _add_in_products(graph: fx.Graph) -> None:
+    """Add the biases of experts that stay as they are inside the product, which rounds once, as `linear` does."""
+    for bias in graph.find_nodes(op="call_function", target=ops.expert_rows.default):
+        for add in [user for user in bias.users if user.target is aten.add.Tensor]:
+            gemm = next((a for a in add.all_input_nodes if a.target is ops.grouped_mm.default), None)
+            alone = gemm is not None and len(gemm.users) == 1 and len(gemm.args) == 3 and not add.kwargs
+            if not alone or len({_dtype(n) for n in (bias, add, gemm)}) > 1 or _shape(add) != _shape(gemm):
+                continue
+            with graph.inserting_before(add):
+                product = graph.call_function(gemm.target, (*gemm.args, bias), gemm.kwargs)
+            product.meta = {**gemm.meta, **{k: add.meta[k] for k in ("val", "letters") if k in add.meta}}
+            add.replace_all_uses_with(product)
+            graph.erase_node(add)
+            graph.erase_node(gemm)
 
 
 class _Fusion:
@@ -270,6 +287,10 @@ def _uncast(
 def _dtype(node: fx.Node) -> torch.dtype | None:
     """Of a tensor, as far as the fakes know it."""
     return getattr(node.meta.get("val"), "dtype", None)
+
+
+def _shape(node: fx.Node) -> Any:
+    return getattr(node.meta.get("val"), "shape", None)
 
 
 def _scale(expr: Any, weight: Any) -> Any:

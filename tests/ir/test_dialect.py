@@ -486,6 +486,11 @@ def _opcheck_cases():
         {"transposed": True},
     )
     yield "grouped_mm", (leaf(6, 4, **f32), [leaf(3, 4, 5, **f32)], offsets), {"transposed": False}
+    yield (
+        "grouped_mm",
+        (leaf(6, 4, **f32), [leaf(3, 4, 5, **f32)], offsets, leaf(6, 5, **f32)),
+        {"transposed": False},
+    )
     backward = {"transposed": True, "dtype": torch.float32}
     yield "grouped_mm_backward", (torch.randn(6, 5), torch.randn(6, 4), offsets), backward
     yield "expert_rows", ([leaf(3, 4, **f32)], offsets, 6), {}

@@ -32,6 +32,11 @@ class Gated(Plain):
         return self.down((self.act(self.gate(x)) * self.up(x) * w).to(x.dtype))
 
 
+class OfScaled(Plain):
+    def forward(self, x, w=1):
+        return super().forward((x * w).to(x.dtype))
+
+
 class Loop(nn.Module):
     """Choices and weights are given: all route alike."""
 
@@ -80,6 +85,8 @@ CASES = {
     "wide weights": (lambda: Loop(lambda: Plain(F.relu), cast=False), 2),
     "wide weights and sums": (lambda: Loop(lambda: Plain(F.silu, False), cast=False, wide=True), 3),
     "stacked": (Stacked, 2),
+    "weights on the input of biased experts, not fused": (lambda: WeightsFirst(lambda: OfScaled(F.relu)), 2),
+    "a norm between, not fused": (lambda: Loop(lambda: Plain(lambda h: F.layer_norm(h, (H,)))), 2),
 }
 
 

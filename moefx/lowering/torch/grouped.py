@@ -175,20 +175,20 @@ class TokenSum:
         return combine(self.rows, None, self.index.token_ids, self.index.expert_offsets, self.index.inverse)
 
 
-@grouped_mm.provider(
-    "grouped_mm", supports=lambda rows, w, expert_offsets, *, transposed, dtype=None: applies(rows, dtype, w)
-)
+@grouped_mm.provider("grouped_mm", supports=lambda rows, w, *_, transposed, dtype=None: applies(rows, dtype, w))
 def _grouped_mm(
     rows: Tensor,
     w: list[Tensor],
     expert_offsets: Tensor,
+    summand: Tensor | None = None,
     *,
     transposed: bool,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     gemms = GroupedGemms(expert_offsets, check_dtypes("grouped_mm", rows, w, dtype))
     weight_shape("grouped_mm", w, expert_offsets, transposed, rows.shape[1])
-    return gemms.multiply(Whole(), rows, gemms.weights(w, transposed))
+    product = gemms.multiply(Whole(), rows, gemms.weights(w, transposed))
+    return product if summand is None else product.add_(summand)
 
 
 @grouped_mm_backward.provider(

@@ -222,6 +222,15 @@ class SegmentGemms:
             linear_into(result, left, w[e], b, add=add)
         return out
 
+    def multiply_add(self, group: Group, rows: Tensor, w: Operands, summand: Tensor, out: Tensor) -> Tensor:
+        """out[r] = rows[r] @ w[e] + summand[r], rounded once; a new tensor where there is padding."""
+        if group.padding:
+            return linear(rows, w[group.experts[0]], summand)
+        each = (group.split(rows), group.split(summand), group.split(out))
+        for e, left, added, result in zip(group.experts, *each, strict=True):
+            linear_into(result, left, w[e], added)
+        return out
+
     def outer(self, group: Group, left: Tensor, right: Tensor, out: Any, dtype: torch.dtype) -> Any:
         """out[e] = left^T @ right over the rows of e, in `dtype`. The padding of one of them is zero."""
         separate = isinstance(out, list)
@@ -305,6 +314,7 @@ def _grouped_mm(
     rows: Tensor,
     w: list[Tensor],
     expert_offsets: Tensor,
+    summand: Tensor | None = None,
     *,
     transposed: bool,
     dtype: torch.dtype | None = None,
@@ -314,10 +324,14 @@ def _grouped_mm(
     gemms = SegmentGemms(expert_offsets, dtype, num_in * num_out)
     out, operands = new_buffer(rows, (rows.shape[0], num_out)), gemms.weights(w, transposed)
     read, places = gemms.read(rows), gemms.places(out)
+    summands = None if summand is None else gemms.read(summand)
 
     def run(group: Group) -> None:
         place = places[group.index]
-        product = gemms.multiply(group, read[group.index], operands, place)
+        if summands is None:
+            product = gemms.multiply(group, read[group.index], operands, place)
+        else:
+            product = gemms.multiply_add(group, read[group.index], operands, summands[group.index], place)
         if product is not place:
             place.copy_(group.own(product))
 
