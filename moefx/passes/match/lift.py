@@ -77,8 +77,8 @@ class Lifter:
             if alike:
                 with contextlib.suppress(Refused):
                     return self._lift(alike)
-            raise first or self._not_strided() or Refused(
-                "no parameter is used for some tokens only: nothing is routed"
+            raise (
+                first or self._not_strided() or Refused("no parameter is used for some tokens only: nothing is routed")
             )
         except TooLarge:
             raise Refused("its rows depend on too much else to be followed: rows are mixed, as in attention") from None

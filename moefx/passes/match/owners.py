@@ -24,6 +24,8 @@ class Owners:
     def summands(self, t: Term) -> list[Term]:
         """The summands of a row, one per expert: what one expert adds up (a bias, a residual) stays together, as does a
         sum that no expert has a part in, and scalar factors are distributed over sums of several experts."""
+        if t.op == "reshape" and math.prod(t.shape) == 1:  # of an expert with one output
+            return [self.reach.T.reshape(p, t.shape) for p in self.summands(t.args[0])]
         if t.op == "pw":
             name, kwargs, *items = t.args
             if name in ("add", "sub") and all(i.shape == t.shape for i in items):
@@ -33,6 +35,7 @@ class Owners:
                 return [p for part in self.operands(t) for p in self.summands(part)]
             if name in ("mul", "div", "cast", "detach") and len(self.of(t)) > 1:
                 wide = [k for k, a in enumerate(items) if math.prod(a.shape) > 1]
+                wide = wide or [k for k, a in enumerate(items) if self.key(a)]
                 if len(wide) == 1 and not (name == "div" and wide[0] == 1):
                     inner = self.summands(items[wide[0]])
                     return [

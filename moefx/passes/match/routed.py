@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import itertools
 import math
 import re
@@ -69,10 +70,19 @@ class Reach:
             if is_parameter(t):
                 found = frozenset([t])
             else:
-                parts = [self.leaves(a) for a in t.terms if math.prod(a.shape) > 1 or is_parameter(a)]
+                is_single = math.prod(t.shape) == 1
+                parts = [self.leaves(a) for a in t.terms if is_single or math.prod(a.shape) > 1 or is_parameter(a)]
                 found = frozenset().union(*parts)
+                if is_single:
+                    found = frozenset(p for p in found if parameter_of(p).args[0] not in self.deciding)
             self._leaves[t] = found
         return found
+
+    @functools.cached_property
+    def deciding(self) -> set[str]:
+        """FQNs of the parameters that choices are made with."""
+        choices = [n for n in self.capture.nodes if decided_by_floats(n)]
+        return {n.meta["fqn"] for n in made_of(*choices) if n.op == "get_attr"}
 
     def met(self, node: fx.Node) -> list[frozenset[Term]]:
         """The parameter parts that reach each row of a node. Where a mask lets all experts of a row pass, it is no mask

@@ -199,6 +199,43 @@ def across_lists(lists):
     return [expert for column in zip(*lists, strict=True) for expert in column]
 
 
+class OneOutput(Loop):
+    """Experts that predict one number, as in regression and ranking."""
+
+    def __init__(self, mix, bias=True):
+        super().__init__(lambda: nn.Sequential(nn.Linear(D, 8), nn.GELU(), nn.Linear(8, 1, bias)))
+        self.mix = mix
+
+    def mixed(self, x, w, ids):
+        return self.mix(self, x, w, ids)
+
+
+def added(block, x, w, ids):
+    out = x.new_zeros(len(x), 1)
+    for e, expert in enumerate(block.experts):
+        t, k = torch.where(ids == e)
+        out.index_add_(0, t, expert(x[t]) * w[t, k, None])
+    return out
+
+
+def squeezed(block, x, w, ids):
+    return added(block, x, w, ids).squeeze(-1).sigmoid()
+
+
+def stacked(block, x, w, ids):
+    every = torch.stack([expert(x) for expert in block.experts], 1)
+    return (every.gather(1, ids[..., None]) * w[..., None]).sum(1)
+
+
+def masked(block, x, w, ids):
+    gates = torch.zeros(len(x), E, dtype=x.dtype).scatter(1, ids, w)
+    return sum(gates[:, e : e + 1] * expert(x) for e, expert in enumerate(block.experts))
+
+
+def beside_a_shared_one(block, x, w, ids):
+    return added(block, x, w, ids) + x.mean(-1, keepdim=True)
+
+
 TOUCHES = (one_element, one_row, some_rows, by_index, everywhere)
 BLOCKS = {
     **{f"idle experts, {f.__name__}": (TouchesIdle, f) for f in TOUCHES},
@@ -210,6 +247,8 @@ BLOCKS = {
     "one shared expert in the list": (SharedInList, 1),
     "two shared experts in the list": (SharedInList, 2),
     "the last expert is shared": (SharedLast, 1),
+    **{f"one output, {f.__name__}": (OneOutput, f) for f in (added, squeezed, stacked, masked, beside_a_shared_one)},
+    "one output, no bias": (OneOutput, added, False),
     "nested lists": (Nested, by_lists),
     "nested lists, across": (Nested, across_lists),
 }
