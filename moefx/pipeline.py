@@ -141,7 +141,8 @@ def _for_sizes(prover: Prover, names: list[str]) -> tuple[Match, Rewritten]:
     arguments = prover.arguments
 
     def only(side: tuple[SizeGuard, ...]) -> tuple[Match, Rewritten]:
-        return _rewritten(Prover(prover.block, arguments, prover.hint, side, prover.symbolic, prover.whole), names)
+        ways = prover.symbolic, prover.whole, prover.late
+        return _rewritten(Prover(prover.block, arguments, prover.hint, side, *ways), names)
 
     try:
         match, rewritten = _rewritten(prover, names)

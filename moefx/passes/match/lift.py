@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import math
 from collections import Counter, defaultdict
+from typing import Literal
 
 import torch
 from torch import fx, nn
@@ -19,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...capture.captured import Capture, decided_by_floats
 from ...errors import Refused
+from ...ir.expression_check import is_pointwise
 from .chosen import Choice, choice, every_expert_for_every_token
 from .form import Group, Lifted, count_sequences, has_matrices
 from .given import is_of_call
@@ -33,6 +35,7 @@ from .term import Term, TooLarge, is_const
 from .unify import Skeletons, Unifier
 from .worth import NotTwice, Sums, repeated
 
+Late = Literal["", "write", "any"]
 _MOST_CUTS = 12
 _MOST_SETS = 2  # of parameters that may be the experts'
 _JOINS = {"cat", "stack"}  # of experts' results, say
@@ -49,10 +52,12 @@ class NothingRouted(Refused):
 class Lifter:
     def __init__(
         self, block: nn.Module, capture: Capture, like: Lifted | None = None, symbolic: bool = False,
-        by_slots: bool = False, is_last: bool = False, whole: frozenset[Line] = frozenset(),
+        by_slots: bool = False, is_last: bool = False, whole: frozenset[Line] = frozenset(), late: Late = "",
     ):  # fmt: skip
         """`like`: the form of another capture of the block; what chose the experts there is looked at first here.
-        `symbolic`, `whole`: see `Semantics`; `by_slots`, `is_last`: see `Lookup`."""
+        `symbolic`, `whole`: see `Semantics`; `by_slots`, `is_last`: see `Lookup`. `late`: prefer the last write, or the
+        last node, as the routed sum, on any line. Rows of tokens without an expert may be written after the experts."""
+        self.late = late
         self.capture, self.like, self.by_slots, self.is_last = capture, like, by_slots, is_last
         self._new_reach = lambda: Reach(block, capture, symbolic, like, whole)
         self.reach = self._new_reach()
@@ -162,6 +167,8 @@ class Lifter:
             # Of one line in a loop the last turn: where the last experts have no tokens, theirs may add nothing. The
             # line of another capture counts before the rows: where most are dropped, fewer may be left than tokens.
             rows, position, n = candidate
+            if self.late:
+                return rows, self.late == "write" and is_pointwise(n.target), -position
             elsewhere = line(n) != at
             return self.like is not None and elsewhere, rows, elsewhere, position if elsewhere else -position
 

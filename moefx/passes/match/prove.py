@@ -20,7 +20,7 @@ from . import apart, cover, crowds, doubts, few, given, idle, leaks, twice
 from .agree import same_form
 from .different import are_different
 from .form import Lifted, with_all_experts
-from .lift import Lifter, NothingRouted
+from .lift import Late, Lifter, NothingRouted
 from .matched import Expert, Match
 from .nodes import Line, line
 from .paths import Place, sibling_names
@@ -38,6 +38,7 @@ class Prover:
     within: sizes of which these do not hold are left alone: the program may do something else there.
     symbolic: comparisons of floats are part of activations (see `Semantics`).
     whole: lines of nodes that are taken as they are.
+    late: the routed sum is complete only behind the last write to it, or the last node at all (see `Lifter`).
     """
 
     def __init__(
@@ -48,8 +49,10 @@ class Prover:
         within: tuple[SizeGuard, ...] = (),
         symbolic: bool = False,
         whole: frozenset[Line] = frozenset(),
+        late: Late = "",
     ):
         self.block, self.arguments, self.hint, self.within = block, arguments, num_experts_hint, within
+        self.late: Late = late
         self.symbolic, self.compares = symbolic, False  # and whether there are such comparisons
         self.by_slots = False
         self.whole = whole
@@ -229,7 +232,7 @@ class Prover:
         raise found
 
     def lift_as(self, taken: Capture, like: Lifted | None, is_last: bool = False) -> Lifted:
-        lifter = Lifter(self.block, taken, like, self.symbolic, self.by_slots, is_last, self.whole)
+        lifter = Lifter(self.block, taken, like, self.symbolic, self.by_slots, is_last, self.whole, self.late)
         lifted = lifter.lift(self.experts)
         self.experts = self.experts or lifter.experts
         lifted.groups.sort(key=lambda g: g.ids[0])
@@ -300,9 +303,11 @@ class Prover:
 
     def other_ways(self) -> Iterator[dict[str, Any]]:
         """Arguments for provers that read the program otherwise, for when this one's reading is refused: comparisons as
-        parts of activations; hidden states of which some are padding as they are."""
+        parts of activations; the sum behind all writes to it; hidden states of which some are padding as they are."""
         if self.compares and not self.symbolic:
             yield {"symbolic": True}
+        if self.lifted and any(not lifted.kept.all() for lifted in self.lifted):
+            yield from ({"late": "write"}, {"late": "any"})
         is_masked = any(leaf.example is not None and not leaf.is_single for leaf in self.arguments.tensors)
         if self.first is None or not is_masked:
             return
