@@ -30,8 +30,10 @@ from .passes.fuse import fuse
 from .passes.limit import limit
 from .passes.manager import PassManager, pass_name
 from .passes.match.drops import explain_drops
+from .passes.match.lift import UNEXPLAINED
 from .passes.match.matched import Match
 from .passes.match.prove import Prover
+from .passes.match.unify import FOREIGN
 from .passes.rewrite import Rewritten, rewrite
 from .runtime.module import signature_binder
 
@@ -113,11 +115,24 @@ def lift(block: nn.Module, args: tuple, kwargs: dict[str, Any], names: list[str]
         except (Refused, CaptureError) as error:
             if first is None:
                 raise
-            refusal = refusal or (error if isinstance(error, Refused) else None)
+            if isinstance(error, Refused):
+                refusal = refusal or (_of_images(error) if arguments.feature < len(arguments.lead) else error)
         except Exception as error:  # the user's code, on sizes it was not made for
             first = first or error
     assert first is not None
     raise refusal or first from None
+
+
+def _of_images(refusal: Refused) -> Refused:
+    """A refusal of a block whose features are no last axis, in terms of images if it names no other reason."""
+    if not refusal.reason.startswith((UNEXPLAINED, FOREIGN)):
+        return refusal
+    return Refused(
+        "experts are given whole images, with channels in the second axis, and only rows are followed",
+        source=refusal.source,
+        remedy="make rows of the pixels, x.movedim(1, -1).flatten(0, -2), and give each expert its rows, for "
+        "convolutions as rows[t][:, :, None]",
+    )
 
 
 def _lift(block: nn.Module, arguments: Arguments, names: list[str]) -> tuple[Match, Rewritten]:

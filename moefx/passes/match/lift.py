@@ -36,6 +36,7 @@ from .unify import Skeletons, Unifier
 from .worth import NotTwice, Sums, repeated
 
 Late = Literal["", "write", "any"]
+UNEXPLAINED = "no integer tensor with one entry per token and slot explains which experts were used"
 _MOST_CUTS = 12
 _MOST_SETS = 2  # of parameters that may be the experts'
 _JOINS = {"cat", "stack"}  # of experts' results, say
@@ -311,8 +312,14 @@ class Lifter:
                 source=str(cut.meta["source"]),
                 remedy="let each choose for itself, or make their experts one each, with the hidden units side by side",
             )
+        if masks := self._masks_in_turn(tokens):
+            raise Refused(
+                f"each expert's tokens follow from a comparison of its own ({len(masks)} on this line)",
+                source=str(masks[0].meta["source"]),
+                remedy="compare the scores of all experts at once, as in mask = scores > 0, and use mask[:, e]",
+            )
         raise Refused(
-            "no integer tensor with one entry per token and slot explains which experts were used",
+            UNEXPLAINED,
             source=str(cut.meta["source"]),
             remedy="the experts of a token must follow from that token's own choice (token choice), "
             "not from the other tokens",
@@ -340,6 +347,21 @@ class Lifter:
             if len(parts) > 1 and sum(len(n.meta["val"]) for n in parts) == tokens:
                 return parts
         return []
+
+    def _masks_in_turn(self, tokens: tuple[int, ...]) -> list[fx.Node]:
+        """Comparisons of floats that a line of the program makes in turn, each for all tokens."""
+        turns: dict[Line, list[fx.Node]] = defaultdict(list)
+        for n in self.capture.nodes:
+            val = n.meta.get("val")
+            is_mask = isinstance(val, torch.Tensor) and val.dtype is torch.bool and not isinstance(val, FakeTensor)
+            if (
+                is_mask
+                and n not in self.routed
+                and val.shape in (tokens, (math.prod(tokens),))
+                and decided_by_floats(n)
+            ):
+                turns[line(n)].append(n)
+        return next((masks for masks in turns.values() if len(masks) > 1), [])
 
     def _moves_elements(self) -> fx.Node | None:
         """The first op on rows of some tokens that moves elements along their last axis, if there is one."""

@@ -16,6 +16,7 @@ from .owners import Owners
 from .paths import Place, has_place, is_parameter, parameter_of
 from .term import Term, number, show
 
+FOREIGN = "an output row depends on something else than its own input row"
 Where = list[tuple[int, int, int]]  # token, slot and expert id of each summand
 
 
@@ -195,7 +196,7 @@ class Unifier:
             which = ", ".join(str(i) for _, i in t.args[1])
             what = f"element [{which}] of {what}"
         return Refused(
-            f"an output row depends on something else than its own input row: on {what}",
+            f"{FOREIGN}: on {what}",
             source=source,
             remedy="each expert must treat the rows it gets one by one",
         )

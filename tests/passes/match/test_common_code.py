@@ -278,6 +278,68 @@ def beside_a_shared_one(block, x, w, ids):
     return added(block, x, w, ids) + x.mean(-1, keepdim=True)
 
 
+class Relu(Loop):
+    """ReLU routing: a token has as many experts as positive scores."""
+
+    def __init__(self, choose):
+        super().__init__(Mlp)
+        self.choose = choose
+
+    def forward(self, x):
+        w, out = self.gate(x).relu(), torch.zeros_like(x)
+        for e, (rows, expert) in enumerate(zip(self.choose(w), self.experts, strict=True)):
+            out[rows] = out[rows] + expert(x[rows]) * w[rows, e, None]
+        return out
+
+
+def at_once(w):
+    mask = w > 0
+    return [mask[:, e] for e in range(E)]
+
+
+def one_by_one(w):
+    return [w[:, e] > 0 for e in range(E)]
+
+
+def nonzero(w):
+    return [w[:, e].nonzero()[:, 0] for e in range(E)]
+
+
+class Convolutions(Loop):
+    """Gates and experts are convolutions with kernels of one element, on [B, C, L] or [B, C, H, W]."""
+
+    def __init__(self, conv, add):
+        super().__init__(lambda: nn.Sequential(conv(D, 8, 1), nn.GELU(), conv(8, D, 1)))
+        self.gate, self.add = conv(D, E, 1), add
+
+    def forward(self, x):
+        return self.add(self, x, self.gate(x).softmax(1))
+
+
+def channels_last(block, x, p):
+    w, ids = p.movedim(1, -1).topk(block.k, -1)
+    out = torch.zeros_like(x).movedim(1, -1)
+    for e, expert in enumerate(block.experts):
+        out = out + expert(x).movedim(1, -1) * (w * (ids == e)).sum(-1, keepdim=True)
+    return out.movedim(-1, 1)
+
+
+def channels_second(block, x, p):
+    w, ids = p.topk(block.k, 1)
+    return sum(expert(x) * (w * (ids == e)).sum(1, keepdim=True) for e, expert in enumerate(block.experts))
+
+
+def rows_of_pixels(block, x, p):
+    w, ids = p.topk(block.k, 1)
+    flat, w, ids = (t.movedim(1, -1).flatten(0, -2) for t in (x, w, ids))
+    out = torch.zeros_like(flat)
+    for e, expert in enumerate(block.experts):
+        t, k = torch.where(ids == e)
+        rows = expert(flat[t].view(-1, D, *[1] * (x.dim() - 2))).flatten(1)
+        out = out.index_add(0, t, rows * w[t, k, None])
+    return out.view(len(x), *x.shape[2:], D).movedim(-1, 1)
+
+
 TOUCHES = (one_element, one_row, some_rows, by_index, everywhere)
 BLOCKS = {
     **{f"idle experts, {f.__name__}": (TouchesIdle, f) for f in TOUCHES},
@@ -293,6 +355,7 @@ BLOCKS = {
     "one output, no bias": (OneOutput, added, False),
     **{f"passed through, {f.__name__}": (PassesThrough, f) for f in (all_scaled, experts_scaled, list_by_list)},
     "passed through, few": (PassesThrough, all_scaled, 0.5),
+    "ReLU routing": (Relu, at_once),
     "nested lists": (Nested, by_lists),
     "nested lists, across": (Nested, across_lists),
 }
@@ -375,3 +438,33 @@ def test_noise_in_place_behind_a_cast(cast, training):
     assert moefx.blocks(compiled)[0].fallbacks == 0
     report = moefx.verify(compiled, model, (torch.randn(30, D),))
     assert report.ok, str(report)
+
+
+IMAGES = {1: ((2, D, 9), (1, D, 4), (3, D, 17)), 2: ((2, D, 3, 5), (1, D, 2, 2), (3, D, 4, 7))}
+
+
+@pytest.mark.parametrize("axes", [1, 2])
+def test_convolutions_of_one_element(axes):
+    torch.manual_seed(0)
+    model = nn.Sequential(Convolutions((nn.Conv1d, nn.Conv2d)[axes - 1], rows_of_pixels)).double()
+    first, *others = (torch.randn(shape, dtype=torch.float64) for shape in IMAGES[axes])
+    compiled = moefx.compile(model, example_inputs=(first,))
+    for x in (first, *others):
+        torch.testing.assert_close(results(compiled, x), results(model, x))
+    assert moefx.blocks(compiled)[0].fallbacks == 0
+
+
+@pytest.mark.parametrize(
+    ("block", "x", "why"),
+    [
+        (lambda: Relu(one_by_one), (9, D), r"comparison of its own \(4 on this line\).*mask = scores > 0"),
+        (lambda: Relu(nonzero), (9, D), r"comparison of its own.*mask = scores > 0"),
+        (lambda: Convolutions(nn.Conv1d, channels_second), (2, D, 9), r"whole images.*flatten\(0, -2\)"),
+        (lambda: Convolutions(nn.Conv2d, channels_last), (2, D, 3, 5), r"whole images.*flatten\(0, -2\)"),
+    ],
+    ids=["one by one", "nonzero", "channels second", "channels last"],
+)
+def test_refused_with_a_remedy_that_is_taken(block, x, why):
+    """The remedies are among the blocks above."""
+    with pytest.raises(moefx.NoMoEBlockFound, match=why):
+        moefx.compile(nn.Sequential(block()), example_inputs=(torch.randn(x),))
