@@ -353,13 +353,9 @@ class Lifter:
         turns: dict[Line, list[fx.Node]] = defaultdict(list)
         for n in self.capture.nodes:
             val = n.meta.get("val")
-            is_mask = isinstance(val, torch.Tensor) and val.dtype is torch.bool and not isinstance(val, FakeTensor)
-            if (
-                is_mask
-                and n not in self.routed
-                and val.shape in (tokens, (math.prod(tokens),))
-                and decided_by_floats(n)
-            ):
+            if n in self.routed or not isinstance(val, torch.Tensor) or val.dtype is not torch.bool:
+                continue
+            if tuple(val.shape) in (tokens, (math.prod(tokens),)) and decided_by_floats(n):
                 turns[line(n)].append(n)
         return next((masks for masks in turns.values() if len(masks) > 1), [])
 
