@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import InvalidInput
+from ..errors import InvalidInput, in_short
 from .casts import NoCopies
 from .decisions import size
 from .policy import Row, judge, tolerance
 from .routing import Align, CannotReplay, Record, Replay, RoutingRow, Scope, Tape
-from .sandbox import Call, Casts, Inputs, Options, Parameters, Run, call_module, execute, leaves, sandbox
+from .sandbox import SECOND, Call, Casts, Inputs, Options, Parameters, Run, call_module, execute, leaves, sandbox
 from .shares import Shares
 
 MAX_NOISE_RUNS = 8
@@ -86,8 +86,9 @@ class _Comparing:
 
     def result(self) -> Comparison:
         promote, failed, original = self.subject.promote, None, None
+        notes: list[str] = []
         try:
-            original = self.run("original", Record(self.tape, self.scope, promote=promote))
+            original = self.original(notes)
         except Exception as error:
             failed = error
         if self.on_any_rank(failed is not None):
@@ -98,7 +99,7 @@ class _Comparing:
         assert original is not None
         self.cotangents = original.cotangents
         original = self.shared(original, self.dtype)
-        truth, notes = self.truth(original), []
+        truth = self.truth(original)
         if isinstance(truth, str):
             notes.append(
                 f"{self.subject.block or 'the model'}: {NO_TRUTH} ({truth}); "
@@ -130,6 +131,24 @@ class _Comparing:
             noise.append(self.shared(run, self.dtype))
             rows = self.judge(original, compiled, truth, noise)
         return Comparison(rows, align.rows, notes)
+
+    def original(self, notes: list[str]) -> Run:
+        """The original in its own precision; without a second backward if its code cannot run one."""
+        promote = self.subject.promote
+        try:
+            return self.run("original", Record(self.tape, self.scope, promote=promote))
+        except Exception as error:
+            if not self.options.again:
+                raise
+            refused = error
+        self.options = dataclasses.replace(self.options, again=False)
+        self.scope, self.tape = Scope(), Tape()
+        run = self.run("original", Record(self.tape, self.scope, promote=promote))
+        notes.append(
+            f"{self.subject.block or 'the model'}: no second backward compared, the original raises "
+            f"{type(refused).__name__}: {in_short(refused)[:160]}"
+        )
+        return run
 
     def truth(self, original: Run) -> Run | str:
         """The original in float64, or why there is none."""
@@ -187,8 +206,9 @@ class _Comparing:
 
     def judge(self, original: Run, compiled: Run, truth: Run, noise: list[Run] | None = None) -> list[Row]:
         rows = []
-        gradients = [t for (kind, _), t in original.values.items() if kind.startswith("grad") and t is not None]
-        largest = max((size(t) for t in gradients), default=0.0)
+        sizes = {key: size(t) for key, t in original.values.items() if key[0].startswith("grad") and t is not None}
+        first = max((n for (_, name), n in sizes.items() if not name.endswith(SECOND)), default=0.0)
+        largest = max(sizes.values(), default=0.0)
         for key in (*original.values, *(k for k in compiled.values if k not in original.values)):
             kind, name = key
             row = Row(self.subject.block, name, kind, ok=False, case=self.case)
@@ -208,7 +228,7 @@ class _Comparing:
             exact = [run.values.get(key) for run in (truth, *(noise or ()))]
             exact = [torch.zeros_like(theirs) if t is None else t for t in exact]
             exact[0] = exact[0] if exact[0].shape == theirs.shape else theirs
-            unit = largest if kind.startswith("grad") else 0.0
+            unit = (largest if name.endswith(SECOND) else first) if kind.startswith("grad") else 0.0
             rows.append(judge(row, ours, theirs, exact[0], self.tol, exact[1:], unit))
         return [row for row in rows if not (row.ok and row.name.endswith(".requires_grad"))]
 

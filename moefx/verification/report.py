@@ -98,7 +98,8 @@ def verify(
             shapes).
         dtype: precision to verify in; None: the models' own. In half precision what is smaller than rounding
             cannot be seen: verify in float64 too.
-        grads: also compare gradients; False runs under `torch.no_grad()`.
+        grads: also compare gradients, and without a mesh those of a second backward whose cotangents have stride 0
+            (not of graphs of `torch.compile`); False runs under `torch.no_grad()`.
         seeds: one comparison for each, of the random numbers that the models draw and of the cotangents.
         loss: `loss(output) -> scalar` to differentiate; by default every output gets a random cotangent.
         routings: also compare each block on hidden states that starve most experts, and on unrelated ones.
@@ -115,6 +116,12 @@ def verify(
                 "forward of a torch.nn.Module that holds its weights"
             )
     ways, given = _ways(compiled), compiled
+    if rewritten_blocks(reference):
+        raise InvalidInput(
+            f"verify: the reference, a {type(reference).__name__}, is compiled itself: its block "
+            f"{next(iter(rewritten_blocks(reference)))!r} is rewritten. Give what moefx.compile returned first, then "
+            "the model that it was given: verify(compiled, model, inputs)"
+        )
     if not ways and _ways(reference) and not rewritten_blocks(compiled):
         raise InvalidInput("verify: the compiled model comes first, then the reference; here it is the other way round")
     compiled, reference = _unwrapped(compiled), _unwrapped(reference)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import math
 import random
 import sys
@@ -29,6 +30,7 @@ from ..runtime.copying import copy_model
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 Key = tuple[str, str]  # (kind, name)
 Call = Callable[..., Any]  # (module, *args, **kwargs) -> the module's output
+SECOND = " (second backward)"  # ends the names of its gradients
 
 
 # ---- trees and copies -------------------------------------------------------------------------------------
@@ -175,12 +177,14 @@ class Options:
         grads: also run the backward.
         loss: the user's `loss(output) -> scalar`; None: every output is differentiated.
         largest: no gradient of parameters with more elements (memory).
+        again: also run a second backward, with cotangents of stride 0 such as `out.sum().backward()` makes.
     """
 
     seed: int = 0
     grads: bool = True
     loss: Callable[[Any], Tensor] | None = None
     largest: float = math.inf
+    again: bool = False
 
 
 def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -250,7 +254,7 @@ def execute(
                 for name, p in module.named_parameters()
                 if p.requires_grad and p.numel() <= options.largest
             }
-            cotangents = _gradients(heads, targets, options.seed, cotangents or {}, values)
+            cotangents = _gradients(heads, targets, options, cotangents or {}, values)
         if (now := _generators(devices)) != drawn:
             values["state", "random numbers drawn"] = torch.tensor(now)
     after = _state(module)
@@ -279,7 +283,7 @@ def _accelerators(devices: Iterable[torch.device]) -> list[torch.device]:
 def _gradients(
     heads: dict[str, Tensor],
     targets: dict[Key, Tensor],
-    seed: int,
+    options: Options,
     known: dict[str, Tensor],
     values: dict[Key, Tensor | None],
 ) -> dict[str, Tensor]:
@@ -288,13 +292,24 @@ def _gradients(
     cotangents = {}
     for i, (name, t) in enumerate(heads.items()):
         fits = name in known and known[name].shape == t.shape
-        cotangents[name] = known[name] if fits else _cotangent(t, seed + i)
+        cotangents[name] = known[name] if fits else _cotangent(t, options.seed + i)
     values |= dict.fromkeys(targets)
     if heads and targets:
         weights = [cotangents[name].to(t) for name, t in heads.items()]
-        grads = torch.autograd.grad(list(heads.values()), list(targets.values()), weights, allow_unused=True)
-        values |= zip(targets, grads, strict=True)
+        differentiate = functools.partial(
+            torch.autograd.grad, list(heads.values()), list(targets.values()), allow_unused=True
+        )
+        values |= zip(targets, differentiate(weights, retain_graph=options.again), strict=True)
+        if options.again:
+            second = differentiate([_expanded_cotangent(t) for t in heads.values()])
+            values |= {(kind, name + SECOND): t for (kind, name), t in zip(targets, second, strict=True)}
     return cotangents
+
+
+def _expanded_cotangent(t: Tensor) -> Tensor:
+    """One number with stride 0 in all dimensions, as `sum` and `mean` make it."""
+    num_rows = max(t.numel() // max(t.shape[-1], 1), 1) if t.ndim else 1
+    return t.new_full((), 1 / math.sqrt(num_rows)).expand(t.shape)
 
 
 def _cotangent(t: Tensor, seed: int) -> Tensor:

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 from .compare import NO_TRUTH
 from .policy import Row
 from .routing import RoutingRow
+from .sandbox import SECOND
 
 if TYPE_CHECKING:
     from .report import VerifyReport
 
 MAX_FAILED = 20
 OTHER_VALUES = "the two models hold different values before they run"
+NOTHING_REWRITTEN = "the compiled model has no rewritten block: nothing of moefx ran"
 LEGEND = (
     "errors are relative to the original in float64, less what is below the rounding of the largest gradient; "
     "norm: row, the worst row, or rel2, all of the tensor"
@@ -38,6 +40,8 @@ def text(report: VerifyReport) -> str:
         ]
     )
     lines.append(f"  {LEGEND}")
+    if seconds := sum(row.name.endswith(SECOND) for row in rows):
+        lines.append(f"  {seconds} of the comparisons are of a second backward, with cotangents of stride 0")
     if report.routing:
         lines += ["", "routing, beside the reference's"]
         lines += _columns(
@@ -59,6 +63,11 @@ def text(report: VerifyReport) -> str:
 def _first(report: VerifyReport) -> str:
     if any(row.note == OTHER_VALUES for row in report.rows):
         return "The two models hold other weights or buffers: compare models of equal ones."
+    if report.failed and all(row.note == NOTHING_REWRITTEN for row in report.failed):
+        return (
+            "The two models agree, but the first one has no rewritten block. Pass what moefx.compile returned first: "
+            "verify(compiled, model, inputs). If you did, moefx.explain(compiled) says why no block was rewritten."
+        )
     if report.first_block is None:
         return (
             "No rewritten block differs on the reference's own inputs: the difference lies outside of them. "

@@ -268,3 +268,71 @@ def test_every_wrong_graph_is_flagged(fault, dtype):
     report = verify(compiled, original, (IDS,))
     assert not report.ok and report.first_block == "layer", str(report)
     assert report.first_pass.startswith(f"{last.pass_name} (")
+
+
+# -- wrong only in a second backward, or for some cotangents ------------------------------------------------
+
+
+class OnceOnly(torch.autograd.Function):
+    """The identity, with a gradient that is wrong in a second backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.ran = False
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ran, ctx.ran = ctx.ran, True
+        return grad * 2 if ran else grad
+
+
+class NeedsStrides(torch.autograd.Function):
+    """The identity, with a gradient that is wrong for a cotangent of stride 0."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2 if 0 in grad.stride() else grad
+
+
+class Refuses(torch.autograd.Function):
+    """The identity, of which no second backward may be asked."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.ran = False
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.ran:
+            raise RuntimeError("this op has one backward")
+        ctx.ran = True
+        return grad
+
+
+@pytest.mark.parametrize("fault", [OnceOnly, NeedsStrides])
+def test_a_wrong_second_backward_is_flagged(fault):
+    original, compiled = models(True)
+    compiled = copy.deepcopy(compiled)
+    forward = compiled.forward
+    compiled.forward = lambda ids: fault.apply(forward(ids))
+    report = verify(compiled, original, (IDS,), routings=False)
+    assert report.failed and all(row.name.endswith(" (second backward)") for row in report.failed)
+
+
+class Once(Model):
+    def forward(self, ids):
+        return Refuses.apply(super().forward(ids))
+
+
+def test_a_model_with_one_backward_is_compared_without_a_second():
+    torch.manual_seed(0)
+    original = Once()
+    compiled = moefx.compile(original, example_inputs=(IDS,))
+    report = verify(compiled, original, (IDS,), routings=False)
+    assert report.ok and any("no second backward compared" in note for note in report.notes), str(report)

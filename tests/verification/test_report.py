@@ -126,6 +126,15 @@ def test_a_model_without_rewritten_blocks_fails():
     report = verify(original, original, (IDS,))
     assert [row.kind for row in report.failed] == ["path"]
     assert "no rewritten block" in report.failed[0].note
+    assert "The two models agree" in str(report) and "verify(compiled, model, inputs)" in str(report)
+    assert "the difference lies outside" not in str(report)
+
+
+def test_a_compiled_reference_is_refused():
+    original, compiled = compiled_pair()
+    for first in (original, compiled):
+        with pytest.raises(InvalidInput, match=r"the reference, a Model, is compiled itself: its block 'layers.0'"):
+            verify(first, compiled, (IDS,))
 
 
 def test_a_block_that_did_not_run_was_not_verified():
