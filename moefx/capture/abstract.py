@@ -49,7 +49,9 @@ def _key(x: Any) -> Hashable:
     kind = type(x)
     if kind in _PLAIN:
         return kind, x
-    if kind is FakeTensor or (kind in _TENSORS and x.layout is torch.strided and x.device.type == "cpu"):
+    if kind is FakeTensor or (kind in _TENSORS and x.device.type == "cpu"):
+        if x.layout is not torch.strided:
+            raise Unknown
         return layout(x)
     if kind in (tuple, list) or kind is torch.Size:
         return (kind, *[_key(v) for v in x])
@@ -63,7 +65,9 @@ def known_result(key: Hashable | None) -> _Layout | None:
 
 def remember(key: Hashable | None, out: Any) -> None:
     """Note what a call gave, if it is one abstract tensor of floats."""
-    if key is None or type(out) is not FakeTensor or not (out.is_floating_point() or out.is_complex()):
+    if key is None or type(out) is not FakeTensor or out.layout is not torch.strided:
+        return
+    if not (out.is_floating_point() or out.is_complex()):
         return
     if len(_remembered) >= MAX_REMEMBERED:
         _remembered.clear()

@@ -23,7 +23,7 @@ from .containers import Slot, base_of, contents, refill, same_items, slots_of, v
 from .effects import is_generator
 
 # Libraries whose objects hold what users put in.
-_HOLDERS = {"argparse", "collections", "queue", "transformers", "types", "weakref"}
+_HOLDERS = {"argparse", "collections", "queue", "types", "weakref"}
 _DEPTH = 3
 _MOST_ITEMS = 256
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import ctypes
+import functools
 import gc
 import math
 import sys
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from . import autocast
 
@@ -37,7 +39,21 @@ def run_in_worker(fn: Callable[[], R]) -> R:
 
     A call inside of the worker runs `fn` directly. The worker has no default device (`torch.set_default_device`).
     """
-    return fn() if _current.get() is not None else _Work(fn).result()
+    if _current.get() is not None:
+        return fn()
+    _make_device_guard()
+    return _Work(fn).result()
+
+
+@functools.cache
+def _make_device_guard() -> None:
+    """Let torch make its device guard in the thread of the caller, not in a worker.
+
+    Builds for CUDA on a machine without a GPU keep the guard of the first thread that enters a fake mode. In torch 2.11
+    the next fake mode crashes the process if that thread has ended.
+    """
+    with FakeTensorMode():
+        pass
 
 
 def check_interrupt() -> None:

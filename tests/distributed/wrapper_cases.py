@@ -249,7 +249,7 @@ def case_a_broadcast_below_torch_compile() -> None:
 
 def case_fully_shard_over_other_experts() -> None:
     compiled = spread()
-    fully_shard(compiled)
+    fully_shard(compiled, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     overwritten(compiled, "fully_shard over ranks of the expert axis")
 
 
