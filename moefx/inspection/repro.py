@@ -9,6 +9,7 @@ from torch import nn
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
+from ..ir.codegen import is_getitem
 from .history import History
 
 _HEAD = '''\
@@ -62,7 +63,8 @@ def script(history: History, block: nn.Module | None = None) -> str:
     """The text of the script; see `History.repro`.
 
     Raises:
-        ValueError: the shape of an input or a parameter is known neither from the graphs nor from `block`.
+        ValueError: the shape of a parameter is known neither from the graphs nor from `block`, or a kept submodule
+            returns an object of a class of its own.
     """
     parts = [_HEAD.format(name=history.name or "model")]
     functions = []
@@ -88,7 +90,7 @@ def _block_lines(history: History, block: nn.Module | None) -> list[str]:
                 value = _attribute(block, str(node.target)) if block is not None else node.meta.get("val")
                 lines[str(node.target)] = _tensor(node, value, num_experts)
             elif node.op == "call_module":
-                lines[str(node.target)] = f"Node({_results(node, num_experts)})"
+                lines[str(node.target)] = f"Node({_tensor(node, _result(node), num_experts)})"
     return [f"put(block, {path!r}, {value})\n" for path, value in sorted(lines.items())]
 
 
@@ -106,17 +108,37 @@ def _call_lines(history: History, functions: list[tuple[str, str]]) -> list[str]
     return lines
 
 
-def _results(node: Node, num_experts: int) -> str:
-    value = node.meta.get("val")
-    if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
-        return f"({', '.join(_tensor(node, v, num_experts) for v in value)},)"
-    return _tensor(node, value, num_experts)
+def _result(node: Node) -> Any:
+    """The value of a node. Of a container whose value is not recorded: the items that are used."""
+    if node.meta.get("val") is not None:
+        return node.meta["val"]
+    items = {user.args[1]: _result(user) for user in node.users if is_getitem(user)}
+    if items and all(type(key) is int and key >= 0 for key in items):
+        return tuple(items.get(i) for i in range(max(map(int, items)) + 1))  # type: ignore[arg-type]
+    return items or None
 
 
 def _tensor(node: Node, value: Any, below: int) -> str:
-    if getattr(value, "shape", None) is None:
+    """The expression for a value of a node: tensors are random, containers and numbers as they are."""
+
+    def literal(part: Any) -> str:
+        if hasattr(part, "shape") and hasattr(part, "dtype"):  # a tensor, or the record of one
+            return f"tensor({[int(size) for size in part.shape]}, {part.dtype}, {below})"
+        if type(part) is tuple:
+            return f"({''.join(f'{literal(p)}, ' for p in part)})"
+        if type(part) is list:
+            return f"[{', '.join(map(literal, part))}]"
+        if type(part) is dict:
+            return f"{{{', '.join(f'{key!r}: {literal(p)}' for key, p in part.items())}}}"
+        if isinstance(part, (torch.SymInt, torch.SymFloat)):
+            return repr((int if isinstance(part, torch.SymInt) else float)(part))
+        if part is None or type(part) in (bool, int, float, str):
+            return repr(part)
+        raise ValueError(f"{node.target} holds a {type(part).__name__}, which no script can make")
+
+    if value is None and node.op == "get_attr":
         raise ValueError(f"shape of {node.target} is not known; pass the block: history.repro(path, block=...)")
-    return f"tensor({[int(size) for size in value.shape]}, {value.dtype}, {below})"
+    return literal(value)
 
 
 def _attribute(block: nn.Module, path: str) -> Any:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch.fx import Graph
 from torch.utils._pytree import tree_structure
 
@@ -94,6 +95,43 @@ def test_a_repro_of_every_kind_of_value(tmp_path):
     History("", (Snapshot(1, 1, "a pass", 0.0, 0, 0, "", graph),)).repro(path)
     namespace = runpy.run_path(str(path))
     assert list(namespace["result"]) == ["a", "b"] and namespace["result"]["b"][0].dtype == torch.int64
+
+
+class Gate(nn.Module):
+    """A router that returns a container, with more in it than tensors."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.weight, self.kind = nn.Parameter(torch.randn(4, D)), kind
+
+    def forward(self, x):
+        weights, ids = (x @ self.weight.T).softmax(-1).topk(2)
+        return {"w": weights, "i": ids, "name": "gate"} if self.kind is dict else (weights, ids, None)
+
+
+class Gated(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.gate = Gate(kind)
+        self.experts = nn.ModuleList(nn.Linear(D, D) for _ in range(4))
+
+    def forward(self, x):
+        found = self.gate(x)
+        weights, ids = (found["w"], found["i"]) if isinstance(found, dict) else found[:2]
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == number)
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        return out
+
+
+@pytest.mark.parametrize("kind", [dict, tuple])
+@pytest.mark.parametrize("with_block", [False, True])
+def test_a_repro_of_modules_that_return_containers(kind, with_block, tmp_path):
+    model, path = Gated(kind), tmp_path / "repro.py"
+    compiled = moefx.compile(model, example_inputs=(torch.randn(9, D),))
+    moefx.history(compiled, "").repro(path, block=model if with_block else None)
+    assert torch.equal(runpy.run_path(str(path))["result"], runpy.run_path(str(path))["reference"][0])
 
 
 def test_a_repro_needs_shapes(tmp_path):
