@@ -129,15 +129,25 @@ def _validate(found: Survey, plan: Plan) -> dict[int, str]:
             continue
         start = time.perf_counter()
         check = numeric_check(block, matched.result, matched.names[0], max(left, 1.0))
+        cannot_tell = None if check.ok else not_finite(block)
+        if cannot_tell and (finite := _finite(matched.names, modules)):  # a twin with other weights can
+            check, cannot_tell = numeric_check(modules[finite], matched.result, finite, max(left, 1.0)), None
         verdicts[id(matched)] = check.text
         left -= time.perf_counter() - start
         if not check.was_possible:
             found.unchecked.append(f"{shown(matched.names[0])}: {check.text}")
         if not check.ok:
             found.matched.remove(matched)
-            reason, remedy = not_finite(block) or (verdicts[id(matched)], "please report this model")
-            found.refused.append(Refusal(matched.names[0], reason, source=first_line(block), remedy=remedy))
+            reason, remedy = cannot_tell or (check.text, "please report this model")
+            found.refused += [
+                Refusal(name, reason, source=first_line(modules[name]), remedy=remedy) for name in matched.names
+            ]
     return verdicts
+
+
+def _finite(names: list[str], modules: dict[str, nn.Module]) -> str | None:
+    """The first block of these whose weights are finite."""
+    return next((name for name in names if not not_finite(modules[name])), None)
 
 
 def shown(name: str) -> str:

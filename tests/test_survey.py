@@ -142,3 +142,16 @@ def test_weights_that_are_not_finite():
         moefx.compile(model, example_inputs=(x,))
     compiled = moefx.compile(model, example_inputs=(x,), plan=Plan(validation="symbolic"))
     torch.testing.assert_close(compiled(x), model(x), equal_nan=True)
+
+
+@pytest.mark.parametrize("bad", [(0,), (0, 1, 2)])
+def test_twins_of_weights_that_are_not_finite(bad):
+    """A twin with finite weights is compared for all; without one, all are listed."""
+    model, x = nn.Sequential(*(Loop(Mlp) for _ in range(3))), torch.randn(5, D)
+    with torch.no_grad():
+        for i in bad:
+            model[i].experts[1].up.weight.fill_(float("nan"))
+    explained = moefx.explain(moefx.compile(model, example_inputs=(x,), strict=False))
+    refused = sorted(refusal.name for refusal in explained.refused)
+    assert refused == ([] if len(bad) < 3 else ["0", "1", "2"])
+    assert len(explained.matched) == (1 if len(bad) < 3 else 0)
