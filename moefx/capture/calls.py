@@ -80,7 +80,14 @@ def recording(tracer: Tracer, names: dict[int, str]) -> Iterator[None]:
         return query
 
     def move(module: nn.Module, fn: Callable, recurse: bool = True) -> nn.Module:
-        return module if tracer.is_here() else original_move(module, fn, recurse)
+        if not tracer.is_here():
+            return original_move(module, fn, recurse)
+        for part in module.modules() if recurse else [module]:
+            for tensors in (part._parameters, part._buffers):
+                for key, t in tensors.items():
+                    if t is not None and tracer.refuses_conversion(t, moved := fn(t.detach())):
+                        tensors[key] = moved
+        return module
 
     def length(of: Any) -> Any:  # the builtin would turn what `__len__` returns into a plain number
         return of.__len__() if isinstance(of, torch.Tensor) else plain_len(of)

@@ -116,7 +116,12 @@ def capture(
             recording(tracer, names), tracer, Functions(tracer),
         ):  # fmt: skip
             torch.default_generator.manual_seed(routing.seed)  # no accelerator's: none is used here, nor kept
-            out = torch.func.functional_call(block, state, args, kwargs, strict=False, tie_weights=False)
+            try:
+                out = torch.func.functional_call(block, state, args, kwargs, strict=False, tie_weights=False)
+            except Exception as error:
+                if tracer.refusals:  # it follows from what was refused
+                    raise tracer.refusals[0] from error
+                raise
             draws = drawn()
         with torch._C.DisableTorchFunction():
             effects = effects_of(tracer, block, before, given, state, inputs)

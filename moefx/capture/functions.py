@@ -72,6 +72,8 @@ class Functions(TorchFunctionMode):
             return int(self._numbers(args[0], func(*args, **options)))
         if func == _REQUIRES_GRAD:
             return tracer.asks_for_grad(args[0])
+        if func == _SET_DATA:
+            return self._set_data(*args)
         if func in _HOOKS:
             tracer.refuse(
                 f"the block calls {func.__name__} on a tensor: what that does to gradients is not part of a capture",
@@ -151,6 +153,25 @@ class Functions(TorchFunctionMode):
                 return None
         return Size(rows, f"{each}*{sizes.tokens_text}", sizes)
 
+    def _set_data(self, t: torch.Tensor, value: torch.Tensor) -> None:
+        """`t.data = value`: no op tells of it. It is a copy that autograd does not see, unless it makes `t` another
+        kind of tensor, or `value` is a parameter or buffer itself."""
+        tracer = self.tracer
+        if tracer.refuses_conversion(t, value):
+            _SET_DATA(t, value)
+            return
+        with below_modes(), torch._C.DisableTorchFunction():
+            root, source = tracer.root(t), tracer.root(value)
+            if source is root and (value.stride(), value.storage_offset()) == (t.stride(), t.storage_offset()):
+                return  # its own data
+        if source is not root and id(source) in tracer.state:
+            tracer.refuse(
+                "`.data` of one parameter or buffer is made that of another: from then on they share memory",
+                "copy the values: b.copy_(a), or b.data = a.data.clone()",
+            )
+        with torch.no_grad():
+            t.copy_(value)
+
     def _numbers(self, t: torch.Tensor, value: Any) -> Any:
         """Integers that Python read from the routing."""
         with below_modes(), torch._C.DisableTorchFunction():
@@ -210,6 +231,7 @@ _NAMES = {
 }
 _OF_ONE_DTYPE = {F.linear, torch.matmul, torch.einsum}
 _NUMBERS = {torch.Tensor.item, torch.Tensor.tolist}
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _MOST_OF_A_TOKEN = 16
 _LEAST_TOKENS = 17  # of fewer, a multiple may be any number

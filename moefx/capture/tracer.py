@@ -114,6 +114,18 @@ class Tracer(Recorder):
         """The program does here what a block must not do; other modules may."""
         self.refusals.append(Refused(reason, source=str(user_source()), remedy=remedy))
 
+    def refuses_conversion(self, old: torch.Tensor, new: torch.Tensor) -> bool:
+        """Refuse a parameter or buffer that becomes one of another dtype or shape. Returns whether it does."""
+        with below_modes(), torch._C.DisableTorchFunction():
+            if (old.dtype, old.shape) == (new.dtype, new.shape):
+                return False
+            of, to = (f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in (old, new))
+        self.refuse(
+            f"a call converts a parameter or buffer for good, from {of} to {to}: the next call computes otherwise",
+            "convert it before you compile (module.to(dtype)); or call the model once, if it then stays as it is",
+        )
+        return True
+
     def leak(self, expr: Any) -> None:
         self.sizes.routed = True
 

@@ -58,14 +58,18 @@ class Result:
 
 
 def pick_dtype(name: str) -> Case:
-    """The case in float64, or in float32 where the model cannot run in float64."""
+    """The case in float64, or in float32 where the model cannot run in float64. One that converts parameters when it
+    is called was called once."""
     case = models.build(name, dtype=torch.float64)
+    called = copy.deepcopy(case.model)
     try:
         with torch.no_grad():
-            case.call(copy.deepcopy(case.model), copy.deepcopy(case.inputs))
-        return case
+            case.call(called, copy.deepcopy(case.inputs))
     except RuntimeError:
         return models.build(name, dtype=torch.float32)
+    if [p.dtype for p in called.parameters()] != [p.dtype for p in case.model.parameters()]:
+        case.model = called
+    return case
 
 
 def run_case(name: str, *, quick: bool = False, fullgraph: bool = False) -> Result:
