@@ -23,6 +23,7 @@ from moefx.capture.recorder import Recorder
 from moefx.capture.sizes import Number
 from moefx.capture.worker import Interrupted, check_interrupt, run_in_worker
 
+from . import models
 from .passes.blocks import D, Loop
 
 
@@ -255,18 +256,31 @@ def test_the_numeric_check_runs_the_block_with_the_users_device():
     assert "meta" in seen
 
 
-def test_nothing_of_a_capture_is_reachable_afterwards():
+def _held_of_captures():
     kinds = (FakeTensor, FakeTensorMode, Recorder, Number, torch.SymInt, torch.SymFloat)
+    gc.collect()
+    return [type(thing) for thing in gc.get_objects() if issubclass(type(thing), kinds)]
 
-    def held():
-        gc.collect()
-        return [type(thing) for thing in gc.get_objects() if issubclass(type(thing), kinds)]
 
+def test_nothing_of_a_capture_is_reachable_afterwards():
     moefx.explain(Loop(), example_inputs=(torch.randn(5, D),))  # what is made once
-    before = held()
+    before = _held_of_captures()
     for experts in range(4, 7):
         model = Loop(num_experts=experts)
         compiled = moefx.compile(model, example_inputs=(torch.randn(5, D),))
         compiled(torch.randn(9, D)).sum().backward()
         del compiled
-    assert held() == before
+    assert _held_of_captures() == before
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("suite", models.SUITES)
+def test_nothing_of_many_captures_is_reachable_afterwards(suite):
+    moefx.explain(Loop(), example_inputs=(torch.randn(5, D),))
+    before = _held_of_captures()
+    chosen = random.Random(0).sample(names := models.names(suite), min(len(names), 10))
+    for name in chosen:
+        case = models.build(name)
+        moefx.compile(case.model, example_inputs=case.inputs, strict=False)
+        del case
+        assert _held_of_captures() == before, name
