@@ -6,11 +6,11 @@ A later call at the same size would get it. No list of libraries is needed: the 
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 import gc
 import sys
 import types
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,40 +21,39 @@ from .sizes import Number
 from .tracer import Tracer
 
 _CACHE: Any = type(functools.lru_cache(lambda: None))
-_known: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("caches", default=None)
 _MAX_VISITED = 4096  # objects in the entries of one cache
-
-
-@contextlib.contextmanager
-def known_caches() -> Iterator[None]:
-    """Look for all caches once, not for each capture."""
-    token = _known.set(_all_caches())
-    try:
-        yield
-    finally:
-        _known.reset(token)
 
 
 @contextlib.contextmanager
 def clearing_caches(tracer: Tracer) -> Iterator[None]:
     """Clear the caches that hold something of this capture at the end, and no others."""
-    caches = _known.get()
-    caches = _all_caches() if caches is None else caches
-    misses, modules = [cache.cache_info().misses for cache in caches], len(sys.modules)
+    caches = _all_caches()  # keeps them, and so their ids
+    misses = {id(cache): cache.cache_info().misses for cache in caches}
     try:
         yield
     finally:
-        filled = [c for c, before in zip(caches, misses, strict=True) if c.cache_info().misses != before]
-        if len(sys.modules) != modules:  # an import at the first call may have brought more
-            before = set(map(id, caches))
-            filled += [cache for cache in _all_caches() if id(cache) not in before]
-        for cache in filled:
-            if _holds_capture(cache, tracer):
+        for cache in _all_caches():  # also those that were made meanwhile
+            if cache.cache_info().misses != misses.get(id(cache), 0) and _holds_capture(cache, tracer):
                 cache.cache_clear()
 
 
-def _all_caches() -> list[Any]:
-    return [thing for thing in gc.get_objects() if type(thing) is _CACHE]
+class _Found:
+    """The caches that were found last, and how many references to their type there were beside theirs: each instance
+    holds one, so another number tells of new ones without a look at all objects."""
+
+    def __init__(self) -> None:
+        self.caches: list[weakref.ref] = []
+        self.others = -1
+
+    def now(self) -> list[Any]:
+        alive = [cache for ref in self.caches if (cache := ref()) is not None]
+        if sys.getrefcount(_CACHE) - len(alive) != self.others:
+            alive = [thing for thing in gc.get_objects() if type(thing) is _CACHE]
+            self.caches, self.others = [weakref.ref(c) for c in alive], sys.getrefcount(_CACHE) - len(alive)
+        return alive
+
+
+_all_caches = _Found().now
 
 
 def _holds_capture(cache: Any, tracer: Tracer) -> bool:
@@ -80,4 +79,4 @@ def _holds_capture(cache: Any, tracer: Tracer) -> bool:
     return False
 
 
-__all__ = ["clearing_caches", "known_caches"]
+__all__ = ["clearing_caches"]

@@ -8,8 +8,6 @@ import contextvars
 import threading
 from collections.abc import Iterator
 
-from .caches import known_caches
-
 _lock = threading.Lock()
 _is_here = contextvars.ContextVar("lifting", default=False)  # threads that a lift starts take it over
 _PATIENCE = 600.0  # seconds; a thread that the lift itself waits for must not wait for ever
@@ -24,8 +22,7 @@ def lifting() -> Iterator[None]:
     has_lock = _lock.acquire(timeout=_PATIENCE)
     token = _is_here.set(True)
     try:
-        with known_caches():
-            yield
+        yield
     finally:
         _is_here.reset(token)
         if has_lock:

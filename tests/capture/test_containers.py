@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import gc
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 import moefx
+from moefx.capture import caches
 from moefx.capture.surroundings import Surroundings
 
 from ..passes.blocks import D, Loop
@@ -239,3 +241,42 @@ def test_a_cache_keeps_nothing_of_a_capture(is_warm):
     assert [y.shape for y in found] == [(t, D) for t in range(1, 40)]
     assert all(map(torch.equal, wanted, found))
     assert type(_table()) is torch.Tensor and _settings() is settings
+
+
+_LATE: list = []
+
+
+class CachesLater(Caches):
+    """Makes its cache in a call."""
+
+    def forward(self, x):
+        if not _LATE:
+            _LATE.append(functools.lru_cache(lambda shape: (shape[0], shape[1])))
+        return super().forward(x).view(_LATE[0](x.shape))
+
+
+def test_a_cache_that_a_call_makes_keeps_nothing_either():
+    cache = functools.lru_cache(lambda shape: (shape[0], shape[1]))
+    moefx.explain(Caches(), example_inputs=(torch.randn(14, D),))  # looks for caches; what is made below is new
+    model = CachesLater()
+    for late in ([], [cache]):
+        _LATE[:] = late
+        moefx.explain(model, example_inputs=(torch.randn(14, D),))
+        assert [y.shape for y in map(model, map(torch.ones, range(1, 40), [D] * 39))] == [(t, D) for t in range(1, 40)]
+    assert [cache] == _LATE
+
+
+def test_caches_are_found_without_a_look_at_all_objects(monkeypatch):
+    def all_caches():
+        return {id(cache) for cache in caches._all_caches()}
+
+    looks, look = [], gc.get_objects
+    monkeypatch.setattr(caches.gc, "get_objects", lambda: looks.append(1) or look())
+    assert all_caches() >= {id(_split), id(_table)}
+    looks.clear()
+    assert all_caches() >= {id(_split), id(_table)} and not looks
+    made = [functools.cache(lambda: 3) for _ in range(3)]
+    assert all_caches() >= set(map(id, made)) and len(looks) == 1
+    made.pop()
+    made.append(functools.cache(lambda: 4))  # as many as before
+    assert all_caches() >= set(map(id, made)) and len(looks) == 2
