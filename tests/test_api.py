@@ -266,7 +266,7 @@ class TestCalls:
         compiled = moefx.compile(model, example_inputs=EXAMPLE)
         same(compiled.double(), model.double(), torch.randn(9, D, dtype=torch.float64))
 
-    @pytest.mark.sampled(3)
+    @pytest.mark.sampled(6)
     @pytest.mark.parametrize(
         ("long", "is_seen"),
         [

@@ -85,7 +85,7 @@ def _interrupt():
 STOPS = {"Ctrl-C": (_interrupt, KeyboardInterrupt), "exit": (_exit, SystemExit), "raise": (_fail, KeyboardInterrupt)}
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("at", [1, 2, 5, 12])
 @pytest.mark.parametrize("stop, raised", STOPS.values(), ids=STOPS)
 def test_an_interrupted_compile_leaves_no_trace(stop, raised, at):
@@ -96,7 +96,7 @@ def test_an_interrupted_compile_leaves_no_trace(stop, raised, at):
     assert [block.name for block in moefx.explain(model, example_inputs=(example,)).matched] == [""]
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("seed", range(50))
 def test_an_interrupt_at_any_moment(seed):
     model, delay = Stops(), random.Random(seed).uniform(0, 1.5)
@@ -228,6 +228,7 @@ class Capacity(Loop):
         return self.mixed(h, w * keep, ids).view_as(x)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("default", DEFAULTS.values(), ids=DEFAULTS)
 def test_defaults_are_the_users(default):
     model, inputs = Capacity(), (torch.randn(3, 7, D), torch.ones(3, 7, dtype=torch.bool))

@@ -68,6 +68,7 @@ def method() -> nn.Module:
     return layer
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("one", "other"),
     [

@@ -66,7 +66,7 @@ def _truth(reference: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
         torch.nn.functional.grouped_mm = original
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     ("idiom", "dynamic"), [*((idiom, None) for idiom in IDIOMS), ("weight_gather", True), ("gshard", True)]
 )
@@ -514,6 +514,7 @@ def test_layers_of_one_function_in_checkpoints():
     assert second == f"{first}_2"
 
 
+@pytest.mark.exhaustive
 def test_a_backward_that_was_compiled_for_one_use_is_not_taken_for_two():
     """Inductor finds it on disk, where it may overwrite what was saved."""
     torch.manual_seed(0)

@@ -35,7 +35,7 @@ HOW = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("shape", [(3, 7), (3, 7, 1), (21,)], ids=str)
 def test_numbers_of_tokens(how, shape):

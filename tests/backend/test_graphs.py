@@ -47,7 +47,7 @@ def x_of(module, *shape):
     return torch.randn(*shape, D, dtype=next(module.parameters()).dtype)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("is_decomposed", [False, True], ids=["whole", "decomposed"])
 @pytest.mark.parametrize("idiom", IDIOMS)
 def test_printed(idiom, is_decomposed):
@@ -67,7 +67,7 @@ def test_printed(idiom, is_decomposed):
     golden.check(f"{name}.txt", re.sub(r"\S+\.py:\d+", "", text))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("is_decomposed", [False, True], ids=["whole", "decomposed"])
 @pytest.mark.parametrize("idiom", ["dense_masked", "bmm_weight_before", "stack_gather", "weight_gather"])
 def test_without_names(idiom, is_decomposed):

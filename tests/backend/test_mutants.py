@@ -79,7 +79,7 @@ def check_graph(mutant: Mutant, is_decomposed: bool) -> None:
 SAMPLE = [m for base in WHOLE for m in run.select([f"{base}/*"], sample=2)]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("mutant", [*SAMPLE, *run.select(list(NAMED))], ids=lambda m: m.name)
 def test_mutant(mutant):
     check(mutant)
@@ -96,7 +96,7 @@ def test_all_mutants(base):
 GRAPHS = [m for base in WHOLE for m in run.select([f"{base}/*"], sample=1)]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("is_decomposed", [False, True], ids=["whole", "decomposed"])
 @pytest.mark.parametrize("mutant", GRAPHS, ids=lambda m: m.name)
 def test_mutant_of_a_graph(mutant, is_decomposed):

@@ -121,13 +121,14 @@ def check(module, calls, **kwargs):
     return call
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("make", "first"), [(Constant, (3, 10)), (Constant, (30, 2)), (Capacity, (2, 10))])
 def test_a_number_of_a_dynamic_graph_is_no_size(make, first):
     """Though it is what a size of the first call is."""
     check(make(), [(tokens(*first),), (tokens(4, 60),)], dynamic=True)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     "places",
     [
@@ -173,6 +174,7 @@ def test_a_number_that_is_given(caplog):
     assert "it is made of L[" in caplog.text
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_all_tokens_but_the_last(dynamic):
     """Sizes of the graph are one more than those of the rows."""
@@ -212,6 +214,7 @@ class Tempered(Dense):
         return self.limited(super().forward(x).cos(), math.ceil(self.times * x.shape[0] * x.shape[1] / E))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_floats_that_seldom_change_are_constants(dynamic, caplog):
     module = Tempered().double()
@@ -254,6 +257,7 @@ def test_blocks_of_its_own():
     assert block.forward is compiled.forward and block.graph.find("moefx::expert_mlp")[0].kwargs["keep"] == "x"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("shape", [(E, 9), (3, E)])
 def test_as_many_rows_as_experts(shape, dynamic):

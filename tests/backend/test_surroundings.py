@@ -251,7 +251,7 @@ def run(call, model, x):
     return out.detach(), x.grad, grads, dict(model.named_buffers()), torch.get_rng_state()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("what", [*DRAWS, *WRITES, *BEFORE, *MODES], ids=lambda f: f.__name__)
 def test_it_is_the_originals(what):
     original, mine = Mixture(what), Mixture(what)
@@ -285,7 +285,7 @@ STRIDES = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("how", STRIDES)
 @pytest.mark.parametrize("way", ["eager", "aot_eager", "export", "module"])
 def test_strides_are_the_originals(how, way):
@@ -325,6 +325,7 @@ SIZES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("how", SIZES)
 @pytest.mark.parametrize("then", ["eager", "aot_eager"])
 def test_sizes_that_follow_from_data(how, then):

@@ -163,7 +163,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("kind", "example", "others"), CASES)
 def test_sizes_that_are_asked_for(kind, example, others):
     """The graph is for all sizes: so is what is made of it."""

@@ -95,6 +95,7 @@ def assert_runs_rewritten(model, lead, others, dim):
 
 
 # 32 experts, and one class more than these, are as many as 3 sequences of 11 tokens.
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("form", [Stacked, Listed, Sorted])
 @pytest.mark.parametrize(
     "num_experts", [pytest.param(n, marks=[] if n in (2, 32) else pytest.mark.exhaustive) for n in range(2, 161)]
@@ -104,7 +105,7 @@ def test_any_number_of_experts(form, num_experts):
     assert_runs_rewritten(model, (4, 64), [(1, 3), (2, 5), (3, 50)], 32)
 
 
-@pytest.mark.sampled(125)
+@pytest.mark.sampled(500)
 @pytest.mark.parametrize("seed", range(500))
 def test_any_sizes(seed):
     draw = random.Random(seed)
@@ -143,6 +144,7 @@ class Conditioned(nn.Module):
         return self.moe(x * (1 + self.condition(c)[:, None]))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("shape", "condition"),
     [((2, 8, 16), (2, 8)), ((8, 8, 16), (8, 8)), ((4, 3, 16), (4, 12)), ((3, 16, 16), (3, 16)), ((2, 4, 16), (2, 8))],

@@ -93,6 +93,7 @@ FIXED = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("make, lead", FIXED.values(), ids=FIXED)
 def test_the_model_fixes_an_axis_beside_a_free_batch(make, lead):
     torch.manual_seed(0)

@@ -51,6 +51,7 @@ def _set_to_counts(model, chosen):
     nn.Module.get_buffer(model, "bias").data = _counts(chosen)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("after", [_add_counts, _balance, _set_to_counts])
 @pytest.mark.parametrize("validation", ["symbolic", "auto"])
 def test_buffers_are_updated(after, validation):

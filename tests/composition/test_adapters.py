@@ -38,6 +38,7 @@ def router_of(model: nn.Module) -> nn.Module:
     return model.moes[1].router if isinstance(model, Model) else model.model.layers[1].mlp.gate
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ALL)
 def test_hooks_on_routers_fire_and_may_change_the_result(kind):
     original, compiled = pair(kind)
@@ -84,7 +85,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("called_before", [False, True], ids=["at once", "later"])
 def test_a_changed_expert_raises(change, called_before):

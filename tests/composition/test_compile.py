@@ -25,7 +25,7 @@ def _fresh_dynamo():
     torch._dynamo.reset()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", ALL)
 def test_one_graph_for_several_sizes(kind):
     layers = 1 if kind == "qwen3" else 2
@@ -53,7 +53,7 @@ def test_inference_has_a_graph_of_its_own(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.exhaustive  # a minute each
 @pytest.mark.parametrize("kind", ALL)
 def test_inductor(kind):
     original, compiled = pair(kind, layers=1)

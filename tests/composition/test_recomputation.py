@@ -108,6 +108,7 @@ CHANGED = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CHANGED)
 def test_another_choice_raises(case):
     cls, options = CHANGED[case]

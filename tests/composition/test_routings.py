@@ -117,6 +117,7 @@ def with_gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
     return [out.detach(), *grads]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", MODELS)
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(scores=ROUTINGS)

@@ -52,7 +52,7 @@ COPIES = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize("how", COPIES)
 def test_whole_modules(kind, how):

@@ -17,6 +17,7 @@ import moefx.survey
 from moefx.errors import InvalidPlan, UnknownPlatform
 
 from ..passes.blocks import D, E
+from .launch import sampled
 from .lost_cases import differs
 from .models import Model, proven_once
 from .pipeline_cases import Half
@@ -56,12 +57,13 @@ def lines(compiled: torch.nn.Module) -> list[str]:
 
 
 def case_meshes() -> None:
-    for sizes, axes, sequence_axis in (
-        (dict(ep=4), "ep", None),
-        (dict(dp=2, ep=2), "ep", None),
+    meshes = (
         (dict(ep=2, tp=2), ("ep", "tp"), "tp"),
         (dict(dp=2, tp=2), ("dp", "tp"), "tp"),
-    ):
+        (dict(dp=2, ep=2), "ep", None),
+        (dict(ep=4), "ep", None),
+    )
+    for sizes, axes, sequence_axis in sampled(meshes, 2):
         mesh, model = mesh_of(**sizes), Model("gated", layers=1)
         compiled = planned(model, mesh)
         found = decided(compiled)

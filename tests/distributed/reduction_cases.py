@@ -21,6 +21,7 @@ from moefx.runtime.reductions import Reduction, reductions
 
 from ..passes.blocks import D
 from . import models
+from .launch import sampled
 from .models import Model, compiled_beside, is_of_experts
 
 PLAN = moefx.Plan(validation="symbolic")
@@ -47,13 +48,14 @@ def told(model: nn.Module, optimizer: Any = None, x: torch.Tensor | None = None)
 
 def case_the_gradient_of_the_mean_loss() -> None:
     """As `explain` says, over meshes of all kinds."""
-    for sizes, more in (
-        (dict(ep=4), {}),
-        (dict(dp=2, ep=2), {}),
-        (dict(ep=2, dp=2), {}),
+    meshes = (
         (dict(dp=2, tp=2), dict(expert_axis=("dp", "tp"), sequence_axis="tp")),
+        (dict(ep=4), {}),
+        (dict(ep=2, dp=2), {}),
+        (dict(dp=2, ep=2), {}),
         (dict(ep=2, tp=2), {}),
-    ):
+    )
+    for sizes, more in sampled(meshes, 2):
         mesh, original = mesh_of(**sizes), Model("joined", layers=1).double()
         plan = MANUAL.replace(**more)
         compiled = compiled_beside(original, mesh, plan)

@@ -143,7 +143,7 @@ def check_faults(name: str, faults: list[tuple[int, str]]) -> None:
 
 def case_faults() -> None:
     """Every exchange has one of the faults, and every way both."""
-    for way, (name, exchanges) in sampled(enumerate(reversed(EXCHANGES.items())), 2):
+    for way, (name, exchanges) in sampled(enumerate(reversed(EXCHANGES.items())), 4):
         check_faults(name, [(at, ("swapped", "lost")[(at + way) % 2]) for at in range(exchanges)])
 
 

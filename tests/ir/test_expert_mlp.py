@@ -482,6 +482,7 @@ def test_refuses(change, message):
         )
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_compiles_as_one_graph_for_any_routing_and_size(backend, autocast):
@@ -549,7 +550,7 @@ def test_fake_outputs_follow_the_policy_and_the_promotion():
     assert real["h"][0].dtype is torch.float32  # bfloat16 y times float32 w
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("keep", "reduce"), [("h", False), ("h", True), ("x", True), ("all", False)])
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
 def test_opcheck(make, keep, reduce):

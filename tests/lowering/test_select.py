@@ -23,19 +23,22 @@ def test_providers_from_the_environment():
     assert "('combine', 'reference')" in done.stdout
 
 
-def test_only_where_they_take_the_arguments():
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("provider", ["grouped_mm", "triton"])
+def test_only_where_they_take_the_arguments(provider):
     """Triton's kernels run on GPUs; `compile` compares in float64, which grouped_mm has not."""
-    for provider in ("triton", "grouped_mm"):
-        done = run(f"expert_mlp={provider},combine=reference")
-        assert "('expert_mlp', 'segments')" in done.stdout and "('combine', 'reference')" in done.stdout
+    done = run(f"expert_mlp={provider},combine=reference")
+    assert "('expert_mlp', 'segments')" in done.stdout and "('combine', 'reference')" in done.stdout
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("setting", ["expert_mlp=fast", "mlp=reference", "expert_mlp"])
 def test_providers_that_do_not_exist_are_an_error(setting):
     done = run(setting)
     assert done.returncode and f"MOEFX_PROVIDERS={setting}" in done.stderr
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("first", ["select", "triton", "triton.expert_mlp", "torch"])
 def test_the_order_of_providers_does_not_depend_on_what_is_imported_first(first):
     program = f"""

@@ -117,6 +117,7 @@ def errors(model, exact, num_choices, dtype):
     return total
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("case", CASES)
 def test_errors_are_those_of_the_original_or_less(case):
     torch.manual_seed(0)

@@ -127,7 +127,7 @@ def expected(kind: str, keep: str) -> int:
     return 2 * D + 2 * columns * K * H
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "keep, kind, autocast",
     covering(

@@ -212,6 +212,7 @@ def test_autocast_keeps_the_parameters_themselves(stacked):
 class TestBiasInAnotherDtype:
     """Promotion adds it in another dtype than that of the product: so does the op, without rounding the sum."""
 
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("scale", [1.0, 100.0])
     def test_autocast(self, dtype, scale):

@@ -172,6 +172,7 @@ class Updated(Loop):
         return scores.gather(-1, ids), ids
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("block", [Counting, Entropy, Updated])
 def test_what_is_made_of_sizes_and_counts(block):
     class Both(nn.Module):

@@ -63,6 +63,7 @@ class Residual(nn.Module):
         return x + self.mlp(x) - self.linear(x)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("base", [lambda: nn.Linear(D, D), Mlp, Residual, lambda: nn.LayerNorm(D)])
 def test_experts_are_added_to_what_another_module_made(base):
     class Added(Loop):

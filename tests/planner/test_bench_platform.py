@@ -152,6 +152,7 @@ def test_a_file_of_a_platform_is_found_by_name(tmp_path):
     assert platform_of(str(path)) == findings().platform("mine")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_between_ranks(tmp_path):
     """Two nodes of two: levels of their own, each with sizes that grow and sends beside exchanges: two sizes at least,

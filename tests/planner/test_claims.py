@@ -28,7 +28,7 @@ def _random_ranking(seed: int) -> Ranking | None:
     return ranking if ranking.entries else None
 
 
-@pytest.mark.sampled(40)
+@pytest.mark.sampled(80)
 @pytest.mark.parametrize("seed", range(320))
 def test_the_first_entry_of_a_random_ranking(seed):
     if (ranking := _random_ranking(seed)) is None:

@@ -98,7 +98,7 @@ PIECES = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("piece", PIECES)
 def test_pieces_of_models_have_what_they_have(piece):
     """Norms of a decoder are not taken from what is not there."""
@@ -210,7 +210,7 @@ def test_the_distributed_tests_model():
     assert found.num_layers == found.num_moe_layers == 2
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.hf
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "DeepseekV3", "GptOss", "Olmoe", "Qwen2Moe"])
 def test_transformers(name):

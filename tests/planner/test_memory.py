@@ -28,6 +28,7 @@ def memory(model, layout: Layout, stage: int = 0) -> dict[str, float]:
     return MEMORY(**layout.values(model, stage), M_fw=0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", ["h", "x", "all"])
 @pytest.mark.parametrize(("kind", "matrices"), [(Gated, 3), (Mlp, 2)])
 def test_what_is_kept_is_what_compile_keeps(kind, matrices, policy):

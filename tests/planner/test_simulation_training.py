@@ -64,7 +64,7 @@ def sampling(model, layout, platform, first):
     return tuple(math.sqrt(2 * math.log(number) * copies / (tokens * n)) for n in (min(rows), model.top_k))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
 def test_formulas_and_events_agree(case):
     """Without skew and stragglers. All else is the sampling of the busiest rank (`sampling`), gradients' rings that use

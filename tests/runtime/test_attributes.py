@@ -89,7 +89,7 @@ def calls(compiled):
     return moefx.explain(compiled).matched[0].calls
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_changed_attribute_is_compiled_anew(change, x):
     model, compiled = pair(x)
@@ -269,7 +269,7 @@ HELD = {
 }
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("change", HELD.values(), ids=HELD)
 def test_what_containers_hold_is_watched(change, x):
     model, compiled = pair(x, Holding)

@@ -44,7 +44,7 @@ class Block(nn.Module):
         )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("router", ["", None, torch.bfloat16], ids=["router", "router_off", "router_on"])
 @pytest.mark.parametrize("experts", ["", None, torch.bfloat16], ids=["experts", "experts_off", "experts_on"])
 @pytest.mark.parametrize("outside", [False, True], ids=["outside_off", "outside_on"])
@@ -53,6 +53,7 @@ def test_regions(router, experts, outside, traced):
     _regions(router, experts, outside, traced)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("router", "experts", "outside"),
     [("", "", True), ("", None, True), (None, torch.bfloat16, False), (torch.bfloat16, "", True)],

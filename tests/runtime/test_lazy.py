@@ -285,7 +285,7 @@ ARGUMENTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(21)
 @pytest.mark.parametrize("kwargs", ARGUMENTS, ids=lambda kwargs: str(kwargs)[1:25])
 @pytest.mark.parametrize("how", ["eager", "compiled", "exported"])
 def test_a_call_has_its_own_arguments(how, kwargs):
@@ -333,7 +333,7 @@ ACTIVATIONS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("pair_of", ACTIVATIONS.values(), ids=ACTIVATIONS)
 def test_functions_among_the_arguments_are_told_apart(pair_of, x):
     model = Activated().double()
@@ -529,6 +529,7 @@ class Reorders(Loop):
         self.train()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", [AsksAnother, AsksOneOfItsKind, LooksItUp, Dynamic, SwapsItsExperts, Reorders])
 def test_other_ways_to_ask_for_the_mode(x, kind):
     model, compiled = pair(x, Layers(kind, 1))

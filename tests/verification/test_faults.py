@@ -163,7 +163,7 @@ def runs(fuse: bool, op: str, provider: str) -> bool:
         return False
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize(("fuse", "op", "provider", "corrupt"), list(cases()))
 def test_every_wrong_kernel_is_flagged(fuse, op, provider, corrupt):
     if not runs(fuse, op, provider):
@@ -249,7 +249,7 @@ WRONG_GRAPHS = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("fault", WRONG_GRAPHS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_wrong_graph_is_flagged(fault, dtype):

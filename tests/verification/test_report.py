@@ -67,6 +67,7 @@ def test_several_inputs_and_seeds_and_a_loss():
     assert report.ok and {row.kind for row in report.rows} == {"output", "path"}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("pass_name", ["rewrite", "fuse", "checkpoint"])
 @pytest.mark.parametrize("layer", [0, 1])
 def test_the_first_block_and_the_first_pass_that_differ_are_named(pass_name, layer):

@@ -251,6 +251,7 @@ def test_experts_of_several_dtypes(device, monkeypatch):
     assert torch.equal(*results)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("setting", ["torch.backends.fp32_precision", "torch.backends.cuda.matmul.fp32_precision"])
 def test_precision_said_in_torch_s_newer_way(setting):
     """Which makes torch refuse to be asked in the older one."""

@@ -17,6 +17,7 @@ def same(got: Tensor, want: Tensor) -> None:
     assert got.dtype == want.dtype and got.shape == want.shape and torch.equal(got.cpu(), want)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "dtype, width", [(torch.bfloat16, 32), (torch.bfloat16, 7), (torch.float64, 3), (torch.float32, 5000)]
 )

@@ -86,11 +86,18 @@ def kernels(*targets: str) -> set[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm90", "gfx942"])
+def test_kernels_with_biases(target):
+    lines = compiled("--dtypes", "bfloat16", "--targets", target, "--cases", "interleaved")
+    check(lines)
+    assert lines and {line["target"] for line in lines} == {target}
+
+
+@pytest.mark.exhaustive
 def test_default_configurations():
     """Of one target of each kind; all are in `test_everything`."""
     targets = ("sm90", "sm100", "gfx942")
     lines = compiled("--dtypes", "bfloat16", "--targets", ",".join(targets))
-    lines += compiled("--dtypes", "bfloat16", "--targets", "gfx942", "--cases", "interleaved")  # with biases
     lines += compiled("--dtypes", "tf32", "--targets", "sm90")
     check(lines)
     assert {line["target"] for line in lines} == set(targets)

@@ -58,7 +58,7 @@ TRAPS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("special", TRAPS.values(), ids=TRAPS)
 def test_how_many_tokens_an_expert_got_must_not_matter(special):
     """Refused, or guarded so that the sizes at which it does matter run the original."""
@@ -142,6 +142,7 @@ class Asked(Loop):
         return out
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [Unique, Offsets, Lists, Asked])
 def test_bookkeeping_on_the_host_is_no_branch(kind):
     model = kind().double()

@@ -374,7 +374,7 @@ def results(model, x):
     return outs, [torch.zeros_like(p) if g is None else g for p, g in zip(inputs, grads, strict=True)]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", BLOCKS)
 def test_rewritten(name, training):
@@ -417,7 +417,7 @@ CASTS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("cast", CASTS)
 def test_noise_in_place_behind_a_cast(cast, training):
@@ -454,6 +454,7 @@ def test_convolutions_of_one_element(axes):
     assert moefx.blocks(compiled)[0].fallbacks == 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("block", "x", "why"),
     [

@@ -81,7 +81,7 @@ def check(original: nn.Module, compiled: nn.Module) -> None:
             torch.testing.assert_close(got, expected)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_an_activation_that_compares(name):
     torch.manual_seed(0)

@@ -177,7 +177,7 @@ def check(model, compiled):
             one.change(torch.Generator().manual_seed(n))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("kind", [Held, Dense, Masked])
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.__name__)
 def test_what_hangs_on_them(route, kind):
@@ -222,6 +222,7 @@ class Twice(Held):
         return self.mixed(x, (scores * mask).gather(1, ids), ids), ids.sum()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("behind", LIMITS)
 @pytest.mark.parametrize("mask", [chosen, lambda q: q >= q.topk(K, -1)[0][:, -1:]], ids=["chosen", "compared"])
 def test_a_mask_of_another_choice(behind, mask):

@@ -105,7 +105,7 @@ LEVELS = {
 }
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", list(LEVELS))
 def test_what_levels_off_is_right_or_refused(name):
     model = nn.Sequential(Weighted(LEVELS[name])).double()

@@ -123,6 +123,7 @@ MODELS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
 def test_equal_with_every_gradient(build):
     torch.manual_seed(0)

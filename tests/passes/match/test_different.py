@@ -96,13 +96,14 @@ MAYBE_ONE = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("number", DIFFERENT.values(), ids=DIFFERENT)
 def test_different_by_the_way_they_are_made(number):
     """What has one place for each expert then needs no look at experts chosen twice."""
     check(experts(number), scatter)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("number", MAYBE_ONE.values(), ids=MAYBE_ONE)
 def test_maybe_one(number):
     with pytest.raises(Refused):
@@ -169,11 +170,12 @@ def has_one_twice(chosen):
     return any(len(set(row)) < len(row) for row in rows)
 
 
-def test_random_programs():
+@pytest.mark.parametrize("seeds", [range(120), pytest.param(range(120, 400), marks=pytest.mark.exhaustive)])
+def test_random_programs(seeds):
     orders = torch.tensor([*itertools.permutations([0.0, 1.0, 2.0, 3.0])])
     scores = torch.cat([orders + shift for shift in (0.0, -5.0)])
-    programs = [Program(seed) for seed in range(400)]
+    programs = [Program(seed) for seed in seeds]
     said = [(is_said_to_be_different(program, scores), has_one_twice(program(scores))) for program in programs]
     assert (True, True) not in said
-    assert said.count((True, False)) > 100 and said.count((False, True)) > 100
-    assert said.count((False, False)) < 20
+    assert said.count((True, False)) > len(seeds) / 4 and said.count((False, True)) > len(seeds) / 4
+    assert said.count((False, False)) < len(seeds) / 20

@@ -105,7 +105,7 @@ def crowded_branch(m, e, y):
     return y * 0.5 if len(y) > 12 and y.abs().max() > 50 else y
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("choose", [few, many, flagged, overflowing, idle, thresholds])
 def test_a_comparison_that_is_met_elsewhere(choose):
     held = {"flag": False, "high": 0.4, "low": 1e-3}

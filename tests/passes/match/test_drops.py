@@ -62,6 +62,7 @@ def same(block: nn.Module, *tokens: int) -> None:
     assert moefx.blocks(compiled)[0].fallbacks == 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("block", "order"), [(Queue, "position_token"), (FirstChoices, "position_slot"), (Largest, "weight")]
 )
@@ -72,7 +73,7 @@ def test_the_rule_is_found_and_kept_to(block, order):
     same(block(), 1, 2, 7, 50, 333)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     "room",
     [
@@ -124,7 +125,7 @@ class Sampled(Dozen):
         return self.mixed(x, w, ids)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("block", [Dozen, Sampled])
 @pytest.mark.parametrize(
     "room",
@@ -147,6 +148,7 @@ def test_rooms_that_are_told_apart_at_few_sizes(block, room):
             torch.testing.assert_close(result.graph.compile()(model, x), model(x), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("experts", [13])
 def test_second_choices_that_are_all_dropped(experts, monkeypatch):
     """Where two experts get all tokens, the first choices may fill just the places that there are."""
@@ -280,6 +282,7 @@ def test_every_expert_may_keep_its_likeliest_tokens():
     same(ByProbability(), 1, 7, 50, 333)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "room",
     [lambda n: 64, lambda n: max(int(1.25 * K * n / E), 40), lambda n: -(-n * K // E // 64) * 64],
@@ -416,6 +419,7 @@ class Allowed(nn.Module):
         return out
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("loops", [False, True])
 @pytest.mark.parametrize("maps", [False, True])
 def test_experts_that_a_buffer_does_not_allow_are_experts(loops, maps):
@@ -487,6 +491,7 @@ class Threshold(Loop):
         return out
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("strict", [(2,), (1, 3), tuple(range(E - 1))])
 def test_a_threshold_of_some_experts_is_none_of_all(strict):
     with pytest.raises(Refused, match="skipped"):

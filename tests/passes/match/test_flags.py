@@ -93,7 +93,7 @@ def selected(y, x, t):
     return y * real[t, None]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("rule", [not_padding, zero_is_padding, counted, has_any, cast, not_all_zero, selected])
 def test_rows_of_zeros_are_padding(rule):
     x = torch.randn(ROWS, D).double()
@@ -153,6 +153,7 @@ def masks_written_twice(y, x, t):
     return y
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "rule",
     [

@@ -207,7 +207,7 @@ OF_WEIGHTS = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", OF_WEIGHTS)
 def test_weights(name):
     torch.manual_seed(0)
@@ -276,7 +276,7 @@ OF_FLOATS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", OF_FLOATS)
 def test_floats(name):
     torch.manual_seed(0)

@@ -200,7 +200,7 @@ KINDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", KINDS)
 def test_rewritten(kind):
     torch.manual_seed(0)
@@ -235,7 +235,7 @@ EPS_OF_THE_DTYPE = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", EPS_OF_THE_DTYPE)
 def test_a_norm_has_the_eps_of_its_dtype(kind, dtype):

@@ -118,6 +118,7 @@ def check(model, example, calls):
     assert moefx.blocks(compiled)[0].fallbacks == 0
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", KINDS)
 def test_questions_about_idle_experts(name):
     torch.manual_seed(0)
@@ -144,6 +145,7 @@ LIMITS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", LIMITS)
 def test_limits_are_no_such_questions(name):
     torch.manual_seed(0)

@@ -101,7 +101,7 @@ KINDS = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("style", [Rows, Masks, Stacked, OneHot])
 @pytest.mark.parametrize("kind", KINDS)
 def test_among_others(kind, style):

@@ -49,7 +49,7 @@ class Scaled(nn.Module):
         return (y * w).sum(1) * self.scale(x.shape[0])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("scale", SEEN)
 def test_what_is_seen_is_a_guard(scale):
     """Captures of rows without a batch are all of odd sizes, none a multiple of 128."""
@@ -86,7 +86,7 @@ class ScaledInside(Scaled):
         return (y * self.scale(x.shape[0]) * w).sum(1)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("example", [13, 40])
 @pytest.mark.parametrize("block", [Scaled, ScaledInside])
 @pytest.mark.parametrize("scale", SELDOM)
@@ -120,6 +120,7 @@ DIVIDED = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("scale", DIVIDED)
 def test_a_comparison_that_cannot_be_made_at_all_sizes(scale):
     """The program does not divide by 0 where there are few tokens: it asks first."""
@@ -137,6 +138,7 @@ class OfChoices(Scaled):
         return (y * w).sum(1) * self.scale(x, ids)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "scale",
     [

@@ -55,7 +55,7 @@ HIDDEN = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", HIDDEN)
 def test_numbers_that_are_tensors(name):
     torch.manual_seed(0)
@@ -86,6 +86,7 @@ class Rounds(Loop):
         return self.rounds(y * w) if self.behind else self.rounds(y) * w
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("behind", [False, True])
 @pytest.mark.parametrize("rounds", [rounded_down, to_eight_bits, straight_through, torch.sign, torch.trunc])
 def test_results_that_are_rounded(rounds, behind):

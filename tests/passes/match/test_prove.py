@@ -28,6 +28,7 @@ class TestForms:
             f"experts.{e}.{part}.weight" for e in range(E) for part in ("gate", "up", "down")
         )
 
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize("k", [1, 3, E])
     def test_slots(self, k):
         assert rewritten(Loop(k=k)).match.slots == k

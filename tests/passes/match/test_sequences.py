@@ -131,6 +131,7 @@ def check(fn):
     return moefx.blocks(compiled)[0]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", RIGHT)
 def test_one_choice_for_a_sequence(name):
     block = check(RIGHT[name])

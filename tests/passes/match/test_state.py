@@ -60,7 +60,7 @@ USES = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("how", ["buffer", "parameter", "attribute"])
 @pytest.mark.parametrize("name", USES)
 def test_what_is_asked_of_them(name, how):

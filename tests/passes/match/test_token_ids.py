@@ -134,6 +134,7 @@ KINDS = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_ids_in(kind):
     torch.manual_seed(0)

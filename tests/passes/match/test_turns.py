@@ -107,6 +107,7 @@ ASKED = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("given", [5, [1]], ids=str)
 @pytest.mark.parametrize("name", ASKED)
 def test_a_given_integer_that_python_asks(name, given):

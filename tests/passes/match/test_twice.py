@@ -139,14 +139,14 @@ def check(choose, combine, *ids):
     assert not block.fallbacks
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("choose", [c for c in CHOOSE if c not in ("product", "partner")])
 @pytest.mark.parametrize("combine", [one_hot, loop])
 def test_choices_that_add_up(choose, combine):
     check(CHOOSE[choose], combine)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("choose", CHOOSE)
 @pytest.mark.parametrize("combine", [scatter, either, two_sums])
 def test_choices_that_do_not(choose, combine):
