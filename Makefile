@@ -31,7 +31,7 @@ help:
 	@echo "make test       the tests, with transformers 5"
 	@echo "make test-all   also those that take long: every mutant, not a sample of them"
 	@echo "make test-hf4   the model corpus with transformers 4.57, in an environment of its own"
-	@echo "make test-torch TORCH=torch==2.15.0   the tests with that torch and its triton; PYTEST_ARGS=--each=10 for a sample"
+	@echo "make test-torch TORCH=torch==2.15.0   the tests with that torch and its triton; PYTEST_ARGS=--each=15 for a sample"
 	@echo "make lint       ruff and pyright"
 	@echo "make clean      remove the environments and caches"
 

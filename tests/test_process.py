@@ -258,9 +258,10 @@ def test_the_numeric_check_runs_the_block_with_the_users_device():
 
 
 def _held_of_captures():
+    """What is left of captures, by its identity."""
     kinds = (FakeTensor, FakeTensorMode, Recorder, Number, torch.SymInt, torch.SymFloat)
     gc.collect()
-    return [type(thing) for thing in gc.get_objects() if issubclass(type(thing), kinds)]
+    return {id(thing): type(thing) for thing in gc.get_objects() if issubclass(type(thing), kinds)}
 
 
 def test_nothing_of_a_capture_is_reachable_afterwards():
@@ -271,17 +272,17 @@ def test_nothing_of_a_capture_is_reachable_afterwards():
         compiled = moefx.compile(model, example_inputs=(torch.randn(5, D),))
         compiled(torch.randn(9, D)).sum().backward()
         del compiled
-    assert _held_of_captures() == before
+    assert _held_of_captures().items() <= before.items()
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("suite", models.SUITES)
 def test_nothing_of_many_captures_is_reachable_afterwards(suite):
     moefx.explain(Loop(), example_inputs=(torch.randn(5, D),))
     before = _held_of_captures()
-    chosen = random.Random(0).sample(names := models.names(suite), min(len(names), 10))
-    for name in chosen:
+    for name in random.Random(0).sample(names := models.names(suite), min(len(names), 10)):
         case = models.build(name)
-        moefx.compile(case.model, example_inputs=case.inputs, strict=False)
-        del case
-        assert _held_of_captures() == before, name
+        compiled = moefx.compile(case.model, example_inputs=case.inputs, strict=False)
+        del case, compiled
+        assert _held_of_captures().items() <= before.items(), name

@@ -198,10 +198,12 @@ def _with_weight(call: Call, env: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _linear(call: Call, rows: Tensor, w: list[Tensor], bias: list[Tensor] | None, gemm: Gemm) -> Tensor:
-    out = experts.grouped_mm.reference(rows, w, call.expert_offsets, transposed=gemm.transposed, dtype=call.dtype)
+    summand = None
     if bias is not None and call.bias_apart(gemm) is None:
-        out += experts.expert_rows.reference(bias, call.expert_offsets, call.num_rows).to(call.dtype)
-    return out
+        summand = experts.expert_rows.reference(bias, call.expert_offsets, call.num_rows).to(call.dtype)
+    return experts.grouped_mm.reference(
+        rows, w, call.expert_offsets, summand, transposed=gemm.transposed, dtype=call.dtype
+    )
 
 
 def _add_apart(call: Call, product: Tensor, bias: list[Tensor] | None, gemm: Gemm) -> Tensor:

@@ -28,7 +28,7 @@ def grouped_mm(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """out[r] = rows[r] @ w[e] for the rows of each expert e; `transposed`: w[e] is [F,D] as in `nn.Linear`,
-    else [D,F]. A `summand`, the rows of biases say, is added; providers may round the sum once.
+    else [D,F]. A `summand`, the rows of biases say, is added; in the dtype of the product the sum is rounded once.
 
     `dtype` is what autocast fills in: compute in it whatever the dtype of the weights. Without it they must
     agree.
@@ -37,10 +37,12 @@ def grouped_mm(
     _, num_out = weight_shape("grouped_mm", w, expert_offsets, transposed, rows.shape[1])
     out = rows.new_zeros((rows.shape[0], num_out))
     offsets = expert_offsets.tolist()
+    at_once = summand is not None and summand.dtype == dtype  # else the sum has another dtype than the product
     for matrix, (start, stop) in zip(per_expert(w, 2), pairwise(offsets), strict=True):
         if stop > start:
-            out[start:stop] = rows[start:stop] @ (matrix.t() if transposed else matrix).to(dtype)
-    return out if summand is None else out + summand
+            factors = rows[start:stop], (matrix.t() if transposed else matrix).to(dtype)
+            out[start:stop] = torch.addmm(summand[start:stop], *factors) if at_once else torch.mm(*factors)
+    return out if summand is None or at_once else out + summand
 
 
 @op(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from unittest import mock
 
 import torch
@@ -17,6 +18,7 @@ from moefx.errors import InvalidInput, InvalidPlan
 from moefx.ir.payload import wait
 
 from ..passes.blocks import D, Dropping
+from .launch import sampled
 from .models import BLOCKS, Model, compiled_beside, is_of_experts
 
 
@@ -52,20 +54,20 @@ def gradients_are_right(model: nn.Module, compiled: nn.Module, mesh: DeviceMesh)
 
 def case_sizes_and_ways() -> None:
     mesh = mesh_with_tokens_replicated()
-    for kind in ("gated", "kinds"):
-        for number, dispatch in ((8, "flat"), (7, "dedup"), (1, "rbd"), (0, "dedup"), (6, "halo")):
-            plan = PLAN.replace(dispatch=dispatch, node_size=2)
-            model = Model(kind).double()
-            compiled = compiled_beside(model, mesh, plan)
-            x = same_tokens(mesh, number)
-            inputs = [x.clone().requires_grad_() for _ in range(2)]
-            out, want = compiled(inputs[0]), model(inputs[1])
-            torch.testing.assert_close(out, want, rtol=1e-10, atol=1e-10)
-            grad = torch.full_like(want, 0.3).cumsum(0)
-            (out * grad).sum().backward()
-            (want * grad).sum().backward()
-            torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=1e-10, atol=1e-10)
-            gradients_are_right(model, compiled, mesh)
+    ways = ((8, "flat"), (7, "dedup"), (1, "rbd"), (0, "dedup"), (6, "halo"))
+    for kind, (number, dispatch) in sampled(itertools.product(("gated", "kinds"), ways), 3):
+        plan = PLAN.replace(dispatch=dispatch, node_size=2)
+        model = Model(kind).double()
+        compiled = compiled_beside(model, mesh, plan)
+        x = same_tokens(mesh, number)
+        inputs = [x.clone().requires_grad_() for _ in range(2)]
+        out, want = compiled(inputs[0]), model(inputs[1])
+        torch.testing.assert_close(out, want, rtol=1e-10, atol=1e-10)
+        grad = torch.full_like(want, 0.3).cumsum(0)
+        (out * grad).sum().backward()
+        (want * grad).sum().backward()
+        torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=1e-10, atol=1e-10)
+        gradients_are_right(model, compiled, mesh)
 
 
 def halved_in_the_backward(t: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,7 @@ def tokens(number: int = 9) -> torch.Tensor:
 
 
 def case_what_is_right() -> None:
-    for (name, plan), kind in sampled(zip(PLANS.items(), ("gated", "joined", "joined", "gated"), strict=True), 2):
+    for (name, plan), kind in sampled(zip(PLANS.items(), ("gated", "joined", "joined", "gated"), strict=True), 4):
         model, compiled = made(kind, plan)
         for dtype in (None, torch.float64):
             report = moefx.verify(compiled, model, tokens(), dtype=dtype, routings=dtype is None)
