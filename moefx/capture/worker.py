@@ -77,6 +77,7 @@ class _Work:
         try:
             _start(self.thread)
             self._wait()
+            self.thread.join(_PATIENCE)  # its frames still hold what the worker had
         except BaseException:
             self._stop()
             raise
