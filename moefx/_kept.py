@@ -71,7 +71,7 @@ def keep(out: fx.GraphModule, found: Found, record: Record) -> None:
 
 
 def forget() -> None:
-    """`torch._dynamo.reset()`: graphs that were compiled before are not run any more."""
+    """`torch.compiler.reset()`: graphs that were compiled before are not run any more."""
     KEPT.clear()
     PLAIN.clear()
 
@@ -134,7 +134,7 @@ def nothing(given: nn.Module | Callable[..., Any], skipped: Sequence[Skipped]) -
             "there is no graph of it: it was not called yet, or Dynamo runs those of an equal model from before, "
             "or of parameters that this one had before"
         )
-        remedy = f"call it first; torch._dynamo.reset() forgets what was compiled before. {_ASK}"
+        remedy = f"call it first; torch.compiler.reset() forgets what was compiled before. {_ASK}"
     else:
         reason, remedy = "there is no graph of it: it was not called yet", f"call it first. {_ASK}"
     return Refusal("", reason, remedy=remedy, seen=False)

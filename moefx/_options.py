@@ -68,7 +68,7 @@ def _compiler(name: Any) -> Callable[..., Any]:
         return name
     if not isinstance(name, str):
         raise InvalidPlan(f"options={{'backend': {name!r}}}: expected a name or a function")
-    known = [*torch._dynamo.list_backends(exclude_tags=())]
+    known = torch.compiler.list_backends(exclude_tags=())
     if name not in known:
         raise InvalidPlan(
             f"options={{'backend': {name!r}}}: torch has no backend of that name; there is {', '.join(known)}"

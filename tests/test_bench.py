@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch._C._autograd import DeviceType
+from torch.autograd import DeviceType
 
 from moefx import cli
 from moefx.bench import ep, layers, moe, peers, results, routing, stages, tune

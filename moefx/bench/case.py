@@ -118,7 +118,6 @@ class Case:
     def parts(self) -> dict[str, dict[str, Callable[[], object]]]:
         """The parts of a forward as X-MoE's figure 11 has them -> system -> work."""
         s, stages = self.shape, self.stages()
-        gemm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm")  # noqa: B009
         router = torch.randn(s.E, s.d, device=self.x.device).to(self.x.dtype)
         w1, w2 = self.w1.transpose(1, 2), self.w2.transpose(1, 2)
         ends, by_slot = self.offsets[1:].to(torch.int32), self.weights[..., None].to(self.x.dtype)
@@ -132,7 +131,7 @@ class Case:
             return inverse.reshape(-1), offsets[1:], self.x[token_ids]
 
         def experts() -> object:
-            return gemm(activation(s, gemm(rows, w1, offs=ends)), w2, offs=ends)
+            return F.grouped_mm(activation(s, F.grouped_mm(rows, w1, offs=ends)), w2, offs=ends)
 
         def combine() -> object:
             return (self.out[self.inverse.long()] * by_slot).sum(1)

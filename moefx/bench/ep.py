@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._autograd import DeviceType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import moefx
@@ -114,7 +113,7 @@ class Step:
             self()
             torch.cuda.synchronize()
         events: Iterable[Any] = profile.events() or ()
-        found = [e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
+        found = [e for e in events if e.device_type.name == "CUDA" and not e.is_user_annotation]
         first = min(e.time_range.start for e in found)
         spans = [(e.name, (e.time_range.start - first) / 1e3, (e.time_range.end - first) / 1e3) for e in found]
         return sorted(spans, key=lambda span: span[1])

@@ -19,7 +19,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch._C._autograd import DeviceType
 
 from .results import parser, write
 
@@ -64,7 +63,7 @@ def build(system: str, layers: int) -> torch.nn.Module:
 
 def kernels(events: Iterable[Any]) -> list[dict[str, Any]]:
     """Name, ms and calls of each kernel in a profile, the longest first."""
-    found = [e for e in events if e.device_type == DeviceType.CUDA and e.self_device_time_total > 0]
+    found = [e for e in events if e.device_type.name == "CUDA" and e.self_device_time_total > 0]
     found = [e for e in found if not e.is_user_annotation]  # a range of the optimizer's, around its kernels
     found.sort(key=lambda e: -e.self_device_time_total)
     return [dict(kernel=e.key[:120], ms=e.self_device_time_total / 1e3, calls=e.count) for e in found]

@@ -146,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _report(shape: Shape, peer: str, routing: str, out: str | None) -> None:
     """Measure, print, and write."""
     begin = time.time()
-    torch._dynamo.reset()  # what is compiled for one shape must not serve the next
+    torch.compiler.reset()  # what is compiled for one shape must not serve the next
     row: dict[str, Any]
     try:
         row = measure(shape, peer, routing)

@@ -108,11 +108,10 @@ def torch_grouped_mm(inputs: Inputs, wrap: Callable[..., Any] = lambda function:
     inverse[order] = torch.arange(order.numel(), device=order.device)
     counts = torch.bincount(inputs.ids.reshape(-1), minlength=inputs.shape.E)
     ends, token = counts.cumsum(0).to(torch.int32), order // num_slots
-    gemm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm")  # noqa: B009
 
     def function(x: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-        hidden = gemm(x[token], w1.transpose(1, 2), offs=ends)
-        rows = gemm(activation(inputs.shape, hidden), w2.transpose(1, 2), offs=ends)
+        hidden = F.grouped_mm(x[token], w1.transpose(1, 2), offs=ends)
+        rows = F.grouped_mm(activation(inputs.shape, hidden), w2.transpose(1, 2), offs=ends)
         by_slot = rows[inverse].view(num_tokens, num_slots, -1)
         return (by_slot * weights[..., None].to(rows.dtype)).sum(1)
 

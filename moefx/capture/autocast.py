@@ -203,7 +203,7 @@ def _asked(func: Any, args: tuple, kwargs: dict[str, Any], device: str, dtype: t
     forms = map_tensors((args, kwargs), lambda t: (t.dtype, *map(int, t.shape)))
     key = (func, device, dtype, repr(forms))
     if key not in _answers:
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
+        with _disable_current_modes(), torch.DisableTorchFunction():
             like_args, like_kwargs = map_tensors(
                 (args, kwargs), lambda t: torch.empty([int(n) for n in t.shape], dtype=t.dtype, device="meta")
             )

@@ -57,7 +57,7 @@ def recording(tracer: Tracer, names: dict[int, str]) -> Iterator[None]:
         fqn = names.get(id(module))
         if fqn is None or tracer.quiet or not tracer.is_here():
             return original_call(module, *args, **kwargs)
-        with below_modes(), torch._C.DisableTorchFunction():
+        with below_modes(), torch.DisableTorchFunction():
             node_args, node_kwargs = _map_tensors((args, kwargs), tracer.node_of)
         record = Call(fqn, node_args, node_kwargs, None, len(tracer.nodes), 0, depth, dtype_here())
         depth += 1
@@ -65,7 +65,7 @@ def recording(tracer: Tracer, names: dict[int, str]) -> Iterator[None]:
             out = original_call(module, *args, **kwargs)
         finally:
             depth -= 1
-        with below_modes(), torch._C.DisableTorchFunction():
+        with below_modes(), torch.DisableTorchFunction():
             record.out = _map_tensors(_opened(out), tracer.node_of)
         record.stop = len(tracer.nodes)
         tracer.calls.append(record)

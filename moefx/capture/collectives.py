@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.utils._pytree as pytree
 
 _UNCHANGED = {"allreduce_", "broadcast_", "reduce_"}
@@ -16,10 +17,8 @@ def is_alone(func: Any, args: tuple) -> bool:
     """Whether an op of `torch.distributed` communicates in place over a group of one rank."""
     if getattr(func, "namespace", "") != "c10d" or func.overloadpacket.__name__ not in _UNCHANGED | _COPIES:
         return False
-    from torch._C._distributed_c10d import ProcessGroup
-
     groups = [a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type())]
-    return all(ProcessGroup.unbox(group).size() == 1 for group in groups)
+    return all(dist.ProcessGroup.unbox(group).size() == 1 for group in groups)
 
 
 def run_alone(func: Any, args: tuple, copy: Callable[[torch.Tensor, torch.Tensor], Any]) -> Any:

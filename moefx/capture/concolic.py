@@ -123,7 +123,7 @@ def capture(
                     raise tracer.refusals[0] from error
                 raise
             draws = drawn()
-        with torch._C.DisableTorchFunction():
+        with torch.DisableTorchFunction():
             effects = effects_of(tracer, block, before, given, state, inputs)
             foreign = [tracer.named.get(i, "a tensor that is no buffer") for i in tracer.overwritten]
             effects += [Effect("record", path, None) for path in [*surroundings.changed(), *foreign]]
@@ -139,7 +139,7 @@ def capture(
             if now or old:
                 refill(now, old)
         surroundings.restore()
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch.no_grad(), torch.DisableTorchFunction():
             for t, value in tracer.overwritten.values():
                 t.copy_(value)
     tracer.graph.output(None)

@@ -248,7 +248,7 @@ def _observing(around: Callable, chosen: Callable) -> Iterator[None]:
 
 
 def _nodes(tracer: Tracer, tree: Any) -> list[fx.Node]:
-    with below_modes(), torch._C.DisableTorchFunction():
+    with below_modes(), torch.DisableTorchFunction():
         found: list[fx.Node] = []
         opened(tree, lambda t: found.append(tracer.node_of(t)))
         return found
@@ -280,13 +280,13 @@ def _fresh(tracer: Tracer, out: Any, inputs: list[fx.Node]) -> Any:
         twin = tracer.graph.placeholder(f"again{len(tracer.nodes)}")
         twin.meta.update(index=len(tracer.nodes), source=source, grad=True, known=False, again=inputs)
         tracer.nodes.append(twin)
-        with below_modes(), torch._C.DisableTorchFunction():
+        with below_modes(), torch.DisableTorchFunction():
             fake = tracer.to_fake(torch.empty(t.shape, dtype=t.dtype, device="meta"))
         twin.meta["val"] = fake
         tracer.track(fake, twin)
         return fake
 
-    with torch._C.DisableTorchFunction():
+    with torch.DisableTorchFunction():
         return pytree.tree_map_only(torch.Tensor, fresh, out)
 
 

@@ -14,7 +14,7 @@ from .captured import SHAPE_ONLY, is_float, remembered
 from .source import user_source
 
 aten = torch.ops.aten
-GROUPED_MM = getattr(aten, "_grouped_mm", None)
+GROUPED_MM = aten._grouped_mm
 
 
 def leaves_of(node: fx.Node) -> frozenset[bool]:

@@ -87,7 +87,7 @@ class Functions(TorchFunctionMode):
         if whole is None or not any(is_float(t) for t in tensors) or any(map(_is_batched, tensors)):
             out = self._run(func, args, options)
             if func is torch.Tensor.__getitem__:
-                with below_modes(), torch._C.DisableTorchFunction():
+                with below_modes(), torch.DisableTorchFunction():
                     for dim, stop in _whole_slices(*args):
                         out = tracer.record(torch.ops.aten.slice.Tensor, (out, dim, 0, stop), {})
             if touched:
@@ -130,7 +130,7 @@ class Functions(TorchFunctionMode):
 
     def _shape(self, t: torch.Tensor) -> torch.Size:
         tracer = self.tracer
-        with torch._C.DisableTorchFunction():
+        with torch.DisableTorchFunction():
             shape = t.shape
             first = shape[0] if shape else None
             ragged = first in tracer.lengths and not _is_batched(t) and tracer.node_of(t).meta.get("ragged")
@@ -148,7 +148,7 @@ class Functions(TorchFunctionMode):
         each, rest = divmod(rows, tokens)
         if rest or not 2 <= each <= _MOST_OF_A_TOKEN or tokens < _LEAST_TOKENS or _is_batched(t):
             return None
-        with below_modes(), torch._C.DisableTorchFunction():
+        with below_modes(), torch.DisableTorchFunction():
             if rows in self.tracer.held or self.tracer.node_of(t).op == "get_attr":
                 return None
         return Size(rows, f"{each}*{sizes.tokens_text}", sizes)
@@ -160,7 +160,7 @@ class Functions(TorchFunctionMode):
         if tracer.refuses_conversion(t, value):
             _SET_DATA(t, value)
             return
-        with below_modes(), torch._C.DisableTorchFunction():
+        with below_modes(), torch.DisableTorchFunction():
             root, source = tracer.root(t), tracer.root(value)
             if source is root and (value.stride(), value.storage_offset()) == (t.stride(), t.storage_offset()):
                 return  # its own data
@@ -174,7 +174,7 @@ class Functions(TorchFunctionMode):
 
     def _numbers(self, t: torch.Tensor, value: Any) -> Any:
         """Integers that Python read from the routing."""
-        with below_modes(), torch._C.DisableTorchFunction():
+        with below_modes(), torch.DisableTorchFunction():
             if is_float(t) or t.dtype is torch.bool or _is_batched(t):
                 return value
             node = self.tracer.node_of(t)

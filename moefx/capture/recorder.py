@@ -276,12 +276,12 @@ class Recorder(TorchDispatchMode):
         if isinstance(t, FakeTensor):
             return t
         # made by hand: under the mode it takes several times as long
-        with below_modes(), torch._C.DisableTorchFunction():
+        with below_modes(), torch.DisableTorchFunction():
             return self._fake(_on_meta(t))
 
     def abstract(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> FakeTensor:
         """What a function of fake tensors gives, without autocast: on meta tensors, which is much faster."""
-        with below_modes(), torch._C.DisableTorchFunction():
+        with below_modes(), torch.DisableTorchFunction():
             key = key_of(func, args, kwargs)
             if (known := known_result(key)) is None:
                 out = self._fake(func(*map_tensors(args, _on_meta), **map_tensors(kwargs, _on_meta)))

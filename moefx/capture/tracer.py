@@ -116,7 +116,7 @@ class Tracer(Recorder):
 
     def refuses_conversion(self, old: torch.Tensor, new: torch.Tensor) -> bool:
         """Refuse a parameter or buffer that becomes one of another dtype or shape. Returns whether it does."""
-        with below_modes(), torch._C.DisableTorchFunction():
+        with below_modes(), torch.DisableTorchFunction():
             if (old.dtype, old.shape) == (new.dtype, new.shape):
                 return False
             of, to = (f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in (old, new))
@@ -169,7 +169,7 @@ class Tracer(Recorder):
             return torch.device("cpu")
         if func in _CHECKS:
             return None
-        with below_modes(), torch._C.DisableTorchFunction():
+        with below_modes(), torch.DisableTorchFunction():
             if is_alone(func, args):
                 return run_alone(func, args, self._copy_values)
             if func is aten._local_scalar_dense.default:
@@ -211,7 +211,7 @@ class Tracer(Recorder):
     def _lift_literal(self, t: torch.Tensor) -> torch.Tensor:
         self.literals[id(t)] = self.given
         if is_float(t) and not isinstance(t, FakeTensor):
-            with below_modes(), torch._C.DisableTorchFunction():
+            with below_modes(), torch.DisableTorchFunction():
                 node = self._constant(t)
                 fake = node.meta["val"]
                 self.track(fake, node)
@@ -470,7 +470,7 @@ class Tracer(Recorder):
         self, target: Any, args: tuple, kwargs: dict[str, Any], run: Callable[[], Any], opaque: bool = False
     ) -> Any:
         """Record one call as one node; the ops inside it run but are not recorded."""
-        with below_modes(), torch._C.DisableTorchFunction():
+        with below_modes(), torch.DisableTorchFunction():
             node_args, node_kwargs = map_tensors((args, kwargs), self.node_of)
             known = all(self.node_of(t).meta.get("known") for t in tensors_in((args, kwargs)))
         self.quiet += 1
@@ -478,7 +478,7 @@ class Tracer(Recorder):
             out = run()
         finally:
             self.quiet -= 1
-        with below_modes(), torch._C.DisableTorchFunction():
+        with below_modes(), torch.DisableTorchFunction():
             before = len(self.nodes)
             self.record_out(target, node_args, node_kwargs, args, out, None, False, known and not opaque)
             if opaque:

@@ -149,7 +149,7 @@ def _attribute(block: nn.Module, path: str) -> Any:
 def _global(alias: str, value: Any) -> str:
     if value is torch:
         return "" if alias == "torch" else f"{alias} = torch\n"
-    if isinstance(value, torch._ops._OpNamespace):
+    if isinstance(value, type(torch.ops.aten)):
         return f"{alias} = torch.ops.{value.name}\n"
     if isinstance(value, pytree.TreeSpec):
         return f"{alias} = torch.utils._pytree.treespec_loads({pytree.treespec_dumps(value)!r})\n"

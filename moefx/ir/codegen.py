@@ -231,7 +231,7 @@ _torch: Any = torch
 # torch's functions are `math`'s where the size is one.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "ceil": math.ceil, "floor": math.floor, "trunc": math.trunc, "int": int, "round": round, "abs": abs,
-    "min": min, "max": max, "log": math.log, "log2": _torch._sym_log2, "sqrt": _torch._sym_sqrt,
+    "min": min, "max": max, "log": math.log, "log2": _torch._sym_log2, "sqrt": torch.sym_sqrt,
 }  # fmt: skip
 
 

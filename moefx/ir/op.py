@@ -49,8 +49,8 @@ _BELOW_AUTOGRAD = torch._C._after_autograd_keyset
 
 
 def _plain_keysets() -> frozenset[int]:
-    key = torch._C.DispatchKey
-    cpu, gpu, views = (torch._C.DispatchKeySet(k) for k in (key.CPU, key.CUDA, key.ADInplaceOrView))
+    key = torch.DispatchKey
+    cpu, gpu, views = (torch.DispatchKeySet(k) for k in (key.CPU, key.CUDA, key.ADInplaceOrView))
     backends = cpu, gpu, cpu | gpu
     return frozenset(keyset.raw_repr() for backend in backends for keyset in (backend, backend | views))
 
@@ -183,7 +183,7 @@ class Op:
     def autocast(self, cast: Callable[..., tuple[Sequence[Any], dict[str, Any]]]) -> Callable[..., Any]:
         """What autocast does: `cast(dtype, *args, **kwargs) -> (args, kwargs)`. Without it: nothing."""
         for device in _AUTOCAST_DEVICES:
-            keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device.upper()}"))
+            keys = torch.DispatchKeySet(getattr(torch.DispatchKey, f"Autocast{device.upper()}"))
 
             def kernel(*args: Any, _device: str = device, _keys: Any = keys, **kwargs: Any) -> Any:
                 with torch._C._ExcludeDispatchKeyGuard(_keys):

@@ -45,8 +45,7 @@ def applies(rows: Tensor, dtype: torch.dtype | None, *weights: Sequence[Tensor])
 
 @functools.cache
 def _fused(device: torch.device) -> bool:
-    available = hasattr(torch.nn.functional, "grouped_mm") or hasattr(torch, "_grouped_mm")
-    return available and torch.cuda.get_device_capability(device) >= (9, 0)
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _readable(w: Tensor) -> bool:
@@ -57,8 +56,7 @@ def _readable(w: Tensor) -> bool:
 
 def _gemm(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """[B,n] @ [E,n,m] by blocks of rows, or [n,B] @ [B,m] -> [E,n,m] by blocks of the inner dimension."""
-    function = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm")  # noqa: B009
-    return function(left, right, offs=ends)
+    return torch.nn.functional.grouped_mm(left, right, offs=ends)
 
 
 class Whole:
