@@ -45,13 +45,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 class _EachNth:
-    """Deselect all but each N-th test, after `-m` and `-k` have selected."""
+    """Deselect all but each N-th test, after `-m` and `-k` have selected. Tests with the mark `every_version` stay."""
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         each = config.getoption("--each")
-        config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % each])
-        items[:] = items[::each]
+        stays = [not i % each or item.get_closest_marker("every_version") is not None for i, item in enumerate(items)]
+        config.hook.pytest_deselected(items=[item for item, stay in zip(items, stays, strict=True) if not stay])
+        items[:] = [item for item, stay in zip(items, stays, strict=True) if stay]
 
 
 def pytest_configure(config: pytest.Config) -> None:
