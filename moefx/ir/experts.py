@@ -37,12 +37,14 @@ def grouped_mm(
     _, num_out = weight_shape("grouped_mm", w, expert_offsets, transposed, rows.shape[1])
     out = rows.new_zeros((rows.shape[0], num_out))
     offsets = expert_offsets.tolist()
-    at_once = summand is not None and summand.dtype == dtype  # else the sum has another dtype than the product
     for matrix, (start, stop) in zip(per_expert(w, 2), pairwise(offsets), strict=True):
         if stop > start:
             factors = rows[start:stop], (matrix.t() if transposed else matrix).to(dtype)
-            out[start:stop] = torch.addmm(summand[start:stop], *factors) if at_once else torch.mm(*factors)
-    return out if summand is None or at_once else out + summand
+            if summand is None or summand.dtype != dtype:  # then the sum has another dtype than the product
+                out[start:stop] = torch.mm(*factors)
+            else:
+                out[start:stop] = torch.addmm(summand[start:stop], *factors)
+    return out + summand if summand is not None and summand.dtype != dtype else out
 
 
 @op(
