@@ -10,6 +10,8 @@ from torch.overrides import TorchFunctionMode
 
 _NAMED = {Tensor.float: torch.float32, Tensor.half: torch.float16, Tensor.bfloat16: torch.bfloat16}
 
+_CASTS = {*_NAMED, Tensor.to, Tensor.type}
+
 
 class NoCopies(TorchFunctionMode):
     """A cast to the only dtype of a float32 program returns the tensor itself, as it does in that program. What is then
@@ -25,6 +27,8 @@ class NoCopies(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func not in _CASTS:
+            return func(*args, **kwargs)
         if self.own is not None and _named(func, args, kwargs) is self.own and args[0].dtype is torch.float64:
             return args[0]
         return func(*args, **kwargs)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..errors import InvalidInput, in_short
 from .casts import NoCopies
 from .decisions import size
-from .policy import Row, judge, tolerance
+from .policy import Pair, Row, judge, judge_all, tolerance
 from .routing import Align, CannotReplay, Record, Replay, RoutingRow, Scope, Tape
 from .sandbox import SECOND, Call, Casts, Inputs, Options, Parameters, Run, call_module, execute, leaves, sandbox
 from .shares import Shares
@@ -195,24 +195,24 @@ class _Comparing:
         is_compiled = which == "compiled"
         box = sandbox(self.subject.compiled if is_compiled else self.subject.original, parameters, dtype)
         self.subject.prepare(box, which, self.scope)
-        with contextlib.ExitStack() as stack:
-            if mode.promote:
-                stack.enter_context(NoCopies(only_precision(self.subject.original, self.inputs)))
-            return execute(
-                box, self.inputs, self.options, mode=mode, cotangents=self.cotangents,
-                call=self.subject.call_compiled if is_compiled else self.subject.call_original,
-                cast=lambda t: change(t.to(dtype) if dtype else t),
-            )  # fmt: skip
+        copies = NoCopies(only_precision(self.subject.original, self.inputs)) if mode.promote else contextlib.nullcontext()
+        return execute(
+            box, self.inputs, self.options, mode=_both(copies, mode), cotangents=self.cotangents,
+            call=self.subject.call_compiled if is_compiled else self.subject.call_original,
+            cast=lambda t: change(t.to(dtype) if dtype else t),
+        )  # fmt: skip
 
     def judge(self, original: Run, compiled: Run, truth: Run, noise: list[Run] | None = None) -> list[Row]:
-        rows = []
+        rows: list[Row] = []
+        pairs: dict[int, Pair] = {}  # to judge together, by their place among the rows
+        changed = original.changed | compiled.changed
         sizes = {key: size(t) for key, t in original.values.items() if key[0].startswith("grad") and t is not None}
         first = max((n for (_, name), n in sizes.items() if not name.endswith(SECOND)), default=0.0)
         largest = max(sizes.values(), default=0.0)
         for key in (*original.values, *(k for k in compiled.values if k not in original.values)):
             kind, name = key
             row = Row(self.subject.block, name, kind, ok=False, case=self.case)
-            if kind in ("buffer", "state") and key not in original.changed | compiled.changed:
+            if kind in ("buffer", "state") and key not in changed:
                 continue
             if self.subject.shares is not None and name.endswith(".requires_grad") and _is_empty(original, name):
                 continue  # of a rank without tokens, whose backward the others need
@@ -229,8 +229,22 @@ class _Comparing:
             exact = [torch.zeros_like(theirs) if t is None else t for t in exact]
             exact[0] = exact[0] if exact[0].shape == theirs.shape else theirs
             unit = (largest if name.endswith(SECOND) else first) if kind.startswith("grad") else 0.0
-            rows.append(judge(row, ours, theirs, exact[0], self.tol, exact[1:], unit))
+            if noise:
+                row = judge(row, ours, theirs, exact[0], self.tol, exact[1:], unit)
+            else:
+                pairs[len(rows)] = Pair(row, ours, theirs, exact[0], unit)
+            rows.append(row)
+        for at, row in zip(pairs, judge_all(list(pairs.values()), self.tol), strict=True):
+            rows[at] = row
         return [row for row in rows if not (row.ok and row.name.endswith(".requires_grad"))]
+
+
+@contextlib.contextmanager
+def _both(
+    outer: contextlib.AbstractContextManager[Any], inner: contextlib.AbstractContextManager[Any]
+) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 def _is_empty(run: Run, name: str) -> bool:

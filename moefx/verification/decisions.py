@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
+@functools.cache
 def draws(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 
 
 def selects(func: Any, args: Any) -> bool:
     """Does this op pick places along a dimension by their floating-point scores?"""
+    return _may_select(func) and bool(args) and is_float(args[0]) and args[0].ndim > 0 and args[0].numel() > 0
+
+
+@functools.cache
+def _may_select(func: Any) -> bool:
     schema = getattr(func, "_schema", None)
-    if schema is None or schema.is_mutable or func.namespace != "aten" or not args or not is_float(args[0]):
-        return False
-    if not args[0].ndim or not args[0].numel():
+    if schema is None or schema.is_mutable or func.namespace != "aten":
         return False
     pair = [r.name for r in schema.returns] == ["values", "indices"]
     return pair or schema.name in ("aten::argmax", "aten::argmin")
@@ -25,11 +30,17 @@ def selects(func: Any, args: Any) -> bool:
 
 def decides(func: Any, args: Any, out: Any) -> bool:
     """Does this op turn floating-point values into integers or booleans?"""
-    if getattr(func, "namespace", "") != "aten" or func._schema.is_mutable or func is torch.ops.aten.view.dtype:
+    if not _may_decide(func):
         return False
     outs = out if isinstance(out, (tuple, list)) else (out,)
     discrete = bool(outs) and all(isinstance(o, Tensor) and not is_float(o) and not o.is_complex() for o in outs)
     return discrete and any(is_float(a) for a in args)
+
+
+@functools.cache
+def _may_decide(func: Any) -> bool:
+    is_functional = getattr(func, "namespace", "") == "aten" and not func._schema.is_mutable
+    return is_functional and func is not torch.ops.aten.view.dtype
 
 
 def is_float(t: Any) -> bool:

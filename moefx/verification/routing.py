@@ -122,11 +122,10 @@ class _Mode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        key = self.scope.names[-1], str(func), _shapes(args)
-        if self.promote and func not in _NO_CASTS:
+        if self.promote and _names_dtypes(func):
             args = tuple(_promoted(func, a) for a in args)
             kwargs = {name: _promoted(func, a) for name, a in kwargs.items()}
-        return self.run(key, func, args, kwargs)
+        return self.run(func, args, kwargs)
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = (equivalent(func, args) or func)(*args, **kwargs)
@@ -134,8 +133,12 @@ class _Mode(TorchDispatchMode):
             return out.double()
         return out
 
-    def run(self, key: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         raise NotImplementedError
+
+    def key(self, func: Any, args: Any) -> Any:
+        """By what a decision or a draw is found in another run."""
+        return self.scope.names[-1], str(func), _shapes(args)
 
     def next(self, entries: dict[Any, list[Any]], key: Any) -> Any | None:
         """The entry for this occurrence of `key`; None when the recording had fewer."""
@@ -147,22 +150,22 @@ class _Mode(TorchDispatchMode):
 class Record(_Mode):
     """Run the original; write its decisions and random draws on the tape."""
 
-    def run(self, key: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = self.call(func, args, kwargs)
         if draws(func):
             if isinstance(out, Tensor):
-                self.tape.draws[key].append(out.detach().clone())
+                self.tape.draws[self.key(func, args)].append(out.detach().clone())
             elif func is torch.ops.aten.native_dropout.default:
-                self.tape.draws[key].append(out[1].clone())
+                self.tape.draws[self.key(func, args)].append(out[1].clone())
             elif kwargs.get("dropout_p") or any(isinstance(a, float) and 0 < a < 1 for a in args):
                 self.tape.cannot_replay = f"{func} draws random numbers inside its kernel"
         elif selects(func, args):
             selection = Selection(func, args, kwargs)
             ids, scores = selection.ids(out).clone(), selection.scores.detach().clone()
-            self.tape.decisions[key].append(_Decision((ids,), scores))
+            self.tape.decisions[self.key(func, args)].append(_Decision((ids,), scores))
         elif decides(func, args, out):
             outs = (out,) if isinstance(out, Tensor) else out
-            self.tape.decisions[key].append(_Decision(tuple(o.clone() for o in outs)))
+            self.tape.decisions[self.key(func, args)].append(_Decision(tuple(o.clone() for o in outs)))
         return out
 
 
@@ -175,17 +178,17 @@ class Replay(_Mode):
             raise CannotReplay(tape.cannot_replay)
         super().__init__(tape, scope, promote=promote)
 
-    def run(self, key: Any, func: Any, args: Any, kwargs: Any) -> Any:
-        if draws(func) and (drawn := self.next(self.tape.draws, key)) is not None:
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if draws(func) and (drawn := self.next(self.tape.draws, self.key(func, args))) is not None:
             return self.draw(func, args, drawn)
         out = self.call(func, args, kwargs)
         selecting = selects(func, args)
         if not (selecting or decides(func, args, out)):
             return out
-        decision: _Decision | None = self.next(self.tape.decisions, key)
+        decision: _Decision | None = self.next(self.tape.decisions, self.key(func, args))
         if decision is None:
             if selecting:
-                raise CannotReplay(f"{func} was not run on {key[-1]} in the original's precision")
+                raise CannotReplay(f"{func} was not run on {_shapes(args)} in the original's precision")
             return out
         if not selecting:
             imposed = tuple(t.clone() for t in decision.results)
@@ -213,11 +216,11 @@ class Align(_Mode):
         self.tol, self.case = tol, case
         self.rows: list[RoutingRow] = []
 
-    def run(self, key: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = self.call(func, args, kwargs)
         if not selects(func, args):
             return out
-        decision: _Decision | None = self.next(self.tape.decisions, key)
+        decision: _Decision | None = self.next(self.tape.decisions, self.key(func, args))
         if decision is None:
             return out
         selection, (chosen,) = Selection(func, args, kwargs), decision.results
@@ -257,6 +260,15 @@ def _is_factory(func: Any) -> bool:
     """Whether an op makes a tensor of no other, as `torch.zeros(4)` does, in the dtype that is the default."""
     returns = [str(r.type) for r in func._schema.returns]
     return returns == ["Tensor"] and not any("Tensor" in str(a.type) for a in func._schema.arguments)
+
+
+@functools.cache
+def _names_dtypes(func: Any) -> bool:
+    """Whether among the arguments of an op there may be dtypes, or texts that name some."""
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        return True
+    return func not in _NO_CASTS and any("Tensor" not in str(a.type) for a in schema.arguments)
 
 
 def _promoted(func: Any, a: Any) -> Any:

@@ -102,7 +102,8 @@ def sandbox(module: nn.Module, parameters: Parameters, dtype: torch.dtype | None
         for held in (sub._parameters, sub._buffers):
             held.update({name: memo[id(t)] for name, t in held.items() if t is not None})
         for name, value in vars(sub).items():
-            if isinstance(value, (Tensor, list, tuple, dict)) and name not in (
+            is_tensor = isinstance(value, Tensor)
+            if (is_tensor or (isinstance(value, (list, tuple, dict)) and value)) and name not in (
                 "_parameters",
                 "_buffers",
                 "_modules",
@@ -326,10 +327,18 @@ def _state(module: nn.Module) -> dict[Key, Tensor]:
     for prefix, sub in module.named_modules():
         for name, value in vars(sub).items():
             if isinstance(value, (Tensor, int, float)) and name != "training":
-                value = value.detach().clone() if isinstance(value, Tensor) else _as_tensor(value)
+                value = value.detach().clone() if isinstance(value, Tensor) else _shared_tensor(value)
                 found["state", f"{prefix}.{name}" if prefix else name] = value
     return found
 
 
+@functools.lru_cache(maxsize=4096, typed=True)
+def _shared_tensor(number: float) -> Tensor:
+    """`_as_tensor`, to be read only. Modules of one kind keep the same few numbers."""
+    return _as_tensor(number)
+
+
 def _same(a: Tensor, b: Tensor) -> bool:
+    if a is b:
+        return True
     return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | (a.isnan() & b.isnan())).all())
