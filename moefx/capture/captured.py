@@ -90,13 +90,19 @@ class _BelowOneMode:
 _NOTHING = contextlib.nullcontext()
 
 
+_LITERALS = frozenset([type(None), bool, int, float, str, torch.dtype, torch.device])
+
+
 def map_tensors(tree: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
     """`tree_map_only(Tensor)` for the plain containers that op arguments are made of; several times faster."""
+    kind = type(tree)
+    if kind in _LITERALS:
+        return tree
+    if kind is tuple or kind is list:
+        return kind([map_tensors(x, fn) for x in tree])
     if isinstance(tree, torch.Tensor):
         return fn(tree)
-    if type(tree) in (tuple, list):
-        return type(tree)([map_tensors(x, fn) for x in tree])
-    if type(tree) is dict:
+    if kind is dict:
         return {k: map_tensors(v, fn) for k, v in tree.items()}
     if isinstance(tree, (tuple, list, dict)):
         return pytree.tree_map_only(torch.Tensor, fn, tree)

@@ -66,12 +66,13 @@ def capture(
     buffers = {name for name, _ in block.named_buffers(remove_duplicate=False)}
     seen: dict[int, torch.Tensor] = {}
     places: set[tuple[int, str]] = set()
+    modules = dict(block.named_modules(remove_duplicate=False))
     for name, t in [
         *block.named_parameters(remove_duplicate=False),
         *block.named_buffers(remove_duplicate=False),
     ]:
         owner, _, key = name.rpartition(".")
-        place = (id(block.get_submodule(owner)), key)
+        place = (id(modules[owner]), key)
         if place in places:
             continue  # a module under two names: to swap its tensors twice would leave the first swap behind
         places.add(place)

@@ -47,8 +47,9 @@ class Functions(TorchFunctionMode):
         args, options = plain(args), plain(kwargs or {})
         tracer = self.tracer
         touched, tracer.touched = tracer.touched, False
-        given, tracer.given = tracer.given, tracer.given | tracer.sizes.given
-        tracer.sizes.given = frozenset()
+        given = tracer.given
+        if tracer.sizes.given:
+            tracer.given, tracer.sizes.given = given | tracer.sizes.given, frozenset()
         try:
             return self._called(func, args, options, touched)
         finally:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import operator
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -75,19 +77,24 @@ class Recorder(TorchDispatchMode):
 
     # ------------------------------------------------------------------ nodes
     def emit(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> fx.Node:
-        return self._register(self.graph.call_function(target, plain(args), plain(kwargs)))
+        is_op = type(target) is torch._ops.OpOverload
+        name = _node_name(target) if is_op else None
+        return self._register(self.graph.create_node("call_function", target, plain(args), plain(kwargs), name=name))
 
     def _register(self, node: fx.Node) -> fx.Node:
         check_interrupt()
         if 0 < self.most_nodes < len(self.nodes):
             raise CaptureError(f"more than {self.most_nodes} operations, at {user_source()}: {user_source().text}")
-        node.meta["index"] = len(self.nodes)
-        node.meta["source"] = user_source()
-        node.meta["grad"] = grad_enabled()
-        node.meta["autocast"] = self.autocast
-        node.meta["of_sizes"] = self.given
         # whether how many rows it has may follow from the routing
-        node.meta["ragged"] = node.target in _RAGGED or any(a.meta.get("ragged") for a in node.all_input_nodes)
+        is_ragged = node.target in _RAGGED or any([a.meta.get("ragged") for a in node.all_input_nodes])
+        node.meta |= {
+            "index": len(self.nodes),
+            "source": user_source(),
+            "grad": grad_enabled(),
+            "autocast": self.autocast,
+            "of_sizes": self.given,
+            "ragged": is_ragged,
+        }
         self.nodes.append(node)
         return node
 
@@ -291,6 +298,12 @@ class Recorder(TorchDispatchMode):
 
     def _fake(self, t: torch.Tensor) -> FakeTensor:
         return FakeTensor(self.fake_mode, t, torch.device("cpu"))
+
+
+@functools.cache
+def _node_name(op: torch._ops.OpOverload) -> str:
+    """What torch calls a node of an op, before it is numbered."""
+    return re.sub("(?<=[a-z])([A-Z])", r"_\1", op.__name__).lower().replace(".", "_")
 
 
 def _on_meta(t: torch.Tensor) -> torch.Tensor:

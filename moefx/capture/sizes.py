@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..ir.codegen import FUNCTIONS
 
@@ -260,13 +262,19 @@ def _value(x: Any) -> Any:
     return x.value if isinstance(x, Number) else x
 
 
+_PLAIN = frozenset([type(None), bool, int, float, str, torch.Tensor, FakeTensor, fx.Node])
+
+
 def plain(x: Any) -> Any:
     """For an op: a `Size` or `Ratio` as the number it is, also in the containers that arguments are made of."""
+    kind = type(x)
+    if kind in _PLAIN:
+        return x
+    if kind is tuple or kind is list:
+        return kind([plain(v) for v in x])
     if isinstance(x, Number):
         x.log.use(x)
         return x.value
-    if type(x) in (tuple, list):
-        return type(x)([plain(v) for v in x])
     if type(x) is torch.Size:
         return torch.Size([plain(v) for v in x])
     if type(x) is dict:

@@ -86,26 +86,41 @@ def said(sources: tuple[Source, ...]) -> Iterator[None]:
 
 def user_source() -> Source:
     """The innermost frame that belongs neither to torch nor to this package."""
-    return next(_user_frames(), Source("?", 0, 0))
+    if given := getattr(_local, "said", ()):
+        return given[0]
+    frame = _user_frame(sys._getframe(1))
+    return _NOWHERE if frame is None else _source_of(frame)
 
 
 def user_calls() -> tuple[Source, ...]:
     """All of these, the innermost first: a function of the user's may be called at several places."""
-    return tuple(_user_frames())
-
-
-def _user_frames() -> Iterator[Source]:
     if given := getattr(_local, "said", ()):
-        yield from given
-        return
-    frame: types.FrameType | None = sys._getframe(2)
+        return given
+    found, frame = [], _user_frame(sys._getframe(1))
+    while frame is not None:
+        found.append(_source_of(frame))
+        frame = _user_frame(frame.f_back)
+    return tuple(found)
+
+
+def _user_frame(frame: types.FrameType | None) -> types.FrameType | None:
+    """The first frame of the user's, from this one outwards to the capture. Asked at each op of a program."""
     while frame is not None:
         name = frame.f_code.co_filename
+        if (is_user := _is_user_file.get(name)) is None:
+            if len(_is_user_file) > 1 << 12:
+                _is_user_file.clear()
+            is_user = _is_user_file[name] = is_users(name)
+        if is_user:
+            return frame
         if name == _CAPTURE:
-            return  # who asked for the capture is no part of the program
-        if is_users(name):
-            yield _source_of(frame)
+            return None  # who asked for the capture is no part of the program
         frame = frame.f_back
+    return None
+
+
+_is_user_file: dict[str, bool] = {}
+_NOWHERE = Source("?", 0, 0)
 
 
 def is_users_own(error: BaseException) -> bool:

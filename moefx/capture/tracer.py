@@ -254,10 +254,10 @@ class Tracer(Recorder):
                 "the block draws random numbers from a generator of its own", "draw them from torch's default generator"
             )
         written, is_view = _aliases(func)
-        node_args, node_kwargs = map_tensors((args, kwargs), self.node_of)
+        node_args, node_kwargs, nodes = self._nodes_of(args, kwargs)
         if name.startswith(("index_put", "_index_put")):
             node_args = (*node_args[:2], with_leading_ones(node_args[2]), *node_args[3:])
-        known = func in SHAPE_ONLY or all(self.node_of(t).meta.get("known") for t in tensors_in((args, kwargs)))
+        known = func in SHAPE_ONLY or all(node.meta.get("known") for node in nodes)
         known = known and torch.Tag.nondeterministic_seeded not in func.tags
         if written:
             return self._record_in_place(func, args, kwargs, node_args, node_kwargs, written, known)
@@ -272,6 +272,16 @@ class Tracer(Recorder):
             asked = question(func, node_args, node_kwargs)
             out, concrete = self._mixed(func, args, kwargs, out, concrete, asked, known)
         return self.record_out(func, node_args, node_kwargs, args, out, concrete, is_view, known)
+
+    def _nodes_of(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, Any, list[fx.Node]]:
+        """Arguments with the nodes of their tensors, and these nodes."""
+        nodes: list[fx.Node] = []
+
+        def node_of(t: torch.Tensor) -> fx.Node:
+            nodes.append(node := self.node_of(t))
+            return node
+
+        return map_tensors(args, node_of), map_tensors(kwargs, node_of) if kwargs else kwargs, nodes
 
     def _is_abstract(self, t: torch.Tensor) -> bool:
         return is_float(t) and not self.node_of(t).meta.get("known")
@@ -471,8 +481,8 @@ class Tracer(Recorder):
     ) -> Any:
         """Record one call as one node; the ops inside it run but are not recorded."""
         with below_modes(), torch.DisableTorchFunction():
-            node_args, node_kwargs = map_tensors((args, kwargs), self.node_of)
-            known = all(self.node_of(t).meta.get("known") for t in tensors_in((args, kwargs)))
+            node_args, node_kwargs, nodes = self._nodes_of(args, kwargs)
+            known = all(node.meta.get("known") for node in nodes)
         self.quiet += 1
         try:
             out = run()
