@@ -13,7 +13,7 @@ from ...capture.routing import Routing, takes
 from ...errors import Refused
 from .given import is_of_call
 from .nodes import op_name
-from .paths import Place, expert_indices, tensor_at
+from .paths import Place, Siblings, expert_indices, tensor_at
 from .ranges import UNBOUNDED, Ranges
 from .turns import Turn, evaluate, integer_ancestors, path_from, runs
 
@@ -148,8 +148,8 @@ def _siblings(prover: Prover, table: dict[int, Place]) -> int:
     names = {e: place.fqn.split(".") for e, place in table.items()}
     for depth, _ in enumerate(min(names.values(), key=len)):
         before = next(iter(names.values()))[:depth]
-        siblings = prover.children.get(".".join(before), [])
-        if all(parts[depth] in siblings and siblings.index(parts[depth]) == e for e, parts in names.items()):
+        siblings = prover.children.get(".".join(before), Siblings())
+        if all(siblings.numbers.get(parts[depth]) == e for e, parts in names.items()):
             heads = {tuple(fqn.split(".")[: depth + 1]) for fqn in prover.experts or ()}
             return sum((*before, name) in heads for name in siblings)
     return 0

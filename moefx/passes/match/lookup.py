@@ -48,8 +48,17 @@ class Lookup:
                 at = -index if is_last else index
                 self.readings.append(((ref.place not in self.before, n in inside, rank), at, ref))
         self.readings.sort(key=lambda r: r[:2])
+        self.readings = self._without_repeated()
         self.before_knew = like is not None and not like.kept.all()  # which slots are dropped
         self._tables: dict[tuple, dict[Term, list[Ref]]] = {}
+
+    def _without_repeated(self) -> list[tuple[tuple[bool, bool, int], int, Ref]]:
+        """The first of the readings that are the same: each turn of a loop may compute `weights[..., None]` again."""
+        first: dict[tuple, tuple[tuple[bool, bool, int], int, Ref]] = {}
+        for reading in self.readings:
+            ref = reading[-1]
+            first.setdefault((self.S.term(ref.node), ref.axes, line(ref.node)), reading)
+        return list(first.values())
 
     def _axes(self, shape: tuple[int, ...]) -> list[tuple[int, tuple[str, ...]]]:
         T, K, out = self.T, self.slots, []

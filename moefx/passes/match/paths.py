@@ -6,6 +6,7 @@ An expert's buffers (the mask of a pruned weight, the scale of a quantised one) 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 
 import torch
@@ -91,15 +92,24 @@ def _at(t: Term) -> list[tuple]:
     return [*steps, ("squeeze", t.shape, tuple(unit))] if unit else steps
 
 
-def expert_indices(place: Place, children: dict[str, list[str]]) -> list[int]:
+class Siblings(list[str]):
+    """Names of parts of a module that are numbered alike, in order."""
+
+    @functools.cached_property
+    def numbers(self) -> dict[str, int]:
+        """Where each name stands."""
+        return {part: number for number, part in enumerate(self)}
+
+
+def expert_indices(place: Place, children: dict[str, Siblings]) -> list[int]:
     """Which expert a place may belong to, most likely first: its index in a stack, in a flat matrix, or among
     sibling modules. `children`: FQN of a parent -> its numbered parts in order.
     """
     parts, found = place.fqn.split("."), []
     for depth in range(len(parts)):
-        siblings = children.get(".".join(parts[:depth]), [])
-        if len(siblings) > 1 and parts[depth] in siblings:
-            found.append(siblings.index(parts[depth]))
+        siblings = children.get(".".join(parts[:depth]))
+        if siblings is not None and len(siblings) > 1 and parts[depth] in siblings.numbers:
+            found.append(siblings.numbers[parts[depth]])
     for op, *rest in place.steps:
         if op == "at" and rest[1]:
             return [rest[1][0][1]]
@@ -110,9 +120,9 @@ def expert_indices(place: Place, children: dict[str, list[str]]) -> list[int]:
     return found
 
 
-def sibling_names(block: nn.Module) -> dict[str, list[str]]:
+def sibling_names(block: nn.Module) -> dict[str, Siblings]:
     """For every module of the block whose parts are numbered alike (`0`, `1`, ... or `expert_0`, ...): those parts."""
-    out: dict[str, list[str]] = {}
+    out: dict[str, Siblings] = {}
     for name, module in block.named_modules():
         parts = [*module._modules, *module._parameters]
         families: dict[str, list[str]] = {}
@@ -126,7 +136,7 @@ def sibling_names(block: nn.Module) -> dict[str, list[str]]:
                 kinds.setdefault(tuple((n, t.shape) for n, t in child.named_parameters()), []).append(part)
             largest = max(kinds.values(), key=len, default=[])
         if len(largest) > 1:
-            out[name] = sorted(largest, key=_natural)
+            out[name] = Siblings(sorted(largest, key=_natural))
     return out
 
 

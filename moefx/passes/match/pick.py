@@ -11,7 +11,7 @@ from .paths import has_place
 from .resolve import shift, weight
 from .shapes import reshape_group, unravel
 from .term import Term, is_const, number
-from .terms import Terms, without_row
+from .terms import Terms, Write, without_row
 
 _LABELS = string.ascii_letters
 _MASKED = -1e8
@@ -172,13 +172,16 @@ def _pick_put(T: Terms, t: Term, axis: int, i: int) -> Term:
         base, dims, indices, values, accumulate = t.args
         if axis not in dims:
             break
-        hits = indices.hits(dims.index(axis), i)
-        if len(dims) > 1 and len(hits):
+        if len(dims) == 1:
+            writes, t = _writes(T, t, axis)
+            for values, accumulate, hits in writes.get(i, ()):
+                if not accumulate:
+                    return _plus(T, T.pick(values, 0, hits[-1]), added)
+                added += [T.pick(values, 0, j) for j in reversed(hits)]
+        elif len(indices.hits(dims.index(axis), i)):
             break
-        if len(hits) and not accumulate:
-            return _plus(T, T.pick(values, 0, hits[-1]), added)
-        added += [T.pick(values, 0, j) for j in reversed(hits)]
-        t = base
+        else:
+            t = base
     if t.op != "put":
         return _plus(T, T.pick(t, axis, i), added)
     base, dims, indices, values, accumulate = t.args
@@ -193,6 +196,19 @@ def _pick_put(T: Terms, t: Term, axis: int, i: int) -> Term:
     rest = [d for d in range(len(base.shape)) if d not in dims]
     values = T.pick(values, 1 + rest.index(axis), i)
     return _plus(T, T.put(under, [d - (d > axis) for d in dims], indices.value, values, accumulate), added)
+
+
+def _writes(T: Terms, t: Term, axis: int) -> tuple[dict[int, list[Write]], Term]:
+    """What a chain of `put` along one axis writes at each index, the last write first, and the term below the chain."""
+    if (t, axis) not in T.writes:
+        below, writes = t, dict[int, list[Write]]()
+        while below.op == "put" and below.args[1] == (axis,):
+            below_it, _, indices, values, accumulate = below.args
+            for i, hits in indices.all_hits(0).items():
+                writes.setdefault(i, []).append((values, accumulate, hits))
+            below = below_it
+        T.writes[t, axis] = writes, below
+    return T.writes[t, axis]
 
 
 def _plus(T: Terms, base: Term, added: list[Term]) -> Term:

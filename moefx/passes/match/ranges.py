@@ -245,7 +245,8 @@ class Ranges:
         shape = mask.meta["val"].shape
         hi = [n - 1 for n in shape]
         if found is not None and found[1].shape == tuple(shape):
-            hi = [max(p, default=0) for p in ((found[0] != 0) | (found[1] != 0)).nonzero().t().tolist()]
+            places = ((found[0] != 0) | (found[1] != 0)).nonzero()
+            hi = places.amax(0).tolist() if len(places) else [0] * len(shape)
         hi = [UNBOUNDED if self._is_of_tokens(mask, d) else last for d, last in enumerate(hi)]
         return torch.zeros((1, len(hi)), dtype=torch.int64), torch.tensor([hi], dtype=torch.int64)
 

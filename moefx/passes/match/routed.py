@@ -228,19 +228,15 @@ def family(reach: Reach, experts: set[str]) -> set[str]:
     """With parameters of some experts those of their siblings that no token met."""
     names = {n for n, _ in reach.block.named_parameters(remove_duplicate=False)}
     out = set(experts)
-    split = [fqn.split(".") for fqn in experts]
-    for parts in split:
+    alike: dict[tuple[str, str], list[str]] = defaultdict(list)  # by what stands before and behind the part's name
+    for fqn in experts:
+        parts = fqn.split(".")
         for depth, part in enumerate(parts):
-            siblings = reach.children.get(".".join(parts[:depth]), [])
-            if part not in siblings:
-                continue
-            alike = [
-                p
-                for p in split
-                if len(p) == len(parts) and p[:depth] == parts[:depth] and p[depth + 1 :] == parts[depth + 1 :]
-            ]
-            if len(alike) > 1:
-                out |= {".".join([*parts[:depth], other, *parts[depth + 1 :]]) for other in siblings}
+            alike[".".join(parts[:depth]), ".".join(parts[depth + 1 :])].append(part)
+    for (before, behind), parts in alike.items():
+        siblings = reach.children.get(before)
+        if siblings is not None and len(parts) > 1 and any(part in siblings.numbers for part in parts):
+            out |= {".".join(filter(None, (before, other, behind))) for other in siblings}
     return out & names
 
 

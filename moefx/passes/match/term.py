@@ -72,6 +72,10 @@ class Array:
         """Positions along the last axis where row `row` equals `i`."""
         return self._positions[row].get(i, [])
 
+    def all_hits(self, row: int) -> dict[int, list[int]]:
+        """The same for all numbers that row `row` has."""
+        return self._positions[row]
+
 
 @dataclasses.dataclass(frozen=True)
 class Operand:

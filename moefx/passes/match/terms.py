@@ -18,6 +18,7 @@ from .term import Array, Term, TooLarge, is_const, is_pw, number
 
 aten = torch.ops.aten
 _FEW = 256
+Write = tuple[Term, bool, list[int]]  # values, whether they are added, and which of them
 
 
 class Terms:
@@ -29,6 +30,7 @@ class Terms:
         self._arrays: dict[tuple, Array] = {}
         self._picks: dict[tuple[Term, int, int], Term] = {}
         self._resolved: dict[Term, Term] = {}
+        self.writes: dict[tuple[Term, int], tuple[dict[int, list[Write]], Term]] = {}  # see `pick`
         self.stacked: dict[Term, frozenset[int]] = {}  # parameters, and along which axes routing takes them apart
 
     def stack(self, found: dict[Term, frozenset[int]]) -> None:
