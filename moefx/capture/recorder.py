@@ -87,14 +87,14 @@ class Recorder(TorchDispatchMode):
             raise CaptureError(f"more than {self.most_nodes} operations, at {user_source()}: {user_source().text}")
         # whether how many rows it has may follow from the routing
         is_ragged = node.target in _RAGGED or any([a.meta.get("ragged") for a in node.all_input_nodes])
-        node.meta |= {
-            "index": len(self.nodes),
-            "source": user_source(),
-            "grad": grad_enabled(),
-            "autocast": self.autocast,
-            "of_sizes": self.given,
-            "ragged": is_ragged,
-        }
+        node.meta.update(
+            index=len(self.nodes),
+            source=user_source(),
+            grad=grad_enabled(),
+            autocast=self.autocast,
+            of_sizes=self.given,
+            ragged=is_ragged,
+        )
         self.nodes.append(node)
         return node
 

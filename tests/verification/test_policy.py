@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moefx.verification.policy import Row, judge, tolerance
+from moefx.verification.policy import Pair, Row, judge, judge_all, tolerance
 
 ROW = Row("layers.0.mlp", "weight", "grad_param", ok=False)
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -155,3 +155,26 @@ def test_losing_any_row_of_any_shape_is_seen(rows, cols, row, scale):
     lost[row % rows] = 0
     assert verdict(original, original, truth, torch.float32).ok
     assert not verdict(lost, original, truth, torch.float32).ok
+
+
+def test_tensors_that_are_judged_together_get_the_verdicts_that_each_gets_alone():
+    g = torch.Generator().manual_seed(0)
+    truths = [torch.randn(4, 6, generator=g, dtype=torch.float64) for _ in range(7)] + [torch.zeros(4, 6).double()]
+    truths += [torch.randn(6, generator=g, dtype=torch.float64) for _ in range(3)] + [torch.ones(()).double()] * 2
+    originals = [t.float() for t in truths]
+    compiled = [t * (1 + 1e-7) for t in originals]
+    compiled[2] = compiled[2] * 1.01
+    compiled[5][3] = 0
+    compiled[9] = compiled[9] + 1
+    compiled[6], originals[6] = compiled[6].clone(), originals[6].clone()
+    compiled[6][0, 0] = originals[6][0, 0] = math.inf
+    rows = [Row("", f"experts.{i}.weight", "grad_param", ok=False) for i in range(len(truths))]
+    tol, pairs = tolerance(torch.float32, 64), [
+        Pair(*four, largest=3.0) for four in zip(rows, compiled, originals, truths, strict=True)
+    ]  # fmt: skip
+    alone = [judge(p.row, p.compiled, p.original, p.truth, tol, (), p.largest) for p in pairs]
+    together = judge_all(pairs, tol)
+    assert [row.name for row in together if not row.ok] == ["experts.2.weight", "experts.5.weight", "experts.9.weight"]
+    for one, other in zip(alone, together, strict=True):
+        assert (one.name, one.ok, one.norm, one.note) == (other.name, other.ok, other.norm, other.note)
+        assert other.error == pytest.approx(one.error, rel=1e-12) and other.bound == pytest.approx(one.bound, rel=1e-12)
