@@ -195,7 +195,8 @@ class _Comparing:
         is_compiled = which == "compiled"
         box = sandbox(self.subject.compiled if is_compiled else self.subject.original, parameters, dtype)
         self.subject.prepare(box, which, self.scope)
-        copies = NoCopies(only_precision(self.subject.original, self.inputs)) if mode.promote else contextlib.nullcontext()
+        own = only_precision(self.subject.original, self.inputs)
+        copies = NoCopies(own) if mode.promote else contextlib.nullcontext()
         return execute(
             box, self.inputs, self.options, mode=_both(copies, mode), cotangents=self.cotangents,
             call=self.subject.call_compiled if is_compiled else self.subject.call_original,

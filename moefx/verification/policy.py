@@ -198,7 +198,10 @@ def judge_all(pairs: Sequence[Pair], tol: Tolerance) -> list[Row]:
                 part = several[start : start + count]
                 rows = _judge_stack([pairs[i] for i in part], tol)
                 judged |= zip(part, rows, strict=True) if rows else {}
-    return [judged.get(i) or judge(p.row, p.compiled, p.original, p.truth, tol, (), p.largest) for i, p in enumerate(pairs)]
+    for i, p in enumerate(pairs):
+        if i not in judged:
+            judged[i] = judge(p.row, p.compiled, p.original, p.truth, tol, (), p.largest)
+    return [judged[i] for i in range(len(pairs))]
 
 
 def _judge_stack(pairs: Sequence[Pair], tol: Tolerance) -> list[Row] | None:
@@ -220,12 +223,10 @@ def _judge_stack(pairs: Sequence[Pair], tol: Tolerance) -> list[Row] | None:
         rel2, row = torch.linalg.vector_norm(off, dim=(1, 2)) / norms, (off.amax(-1) / row_sizes).amax(-1)
         return [Error(*both) for both in zip(rel2.tolist(), row.tolist(), strict=True)]
 
-    found = zip(
-        pairs, errors(compiled, negligible), errors(original, torch.zeros_like(negligible)), is_zero.tolist(), strict=True
-    )
+    own, expected = errors(compiled, negligible), errors(original, torch.zeros_like(negligible))
     return [
-        _weigh(pair.row, error, [expected], 0.0 if zero else tol.floor, tol.factor)
-        for pair, error, expected, zero in found
+        _weigh(pair.row, error, [other], 0.0 if zero else tol.floor, tol.factor)
+        for pair, error, other, zero in zip(pairs, own, expected, is_zero.tolist(), strict=True)
     ]
 
 
