@@ -26,6 +26,7 @@ from .alone import run_alone
 from .attention import attends
 from .captured import below_modes, has_values, is_float
 from .concolic import capture
+from .named_experts import modules_apart
 from .routing import Routing
 from .source import user_source
 from .tracer import Tracer
@@ -203,6 +204,8 @@ def _find(model: nn.Module, args: tuple, kwargs: dict[str, Any], share: bool, op
     covered = {n for chain in chains for n in chain}
     branches = set()
     structural = _structural(model)
+    made_by = {n: name for name in twins for n in calls[name].outputs}
+    structural |= {name: [] for name in modules_apart(nodes, made_by, structural.keys() | covered)}
     for name, parts in structural.items():
         if name in calls and name not in covered:
             chains.append(_chain(name, alike, calls))

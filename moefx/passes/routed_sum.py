@@ -167,6 +167,8 @@ class RoutedSum:
             ids = self._per_slot(index.columns[slot], slot)
         else:
             ids = self.emit.call(aten.slice.Tensor, (self._per_slot(index), 1, slot, slot + 1))
+        if ids.meta["val"].dtype is torch.bool:  # a truth chooses one of two experts
+            ids = self.emit.call(aten._to_copy.default, (ids,), {"dtype": torch.int64}, letters=("S", "K"))
         if self.is_open and (size := self._indexed(_KEEPS_ALL)):  # an error where the program has one
             return self.emit.call(aten.index.Tensor, (self._table(list(range(size))), [ids]))
         if self.is_open and (size := self._indexed(_MOVES)):

@@ -72,13 +72,14 @@ class _Search:
                 yield n, val
 
     def candidates(self, inside: set[fx.Node]) -> list[tuple[Ref, torch.Tensor]]:
-        """Readings of integer nodes as [T, K], the likeliest first."""
+        """Readings of integer nodes as [T, K], the likeliest first; also of truths, which choose one of two experts."""
         found = []
         for place, (n, val) in enumerate(self._integers()):
-            if val.dtype not in (torch.bool, torch.uint8):
+            if val.dtype is not torch.uint8:
+                is_truth = val.dtype is torch.bool
                 for axes, flat in aligned(val, self.tokens, self.sequences):
-                    if flat.shape[1] <= _MOST_SLOTS:
-                        order = ("s" in axes, flat.shape[1] != self.widest, n in inside, place)
+                    if flat.shape[1] <= (1 if is_truth else _MOST_SLOTS):
+                        order = ("s" in axes, is_truth, flat.shape[1] != self.widest, n in inside, place)
                         found.append((order, Ref(n, axes), flat))
         return [(ref, flat) for _, ref, flat in sorted(found, key=lambda c: c[0])]
 
@@ -97,7 +98,8 @@ class _Search:
                 outside = ids.numel() - int(torch.isin(ids, torch.tensor(list(names.values()))).sum())
                 if unused == outside:  # ids that are nobody's say themselves which slots do not count
                     return Choice(ref, ids, slots)
-                first = first or Choice(ref, ids, slots)
+                if ref.node.meta["val"].dtype is not torch.bool:  # a truth leaves nothing out
+                    first = first or Choice(ref, ids, slots)
         return first
 
     def as_before(self, like: Lifted) -> Choice | None:
@@ -143,7 +145,8 @@ class _Search:
             return None
         wanted = [{self.natural[k] for k in row} for row in self.keys]
         place = {n: i for i, n in enumerate(self.nodes)}
-        single = sorted((c for c in candidates if c[1].shape[1] == 1), key=lambda c: place[c[0].node])
+        single = [c for c in candidates if c[1].shape[1] == 1 and c[0].node.meta["val"].dtype is not torch.bool]
+        single.sort(key=lambda c: place[c[0].node])
         hits: dict[int, int] = {}  # of the columns that say something of their own, how many ids are of experts used
         for at, (_, ids) in enumerate(single):
             if not any(torch.equal(ids, single[other][1]) for other in hits):

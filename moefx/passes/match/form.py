@@ -84,7 +84,7 @@ class Lifted:
     missed: Ref | None  # what tokens get of which no slot counts, where that is not zero
     kept: torch.Tensor  # bool [T, K]: False where the slot contributes nothing
     absorbed: set[fx.Node]
-    is_nested: bool = False  # experts are numbered through all lists of a list
+    numbers: dict[str, int] = dataclasses.field(default_factory=dict)  # of experts that no single list numbers
     twice: set[int] = dataclasses.field(default_factory=set)  # tokens that have chosen an expert more than once
     optional: SizeGuard | None = None  # the proof can do without it, where a form holds for these sizes only
 

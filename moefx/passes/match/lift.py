@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import math
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -23,14 +24,24 @@ from ...errors import Refused
 from ...ir.expression_check import is_pointwise
 from .chosen import Choice, choice, every_expert_for_every_token
 from .form import Group, Lifted, count_sequences, has_matrices
-from .given import is_of_call
+from .given import is_given, is_of_call
 from .lookup import Lookup
 from .nodes import Line, is_random, line, op_name
 from .owners import Key, Owners
 from .paths import parameter_of
 from .resolve import structure
 from .rest import missed, place_keyless, shared
-from .routed import Reach, alike_everywhere, chooses, cuts, expert_parameters, feeding, inside_calls, made_of
+from .routed import (
+    Reach,
+    alike_everywhere,
+    chooses,
+    cuts,
+    expert_parameters,
+    feeding,
+    inside_calls,
+    made_of,
+    number_by_tokens,
+)
 from .term import Term, TooLarge, is_const
 from .unify import Skeletons, Unifier
 from .worth import NotTwice, Sums, repeated
@@ -40,6 +51,7 @@ UNEXPLAINED = "no integer tensor with one entry per token and slot explains whic
 _MOST_CUTS = 12
 _MOST_SETS = 2  # of parameters that may be the experts'
 _JOINS = {"cat", "stack"}  # of experts' results, say
+_TAKES_ROWS = {"masked_fill", "masked_scatter", "nonzero", "where"}  # by a mask
 
 
 class NothingRouted(Refused):
@@ -110,8 +122,11 @@ class Lifter:
                 "experts make each a module with its sum, which holds the same list of experts",
             )
         first: Refused | None = None
-        for owners, cut in itertools.product(self._numberings(), candidates[:_MOST_CUTS]):
-            self.owners = owners
+        by_tokens: Refused | None = None
+        for numbering, cut in itertools.product(self._numberings(), candidates[:_MOST_CUTS]):
+            if (numbers := numbering(cut)) is None:
+                continue
+            self.owners = Owners(self.reach, self.experts, numbers)
             try:
                 return self._canonical(cut)
             except Refused as refusal:
@@ -123,8 +138,14 @@ class Lifter:
                         remedy=refusal.remedy,
                     )
                 first = first or refusal
+                by_tokens = by_tokens or (refusal if numbers not in ({}, self.reach.nested) else None)
         assert first is not None
-        raise self._random(candidates[0]) or first
+        raise self._random(candidates[0]) or (by_tokens if not self._are_listed() else None) or first
+
+    def _are_listed(self) -> bool:
+        """Whether some experts are in a list or dictionary of modules."""
+        lists = [name for name, m in self.reach.block.named_modules() if isinstance(m, (nn.ModuleList, nn.ModuleDict))]
+        return any(fqn.startswith(f"{name}." if name else "") for fqn in self.experts for name in lists)
 
     def _not_strided(self) -> Refused | None:
         """A sparse tensor between the experts and the output hides what they do."""
@@ -235,15 +256,18 @@ class Lifter:
         absorbed = {n for n in self.routed if n.meta["index"] <= cut.meta["index"]}
         return Lifted(
             self.capture, cut, tokens, ids.shape[1], index, ids, groups, common, alone, kept, absorbed,
-            bool(self.owners.nested), {*twice},
+            self.owners.numbers, {*twice},
         )  # fmt: skip
 
-    def _numberings(self) -> list[Owners]:
-        """Number experts by their place in one list. If that fails, through all lists of a list."""
-        ways = [{}, self.reach.nested] if self.reach.nested else [{}]
-        if self.like is not None:
-            ways = [self.reach.nested if self.like.is_nested else {}]
-        return [Owners(self.reach, self.experts, nested) for nested in ways]
+    def _numberings(self) -> list[Callable[[fx.Node], dict[str, int] | None]]:
+        """Number experts by their place in one list. If that fails, through all lists of a list; then, if they are in
+        none, by the tokens that meet their parameters."""
+        reach, like = self.reach, self.like
+        if like is not None and not (like.numbers and like.numbers != reach.nested):
+            return [lambda _: like.numbers]
+        known = like.numbers if like is not None else {}
+        by_tokens = [lambda cut: number_by_tokens(reach, cut, self.experts, known)]
+        return by_tokens if known else [lambda _: {}, *([lambda _: reach.nested] if reach.nested else []), *by_tokens]
 
     def _groups(
         self, cut: fx.Node, lookup: Lookup, instances: dict[int, list[tuple[int, int, Term]]], chosen: list[list[int]]
@@ -313,10 +337,16 @@ class Lifter:
                 remedy="let each choose for itself, or make their experts one each, with the hidden units side by side",
             )
         if masks := self._masks_in_turn(tokens):
+            are_compared = decided_by_floats(masks[0])
             raise Refused(
-                f"each expert's tokens follow from a comparison of its own ({len(masks)} on this line)",
-                source=str(masks[0].meta["source"]),
-                remedy="compare the scores of all experts at once, as in mask = scores > 0, and use mask[:, e]",
+                f"each expert's tokens follow from a comparison of its own ({len(masks)} on this line)"
+                if are_compared
+                else f"each expert's tokens follow from a mask of its own ({len(masks)} masks)",
+                source=_first_source(masks),
+                remedy="compare the scores of all experts at once, as in mask = scores > 0, and use mask[:, e]"
+                if are_compared
+                else "make one mask for all experts, mask = torch.stack(masks, -1), and add what each makes of its "
+                "tokens: here = mask[..., e]; out[here] += expert(x[here])",
             )
         raise Refused(
             UNEXPLAINED,
@@ -349,14 +379,19 @@ class Lifter:
         return []
 
     def _masks_in_turn(self, tokens: tuple[int, ...]) -> list[fx.Node]:
-        """Comparisons of floats that a line of the program makes in turn, each for all tokens."""
-        turns: dict[Line, list[fx.Node]] = defaultdict(list)
+        """Masks of all tokens that take rows: comparisons of floats that a line of the program makes in turn, or given
+        ones."""
+        turns: dict[Line | None, list[fx.Node]] = defaultdict(list)
         for n in self.capture.nodes:
             val = n.meta.get("val")
             if n in self.routed or not isinstance(val, torch.Tensor) or val.dtype is not torch.bool:
                 continue
-            if tuple(val.shape) in (tokens, (math.prod(tokens),)) and decided_by_floats(n):
+            if tuple(val.shape) not in (tokens, (math.prod(tokens),)):
+                continue
+            if decided_by_floats(n):
                 turns[line(n)].append(n)
+            elif is_given(n) and any(op_name(user) in _TAKES_ROWS for user in n.users):
+                turns[None].append(n)
         return next((masks for masks in turns.values() if len(masks) > 1), [])
 
     def _moves_elements(self) -> fx.Node | None:
@@ -375,3 +410,9 @@ class Lifter:
             if inputs and op_name(n) not in _JOINS and has_parts(n) and not any(map(has_parts, inputs)):
                 return n
         return None
+
+
+def _first_source(nodes: list[fx.Node]) -> str:
+    """The line of the program that makes the first of some values, or uses it if that is an argument."""
+    n = nodes[0]
+    return str((next(iter(n.users)) if n.op == "placeholder" and n.users else n).meta["source"])

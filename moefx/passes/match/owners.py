@@ -13,11 +13,11 @@ Key = tuple[Place, ...]  # the places of the expert parameters that reach a summ
 
 
 class Owners:
-    """`experts`: FQNs of the parameters that are the experts'. `nested`: numbers of the modules in lists of lists (see
-    `nested_numbers`) that are experts."""
+    """`experts`: FQNs of the parameters that are the experts'. `numbers`: of modules or parameters that have none by
+    their place in one list (see `nested_numbers` and `number_by_tokens`)."""
 
-    def __init__(self, reach: Reach, experts: set[str], nested: dict[str, int] | None = None):
-        self.reach, self.experts, self.nested = reach, experts, nested or {}
+    def __init__(self, reach: Reach, experts: set[str], numbers: dict[str, int] | None = None):
+        self.reach, self.experts, self.numbers = reach, experts, numbers or {}
         self._numbers: dict[Place, list[int]] = {}
         self._owners: dict[Term, frozenset[int]] = {}
 
@@ -75,7 +75,7 @@ class Owners:
     def _options(self, place: Place) -> list[int]:
         if place not in self._numbers:
             parts = place.fqn.split(".")
-            names = [".".join(parts[:depth]) for depth in range(len(parts))]
-            own = [self.nested[name] for name in names if name in self.nested]
+            names = [".".join(parts[:depth]) for depth in range(len(parts) + 1)]
+            own = [self.numbers[name] for name in names if name in self.numbers]
             self._numbers[place] = own or expert_indices(place, self.reach.children)
         return self._numbers[place]

@@ -199,8 +199,9 @@ class Prover:
         return lifted
 
     def _weigh_masks(self, sizes: dict[str, int]) -> None:
-        """Integers that were 0 and 1 so far may be factors, as a 1 of them does not show: where with other numbers the
-        form is another one, it is that, and they have these from here on."""
+        """Integers that were 0 and 1 so far may be factors, as a 1 of them does not show, or may choose as a comparison
+        with them does. If with other numbers the form is another one, or another node chooses, take that, and these
+        numbers from here on."""
         if (counted := counting(self, sizes)) is None:
             return
         arguments, taken = counted
@@ -208,10 +209,11 @@ class Prover:
             lifted = self.lift_as(taken, None)
         except Refused:  # masks only, as it seems
             return
-        try:
+        with contextlib.suppress(Refused):
             same_form(self.lifted[0], lifted)
-        except Refused:
-            self.arguments, self.lifted = arguments, [lifted]
+            if lifted.index.place == self.lifted[0].index.place:
+                return
+        self.arguments, self.lifted = arguments, [lifted]
 
     def _lifted_next(self, kind: str, seed: int, sizes: dict[str, int]) -> Lifted:
         """Where all second choices are dropped, which an expert with too few places does by chance, none says what its

@@ -240,6 +240,34 @@ def family(reach: Reach, experts: set[str]) -> set[str]:
     return out & names
 
 
+def number_by_tokens(reach: Reach, cut: fx.Node, experts: set[str], known: dict[str, int]) -> dict[str, int] | None:
+    """Number experts that are in no list by the tokens of which the rows of `cut` meet their parameters: parameters
+    that the same tokens meet are one expert's.
+
+    Args:
+        experts: FQNs of their parameters.
+        known: numbers by FQN that another capture has shown.
+
+    Returns:
+        The numbers by FQN; None if all parameters meet the same tokens, or a list numbers the experts.
+    """
+    tokens: dict[str, set[int]] = defaultdict(set)
+    for token, met in enumerate(reach.met(cut)):
+        for fqn in {parameter_of(t).args[0] for t in met} & experts:
+            tokens[fqn].add(token)
+    kinds: dict[frozenset[int], list[str]] = defaultdict(list)
+    for fqn in [name for name, _ in reach.block.named_parameters(remove_duplicate=False) if name in tokens]:
+        kinds[frozenset(tokens[fqn])].append(fqn)
+    numbers, highest = dict(known), max(known.values(), default=-1)
+    for names in kinds.values():
+        before = {known[name] for name in names if name in known}
+        if len(before) > 1:  # these tokens chose several experts
+            continue
+        highest += not before
+        numbers |= dict.fromkeys(names, before.pop() if before else highest)
+    return numbers if len(kinds) > 1 or known else None
+
+
 def alike_everywhere(reach: Reach) -> set[str]:
     """FQNs of parameters that come in several of a kind, each of which every token meets: where every token chooses
     all experts (k = E) no parameter varies, but what was chosen is there to be found."""
