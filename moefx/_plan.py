@@ -64,8 +64,8 @@ class Plan:
         zero: stage of ZeRO, 0 to 3, that you spread states by (`fully_shard`: 3), where something is `"auto"`. None:
             the lowest with which something fits.
         layout: sizes that the planner counted on (`Entry.plan`), as pairs or a dict: "pp", "tp", "ep", "zero",
-            "microbatches", "recompute". `compile` raises if the mesh has others, and warns of what it does not do.
-            None: you see to that.
+            "microbatches", "recompute". `compile` raises if the mesh has others, or if it would not do what is named.
+            None, and sizes that are left out: you see to that.
         validation: `"symbolic"` proves the rewrite on abstract tensors under several routings only; `"numeric"` also
             runs original and rewritten block side by side on a few tokens; `"auto"` does so where weights exist and
             `validation_seconds` allows.

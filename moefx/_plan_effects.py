@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
 from typing import Any
 
 from ._plan import Plan
@@ -60,55 +59,63 @@ def check_of_graphs(plan: Plan) -> None:
 
 
 def check_layout(plan: Plan, mesh: Any) -> None:
-    """Warn of what a layout of the planner counts on and `compile` does not do.
+    """Refuse a layout of the planner that counts on more than `compile` does.
+
+    Sizes that the user has taken out of `plan.layout` are neither checked nor asked for.
 
     Raises:
-        InvalidPlan: the mesh is not that of the layout, or the layout has pipeline stages and there is no mesh.
+        InvalidPlan: the mesh is not that of the layout, the layout has pipeline stages and there is no mesh, or it
+            counts on tensor parallelism, ZeRO, micro-batches or recomputed layers.
     """
     if plan.layout is None:
         return
-    counts, own = dict(plan.layout), "Plan(layout=None) says that you see to that yourself"
+    counts = dict(plan.layout)
     sizes: dict[str, int] = {}
     if mesh is not None:
         sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
-    ep = counts.get("ep", 1)
-    if mesh is not None and ep == 1:
+    if mesh is not None and counts.get("ep") == 1:
         raise InvalidPlan(
-            "the planner's layout has the experts on every rank (EP = 1), and a mesh spreads them: leave the mesh out. "
-            + own
+            "the planner's layout has the experts on every rank (EP = 1), and a mesh spreads them: leave the mesh out, "
+            f"or spread them otherwise than planned: {_without(counts, 'ep')}"
         )
     if mesh is None and (stages := counts.get(_STAGES, 1)) > 1:
         raise InvalidPlan(
             f"the planner's layout has {stages} pipeline stages, and compile cuts no model into stages: give it the "
-            f"module of this rank's stage. {own}"
+            f"module of this rank's stage and {_without(counts, _STAGES)}"
         )
     if mesh is not None:
         axes = plan.expert_axis if isinstance(plan.expert_axis, tuple) else (plan.expert_axis,)
         found = {_STAGES: sizes.get(_STAGES, 1), _SHARED: sizes.get(_SHARED, 1)}
         found["ep"] = math.prod(sizes.get(axis, 1) for axis in axes if axis)
-        if wrong := [f"{name}={counts[name]} ({there} in the mesh)" for name, there in found.items()
-                     if counts.get(name, 1) != there]:  # fmt: skip
+        if wrong := [name for name, there in found.items() if counts.get(name, there) != there]:
             shown = ", ".join(f"{name}={size}" for name, size in sizes.items())
+            lacking = ", ".join(f"{name}={counts[name]} ({found[name]} in the mesh)" for name in wrong)
             raise InvalidPlan(
-                f"the planner's layout has {', '.join(wrong)}, where the mesh is {shown}: take "
-                f"init_device_mesh(device_type, **entry.mesh). {own}"
+                f"the planner's layout has {lacking}, where the mesh is {shown}: take init_device_mesh(device_type, "
+                f"**entry.mesh), or {_without(counts, *wrong)}"
             )
-    if left := _left_to_the_user(counts, plan):
-        warnings.warn(
-            f"moefx: the planner's layout counts on {', '.join(left)}, which compile does not do: memory and time are "
-            f"others without. {own}",
-            stacklevel=4,
+    if left := _left_to_the_user(counts):
+        raise InvalidPlan(
+            f"the planner's layout counts on {', '.join(left.values())}, which compile does not do: it rewrites the "
+            "blocks and spreads their experts, and memory and time are others without the rest. Do that yourself and "
+            f"{_without(counts, *left)}"
         )
 
 
-def _left_to_the_user(counts: dict[str, int], plan: Plan) -> list[str]:
+def _without(counts: dict[str, int], *names: str) -> str:
+    """How to say that some sizes of a layout are the user's to see to."""
+    rest = {name: size for name, size in counts.items() if name not in names}
+    return f"say so by taking {', '.join(names)} out of the layout: plan.replace(layout={rest or None})"
+
+
+def _left_to_the_user(counts: dict[str, int]) -> dict[str, str]:
     tp, zero, micro = (counts.get(name, 1) for name in (_SHARED, "zero", "microbatches"))
-    return [
-        *([f"tensor parallelism of the dense matrices over {tp} ranks"] if tp > 1 else []),
-        *([f"ZeRO-{zero} (fully_shard)"] if counts.get("zero", 0) else []),
-        *([f"{micro} micro-batches"] if micro > 1 else []),
-        *(["layers that run again (torch.utils.checkpoint)"] if counts.get("recompute", 0) else []),
-    ]
+    return {
+        **({_SHARED: f"tensor parallelism of the dense matrices over {tp} ranks"} if tp > 1 else {}),
+        **({"zero": f"ZeRO-{zero} (fully_shard)"} if counts.get("zero", 0) else {}),
+        **({"microbatches": f"{micro} micro-batches"} if micro > 1 else {}),
+        **({"recompute": "layers that run again (torch.utils.checkpoint)"} if counts.get("recompute", 0) else {}),
+    }
 
 
 _DEFAULTS = {f.name: f.default for f in dataclasses.fields(Plan)}

@@ -310,7 +310,8 @@ def _plan(plan: Plan | str | None, mesh: Any) -> Plan:
         return Plan(expert_axis="auto", checkpoint="auto")
     if not isinstance(plan, Plan):
         what = repr(plan) if isinstance(plan, str) else f"a {type(plan).__name__}"
-        raise InvalidPlan(f"plan is {what}; expected a moefx.Plan, 'auto' or None")
+        advice = ": pass its plan()" if hasattr(plan, "plan") else ""
+        raise InvalidPlan(f"plan is {what}; expected a moefx.Plan, 'auto' or None{advice}")
     check_effects(plan, mesh)
     check_layout(plan, mesh)
     return checked_passes(plan)

@@ -1,10 +1,11 @@
-"""Plans that ask for what will not be done raise, or warn of what is the user's to do."""
+"""Plans that ask for what will not be done raise, and say how to leave it out."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 import types
-import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -125,38 +126,73 @@ def test_a_layout_is_a_field():
 def test_a_mesh_that_is_not_of_the_layout(changes, mesh, text):
     layout = LAYOUT | changes
     plan = Plan(layout=layout, expert_axis="ep" if layout["ep"] > 1 else None)
-    with pytest.raises(InvalidPlan, match=text) as error:
+    with pytest.raises(InvalidPlan, match=text):
         check_layout(plan, mesh)
-    assert "Plan(layout=None)" in str(error.value)
-    check_layout(plan.replace(layout=None), mesh)
+    check_layout(followed(plan, mesh), mesh)
 
 
-def test_what_compile_does_not_do_is_told():
-    plan = Plan(layout=LAYOUT, expert_axis="ep")
-    with pytest.warns(
-        UserWarning, match="counts on tensor parallelism .* 2 ranks, ZeRO-1 .*, 16 micro-batches, layers"
-    ):
-        check_layout(plan, mesh_of(pp=2, ep=4, tp=2))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        check_layout(plan.replace(layout={"ep": 4}), mesh_of(ep=4))
+def followed(plan: Plan, mesh: Any) -> Plan:
+    """The plan after the remedies of all errors, word for word."""
+    for _ in range(4):
+        try:
+            check_layout(plan, mesh)
+            return plan
+        except InvalidPlan as error:
+            (advice,) = re.findall(r"plan\.replace\(layout=.*?\)", str(error))
+            plan = eval(advice, {"plan": plan})
+    raise AssertionError(plan)
+
+
+@pytest.mark.parametrize(
+    ("layout", "text"),
+    [
+        (LAYOUT, "tensor parallelism .* 2 ranks, ZeRO-1 .*, 16 micro-batches, layers"),
+        ({"pp": 2, "ep": 4, "tp": 2}, "counts on tensor parallelism"),
+        ({"ep": 4, "zero": 3}, r"counts on ZeRO-3 \(fully_shard\), which compile does not do"),
+        ({"ep": 4, "zero": 0, "microbatches": 2}, "counts on 2 micro-batches"),
+        ({"recompute": 1}, "layers that run again"),
+    ],
+    ids=str,
+)
+def test_what_compile_does_not_do(layout, text):
+    plan, mesh = Plan(layout=layout, expert_axis="ep"), mesh_of(pp=2, ep=4, tp=2)
+    with pytest.raises(InvalidPlan, match=text):
+        check_layout(plan, mesh)
+    rest = dict(followed(plan, mesh).layout or ())
+    assert rest == {name: layout[name] for name in ("pp", "ep") if name in layout} | (
+        {"zero": 0} if layout.get("zero") == 0 else {}
+    )
+    if "ep" in layout:  # what is named is still that of the mesh
+        with pytest.raises(InvalidPlan, match=r"ep=4 \(2 in the mesh\)"):
+            check_layout(plan.replace(layout=rest), mesh_of(pp=2, ep=2, tp=2))
 
 
 def test_entries_say_what_they_count_on():
-    for entry in moefx.plan("olmoe-1b-7b", "frontier", 16, batch=64):
+    ranking = moefx.plan("olmoe-1b-7b", "frontier", 16, batch=64)
+    for entry in ranking:
         x, mesh = entry.layout, mesh_of(**dict(zip(*reversed(entry.mesh.values()), strict=True)))
         plan = entry.plan()
         found = dict(plan.layout or ())
         assert (found["pp"], found["tp"], found["ep"]) == (x.pp, x.tp, x.ep) and found["zero"] == x.zero
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            if x.ep > 1:
-                check_effects(plan, mesh)
-                check_layout(plan, mesh)
-            else:
-                with pytest.raises(InvalidPlan, match="on every rank"):
-                    check_layout(plan, mesh)
+        asked = x.tp > 1 or x.zero or x.microbatches > 1 or x.recompute
+        here = mesh if x.ep > 1 else None
+        if here is not None:
+            check_effects(plan, here)
+        if asked or (here is None and x.pp > 1):
+            with pytest.raises(InvalidPlan, match=r"does not do|cuts no model"):
+                check_layout(plan, here)
+        check_layout(followed(plan, here), here)
         assert entry.plan(layout=None).layout is None
+    with pytest.raises(InvalidPlan, match=r"plan is a Entry; .*pass its plan\(\)"):
+        moefx.compile(Loop(Gated), plan=ranking[0], example_inputs=EXAMPLE)
+
+
+def test_compile_refuses_entries_of_the_planner():
+    model = Loop(Gated)
+    asked = Plan(layout={"pp": 1, "tp": 1, "ep": 1, "zero": 1, "microbatches": 4, "recompute": 0})
+    with pytest.raises(InvalidPlan, match=r"counts on ZeRO-1 .*, 4 micro-batches, which compile does not do"):
+        moefx.compile(model, plan=asked, example_inputs=EXAMPLE)
+    assert moefx.blocks(moefx.compile(model, plan=followed(asked, None), example_inputs=EXAMPLE))
 
 
 # ---------------------------------------------------------------------- axes

@@ -113,7 +113,8 @@ class Entry:
 
     def plan(self, **more: Any) -> Plan:
         """What `moefx.compile` takes, over a mesh as `mesh` says. Without an expert axis it takes no mesh. Stages, TP,
-        ZeRO and micro-batches are not compile's to do: `Plan.layout` has them, for compile to say so."""
+        ZeRO and micro-batches are not compile's to do: `Plan.layout` has them, and compile refuses those that are left
+        in it."""
         x, names = self.layout, self.mesh["mesh_dim_names"]
         counted = dict(pp=x.pp, tp=x.tp, ep=x.ep, zero=x.zero, microbatches=x.microbatches, recompute=int(x.recompute))
         spread: dict[str, Any] = dict(tokens=x.sequences * x.tokens, layout=counted)
