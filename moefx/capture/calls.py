@@ -112,6 +112,8 @@ def _map_tensors(tree: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
         return tuple([_map_tensors(x, fn) for x in tree])
     if tree is None or (type(tree) is dict and not tree):
         return tree
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):  # past a constructor that looks at its arguments
+        return tuple.__new__(type(tree), [_map_tensors(x, fn) for x in tree])
     return pytree.tree_map_only(torch.Tensor, fn, tree)
 
 

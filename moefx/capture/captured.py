@@ -104,6 +104,8 @@ def map_tensors(tree: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
         return fn(tree)
     if kind is dict:
         return {k: map_tensors(v, fn) for k, v in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):  # past a constructor that looks at its arguments
+        return tuple.__new__(type(tree), [map_tensors(x, fn) for x in tree])
     if isinstance(tree, (tuple, list, dict)):
         return pytree.tree_map_only(torch.Tensor, fn, tree)
     return tree

@@ -85,6 +85,7 @@ def capture(
         tracer.describe(node, value, False)
         tracer.track(value, node)
         state[name] = seen[id(t)] = value
+        tracer.originals[id(t)] = name
     tracer.state = {id(value) for value in state.values()}
     tracer.held = {n for value in state.values() for n in value.shape}
 

@@ -6,6 +6,7 @@ import contextlib
 import pickle
 import random
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import NoneType
 from typing import Any
@@ -137,6 +138,8 @@ def effects_of(
             ):
                 continue
             path = f"{n}.{key}" if n else key
+            if _stand_for(value, old, tracer):  # `nn.GRU` lists its parameters again if they are other objects
+                continue
             if isinstance(value, torch.Tensor) and id(value) in tracer.aliases:
                 found.append(Effect("attribute", path, tracer.node_of(value)))
             elif _holds_results(value, tracer) and tensors_in(value):
@@ -151,6 +154,17 @@ def _holds_results(value: Any, tracer: Tracer) -> bool:
     if type(value) in (list, tuple, dict):
         return all(_holds_results(v, tracer) for v in (value.values() if type(value) is dict else value))
     return id(value) in tracer.aliases if isinstance(value, torch.Tensor) else type(value) in (str, bool, int, NoneType)
+
+
+def _stand_for(value: Any, old: Any, tracer: Tracer) -> bool:
+    """Whether a list holds, or refers weakly to, what stands for the parameters that it held before the call."""
+    if type(value) is not list or type(old) is not list or len(value) != len(old):
+        return False
+    now, before = ([v() if isinstance(v, weakref.ref) else v for v in some] for some in (value, old))
+    if not now or not all(isinstance(t, torch.Tensor) and id(t) in tracer.aliases for t in now):
+        return False
+    nodes = [tracer.node_of(t) for t in now]
+    return all(n.op == "get_attr" and n.meta["original"] is t for n, t in zip(nodes, before, strict=True))
 
 
 def _unchanged(value: Any, old: Any) -> bool:

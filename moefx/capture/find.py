@@ -253,7 +253,7 @@ def _observing(around: Callable, chosen: Callable) -> Iterator[None]:
 def _nodes(tracer: Tracer, tree: Any) -> list[fx.Node]:
     with below_modes(), torch.DisableTorchFunction():
         found: list[fx.Node] = []
-        opened(tree, lambda t: found.append(tracer.node_of(t)))
+        opened(tree, lambda t: (found.append(tracer.node_of(t)), t)[1])
         return found
 
 

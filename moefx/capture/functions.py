@@ -23,7 +23,10 @@ from .tracer import Tracer, from_floats
 
 aten = torch.ops.aten
 
-# Decomposing these loses what the lifter wants to see: one labelled contraction. A cosine's parts hide from autograd.
+_RECURRENCES = (torch.gru, torch.lstm, torch.rnn_relu, torch.rnn_tanh)
+
+# Decomposing these loses what the lifter wants to see: one labelled contraction. A cosine's parts hide from autograd. A
+# recurrence has as many parts as steps.
 _WHOLE: dict[Any, Any] = {
     F.linear: F.linear,
     torch.einsum: torch.einsum,
@@ -33,6 +36,7 @@ _WHOLE: dict[Any, Any] = {
     torch.Tensor.__rmatmul__: lambda a, b: torch.matmul(b, a),
     F.scaled_dot_product_attention: F.scaled_dot_product_attention,
     torch.cosine_similarity: torch.cosine_similarity,
+    **{recurrence: recurrence for recurrence in _RECURRENCES},
 }
 
 
@@ -101,14 +105,15 @@ class Functions(TorchFunctionMode):
                 args = (*args, options.pop(name))
         if whole in _OF_ONE_DTYPE:
             require_one_dtype_under(tracer.autocast, whole.__name__, tensors_in((args, options)))
-        run = functools.partial(func, *args, **options)
+        run, is_recurrent = functools.partial(func, *args, **options), func in _RECURRENCES
         if tracer.autocast is None and all(isinstance(t, FakeTensor) for t in tensors_in((args, options))):
-            run = functools.partial(tracer.abstract, func, args, options)
+            made = functools.partial(_recur_once, func) if is_recurrent else func
+            run = functools.partial(tracer.abstract, made, args, options)
         if autocast.is_emulated():
             with autocast.cpu_does(tracer.autocast):  # to most products all devices do the same
-                out = tracer.record_whole(_WHOLE[func], args, options, run)
+                out = tracer.record_whole(_WHOLE[func], args, options, run, is_recurrent)
             return out if tracer.autocast is None else autocast.checked(func, args, options, tracer.autocast, out)
-        return tracer.record_whole(_WHOLE[func], args, options, run)
+        return tracer.record_whole(_WHOLE[func], args, options, run, is_recurrent)
 
     def _run(self, func: Any, args: tuple, options: dict[str, Any], run: Any = None) -> Any:
         """`func`, or instead of it `run`, which records the same."""
@@ -180,6 +185,20 @@ class Functions(TorchFunctionMode):
                 return value
             node = self.tracer.node_of(t)
             return counted(value, node, self.tracer) if from_floats(node) else value
+
+
+def _recur_once(func: Any, x: torch.Tensor, *args: Any, **options: Any) -> tuple[torch.Tensor, ...]:
+    """What a recurrence gives for meta tensors, as large as for all steps, from a single one."""
+    if options or (isinstance(args[0], torch.Tensor) and not is_float(args[0])):  # or packed sequences
+        return func(x, *args, **options)
+    is_batch_first = bool(args[-1])
+    axis = 1 if is_batch_first else 0
+    if x.shape[axis] < 1:  # torch says what is wrong
+        return func(x, *args)
+    out, *states = func(x.narrow(axis, 0, 1), *args)
+    steps, batch = (x.shape[0], x.shape[1]) if not is_batch_first else (x.shape[1], x.shape[0])
+    every = out.new_empty(steps, batch, out.shape[-1])
+    return (every.transpose(0, 1) if is_batch_first else every, *states)
 
 
 def _without_eps(

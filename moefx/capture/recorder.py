@@ -286,12 +286,13 @@ class Recorder(TorchDispatchMode):
         with below_modes(), torch.DisableTorchFunction():
             return self._fake(_on_meta(t))
 
-    def abstract(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> FakeTensor:
+    def abstract(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """What a function of fake tensors gives, without autocast: on meta tensors, which is much faster."""
         with below_modes(), torch.DisableTorchFunction():
             key = key_of(func, args, kwargs)
             if (known := known_result(key)) is None:
-                out = self._fake(func(*map_tensors(args, _on_meta), **map_tensors(kwargs, _on_meta)))
+                out = func(*map_tensors(args, _on_meta), **map_tensors(kwargs, _on_meta))
+                out = map_tensors(out, self._fake)
                 remember(key, out)
                 return out
             return self._fake(empty(known))

@@ -85,6 +85,7 @@ class Tracer(Recorder):
         self.overwritten: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # tensors of others, and what they held
         self.state: set[int] = set()  # parameters and buffers, by id
         self.held: set[int] = set()  # their sizes
+        self.originals: dict[int, str] = {}  # names of the block's parameters, by the id of what the user holds
         self.quiet = 0  # inside an operation that is recorded whole
         self.is_cast = False  # inside a function that autocast has cast the arguments of
         self.touched = False  # whether the op at work was called with a number of the routing
@@ -154,10 +155,16 @@ class Tracer(Recorder):
 
     def _constant(self, t: torch.Tensor) -> fx.Node:
         if id(t) not in self.named and (t.requires_grad or isinstance(t, nn.Parameter)):
-            self.refuse(
-                f"the block computes with a parameter of {list(t.shape)} that is not its own",
-                "make the module that owns it a submodule of the block, or compute with it outside of the block",
-            )
+            if name := self.originals.get(id(t)):
+                self.refuse(
+                    f"the block computes with its parameter {name} by way of a list, a dictionary or an object",
+                    f"use self.{name}, or hold such parameters in a torch.nn.ParameterList or ParameterDict",
+                )
+            else:
+                self.refuse(
+                    f"the block computes with a parameter of {list(t.shape)} that is not its own",
+                    "make the module that owns it a submodule of the block, or compute with it outside of the block",
+                )
         return super()._constant(t)
 
     # ------------------------------------------------------------------ execution

@@ -30,6 +30,8 @@ def opened(result: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
         return {k: opened(v, fn) for k, v in result.items()}
     if is_plain_dataclass(result):
         return Fields(type(result), {f.name: opened(getattr(result, f.name), fn) for f in dataclasses.fields(result)})
+    if isinstance(result, tuple) and hasattr(result, "_fields"):  # past a constructor that looks at its arguments
+        return tuple.__new__(type(result), [opened(v, fn) for v in result])
     return pytree.tree_map_only(torch.Tensor, fn, result)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 _SUBCLASSED = (int, float, str, bytes, enum.Enum, BaseException, torch.Tensor)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum, slice, range,
@@ -286,10 +287,13 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(same, a, b))
     try:
-        if isinstance(a, torch.Tensor):
-            return a.shape == b.shape and not a.is_meta and bool(torch.equal(a, b))
         if isinstance(a, functools.partial):  # compares by identity
             return same(a.func, b.func) and same(a.args, b.args) and same(a.keywords, b.keywords)
-        return bool(a == b)
+        if isinstance(a, _PLAIN):
+            return bool(a == b)
+        with _disable_current_modes(), torch._C.DisableTorchFunction():  # not an op of what is captured meanwhile
+            if isinstance(a, torch.Tensor):
+                return a.shape == b.shape and not a.is_meta and bool(torch.equal(a, b))
+            return bool(a == b)
     except Exception:
         return False

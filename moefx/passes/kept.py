@@ -159,8 +159,9 @@ class KeptGraph:
         flats = [[a for a in flat if isinstance(a, fx.Node)] for flat in leaves]
         if len({len(f) for f in flats}) != 1:
             raise Refused(
-                "what runs outside of the experts depends on the routing (a different number of arguments)",
+                "what runs outside of the experts depends on the routing or the sizes (another number of arguments)",
                 source=where,
+                remedy=_LOOP_OVER_STEPS,
             )
         read = [live.twins for column in zip(*leaves, strict=False) if (live := self.reads.find(column))]
         return [*(Twins(column) for column in zip(*flats, strict=True)), *read]
@@ -329,8 +330,9 @@ class KeptGraph:
         if isinstance(first, (list, tuple)):
             if any(len(v) != len(first) for v in values):
                 raise Refused(
-                    "what runs outside of the experts depends on the routing (a list of another length)",
+                    "what runs outside of the experts depends on the routing or the sizes (a list of another length)",
                     source=where,
+                    remedy=_LOOP_OVER_STEPS,
                 )
             items = [
                 self.zip_value(column, where, _step(spot, i)) for i, column in enumerate(zip(*values, strict=True))
@@ -399,5 +401,7 @@ def _makes_tensor(n: fx.Node) -> bool:
     schema = getattr(n.target, "_schema", None)
     return schema is not None and any(a.name == "device" for a in schema.arguments)
 
+
+_LOOP_OVER_STEPS = "if a loop runs once for each step of a sequence, make it a module of its own: it stays as it is"
 
 __all__ = ["KeptGraph"]
