@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
+from torch.autograd.function import _SingleLevelFunction
 from torch.utils.checkpoint import CheckpointFunction
 
 from .autocast import dtype_here
@@ -40,15 +41,18 @@ def recording(tracer: Tracer, names: dict[int, str]) -> Iterator[None]:
     original_apply = torch.autograd.Function.__dict__["apply"]
     original_call, original_move = nn.Module.__call__, nn.Module._apply
 
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        run = original_apply.__get__(None, cls)
-        if tracer.quiet or not tracer.is_here():
-            return run(*args, **kwargs)
-        if cls is CheckpointFunction:  # what is computed again in the backward is computed now
-            function, _, *inner = args
-            return function(*inner)
-        tracer.notice_autocast()
-        return tracer.record_whole(run, args, kwargs, lambda: run(*args, **kwargs), opaque=True)
+    def record_calls_of(unrecorded: Any) -> Any:
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            if tracer.quiet or not tracer.is_here():
+                return unrecorded.__get__(None, cls)(*args, **kwargs)
+            if cls is CheckpointFunction:  # what is computed again in the backward is computed now
+                function, _, *inner = args
+                return function(*inner)
+            tracer.notice_autocast()
+            run = original_apply.__get__(None, cls)
+            return tracer.record_whole(run, args, kwargs, lambda: run(*args, **kwargs), opaque=True)
+
+        return classmethod(apply)
 
     depth = 0
 
@@ -95,7 +99,10 @@ def recording(tracer: Tracer, names: dict[int, str]) -> Iterator[None]:
     plain_len = len
     with contextlib.ExitStack() as stack:
         stack.enter_context(_patched(builtins, "len", length))
-        stack.enter_context(_patched(torch.autograd.Function, "apply", classmethod(apply)))
+        stack.enter_context(_patched(torch.autograd.Function, "apply", record_calls_of(original_apply)))
+        # `Function.apply` calls this one, also if it was looked up earlier: `activation = Activation.apply`
+        inner_apply = torch._C._FunctionBase.__dict__["apply"]
+        stack.enter_context(_patched(_SingleLevelFunction, "apply", record_calls_of(inner_apply)))
         stack.enter_context(_patched(nn.Module, "__call__", call))
         # `self.lin.to(dtype)` inside a forward must not try to swap fake parameters
         stack.enter_context(_patched(nn.Module, "_apply", move))

@@ -134,6 +134,7 @@ def capture(
             own = {key for t in tensors_in(out) for key in vars(t).keys() - _names_of_fakes()}
             effects += [Effect("record", f"the attribute {key} of a tensor", None) for key in own]
             out = opened(out, lambda t: _returned(tracer, t, changed))
+            tracer.refuse_cut_off([n for n in pytree.tree_leaves(out) if isinstance(n, fx.Node)])
     finally:
         for n, m in block.named_modules():
             restore(m, originals[n])

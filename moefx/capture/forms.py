@@ -47,6 +47,19 @@ def from_floats(node: fx.Node) -> bool:
     return False
 
 
+def has_ancestor(node: fx.Node, ancestor: fx.Node) -> bool:
+    """Whether a value is computed from another one, or is that."""
+    stack, seen = [node], set()
+    while stack:
+        n = stack.pop()
+        if n is ancestor:
+            return True
+        if n not in seen:
+            seen.add(n)
+            stack += n.all_input_nodes
+    return False
+
+
 def has_gradients(node: fx.Node) -> bool:
     """Whether gradients may flow from a value to parameters or to an argument."""
     return remembered(node, "has_gradients", _has_gradients)

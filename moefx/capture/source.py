@@ -10,9 +10,11 @@ import itertools
 import sys
 import threading
 import types
+import warnings
 from collections.abc import Iterator
 
 import torch
+import typing_extensions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +41,10 @@ _OURS = (__file__.rsplit("/capture/", 1)[0] + "/", _TORCH)
 
 
 # generated code: not of torch's files, but not the user's either (a notebook cell, also in brackets, is)
-_NOBODYS = ("<frozen", "<string>", "<eval_with_key", "<__", threading.__file__)
+# and neither are wrappers of deprecated functions
+_NOBODYS = (
+    "<frozen", "<string>", "<eval_with_key", "<__", threading.__file__, typing_extensions.__file__, warnings.__file__,
+)  # fmt: skip
 
 
 def is_ours(file: str) -> bool:

@@ -66,7 +66,7 @@ class Surroundings:
     def restore(self) -> None:
         """Put back what differs; what nobody has written to is not written to here either."""
         for _, thing, items, put in self._held:
-            if base_of(thing) is not None or not _same(_items(thing), items):
+            if base_of(thing) is not None or isinstance(thing, _NewNames) or not _same(_items(thing), items):
                 put(items)  # of a container the order may differ alone
 
     def _visit(self, path: str, value: Any, depth: int = _DEPTH) -> None:
@@ -139,6 +139,9 @@ class Surroundings:
                 self._visit(f"{cls.__qualname__}.{name}", value)
 
 
+_SHOWN_WARNINGS = "__warningregistry__"
+
+
 class _Name:
     def __init__(self, namespace: dict[str, Any], name: str):
         self.namespace, self.name = namespace, name
@@ -150,18 +153,21 @@ class _Class:
 
 
 class _NewNames:
-    """Values that a module has gained as globals; not functions, classes and modules, which are loaded once."""
+    """Values that a module has gained as globals; not functions, classes and modules, which are loaded once, nor what
+    Python notes of warnings that it has shown."""
 
     def __init__(self, namespace: dict[str, Any], before: frozenset[str]):
         self.namespace, self.before = namespace, before
 
     def found(self) -> dict[str, Any]:
-        gained = {name: self.namespace[name] for name in self.namespace.keys() - self.before}
+        gained = {name: self.namespace[name] for name in self.namespace.keys() - self.before - {_SHOWN_WARNINGS}}
         return {k: v for k, v in gained.items() if not isinstance(v, (type, types.ModuleType, types.FunctionType))}
 
     def remove(self, _: Any) -> None:
         for name in self.found():
             del self.namespace[name]
+        if _SHOWN_WARNINGS not in self.before:  # they are shown again to the user
+            self.namespace.pop(_SHOWN_WARNINGS, None)
 
 
 def _holds_attributes(cls: type) -> bool:

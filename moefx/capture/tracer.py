@@ -43,6 +43,7 @@ from .forms import (
     from_floats,
     functional_form,
     grouped_result,
+    has_ancestor,
     has_gradients,
     leaves_of,
     require_one_dtype,
@@ -85,6 +86,7 @@ class Tracer(Recorder):
         self.overwritten: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # tensors of others, and what they held
         self.state: set[int] = set()  # parameters and buffers, by id
         self.held: set[int] = set()  # their sizes
+        self.cut_off: list[fx.Node] = []  # values that collectives have copied, without their gradients
         self.originals: dict[int, str] = {}  # names of the block's parameters, by the id of what the user holds
         self.quiet = 0  # inside an operation that is recorded whole
         self.is_cast = False  # inside a function that autocast has cast the arguments of
@@ -195,7 +197,26 @@ class Tracer(Recorder):
         if self.quiet:
             self.compute(aten.copy_.default, (target, source), {})
         else:
-            self.record(aten.copy_.default, (target, self.record(aten.detach.default, (source,), {})), {})
+            detached = self.record(aten.detach.default, (source,), {})
+            if grad_enabled() and has_gradients(self.node_of(source)):
+                self.cut_off.append(self.node_of(detached))
+            self.record(aten.copy_.default, (target, detached), {})
+
+    def refuse_cut_off(self, outputs: list[fx.Node]) -> None:
+        """Refuse results that are computed from values with gradients by collectives alone, so that none flow back."""
+        for n in outputs:
+            val = n.meta.get("val")
+            if not isinstance(val, torch.Tensor) or not is_float(val) or has_gradients(n):
+                continue
+            if cut := [c for c in self.cut_off if has_ancestor(n, c)]:
+                self.refusals.append(
+                    Refused(
+                        "no gradient flows through a collective of torch.distributed that writes to a tensor, and the "
+                        "result of the block comes from one",
+                        source=str(cut[0].meta["source"]),
+                        remedy="call it in a torch.autograd.Function, whose backward is the opposite collective",
+                    )
+                )
 
     def notice_autocast(self) -> None:
         """How it is at a call of the program's."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 
 import moefx
 
@@ -74,3 +77,84 @@ def test_one_rank(alone, kind):
         x = torch.randn(tokens, D, dtype=torch.float64)
         torch.testing.assert_close(*(gradients(m, m, x) for m in (compiled, model)))
     assert moefx.blocks(compiled)[0].fallbacks == 0
+
+
+class Gather(torch.autograd.Function):
+    """All tokens of the group, and back."""
+
+    @staticmethod
+    def forward(ctx, x):
+        whole = x.new_empty(dist.get_world_size() * x.shape[0], *x.shape[1:])
+        dist.all_gather_into_tensor(whole, x.contiguous())
+        return whole
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return Scatter.apply(gradient)
+
+
+class Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        part = x.new_empty(x.shape[0] // dist.get_world_size(), *x.shape[1:])
+        dist.reduce_scatter_tensor(part, x.contiguous())
+        return part
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return Gather.apply(gradient)
+
+
+class Gathered(Loop):
+    """Every rank sees the tokens of all, and sums what the ranks make of its own."""
+
+    def __init__(self, gather, scatter):
+        super().__init__(Mlp)
+        self.gather, self.scatter = gather, scatter
+
+    def forward(self, x):
+        return self.scatter(super().forward(self.gather(x)))
+
+
+def functional_gather(x):
+    return functional.all_gather_tensor_autograd(x, 0, dist.group.WORLD)
+
+
+def functional_scatter(x):
+    return functional.reduce_scatter_tensor_autograd(x, "sum", 0, dist.group.WORLD)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "pair", [(Gather.apply, Scatter.apply), (functional_gather, functional_scatter)], ids=["written", "functional"]
+)
+def test_gather_and_scatter(alone, pair):
+    torch.manual_seed(0)
+    model = Gathered(*pair).double()
+    compiled = moefx.compile(model, example_inputs=(torch.randn(16, D, dtype=torch.float64),))
+    for tokens in (1, 40):
+        x = torch.randn(tokens, D, dtype=torch.float64)
+        torch.testing.assert_close(*(gradients(m, m, x) for m in (compiled, model)))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_gradients_that_a_collective_cuts_off(alone):
+    """The remedy is what `Gather` and `Scatter` do."""
+    bare = [lambda x, f=f: f.forward(None, x) for f in (Gather, Scatter)]
+    why = r"no gradient flows through a collective.*\(test_collectives.py:\d+\).*torch.autograd.Function"
+    with pytest.raises(moefx.NoMoEBlockFound, match=why):
+        moefx.compile(Gathered(*bare), example_inputs=(torch.randn(16, D),))
+
+
+class Warns(Loop):
+    """Python notes in the module's globals that it has shown the warning."""
+
+    def forward(self, x):
+        warnings.warn("this forward is old", FutureWarning, stacklevel=1)
+        return super().forward(x)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_warning_is_no_global_of_the_user():
+    globals().pop("__warningregistry__", None)
+    assert moefx.blocks(moefx.compile(Warns(Mlp), example_inputs=(torch.randn(9, D),)))
