@@ -30,7 +30,7 @@ from .passes.fuse import fuse
 from .passes.limit import limit
 from .passes.manager import PassManager, pass_name
 from .passes.match.drops import explain_drops
-from .passes.match.lift import UNEXPLAINED
+from .passes.match.lift import SINGLE_ELEMENTS, UNEXPLAINED
 from .passes.match.matched import Match
 from .passes.match.prove import Prover
 from .passes.match.unify import FOREIGN
@@ -125,13 +125,13 @@ def lift(block: nn.Module, args: tuple, kwargs: dict[str, Any], names: list[str]
 
 def _of_images(refusal: Refused) -> Refused:
     """A refusal of a block whose features are no last axis, in terms of images if it names no other reason."""
-    if not refusal.reason.startswith((UNEXPLAINED, FOREIGN)):
+    if not refusal.reason.startswith((UNEXPLAINED, FOREIGN, SINGLE_ELEMENTS)):
         return refusal
     return Refused(
         "experts are given whole images, with channels in the second axis, and only rows are followed",
         source=refusal.source,
-        remedy="make rows of the pixels, x.movedim(1, -1).flatten(0, -2), and give each expert its rows, for "
-        "convolutions as rows[t][:, :, None]",
+        remedy="make rows of the pixels, x.movedim(1, -1).flatten(0, -2), and give each expert its rows: to nn.Conv1d "
+        "as rows[t][:, :, None], to nn.Conv2d as rows[t][:, :, None, None]",
     )
 
 

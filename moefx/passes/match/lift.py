@@ -48,9 +48,11 @@ from .worth import NotTwice, Sums, repeated
 
 Late = Literal["", "write", "any"]
 UNEXPLAINED = "no integer tensor with one entry per token and slot explains which experts were used"
+SINGLE_ELEMENTS = "the experts move or pick single elements of a row"
 _MOST_CUTS = 12
 _MOST_SETS = 2  # of parameters that may be the experts'
 _JOINS = {"cat", "stack"}  # of experts' results, say
+_CHOICES = {"argmax", "argsort", "max", "sort", "topk"}
 _TAKES_ROWS = {"masked_fill", "masked_scatter", "nonzero", "where"}  # by a mask
 
 
@@ -314,11 +316,17 @@ class Lifter:
                 source=str(cut.meta["source"]),
                 remedy="select experts per token, for example with topk",
             )
+        if (times := self._count_gates()) > 1:
+            raise Refused(
+                f"the same experts are applied {times} times, each time by a choice of its own",
+                source=str(cut.meta["source"]),
+                remedy="make each choice with its sum a module of its own, which holds the same list of experts",
+            )
         moved = self._moves_elements()
         if moved is not None:
             name = op_name(moved.args[0] if op_name(moved) == "getitem" else moved)  # type: ignore[arg-type]
             raise Refused(
-                f"the experts move or pick single elements of a row: {name} along the last axis is not followed there",
+                f"{SINGLE_ELEMENTS}: {name} along the last axis is not followed there",
                 culprits=(name,),
                 source=str(moved.meta["source"]),
             )
@@ -354,6 +362,13 @@ class Lifter:
             remedy="the experts of a token must follow from that token's own choice (token choice), "
             "not from the other tokens",
         )
+
+    def _count_gates(self) -> int:
+        """How many choices the experts are applied by; 1 if the modules with their parameters are called once each."""
+        owners = {fqn.rpartition(".")[0] for fqn in self.experts}
+        calls = Counter(call.fqn for call in self.capture.calls if call.fqn in owners)
+        choices = Counter(op_name(n) for n in self.capture.nodes if op_name(n) in _CHOICES)
+        return min(*(calls[owner] for owner in owners), max(choices.values(), default=0)) if owners else 1
 
     def _together(self, routed: list[list[Term]]) -> int:
         """How many experts are always used by the same tokens; 1 where all are by the same ones."""
