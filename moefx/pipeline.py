@@ -128,7 +128,7 @@ def _of_images(refusal: Refused) -> Refused:
     if not refusal.reason.startswith((UNEXPLAINED, FOREIGN, SINGLE_ELEMENTS)):
         return refusal
     return Refused(
-        "experts are given whole images, with channels in the second axis, and only rows are followed",
+        "experts are given whole images or series, with channels in the second axis, and only rows are followed",
         source=refusal.source,
         remedy="make rows of the pixels, x.movedim(1, -1).flatten(0, -2), and give each expert its rows: to nn.Conv1d "
         "as rows[t][:, :, None], to nn.Conv2d as rows[t][:, :, None, None]",

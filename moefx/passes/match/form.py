@@ -90,9 +90,12 @@ class Lifted:
 
 
 def count_sequences(lifted_from: Capture, tokens: tuple[int, ...]) -> int:
-    """How many sequences the tokens are of, if the hidden states have an axis for them; else 0."""
-    dims = list(lifted_from.sizes.dims.values())
-    return dims[0] if len(dims) > 1 and math.prod(tokens) == math.prod(dims) else 0
+    """How many sequences the tokens are of, if the hidden states have an axis for them; else 0. The model may fix their
+    length."""
+    sizes = lifted_from.sizes
+    dims = list(sizes.dims.values())
+    has_axis = len(dims) > 1 or (bool(dims) and sizes.tokens > dims[0])
+    return dims[0] if has_axis and math.prod(tokens) == sizes.tokens else 0
 
 
 def with_all_experts(several: Sequence[Lifted]) -> Lifted:

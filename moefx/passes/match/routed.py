@@ -303,7 +303,8 @@ def chooses(reach: Reach) -> bool:
 def chooses_for_sequences(capture: Capture) -> bool:
     """Whether some integers have one entry, or a few, for each sequence: few sequences may all choose the same."""
     dims = list(capture.sizes.dims.values())
-    return len(dims) > 1 and any(
+    has_axis = len(dims) > 1 or (bool(dims) and capture.sizes.tokens > dims[0])
+    return has_axis and any(
         isinstance(val := n.meta.get("val"), torch.Tensor)
         and not isinstance(val, FakeTensor)
         and val.dtype != torch.bool

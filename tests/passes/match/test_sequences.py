@@ -178,3 +178,26 @@ def test_no_refusal_without_a_reason():
     compiled = moefx.compile(model, example_inputs=(example(6, 9)[0], torch.zeros(6, dtype=torch.int64)), strict=False)
     report = moefx.explain(compiled)
     assert report.matched or report.refused
+
+
+class Positions(Block):
+    """A table fixes the length of all sequences: only their number is free."""
+
+    def __init__(self, shape):
+        super().__init__(None)
+        self.positions = nn.Parameter(torch.randn(shape))
+
+    def forward(self, x):
+        x = x + self.positions
+        return by_index(self, x, *self.gate(x[:, -1]).softmax(-1).topk(2, -1))
+
+
+@pytest.mark.parametrize("shape", [(7, D), (1, 7, 1)])
+def test_sequences_of_a_fixed_length(shape):
+    torch.manual_seed(0)
+    model = Positions(shape).double()
+    compiled = moefx.compile(model, example_inputs=(example(4, 7)[0],))
+    for batch in (1, 4, 20):
+        x = example(batch, 7)[0]
+        torch.testing.assert_close(*(gradients(m, m, x) for m in (compiled, model)))
+    assert moefx.blocks(compiled)[0].fallbacks == 0
