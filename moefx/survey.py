@@ -317,6 +317,8 @@ def _chooses_only(chain: list[str], modules: dict[str, nn.Module], found: Found)
         "something is chosen here, but no parameter is used for some tokens only in a way that could be followed "
         "to an output",
         source=str(nodes[0].meta["source"]) if nodes else "",
+        remedy="if experts are chosen, they must treat their rows one by one, in ops that torch differentiates itself: "
+        "without batch norm in training, attention among the rows, or an autograd.Function",
         likely=not _priority(name, modules, found)[0],
     )
 

@@ -63,6 +63,7 @@ class Sizes:
                     f"{', '.join(map(str, values))} "
                     f"at sizes {', '.join(str(s) for s in self.match.sizes)}",
                     source=where,
+                    remedy="if the program reads it from a tensor (.item(), int()), compute with the tensor itself",
                 )
             self._known[key] = made
         return self._known[key]

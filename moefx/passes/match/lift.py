@@ -316,6 +316,14 @@ class Lifter:
                 source=str(cut.meta["source"]),
                 remedy="select experts per token, for example with topk",
             )
+        if parts := self._chosen_in_parts(math.prod(tokens)):
+            raise Refused(
+                f"the tokens are cut into {len(parts)} parts, and experts are chosen for each on its own",
+                culprits=tuple(dict.fromkeys(op_name(made) for n in parts for made in decided_by_floats(n))),
+                source=str(parts[0].meta["source"]),
+                remedy="choose for all tokens at once, or make what is done with a part a module of its own; "
+                "torch.compile(model, backend='moefx') takes each part for itself",
+            )
         if (times := self._count_gates()) > 1:
             raise Refused(
                 f"the same experts are applied {times} times, each time by a choice of its own",
@@ -330,19 +338,12 @@ class Lifter:
                 culprits=(name,),
                 source=str(moved.meta["source"]),
             )
-        if parts := self._chosen_in_parts(math.prod(tokens)):
-            raise Refused(
-                f"the tokens are cut into {len(parts)} parts, and experts are chosen for each on its own",
-                culprits=tuple(dict.fromkeys(op_name(made) for n in parts for made in decided_by_floats(n))),
-                source=str(parts[0].meta["source"]),
-                remedy="choose for all tokens at once, or make what is done with a part a module of its own; "
-                "torch.compile(model, backend='moefx') takes each part for itself",
-            )
         if (together := self._together(routed)) > 1:
             raise Refused(
                 f"each choice of a token is used {together} times: mixtures of different experts share it",
                 source=str(cut.meta["source"]),
-                remedy="let each choose for itself, or make their experts one each, with the hidden units side by side",
+                remedy="make each mixture a module of its own with its choice, or make their experts one each, with "
+                "the hidden units side by side",
             )
         if masks := self._masks_in_turn(tokens):
             are_compared = decided_by_floats(masks[0])
@@ -389,7 +390,7 @@ class Lifter:
             if val.dtype is torch.int64 and val.dim() and decided_by_floats(n):
                 turns[line(n)].append(n)
         for parts in turns.values():
-            if len(parts) > 1 and sum(len(n.meta["val"]) for n in parts) == tokens:
+            if len(parts) > 1 and sum(len(n.meta["val"]) for n in parts) == tokens == self.capture.sizes.tokens:
                 return parts
         return []
 
