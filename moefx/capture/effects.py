@@ -161,9 +161,9 @@ def _stand_for(value: Any, old: Any, tracer: Tracer) -> bool:
     if type(value) is not list or type(old) is not list or len(value) != len(old):
         return False
     now, before = ([v() if isinstance(v, weakref.ref) else v for v in some] for some in (value, old))
-    if not now or not all(isinstance(t, torch.Tensor) and id(t) in tracer.aliases for t in now):
+    nodes = [tracer.node_of(t) for t in now if isinstance(t, torch.Tensor) and id(t) in tracer.aliases]
+    if not now or len(nodes) < len(now):
         return False
-    nodes = [tracer.node_of(t) for t in now]
     return all(n.op == "get_attr" and n.meta["original"] is t for n, t in zip(nodes, before, strict=True))
 
 
