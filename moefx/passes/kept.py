@@ -159,7 +159,8 @@ class KeptGraph:
         flats = [[a for a in flat if isinstance(a, fx.Node)] for flat in leaves]
         if len({len(f) for f in flats}) != 1:
             raise Refused(
-                "what runs outside of the experts depends on the routing or the sizes (another number of arguments)",
+                "what runs outside of the experts depends on the routing or the sizes "
+                "(a different number of arguments)",
                 source=where,
                 remedy=_LOOP_OVER_STEPS,
             )
