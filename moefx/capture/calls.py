@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import dataclasses
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -84,6 +85,7 @@ def recording(tracer: Tracer, names: dict[int, str]) -> Iterator[None]:
         return query
 
     def move(module: nn.Module, fn: Callable, recurse: bool = True) -> nn.Module:
+        """`self.lin.to(dtype)` in a forward: torch would try to swap abstract parameters."""
         if not tracer.is_here():
             return original_move(module, fn, recurse)
         for part in module.modules() if recurse else [module]:
@@ -101,10 +103,9 @@ def recording(tracer: Tracer, names: dict[int, str]) -> Iterator[None]:
         stack.enter_context(_patched(builtins, "len", length))
         stack.enter_context(_patched(torch.autograd.Function, "apply", record_calls_of(original_apply)))
         # `Function.apply` calls this one, also if it was looked up earlier: `activation = Activation.apply`
-        inner_apply = torch._C._FunctionBase.__dict__["apply"]
+        inner_apply = inspect.getattr_static(_SingleLevelFunction, "apply")
         stack.enter_context(_patched(_SingleLevelFunction, "apply", record_calls_of(inner_apply)))
         stack.enter_context(_patched(nn.Module, "__call__", call))
-        # `self.lin.to(dtype)` inside a forward must not try to swap fake parameters
         stack.enter_context(_patched(nn.Module, "_apply", move))
         for name in ("is_grad_enabled", "is_inference_mode_enabled"):
             stack.enter_context(_patched(torch, name, noted(name, getattr(torch, name))))

@@ -291,7 +291,7 @@ def same(a: Any, b: Any) -> bool:
             return same(a.func, b.func) and same(a.args, b.args) and same(a.keywords, b.keywords)
         if isinstance(a, _PLAIN):
             return bool(a == b)
-        with _disable_current_modes(), torch._C.DisableTorchFunction():  # not an op of what is captured meanwhile
+        with _disable_current_modes(), torch.DisableTorchFunction():  # not an op of what is captured meanwhile
             if isinstance(a, torch.Tensor):
                 return a.shape == b.shape and not a.is_meta and bool(torch.equal(a, b))
             return bool(a == b)
