@@ -273,8 +273,12 @@ def _generators(devices: Iterable[torch.device]) -> int:
     """A digest of the state of all generators: one draw too few changes all that are drawn later."""
     states = [torch.get_rng_state()]
     states += [torch.get_device_module(d).get_rng_state(d) for d in _accelerators(devices)]
-    python = repr((random.getstate(), numpy.random.get_state() if (numpy := sys.modules.get("numpy")) else None))
-    return zlib.crc32(b"".join(bytes(s.tolist()) for s in states) + python.encode())
+    drawn = b"".join(bytes(s.tolist()) for s in states) + repr(random.getstate()).encode()
+    if numpy := sys.modules.get("numpy"):
+        state = numpy.random.get_state(legacy=False)
+        values = (*state.pop("state").values(), *state.values())
+        drawn += b"".join(getattr(value, "tobytes", repr(value).encode)() for value in values)
+    return zlib.crc32(drawn)
 
 
 def _accelerators(devices: Iterable[torch.device]) -> list[torch.device]:
