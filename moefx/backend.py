@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import inspect
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._functorch import config as functorch
-from torch._guards import TracingContext
 
 from . import _kept as kept
 from ._options import options_of
@@ -26,7 +22,8 @@ from .graphs.rewriting import Found, checked_graph, checked_plan, refusal_of, re
 from .inspection.explain import MatchedBlock, together
 from .runtime.module import BlockForward, rewritten_blocks
 from .survey import Refusal
-from .verification.traced import Way
+from .verification.compiled_parts import compiled_parts
+from .verification.traced import Way, keeping_saved_tensors
 
 _log = logging.getLogger(__name__)
 _told: set[str] = set()
@@ -101,24 +98,9 @@ def backend(
         artifacts.leave(out, lambda: str(explain(out)))
         for forward in rewritten_blocks(out).values():
             forward.compiled_by = chosen.compiled_by
-        with _keeping_what_is_saved():
+        with keeping_saved_tensors():
             return chosen.rest(out, example_inputs)
     return chosen.rest(out, example_inputs)
-
-
-@contextlib.contextmanager
-def _keeping_what_is_saved() -> Iterator[None]:
-    """Have a backward overwrite none of the tensors that are saved for it.
-
-    Inductor finds compiled graphs on disk by what they compute: a backward that was compiled for one use, with
-    `retain_graph` too. What torch raises then is kept with the whole graph, and these have modules in which no cache
-    of whole graphs looks. (`torch._functorch` is private; `donated_buffer` is what torch's own message names.)
-    """
-    with functorch.patch(donated_buffer=False):
-        yield
-    context = TracingContext.try_get()
-    if context is not None and context.fw_metadata is not None:
-        context.fw_metadata.bw_donated_idxs = []  # none, and not: not known
 
 
 backend.reset = kept.forget  # pyright: ignore[reportFunctionMemberAccess]
@@ -195,31 +177,14 @@ def _record(gm: fx.GraphModule, found: Found) -> Record:
 
 # ---------------------------------------------------------------------- what was compiled with the backend
 def ways_of(model: nn.Module) -> dict[str, Way]:
-    """How `torch.compile` made a model, or modules of one (`module.compile`), with this backend.
-
-    What torch keeps of that is private."""
+    """How `torch.compile` made a model, or modules of one (`module.compile`), with this backend."""
     ways = {}
-    if hasattr(model, "_orig_mod"):
-        way = _way(getattr(model, "dynamo_ctx", None))
-        ways[""] = way and way._replace(is_wrapped=True)
-    else:
-        for name, module in model.named_modules():
-            if (call := getattr(module, "_compiled_call_impl", None)) is not None:
-                ways[name] = _way(inspect.getclosurevars(call).nonlocals.get("self"))
-    return {name: way for name, way in ways.items() if way is not None}
-
-
-def _way(context: Any) -> Way | None:
-    """Of what `torch.compile` has for a call; None: not by this backend, or by another torch."""
-    try:
-        made = torch._dynamo.eval_frame.innermost_backend(context.callback)
-        if getattr(made, "compiler_fn", made) is not backend:
-            return None
-        given = getattr(made, "kwargs", {})
-        chosen = options_of(given.get("options"), given.get("mode"))
-        return Way(chosen.plan, getattr(made, "dynamic", None), str(chosen.name))
-    except Exception:
-        return None
+    for name, part in compiled_parts(model).items():
+        if getattr(part.compiler, "compiler_fn", part.compiler) is backend:
+            given = getattr(part.compiler, "kwargs", {})
+            chosen = options_of(given.get("options"), given.get("mode"))
+            ways[name] = Way(chosen.plan, chosen.rest, part._replace(name=str(chosen.name)))
+    return ways
 
 
 def compiled_for(given: nn.Module | Callable[..., Any]) -> tuple[Record | None, dict[str, BlockForward]]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..errors import InvalidInput, in_short
 from .casts import NoCopies
 from .decisions import size
-from .policy import Pair, Row, judge, judge_all, tolerance
+from .policy import Pair, Row, Tolerance, judge, judge_all, tolerance
 from .routing import Align, CannotReplay, Record, Replay, RoutingRow, Scope, Tape
 from .sandbox import SECOND, Call, Casts, Inputs, Options, Parameters, Run, call_module, execute, leaves, sandbox
 from .shares import Shares
@@ -39,6 +39,7 @@ class Subject:
         slack: see `tolerance`.
         block: name of the block, for the rows.
         call_original, call_compiled: how to call a sandbox; by default `module(*args, **kwargs)`.
+        is_opaque: what the compiled one runs is no code of torch's dispatcher, so its routing cannot be followed.
         prepare: called on each sandbox before it runs, with "original", "truth", "compiled" or "noise".
         shares: what of it this rank has, under expert parallelism.
     """
@@ -54,6 +55,7 @@ class Subject:
     call_compiled: Call = call_module
     prepare: Callable[[nn.Module, str, Scope], None] = lambda module, which, scope: None
     shares: Shares | None = None
+    is_opaque: bool = False
 
 
 @dataclasses.dataclass
@@ -72,33 +74,66 @@ class Comparison:
 def compare(subject: Subject, inputs: Inputs, options: Options, case: str = "") -> Comparison:
     """Apply the rule (see `policy`) to everything that one call produces. An error of the original is raised, as
     `InvalidInput`; one of the compiled program is a failed row."""
-    with torch.inference_mode(False):  # what a sandbox makes there could not be updated
-        return _Comparing(subject, inputs, options, case).result()
+    return CallChain(subject).compare(inputs, options, case)
 
 
-class _Comparing:
-    def __init__(self, subject: Subject, inputs: Inputs, options: Options, case: str):
-        self.subject, self.inputs, self.options, self.case = subject, inputs, options, case
-        self.scope, self.tape = Scope(), Tape()
-        self.cotangents: dict[str, Tensor] = {}
-        self.dtype = subject.working.dtype
-        self.tol = tolerance(*working_precision(subject.original, inputs, self.dtype), subject.slack)
+@dataclasses.dataclass
+class _Call:
+    """One call of a chain, and what its runs share."""
 
-    def result(self) -> Comparison:
-        promote, failed, original = self.subject.promote, None, None
-        notes: list[str] = []
-        try:
-            original = self.original(notes)
-        except Exception as error:
-            failed = error
-        if self.on_any_rank(failed is not None):
-            if failed is not None and not isinstance(failed, (RuntimeError, TypeError, ValueError, IndexError)):
-                raise failed
-            what = f": {type(failed).__name__}: {failed}" if failed else ", on another rank"
-            raise InvalidInput(f"the reference does not run on {self.case or 'these inputs'}{what}") from failed
-        assert original is not None
-        self.cotangents = original.cotangents
-        original = self.shared(original, self.dtype)
+    inputs: Inputs
+    options: Options
+    case: str
+    tol: Tolerance
+    tape: Tape = dataclasses.field(default_factory=Tape)
+    cotangents: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+
+
+class CallChain:
+    """Compare one call after the other, each in the sandboxes of those before it: state that a program keeps from call
+    to call shows in the later ones.
+
+    Attributes:
+        calls: those so far, the current one last.
+    """
+
+    def __init__(self, subject: Subject):
+        self.subject, self.scope, self.dtype = subject, Scope(), subject.working.dtype
+        self.calls: list[_Call] = []
+        self._boxes: dict[str, tuple[nn.Module, int]] = {}  # sandboxes, and how many calls they ran
+        self._align: Align | None = None
+
+    @property
+    def call(self) -> _Call:
+        return self.calls[-1]
+
+    def compare(self, inputs: Inputs, options: Options, case: str = "", *, is_brief: bool = False) -> Comparison:
+        """Compare the next call.
+
+        Args:
+            is_brief: do without the float64 truth if the two agree with each other to within the rounding that the
+                rule allows a program that is exact: then they agree by the rule, too.
+
+        Raises:
+            InvalidInput: the original does not run. The chain can go on with other calls.
+        """
+        with torch.inference_mode(False):  # what a sandbox makes there could not be updated
+            tol = tolerance(*working_precision(self.subject.original, inputs, self.dtype), self.subject.slack)
+            self.calls.append(_Call(inputs, options, case, tol))
+            notes: list[str] = []
+            original = self._original_or_raise(notes)
+            self.call.cotangents = original.cotangents
+            original = self.shared(original, self.dtype)
+            if is_brief and not tol.is_half:  # in 16 bits two right results are seldom that close
+                compiled = self.compiled()
+                if isinstance(compiled, Run):
+                    rows = self.judge(original, compiled, original)
+                    if self.worst(rows) <= 1:
+                        return Comparison(rows, self.routing, notes)
+                self._boxes.pop("compiled", None)  # runs again, with what rounding does to the routers measured
+            return self.by_the_rule(original, notes)
+
+    def by_the_rule(self, original: Run, notes: list[str]) -> Comparison:
         truth = self.truth(original)
         if isinstance(truth, str):
             notes.append(
@@ -106,19 +141,9 @@ class _Comparing:
                 "compared with the original in its own precision and with its own seed"
             )
             truth = original
-        align = Align(self.tape, self.scope, self.tol, self.case, promote=promote)
-        error, compiled, shares = None, None, self.subject.shares
-        try:
-            compiled = self.run("compiled", align)
-        except Exception as raised:
-            error = raised
-        if self.on_any_rank(error is not None):
-            note = f"raised {type(error).__name__}: {error}" if error else "raised an error on another rank"
-            row = Row(self.subject.block, "forward and backward", "output", ok=False, case=self.case)
-            return Comparison([dataclasses.replace(row, error=math.inf, note=note)], align.rows, notes)
-        assert compiled is not None
-        if shares is not None:
-            compiled = shares.of_compiled(compiled)
+        compiled = self.compiled()
+        if isinstance(compiled, Row):
+            return Comparison([compiled], self.routing, notes)
         rows = self.judge(original, compiled, truth)
         noise: list[Run] = []
         while (ratio := self.worst(rows)) > 1 and len(noise) < MAX_NOISE_RUNS:
@@ -130,25 +155,75 @@ class _Comparing:
             assert run is not None
             noise.append(self.shared(run, self.dtype))
             rows = self.judge(original, compiled, truth, noise)
-        return Comparison(rows, align.rows, notes)
+        return Comparison(rows, self.routing, notes)
+
+    @property
+    def routing(self) -> list[RoutingRow]:
+        return self._align.rows if self._align is not None else []
+
+    def num_close_choices(self) -> int:
+        """For how many tokens of the current call rounding may decide which experts they choose."""
+        return sum(
+            d.num_close(2 * (self.call.tol.factor * d.noise + self.call.tol.floor * size(d.scores)))
+            for several in self.call.tape.decisions.values()
+            for d in several
+            if d.scores is not None
+        )
+
+    def _original_or_raise(self, notes: list[str]) -> Run:
+        failed, original = None, None
+        try:
+            original = self.original(notes)
+        except Exception as error:
+            failed = error
+        if self.on_any_rank(failed is not None):
+            case = self.calls.pop().case
+            if failed is not None and not isinstance(failed, (RuntimeError, TypeError, ValueError, IndexError)):
+                raise failed
+            what = f": {type(failed).__name__}: {failed}" if failed else ", on another rank"
+            raise InvalidInput(f"the reference does not run on {case or 'these inputs'}{what}") from failed
+        assert original is not None
+        return original
 
     def original(self, notes: list[str]) -> Run:
         """The original in its own precision; without a second backward if its code cannot run one."""
         promote = self.subject.promote
         try:
-            return self.run("original", Record(self.tape, self.scope, promote=promote))
+            return self.run("original", lambda call: Record(call.tape, self.scope, promote=promote))
         except Exception as error:
-            if not self.options.again:
+            if not self.call.options.again:
                 raise
             refused = error
-        self.options = dataclasses.replace(self.options, again=False)
-        self.scope, self.tape = Scope(), Tape()
-        run = self.run("original", Record(self.tape, self.scope, promote=promote))
+        self.call.options = dataclasses.replace(self.call.options, again=False)
+        self.call.tape = Tape()
+        run = self.run("original", lambda call: Record(call.tape, self.scope, promote=promote))
         notes.append(
             f"{self.subject.block or 'the model'}: no second backward compared, the original raises "
             f"{type(refused).__name__}: {in_short(refused)[:160]}"
         )
         return run
+
+    def compiled(self) -> Run | Row:
+        """The compiled program, under the original's routing; a failed row if it raises."""
+
+        def align(call: _Call) -> Align | None:
+            self._align = None
+            if self.subject.is_opaque:
+                return None
+            self._align = Align(call.tape, self.scope, call.tol, call.case, promote=self.subject.promote)
+            return self._align
+
+        error, compiled, shares = None, None, self.subject.shares
+        try:
+            compiled = self.run("compiled", align)
+        except Exception as raised:
+            error = raised
+        if self.on_any_rank(error is not None):
+            note = f"raised {type(error).__name__}: {error}" if error else "raised an error on another rank"
+            row = Row(self.subject.block, "forward and backward", "output", ok=False, case=self.call.case)
+            return dataclasses.replace(row, error=math.inf, note=note)
+        assert compiled is not None
+        return compiled if shares is None else shares.of_compiled(compiled)
 
     def truth(self, original: Run) -> Run | str:
         """The original in float64, or why there is none."""
@@ -157,7 +232,7 @@ class _Comparing:
         run, why = None, "it does not run on another rank"
         try:
             with _no_autocast():  # which would round: it is part of the original's precision, not of the truth
-                run = self.run("truth", Replay(self.tape, self.scope, promote=True), self.subject.exact)
+                run = self.run("truth", lambda call: Replay(call.tape, self.scope, promote=True), self.subject.exact)
         except Exception as error:  # the user's code: no float64 kernel, a fixed dtype, out of memory, ...
             why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         if self.on_any_rank(run is None):
@@ -176,10 +251,12 @@ class _Comparing:
     def noise(self, seed: int) -> Run | None:
         """The original on weights and inputs moved by the rounding that the rule allows; None if its routing cannot be
         made the same."""
-        moved = _Moved(self.subject.working, 2 * self.tol.floor, seed)
-        mode = Replay(self.tape, self.scope, promote=self.subject.promote)
+        moved = _Moved(self.subject.working, 2 * self.call.tol.floor, seed)
+        self._boxes.pop("noise", None)
         try:
-            return self.run("noise", mode, moved, moved.move)
+            return self.run(
+                "noise", lambda call: Replay(call.tape, self.scope, promote=self.subject.promote), moved, moved.move
+            )
         except CannotReplay:
             return None
 
@@ -188,20 +265,31 @@ class _Comparing:
         shares = self.subject.shares
         return run if shares is None else shares.of_reference(run, self.subject.original, dtype)
 
-    def run(self, which: str, mode: Any, parameters: Parameters | None = None,
+    def run(self, which: str, mode_of: Callable[[_Call], Any], parameters: Parameters | None = None,
             change: Callable[[Tensor], Tensor] = lambda t: t) -> Run:  # fmt: skip
-        parameters = parameters or self.subject.working
+        """Make the current call, in the sandbox that ran those before it. A new sandbox runs them first."""
         dtype = torch.float64 if which == "truth" else self.dtype
         is_compiled = which == "compiled"
-        box = sandbox(self.subject.compiled if is_compiled else self.subject.original, parameters, dtype)
-        self.subject.prepare(box, which, self.scope)
-        own = only_precision(self.subject.original, self.inputs)
-        copies = NoCopies(own) if mode.promote else contextlib.nullcontext()
-        return execute(
-            box, self.inputs, self.options, mode=_both(copies, mode), cotangents=self.cotangents,
-            call=self.subject.call_compiled if is_compiled else self.subject.call_original,
-            cast=lambda t: change(t.to(dtype) if dtype else t),
-        )  # fmt: skip
+        if which in self._boxes:
+            box, done = self._boxes.pop(which)  # one in which a call raises is not used again
+        else:
+            module = self.subject.compiled if is_compiled else self.subject.original
+            box, done = sandbox(module, parameters or self.subject.working, dtype), 0
+            self.subject.prepare(box, which, self.scope)
+        run = None
+        for call in self.calls[done:]:
+            mode = mode_of(call)
+            with contextlib.ExitStack() as stack:
+                if mode is not None and mode.promote:
+                    stack.enter_context(NoCopies(only_precision(self.subject.original, call.inputs)))
+                run = execute(
+                    box, call.inputs, call.options, mode=mode, cotangents=call.cotangents,
+                    call=self.subject.call_compiled if is_compiled else self.subject.call_original,
+                    cast=lambda t: change(t.to(dtype) if dtype else t),
+                )  # fmt: skip
+        assert run is not None
+        self._boxes[which] = box, len(self.calls)
+        return run
 
     def judge(self, original: Run, compiled: Run, truth: Run, noise: list[Run] | None = None) -> list[Row]:
         rows: list[Row] = []
@@ -212,7 +300,7 @@ class _Comparing:
         largest = max(sizes.values(), default=0.0)
         for key in (*original.values, *(k for k in compiled.values if k not in original.values)):
             kind, name = key
-            row = Row(self.subject.block, name, kind, ok=False, case=self.case)
+            row = Row(self.subject.block, name, kind, ok=False, case=self.call.case)
             if kind in ("buffer", "state") and key not in changed:
                 continue
             if self.subject.shares is not None and name.endswith(".requires_grad") and _is_empty(original, name):
@@ -231,11 +319,11 @@ class _Comparing:
             exact[0] = exact[0] if exact[0].shape == theirs.shape else theirs
             unit = (largest if name.endswith(SECOND) else first) if kind.startswith("grad") else 0.0
             if noise:
-                row = judge(row, ours, theirs, exact[0], self.tol, exact[1:], unit)
+                row = judge(row, ours, theirs, exact[0], self.call.tol, exact[1:], unit)
             else:
                 pairs[len(rows)] = Pair(row, ours, theirs, exact[0], unit)
             rows.append(row)
-        for at, row in zip(pairs, judge_all(list(pairs.values()), self.tol), strict=True):
+        for at, row in zip(pairs, judge_all(list(pairs.values()), self.call.tol), strict=True):
             rows[at] = row
         return [row for row in rows if not (row.ok and row.name.endswith(".requires_grad"))]
 

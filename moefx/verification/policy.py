@@ -81,6 +81,7 @@ class Tolerance:
     floor: float
     negligible: float
     row_floor: float = 1e-3
+    is_half: bool = False
 
 
 def tolerance(dtype: torch.dtype, length: int, slack: float = 1.0) -> Tolerance:
@@ -90,7 +91,7 @@ def tolerance(dtype: torch.dtype, length: int, slack: float = 1.0) -> Tolerance:
     stored = torch.finfo(dtype).eps / 2
     summed = torch.finfo(torch.float32).eps / 2 if half else stored
     floor = stored + summed * math.sqrt(max(length, 1))
-    return Tolerance(3.0 if half else 2.0, slack * floor, slack * 2 * summed, max(1e-3, 8 * stored))
+    return Tolerance(3.0 if half else 2.0, slack * floor, slack * 2 * summed, max(1e-3, 8 * stored), half)
 
 
 class Error(NamedTuple):

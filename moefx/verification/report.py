@@ -17,12 +17,14 @@ from torch import Tensor, nn
 from ..capture.defaults import neutral_device
 from ..errors import InvalidInput, VerificationFailed
 from ..runtime.module import rewritten_blocks
+from .compiled_parts import CompiledPart, compiled_parts
+from .modes import modes_of
 from .policy import Row
 from .routing import RoutingRow
 from .sandbox import Inputs
 from .shares import Shares
 from .table import text
-from .verifying import Verifying, is_region, with_original_regions
+from .verifying import Verifying, is_graph, is_region, with_original_regions
 
 if TYPE_CHECKING:
     from .traced import Way
@@ -38,6 +40,8 @@ class VerifyReport:
         first_block: name of the first block, in order of execution, that differs on inputs of its own.
         first_pass: the first pass whose snapshot of that block differs, with the pass's file and line.
         notes: what could not be checked as the rule says.
+        covered: what was compared beside the given calls: later calls, modes, a second backward.
+        not_covered: what was not, and why.
     """
 
     rows: tuple[Row, ...]
@@ -45,6 +49,8 @@ class VerifyReport:
     first_block: str | None = None
     first_pass: str | None = None
     notes: tuple[str, ...] = ()
+    covered: tuple[str, ...] = ()
+    not_covered: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -83,6 +89,8 @@ def verify(
     seeds: Sequence[int] = (0,),
     loss: Callable[[Any], Tensor] | None = None,
     routings: bool = True,
+    token_counts: Sequence[int] | None = None,
+    modes: Sequence[str] = (),
 ) -> VerifyReport:
     """Compare a compiled model with its reference: outputs, gradients of inputs and of every parameter,
     buffers and other state after the call (design section 9, the float64 rule of `verification.policy`).
@@ -90,9 +98,14 @@ def verify(
     Neither model is touched: `.grad`, buffers, modes, attributes and random numbers stay. Runs in the modes
     that the models are in, under the autocast that is active.
 
+    Then further calls follow in the same copies of the models, made of the first inputs by cutting, repeating and
+    reordering tokens: the given count with gaps between the rows, forward alone; one count below it on transposed
+    inputs and one above, with gradients; four small counts, forward alone. `report.covered` lists them, `not_covered`
+    what the original does not take.
+
     Args:
-        compiled: what `compile` returned, or `rewrite_graph`, or `torch.compile(model, backend="moefx")`, whose graphs
-            are compared as moefx hands them on (docs/backend.md).
+        compiled: what `compile` returned, or `rewrite_graph`, or `torch.compile(model, backend="moefx")`. If
+            `torch.compile` or `module.compile` compiled it or modules of it, copies run as torch compiles them, too.
         reference: the original, or a copy of it.
         inputs: a tuple of positional or a dict of keyword arguments, one tensor, or a list of these (several
             shapes).
@@ -103,6 +116,9 @@ def verify(
         seeds: one comparison for each, of the random numbers that the models draw and of the cotangents.
         loss: `loss(output) -> scalar` to differentiate; by default every output gets a random cotangent.
         routings: also compare each block on hidden states that starve most experts, and on unrelated ones.
+        token_counts: of the further calls; None: drawn by the first seed, one of them above 1024 if the model is small;
+            () leaves them out.
+        modes: to compare in as well: "train", "eval", "no_grad", "inference_mode", or two as in "eval+no_grad".
 
     Raises:
         InvalidInput: models on the meta device, of different structure, or inputs that the reference does not take;
@@ -115,7 +131,7 @@ def verify(
                 f"verify: got a {type(model).__name__}, which has no parameters to compare; of a function make the "
                 "forward of a torch.nn.Module that holds its weights"
             )
-    ways, given = _ways(compiled), compiled
+    further, ways, parts = modes_of(modes), _ways(compiled), compiled_parts(compiled)
     if rewritten_blocks(reference):
         raise InvalidInput(
             f"verify: the reference, a {type(reference).__name__}, is compiled itself: its block "
@@ -124,13 +140,16 @@ def verify(
         )
     if not ways and _ways(reference) and not rewritten_blocks(compiled):
         raise InvalidInput("verify: the compiled model comes first, then the reference; here it is the other way round")
-    compiled, reference = _unwrapped(compiled), _unwrapped(reference)
-    if rewritten_blocks(compiled):
-        if compiled is not given:
-            raise InvalidInput("verify: give the model that torch.compile was called on, which moefx.compile returned")
-        ways = {}
-    elif compiled is not given and not ways:
+    given, compiled, reference = compiled, _unwrapped(compiled), _unwrapped(reference)
+    if compiled is not given and not parts:
+        raise InvalidInput(
+            f"verify: cannot tell how torch.compile made the {type(given).__name__} with torch {torch.__version__}; "
+            "give the model that torch.compile was called on"
+        )
+    if parts and not ways and not rewritten_blocks(compiled):
         raise InvalidInput("verify: torch.compile was called with another backend than 'moefx': nothing of moefx ran")
+    if is_graph(compiled, reference) and any(mode.training is not None for mode in further):
+        raise InvalidInput("verify: a graph has the mode that it was captured in; modes can be no_grad, inference_mode")
     shares = Shares.of(compiled)
     try:
         sets = _checked(compiled, reference, inputs)
@@ -139,15 +158,18 @@ def verify(
             shares.agree(f"{type(error).__name__}: {error}")
         raise
     if shares is not None:
-        asked = {"sets of inputs": len(sets), "seeds": len(seeds), "dtype": dtype, "grads": grads, "routings": routings}
+        asked = {"sets of inputs": len(sets), "seeds": len(seeds), "dtype": dtype, "grads": grads, "routings": routings,
+                 "token_counts": token_counts, "modes": modes}  # fmt: skip
         shares.agree(", ".join(f"{what}: {value}" for what, value in asked.items()))
         shares.check_tokens(sets)
-    if ways:
+    if ways and not rewritten_blocks(compiled):
         from .traced import verify_traced  # with the backend
 
         traced = verify_traced(
-            compiled, ways, reference, sets, dtype=dtype, grads=grads, seeds=seeds, loss=loss, routings=routings
-        )
+            compiled, ways, reference, sets, dtype=dtype, grads=grads, seeds=seeds, loss=loss, routings=routings,
+            token_counts=token_counts, modes=further,
+        )  # fmt: skip
+        traced.compiled_by_torch(_runnable(parts, ways), sets, traced.options(seeds[0], grads, loss))
         return _report(traced)
     rows: list[Row] = []
     verifying = Verifying(compiled, reference, dtype, shares)
@@ -165,7 +187,8 @@ def verify(
         taken_out.models(sets, seeds, grads, loss, routings=False)
         rows = [dataclasses.replace(row, block="(graph)") for row in taken_out.rows if row.kind != "path"]
         verifying = Verifying(compiled, plain, dtype, shares)
-    verifying.models(sets, seeds, grads, loss, routings)
+    verifying.models(sets, seeds, grads, loss, routings, token_counts, further)
+    verifying.compiled_by_torch(_runnable(parts, ways), sets, verifying.options(seeds[0], grads, loss))
     return _report(verifying, rows)
 
 
@@ -173,6 +196,12 @@ def _ways(model: nn.Module) -> Mapping[str, Way]:
     """Which parts of a model were compiled by `torch.compile(..., backend="moefx")`, and how."""
     backend = sys.modules.get("moefx.backend")  # which Dynamo loads if it is asked for
     return backend.ways_of(model) if backend is not None else {}
+
+
+def _runnable(parts: Mapping[str, CompiledPart], ways: Mapping[str, Way]) -> dict[str, CompiledPart]:
+    """The parts to compile copies by. What runs graphs as they are is left out: that is compared anyway."""
+    found = {n: ways[n].part._replace(compiler=ways[n].compile) if n in ways else part for n, part in parts.items()}
+    return {} if all(part.name == "eager" for part in found.values()) else found
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
@@ -183,7 +212,10 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 def _report(found: Verifying, rows: Sequence[Row] = ()) -> VerifyReport:
     block, broken = found.first or (None, None)
     notes = tuple(dict.fromkeys(found.notes))
-    return VerifyReport((*rows, *found.rows), tuple(found.routing), block, broken, notes)
+    return VerifyReport(
+        (*rows, *found.rows), tuple(found.routing), block, broken, notes, tuple(found.covered),
+        tuple(dict.fromkeys(found.not_covered)),
+    )  # fmt: skip
 
 
 def _regions_without_reference(compiled: nn.Module, reference: nn.Module) -> list[str]:

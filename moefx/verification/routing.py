@@ -95,6 +95,21 @@ class _Decision:
     scores: Tensor | None = None  # what a selection chose from, [..., N]
     noise: float = 0.0  # how far rounding moves these scores, measured by the float64 run
 
+    def num_close(self, rounding: float) -> int:
+        """How many rows have a chosen score that is no further than `rounding` from one that was not chosen."""
+        (ids,), scores = self.results, self.scores
+        assert scores is not None
+        if ids.shape[-1] == scores.shape[-1]:
+            return 0
+        is_chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, ids, True)
+
+        def least_gap(above: Tensor, below: Tensor) -> Tensor:
+            least = scores.double().masked_fill(~above, torch.inf).amin(-1)
+            return least - scores.double().masked_fill(~below, -torch.inf).amax(-1)
+
+        apart = torch.maximum(least_gap(is_chosen, ~is_chosen), least_gap(~is_chosen, is_chosen))
+        return int((apart <= rounding).sum())
+
 
 class Tape:
     """What the original decided and drew, by (block, op, shapes), in order."""

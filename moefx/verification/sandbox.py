@@ -26,6 +26,7 @@ from ..capture.defaults import users_device
 from ..capture.effects import python_random
 from ..capture.worker import check_interrupt
 from ..runtime.copying import copy_model
+from .layouts import Layout, laid_out
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 Key = tuple[str, str]  # (kind, name)
@@ -179,6 +180,10 @@ class Options:
         loss: the user's `loss(output) -> scalar`; None: every output is differentiated.
         largest: no gradient of parameters with more elements (memory).
         again: also run a second backward, with cotangents of stride 0 such as `out.sum().backward()` makes.
+        backward: False runs the forward alone, in the grad mode that `grads` says.
+        layout: how the inputs lie in memory, see `layouts`.
+        training: train or eval mode for all modules; None leaves them as they are.
+        inference: run in `torch.inference_mode`.
     """
 
     seed: int = 0
@@ -186,6 +191,10 @@ class Options:
     loss: Callable[[Any], Tensor] | None = None
     largest: float = math.inf
     again: bool = False
+    backward: bool = True
+    layout: Layout = ""
+    training: bool | None = None
+    inference: bool = False
 
 
 def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -217,10 +226,13 @@ def execute(
         if options.grads and t.is_floating_point():
             sources[name] = t.requires_grad_()
             t = t.clone()  # the code may update its input in place, which a leaf would not allow
+        t = laid_out(t, options.layout)
         given[name] = t, t._version
         return t
 
     check_interrupt()
+    if options.training is not None:
+        module.train(options.training)
     everything = (*module.parameters(), *(value for _, value in leaves(inputs)))
     devices = {t.device for t in everything if isinstance(t, Tensor)}
     with contextlib.ExitStack() as stack:
@@ -233,6 +245,8 @@ def execute(
         stack.enter_context(random_state(options.seed, devices))
         drawn = _generators(devices)
         stack.enter_context(mode or contextlib.nullcontext())
+        if options.inference:  # which inputs from outside may have version counters, to see who writes to them
+            stack.enter_context(torch.inference_mode())
 
         with users_device():
             out = call(module, *(named[i] for i in range(len(args))), **{key: named[key] for key in kwargs})
@@ -255,7 +269,8 @@ def execute(
                 for name, p in module.named_parameters()
                 if p.requires_grad and p.numel() <= options.largest
             }
-            cotangents = _gradients(heads, targets, options, cotangents or {}, values)
+            if options.backward:
+                cotangents = _gradients(heads, targets, options, cotangents or {}, values)
         if (now := _generators(devices)) != drawn:
             values["state", "random numbers drawn"] = torch.tensor(now)
     after = _state(module)

@@ -18,7 +18,8 @@ MAX_FAILED = 20
 OTHER_VALUES = "the two models hold different values before they run"
 NOTHING_REWRITTEN = "the compiled model has no rewritten block: nothing of moefx ran"
 LEGEND = (
-    "errors are relative to the original in float64, less what is below the rounding of the largest gradient; "
+    "errors are relative to the original in float64 (in later calls and other routings to the original itself if that "
+    "is as close), less what is below the rounding of the largest gradient; "
     "norm: row, the worst row, or rel2, all of the tensor"
 )
 
@@ -42,6 +43,8 @@ def text(report: VerifyReport) -> str:
     lines.append(f"  {LEGEND}")
     if seconds := sum(row.name.endswith(SECOND) for row in rows):
         lines.append(f"  {seconds} of the comparisons are of a second backward, with cotangents of stride 0")
+    lines += [f"  also compared: {what}" for what in report.covered]
+    lines += [f"  not compared: {what}" for what in report.not_covered]
     if report.routing:
         lines += ["", "routing, beside the reference's"]
         lines += _columns(

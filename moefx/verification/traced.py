@@ -10,13 +10,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import inspect
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
+from torch._functorch import config as functorch
+from torch._guards import TracingContext
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from .._plan import Plan
@@ -24,25 +26,41 @@ from ..graphs.rewriting import rewritten
 from ..inspection.explain import together
 from ..runtime.module import BlockForward, rewritten_blocks
 from ..survey import Refusal
+from .compare import CallChain
+from .compiled_parts import CompiledCopies, CompiledPart, compiling
+from .modes import Mode
 from .routing import Scope
 from .sandbox import Inputs, Options, mapped
-from .verifying import Verifying, add_calls, paths, with_original_regions
-
-_LIMITS = {"recompile_limit": 1 << 10, "accumulated_recompile_limit": 1 << 12}
-# What is compiled here does not count among what the user's calls may compile.
-_ALONE = {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
+from .verifying import LATER_CALLS, Verifying, add_calls, paths, with_original_regions
 
 
 class Way(NamedTuple):
-    """How a module was compiled: by which plan, `torch.compile`'s `dynamic`, and what the graphs are handed to.
-
-    `is_wrapped`: `torch.compile(module)` did it, not `module.compile()`. Of modules of torch's own, a Sequential say,
-    Dynamo takes the whole in one case and their parts in the other."""
+    """How a module was compiled: by which plan, what the graphs are handed to, and what torch knows of that."""
 
     plan: Plan
-    dynamic: bool | None
-    rest: str
-    is_wrapped: bool = False
+    rest: Callable[..., Any]
+    part: CompiledPart
+
+    def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """What the backend makes of a graph; nothing is logged or kept for `explain`."""
+        out, _ = rewritten(gm, list(example_inputs), self.plan)
+        with keeping_saved_tensors() if out is not gm else contextlib.nullcontext():
+            return self.rest(out, example_inputs)
+
+
+@contextlib.contextmanager
+def keeping_saved_tensors() -> Iterator[None]:
+    """Have a backward overwrite none of the tensors that are saved for it.
+
+    Inductor finds compiled graphs on disk by what they compute: a backward that was compiled for one use, with
+    `retain_graph` too. What torch raises then is kept with the whole graph, and these have modules in which no cache
+    of whole graphs looks. (`torch._functorch` is private; `donated_buffer` is what torch's own message names.)
+    """
+    with functorch.patch(donated_buffer=False):
+        yield
+    context = TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []  # none, and not: not known
 
 
 def verify_traced(
@@ -56,6 +74,8 @@ def verify_traced(
     seeds: Sequence[int],
     loss: Callable[[Any], torch.Tensor] | None,
     routings: bool,
+    token_counts: Sequence[int] | None,
+    modes: Sequence[Mode],
 ) -> Verifying:
     """Compare as `verify` does.
 
@@ -63,19 +83,31 @@ def verify_traced(
         model: the one that `torch.compile` was called on. ways: how, of it ("") or of modules of it.
     """
     graphs = _Graphs(ways)
-    whole = Verifying(model, reference, dtype, watch=graphs.watch, call=graphs.run)
+    whole = Verifying(model, reference, dtype, watch=graphs.watch, call=graphs.run, is_costly=True)
+    whole.not_covered.append("a second backward: of graphs of torch.compile it may not be asked")
+
+    def both(inputs: Inputs, options: Options, case: str, routings: bool) -> tuple[CallChain, bool]:
+        graphs.calls = {}
+        chain, is_right = whole.model(inputs, options, case)
+        for out, calls in graphs.calls.items():
+            regions = Verifying(out, with_original_regions(out), dtype)
+            regions.blocks(calls, dataclasses.replace(options, loss=None), case, routings)
+            _take(whole, regions)
+        return chain, is_right
+
     for i, inputs in enumerate(sets):
         for seed in seeds:
-            graphs.calls, case = {}, f"inputs {i}, seed {seed}"
-            whole.model(inputs, Options(seed, grads, loss), case)
-            for out, calls in graphs.calls.items():
-                regions = Verifying(out, with_original_regions(out), dtype)
-                regions.blocks(calls, Options(seed, grads), case, routings)
-                _take(whole, regions)
+            options, case = Options(seed, grads, loss), f"inputs {i}, seed {seed}"
+            chain, is_right = both(inputs, options, case, routings)
+            if i == 0 and seed == seeds[0] and is_right:
+                whole.later_calls(chain, inputs, dataclasses.replace(options, loss=None), case, token_counts)
+            elif i == 0 and seed == seeds[0]:
+                whole.not_covered.append(LATER_CALLS)
+        for mode in modes:
+            both(inputs, mode.changed(Options(seeds[0], grads, loss)), f"inputs {i}, seed {seeds[0]}, {mode}", False)
+            whole.covered.append(f"mode {mode}")
     whole.rows += paths(graphs.ran, "no graph of it has a region: nothing of moefx ran")
     whole.notes += [f"left as it was: {refusal}" for refusal in together(graphs.refused.values())]
-    if rest := ", ".join(sorted({way.rest for way in ways.values()} - {"eager"})):
-        whole.notes.append(f"the graphs ran as moefx hands them on; what {rest} makes of them did not run")
     return whole
 
 
@@ -100,6 +132,8 @@ class _Graphs:
 
     def __init__(self, ways: Mapping[str, Way]):
         self.ways = ways
+        self.copies: weakref.WeakKeyDictionary[nn.Module, CompiledCopies] = weakref.WeakKeyDictionary()
+        self.modes: list[Any] = []  # those of the current call
         self.scope = Scope()
         self.calls: dict[fx.GraphModule, dict[str, Inputs]] = {}
         self.ran: dict[str, Counter[str]] = {}
@@ -110,31 +144,29 @@ class _Graphs:
         return {}
 
     def run(self, box: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        modes = _get_current_dispatch_mode_stack()
-        with _disable_current_modes(), torch._dynamo.config.patch(_LIMITS):  # Dynamo would compile nothing under them
-            for name, way in self.ways.items():
-                how: dict[str, Any] = {"backend": self._backend(way.plan, modes), "dynamic": way.dynamic, **_ALONE}
-                if way.is_wrapped:
-                    return torch.compile(box, **how)(*args, **kwargs)
-                box.get_submodule(name).compile(**how)
-            return box(*args, **kwargs)
+        self.modes = _get_current_dispatch_mode_stack()
+        with _disable_current_modes(), compiling():  # Dynamo would compile nothing under modes
+            if box not in self.copies:
+                parts = {n: way.part._replace(compiler=self._backend(way.plan)) for n, way in self.ways.items()}
+                self.copies[box] = CompiledCopies(parts)
+            return self.copies[box](box, *args, **kwargs)
 
-    def _backend(self, plan: Plan, modes: Sequence[Any]) -> Callable[..., Any]:
+    def _backend(self, plan: Plan) -> Callable[..., Any]:
         def compiled(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
             out, found = rewritten(gm, example_inputs, plan)
             self.refused |= {str(r): r for f in found.every() for r in f.refused}
-            return lambda *values: self._run_graph(out, values, modes)
+            return lambda *values: self._run_graph(out, values)
 
         return compiled
 
-    def _run_graph(self, out: fx.GraphModule, values: tuple[Any, ...], modes: Sequence[Any]) -> Any:
+    def _run_graph(self, out: fx.GraphModule, values: tuple[Any, ...]) -> Any:
         forwards = rewritten_blocks(out)
         before = {name: copy.copy(forward.counts) for name, forward in forwards.items()}
         calls = self.calls.setdefault(out, {})
         with contextlib.ExitStack() as stack:
             for name, forward in forwards.items():
                 stack.enter_context(self._watched(forward, name, calls))
-            for mode in modes:
+            for mode in self.modes:
                 stack.enter_context(mode)
             result = out(*values)
         for name, forward in forwards.items():

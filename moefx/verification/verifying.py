@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -11,9 +13,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from ..errors import InvalidInput, in_short
 from ..runtime.module import BlockForward, CallCounts, rewritten_blocks
 from .bisect import first_bad_snapshot, program_for
-from .compare import Comparison, Subject, compare
+from .compare import CallChain, Comparison, Subject
+from .compiled_parts import CompiledCopies, CompiledPart
+from .later_calls import MANY_TOKENS, MAX_SECONDS, CallPlanner, LaterCall
+from .modes import Mode
 from .policy import Row
 from .routing import RoutingRow, Scope
 from .sandbox import Call, Casts, Inputs, Options, call_forward, call_module
@@ -22,6 +28,8 @@ from .states import GIVEN, router_states
 from .table import NOTHING_REWRITTEN, OTHER_VALUES
 from .watching import watch_compiled, watch_original
 
+LATER_CALLS = "calls after the given one: that one differs already"
+
 
 class Verifying:
     """What was compared so far.
@@ -29,6 +37,7 @@ class Verifying:
     Args:
         watch: told of each sandbox of the compiled model, with its scope; which rewritten blocks it has.
         call: how to call one.
+        is_costly: calls of another size or layout are compiled anew.
         shares: what of it this rank has, under expert parallelism.
 
     Attributes:
@@ -43,26 +52,46 @@ class Verifying:
         shares: Shares | None = None,
         watch: Callable[[nn.Module, Scope], dict[str, BlockForward]] = watch_compiled,
         call: Call = call_module,
+        is_costly: bool = False,
     ):
         self.compiled, self.reference, self.watch, self.call = compiled, reference, watch, call
+        self.is_costly = is_costly
         self.working, self.exact = Casts(dtype), Casts(torch.float64)
         self.names = list(rewritten_blocks(compiled))
         self.shares = shares
         self.rows: list[Row] = _held_alike(compiled, reference, self.shares)
         self.routing: list[RoutingRow] = []
         self.notes: list[str] = []
+        self.covered: list[str] = []
+        self.not_covered: list[str] = []
         self.first: tuple[str, str] | None = None
         self.calls: dict[str, Inputs] = {}  # by block, in order of execution, for the current case
+        self.forwards: dict[str, BlockForward] = {}  # of the compiled model's current copy
+        self.before: dict[str, CallCounts] = {}  # how often these had run when it was made
         self.ran: dict[str, Counter[str]] = {name: Counter() for name in self.names}
 
-    def models(self, sets: list[Inputs], seeds: Sequence[int], grads: bool, loss: Any, routings: bool) -> None:
-        """Both models on all inputs, and their blocks on what the reference's are given."""
+    def models(
+        self, sets: list[Inputs], seeds: Sequence[int], grads: bool, loss: Any, routings: bool,
+        token_counts: Sequence[int] | None = (), modes: Sequence[Mode] = (),
+    ) -> None:  # fmt: skip
+        """Both models on all inputs, and their blocks on what the reference's are given. The first inputs are followed
+        by other calls, and run in the other modes as well."""
         for i, inputs in enumerate(sets):
             for seed in seeds:
                 case = f"inputs {i}, seed {seed}"
-                self.calls = {}
-                self.model(inputs, self.options(seed, grads, loss), case)
-                self.blocks(self.calls, self.options(seed, grads, None), case, routings)
+                options = self.options(seed, grads, loss)
+                chain, is_right = self.model(inputs, options, case)
+                self.blocks(self.calls, dataclasses.replace(options, loss=None), case, routings)
+                if i == 0 and seed == seeds[0] and (is_right or self.shares is not None):  # all ranks or none
+                    later = dataclasses.replace(options, loss=None, again=False)
+                    self.later_calls(chain, inputs, later, case, token_counts)
+                elif i == 0 and seed == seeds[0]:
+                    self.not_covered.append(LATER_CALLS)
+            for mode in modes:
+                options = mode.changed(self.options(seeds[0], grads, loss))
+                self.model(inputs, options, f"inputs {i}, seed {seeds[0]}, {mode}", is_counted=False)
+                self.cover(f"mode {mode}", self.num_original_calls())
+                self.blocks(self.calls, dataclasses.replace(options, loss=None), f"inputs {i}, {mode}", routings=False)
         self.rows += paths(self.ran, NOTHING_REWRITTEN)
 
     def options(self, seed: int, grads: bool, loss: Any) -> Options:
@@ -70,31 +99,138 @@ class Verifying:
         return Options(seed, grads, loss, again=grads and self.shares is None)
 
     def blocks(self, calls: Mapping[str, Inputs], options: Options, case: str, routings: bool) -> None:
-        for name, call in calls.items():
+        for name, call in list(calls.items()):
             for state, inputs in self.states(name, call, options.seed, routings):
-                self.block(name, inputs, options, f"{case}{state}")
+                self.block(name, inputs, options, f"{case}{state}", is_brief=bool(state))
 
-    def model(self, inputs: Inputs, options: Options, case: str) -> None:
-        forwards: dict[str, BlockForward] = {}
-        before: dict[str, CallCounts] = {}
+    def model(self, inputs: Inputs, options: Options, case: str, is_counted: bool = True) -> tuple[CallChain, bool]:
+        """Compare the two models in one call. Further calls can follow in the chain; whether this one agrees.
+
+        Args:
+            is_counted: the call must run rewritten.
+        """
+        self.calls.clear()
+        self.forwards.clear()
 
         def prepare(box: nn.Module, which: str, scope: Scope) -> None:
             if which == "compiled":
-                forwards.update(self.watch(box, scope))
-                before.update({name: copy.copy(forward.counts) for name, forward in forwards.items()})
+                self.forwards.update(self.watch(box, scope))
+                self.before = {name: copy.copy(forward.counts) for name, forward in self.forwards.items()}
             else:
                 watch_original(box, self.names, scope, self.calls if which == "original" else None)
 
-        subject = Subject(
-            self.reference, self.compiled, self.working, self.exact,
-            call_compiled=self.call, prepare=prepare, shares=self.shares,
+        chain = CallChain(
+            Subject(
+                self.reference, self.compiled, self.working, self.exact,
+                call_compiled=self.call, prepare=prepare, shares=self.shares,
+            )
         )  # fmt: skip
-        comparison = self.compared(subject, inputs, options, case)
-        for name, forward in forwards.items():
-            add_calls(self.ran[name], forward.counts, before[name])
-        if "" in forwards and not comparison.ok and self.first is None:
+        comparison = self.taken(chain.compare(inputs, options, case))
+        for name, forward in self.forwards.items() if is_counted else ():
+            add_calls(self.ran[name], forward.counts, self.before[name])
+        self.bisect_model(comparison, inputs, options)
+        return chain, comparison.ok
+
+    def bisect_model(self, comparison: Comparison, inputs: Inputs, options: Options) -> None:
+        """Find the pass if the model is the block."""
+        if "" in self.forwards and not comparison.ok and self.first is None:
             call = self.calls.get("", inputs)
-            self.first = "", self.bisect(forwards[""], self.reference, call, options)
+            self.first = "", self.bisect(self.forwards[""], self.reference, call, options)
+
+    def later_calls(
+        self, chain: CallChain, inputs: Inputs, options: Options, case: str, token_counts: Sequence[int] | None
+    ) -> None:
+        """Compare calls that follow the given one in the same copies of the models."""
+        if self.shares is not None and token_counts is None:
+            self.not_covered.append("other token counts than the given: the model is spread over a mesh")
+            token_counts = ()
+        plan = CallPlanner(
+            self.reference, inputs, options, self.working, self.working.dtype, token_counts, self.is_costly
+        ).planned()
+        self.not_covered += plan.reasons
+        per_token = math.inf
+        for number, later in enumerate(plan.calls, 2):
+            tokens = later.num_tokens or 1
+            if token_counts is None and tokens > MANY_TOKENS and MAX_SECONDS < per_token * tokens < math.inf:
+                self.not_covered.append(f"{tokens} tokens: would take long; token_counts=({tokens},) asks for it")
+                continue
+            before, started = self.num_original_calls(), time.process_time()
+            comparison, later = self.later_call(chain, later, options, f"{case}, call {number}")
+            name = f"call {number}: {later}"
+            per_token = min(per_token, (time.process_time() - started) / tokens)
+            if comparison is None:
+                continue
+            self.cover(name, self.num_original_calls() - before)
+            if not comparison.ok and self.shares is None:  # ranks need not agree that it failed
+                changed = later.changed(options)
+                self.bisect_model(comparison, later.inputs, changed)
+                self.blocks(self.calls, changed, f"{case}, {name}", routings=False)
+                self.notes.append(f"{name}: {self.cause(chain.subject, later, changed)}")
+                return
+
+    def later_call(
+        self, chain: CallChain, later: LaterCall, options: Options, case: str
+    ) -> tuple[Comparison | None, LaterCall]:
+        """Compare one call, in its layout or as the original takes it. None: it takes it in no layout."""
+        for tried in (later, dataclasses.replace(later, layout="")) if later.layout else (later,):
+            self.calls.clear()
+            try:
+                named = f"{case}: {tried}"
+                return self.taken(chain.compare(tried.inputs, tried.changed(options), named, is_brief=True)), tried
+            except InvalidInput as error:
+                self.not_covered.append(in_short(error.__cause__ or error)[:160] + f" on {named}")
+        return None, later
+
+    def cover(self, what: str, ran_original: Counter[str]) -> None:
+        names = ", ".join(name or "(model)" for name, count in ran_original.items() if count)
+        self.covered.append(what + (f"; there {names} ran the original" if names else ""))
+
+    def compiled_by_torch(self, parts: Mapping[str, CompiledPart], sets: list[Inputs], options: Options) -> None:
+        """Compare a copy that torch compiles, as a whole: its routing can be neither seen nor imposed. If rounding
+        decides which experts a token chooses, a difference in the working precision says nothing: then in float64."""
+        if not parts:
+            return
+        name = "compiled by " + ", ".join(sorted({part.name for part in parts.values()}))
+        if self.shares is not None:
+            self.not_covered.append(f"{name}: the model is spread over a mesh")
+            return
+        options = dataclasses.replace(options, again=False)
+        for working in (self.working, self.exact):
+            subject = Subject(
+                self.reference, self.compiled, working, self.exact, call_compiled=CompiledCopies(parts), is_opaque=True
+            )
+            chain, num_close, found = CallChain(subject), 0, []
+            precision = "" if working is self.working else ", in float64"
+            for i, inputs in enumerate(sets):
+                try:
+                    found.append(chain.compare(inputs, options, f"inputs {i}, {name}{precision}"))
+                    num_close += chain.num_close_choices()
+                except InvalidInput as error:
+                    self.not_covered.append(f"{name}{precision}: {in_short(error)[:200]}")
+            if all(comparison.ok for comparison in found) or not num_close or working.dtype == torch.float64:
+                break
+            self.notes.append(
+                f"{name}: differs, but rounding decides {num_close} choices of experts; compared in float64 instead"
+            )
+        for comparison in found:
+            self.taken(comparison)
+        self.covered += [f"{name}{precision}, as a whole"] if found else []
+
+    def num_original_calls(self) -> Counter[str]:
+        """How often each block of the current copy ran its original."""
+        return Counter({n: f.counts.original - self.before[n].original for n, f in self.forwards.items()})
+
+    def cause(self, subject: Subject, later: LaterCall, options: Options) -> str:
+        """Which property of a call that failed makes it fail: each is left out."""
+
+        def is_right(options: Options) -> bool:
+            return CallChain(dataclasses.replace(subject, prepare=_leave)).compare(later.inputs, options).ok
+
+        if is_right(options):
+            return "as the first call of fresh copies it is right, so the calls before it left something behind"
+        if options.layout and is_right(dataclasses.replace(options, layout="")):
+            return f"it is right for contiguous inputs, and wrong for inputs with layout {options.layout!r}"
+        return "it is wrong as the first call of fresh copies, too: for this token count or these values"
 
     def states(self, name: str, call: Inputs, seed: int, routings: bool) -> Iterator[tuple[str, Inputs]]:
         """What to compare a block on. Where the model is the block (""), its own call was compared before."""
@@ -104,7 +240,7 @@ class Verifying:
             elif state != GIVEN and routings:
                 yield f", {state}", inputs
 
-    def block(self, name: str, call: Inputs, options: Options, case: str) -> None:
+    def block(self, name: str, call: Inputs, options: Options, case: str, is_brief: bool = False) -> None:
         """Both blocks on the inputs that the reference's block got, so that errors before it do not count."""
         forwards: dict[str, BlockForward] = {}
 
@@ -117,12 +253,11 @@ class Verifying:
             original, compiled, self.working, self.exact, block=name,
             call_original=call_forward, call_compiled=call_forward, prepare=prepare, shares=Shares.of(compiled),
         )  # fmt: skip
-        comparison = self.compared(subject, call, options, case)
+        comparison = self.taken(CallChain(subject).compare(call, options, case, is_brief=is_brief))
         if not comparison.ok and self.first is None:
             self.first = name, self.bisect(forwards[""], original, call, options)
 
-    def compared(self, subject: Subject, inputs: Inputs, options: Options, case: str) -> Comparison:
-        comparison = compare(subject, inputs, options, case)
+    def taken(self, comparison: Comparison) -> Comparison:
         self.rows += comparison.rows
         self.routing += comparison.routing
         self.notes += comparison.notes
@@ -159,7 +294,7 @@ def _held_alike(compiled: nn.Module, reference: nn.Module, shares: Shares | None
     """Failed rows where the two models already differ before they run: other names, weights, buffers or
     modes."""
     rows = []
-    is_graph_of_it = isinstance(compiled, fx.GraphModule) and not isinstance(reference, fx.GraphModule)
+    is_graph_of_it = is_graph(compiled, reference)
     stacked, elsewhere = (shares.stacked, shares.elsewhere) if shares else ({}, frozenset())
     for kind, held in (("grad_param", nn.Module.named_parameters), ("buffer", nn.Module.named_buffers)):
         ours, theirs = (dict(held(model, remove_duplicate=False)) for model in (compiled, reference))
@@ -185,6 +320,15 @@ def _held_alike(compiled: nn.Module, reference: nn.Module, shares: Shares | None
         note = f"compiled is in {ours} mode, the reference in {theirs} mode"
         rows.append(Row("", f"{name or 'model'}.training", "state", ok=False, error=1.0, note=note))
     return sorted(rows, key=lambda row: row.name)
+
+
+def is_graph(compiled: nn.Module, reference: nn.Module) -> bool:
+    """Whether one is a graph of the other."""
+    return isinstance(compiled, fx.GraphModule) and not isinstance(reference, fx.GraphModule)
+
+
+def _leave(box: nn.Module, which: str, scope: Scope) -> None:
+    """Watch nothing."""
 
 
 def _mode(module: nn.Module) -> str:

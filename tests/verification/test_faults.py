@@ -184,7 +184,7 @@ def test_every_provider_passes_as_it_is(fuse):
                 ran.add((op, provider))
                 original, compiled = models(fuse, provider)
                 with select.force(op, provider):
-                    report = verify(compiled, original, (ids(provider),), routings=False)
+                    report = verify(compiled, original, (ids(provider),), routings=False, token_counts=())
                 assert report.ok, f"{op} {provider}\n{report}"
     gemms = ("expert_mlp", "expert_mlp_backward") if fuse else ("grouped_mm", "grouped_mm_backward")
     assert ran >= {(op, provider) for op in gemms for provider in ("reference", "segments", "grouped_mm")}

@@ -1,0 +1,280 @@
+"""What a model is called with after the given inputs: tokens in another order, other token counts, other layouts.
+
+Which axes are token axes, the arguments say (`capture.readings`); whether the model takes other sizes of them, a run of
+the original. The counts are drawn so that many remainders occur among them: a fault at `T % 7 == 4` meets one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from ..capture.collisions import ModelNumbers
+from ..capture.inputs import Arguments, Leaf
+from ..capture.readings import readings
+from ..errors import in_short
+from .layouts import Layout
+from .sandbox import Inputs, Options, Parameters, detached, execute, leaves, sandbox
+
+MODULI = (7, 5, 8, 6, 3, 4, 2)  # as many remainders by these as possible occur, most of all by the first
+NUM_SMALL = 4  # counts of a few tokens, forward alone
+MANY_TOKENS = 1024
+MAX_WORK = 1 << 29  # tokens times parameters, above MANY_TOKENS
+MAX_SECONDS = 20  # of a call above MANY_TOKENS, if it takes as long for each token as the calls before it
+MAX_ON_CPU = 1 << 28  # parameters of a model on an accelerator that is tried on the CPU first
+_MAX_READINGS = 5
+_FEWEST = 3
+_SMALL, _LARGE = range(_FEWEST, _FEWEST + 14), range(MANY_TOKENS + 1, MANY_TOKENS + 200)
+Sizes = dict[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class LaterCall:
+    """One call after the given one.
+
+    Attributes:
+        num_tokens: None if no axis of tokens is known.
+        is_resized: it has another token count than the given call.
+    """
+
+    inputs: Inputs
+    num_tokens: int | None = None
+    is_resized: bool = False
+    layout: Layout = ""
+    backward: bool = True
+
+    def changed(self, options: Options) -> Options:
+        """Options for a run of this call."""
+        return dataclasses.replace(options, layout=self.layout, backward=self.backward)
+
+    def __str__(self) -> str:
+        tokens = "" if self.num_tokens is None else f"{self.num_tokens} tokens"
+        values = "" if self.is_resized else "in another order" if tokens else "the same inputs"
+        return ", ".join(filter(None, [tokens, values, self.layout, "" if self.backward else "forward alone"]))
+
+
+@dataclasses.dataclass
+class CallPlan:
+    """Attributes:
+    calls: in the order in which they are made.
+    reasons: what is not compared, and why.
+    """
+
+    calls: list[LaterCall] = dataclasses.field(default_factory=list)
+    reasons: list[str] = dataclasses.field(default_factory=list)
+
+
+class _Draw(NamedTuple):
+    """A token count to be drawn, and how it is called with. `allowed`: counts that rounding to whole sizes may give."""
+
+    candidates: range
+    allowed: range
+    backward: bool = True
+    layout: Layout = ""
+
+
+class CallPlanner:
+    """Choose calls that the original takes.
+
+    Args:
+        token_counts: as `verify` has them; None: chosen here.
+        parameters: those of the sandboxes, in the precision under test.
+        is_costly: each new size or layout is compiled anew: one of both.
+    """
+
+    def __init__(
+        self, original: nn.Module, inputs: Inputs, options: Options, parameters: Parameters,
+        dtype: torch.dtype | None, token_counts: Sequence[int] | None, is_costly: bool = False,
+    ):  # fmt: skip
+        self.original, self.inputs, self.options = original, inputs, options
+        self.parameters, self.dtype, self.token_counts = parameters, dtype, token_counts
+        self.is_costly = is_costly
+        self.generator = torch.Generator().manual_seed(options.seed)
+        self.plan = CallPlan()
+        self._is_on_cpu = _is_on_cpu(original, inputs)
+
+    def planned(self) -> CallPlan:
+        given = next(self._readings(), None)
+        tokens = None if given is None else _num_tokens(given, given.sizes)
+        again = self.inputs if given is None else resized(self.inputs, given, given.sizes, self.generator)
+        layout: Layout = "" if self.is_costly else "rows apart"
+        second = LaterCall(again, tokens, layout=layout, backward=False)
+        if not self._is_on_cpu and self._refusal(second) is not None:
+            second = LaterCall(self.inputs, layout=layout, backward=False)
+        self.plan.calls.append(second)
+        if self.token_counts is None or self.token_counts:
+            self._add_other_counts()
+        return self.plan
+
+    def _add_other_counts(self) -> None:
+        refused = "no axis of tokens is known among the inputs"
+        if not self._is_on_cpu and sum(p.numel() for p in self.original.parameters()) > MAX_ON_CPU:
+            # an index out of range would end the process' use of the accelerator
+            refused = "the model is too large to be tried on the CPU first"
+            several: Iterable[Arguments] = ()
+        else:
+            several = self._readings()
+        for reading in several:
+            calls = list(self._calls(reading))
+            # fewest and most tokens: a model that takes these takes what lies between them
+            extremes = sorted(calls, key=lambda call: call.num_tokens or 0)[:: max(len(calls) - 1, 1)]
+            error = next(filter(None, map(self._refusal, extremes)), None)
+            if calls and error is None:
+                self.plan.calls += calls
+                return
+            refused = error or refused
+        self.plan.reasons.append(f"other token counts than the given: {refused}")
+
+    def _readings(self) -> Iterator[Arguments]:
+        """Interpretations with axes that can have other sizes."""
+        several = readings(*self.inputs, ModelNumbers())
+        return (r for r in itertools.islice(several, _MAX_READINGS) if r.dims and math.prod(r.sizes.values()))
+
+    def _calls(self, reading: Arguments) -> Iterator[LaterCall]:
+        for sizes, backward, layout in self._other_sizes(reading):
+            inputs = resized(self.inputs, reading, sizes, self.generator)
+            yield LaterCall(inputs, _num_tokens(reading, sizes), True, layout, backward)
+
+    def _other_sizes(self, reading: Arguments) -> Iterator[tuple[Sizes, bool, Layout]]:
+        """(sizes, whether to run the backward, layout): a count below the given one, one above, and a few small ones;
+        or those that were asked for."""
+        given = _num_tokens(reading, reading.sizes)
+        if self.token_counts is not None:
+            for number in self.token_counts:
+                yield _sizes(reading, -(-number // reading.each)), True, ""
+            return
+        seen = [given]
+        is_many = given <= MANY_TOKENS and _LARGE.stop * _num_parameters(self.original) <= MAX_WORK
+        # inputs of a thousand tokens have thousands of numbers
+        above = _LARGE if is_many else range(given + 1, given + max(given // 8, 8))
+        below = range(max(given // 4, _FEWEST), max(given // 2, min(given, _FEWEST + 8)))
+        small = range(reading.each, 9 * reading.each, reading.each) if reading.each > 1 else _SMALL
+        draws = [
+            _Draw(below, range(given), layout="transposed"),
+            *[_Draw(small, range(sys.maxsize), backward=False)] * NUM_SMALL,
+            _Draw(above, range(max(given, MANY_TOKENS * is_many) + 1, sys.maxsize)),  # last: see MAX_SECONDS
+        ]
+        if self.is_costly:
+            del draws[1:]
+            self.plan.reasons.append("more token counts: each is compiled anew; token_counts=(...) asks for them")
+        for draw in draws:
+            sizes = self._drawn(reading, draw, seen)
+            if sizes is not None:
+                seen.append(_num_tokens(reading, sizes))
+                yield sizes, draw.backward, draw.layout
+        if not is_many and given <= MANY_TOKENS and not self.is_costly:
+            self.plan.reasons.append(
+                f"more than {MANY_TOKENS} tokens: {_num_parameters(self.original):,} parameters would take long; "
+                f"token_counts=({_LARGE.start},) asks for it"
+            )
+
+    def _drawn(self, reading: Arguments, draw: _Draw, seen: Sequence[int]) -> Sizes | None:
+        """Sizes whose number of tokens adds the most remainders to those seen, at random among equals."""
+        order = torch.randperm(len(draw.candidates), generator=self.generator).tolist()
+        several = [_sizes(reading, -(-draw.candidates[i] // reading.each)) for i in order]
+        several = [s for s in several if (n := _num_tokens(reading, s)) in draw.allowed and n not in seen]
+
+        def is_new(sizes: Sizes) -> list[bool]:
+            tokens = _num_tokens(reading, sizes)
+            return [tokens % m not in {n % m for n in seen} for m in MODULI]
+
+        return max(several, key=is_new, default=None)
+
+    def _refusal(self, call: LaterCall) -> str | None:
+        """Why the original does not take a call. It runs on the CPU: there an index that is too large is an error,
+        elsewhere it ends the process."""
+        options = dataclasses.replace(self.options, layout=call.layout, backward=False)
+        try:
+            box = sandbox(self.original, self.parameters if self._is_on_cpu else _to_cpu, self.dtype)
+            inputs = call.inputs
+            if not self._is_on_cpu:
+                _move(box)
+                inputs = _on_cpu(inputs)
+            execute(box, inputs, options, cast=lambda t: t.to(self.dtype) if self.dtype else t)
+        except Exception as error:
+            return f"on {call} the original raises {in_short(error)[:160]}"
+        return None
+
+
+def resized(inputs: Inputs, reading: Arguments, sizes: Sizes, generator: torch.Generator) -> Inputs:
+    """Inputs with these sizes, cut or repeated from the given ones, and in another order along each token axis."""
+    flat, spec = pytree.tree_flatten(inputs)
+    order = {}
+    for dim, size in reading.sizes.items():
+        mixed = torch.randperm(size, generator=generator)
+        order[dim] = mixed[torch.arange(sizes[dim]) % size]
+
+    def index(name: str) -> Tensor:
+        """The places along an axis such as `S`, `B*S` or `B*10`, in the given inputs."""
+        places = torch.zeros(1, dtype=torch.int64)
+        for part in name.split("*"):
+            size = int(part) if part.isdigit() else reading.sizes[part]
+            own = torch.arange(size) if part.isdigit() else order[part]
+            places = (places[:, None] * size + own).flatten()
+        return places
+
+    def changed(value: Any, leaf: Any) -> Any:
+        if not isinstance(leaf, Leaf):
+            return value
+        value = value.detach()
+        for axis, name in enumerate(leaf.shape):
+            if isinstance(name, str):
+                value = value.index_select(axis, index(name).to(value.device))
+        return value
+
+    args, kwargs = pytree.tree_unflatten([changed(*pair) for pair in zip(flat, reading.flat, strict=True)], spec)
+    return args, kwargs
+
+
+def _sizes(reading: Arguments, units: int) -> Sizes:
+    """Sizes with about so many tokens, over those that the model fixes: no axis but the first is longer than given."""
+    first, *inner = reading.dims
+    num_outer = max(1, -(-units // math.prod(reading.sizes[dim] for dim in inner))) if inner else units
+    num_outer = next((n for n in range(num_outer, 2 * num_outer + 2) if units % n == 0), num_outer)
+    sizes, rest = {first: num_outer}, max(1, units // num_outer)
+    for dim in reversed(inner):
+        sizes[dim] = min(rest, reading.sizes[dim])
+        rest = max(1, rest // sizes[dim])
+    return sizes
+
+
+def _num_tokens(reading: Arguments, sizes: Sizes) -> int:
+    return reading.each * math.prod(sizes.values())
+
+
+def _num_parameters(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+# ---------------------------------------------------------------------- on the CPU
+def _is_on_cpu(model: nn.Module, inputs: Inputs) -> bool:
+    tensors = [t for _, t in leaves(inputs) if isinstance(t, Tensor)]
+    return all(t.device.type == "cpu" for t in (*model.parameters(), *model.buffers(), *tensors))
+
+
+def _to_cpu(p: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(p.detach().cpu(), requires_grad=p.requires_grad)
+
+
+def _move(box: nn.Module) -> None:
+    """Buffers, and tensors that are plain attributes."""
+    for module in box.modules():
+        module._buffers.update({name: None if b is None else b.cpu() for name, b in module._buffers.items()})
+        vars(module).update({name: v.cpu() for name, v in vars(module).items() if type(v) is Tensor})
+
+
+def _on_cpu(inputs: Inputs) -> Inputs:
+    flat, spec = pytree.tree_flatten(detached(inputs))
+    args, kwargs = pytree.tree_unflatten([v.cpu() if isinstance(v, Tensor) else v for v in flat], spec)
+    return args, kwargs
+
+
+__all__ = ["CallPlan", "CallPlanner", "LaterCall", "resized"]

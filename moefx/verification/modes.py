@@ -1,0 +1,56 @@
+"""The modes that `verify` compares in, beside the one that the models are in."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from ..errors import InvalidInput, nearest
+from .sandbox import Options
+
+NAMES = ("train", "eval", "no_grad", "inference_mode")
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """Attributes:
+    training: train or eval mode for all modules; None leaves them as they are.
+    grads: "no_grad" or "inference_mode"; None computes gradients as the caller of `verify` says.
+    """
+
+    training: bool | None = None
+    grads: str | None = None
+
+    def __str__(self) -> str:
+        training = {None: "", True: "train", False: "eval"}[self.training]
+        return "+".join(filter(None, [training, self.grads]))
+
+    def changed(self, options: Options) -> Options:
+        """Options for runs in this mode."""
+        if self.grads is not None:
+            options = dataclasses.replace(options, grads=False, again=False, inference=self.grads == "inference_mode")
+        return dataclasses.replace(options, training=self.training)
+
+
+def modes_of(names: Iterable[str]) -> list[Mode]:
+    """Read names such as "eval", "no_grad" and "eval+inference_mode".
+
+    Raises:
+        InvalidInput: one is no mode.
+    """
+    if isinstance(names, str):
+        names = (names,)
+    found = []
+    for name in names:
+        parts = str(name).split("+")
+        training, grads = ([p for p in parts if p in group] for group in (NAMES[:2], NAMES[2:]))
+        if len(training) > 1 or len(grads) > 1 or len(training) + len(grads) < len(parts):
+            raise InvalidInput(
+                f"verify: modes={name!r}: expected {', '.join(NAMES)}, or one of the first two and one of the others "
+                f'as in "eval+no_grad"{nearest(str(name), NAMES)}'
+            )
+        found.append(Mode(training[0] == "train" if training else None, grads[0] if grads else None))
+    return list(dict.fromkeys(found))
+
+
+__all__ = ["Mode", "modes_of"]
