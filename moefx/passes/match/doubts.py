@@ -65,7 +65,8 @@ def flip_branches(prover: Prover) -> None:
                 between = named if float in kinds else list(dict.fromkeys(map(round, named)))
                 others += _that_turn(prover, read, taken, others, between)
             for value in others:
-                force(prover, read.source, {read.calls: value}, _READ, taken)
+                if not force(prover, read.source, {read.calls: value}, _READ, taken) and read.node is None:
+                    prover.lengths.add(read.calls)  # with so few rows it is no error of the original's
             if is_first and others:
                 first.append((read, others[0]))
         is_first = False
@@ -211,11 +212,11 @@ def carry_over(prover: Prover) -> None:
 
 def force(
     prover: Prover, source: Source, flips: Flips, what: str, taken: Capture | None = None, is_safe: bool = True
-) -> None:
+) -> bool:
     """Have the program of a capture, the first one's or another's, go the other way; from here on that is one of the
     captures that must agree. An error there, as a check for NaN ends in, would be one in the original, too; unless
     `is_safe`, only one that the program raises itself: of two masks that are equal in it one alone may have been
-    forced."""
+    forced. Returns whether the program came to its end."""
     at = index_of(prover, taken)
     tracer, sizes, optional = prover.lifted[at].capture.tracer, prover.sizes[at], prover.lifted[at].optional
     try:
@@ -226,13 +227,14 @@ def force(
             raise _changes(source, what) from why
         prover.extra_guards.append(optional)
         del prover.lifted[at], prover.sizes[at]
-        return
+        return True
     except Exception as error:
         if is_safe or is_users_own(error):
-            return
+            return False
         raise _changes(source, what) from error
     forced.optional = optional
     prover.add(forced, sizes)
+    return True
 
 
 def index_of(prover: Prover, taken: Capture | None) -> int:

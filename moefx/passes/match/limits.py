@@ -15,7 +15,7 @@ from torch import fx
 
 from ...capture.captured import Capture
 from ...capture.source import Source
-from .nodes import is_known, is_routed, op_name
+from .nodes import is_known, is_routed, op_name, remembered
 from .ranges import NARROW, UNBOUNDED, Ranges
 
 _ORDERED = ("lt", "le", "gt", "ge")
@@ -92,13 +92,18 @@ def _compared(capture: Capture, n: fx.Node, name: str) -> Iterator[tuple[fx.Node
         value = value.nan_to_num(0) if value.is_floating_point() else value
         most = int(min(float(value.max()), UNBOUNDED)) if value.numel() else 0
         # else it counts if it is of positions in a sequence or a batch, and the limit no size itself
-        if not is_routed(rows) and (most + 1 not in capture.sizes.expressions or limit in capture.sizes.expressions):
+        if not (is_routed(rows) or _is_made_of_rows(rows)) and (most + 1 not in capture.sizes.expressions or limit in capture.sizes.expressions):
             continue
         if name in _ORDERED:
-            has_both = len(capture.shadow(n).unique()) != 1
+            has_both = len(capture.shadow(n).unique()) > 1
             yield rows, limit, has_both or most > limit, has_both
         elif not isinstance(other, fx.Node) or n.meta["val"].shape[-1:] == (limit,):  # `one_hot(rank, capacity)`
             yield rows, limit, most >= limit, most >= limit
+
+
+def _is_made_of_rows(node: fx.Node) -> bool:
+    """Whether a number follows from how many rows an expert has, as `arange(len(rows))` does."""
+    return remembered(node, "of_rows", lambda n, are: bool(n.meta.get("ragged")) or any(are))
 
 
 def _number(x: Any) -> int | None:
@@ -175,4 +180,4 @@ def _is_truth(ranges: Ranges, a: Any) -> bool:
     return a in (0, 1) if not isinstance(a, fx.Node) else _is_bounded(ranges, a, 2)
 
 
-__all__ = ["UNKNOWN", "limits", "not_reached"]
+__all__ = ["UNKNOWN", "Place", "limits", "not_reached"]

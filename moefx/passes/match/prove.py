@@ -14,6 +14,7 @@ from ...capture.concolic import capture
 from ...capture.inputs import Arguments
 from ...capture.routing import Routing
 from ...capture.sizes import SizeGuard
+from ...capture.source import Source
 from ...capture.tracer import Flips
 from ...errors import Refused
 from . import apart, cover, crowds, doubts, few, given, idle, leaks, twice
@@ -65,6 +66,7 @@ class Prover:
         self.extra_guards: list[SizeGuard] = []
         self.num_experts = 0
         self.settled: set[Any] = set()  # what `doubts` has looked into
+        self.lengths: set[tuple[Source, ...]] = set()  # reads of how many rows there are that were not forced
 
     def capture(
         self,
@@ -277,8 +279,10 @@ class Prover:
         doubts.carry_over(self)
         twice.fall_together(self)
         few.other_sizes(self)
+        crowds.overflow(self)  # limits that more tokens have, `min(T, 64)`
         doubts.flip_branches(self)  # that only crowds, few tokens or many came to
         doubts.mix_decisions(self)
+        crowds.overflow(self)
         leaks.leaked_sizes(self)
         leaks.round_sizes(self)
         leaks.same_by_chance(self)
