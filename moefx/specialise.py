@@ -184,6 +184,8 @@ class Specialise:
                 if self.spread is not None:
                     result = self.spread.graph(block, result)
                 program = program_of(block, result, args, kwargs, call.autocast, read, tied)
+                if real:
+                    _check_sizes(block, program, *abstract)
                 if real and self.plan.validation == "auto" and self.spread is None:
                     check = numeric_check(block, proven, forward.name, self.plan.validation_seconds)
                     if not check.ok:
@@ -237,6 +239,17 @@ class Specialise:
             else:
                 raise Refused("a call with other arguments is traced before it was ever run; run it once in eager mode")
         return bound.args, bound.kwargs
+
+
+def _check_sizes(block: nn.Module, program: Program, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Check that a program admits the call it was made for. A lift with the recorded shapes may not.
+
+    Raises:
+        Refused: a guard of the program excludes the call's sizes.
+    """
+    index = program.failed_guard(block, leaves_of(signature_binder(block)(*args, **kwargs)))
+    if index >= 0:
+        raise Refused(f"no proof was found for the sizes of this call, only for {program.guards[index]}")
 
 
 def _is_like(value: Any, kind: tuple) -> bool:

@@ -403,6 +403,26 @@ def check(model, compiled, x):
     assert [block.fallbacks for block in moefx.blocks(compiled)] == before
 
 
+class Sevens(Loop):
+    """A multiple of 7 tokens is computed otherwise, and no proof is found for it."""
+
+    def forward(self, x):
+        return super().forward(x.flatten(0, 1)).view(x.shape) * (0.5 if x.shape[1] % 7 == 0 else 1.0)
+
+
+def test_a_lift_that_excludes_the_sizes_of_its_call_is_refused_once(lifts):
+    x = torch.randn(2, 9, D, dtype=torch.float64)
+    model, compiled = pair(x, Sevens())
+    del lifts[:]
+    for tokens in (14, 21, 14, 28):
+        rows = torch.randn(2, tokens, D, dtype=torch.float64)
+        torch.testing.assert_close(compiled(rows), model(rows))
+    (block,) = moefx.blocks(compiled)
+    assert len(lifts) <= 2 and len(block.forward.programs) == 1 and counts(compiled) == (0, 4)
+    assert "no proof was found for the sizes of this call" in str(moefx.explain(compiled))
+    check(model, compiled, x)
+
+
 def test_what_does_not_ask_for_the_mode_is_for_both(x, lifts):
     model, compiled = pair(x, Layers(Loop))
     for mode in (False, True):
