@@ -70,7 +70,7 @@ def not_finite(block: nn.Module) -> tuple[str, str] | None:
 
 def _is_small(block: nn.Module) -> bool:
     """Whether a block can be run on hundreds of tokens without a wait."""
-    return sum(p.numel() for p in block.parameters()) <= 1 << 22
+    return sum(p.numel() for p in block.parameters()) <= 1 << 24
 
 
 def _arguments(block: nn.Module, result: Result, crowd: bool = False) -> Any:

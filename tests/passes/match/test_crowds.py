@@ -208,3 +208,71 @@ def test_ids_are_no_ranks():
     x = torch.randn(200, D, dtype=torch.float64)
     torch.testing.assert_close(compiled(x), model(x))
     assert moefx.blocks(compiled)[0].fallbacks == 0
+
+
+class Limited(Loop):
+    """Each expert takes the first so many tokens. `keep(all tokens, an expert's tokens and slots, its weights)` gives
+    a mask or the places of those that stay."""
+
+    def __init__(self, keep):
+        super().__init__(Mlp)
+        self.keep = keep
+
+    def forward(self, x):
+        w, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for e in range(E):
+            t, k = torch.where(ids == e)
+            stay = self.keep(x, t, w[t, k])
+            t, k = t[stay], k[stay]
+            out = out.index_add(0, t, self.expert(e, x[t], w[t, k, None]))
+        return out
+
+
+def _over(x, t, w):
+    return w.topk(40).indices if len(t) > 40 else torch.arange(len(t))
+
+
+KEEPS = {
+    "the smaller of the tokens and a number": lambda x, t, w: torch.arange(len(t)) < min(len(x), 40),
+    "a branch on the tokens": lambda x, t, w: torch.arange(len(t)) < (40 if len(x) > 40 else len(x)),
+    "places in an expert": lambda x, t, w: torch.arange(len(t)) < 40,
+    "as many places": lambda x, t, w: torch.arange(min(40, len(t))),
+    "numbers by ones": lambda x, t, w: torch.ones_like(t).cumsum(0) <= 40,
+    "the largest weights": _over,
+    "as many of the largest weights": lambda x, t, w: w.topk(min(40, len(t))).indices,
+}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("axes", [1, 2])
+@pytest.mark.parametrize("keep", KEEPS.values(), ids=KEEPS)
+def test_what_is_over_a_limit_that_few_tokens_do_not_reach(keep, axes):
+    torch.manual_seed(0)
+    block = Limited(keep).double()
+
+    class Rows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = block
+
+        def forward(self, x):
+            return self.block(x.reshape(-1, D)).view(x.shape)
+
+    model = block if axes == 1 else Rows()
+    example = torch.randn(*[(24,), (2, 12)][axes - 1], D, dtype=torch.float64)
+    compiled = moefx.compile(
+        copy.deepcopy(model), plan=moefx.Plan(validation="symbolic"), example_inputs=(example,), strict=False
+    )
+    for tokens in (12, 60, 240):
+        x = crowd(tokens).reshape(*[(-1,), (2, -1)][axes - 1], D)
+        torch.testing.assert_close(compiled(x), model(x))
+
+
+def test_the_smaller_of_the_tokens_and_a_number_is_a_capacity():
+    model = Limited(KEEPS["the smaller of the tokens and a number"]).double()
+    compiled = moefx.compile(model, example_inputs=(torch.randn(24, D, dtype=torch.float64),))
+    for tokens in (12, 60, 240):
+        x = crowd(tokens)
+        torch.testing.assert_close(compiled(x), model(x))
+    assert moefx.blocks(compiled)[0].fallbacks == 0
