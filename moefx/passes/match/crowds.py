@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from ...capture.captured import MIXED, SHAPE_ONLY, Capture
+from ...capture.captured import MIXED, SHAPE_ONLY
 from ...capture.routing import Routing
 from ...capture.sizes import SizeGuard
 from ...capture.source import Source
 from ...errors import Refused
 from .doubts import force
 from .form import Lifted
-from .limits import UNKNOWN, Place, limits, not_reached
+from .limits import UNKNOWN, limits, not_reached
 from .nodes import is_known, is_routed, op_name, values
 from .ranges import Ranges, token_sizes
 
@@ -36,7 +36,7 @@ _COPIES = {"_to_copy", "clone", "where", "zeros_like", "ones_like", "full_like"}
 def overflow(prover: Prover) -> None:
     """Limits that the captures did not come to are gone beyond, with as many tokens as that takes; else the form is
     guarded to hold only where there are too few to."""
-    slots, seen = prover.lifted[0].slots, [_limits(prover, lifted.capture) for lifted in prover.lifted]
+    slots, seen = prover.lifted[0].slots, [limits(lifted.capture, prover.lengths) for lifted in prover.lifted]
     for turn in range(4):
         places = not_reached(seen)
         most = [_most_of_one(lifted) for lifted in prover.lifted]
@@ -68,19 +68,8 @@ def overflow(prover: Prover) -> None:
         except Exception:  # the program's own too, at sizes that it is not made for
             break
         prover.add(lifted, sizes)
-        seen.append(_limits(prover, lifted.capture))
+        seen.append(limits(lifted.capture, prover.lengths))
     prover.extra_guards.append(SizeGuard(f"{prover.arguments.tokens}*{slots}", "le", str(lowest), True))
-
-
-def _limits(prover: Prover, capture: Capture) -> dict[Place, int | None]:
-    """Those that ops ask for, and those of Python's comparisons of how many rows an expert has."""
-    found = limits(capture)
-    for read in capture.reads:
-        op, limit = read.asked or ("", None)
-        if read.calls in prover.lengths and op in ("lt", "le", "gt", "ge") and type(limit) is int and limit > 1:
-            place, is_beyond = (read.source, "length"), bool(read.value) is (op in ("gt", "ge"))
-            found[place] = None if is_beyond or found.get(place, limit) is None else limit
-    return found
 
 
 def _most_of_one(lifted: Lifted) -> int:

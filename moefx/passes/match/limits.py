@@ -7,7 +7,7 @@ that counts and ranks are compared with, are looked for, and what lies beyond th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -31,10 +31,22 @@ _BENT = {
 Place = tuple[Source, str]
 
 
-def limits(capture: Capture) -> dict[Place, int | None]:
+def limits(capture: Capture, lengths: Set[tuple[Source, ...]] = frozenset()) -> dict[Place, int | None]:
     """By place in the program, the number that no count or rank of this capture came to, though under another routing
-    it may; None where one did."""
+    it may; None where one did.
+
+    Args:
+        lengths: calls in which Python compares how many rows an expert has, and which are looked at too.
+    """
     found: dict[Place, int | None] = {}
+
+    def note(place: Place, limit: int, is_reached: bool) -> None:
+        found[place] = None if is_reached or found.get(place, limit) is None else limit
+
+    for read in capture.reads:
+        op, limit = read.asked or ("", None)
+        if read.calls in lengths and op in _ORDERED and type(limit) is int and limit > 1:
+            note((read.source, "length"), limit, bool(read.value) is (op in ("gt", "ge")))
     ranges: Ranges | None = None
     for n in capture.nodes:
         if n.op != "call_function":
@@ -47,7 +59,7 @@ def limits(capture: Capture) -> dict[Place, int | None]:
                 found[place] = most  # behind it numbers begin again: to see one beyond is not to see all
         if name == "slice":
             for end, reached in _end(capture, n):
-                found[place] = None if reached or found.get(place, end) is None else end
+                note(place, end, reached)
         elif name in (*_ORDERED, "eq", "ne") and is_known(n):
             for rows, limit, reached, has_both in _compared(capture, n, name):
                 ranges = ranges or Ranges.with_more_tokens(capture)
@@ -55,7 +67,7 @@ def limits(capture: Capture) -> dict[Place, int | None]:
                     limit, reached = UNKNOWN, has_both
                 elif not 2 <= limit < UNBOUNDED or (is_routed(rows) and _never_beyond(ranges, rows, limit)):
                     continue
-                found[place] = None if reached or found.get(place, limit) is None else limit
+                note(place, limit, reached)
     return found
 
 
@@ -92,7 +104,8 @@ def _compared(capture: Capture, n: fx.Node, name: str) -> Iterator[tuple[fx.Node
         value = value.nan_to_num(0) if value.is_floating_point() else value
         most = int(min(float(value.max()), UNBOUNDED)) if value.numel() else 0
         # else it counts if it is of positions in a sequence or a batch, and the limit no size itself
-        if not (is_routed(rows) or _is_made_of_rows(rows)) and (most + 1 not in capture.sizes.expressions or limit in capture.sizes.expressions):
+        sizes = capture.sizes.expressions
+        if not (is_routed(rows) or _is_made_of_rows(rows)) and (most + 1 not in sizes or limit in sizes):
             continue
         if name in _ORDERED:
             has_both = len(capture.shadow(n).unique()) > 1
@@ -180,4 +193,4 @@ def _is_truth(ranges: Ranges, a: Any) -> bool:
     return a in (0, 1) if not isinstance(a, fx.Node) else _is_bounded(ranges, a, 2)
 
 
-__all__ = ["UNKNOWN", "Place", "limits", "not_reached"]
+__all__ = ["UNKNOWN", "limits", "not_reached"]
