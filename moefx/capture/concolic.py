@@ -121,7 +121,7 @@ def capture(
             try:
                 out = torch.func.functional_call(block, state, args, kwargs, strict=False, tie_weights=False)
             except Exception as error:
-                if tracer.refusals:  # it follows from what was refused
+                if tracer.refusals:  # the error follows from that
                     raise tracer.refusals[0] from error
                 raise
             draws = drawn()

@@ -1,5 +1,6 @@
-"""Modules that hold experts under names of their own: products of different parameters, of which masks or indices take
-some tokens each."""
+"""Find modules that hold experts under names of their own.
+
+Products with different parameters each take some tokens, by masks or indices, and one op merges their rows."""
 
 from __future__ import annotations
 

@@ -40,8 +40,8 @@ _TORCH = torch.__file__.rsplit("/", 1)[0] + "/"
 _OURS = (__file__.rsplit("/capture/", 1)[0] + "/", _TORCH)
 
 
-# generated code: not of torch's files, but not the user's either (a notebook cell, also in brackets, is)
-# and neither are wrappers of deprecated functions
+# Generated code and wrappers of deprecated functions are neither torch's files nor the user's. A notebook cell, also in
+# brackets, is the user's.
 _NOBODYS = (
     "<frozen", "<string>", "<eval_with_key", "<__", threading.__file__, typing_extensions.__file__, warnings.__file__,
 )  # fmt: skip

@@ -87,7 +87,7 @@ class Tracer(Recorder):
         self.state: set[int] = set()  # parameters and buffers, by id
         self.held: set[int] = set()  # their sizes
         self.cut_off: list[fx.Node] = []  # values that collectives have copied, without their gradients
-        self.originals: dict[int, str] = {}  # names of the block's parameters, by the id of what the user holds
+        self.originals: dict[int, str] = {}  # names of the block's parameters, by the ids of the real ones
         self.quiet = 0  # inside an operation that is recorded whole
         self.is_cast = False  # inside a function that autocast has cast the arguments of
         self.touched = False  # whether the op at work was called with a number of the routing
