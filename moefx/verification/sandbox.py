@@ -292,7 +292,7 @@ def _generators(devices: Iterable[torch.device]) -> int:
     if numpy := sys.modules.get("numpy"):
         state = numpy.random.get_state(legacy=False)
         values = (*state.pop("state").values(), *state.values())
-        drawn += b"".join(getattr(value, "tobytes", repr(value).encode)() for value in values)
+        drawn += b"".join(value.tobytes() if hasattr(value, "tobytes") else repr(value).encode() for value in values)
     return zlib.crc32(drawn)
 
 
