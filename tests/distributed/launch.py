@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+import moefx.proof
 import moefx.survey
 
 _ROOT = Path(__file__).parents[2]
@@ -149,10 +150,10 @@ def _meeting_place(folder: Path, rank: int, world: int) -> dist.Store:
 
 
 def main() -> None:
-    from .models import proven_once
+    from .models import checked_once, proven_once
 
     done = Path(sys.argv[1])
-    moefx.survey._prove_all = proven_once
+    moefx.survey._prove_all, moefx.proof.numeric_check = proven_once, checked_once
     torch.set_num_threads(1)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = _meeting_place(done.parent, rank, world)
