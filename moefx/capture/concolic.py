@@ -105,10 +105,11 @@ def capture(
     args, kwargs = pytree.tree_unflatten(leaves, spec)
 
     given = dict(state)
-    names = {id(m): n for n, m in block.named_modules() if n}
-    originals = {n: dict(vars(m)) for n, m in block.named_modules()}
+    unique = list(block.named_modules())
+    names = {id(m): n for n, m in unique if n}
+    originals = {n: dict(vars(m)) for n, m in unique}
     tracer.named |= put_in_place(block, stand_in)
-    before = {n: dict(vars(m)) for n, m in block.named_modules()}
+    before = {n: dict(vars(m)) for n, m in unique}
     hooks = [(own[k], contents(own[k])) for own in before.values() for k in HOOKS & own.keys()]
     surroundings = Surroundings(block, (args, kwargs))
     try:

@@ -14,14 +14,15 @@ _BASES: tuple[Any, ...] = (collections.OrderedDict, dict, list, set, collections
 
 def base_of(thing: Any) -> Any:
     """The built-in container type that stores the items of `thing`; None if it is no container."""
-    return next((base for base in _BASES if issubclass(type(thing), base)), None)
+    kind = type(thing)
+    return kind if kind in _BASES else next((base for base in _BASES if issubclass(kind, base)), None)
 
 
 def contents(container: Any) -> Any:
     """A copy of the stored items: a plain dict, set or list."""
-    base = base_of(container)
     if type(container) is dict:
         return container.copy()  # without asking keys for their hash, which a symbolic size notes
+    base = base_of(container)
     if issubclass(base, dict):
         return dict(base.items(container))
     return set(container) if base is set else list(base.__iter__(container))

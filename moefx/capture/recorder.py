@@ -79,7 +79,11 @@ class Recorder(TorchDispatchMode):
     def emit(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> fx.Node:
         is_op = type(target) is torch._ops.OpOverload
         name = _node_name(target) if is_op else None
-        return self._register(self.graph.create_node("call_function", target, plain(args), plain(kwargs), name=name))
+        node = self.graph.create_node("call_function", target, name=name)
+        node.args = plain(args)  # `create_node` searches arguments for symbolic sizes, of which there are none
+        if kwargs:
+            node.kwargs = plain(kwargs)
+        return self._register(node)
 
     def _register(self, node: fx.Node) -> fx.Node:
         check_interrupt()
