@@ -372,7 +372,8 @@ def _program(matched: Matched, block: nn.Module) -> Program:
 
 def _failed_guard(program: Program, matched: Matched, block: nn.Module) -> str:
     """The condition that keeps the example's own call from a program, "" if none does."""
-    index = program.failed_guard(block, leaves_of(signature_binder(block)(*matched.call.args, **matched.call.kwargs)))
+    named = signature_binder(block)(*matched.call.args, **matched.call.kwargs)
+    index = program.failed_guard(block, leaves_of(named, program.objects))
     return "" if index < 0 else str(program.guards[index])
 
 

@@ -10,6 +10,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from .capture.effects import python_random, silenced
+from .capture.skipped_calls import skipping
 from .capture.surroundings import unwritten
 from .capture.worker import run_in_worker
 from .errors import in_short
@@ -42,7 +43,7 @@ def _numeric_check(block: nn.Module, result: Result, name: str, seconds: float) 
     crowd = _arguments(block, result, crowd=True) if _is_small(block) else None
     fn, picks = result.graph.compile(), _picker(block, result)
     try:
-        with python_random(), silenced(block), unwritten(block):
+        with python_random(), silenced(block), unwritten(block), skipping(block, result.skipped):
             check = verify_block(
                 block, lambda b, *a, **k: fn(b, *picks(*a, **k)), args, kwargs, name=name, crowd=crowd, seconds=seconds
             )
@@ -113,7 +114,7 @@ def _picker(block: nn.Module, result: Result) -> Any:
     bind, paths = signature_binder(block), result.graph.binding.paths
 
     def pick(*args: Any, **kwargs: Any) -> list[Any]:
-        values = dict(leaves_of(bind(*args, **kwargs)))
+        values = dict(leaves_of(bind(*args, **kwargs), result.graph.binding.objects))
         return [values[p] for p in paths]
 
     return pick

@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
@@ -20,11 +21,15 @@ from .capture.effects import silenced
 from .capture.inputs import Arguments
 from .capture.readings import readings
 from .capture.sizes import SizeGuard
+from .capture.skipped_calls import SkippedCall, Skipping, skipping
+from .capture.surroundings import ARGUMENT
 from .capture.worker import run_in_worker
 from .errors import CaptureError, Refused
 from .inspection.history import History
-from .ir.binding import Binding, Path, leaves_of, placeholder_name
+from .ir.attributes import Where
+from .ir.binding import Binding, Path, leaves_of, path_name, placeholder_name
 from .ir.block import BlockGraph
+from .ir.passed_objects import PassedObject, is_passed, name_object
 from .passes.checkpoint import checkpoint
 from .passes.fuse import fuse
 from .passes.limit import limit
@@ -34,10 +39,12 @@ from .passes.match.lift import SINGLE_ELEMENTS, UNEXPLAINED
 from .passes.match.matched import Match
 from .passes.match.prove import Prover
 from .passes.match.unify import FOREIGN
-from .passes.rewrite import Rewritten, rewrite
+from .passes.rewrite import Placeholders, Rewritten, rewrite
 from .runtime.module import signature_binder
 
 PASSES = (fuse, checkpoint)
+NOT_ROUTED = "nothing is routed"
+T = TypeVar("T")
 
 
 @dataclasses.dataclass
@@ -47,36 +54,98 @@ class Result:
     match: Match
     rewritten: Rewritten
     history: History
+    skipped: Mapping[str, SkippedCall] = dataclasses.field(default_factory=dict)  # see `capture.skipped_calls`
 
     @property
     def graph(self) -> BlockGraph:
         return self.history.snapshots[-1].graph
 
 
-def rewrite_block(block: nn.Module, name: str, args: tuple, kwargs: dict[str, Any], plan: Plan) -> Result:
+def rewrite_block(
+    block: nn.Module,
+    name: str,
+    args: tuple,
+    kwargs: dict[str, Any],
+    plan: Plan,
+    skipped: Mapping[str, SkippedCall] | None = None,
+) -> Result:
     """Prove what `block` computes and rewrite it into the PFT dialect.
 
     Args:
         args, kwargs: the arguments of one call of it; values of floats do not matter.
+        skipped: submodules that are not run, with what they return. `args` and `kwargs` then hold stand-ins.
 
     Raises:
         Refused: the block is not (provably) a token-choice mixture of experts; the message says why and where.
         CaptureError: the block does not run on abstract tensors.
     """
-    return run_in_worker(lambda: _rewrite_block(block, name, args, kwargs, plan))
+    return run_in_worker(lambda: _rewrite_block(block, name, args, kwargs, plan, skipped or {}))
 
 
-def _rewrite_block(block: nn.Module, name: str, args: tuple, kwargs: dict[str, Any], plan: Plan) -> Result:
-    paths = argument_paths(block, args, kwargs)
+def rewrite_passing_on(
+    rewrite: Callable[[Skipping | None], T], find_skipping: Callable[[bool], Skipping | None], read: Iterable[Where]
+) -> T:
+    """Rewrite a block. If it passes objects on that submodules write to, such as a key-value cache, these submodules
+    are not looked into.
+
+    Args:
+        rewrite: rewrites the block with stand-ins for objects, or without.
+        find_skipping: finds the stand-ins, for objects that hold tensors or for all; None if the block passes none on.
+        read: attributes of the block that captures have read, filled by `rewrite`.
+
+    Raises:
+        Refused: neither way was proven.
+    """
+
+    def attempt(every: bool) -> T | None:
+        if (skipping := find_skipping(every)) is None:
+            return None
+        result = rewrite(skipping)
+        skipping.check(read)
+        return result
+
+    why: Refused | None = None
+    try:
+        if (result := attempt(False)) is not None:
+            return result
+    except Refused as refused:
+        why = refused
+    try:
+        return rewrite(None)
+    except Refused as refused:
+        if why is None and ARGUMENT in refused.culprits:  # an object that holds none, a container of an equal module
+            try:
+                if (result := attempt(True)) is not None:
+                    return result
+            except Refused as other:
+                why = other
+        if why is None or NOT_ROUTED in why.reason:  # the experts themselves are given the object, say
+            raise
+        raise why from None
+
+
+def _rewrite_block(
+    block: nn.Module,
+    name: str,
+    args: tuple,
+    kwargs: dict[str, Any],
+    plan: Plan,
+    skipped: Mapping[str, SkippedCall],
+) -> Result:
+    paths, objects = argument_paths(block, args, kwargs), object_paths(block, args, kwargs)
+    for path, stand_in in objects:
+        name_object(stand_in, path_name(path))
     start = time.perf_counter()
     # 1.-3. prove, explain the drops, rewrite into the dialect
-    with silenced(block):
-        match, rewritten = lift(block, args, kwargs, [placeholder_name(p) for p in paths])
+    with silenced(block), skipping(block, skipped):
+        names = Placeholders([placeholder_name(p) for p in paths], {id(o): placeholder_name(p) for p, o in objects})
+        match, rewritten = lift(block, args, kwargs, names)
     ms = (time.perf_counter() - start) * 1e3
-    graph = BlockGraph(name, rewritten.graph, Binding(tuple(paths)), rewritten.out_spec)
+    passed = tuple(path for path, _ in objects)
+    graph = BlockGraph(name, rewritten.graph, Binding((*paths, *passed), passed), rewritten.out_spec)
     # 4. passes on the graph; every snapshot runs
     history = PassManager(block).run(graph, PASSES, plan, made_by=rewrite_block, ms=ms, level="dialect")
-    return Result(match, rewritten, history)
+    return Result(match, rewritten, history, skipped)
 
 
 def with_policy(block: nn.Module, result: Result, plan: Plan) -> Result:
@@ -100,7 +169,7 @@ def limited(block: nn.Module, result: Result, plan: Plan) -> Result:
     return dataclasses.replace(result, history=history)
 
 
-def lift(block: nn.Module, args: tuple, kwargs: dict[str, Any], names: list[str]) -> tuple[Match, Rewritten]:
+def lift(block: nn.Module, args: tuple, kwargs: dict[str, Any], names: Placeholders) -> tuple[Match, Rewritten]:
     """Prove and rewrite with the most likely interpretation of the arguments. If the block does not run at other sizes
     with that, try the others.
 
@@ -135,7 +204,7 @@ def _of_images(refusal: Refused) -> Refused:
     )
 
 
-def _lift(block: nn.Module, arguments: Arguments, names: list[str]) -> tuple[Match, Rewritten]:
+def _lift(block: nn.Module, arguments: Arguments, names: Placeholders) -> tuple[Match, Rewritten]:
     """Prove with the most likely reading of the program. If that is refused, try the others, then other sizes."""
     prover = Prover(block, arguments, most_experts(block))
     try:
@@ -147,7 +216,7 @@ def _lift(block: nn.Module, arguments: Arguments, names: list[str]) -> tuple[Mat
         raise refusal from None
 
 
-def _for_sizes(prover: Prover, names: list[str]) -> tuple[Match, Rewritten]:
+def _for_sizes(prover: Prover, names: Placeholders) -> tuple[Match, Rewritten]:
     """Prove for all sizes. If that fails, prove for the sizes that take the example's branches, and guard on them.
 
     Raises:
@@ -202,7 +271,7 @@ def _for_example(found: tuple[Match, Rewritten]) -> tuple[Match, Rewritten]:
     return found
 
 
-def _rewritten(prover: Prover, names: list[str]) -> tuple[Match, Rewritten]:
+def _rewritten(prover: Prover, names: Placeholders) -> tuple[Match, Rewritten]:
     # 1. capture and match: one canonical form that the captures under unlike routings agree on
     match = prover.prove()
     # 2. drops: which slots do not count, by a rule or by the program's own mask
@@ -220,6 +289,13 @@ def argument_paths(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> lis
         if isinstance(value, torch.Tensor):
             by_id.setdefault(id(value), []).append(path)
     return [by_id[id(t)].pop(0) if len(by_id[id(t)]) > 1 else by_id[id(t)][0] for t in tensors]
+
+
+def object_paths(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[tuple[Path, PassedObject]]:
+    """Where each stand-in for an object stands among the arguments of a call; each object once."""
+    named = signature_binder(block)(*args, **kwargs)
+    found = {id(value): (path, value) for path, value in reversed(leaves_of(named)) if is_passed(value)}
+    return list(reversed(found.values()))
 
 
 def most_experts(block: nn.Module) -> int:

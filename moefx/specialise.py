@@ -4,31 +4,45 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
-from torch import nn
+from torch import fx, nn
 
 from ._plan import Plan
 from .capture.autocast import under
 from .capture.defaults import neutral_device
-from .capture.find import signature
+from .capture.find import find, signature
 from .capture.inputs import Arguments
+from .capture.skipped_calls import SkippedCall, Skipping, copy_abstract, holds_tensors, objects_in
+from .capture.source import is_own_mistake
 from .capture.worker import run_in_worker
-from .errors import Refused
+from .errors import Refused, in_short
 from .ir.attributes import OWN_MODE, Where, attributes, globals_of, reading, ties, value_at
-from .ir.binding import Guard, Specialisation, call_specialisation, device_of, kind_of, leaves_of
+from .ir.binding import (
+    Guard,
+    Path,
+    Specialisation,
+    call_specialisation,
+    device_of,
+    kind_of,
+    leaves_of,
+    placeholder_name,
+)
 from .ir.held import HeldCode, HeldKind, is_configuration, is_kept, same, unchanged
+from .ir.passed_objects import replace_objects
 from .numeric import numeric_check
-from .pipeline import Result, limited, rewrite_block
+from .pipeline import Result, limited, rewrite_block, rewrite_passing_on
 from .runtime.module import BlockForward, signature_binder, signature_of
 from .runtime.program import Program
 from .runtime.watch import ReadAttributes, absorbed_names
 
 if TYPE_CHECKING:
     from .distribute import Spread
+
+Kinds = tuple[tuple[Path, tuple[Any, ...]], ...]  # of arguments, see `Specialisation`
 
 
 def program_of(
@@ -43,8 +57,9 @@ def program_of(
     """The program of a rewritten block, with the specialisation and the guards that it holds for; `read`: the
     attributes of the block that its captures read; `tied`: its `ties`. It is for both modes if its own one is not among
     them."""
-    leaves = leaves_of(signature_binder(block)(*args, **kwargs))
-    call = call_specialisation(block, leaves)
+    objects = result.graph.binding.objects
+    leaves = leaves_of(signature_binder(block)(*args, **kwargs), objects)
+    call = call_specialisation(block, leaves, objects)
     device = device_of(block).type
     arguments = tuple((path, _on(kind, device)) for path, kind in call.arguments)
     reads_grad = bool(result.match.modes_read & {"is_grad_enabled", "is_inference_mode_enabled"})
@@ -83,10 +98,13 @@ def _on(kind: tuple, device: str) -> tuple:
 def _guards(result: Result) -> list[Guard]:
     """Comparisons of sizes that capture followed, as conditions on the placeholders; and what it took as fixed."""
     arguments = result.match.arguments
-    names = [n.name for n in result.graph.placeholders]
+    placeholders = result.graph.placeholders
+    tensors = list(zip(placeholders, arguments.tensors, strict=False))  # objects come behind them
+    names = {n.name: leaf for n, leaf in tensors}
+    followed = {n.name: leaf for n, leaf in tensors if not _is_only_passed_on(n, result)}
     where = {}
     for dim in arguments.dims:
-        for name, leaf in zip(names, arguments.tensors, strict=True):
+        for name, leaf in (*followed.items(), *names.items()):
             if dim in leaf.shape:
                 where[dim] = f"{name}.shape[{leaf.shape.index(dim)}]"
                 break
@@ -103,7 +121,7 @@ def _guards(result: Result) -> list[Guard]:
         condition, why = f"{sides[0]} {symbol} {sides[1]}", f"the block compares sizes: {g}"
         condition = f"{sides[2]} == 0 or {condition}" if g.unless else condition
         guards.append(Guard(condition, why, one_way=g not in result.match.extra_guards))
-    for name, leaf in zip(names, arguments.tensors, strict=True):
+    for name, leaf in followed.items():
         for axis, n in enumerate(leaf.shape):
             own, there = f"{name}.shape[{axis}]", size(str(n))
             if there != own:
@@ -111,6 +129,14 @@ def _guards(result: Result) -> list[Guard]:
                 why = f"this axis was {fixed if isinstance(n, int) else 'one of tokens'}"
                 guards.append(Guard(f"{own} == {there}", why, one_way=True))
     return guards
+
+
+def _is_only_passed_on(placeholder: fx.Node, result: Result) -> bool:
+    """Whether a tensor, such as a mask, only goes to submodules that were not looked into: it may have any shape."""
+    objects = {placeholder_name(path) for path in result.graph.binding.objects}
+    return bool(placeholder.users) and all(
+        user.op == "call_module" and any(n.name in objects for n in user.all_input_nodes) for user in placeholder.users
+    )
 
 
 class Specialise:
@@ -176,14 +202,19 @@ class Specialise:
         counted = forward.counts.original
         try:
             with forward.running("original"), under(call.device, call.autocast), torch.enable_grad():
+                find_skipping = self._find_skipping(block, *abstract)
                 with reading(block, attributes(block)) as read:
-                    result, args, kwargs = self._rewrite(block, forward.name, *abstract)
+                    result, call_args, call_kwargs = rewrite_passing_on(
+                        lambda skipping: self._rewrite(block, forward.name, *abstract, skipping=skipping),
+                        find_skipping,
+                        read,
+                    )
                 if self.by_mode:
                     read.add(OWN_MODE)
                 proven, result = result, limited(block, result, self.plan)
                 if self.spread is not None:
                     result = self.spread.graph(block, result)
-                program = program_of(block, result, args, kwargs, call.autocast, read, tied)
+                program = program_of(block, result, call_args, call_kwargs, call.autocast, read, tied)
                 if real:
                     _check_sizes(block, program, *abstract)
                 if real and self.plan.validation == "auto" and self.spread is None:
@@ -192,17 +223,53 @@ class Specialise:
                         raise Refused(check.text)
         finally:
             forward.counts.original = counted  # the captures were not calls of the user's
-        return program.with_arguments(call.arguments), read
+        return program.with_arguments(_with_objects(call.arguments, program)), read
+
+    def _find_skipping(
+        self, block: nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> Callable[[bool], Skipping | None]:
+        """Run a block that is given objects once, on abstract tensors and copies of these, to see what it passes on."""
+        if not any(True for _ in objects_in(args, kwargs)):
+            return lambda every: None
+        try:
+            found = find(block, *_with_copies(args, kwargs))
+        except Refused as refused:
+            why = refused
+        except Exception as error:
+            if is_own_mistake(error):
+                raise
+            why = Refused(f"it does not run on abstract tensors ({in_short(error)})")
+        else:
+            return lambda every: found.skipping(found.calls[""], every)
+
+        def refuse(every: bool) -> Skipping | None:
+            raise why
+
+        return refuse
 
     def _rewrite(
-        self, block: nn.Module, name: str, args: tuple, kwargs: dict[str, Any]
+        self, block: nn.Module, name: str, args: tuple, kwargs: dict[str, Any], skipping: Skipping | None
+    ) -> tuple[Result, tuple, dict[str, Any]]:
+        """Rewrite a block for a call, of which captures see copies of objects. Returns the arguments, too."""
+        if skipping is None:
+            return self._rewrite_resized(block, name, *_with_copies(args, kwargs), None)
+        result, *_ = self._rewrite_resized(block, name, skipping.args, skipping.kwargs, skipping.calls)
+        return result, args, kwargs
+
+    def _rewrite_resized(
+        self,
+        block: nn.Module,
+        name: str,
+        args: tuple,
+        kwargs: dict[str, Any],
+        skipped: Mapping[str, SkippedCall] | None,
     ) -> tuple[Result, tuple, dict[str, Any]]:
         try:
-            return rewrite_block(block, name, args, kwargs, self.plan), args, kwargs
+            return rewrite_block(block, name, args, kwargs, self.plan, skipped), args, kwargs
         except Refused as why:
             try:  # one token does not tell which axes are of tokens
                 args, kwargs = self._resized(block, args, kwargs)
-                return rewrite_block(block, name, args, kwargs, self.plan), args, kwargs
+                return rewrite_block(block, name, args, kwargs, self.plan, skipped), args, kwargs
             except Refused:
                 raise why from None
 
@@ -241,13 +308,38 @@ class Specialise:
         return bound.args, bound.kwargs
 
 
+def _with_objects(arguments: Kinds, program: Program) -> Kinds:
+    """The kinds of a call's arguments, in which what a program passes on as it is counts as one."""
+    kinds = dict(arguments)
+    return tuple((p, kind if p in program.objects else kinds[p]) for p, kind in program.key.arguments)
+
+
+def _with_copies(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Arguments with copies of objects, in which meta tensors stand for floats: a capture may write to these."""
+    copies = {id(o): _copied(o) for o in objects_in(args, kwargs) if type(o) not in (list, dict)}
+    return replace_objects((args, kwargs), copies)
+
+
+def _copied(thing: Any) -> Any:
+    try:
+        return copy_abstract(thing)
+    except Exception as error:
+        if not holds_tensors(thing):  # what a capture changes in it is put back
+            return thing
+        name = type(thing).__name__
+        raise Refused(
+            f"it is called with a {name} that holds tensors and cannot be copied ({in_short(error)})",
+            remedy=f"make copy.deepcopy of a {name} work",
+        ) from error
+
+
 def _check_sizes(block: nn.Module, program: Program, args: tuple, kwargs: dict[str, Any]) -> None:
     """Check that a program admits the call it was made for. A lift with the recorded shapes may not.
 
     Raises:
         Refused: a guard of the program excludes the call's sizes.
     """
-    index = program.failed_guard(block, leaves_of(signature_binder(block)(*args, **kwargs)))
+    index = program.failed_guard(block, leaves_of(signature_binder(block)(*args, **kwargs), program.objects))
     if index >= 0:
         raise Refused(f"no proof was found for the sizes of this call, only for {program.guards[index]}")
 
@@ -279,7 +371,7 @@ def _takes(
         return False
     if program.guard is None or args is None:
         return True
-    leaves = leaves_of(signature_binder(block)(*args, **(kwargs or {})))
+    leaves = leaves_of(signature_binder(block)(*args, **(kwargs or {})), program.objects)
     return program.failed_guard(block, leaves) < 0
 
 

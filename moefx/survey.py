@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,17 +20,17 @@ from .capture.concolic import capture
 from .capture.examples import examples
 from .capture.find import Found, Seen, find, signature
 from .capture.routing import Routing
+from .capture.skipped_calls import SkippedCall, Skipping
 from .capture.source import is_own_mistake, is_users
 from .errors import CaptureError, InvalidInput, MoefxError, Refused, in_short, own_fault
 from .ir.attributes import OWN_MODE, Where, attributes, follows_its_mode, reading, value_at
 from .ir.held import same
 from .passes.rewrite import NO_CACHE
-from .pipeline import Result, rewrite_block
+from .pipeline import NOT_ROUTED, Result, rewrite_block, rewrite_passing_on
 from .runtime.copying import copy_model
 from .runtime.module import rewritten_blocks
 from .runtime.watch import absorbed_names, hook_on
 
-_NOT_ROUTED = "nothing is routed"
 _FLAT = "moefx.rewrite_graph(graph, example_inputs) looks into graphs"
 
 
@@ -219,7 +219,7 @@ def _try_chains(
             made = _prove_all(name, modules, found, plan, tell)
         except Refused as why:
             refusal = Refusal(name, why.reason, why.source, why.culprits, why.remedy)
-            if _NOT_ROUTED in why.reason:
+            if NOT_ROUTED in why.reason:
                 if name not in found.branches:
                     continue
                 refusal = _all_contribute(name, modules, found)
@@ -357,7 +357,7 @@ def _prove_all(
         tell(first)
         start = time.perf_counter()
         with reading(modules[first], watched) as read:
-            result = _rewrite(modules[first], first, call, plan)
+            result = _rewrite_as_called(modules[first], call, found, plan, read)
         if follows:
             read.add(OWN_MODE)
         equal = [first] + [
@@ -370,10 +370,22 @@ def _prove_all(
     return made
 
 
-def _rewrite(module: nn.Module, name: str, call: Seen, plan: Plan) -> Result:
+def _rewrite_as_called(module: nn.Module, call: Seen, found: Found, plan: Plan, read: set[Where]) -> Result:
+    def rewrite(skipping: Skipping | None) -> Result:
+        if skipping is None:
+            return _rewrite(module, call.name, call, plan)
+        stood_in = dataclasses.replace(call, args=skipping.args, kwargs=skipping.kwargs)
+        return _rewrite(module, call.name, stood_in, plan, skipping.calls)
+
+    return rewrite_passing_on(rewrite, lambda every: found.skipping(call, every), read)
+
+
+def _rewrite(
+    module: nn.Module, name: str, call: Seen, plan: Plan, skipped: Mapping[str, SkippedCall] | None = None
+) -> Result:
     is_graph = isinstance(module, fx.GraphModule)
     try:
-        return rewrite_block(module, name, call.args, call.kwargs, plan)
+        return rewrite_block(module, name, call.args, call.kwargs, plan, skipped)
     except Refused as why:
         if is_graph:
             raise Refused(why.reason, culprits=why.culprits, source=why.source, remedy=_FLAT) from why

@@ -26,8 +26,10 @@ from .alone import run_alone
 from .attention import attends
 from .captured import below_modes, has_values, is_float
 from .concolic import capture
+from .containers import base_of, contents, same_items
 from .named_experts import modules_apart
 from .routing import Routing
+from .skipped_calls import Changes, InnerCall, Skipping, StateBefore, holds_tensors, objects_in, skip
 from .source import user_source
 from .tracer import Tracer
 
@@ -36,13 +38,18 @@ _CHOICES = {"topk", "max", "min", "argmax", "argmin", "sort", "argsort", "kthval
 
 @dataclasses.dataclass
 class Seen:
-    """A module call of the abstract run: the first with its class and shapes."""
+    """A module call of the abstract run: the first with its class and shapes.
+
+    Attributes:
+        inner: calls of its submodules that are given objects or containers.
+    """
 
     name: str
     args: tuple
     kwargs: dict[str, Any]
     inputs: list[fx.Node] = dataclasses.field(default_factory=list)
     outputs: list[fx.Node] = dataclasses.field(default_factory=list)
+    inner: list[InnerCall] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
@@ -56,6 +63,7 @@ class Found:
         branches: names of candidates whose alike parts work side by side, not one after the other.
         structural: names of modules that hold expert-like parameters.
         attends: whether there is attention in it.
+        objects: arguments of modules that hold tensors, or that are containers which the run wrote to, by id.
     """
 
     chains: list[list[str]]
@@ -64,6 +72,15 @@ class Found:
     branches: set[str]
     structural: set[str]
     attends: bool
+    objects: dict[int, Any] = dataclasses.field(default_factory=dict)
+
+    def skipping(self, call: Seen, every: bool = False) -> Skipping | None:
+        """The call with stand-ins for those of `objects`, or for `every` object, that it passes on to submodules; None
+        if there are none."""
+        if not self.objects and not every:
+            return None
+        seen = self.calls[self.twins[call.name]] if call.name in self.twins else call  # an equal one that was run
+        return skip(seen.args, seen.kwargs, None if every else self.objects, seen.inner)
 
 
 def signature(module: nn.Module) -> tuple:
@@ -151,12 +168,27 @@ def _find(model: nn.Module, args: tuple, kwargs: dict[str, Any], share: bool, op
     choices: list[tuple[str, int]] = []
     names = {id(m): n for n, m in model.named_modules()}
     signatures = {id(m): signature(m) for m in model.modules()}
+    passed: dict[int, tuple[Any, Any]] = {}  # objects among arguments, and what containers held at first
+    objects: dict[int, Any] = {}
+
+    changes: dict[str, Changes] = {}  # of modules that were run
+
+    def note_inner(seen: Seen, out: Any, done: Changes) -> None:
+        given = list(objects_in(seen.args, seen.kwargs))
+        # asked here, because the capture puts back what it has written to
+        objects.update({id(thing): thing for thing in given if _is_written(*passed[id(thing)])})
+        if given:
+            for outer in stack:
+                name = seen.name.removeprefix(f"{outer.name}." if outer.name else "")
+                outer.inner.append(InnerCall(name, seen.args, seen.kwargs, out, done))
 
     def around(tracer: Tracer, original: Callable) -> Callable:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             name = names.get(id(module))
             if name is None or tracer.quiet or not tracer.is_here():
                 return original(module, *args, **kwargs)
+            for thing in objects_in(args, kwargs):
+                passed.setdefault(id(thing), (thing, contents(thing) if base_of(thing) is not None else None))
             if name == "":
                 seen = calls.setdefault("", Seen("", args, kwargs))
                 stack.append(seen)
@@ -172,12 +204,16 @@ def _find(model: nn.Module, args: tuple, kwargs: dict[str, Any], share: bool, op
             if known is not None and known[0] != name and (again := _fresh(tracer, known[1], seen.inputs)) is not None:
                 twins[name] = known[0]
                 seen.outputs = _nodes(tracer, again)
+                note_inner(seen, again, changes.get(known[0], Changes()))
                 return again
             if key in opaque.results:
                 out = _fresh(tracer, opaque.results[key], seen.inputs)
                 seen.outputs = _nodes(tracer, out)
+                note_inner(seen, out, Changes())
                 return out
             stack.append(seen)
+            is_given = any(True for _ in objects_in(args, kwargs))
+            before = StateBefore(tracer, module, (args, kwargs)) if is_given else None
             try:
                 out = original(module, *args, **kwargs)
             except Exception:
@@ -186,6 +222,9 @@ def _find(model: nn.Module, args: tuple, kwargs: dict[str, Any], share: bool, op
             finally:
                 stack.pop()
             seen.outputs = _nodes(tracer, out)
+            if before is not None:
+                changes[name] = before.changes(out)
+            note_inner(seen, out, changes.get(name, Changes()))
             first.setdefault(key, (name, out))
             return out
 
@@ -211,7 +250,14 @@ def _find(model: nn.Module, args: tuple, kwargs: dict[str, Any], share: bool, op
             chains.append(_chain(name, alike, calls))
             if _side_by_side([calls[p] for p in parts if p in calls]):
                 branches.add(name)
-    return Found([c for c in chains if c], calls, twins, branches, set(structural), attends(nodes))
+    return Found([c for c in chains if c], calls, twins, branches, set(structural), attends(nodes), objects)
+
+
+def _is_written(thing: Any, before: Any) -> bool:
+    """Whether a container is not as it was, or an object holds tensors, which it may have written to."""
+    if before is not None and not same_items(contents(thing), before):
+        return True
+    return type(thing) not in (list, dict) and holds_tensors(thing)
 
 
 def _abstract(tree: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from torch import nn
 
 from ..ir.attributes import OWN
 from ..ir.held import is_plain
+from ..ir.passed_objects import is_passed
 from ..ir.reached import FUNCTIONS, Reached, code_of, is_users, parts_of, reached
 from .captured import tensors_in
 from .containers import Slot, base_of, contents, refill, same_items, slots_of, values
@@ -25,6 +27,7 @@ from .effects import is_generator
 # Libraries whose objects hold what users put in.
 _HOLDERS = {"argparse", "collections", "queue", "types", "weakref"}
 _DEPTH = 3
+ARGUMENT = "an argument"
 _MOST_ITEMS = 256
 
 
@@ -53,7 +56,7 @@ class Surroundings:
                 self._visit(path, one.value)
         for cls in code.classes:
             self._hold_class(cls)
-        self._visit("an argument", arguments)
+        self._visit(ARGUMENT, arguments)
 
     def changed(self) -> list[str]:
         """Paths of what is not as it was."""
@@ -70,7 +73,7 @@ class Surroundings:
                 put(items)  # of a container the order may differ alone
 
     def _visit(self, path: str, value: Any, depth: int = _DEPTH) -> None:
-        if id(value) in self._seen or isinstance(value, (torch.Tensor, type, types.ModuleType)):
+        if id(value) in self._seen or is_passed(value) or isinstance(value, (torch.Tensor, type, types.ModuleType)):
             return
         if isinstance(value, nn.Module):  # the parent of the block, say, in a list so that it is no part of it
             self._seen.add(id(value))
@@ -94,7 +97,7 @@ class Surroundings:
         elif isinstance(value, (*FUNCTIONS, functools.partial)):
             self._seen.add(id(value))
             inner += parts_of(value)
-        if _holds_attributes(type(value)):
+        if _holds_attributes(type(value)) or (path == ARGUMENT and _is_of_library(type(value))):
             self._seen.add(id(value))
             inner += self._hold_attributes(path, value)
         if depth and len(inner) <= _MOST_ITEMS:
@@ -173,6 +176,11 @@ class _NewNames:
 def _holds_attributes(cls: type) -> bool:
     """Whether the attributes of its instances are the user's."""
     return is_users(cls) or cls.__module__.split(".")[0] in _HOLDERS
+
+
+def _is_of_library(cls: type) -> bool:
+    """Whether it is a class of a library that users hand around, such as a model's cache; not of torch or Python."""
+    return cls.__module__.split(".")[0] not in {"torch", "moefx", "numpy"} | sys.stdlib_module_names
 
 
 def _is_array(value: Any) -> bool:

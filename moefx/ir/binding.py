@@ -21,12 +21,13 @@ import functools
 import inspect
 import re
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 import torch
 
 from .held import is_array
+from .passed_objects import is_passed
 
 Path = tuple[Any, ...]
 Leaves = list[tuple[Path, Any]]
@@ -79,9 +80,11 @@ class Binding:
 
     Attributes:
         paths: one path per placeholder, in the graph's order.
+        objects: those of them that are objects or containers, which the graph only passes on to submodules.
     """
 
     paths: tuple[Path, ...] = ()
+    objects: tuple[Path, ...] = ()
 
     def indices(self, key: Specialisation) -> tuple[int, ...]:
         """Positions of the placeholders' values among the leaves of a call that `key` admits."""
@@ -181,12 +184,12 @@ def _kind_of_parts(value: Any, depth: int) -> tuple[Any, ...]:
     return (name, repr(value)) if is_text else ("object", name)
 
 
-def leaves_of(named: Iterable[tuple[str, Any]]) -> Leaves:
+def leaves_of(named: Iterable[tuple[str, Any]], objects: Collection[Path] = ()) -> Leaves:
     """Flatten bound arguments. Lists, tuples and dicts are opened; their own type is a leaf too, so that a
-    list and a tuple are told apart."""
+    list and a tuple are told apart. Those at the paths `objects` stay whole."""
     leaves: Leaves = []
     for name, value in named:
-        _flatten((name,), value, leaves)
+        _flatten((name,), value, leaves, objects)
     return leaves
 
 
@@ -195,8 +198,9 @@ def device_of(module: torch.nn.Module) -> torch.device:
     return next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu"))
 
 
-def call_specialisation(block: torch.nn.Module, leaves: Leaves) -> Specialisation:
-    """The specialisation that a call of `block` with these leaves asks for; every field is concrete."""
+def call_specialisation(block: torch.nn.Module, leaves: Leaves, objects: Collection[Path] = ()) -> Specialisation:
+    """The specialisation that a call of `block` with these leaves asks for; every field is concrete. Of those at the
+    paths `objects` the class alone counts."""
     device = "cpu"
     for _, value in leaves:
         if isinstance(value, torch.Tensor):
@@ -206,7 +210,7 @@ def call_specialisation(block: torch.nn.Module, leaves: Leaves) -> Specialisatio
     # meta has no autocast of its own; asking for it is an error in torch.
     if device != "meta" and torch.is_autocast_enabled(device):
         autocast = torch.get_autocast_dtype(device)
-    arguments = tuple([(path, kind_of(value)) for path, value in leaves])
+    arguments = tuple([(p, _kind_of_object(v) if p in objects else kind_of(v)) for p, v in leaves])
     return Specialisation(block.training, torch.is_grad_enabled(), autocast, arguments)
 
 
@@ -254,20 +258,24 @@ def placeholder_name(path: Path) -> str:
     return name if name.isidentifier() else f"arg_{name}"
 
 
-def _flatten(path: Path, value: Any, leaves: Leaves) -> None:
-    if isinstance(value, torch.Tensor):
+def _kind_of_object(value: Any) -> tuple[Any, ...]:
+    return kind_of(value) if value is None else ("object", type(value).__qualname__)
+
+
+def _flatten(path: Path, value: Any, leaves: Leaves, objects: Collection[Path] = ()) -> None:
+    if isinstance(value, torch.Tensor) or path in objects or is_passed(value):
         leaves.append((path, value))
     elif isinstance(value, (list, tuple)):
         # *args is always a tuple; any other container carries its type.
         if path != ("args",):
             leaves.append(((*path, "<type>"), type(value).__name__))
         for i, item in enumerate(value):
-            _flatten((*path, i), item, leaves)
+            _flatten((*path, i), item, leaves, objects)
     elif type(value) in (dict, collections.OrderedDict, collections.defaultdict):
         if len(path) > 1 or type(value) is not dict:
             leaves.append(((*path, "<type>"), type(value).__name__))
         for key, item in value.items():
-            _flatten((*path, key), item, leaves)
+            _flatten((*path, key), item, leaves, objects)
     else:
         leaves.append((path, value))
 

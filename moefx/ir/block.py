@@ -104,7 +104,8 @@ class BlockGraph:
                 last.meta.update(node.meta)
                 node.replace_all_uses_with(last)
                 made.graph.erase_node(node)
-        return made.replace(binding=Binding((*made.binding.paths, *where.values())))
+        binding = dataclasses.replace(made.binding, paths=(*made.binding.paths, *where.values()))
+        return made.replace(binding=binding)
 
     def compile(self, *, record_load: bool = False) -> Callable[..., Any]:
         """The Python function `(block, *placeholder values) -> output` of this graph.

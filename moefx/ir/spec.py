@@ -14,6 +14,7 @@ from torch.fx import Node
 
 from .block import BlockGraph
 from .op import NAMESPACE
+from .passed_objects import CHECKS
 
 _ROUTED = frozenset({"build_pft", "dispatch", "grouped_mm", "expert_rows", "combine", "pick_choices"})
 _ROUTES = frozenset(
@@ -108,7 +109,8 @@ def _illegal(node: Node, level: Level) -> str:
         return ""
     if not isinstance(target, torch._ops.OpOverload):
         name = getattr(target, "__qualname__", repr(target))
-        return "" if _is_torch_function(target) else f"{name} is a Python function; define an op (moefx.ir.op)"
+        is_legal = _is_torch_function(target) or target in CHECKS
+        return "" if is_legal else f"{name} is a Python function; define an op (moefx.ir.op)"
     if target.namespace == NAMESPACE:
         name = target._schema.name.partition("::")[2]
         if level.dialect is not None and name not in level.dialect:

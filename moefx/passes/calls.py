@@ -10,6 +10,7 @@ import torch.utils._pytree as pytree
 from torch import fx
 
 from ..capture.captured import Call
+from ..ir.passed_objects import is_passed
 from .match.matched import Match
 from .twins import Twins, leaf_nodes
 
@@ -46,7 +47,7 @@ def _expressible(call: Call) -> bool:
     leaves = pytree.tree_leaves((call.args, call.kwargs))
     results = leaf_nodes(call.out)
     return (
-        all(isinstance(a, plain) for a in leaves)
+        all(is_passed(a) or isinstance(a, plain) for a in leaves)
         and bool(results)
         and all(type(k) in (int, str) for path, _ in paths(call.out) for k in path)
         and all(n.meta["index"] >= call.start for n in results)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,9 +21,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..capture.autocast import dtype_here
 from ..capture.captured import Call, is_float
 from ..errors import Refused
+from ..ir.passed_objects import check_structure, check_tensor, is_passed
 from .calls import follow, kept_calls, paths, within
 from .match.matched import Match
-from .match.nodes import is_random
+from .match.nodes import is_random, is_skipped
 from .reads import ARITHMETIC, Live, Reads
 from .sizes import Sizes, Spot
 from .twins import Twins, depends, kind, label, leaf_nodes
@@ -78,6 +79,10 @@ class KeptGraph:
             )
             node.meta.update(self.describe(twins))
             self.made[twins.first] = node
+
+    def add_objects(self, names: Mapping[int, str]) -> None:
+        """Placeholders for objects that are only passed on, by the ids of their stand-ins."""
+        self.objects = {stand_in: self.graph.placeholder(name) for stand_in, name in names.items()}
 
     # ------------------------------------------------------------------ walking
     def plan(self, roots: Sequence[Twins]) -> list[Any]:
@@ -282,6 +287,9 @@ class KeptGraph:
         kwargs = self.zip_value([c.kwargs for c in call], where)
         node = self.graph.call_module(first.fqn, tuple(args), kwargs)
         self._under_autocast(node, first.autocast)
+        if any(is_skipped(n) for n in self.captures[0].nodes[first.start : first.stop]):
+            self._emit_checked(call, node)
+            return
         leaves = [leaf_nodes(c.out) for c in call]
         if isinstance(first.out, fx.Node):
             twins = Twins(column[0] for column in leaves)
@@ -301,6 +309,38 @@ class KeptGraph:
                     part = self.call(operator.getitem, (part, key), {}, {})
             part.meta.update(self.describe(twins))
             self._bind_call(twins, part)
+
+    def _emit_checked(self, call: list[Call], node: fx.Node) -> None:
+        """Emit the results of a submodule that was not run in the captures, with checks of what was recorded of it."""
+        first = call[0]
+        stub: Any = next(n for n in self.captures[0].nodes[first.start : first.stop] if is_skipped(n))
+        described, *inputs = stub.args
+        known = iter(described)
+        is_tuple = isinstance(first.out, (tuple, list))
+        results = list(first.out) if is_tuple else [first.out]
+        absent = [i for i, r in enumerate(results) if r is None]
+        vals = [None if r is None or is_passed(r) else r.meta["val"] for r in results]
+        node.meta.update(source=str(stub.meta["source"]), val=tuple(vals) if is_tuple else vals[0])
+        whole = self.call(check_structure, (node, len(results) if is_tuple else -1, absent, first.fqn), {}, {})
+        for i, result in enumerate(results):
+            if result is None:
+                continue
+            part = self.call(operator.getitem, (whole, i), {}, {}) if is_tuple else whole
+            if is_passed(result):
+                self.objects[id(result)] = part
+                continue
+            rule = next(known)
+            like = self.made[inputs[rule.like]]
+            twins = Twins(c.out[i] if is_tuple else c.out for c in call)
+            part = self.call(check_tensor, (part, like, rule.width, rule.dtype, first.fqn), {}, self.describe(twins))
+            self._bind_call(twins, part)
+
+    def _object(self, values: Sequence[Any], where: str) -> fx.Node:
+        """An object that the block was given, or that a submodule returned."""
+        first = values[0]
+        if id(first) not in self.objects or any(not is_passed(v) or repr(v) != repr(first) for v in values):
+            raise Refused(f"which object is passed on depends on the routing: {first!r}", source=where)
+        return self.objects[id(first)]
 
     def _under_autocast(self, node: fx.Node, dtype: torch.dtype | None) -> None:
         """The program switched autocast on or off for a part of itself."""
@@ -326,6 +366,8 @@ class KeptGraph:
     # ------------------------------------------------------------------ values that may differ
     def zip_value(self, values: Sequence[Any], where: str, spot: Spot | None = None) -> Any:
         first = values[0]
+        if is_passed(first):
+            return self._object(values, where)
         if isinstance(first, fx.Node):
             return self.made[first]
         if isinstance(first, (list, tuple)):

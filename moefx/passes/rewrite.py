@@ -20,18 +20,20 @@ from torch import fx, nn
 
 from ..capture.autocast import dtype_here
 from ..capture.captured import CONTRACTIONS, Call, Effect
+from ..capture.surroundings import ARGUMENT
 from ..errors import Refused
+from ..ir.passed_objects import check_structure
 from .kept import KeptGraph
 from .match.form import Ref
 from .match.matched import Match
-from .match.nodes import is_random
+from .match.nodes import is_random, is_skipped
 from .match.paths import tensor_at
 from .routed_sum import RoutedSum
 from .twins import Twins
 
 NO_CACHE = (
-    "pass example_inputs with which the model makes no cache (use_cache=False), or make the mixture of experts a "
-    "module of its own that takes hidden states only"
+    "pass example_inputs with which the model makes no cache (use_cache=False), or leave it to a submodule that is "
+    "given it, such as the attention, or make the mixture of experts a module of its own that takes hidden states only"
 )
 aten = torch.ops.aten
 
@@ -55,8 +57,21 @@ class Rewritten:
     attributes: list[str]
 
 
-def rewrite(match: Match, names: list[str]) -> Rewritten:
-    """The block in the dialect. `names`: of the placeholders, one for each tensor argument.
+@dataclasses.dataclass(frozen=True)
+class Placeholders:
+    """Names of the placeholders of a graph.
+
+    Attributes:
+        tensors: one for each tensor argument.
+        objects: of stand-ins for objects, by id.
+    """
+
+    tensors: list[str]
+    objects: dict[int, str]
+
+
+def rewrite(match: Match, names: Placeholders) -> Rewritten:
+    """The block in the dialect.
 
     Where the program goes another way at some sizes, the rewrite holds for the others, guarded.
     """
@@ -69,10 +84,11 @@ def rewrite(match: Match, names: list[str]) -> Rewritten:
 
 
 class Rewriter:
-    def __init__(self, match: Match, names: list[str]):
+    def __init__(self, match: Match, names: Placeholders):
         self.match, self.lifted = match, match.lifted[0]
         self.kept = KeptGraph(match, lambda: RoutedSum(match, self.kept).make())
-        self.kept.add_inputs(names)
+        self.kept.add_inputs(names.tensors)
+        self.kept.add_objects(names.objects)
         self.overwritten: dict[fx.Node, fx.Node] = {}
         self.states: list[Effect] = []  # plain values that attributes are set to
 
@@ -102,7 +118,7 @@ class Rewriter:
                 roots.append(Twins(column))
         roots += [twins for _, leaves in effects for twins in leaves if isinstance(twins, Twins)]
         roots += self._needed_by_cut()
-        draws = self._random()
+        draws = self._random() + self._skipped()
         while True:
             before = set(self.kept.inlined)
             plan = self.kept.plan(roots + self._outside_calls(draws))
@@ -119,6 +135,13 @@ class Rewriter:
                     "before moefx.compile",
                 )
         self.kept.emit(plan)
+        if inlined := next((n for n in self.kept.made if is_skipped(n)), None):
+            raise Refused(
+                "a submodule is given an object that it may write to, and its call cannot stay as it is: its arguments "
+                "or results are not tensors and plain values alone, or one of them is used otherwise",
+                source=str(inlined.meta["source"]),
+                remedy="pass it tensors, numbers and the object, and return tensors that it makes",
+            )
         flat = [self.kept.zip_value(list(column), "the output") for column in columns]
         attributes = self._emit_effects(effects)
         changed = {leaves[0].first: self.overwritten[e.target] for e, leaves in effects if e.kind == "input"}
@@ -189,6 +212,16 @@ class Rewriter:
                     )
         return [Twins(column) for column in zip(*draws, strict=True)]
 
+    def _skipped(self) -> list[Twins]:
+        """Calls that may write to an object of the caller's are made, whether or not their results are used."""
+        skipped = [[n for n in c.nodes if is_skipped(n)] for c in self.kept.captures]
+        if len({len(s) for s in skipped}) != 1:
+            raise Refused(
+                "how often a submodule is called with an object that it may write to depends on the routing",
+                source=str(next(n for s in skipped for n in s).meta["source"]),
+            )
+        return [Twins(column) for column in zip(*skipped, strict=True)]
+
     def _outside_calls(self, draws: list[Twins]) -> list[Twins]:
         """A kept module draws its own random numbers: it must be called, and its draws must not be repeated."""
         out = []
@@ -225,7 +258,7 @@ class Rewriter:
                     f"the block writes to {first.target} when it is called",
                     culprits=(str(first.target),),
                     remedy=f"return it; if it is a cache, {NO_CACHE}"
-                    if first.target == "an argument"
+                    if first.target == ARGUMENT
                     else "return it, keep it in a buffer, or record it with a hook; if it is a cache, call the "
                     "model once before moefx.compile",
                 )
@@ -295,9 +328,9 @@ def _drop_dead(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if node.users or node.op in ("output", "placeholder", "call_module") or is_random(node):
             continue
-        if node.target in (aten.copy_.default, setattr):
+        if node.target in (aten.copy_.default, setattr, check_structure):
             continue
         graph.erase_node(node)
 
 
-__all__ = ["Rewritten", "rewrite"]
+__all__ = ["Placeholders", "Rewritten", "rewrite"]

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..capture.lifting import is_here, lifting
 from ..errors import AbsorbedModuleChanged, InvalidInput, MoefxError, NotRewritten
-from ..ir.binding import Leaves, Specialisation, binder, call_specialisation, leaves_of
+from ..ir.binding import Leaves, Path, Specialisation, binder, call_specialisation, leaves_of
 from ..ir.recomputation import running
 from .entry import Entry
 from .program import Program
@@ -89,6 +89,7 @@ class BlockForward:
         self.refusals: dict[tuple[Specialisation, tuple[str, ...]], str] = {}  # by call, and what kept it out
         self.original = _own_forward(block)
         self._entries: list[Entry] = []
+        self.objects: tuple[Path, ...] = ()  # arguments that programs pass on to submodules as they are
         self._told: set[str] = set()
         self._forced = ""
         self._specialising = False
@@ -108,12 +109,15 @@ class BlockForward:
                 return self.run_original(*args, **kwargs)
             with lifting():  # another thread lifts it, which does not concern this call
                 pass
-        leaves = leaves_of(self._bind(*args, **kwargs))
-        call = call_specialisation(self.block, leaves)
+        leaves = leaves_of(self._bind(*args, **kwargs), self.objects)
+        call = call_specialisation(self.block, leaves, self.objects)
         if torch.compiler.is_compiling():
             entry = self._traced(call, leaves)
         else:
+            objects = self.objects
             entry = self._found(call, leaves, args, kwargs)
+            if entry is None and self.objects != objects:  # its program has them whole
+                return self(*args, **kwargs)
         if entry is not None:
             if torch.compiler.is_compiling():
                 return self._run(entry, leaves)
@@ -309,6 +313,7 @@ class BlockForward:
         """Add a program; it is tried after the ones that are there."""
         if self._recording:
             program.prepare_load()
+        self.objects = tuple(dict.fromkeys((*self.objects, *program.objects)))
         self._entries.append(Entry(program, AbsorbedModules(self.block, program.absorbed)))
 
     @contextlib.contextmanager

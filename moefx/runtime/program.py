@@ -98,6 +98,11 @@ class Program:
         return -1 if self.guard is None else self.guard(block, *[leaves[i][1] for i in self.picks])
 
     @property
+    def objects(self) -> tuple[Path, ...]:
+        """Arguments that it passes on to submodules as they are."""
+        return self.history.graph.binding.objects
+
+    @property
     def holds_for(self) -> str:
         """The specialisation, with the mode of the parts that the block looks into instead of its own."""
         modes = {bool(value) for where, value in self.attributes.items() if where.name == "training"}

@@ -23,7 +23,8 @@ def callable_of(graph: BlockGraph) -> Call:
     run = graph.compile()
 
     def call(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        leaves = dict(leaves_of(binder(inspect.signature(block.forward))(*args, **kwargs)))
+        named = binder(inspect.signature(block.forward))(*args, **kwargs)
+        leaves = dict(leaves_of(named, graph.binding.objects))
         return run(block, *(leaves[path] for path in graph.binding.paths))
 
     return call
@@ -32,9 +33,9 @@ def callable_of(graph: BlockGraph) -> Call:
 def program_for(forward: BlockForward, inputs: Inputs, options: Options) -> Program | None:
     """The program that runs a call; None when the original forward does."""
     args, kwargs = inputs
-    leaves = leaves_of(binder(inspect.signature(forward))(*args, **kwargs))
+    leaves = leaves_of(binder(inspect.signature(forward))(*args, **kwargs), forward.objects)
     with torch.set_grad_enabled(options.grads):
-        call = call_specialisation(forward.block, leaves)
+        call = call_specialisation(forward.block, leaves, forward.objects)
     return next((p for p in forward.programs if p.key.admits(call)), None)
 
 

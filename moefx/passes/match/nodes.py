@@ -16,6 +16,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...capture.captured import SHAPE_ONLY, Capture, remembered
+from ...capture.skipped_calls import UnknownResult
 
 
 def op_name(node: fx.Node) -> str:
@@ -123,6 +124,11 @@ def _numbers(tree: Any, path: tuple = ()) -> Iterator[tuple[tuple, int | float]]
 def is_random(node: fx.Node) -> bool:
     """Whether an op draws random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def is_skipped(node: fx.Node) -> bool:
+    """Whether it stands for a submodule that is not run in captures (see `capture.skipped_calls`)."""
+    return getattr(node.target, "__self__", None) is UnknownResult
 
 
 def asks_for_rows(node: fx.Node | None) -> bool:

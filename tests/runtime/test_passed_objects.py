@@ -1,0 +1,462 @@
+"""Decoder layers with router and experts in their own forward, which hand a key-value cache to their attention."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import moefx
+from moefx.runtime.module import rewritten_blocks
+
+DIM = 16
+
+
+class Cache:
+    """Keys and values by layer."""
+
+    def __init__(self):
+        self.keys, self.values, self.updates = {}, {}, 0
+
+    def update(self, k, v, layer):
+        self.updates += 1
+        if layer in self.keys:
+            k, v = torch.cat([self.keys[layer], k], 2), torch.cat([self.values[layer], v], 2)
+        self.keys[layer], self.values[layer] = k, v
+        return k, v
+
+
+class LibraryCache(Cache):
+    """Of a library, as transformers' are."""
+
+
+LibraryCache.__module__ = "transformers.cache_utils"
+
+
+@dataclasses.dataclass
+class DataCache:
+    keys: dict = dataclasses.field(default_factory=dict)
+    values: dict = dataclasses.field(default_factory=dict)
+    updates: int = 0
+    update = Cache.update
+
+
+class DictCache(dict):
+    """Passed as it is, and written to by `update`."""
+
+    def update(self, k, v, layer):
+        if layer in self:
+            k, v = torch.cat([self[layer][0], k], 2), torch.cat([self[layer][1], v], 2)
+        self[layer] = k, v
+        return k, v
+
+
+class StaticCache:
+    """Writes to tensors that it has from the start."""
+
+    def __init__(self):
+        self.keys, self.values, self.updates = torch.zeros(2, 2, 2, 16, 8), torch.zeros(2, 2, 2, 16, 8), [0, 0]
+
+    def update(self, k, v, layer):
+        start, end = self.updates[layer], self.updates[layer] + k.shape[2]
+        self.updates[layer] = end
+        for held, new in ((self.keys, k), (self.values, v)):
+            held[layer, :, :, start:end] = new.detach()
+        return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
+
+
+class Attention(nn.Module):
+    def __init__(self, layer=0):
+        super().__init__()
+        self.layer = layer
+        self.qkv, self.out = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+
+    def update(self, k, v, cache):
+        if type(cache) in (dict, list):
+            return DictCache.update(cache, k, v, self.layer)
+        return (k, v) if cache is None else cache.update(k, v, self.layer)
+
+    def forward(self, x, cache=None, mask=None):
+        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        k, v = self.update(k, v, cache)
+        mask = (
+            torch.ones(x.shape[1], k.shape[2], dtype=torch.bool).tril(k.shape[2] - x.shape[1]) if mask is None else mask
+        )
+        return self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2))
+
+
+class Layer(nn.Module):
+    def __init__(self, attention=None):
+        super().__init__()
+        self.attn = attention or Attention()
+        self.norm1, self.norm2, self.router = nn.LayerNorm(DIM), nn.LayerNorm(DIM), nn.Linear(DIM, 5)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(DIM, 24), nn.SiLU(), nn.Linear(24, DIM)) for _ in range(5))
+
+    def forward(self, x, cache=None, mask=None):
+        return self.mix(x + self.attn(self.norm1(x), cache, mask))
+
+    def mix(self, x):
+        rows = self.norm2(x).reshape(-1, DIM)
+        weights, chosen = self.router(rows).softmax(-1).topk(2)
+        out = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(chosen == number)
+            out[token] += expert(rows[token]) * weights[token, slot, None]
+        return x + out.view_as(x)
+
+
+class Model(nn.Module):
+    def __init__(self, layers=2):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(Attention(i)) for i in range(layers))
+
+    def forward(self, x, cache=None, mask=None):
+        for layer in self.layers:
+            x = layer(x, cache, mask)
+        return x
+
+
+def hidden(tokens=7):
+    return torch.randn(2, tokens, DIM)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """A model of one layer, and the same compiled with a cache."""
+    torch.manual_seed(0)
+    model = Model(1)
+    return model, moefx.compile(model, example_inputs=(hidden(), Cache()))
+
+
+def calls(compiled):
+    counts = [f.counts for f in rewritten_blocks(compiled).values()]
+    return sum(c.rewritten for c in counts), sum(c.original for c in counts)
+
+
+def check_decoding(model, compiled, make, steps=3):
+    """Prefill, then one token at a time; both with a cache of their own. Returns the caches."""
+    caches = make(), make()
+    x, (before, _) = hidden(), calls(compiled)
+    for _ in range(steps):
+        expected, out = model(x, caches[0]), compiled(x, caches[1])
+        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+        x = hidden(1)
+    assert calls(compiled) == (before + steps * len(rewritten_blocks(compiled)), 0)
+    return caches
+
+
+def check_gradients(model, compiled, x, *caches):
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    outs = [m(x, *(make() for make in caches)) for m, x in zip((model, compiled), inputs, strict=True)]
+    torch.testing.assert_close(outs[1], outs[0], atol=1e-5, rtol=1e-5)
+    gradients = []
+    for m, x, out in zip((model, compiled), inputs, outs, strict=True):
+        m.zero_grad()
+        out.square().sum().backward()
+        gradients.append([x.grad, *[torch.zeros(()) if p.grad is None else p.grad.clone() for p in m.parameters()]])
+    for mine, own in zip(*gradients, strict=True):
+        torch.testing.assert_close(own, mine.expand_as(own), atol=1e-4, rtol=1e-4)
+
+
+_SELDOM = [pytest.param(make, marks=pytest.mark.exhaustive) for make in (DataCache, DictCache, lambda: [None] * 2)]
+
+
+@pytest.mark.parametrize("make", [LibraryCache, StaticCache, dict, *_SELDOM])
+def test_decodes_with_a_cache(make):
+    torch.manual_seed(0)
+    model, example = Model(), make()
+    before = copy.deepcopy(example)
+    if isinstance(example, list):
+        for layer in model.layers:
+            layer.attn.update = lambda k, v, cache, layer=layer: _update_list(k, v, cache, layer.attn.layer)
+    compiled = moefx.compile(model, example_inputs=(hidden(), example))
+    if isinstance(example, StaticCache):
+        assert not example.keys.any() and not example.values.any() and example.updates == [0, 0]
+    else:
+        assert vars(example) == vars(before) if hasattr(example, "__dict__") else example == before
+    mine, own = check_decoding(model, compiled, make)
+    assert getattr(mine, "updates", 0) == getattr(own, "updates", 0)
+
+
+def _update_list(k, v, cache, layer):
+    if cache[layer] is not None:
+        k, v = torch.cat([cache[layer][0], k], 2), torch.cat([cache[layer][1], v], 2)
+    cache[layer] = k, v
+    return k, v
+
+
+@pytest.mark.parametrize("make", [LibraryCache, DataCache, pytest.param(dict, marks=pytest.mark.exhaustive)])
+def test_cache_after_an_example_without(make):
+    """A call that is compiled later leaves no abstract tensors in the caller's cache."""
+    torch.manual_seed(0)
+    model = Model(1)
+    compiled = moefx.compile(model, example_inputs=(hidden(),))
+    caches = check_decoding(model, compiled, make)
+    if make is not dict:
+        assert [c.updates for c in caches] == [3, 3]
+        torch.testing.assert_close(caches[1].keys[0], caches[0].keys[0])
+
+
+def test_trains_with_and_without_a_cache(pair):
+    before, _ = calls(pair[1])
+    check_gradients(*pair, hidden(), Cache)
+    check_gradients(*pair, hidden(5))
+    assert calls(pair[1]) == (before + 2, 0)
+
+
+def test_checkpointed_layer_updates_the_cache_as_often(pair):
+    updates = []
+
+    class Overwritten(Cache):
+        def update(self, k, v, layer):
+            self.updates += 1
+            return k, v
+
+    for m in pair:
+        x, cache = hidden().requires_grad_(), Overwritten()
+        checkpoint(m, x, cache, use_reentrant=False).sum().backward()
+        updates.append(cache.updates)
+    assert updates == [2, 2]
+
+
+def test_verify_leaves_the_cache(pair):
+    (model, compiled), cache = pair, Cache()
+    moefx.verify(compiled, model, (hidden(), cache), token_counts=()).raise_if_failed()
+    assert cache.updates == 0 and not cache.keys
+
+
+def test_under_autocast(pair):
+    (model, compiled), caches, x = pair, (Cache(), Cache()), hidden()
+    before, _ = calls(compiled)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(compiled(x, caches[1]), model(x, caches[0]), atol=5e-2, rtol=5e-2)
+    assert calls(compiled) == (before + 1, 0) and caches[1].keys[0].dtype == torch.bfloat16
+
+
+def test_one_program_for_masks_of_all_lengths():
+    """A mask that is only passed on grows at each step."""
+    torch.manual_seed(0)
+    model = Layer()
+    mask = torch.ones(7, 7, dtype=torch.bool).tril()
+    compiled = moefx.compile(model, example_inputs=(hidden(), Cache(), mask))
+    caches, x = (Cache(), Cache()), hidden()
+    for step in range(4):
+        mask = torch.ones(x.shape[1], 7 + step, dtype=torch.bool).tril(7 + step - x.shape[1])
+        torch.testing.assert_close(compiled(x, caches[1], mask), model(x, caches[0], mask), atol=1e-5, rtol=1e-5)
+        x = hidden(1)
+    (forward,) = rewritten_blocks(compiled).values()
+    assert calls(compiled) == (4, 0) and len(forward.programs) == 1
+
+
+def test_copies_and_pickles(pair):
+    model, compiled = pair
+    for other in (copy.deepcopy(compiled), pickle.loads(pickle.dumps(compiled))):
+        check_decoding(model, other, Cache, steps=2)
+
+
+@pytest.mark.exhaustive
+def test_traced_by_dynamo(pair):
+    model, compiled = pair[0], torch.compile(pair[1], backend="eager", fullgraph=True)
+    caches, x = (Cache(), Cache()), hidden()
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(compiled(x, caches[1]), model(x, caches[0]), atol=1e-5, rtol=1e-5)
+            x = hidden(1)
+    assert caches[1].updates == 3
+
+
+class Stores(nn.Module):
+    """Writes to a dict, in some layers only; equal modules may differ in that."""
+
+    def __init__(self, stores):
+        super().__init__()
+        self.lin, self.stores = nn.Linear(DIM, DIM), stores
+
+    def forward(self, x, shared, mask):
+        x = self.lin(x)
+        if self.stores:
+            shared["last"] = x
+        return x
+
+
+def test_container_that_one_of_equal_layers_writes_to():
+    torch.manual_seed(0)
+    model = Model(0)
+    model.layers.extend(Layer(Stores(stores)) for stores in (False, True))
+    shared = {}
+    compiled = moefx.compile(model, example_inputs=(hidden(), {}))
+    x = hidden()
+    torch.testing.assert_close(compiled(x, shared), model(x, {}), atol=1e-5, rtol=1e-5)
+    assert calls(compiled) == (2, 0) and shared.keys() == {"last"}
+
+
+class WithWeights(Attention):
+    """Returns the cache and weights whose shape no input has."""
+
+    def forward(self, x, cache=None, mask=None):
+        return super().forward(x, cache), x.new_ones(2, x.shape[1], cache.keys[0].shape[2]), cache, None
+
+
+class ReturnsAll(Layer):
+    def forward(self, x, cache):
+        y, weights, cache, absent = self.attn(self.norm1(x), cache)
+        return self.mix(x + y), {"weights": weights, "cache": cache}, absent
+
+
+def test_returns_what_the_attention_returns():
+    torch.manual_seed(0)
+    model = ReturnsAll(WithWeights())
+    compiled, caches, x = moefx.compile(model, example_inputs=(hidden(), Cache())), (Cache(), Cache()), hidden()
+    for _ in range(2):
+        expected, out = model(x, caches[0]), compiled(x, caches[1])
+        torch.testing.assert_close(out[0], expected[0], atol=1e-5, rtol=1e-5)
+        assert out[1]["weights"].shape == expected[1]["weights"].shape and out[1]["cache"] is caches[1]
+        x = hidden(1)
+    assert calls(compiled) == (2, 0)
+
+
+class Writer(nn.Module):
+    def forward(self, x, cache, mask=None):
+        cache.updates = cache.updates * 10 + len(cache.keys)
+        cache.keys[len(cache.keys)] = x
+        return x * 2
+
+
+class WritesTwice(Layer):
+    def forward(self, x, cache):
+        if isinstance(cache, Cache):
+            self.attn(x, cache)
+        x = x + self.norm1(x)
+        self.attn(x, cache)
+        return self.mix(x)
+
+
+def test_keeps_calls_whose_results_nobody_uses():
+    torch.manual_seed(0)
+    model = WritesTwice(Writer())
+    compiled, caches, x = moefx.compile(model, example_inputs=(hidden(), Cache())), (Cache(), Cache()), hidden()
+    torch.testing.assert_close(compiled(x, caches[1]), model(x, caches[0]), atol=1e-5, rtol=1e-5)
+    assert calls(compiled) == (1, 0) and caches[1].updates == caches[0].updates == 1
+    torch.testing.assert_close(list(caches[1].keys.values()), list(caches[0].keys.values()))
+
+
+class Changing(Attention):
+    dtype, weights = None, None
+
+    def forward(self, x, cache=None, mask=None):
+        y = super().forward(x, cache)
+        return y if self.dtype is None else y.to(self.dtype), self.weights
+
+
+class UsesFirst(Layer):
+    def forward(self, x, cache):
+        return self.mix((x + self.attn(self.norm1(x), cache)[0]).float())
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [("dtype", torch.float64), pytest.param("weights", torch.ones(1), marks=pytest.mark.exhaustive)],
+)
+def test_raises_if_the_attention_returns_something_else(name, value):
+    torch.manual_seed(0)
+    model = UsesFirst(Changing())
+    compiled, cache = moefx.compile(model, example_inputs=(hidden(), Cache())), Cache()
+    setattr(compiled.attn, name, value)
+    with pytest.raises(moefx.MoefxError, match=r"attn returned .*, and .* when its block was compiled"):
+        compiled(hidden(), cache)
+    assert cache.updates == 1
+    again = moefx.compile(compiled, example_inputs=(hidden(), Cache()))  # the remedy
+    again(hidden(), Cache())
+    assert calls(again) == (1, 0)
+
+
+class ReadsCache(Layer):
+    def forward(self, x, cache):
+        return super().forward(x + len(cache.keys), cache)
+
+
+class HidesRead(Layer):
+    def forward(self, x, cache):
+        try:
+            count = len(cache.keys)
+        except Exception:
+            count = 0
+        return super().forward(x + count, cache)
+
+
+class ReadsAttribute(Layer):
+    def forward(self, x, cache):
+        return super().forward(x, cache) * self.attn.calls
+
+
+class Counts(Attention):
+    calls = 0
+
+    def forward(self, x, cache=None, mask=None):
+        self.calls = self.calls + 1
+        return super().forward(x, cache)
+
+
+class InPlace(Attention):
+    def forward(self, x, cache=None, mask=None):
+        return x.mul_(0.5) + super().forward(x, cache)
+
+
+class GivesBack(Attention):
+    def forward(self, x, cache=None, mask=None):
+        super().forward(x, cache)
+        return x[:, :]
+
+
+class UsesWeights(Layer):
+    def forward(self, x, cache):
+        y, weights, *_ = self.attn(self.norm1(x), cache)
+        return self.mix(x + y * weights.sum())
+
+
+class Expert(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, 24), nn.Linear(24, DIM)
+
+    def forward(self, x, cache):
+        cache.updates += 1
+        return self.down(self.up(x).relu())
+
+
+class GivesExperts(Layer):
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(Expert() for _ in range(5))
+
+    def forward(self, x, cache):
+        rows = self.norm2(x).reshape(-1, DIM)
+        weights, chosen = self.router(rows).softmax(-1).topk(2)
+        out = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(chosen == number)
+            out[token] += expert(rows[token], cache) * weights[token, slot, None]
+        return x + out.view_as(x)
+
+
+@pytest.mark.parametrize(
+    "make, reason",
+    [
+        (ReadsCache, r"the block itself reads cache\.keys.*test_passed_objects\.py:\d+.*read it in the submodule"),
+        (HidesRead, r"the block itself reads cache\.keys"),
+        (lambda: ReadsAttribute(Counts()), r"reads attn\.calls, which attn sets.*return the value from attn"),
+        (lambda: Layer(InPlace()), r"attn is given an object .* and writes to one of its inputs in place"),
+        (lambda: Layer(GivesBack()), r"attn is given an object .* and returns one of its inputs, or a view"),
+        (lambda: UsesWeights(WithWeights()), r"the block reads result 1 of attn, .*compute with it in attn"),
+        (GivesExperts, r"writes to an argument"),
+    ],
+)
+def test_refuses_what_only_the_cache_knows(make, reason):
+    with pytest.raises(moefx.NoMoEBlockFound, match=f"(?s){reason}"):
+        moefx.compile(make(), example_inputs=(hidden(), Cache()))
