@@ -23,6 +23,9 @@ from .source import Source
 # Element by element a comparison comes out either way, an integer as it was or one more; choices are those among
 # numbers of no meaning.
 MIXED = "mixed"
+# What follows from integers alone, and looked like a constant: a number as it was, one more, or zero; another one of
+# those to choose from; a truth either way.
+SPREAD = "spread"
 
 aten = torch.ops.aten
 

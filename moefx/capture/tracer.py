@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -25,6 +26,7 @@ from .captured import (
     CHOICES,
     MIXED,
     SHAPE_ONLY,
+    SPREAD,
     TRUTHS,
     Call,
     HostRead,
@@ -57,6 +59,11 @@ from .source import Source, user_calls, user_source
 aten = torch.ops.aten
 # They raise or do nothing, as `assert` does: no part of what is computed, and invented numbers need not pass them.
 _CHECKS = {aten._assert_async.default, aten._assert_async.msg, aten._assert_scalar.default}
+# These say where in a tensor they found what they selected.
+_PLACES = {
+    "argmax", "argmin", "argsort", "cummax", "cummin", "kthvalue", "max", "median", "min", "mode", "nanmedian", "sort",
+    "topk",
+}  # fmt: skip
 # How reads come out, by where they are, through all calls; comparisons and numbers by where they are computed, by which
 # op, and whether of what is known of the routing alone. A function says what integers are to be that an op gave, or an
 # argument has (by its number).
@@ -296,6 +303,9 @@ class Tracer(Recorder):
         if callable(flip):
             changed = {id(t): flip(t) for t in tensors_in(out) if not is_float(t)}
             out, concrete = (map_tensors(tree, lambda t: changed.get(id(t), t)) for tree in (out, concrete))
+        elif flip == SPREAD:
+            asked = question(func, node_args, node_kwargs)
+            out, concrete = self._spread(func, args, kwargs, out, concrete, asked)
         elif flip == MIXED:
             asked = question(func, node_args, node_kwargs)
             out, concrete = self._mixed(func, args, kwargs, out, concrete, asked, known)
@@ -344,6 +354,40 @@ class Tracer(Recorder):
         if torch.equal(mixed, out):
             mixed = ~out if out.dtype is torch.bool else out + 1
         return mixed, mixed
+
+    def _spread(
+        self, func: Any, args: tuple, kwargs: dict[str, Any], out: Any, concrete: Any, asked: int
+    ) -> tuple[Any, Any]:
+        """What an op gave, and its concrete result, otherwise (see `SPREAD`). Of what selects the values are spread,
+        and the places are those of other numbers."""
+        if concrete is None:
+            concrete = func(*map_tensors(args, self.concrete), **map_tensors(kwargs, self.concrete))
+        if func.overloadpacket.__name__ in _PLACES:
+            args = map_tensors(args, lambda t: self.routing.numbers(t.shape) if t.dim() else self.concrete(t))
+            others = iter(tensors_in(func(*args, **kwargs)))
+        else:
+            others = itertools.repeat(None)
+
+        def otherwise(t: torch.Tensor) -> torch.Tensor:
+            other = next(others)
+            is_place = other is not None and not is_float(other) and other.shape == t.shape
+            return other.to(t.dtype) if is_place else self._spread_out(t, asked)
+
+        concrete = map_tensors(concrete, otherwise)
+        there = iter(tensors_in(concrete))
+        return map_tensors(out, lambda t: t if is_float(next_ := next(there)) else next_), concrete
+
+    def _spread_out(self, value: torch.Tensor, asked: int) -> torch.Tensor:
+        if not value.numel():
+            return value
+        spread = self._tossed(value, asked)
+        if value.dtype is not torch.bool:
+            is_zero = self.coins.setdefault((asked + 1, value.shape), self.routing.coins(value.shape))
+            is_most = bool(is_zero.sum() > is_zero.numel() // 2)  # nothing would be left of them
+            spread = torch.where(is_zero ^ is_most, torch.zeros_like(value), spread)
+        if torch.equal(spread, value) or (value.numel() == 1 and value.dtype is not torch.bool):
+            spread = ~value if value.dtype is torch.bool else value + 1
+        return spread
 
     def _tossed(self, value: torch.Tensor, asked: int) -> torch.Tensor:
         """Element by element a coin for the question, or a number as it was or one more."""

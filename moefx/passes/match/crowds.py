@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from ...capture.captured import MIXED, SHAPE_ONLY
+from ...capture.captured import SHAPE_ONLY, SPREAD, Capture, remembered
 from ...capture.routing import Routing
 from ...capture.sizes import SizeGuard
 from ...capture.source import Source
@@ -20,8 +20,8 @@ from ...errors import Refused
 from .doubts import force
 from .form import Lifted
 from .limits import UNKNOWN, limits, not_reached
-from .nodes import is_known, is_routed, op_name, values
-from .ranges import Ranges, token_sizes
+from .nodes import SELECTIONS, is_known, is_routed, op_name, place_axis, values
+from .ranges import MOVES, UNBOUNDED, Ranges, token_sizes
 
 if TYPE_CHECKING:
     from .prove import Prover
@@ -84,32 +84,94 @@ def _most_of_one(lifted: Lifted) -> int:
 def spread_numbers(prover: Prover) -> None:
     """Numbers made of counts or positions that look like constants at few tokens are made to differ."""
     for (source, op), what in {**_same_everywhere(prover), **_never_cut(prover)}.items():
-        force(prover, source, {(source, op, True): MIXED}, what)
+        force(prover, source, {(source, op, True): SPREAD}, what)
 
 
 def _same_everywhere(prover: Prover) -> dict[tuple[Source, str], str]:
-    """Functions that came out as one number (`counts // 300`, `relu(counts - 300)`, `table[arange(T) // 300]`), though
-    not all was one that they are of."""
-    made: dict[tuple[Source, str], set[float]] = {}
-    of: dict[tuple[Source, str], set[float]] = {}
+    """Functions of counts, ranks and positions that came out as one number (`counts // 300`, `relu(counts - 300)`,
+    `table[arange(T) // 300]`), one truth (`isin(ranks, few)`) or one place (`stack([ranks, limits]).argmax(0)`), though
+    not all was one that they are of. Not comparisons of which the limit is known: see `overflow`."""
+    made: dict[tuple[Source, str, Any], set[Any]] = {}
+    of: dict[tuple[Source, str, Any], set[float]] = {}
+    limited = {place for lifted in prover.lifted for place in limits(lifted.capture, prover.lengths)}
     for lifted in prover.lifted:
-        ranges: Ranges | None = None
+        ranges = Ranges.with_more_tokens(lifted.capture)
         sizes = token_sizes(lifted.capture)
         for n in filter(is_known, lifted.capture.nodes):
-            if not _levels_off(n) and not _asks_positions(n, sizes):
+            by = n.args[0] if op_name(n) == "getitem" else n
+            if n.op != "call_function" or not isinstance(by, fx.Node):
                 continue
-            key = (n.meta["source"], str(n.target))
+            place = (by.meta["source"], str(by.target))
+            is_limit = place in limited
+            if not (_levels_off(n) or _asks_positions(n, sizes) or (not is_limit and _asks_crowds(ranges, n, by))):
+                continue
+            key = (*place, n.args[1] if by is not n else None)
             seen = made.setdefault(key, set())
             if len(seen) > 1:
                 continue
-            seen |= values(lifted.capture, n)
-            of.setdefault(key, set()).update(*[values(lifted.capture, a) for a in n.all_input_nodes])
-            if len(seen) == 1 and (is_routed(n) or n.meta["val"].dtype is torch.bool):
-                ranges = ranges or Ranges.with_more_tokens(lifted.capture)
-                if ranges.decided(n):
-                    seen |= {0, 1}
-    same = {key: seen for key, seen in made.items() if len(seen) == 1 and len(of[key]) > 1}
-    return {key: f"a number that is {next(iter(seen)):g} for few tokens" for key, seen in same.items()}
+            seen |= _outcomes(lifted.capture, n, by)
+            of.setdefault(key, set()).update(*[values(lifted.capture, a) for a in by.all_input_nodes])
+            if len(seen) == 1 and (is_routed(n) or n.meta["val"].dtype is torch.bool) and ranges.decided(n):
+                seen |= {0, 1}
+    same = {key[:2]: seen for key, seen in made.items() if len(seen) == 1 and len(of[key]) > 1}
+    return {key: _told(next(iter(seen))) for key, seen in same.items()}
+
+
+def _told(seen: Any) -> str:
+    if isinstance(seen, bool):
+        return f"a comparison that is {str(seen).lower()} for few tokens"
+    if isinstance(seen, tuple):
+        return "a choice that is the same for few tokens"
+    return f"a number that is {seen:g} for few tokens"
+
+
+def _outcomes(capture: Capture, n: fx.Node, by: fx.Node) -> set[Any]:
+    """Two of the values, or the one that all elements have; of places two of the rows that there are of them."""
+    found = values(capture, n)
+    if n.meta["val"].dtype is torch.bool:
+        return set(map(bool, found))
+    axis = _axis_of_places(n, by)
+    if axis is None or len(found) < 2:
+        return found
+    rows = capture.shadow(n).movedim(axis, -1).flatten(0, -2).unique(dim=0)
+    return set(map(tuple, rows[:2].tolist()))
+
+
+def _axis_of_places(n: fx.Node, by: fx.Node) -> int | None:
+    """Along which several places were found in each row."""
+    if n.meta["val"].dim() < 2 or (n.args[1:2] != (1,) if by is not n else op_name(n) != "argsort"):
+        return None
+    return place_axis(n) if by is n else SELECTIONS[op_name(by)](by)[0] if op_name(by) in SELECTIONS else None
+
+
+def _asks_crowds(ranges: Ranges, n: fx.Node, by: fx.Node) -> bool:
+    """Whether an op computes something of numbers that grow with the tokens."""
+    val: Any = n.meta.get("val")
+    if not isinstance(val, torch.Tensor) or not val.numel() or by.target in SHAPE_ONLY:
+        return False
+    of = [a for a in by.all_input_nodes if getattr(a.meta.get("val"), "dtype", torch.bool) is not torch.bool]
+    if op_name(by) == "_to_copy":  # floats that are rounded
+        of = [a for a in of if a.meta["val"].is_floating_point() or val.dtype is torch.bool]
+        return not val.is_floating_point() and any(_grows(ranges, a) for a in of)
+    return op_name(by) not in MOVES | _COPIES and any(_grows(ranges, a) for a in of)
+
+
+def _grows(ranges: Ranges, node: fx.Node) -> bool:
+    """Whether a number may be any if there are enough tokens."""
+
+    def grows(n: fx.Node, are: list[bool]) -> bool:
+        val = n.meta.get("val")
+        found = ranges.of(n)
+        if found is not None:
+            return not bool((found[1] < UNBOUNDED // 2).all() and (found[0] > -UNBOUNDED // 2).all())
+        if n.op != "call_function" or not is_known(n) or not isinstance(val, torch.Tensor):
+            return n.op == "call_function" and any(are)
+        if not n.all_input_nodes:
+            return bool(n.meta.get("ragged")) and len(val.unique()) > 1
+        is_pointwise = torch.Tag.pointwise in getattr(n.target, "tags", ())
+        return any(are) or (is_routed(n) and not is_pointwise and op_name(n) not in MOVES | _LOOKUPS)
+
+    return remembered(node, "grows", grows)
 
 
 def _never_cut(prover: Prover) -> dict[tuple[Source, str], str]:

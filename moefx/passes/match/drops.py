@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...capture.captured import COMPARISONS
+from ...capture.captured import COMPARISONS, SPREAD
+from ...capture.source import Source
 from ...errors import Refused
 from ..capacity import Formula, find_formula
 from .chosen import aligned
@@ -153,10 +154,28 @@ def _mask(match: Match) -> list[Ref] | None:
             return refs
     if all(_explained_by_values(match, i) for i in range(len(match.lifted))):
         return None
+    if found_where := _spread(match):
+        raise Refused(
+            "which choices count hangs on something that is the same for few tokens, and no mask with one entry per "
+            f"token and slot says which do: {found_where.text}",
+            source=str(found_where),
+            remedy="compute it for all choices at once, before the experts, and multiply the routing weights by it",
+        )
     raise Refused(
         "some chosen experts are skipped (dropped), by no rule that is known, and no mask in the program says which",
         source=str(match.lifted[0].cut.meta["source"]),
     )
+
+
+def _spread(match: Match) -> Source | None:
+    """What was spread where all choices count otherwise, and then do not."""
+    full = {(str(one.capture.tracer.routing), one.tokens) for one in match.lifted if one.kept.all()}
+    for lifted in match.lifted:
+        if not lifted.kept.all() and (str(lifted.capture.tracer.routing), lifted.tokens) in full:
+            for at, how in lifted.capture.tracer.flips.items():
+                if how == SPREAD and isinstance(at, tuple) and isinstance(at[0], Source):
+                    return at[0]
+    return None
 
 
 def _explained_by_values(match: Match, capture: int) -> bool:

@@ -33,7 +33,7 @@ NARROW = {torch.int8, torch.uint8, torch.int16}  # that counts overflow; those t
 
 _FEW = 8  # as many as there may be groups of experts, or choices of a token
 
-_MOVES = {
+MOVES = {
     "view", "_unsafe_view", "reshape", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "select",
     "slice", "clone", "alias", "detach", "_to_copy", "cat", "stack", "index_select", "flip", "repeat",
 }  # fmt: skip
@@ -113,7 +113,8 @@ class Ranges:
             return None
         if not node.all_input_nodes:
             exact = val.to(torch.int64)
-            if self._here is not None and val.numel() in self._sizes and len(exact.unique()) > 1:
+            may_be_more = val.numel() in self._sizes or node.meta.get("ragged")
+            if self._here is not None and may_be_more and len(exact.unique()) > 1:
                 return _uniform(-UNBOUNDED if exact.min() < 0 else 0, UNBOUNDED, val)
             return exact, exact
         name = op_name(node)
@@ -179,7 +180,7 @@ class Ranges:
 
         try:
             is_of_truths = val.dtype is torch.bool and name in ("bitwise_and", "bitwise_or")
-            if name in _MOVES | _ALONG or is_of_truths or (name in _MONOTONE and not _negative(node)):
+            if name in MOVES | _ALONG or is_of_truths or (name in _MONOTONE and not _negative(node)):
                 args, kwargs = bound(0)
                 lo = node.target(*args, **kwargs)
                 args, kwargs = bound(1)
