@@ -14,6 +14,7 @@ import torch
 
 from .sizes import ARITHMETIC, COMPARE, Number
 
+_LINEAR = (operator.add, operator.sub, operator.mul, operator.neg, operator.pos)
 LENGTH = object()  # where a number came from: it is how many rows there are
 
 
@@ -51,6 +52,8 @@ class Count(_Routed, torch.SymInt):
     _is = int
 
     def __index__(self) -> int:
+        """Asked for by Python, as for an item of a list: an op is given the number itself."""
+        self.log.leak(self.expr)
         return self.value
 
 
@@ -76,6 +79,8 @@ def _arithmetic(fn: Callable, swapped: bool) -> Callable:
         if type(value) not in (int, float, bool):
             return fn(value, self.value) if swapped else fn(self.value, value)  # a list as often as this
         found = fn(value, self.value) if swapped else fn(self.value, value)
+        if fn not in _LINEAR:  # it may be one number for all that few tokens have: `n // 300`
+            self.log.leak(self.expr)
         stays = self.expr is LENGTH and fn is operator.mul and type(value) is int and value > 0  # still 0 without rows
         return Count(found, LENGTH, self.log) if stays else self._like(found)
 

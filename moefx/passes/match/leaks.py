@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .prove import Prover
 
 _LEAK_SIZES = (131, 261, 517, 1029, 2053)  # no powers of two: these are often told apart
+_MARGIN = 0.85  # for tokens that do not go where the crowd goes
 _SEQUENCES = (2, 3, 6, 10)  # of which one is captured
 _FEW, _MOST_NAMED = 8, 8
 _ROUND_SIZES = (64, 100, 128, 210)  # powers, a square, and multiples of the first primes
@@ -45,22 +46,38 @@ class _Usual:
         columns = list(map(_all_numbers, many))
         self.same = {at: v for at, v in columns[0].items() if v is not None and all(c.get(at) == v for c in columns)}
         self.most = 4 * max(len(c.nodes) for c in many)
-        routed = any(lifted.capture.sizes.routed for lifted in prover.lifted)
-        self.crowd = Routing("flooded", 8) if routed else Routing("diverse", 8)
+        self.routed = any(lifted.capture.sizes.routed for lifted in prover.lifted)
+        # Counts of a crowded expert, and of experts that have as many each: what part of all tokens these are.
+        even = prover.lifted[0].slots / prover.num_experts
+        self.crowds = {"flooded": 1.0, "diverse": even} if self.routed else {"diverse": 1.0}
         # comparisons that came out both ways do not keep any size out
         self.guards = [g for g in prover.seen_guards() if all(g.holds(sizes) for sizes in prover.sizes)]
-        self.differs = functools.cache(self._differs)
+        self.differs_in = functools.cache(self._differs_in)
 
     def has_moved(self, taken: Capture) -> bool:
-        return any(at in self.same and v not in (None, self.same[at]) for at, v in _all_numbers(taken).items())
+        there = _all_numbers(taken)  # of a loop's turns one may have another number
+        return any(v != self.same[at] for at, v in there.items() if at in self.same)
 
-    def _differs(self, tokens: int) -> tuple[bool, bool]:
-        """Whether other lines run, and whether numbers are others. Raises `CaptureError` where a loop over the tokens
-        makes a program too long to look at."""
+    def differs(self, tokens: int) -> tuple[bool, bool]:
+        """Whether under some routing other lines run, and whether numbers are others. Raises `CaptureError` where a
+        loop over the tokens makes a program too long to look at."""
+        lines, moved = zip(*[self.differs_in(kind, tokens) for kind in self.crowds], strict=True)
+        return any(lines), any(moved)
+
+    def first(self, which: int, low: int, high: int) -> int:
+        """The least number of tokens at which lines (0) or numbers (1) are others; of numbers of the routing a bound
+        below which no expert gets as many tokens as it takes."""
+        kinds = [kind for kind in self.crowds if self.differs_in(kind, high)[which]]
+        found = {k: _first(lambda n, k=k: self.differs_in(k, n)[which], low, high) for k in kinds}
+        if not self.routed:
+            return min(found.values())
+        return max(1, int(min(n * self.crowds[kind] * _MARGIN for kind, n in found.items())))
+
+    def _differs_in(self, kind: str, tokens: int) -> tuple[bool, bool]:
         sizes = self.prover.arguments.sequence(tokens)
         if not all(g.holds(sizes) for g in self.guards):
             return False, False
-        taken = self.prover.capture(self.crowd, sizes, most=self.most)
+        taken = self.prover.capture(Routing(kind, 8), sizes, most=self.most)
         return not (self.always <= _lines(taken) <= self.every), self.has_moved(taken)
 
 
@@ -93,10 +110,10 @@ def leaked_sizes(prover: Prover) -> None:
         except CaptureError:  # too long, so a loop over the tokens
             return
         if other_lines:
-            prover.extra_guards.append(only_below(_first(lambda n: usual.differs(n)[0], below, tokens)))
+            prover.extra_guards.append(only_below(usual.first(0, below, tokens)))
             return
         if other_numbers and not moved:
-            first = _first(lambda n: usual.differs(n)[1], below, tokens)
+            first = usual.first(1, below, tokens)
             if not _also_at(prover, first, only_below(first), usual.has_moved):
                 prover.extra_guards.append(only_below(first))
                 return

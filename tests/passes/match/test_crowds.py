@@ -361,6 +361,38 @@ def test_a_mask_of_the_program_is_used_where_it_may_matter():
     assert moefx.blocks(compiled)[0].fallbacks == 0
 
 
+class Counting(Loop):
+    """A factor that Python makes of how many tokens an expert has, and all have."""
+
+    def __init__(self, factor):
+        super().__init__(Mlp)
+        self.factor = factor
+
+    def forward(self, x):
+        w, ids = self.route(x)
+        counts, out = torch.bincount(ids.flatten(), minlength=E).tolist(), torch.zeros_like(x)
+        for e in range(E):
+            t, k = torch.where(ids == e)
+            out = out.index_add(0, t, self.expert(e, x[t], w[t, k, None] * self.factor(counts[e], counts)))
+        return out
+
+
+FACTORS = {
+    "a quotient": lambda n, counts: 0.5 ** (n // 100),
+    "a table": lambda n, counts: TABLE[n],
+    "a table of the least": lambda n, counts: TABLE[min(counts)],
+    "bits": lambda n, counts: 1.0 if int(n).bit_length() < 8 else 0.5,
+    "the second in order": lambda n, counts: 1.0 if sorted(map(int, counts))[1] < 100 else 0.5,
+}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("factor", FACTORS.values(), ids=FACTORS)
+def test_numbers_that_python_makes_of_counts(factor):
+    """They hold up to as many tokens as one expert has then, however the tokens crowd."""
+    _is_right_or_refused(Counting(factor), torch.randn(240, D, dtype=torch.float64), torch.randn(1, D).expand(210, D))
+
+
 def _is_right_or_refused(block, *more):
     torch.manual_seed(0)
     model = nn.Sequential(block).double()
