@@ -370,8 +370,9 @@ class Tracer(Recorder):
 
         def otherwise(t: torch.Tensor) -> torch.Tensor:
             other = next(others)
-            is_place = other is not None and not is_float(other) and other.shape == t.shape
-            return other.to(t.dtype) if is_place else self._spread_out(t, asked)
+            if other is None or is_float(other) or other.shape != t.shape:
+                return self._spread_out(t, asked)
+            return other.to(t.dtype)
 
         concrete = map_tensors(concrete, otherwise)
         there = iter(tensors_in(concrete))
@@ -383,8 +384,9 @@ class Tracer(Recorder):
         spread = self._tossed(value, asked)
         if value.dtype is not torch.bool:
             is_zero = self.coins.setdefault((asked + 1, value.shape), self.routing.coins(value.shape))
-            is_most = bool(is_zero.sum() > is_zero.numel() // 2)  # nothing would be left of them
-            spread = torch.where(is_zero ^ is_most, torch.zeros_like(value), spread)
+            is_zero = is_zero ^ bool(is_zero.sum() > is_zero.numel() // 2)  # else nothing is left of them
+            first = torch.arange(value.numel()).view(value.shape) == 0
+            spread = torch.where(is_zero if is_zero.any() else first, torch.zeros_like(value), spread)
         if torch.equal(spread, value) or (value.numel() == 1 and value.dtype is not torch.bool):
             spread = ~value if value.dtype is torch.bool else value + 1
         return spread

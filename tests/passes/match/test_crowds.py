@@ -326,6 +326,17 @@ def test_a_function_of_ranks_that_few_tokens_take_for_a_constant(flags):
     _is_right_or_refused(Flagged(flags))
 
 
+def test_flags_of_counts():
+    """There are as many as experts: one of so few is to come out as zero."""
+
+    class Full(Flagged):
+        def forward(self, x):
+            self.flags = lambda r: torch.tensor(FLAGS)[F.one_hot(self.route(x)[1], E).sum((0, 1))][self.route(x)[1]]
+            return super().forward(x)
+
+    _is_right_or_refused(Full(None))
+
+
 @pytest.mark.sampled(len(FLAGS_OF_RANKS))
 @pytest.mark.parametrize("flags", FLAGS_OF_RANKS.values(), ids=FLAGS_OF_RANKS)
 def test_a_function_of_places_that_few_tokens_take_for_a_constant(flags):
