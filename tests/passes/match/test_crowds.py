@@ -278,7 +278,7 @@ def test_the_smaller_of_the_tokens_and_a_number_is_a_capacity():
     assert moefx.blocks(compiled)[0].fallbacks == 0
 
 
-FLAGS = [1] * 40 + [0] * 400
+FLAGS = [1] * 150 + [0] * 900
 
 
 class Flagged(Loop):
@@ -298,7 +298,7 @@ class Flagged(Loop):
 
 
 def _beside_the_limit(r):
-    return torch.stack([r, torch.full_like(r, 39)], -1)
+    return torch.stack([r, torch.full_like(r, 149)], -1)
 
 
 # by roads on which each is 1, or true, for few tokens, and nothing is compared with a number
@@ -306,17 +306,17 @@ FLAGS_OF_RANKS = {
     "a table of floats": lambda r: torch.tensor([float(f) for f in FLAGS])[r],
     "a table of integers": lambda r: torch.tensor(FLAGS)[r],
     "a table of truths": lambda r: torch.tensor(FLAGS)[r].bool(),
-    "one of some": lambda r: torch.isin(r, torch.arange(40)),
-    "a cast": lambda r: 1 - (r / 40).long().clamp(max=1),
-    "a cast of a cast": lambda r: 1 - (r / 40).int().bool().double(),
-    "a cast that is 0": lambda r: (r / 40).long() == 0,
-    "digits of half precision": lambda r: (r + 216).bfloat16().long() == r + 216,
-    "the larger of two": lambda r: _beside_the_limit(r).amax(-1) == 39,
+    "one of some": lambda r: torch.isin(r, torch.arange(150)),
+    "a cast": lambda r: 1 - (r / 150).long().clamp(max=1),
+    "a cast of a cast": lambda r: 1 - (r / 150).int().bool().double(),
+    "a cast that is 0": lambda r: (r / 150).long() == 0,
+    "digits of half precision": lambda r: (r + 106).bfloat16().long() == r + 106,
+    "the larger of two": lambda r: _beside_the_limit(r).amax(-1) == 149,
     "where the larger of two is": lambda r: _beside_the_limit(r).argmax(-1),
     "the order of two": lambda r: _beside_the_limit(r).sort(-1).indices[..., 1],
     "the first of two": lambda r: _beside_the_limit(r).topk(1, -1).indices[..., 0],
-    "an overflow": lambda r: ~torch.isinf(torch.exp(18.0 * r.double())),
-    "how many are beyond": lambda r: (torch.histc(r.double(), 1, 40, 9000) == 0).expand(r.shape),
+    "an overflow": lambda r: ~torch.isinf(torch.exp(4.7 * r.double())),
+    "how many are beyond": lambda r: (torch.histc(r.double(), 1, 150, 9000) == 0).expand(r.shape),
 }
 
 
@@ -344,9 +344,9 @@ def test_a_function_of_places_that_few_tokens_take_for_a_constant(flags):
 
 
 OF_PLACES = {
-    "parts of ones": lambda x, t, w: torch.ones_like(t).cumsum(0) / 40 < 1,
-    "a straight line": lambda x, t, w: torch.linspace(0, len(t) / 40, len(t) + 1)[:-1].long() == 0,
-    "below what a count is cut to": lambda x, t, w: torch.arange(len(t)) < torch.ones_like(t).sum().clamp(max=40),
+    "parts of ones": lambda x, t, w: torch.ones_like(t).cumsum(0) / 150 < 1,
+    "a straight line": lambda x, t, w: torch.linspace(0, len(t) / 150, len(t) + 1)[:-1].long() == 0,
+    "below what a count is cut to": lambda x, t, w: torch.arange(len(t)) < torch.ones_like(t).sum().clamp(max=150),
 }
 
 
@@ -358,7 +358,7 @@ def test_places_that_few_tokens_do_not_tell_apart(keep):
 
 def test_the_reason_says_where_and_the_remedy_works():
     """The test after this one has what the remedy says."""
-    model = nn.Sequential(Limited(lambda x, t, w: (torch.arange(len(t)) / 40).long() == 0))
+    model = nn.Sequential(Limited(lambda x, t, w: (torch.arange(len(t)) / 150).long() == 0))
     with pytest.raises(moefx.NoMoEBlockFound, match=r"same for few tokens(.|\n)*multiply the routing weights"):
         moefx.compile(model, example_inputs=(torch.randn(24, D),))
 
@@ -366,7 +366,7 @@ def test_the_reason_says_where_and_the_remedy_works():
 def test_a_mask_of_the_program_is_used_where_it_may_matter():
     model = nn.Sequential(Flagged(FLAGS_OF_RANKS["a cast of a cast"])).double()
     compiled = moefx.compile(model, example_inputs=(torch.randn(24, D, dtype=torch.float64),))
-    for tokens in (12, 60, 240):
+    for tokens in (12, 60, 480):
         x = crowd(tokens)
         torch.testing.assert_close(compiled(x), model(x))
     assert moefx.blocks(compiled)[0].fallbacks == 0
@@ -413,6 +413,6 @@ def _is_right_or_refused(block, *more):
         example_inputs=(torch.randn(24, D, dtype=torch.float64),),
         strict=False,
     )
-    for x in (crowd(12), crowd(60), crowd(240), *more):
+    for x in (crowd(12), crowd(60), crowd(240), crowd(480), *more):
         x = x.double()
         torch.testing.assert_close(compiled(x), model(x), msg=f"{len(x)} tokens")
