@@ -18,11 +18,14 @@ _LINEAR = (operator.add, operator.sub, operator.mul, operator.neg, operator.pos)
 LENGTH = object()  # where a number came from: it is how many rows there are
 
 
+def is_empty_test(op: str, other: Any) -> bool:
+    """Whether comparing a count with `other` asks if it is 0."""
+    return (op, other) in (("eq", 0), ("ne", 0), ("gt", 0), ("le", 0), ("ge", 1), ("lt", 1))
+
+
 def tells_empty(count: Number, op: str, other: Any) -> bool:
     """Whether a comparison only asks whether there are any rows."""
-    return count.expr is LENGTH and (op, other) in (
-        ("eq", 0), ("ne", 0), ("gt", 0), ("le", 0), ("ge", 1), ("lt", 1),
-    )  # fmt: skip
+    return count.expr is LENGTH and is_empty_test(op, other)
 
 
 class CountLog(Protocol):
@@ -107,4 +110,4 @@ for _name, _fn in COMPARE.items():
     setattr(_Routed, f"__{_name}__", _comparison(_name, _fn))
 
 
-__all__ = ["LENGTH", "Count", "CountLog", "Share", "counted", "tells_empty"]
+__all__ = ["LENGTH", "Count", "CountLog", "Share", "counted", "is_empty_test", "tells_empty"]

@@ -19,25 +19,29 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...capture.captured import MIXED, Capture, HostRead, decided_by_floats
+from ...capture.counts import Count, is_empty_test
 from ...capture.routing import Routing
+from ...capture.sizes import COMPARE
 from ...capture.source import Source, is_users_own
 from ...capture.tracer import Flips
 from ...errors import Refused
 from ...ir.attributes import attributes
 from ...ir.reached import code_of, reached
 from .agree import same_form
-from .nodes import asks_for_rows, line, numbers, op_name
+from .nodes import asks_for_rows, is_known, is_routed, line, numbers, op_name
 from .ranges import Ranges
 
 if TYPE_CHECKING:
     from .form import Lifted
     from .prove import Prover
 
+ASK_ROWS = "to skip an expert without tokens, ask for its rows: if rows.shape[0] == 0"
 _NO_LIMIT = 1e9
 _MOST_NUMBERS = 80
 _MOST_PAIRED = 5  # reads
 _FEW = 5  # tokens
 _READ = "a value read from a tensor"
+_COUNT = "a count of tokens read from a tensor"
 _COMPARISON = "a comparison that came out the same everywhere"
 _TOGETHER = "one of several comparisons that came out the same everywhere"
 _INTEGER = "an integer made of floats that came out the same everywhere"
@@ -55,8 +59,12 @@ def flip_branches(prover: Prover) -> None:
         for read, seen, taken in doubtful:
             prover.settled.add(read.calls)
             if seen == {True} and asks_for_rows(read.node):
-                _without_rows(prover, read)
+                _come_out_otherwise(prover, read)
                 continue
+            asks_for_tokens = len(seen) == 1 and _asks_for_tokens(read)
+            if asks_for_tokens and _come_out_otherwise(prover, read):
+                continue
+            what = _COUNT if asks_for_tokens else _READ
             kinds = {type(v) for v in seen}
             others: list[Any] = [not v for v in seen] if len(seen) == 1 else []
             if kinds & {float, int}:
@@ -65,7 +73,7 @@ def flip_branches(prover: Prover) -> None:
                 between = named if float in kinds else list(dict.fromkeys(map(round, named)))
                 others += _that_turn(prover, read, taken, others, between)
             for value in others:
-                if not force(prover, read.source, {read.calls: value}, _READ, taken) and read.node is None:
+                if not force(prover, read.source, {read.calls: value}, what, taken) and read.node is None:
                     prover.lengths.add(read.calls)  # with so few rows it is no error of the original's
             if is_first and others:
                 first.append((read, others[0]))
@@ -233,6 +241,7 @@ def force(
             return False
         raise _changes(source, what) from error
     forced.optional = optional
+    forced.forced_read = source if what in (_READ, _COUNT) else None
     prover.add(forced, sizes)
     return True
 
@@ -246,7 +255,7 @@ def _changes(source: Source, what: str) -> Refused:
     return Refused(
         f"{what} changes what is computed: {source.text}",
         source=str(source),
-        remedy="moefx needs one formula for all tokens",
+        remedy=ASK_ROWS if what == _COUNT else "moefx needs one formula for all tokens",
     )
 
 
@@ -290,9 +299,27 @@ def _numbers_named(block: nn.Module) -> list[float]:
     return [*dict.fromkeys([*near, *between, *products])][:_MOST_NUMBERS]
 
 
-def _without_rows(prover: Prover, asked: HostRead) -> None:
-    """Whether an expert has rows came out true everywhere. At a few tokens it may not, and must not matter; where
-    it does even then, the program only asks about experts that were chosen (`for e in ids.unique()`)."""
+def _asks_for_tokens(read: HostRead) -> bool:
+    """Whether a count is compared with 0 or with another count, as `if start == end` does to skip an idle expert."""
+    if read.asked is not None:
+        return isinstance(read.asked[1], Count) or is_empty_test(*read.asked)
+    if read.node is None or op_name(read.node) not in COMPARE or not is_known(read.node):
+        return False
+    count, other = read.node.args[:2]
+    return is_routed(count) and (is_routed(other) or is_empty_test(op_name(read.node), other))
+
+
+def _come_out_otherwise(prover: Prover, asked: HostRead) -> bool:
+    """Whether the expert has tokens came out one way everywhere. At a few tokens it may come out otherwise, and must
+    not matter. Forcing it would skip an expert that has tokens, which the program never does.
+
+    Returns:
+        Whether a capture was added. If `(ids == e).any()` is true even at a few tokens, the program only asks
+        about experts that were chosen (`for e in ids.unique()`).
+
+    Raises:
+        Refused: `(ids == e).any()` was false for some tokens, and these have another form.
+    """
     why: Refused | None = None
     for seed in range(8):
         sizes = prover.arguments.sequence(2 + seed % 2)
@@ -301,7 +328,7 @@ def _without_rows(prover: Prover, asked: HostRead) -> None:
             reads = prover.capture(Routing(kind, 40 + seed), sizes).reads if prover.is_within(sizes) else ()
         except Exception:
             continue  # the program does not run on so few
-        if all(read.value for read in reads if read.calls == asked.calls):
+        if all(read.value == asked.value for read in reads if read.calls == asked.calls):
             continue
         try:
             lifted = prover.lift(Routing(kind, 40 + seed), sizes)
@@ -310,9 +337,10 @@ def _without_rows(prover: Prover, asked: HostRead) -> None:
             why = refusal  # few tokens may not show the form: others will
             continue
         prover.add(lifted, sizes)
-        return
-    if why is not None:
+        return True
+    if why is not None and asks_for_rows(asked.node):
         raise _changes(asked.source, _READ) from why
+    return False
 
 
 def _other_value(node: fx.Node) -> torch.Tensor:

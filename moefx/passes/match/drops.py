@@ -20,6 +20,7 @@ from ...capture.source import Source
 from ...errors import Refused
 from ..capacity import Formula, find_formula
 from .chosen import aligned
+from .doubts import ASK_ROWS
 from .form import Body, Lifted, Ref, walk
 from .matched import DropRule, Match
 from .nodes import numbers, op_name
@@ -160,6 +161,13 @@ def _mask(match: Match) -> list[Ref] | None:
             f"token and slot says which do: {found_where.text}",
             source=str(found_where),
             remedy="compute it for all choices at once, before the experts, and multiply the routing weights by it",
+        )
+    skips = [lifted.forced_read for lifted in match.lifted if not lifted.kept.all()]
+    if (source := skips[0]) is not None and None not in skips:
+        raise Refused(
+            f"a number read from a tensor decides whether an expert runs: {source.text}",
+            source=str(source),
+            remedy=ASK_ROWS,
         )
     raise Refused(
         "some chosen experts are skipped (dropped), by no rule that is known, and no mask in the program says which",

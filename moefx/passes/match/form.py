@@ -13,6 +13,7 @@ from torch import fx
 
 from ...capture.captured import Capture
 from ...capture.sizes import SizeGuard
+from ...capture.source import Source
 from .paths import Place
 
 
@@ -87,6 +88,7 @@ class Lifted:
     numbers: dict[str, int] = dataclasses.field(default_factory=dict)  # of experts that no single list numbers
     twice: set[int] = dataclasses.field(default_factory=set)  # tokens that have chosen an expert more than once
     optional: SizeGuard | None = None  # the proof can do without it, where a form holds for these sizes only
+    forced_read: Source | None = None  # the branch of Python's that was made to go the other way here
 
 
 def count_sequences(lifted_from: Capture, tokens: tuple[int, ...]) -> int:
