@@ -19,10 +19,11 @@ from ._plan import Plan
 from .capture.collisions import ModelNumbers
 from .capture.effects import silenced
 from .capture.inputs import Arguments
-from .capture.readings import readings
+from .capture.readings import readings, with_batch_of_one
 from .capture.sizes import SizeGuard
 from .capture.skipped_calls import SkippedCall, Skipping, skipping
 from .capture.surroundings import ARGUMENT
+from .capture.source import is_users_own
 from .capture.worker import run_in_worker
 from .errors import CaptureError, Refused
 from .inspection.history import History
@@ -171,7 +172,7 @@ def limited(block: nn.Module, result: Result, plan: Plan) -> Result:
 
 def lift(block: nn.Module, args: tuple, kwargs: dict[str, Any], names: Placeholders) -> tuple[Match, Rewritten]:
     """Prove and rewrite with the most likely interpretation of the arguments. If the block does not run at other sizes
-    with that, try the others.
+    with that, try the others. If it is refused, first axes of 1 may be the batch axis of one sequence.
 
     Raises:
         Refused: no interpretation was proven; the first refusal is raised, else the error of the first one.
@@ -183,6 +184,9 @@ def lift(block: nn.Module, args: tuple, kwargs: dict[str, Any], names: Placehold
             return _lift(block, arguments, names)
         except (Refused, CaptureError) as error:
             if first is None:
+                if of_batch := with_batch_of_one(arguments, args, kwargs):
+                    with contextlib.suppress(Exception):
+                        return _lift(block, of_batch, names)
                 raise
             if isinstance(error, Refused):
                 refusal = refusal or (_of_images(error) if arguments.feature < len(arguments.lead) else error)
@@ -230,14 +234,14 @@ def _for_sizes(prover: Prover, names: Placeholders) -> tuple[Match, Rewritten]:
 
     try:
         match, rewritten = _rewritten(prover, names)
-    except Refused as refusal:
+    except Exception as error:  # the user's own too: an assertion on sizes, say
         side = prover.side()
-        if not side:
+        if not side or not (isinstance(error, Refused) or is_users_own(error)):
             raise
         try:
             return _for_example(only(side))
-        except Refused:
-            raise refusal from None
+        except Exception:
+            raise error from None
     failed = _failed_for_example(match)
     if not failed:
         return match, rewritten
@@ -260,13 +264,20 @@ def _for_example(found: tuple[Match, Rewritten]) -> tuple[Match, Rewritten]:
     Raises:
         Refused: it does not: every call like the example's would run the original.
     """
-    failed = _failed_for_example(found[0])
+    match = found[0]
+    failed = _failed_for_example(match)
     if failed:
-        sizes = ", ".join(f"{dim} = {n}" for dim, n in found[0].arguments.sizes.items())
+
+        def text(sizes: dict[str, int]) -> str:
+            return ", ".join(f"{dim} = {n}" for dim, n in sizes.items())
+
+        own, guards = text(match.arguments.sizes), match.guards
+        others = [f", such as {text(sizes)}" for sizes in match.sizes if all(g.holds(sizes) for g in guards)]
         raise Refused(
-            f"the proof does not hold for the example's own sizes ({sizes}): it needs {failed[0]}",
-            source=str(found[0].lifted[0].cut.meta["source"]),
-            remedy="pass example_inputs of sizes for which it holds",
+            f"the proof does not hold for the example's own sizes ({own}): it needs {failed[0]}",
+            source=failed[0].source or str(match.lifted[0].cut.meta["source"]),
+            remedy=f"pass example_inputs of sizes for which it holds{(*others, '')[0]}; "
+            "calls like this one then run the original",
         )
     return found
 

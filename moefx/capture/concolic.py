@@ -45,18 +45,18 @@ def capture(
     *,
     flips: Flips | None = None,
     dims: dict[str, int] | None = None,
-    fixed: Sequence[int] = (),
+    sizes: SizeLog | None = None,
     most_nodes: int = 0,
     held: Mapping[str, Sequence[int]] | None = None,
 ) -> Capture:
     """Run `block(*args, **kwargs)` on abstract floats under `routing`.
 
     `args` and `kwargs` hold meta tensors for floats and real tensors for integers; `held` has numbers that are among
-    the values of integer buffers, by name. The block, its parameters and its buffers are left as they were. Raises
-    `CaptureError` with the user's source line.
+    the values of integer buffers, by name; `sizes` is the log to fill, instead of one of `dims`. The block, its
+    parameters and its buffers are left as they were. Raises `CaptureError` with the user's source line.
     """
     tracer = Tracer(routing, flips)
-    tracer.sizes, tracer.most_nodes = SizeLog(dims, fixed), most_nodes
+    tracer.sizes, tracer.most_nodes = sizes or SizeLog(dims), most_nodes
     tracer.named = plain_tensors(block)
 
     def stand_in(t: torch.Tensor, name: str) -> torch.Tensor:

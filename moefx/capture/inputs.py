@@ -168,6 +168,7 @@ class Arguments:
         fixed: the token dims that the model fixes, and their sizes.
         each: tokens per unit of these sizes, more than 1 if dims are `fixed`.
         options: for each axis that equals a token dim, all interpretations, the chosen one first.
+        of_one: first axes of 1 of other tensors, if there is one sequence.
         held: by name of an integer buffer, numbers that are to be among its values, too.
         shift: captures use the sizes of later variants.
     """
@@ -198,6 +199,7 @@ class Arguments:
         self.each = math.prod(self.fixed.values())
         self.width = hidden.shape[self.feature] if hidden.dim() > len(lead) else 0
         self.options: dict[Axis, list[int | str]] = {}
+        self.of_one: list[Axis] = []
         positions = itertools.count()
         self.flat: list[Any] = [
             self._leaf(t, next(positions), t is hidden, names or {}) if isinstance(t, torch.Tensor) else t for t in flat
@@ -255,6 +257,8 @@ class Arguments:
             else:
                 options = self._options(n, used)
                 name = names.get((position, axis), options[0])
+                if axis == 0 and n == 1 < t.dim() and len(self.lead) > 1 and self.sizes.get(self.lead[0]) == 1:
+                    self.of_one.append((position, axis))
                 if len(options) > 1:
                     self.options[position, axis] = [name, *(option for option in options if option != name)]
             if isinstance(name, str):

@@ -29,6 +29,16 @@ def readings(args: tuple, kwargs: dict[str, Any], numbers: ModelNumbers) -> Iter
     yield from itertools.islice(others, MAX_READINGS)
 
 
+def with_batch_of_one(first: Arguments, args: tuple, kwargs: dict[str, Any]) -> Arguments | None:
+    """The interpretation in which first axes of 1 are the batch axis, as of a condition `[1, D]` beside `[1, S, D]`.
+
+    None if there is no such axis. The likelier one takes them as fixed, and broadcasts them over more sequences.
+    """
+    if not first.of_one:
+        return None
+    return Arguments(args, kwargs, numbers=first.numbers, names=dict.fromkeys(first.of_one, first.lead[0]))
+
+
 def _renamed(first: Arguments, args: tuple, kwargs: dict[str, Any], fixed: tuple[str, ...]) -> Iterator[Arguments]:
     changes = [(axis, name) for axis, names in first.options.items() for name in names[1:]]
     for count in range(1, len(first.options) + 1):
@@ -44,4 +54,4 @@ def _with_fixed_dims(first: Arguments, args: tuple, kwargs: dict[str, Any]) -> I
             yield Arguments(args, kwargs, numbers=first.numbers, fixed=fixed)
 
 
-__all__ = ["readings"]
+__all__ = ["readings", "with_batch_of_one"]

@@ -21,8 +21,11 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..errors import Refused
 from ..ir.codegen import FUNCTIONS
+from .source import user_source
 
+MAX_COMPARISONS = 256  # of sizes, in one capture
 COMPARE = {
     "lt": operator.lt,
     "le": operator.le,
@@ -47,13 +50,14 @@ def _compiled(expr: str) -> types.CodeType:
 @dataclasses.dataclass(frozen=True)
 class SizeGuard:
     """`left op right` came out as `value`; both sides are expressions over the input dims, such as `B*S`. Where that
-    of `unless` is 0 it does not matter."""
+    of `unless` is 0 it does not matter. `source` is the line that compares."""
 
     left: str
     op: str
     right: str
     value: bool
     unless: str = dataclasses.field(default="", compare=False)
+    source: str = dataclasses.field(default="", compare=False)
 
     def holds(self, dims: dict[str, int]) -> bool:
         if self.unless and evaluate(self.unless, dims) == 0:
@@ -99,6 +103,7 @@ class SizeLog:
         self.tokens = math.prod((*self.dims.values(), *fixed))
         self.tokens_text = "*".join((*self.dims, *([str(math.prod(fixed))] if fixed else [])))
         self.guards: list[SizeGuard] = []
+        self.seen: set[SizeGuard] = set()  # comparisons, as they were made
         self.leaks: set[str] = set()
         self.used: set[str] = set()
         self.given: frozenset[int | float] = frozenset()
@@ -111,8 +116,16 @@ class SizeLog:
 
     def note(self, left: str, op: str, right: str, value: bool) -> None:
         guard = SizeGuard(left, op, right, value)
-        if guard not in self.guards:
-            self.guards.append(dataclasses.replace(guard, unless="*".join(_divisors(left) | _divisors(right))))
+        if guard not in self.seen:
+            self.seen.add(guard)
+            unless, source = "*".join(_divisors(left) | _divisors(right)), user_source()
+            if len(self.seen) > MAX_COMPARISONS:
+                raise Refused(
+                    f"it compares {left} with more than {MAX_COMPARISONS} numbers: {source.text}",
+                    source=str(source),
+                    remedy="compare with the bounds of a range, as in 8 <= n < 512, or with fewer numbers",
+                )
+            self.guards.append(dataclasses.replace(guard, unless=unless, source=str(source)))
 
     def rename(self, known: Iterable[SizeGuard]) -> None:
         """Comparisons that other captures have noted, by their names: B*S and S are one number here, where B is 1."""

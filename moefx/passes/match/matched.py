@@ -7,8 +7,11 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import math
 import re
+from collections import defaultdict
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -20,12 +23,14 @@ from ...capture.routing import Routing
 from ...capture.sizes import SizeGuard, evaluate
 from ..capacity import Formula, find_formula
 from .form import Body, Lifted, Ref, most_tokens
+from .guarded_sizes import find_sizes
 from .paths import Place
 
 # some are small, some multiples of what capacities are rounded to; with the last ones slopes that are alike differ
 _PROBES = (2, 3, 6, 7, 10, 13, 20, 33, 40, 64, 65, 100, 127, 128, 200, 320, 333, 512, 1031, 4096, 4099)
 _TIMES = (24, 40)  # that many tokens for each expert: no capacity is rounded there
 _FROM = (7, 60, 300)  # where such sizes are looked for: floors and ceilings may hide some
+_MIN_PROBES = 12
 _MOST_DELICATE, _MOST_TEXTS = 1100, 32
 
 
@@ -97,12 +102,14 @@ class Match:
             nodes = 4 * max(len(lifted.capture.nodes) for lifted in self.lifted)
             most = most_tokens(self.lifted, times=2)
             guards = [*self.within, *self.guards]
-            for tokens in itertools.takewhile(lambda tokens: tokens <= most, sorted({*_PROBES, *self._delicate})):
-                sizes = self.arguments.sequence(tokens)
-                if all(g.holds(sizes) for g in guards):
-                    with contextlib.suppress(Exception):  # sizes that the program does not take
-                        taken = self.capture_at(Routing(kind, 0), sizes, most=nodes if tokens > 512 else 0)
-                        probes.append((sizes, taken))
+            counts = itertools.takewhile(lambda tokens: tokens <= most, sorted({*_PROBES, *self._delicate}))
+            several = [s for s in map(self.arguments.sequence, counts) if all(g.holds(s) for g in guards)]
+            if len(several) < _MIN_PROBES:  # the sizes are all multiples of a number, say
+                several += [s for s in find_sizes(self.arguments, guards, 64) if s not in several][:_MIN_PROBES]
+            for sizes in several:
+                is_long = self.arguments.each * math.prod(sizes.values()) > 512
+                with contextlib.suppress(Exception):  # sizes that the program does not take
+                    probes.append((sizes, self.capture_at(Routing(kind, 0), sizes, most=nodes if is_long else 0)))
         return self.probes[kind]
 
     @functools.cached_property
@@ -143,7 +150,12 @@ class Match:
     def guards(self) -> list[SizeGuard]:
         """Comparisons of sizes that came out the same in every capture. Where captures went both ways and still agree
         on the form, the comparison does not matter."""
-        found = dict.fromkeys(self._with_formula(g) for lifted in self.lifted for g in lifted.capture.sizes.guards)
+        several = [lifted.capture.sizes.guards for lifted in self.lifted]
+        asked: list[dict[Any, list[SizeGuard]]] = [defaultdict(list) for _ in several]
+        for by_expression, guards in zip(asked, several, strict=True):
+            for g in guards:
+                by_expression[_expression_of(g)].append(g)
+        found = dict.fromkeys(self._with_formula(g, asked) for guards in several for g in guards)
         alike = [*(g for g in found if all(g.holds(sizes) for sizes in self.sizes)), *self.extra_guards]
         return [g for seen in alike for g in self._with_tokens(seen)] if self.without_tokens else alike
 
@@ -178,11 +190,12 @@ class Match:
                 return False
         return True
 
-    def _with_formula(self, guard: SizeGuard) -> SizeGuard:
-        """What a size is compared with may be another number at each size: `min(S, int(1.25 * S / E))`."""
+    def _with_formula(self, guard: SizeGuard, asked: list[dict[Any, list[SizeGuard]]]) -> SizeGuard:
+        """What a size is compared with may be another number at each size: `min(S, int(1.25 * S / E))`. `asked`: by
+        capture, the comparisons of one expression."""
         points = []
-        for sizes, lifted in zip(self.sizes, self.lifted, strict=True):
-            alike = [g for g in lifted.capture.sizes.guards if dataclasses.replace(g, right=guard.right) == guard]
+        for sizes, by_expression in zip(self.sizes, asked, strict=True):
+            alike = by_expression.get(_expression_of(guard), [])
             if len(alike) == 1 and alike[0].right.isdigit():
                 points.append((sizes, int(alike[0].right)))
         formula = find_formula(points, self.expressions, laws=False) if len({n for _, n in points}) > 2 else None
@@ -198,3 +211,8 @@ class Match:
     @property
     def slots(self) -> int:
         return self.lifted[0].slots
+
+
+def _expression_of(guard: SizeGuard) -> tuple[str, str, bool]:
+    """A comparison without the number that it compares with."""
+    return guard.left, guard.op, guard.value

@@ -13,7 +13,7 @@ from ...capture.captured import Capture
 from ...capture.concolic import capture
 from ...capture.inputs import Arguments
 from ...capture.routing import Routing
-from ...capture.sizes import SizeGuard
+from ...capture.sizes import SizeGuard, SizeLog
 from ...capture.source import Source
 from ...capture.tracer import Flips
 from ...errors import Refused
@@ -21,6 +21,7 @@ from . import apart, cover, crowds, doubts, few, given, idle, leaks, twice
 from .agree import same_form
 from .different import are_different
 from .form import Lifted, with_all_experts
+from .guarded_sizes import find_sizes
 from .lift import Late, Lifter, NothingRouted
 from .matched import Expert, Match
 from .nodes import Line, line
@@ -89,15 +90,16 @@ class Prover:
             most = 20 * len(self.lifted[0].capture.nodes)
         held = self.arguments.held
         fixed = tuple(self.arguments.fixed.values())
-        taken = capture(
-            self.block, args, kwargs, routing, flips=flips, dims=sizes, fixed=fixed, most_nodes=most, held=held
-        )
+        log = SizeLog(sizes, fixed)
+        try:
+            taken = capture(self.block, args, kwargs, routing, flips=flips, sizes=log, most_nodes=most, held=held)
+        finally:  # an assertion on a size tells which sizes the program takes
+            log.rename(self.asked)
+            for guard in log.guards:
+                self.asked.setdefault(guard, []).append(sizes)
         if taken.tracer.refusals:
             raise taken.tracer.refusals[0]
         self.compares = self.compares or bool(conditions(taken.nodes))
-        taken.sizes.rename(self.asked)
-        for guard in taken.sizes.guards:
-            self.asked.setdefault(guard, []).append(sizes)
         return taken
 
     def side(self) -> tuple[SizeGuard, ...]:
@@ -108,7 +110,13 @@ class Prover:
         return tuple(g for g in sides if not all(g.holds(sizes) for sizes in tried))
 
     def choose(self, tokens: int, variant: int) -> dict[str, int]:
-        """Sizes with about so many tokens; with more, or fewer, where the program goes the example's way only there."""
+        """Sizes with about so many tokens. If the program goes the example's way only elsewhere, with more or fewer,
+        and others than the captures have: a program of one size would take sizes for constants."""
+        sizes = self.arguments.choose(tokens, variant)
+        if not self.within or (self.is_within(sizes) and sizes not in self.sizes):
+            return sizes
+        if found := find_sizes(self.arguments, self.within, tokens):
+            return found[variant % (3 if variant < 3 else len(found))]
         for n in (tokens, *(tokens * 2**i for i in range(1, 7)), *(tokens >> i for i in range(1, 5))):
             sizes = self.arguments.choose(n, variant)
             if self.is_within(sizes):
