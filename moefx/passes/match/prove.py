@@ -26,7 +26,7 @@ from .lift import Late, Lifter, NothingRouted
 from .matched import Expert, Match
 from .nodes import Line, line
 from .paths import Place, sibling_names
-from .routed import chooses_for_sequences, padded
+from .routed import chooses_for_sequences, has_rows_of_padding, padded
 from .semantics import conditions
 from .turns import counting, with_turns
 from .worth import NotTwice
@@ -302,6 +302,7 @@ class Prover:
                 list(refs) for refs in zip(*[lifted.groups[group].values for lifted in self.lifted], strict=True)
             ]
         modes = set().union(*[lifted.capture.modes_read for lifted in self.lifted])
+        compared = {g for g in self.seen_guards() if all(g.holds(sizes) for sizes in self.sizes)}
         return Match(
             self.block,
             self.arguments,
@@ -309,7 +310,7 @@ class Prover:
             self.sizes,
             groups,
             self.num_experts,
-            list(dict.fromkeys(self.extra_guards)),
+            [g for g in dict.fromkeys(self.extra_guards) if g not in compared],
             modes,
             self.capture,
             within=self.within,
@@ -323,7 +324,7 @@ class Prover:
         if self.lifted and any(not lifted.kept.all() for lifted in self.lifted):
             yield from ({"late": "write"}, {"late": "any"})
         is_masked = any(leaf.example is not None and not leaf.is_single for leaf in self.arguments.tensors)
-        if self.first is None or not is_masked:
+        if self.first is None or not (is_masked or has_rows_of_padding(self.first, self.arguments.width)):
             return
         if lines := padded(self.block, self.first, self.arguments.width):
             yield {"whole": lines}

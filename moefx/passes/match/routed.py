@@ -100,8 +100,8 @@ class Reach:
 
 
 def padded(block: nn.Module, capture: Capture, width: int) -> frozenset[Line]:
-    """Lines at which some rows of hidden states are set to a constant, by a mask that is given: these rows do not show
-    what is made of the others."""
+    """Lines at which some rows of hidden states are set to a constant, by a mask that is given, or appended: these rows
+    do not show what is made of the others."""
     reach, behind, found = Reach(block, capture), set[fx.Node](), set[Line]()
     for n in capture.nodes:
         val = n.meta.get("val")
@@ -115,6 +115,18 @@ def padded(block: nn.Module, capture: Capture, width: int) -> frozenset[Line]:
                     behind.add(n)
                     found.add(line(n))
     return frozenset(found)
+
+
+def has_rows_of_padding(capture: Capture, width: int) -> bool:
+    """Whether some hidden states have more rows than tokens, but not K for each: padded to a multiple of 8, say."""
+    tokens = max(1, capture.sizes.tokens)
+    for n in capture.nodes:
+        val = n.meta.get("val")
+        if isinstance(val, FakeTensor) and val.dim() >= 2 and val.shape[-1] == width and not n.meta.get("ragged"):
+            rows = math.prod(val.shape[:-1])
+            if rows > tokens and rows % tokens:
+                return True
+    return False
 
 
 def expert_parameters(reach: Reach) -> Iterator[list[set[str]]]:
