@@ -1,0 +1,200 @@
+"""Examples on the special side of a comparison of sizes: taken with a guard, or refused with sizes that work."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import moefx
+
+from ...models.case import gradients
+from ..blocks import D, Loop, Mlp
+
+
+class Block(Loop):
+    def __init__(self, fn):
+        super().__init__(Mlp)
+        self.fn = fn
+
+    def forward(self, x, *rest):
+        return self.fn(self, x, *rest)
+
+    def moe(self, x):
+        return super().forward(x.reshape(-1, D)).view(x.shape)
+
+
+def rows(*counts):
+    return [torch.randn(n, D, dtype=torch.float64) for n in counts]
+
+
+def sequences(*sizes):
+    return [torch.randn(b, s, D, dtype=torch.float64) for b, s in sizes]
+
+
+def scale_multiples(block, x):
+    return block.moe(x) * (3 if x.shape[0] % 14 == 0 else 1)
+
+
+def scale_between(block, x):
+    return block.moe(x * 2 if 30 < x.shape[0] < 40 else x)
+
+
+def decode(block, x):
+    return block.moe(x) + x if x.shape[1] == 1 else block.moe(x)
+
+
+def take_multiples_only(block, x):
+    assert x.shape[0] % 64 == 0
+    return block.moe(x)
+
+
+def limit_multiples_only(block, x):
+    assert x.shape[0] % 64 == 0
+    w, ids = block.route(x)
+    out, capacity = torch.zeros_like(x), x.shape[0] // 2 + 1
+    for e, expert in enumerate(block.experts):
+        t, k = (i[:capacity] for i in torch.where(ids == e))
+        out = out.index_add(0, t, expert(x[t]) * w[t, k, None])
+    return out
+
+
+def pad_to_8(block, x):
+    return block.moe(F.pad(x, (0, 0, 0, -x.shape[0] % 8)))[: x.shape[0]]
+
+
+def fill_to_8(block, x):
+    padded = x.new_zeros(math.ceil(x.shape[0] / 8) * 8, D)
+    padded[: x.shape[0]] = x
+    return block.moe(padded)[: x.shape[0]]
+
+
+CASES = {  # the example first, then other calls
+    "multiples of 14": (scale_multiples, rows(14, 13, 28, 70)),
+    "30 to 40": (scale_between, rows(35, 12, 31, 39, 40)),
+    "one token each": (decode, sequences((3, 1), (1, 1), (40, 1), (2, 7))),
+    "asserted": (take_multiples_only, rows(64, 128, 320)),
+    "asserted, with a capacity": (limit_multiples_only, rows(64, 128, 640)),
+    "padded": (pad_to_8, rows(12, 1, 16, 31)),
+    "filled": (fill_to_8, rows(12, 1, 16, 31)),
+}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_original_on_every_side(name):
+    torch.manual_seed(0)
+    fn, inputs = CASES[name]
+    model = Block(fn).double()
+    compiled = moefx.compile(copy.deepcopy(model), example_inputs=inputs[:1])
+    for x in inputs:
+        torch.testing.assert_close(gradients(compiled, compiled, x), gradients(model, model, x))
+    (matched,) = moefx.explain(compiled).matched
+    assert matched.calls[0] and not matched.calls[1]
+
+
+def test_follows_the_size_that_a_refusal_names():
+    torch.manual_seed(0)
+    model = Block(lambda block, x: block.moe(x * 2 if x.shape[0] == 16 else x)).double()
+    with pytest.raises(moefx.NoMoEBlockFound, match=r"S == 16 is False \(test_guarded_sizes.py") as refused:
+        moefx.compile(model, example_inputs=rows(16))
+    size = re.search(r"such as S = (\d+)", " ".join(str(refused.value).split()))
+    assert size is not None
+    compiled = moefx.compile(copy.deepcopy(model), example_inputs=rows(int(size[1])))
+    for x in rows(int(size[1]), 16):
+        torch.testing.assert_close(gradients(compiled, compiled, x), gradients(model, model, x))
+
+
+def test_refuses_thousands_of_comparisons_at_once():
+    model = Block(lambda block, x: block.moe(x * 2 if len(x) in range(400, 3000) else x)).double()
+    with pytest.raises(moefx.NoMoEBlockFound, match=r"compares S with more than 256 numbers.*bounds of a range"):
+        moefx.compile(model, example_inputs=rows(12))
+    bounded = Block(lambda block, x: block.moe(x * 2 if 400 <= len(x) < 3000 else x)).double()
+    moefx.compile(bounded, example_inputs=rows(12))
+
+
+class ByCondition(Block):
+    """Each sequence chooses by its condition."""
+
+    def __init__(self):
+        super().__init__(None)
+
+    def forward(self, x, c):
+        w, ids = self.route(c)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            b, k = torch.where(ids == e)
+            out = out.index_add(0, b, expert(x[b]) * w[b, k, None, None])
+        return out
+
+
+def test_takes_a_condition_of_one_sequence():
+    torch.manual_seed(0)
+    model = ByCondition().double()
+    (x, c), others = (sequences((1, 9))[0], rows(1)[0]), [(sequences((b, 7))[0], rows(b)[0]) for b in (1, 3)]
+    compiled = moefx.compile(copy.deepcopy(model), example_inputs=(x, c))
+    for call in [(x, c), *others]:
+        torch.testing.assert_close(gradients(compiled, compiled, *call), gradients(model, model, *call))
+    (matched,) = moefx.explain(compiled).matched
+    assert matched.calls[0] and not matched.calls[1]
+
+
+class Counting(nn.Module):
+    """Experts that are skipped by how many tokens they have."""
+
+    def __init__(self, skips, num_experts, k):
+        super().__init__()
+        self.gate, self.k, self.skips = nn.Linear(D, num_experts, bias=False), k, skips
+        self.experts = nn.ModuleList(Mlp() for _ in range(num_experts))
+
+    def forward(self, x):
+        w, ids = self.gate(x).softmax(-1).topk(self.k, -1)
+        order, counts = ids.view(-1).argsort(), torch.bincount(ids.view(-1), minlength=len(self.experts))
+        ends = counts.cumsum(0).tolist()
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            start, end = ends[e - 1] if e else 0, ends[e]
+            if self.skips(counts[e], start, end, order[start:end]):
+                continue
+            slots = order[start:end]
+            out = out.index_add(0, slots // self.k, expert(x[slots // self.k]) * w.view(-1)[slots, None])
+        return out
+
+
+SKIPS = {
+    "start == end": lambda count, start, end, rows: start == end,
+    "not end > start": lambda count, start, end, rows: not end > start,
+    "count.item() == 0": lambda count, start, end, rows: count.item() == 0,
+    "count == 0": lambda count, start, end, rows: count == 0,
+    "not count": lambda count, start, end, rows: not count.item(),
+}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("num_experts", "k"), [(2, 1), (3, 2)])
+@pytest.mark.parametrize("name", SKIPS)
+def test_skips_idle_experts_among_few(name, num_experts, k):
+    torch.manual_seed(0)
+    model = Counting(SKIPS[name], num_experts, k).double()
+    inputs = rows(12, 1, 2, 50)
+    compiled = moefx.compile(copy.deepcopy(model), example_inputs=inputs[:1])
+    for x in inputs:
+        torch.testing.assert_close(gradients(compiled, compiled, x), gradients(model, model, x))
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", ["start == end", "count == 0"])
+def test_asks_for_rows_as_the_refusal_says(name):
+    """If every token chooses all experts none is ever idle."""
+    torch.manual_seed(0)
+    with pytest.raises(moefx.NoMoEBlockFound, match=r"a (count|number).*read from a tensor.*rows.shape\[0\] == 0"):
+        moefx.compile(Counting(SKIPS[name], 2, 2).double(), example_inputs=rows(12))
+    model = Counting(lambda count, start, end, rows: rows.shape[0] == 0, 2, 2).double()
+    compiled = moefx.compile(copy.deepcopy(model), example_inputs=rows(12))
+    x = rows(9)[0]
+    torch.testing.assert_close(gradients(compiled, compiled, x), gradients(model, model, x))
