@@ -66,7 +66,7 @@ def flip_branches(prover: Prover) -> None:
                 continue
             what = _COUNT if asks_for_tokens else _READ
             kinds = {type(v) for v in seen}
-            others: list[Any] = [not v for v in seen] if len(seen) == 1 else []
+            others: list[Any] = [not v for v in seen] if len(seen) == 1 or kinds == {bool} else []
             if kinds & {float, int}:
                 named = _numbers_named(prover.block) if named is None else named
                 others = [1e30, -1e30, 0.0] if float in kinds else [10**6, -1, 0]
@@ -92,13 +92,16 @@ def _doubtful(prover: Prover) -> list[tuple[HostRead, set[Any], Capture]]:
         for read in lifted.capture.reads:
             outcomes.setdefault(read.calls, set()).add(read.value)
             met.setdefault(read.calls, (read, lifted.capture))
+    # that an expert without tokens is skipped says nothing of one with a single token (`if n <= 1: continue`)
+    single = {calls for calls, (read, _) in met.items() if _asks_for_single(read) and outcomes[calls] == {True, False}}
     for lifted in prover.lifted:
         doubtful = [read for read in lifted.capture.reads if len(outcomes[read.calls]) == 1]
         ranges = Ranges.with_more_tokens(lifted.capture) if doubtful else None
         for read in doubtful:
             if ranges and read.node is not None and ranges.decided(read.node, read.asked):
                 outcomes[read.calls] = {True, False}
-    open_ = [calls for calls, seen in outcomes.items() if not seen >= {True, False} and calls not in prover.settled]
+    open_ = [calls for calls, seen in outcomes.items() if not seen >= {True, False} or calls in single]
+    open_ = [calls for calls in open_ if calls not in prover.settled]
     return [(met[calls][0], outcomes[calls], met[calls][1]) for calls in open_]
 
 
@@ -307,6 +310,14 @@ def _asks_for_tokens(read: HostRead) -> bool:
         return False
     count, other = read.node.args[:2]
     return is_routed(count) and (is_routed(other) or is_empty_test(op_name(read.node), other))
+
+
+def _asks_for_single(read: HostRead) -> bool:
+    """Whether a comparison tells one token from more, of which an idle expert has the outcome, too."""
+    asked = read.asked
+    if asked is None and read.node is not None and op_name(read.node) in COMPARE and is_routed(read.node.args[0]):
+        asked = op_name(read.node), read.node.args[1]
+    return asked in (("le", 1), ("lt", 2), ("gt", 1), ("ge", 2))
 
 
 def _come_out_otherwise(prover: Prover, asked: HostRead) -> bool:

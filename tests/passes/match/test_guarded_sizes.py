@@ -198,3 +198,11 @@ def test_asks_for_rows_as_the_refusal_says(name):
     compiled = moefx.compile(copy.deepcopy(model), example_inputs=rows(12))
     x = rows(9)[0]
     torch.testing.assert_close(gradients(compiled, compiled, x), gradients(model, model, x))
+
+
+@pytest.mark.parametrize("skips", [lambda count, *_: count.item() <= 1, lambda count, *_: count < 2])
+def test_refuses_to_skip_a_single_token(skips):
+    """Idle experts are skipped too, which must not settle it."""
+    torch.manual_seed(0)
+    with pytest.raises(moefx.NoMoEBlockFound, match=r"read from a tensor changes what is computed: "):
+        moefx.compile(Counting(skips, 4, 2).double(), example_inputs=rows(16))
