@@ -22,8 +22,8 @@ from .capture.inputs import Arguments
 from .capture.readings import readings, with_batch_of_one
 from .capture.sizes import SizeGuard
 from .capture.skipped_calls import SkippedCall, Skipping, skipping
-from .capture.surroundings import ARGUMENT
 from .capture.source import is_users_own
+from .capture.surroundings import ARGUMENT
 from .capture.worker import run_in_worker
 from .errors import CaptureError, Refused
 from .inspection.history import History

@@ -19,7 +19,6 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...capture.captured import MIXED, Capture, HostRead, decided_by_floats
-from ...capture.counts import Count, is_empty_test
 from ...capture.routing import Routing
 from ...capture.sizes import COMPARE
 from ...capture.source import Source, is_users_own
@@ -27,8 +26,9 @@ from ...capture.tracer import Flips
 from ...errors import Refused
 from ...ir.attributes import attributes
 from ...ir.reached import code_of, reached
+from . import empty_experts
 from .agree import same_form
-from .nodes import asks_for_rows, is_known, is_routed, line, numbers, op_name
+from .nodes import is_routed, line, numbers, op_name
 from .ranges import Ranges
 
 if TYPE_CHECKING:
@@ -58,13 +58,9 @@ def flip_branches(prover: Prover) -> None:
     while doubtful := _doubtful(prover):
         for read, seen, taken in doubtful:
             prover.settled.add(read.calls)
-            if seen == {True} and asks_for_rows(read.node):
-                _come_out_otherwise(prover, read)
+            if len(seen) == 1 and _is_shown(prover, read):
                 continue
-            asks_for_tokens = len(seen) == 1 and _asks_for_tokens(read)
-            if asks_for_tokens and _come_out_otherwise(prover, read):
-                continue
-            what = _COUNT if asks_for_tokens else _READ
+            what = _COUNT if len(seen) == 1 and empty_experts.asks_for_tokens(read) else _READ
             kinds = {type(v) for v in seen}
             others: list[Any] = [not v for v in seen] if len(seen) == 1 or kinds == {bool} else []
             if kinds & {float, int}:
@@ -302,16 +298,6 @@ def _numbers_named(block: nn.Module) -> list[float]:
     return [*dict.fromkeys([*near, *between, *products])][:_MOST_NUMBERS]
 
 
-def _asks_for_tokens(read: HostRead) -> bool:
-    """Whether a count is compared with 0 or with another count, as `if start == end` does to skip an idle expert."""
-    if read.asked is not None:
-        return isinstance(read.asked[1], Count) or is_empty_test(*read.asked)
-    if read.node is None or op_name(read.node) not in COMPARE or not is_known(read.node):
-        return False
-    count, other = read.node.args[:2]
-    return is_routed(count) and (is_routed(other) or is_empty_test(op_name(read.node), other))
-
-
 def _asks_for_single(read: HostRead) -> bool:
     """Whether a comparison tells one token from more, of which an idle expert has the outcome, too."""
     asked = read.asked
@@ -320,38 +306,12 @@ def _asks_for_single(read: HostRead) -> bool:
     return asked in (("le", 1), ("lt", 2), ("gt", 1), ("ge", 2))
 
 
-def _come_out_otherwise(prover: Prover, asked: HostRead) -> bool:
-    """Whether the expert has tokens came out one way everywhere. At a few tokens it may come out otherwise, and must
-    not matter. Forcing it would skip an expert that has tokens, which the program never does.
-
-    Returns:
-        Whether a capture was added. If `(ids == e).any()` is true even at a few tokens, the program only asks
-        about experts that were chosen (`for e in ids.unique()`).
-
-    Raises:
-        Refused: `(ids == e).any()` was false for some tokens, and these have another form.
-    """
-    why: Refused | None = None
-    for seed in range(8):
-        sizes = prover.arguments.sequence(2 + seed % 2)
-        kind = ("flooded", "diverse")[seed // 2 % 2]
-        try:
-            reads = prover.capture(Routing(kind, 40 + seed), sizes).reads if prover.is_within(sizes) else ()
-        except Exception:
-            continue  # the program does not run on so few
-        if all(read.value == asked.value for read in reads if read.calls == asked.calls):
-            continue
-        try:
-            lifted = prover.lift(Routing(kind, 40 + seed), sizes)
-            same_form(prover.lifted[0], lifted)
-        except Refused as refusal:
-            why = refusal  # few tokens may not show the form: others will
-            continue
-        prover.add(lifted, sizes)
-        return True
-    if why is not None and asks_for_rows(asked.node):
-        raise _changes(asked.source, _READ) from why
-    return False
+def _is_shown(prover: Prover, read: HostRead) -> bool:
+    """Whether few tokens show what is done about an expert that nobody chose."""
+    try:
+        return empty_experts.seen_without(prover, read)
+    except Refused as why:
+        raise _changes(read.source, _READ) from why
 
 
 def _other_value(node: fx.Node) -> torch.Tensor:

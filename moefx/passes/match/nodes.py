@@ -131,16 +131,6 @@ def is_skipped(node: fx.Node) -> bool:
     return getattr(node.target, "__self__", None) is UnknownResult
 
 
-def asks_for_rows(node: fx.Node | None) -> bool:
-    """Whether a boolean only says that some token chose an expert: `(ids == e).any()`."""
-    if node is None or op_name(node) != "any":
-        return False
-    mask = node.args[0]
-    while op_name(mask) in ("view", "reshape", "any"):
-        mask = mask.args[0]
-    return op_name(mask) == "eq" and is_known(mask) and is_routed(mask)
-
-
 def from_state(node: fx.Node) -> bool:
     """Whether a value is computed from parameters and buffers alone: the same for all tokens of a call."""
 

@@ -1,0 +1,98 @@
+"""Branches that skip experts without tokens, where experts are so few that each has some in every capture."""
+
+import pytest
+import torch
+from torch import nn
+
+import moefx
+
+D, E, K = 12, 4, 2
+
+MASKS = {
+    "gates above 0": lambda gates, chosen, e: gates[:, e] > 0,
+    "gates that are not 0": lambda gates, chosen, e: gates[:, e] != 0,
+    "choices": lambda gates, chosen, e: (chosen == e).any(-1),
+    "one-hot": lambda gates, chosen, e: nn.functional.one_hot(chosen, E).sum(1)[:, e].bool(),
+}
+QUESTIONS = {
+    "any": lambda mask: mask.any(),
+    "sum": lambda mask: mask.sum() != 0,
+    "number": lambda mask: mask.sum().item() > 0,
+    "at least one": lambda mask: mask.sum() >= 1,
+    "count": lambda mask: torch.count_nonzero(mask) != 0,
+    "of floats": lambda mask: mask.float().sum() > 0,
+    "largest": lambda mask: mask.max(),
+}
+
+
+class Asking(nn.Module):
+    def __init__(self, mask, ask):
+        super().__init__()
+        self.mask, self.ask = mask, ask
+        self.gate = nn.Linear(D, E, bias=False)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(D, 16), nn.SiLU(), nn.Linear(16, D)) for _ in range(E))
+
+    def forward(self, x):
+        weights, chosen = self.gate(x).softmax(-1).topk(K)
+        gates = torch.zeros(len(x), E, dtype=x.dtype).scatter(-1, chosen, weights)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            mask = self.mask(gates, chosen, e)
+            if self.ask(mask):
+                out[mask] += expert(x[mask]) * gates[mask, e, None]
+            else:
+                out = self.idle(out)
+        return out
+
+    def idle(self, out):
+        return out
+
+
+class HalvedForEveryIdleExpert(Asking):
+    def idle(self, out):
+        return out * 0.5
+
+
+def draw(tokens):
+    return torch.randn(tokens, D, dtype=torch.float64)
+
+
+PAIRS = [(mask, "any") for mask in MASKS] + [("gates above 0", question) for question in QUESTIONS if question != "any"]
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(("mask", "question"), PAIRS)
+def test_whether_empty_experts_chose_an_expert_is_no_branch(mask, question):
+    torch.manual_seed(0)
+    model = Asking(MASKS[mask], QUESTIONS[question]).double()
+    compiled = moefx.compile(model, example_inputs=(draw(16),))
+    for tokens in (1, 2, 33):
+        x = draw(tokens)
+        torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
+    assert moefx.explain(compiled).matched[0].calls == (3, 0, 0)
+
+
+OTHERS = {
+    "two of them": lambda mask: mask.sum() > 1,
+    "an even number": lambda mask: mask.sum() % 2 == 0,
+    "8 bits": lambda mask: mask.sum().to(torch.uint8) > 0,
+    "the others": lambda mask: (~mask).sum() != 0,
+}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("question", OTHERS)
+def test_other_questions_are_branches(question):
+    torch.manual_seed(0)
+    model = Asking(MASKS["gates above 0"], OTHERS[question]).double()
+    found = moefx.explain(model, example_inputs=(draw(16),))
+    assert not found.matched
+    assert "changes what is computed" in str(found) or "some chosen experts are skipped" in str(found)
+
+
+def test_an_idle_expert_must_not_change_the_rest():
+    torch.manual_seed(0)
+    model = HalvedForEveryIdleExpert(MASKS["gates above 0"], QUESTIONS["sum"]).double()
+    found = moefx.explain(model, example_inputs=(draw(16),))
+    assert not found.matched
+    assert "depends on the routing" in str(found)
