@@ -304,9 +304,10 @@ class Lifter:
         return routed, rest
 
     def _choice(self, cut: fx.Node, tokens: tuple[int, ...], routed: list[list[Term]]) -> Choice:
-        # what the sum is made of first: statistics of another choice may have the same numbers
-        last = made_of(cut)
-        nodes = sorted((n for n in self.capture.nodes if n not in self.routed), key=lambda n: n not in last)
+        # what the sum is made of first: statistics of another choice may have the same numbers; nothing from behind it
+        last, end = made_of(cut), cut.meta["index"]
+        before = (n for n in self.capture.nodes if n not in self.routed and n.meta["index"] < end)
+        nodes = sorted(before, key=lambda n: n not in last)
         found = choice(self.owners, tokens, routed, nodes, self.inside, self.like)
         if found is not None:
             return found
