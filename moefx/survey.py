@@ -25,7 +25,7 @@ from .capture.source import is_own_mistake, is_users
 from .errors import CaptureError, InvalidInput, MoefxError, Refused, in_short, own_fault
 from .ir.attributes import OWN_MODE, Where, attributes, follows_its_mode, reading, value_at
 from .ir.held import same
-from .passes.rewrite import NO_CACHE
+from .passes.match.records import NO_CACHE
 from .pipeline import NOT_ROUTED, Result, rewrite_block, rewrite_passing_on
 from .runtime.copying import copy_model
 from .runtime.module import rewritten_blocks

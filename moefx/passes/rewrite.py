@@ -20,7 +20,6 @@ from torch import fx, nn
 
 from ..capture.autocast import dtype_here
 from ..capture.captured import CONTRACTIONS, Call, Effect
-from ..capture.surroundings import ARGUMENT
 from ..errors import Refused
 from ..ir.passed_objects import check_structure
 from .kept import KeptGraph
@@ -28,13 +27,10 @@ from .match.form import Ref
 from .match.matched import Match
 from .match.nodes import is_random, is_skipped
 from .match.paths import tensor_at
+from .match.records import refuse_records
 from .routed_sum import RoutedSum
 from .twins import Twins
 
-NO_CACHE = (
-    "pass example_inputs with which the model makes no cache (use_cache=False), or leave it to a submodule that is "
-    "given it, such as the attention, or make the mixture of experts a module of its own that takes hidden states only"
-)
 aten = torch.ops.aten
 
 
@@ -236,13 +232,8 @@ class Rewriter:
     def _effects(self) -> list[tuple[Effect, list[Any]]]:
         """Each with its new value: one `Twins`, or the leaves of a container."""
         per_capture = [c.effects for c in self.kept.captures]
-        for effect in per_capture[0]:
-            if effect.kind == "draw":
-                raise Refused(
-                    f"the block draws from {effect.target}: the numbers of one call would be those of all",
-                    culprits=(str(effect.target),),
-                    remedy="draw them with torch, as a tensor",
-                )
+        for taken in self.kept.captures:
+            refuse_records(taken)
         out = []
         for column in zip(*per_capture, strict=False):
             first = column[0]
@@ -252,15 +243,6 @@ class Rewriter:
                 raise Refused(
                     "which buffers or attributes the block changes depends on the routing",
                     culprits=tuple(str(e.target) for e in column),
-                )
-            if first.kind == "record":
-                raise Refused(
-                    f"the block writes to {first.target} when it is called",
-                    culprits=(str(first.target),),
-                    remedy=f"return it; if it is a cache, {NO_CACHE}"
-                    if first.target == ARGUMENT
-                    else "return it, keep it in a buffer, or record it with a hook; if it is a cache, call the "
-                    "model once before moefx.compile",
                 )
             if first.kind == "state":
                 self.states.append(first)

@@ -26,6 +26,7 @@ from .lift import Late, Lifter, NothingRouted
 from .matched import Expert, Match
 from .nodes import Line, line
 from .paths import Place, sibling_names
+from .records import refuse_records
 from .routed import chooses_for_sequences, has_rows_of_padding, padded
 from .semantics import conditions
 from .turns import counting, with_turns
@@ -277,6 +278,8 @@ class Prover:
             raise Refused("there is one expert only, for all tokens: nothing is chosen")
         self._agree()
         self._merged()  # raises early
+        for lifted in self.lifted:
+            refuse_records(lifted.capture)  # what the proof would end in
         idle.leave_idle(self)
         doubts.flip_branches(self)
         doubts.mix_decisions(self)
