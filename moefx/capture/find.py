@@ -379,9 +379,10 @@ def _structural(model: nn.Module) -> dict[str, list[str]]:
         )
         if alike and isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             found.setdefault(name.rpartition(".")[0], [f"{name}.{part}" for part, _ in module.named_children()])
-        layer = type(module).__module__.startswith("torch.nn.modules.")  # a convolution, say
+        holds = isinstance(module, (nn.ParameterList, nn.ParameterDict))  # for its parent, and is never called
+        layer = type(module).__module__.startswith("torch.nn.modules.") and not holds  # a convolution, say
         if not layer and any(p.dim() >= 3 and p.shape[0] > 1 for p in module._parameters.values() if p is not None):
-            found.setdefault(name, [])
+            found.setdefault(name.rpartition(".")[0] if holds else name, [])
     return {
         n: parts
         for n, parts in found.items()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -181,6 +182,18 @@ class TestStructural:
                 return torch.einsum("td,edf->tf", x, self.w)
 
         assert find(nn.Sequential(Stacked()), (X,), {}).structural == {"0"}
+
+    @pytest.mark.parametrize("hold", [lambda w: nn.ParameterList([w]), lambda w: nn.ParameterDict({"0": w})])
+    def test_stacked_parameters_in_a_list(self, hold):
+        class Held(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.w = hold(torch.randn(E, D, D))
+
+            def forward(self, x):
+                return torch.einsum("td,edf->tf", x, next(iter(self.w.parameters())))
+
+        assert find(nn.Sequential(Held()), (X,), {}).structural == {"0"}
 
 
 def test_the_model_is_left_alone():
