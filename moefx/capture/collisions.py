@@ -21,9 +21,11 @@ MAX_NUMBER = 1 << 13  # larger numbers equal no size of a capture, nor do their 
 MAX_PAIRED = 48  # numbers of which products, quotients and sums are formed
 MAX_ROWS_PER_TOKEN, MIN_TOKENS = 16, 17  # multiples of all tokens that `Functions` recognises
 # How bad a collision is: with another size, with a number itself, or with what may follow from numbers.
-SAME, EXACT, NEXT, NEXT_TO_FEW, PRODUCT, SUM, SMALL = 100_000, 1000, 500, 50, 40, 5, 10
+SAME, EXACT, NEXT, PRODUCT, SUM, SMALL = 100_000, 1000, 500, 40, 5, 10
 NEGLIGIBLE = 150
-FEW = 8  # what is next to so few is so by chance
+# A number next to one of up to 4 is so by chance. One next to 8 may be a class more than experts, and is avoided if
+# another size costs nothing.
+NEXT_TO_FEW = {4: 50, 8: 160}
 MAX_SMALL = 3  # numbers in code up to this are mostly axes and slots
 
 
@@ -40,8 +42,9 @@ class ModelNumbers:
         named = {int(n) for n in reached(code_of(block)).numbers if abs(n) < MAX_NUMBER and n == int(n)}
         costs = _derived_costs(sorted(n for n in own | named if MAX_SMALL < n < MAX_NUMBER)[:MAX_PAIRED])
         for n in own | named:
+            next_to = next((cost for few, cost in NEXT_TO_FEW.items() if n <= few), NEXT)
             for near in (n - 1, n + 1):
-                costs[near] = max(NEXT if n > FEW else NEXT_TO_FEW, costs.get(near, 0))
+                costs[near] = max(next_to, costs.get(near, 0))
         for n in named:
             costs[n] = max(SMALL if n <= MAX_SMALL else EXACT, costs.get(n, 0))
         return cls({**costs, **dict.fromkeys(own, EXACT)})

@@ -26,6 +26,7 @@ _OUTER = ((3, 7, 13), (2, 6, 10), (5, 9, 11), (4, 8, 12))
 _INNER = (2, 3, 4, 5, 7)
 _CANDIDATES = 6  # sizes of the last token dim that are compared
 _TWICE_THE_TOKENS = 300  # less than the cost of a size that equals a number of the model, or is next to one
+_USUAL = 29  # tokens of a capture: one that asks for fewer may have as many
 _MORE_SAMPLES = 150  # and shorter sequences
 _NEAR = 5  # sizes of a sequence that are compared reach so far
 Axis = tuple[int, int]  # which tensor argument, and which of its axes
@@ -297,7 +298,8 @@ class Arguments:
         def cost(sizes: dict[str, int]) -> int:
             more = max(0, math.prod(sizes.values()) - tokens)
             samples = outer.index(sizes[self.dims[0]]) if len(self.dims) > 1 else 0
-            return self.numbers.cost(sizes, self.each) + _TWICE_THE_TOKENS * more // tokens + _MORE_SAMPLES * samples
+            extra = _TWICE_THE_TOKENS * more // max(tokens, _USUAL) + _MORE_SAMPLES * samples
+            return self.numbers.cost(sizes, self.each) + extra
 
         return min(self._candidates(tokens, variant), key=cost, default={})
 

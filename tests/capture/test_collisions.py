@@ -105,6 +105,11 @@ def test_any_number_of_experts(form, num_experts):
     assert_runs_rewritten(model, (4, 64), [(1, 3), (2, 5), (3, 50)], 32)
 
 
+def test_three_small_axes():
+    """4 samples of 3 tokens are as many as 11 experts and one class more."""
+    assert_runs_rewritten(Stacked(11, 2, 32, 24), (3, 2, 5), [(2, 2, 2), (7, 7, 7)], 32)
+
+
 @pytest.mark.sampled(500)
 # Of seed 314, 9 experts and one class more, three axes of so few tokens that B*S was 10.
 @pytest.mark.parametrize("seed", [*range(314), pytest.param(314, marks=pytest.mark.sampled(1)), *range(315, 500)])
@@ -124,6 +129,10 @@ class TestModelNumbers:
         costs = ModelNumbers.of(Stacked(29, 5, 13, 17)).costs
         assert all(costs[n] == EXACT for n in (29, 5, 13, 34, 17))
         assert 0 < costs[30] < EXACT and 0 < costs[29 * 5] < EXACT and 23 not in costs
+
+    def test_one_class_more_than_eight_experts(self):
+        numbers = ModelNumbers.of(Stacked(8, 2, 32, 24))
+        assert numbers.cost({"B": 9, "S": 5}) > 0 == numbers.cost({"B": 3, "S": 13})
 
     @pytest.mark.parametrize("num_experts", [7, 10, 11, 32, 34, 35])
     @pytest.mark.parametrize("axes", [1, 2])  # with three, one has to be small
