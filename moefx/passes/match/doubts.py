@@ -303,7 +303,7 @@ def _asks_for_single(read: HostRead) -> bool:
     asked = read.asked
     if asked is None and read.node is not None and op_name(read.node) in COMPARE and is_routed(read.node.args[0]):
         asked = op_name(read.node), read.node.args[1]
-    return asked in (("le", 1), ("lt", 2), ("gt", 1), ("ge", 2))
+    return asked is not None and type(asked[1]) is int and asked in (("le", 1), ("lt", 2), ("gt", 1), ("ge", 2))
 
 
 def _is_shown(prover: Prover, read: HostRead) -> bool:
