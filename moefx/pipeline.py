@@ -21,7 +21,7 @@ from .capture.effects import silenced
 from .capture.inputs import Arguments
 from .capture.readings import readings, with_batch_of_one
 from .capture.sizes import SizeGuard
-from .capture.skipped_calls import SkippedCall, Skipping, skipping
+from .capture.skipped_calls import SkippedCall, Skipping, check_reads_of_types, skipping
 from .capture.source import is_users_own
 from .capture.surroundings import ARGUMENT
 from .capture.worker import run_in_worker
@@ -136,6 +136,8 @@ def _rewrite_block(
     paths, objects = argument_paths(block, args, kwargs), object_paths(block, args, kwargs)
     for path, stand_in in objects:
         name_object(stand_in, path_name(path))
+    if objects:
+        check_reads_of_types(block)
     start = time.perf_counter()
     # 1.-3. prove, explain the drops, rewrite into the dialect
     with silenced(block), skipping(block, skipped):
@@ -303,10 +305,23 @@ def argument_paths(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> lis
 
 
 def object_paths(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[tuple[Path, PassedObject]]:
-    """Where each stand-in for an object stands among the arguments of a call; each object once."""
+    """Where each stand-in for an object stands among the arguments of a call.
+
+    Raises:
+        Refused: one of them is given twice.
+    """
     named = signature_binder(block)(*args, **kwargs)
-    found = {id(value): (path, value) for path, value in reversed(leaves_of(named)) if is_passed(value)}
-    return list(reversed(found.values()))
+    found: dict[int, tuple[Path, PassedObject]] = {}
+    for path, value in leaves_of(named):
+        if is_passed(value) and id(value) in found:
+            raise Refused(
+                f"{path_name(found[id(value)][0])} and {path_name(path)} are the same object, and need not be at "
+                "other calls",
+                remedy="pass it once",
+            )
+        if is_passed(value):
+            found[id(value)] = path, value
+    return list(found.values())
 
 
 def most_experts(block: nn.Module) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -16,7 +17,7 @@ from .capture.autocast import under
 from .capture.defaults import neutral_device
 from .capture.find import find, signature
 from .capture.inputs import Arguments
-from .capture.skipped_calls import SkippedCall, Skipping, copy_abstract, holds_tensors, objects_in
+from .capture.skipped_calls import SkippedCall, Skipping, copy_abstract, objects_in, tensors_within
 from .capture.source import is_own_mistake
 from .capture.worker import run_in_worker
 from .errors import Refused, in_short
@@ -128,6 +129,9 @@ def _guards(result: Result) -> list[Guard]:
                 fixed = "taken for the features, or as fixed"
                 why = f"this axis was {fixed if isinstance(n, int) else 'one of tokens'}"
                 guards.append(Guard(f"{own} == {there}", why, one_way=True))
+    objects = [placeholder_name(path) for path in result.graph.binding.objects]
+    for a, b in itertools.combinations(objects, 2):  # the block may have compared them
+        guards.append(Guard(f"{a} is None or {a} is not {b}", "they were different objects"))
     return guards
 
 
@@ -324,7 +328,7 @@ def _copied(thing: Any) -> Any:
     try:
         return copy_abstract(thing)
     except Exception as error:
-        if not holds_tensors(thing):  # what a capture changes in it is put back
+        if not any(True for _ in tensors_within(thing)):  # what a capture changes in it is put back
             return thing
         name = type(thing).__name__
         raise Refused(

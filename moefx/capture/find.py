@@ -29,7 +29,7 @@ from .concolic import capture
 from .containers import base_of, contents, same_items
 from .named_experts import modules_apart
 from .routing import Routing
-from .skipped_calls import Changes, InnerCall, Skipping, StateBefore, holds_tensors, objects_in, skip
+from .skipped_calls import Changes, InnerCall, Skipping, StateBefore, objects_in, skip, tensors_within
 from .source import user_source
 from .tracer import Tracer
 
@@ -173,14 +173,14 @@ def _find(model: nn.Module, args: tuple, kwargs: dict[str, Any], share: bool, op
 
     changes: dict[str, Changes] = {}  # of modules that were run
 
-    def note_inner(seen: Seen, out: Any, done: Changes) -> None:
+    def note_inner(tracer: Tracer, seen: Seen, out: Any, done: Changes) -> None:
         given = list(objects_in(seen.args, seen.kwargs))
         # asked here, because the capture puts back what it has written to
         objects.update({id(thing): thing for thing in given if _is_written(*passed[id(thing)])})
         if given:
             for outer in stack:
                 name = seen.name.removeprefix(f"{outer.name}." if outer.name else "")
-                outer.inner.append(InnerCall(name, seen.args, seen.kwargs, out, done))
+                outer.inner.append(InnerCall(tracer, name, seen.args, seen.kwargs, out, done))
 
     def around(tracer: Tracer, original: Callable) -> Callable:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -193,9 +193,12 @@ def _find(model: nn.Module, args: tuple, kwargs: dict[str, Any], share: bool, op
                 seen = calls.setdefault("", Seen("", args, kwargs))
                 stack.append(seen)
                 try:
-                    return original(module, *args, **kwargs)
+                    out = original(module, *args, **kwargs)
                 finally:
                     stack.pop()
+                for inner in seen.inner:
+                    inner.look_back(tracer)
+                return out
             leaves = [_meta(x) for x in pytree.tree_leaves((args, kwargs))]
             key = (signatures[id(module)], tuple(leaves))
             known = first.get(key) if share and any(True for _ in module.children()) else None
@@ -204,16 +207,16 @@ def _find(model: nn.Module, args: tuple, kwargs: dict[str, Any], share: bool, op
             if known is not None and known[0] != name and (again := _fresh(tracer, known[1], seen.inputs)) is not None:
                 twins[name] = known[0]
                 seen.outputs = _nodes(tracer, again)
-                note_inner(seen, again, changes.get(known[0], Changes()))
+                note_inner(tracer, seen, again, changes.get(known[0], Changes()))
                 return again
             if key in opaque.results:
                 out = _fresh(tracer, opaque.results[key], seen.inputs)
                 seen.outputs = _nodes(tracer, out)
-                note_inner(seen, out, Changes())
+                note_inner(tracer, seen, out, Changes())
                 return out
             stack.append(seen)
             is_given = any(True for _ in objects_in(args, kwargs))
-            before = StateBefore(tracer, module, (args, kwargs)) if is_given else None
+            before = StateBefore(tracer, model, module, args, kwargs) if is_given else None
             try:
                 out = original(module, *args, **kwargs)
             except Exception:
@@ -221,10 +224,12 @@ def _find(model: nn.Module, args: tuple, kwargs: dict[str, Any], share: bool, op
                 raise
             finally:
                 stack.pop()
+            for inner in seen.inner:
+                inner.look_back(tracer)
             seen.outputs = _nodes(tracer, out)
             if before is not None:
                 changes[name] = before.changes(out)
-            note_inner(seen, out, changes.get(name, Changes()))
+            note_inner(tracer, seen, out, changes.get(name, Changes()))
             first.setdefault(key, (name, out))
             return out
 
@@ -257,7 +262,7 @@ def _is_written(thing: Any, before: Any) -> bool:
     """Whether a container is not as it was, or an object holds tensors, which it may have written to."""
     if before is not None and not same_items(contents(thing), before):
         return True
-    return type(thing) not in (list, dict) and holds_tensors(thing)
+    return type(thing) not in (list, dict) and any(True for _ in tensors_within(thing))
 
 
 def _abstract(tree: Any) -> Any:

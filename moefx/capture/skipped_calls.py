@@ -9,25 +9,29 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import dis
 import enum
 import functools
+import inspect
 import types
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import nn
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import Refused
-from ..ir.attributes import Where
+from ..ir.attributes import OWN, Where
 from ..ir.passed_objects import PassedObject, is_passed, replace_objects
 from ..ir.reached import FUNCTIONS
 from .captured import below_modes, is_float, tensors_in
-from .containers import slots_of
+from .containers import base_of, contents, same_items, slots_of
+from .effects import HOOKS
 from .recorder import Recorder
 from .source import user_source
+from .surroundings import Surroundings
 
 _PLAIN = (
     type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.Size, torch.dtype, torch.device, nn.Module,
@@ -49,20 +53,24 @@ def objects_in(args: tuple, kwargs: Mapping[str, Any]) -> Iterator[Any]:
             stack += value.values() if type(value) is dict else value
 
 
-def holds_tensors(value: Any, kind: type = torch.Tensor, depth: int = _DEPTH) -> bool:
-    """Whether an object, or what it refers to, has tensors of this kind."""
+def tensors_within(value: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
+    """Yield the tensors of an object, and of what it refers to."""
     if isinstance(value, torch.Tensor):
-        return isinstance(value, kind)
-    if isinstance(value, _PLAIN) or not depth or is_passed(value):
-        return False
+        yield value
+    elif depth and not isinstance(value, _PLAIN) and not is_passed(value):
+        for inner in _parts(value):
+            yield from tensors_within(inner, depth - 1)
+
+
+def _parts(value: Any) -> list[Any]:
+    """What an object refers to: its items and its attributes."""
     inner: list[Any] = []
     if isinstance(value, Mapping):
         inner += value.values()
     elif isinstance(value, (list, tuple, set, frozenset)):
         inner += value
     inner += getattr(value, "__dict__", {}).values()
-    inner += [v for slot in slots_of(value) for v in slot.get()]
-    return any(holds_tensors(v, kind, depth - 1) for v in inner)
+    return inner + [v for slot in slots_of(value) for v in slot.get()]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,35 +89,56 @@ class ResultTensor:
 
 
 @dataclasses.dataclass(frozen=True)
+class OtherResult:
+    """A result of which nothing is known but its class."""
+
+    text: str
+    cls: type
+
+
+Result = ResultTensor | OtherResult | int | None  # an int: the position among the objects of the call
+
+
+@dataclasses.dataclass(frozen=True)
 class SkippedCall:
     """A call of a submodule that is given objects.
 
     Attributes:
         module: its name, from the block.
-        results: a `ResultTensor`, None, or a text that says why nothing is known of it; several if it returns a tuple.
-        is_tuple: whether it does.
+        results: what is known of each.
+        container: tuple or list, if it returns several; None if it returns one.
     """
 
     module: str
-    results: tuple[ResultTensor | str | None, ...]
-    is_tuple: bool
+    results: tuple[Result, ...]
+    container: type | None
 
     @classmethod
     def of(cls, module: str, args: tuple, kwargs: dict[str, Any], out: Any, widths: Collection[int]) -> SkippedCall:
         """Describe a recorded call, in whose arguments `PassedObject`s stand for objects. Results may have the last
         axis of an input, or one of `widths`."""
         inputs = tensors_in((args, kwargs))
-        is_tuple = type(out) in (tuple, list)
-        return cls(module, tuple(_describe_result(r, inputs, widths) for r in (out if is_tuple else [out])), is_tuple)
+        objects = _stand_ins_among((args, kwargs))
+        container = type(out) if type(out) in (tuple, list) else None
+        results = (_describe_result(r, inputs, objects, widths) for r in (out if container else [out]))
+        return cls(module, tuple(results), container)
 
 
-def _describe_result(result: Any, inputs: Sequence[torch.Tensor], widths: Collection[int]) -> ResultTensor | str | None:
+def _stand_ins_among(tree: Any) -> list[Any]:
+    return [v for v in pytree.tree_leaves(tree) if is_passed(v)]
+
+
+def _describe_result(
+    result: Any, inputs: Sequence[torch.Tensor], objects: Sequence[Any], widths: Collection[int]
+) -> Result:
     if result is None:
         return None
+    if is_passed(result):
+        return next((i for i, o in enumerate(objects) if o is result), OtherResult("an object", type(result)))
     if not isinstance(result, torch.Tensor):
-        return f"a {type(result).__name__}"
+        return OtherResult(f"a {type(result).__name__}", type(result))
     if not is_float(result):
-        return "integers"
+        return OtherResult("integers", torch.Tensor)
     axes = [result.shape]
     if result.dim() and result.shape[-1] in widths and result.shape[-1] not in result.shape[:-1]:
         axes.append(result.shape[:-1])
@@ -118,23 +147,7 @@ def _describe_result(result: Any, inputs: Sequence[torch.Tensor], widths: Collec
             if is_float(t) and t.dim() == result.dim() > 0 and t.shape[: len(same)] == same:
                 width = -1 if t.shape == result.shape else result.shape[-1]
                 return ResultTensor(i, width, None if t.dtype == result.dtype else result.dtype)
-    return f"a tensor of {list(result.shape)}, which is the shape of none of its inputs,"
-
-
-@dataclasses.dataclass
-class InnerCall:
-    """A recorded call of a submodule that is given objects or containers.
-
-    Attributes:
-        name: of the submodule, from the block.
-        changes: what it does beside.
-    """
-
-    name: str
-    args: tuple
-    kwargs: dict[str, Any]
-    out: Any
-    changes: Changes
+    return OtherResult(f"a tensor of {list(result.shape)}, which is the shape of none of its inputs,", torch.Tensor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,54 +155,117 @@ class Changes:
     """What a call of a submodule does beside its result.
 
     Attributes:
-        written: what it does to its tensor arguments that a capture would miss, or "".
+        missed: what it does that a capture would miss, and a remedy.
+        containers: positions among `objects_in` its arguments of those that it writes to.
         attributes: those that it sets: submodule, from the called one, and name.
+        shares: whether two of its inputs, its results and what it keeps share memory.
         widths: sizes of its parameters.
     """
 
-    written: str = ""
+    missed: tuple[str, str] | None = None
+    containers: frozenset[int] = frozenset()
     attributes: frozenset[tuple[str, str]] = frozenset()
+    shares: bool = False
     widths: frozenset[int] = frozenset()
+
+
+class InnerCall:
+    """A recorded call of a submodule that is given objects or containers.
+
+    Attributes:
+        name: of the submodule, from the block.
+        changes: what it does beside.
+        is_overwritten: whether the block then writes in place to a tensor that the submodule was given or returned.
+    """
+
+    def __init__(self, tracer: Recorder, name: str, args: tuple, kwargs: dict[str, Any], out: Any, changes: Changes):
+        self.name, self.args, self.kwargs, self.out, self.changes = name, args, kwargs, out, changes
+        self.is_overwritten = False
+        self._tensors = [*_tensors_outside_containers((args, kwargs)), *tensors_in(out)]
+        self._versions = _versions(tracer, self._tensors)
+
+    def look_back(self, tracer: Recorder) -> None:
+        """Note what was written to since the call."""
+        self.is_overwritten |= _versions(tracer, self._tensors) != self._versions
+
+
+def _versions(tracer: Recorder, tensors: Iterable[torch.Tensor]) -> list[int]:
+    with below_modes(), torch.DisableTorchFunction():
+        return [tracer.versions.get(id(tracer.root(t)), 0) for t in tensors if id(t) in tracer.aliases]
 
 
 class StateBefore:
     """What a call of a submodule may change, as it is before the call."""
 
-    def __init__(self, tracer: Recorder, module: nn.Module, arguments: tuple[tuple, dict[str, Any]]):
-        self.tracer, self.module = tracer, module
-        self.tensors = _tensors_passed(arguments)
-        self.versions = self._versions()
+    def __init__(self, tracer: Recorder, model: nn.Module, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
+        self.tracer, self.module, self.arguments = tracer, module, (args, kwargs)
+        self.objects = list(objects_in(args, kwargs))
+        self.tensors = _tensors_outside_containers(self.arguments)
+        with below_modes(), torch.DisableTorchFunction():
+            for t in tensors_in(self.arguments):
+                tracer.node_of(t)
+        self.versions = _versions(tracer, self.tensors)
+        self.held = [self._held(thing) for thing in self.objects]
         self.attributes = self._attributes()
+        inside = {id(m) for m in module.modules()}
+        outside = {id(v) for m in model.modules() if id(m) not in inside for v in vars(m).values()}
+        self.own = {  # containers of the module, such as a table by length, that no other module has
+            key: (value, contents(value))
+            for key, value in self.attributes.items()
+            if base_of(value) is not None and id(value) not in outside
+        }
+        self.surroundings = Surroundings(module, (), self.objects)
 
     def changes(self, out: Any) -> Changes:
         """What was done since."""
         now = self._attributes()
         names = {key for key, value in now.items() if key not in self.attributes or self.attributes[key] is not value}
-        with below_modes(), torch.DisableTorchFunction():
-            roots = {id(self.tracer.root(t)) for t in self.tensors}
-            made = [t for t in tensors_in(out) if id(t) in self.tracer.aliases]
-            is_returned = any(id(self.tracer.root(t)) in roots for t in made)
-        written = "writes to one of its inputs in place" if self._versions() != self.versions else ""
-        written = written or ("returns one of its inputs, or a view of it" if is_returned else "")
+        names |= {key for key, (value, items) in self.own.items() if not same_items(contents(value), items)}
+        modules = dict(self.module.named_modules())
+        replaced = [key for path, key in names if key in modules[path]._buffers]
+        inputs, results = self._roots(self.tensors), self._roots(tensors_in(out))
+        kept = {*self._roots(t for thing in (*self.objects, *now.values()) for t in tensors_within(thing))}
+        missed = None
+        if _versions(self.tracer, self.tensors) != self.versions:
+            missed = "writes to one of its inputs in place", "return a new tensor from it"
+        elif {*inputs} & {*results}:
+            missed = "returns one of its inputs, or a view of it", "return a new tensor from it"
+        elif replaced:
+            missed = f"puts another tensor in the place of its buffer {replaced[0]}", "write to the buffer in place"
+        elif elsewhere := self.surroundings.changed({id(value) for value, _ in self.own.values()}):
+            missed = f"writes to {elsewhere[0]}", "keep it in the object, or in a buffer of its own"
+        containers = {
+            i
+            for i, (thing, (items, versions)) in enumerate(zip(self.objects, self.held, strict=True))
+            if not same_items(_items(thing), items) or _versions(self.tracer, tensors_in(items)) != versions
+        }
+        shares = bool(kept & {*inputs, *results}) or len({*results}) < len(results)
         widths = frozenset(n for p in self.module.parameters() for n in p.shape)
-        return Changes(written, frozenset(names), widths)
+        return Changes(missed, frozenset(containers), frozenset(names), shares, widths)
 
-    def _versions(self) -> list[int]:
+    def _held(self, thing: Any) -> tuple[Any, list[int]]:
+        items = _items(thing)
+        return items, _versions(self.tracer, tensors_in(items))
+
+    def _roots(self, tensors: Iterable[torch.Tensor]) -> list[int]:
         with below_modes(), torch.DisableTorchFunction():
-            for t in self.tensors:
-                self.tracer.node_of(t)
-            return [self.tracer.versions.get(id(self.tracer.root(t)), 0) for t in self.tensors]
+            return [id(self.tracer.root(t)) for t in tensors if id(t) in self.tracer.aliases]
 
     def _attributes(self) -> dict[tuple[str, str], Any]:
         return {
             (name, key): value
             for name, m in self.module.named_modules()
             for key, value in {**vars(m), **m._buffers}.items()
-            if not key.startswith("_")
+            if key not in OWN
         }
 
 
-def _tensors_passed(tree: Any) -> list[torch.Tensor]:
+def _items(thing: Any) -> Any:
+    """What is in a container, or the attributes of an object."""
+    return contents(thing) if base_of(thing) is not None else dict(getattr(thing, "__dict__", {}))
+
+
+def _tensors_outside_containers(tree: tuple[tuple, dict[str, Any]]) -> list[torch.Tensor]:
     """The tensors among arguments that are not in containers which a callee may write to."""
     args, kwargs = tree
     found: list[torch.Tensor] = []
@@ -275,13 +351,11 @@ def skip(
     stand_ins = {i: PassedObject(f"the given {type(given[i]).__name__}", type(given[i]), refuse) for i in own}
     calls: dict[str, SkippedCall] = {}
     for c in inner:
-        if c.changes.written:
-            raise Refused(
-                f"{c.name} is given an object that it may write to, and {c.changes.written}",
-                remedy="return a new tensor from it",
-            )
+        if missed := _missed_by_captures(c, stand_ins):
+            what, remedy = missed
+            raise Refused(f"{c.name} is given an object that it may write to, and {what}", remedy=remedy)
         a, k = replace_objects((c.args, c.kwargs), stand_ins)
-        call = SkippedCall.of(c.name, a, k, c.out, c.changes.widths)
+        call = SkippedCall.of(c.name, a, k, replace_objects(c.out, stand_ins), c.changes.widths)
         if calls.setdefault(c.name, call) != call:
             raise Refused(
                 f"{c.name} is called several times with an object that it may write to, and returns other shapes each "
@@ -292,28 +366,88 @@ def skip(
     return Skipping(replace_objects(args, stand_ins), replace_objects(kwargs, stand_ins), calls, read, attributes)
 
 
+def _missed_by_captures(call: InnerCall, stand_ins: Mapping[int, Any]) -> tuple[str, str] | None:
+    """What a recorded call does that captures would not see, and a remedy."""
+    given = list(objects_in(call.args, call.kwargs))
+    made = [type(given[i]).__name__ for i in sorted(call.changes.containers) if id(given[i]) not in stand_ins]
+    if made:
+        what = f"writes to a {made[0]} that the block itself has not been given"
+        return what, f"return the new contents from {call.name}"
+    if call.changes.shares and call.is_overwritten:
+        return (
+            "the block writes in place to a tensor that it was given or returned, and that may be kept",
+            "compute a new tensor instead: y = y + x, not y += x",
+        )
+    return call.changes.missed
+
+
 @contextlib.contextmanager
 def skipping(block: nn.Module, calls: Mapping[str, SkippedCall]) -> Iterator[None]:
     """While the context is open, calls of submodules that are given a stand-in return unknown results."""
-    with contextlib.ExitStack() as stack:
+    undone: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    try:
         for name, call in calls.items():
             module = block.get_submodule(name)
-            state, before = vars(module), vars(module).get("forward")
-            stub = _Stub(module.forward, call)
-            state["forward"] = stub
-            undo = functools.partial(state.__setitem__, "forward", before) if before is not None else None
-            stack.callback(undo or functools.partial(state.pop, "forward", None))
+            state = vars(module)
+            hooks = {k: state[k] for k in HOOKS if state.get(k)}  # programs call the module with its hooks
+            undone.append((state, {k: v for k, v in state.items() if k in hooks or k == "forward"}))
+            state["forward"] = _Stub(module.forward, call, bool(hooks))
+            state.update({k: type(held)() for k, held in hooks.items()})
         yield
+    finally:
+        for state, before in reversed(undone):
+            state.pop("forward")
+            state.update(before)
+
+
+def check_reads_of_types(block: nn.Module) -> None:
+    """Check that a block's own code does not call `type` of what it is given: `isinstance` sees the class that a
+    stand-in stands for, `type` does not. Submodules that are given a stand-in are not run.
+
+    Raises:
+        Refused: it may.
+    """
+    for cls in type(block).__mro__:
+        members = {} if cls.__module__.startswith(("torch.", "builtins")) else vars(cls)
+        for name, member in members.items():
+            code = getattr(inspect.unwrap(member) if callable(member) else None, "__code__", None)
+            if code is None or name.startswith("__") or name == "extra_repr":
+                continue
+            for line in _calls_of_type(code):
+                raise Refused(
+                    f"{cls.__name__}.{name} asks for the type of a variable, which may be an object that it is given",
+                    source=f"{code.co_filename.rsplit('/', 1)[-1]}:{line}",
+                    remedy="use isinstance",
+                )
+
+
+def _calls_of_type(code: types.CodeType) -> Iterator[int]:
+    """Yield the lines that call `type` of a variable other than `self`."""
+    lines = dict(dis.findlinestarts(code))
+    line, is_next = 0, False
+    for step in dis.get_instructions(code):
+        line = lines.get(step.offset) or line
+        if is_next and step.opname in ("PUSH_NULL", "CACHE"):
+            continue
+        if is_next and step.opname.startswith("LOAD_") and step.argval != "self":
+            yield line
+        is_next = "GLOBAL" in step.opname and step.argval == "type"
 
 
 class _Stub:
     """The forward of a submodule that is skipped if it is given a stand-in."""
 
-    def __init__(self, original: Any, call: SkippedCall):
-        self.original, self.call = original, call
+    def __init__(self, original: Any, call: SkippedCall, has_hooks: bool):
+        self.original, self.call, self.has_hooks = original, call, has_hooks
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not any(map(is_passed, pytree.tree_leaves((args, kwargs)))):
+        if not _stand_ins_among((args, kwargs)):
+            if self.has_hooks:
+                raise Refused(
+                    f"{self.call.module} has hooks, and is called both with an object that it may write to and without",
+                    source=str(user_source()),
+                    remedy="remove the hooks, or use a submodule for each of the calls",
+                )
             return self.original(*args, **kwargs)
         inputs, call = tensors_in((args, kwargs)), self.call
         known = [r for r in call.results if isinstance(r, ResultTensor)]
@@ -324,17 +458,20 @@ class _Stub:
                 f"{call.module} is given an object that it may write to, and returns no tensor of the shape of one of "
                 "its inputs",
                 source=str(user_source()),
-                remedy="let it return what it computes, in the shape of the hidden states",
+                remedy="let it return a tensor in the shape of the hidden states, alone or in a tuple",
             )
         made = iter(UnknownResult.apply(tuple(known), *inputs))
-        out = [self._one(i, r, made) for i, r in enumerate(call.results)]
-        return tuple(out) if call.is_tuple else out[0]
+        objects = _stand_ins_among((args, kwargs))
+        out = [self._one(i, r, made, objects) for i, r in enumerate(call.results)]
+        return call.container(out) if call.container else out[0]
 
-    def _one(self, i: int, result: ResultTensor | str | None, made: Iterator[torch.Tensor]) -> Any:
+    def _one(self, i: int, result: Result, made: Iterator[torch.Tensor], objects: Sequence[Any]) -> Any:
         if result is None:
             return None
         if isinstance(result, ResultTensor):
             return next(made)
+        if isinstance(result, int):
+            return objects[result]
         name = self.call.module
 
         def refuse(what: str, read: str) -> Exception:
@@ -345,7 +482,15 @@ class _Stub:
                 remedy=f"compute with it in {name}, or return it in the shape of the hidden states",
             )
 
-        return PassedObject(f"result {i} of {name}, {result} ", None, refuse)
+        # nothing may take a stand-in for a tensor
+        cls = None if result.cls is torch.Tensor else result.cls
+        return PassedObject(f"result {i} of {name}, {result.text}", cls, refuse)
+
+
+def result_kind(result: Any) -> str:
+    """The name of the class of a result of a skipped call, as it is in a capture."""
+    is_tensor = isinstance(result, fx.Node) or result.__class__ is PassedObject  # which shows no other class
+    return "Tensor" if is_tensor else result.__class__.__name__
 
 
 class UnknownResult(torch.autograd.Function):
@@ -389,30 +534,21 @@ def copy_abstract(value: Any) -> Any:
     Raises whatever a class raises whose objects cannot be copied.
     """
     memo: dict[int, Any] = {}
-    _note_tensors(value, memo, _DEPTH, [])
+    _note_tensors(value, memo, _DEPTH)
     return copy.deepcopy(value, memo)
 
 
-def _note_tensors(value: Any, memo: dict[int, Any], depth: int, keep: list[Any]) -> None:
+def _note_tensors(value: Any, memo: dict[int, Any], depth: int) -> None:
     if isinstance(value, torch.Tensor):
         memo[id(value)] = value.detach().to("meta") if is_float(value) else value.detach().cpu().clone()
-        return
-    if isinstance(value, nn.Module):
+    elif isinstance(value, nn.Module):
         memo[id(value)] = value  # the cache's owner, say
-        return
-    if isinstance(value, _PLAIN) or not depth:
-        return
-    inner: list[Any] = []
-    if isinstance(value, Mapping):
-        inner += value.values()
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        inner += value
-    inner += getattr(value, "__dict__", {}).values()
-    inner += [v for slot in slots_of(value) for v in slot.get()]
-    for v in inner:
-        _note_tensors(v, memo, depth - 1, keep)
+    elif depth and not isinstance(value, _PLAIN):
+        for inner in _parts(value):
+            _note_tensors(inner, memo, depth - 1)
 
 
 __all__ = [
-    "SkippedCall", "Skipping", "UnknownResult", "copy_abstract", "holds_tensors", "objects_in", "skip", "skipping",
+    "Changes", "InnerCall", "SkippedCall", "Skipping", "StateBefore", "UnknownResult", "check_reads_of_types",
+    "copy_abstract", "objects_in", "result_kind", "skip", "skipping", "tensors_within",
 ]  # fmt: skip

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -34,13 +34,16 @@ _MOST_ITEMS = 256
 class Surroundings:
     """The contents of everything that the code of a block and its arguments reach, as they are now.
 
+    Args:
+        without: objects that are left out.
+
     Attributes:
         generators: those of random numbers among it, by path.
     """
 
-    def __init__(self, block: nn.Module, arguments: Any):
+    def __init__(self, block: nn.Module, arguments: Any, without: Iterable[Any] = ()):
         self.generators: dict[str, Any] = {}
-        self._seen = {id(module) for module in block.modules()}
+        self._seen = {id(module) for module in block.modules()} | {id(thing) for thing in without}
         self._held: list[tuple[str, Any, Any, Callable[[Any], None]]] = []  # path, container, its items, to put back
         for prefix, module in block.named_modules():
             for name, value in vars(module).items():
@@ -58,12 +61,12 @@ class Surroundings:
             self._hold_class(cls)
         self._visit(ARGUMENT, arguments)
 
-    def changed(self) -> list[str]:
-        """Paths of what is not as it was."""
+    def changed(self, but: Collection[int] = ()) -> list[str]:
+        """Paths of what is not as it was. Args: but: ids of containers that are left out."""
         return [
             path
             for path, thing, items, _ in self._held
-            if not _same(now := _items(thing), items) and not _is_filled_cache(items, now)
+            if id(thing) not in but and not _same(now := _items(thing), items) and not _is_filled_cache(items, now)
         ]
 
     def restore(self) -> None:

@@ -259,7 +259,8 @@ def placeholder_name(path: Path) -> str:
 
 
 def _kind_of_object(value: Any) -> tuple[Any, ...]:
-    return kind_of(value) if value is None else ("object", type(value).__qualname__)
+    cls = type(value)
+    return kind_of(value) if value is None else ("object", cls.__module__, cls.__qualname__)
 
 
 def _flatten(path: Path, value: Any, leaves: Leaves, objects: Collection[Path] = ()) -> None:
@@ -309,5 +310,5 @@ def _kind_text(kind: tuple[Any, ...]) -> str:
     if kind[0] == "tensor":
         return f"{kind[3]}-d {_short(kind[1])} on {kind[2]}"
     if kind[0] == "object":
-        return f"a {kind[1]}"
+        return f"a {kind[-1]}"
     return repr(kind[1]) if len(kind) == 2 else f"a {kind[0]}"  # with several things in it, or none

@@ -17,7 +17,8 @@ Refuse = Callable[[str, str], Exception]
 
 
 class PassedObject:
-    """Stands for an object that is only passed on. Whatever is read from it is refused.
+    """Stands for an object that is only passed on. Whatever is read from it is refused. It has the special methods of
+    the class that it stands for, so that `callable` and `isinstance` with an abstract class see that one, too.
 
     Args:
         name: what it is called in messages, e.g. `cache`.
@@ -31,16 +32,19 @@ class PassedObject:
     _shown_class: type | None
     _refuse: Refuse | None
 
-    def __init__(self, name: str, cls: type | None = None, refuse: Refuse | None = None):
-        for key, value in (("_name", name), ("_shown_class", cls), ("_refuse", refuse)):
-            object.__setattr__(self, key, value)
+    def __new__(cls, name: str, shown: type | None = None, refuse: Refuse | None = None) -> PassedObject:
+        special = {k: _refuse_method(k) for k in dir(shown or torch.Tensor) if k.startswith("__") and k not in _OWN}
+        stand_in = object.__new__(type("PassedObject", (PassedObject,), {"__slots__": (), **special}))
+        for key, value in (("_name", name), ("_shown_class", shown), ("_refuse", refuse)):
+            object.__setattr__(stand_in, key, value)
+        return stand_in
 
     @property
     def __class__(self) -> type:  # type: ignore[override]
         return self._shown_class or PassedObject
 
     def __getattr__(self, key: str) -> Any:
-        if key.startswith("__"):  # what Python and libraries look for in anything
+        if key.startswith(_ASKED_BY_LIBRARIES):
             raise AttributeError(key)
         raise self._refusal(f".{key}")
 
@@ -61,30 +65,32 @@ class PassedObject:
     def __reduce__(self) -> tuple[Any, ...]:
         return PassedObject, (self._name,)
 
-    def __repr__(self) -> str:
-        return f"<passed on: {self._name}>"
-
-    __hash__ = object.__hash__
-
 
 def _refuse_method(name: str) -> Callable[..., Any]:
     def method(self: PassedObject, *args: Any, **kwargs: Any) -> Any:
-        raise self._refusal(name)
+        raise self._refusal(f" by {name}")
 
     return method
 
 
-for _name in (
-    "__bool__", "__len__", "__iter__", "__next__", "__getitem__", "__setitem__", "__delitem__", "__contains__",
-    "__call__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__int__", "__float__", "__index__",
-    "__add__", "__radd__", "__or__", "__ior__", "__iadd__", "__enter__", "__exit__",
-):  # fmt: skip
-    setattr(PassedObject, _name, _refuse_method(_name))
+_OWN = {
+    "__class__", "__class_getitem__", "__copy__", "__deepcopy__", "__del__", "__delattr__", "__dict__", "__dir__",
+    "__doc__", "__getattr__", "__getattribute__", "__getstate__", "__init__", "__init_subclass__", "__module__",
+    "__new__", "__reduce__", "__reduce_ex__", "__setattr__", "__setstate__", "__sizeof__", "__slots__",
+    "__subclasshook__", "__weakref__",
+    "__torch_dispatch__", "__torch_function__",
+}  # fmt: skip
+_ASKED_BY_LIBRARIES = ("__torch", "__array", "__cuda", "__fx", "__getstate", "__reduce")
 
 
 def is_passed(value: Any) -> bool:
     """Whether a value is a `PassedObject`, whatever class it shows."""
-    return type(value) is PassedObject
+    return issubclass(type(value), PassedObject)
+
+
+def name_of(stand_in: PassedObject) -> str:
+    """What an object is called in messages."""
+    return stand_in._name
 
 
 def name_object(stand_in: PassedObject, name: str) -> None:
@@ -103,26 +109,30 @@ def replace_objects(tree: Any, by_id: Mapping[int, Any]) -> Any:
     return tree
 
 
-def check_structure(result: Any, length: int, absent: Sequence[int], module: str) -> Any:
+def check_structure(
+    result: Any, kinds: Sequence[str], passed: Sequence[tuple[int, Any]], container: str, module: str
+) -> Any:
     """Return what a submodule returned, if it has the recorded structure.
 
     Args:
-        length: of the tuple or list; -1 for a tensor.
-        absent: positions that hold None.
+        kinds: name of the class of each result.
+        passed: results that are arguments of the call: position, and the argument.
+        container: name of the class that holds the results, "" if there is one alone.
 
     Raises:
         MoefxError: it has another structure. The submodule has run, so the original cannot run instead.
     """
-    if length < 0:
-        if not isinstance(result, torch.Tensor):
-            raise _unexpected(module, f"a {type(result).__name__}", "a tensor")
-        return result
-    if not isinstance(result, (tuple, list)) or len(result) != length:
+    results = result if container else [result]
+    if container and (type(result).__name__ != container or len(result) != len(kinds)):
         size = f" of {len(result)}" if isinstance(result, (tuple, list)) else ""
-        raise _unexpected(module, f"a {type(result).__name__}{size}", f"a tuple of {length}")
-    for i in absent:
-        if result[i] is not None:
-            raise _unexpected(module, f"a {type(result[i]).__name__} as result {i}", "None")
+        raise _unexpected(module, f"a {type(result).__name__}{size}", f"a {container} of {len(kinds)}")
+    for i, (one, kind) in enumerate(zip(results, kinds, strict=True)):
+        is_tensor = kind == "Tensor" and isinstance(one, torch.Tensor)
+        if type(one).__name__ != kind and not is_tensor and not is_passed(one):
+            raise _unexpected(module, f"a {type(one).__name__} as result {i}", f"a {kind}")
+    for i, argument in passed:
+        if results[i] is not argument and not is_passed(results[i]):
+            raise _unexpected(module, f"another {kinds[i]} as result {i}", "one of its arguments")
     return result
 
 
@@ -160,4 +170,7 @@ def _unexpected(module: str, seen: str, expected: str) -> MoefxError:
 
 CHECKS = (check_structure, check_tensor)  # functions in graphs: they return their first argument, or raise
 
-__all__ = ["CHECKS", "PassedObject", "check_structure", "check_tensor", "is_passed", "name_object", "replace_objects"]
+__all__ = [
+    "CHECKS", "PassedObject", "check_structure", "check_tensor", "is_passed", "name_object", "name_of",
+    "replace_objects",
+]  # fmt: skip

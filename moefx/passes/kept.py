@@ -20,8 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..capture.autocast import dtype_here
 from ..capture.captured import Call, is_float
+from ..capture.skipped_calls import result_kind
 from ..errors import Refused
-from ..ir.passed_objects import check_structure, check_tensor, is_passed
+from ..ir.passed_objects import check_structure, check_tensor, is_passed, name_of
 from .calls import follow, kept_calls, paths, within
 from .match.matched import Match
 from .match.nodes import is_random, is_skipped
@@ -315,31 +316,38 @@ class KeptGraph:
         first = call[0]
         stub: Any = next(n for n in self.captures[0].nodes[first.start : first.stop] if is_skipped(n))
         described, *inputs = stub.args
+        if not stub.meta["grad"]:
+            raise Refused(
+                f"{first.fqn} is given an object that it may write to, and is called under no_grad",
+                source=str(stub.meta["source"]),
+                remedy=f"put no_grad into the forward of {first.fqn}",
+            )
         known = iter(described)
-        is_tuple = isinstance(first.out, (tuple, list))
-        results = list(first.out) if is_tuple else [first.out]
-        absent = [i for i, r in enumerate(results) if r is None]
-        vals = [None if r is None or is_passed(r) else r.meta["val"] for r in results]
-        node.meta.update(source=str(stub.meta["source"]), val=tuple(vals) if is_tuple else vals[0])
-        whole = self.call(check_structure, (node, len(results) if is_tuple else -1, absent, first.fqn), {}, {})
+        container = type(first.out).__name__ if isinstance(first.out, (tuple, list)) else ""
+        results = list(first.out) if container else [first.out]
+        vals = [r.meta["val"] if isinstance(r, fx.Node) else r for r in results]
+        node.meta.update(source=str(stub.meta["source"]), val=tuple(vals) if container else vals[0])
+        kinds = [result_kind(r) for r in results]
+        passed = [(i, self.objects[id(r)]) for i, r in enumerate(results) if is_passed(r) and id(r) in self.objects]
+        whole = self.call(check_structure, (node, kinds, passed, container, first.fqn), {}, {})
         for i, result in enumerate(results):
-            if result is None:
+            if result is None or id(result) in self.objects:
                 continue
-            part = self.call(operator.getitem, (whole, i), {}, {}) if is_tuple else whole
+            part = self.call(operator.getitem, (whole, i), {}, {}) if container else whole
             if is_passed(result):
                 self.objects[id(result)] = part
                 continue
             rule = next(known)
             like = self.made[inputs[rule.like]]
-            twins = Twins(c.out[i] if is_tuple else c.out for c in call)
+            twins = Twins(c.out[i] if container else c.out for c in call)
             part = self.call(check_tensor, (part, like, rule.width, rule.dtype, first.fqn), {}, self.describe(twins))
             self._bind_call(twins, part)
 
     def _object(self, values: Sequence[Any], where: str) -> fx.Node:
         """An object that the block was given, or that a submodule returned."""
         first = values[0]
-        if id(first) not in self.objects or any(not is_passed(v) or repr(v) != repr(first) for v in values):
-            raise Refused(f"which object is passed on depends on the routing: {first!r}", source=where)
+        if id(first) not in self.objects or any(not is_passed(v) or name_of(v) != name_of(first) for v in values):
+            raise Refused(f"which object is passed on depends on the routing: {name_of(first)}", source=where)
         return self.objects[id(first)]
 
     def _under_autocast(self, node: fx.Node, dtype: torch.dtype | None) -> None:

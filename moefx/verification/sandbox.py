@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from ..capture.defaults import users_device
 from ..capture.effects import python_random
 from ..capture.worker import check_interrupt
+from ..ir.passed_objects import is_passed
 from ..runtime.copying import copy_model
 from .layouts import Layout, laid_out
 
@@ -44,7 +45,7 @@ def leaves(tree: Any, path: str = "", seen: set[int] | None = None) -> Iterator[
     if isinstance(tree, (Tensor, bool, int, float)):
         yield path or "output", tree
         return
-    if id(tree) in seen or isinstance(tree, (str, bytes, type, nn.Module)) or callable(tree):
+    if id(tree) in seen or isinstance(tree, (str, bytes, type, nn.Module)) or callable(tree) or is_passed(tree):
         return
     seen.add(id(tree))
     if isinstance(tree, Mapping):

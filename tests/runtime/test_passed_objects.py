@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+from collections.abc import Sized
 
 import pytest
 import torch
@@ -164,10 +165,8 @@ def check_gradients(model, compiled, x, *caches):
         torch.testing.assert_close(own, mine.expand_as(own), atol=1e-4, rtol=1e-4)
 
 
-_SELDOM = [pytest.param(make, marks=pytest.mark.exhaustive) for make in (DataCache, DictCache, lambda: [None] * 2)]
-
-
-@pytest.mark.parametrize("make", [LibraryCache, StaticCache, dict, *_SELDOM])
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("make", [StaticCache, LibraryCache, dict, DataCache, DictCache, lambda: [None] * 2])
 def test_decodes_with_a_cache(make):
     torch.manual_seed(0)
     model, example = Model(), make()
@@ -191,7 +190,8 @@ def _update_list(k, v, cache, layer):
     return k, v
 
 
-@pytest.mark.parametrize("make", [LibraryCache, DataCache, pytest.param(dict, marks=pytest.mark.exhaustive)])
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("make", [LibraryCache, DataCache, dict])
 def test_cache_after_an_example_without(make):
     """A call that is compiled later leaves no abstract tensors in the caller's cache."""
     torch.manual_seed(0)
@@ -210,6 +210,7 @@ def test_trains_with_and_without_a_cache(pair):
     assert calls(pair[1]) == (before + 2, 0)
 
 
+@pytest.mark.exhaustive
 def test_checkpointed_layer_updates_the_cache_as_often(pair):
     updates = []
 
@@ -231,6 +232,7 @@ def test_verify_leaves_the_cache(pair):
     assert cache.updates == 0 and not cache.keys
 
 
+@pytest.mark.exhaustive
 def test_under_autocast(pair):
     (model, compiled), caches, x = pair, (Cache(), Cache()), hidden()
     before, _ = calls(compiled)
@@ -285,6 +287,7 @@ class Stores(nn.Module):
         return x
 
 
+@pytest.mark.exhaustive
 def test_container_that_one_of_equal_layers_writes_to():
     torch.manual_seed(0)
     model = Model(0)
@@ -359,10 +362,8 @@ class UsesFirst(Layer):
         return self.mix((x + self.attn(self.norm1(x), cache)[0]).float())
 
 
-@pytest.mark.parametrize(
-    "name, value",
-    [("dtype", torch.float64), pytest.param("weights", torch.ones(1), marks=pytest.mark.exhaustive)],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name, value", [("dtype", torch.float64), ("weights", torch.ones(1))])
 def test_raises_if_the_attention_returns_something_else(name, value):
     torch.manual_seed(0)
     model = UsesFirst(Changing())
@@ -374,6 +375,52 @@ def test_raises_if_the_attention_returns_something_else(name, value):
     again = moefx.compile(compiled, example_inputs=(hidden(), Cache()))  # the remedy
     again(hidden(), Cache())
     assert calls(again) == (1, 0)
+
+
+class ReturnsList(Attention):
+    """Returns a list with the cache, and a number."""
+
+    number = 0.5
+
+    def forward(self, x, cache=None, mask=None):
+        return [super().forward(x, cache), cache, self.number]
+
+
+class LooksAtResults(Layer):
+    def forward(self, x, cache):
+        results = self.attn(self.norm1(x), cache)
+        looks = isinstance(results, list), results[1] is cache, isinstance(results[2], float)
+        looks += not callable(cache), not isinstance(cache, Sized), bool(cache)
+        return self.mix(x + results[0]) * sum(2**i * look for i, look in enumerate(looks)) / 63
+
+
+def test_sees_the_classes_and_the_identity_of_objects():
+    torch.manual_seed(0)
+    model = LooksAtResults(ReturnsList())
+    model.attn.register_forward_pre_hook(lambda module, args: (args[0] + 1, *args[1:]))
+    model.attn.register_forward_hook(lambda module, args, out: [out[0] * 2, *out[1:]])
+    compiled = moefx.compile(model, example_inputs=(hidden(), Cache()))
+    check_decoding(model, compiled, Cache, steps=2)
+    check_gradients(model, compiled, hidden(), Cache)
+    compiled.attn.number = None
+    with pytest.raises(moefx.MoefxError, match=r"attn returned a NoneType as result 2, and a float when"):
+        compiled(hidden(), Cache())
+
+
+class TwoCaches(Layer):
+    def forward(self, x, cache, other):
+        return self.mix(x + self.attn(self.norm1(x), cache) + self.attn(x, other)) * (1 + (cache is other))
+
+
+@pytest.mark.exhaustive
+def test_compares_two_caches():
+    torch.manual_seed(0)
+    model, cache, mine, own = TwoCaches(), Cache(), Cache(), Cache()
+    compiled = moefx.compile(model, example_inputs=(hidden(), Cache(), Cache()))
+    x = hidden()
+    torch.testing.assert_close(compiled(x, own, own), model(x, mine, mine), atol=1e-5, rtol=1e-5)
+    with pytest.raises(moefx.NoMoEBlockFound, match="cache and other are the same object"):
+        moefx.compile(model, example_inputs=(hidden(), cache, cache))
 
 
 class ReadsCache(Layer):
@@ -445,9 +492,96 @@ class GivesExperts(Layer):
         return x + out.view_as(x)
 
 
+class ReadsType(Layer):
+    def forward(self, x, cache):
+        return super().forward(x, cache) * (2 if type(cache) is Cache else 1)
+
+
+class WithoutGrad(Layer):
+    def forward(self, x, cache):
+        with torch.no_grad():
+            y = self.attn(self.norm1(x), cache)
+        return self.mix(x + y)
+
+
+class PassesDict(Layer):
+    def forward(self, x, cache):
+        given = {"x": self.norm1(x)}
+        return self.mix(given["x"] + self.attn(given, cache))
+
+
+class ReplacesItem(Attention):
+    def forward(self, given, cache=None, mask=None):
+        given["x"] = given["x"] * 2
+        return super().forward(given["x"], cache)
+
+
+class AddsInPlace(Layer):
+    def forward(self, x, cache):
+        y = self.attn(self.norm1(x), cache)
+        y += x
+        return self.mix(y)
+
+
+class Keeps(Attention):
+    def forward(self, x, cache=None, mask=None):
+        cache.last = super().forward(x, cache)
+        return cache.last
+
+
+class Writes(Attention):
+    """Writes to something that the layer reads."""
+
+    def __init__(self, write, **kwargs):
+        super().__init__()
+        self.write = write
+        self.own = []
+        vars(self).update(kwargs)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x, cache=None, mask=None):
+        self.write(self, x.shape[1])
+        return super().forward(x, cache)
+
+
+class Config:
+    tokens = 1
+
+
+class ReadsWhatIsWritten(Layer):
+    def __init__(self, read, write, **kwargs):
+        super().__init__(Writes(write, **kwargs))
+        self.read = read
+        vars(self).update(kwargs)
+
+    def forward(self, x, cache):
+        y = super().forward(x, cache)
+        return y * (1 + self.read(self))
+
+
+def _reads(read, write, **kwargs):
+    return lambda: ReadsWhatIsWritten(read, write, **copy.deepcopy(kwargs))
+
+
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "make, reason",
     [
+        (
+            _reads(lambda m: m.config.tokens, lambda m, n: setattr(m.config, "tokens", n), config=Config()),
+            r"attn .* writes to config; keep it in the object",
+        ),
+        (_reads(lambda m: len(m.seen), lambda m, n: m.seen.append(n), seen=[]), r"attn .* writes to seen"),
+        (
+            _reads(lambda m: m.attn.count, lambda m, n: setattr(m, "count", m.count + n)),
+            r"puts another tensor in the place of its buffer count; write to the buffer in place",
+        ),
+        (lambda: PassesDict(ReplacesItem()), r"writes to a dict that the block itself has not been given"),
+        (lambda: AddsInPlace(Keeps()), r"the block writes in place to a tensor .* y = y \+ x, not y \+= x"),
+        (WithoutGrad, r"attn .* is called under no_grad .*put no_grad into the forward of attn"),
+        (ReadsType, r"ReadsType\.forward asks for the type of a variable.*:\d+.*use isinstance"),
+        (_reads(lambda m: m.attn._n, lambda m, n: setattr(m, "_n", n), _n=1), r"reads attn\._n, which attn sets"),
+        (_reads(lambda m: len(m.attn.own), lambda m, n: m.own.append(n)), r"reads attn\.own, which attn sets"),
         (ReadsCache, r"the block itself reads cache\.keys.*test_passed_objects\.py:\d+.*read it in the submodule"),
         (HidesRead, r"the block itself reads cache\.keys"),
         (lambda: ReadsAttribute(Counts()), r"reads attn\.calls, which attn sets.*return the value from attn"),
