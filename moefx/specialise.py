@@ -16,8 +16,9 @@ from ._plan import Plan
 from .capture.autocast import under
 from .capture.defaults import neutral_device
 from .capture.find import find, signature
+from .capture.inner_calls import copy_abstract, objects_in, tensors_within
 from .capture.inputs import Arguments
-from .capture.skipped_calls import SkippedCall, Skipping, copy_abstract, objects_in, tensors_within
+from .capture.skipped_calls import SkippedCall, Skipping
 from .capture.source import is_own_mistake
 from .capture.worker import run_in_worker
 from .errors import Refused, in_short

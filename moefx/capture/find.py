@@ -27,12 +27,14 @@ from .attention import attends
 from .captured import below_modes, has_values, is_float
 from .concolic import capture
 from .containers import base_of, contents, same_items
+from .inner_calls import Changes, InnerCall, StateBefore, objects_in, tensors_within
 from .named_experts import modules_apart
 from .routing import Routing
-from .skipped_calls import Changes, InnerCall, Skipping, StateBefore, objects_in, skip, tensors_within
+from .skipped_calls import Skipping, skip
 from .source import user_source
 from .tracer import Tracer
 
+CANNOT_RUN = "does not run on abstract tensors, so nothing is known of what it writes to", "let it run on meta tensors"
 _CHOICES = {"topk", "max", "min", "argmax", "argmin", "sort", "argsort", "kthvalue", "multinomial"}
 
 
@@ -212,7 +214,7 @@ def _find(model: nn.Module, args: tuple, kwargs: dict[str, Any], share: bool, op
             if key in opaque.results:
                 out = _fresh(tracer, opaque.results[key], seen.inputs)
                 seen.outputs = _nodes(tracer, out)
-                note_inner(tracer, seen, out, Changes())
+                note_inner(tracer, seen, out, Changes(missed=CANNOT_RUN))
                 return out
             stack.append(seen)
             is_given = any(True for _ in objects_in(args, kwargs))

@@ -42,10 +42,12 @@ def leaves(tree: Any, path: str = "", seen: set[int] | None = None) -> Iterator[
     """(path, tensor or number) of everything in containers, dataclasses and plain objects such as a key-value
     cache."""
     seen = set() if seen is None else seen
+    if is_passed(tree):  # it may show the class of a number
+        return
     if isinstance(tree, (Tensor, bool, int, float)):
         yield path or "output", tree
         return
-    if id(tree) in seen or isinstance(tree, (str, bytes, type, nn.Module)) or callable(tree) or is_passed(tree):
+    if id(tree) in seen or isinstance(tree, (str, bytes, type, nn.Module)) or callable(tree):
         return
     seen.add(id(tree))
     if isinstance(tree, Mapping):

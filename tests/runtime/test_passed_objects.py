@@ -17,6 +17,7 @@ import moefx
 from moefx.runtime.module import rewritten_blocks
 
 DIM = 16
+pytestmark = pytest.mark.filterwarnings("error:moefx rewrote these blocks without a numeric check")
 
 
 class Cache:
@@ -303,13 +304,14 @@ class WithWeights(Attention):
     """Returns the cache and weights whose shape no input has."""
 
     def forward(self, x, cache=None, mask=None):
-        return super().forward(x, cache), x.new_ones(2, x.shape[1], cache.keys[0].shape[2]), cache, None
+        y = super().forward(x, cache)
+        return y, x.new_ones(2, x.shape[1], cache.keys[0].shape[2]), cache, None, x.shape[1]
 
 
 class ReturnsAll(Layer):
     def forward(self, x, cache):
-        y, weights, cache, absent = self.attn(self.norm1(x), cache)
-        return self.mix(x + y), {"weights": weights, "cache": cache}, absent
+        y, weights, cache, absent, tokens = self.attn(self.norm1(x), cache)
+        return self.mix(x + y), {"weights": weights, "cache": cache}, absent, tokens
 
 
 def test_returns_what_the_attention_returns():
@@ -320,6 +322,7 @@ def test_returns_what_the_attention_returns():
         expected, out = model(x, caches[0]), compiled(x, caches[1])
         torch.testing.assert_close(out[0], expected[0], atol=1e-5, rtol=1e-5)
         assert out[1]["weights"].shape == expected[1]["weights"].shape and out[1]["cache"] is caches[1]
+        assert out[2:] == expected[2:] == (None, x.shape[1])
         x = hidden(1)
     assert calls(compiled) == (2, 0)
 
@@ -516,6 +519,11 @@ class ReplacesItem(Attention):
         return super().forward(given["x"], cache)
 
 
+class UsesNumpy(Attention):
+    def forward(self, x, cache=None, mask=None):
+        return super().forward(x * float(x.detach().numpy().mean() < 9), cache)
+
+
 class AddsInPlace(Layer):
     def forward(self, x, cache):
         y = self.attn(self.norm1(x), cache)
@@ -578,6 +586,10 @@ def _reads(read, write, **kwargs):
         ),
         (lambda: PassesDict(ReplacesItem()), r"writes to a dict that the block itself has not been given"),
         (lambda: AddsInPlace(Keeps()), r"the block writes in place to a tensor .* y = y \+ x, not y \+= x"),
+        (
+            lambda: Layer(UsesNumpy()),
+            r"attn .* does not run on abstract tensors, so nothing is known of what it writes",
+        ),
         (WithoutGrad, r"attn .* is called under no_grad .*put no_grad into the forward of attn"),
         (ReadsType, r"ReadsType\.forward asks for the type of a variable.*:\d+.*use isinstance"),
         (_reads(lambda m: m.attn._n, lambda m, n: setattr(m, "_n", n), _n=1), r"reads attn\._n, which attn sets"),
