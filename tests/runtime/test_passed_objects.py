@@ -242,6 +242,7 @@ def test_under_autocast(pair):
     assert calls(compiled) == (before + 1, 0) and caches[1].keys[0].dtype == torch.bfloat16
 
 
+@pytest.mark.exhaustive
 def test_one_program_for_masks_of_all_lengths():
     """A mask that is only passed on grows at each step."""
     torch.manual_seed(0)
@@ -571,7 +572,7 @@ def _reads(read, write, **kwargs):
     return lambda: ReadsWhatIsWritten(read, write, **copy.deepcopy(kwargs))
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     "make, reason",
     [
