@@ -20,7 +20,8 @@ LENGTH = object()  # where a number came from: it is how many rows there are
 
 def is_empty_test(op: str, other: Any) -> bool:
     """Whether comparing a count with `other` asks if it is 0. A count among the numbers would report the comparison."""
-    return type(other) in (int, float) and (op, other) in (("eq", 0), ("ne", 0), ("gt", 0), ("le", 0), ("ge", 1), ("lt", 1))
+    empty = ("eq", 0), ("ne", 0), ("gt", 0), ("le", 0), ("ge", 1), ("lt", 1)
+    return type(other) in (int, float) and (op, other) in empty
 
 
 def tells_empty(count: Number, op: str, other: Any) -> bool:

@@ -124,9 +124,19 @@ def functional_scatter(x):
     return functional.reduce_scatter_tensor_autograd(x, "sum", 0, dist.group.WORLD)
 
 
+# torch 2.11 differentiates functional collectives where a capture does not see it: the numeric check refuses these
+_FUNCTIONAL = pytest.mark.xfail(
+    torch.__version__ < "2.13", reason="refused with torch 2.11", raises=moefx.NoMoEBlockFound
+)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "pair", [(Gather.apply, Scatter.apply), (functional_gather, functional_scatter)], ids=["written", "functional"]
+    "pair",
+    [
+        pytest.param((Gather.apply, Scatter.apply), id="written"),
+        pytest.param((functional_gather, functional_scatter), id="functional", marks=_FUNCTIONAL),
+    ],
 )
 def test_gather_and_scatter(alone, pair):
     torch.manual_seed(0)

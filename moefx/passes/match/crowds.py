@@ -18,6 +18,7 @@ from ...capture.sizes import SizeGuard
 from ...capture.source import Source
 from ...errors import Refused
 from .doubts import force
+from .empty_experts import asks_for_chosen
 from .form import Lifted
 from .limits import UNKNOWN, limits, not_reached
 from .nodes import SELECTIONS, is_known, is_routed, op_name, place_axis, values
@@ -104,6 +105,8 @@ def _same_everywhere(prover: Prover) -> dict[tuple[Source, str], str]:
             place = (by.meta["source"], str(by.target))
             is_limit = place in limited
             if not (_levels_off(n) or _asks_positions(n, sizes) or (not is_limit and _asks_crowds(ranges, n, by))):
+                continue
+            if asks_for_chosen(n) and _outcomes(lifted.capture, n, by) == {op_name(n) in ("gt", "ge", "ne")}:
                 continue
             key = (*place, n.args[1] if by is not n else None)
             seen = made.setdefault(key, set())

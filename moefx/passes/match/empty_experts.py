@@ -121,6 +121,33 @@ def _is_narrow(node: fx.Node) -> bool:
     return remembered(node, "narrow", of)
 
 
+def asks_for_chosen(node: fx.Node) -> bool:
+    """Whether a comparison tells for each expert if it has tokens (`greater(one_hot(ids).sum((0, 1)), 0)`): more tokens
+    leave an expert that has some as it is."""
+    name = op_name(node)
+    return name in COMPARE and is_empty_test(name, node.args[1]) and _is_count(node.args[0])
+
+
+def _is_count(node: Any) -> bool:
+    """Whether a number counts the true entries of a mask, or the ones of a `one_hot`."""
+    counted = False
+    while isinstance(node, fx.Node) and node.meta["val"].dtype not in NARROW:
+        name = op_name(node)
+        if name in ("sum", "count_nonzero"):
+            counted = True
+        elif name == "bincount":
+            return len(node.all_input_nodes) == 1
+        elif _is_mask(node) or name == "one_hot":
+            return counted
+        elif name == "scatter":  # what `one_hot` does
+            base = node.args[0]
+            return counted and isinstance(base, fx.Node) and op_name(base) == "zeros" and node.args[3:] == (1,)
+        elif name not in _MOVES | {"permute", "transpose"}:
+            return False
+        node = node.args[0]
+    return False
+
+
 def seen_without(prover: Prover, read: HostRead) -> bool:
     """Add a capture of few tokens in which an expert has no tokens that had some in all others, if that is all that the
     program asks.

@@ -90,6 +90,28 @@ def test_other_questions_are_branches(question):
     assert "changes what is computed" in str(found) or "some chosen experts are skipped" in str(found)
 
 
+class Listing(Asking):
+    """The eager loop of transformers 4."""
+
+    def forward(self, x):
+        weights, chosen = self.gate(x).softmax(-1).topk(K)
+        out = torch.zeros_like(x)
+        mask = nn.functional.one_hot(chosen, E).permute(2, 1, 0)
+        for e in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
+            slot, token = torch.where(mask[e].squeeze(0))
+            out.index_add_(0, token, self.experts[int(e)](x[token]) * weights[token, slot, None])
+        return out
+
+
+def test_a_list_of_the_experts_that_have_tokens():
+    model = Listing(None, None).double()
+    compiled = moefx.compile(model, example_inputs=(draw(80),))
+    for tokens in (1, 2, 200):
+        x = draw(tokens)
+        torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
+    assert moefx.explain(compiled).matched[0].calls == (3, 0, 0)
+
+
 def test_an_idle_expert_must_not_change_the_rest():
     torch.manual_seed(0)
     model = HalvedForEveryIdleExpert(MASKS["gates above 0"], QUESTIONS["sum"]).double()
