@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -130,7 +131,7 @@ def is_of_experts(name: str) -> bool:
 
 _prove_all = moefx.survey._prove_all
 _PROVEN: list[tuple[tuple, dict[str, nn.Module], list[moefx.survey.Matched]]] = []
-_CHECKED: list[tuple[Result, NumericCheck]] = []
+_CHECKED: list[tuple[weakref.ref[Result], NumericCheck]] = []
 # of a plan, what a proof does not look at
 _OF_RANKS = {
     field: getattr(moefx.Plan(), field)
@@ -162,10 +163,10 @@ def proven_once(name, modules, found, plan, tell):
 def checked_once(block, result, name, seconds):
     """In place of `proof`'s own: what `proven_once` gives again has been checked."""
     for like, check in _CHECKED:
-        if like is result:
+        if like() is result:
             return check
     check = numeric_check(block, result, name, seconds)
-    _CHECKED.append((result, check))
+    _CHECKED.append((weakref.ref(result), check))
     return check
 
 
