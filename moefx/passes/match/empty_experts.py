@@ -183,12 +183,14 @@ def _with_few(prover: Prover, read: HostRead, seed: int) -> Lifted | None:
     """A capture of two or three tokens; None if what was read is the same there."""
     sizes = prover.arguments.sequence(2 + seed % 2)
     routing = Routing(("flooded", "diverse")[seed // 2 % 2], 40 + seed)
+    if not prover.is_within(sizes):
+        return None
     try:
-        reads = prover.capture(routing, sizes).reads if prover.is_within(sizes) else ()
+        taken = prover.capture(routing, sizes)
     except Exception:
         return None  # the program does not run on so few
-    if all(other.value == read.value for other in reads if other.calls == read.calls):
+    if all(other.value == read.value for other in taken.reads if other.calls == read.calls):
         return None
-    lifted = prover.lift(routing, sizes)
+    lifted = prover.lift_captured(taken)  # a second capture under the same `Routing` chooses other experts
     same_form(prover.lifted[0], lifted)
     return lifted

@@ -187,8 +187,11 @@ class Prover:
         return new
 
     def lift(self, routing: Routing, sizes: dict[str, int], flips: Flips | None = None) -> Lifted:
-        like = with_all_experts(self.lifted) if self.lifted else None
-        return self.lift_as(self.capture(routing, sizes, flips), like)
+        return self.lift_captured(self.capture(routing, sizes, flips))
+
+    def lift_captured(self, taken: Capture) -> Lifted:
+        """Lift a capture in the way of those that were lifted before."""
+        return self.lift_as(taken, with_all_experts(self.lifted) if self.lifted else None)
 
     def _lifted_first(self, taken: Capture) -> Lifted:
         """Where two choices of a token may be one expert, with weights read off what has one for each choice, if there
