@@ -270,7 +270,7 @@ class Capture:
     constants: dict[str, torch.Tensor]
     tracer: Any  # what ran it: see `tracer`
     modes_read: set[str]
-    remembered: dict[str, Any] = dataclasses.field(default_factory=dict)  # what was computed of it, by name
+    remembered: dict[Any, Any] = dataclasses.field(default_factory=dict)  # what was computed of it, by name
 
     def shadow(self, node: fx.Node) -> torch.Tensor:
         return self.tracer.shadow(node)

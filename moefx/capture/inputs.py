@@ -21,11 +21,12 @@ from .collisions import ModelNumbers
 
 NAMES = ("B", "S", "P", "Q", "R")
 _FEW = 8
-# Sizes of the first of several token dims, by variant: no two captures share a size by accident.
+# Sizes of the first of several token dims, and of those between it and the last, by variant: no axis has one size in
+# the first three captures, where it would look like a number of the program's.
 _OUTER = ((3, 7, 13), (2, 6, 10), (5, 9, 11), (4, 8, 12))
-_INNER = (2, 3, 4, 5, 7)
+_INNER = ((2, 5, 8, 11), (3, 7, 10, 13), (4, 6, 9, 14), (3, 5, 7, 9))
 _CANDIDATES = 6  # sizes of the last token dim that are compared
-_TWICE_THE_TOKENS = 300  # less than the cost of a size that equals a number of the model, or is next to one
+TWICE_THE_TOKENS = 60  # up to eight times as many cost less than a size next to a number of the model
 _USUAL = 29  # tokens of a capture: one that asks for fewer may have as many
 _MORE_SAMPLES = 150  # and shorter sequences
 _NEAR = 5  # sizes of a sequence that are compared reach so far
@@ -298,19 +299,20 @@ class Arguments:
         def cost(sizes: dict[str, int]) -> int:
             more = max(0, math.prod(sizes.values()) - tokens)
             samples = outer.index(sizes[self.dims[0]]) if len(self.dims) > 1 else 0
-            extra = _TWICE_THE_TOKENS * more // max(tokens, _USUAL) + _MORE_SAMPLES * samples
+            extra = TWICE_THE_TOKENS * more // max(tokens, _USUAL) + _MORE_SAMPLES * samples
             return self.numbers.cost(sizes, self.each) + extra
 
         return min(self._candidates(tokens, variant), key=cost, default={})
 
     def _candidates(self, tokens: int, variant: int) -> Iterator[dict[str, int]]:
-        """Sizes from which `choose` takes the best. No two of three variants have as many samples."""
+        """Sizes from which `choose` takes the best."""
         if not self.dims:
             return
-        lead = [_OUTER[variant % len(_OUTER)], *[_INNER] * (len(self.dims) - 2)][: len(self.dims) - 1]
+        inner = _INNER[variant % len(_INNER)]
+        lead = [_OUTER[variant % len(_OUTER)], *[inner] * (len(self.dims) - 2)][: len(self.dims) - 1]
         for outer in itertools.product(*lead):
             rest = max(2, -(-tokens // math.prod(outer))) if outer else tokens + 2 * variant
-            for n in itertools.islice(_unround(rest), _CANDIDATES):
+            for n in itertools.islice(_unround(rest, 1 + 2 * (variant % 2)), _CANDIDATES):
                 yield dict(zip(self.dims, [*outer, n], strict=True))
 
     def choose_sequences(self) -> dict[str, int]:
@@ -352,6 +354,7 @@ def _size(name: str, sizes: Mapping[str, int]) -> int:
     return math.prod(int(part) if part.isdigit() else sizes[part] for part in name.split("*"))
 
 
-def _unround(least: int) -> Iterator[int]:
-    """Odd numbers from `least` on that are no multiples of 3 or 5."""
-    return (n for n in itertools.count(least | 1, 2) if n <= 5 or (n % 3 and n % 5))
+def _unround(least: int, remainder: int) -> Iterator[int]:
+    """Odd numbers from `least` on that are no multiples of 3 or 5. With the remainder 1 by 4 for one capture and 3 for
+    another these have no size in common."""
+    return (n for n in itertools.count(least | 1, 2) if n % 4 == remainder and (n <= 5 or (n % 3 and n % 5)))

@@ -25,6 +25,9 @@ class Source:
     line: int
     offset: int  # where the expression begins and ends on its line: tells two reads on one line apart
 
+    def __hash__(self) -> int:  # asked for each node of a capture, again and again
+        return self.offset
+
     def __str__(self) -> str:
         return f"{self.file.rsplit('/', 1)[-1]}:{self.line}"
 

@@ -8,6 +8,7 @@ such as the gradient of a softmax.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import dataclasses
@@ -348,10 +349,15 @@ def _state(module: nn.Module) -> dict[Key, Tensor]:
     found: dict[Key, Tensor] = {("buffer", n): b.detach().clone() for n, b in module.named_buffers()}
     for prefix, sub in module.named_modules():
         for name, value in vars(sub).items():
-            if isinstance(value, (Tensor, int, float)) and name != "training":
+            if type(value) in _CONTAINERS or name == "training":
+                continue
+            if isinstance(value, (Tensor, int, float)):
                 value = value.detach().clone() if isinstance(value, Tensor) else _shared_tensor(value)
                 found["state", f"{prefix}.{name}" if prefix else name] = value
     return found
+
+
+_CONTAINERS = {dict, collections.OrderedDict, set, type(None), str}  # nearly all that a module has
 
 
 @functools.lru_cache(maxsize=4096, typed=True)

@@ -17,6 +17,7 @@ from tests.mutants import bases, run
 from tests.mutants.mutant import Mutant
 
 WHOLE = ("DenseMasked", "StackGather", "WeightGather", "CapacityEinsum", "WeightBefore")
+PARTS = 16  # of the mutants of each, so that workers can share them
 NAMED = ("WeightBefore/routed_ids_by_batch_parity", "DenseMasked/rows_scaled_by_parity")
 
 
@@ -86,10 +87,11 @@ def test_mutant(mutant):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("base", WHOLE)
-def test_all_mutants(base):
-    for mutant in run.select([f"{base}/*"]):
+def test_all_mutants(base, part):
+    for mutant in run.select([f"{base}/*"])[part::PARTS]:
         check(mutant)
 
 
@@ -104,9 +106,10 @@ def test_mutant_of_a_graph(mutant, is_decomposed):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("is_decomposed", [False, True], ids=["whole", "decomposed"])
 @pytest.mark.parametrize("base", WHOLE)
-def test_all_mutants_of_graphs(base, is_decomposed):
-    for mutant in run.select([f"{base}/*"]):
+def test_all_mutants_of_graphs(base, is_decomposed, part):
+    for mutant in run.select([f"{base}/*"])[part::PARTS]:
         check_graph(mutant, is_decomposed)

@@ -9,13 +9,12 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from ...capture.inputs import Arguments
+from ...capture.inputs import TWICE_THE_TOKENS, Arguments
 from ...capture.sizes import SizeGuard
 
 MAX_TOKENS = 600
 _MIN_TOKENS = 8
 _MIN_SIZES = 3
-_TWICE_THE_TOKENS = 300  # as in `Arguments.choose`
 _SHORT = (1, 2, 3, 4, 5, 7)
 
 
@@ -64,7 +63,7 @@ def _hold(guards: Sequence[SizeGuard], sizes: dict[str, int]) -> bool:
 def _cost(arguments: Arguments, tokens: int) -> Callable[[dict[str, int]], int]:
     def cost(sizes: dict[str, int]) -> int:
         distance = abs(arguments.each * math.prod(sizes.values()) - tokens)
-        return arguments.numbers.cost(sizes, arguments.each) + _TWICE_THE_TOKENS * distance // tokens
+        return arguments.numbers.cost(sizes, arguments.each) + TWICE_THE_TOKENS * distance // tokens
 
     return cost
 

@@ -19,6 +19,7 @@ from .nodes import is_known, is_routed, op_name, remembered
 from .ranges import NARROW, UNBOUNDED, Ranges
 
 _ORDERED = ("lt", "le", "gt", "ge")
+_COMPARISONS = {*_ORDERED, "eq", "ne"}
 _EXACT = {torch.bfloat16: 1 << 8, torch.float16: 1 << 11}  # up to which all integers are there
 UNKNOWN = 0  # the limit of what is no plain count: at which number of tokens it is reached cannot be told
 _PASSED_ON = {"_to_copy", "clone", "detach", "view", "reshape", "expand", "permute", "unsqueeze", "squeeze", "select"}
@@ -33,11 +34,18 @@ Place = tuple[Source, str]
 
 def limits(capture: Capture, lengths: Set[tuple[Source, ...]] = frozenset()) -> dict[Place, int | None]:
     """By place in the program, the number that no count or rank of this capture came to, though under another routing
-    it may; None where one did.
+    it may; None where one did. Computed once for a capture.
 
     Args:
         lengths: calls in which Python compares how many rows an expert has, and which are looked at too.
     """
+    asked = ("limits", frozenset(lengths))
+    if asked not in capture.remembered:
+        capture.remembered[asked] = _limits(capture, lengths)
+    return capture.remembered[asked]
+
+
+def _limits(capture: Capture, lengths: Set[tuple[Source, ...]]) -> dict[Place, int | None]:
     found: dict[Place, int | None] = {}
 
     def note(place: Place, limit: int, is_reached: bool) -> None:
@@ -51,16 +59,22 @@ def limits(capture: Capture, lengths: Set[tuple[Source, ...]] = frozenset()) -> 
     for n in capture.nodes:
         if n.op != "call_function":
             continue
-        name, place = op_name(n), (n.meta["source"], str(n.target))
-        if _is_narrow(n):
+        name, is_narrow = op_name(n), _is_narrow(n)
+        is_compared = name in _COMPARISONS and is_known(n)
+        if not (is_narrow or is_compared or name == "slice"):
+            continue
+        place = (n.meta["source"], str(n.target))
+        if is_narrow:
             ranges = ranges or Ranges.with_more_tokens(capture)
             most = torch.iinfo(n.meta["val"].dtype).max
             if name != "_to_copy" or not _is_bounded(ranges, n.all_input_nodes[0], most + 1):
                 found[place] = most  # behind it numbers begin again: to see one beyond is not to see all
+        if found.get(place, UNKNOWN) is None:  # another turn of a loop came to it
+            continue
         if name == "slice":
             for end, reached in _end(capture, n):
                 note(place, end, reached)
-        elif name in (*_ORDERED, "eq", "ne") and is_known(n):
+        elif is_compared:
             for rows, limit, reached, has_both in _compared(capture, n, name):
                 ranges = ranges or Ranges.with_more_tokens(capture)
                 if is_routed(rows) and not _is_count(ranges, rows, limit):

@@ -74,7 +74,11 @@ class Ranges:
         self._here = Ranges(nodes, of_call) if sizes else None
         self._held = {n for node in nodes if node.op == "get_attr" for n in getattr(node.meta.get("val"), "shape", ())}
         for node in nodes:
-            self._known[node] = _wrapped(self._range(node), node.meta.get("val"))
+            val = node.meta.get("val")
+            if isinstance(val, torch.Tensor) and not (val.dtype.is_floating_point or val.dtype.is_complex):
+                self._known[node] = _wrapped(self._range(node, val), val)
+            else:
+                self._known[node] = None
             self._limit_lookups(node)
 
     @classmethod
@@ -102,10 +106,7 @@ class Ranges:
             found = _compare(asked[0], (lo, hi), self._pair(number))
         return bool((found[0] == found[1]).all())
 
-    def _range(self, node: fx.Node) -> Range | None:
-        val = node.meta.get("val")
-        if not isinstance(val, torch.Tensor) or val.dtype.is_floating_point or val.dtype.is_complex:
-            return None
+    def _range(self, node: fx.Node, val: torch.Tensor) -> Range | None:
         if self._of_call and (node.op == "placeholder" or is_of_state(node)) and val.dtype is not torch.bool:
             info = torch.iinfo(val.dtype)
             return _uniform(max(info.min, -UNBOUNDED), min(info.max, UNBOUNDED), val)

@@ -9,7 +9,7 @@ import itertools
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -376,19 +376,13 @@ def feeding(reach: Reach, cut: fx.Node, routed: set[fx.Node], like: Lifted | Non
     makes of their tokens, here or in another capture of the block: where one expert has all tokens, its rows look like
     everybody's, and one row looks like a number; nor what a loop that writes rows has written so far."""
     seen = made_of(cut)
-    # Where rows are made whose number is the routing's: how many per token, and in which turn. (Several turns of one
-    # length are a loop, too: where tokens choose all experts, each has all tokens.)
-    made: dict[Any, set[tuple[Fraction, int]]] = defaultdict(set)
-    gathered: dict[Any, set[Fraction]] = defaultdict(set)
-    for nodes, sum_ in ((seen, cut), *(((like.capture.nodes, like.cut),) if like is not None else ())):
-        tokens = math.prod(sum_.meta["val"].shape[:-1])
-        turns: Counter[Any] = Counter()
-        for n in nodes:
-            if _has_rows_of_routing(n):
-                made[line(n)].add((_rows_per_token(n, tokens), turns[line(n)]))
-                turns[line(n)] += 1
-            elif _has_gathered_rows(n):
-                gathered[line(n)].add(_rows_per_token(n, tokens))
+    rows = [_rows_of_lines(seen, cut)]
+    if like is not None:
+        known, key = like.capture.remembered, ("rows of lines", like.cut)
+        if key not in known:
+            known[key] = _rows_of_lines(like.capture.nodes, like.cut)
+        rows.append(known[key])
+    loops = {at for at in set().union(*rows) if len(set().union(*[of.get(at, ()) for of in rows])) > 1}
     writes = {line(cut)} if not is_pointwise(cut.target) else set()
     return [
         n
@@ -398,10 +392,26 @@ def feeding(reach: Reach, cut: fx.Node, routed: set[fx.Node], like: Lifted | Non
         and isinstance(n.meta.get("val"), FakeTensor)
         and n.op != "get_attr"
         and not n.meta.get("known")
-        and not (_has_rows_of_routing(n) and len(made[line(n)]) > 1)
-        and not (_has_gathered_rows(n) and len(gathered[line(n)]) > 1)
+        and not (_has_rows_of_routing(n) and (line(n), True) in loops)
+        and not (_has_gathered_rows(n) and (line(n), False) in loops)
         and line(n) not in writes
     ]
+
+
+def _rows_of_lines(nodes: Iterable[fx.Node], cut: fx.Node) -> dict[tuple[Line, bool], set[Any]]:
+    """By line of the program at which rows are made: how many per token. Where their number is the routing's (the key
+    says so), in which turn, too: several turns of one length are a loop, as where tokens choose all experts, and each
+    has all tokens."""
+    tokens, turns = math.prod(cut.meta["val"].shape[:-1]), Counter[Line]()
+    found: dict[tuple[Line, bool], set[Any]] = defaultdict(set)
+    for n in nodes:
+        if _has_rows_of_routing(n):
+            at = line(n)
+            found[at, True].add((_rows_per_token(n, tokens), turns[at]))
+            turns[at] += 1
+        elif _has_gathered_rows(n):
+            found[line(n), False].add(_rows_per_token(n, tokens))
+    return found
 
 
 def _has_rows_of_routing(n: fx.Node) -> bool:
