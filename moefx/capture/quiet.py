@@ -11,9 +11,9 @@ _NOISY = logging.getLogger("torch._subclasses.fake_tensor")
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    level = _NOISY.level
-    _NOISY.setLevel(logging.CRITICAL)
+    before = _NOISY.disabled
+    _NOISY.disabled = True  # `setLevel` would empty the caches of all loggers of the process, twice a capture
     try:
         yield
     finally:
-        _NOISY.setLevel(level)
+        _NOISY.disabled = before

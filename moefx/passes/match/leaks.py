@@ -7,7 +7,6 @@ refused.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -52,7 +51,7 @@ class _Usual:
         self.crowds = {"flooded": 1.0, "diverse": even} if self.routed else {"diverse": 1.0}
         # comparisons that came out both ways do not keep any size out
         self.guards = [g for g in prover.seen_guards() if all(g.holds(sizes) for sizes in prover.sizes)]
-        self.differs_in = functools.cache(self._differs_in)
+        self.answers: dict[tuple[str, int], tuple[bool, bool]] = {}
 
     def has_moved(self, taken: Capture) -> bool:
         there = _all_numbers(taken)  # of a loop's turns one may have another number
@@ -72,6 +71,13 @@ class _Usual:
         if not self.routed:
             return min(found.values())
         return max(1, int(min(n * self.crowds[kind] * _MARGIN for kind, n in found.items())))
+
+    def differs_in(self, kind: str, tokens: int) -> tuple[bool, bool]:
+        """Ask `differs` of one routing, once. A new `functools.cache` would make captures look for it among all objects
+        of the process (see `capture.caches`)."""
+        if (kind, tokens) not in self.answers:
+            self.answers[kind, tokens] = self._differs_in(kind, tokens)
+        return self.answers[kind, tokens]
 
     def _differs_in(self, kind: str, tokens: int) -> tuple[bool, bool]:
         sizes = self.prover.arguments.sequence(tokens)

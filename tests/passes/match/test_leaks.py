@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 
 import pytest
@@ -61,6 +62,15 @@ def test_what_is_seen_is_a_guard(scale):
     (matched,) = moefx.explain(compiled).matched
     programs = moefx.blocks(compiled)[0].forward.programs
     assert matched.calls[0] and (matched.calls[1] or len(programs) > 1), "some sizes run as they were, or otherwise"
+
+
+def test_a_proof_makes_no_functools_cache(monkeypatch):
+    """A capture that finds a new one looks at all objects of the process, which takes a tenth of a second and more."""
+    inputs, made, make = (torch.randn(17, D),), [], functools.lru_cache
+    moefx.explain(Scaled(UNSEEN["digits"]), example_inputs=inputs)  # torch makes some when it is first used
+    monkeypatch.setattr(functools, "lru_cache", lambda *args, **kwargs: made.append(args) or make(*args, **kwargs))
+    moefx.explain(Scaled(UNSEEN["digits"]), example_inputs=inputs)
+    assert not made
 
 
 @pytest.mark.parametrize("scale", UNSEEN)
