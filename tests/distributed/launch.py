@@ -2,7 +2,8 @@
 
 A module of cases has functions named `case_...` that take no argument; each runs on every rank at once. Starting
 processes takes longer than most cases: all cases of a module run in one process group, and a `World` runs one module
-after the other. An error ends its rank, and the output of all ranks is shown.
+after the other. All ranks are forks of one server that has imported torch. An error ends its rank, and the output of
+all ranks is shown.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import contextlib
 import datetime
 import importlib
+import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -33,24 +36,24 @@ class World:
     """Processes that wait for modules of cases; after an error, or a rank that did not end in time, they are gone."""
 
     def __init__(self, size: int, environment: dict[str, str] | None = None):
-        own = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT), "WORLD_SIZE": str(size)}
-        own |= environment or {}
+        own = os.environ | {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(size)} | (environment or {})
         self.folder = tempfile.TemporaryDirectory()
         self.outputs = [Path(self.folder.name) / f"rank{rank}.txt" for rank in range(size)]
-        self.workers = []
+        self.workers, self.modules = [], []
+        # The server runs no autograd and starts no threads: its forks could not use them.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.distributed.models"])
         for rank, output in enumerate(self.outputs):
-            command = [sys.executable, "-m", "tests.distributed.launch", str(_done(output))]
-            with output.open("w") as file:
-                self.workers.append(
-                    subprocess.Popen(
-                        command, cwd=_ROOT, env=own | {"RANK": str(rank)}, text=True,
-                        stdin=subprocess.PIPE, stdout=file, stderr=subprocess.STDOUT,
-                    )
-                )  # fmt: skip
+            modules, end = context.Pipe(duplex=False)
+            worker = context.Process(target=_serve, args=(modules, output, own | {"RANK": str(rank)}), daemon=True)
+            worker.start()
+            modules.close()
+            self.workers.append(worker)
+            self.modules.append(end)
 
     @property
     def is_alive(self) -> bool:
-        return all(worker.poll() is None for worker in self.workers)
+        return all(worker.exitcode is None for worker in self.workers)
 
     def run(self, module: str, *names: str, timeout: float = 1500) -> str:
         """The output of rank 0. `names`: of cases, all of the module's without.
@@ -58,10 +61,10 @@ class World:
         Raises:
             AssertionError: a rank failed, or did not end in time; with the ends of their outputs.
         """
-        for worker, output in zip(self.workers, self.outputs, strict=True):
+        for modules, output in zip(self.modules, self.outputs, strict=True):
             _done(output).unlink(missing_ok=True)
-            worker.stdin.write(" ".join([module, *names]) + "\n")
-            worker.stdin.flush()
+            with contextlib.suppress(BrokenPipeError):  # a rank that could not start
+                modules.send([module, *names])
         until = time.monotonic() + timeout
         while None in (codes := self._codes()) and time.monotonic() < until:
             time.sleep(0.02)
@@ -70,17 +73,16 @@ class World:
 
     def end(self) -> None:
         """Raises: AssertionError: a rank does not leave in order."""
+        for modules in self.modules:
+            modules.close()
         for worker in self.workers:
-            worker.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            for worker in self.workers:
-                worker.wait(timeout=60)
-        self._check([worker.poll() for worker in self.workers])
+            worker.join(timeout=60)
+        self._check([worker.exitcode for worker in self.workers])
 
     def kill(self) -> None:
         for worker in self.workers:
             worker.kill()
-            worker.wait()
+            worker.join()
 
     def _check(self, codes: list[int | None]) -> None:
         if codes != [0] * len(codes):
@@ -91,7 +93,7 @@ class World:
 
     def _codes(self) -> list[int | None]:
         """Of each rank: 0 if it is through or left on purpose, None if it is at work."""
-        codes = [worker.poll() for worker in self.workers]  # before the files: one that is through may leave
+        codes = [worker.exitcode for worker in self.workers]  # before the files: one that is through may leave
         return [0 if _done(output).exists() else code for output, code in zip(self.outputs, codes, strict=True)]
 
 
@@ -149,30 +151,35 @@ def _meeting_place(folder: Path, rank: int, world: int) -> dist.Store:
     return dist.TCPStore("127.0.0.1", int(said.read_text()), world, is_master=False, timeout=_PATIENCE)
 
 
-def main() -> None:
+def _serve(modules: Connection, output: Path, environment: dict[str, str]) -> None:
+    """Run what comes through `modules` on this rank, until the other end is closed."""
+    os.environ.clear()
+    os.environ.update(environment)
+    with output.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
     from .models import checked_once, proven_once
 
-    done = Path(sys.argv[1])
     moefx.survey._prove_all, moefx.proof.numeric_check = proven_once, checked_once
     torch.set_num_threads(1)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = _meeting_place(done.parent, rank, world)
+    store = _meeting_place(output.parent, rank, world)
     backend = os.environ.get("BACKEND", "gloo")
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=_PATIENCE)
-    for line in sys.stdin:
-        os.ftruncate(1, 0)  # what the modules before have shown
-        os.lseek(1, 0, os.SEEK_SET)
-        module, *names = line.split()
-        cases = importlib.import_module(module)
-        for name in names or [name for name in vars(cases) if name.startswith("case_")]:
-            print("running", name, flush=True)
-            torch.manual_seed(dist.get_rank())
-            getattr(cases, name)()
-            dist.barrier()
-        sys.stdout.flush()
-        done.touch()
+    with contextlib.suppress(EOFError):
+        while True:
+            _run(*modules.recv())
+            _done(output).touch()
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":
-    main()
+def _run(module: str, *names: str) -> None:
+    os.ftruncate(1, 0)  # what the modules before have shown
+    os.lseek(1, 0, os.SEEK_SET)
+    cases = importlib.import_module(module)
+    for name in names or [name for name in vars(cases) if name.startswith("case_")]:
+        print("running", name, flush=True)
+        torch.manual_seed(dist.get_rank())
+        getattr(cases, name)()
+        dist.barrier()
+    sys.stdout.flush()
