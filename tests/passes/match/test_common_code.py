@@ -460,10 +460,10 @@ def test_convolutions_of_one_element(axes):
     [
         (lambda: Relu(one_by_one), (9, D), r"comparison of its own \(4 on this line\).*mask = scores > 0"),
         (lambda: Relu(nonzero), (9, D), r"comparison of its own.*mask = scores > 0"),
-        (lambda: Convolutions(nn.Conv1d, channels_second), (2, D, 9), r"whole images.*flatten\(0, -2\)"),
         (lambda: Convolutions(nn.Conv2d, channels_last), (2, D, 3, 5), r"whole images.*flatten\(0, -2\)"),
+        (lambda: Convolutions(nn.Conv1d, channels_second), (2, D, 9), r"whole images.*flatten\(0, -2\)"),
     ],
-    ids=["one by one", "nonzero", "channels second", "channels last"],
+    ids=["one by one", "nonzero", "channels last", "channels second"],
 )
 def test_refused_with_a_remedy_that_is_taken(block, x, why):
     """The remedies are among the blocks above."""
