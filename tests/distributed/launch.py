@@ -87,7 +87,7 @@ class World:
     def _check(self, codes: list[int | None]) -> None:
         if codes != [0] * len(codes):
             self.kill()
-            texts = [output.read_text() for output in self.outputs]
+            texts = [output.read_text() if output.exists() else "did not start" for output in self.outputs]
             shown = "\n".join(f"-- rank {rank}: {_shortened(text)}" for rank, text in enumerate(texts))
             raise AssertionError(f"exit codes {codes}, of {len(codes)} ranks\n{shown}")
 
