@@ -240,12 +240,14 @@ CHOICES = {
 @dataclasses.dataclass(frozen=True)
 class HostRead:
     """A boolean or a float that Python read from a tensor: a branch may hang on it, which capture followed one way.
-    `calls`: where, and from where that was called, the innermost first."""
+    `calls`: where, and from where that was called, the innermost first. `of`: what a number was computed from, if it is
+    not `node` itself."""
 
     calls: tuple[Source, ...]
     value: bool | float | str
     node: fx.Node | None  # None: the length of something
     asked: tuple[str, Any] | None = None  # the comparison, where `node` is a number
+    of: frozenset[fx.Node] = frozenset()
 
     @property
     def source(self) -> Source:

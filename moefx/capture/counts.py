@@ -46,10 +46,19 @@ class CountLog(Protocol):
 
 
 class _Routed(Number):
-    """`expr` is the node that the number was read from, `LENGTH`, or None where it was computed from such."""
+    """`expr` is the node that the number was read from, `LENGTH`, or None where it was computed from such. `origins`
+    are the nodes, or `LENGTH`, that a computed number was made of."""
 
-    def _like(self, value: Any, expr: Any = None) -> Any:
-        return counted(value, None, self.log)
+    origins: frozenset[Any] = frozenset()
+
+    def _like(self, value: Any, expr: Any = None, other: Any = None) -> Any:
+        found = counted(value, None, self.log)
+        if isinstance(found, _Routed):
+            found.origins = self._origins() | (other._origins() if isinstance(other, _Routed) else frozenset())
+        return found
+
+    def _origins(self) -> frozenset[Any]:
+        return self.origins if self.expr is None else frozenset([self.expr])
 
 
 class Count(_Routed, torch.SymInt):
@@ -59,6 +68,14 @@ class Count(_Routed, torch.SymInt):
         """Asked for by Python, as for an item of a list: an op is given the number itself."""
         self.log.leak(self.expr)
         return self.value
+
+    def bit_length(self) -> Any:
+        self.log.leak(self.expr)
+        return self._like(self.value.bit_length())
+
+    def bit_count(self) -> Any:
+        self.log.leak(self.expr)
+        return self._like(self.value.bit_count())
 
 
 class Share(_Routed, torch.SymFloat):
@@ -86,7 +103,7 @@ def _arithmetic(fn: Callable, swapped: bool) -> Callable:
         if fn not in _LINEAR:  # it may be one number for all that few tokens have: `n // 300`
             self.log.leak(self.expr)
         stays = self.expr is LENGTH and fn is operator.mul and type(value) is int and value > 0  # still 0 without rows
-        return Count(found, LENGTH, self.log) if stays else self._like(found)
+        return Count(found, LENGTH, self.log) if stays else self._like(found, None, other)
 
     return method
 

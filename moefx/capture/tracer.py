@@ -107,13 +107,16 @@ class Tracer(Recorder):
             return value  # without rows nothing is computed; other captures had experts without
         if count.expr is LENGTH and count.value == 0:  # either way nothing is computed: it tells nothing of rows
             return self.flips.get(user_calls(), value)
-        return self._noted(value, count.expr if isinstance(count.expr, fx.Node) else None, (op, other))
+        return self._noted(value, count.expr if isinstance(count.expr, fx.Node) else None, (op, other), count.origins)
 
-    def _noted(self, value: Any, node: fx.Node | None = None, asked: tuple[str, Any] | None = None) -> Any:
+    def _noted(
+        self, value: Any, node: fx.Node | None = None, asked: tuple[str, Any] | None = None,
+        of: frozenset[Any] = frozenset(),
+    ) -> Any:  # fmt: skip
         """What Python reads here, as it is to come out."""
         calls = user_calls()
         value = self.flips.get(calls, value)
-        self.reads.append(HostRead(calls, value, node, asked))
+        self.reads.append(HostRead(calls, value, node, asked, of))
         return value
 
     def asks_for_grad(self, t: torch.Tensor) -> bool:

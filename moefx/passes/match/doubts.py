@@ -19,6 +19,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...capture.captured import MIXED, Capture, HostRead, decided_by_floats
+from ...capture.counts import LENGTH, is_empty_test
 from ...capture.routing import Routing
 from ...capture.sizes import COMPARE
 from ...capture.source import Source, is_users_own
@@ -29,7 +30,7 @@ from ...ir.reached import code_of, reached
 from . import empty_experts
 from .agree import same_form
 from .nodes import is_routed, line, numbers, op_name
-from .ranges import Ranges
+from .ranges import UNBOUNDED, Ranges
 
 if TYPE_CHECKING:
     from .form import Lifted
@@ -42,6 +43,7 @@ _MOST_PAIRED = 5  # reads
 _FEW = 5  # tokens
 _READ = "a value read from a tensor"
 _COUNT = "a count of tokens read from a tensor"
+_LIMIT = "the number of tokens of an expert read from a tensor"
 _COMPARISON = "a comparison that came out the same everywhere"
 _TOGETHER = "one of several comparisons that came out the same everywhere"
 _INTEGER = "an integer made of floats that came out the same everywhere"
@@ -61,6 +63,8 @@ def flip_branches(prover: Prover) -> None:
             if len(seen) == 1 and _is_shown(prover, read):
                 continue
             what = _COUNT if len(seen) == 1 and empty_experts.asks_for_tokens(read) else _READ
+            if what == _READ and _asks_for_limit(prover, read):
+                what = _LIMIT
             kinds = {type(v) for v in seen}
             others: list[Any] = [not v for v in seen] if len(seen) == 1 or kinds == {bool} else []
             if kinds & {float, int}:
@@ -96,9 +100,55 @@ def _doubtful(prover: Prover) -> list[tuple[HostRead, set[Any], Capture]]:
         for read in doubtful:
             if ranges and read.node is not None and ranges.decided(read.node, read.asked):
                 outcomes[read.calls] = {True, False}
+    for calls, read in _of_large_counts(prover).items():
+        outcomes[calls], met[calls] = {read.value}, (read, met[calls][1])
     open_ = [calls for calls, seen in outcomes.items() if not seen >= {True, False} or calls in single]
     open_ = [calls for calls in open_ if calls not in prover.settled]
     return [(met[calls][0], outcomes[calls], met[calls][1]) for calls in open_]
+
+
+def _of_large_counts(prover: Prover) -> dict[tuple[Source, ...], HostRead]:
+    """Comparisons of counts with several numbers at one place, as `n in range(300)` or a loop over limits makes them,
+    that would be new for a larger count: it equals none of the numbers, and is beyond all limits. By place one that
+    would turn."""
+    equal: dict[tuple[Source, ...], list[HostRead | None]] = {}  # by capture one that was equal
+    limits_at: dict[tuple[Source, ...], dict[float, list[HostRead]]] = {}
+    for lifted in prover.lifted:
+        ranges = Ranges.with_more_tokens(lifted.capture)
+        met: dict[tuple[Source, ...], HostRead | None] = {}
+        for read in lifted.capture.reads:
+            op, number = read.asked or ("", None)
+            if type(number) not in (int, float) or is_empty_test(op, number) or not _is_unbounded(ranges, read):
+                continue
+            if op in ("eq", "ne"):
+                met[read.calls] = read if read.value is (op == "eq") else met.get(read.calls)
+            else:
+                limits_at.setdefault(read.calls, {}).setdefault(number, []).append(read)
+        for calls, one in met.items():
+            equal.setdefault(calls, []).append(one)
+    found = {calls: reads[0] for calls, reads in equal.items() if reads[0] is not None and None not in reads}
+    for calls, by_number in limits_at.items():
+        last = by_number[max(by_number)]
+        if len(by_number) > 1 and len({read.value for read in last}) == 1:
+            found[calls] = last[0]
+    return found
+
+
+def _asks_for_limit(prover: Prover, read: HostRead) -> bool:
+    """Whether a count is compared with a number."""
+    if read.asked is None or type(read.asked[1]) not in (int, float):
+        return False
+    captures = (lifted.capture for lifted in prover.lifted if any(read is r for r in lifted.capture.reads))
+    return any(_is_unbounded(Ranges.with_more_tokens(taken), read) for taken in captures)
+
+
+def _is_unbounded(ranges: Ranges, read: HostRead) -> bool:
+    """Whether the number that was compared grows with the tokens."""
+    of = read.of if read.node is None else {read.node}
+    if not of:  # how many rows there are
+        return True
+    found = [ranges.of(n) if isinstance(n, fx.Node) else None for n in of]
+    return LENGTH in of or any(f is not None and bool((f[1] >= UNBOUNDED // 2).any()) for f in found)
 
 
 @dataclasses.dataclass
@@ -240,7 +290,7 @@ def force(
             return False
         raise _changes(source, what) from error
     forced.optional = optional
-    forced.forced_read = source if what in (_READ, _COUNT) else None
+    forced.forced_read = source if what in (_READ, _COUNT, _LIMIT) else None
     prover.add(forced, sizes)
     return True
 
@@ -251,10 +301,15 @@ def index_of(prover: Prover, taken: Capture | None) -> int:
 
 
 def _changes(source: Source, what: str) -> Refused:
+    remedies = {
+        _COUNT: ASK_ROWS,
+        _LIMIT: "give each of its tokens the same, however many they are; drop tokens by a mask over all choices, as "
+        "in weights * (counts <= limit)[ids]",
+    }
     return Refused(
         f"{what} changes what is computed: {source.text}",
         source=str(source),
-        remedy=ASK_ROWS if what == _COUNT else "moefx needs one formula for all tokens",
+        remedy=remedies.get(what, "moefx needs one formula for all tokens"),
     )
 
 
