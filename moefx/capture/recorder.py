@@ -24,7 +24,7 @@ from .abstract import empty, key_of, known_result, remember
 from .captured import below_modes, is_float, map_tensors, tensors_in
 from .forms import has_gradients
 from .sizes import SizeLog, plain
-from .source import user_calls, user_source
+from .source import NOWHERE, user_calls, user_source
 from .worker import check_interrupt
 
 aten = torch.ops.aten
@@ -91,9 +91,12 @@ class Recorder(TorchDispatchMode):
             raise CaptureError(f"more than {self.most_nodes} operations, at {user_source()}: {user_source().text}")
         # whether how many rows it has may follow from the routing
         is_ragged = node.target in _RAGGED or any([a.meta.get("ragged") for a in node.all_input_nodes])
+        source = user_source()
+        if source is NOWHERE:  # after the call, for a result that is a view: where its inputs were made
+            source = next((a.meta["source"] for a in reversed(node.all_input_nodes)), source)
         node.meta.update(
             index=len(self.nodes),
-            source=user_source(),
+            source=source,
             grad=grad_enabled(),
             autocast=self.autocast,
             of_sizes=self.given,

@@ -8,9 +8,9 @@ import dis
 import functools
 import itertools
 import sys
+import sysconfig
 import threading
 import types
-import warnings
 from collections.abc import Iterator
 
 import torch
@@ -40,13 +40,14 @@ class Source:
 
 _CAPTURE = __file__.replace("source.py", "concolic.py")
 _TORCH = torch.__file__.rsplit("/", 1)[0] + "/"
+_PYTHON = sysconfig.get_path("stdlib") + "/"
 _OURS = (__file__.rsplit("/capture/", 1)[0] + "/", _TORCH)
 
 
 # Generated code and wrappers of deprecated functions are neither torch's files nor the user's. A notebook cell, also in
 # brackets, is the user's.
 _NOBODYS = (
-    "<frozen", "<string>", "<eval_with_key", "<__", threading.__file__, typing_extensions.__file__, warnings.__file__,
+    "<frozen", "<string>", "<eval_with_key", "<__", typing_extensions.__file__,
 )  # fmt: skip
 
 
@@ -57,8 +58,9 @@ def is_ours(file: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def is_users(file: str) -> bool:
-    """Whether a file of code is the user's: neither torch's, nor this package's, nor generated."""
-    return not file.startswith((*_OURS, *_NOBODYS))
+    """Whether a file of code is the user's: neither torch's, nor this package's, nor Python's own, nor generated."""
+    is_pythons = file.startswith(_PYTHON) and "/site-packages/" not in file and "/dist-packages/" not in file
+    return not is_pythons and not file.startswith((*_OURS, *_NOBODYS))
 
 
 _sources: dict[tuple[int, int], tuple[types.CodeType, Source]] = {}  # with the code, so that no other gets its id
@@ -97,7 +99,7 @@ def user_source() -> Source:
     if given := getattr(_local, "said", ()):
         return given[0]
     frame = _user_frame(sys._getframe(1))
-    return _NOWHERE if frame is None else _source_of(frame)
+    return NOWHERE if frame is None else _source_of(frame)
 
 
 def user_calls() -> tuple[Source, ...]:
@@ -128,7 +130,7 @@ def _user_frame(frame: types.FrameType | None) -> types.FrameType | None:
 
 
 _is_user_file: dict[str, bool] = {}
-_NOWHERE = Source("?", 0, 0)
+NOWHERE = Source("?", 0, 0)
 
 
 def is_users_own(error: BaseException) -> bool:
@@ -148,12 +150,22 @@ def is_users_own(error: BaseException) -> bool:
 
 
 def _is_at_raise(trace: types.TracebackType) -> bool:
-    return dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"
+    return _opcode(trace) == "RAISE_VARARGS"
+
+
+def _opcode(trace: types.TracebackType) -> str:
+    return dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]]
 
 
 def is_own_mistake(error: BaseException) -> bool:
-    """Whether this package raised an error in its own code, not in code or an op that it called."""
+    """Whether an error is a mistake in this package's own code: it was neither raised on purpose, nor by code or an op
+    that this package called for the program."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    return trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS[0])
+    if trace is None or not trace.tb_frame.f_code.co_filename.startswith(_OURS[0]):
+        return False
+    return isinstance(error, _MISTAKES) or not _opcode(trace).startswith(("CALL", "PRECALL", "RAISE_VARARGS"))
+
+
+_MISTAKES = (AssertionError, AttributeError, KeyError, NameError)  # torch raises others, from code without frames
