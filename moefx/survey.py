@@ -144,11 +144,21 @@ def _found(model: nn.Module, example_inputs: Any) -> Found:
             raise
         except Exception as error:
             failed.append((args, kwargs, error))
+    raised: list[Exception] = []
     for args, kwargs, error in failed:
-        if _runs(model, args, kwargs, error):
-            raise _not_followed(error) from error
+        try:
+            run_copy(model, args, kwargs)
+        except Exception as of_itself:
+            if all(map(has_values, (*model.parameters(), *model.buffers()))):
+                raised.append(of_itself)
+                continue
+            # it may fail for lack of values only: then the abstract run decides
+            if not (isinstance(error, (CaptureError, Refused)) or is_own_mistake(error)):
+                raised.append(error)
+                continue
+        raise _not_followed(error, model) from error
     name, advice = type(model).__name__, "Pass example_inputs=(...) or example_inputs={...} that it accepts"
-    first = failed[0][-1]
+    first = raised[0]
     if len(calls) > 1:
         tried = ", ".join(str(list(args[0].shape)) for args, _ in calls)
         raise CaptureError(
@@ -160,21 +170,12 @@ def _found(model: nn.Module, example_inputs: Any) -> Found:
     ) from first
 
 
-def _runs(model: nn.Module, args: tuple, kwargs: dict[str, Any], error: Exception) -> bool:
-    """Whether a model that raised an error on abstract tensors runs on real ones.
-
-    On the meta device it may fail for lack of values. Then the error decides: moefx raised it about an operation, or by
-    mistake.
-    """
-    try:
-        run_copy(model, args, kwargs)
-    except Exception as raised:
-        lacks_values = not all(map(has_values, (*model.parameters(), *model.buffers()))) and "meta" in str(raised)
-        return lacks_values and (isinstance(error, CaptureError) or is_own_mistake(error))
-    return True
-
-
-def _not_followed(error: Exception) -> Refused:
+def _not_followed(error: Exception, model: nn.Module) -> Refused:
+    """The refusal of a model that runs, on tensors with values."""
+    if isinstance(error, Refused):
+        return error
+    if is_own_mistake(error):
+        return own_fault(error, _user_line(error) or first_line(model))
     return Refused(
         f"the model runs, but not on abstract tensors ({in_short(error)})",
         source=_user_line(error),
@@ -399,11 +400,11 @@ def _rewrite(
         raise Refused(f"it does not run on abstract tensors: {error}") from error
     except Exception as error:  # the user's code, on sizes it was not made for
         where = _user_line(error)
-        if where or is_graph:
+        if (where or is_graph) and not is_own_mistake(error):
             what = "at other sizes than the example's" if _is_followed(module, call) else "on abstract tensors"
             reason = f"it does not run {what} ({in_short(error)})"
             raise Refused(reason, source=where, remedy=_FLAT if is_graph else "") from error
-        raise own_fault(error, first_line(module)) from error
+        raise own_fault(error, where or first_line(module)) from error
 
 
 def _holder_of_tensors(tree: Any, depth: int = 4) -> str:

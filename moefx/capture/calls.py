@@ -14,12 +14,15 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 from torch.autograd.function import _SingleLevelFunction
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from .autocast import dtype_here
 from .captured import Call, below_modes
 from .source import is_ours
 from .tracer import Tracer
+
+_WITHOUT_MODE = ("range", "asarray")  # torch calls no mode for these
 
 
 @contextlib.contextmanager
@@ -37,8 +40,9 @@ def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def recording(tracer: Tracer, names: dict[int, str]) -> Iterator[None]:
-    """Everything that capture must see and that is not an op: module calls, custom autograd functions, mode queries."""
+def recording(tracer: Tracer, names: dict[int, str], functions: TorchFunctionMode) -> Iterator[None]:
+    """Everything that capture must see and that is not an op: module calls, custom autograd functions, mode queries,
+    and for the mode `functions` those functions that torch calls no mode for."""
     original_apply = torch.autograd.Function.__dict__["apply"]
     original_call, original_move = nn.Module.__call__, nn.Module._apply
 
@@ -95,6 +99,14 @@ def recording(tracer: Tracer, names: dict[int, str]) -> Iterator[None]:
                         tensors[key] = moved
         return module
 
+    def shown(fn: Callable) -> Callable:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if tracer.quiet or not tracer.is_here():
+                return fn(*args, **kwargs)
+            return functions.__torch_function__(fn, (), args, kwargs)
+
+        return called
+
     def length(of: Any) -> Any:  # the builtin would turn what `__len__` returns into a plain number
         return of.__len__() if isinstance(of, torch.Tensor) else plain_len(of)
 
@@ -109,6 +121,8 @@ def recording(tracer: Tracer, names: dict[int, str]) -> Iterator[None]:
         stack.enter_context(_patched(nn.Module, "_apply", move))
         for name in ("is_grad_enabled", "is_inference_mode_enabled"):
             stack.enter_context(_patched(torch, name, noted(name, getattr(torch, name))))
+        for name in _WITHOUT_MODE:
+            stack.enter_context(_patched(torch, name, shown(getattr(torch, name))))
         yield
 
 

@@ -111,12 +111,12 @@ def capture(
     tracer.named |= put_in_place(block, stand_in)
     before = {n: dict(vars(m)) for n, m in unique}
     hooks = [(own[k], contents(own[k])) for own in before.values() for k in HOOKS & own.keys()]
-    surroundings = Surroundings(block, (args, kwargs))
+    surroundings, functions = Surroundings(block, (args, kwargs)), Functions(tracer)
     try:
         with (
             quiet(), clearing_caches(tracer), python_random(surroundings.generators) as drawn,
             torch.random.fork_rng(devices=[]),
-            recording(tracer, names), tracer, Functions(tracer),
+            recording(tracer, names, functions), tracer, functions,
         ):  # fmt: skip
             torch.default_generator.manual_seed(routing.seed)  # no accelerator's: none is used here, nor kept
             try:

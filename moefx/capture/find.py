@@ -27,6 +27,7 @@ from .attention import attends
 from .captured import below_modes, has_values, is_float
 from .concolic import capture
 from .containers import base_of, contents, same_items
+from .functions import Functions
 from .inner_calls import Changes, InnerCall, StateBefore, objects_in, tensors_within
 from .named_experts import modules_apart
 from .routing import Routing
@@ -281,8 +282,8 @@ def _observing(around: Callable, chosen: Callable) -> Iterator[None]:
     recording, record = concolic.recording, Tracer.record
 
     @contextlib.contextmanager
-    def observed(tracer: Tracer, names: dict[int, str]) -> Iterator[None]:
-        with recording(tracer, {}):
+    def observed(tracer: Tracer, names: dict[int, str], functions: Functions) -> Iterator[None]:
+        with recording(tracer, {}, functions):
             inner = nn.Module.__call__
             nn.Module.__call__ = around(tracer, inner)  # type: ignore[method-assign]
             try:

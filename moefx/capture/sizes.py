@@ -160,6 +160,14 @@ def _products(factors: Sequence[int]) -> list[int]:
     return sorted({math.prod(chosen) for chosen in itertools.chain.from_iterable(several)})
 
 
+class NumberNotTaken(Refused, AttributeError):
+    """A function of torch asks a number for the symbol that torch's own symbolic numbers have."""
+
+
+class NotHashable(Refused, TypeError):
+    """A size is asked for its hash."""
+
+
 class Number:
     """What `Size` and `Ratio` share: a number with the expression it came from, None for one from the routing."""
 
@@ -176,7 +184,14 @@ class Number:
         self.value, self.expr, self.log = value, expr, log
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("value", "expr", "log", "node") or name.startswith("__"):
+        if name == "node":
+            source = user_source()
+            what = f"the size {self.expr}" if isinstance(self.expr, str) else "a number of the routing"
+            raise NumberNotTaken(
+                f"torch is given {what} here in a way that captures do not follow: {source.text}",
+                source=str(source), remedy="give it to torch.arange, torch.full or a method of a tensor instead",
+            )  # fmt: skip
+        if name in ("value", "expr", "log") or name.startswith("__"):
             raise AttributeError(name)
         self.log.leak(self.expr)
         return getattr(self.value, name)
@@ -251,7 +266,12 @@ class Size(Number, torch.SymInt):
     _is = int
 
     def __hash__(self) -> int:
-        raise TypeError(f"unhashable type: the size {self.expr} is symbolic here; use int(...) of it as a key")
+        source = user_source()
+        raise NotHashable(
+            f"unhashable type: the size {self.expr} is symbolic here, and a dict, a set or a cache asks for its hash: "
+            f"{source.text}",
+            source=str(source), remedy="use int(...) of it as a key",
+        )  # fmt: skip
 
     def __index__(self) -> int:
         """Asked for by Python: an op is given the number itself."""
