@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,11 +15,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from ..errors import Refused
 from . import autocast
 from .captured import below_modes, is_float, tensors_in
 from .counts import LENGTH, counted
 from .forms import require_one_dtype_under
-from .sizes import Size, plain, sized
+from .sizes import Number, Size, evaluate, plain, sized
+from .source import user_source
 from .tracer import Tracer, from_floats
 
 aten = torch.ops.aten
@@ -48,22 +51,61 @@ class Functions(TorchFunctionMode):
         self.tracer = tracer
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        given = (*args, *(kwargs or {}).values())
         args, options = plain(args), plain(kwargs or {})
         tracer = self.tracer
         touched, tracer.touched = tracer.touched, False
-        given = tracer.given
+        before = tracer.given
         if tracer.sizes.given:
-            tracer.given, tracer.sizes.given = given | tracer.sizes.given, frozenset()
+            tracer.given, tracer.sizes.given = before | tracer.sizes.given, frozenset()
         try:
-            return self._called(func, args, options, touched)
+            return self._called(func, args, options, touched, given)
         finally:
-            tracer.given = given
+            tracer.given = before
 
-    def _called(self, func: Any, args: tuple, options: dict[str, Any], touched: bool) -> Any:
+    def _check_view(self, t: Any, *shape: Any) -> None:
+        """Note the sizes that a view takes: `x.view(-1, 8, D)` asks for a multiple of 8 tokens.
+
+        Raises:
+            Refused: the sizes of this capture are none of them. The log has the comparison, so that others are chosen.
+        """
+        shape = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+        if not isinstance(t, torch.Tensor) or _is_batched(t) or not all(isinstance(n, int) for n in shape):
+            return
+        own, sizes = self._shape(t), self.tracer.sizes
+        known = [n for n in shape if isinstance(n, Size) or n != -1]
+        several = [n for n in (*own, *known) if isinstance(n, Number)]
+        if not any(isinstance(n, Size) for n in own) or any(not isinstance(n.expr, str) for n in several):
+            return
+        tokens = math.prod(n for n in own if isinstance(n, Size))
+        step, width = math.prod(known), math.prod(n for n in own if type(n) is int)
+        if len(known) == len(shape):
+            left, right, is_met = f"{tokens.expr}*{width}", _text(step), tokens.value * width == _plain(step)
+        elif type(step) is int:
+            step //= math.gcd(step, width)
+            left, right, is_met = f"{tokens.expr}%{step}", "0", step < 2 or tokens.value % step == 0
+        else:
+            left, right, is_met = f"({tokens.expr}*{width})%({step.expr})", "0", tokens.value * width % step.value == 0
+        if _is_identity(left, right, sizes.dims):
+            return
+        sizes.note(left, "eq", right, is_met)
+        if not is_met:
+            source = user_source()
+            what = f"a multiple of {step}" if type(step) is int and len(known) < len(shape) else "one that fits"
+            raise Refused(
+                f"the number of tokens has to be {what} here: {source.text}",
+                source=str(source),
+                remedy="pass example_inputs of several such sizes, or pad the tokens outside of the block",
+            )
+
+    def _called(self, func: Any, args: tuple, options: dict[str, Any], touched: bool, given: tuple) -> Any:
+        """`given`: the arguments with sizes that remember where they come from."""
         tracer, before = self.tracer, len(self.tracer.nodes)
         if tracer.quiet:
             return func(*args, **options)
         tracer.notice_autocast()
+        if func in _VIEWS:
+            self._check_view(*given)
         if func in _COUNTS:  # of elements: the product of the sizes
             return math.prod(self._shape(args[0]))
         if func in _SIZES:
@@ -211,6 +253,26 @@ def _without_eps(
     return input, list(normalized_shape), weight, None
 
 
+def _is_identity(left: str, right: str, dims: Iterable[str]) -> bool:
+    """Whether two expressions are equal at all sizes, by some that have no factor in common."""
+    several = [dict(zip(dims, primes, strict=False)) for primes in _PRIMES]
+    try:
+        return all(evaluate(left, one) == evaluate(right, one) for one in several)
+    except (ArithmeticError, NameError):
+        return False
+
+
+_PRIMES = ((31, 37, 41, 43, 47), (53, 29, 59, 61, 67), (71, 73, 23, 79, 83))
+
+
+def _text(size: Any) -> str:
+    return size.expr if isinstance(size, Number) else str(size)
+
+
+def _plain(size: Any) -> Any:
+    return size.value if isinstance(size, Number) else size
+
+
 def _whole_slices(t: torch.Tensor, index: Any) -> list[tuple[int, int]]:
     """(dim of the result, stop) of slices `[:stop]` that take all there is: torch leaves them out, and for other sizes
     it does not."""
@@ -242,6 +304,7 @@ _SIZES = {
 }  # type: ignore[attr-defined]
 
 
+_VIEWS = {torch.Tensor.view, torch.Tensor.reshape, torch.reshape}
 _RMS_NORMS = {F.rms_norm, torch.rms_norm}
 # arguments that may come by name
 _NAMES = {
