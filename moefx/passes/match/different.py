@@ -21,7 +21,7 @@ import torch.utils._pytree as pytree
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...capture.captured import SHAPE_ONLY, Capture
+from ...capture.captured import CONTRACTIONS, SHAPE_ONLY, Capture
 from .chosen import aligned
 from .form import Lifted
 from .nodes import SELECTIONS, arg, is_random, numbers, op_name, place_axis
@@ -40,6 +40,11 @@ _SHAPED = {
     "view": 2, "zeros": 1,
 }  # fmt: skip
 _MOST_WAYS = 8
+_MASKED = -1e8  # scores below count as masked
+_MOVED_ON = {"_to_copy", "alias", "clone", "detach"}
+_SOFTMAX = {"_log_softmax", "_softmax", "log_softmax", "softmax"}
+_NOT_LOW = {"_softmax", "exp", "relu", "sigmoid", "softmax", "softplus", "tanh"}
+_COMBINED = {"add", "div", "mul", "neg", "sub", *_MOVED_ON}
 
 
 class _Way(NamedTuple):
@@ -169,16 +174,17 @@ class _Places:
             return None
         of = getattr(by.all_input_nodes[0].meta.get("val"), "shape", ())
         axis: Any = None  # along which all are different
+        among: int | None = None  # along which is chosen
         if name == "getitem" and op_name(by) in SELECTIONS:
             axis, is_kept = SELECTIONS[op_name(by)](by)
             if node.args[1] == 0:
                 return self._again(by.args[0], axis, shape) if is_kept else None
-            size, axis = of[axis], axis if is_kept else None
+            size, axis, among = of[axis], axis if is_kept else None, axis
         elif name in ("argmax", "argmin"):
             among = place_axis(node)
             size = math.prod(of) if among is None else of[among]
         elif name == "argsort":
-            axis = place_axis(node)
+            axis = among = place_axis(node)
             size = of[axis]
         elif name == "multinomial":
             axis = None if arg(node, 2, "replacement", False) else -1
@@ -189,7 +195,87 @@ class _Places:
             return None
         if size in self._tokens:
             return None
-        return self._new(axis, torch.arange(size).view(-1, *[1] * len(shape)).expand(size, *shape))
+        found = self._new(axis, torch.arange(size).view(-1, *[1] * len(shape)).expand(size, *shape))
+        if among is not None:
+            self._join_earlier(found, by.args[0], among)
+        return found
+
+    def _join_earlier(self, found: _Way, scores: fx.Node, axis: int) -> None:
+        """Have new choices belong to the row of earlier ones if the scores of these are masked before the selection."""
+        axis, shape = axis % scores.meta["val"].dim(), scores.meta["val"].shape
+        is_one = found.choice.dim() < len(shape) or found.choice.shape[axis] == 1
+        masks = self._masks(scores, is_one)
+        if sum(int(mask.values.sum(axis + 1).max()) for mask in masks) >= shape[axis]:
+            return  # all may be masked
+        rows, earlier = None, []
+        for mask in masks:
+            choice = mask.choice.expand(shape).narrow(axis, 0, 1)
+            is_at = mask.values.expand(-1, *shape).movedim(axis + 1, -1).diagonal(dim1=0, dim2=-1)
+            is_of_row = bool((mask.choice == mask.choice.narrow(axis, 0, 1)).all())
+            if len(mask.values) != shape[axis] or not is_of_row or not bool(is_at.all()):
+                continue
+            if rows is None or torch.equal(self._rows[choice], rows):
+                rows = self._rows[choice]
+                earlier.append(choice.flatten())
+        if rows is None or rows.unique().numel() < rows.numel():
+            return
+        of_rows = torch.isin(self._rows, rows).nonzero().flatten()
+        if not bool(torch.isin(of_rows, torch.cat(earlier)).all()):
+            return  # some of an earlier choice may be chosen again
+        rows = rows if found.choice.dim() == len(shape) else rows.squeeze(axis)
+        self._rows[found.choice] = rows.expand(found.choice.shape)
+
+    def _masks(self, scores: fx.Node, is_one: bool) -> list[_Way]:
+        """Which scores are so low that they count as masked, as functions of earlier choices. Empty if others may be as
+        low.
+
+        Args:
+            is_one: a single one is chosen. Among probabilities the second may be 0 as those that are masked.
+        """
+        found: list[_Way] = []
+        node: Any = scores
+        while isinstance(node, fx.Node) and node.op == "call_function":
+            name, args = op_name(node), node.args
+            if name in _MOVED_ON or (name in _SOFTMAX and is_one and not found):
+                node = args[0]
+                continue
+            several: list[_Way | None] = []
+            earlier: Any = args[0]
+            if name == "masked_fill" and _is_low(args[2]):
+                several = [self._only_way(args[1])]
+            elif name == "where" and len(args) == 3 and _is_low(args[1]):
+                several, earlier = [self._only_way(args[0])], args[2]
+            elif name == "where" and len(args) == 3 and _is_low(args[2]):
+                way, earlier = self._only_way(args[0]), args[1]
+                several = [way and way._replace(values=way.values == 0)]
+            elif name == "scatter" and _is_low(args[3]):
+                several = [_spread_out(way, args[1], node.meta["val"].shape) for way in self._columns(args[2], args[1])]
+            elif name == "index_put" and _is_low(args[2]):
+                index = _of_each_row(node)
+                way = self._only_way(index) if index is not None else None
+                several = [
+                    way and _spread_out(_Way(way.choice[..., None], way.values[..., None]), -1, node.meta["val"].shape)
+                ]
+            else:
+                break
+            if not several or None in several:
+                return []
+            found += [_Way(one.choice, one.values != 0) for one in several if one is not None]
+            node = earlier
+        return [] if _may_be_low(node) else found
+
+    def _columns(self, node: Any, axis: int) -> list[_Way]:
+        """How the entries at each place along an axis come about."""
+        way = self._only_way(node)
+        if way is None:
+            return []
+        axis %= way.choice.dim()
+        parts = zip(way.choice.split(1, axis), way.values.split(1, axis + 1), strict=True)
+        return [_Way(choice, values) for choice, values in parts]
+
+    def _only_way(self, node: Any) -> _Way | None:
+        ways = self.ways(node) if isinstance(node, fx.Node) and _is_of_integers(node) else None
+        return ways[0] if ways is not None and len(ways) == 1 else None
 
     def _new(self, axis: int | None, values: torch.Tensor) -> _Way:
         """Choices that were not known before, of these numbers."""
@@ -236,6 +322,13 @@ class _Places:
         by = _made_by(node)
         name, inputs = op_name(by), by.all_input_nodes
         several = [ways for a in inputs if (ways := self._known[a]) is not None]
+        if name == "scatter" and len(several) == len(inputs) and not isinstance(by.args[3], fx.Node):
+            base, index = (self._known[a] for a in by.args[:3:2])
+            if len(base) != 1 or len(index) != 1 or bool(base[0].choice.any()):
+                return None
+            at = _spread_out(index[0], by.args[1], node.meta["val"].shape)
+            put = torch.tensor(by.args[3], dtype=node.meta["val"].dtype)
+            return at and [_Way(at.choice, torch.where(at.values, put, base[0].values[0]))]
         looks_up, moves = name in _LOOKUPS, name in MOVES | _APART
         computes = name in _POINTWISE or torch.Tag.pointwise in getattr(by.target, "tags", ())
         if not (looks_up or moves or computes) or is_random(by) or len(several) < len(inputs):
@@ -262,6 +355,59 @@ class _Places:
         indices: list[fx.Node] = []
         fx.node.map_arg((node.args[1:], node.kwargs), indices.append)
         return bool(indices) and all(_is_constant(a) and self._known[a] is not None for a in indices)
+
+
+def _may_be_low(node: Any) -> bool:
+    """Whether scores may be as low as those that are masked, not by chance but because the program makes them so."""
+    stack, seen = [node], set()
+    while stack:
+        n = stack.pop()
+        if not isinstance(n, fx.Node) or n in seen:
+            continue
+        seen.add(n)
+        name = op_name(n)
+        is_made = n.op == "call_function" and (n.target in CONTRACTIONS or name in _NOT_LOW or is_random(n))
+        if is_made or (n.op == "get_attr" and n.meta["kind"] == "param"):
+            continue
+        if name not in _COMBINED:
+            return True
+        stack += n.all_input_nodes
+    return False
+
+
+def _is_low(value: Any) -> bool:
+    """Whether a number that is put in place of a score masks it."""
+    while isinstance(value, fx.Node) and op_name(value) in ("_to_copy", "detach", "lift_fresh"):
+        value = value.args[0]
+    if isinstance(value, fx.Node) and op_name(value) in ("full", "full_like", "scalar_tensor"):
+        value = value.args[0 if op_name(value) == "scalar_tensor" else 1]
+    elif isinstance(value, fx.Node) and value.op == "get_attr" and value.meta["literal"]:
+        original = value.meta.get("shadow", value.meta.get("original"))
+        value = float(original) if isinstance(original, torch.Tensor) and original.numel() == 1 else 0
+    return type(value) in (int, float) and value <= _MASKED
+
+
+def _spread_out(index: _Way | None, axis: int, shape: torch.Size) -> _Way | None:
+    """Where a tensor is written to at one place along an axis."""
+    if index is None or index.choice.dim() != len(shape) or index.choice.shape[axis] != 1:
+        return None
+    axis %= len(shape)
+    if any(n != m for i, (n, m) in enumerate(zip(index.choice.shape, shape, strict=True)) if i != axis):
+        return None
+    places = torch.arange(shape[axis]).view(-1, *[1] * (len(shape) - axis - 1))
+    return _Way(index.choice.expand(shape), (index.values % shape[axis]) == places)
+
+
+def _of_each_row(node: fx.Node) -> fx.Node | None:
+    """The last index of `scores[torch.arange(n), index] = number`."""
+    indices, shape = node.args[1], node.args[0].meta["val"].shape
+    if len(indices) != len(shape) or len(shape) != 2 or not all(isinstance(i, fx.Node) for i in indices):
+        return None
+    rows, index = indices
+    while op_name(rows) == "detach":
+        rows = rows.args[0]
+    is_each = not rows.all_input_nodes and torch.equal(rows.meta["val"], torch.arange(shape[0]))
+    return index if is_each and index.meta["val"].shape == shape[:1] else None
 
 
 def _run(node: fx.Node) -> str:

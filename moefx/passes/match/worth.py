@@ -25,13 +25,17 @@ from .terms import Terms
 _Sum = dict[tuple[Term | None, tuple[Term, ...]], float]  # how often rows are added up, and times which scalars
 
 
+TWICE = "two choices of a token may be the same expert, and do not add up then as different ones do"
+
+
 class NotTwice(Refused):
     """A token that chose an expert twice does not get what both choices are worth."""
 
     def __init__(self, source: str, culprits: tuple[str, ...] = ()):
         super().__init__(
-            "two choices of a token may be the same expert, and do not add up then as different ones do",
-            culprits=culprits, source=source, remedy="let one topk choose: its choices are different experts",
+            TWICE, culprits=culprits, source=source,
+            remedy="let one topk choose: its choices are different experts; or mask the first choice before the "
+            "second, scores.masked_fill(one_hot(first, num_experts).bool(), -math.inf)",
         )  # fmt: skip
 
 

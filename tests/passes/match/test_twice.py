@@ -146,8 +146,13 @@ def test_choices_that_add_up(choose, combine):
     check(CHOOSE[choose], combine)
 
 
+@pytest.mark.parametrize("combine", [scatter, two_sums])
+def test_a_second_choice_of_what_the_first_is_masked_in(combine):
+    check(CHOOSE["argmax of -inf"], combine)
+
+
 @pytest.mark.sampled(12)
-@pytest.mark.parametrize("choose", CHOOSE)
+@pytest.mark.parametrize("choose", [c for c in CHOOSE if c != "argmax of -inf"])
 @pytest.mark.parametrize("combine", [scatter, either, two_sums])
 def test_choices_that_do_not(choose, combine):
     why = "" if choose == "product" else "two choices of a token may be|what runs outside|row depends"
