@@ -35,16 +35,19 @@ from .passes.checkpoint import checkpoint
 from .passes.fuse import fuse
 from .passes.limit import limit
 from .passes.manager import PassManager, pass_name
-from .passes.match.drops import explain_drops
+from .passes.match.causes import MIXING, explain
+from .passes.match.drops import SKIPPED, explain_drops
 from .passes.match.lift import SINGLE_ELEMENTS, UNEXPLAINED
 from .passes.match.matched import Match
 from .passes.match.prove import Prover
 from .passes.match.unify import FOREIGN
+from .passes.match.worth import TWICE
 from .passes.rewrite import Placeholders, Rewritten, rewrite
 from .runtime.module import signature_binder
 
 PASSES = (fuse, checkpoint)
 NOT_ROUTED = "nothing is routed"
+_ENDINGS = (UNEXPLAINED, FOREIGN, SINGLE_ELEMENTS, TWICE, SKIPPED, NOT_ROUTED)
 T = TypeVar("T")
 
 
@@ -190,8 +193,8 @@ def lift(block: nn.Module, args: tuple, kwargs: dict[str, Any], names: Placehold
                     with contextlib.suppress(Exception):
                         return _lift(block, of_batch, names)
                 raise
-            if isinstance(error, Refused):
-                refusal = refusal or (_of_images(error) if arguments.feature < len(arguments.lead) else error)
+            if isinstance(error, Refused) and (refusal is None or error.reason == MIXING):
+                refusal = _of_images(error) if arguments.feature < len(arguments.lead) else error
         except Exception as error:  # the user's code, on sizes it was not made for
             first = first or error
     assert first is not None
@@ -219,7 +222,17 @@ def _lift(block: nn.Module, arguments: Arguments, names: Placeholders) -> tuple[
         for way in prover.other_ways():
             with contextlib.suppress(Refused):
                 return _for_sizes(Prover(block, arguments, prover.hint, **way), names)
-        raise refusal from None
+        raise _with_cause(refusal, prover) from None
+
+
+def _with_cause(refusal: Refused, prover: Prover) -> Refused:
+    """A refusal that says what in the program it comes from, if the match merely ended there."""
+    if prover.first is None or not any(text in refusal.reason for text in _ENDINGS):
+        return refusal
+    sizes, fixed = prover.first.sizes.dims, prover.arguments.fixed
+    series = [dim for dim in prover.arguments.lead[1:] if dim in sizes or dim in fixed]
+    positions = {**sizes, **fixed}[series[-1]] if series else None
+    return explain(prover.first, positions) or refusal
 
 
 def _for_sizes(prover: Prover, names: Placeholders) -> tuple[Match, Rewritten]:

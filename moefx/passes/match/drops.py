@@ -23,12 +23,13 @@ from .chosen import aligned
 from .doubts import ASK_ROWS
 from .form import Body, Lifted, Ref, walk
 from .matched import DropRule, Match
-from .nodes import numbers, op_name
+from .nodes import is_routed, numbers, op_name
 from .semantics import Semantics
 from .shapes import unravel
 from .term import Term, is_const
 from .terms import Terms
 
+SKIPPED = "some chosen experts are skipped (dropped)"
 Slot = tuple[int, int]
 _LIMITS = {f"aten.{op}" for op in ("slice.Tensor", "lt.Scalar", "le.Scalar", "gt.Scalar", "ge.Scalar")}
 _LEAST_POINTS = 8  # sizes at which a capacity was seen: a formula for fewer would be a guess
@@ -169,10 +170,40 @@ def _mask(match: Match) -> list[Ref] | None:
             source=str(source),
             remedy=ASK_ROWS,
         )
+    if skipped := _left_out(match.lifted):
+        raise skipped
     raise Refused(
-        "some chosen experts are skipped (dropped), by no rule that is known, and no mask in the program says which",
+        f"{SKIPPED}, by no rule that is known, and no mask in the program says which",
         source=str(match.lifted[0].cut.meta["source"]),
     )
+
+
+def _left_out(several: Sequence[Lifted]) -> Refused | None:
+    """The refusal of a program that leaves out whole experts by how many tokens chose them, if it does."""
+    run, left_out = set(), set()
+    for lifted in several:
+        for e in lifted.ids.unique().tolist():
+            kept = lifted.kept[lifted.ids == e]
+            if bool(kept.any()) != bool(kept.all()):
+                return None
+            (run if bool(kept.all()) else left_out).add(len(kept))
+    if not run or not left_out or not (max(left_out) < min(run) or max(run) < min(left_out)):
+        return None
+    are_few = max(left_out) < min(run)
+    lowest, highest = (max(left_out), min(run)) if are_few else (max(run), min(left_out))
+    for read in (read for lifted in several for read in lifted.capture.reads):
+        op, number = read.asked or ("", None)
+        if not op and read.node is not None and op_name(read.node) in COMPARISONS and is_routed(read.node):
+            number = read.node.args[1]
+        if type(number) in (int, float) and lowest <= number <= highest:
+            which = "fewer tokens than a limit" if are_few else "more tokens than a limit"
+            return Refused(
+                f"experts that {which} chose are left out, and their tokens get nothing of them: {read.source.text}",
+                source=str(read.source),
+                remedy="run every expert that has tokens, or take the weights away by a mask over all choices, as in "
+                "weights * (counts >= limit)[ids]",
+            )
+    return None
 
 
 def _spread(match: Match) -> Source | None:
