@@ -55,6 +55,7 @@ class Prover:
         late: Late = "",
     ):
         self.block, self.arguments, self.hint, self.within = block, arguments, num_experts_hint, within
+        self.tokens = max(29, num_experts_hint // 4)  # of the first capture
         self.late: Late = late
         self.symbolic, self.compares = symbolic, False  # and whether there are such comparisons
         self.by_slots = False
@@ -116,7 +117,8 @@ class Prover:
         sizes = self.arguments.choose(tokens, variant)
         if not self.within or (self.is_within(sizes) and sizes not in self.sizes):
             return sizes
-        if found := find_sizes(self.arguments, self.within, tokens):
+        # the first three differ, if they are chosen for the same number of tokens
+        if found := find_sizes(self.arguments, self.within, self.tokens if variant < 3 else tokens):
             return found[variant % (3 if variant < 3 else len(found))]
         for n in (tokens, *(tokens * 2**i for i in range(1, 7)), *(tokens >> i for i in range(1, 5))):
             sizes = self.arguments.choose(n, variant)
@@ -255,7 +257,7 @@ class Prover:
         return lifted
 
     def prove(self) -> Match:
-        tokens = max(29, self.hint // 4)
+        tokens = self.tokens
         self.arguments, first = with_turns(self, self.choose(tokens, 0))
         plans = [("diverse", tokens), ("skewed", max(25, tokens * 3 // 4)), ("flooded", 13)]
         for variant, (kind, n) in enumerate(plans):
@@ -362,7 +364,9 @@ class Prover:
             full = [i for i, lifted in enumerate(self.lifted) if all(g.ids for g in lifted.groups)]
             if any(self.lifted[i].missed for i in full):
                 full = [i for i in full if self.lifted[i].missed]
-            if len(full) >= 3:
+            # of one size all would look like constants
+            distinct = {tuple(self.sizes[i].values()) for i in full}
+            if len(full) >= 3 and len(distinct) >= min(3, len({tuple(s.values()) for s in self.sizes})):
                 return [self.lifted[i] for i in full], [self.sizes[i] for i in full]
             sizes = self.choose(max(21, self.hint // 4), seed)
             self.add(self.lift(Routing(("diverse", "flooded")[seed % 2], seed), sizes), sizes)
