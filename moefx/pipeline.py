@@ -35,9 +35,9 @@ from .passes.checkpoint import checkpoint
 from .passes.fuse import fuse
 from .passes.limit import limit
 from .passes.manager import PassManager, pass_name
-from .passes.match.causes import MIXING, explain
+from .passes.match.causes import MIXING, explain, explain_limit
 from .passes.match.drops import SKIPPED, explain_drops
-from .passes.match.lift import SINGLE_ELEMENTS, UNEXPLAINED
+from .passes.match.lift import NOT_TOGETHER, SINGLE_ELEMENTS, UNEXPLAINED
 from .passes.match.matched import Match
 from .passes.match.prove import Prover
 from .passes.match.unify import FOREIGN
@@ -227,7 +227,11 @@ def _lift(block: nn.Module, arguments: Arguments, names: Placeholders) -> tuple[
 
 def _with_cause(refusal: Refused, prover: Prover) -> Refused:
     """A refusal that says what in the program it comes from, if the match merely ended there."""
-    if prover.first is None or not any(text in refusal.reason for text in _ENDINGS):
+    if prover.first is None:
+        return refusal
+    if NOT_TOGETHER in refusal.reason:
+        return explain_limit(prover.first) or refusal
+    if not any(text in refusal.reason for text in _ENDINGS):
         return refusal
     sizes, fixed = prover.first.sizes.dims, prover.arguments.fixed
     series = [dim for dim in prover.arguments.lead[1:] if dim in sizes or dim in fixed]

@@ -22,7 +22,7 @@ from .captured import Call, below_modes
 from .source import is_ours
 from .tracer import Tracer
 
-_WITHOUT_MODE = ("range", "asarray")  # torch calls no mode for these
+_WITHOUT_MODE = ("range",)  # torch calls no mode for these
 
 
 @contextlib.contextmanager

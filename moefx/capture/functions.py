@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
@@ -77,8 +78,8 @@ class Functions(TorchFunctionMode):
         several = [n for n in (*own, *known) if isinstance(n, Number)]
         if not any(isinstance(n, Size) for n in own) or any(not isinstance(n.expr, str) for n in several):
             return
-        tokens = math.prod(n for n in own if isinstance(n, Size))
-        step, width = math.prod(known), math.prod(n for n in own if type(n) is int)
+        tokens = functools.reduce(operator.mul, [n for n in own if isinstance(n, Size)])
+        step, width = functools.reduce(operator.mul, known, 1), math.prod(n for n in own if type(n) is int)
         if len(known) == len(shape):
             left, right, is_met = f"{tokens.expr}*{width}", _text(step), tokens.value * width == _plain(step)
         elif type(step) is int:
@@ -106,6 +107,10 @@ class Functions(TorchFunctionMode):
         tracer.notice_autocast()
         if func in _VIEWS:
             self._check_view(*given)
+        elif func in _UNFLATTEN and len(given) == 3 and isinstance(given[1], int):
+            t, dim, parts = given
+            own = self._shape(t)
+            self._check_view(t, *own[: dim % t.dim()], *parts, *own[dim % t.dim() + 1 :])
         if func in _COUNTS:  # of elements: the product of the sizes
             return math.prod(self._shape(args[0]))
         if func in _SIZES:
@@ -305,6 +310,7 @@ _SIZES = {
 
 
 _VIEWS = {torch.Tensor.view, torch.Tensor.reshape, torch.reshape}
+_UNFLATTEN = {torch.Tensor.unflatten, torch.unflatten}
 _RMS_NORMS = {F.rms_norm, torch.rms_norm}
 # arguments that may come by name
 _NAMES = {

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import fx
 
 from ...capture.captured import Capture
+from ...capture.counts import is_empty_test
 from ...errors import Refused
-from .nodes import op_name
-from .routed import chooses_for_sequences
+from .nodes import is_routed, op_name
 
 MIXING = (
     "each sample chooses experts for all of its positions, and the experts compute with several positions at once: "
     "only experts that treat positions one by one are followed"
 )
 _RANDOM_ORDERS = {"randperm", "randint", "multinomial"}
+_ORDERED = {"lt", "le", "gt", "ge"}
 _PRODUCTS = {"addmm", "bmm", "linear", "matmul", "mm"}
 _RECURRENCES = {"gru", "lstm", "rnn_relu", "rnn_tanh"}
-_ATTENTION = {"scaled_dot_product_attention"}
 
 
 def explain(capture: Capture, positions: int | None) -> Refused | None:
@@ -30,10 +31,9 @@ def explain(capture: Capture, positions: int | None) -> Refused | None:
     """
     if (drawn := _random_order(capture)) is not None:
         return Refused(
-            f"tokens or choices are picked in a random order, and that order decides what counts: "
-            f"{drawn.meta['source'].text}",
+            f"tokens or choices are taken in a random order: {drawn.meta['source'].text}",
             culprits=(op_name(drawn),), source=str(drawn.meta["source"]),
-            remedy="to drop at random, multiply the routing weights by a random mask: "
+            remedy="take them as they come; to drop some at random, multiply the routing weights by a random mask: "
             "weights * (torch.rand_like(weights) >= rate)",
         )  # fmt: skip
     if positions is not None and (mixing := _mixing(capture, positions)) is not None:
@@ -44,6 +44,22 @@ def explain(capture: Capture, positions: int | None) -> Refused | None:
             "x.transpose(1, 2).flatten(0, 1), and repeat each sample's choice for them, "
             "ids.repeat_interleave(channels, 0); experts that convolve or attend along the series stay as they are",
         )  # fmt: skip
+    return None
+
+
+def explain_limit(capture: Capture) -> Refused | None:
+    """A refusal that names the comparison of a count that decides whether an expert runs, if there is one."""
+    for read in capture.reads:
+        op, number = read.asked or ("", None)
+        if read.node is not None and not op and op_name(read.node) in _ORDERED and is_routed(read.node):
+            op, number = op_name(read.node), read.node.args[1]
+        if op in _ORDERED and type(number) in (int, float) and not is_empty_test(op, number):
+            return Refused(
+                f"the number of tokens that chose an expert decides whether it runs: {read.source.text}",
+                source=str(read.source),
+                remedy="run every expert that has tokens; drop tokens by a mask over all choices, as in "
+                "weights * (counts <= limit)[ids]",
+            )
     return None
 
 
@@ -64,7 +80,7 @@ def _random_order(capture: Capture) -> fx.Node | None:
 
 def _mixing(capture: Capture, positions: int) -> fx.Node | None:
     """What computes with several positions of samples that were picked out, if each sample chooses."""
-    if not chooses_for_sequences(capture):
+    if not any(map(functools.partial(_is_of_samples, capture.sizes.tokens, positions), capture.nodes)):
         return None
     for n in capture.nodes:
         data = n.all_input_nodes[0] if n.op == "call_function" and n.all_input_nodes else None
@@ -75,11 +91,20 @@ def _mixing(capture: Capture, positions: int) -> fx.Node | None:
         if (
             (name in _PRODUCTS and shape[-1] == positions)
             or (name == "convolution" and positions in shape[2:] and max(n.args[1].meta["val"].shape[2:]) > 1)  # type: ignore
-            or (name in _ATTENTION and shape[-2] == positions)
+            or ("scaled_dot_product" in name and shape[-2] == positions)
             or (name in _RECURRENCES and positions in shape[:2])
         ):
             return n
     return None
 
 
-__all__ = ["MIXING", "explain"]
+def _is_of_samples(tokens: int, positions: int, node: fx.Node) -> bool:
+    """Whether integers have one entry, or a few, for each sample."""
+    val: Any = node.meta.get("val")
+    if not isinstance(val, torch.Tensor) or val.is_floating_point() or val.dtype == torch.bool:
+        return False
+    is_of_samples = val.dim() in (1, 2) and val.shape[0] * positions == tokens
+    return is_of_samples and is_routed(node) and tuple(val.shape[1:]) != (positions,)
+
+
+__all__ = ["MIXING", "explain", "explain_limit"]

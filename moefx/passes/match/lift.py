@@ -49,6 +49,7 @@ from .worth import NotTwice, Sums, repeated
 Late = Literal["", "write", "any"]
 UNEXPLAINED = "no integer tensor with one entry per token and slot explains which experts were used"
 SINGLE_ELEMENTS = "the experts move or pick single elements of a row"
+NOT_TOGETHER = "the experts' results do not come together in one tensor"
 _MOST_CUTS = 12
 _MOST_SETS = 2  # of parameters that may be the experts'
 _JOINS = {"cat", "stack"}  # of experts' results, say
@@ -117,7 +118,7 @@ class Lifter:
                     remedy="torch.nn.utils.parametrize does it without; prune.remove makes it final",
                 )
             raise Refused(
-                "the experts' results do not come together in one tensor",
+                NOT_TOGETHER,
                 culprits=tuple(sorted(self.experts)[:3]),
                 source=self._source_of_experts(),
                 remedy="the routed sum must be one tensor before it is used further; of several gates over the same "
