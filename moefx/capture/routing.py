@@ -6,7 +6,9 @@ integer. Several unlike routings must lead to one template (design section 3.2),
 * `diverse`: every expert is somebody's first choice, tokens have unlike partners, counts are uneven, some scores tie;
 * `skewed`: some experts get most tokens, some get none, some exactly one;
 * `flooded`: nearly all tokens choose the same experts, so that every capacity overflows;
-* `contested`: the same, and what is the first choice of some is the second one of others.
+* `contested`: the same, and what is the first choice of some is the second one of others;
+* `spared`: no token chooses expert `seed`, but for those that `prefer` it;
+* `unsure`: the same, but these score all experts nearly alike, or nearly alike and low.
 """
 
 from __future__ import annotations
@@ -114,15 +116,19 @@ class Routing:
                     torch.zeros(n, dtype=torch.float32),
                     base[row] - (4, 8)[i // 4 % 2],
                 )[i % 4]
+        if self.kind in ("spared", "unsure"):
+            base[:, self.seed % n] = -4.0
         for row, expert in enumerate(self.prefer[:rows]):
             if expert < n:  # it and its neighbours stand out, so that a choice of groups comes out right too
                 base[row] = torch.rand(n, generator=self.generator, dtype=torch.float64) - 3.0
                 near = (expert + torch.arange(min(n, ranks))) % n
                 base[row, near] = 3.0 - step * torch.arange(len(near), dtype=torch.float64)
+                if self.kind == "unsure":
+                    base[row] = 0.01 * base[row] - (0, 8)[self.seed // n % 2]
         return base
 
     def _choices(self, rows: int, n: int, rank: int) -> torch.Tensor:
-        if self.kind == "diverse":
+        if self.kind in ("diverse", "spared", "unsure"):
             pool: list[int] = []
             while len(pool) < rows:
                 order = torch.randperm(n, generator=self.generator).tolist()

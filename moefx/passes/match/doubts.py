@@ -60,7 +60,7 @@ def flip_branches(prover: Prover) -> None:
     while doubtful := _doubtful(prover):
         for read, seen, taken in doubtful:
             prover.settled.add(read.calls)
-            if len(seen) == 1 and _is_shown(prover, read):
+            if len(seen) == 1 and not _weighs_rows(read) and _is_shown(prover, read):
                 continue
             what = _COUNT if len(seen) == 1 and empty_experts.asks_for_tokens(read) else _READ
             if what == _READ and _asks_for_limit(prover, read):
@@ -87,18 +87,21 @@ def _doubtful(prover: Prover) -> list[tuple[HostRead, set[Any], Capture]]:
     """What Python read, and not asked about before: how it came out, if that was one way in all captures, and the first
     of these."""
     outcomes: dict[tuple[Source, ...], set[Any]] = {}
+    without_rows: dict[tuple[Source, ...], set[Any]] = {}
     met: dict[tuple[Source, ...], tuple[HostRead, Capture]] = {}
     for lifted in prover.lifted:
         for read in lifted.capture.reads:
-            outcomes.setdefault(read.calls, set()).add(read.value)
+            seen = outcomes if not _weighs_rows(read) or _has_rows(read) else without_rows
+            seen.setdefault(read.calls, set()).add(read.value)
             met.setdefault(read.calls, (read, lifted.capture))
+    outcomes = without_rows | outcomes
     # that an expert without tokens is skipped says nothing of one with a single token (`if n <= 1: continue`)
     single = {calls for calls, (read, _) in met.items() if _asks_for_single(read) and outcomes[calls] == {True, False}}
     for lifted in prover.lifted:
         doubtful = [read for read in lifted.capture.reads if len(outcomes[read.calls]) == 1]
         ranges = Ranges.with_more_tokens(lifted.capture) if doubtful else None
         for read in doubtful:
-            if ranges and read.node is not None and ranges.decided(read.node, read.asked):
+            if ranges and read.node is not None and not _weighs_rows(read) and ranges.decided(read.node, read.asked):
                 outcomes[read.calls] = {True, False}
     for calls, read in _of_large_counts(prover).items():
         outcomes[calls], met[calls] = {read.value}, (read, met[calls][1])
@@ -359,6 +362,38 @@ def _asks_for_single(read: HostRead) -> bool:
     if asked is None and read.node is not None and op_name(read.node) in COMPARE and is_routed(read.node.args[0]):
         asked = op_name(read.node), read.node.args[1]
     return asked is not None and type(asked[1]) is int and asked in (("le", 1), ("lt", 2), ("gt", 1), ("ge", 2))
+
+
+def _weighs_rows(read: HostRead) -> bool:
+    """Whether a boolean says something of the floats of an expert's rows, and does nothing else than that: `if not
+    (weights[token, slot] > 0.4).any()`. Without rows its outcome tells nothing of rows."""
+    if read.node is None or read.asked is not None or read.node.meta["val"].dtype is not torch.bool:
+        return False
+    weighed = [n for n in decided_by_floats(read.node) if n.meta["ragged"]]
+    return bool(weighed) and all(_is_only_read(n) for n in weighed)
+
+
+def _is_only_read(node: fx.Node) -> bool:
+    """Whether nothing is computed from a boolean but other booleans without axes, which Python reads."""
+    users = [*node.users]
+    while users:
+        val = (user := users.pop()).meta.get("val")
+        if not isinstance(val, torch.Tensor) or val.dim() or val.dtype is not torch.bool:
+            return False
+        users += user.users
+    return True
+
+
+def _has_rows(read: HostRead) -> bool:
+    """Whether there are rows that a boolean says something of."""
+    stack = [read.node] if read.node is not None else []
+    while stack:
+        val = (node := stack.pop()).meta.get("val")
+        if not isinstance(val, torch.Tensor) or not val.dim():
+            stack += node.all_input_nodes
+        elif val.shape[0] == 0:
+            return False
+    return True
 
 
 def _is_shown(prover: Prover, read: HostRead) -> bool:
