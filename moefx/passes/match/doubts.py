@@ -366,11 +366,14 @@ def _asks_for_single(read: HostRead) -> bool:
 
 def _weighs_rows(read: HostRead) -> bool:
     """Whether a boolean says something of the floats of an expert's rows, and does nothing else than that: `if not
-    (weights[token, slot] > 0.4).any()`. Without rows its outcome tells nothing of rows."""
+    (weights[token, slot] > 0.4).any()`. Without rows its outcome tells nothing of rows. `weights.sum() == 0` only asks
+    for rows."""
     if read.node is None or read.asked is not None or read.node.meta["val"].dtype is not torch.bool:
         return False
     weighed = [n for n in decided_by_floats(read.node) if n.meta["ragged"]]
-    return bool(weighed) and all(_is_only_read(n) for n in weighed)
+    if all(op_name(n) in ("eq", "ne") and n.args[1] == 0 for n in weighed):
+        return False
+    return all(_is_only_read(n) for n in weighed)
 
 
 def _is_only_read(node: fx.Node) -> bool:

@@ -43,6 +43,11 @@ def any_tokens(block, out, expert, x, w, ids, e):
     return _add(out, expert, x, w, *torch.where(ids == e))
 
 
+def no_weight(block, out, expert, x, w, ids, e):
+    t, k = torch.where(ids == e)
+    return out if w[t, k].sum() == 0 else _add(out, expert, x, w, t, k)
+
+
 def int_of_count(block, out, expert, x, w, ids, e):
     mask = ids == e
     if int(mask.sum()) <= 1:
@@ -123,8 +128,8 @@ def test_few_tokens_of_an_expert_are_right_or_refused(run, num_experts, top_k):
         torch.testing.assert_close(compiled(x), model(x))
 
 
-@pytest.mark.parametrize(("num_experts", "top_k"), [(2, 1), (3, 2)])
-def test_a_loop_that_counts_nothing_is_rewritten(num_experts, top_k):
-    model = Skips(num_experts, top_k, any_tokens).double()
+@pytest.mark.parametrize(("run", "num_experts", "top_k"), [(any_tokens, 2, 1), (any_tokens, 3, 2), (no_weight, 4, 2)])
+def test_what_depends_on_no_count_is_rewritten(run, num_experts, top_k):
+    model = Skips(num_experts, top_k, run).double()
     compiled = moefx.compile(model, example_inputs=(_inputs(9, None),), plan=moefx.Plan(validation="symbolic"))
     assert len(moefx.blocks(compiled)) == 1
