@@ -152,3 +152,19 @@ def test_complex_numbers_are_not_followed():
 
     with pytest.raises(moefx.errors.NoMoEBlockFound, match="view_as_real"):
         moefx.compile(Loop(type("Op", (Does,), {"op": staticmethod(turned)})), example_inputs=(torch.randn(T, D),))
+
+
+class WithoutTheSmallest(Loop):
+    """The smallest weights of a batch do not count."""
+
+    def forward(self, x):
+        w, ids = self.route(x)
+        return self.mixed(x, w * (w >= w.detach().flatten().quantile(0.1)), ids)
+
+
+def test_a_quantile_of_the_weights():
+    model = WithoutTheSmallest(Mlp).double()
+    compiled = moefx.compile(copy.deepcopy(model), example_inputs=(torch.randn(9, D, dtype=torch.float64),))
+    for tokens in (1, 9, 60):
+        x = torch.randn(tokens, D, dtype=torch.float64)
+        torch.testing.assert_close(compiled(x), model(x))

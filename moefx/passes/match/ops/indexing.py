@@ -48,7 +48,8 @@ def _embedding(
 
 @rule("gather")
 def _gather(S: Reader, n: fx.Node, a: Term, dim: int, _: Any, **kw: Any) -> Term:
-    return gather(S.T, a, dim, S.numbers(n.args[2]))
+    out = gather(S.T, a, dim, S.numbers(n.args[2]))
+    return out if n.meta["val"].dim() else S.T.reshape(out, ())  # one number, as `quantile` takes it
 
 
 @rule("take")
