@@ -403,6 +403,12 @@ class KeptGraph:
             )
         if type(first) is float and (made := self.sizes.real(list(values), spot)) is not None:
             return made
+        if isinstance(first, torch.Tensor):
+            raise Refused(
+                f"a tensor of {list(first.shape)} comes from another call, or a submodule that was not looked into",
+                source=where,
+                remedy="return what this call computes, and leave a cache to the submodule that is given it",
+            )
         if any(v is not first and v != first for v in values):
             raise Refused(
                 f"a constant depends on the routing: {first!r} and {next(v for v in values if v != first)!r}",

@@ -607,3 +607,14 @@ def _reads(read, write, **kwargs):
 def test_refuses_what_only_the_cache_knows(make, reason):
     with pytest.raises(moefx.NoMoEBlockFound, match=f"(?s){reason}"):
         moefx.compile(make(), example_inputs=(hidden(), Cache()))
+
+
+class CopiesCache(Layer):
+    def forward(self, x, cache):
+        own = copy.copy(cache)
+        return super().forward(x, own), own
+
+
+def test_refuses_tensors_of_a_copied_cache():
+    with pytest.raises(moefx.NoMoEBlockFound, match=r"a tensor of .* comes from another call, or a submodule"):
+        moefx.compile(CopiesCache(), example_inputs=(hidden(), DictCache()))
