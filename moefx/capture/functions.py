@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
@@ -78,8 +77,9 @@ class Functions(TorchFunctionMode):
         several = [n for n in (*own, *known) if isinstance(n, Number)]
         if not any(isinstance(n, Size) for n in own) or any(not isinstance(n.expr, str) for n in several):
             return
-        tokens = functools.reduce(operator.mul, [n for n in own if isinstance(n, Size)])
-        step, width = functools.reduce(operator.mul, known, 1), math.prod(n for n in own if type(n) is int)
+        tokens: Any = functools.reduce(lambda a, b: a * b, [n for n in own if isinstance(n, Size)])
+        step: Any = math.prod(known)
+        width = math.prod(n for n in own if type(n) is int)
         if len(known) == len(shape):
             left, right, is_met = f"{tokens.expr}*{width}", _text(step), tokens.value * width == _plain(step)
         elif type(step) is int:

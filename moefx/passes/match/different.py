@@ -7,7 +7,8 @@ places come out as one expert.
 
 # fx types an argument as anything that a program can hold: the code knows better.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-# pyright: reportCallIssue=false
+# pyright: reportCallIssue=false, reportOptionalMemberAccess=false, reportOptionalSubscript=false
+# pyright: reportOptionalIterable=false, reportReturnType=false, reportOperatorIssue=false
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def _of_large_counts(prover: Prover) -> dict[tuple[Source, ...], HostRead]:
         ranges = Ranges.with_more_tokens(lifted.capture)
         met: dict[tuple[Source, ...], HostRead | None] = {}
         for read in lifted.capture.reads:
-            op, number = read.asked or ("", None)
+            op, number = read.asked or ("", math.nan)
             if type(number) not in (int, float) or is_empty_test(op, number) or not _is_unbounded(ranges, read):
                 continue
             if op in ("eq", "ne"):
