@@ -25,6 +25,7 @@ _FEW = 8
 # the first three captures, where it would look like a number of the program's.
 _OUTER = ((3, 7, 13), (2, 6, 10), (5, 9, 11), (4, 8, 12))
 _INNER = ((2, 5, 8, 11), (3, 7, 10, 13), (4, 6, 9, 14), (3, 5, 7, 9))
+_REMAINDERS = {0: (3,), 1: (1,)}  # by 4, of the last of three or more
 _CANDIDATES = 6  # sizes of the last token dim that are compared
 TWICE_THE_TOKENS = 60  # up to eight times as many cost less than a size next to a number of the model
 _USUAL = 29  # tokens of a capture: one that asks for fewer may have as many
@@ -309,10 +310,11 @@ class Arguments:
         if not self.dims:
             return
         inner = _INNER[variant % len(_INNER)]
+        remainders = _REMAINDERS.get(variant, (1, 3)) if len(self.dims) > 2 else (1, 3)
         lead = [_OUTER[variant % len(_OUTER)], *[inner] * (len(self.dims) - 2)][: len(self.dims) - 1]
         for outer in itertools.product(*lead):
             rest = max(2, -(-tokens // math.prod(outer))) if outer else tokens + 2 * variant
-            for n in itertools.islice(_unround(rest, 1 + 2 * (variant % 2)), _CANDIDATES):
+            for n in itertools.islice(_unround(rest, remainders), _CANDIDATES):
                 yield dict(zip(self.dims, [*outer, n], strict=True))
 
     def choose_sequences(self) -> dict[str, int]:
@@ -354,7 +356,7 @@ def _size(name: str, sizes: Mapping[str, int]) -> int:
     return math.prod(int(part) if part.isdigit() else sizes[part] for part in name.split("*"))
 
 
-def _unround(least: int, remainder: int) -> Iterator[int]:
-    """Odd numbers from `least` on that are no multiples of 3 or 5. With the remainder 1 by 4 for one capture and 3 for
-    another these have no size in common."""
-    return (n for n in itertools.count(least | 1, 2) if n % 4 == remainder and (n <= 5 or (n % 3 and n % 5)))
+def _unround(least: int, remainders: Collection[int]) -> Iterator[int]:
+    """Odd numbers from `least` on with one of these remainders by 4 that are no multiples of 3 or 5."""
+    odd = (n for n in itertools.count(least | 1, 2) if n % 4 in remainders)
+    return (n for n in odd if n <= 5 or (n % 3 and n % 5))

@@ -58,11 +58,16 @@ class _Way(NamedTuple):
         return self.values[min(place, len(self.values) - 1)]
 
 
-def are_different(lifted: Lifted, experts: set[int], others: Sequence[Lifted] = ()) -> bool:
-    """Whether no two slots of a token can be the same one of these experts. `others`: captures at other sizes."""
+def are_different(lifted: Lifted, experts: set[int], others: Sequence[Lifted] = (), follows_masks: bool = True) -> bool:
+    """Whether no two slots of a token can be the same one of these experts.
+
+    Args:
+        others: captures at other sizes.
+        follows_masks: also that a choice cannot be one that was masked before it.
+    """
     if lifted.slots < 2 or "m" in lifted.index.axes:
         return True
-    places = _Places(lifted.capture, [other.capture for other in others])
+    places = _Places(lifted.capture, [other.capture for other in others], follows_masks)
     slots: list[list[_Way]] = []
     for ref in lifted.index.columns or (lifted.index,):
         ways = places.ways(ref.node)
@@ -88,7 +93,8 @@ def as_slots(x: torch.Tensor, tokens: tuple[int, ...], axes: tuple[str, ...]) ->
 class _Places:
     """Args: others: where sizes became plain numbers, captures at other sizes say which numbers are none of these."""
 
-    def __init__(self, capture: Capture, others: Sequence[Capture]):
+    def __init__(self, capture: Capture, others: Sequence[Capture], follows_masks: bool = True):
+        self._follows_masks = follows_masks
         self._tokens = token_sizes(capture)  # what counts these is known of no other number
         self._fixed: dict[Any, Any] | None = None
         if capture.sizes.leaks or capture.sizes.routed:
@@ -197,7 +203,7 @@ class _Places:
         if size in self._tokens:
             return None
         found = self._new(axis, torch.arange(size).view(-1, *[1] * len(shape)).expand(size, *shape))
-        if among is not None:
+        if among is not None and self._follows_masks:
             self._join_earlier(found, by.args[0], among)
         return found
 

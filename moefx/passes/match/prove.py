@@ -196,14 +196,15 @@ class Prover:
         return self.lift_as(taken, with_all_experts(self.lifted) if self.lifted else None)
 
     def _lifted_first(self, taken: Capture) -> Lifted:
-        """Where two choices of a token may be one expert, with weights read off what has one for each choice, if there
-        is such: a gate for each expert is there once then."""
+        """Where a token chooses several times, with weights read off what has one for each choice, if there is such: a
+        gate for each expert is there once where two choices are one expert."""
         lifted, refusal = None, None
         try:
             lifted = self.lift_as(taken, None)
         except NotTwice as why:
             refusal = why
-        if lifted is not None and are_different(lifted, {e for g in lifted.groups for e in g.ids}):
+        experts = {e for g in lifted.groups for e in g.ids} if lifted is not None else set[int]()
+        if lifted is not None and are_different(lifted, experts, follows_masks=False):
             return lifted
         self.by_slots = True
         try:
