@@ -25,7 +25,7 @@ _FEW = 8
 # the first three captures, where it would look like a number of the program's.
 _OUTER = ((3, 7, 13), (2, 6, 10), (5, 9, 11), (4, 8, 12))
 _INNER = ((2, 5, 8, 11), (3, 7, 10, 13), (4, 6, 9, 14), (3, 5, 7, 9))
-_REMAINDERS = {0: (3,), 1: (1,)}  # by 4, of the last of three or more
+_REMAINDERS = {0: 2, 1: 1}  # by 3, of the last of several token dims in the first two captures
 _CANDIDATES = 6  # sizes of the last token dim that are compared
 TWICE_THE_TOKENS = 60  # up to eight times as many cost less than a size next to a number of the model
 _USUAL = 29  # tokens of a capture: one that asks for fewer may have as many
@@ -310,11 +310,11 @@ class Arguments:
         if not self.dims:
             return
         inner = _INNER[variant % len(_INNER)]
-        remainders = _REMAINDERS.get(variant, (1, 3)) if len(self.dims) > 2 else (1, 3)
+        remainder = _REMAINDERS.get(variant) if len(self.dims) > 1 else None
         lead = [_OUTER[variant % len(_OUTER)], *[inner] * (len(self.dims) - 2)][: len(self.dims) - 1]
         for outer in itertools.product(*lead):
             rest = max(2, -(-tokens // math.prod(outer))) if outer else tokens + 2 * variant
-            for n in itertools.islice(_unround(rest, remainders), _CANDIDATES):
+            for n in itertools.islice(_unround(rest, remainder), _CANDIDATES):
                 yield dict(zip(self.dims, [*outer, n], strict=True))
 
     def choose_sequences(self) -> dict[str, int]:
@@ -356,7 +356,7 @@ def _size(name: str, sizes: Mapping[str, int]) -> int:
     return math.prod(int(part) if part.isdigit() else sizes[part] for part in name.split("*"))
 
 
-def _unround(least: int, remainders: Collection[int]) -> Iterator[int]:
-    """Odd numbers from `least` on with one of these remainders by 4 that are no multiples of 3 or 5."""
-    odd = (n for n in itertools.count(least | 1, 2) if n % 4 in remainders)
-    return (n for n in odd if n <= 5 or (n % 3 and n % 5))
+def _unround(least: int, remainder: int | None) -> Iterator[int]:
+    """Odd numbers from `least` on that are 3, 5 or no multiples of these; those with this remainder by 3."""
+    unround = (n for n in itertools.count(least | 1, 2) if n in (3, 5) or (n % 3 and n % 5))
+    return (n for n in unround if remainder in (None, n % 3))

@@ -142,13 +142,14 @@ class TestModelNumbers:
         for variant in range(4):
             assert numbers.cost(arguments.choose(29, variant)) < EXACT
 
-    @pytest.mark.parametrize("num_experts", [3, 9, 32, 128])
-    def test_no_axis_has_one_size_in_the_first_three_captures(self, num_experts):
+    @pytest.mark.parametrize("axes", [1, 2, 3])
+    @pytest.mark.parametrize("num_experts", [3, 5, 9, 32, 128])
+    def test_no_axis_has_one_size_in_the_first_three_captures(self, num_experts, axes):
         """It would look like a number of the program's."""
         numbers = ModelNumbers.of(Stacked(num_experts, 3, 36, 113))
-        arguments = Arguments((torch.randn(2, 5, 39, 36),), {}, numbers=numbers)
+        arguments = Arguments((torch.randn(*(2, 5, 39)[:axes], 36),), {}, numbers=numbers)
         chosen = [arguments.choose(tokens, variant) for variant, tokens in enumerate((32, 25, 13))]
-        assert all(len({sizes[dim] for sizes in chosen}) > 1 for dim in "BSP"), chosen
+        assert all(len({sizes[dim] for sizes in chosen}) > 1 for dim in arguments.dims), chosen
 
 
 class Conditioned(nn.Module):

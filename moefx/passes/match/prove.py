@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -366,14 +366,24 @@ class Prover:
             full = [i for i, lifted in enumerate(self.lifted) if all(g.ids for g in lifted.groups)]
             if any(self.lifted[i].missed for i in full):
                 full = [i for i in full if self.lifted[i].missed]
-            # of one size all would look like constants
-            distinct = {tuple(self.sizes[i].values()) for i in full}
-            if len(full) >= 3 and len(distinct) >= min(3, len({tuple(s.values()) for s in self.sizes})):
+            if len(full) >= 3 and self._vary(full):
                 return [self.lifted[i] for i in full], [self.sizes[i] for i in full]
             sizes = self.choose(max(21, self.hint // 4), seed)
             self.add(self.lift(Routing(("diverse", "flooded")[seed % 2], seed), sizes), sizes)
             self.agree(self.lifted[-1])
         raise Refused("no routing was found under which all kinds of experts are used")
+
+    def _vary(self, captures: list[int]) -> bool:
+        """Whether these differ in their sizes, and in each axis in which any do: a number that depends on one that they
+        have in common would look like a constant."""
+
+        def count(axes: tuple[str, ...], among: Iterable[int]) -> int:
+            return len({tuple(self.sizes[i][dim] for dim in axes) for i in among})
+
+        every, dims = range(len(self.sizes)), self.arguments.dims
+        return count(dims, captures) >= min(3, count(dims, every)) and all(
+            count((dim,), captures) >= min(2, count((dim,), every)) for dim in dims
+        )
 
     def _merged(self) -> list[Expert]:
         """Groups with complete tables."""
