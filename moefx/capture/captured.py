@@ -276,3 +276,9 @@ class Capture:
 
     def shadow(self, node: fx.Node) -> torch.Tensor:
         return self.tracer.shadow(node)
+
+    def once(self, name: Any, compute: Callable[[], Any]) -> Any:
+        """Compute something about this capture the first time that it is asked for under this name."""
+        if name not in self.remembered:
+            self.remembered[name] = compute()
+        return self.remembered[name]

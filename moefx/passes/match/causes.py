@@ -11,14 +11,13 @@ from torch import fx
 from ...capture.captured import Capture
 from ...capture.counts import is_empty_test
 from ...errors import Refused
-from .nodes import is_routed, op_name
+from .nodes import ORDERED, asked_number, is_routed, op_name
 
 MIXING = (
     "each sample chooses experts for all of its positions, and the experts compute with several positions at once: "
     "only experts that treat positions one by one are followed"
 )
 _RANDOM_ORDERS = {"randperm", "randint", "multinomial"}
-_ORDERED = {"lt", "le", "gt", "ge"}
 _PRODUCTS = {"addmm", "bmm", "linear", "matmul", "mm"}
 _RECURRENCES = {"gru", "lstm", "rnn_relu", "rnn_tanh"}
 
@@ -50,10 +49,8 @@ def explain(capture: Capture, positions: int | None) -> Refused | None:
 def explain_limit(capture: Capture) -> Refused | None:
     """A refusal that names the comparison of a count that decides whether an expert runs, if there is one."""
     for read in capture.reads:
-        op, number = read.asked or ("", None)
-        if read.node is not None and not op and op_name(read.node) in _ORDERED and is_routed(read.node):
-            op, number = op_name(read.node), read.node.args[1]
-        if op in _ORDERED and type(number) in (int, float) and not is_empty_test(op, number):
+        op, number = asked_number(read)
+        if op in ORDERED and type(number) in (int, float) and not is_empty_test(op, number):
             return Refused(
                 f"the number of tokens that chose an expert decides whether it runs: {read.source.text}",
                 source=str(read.source),

@@ -27,6 +27,7 @@ from .chosen import aligned
 from .form import Lifted
 from .nodes import SELECTIONS, arg, is_random, numbers, op_name, place_axis
 from .ranges import token_sizes
+from .term import MASKED
 
 MOVES = {
     "_unsafe_view", "cat", "constant_pad_nd", "expand", "flatten", "flip", "permute", "repeat", "reshape", "roll",
@@ -41,7 +42,6 @@ _SHAPED = {
     "view": 2, "zeros": 1,
 }  # fmt: skip
 _MOST_WAYS = 8
-_MASKED = -1e8  # scores below count as masked
 _MOVED_ON = {"_to_copy", "alias", "clone", "detach"}
 _SOFTMAX = {"_log_softmax", "_softmax", "log_softmax", "softmax"}
 _NOT_LOW = {"_softmax", "exp", "relu", "sigmoid", "softmax", "softplus", "tanh"}
@@ -391,7 +391,7 @@ def _is_low(value: Any) -> bool:
     elif isinstance(value, fx.Node) and value.op == "get_attr" and value.meta["literal"]:
         original = value.meta.get("shadow", value.meta.get("original"))
         value = float(original) if isinstance(original, torch.Tensor) and original.numel() == 1 else 0
-    return type(value) in (int, float) and value <= _MASKED
+    return type(value) in (int, float) and value <= MASKED
 
 
 def _spread_out(index: _Way | None, axis: int, shape: torch.Size) -> _Way | None:

@@ -23,7 +23,7 @@ from .chosen import aligned
 from .doubts import ASK_ROWS
 from .form import Body, Lifted, Ref, walk
 from .matched import DropRule, Match
-from .nodes import is_routed, numbers, op_name
+from .nodes import asked_number, numbers, op_name
 from .semantics import Semantics
 from .shapes import unravel
 from .term import Term, is_const
@@ -192,9 +192,7 @@ def _left_out(several: Sequence[Lifted]) -> Refused | None:
     are_few = max(left_out) < min(run)
     lowest, highest = (max(left_out), min(run)) if are_few else (max(run), min(left_out))
     for read in (read for lifted in several for read in lifted.capture.reads):
-        op, number = read.asked or ("", None)
-        if not op and read.node is not None and op_name(read.node) in COMPARISONS and is_routed(read.node):
-            number = read.node.args[1]
+        _, number = asked_number(read)
         if type(number) in (int, float) and lowest <= number <= highest:
             which = "fewer tokens than a limit" if are_few else "more tokens than a limit"
             return Refused(

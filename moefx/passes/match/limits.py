@@ -15,11 +15,9 @@ from torch import fx
 
 from ...capture.captured import Capture
 from ...capture.source import Source
-from .nodes import is_known, is_routed, op_name, remembered
+from .nodes import ORDERED, TWO_SIDED, is_known, is_routed, op_name, remembered
 from .ranges import NARROW, UNBOUNDED, Ranges
 
-_ORDERED = ("lt", "le", "gt", "ge")
-_COMPARISONS = {*_ORDERED, "eq", "ne"}
 _EXACT = {torch.bfloat16: 1 << 8, torch.float16: 1 << 11}  # up to which all integers are there
 UNKNOWN = 0  # the limit of what is no plain count: at which number of tokens it is reached cannot be told
 _PASSED_ON = {"_to_copy", "clone", "detach", "view", "reshape", "expand", "permute", "unsqueeze", "squeeze", "select"}
@@ -39,10 +37,7 @@ def limits(capture: Capture, lengths: Set[tuple[Source, ...]] = frozenset()) -> 
     Args:
         lengths: calls in which Python compares how many rows an expert has, and which are looked at too.
     """
-    asked = ("limits", frozenset(lengths))
-    if asked not in capture.remembered:
-        capture.remembered[asked] = _limits(capture, lengths)
-    return capture.remembered[asked]
+    return capture.once(("limits", frozenset(lengths)), lambda: _limits(capture, lengths))
 
 
 def _limits(capture: Capture, lengths: Set[tuple[Source, ...]]) -> dict[Place, int | None]:
@@ -53,14 +48,14 @@ def _limits(capture: Capture, lengths: Set[tuple[Source, ...]]) -> dict[Place, i
 
     for read in capture.reads:
         op, limit = read.asked or ("", None)
-        if read.calls in lengths and op in _ORDERED and type(limit) is int and limit > 1:
+        if read.calls in lengths and op in ORDERED and type(limit) is int and limit > 1:
             note((read.source, "length"), limit, bool(read.value) is (op in ("gt", "ge")))
     ranges: Ranges | None = None
     for n in capture.nodes:
         if n.op != "call_function":
             continue
         name, is_narrow = op_name(n), _is_narrow(n)
-        is_compared = name in _COMPARISONS and is_known(n)
+        is_compared = name in TWO_SIDED and is_known(n)
         if not (is_narrow or is_compared or name == "slice"):
             continue
         place = (n.meta["source"], str(n.target))
@@ -121,7 +116,7 @@ def _compared(capture: Capture, n: fx.Node, name: str) -> Iterator[tuple[fx.Node
         sizes = capture.sizes.expressions
         if not (is_routed(rows) or _is_made_of_rows(rows)) and (most + 1 not in sizes or limit in sizes):
             continue
-        if name in _ORDERED:
+        if name in ORDERED:
             has_both = len(capture.shadow(n).unique()) > 1
             yield rows, limit, has_both or most > limit, has_both
         elif not isinstance(other, fx.Node) or n.meta["val"].shape[-1:] == (limit,):  # `one_hot(rank, capacity)`

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...capture.captured import SHAPE_ONLY, Capture, remembered
+from ...capture.captured import SHAPE_ONLY, Capture, HostRead, remembered
 from ...capture.skipped_calls import UnknownResult
 
 
@@ -119,6 +119,18 @@ def _numbers(tree: Any, path: tuple = ()) -> Iterator[tuple[tuple, int | float]]
     elif isinstance(tree, dict):
         for key, item in tree.items():
             yield from _numbers(item, (*path, key))
+
+
+ORDERED = {"lt", "le", "gt", "ge"}
+TWO_SIDED = {*ORDERED, "eq", "ne"}
+
+
+def asked_number(read: HostRead) -> tuple[str, Any]:
+    """Which comparison Python reads, and with what (`("lt", 8)`), whether it compares a number itself or an op does;
+    `("", None)` if it is none."""
+    if read.asked is None and read.node is not None and op_name(read.node) in TWO_SIDED and is_routed(read.node):
+        return op_name(read.node), read.node.args[1]
+    return read.asked or ("", None)
 
 
 def is_random(node: fx.Node) -> bool:

@@ -10,11 +10,10 @@ import torch
 from .paths import has_place
 from .resolve import shift, weight
 from .shapes import reshape_group, unravel
-from .term import Term, is_const, number
+from .term import MASKED, Term, is_const, number
 from .terms import Terms, Write, without_row
 
 _LABELS = string.ascii_letters
-_MASKED = -1e8
 
 
 def pick(T: Terms, t: Term, axis: int, i: int) -> Term:
@@ -235,4 +234,4 @@ def _pick_row(T: Terms, t: Term, axis: int, i: int) -> Term:
 def _is_masked(T: Terms, scores: Term, axis: int, i: int) -> bool:
     """Whether a score is -inf, or so low (-1e9, `finfo.min`) that its softmax beside any other score rounds to 0."""
     score = T.resolve(T.pick(scores, axis, i))
-    return is_const(score) and number(score) <= _MASKED
+    return is_const(score) and number(score) <= MASKED

@@ -84,9 +84,7 @@ class Ranges:
     @classmethod
     def with_more_tokens(cls, capture: Capture) -> Ranges:
         """However many tokens there are. Computed once for a capture."""
-        if "ranges" not in capture.remembered:
-            capture.remembered["ranges"] = cls(capture.nodes, sizes=token_sizes(capture))
-        return capture.remembered["ranges"]
+        return capture.once("ranges", lambda: cls(capture.nodes, sizes=token_sizes(capture)))
 
     def of(self, node: fx.Node) -> Range | None:
         return self._known.get(node)

@@ -378,10 +378,8 @@ def feeding(reach: Reach, cut: fx.Node, routed: set[fx.Node], like: Lifted | Non
     seen = made_of(cut)
     rows = [_rows_of_lines(seen, cut)]
     if like is not None:
-        known, key = like.capture.remembered, ("rows of lines", like.cut)
-        if key not in known:
-            known[key] = _rows_of_lines(like.capture.nodes, like.cut)
-        rows.append(known[key])
+        nodes, sum_ = like.capture.nodes, like.cut
+        rows.append(like.capture.once(("rows of lines", sum_), lambda: _rows_of_lines(nodes, sum_)))
     loops = {at for at in set().union(*rows) if len(set().union(*[of.get(at, ()) for of in rows])) > 1}
     writes = {line(cut)} if not is_pointwise(cut.target) else set()
     return [

@@ -104,6 +104,9 @@ class TooLarge(Exception):
     """More elements were asked for than any mixture of experts needs."""
 
 
+MASKED = -1e8  # a score below counts as masked: its softmax beside any other score rounds to 0
+
+
 def is_const(t: Any, value: float | None = None) -> bool:
     return isinstance(t, Term) and t.op == "const" and (value is None or t.args[0] == value)
 
