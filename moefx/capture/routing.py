@@ -8,7 +8,8 @@ integer. Several unlike routings must lead to one template (design section 3.2),
 * `flooded`: nearly all tokens choose the same experts, so that every capacity overflows;
 * `contested`: the same, and what is the first choice of some is the second one of others;
 * `spared`: no token chooses expert `seed`, but for those that `prefer` it;
-* `unsure`: the same, but these score all experts nearly alike, or nearly alike and low.
+* `unsure`: the same, but these score all experts nearly alike, or nearly alike and low;
+* `tied`: as `flooded`, and most tokens are the same as the first of them: all their scores are equal.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ class Routing:
         val = node.meta["val"]
         original = node.meta.get("original")
         shape = tuple(val.shape)
+        if original is None and self.kind == "tied" and shape:
+            return _tied(self._invented(node, val, shape))
         if original is not None and self.is_wild:
             return self._wild(shape).to(val.dtype)
         if original is not None:
@@ -56,6 +59,9 @@ class Routing:
             ):
                 return self._moved(original.detach().to("cpu", copy=True), node.meta.get("fqn", ""))
             return (0.01 * torch.randn(shape, generator=self.generator, dtype=torch.float32)).to(val.dtype)
+        return self._invented(node, val, shape)
+
+    def _invented(self, node: fx.Node, val: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         if node.op == "call_function" and val.numel() and shape and 2 <= shape[-1] <= 4096:
             return self.scores(val.numel() // shape[-1], shape[-1]).view(shape).to(val.dtype)
         return torch.randn(shape, generator=self.generator, dtype=torch.float32).to(val.dtype)
@@ -177,6 +183,15 @@ class Routing:
         if turns:
             _put(turns, value, self.seed, generator)
         return value
+
+
+def _tied(value: torch.Tensor) -> torch.Tensor:
+    """Rows of which most are the first of these, the same ones in all that has so many rows."""
+    rows = value.flatten(0, -2) if value.dim() > 1 else value
+    same = torch.rand(len(rows), generator=torch.Generator().manual_seed(len(rows)), dtype=torch.float32) < 0.8
+    if bool(same.any()):
+        rows[same] = rows[same][0].clone()
+    return rows.view(value.shape)
 
 
 def takes(value: torch.Tensor, number: int) -> bool:

@@ -16,6 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...capture.captured import COMPARISONS, SPREAD
+from ...capture.routing import Routing
 from ...capture.source import Source
 from ...errors import Refused
 from ..capacity import Formula, find_formula
@@ -46,7 +47,15 @@ def explain_drops(match: Match) -> None:
         return
     match.drop = _rule(match, owned)
     if match.drop is None:
-        match.keep = _mask(match)
+        match.keep = _mask(match, owned)
+    elif match.drop.order == "weight" and (parted := _parts_ties(match, owned)) is not True:
+        rule, match.drop = match.drop, None
+        try:
+            match.keep = _mask(match, owned)
+        except Refused:
+            if parted is False:
+                raise
+            match.drop = rule
 
 
 # ---------------------------------------------------------------------- a rule
@@ -66,8 +75,45 @@ def _rule(match: Match, owned: set[int]) -> DropRule | None:
     return found[0] if len(found) == 1 or (found and match.slots == 1) else None
 
 
-def _ranks(lifted: Lifted, order: str, owned: set[int]) -> dict[Slot, int] | None:
-    """How many slots of the same expert are before each slot in the queue."""
+def _parts_ties(match: Match, owned: set[int]) -> bool | None:
+    """Whether of choices with equal weights an expert keeps as many as it has places for, as by `topk(n).indices`,
+    any of them; else it keeps them all, or none, as by `weights >= topk(n).values[-1]`. None if no order of weights
+    says who is kept, or none are equal where the last place goes."""
+    places = []
+    for lifted in match.lifted:
+        ranks = _ranks(lifted, "weight", owned)
+        if ranks is None or (found := _places(lifted, ranks)) is None:
+            return None
+        places.append(found)
+    for lifted, sizes, (fewest, most) in zip(match.lifted, match.sizes, places, strict=True):
+        if most is None or lifted.optional:
+            continue
+        tracer = lifted.capture.tracer
+        try:
+            tied = match.lift_at(Routing("tied", tracer.routing.seed), sizes, tracer.flips)
+        except Exception:  # the program's own too
+            continue
+        ranks = _ranks(tied, "weight", owned, is_tied=True)
+        if ranks is None or not _has_ties_at(tied, ranks, fewest, most):
+            continue
+        found = _places(tied, ranks)
+        return found is not None and found[0] <= most and (found[1] is None or found[1] >= fewest)
+    return None
+
+
+def _has_ties_at(lifted: Lifted, ranks: dict[Slot, int], fewest: int, most: int) -> bool:
+    """Whether the last place of an expert, which is one of these, goes to one of several choices of equal weight."""
+    weights = _weights(lifted)
+    assert weights is not None
+    groups: dict[tuple[int, float], list[int]] = defaultdict(list)
+    for slot, rank in ranks.items():
+        groups[int(lifted.ids[slot]), float(weights[slot])].append(rank)
+    return any(min(group) < fewest and max(group) >= most for group in groups.values())
+
+
+def _ranks(lifted: Lifted, order: str, owned: set[int], is_tied: bool = False) -> dict[Slot, int] | None:
+    """How many slots of the same expert are before each slot in the queue; if `is_tied`, of those with equal weights
+    the ones that are kept come first."""
     ids = lifted.ids.tolist()
     flat = [(t, k) for t, row in enumerate(ids) for k in range(len(row))]
     if order == "position_slot":
@@ -76,7 +122,7 @@ def _ranks(lifted: Lifted, order: str, owned: set[int]) -> dict[Slot, int] | Non
         weights = _weights(lifted)
         if weights is None:
             return None
-        flat.sort(key=lambda s: -float(weights[s]))
+        flat.sort(key=lambda s: (-float(weights[s]), is_tied and not bool(lifted.kept[s])))
     taken: dict[int, int] = defaultdict(int)
     ranks = {}
     for t, k in flat:
@@ -92,7 +138,8 @@ def _weights(lifted: Lifted) -> torch.Tensor | None:
     for group in lifted.groups:
         for i, ref in enumerate(group.values):
             wide = any(b.op == "value" and b.args[0] == i and math.prod(b.shape) > 1 for b in walk(group.body))
-            if not wide and not ref.columns and ref.axes[-1:] in (("k",), ("tk",)) and not {"e", "s"} & set(ref.axes):
+            each = ref.axes[-1:] in (("k",), ("tk",)) or (lifted.slots == 1 and set(ref.axes) == {"t"})
+            if not wide and not ref.columns and each and not {"e", "s"} & set(ref.axes):
                 return lifted.capture.shadow(ref.node).reshape(lifted.ids.shape)
     return None
 
@@ -142,7 +189,7 @@ def _fits(value: float | None, places: tuple[int, int | None]) -> bool:
 
 
 # ---------------------------------------------------------------------- the program's own mask
-def _mask(match: Match) -> list[Ref] | None:
+def _mask(match: Match, owned: set[int]) -> list[Ref] | None:
     """The nodes that say which slots count, one for each capture; None if the others have weights or rows of zero."""
     found = [_mask_candidates(lifted) for lifted in match.lifted]
     for ref in _undominated(found[0], match.lifted[0]):
@@ -172,6 +219,14 @@ def _mask(match: Match) -> list[Ref] | None:
         )
     if skipped := _left_out(match.lifted):
         raise skipped
+    if _parts_ties(match, owned) is False:
+        raise Refused(
+            "an expert keeps its largest weights down to a value, so that choices whose weights are equal are kept or "
+            "dropped together; a capacity is a number of places",
+            source=str(match.lifted[0].cut.meta["source"]),
+            remedy="keep so many by their indices, as in weights.argsort(descending=True, stable=True)[:places], or "
+            "multiply the routing weights of all choices, before the experts, by the mask that says which are kept",
+        )
     raise Refused(
         f"{SKIPPED}, by no rule that is known, and no mask in the program says which",
         source=str(match.lifted[0].cut.meta["source"]),

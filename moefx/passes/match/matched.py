@@ -89,6 +89,7 @@ class Match:
     extra_guards: list[SizeGuard]
     modes_read: set[str]
     capture_at: Callable[..., Capture]
+    lift_at: Callable[..., Lifted]
     drop: DropRule | None = None
     keep: list[Ref] | None = None
     within: tuple[SizeGuard, ...] = ()  # the way the program goes for the example, where it has two

@@ -323,6 +323,7 @@ class Prover:
             [g for g in dict.fromkeys(self.extra_guards) if g not in compared],
             modes,
             self.capture,
+            self.lift,
             within=self.within,
         )
 
