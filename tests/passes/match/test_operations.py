@@ -168,3 +168,15 @@ def test_a_quantile_of_the_weights():
     for tokens in (1, 9, 60):
         x = torch.randn(tokens, D, dtype=torch.float64)
         torch.testing.assert_close(compiled(x), model(x))
+
+
+class PaddedRows(Loop):
+    """Rows of zeros make each expert's rows a multiple of four: none where it has four, or no rows."""
+
+    def expert(self, e, x, w):
+        n = len(x)
+        return super().expert(e, F.pad(x, (0, 0, 0, -n % 4)), F.pad(w, (0, 0, 0, -n % 4)))[:n]
+
+
+def test_rows_that_are_padded_to_a_multiple():
+    compared(PaddedRows(Mlp, 1))

@@ -81,7 +81,7 @@ def _pad(S: Reader, n: fx.Node, a: Term, pad: list[int], value: float = 0) -> Te
         dim = len(a.shape) - 1 - k
         before, after = pad[2 * k : 2 * k + 2]
         pieces = [S.T.const(value, (*a.shape[:dim], m, *a.shape[dim + 1 :])) for m in (before, after)]
-        a = S.T.cat([p for p in (pieces[0], a, pieces[1]) if p.shape[dim]], dim)
+        a = S.T.cat([pieces[0], a, pieces[1]], dim)
     return a
 
 
