@@ -16,7 +16,7 @@ from .casts import NoCopies
 from .decisions import size
 from .policy import Pair, Row, Tolerance, judge, judge_all, tolerance
 from .routing import Align, CannotReplay, Record, Replay, RoutingRow, Scope, Tape
-from .sandbox import SECOND, Call, Casts, Inputs, Options, Parameters, Run, call_module, execute, leaves, sandbox
+from .sandbox import SECOND, Call, Casts, Inputs, Key, Options, Parameters, Run, call_module, execute, leaves, sandbox
 from .shares import Shares
 
 MAX_NOISE_RUNS = 8
@@ -305,6 +305,8 @@ class CallChain:
                 continue
             if self.subject.shares is not None and name.endswith(".requires_grad") and _is_empty(original, name):
                 continue  # of a rank without tokens, whose backward the others need
+            if name.endswith(".requires_grad") and _has_zeros_alone(original, compiled, key):
+                continue
             if key in original.values and original.values[key] is None and key not in compiled.values:
                 continue  # a graph does not have what it does not use
             if key not in original.values or key not in compiled.values:
@@ -339,6 +341,13 @@ def _both(
 def _is_empty(run: Run, name: str) -> bool:
     output = run.values.get(("output", name.removesuffix(".requires_grad")))
     return output is not None and not output.numel()
+
+
+def _has_zeros_alone(original: Run, compiled: Run, key: Key) -> bool:
+    """Whether an output has gradients in the compiled model alone, as where the original skips all experts because no
+    token chose any: the gradients themselves say whether they are zeros."""
+    ours, theirs = compiled.values.get(key), original.values.get(key)
+    return ours is not None and theirs is not None and bool(ours) and not bool(theirs)
 
 
 class _Moved:

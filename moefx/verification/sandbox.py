@@ -318,6 +318,8 @@ def _gradients(
         fits = name in known and known[name].shape == t.shape
         cotangents[name] = known[name] if fits else _cotangent(t, options.seed + i)
     values |= dict.fromkeys(targets)
+    if options.again:
+        values |= dict.fromkeys((kind, name + SECOND) for kind, name in targets)
     if heads and targets:
         weights = [cotangents[name].to(t) for name, t in heads.items()]
         differentiate = functools.partial(

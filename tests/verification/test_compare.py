@@ -228,6 +228,30 @@ def test_different_outputs_fail():
         check(compiled, original, tokens(2, 3))
 
 
+class Skipping(nn.Module):
+    """Nothing runs, as where no token chose any expert; or what runs has no way back."""
+
+    def __init__(self, way: str):
+        super().__init__()
+        self.way, self.up = way, nn.Linear(16, 16, bias=False)
+        nn.init.ones_(self.up.weight)
+
+    def forward(self, x):
+        if self.way == "skips":
+            return torch.zeros(x.shape)
+        y = self.up(x)
+        return {"detached": y.detach(), "constant": 0 * y, "right": y}[self.way]
+
+
+def test_an_output_that_zeros_alone_reach_may_require_grad():
+    assert check(Skipping("skips"), Skipping("constant"), tokens(2, 3)).ok
+    lost = {("output", "output.requires_grad")}
+    assert failed(check(Skipping("constant"), Skipping("skips"), tokens(2, 3))) == lost
+    assert failed(check(Skipping("detached"), Skipping("right"), tokens(2, 3))) == {
+        ("grad_input", "0"), ("grad_param", "up.weight")
+    }  # fmt: skip
+
+
 def test_an_update_of_the_input_in_place_is_compared():
     class InPlace(nn.Module):
         def __init__(self, right):

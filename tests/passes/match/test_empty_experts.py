@@ -142,3 +142,28 @@ def test_what_is_computed_behind_the_sum_does_not_choose():
     for x in (draw(2)[None], draw(33).view(3, 11, D)):
         torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
     assert moefx.explain(compiled).matched[0].calls == (2, 0, 0)
+
+
+class Passing(Asking):
+    """A token takes every expert whose score passes: none, where all are below."""
+
+    def forward(self, x):
+        scores, out = self.gate(x).sigmoid(), torch.zeros_like(x)
+        passed = scores > 0.5
+        for e, expert in enumerate(self.experts):
+            t = passed[:, e].nonzero()[:, 0]
+            if len(t) == 0:
+                continue
+            out = out.index_add(0, t, expert(x[t]) * scores[t, e, None])
+        return out
+
+
+def test_where_no_token_passes_all_gradients_are_zeros():
+    torch.manual_seed(0)
+    model = Passing(None, None).double()
+    compiled = moefx.compile(model, example_inputs=(draw(10),))
+    with torch.no_grad():
+        model.gate.weight.copy_(torch.eye(E, D))
+    x = draw(9).abs().neg()
+    moefx.verify(compiled, model, (x,), routings=False).raise_if_failed()
+    assert not compiled(x).any() and not model(x).requires_grad
