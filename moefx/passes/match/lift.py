@@ -42,7 +42,7 @@ from .routed import (
     made_of,
     number_by_tokens,
 )
-from .term import Term, TooLarge, is_const
+from .term import OVERWRITTEN, Term, TooLarge, is_const, is_pw
 from .unify import Skeletons, Unifier
 from .worth import NotTwice, Sums, repeated
 
@@ -300,6 +300,12 @@ class Lifter:
             mine = {p for p in parts if any(parameter_of(x).args[0] in self.experts for x in self.reach.leaves(p))}
             routed.append([p for p in parts if p in mine])
             rest.append([p for p in parts if p not in mine])
+        if self.reach.T.overwrites and _is_overwritten(routed):
+            raise Refused(
+                "one row is written several times at once: which one stays torch does not say, and gradients reach all",
+                source=str(cut.meta["source"]),
+                remedy="add them up: out.index_add_(0, rows, y), or out.index_put_((rows,), y, accumulate=True)",
+            )
         if not any(routed):
             raise NothingRouted(str(cut.meta["source"]), any(map(is_of_call, self.capture.nodes)))
         return routed, rest
@@ -428,6 +434,19 @@ class Lifter:
             if inputs and op_name(n) not in _JOINS and has_parts(n) and not any(map(has_parts, inputs)):
                 return n
         return None
+
+
+def _is_overwritten(rows: list[list[Term]]) -> bool:
+    """Whether some row is made of what is written to one place several times."""
+    stack, seen = [p for row in rows for p in row], set[Term]()
+    while stack:
+        t = stack.pop()
+        if is_pw(t, OVERWRITTEN):
+            return True
+        if t not in seen:
+            seen.add(t)
+            stack += t.terms
+    return False
 
 
 def _first_source(nodes: list[fx.Node]) -> str:

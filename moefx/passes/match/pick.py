@@ -10,7 +10,7 @@ import torch
 from .paths import has_place
 from .resolve import shift, weight
 from .shapes import reshape_group, unravel
-from .term import MASKED, Term, is_const, number
+from .term import MASKED, OVERWRITTEN, Term, is_const, number
 from .terms import Terms, Write, without_row
 
 _LABELS = string.ascii_letters
@@ -175,7 +175,7 @@ def _pick_put(T: Terms, t: Term, axis: int, i: int) -> Term:
             writes, t = _writes(T, t, axis)
             for values, accumulate, hits in writes.get(i, ()):
                 if not accumulate:
-                    return _plus(T, T.pick(values, 0, hits[-1]), added)
+                    return _plus(T, _last(T, [T.pick(values, 0, j) for j in hits]), added)
                 added += [T.pick(values, 0, j) for j in reversed(hits)]
         elif len(indices.hits(dims.index(axis), i)):
             break
@@ -208,6 +208,15 @@ def _writes(T: Terms, t: Term, axis: int) -> tuple[dict[int, list[Write]], Term]
             below = below_it
         T.writes[t, axis] = writes, below
     return T.writes[t, axis]
+
+
+def _last(T: Terms, written: list[Term]) -> Term:
+    """What is at a place that one `put` writes these to. Gradients reach all of them, also where it is the last one:
+    of weights that is looked into where a choice may name an expert twice (see `different`)."""
+    if len(written) == 1 or not written[0].shape or all(map(is_const, written)):
+        return written[-1]
+    T.overwrites = True
+    return T.pw(OVERWRITTEN, *written)
 
 
 def _plus(T: Terms, base: Term, added: list[Term]) -> Term:

@@ -104,6 +104,7 @@ class TooLarge(Exception):
     """More elements were asked for than any mixture of experts needs."""
 
 
+OVERWRITTEN = "overwritten"  # elementwise, of several that one write puts at the same place: the last one, on the CPU
 MASKED = -1e8  # a score below counts as masked: its softmax beside any other score rounds to 0
 
 

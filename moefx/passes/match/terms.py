@@ -30,6 +30,7 @@ class Terms:
         self._arrays: dict[tuple, Array] = {}
         self._picks: dict[tuple[Term, int, int], Term] = {}
         self._resolved: dict[Term, Term] = {}
+        self.overwrites = False  # whether there is `OVERWRITTEN`
         self.writes: dict[tuple[Term, int], tuple[dict[int, list[Write]], Term]] = {}  # see `pick`
         self.stacked: dict[Term, frozenset[int]] = {}  # parameters, and along which axes routing takes them apart
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from moefx.passes.match.term import Array, Term, number
+from moefx.passes.match.term import OVERWRITTEN, Array, Term, number
 from moefx.passes.match.terms import Terms
 
 aten = torch.ops.aten
@@ -84,6 +84,8 @@ def _value(t: Term, value: Any, values: Mapping[Any, torch.Tensor]) -> torch.Ten
 def _elementwise(name: str, kwargs: dict[str, Any], items: list[Any]) -> torch.Tensor:
     if name in ("cast", "detach"):
         return items[0]
+    if name == OVERWRITTEN:
+        return items[-1]
     if name == "where":
         return torch.where(items[0] != 0, items[1], items[2])
     packet, _, overload = name.partition(".")

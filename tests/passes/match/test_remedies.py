@@ -77,6 +77,41 @@ def write_to_a_copy(block, x):
     return block.moe(h + (h.clamp(-1, 1) - h).detach())
 
 
+def only_uncrowded(block, x):
+    w, ids = block.route(x)
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(block.experts):
+        t, k = torch.where(ids == e)
+        if len(t) <= 20:
+            out = out.index_add(0, t, expert(x[t]) * w[t, k, None])
+    return out
+
+
+def weigh_by_a_limit(block, x):
+    w, ids = block.route(x)
+    counts, limit = torch.bincount(ids.flatten(), minlength=len(block.experts)), 20
+    return block.mixed(x, w * (counts <= limit)[ids], ids)
+
+
+def rows_of_choices(block, x):
+    w, ids = block.route(x)
+    rows = torch.arange(len(x)).repeat_interleave(block.k)
+    every = torch.stack([f(x) for f in block.experts], 1)
+    return rows, every[rows, ids.flatten()] * w.flatten()[:, None]
+
+
+def write_rows_at_once(block, x):
+    rows, y = rows_of_choices(block, x)
+    out = torch.zeros_like(x)
+    out[rows] += y
+    return out
+
+
+def add_rows_up(block, x):
+    rows, y = rows_of_choices(block, x)
+    return torch.zeros_like(x).index_add_(0, rows, y)
+
+
 class BatchNormed(nn.Sequential):
     def __init__(self):
         super().__init__(nn.Linear(D, D), nn.BatchNorm1d(D))
@@ -112,6 +147,11 @@ PAIRS = {
     r"make the module that owns it a submodule": (
         lambda: Block(lambda block, x: OUTSIDE(block.moe(x))),
         lambda: Block(lambda block, x: block.out(block.moe(x)), out=nn.Linear(D, D)),
+    ),
+    r"weights \* \(counts <= limit\)\[ids\]": (lambda: Block(only_uncrowded), lambda: Block(weigh_by_a_limit)),
+    r"written several times at once.*out.index_add_": (
+        lambda: Block(write_rows_at_once),
+        lambda: Block(add_rows_up),
     ),
     r"rows one by one.*without batch norm": (
         lambda: Block(Block.moe, BatchNormed),

@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moefx.passes.match.term import Term, TooLarge, is_const, is_pw, show
+from moefx.passes.match.term import OVERWRITTEN, Term, TooLarge, is_const, is_pw, show
 from moefx.passes.match.terms import Terms
 
 from .numeric import check, evaluate
@@ -353,11 +353,15 @@ class TestNormalForm:
         assert T.pw("cast", T.const(2), dtype="float32") is T.const(2)
         assert T.pw("cast", a, dtype="float32") is not T.pw("cast", a, dtype="bfloat16")
 
-    def test_overwritten_rows_are_the_last_written(self):
+    def test_rows_that_are_overwritten_at_once_are_told_apart(self):
+        """From the last one alone: gradients reach the others, too."""
         T = Terms()
         base, new = T.make("param", ("b",), (3, 2)), T.make("param", ("n",), (2, 2))
         out = T.put(base, (0,), torch.tensor([[1, 1]]), new, False)
-        assert T.pick(out, 0, 1) is T.pick(new, 0, 1) and T.pick(out, 0, 0) is T.pick(base, 0, 0)
+        both = T.pick(new, 0, 0), T.pick(new, 0, 1)
+        assert T.pick(out, 0, 1) is T.pw(OVERWRITTEN, *both) and T.pick(out, 0, 0) is T.pick(base, 0, 0)
+        again = T.put(T.put(base, (0,), torch.tensor([[1]]), new, False), (0,), torch.tensor([[1]]), both[1], False)
+        assert T.pick(again, 0, 1) is both[1]
 
     def test_long_chain_of_adds_does_not_recurse(self):
         T = Terms()
