@@ -35,7 +35,7 @@ from .passes.checkpoint import checkpoint
 from .passes.fuse import fuse
 from .passes.limit import limit
 from .passes.manager import PassManager, pass_name
-from .passes.match.causes import MIXING, explain, explain_limit
+from .passes.match.causes import CONVOLVING, MIXING, explain, explain_limit
 from .passes.match.drops import SKIPPED, explain_drops
 from .passes.match.lift import NOT_TOGETHER, SINGLE_ELEMENTS, UNEXPLAINED
 from .passes.match.matched import Match
@@ -193,6 +193,8 @@ def lift(block: nn.Module, args: tuple, kwargs: dict[str, Any], names: Placehold
                     with contextlib.suppress(Exception):
                         return _lift(block, of_batch, names)
                 raise
+            if isinstance(error, Refused) and error.reason.startswith(CONVOLVING):
+                raise  # whatever sizes of images are fixed
             if isinstance(error, Refused) and (refusal is None or error.reason == MIXING):
                 refusal = _of_images(error) if arguments.feature < len(arguments.lead) else error
         except Exception as error:  # the user's code, on sizes it was not made for

@@ -17,6 +17,7 @@ MIXING = (
     "each sample chooses experts for all of its positions, and the experts compute with several positions at once: "
     "only experts that treat positions one by one are followed"
 )
+CONVOLVING = "the experts are convolutions that make a token of its neighbours"
 _RANDOM_ORDERS = {"randperm", "randint", "multinomial"}
 _PRODUCTS = {"addmm", "bmm", "linear", "matmul", "mm"}
 _RECURRENCES = {"gru", "lstm", "rnn_relu", "rnn_tanh"}
@@ -42,6 +43,14 @@ def explain(capture: Capture, positions: int | None) -> Refused | None:
             remedy="for experts that take the whole series of one channel, make rows of the channels, "
             "x.transpose(1, 2).flatten(0, 1), and repeat each sample's choice for them, "
             "ids.repeat_interleave(channels, 0); experts that convolve or attend along the series stay as they are",
+        )  # fmt: skip
+    if (convolution := _of_neighbours(capture)) is not None:
+        kernel = "x".join(map(str, convolution.args[1].meta["val"].shape[2:]))  # type: ignore[union-attr]
+        return Refused(
+            f"{CONVOLVING} ({kernel}): only experts that treat tokens one by one are followed",
+            culprits=(op_name(convolution),), source=str(convolution.meta["source"]),
+            remedy="convolve before the experts are chosen, and give them rows of the pixels, "
+            "x.movedim(1, -1).flatten(0, -2)",
         )  # fmt: skip
     return None
 
@@ -92,6 +101,20 @@ def _mixing(capture: Capture, positions: int) -> fx.Node | None:
             or (name in _RECURRENCES and positions in shape[:2])
         ):
             return n
+    return None
+
+
+def _of_neighbours(capture: Capture) -> fx.Node | None:
+    """One of several convolutions beside each other, on the same or on rows that were chosen, with kernels that are no
+    points."""
+    met: dict[fx.Node | None, fx.Node] = {}
+    for n in capture.nodes:
+        if op_name(n) == "convolution" and max(n.args[1].meta["val"].shape[2:]) > 1:  # type: ignore[union-attr]
+            data = n.args[0]
+            of = None if data.meta.get("ragged") else data  # type: ignore[union-attr]
+            if of in met:
+                return met[of]
+            met[of] = n  # type: ignore[index]
     return None
 
 

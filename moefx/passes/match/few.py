@@ -45,9 +45,7 @@ def other_sizes(prover: Prover) -> None:
         # whether one token shows the form hangs on what it chooses: experts that do nothing show nothing
         most = max(prover.lifted[0].groups, key=lambda g: len(g.ids)).ids
         more = [Routing("diverse", 5, (e,)) for e in most[:3]] + [Routing("diverse", seed) for seed in range(6, 10)]
-        if (
-            sizes != one
-        ):  # a limit on counts may drop all tokens, but for those that a crowd leaves to others
+        if sizes != one:  # a limit on counts may drop all tokens, but for those that a crowd leaves to others
             more = [*more[-2:], Routing("flooded", 5), Routing("flooded", 6)]
         found: Lifted | Exception = Refused("no routing was tried")
         for routing in [Routing("diverse", 5), *more]:

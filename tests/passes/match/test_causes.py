@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import moefx
+from moefx import pipeline
 
 from ..blocks import D, E, Loop, Mlp
 
@@ -94,6 +95,49 @@ SERIES = {
 def test_experts_that_mix_positions(make):
     with pytest.raises(moefx.NoMoEBlockFound, match="experts compute with several positions at once"):
         moefx.compile(make(), example_inputs=(torch.randn(9, 12, 4),))
+
+
+class Pixels(nn.Module):
+    """Each pixel of an image chooses among convolutions."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(4, E)
+        self.experts = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(E))
+
+    def forward(self, x):
+        w, ids = self.gate(x.movedim(1, -1)).softmax(-1).topk(2)
+        gates = torch.zeros(*ids.shape[:-1], E).scatter(-1, ids, w).movedim(-1, 1)
+        return sum(gates[:, e, None] * expert(x) for e, expert in enumerate(self.experts))
+
+
+class RowsOfPixels(nn.Module):
+    """As the refusal advises: the neighbours come in before."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.gate = nn.Conv2d(4, 4, 3, padding=1), nn.Linear(4, E)
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(E))
+
+    def forward(self, x):
+        rows = self.before(x).movedim(1, -1).flatten(0, -2)
+        w, ids = self.gate(rows).softmax(-1).topk(2)
+        out = torch.zeros_like(rows)
+        for e, expert in enumerate(self.experts):
+            t, k = torch.where(ids == e)
+            out = out.index_add(0, t, expert(rows[t]) * w[t, k, None])
+        return out.unflatten(0, (x.shape[0], *x.shape[2:])).movedim(-1, 1)
+
+
+def test_experts_that_convolve_neighbours(monkeypatch):
+    tried, x = [], torch.randn(2, 4, 32, 32)
+    taken = pipeline._lift
+    monkeypatch.setattr(pipeline, "_lift", lambda *args: tried.append(args) or taken(*args))
+    with pytest.raises(moefx.NoMoEBlockFound, match=r"of its neighbours \(3x3\).*convolve before the experts"):
+        moefx.compile(Pixels(), example_inputs=(x,))
+    assert len(tried) == 2  # not those in which the sizes of images are fixed in turn: a minute
+    model, x = RowsOfPixels(), x[..., :5, :6]
+    torch.testing.assert_close(moefx.compile(model, example_inputs=(x,))(x), model(x))
 
 
 class Channels(nn.Module):
