@@ -24,6 +24,7 @@ from ..capture.skipped_calls import result_kind
 from ..errors import Refused
 from ..ir.passed_objects import check_structure, check_tensor, is_passed, name_of
 from .calls import follow, kept_calls, paths, within
+from .capacity import find_formula
 from .match.matched import Match
 from .match.nodes import is_random, is_skipped
 from .reads import ARITHMETIC, Live, Reads
@@ -250,19 +251,33 @@ class KeptGraph:
         value = values[0]
         if (counts := self._counts(twins, values)) is not None:
             return counts
-        if (
-            value.is_meta
-            or value.numel() > 4096
-            or any(v.shape != value.shape or not torch.equal(v, value) for v in values[1:])
-        ):
+        if value.is_meta or value.numel() > 4096:
             raise Refused(
-                "a tensor that is neither a parameter, a buffer nor an attribute of the block depends on the routing "
-                "or is too large",
+                "a tensor that is neither a parameter, a buffer nor an attribute of the block is too large",
                 source=str(twins.first.meta["source"]),
                 remedy="register it as a buffer",
             )
+        if any(v.shape != value.shape or not torch.equal(v, value) for v in values[1:]):
+            if (size := self._size(twins, values)) is not None:
+                return size
+            source = twins.first.meta["source"]
+            raise Refused(
+                f"Python makes a tensor of numbers that differ with the sizes or the routing: {source.text}",
+                source=str(source),
+                remedy="compute with the numbers themselves, as in weights / x.shape[0], or make the tensor of tensors",
+            )
         meta = self.describe(twins)
         return self.call(torch.tensor, (value.tolist(),), {"dtype": value.dtype, "device": self.input_device()}, meta)
+
+    def _size(self, twins: Twins, values: list[torch.Tensor]) -> fx.Node | None:
+        """A size, or what was computed of sizes, as a tensor: `torch.tensor(x.shape[0])`."""
+        if any(v.dim() or int(v) != v for v in values):
+            return None
+        points = [(sizes, int(v)) for sizes, v in zip(self.match.sizes, values, strict=True)]
+        if (formula := find_formula(points, self.match.expressions, laws=False)) is None:
+            return None
+        kwargs = {"dtype": values[0].dtype, "device": self.input_device()}
+        return self.call(aten.full.default, ([], self.sizes.formula(formula)), kwargs, self.describe(twins))
 
     def _counts(self, twins: Twins, values: list[torch.Tensor]) -> fx.Node | None:
         """How many tokens chose each expert, counted in Python: `tensor([len(rows) for rows in ...])`."""

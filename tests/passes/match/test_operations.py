@@ -180,3 +180,30 @@ class PaddedRows(Loop):
 
 def test_rows_that_are_padded_to_a_multiple():
     compared(PaddedRows(Mlp, 1))
+
+
+class WeighedBySizes(Loop):
+    """A size, and what is computed of sizes, as a tensor."""
+
+    def __init__(self, make):
+        super().__init__(Mlp)
+        self.make = make
+
+    def forward(self, x):
+        w, ids = self.route(x)
+        return self.mixed(x, w / self.make(len(x)), ids)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    "make",
+    [torch.tensor, lambda n: torch.asarray(n, dtype=torch.double), lambda n: torch.tensor(2 * min(n, 40) + 1)],
+    ids=["tensor", "asarray", "clamped"],
+)
+def test_a_tensor_of_a_size(make):
+    model = WeighedBySizes(make).double()
+    compiled = moefx.compile(model, example_inputs=(torch.randn(T, D, dtype=torch.double),))
+    for tokens in (1, 2, T, 41, 100):
+        x = torch.randn(tokens, D, dtype=torch.double)
+        torch.testing.assert_close(compiled(x), model(x))
+    assert moefx.blocks(compiled)[0].fallbacks == 0

@@ -112,6 +112,16 @@ def add_rows_up(block, x):
     return torch.zeros_like(x).index_add_(0, rows, y)
 
 
+def divide_by_a_tensor(block, x):
+    w, ids = block.route(x)
+    return block.mixed(x, w / torch.tensor(x.shape[0] ** 0.5), ids)
+
+
+def divide_by_a_number(block, x):
+    w, ids = block.route(x)
+    return block.mixed(x, w / x.shape[0] ** 0.5, ids)
+
+
 class BatchNormed(nn.Sequential):
     def __init__(self):
         super().__init__(nn.Linear(D, D), nn.BatchNorm1d(D))
@@ -153,6 +163,7 @@ PAIRS = {
         lambda: Block(write_rows_at_once),
         lambda: Block(add_rows_up),
     ),
+    r"compute with the numbers themselves": (lambda: Block(divide_by_a_tensor), lambda: Block(divide_by_a_number)),
     r"rows one by one.*without batch norm": (
         lambda: Block(Block.moe, BatchNormed),
         lambda: Block(Block.moe, LayerNormed),
