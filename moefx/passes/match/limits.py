@@ -74,7 +74,7 @@ def _limits(capture: Capture, lengths: Set[tuple[Source, ...]]) -> dict[Place, i
                 ranges = ranges or Ranges.with_more_tokens(capture)
                 if is_routed(rows) and not _is_count(ranges, rows, limit):
                     limit, reached = UNKNOWN, has_both
-                elif not 2 <= limit < UNBOUNDED or (is_routed(rows) and _never_beyond(ranges, rows, limit)):
+                elif not 2 <= limit < UNBOUNDED or (is_routed(rows) and _never_beyond(capture, ranges, rows, limit)):
                     continue
                 note(place, limit, reached)
     return found
@@ -140,10 +140,13 @@ def _number(x: Any) -> int | None:
     return val.numel() if val.numel() and torch.equal(val, torch.arange(len(val), dtype=val.dtype)) else None
 
 
-def _never_beyond(ranges: Ranges, rows: fx.Node, limit: int) -> bool:
-    """Whether the values are below the limit under every routing, as ids of experts are."""
+def _never_beyond(capture: Capture, ranges: Ranges, rows: fx.Node, limit: int) -> bool:
+    """Whether the values are below the limit under every routing, as ids of experts are, or one is the limit and none
+    can be larger, as of `ids.max()`: more tokens do not bring it about."""
     found = ranges.of(rows)
-    return found is not None and bool((found[1] < limit).all())
+    if found is None or not bool((found[1] <= limit).all()):
+        return False
+    return bool((found[1] < limit).all()) or bool((capture.shadow(rows) == limit).any())
 
 
 def _is_narrow(n: fx.Node) -> bool:

@@ -281,6 +281,12 @@ class Prover:
         few.more_slots(self)
         cover.every_expert(self)
         if self.num_experts < 2:
+            if any(len(lifted.ids.unique()) > 1 for lifted in self.lifted):
+                raise Refused(
+                    "there is one expert only that computes anything, which tokens take or leave: of several none is "
+                    "chosen",
+                    source=str(self.lifted[0].cut.meta["source"]),
+                )
             raise Refused("there is one expert only, for all tokens: nothing is chosen")
         self._agree()
         self._merged()  # raises early

@@ -416,3 +416,38 @@ def _is_right_or_refused(block, *more):
     for x in (crowd(12), crowd(60), crowd(240), crowd(480), *more):
         x = x.double()
         torch.testing.assert_close(compiled(x), model(x), msg=f"{len(x)} tokens")
+
+
+class UpToTheLast(Loop):
+    """No expert behind the last one that any token chose."""
+
+    def mixed(self, x, w, ids):
+        out, last = torch.zeros_like(x), ids.max()
+        for e in range(3):
+            if e > last:
+                break
+            t, k = torch.where(ids == e)
+            out = out.index_add(0, t, self.expert(e, x[t], w[t, k, None]))
+        return out
+
+
+def test_the_last_expert_is_no_count_of_tokens():
+    model = UpToTheLast(Mlp, 2, 3).double()
+    compiled = moefx.compile(model, example_inputs=(torch.randn(6, D, dtype=torch.double),))
+    for tokens in (1, 2, 6, 100):
+        x = torch.randn(tokens, D, dtype=torch.double)
+        torch.testing.assert_close(compiled(x), model(x))
+    assert moefx.blocks(compiled)[0].fallbacks == 0
+
+
+class OrAsItIs(Loop):
+    """The second expert hands on what it is given."""
+
+    def __init__(self):
+        super().__init__(Mlp, 1, 2)
+        self.experts[1] = nn.Identity()
+
+
+def test_one_expert_that_tokens_take_or_leave():
+    with pytest.raises(moefx.NoMoEBlockFound, match="one expert only that computes anything"):
+        moefx.compile(OrAsItIs(), example_inputs=(torch.randn(9, D),))
