@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InvalidInput, in_short
-from .compare import Subject, compare
+from .compare import CallChain, Subject
 from .policy import Row
 from .sandbox import Call, Casts, Inputs, Options, call_forward, leaves
 from .states import UNRELATED, router_states, with_other_constants
@@ -130,7 +130,8 @@ def _check_states(
             )
             started = time.monotonic()
             try:
-                comparison = compare(subject, inputs, Options(seed, largest=largest), case)
+                options = Options(seed, largest=largest)
+                comparison = CallChain(subject).compare(inputs, options, case, is_brief=precision != plan[0][0])
             except Exception as error:
                 if inputs is given and not check.rows:
                     raise
