@@ -13,13 +13,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import moefx
-import moefx.survey
 from moefx.errors import InvalidPlan, UnknownPlatform
 
 from ..passes.blocks import D, E
 from .launch import sampled
 from .lost_cases import differs
-from .models import Model, proven_once
+from .models import Model
 from .pipeline_cases import Half
 
 EXAMPLE = (torch.zeros(64, D),)
@@ -31,8 +30,7 @@ def mesh_of(**sizes: int) -> DeviceMesh:
 
 
 def planned(model: torch.nn.Module, mesh: DeviceMesh, plan: Any = AUTO, inputs: tuple = EXAMPLE) -> Any:
-    with mock.patch.object(moefx.survey, "_prove_all", proven_once):
-        return moefx.compile(copy.deepcopy(model), mesh=mesh, plan=plan, example_inputs=inputs)
+    return moefx.compile(copy.deepcopy(model), mesh=mesh, plan=plan, example_inputs=inputs)
 
 
 def decided(compiled: torch.nn.Module) -> moefx.Plan:
@@ -82,8 +80,7 @@ def case_rows_travel_by_what_is_measured_for_these_tokens() -> None:
 
 def case_twice_and_explained() -> None:
     mesh, model = mesh_of(ep=2, tp=2), Model("gated", layers=1)
-    with mock.patch.object(moefx.survey, "_prove_all", proven_once):
-        before = moefx.explain(model, mesh=mesh, plan=AUTO, example_inputs=EXAMPLE)
+    before = moefx.explain(model, mesh=mesh, plan=AUTO, example_inputs=EXAMPLE)
     compiled = planned(model, mesh, "auto")
     found, after = decided(compiled), moefx.explain(compiled)
     assert str(before.planned) == str(after.planned)

@@ -158,9 +158,9 @@ def _serve(modules: Connection, output: Path, environment: dict[str, str]) -> No
     with output.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    from .models import checked_once, proven_once
+    from ..proof_memory import check_once, rewrite_once
 
-    moefx.survey._prove_all, moefx.proof.numeric_check = proven_once, checked_once
+    moefx.survey._rewrite_as_called, moefx.proof.numeric_check = rewrite_once, check_once
     torch.set_num_threads(1)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = _meeting_place(output.parent, rank, world)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
-import weakref
 
 import torch
 import torch.distributed as dist
@@ -13,12 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import moefx
-import moefx.survey
-from moefx.capture.find import signature
-from moefx.ir.attributes import value_at
-from moefx.ir.held import same
-from moefx.numeric import NumericCheck, numeric_check
-from moefx.pipeline import Result
 
 from ..passes.blocks import D, E, Gated, Loop, Mlp, Stacked
 
@@ -127,47 +119,6 @@ class Model(nn.Module):
 
 def is_of_experts(name: str) -> bool:
     return "experts" in name or name.endswith(("up", "down"))
-
-
-_prove_all = moefx.survey._prove_all
-_PROVEN: list[tuple[tuple, dict[str, nn.Module], list[moefx.survey.Matched]]] = []
-_CHECKED: list[tuple[weakref.ref[Result], NumericCheck]] = []
-# of a plan, what a proof does not look at
-_OF_RANKS = {
-    field: getattr(moefx.Plan(), field)
-    for field in (
-        "dispatch", "expert_axis", "gradients", "memory", "node_size", "pilots", "placement", "sequence_axis",
-        "sequence_gradients", "timeout", "tokens", "topology_levels", "zero",
-    )
-}  # fmt: skip
-
-
-def proven_once(name, modules, found, plan, tell):
-    """In place of `survey`'s own: a model that is compiled for many meshes and plans is proven once. That is most of
-    the time, and ranks have no part in it. Whether two models are one is asked as `survey` asks whether two of a
-    model's modules are."""
-    call, root = found.calls.get(name), modules[""]
-    given = [(t.shape, t.dtype) for t in (call.args if call else ())]
-    key = (name, signature(root), given, plan.replace(**_OF_RANKS), {p.device for p in root.parameters()})
-    for like, others, made in _PROVEN:
-        if like != key:
-            continue
-        read = [(modules[n], others[n], where) for m in made for n in m.names for where in m.read]
-        if all(same(value_at(own, where), value_at(other, where)) for own, other, where in read):
-            return [dataclasses.replace(m, names=list(m.names)) for m in made]
-    made = _prove_all(name, modules, found, plan, tell)
-    _PROVEN.append((key, modules, [dataclasses.replace(m, names=list(m.names)) for m in made]))
-    return made
-
-
-def checked_once(block, result, name, seconds):
-    """In place of `proof`'s own: what `proven_once` gives again has been checked."""
-    for like, check in _CHECKED:
-        if like() is result:
-            return check
-    check = numeric_check(block, result, name, seconds)
-    _CHECKED.append((weakref.ref(result), check))
-    return check
 
 
 def compiled_beside(model: nn.Module, mesh: DeviceMesh, plan: moefx.Plan) -> nn.Module:

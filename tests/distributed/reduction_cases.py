@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 import moefx
 from moefx.runtime.reductions import Reduction, reductions
 
+from .. import proof_memory
 from ..passes.blocks import D
-from . import models
 from .launch import sampled
 from .models import Model, compiled_beside, is_of_experts
 
@@ -147,11 +147,11 @@ def case_fully_sharded_parameters() -> None:
 
 def case_the_process_is_left_as_it_was() -> None:
     hooks = sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks
-    models._PROVEN.clear()  # proofs that the tests share hold blocks of the models that were compiled
+    proof_memory.forget()  # proofs that the tests share hold blocks of the models that were compiled
     gc.collect()
     before = len(hooks)
     compiled = compiled_beside(Model("gated"), mesh_of(ep=4), PLAN)
-    models._PROVEN.clear()
+    proof_memory.forget()
     other = copy.deepcopy(compiled)
     assert len(hooks) == 1
     del compiled

@@ -26,8 +26,8 @@ from moefx.planner.decision import Facts
 from moefx.planner.here import Here
 from moefx.planner.platforms import platform_of
 
-from ..distributed.models import proven_once
 from ..passes.blocks import D, E, Gated, Loop
+from ..proof_memory import rewrite_once
 from .test_describe import Decoder
 
 AUTO = Plan(expert_axis="auto", checkpoint="auto", validation="symbolic")
@@ -37,7 +37,7 @@ IDS = (torch.zeros(4, 32, dtype=torch.int64),)
 @pytest.fixture(autouse=True)
 def unnamed(monkeypatch):
     monkeypatch.delenv("MOEFX_PLATFORM", raising=False)
-    monkeypatch.setattr(moefx.survey, "_prove_all", proven_once)
+    monkeypatch.setattr(moefx.survey, "_rewrite_as_called", rewrite_once)
 
 
 def mesh_of(**sizes: int) -> types.SimpleNamespace:

@@ -1,0 +1,124 @@
+"""Prove a block once: tests that compile an equal block again, for another mesh, wrapper or mode, reuse its proof.
+
+Proofs are most of the time of `compile`. Tests of proofs, or of what `compile` leaves behind, do not use this.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections import defaultdict
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+import moefx
+import moefx.proof
+import moefx.survey
+from moefx.capture.find import Found, Seen, signature
+from moefx.ir.attributes import Where, globals_of, ties, value_at
+from moefx.ir.held import HeldKind, is_configuration, same, unchanged
+from moefx.ir.reached import FUNCTIONS
+from moefx.numeric import NumericCheck, numeric_check
+from moefx.pipeline import Result
+
+
+@dataclasses.dataclass
+class _Proof:
+    """A proof of `block`, the attributes that it depends on, and the globals that the block's code names."""
+
+    block: nn.Module
+    read: set[Where]
+    globals: dict[Where, Any]
+    result: Result
+
+
+_rewrite_as_called = moefx.survey._rewrite_as_called
+_PROOFS: dict[tuple | None, list[_Proof]] = defaultdict(list)
+_CHECKS: list[tuple[weakref.ref[Result], NumericCheck]] = []
+
+
+def rewrite_once(module: nn.Module, call: Seen, found: Found, plan: moefx.Plan, read: set[Where]) -> Result:
+    """Stand in for `survey._rewrite_as_called`. Two blocks are equal if `survey` would give two modules of a model the
+    same program; also their classes' methods, globals and the type of each argument have to be the same."""
+    before = frozenset(read)
+    key, names = _key_of(module, call, found, plan), globals_of(module)
+    proof = next((p for p in _PROOFS.get(key, ()) if _holds_for(p, module, names)), None)
+    read.clear()  # what was read to compare
+    read |= before
+    if proof is not None:
+        read |= proof.read
+        return proof.result
+    result = _rewrite_as_called(module, call, found, plan, read)
+    if key is not None:
+        held = {where: HeldKind(v) if is_configuration(v) else unchanged(v) for where, v in names.items()}
+        _PROOFS[key].append(_Proof(module, set(read), held, result))
+    return result
+
+
+def forget() -> None:
+    """Let go of the proofs and of the blocks that they are of."""
+    _PROOFS.clear()
+
+
+def check_once(block: nn.Module, result: Result, name: str, seconds: float) -> NumericCheck:
+    """Stand in for `proof.numeric_check`: a reused proof has been checked."""
+    for proof, check in _CHECKS:
+        if proof() is result:
+            return check
+    check = numeric_check(block, result, name, seconds)
+    if check.ok and check.was_possible:
+        _CHECKS.append((weakref.ref(result), check))
+    return check
+
+
+def proving_once() -> mock._patch:
+    """Return a context in which `compile` and `explain` prove equal blocks once in the process."""
+    return mock.patch.multiple(moefx.survey, _rewrite_as_called=rewrite_once)
+
+
+def checking_once() -> mock._patch:
+    """Return a context in which the numbers of a reused proof are not compared again, whatever the weights are."""
+    return mock.patch.multiple(moefx.proof, numeric_check=check_once)
+
+
+def _holds_for(proof: _Proof, module: nn.Module, names: dict[Where, Any]) -> bool:
+    attributes = [(value_at(module, where), value_at(proof.block, where)) for where in proof.read]
+    return same(names, proof.globals) and all(same(own, other) for own, other in attributes)
+
+
+def _key_of(module: nn.Module, call: Seen, found: Found, plan: moefx.Plan) -> tuple | None:
+    """What else than attributes and globals a proof depends on; None if that is not only what can be compared."""
+    arguments, structure = pytree.tree_flatten((call.args, call.kwargs))
+    if found.objects or not all(map(_is_comparable, arguments)):
+        return None
+    classes = dict.fromkeys(cls for m in module.modules() for cls in type(m).__mro__)
+    own = [cls for cls in classes if not cls.__module__.startswith(("torch.", "builtins"))]
+    methods = [(cls, name, value) for cls in own for name, value in vars(cls).items() if isinstance(value, FUNCTIONS)]
+    devices = {t.device for t in (*module.parameters(), *module.buffers())}
+    return (
+        call.name,
+        signature(module),
+        tuple(ties(module).items()),
+        tuple(methods),
+        frozenset(devices),
+        tuple(map(_kind_of, arguments)),
+        structure,
+        torch.get_default_dtype(),
+        (plan.fuse, plan.disable, plan.checkpoint),
+    )
+
+
+def _is_comparable(argument: Any) -> bool:
+    if isinstance(argument, torch.Tensor):
+        return argument.is_floating_point() and argument.layout is torch.strided
+    return isinstance(argument, (bool, int, float, str, type(None), torch.dtype))
+
+
+def _kind_of(argument: Any) -> tuple:
+    if isinstance(argument, torch.Tensor):
+        return tuple(argument.shape), argument.stride(), argument.dtype, argument.device, argument.requires_grad
+    return type(argument), argument
