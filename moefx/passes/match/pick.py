@@ -158,11 +158,13 @@ def _pick_index(T: Terms, t: Term, axis: int, i: int) -> Term:
     inner, dims, indices, position = t.args
     width = indices.value.dim() - 1
     if position <= axis < position + width:
-        return T.index(inner, dims, indices.value.select(axis - position + 1, i), position, routed=True)
+        chosen = indices.value.select(axis - position + 1, i)
+        return T.index(inner, dims, chosen, position, routed=True, from_start=True)
     rest = [d for d in range(len(inner.shape)) if d not in dims]
     source = rest[axis if axis < position else axis - width]
     moved = [d - (d > source) for d in dims]
-    return T.index(T.pick(inner, source, i), moved, indices.value, position - (axis < position), routed=True)
+    picked, position = T.pick(inner, source, i), position - (axis < position)
+    return T.index(picked, moved, indices.value, position, routed=True, from_start=True)
 
 
 def _pick_put(T: Terms, t: Term, axis: int, i: int) -> Term:

@@ -7,6 +7,7 @@ which input row met which parameters with which weights. Nothing is expanded tha
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from .term import Array, Term, TooLarge, is_const, is_pw, number
 
 aten = torch.ops.aten
 _FEW = 256
+_FOLDED = ("const", "permute")  # operands that an einsum in normal form does not have
 Write = tuple[Term, bool, list[int]]  # values, whether they are added, and which of them
 
 
@@ -25,6 +27,10 @@ class Terms:
     """The table of terms of one capture, and their constructors, which keep them in normal form."""
 
     def __init__(self, most_picks: int = 1_000_000) -> None:
+        from .pick import pick  # rules of one line each, in files of their own
+        from .resolve import resolve
+
+        self._pick_rules, self._resolve_rules = pick, resolve
         self.most_picks = most_picks
         self._table: dict[tuple, Term] = {}
         self._arrays: dict[tuple, Array] = {}
@@ -70,7 +76,7 @@ class Terms:
         """An elementwise op on terms and static values, with the identities that routing constants need."""
         terms = [a for a in items if isinstance(a, Term)]
         shape = broadcast([t.shape for t in terms])
-        if all(math.prod(t.shape) == 1 for t in terms) and shape:
+        if shape and math.prod(shape) == 1:
             return self.reshape(
                 self.pw(name, *[self.reshape(a, ()) if isinstance(a, Term) else a for a in items], **kwargs),
                 shape,
@@ -83,6 +89,8 @@ class Terms:
 
     def _strip(self, t: Term) -> Term:
         """Without the leading ones that broadcasting ignores, and scalars as scalars."""
+        if not t.shape or t.shape[0] != 1:
+            return t
         if math.prod(t.shape) == 1:
             return self.reshape(t, ())
         lead = 0
@@ -230,28 +238,32 @@ class Terms:
             return self.array(torch.cat(pieces, dim))
         return self.make("cat", (dim, *terms), shape)
 
-    def index(self, t: Term, dims: Sequence[int], indices: torch.Tensor, position: int, routed: bool = False) -> Term:
+    def index(
+        self, t: Term, dims: Sequence[int], indices: torch.Tensor, position: int, routed: bool = False,
+        from_start: bool = False,
+    ) -> Term:  # fmt: skip
         """Advanced indexing: `indices` [m, *I] into `dims`; the axes of I stand at `position` of the result.
-        What routing chose stays an index even where it happens to be a range."""
+        What routing chose stays an index even where it happens to be a range. `from_start`: none is negative."""
         dims = tuple(dims)
         if indices.dim() == 1:
             at = zip(dims, indices.tolist(), strict=True)
             return self.picks(t, {d: i + t.shape[d] if i < 0 else i for d, i in at})
-        indices = _from_the_start(indices, [t.shape[d] for d in dims])
+        if not from_start:
+            indices = _from_the_start(indices, [t.shape[d] for d in dims])
         rest = [n for d, n in enumerate(t.shape) if d not in dims]
         shape = (*rest[:position], *indices.shape[1:], *rest[position:])
         if t.op == "const":
             return self.const(number(t), shape)
         if t.op == "index" and dims == (position,) == (t.args[3],) and t.args[2].value.dim() == 2:
             inner, inner_dims, first, _ = t.args  # an index of an index
-            return self.index(inner, inner_dims, first.value[:, indices[0]], position, routed)
+            return self.index(inner, inner_dims, first.value[:, indices[0]], position, routed, True)
         if len(dims) > 1 and indices.numel():
             for q, row in enumerate(indices):  # a coordinate that is the same for all elements
                 if (i := _same_number(row)) is not None:
                     picked = self.pick(t, dims[q], int(i))
                     left, indices = [d - (d > dims[q]) for d in dims if d != dims[q]], without_row(indices, q)
                     every = len(left) == 1 and torch.equal(indices[0], torch.arange(picked.shape[left[0]]))
-                    return self.index(picked, left, indices, position, routed=not every)
+                    return self.index(picked, left, indices, position, routed=not every, from_start=True)
         if not routed and len(dims) == 1 and indices.dim() == 2 and position == dims[0] and indices.numel() > 1:
             line = indices[0].tolist()
             first, last, step = line[0], line[-1], line[1] - line[0]
@@ -293,6 +305,10 @@ class Terms:
             for label, n in zip(labels, t.shape, strict=True)
         }
         shape = tuple(size[label] for label in output)
+        if len(operands) > 1 and 1 not in size.values() and all(t.shape and t.op not in _FOLDED for t in operands):
+            renamed = _rename_labels(tuple(inputs), output)
+            if renamed is not None:
+                return self.make("ein", (*renamed, *operands), shape)
         if any(is_const(t, 0) for t in operands):
             return self.const(0, shape)
         factor, scalars, kept = 1.0, [], []
@@ -339,13 +355,9 @@ class Terms:
             for t in aligned[1:]:
                 result = self.pw("mul", result, t)
             return result
-        names: dict[str, str] = {}
-        for label in "".join(s for s, _ in kept) + out:
-            names.setdefault(label, "abcdefghijklmnopqrstuvwxyz"[len(names)])
-        renamed = tuple("".join(names[x] for x in s) for s, _ in kept)
-        return self.make(
-            "ein", (renamed, "".join(names[x] for x in out), *[t for _, t in kept]), [size[x] for x in out]
-        )
+        renamed = _rename_labels(tuple(s for s, _ in kept), out)
+        assert renamed is not None
+        return self.make("ein", (*renamed, *[t for _, t in kept]), [size[x] for x in out])
 
     def expand_missing(self, kept: list[tuple[str, Term]], out: str, size: dict[str, int]) -> Term:
         have = "".join(label for label in out if any(label in s for s, _ in kept))
@@ -384,22 +396,28 @@ class Terms:
         key = (t, axis, i)
         found = self._picks.get(key)
         if found is None:
-            from .pick import pick  # rules of one line each, in a file of their own
-
             if len(self._picks) > self.most_picks:
                 raise TooLarge
-            found = self._picks[key] = pick(self, t, axis, i)
+            found = self._picks[key] = self._pick_rules(self, t, axis, i)
         return found
 
     def resolve(self, t: Term) -> Term:
         """`t` with the sums over routed axes written out: the normal form in which terms are compared."""
         found = self._resolved.get(t)
         if found is None:
-            from .resolve import resolve
-
-            found = resolve(self, t)
+            found = self._resolve_rules(self, t)
             self._resolved[t] = self._resolved[found] = found
         return found
+
+
+@functools.cache
+def _rename_labels(inputs: tuple[str, ...], output: str) -> tuple[tuple[str, ...], str] | None:
+    """Labels of an einsum in the order of their appearance. None: it sums over no label, or its output has others."""
+    labels = set("".join(inputs))
+    if not set(output) < labels:
+        return None
+    names = dict(zip(dict.fromkeys("".join(inputs)), "abcdefghijklmnopqrstuvwxyz", strict=False))
+    return tuple("".join(names[x] for x in s) for s in inputs), "".join(names[x] for x in output)
 
 
 def without_row(indices: torch.Tensor, q: int) -> torch.Tensor:
