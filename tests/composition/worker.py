@@ -17,6 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import moefx
 
+from ..proof_memory import checking_once, proving_once
 from .models import NEAR, Model, assert_rewritten, build, ids, loss
 
 WORLD = 2
@@ -189,8 +190,9 @@ if __name__ == "__main__":
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    for case in sys.argv[2:]:
-        print("running", case, flush=True)
-        globals()[case]()
-        dist.barrier()
+    with proving_once(), checking_once():
+        for case in sys.argv[2:]:
+            print("running", case, flush=True)
+            globals()[case]()
+            dist.barrier()
     dist.destroy_process_group()

@@ -1,0 +1,80 @@
+"""Tests that share proofs get the proof of an equal block, and none of a block that differs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import moefx
+import moefx.survey
+
+from . import proof_memory
+from .passes.blocks import D, Gated, Loop, Mlp
+
+SCALE = 2.0
+_route = Loop.route
+
+
+class Scaled(Loop):
+    def expert(self, e, x, w):
+        return super().expert(e, x, w) * SCALE
+
+
+@pytest.fixture(autouse=True)
+def _proofs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The names of the blocks that are proven."""
+    found: list[str] = []
+    stock = proof_memory._rewrite_as_called
+    monkeypatch.setattr(
+        proof_memory, "_rewrite_as_called", lambda *args: (found.append(args[1].name), stock(*args))[1]
+    )
+    proof_memory.forget()
+    with proof_memory.proving_once(), proof_memory.checking_once():
+        yield found
+    proof_memory.forget()
+
+
+def compiled(model: nn.Module, dtype: torch.dtype = torch.float32, **plan) -> nn.Module:
+    return moefx.compile(model.to(dtype), example_inputs=(torch.zeros(9, D, dtype=dtype),), plan=moefx.Plan(**plan))
+
+
+def program_attributes(model: nn.Module) -> dict:
+    return moefx.blocks(model)[0].forward.programs[0].attributes
+
+
+def test_an_equal_block_is_proven_once(_proofs):
+    x = torch.randn(7, D)
+    models = [Loop(Gated) for _ in range(2)]
+    results = [compiled(model) for model in models]
+    assert _proofs == [""]
+    for model, result in zip(models, results, strict=True):
+        torch.testing.assert_close(result(x), model(x))
+        assert moefx.blocks(result)[0].fallbacks == 0
+    first, second = map(program_attributes, results)
+    assert first.keys() == second.keys()  # the comparison of blocks reads attributes itself
+
+
+def test_a_block_that_differs_is_proven(_proofs, monkeypatch):
+    def frozen() -> nn.Module:
+        model = Loop(Gated)
+        model.experts[0].up.weight.requires_grad_(False)
+        return model
+
+    compiled(Loop(Gated))
+    others = [lambda: Loop(Gated, k=1), lambda: Loop(Mlp), lambda: Loop(Gated, num_experts=5), frozen, Scaled]
+    for number, make in enumerate(others, 2):
+        compiled(make())
+        assert len(_proofs) == number, make
+    compiled(Loop(Gated).eval())
+    compiled(Loop(Gated), torch.float64)
+    compiled(Loop(Gated), checkpoint="x")
+    assert len(_proofs) == 9
+    monkeypatch.setattr(f"{__name__}.SCALE", 3.0)
+    model, x = Scaled(), torch.randn(7, D)
+    torch.testing.assert_close(compiled(model)(x), model(x))
+    monkeypatch.setattr(Loop, "route", lambda self, x: _route(self, -x))
+    compiled(Loop(Gated))
+    assert len(_proofs) == 11
