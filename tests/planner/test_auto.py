@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 import moefx
-import moefx.survey
 from moefx import Plan, cli
 from moefx.errors import InvalidPlan, UnknownPlatform
 from moefx.planner.auto import decide
@@ -27,7 +26,6 @@ from moefx.planner.here import Here
 from moefx.planner.platforms import platform_of
 
 from ..passes.blocks import D, E, Gated, Loop
-from ..proof_memory import rewrite_once
 from .test_describe import Decoder
 
 AUTO = Plan(expert_axis="auto", checkpoint="auto", validation="symbolic")
@@ -37,7 +35,6 @@ IDS = (torch.zeros(4, 32, dtype=torch.int64),)
 @pytest.fixture(autouse=True)
 def unnamed(monkeypatch):
     monkeypatch.delenv("MOEFX_PLATFORM", raising=False)
-    monkeypatch.setattr(moefx.survey, "_rewrite_as_called", rewrite_once)
 
 
 def mesh_of(**sizes: int) -> types.SimpleNamespace:

@@ -1,0 +1,15 @@
+"""These tests are about what the planner makes of models: equal blocks are proven once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from ..proof_memory import checking_once, proving_once
+
+
+@pytest.fixture(autouse=True)
+def _proofs_are_shared() -> Iterator[None]:
+    with proving_once(), checking_once():
+        yield
