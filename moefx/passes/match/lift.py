@@ -292,7 +292,7 @@ class Lifter:
     def _summands(self, cut: fx.Node) -> tuple[list[list[Term]], list[list[Term]]]:
         """What each row of the cut is the sum of: the experts' results, and the rest."""
         routed, rest = [], []
-        self.reach.met(cut)  # takes sums apart
+        self.reach.met(cut, self.experts)  # takes sums apart
         for t, row in enumerate(self.reach.rows(cut)):
             parts = self.owners.summands(row)
             if any(is_const(p, "nan") for p in parts):  # type: ignore[arg-type]

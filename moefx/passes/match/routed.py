@@ -9,7 +9,7 @@ import itertools
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -84,11 +84,17 @@ class Reach:
         choices = [n for n in self.capture.nodes if decided_by_floats(n)]
         return {n.meta["fqn"] for n in made_of(*choices) if n.op == "get_attr"}
 
-    def met(self, node: fx.Node) -> list[frozenset[Term]]:
+    def met(self, node: fx.Node, experts: Collection[str] | None = None) -> list[frozenset[Term]]:
         """The parameter parts that reach each row of a node. Where a mask lets all experts of a row pass, it is no mask
-        there, and the sum over them one product: it is taken apart as in the other rows."""
+        there, and the sum over them one product: it is taken apart as in the other rows.
+
+        Args:
+            experts: FQNs of the experts' parameters, if they are known. Products with others stay whole: rows of an
+                image's channels meet parts of a norm's weight, rows of its pixels the whole.
+        """
         found = [self.leaves(r) for r in self.rows(node)]
-        if stacked := _stacked(found, self.apart):
+        stacked = _stacked(found, self.apart)
+        if stacked := {t: axes for t, axes in stacked.items() if experts is None or t.args[0] in experts}:
             self.T.stack(stacked)
             self._leaves.clear()
             found = [self.leaves(r) for r in self.rows(node)]
@@ -264,7 +270,7 @@ def number_by_tokens(reach: Reach, cut: fx.Node, experts: set[str], known: dict[
         The numbers by FQN; None if all parameters meet the same tokens, or a list numbers the experts.
     """
     tokens: dict[str, set[int]] = defaultdict(set)
-    for token, met in enumerate(reach.met(cut)):
+    for token, met in enumerate(reach.met(cut, experts)):
         for fqn in {parameter_of(t).args[0] for t in met} & experts:
             tokens[fqn].add(token)
     kinds: dict[frozenset[int], list[str]] = defaultdict(list)

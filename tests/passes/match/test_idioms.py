@@ -416,24 +416,26 @@ class SkipsLoners(Loop):
 class Images(Loop):
     """The pixels of `[B, C, H, W]`; each channel of the result has a scale of its own."""
 
-    def __init__(self):
-        super().__init__(Mlp)
-        self.norm, self.scale = nn.BatchNorm2d(D), nn.Parameter(torch.rand(D))
+    def __init__(self, channels=D):
+        super().__init__(lambda: nn.Sequential(nn.Linear(channels, 8), nn.ReLU(), nn.Linear(8, channels)))
+        self.gate = nn.Linear(channels, E, bias=False)
+        self.norm, self.scale = nn.BatchNorm2d(channels), nn.Parameter(torch.rand(channels))
 
     def forward(self, x):
         x = self.norm(x)
         rows = x.movedim(1, -1)
-        out = super().forward(rows.reshape(-1, D)).view_as(rows).movedim(-1, 1)
+        out = super().forward(rows.flatten(0, -2)).view_as(rows).movedim(-1, 1)
         return x + self.scale[:, None, None] * out
 
 
-@pytest.mark.parametrize("training", [False, True])
-def test_channels_that_have_parameters_are_no_experts(training):
+@pytest.mark.parametrize("channels, training", [(D, False), (D, True), (3, False)])
+def test_channels_that_have_parameters_are_no_experts(channels, training):
+    """Also of images that captures make wider than they have channels: an image's rows are fewer than its pixels then."""
     torch.manual_seed(0)
-    model = nn.Sequential(Images()).double().train(training)
-    compiled = moefx.compile(model, example_inputs=(torch.randn(2, D, 4, 5, dtype=torch.float64),))
+    model = nn.Sequential(Images(channels)).double().train(training)
+    compiled = moefx.compile(model, example_inputs=(torch.randn(2, channels, 4, 5, dtype=torch.float64),))
     for shape in ((2, 4, 5), (1, 3, 7)):
-        x = torch.randn(shape[0], D, *shape[1:], dtype=torch.float64)
+        x = torch.randn(shape[0], channels, *shape[1:], dtype=torch.float64)
         torch.testing.assert_close(compiled(x), model(x))
     assert moefx.blocks(compiled)[0].fallbacks == 0
 
