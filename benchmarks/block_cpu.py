@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import moefx
-from moefx.lowering import select
+from moefx.ir import providers
 
 
 class Expert(nn.Module):
@@ -122,7 +122,7 @@ def measure(layout: str, threads: int, args: argparse.Namespace) -> dict[str, An
     compiled = moefx.compile(copy.deepcopy(model), example_inputs=(x,), plan=plan)
     runs = {"original": Run(model, x, grad), "compiled": Run(compiled, x, grad)}
     error = check(**runs)
-    select.reset_counters()
+    providers.reset_counters()
     times: dict[str, list[float]] = {name: [] for name in runs}
     cpu_times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(args.repeats):
@@ -132,7 +132,7 @@ def measure(layout: str, threads: int, args: argparse.Namespace) -> dict[str, An
             cpu_times[name].append(cpu)
     result: dict[str, Any] = {
         "layout": layout, "threads": threads, "error": round(error, 2),
-        "weights": select.weight_paths(), "fallbacks": moefx.blocks(compiled)[0].fallbacks,
+        "weights": providers.weight_paths(), "fallbacks": moefx.blocks(compiled)[0].fallbacks,
     }  # fmt: skip
     for label, of, kind in (
         ("median", statistics.median, times),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ._plan import Plan
 from .errors import MoefxError, NoMoEBlockFound
+from .ir.providers import load_before_first_choice
 
 if TYPE_CHECKING:
     from .api import Block, Explanation, blocks, compile, explain, graph, history, verify
@@ -34,3 +35,6 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         return getattr(importlib.import_module(_MODULES.get(name, ".api"), __name__), name)
     raise AttributeError(f"module 'moefx' has no attribute {name!r}")
+
+
+load_before_first_choice(lambda: importlib.import_module(".lowering.register", __name__))

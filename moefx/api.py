@@ -378,9 +378,9 @@ def _failed_guard(program: Program, matched: Matched, block: nn.Module) -> str:
 
 
 def _paths() -> tuple[tuple[str, str, int], ...]:
-    from .lowering import select
+    from .ir import providers
 
-    return tuple((op, provider, n) for (op, provider), n in sorted(select.counters().items()))
+    return tuple((op, provider, n) for (op, provider), n in sorted(providers.counters().items()))
 
 
 __all__ = [

@@ -98,9 +98,9 @@ def measure(system: str, steps: int, layers: int, batch: int, length: int, has_p
             train(ids[-1])
         row["kernels"] = kernels(profile.key_averages())
     if system.startswith("moefx"):
-        from ..lowering import select
+        from ..ir import providers
 
-        row["providers"] = sorted({f"{op}: {provider}" for op, provider in select.counters()})
+        row["providers"] = sorted({f"{op}: {provider}" for op, provider in providers.counters()})
     return row
 
 

@@ -8,9 +8,10 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from ..lowering import select, triton
+from ..ir import providers
+from ..lowering import triton
 
-# How the GEMMs read lists of expert weights (`select.weight_paths`); the last two cost a copy in every call.
+# How the GEMMs read lists of expert weights (`providers.weight_paths`); the last two cost a copy in every call.
 _WEIGHTS = {
     "stacked": "one stacked tensor, in place",
     "separate": "one tensor per expert, in place",
@@ -82,7 +83,7 @@ class Explanation:
     Attributes:
         seconds: time to look at the whole model.
         paths: calls so far in this process by (op, provider).
-        weights: how often the weights of a GEMM were read in which way (see `select.weight_paths`).
+        weights: how often the weights of a GEMM were read in which way (see `providers.weight_paths`).
         kernels: how the GPU kernels' GEMMs were cut and why (see `lowering.triton.configurations`).
         planned: what the planner decided and why (`planner.decision.Decision`), None where it was not asked.
         gradients: over a mesh, for each group of parameters what makes their gradients those of the mean loss.
@@ -94,7 +95,7 @@ class Explanation:
     seconds: float
     paths: tuple[tuple[str, str, int], ...] = ()
     weights: tuple[tuple[str, int], ...] = dataclasses.field(
-        default_factory=lambda: tuple(sorted(select.weight_paths().items()))
+        default_factory=lambda: tuple(sorted(providers.weight_paths().items()))
     )
     kernels: tuple[str, ...] = dataclasses.field(default_factory=triton.configurations)
     planned: Any = None

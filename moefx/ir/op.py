@@ -28,14 +28,13 @@ import torch
 
 from ..errors import DoubleBackward, InvalidInput
 from . import recomputation
+from .providers import Provider, choose, registry
 
 NAMESPACE = "moefx"
 # FRAGMENT: later pieces (expert parallelism, ...) define their ops in the same namespace from files of their
 # own.
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _AUTOCAST_DEVICES = ("cpu", "cuda")  # ROCm builds of torch call their devices "cuda" as well
-
-registry: dict[str, Op] = {}
 
 
 class _Here(threading.local):
@@ -81,16 +80,6 @@ class Contract:
         return cls(text, side(before), side(after))
 
 
-@dataclasses.dataclass(frozen=True)
-class Provider:
-    """One implementation of an op; `supports` gets the op's own arguments."""
-
-    name: str
-    run: Callable[..., Any]
-    supports: Callable[..., bool]
-    rank: int
-
-
 class Op:
     """A `torch.library` op in namespace `moefx`; calling it calls the registered overload.
 
@@ -126,7 +115,7 @@ class Op:
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         self.check(args)
-        provider = _select()(self, args, kwargs)
+        provider = choose(self, args, kwargs)
         before, _here.is_at_backend = _here.is_at_backend, True
         try:
             outputs = provider.run(*args, **kwargs)
@@ -337,15 +326,6 @@ def _unseen_by_dynamo(function: Callable[..., Any]) -> None:
 
 
 _unseen_by_dynamo(Op._run)
-
-
-@functools.cache
-def _select() -> Callable[..., Provider]:
-    # Lowering sits above this module, so it is looked up when the first op runs: importing the dialect stays
-    # cheap, and every op finds the fast providers registered however it was imported.
-    from ..lowering.select import choose
-
-    return choose
 
 
 def _show(shape: Sequence[Any]) -> str:

@@ -27,18 +27,18 @@ def refusals(explanation: Any) -> list[Refusal]:
     return [Refusal(str(n), str(getattr(r, "reason", r)), str(getattr(r, "source", ""))) for n, r in items]
 
 
-def _select() -> Any:
-    return importlib.import_module("moefx.lowering.select")
+def _providers() -> Any:
+    return importlib.import_module("moefx.ir.providers")
 
 
 def reset() -> None:
     with contextlib.suppress(ImportError, AttributeError):
-        _select().reset_counters()
+        _providers().reset_counters()
 
 
 def provider_calls() -> dict[tuple[str, str], int]:
     try:
-        return dict(_select().counters())
+        return dict(_providers().counters())
     except (ImportError, AttributeError):
         return {}
 

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from moefx.errors import DoubleBackward, InvalidInput, InvalidPlan
-from moefx.ir import dialect
+from moefx.ir import dialect, providers
 from moefx.ir.op import Contract, op, registry
-from moefx.lowering import select
 
 
 @op("test_scale(Tensor x, Tensor[] w, *, float by=2.0) -> Tensor[]", contract="x[S,D], w[*] -> out[S,D]")
@@ -102,25 +101,25 @@ def test_shapes_are_checked_with_numbers():
 
 
 def test_latest_supporting_provider_runs_and_is_counted():
-    select.reset_counters()
+    providers.reset_counters()
     scale(torch.ones(2, 2), [])
     scale(torch.ones(5, 2), [])
     scale(torch.ones(5, 2), [])
-    assert select.counters() == {("test_scale", "only_small"): 1, ("test_scale", "reference"): 2}
-    with select.force("test_scale", "only_small"):
+    assert providers.counters() == {("test_scale", "only_small"): 1, ("test_scale", "reference"): 2}
+    with providers.force("test_scale", "only_small"):
         scale(torch.ones(5, 2), [])
-        with select.force("test_scale", "reference"):
+        with providers.force("test_scale", "reference"):
             scale(torch.ones(2, 2), [])
         scale(torch.ones(5, 2), [])
     scale(torch.ones(5, 2), [])
-    assert select.counters() == {("test_scale", "only_small"): 3, ("test_scale", "reference"): 4}
+    assert providers.counters() == {("test_scale", "only_small"): 3, ("test_scale", "reference"): 4}
 
 
 def test_forcing_what_is_not_there():
-    with pytest.raises(InvalidPlan, match="no op moefx::test_nothing"), select.force("test_nothing", "x"):
+    with pytest.raises(InvalidPlan, match="no op moefx::test_nothing"), providers.force("test_nothing", "x"):
         pass
     message = "no provider 'triton'; it has reference, only_small"
-    with pytest.raises(InvalidPlan, match=message), select.force("test_scale", "triton"):
+    with pytest.raises(InvalidPlan, match=message), providers.force("test_scale", "triton"):
         pass
 
 
@@ -149,7 +148,7 @@ def test_importing_the_dialect_is_light():
         if seconds[-1] < 0.15 or time.perf_counter() - start > 60:
             break
     assert min(seconds) < 0.15
-    assert not {"triton", "sympy", "moefx.lowering.select"} & set(modules.split())
+    assert not {"triton", "sympy", "moefx.lowering.register"} & set(modules.split())
 
 
 def test_dynamo_does_not_look_inside_behind_a_graph_break():

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moefx.lowering.torch.rows
-from moefx.ir import dialect
-from moefx.lowering import select
+from moefx.ir import dialect, providers
 from tests.ir.routings import Routing, random_routing, routings
 
 
@@ -27,10 +26,10 @@ def test_bag_and_blocks_are_the_reference(routing: Routing, weighted: bool):
         gradients = torch.autograd.grad(out.sum(), leaves)
         return [out, *(g[: int(offsets[-1])] for g in gradients)]
 
-    select.reset_counters()
+    providers.reset_counters()
     got = run()
-    assert ("combine", "reference") not in select.counters()
-    with select.force("combine", "reference"), select.force("combine_backward", "reference"):
+    assert ("combine", "reference") not in providers.counters()
+    with providers.force("combine", "reference"), providers.force("combine_backward", "reference"):
         expected = run()
     torch.testing.assert_close(got, expected)
 
@@ -43,11 +42,11 @@ def test_half_types_are_summed_in_float32(dtype, routing: Routing, weighted: boo
     rows = torch.randn(token_ids.shape[0], 3).to(dtype)
     rows[int(offsets[-1]) :] = float("nan")
     args = (rows, weights.float() if weighted else None, token_ids, offsets, inverse)
-    select.reset_counters()
+    providers.reset_counters()
     with mock.patch.object(moefx.lowering.torch.rows, "_BLOCK", block):
         got = dialect.combine(*args)
-    assert select.counters() == {("combine", "bag"): 1}
-    with select.force("combine", "reference"):
+    assert providers.counters() == {("combine", "bag"): 1}
+    with providers.force("combine", "reference"):
         expected = dialect.combine(*args)
     if not weighted:
         assert torch.equal(got, expected)
@@ -59,7 +58,7 @@ def test_blocks_of_rows():
     rows, weights = torch.randn(2800, 2).double().requires_grad_(), weights.detach().requires_grad_()
     out = dialect.combine(rows, weights, token_ids, offsets, inverse)
     got = torch.autograd.grad(out.square().sum(), [rows, weights])
-    with select.force("combine_backward", "reference"):
+    with providers.force("combine_backward", "reference"):
         out = dialect.combine(rows, weights, token_ids, offsets, inverse)
         torch.testing.assert_close(got, torch.autograd.grad(out.square().sum(), [rows, weights]))
 
@@ -73,6 +72,6 @@ def test_segment_reduce_is_the_reference(routing: Routing):
     grad = torch.randn(token_ids.shape[0], 3, dtype=torch.float64)
     expected = dialect.expert_rows_backward(grad, offsets, dtype=torch.float64)
     grad[int(offsets[-1]) :] = float("nan")
-    with select.force("expert_rows_backward", "segment_reduce"):
+    with providers.force("expert_rows_backward", "segment_reduce"):
         got = dialect.expert_rows_backward(grad, offsets, dtype=torch.float64)
     torch.testing.assert_close(got, expected)

@@ -7,9 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moefx.ir import dialect
+from moefx.ir import dialect, providers
 from moefx.ir.expert_mlp import Call
-from moefx.lowering import select
 from moefx.lowering.torch import gemm, mlp, pool, segments
 from moefx.lowering.torch.segments import SegmentGemms
 from tests.ir.routings import LAYERS, random_routing, routings, swiglu_list
@@ -63,12 +62,12 @@ def test_several_groups_and_threads_change_no_bit(make, monkeypatch):
 
 def test_counts_the_provider_and_the_path_of_the_weights():
     layer, routing = swiglu_list(4, 8, 6), random_routing(9, 2, 4)
-    select.reset_counters()
+    providers.reset_counters()
     layer.fused(torch.randn(9, 8).double(), routing, routing.topk_weights).sum().backward()
-    assert select.counters()["expert_mlp", "segments"] == 1
-    assert select.counters()["expert_mlp_backward", "segments"] == 1
-    assert not any(provider == "reference" for op, provider in select.counters() if op.startswith("expert_mlp"))
-    assert select.weight_paths() == {"separate": 6}  # gate, up and down, in forward and backward: no copies
+    assert providers.counters()["expert_mlp", "segments"] == 1
+    assert providers.counters()["expert_mlp_backward", "segments"] == 1
+    assert not any(provider == "reference" for op, provider in providers.counters() if op.startswith("expert_mlp"))
+    assert providers.weight_paths() == {"separate": 6}  # gate, up and down, in forward and backward: no copies
 
 
 def test_the_linear_output_needs_no_second_down_projection(monkeypatch):
@@ -245,12 +244,12 @@ def test_call_takes_arguments_apart():
 
 
 def test_grouped_mm_op_runs_in_segments():
-    select.reset_counters()
+    providers.reset_counters()
     _, _, offsets, _, _ = random_routing(6, 2, 4).build()
     w = [torch.randn(5, 3, dtype=torch.float64, requires_grad=True) for _ in range(4)]
     dialect.grouped_mm(torch.randn(12, 3).double(), w, offsets, transposed=True).sum().backward()
-    assert select.counters()["grouped_mm", "segments"] == 1
-    assert select.counters()["grouped_mm_backward", "segments"] == 1
+    assert providers.counters()["grouped_mm", "segments"] == 1
+    assert providers.counters()["grouped_mm_backward", "segments"] == 1
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -1,4 +1,4 @@
-"""Reading lists of expert parameters, and counting how they were read (see `select.weight_paths`)."""
+"""Reading lists of expert parameters, and counting how they were read (see `providers.weight_paths`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...ir.experts import is_stacked
-from ..select import count_weight_path
+from ...ir.providers import count_weight_path
 
 
 def matrices(w: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...ir.experts import is_stacked
-from ..select import count_weight_path
+from ...ir.providers import count_weight_path
 from ..torch.weights import stack, strided_view
 from .tape import apply, constant
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefx.ir import dialect, experts
-from moefx.lowering import select
+from moefx.ir import dialect, experts, providers
 from moefx.lowering.triton import expert_mlp, tape
 from moefx.lowering.triton import run as run_module
 
@@ -44,7 +43,7 @@ def results(
     routing = Routing(ids.to(device), weights.to(device), 4, num_rows=known)
     with contextlib.ExitStack() as stack:
         for op in (*RECORDED, "build_pft_backward"):
-            stack.enter_context(select.force(op, "triton"))
+            stack.enter_context(providers.force(op, "triton"))
         return outputs_and_gradients(layer, routing, x.to(device), weights.to(device), grad.to(device), **options)
 
 
@@ -138,15 +137,15 @@ def test_weights_that_other_threads_count_are_not_on_the_tape(monkeypatch, plays
     x = torch.zeros(4)
 
     def host_code() -> list[Tensor]:
-        thread = threading.Thread(target=lambda: select.count_weight_path("view", 5))
+        thread = threading.Thread(target=lambda: providers.count_weight_path("view", 5))
         thread.start()
         thread.join()
         return [tape.apply(torch.clone, x)]
 
     tape.played("key", (x,), (), host_code)
-    select.reset_counters()
+    providers.reset_counters()
     tape.played("key", (x,), (), host_code)
-    assert plays and not any(select.weight_paths().values())
+    assert plays and not any(providers.weight_paths().values())
 
 
 @pytest.mark.parametrize("has_weights", [True, False])
@@ -155,7 +154,7 @@ def test_choices_that_are_left_out_are_recorded(device, monkeypatch, plays, stri
     monkeypatch.setattr(tape, "_tapes", {})
     ids, weights = torch.rand(17, 4).argsort(1)[:, :2].to(device), torch.rand(17, 2, device=device)
     keep = (torch.rand(17, 2) < 0.5).repeat_interleave(stride, 1)[:, ::stride].to(device)
-    with select.force("build_pft", "triton"):
+    with providers.force("build_pft", "triton"):
         first, second = (
             dialect.build_pft(ids, weights if has_weights else None, keep, num_experts=4) for _ in range(2)
         )
@@ -189,9 +188,9 @@ def test_weights_are_counted_alike_when_played(device, monkeypatch, plays):
     layer, tapes, counted = on(device, LINEAR["weight_before"](4, 32, 40), torch.float32), {}, []
     layer.down[0] = layer.down[0].detach().mT.contiguous().mT.requires_grad_()  # one with other strides: a copy
     for _ in range(2):
-        select.reset_counters()
+        providers.reset_counters()
         results(layer, device, 0, tapes, monkeypatch)
-        counted.append({path: n for path, n in select.weight_paths().items() if n})
+        counted.append({path: n for path, n in providers.weight_paths().items() if n})
     assert counted[0] == counted[1] and counted[0]["stacked_copy"] and plays
 
 

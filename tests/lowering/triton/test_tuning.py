@@ -14,8 +14,8 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from moefx.errors import InvalidPlan
-from moefx.ir import experts
-from moefx.lowering import select, triton
+from moefx.ir import experts, providers
+from moefx.lowering import triton
 from moefx.lowering.triton import autotune, configs, expert_mlp, tape, tuning
 from moefx.lowering.triton import run as run_module
 from moefx.lowering.triton.configs import KERNELS, Config
@@ -365,7 +365,7 @@ def test_on_a_gpu(monkeypatch):
     assert all(map(torch.equal, *results))
     assert all("tuned here for" in line for line in triton.configurations())
     assert len(autotune.kept(tuning.gpu(x.device))) == len(KERNELS)
-    with select.force("expert_mlp", "segments"), select.force("expert_mlp_backward", "segments"):
+    with providers.force("expert_mlp", "segments"), providers.force("expert_mlp_backward", "segments"):
         expected = outputs_and_gradients(layer, routing, x, routing.topk_weights, grad, reduce=True)
     for result, want in zip(results[0], expected, strict=True):
         assert (result - want).norm() < 1e-5 * want.norm()

@@ -1,26 +1,34 @@
-"""Which provider runs an op: the latest registered one that supports the arguments, else the readable
-reference.
+"""The implementations of each op, and the choice between them.
 
-Every choice is counted, so that tests and `explain` can say what ran:
+A call runs the provider of the highest rank that supports its arguments, at the latest the readable reference. Every
+choice is counted, so that tests and `explain` can say what ran:
 
     counters()                 {("expert_mlp", "segments"): 12, ...}
     weight_paths()             {"view": 12, "separate": 0, ...}: how lists of expert weights were read
     with force("expert_mlp", "reference"): ...
+
+Providers live above this module, in `moefx.lowering`. They are loaded before the first choice, so that importing the
+dialect stays cheap.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
+import functools
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidPlan
-from ..ir.op import Op, Provider, registry
+
+if TYPE_CHECKING:
+    from .op import Op
+
+registry: dict[str, Op] = {}
+_loaders: list[Callable[[], object]] = []
 
 _calls: Counter[tuple[str, str]] = Counter()
 _paths: Counter[str] = Counter()
@@ -36,8 +44,30 @@ _thread = _Thread()
 _forced: dict[str, str] = {}
 
 
+@dataclasses.dataclass(frozen=True)
+class Provider:
+    """One implementation of an op; `supports` gets the op's own arguments."""
+
+    name: str
+    run: Callable[..., Any]
+    supports: Callable[..., bool]
+    rank: int
+
+
+def load_before_first_choice(load: Callable[[], object]) -> None:
+    """Have `load` called once before the first op runs. It registers providers."""
+    _loaders.append(load)
+
+
+@functools.cache
+def _load() -> None:
+    for load in _loaders:
+        load()
+
+
 def choose(op: Op, args: Any, kwargs: Any) -> Provider:
     """The provider for these arguments. Counts it."""
+    _load()
     if op.name in _forced:
         provider = op.providers[_forced[op.name]]
     else:
@@ -97,6 +127,7 @@ def force(op: str, provider: str) -> Iterator[None]:
 
 
 def _check(op: str, provider: str, said: str = "") -> None:
+    _load()
     if op not in registry:
         raise InvalidPlan(f"{said}no op moefx::{op}; there are {', '.join(sorted(registry))}")
     if provider not in registry[op].providers:
@@ -104,15 +135,10 @@ def _check(op: str, provider: str, said: str = "") -> None:
         raise InvalidPlan(f"{said}moefx::{op} has no provider {provider!r}; it has {names}")
 
 
-# Registers the providers.
-from . import torch as _torch_providers  # noqa: E402, F401
-
-from . import triton as _triton_providers  # noqa: E402, F401  isort: skip
-
-
-def _force_from(setting: str) -> None:
-    """`MOEFX_PROVIDERS="expert_mlp=grouped_mm,build_pft=reference"`: for an op, and its backward, in the whole process,
-    where they take the arguments: the proofs of `compile`, in float64, are beyond some.
+def prefer_named(setting: str) -> None:
+    """Rank the providers first that `MOEFX_PROVIDERS` names, for ops and their backwards, in the whole process:
+    `"expert_mlp=grouped_mm,build_pft=reference"`. Arguments that they do not support, such as the float64 of the
+    proofs, go to the others.
 
     Raises:
         InvalidPlan: there is no such op or provider.
@@ -124,6 +150,3 @@ def _force_from(setting: str) -> None:
             if name in registry and provider in registry[name].providers:
                 providers = registry[name].providers
                 providers[provider] = dataclasses.replace(providers.pop(provider), rank=sys.maxsize)  # asked first
-
-
-_force_from(os.environ.get("MOEFX_PROVIDERS", ""))
