@@ -14,6 +14,7 @@ from torch import nn
 
 from ._plan import Plan
 from ._plan_effects import check_effects, check_layout
+from .agreement import agree_on_proof
 from .errors import InvalidInput, InvalidPlan, MoefxError, NoMoEBlockFound
 from .inspection.explain import Explanation, MatchedBlock, together
 from .inspection.history import History
@@ -21,7 +22,7 @@ from .ir.attributes import OWN_MODE, ties
 from .ir.binding import Specialisation, leaves_of
 from .ir.block import BlockGraph
 from .pipeline import PASSES, limited
-from .proof import agreed, shown
+from .proof import shown
 from .reports import report_of
 from .runtime.copying import copy_model
 from .runtime.module import BlockForward, install, rewritten_blocks, signature_binder
@@ -94,7 +95,7 @@ def compile(
 
         if spread_blocks(model):
             raise InvalidInput("this model is spread over a mesh already: compile the original again")
-    proven = agreed(model, example_inputs, plan, mesh)
+    proven = agree_on_proof(model, example_inputs, plan, mesh)
     plan, found, axis = proven.plan, proven.found, proven.axis
     if proven.decision and proven.decision.warning:
         warnings.warn(f"moefx: {proven.decision.warning}", stacklevel=2)
@@ -181,7 +182,7 @@ def explain(
     if record is None and example_inputs is None:
         record = UNCHANGED.get(model) or _regions(given)[0]
     if record is None:
-        proven, spreads, gradients = agreed(model, example_inputs, _plan(plan, mesh), mesh), {}, ()
+        proven, spreads, gradients = agree_on_proof(model, example_inputs, _plan(plan, mesh), mesh), {}, ()
         plan, found = proven.plan, proven.found
         for m in found.matched:
             m.result = limited(model.get_submodule(m.names[0]), m.result, plan)

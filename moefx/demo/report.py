@@ -15,7 +15,7 @@ import torch
 
 import moefx
 from moefx._units import size
-from moefx.inspection import html
+from moefx.inspection import html_page
 
 from . import model as demo_model
 
@@ -67,8 +67,8 @@ def render(result: Result) -> str:
             f"<details><summary>{escape(name)}</summary><pre>{escape(result.graphs[name])}</pre></details>"
             for name in others
         ),
-        history_style=html.STYLE,
-        history=html.fragment(result.histories[first], before=result.captured),
+        history_style=html_page.STYLE,
+        history=html_page.fragment(result.histories[first], before=result.captured),
         verification=escape(result.verification),
     )
 

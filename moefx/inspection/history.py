@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Iterator, Mapping
 from os import PathLike
 from pathlib import Path
@@ -11,7 +10,9 @@ from typing import TYPE_CHECKING
 
 from ..errors import NoSuchPass
 from ..ir.block import BlockGraph
-from ..ir.printer import Line, format_lines, print_lines
+from ..ir.printer import format_lines, print_lines
+from . import html_page, repro_script
+from .line_diff import diff_lines
 
 if TYPE_CHECKING:
     from torch import nn
@@ -131,10 +132,8 @@ class History:
             before: the captured graph, drawn as the left picture; default: the first snapshot.
             bytes_per_policy: bytes that the backward keeps by save policy, drawn as bars.
         """
-        from . import html
-
-        body = html.fragment(self, before=before, bytes_per_policy=bytes_per_policy)
-        Path(path).write_text(html.page(self.name or "model", body))
+        body = html_page.fragment(self, before=before, bytes_per_policy=bytes_per_policy)
+        Path(path).write_text(html_page.page(self.name or "model", body))
 
     def repro(self, path: str | PathLike[str], *, block: nn.Module | None = None) -> None:
         """Write a Python script that runs the graphs after all passes side by side on random weights and
@@ -143,9 +142,7 @@ class History:
         Args:
             block: where to take shapes from that the graphs do not know.
         """
-        from .repro import script
-
-        Path(path).write_text(script(self, block))
+        Path(path).write_text(repro_script.script(self, block))
 
     def __str__(self) -> str:
         width = max((len(s.pass_name) for s in self.snapshots), default=0)
@@ -154,20 +151,3 @@ class History:
             for s in self.snapshots
         ]
         return "\n".join([f"# history of {self.name or 'model'}", *(row.rstrip() for row in rows)])
-
-
-def diff_lines(before: list[Line], after: list[Line]) -> list[tuple[str, Line]]:
-    """The lines of both, each marked " ", "-" or "+". Sources and alignment do not count as a change."""
-    matcher = difflib.SequenceMatcher(a=[_text(n) for n in before], b=[_text(n) for n in after], autojunk=False)
-    result: list[tuple[str, Line]] = []
-    for tag, i1, i2, j1, j2 in matcher.get_opcodes():
-        if tag == "equal":
-            result += [(" ", line) for line in after[j1:j2]]
-        else:
-            result += [("-", line) for line in before[i1:i2]]
-            result += [("+", line) for line in after[j1:j2]]
-    return result
-
-
-def _text(line: Line) -> str:
-    return f"{line.name} = {line.code} # {line.comment}"

@@ -15,9 +15,10 @@ from collections.abc import Hashable, Iterable, Sequence
 
 from torch.fx import Node
 
-from ..ir.block import BUILD_PFT, BlockGraph, target_name, value_text
+from ..ir.block import BlockGraph
 from ..ir.codegen import is_getitem
 from ..ir.display import attribute_name, body_text, range_texts, shown_path
+from ..ir.node_values import BUILD_PFT, target_name, value_text
 from ..ir.printer import print_lines
 from ..ir.spec import is_dead
 

@@ -21,7 +21,7 @@ import functools
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -30,17 +30,10 @@ from torch.utils import _pytree as pytree
 
 from . import codegen
 from .binding import Binding, Guard, Path
+from .node_values import BUILD_PFT, PLACE_CHOICES, TensorSpec, target_name
+from .printer import print_block
 
-BUILD_PFT, PLACE_CHOICES = "moefx::build_pft", "moefx::place_choices"
 _EXPERT_OFFSETS = 2  # position among the results of build_pft
-
-
-class TensorSpec(NamedTuple):
-    """Shape and dtype of a value whose FakeTensor is gone (a graph that was saved and loaded)."""
-
-    shape: tuple[Any, ...]
-    dtype: torch.dtype
-    device: torch.device
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -73,6 +66,16 @@ class BlockGraph:
     @property
     def output(self) -> Node:
         return next(iter(reversed(self.graph.nodes)))
+
+    @property
+    def returned(self) -> Any:
+        """The value that the graph returns: nodes in the user's containers, or in a flat list if those are not plain
+        Python ones."""
+        value: Any = self.output.args[0]
+        if self.output_spec is None:
+            return value
+        rebuilt = pytree.tree_unflatten(list(value), self.output_spec)
+        return rebuilt if _is_literal(rebuilt) else value
 
     def find(self, target: Any) -> list[Node]:
         """All nodes with this target: an overload, a function, an attribute path or an op's name
@@ -129,7 +132,7 @@ class BlockGraph:
 
     def source(self, record: Sequence[Node] = ()) -> codegen.Source:
         """The source with the global names that it needs."""
-        value = output_value(self)
+        value = self.returned
         rebuild = self.output_spec is not None and value is self.output.args[0]
         return codegen.Source(self.graph, value, record, self.output_spec if rebuild else None)
 
@@ -155,8 +158,6 @@ class BlockGraph:
         return [offsets for offsets in found if offsets is not None]
 
     def __str__(self) -> str:
-        from .printer import print_block  # the printer needs this module
-
         return print_block(self)
 
     def __repr__(self) -> str:
@@ -173,61 +174,12 @@ class BlockGraph:
         return _unpack_block, (_packed(self.graph), self.name, self.binding, spec, self.header)
 
 
-def output_value(block: BlockGraph) -> Any:
-    """What the graph returns, nodes in the user's containers; a flat list where those are not plain Python
-    ones."""
-    value: Any = block.output.args[0]
-    if block.output_spec is None:
-        return value
-    rebuilt = pytree.tree_unflatten(list(value), block.output_spec)
-    return rebuilt if _is_literal(rebuilt) else value
-
-
 def _is_literal(value: Any) -> bool:
     if type(value) in (list, tuple):
         return all(map(_is_literal, value))
     if type(value) is dict:
         return all(map(_is_literal, value.values()))
     return value is None or isinstance(value, (Node, bool, int, float, str))
-
-
-# -- what is known of a node -----------------------------------------------------------------------
-
-
-def target_name(node: Node) -> str:
-    """`"aten::mm"` for any overload of an op, `"linear"` for a function, the attribute path otherwise."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.name
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-
-
-def value_text(node: Node) -> str:
-    """dtype and shape of a node's value in letters where known: `"bf16[S,K]"`, several results side by
-    side."""
-    value, letters = node.meta.get("val"), node.meta.get("letters")
-    if isinstance(letters, str):
-        return letters
-    if isinstance(value, (tuple, list)) and not isinstance(value, TensorSpec):
-        known = letters if letters is not None and len(letters) == len(value) else [None] * len(value)
-        return " ".join(filter(None, (_value_text(v, n) for v, n in zip(value, known, strict=True))))
-    return _value_text(value, letters)
-
-
-def dtype_text(dtype: torch.dtype | None) -> str:
-    """`torch.bfloat16` -> `"bf16"`."""
-    name = str(dtype).removeprefix("torch.")
-    for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
-        if name.startswith(long) and name != long:
-            return short + name.removeprefix(long)
-    return name
-
-
-def _value_text(value: Any, letters: tuple[str, ...] | None) -> str:
-    shape = letters if letters is not None else getattr(value, "shape", None)
-    if shape is None:
-        return str(value) if isinstance(value, torch.SymInt) else ""
-    dtype = getattr(value, "dtype", None)
-    return f"{dtype_text(dtype) if dtype else ''}[{','.join(map(str, shape))}]"
 
 
 # -- saving and loading ----------------------------------------------------------------------------

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Graph, Node
 
-from .block import BUILD_PFT, target_name
 from .body import ExpertBody
 from .codegen import is_getitem
 from .names import AttributeRange, attribute_ranges
+from .node_values import BUILD_PFT, target_name
 
 # What the results of dialect ops, and the values that go into them, are called when the pass that made the
 # node gave no name of its own.

@@ -12,14 +12,17 @@ import dataclasses
 import math
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import Node
 
-from .block import BUILD_PFT, BlockGraph, dtype_text, output_value, target_name, value_text
 from .codegen import INFIX, is_getitem, unpacked
 from .display import attribute_name, body_text, range_texts, shown_names, shown_path
+from .node_values import BUILD_PFT, dtype_text, target_name, value_text
+
+if TYPE_CHECKING:
+    from .block import BlockGraph
 
 _NAME_WIDTH = 22  # longer names do not push the column
 _CODE_WIDTH = 96  # longer lines do not push the comments
@@ -159,7 +162,7 @@ class _Printer:
         if node.op == "placeholder":
             return Line(self.names[node], "input", value_text(node), source, node)
         if node.op == "output":
-            return Line("", f"return {self._value(output_value(self.block))}", "", source, None)
+            return Line("", f"return {self._value(self.block.returned)}", "", source, None)
         results: Sequence[Node | None] | None = [node] if target_name(node) in _BUNDLES else self._results(node)
         comment = [self._comment(node, results)]
         kept = [node, *(r for r in results or () if r is not None)]

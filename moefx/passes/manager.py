@@ -29,8 +29,9 @@ from torch.fx.node import map_arg
 from .._plan import Plan
 from ..errors import MoefxError
 from ..inspection.history import History, Snapshot
-from ..ir.block import BlockGraph, TensorSpec
+from ..ir.block import BlockGraph
 from ..ir.codegen import is_getitem
+from ..ir.node_values import TensorSpec
 from ..ir.spec import LEVELS, violations
 
 Pass = Callable[[BlockGraph, Any], BlockGraph]

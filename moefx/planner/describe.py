@@ -14,7 +14,7 @@ from torch import nn
 from .._plan import Plan
 from ..errors import UnknownArchitecture
 from ..ir.body import ExpertBody
-from ..proof import agreed
+from ..proof import survey_and_verify
 from ..survey import Survey
 from .architecture import NO_ATTENTION, Architecture, Attention
 
@@ -37,7 +37,8 @@ def describe(model: nn.Module, example_inputs: Any = None) -> Architecture:
         UnknownArchitecture: no block was rewritten, or the blocks are not of one kind; with what was seen.
     """
     model = getattr(model, "_orig_mod", model)  # inside of what `torch.compile` made of it
-    return described(model, agreed(model, example_inputs, Plan(validation="symbolic")).found)
+    found, _ = survey_and_verify(model, example_inputs, Plan(validation="symbolic"))
+    return described(model, found)
 
 
 def described(model: nn.Module, found: Survey) -> Architecture:

@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_structure
 import moefx
 from moefx import Plan
 from moefx.inspection.history import History, Snapshot
-from moefx.ir.block import BlockGraph, TensorSpec
+from moefx.ir.block import BlockGraph
+from moefx.ir.node_values import TensorSpec
 from moefx.passes.manager import PassManager
 
 from .. import golden

@@ -11,8 +11,9 @@ from torch.fx import Graph
 
 import moefx.ir.dialect  # noqa: F401  registers the ops
 from moefx.ir.binding import Binding
-from moefx.ir.block import BlockGraph, TensorSpec
+from moefx.ir.block import BlockGraph
 from moefx.ir.body import ExpertBody, Gemm
+from moefx.ir.node_values import TensorSpec
 
 aten, ops = torch.ops.aten, torch.ops.moefx
 S, K, E, D, F = 10, 2, 4, 8, 6

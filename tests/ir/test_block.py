@@ -13,7 +13,8 @@ from torch.fx import Graph
 from torch.utils import _pytree as pytree
 
 from moefx.ir.binding import Guard
-from moefx.ir.block import BlockGraph, TensorSpec, dtype_text, value_text
+from moefx.ir.block import BlockGraph
+from moefx.ir.node_values import TensorSpec, dtype_text, value_text
 
 from .graphs import Block, D, block_graph
 

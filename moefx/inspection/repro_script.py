@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -10,7 +10,9 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from ..ir.codegen import is_getitem
-from .history import History
+
+if TYPE_CHECKING:
+    from .history import History
 
 _HEAD = '''\
 """{name}: the graphs after every pass, run side by side.

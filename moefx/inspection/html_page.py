@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from html import escape
+from typing import TYPE_CHECKING
 
 from .. import _html
 from .._units import size
@@ -11,7 +12,10 @@ from ..ir.block import BlockGraph
 from ..ir.codegen import is_getitem
 from ..ir.printer import format_lines, print_lines
 from . import draw
-from .history import History, Snapshot, diff_lines
+from .line_diff import diff_lines
+
+if TYPE_CHECKING:
+    from .history import History, Snapshot
 
 STYLE = (
     _html.STYLE

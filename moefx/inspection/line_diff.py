@@ -1,0 +1,24 @@
+"""What changed between two printed graphs."""
+
+from __future__ import annotations
+
+import difflib
+
+from ..ir.printer import Line
+
+
+def diff_lines(before: list[Line], after: list[Line]) -> list[tuple[str, Line]]:
+    """The lines of both, each marked " ", "-" or "+". Sources and alignment do not count as a change."""
+    matcher = difflib.SequenceMatcher(a=[_text(n) for n in before], b=[_text(n) for n in after], autojunk=False)
+    result: list[tuple[str, Line]] = []
+    for tag, i1, i2, j1, j2 in matcher.get_opcodes():
+        if tag == "equal":
+            result += [(" ", line) for line in after[j1:j2]]
+        else:
+            result += [("-", line) for line in before[i1:i2]]
+            result += [("+", line) for line in after[j1:j2]]
+    return result
+
+
+def _text(line: Line) -> str:
+    return f"{line.name} = {line.code} # {line.comment}"

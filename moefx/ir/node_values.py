@@ -1,0 +1,54 @@
+"""The name of a node's target, and the shape and dtype of its value, as text."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Node
+
+BUILD_PFT, PLACE_CHOICES = "moefx::build_pft", "moefx::place_choices"
+
+
+class TensorSpec(NamedTuple):
+    """Shape and dtype of a value whose FakeTensor is gone (a graph that was saved and loaded)."""
+
+    shape: tuple[Any, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def target_name(node: Node) -> str:
+    """`"aten::mm"` for any overload of an op, `"linear"` for a function, the attribute path otherwise."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.name
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+
+
+def value_text(node: Node) -> str:
+    """dtype and shape of a node's value in letters where known: `"bf16[S,K]"`, several results side by
+    side."""
+    value, letters = node.meta.get("val"), node.meta.get("letters")
+    if isinstance(letters, str):
+        return letters
+    if isinstance(value, (tuple, list)) and not isinstance(value, TensorSpec):
+        known = letters if letters is not None and len(letters) == len(value) else [None] * len(value)
+        return " ".join(filter(None, (_value_text(v, n) for v, n in zip(value, known, strict=True))))
+    return _value_text(value, letters)
+
+
+def dtype_text(dtype: torch.dtype | None) -> str:
+    """`torch.bfloat16` -> `"bf16"`."""
+    name = str(dtype).removeprefix("torch.")
+    for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
+        if name.startswith(long) and name != long:
+            return short + name.removeprefix(long)
+    return name
+
+
+def _value_text(value: Any, letters: tuple[str, ...] | None) -> str:
+    shape = letters if letters is not None else getattr(value, "shape", None)
+    if shape is None:
+        return str(value) if isinstance(value, torch.SymInt) else ""
+    dtype = getattr(value, "dtype", None)
+    return f"{dtype_text(dtype) if dtype else ''}[{','.join(map(str, shape))}]"

@@ -1,0 +1,12 @@
+"""Registers every provider. `moefx` has this imported before the first op runs."""
+
+from __future__ import annotations
+
+import os
+
+from ..ir.providers import prefer_named
+from . import torch as _torch_providers  # noqa: F401
+
+from . import triton as _triton_providers  # noqa: F401  isort: skip
+
+prefer_named(os.environ.get("MOEFX_PROVIDERS", ""))
