@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .backend import rewrite_graph
     from .distribute import clip_grad_norm_, expert_parameter_names, full_state_dict, save_routing
     from .planner.platforms import Platform
-    from .planner.search import plan
+    from .planner.ranking import plan
     from .runtime.hosts import order_hosts
 
 __version__ = "0.1.0"
@@ -25,7 +25,7 @@ __all__ = [
 ]  # fmt: skip
 # torch.distributed takes a while to load, and is not in every build.
 _OF_SPREAD_MODELS = ("clip_grad_norm_", "expert_parameter_names", "full_state_dict", "save_routing")
-_PLANNER = {"Platform": ".planner.platforms", "plan": ".planner.search"}
+_PLANNER = {"Platform": ".planner.platforms", "plan": ".planner.ranking"}
 _MODULES = _PLANNER | dict.fromkeys(_OF_SPREAD_MODELS, ".distribute")
 _MODULES |= {"order_hosts": ".runtime.hosts", "rewrite_graph": ".backend"}
 

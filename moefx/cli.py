@@ -326,7 +326,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
 
 def run_plan(arguments: argparse.Namespace) -> int:
     from .planner.catalogue import MODELS
-    from .planner.search import plan
+    from .planner.ranking import plan
 
     if arguments.skew and arguments.simulate is None:
         raise UsageError("--skew is of a simulation: --simulate N says of which line")

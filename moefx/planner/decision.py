@@ -9,8 +9,8 @@ from .._plan import Plan
 from .._units import amount
 from .architecture import Architecture
 from .axes import Use
+from .entries import Entry
 from .here import Here
-from .ranking import Entry
 
 _SHOWN = 6
 

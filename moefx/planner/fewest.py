@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 from .._units import amount
-from .ranking import TERMS, Entry, Ranking, Rejected
+from .entries import TERMS, Entry, Rejected
 from .search import first_fit
+
+if TYPE_CHECKING:
+    from .ranking import Ranking
 
 _MOST = 2**16  # GPUs
 _TRIES = 6  # numbers of GPUs that are searched: some seconds

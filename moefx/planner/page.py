@@ -5,16 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from html import escape
+from typing import TYPE_CHECKING
 
 from .._html import folded, page, table
 from .._units import amount
 from . import plots
+from .entries import COLUMNS, LEGEND, SIZES, Entry
 from .figures import assumptions, sources
 from .parts import LABELS, memory_parts, time_parts
-from .ranking import COLUMNS, LEGEND, SIZES, Entry, Ranking
 from .regions import TRADE_OFF, Region, border, feasible, saved_by_ssmb, trade_off
 from .scaling import Scaled, above_ideal, scaling
 from .symbols import Explained, explained
+
+if TYPE_CHECKING:
+    from .ranking import Ranking
 
 MOST = 10
 INSTALL = "pip install matplotlib"

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import sympy
 
 from .architecture import Architecture
+from .entries import Entry
 from .layout import Layout
 from .memory import MEMORY
 from .papers import X_MOE
 from .platforms import Platform
-from .ranking import Entry, Ranking
 from .sheet import Formula, Sheet, quantities
 from .step import fullest_stage
 from .symbols import Explained, explained
+
+if TYPE_CHECKING:
+    from .ranking import Ranking
 
 Axis = Literal["PP", "TP", "EP"]
 

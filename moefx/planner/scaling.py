@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from .._units import amount
+from .entries import Entry
 from .parts import LABELS, memory_parts, time_parts
-from .ranking import Entry, Ranking
-from .search import search
+from .search import search_layouts
+
+if TYPE_CHECKING:
+    from .ranking import Ranking
 
 _MOST_NAMED = 4
 _ENOUGH = 0.9  # of what is saved: the parts that make up so much of it are named
@@ -47,8 +51,8 @@ def scaling(ranking: Ranking, is_weak: bool, tell: Callable[[str], object] | Non
             tell(f"{'weak' if is_weak else 'strong'} scaling: {batch} sequences on {ranks} GPUs")
         asked = dataclasses.replace(ranking.asked, batch=batch)
         is_same = (ranks, asked) == (ranking.num_ranks, ranking.asked)
-        other = ranking if is_same else search(ranking.model, ranking.platform, ranks, **vars(asked))
-        best = other[0] if len(other) else None
+        other = ranking.found if is_same else search_layouts(ranking.model, ranking.platform, ranks, **vars(asked))
+        best = other.entries[0] if other.entries else None
         nearest = other.nearest
         found.append(Scaled(ranks, batch, best, 0.0 if best or not nearest else nearest.lacking))
     return found

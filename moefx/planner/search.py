@@ -6,22 +6,20 @@ import dataclasses
 import functools
 import itertools
 import math
-import os
 from collections.abc import Iterator, Sequence
-from typing import Any, get_args
-
-from torch import nn
+from typing import TYPE_CHECKING, Any, get_args
 
 from .._units import amount
-from ..capture.defaults import neutral_device
-from ..errors import InvalidPlan, UnknownArchitecture, UnknownPlatform
+from ..errors import InvalidPlan
 from ..runtime.links import fastest
 from .architecture import Architecture, whole_numbers
-from .catalogue import model_of
+from .entries import TERMS, Asked, Entry, Rejected
 from .layout import Layout, Schedule
-from .platforms import Platform, platform_of
-from .ranking import TERMS, Asked, Entry, Ranking, Rejected
+from .platforms import Platform
 from .step import given, memory, memory_by_zero, seconds_of_ways, sheet_of, units_above
+
+if TYPE_CHECKING:
+    from .ranking import Ranking
 
 # What is kept and whether layers run again, the fastest first.
 _POLICIES = (("h", False), ("x", False), ("h", True))
@@ -32,10 +30,24 @@ _Reasons = dict[str, dict[tuple[tuple[str, int], ...], None]]  # why, and the si
 _Short = dict[tuple[int, int, int], tuple[float, str]]
 
 
-def search(
+@dataclasses.dataclass(frozen=True)
+class SearchResult:
+    """Layouts that fit, the fastest first, and what was rejected."""
+
+    asked: Asked
+    entries: tuple[Entry, ...]
+    rejected: tuple[Rejected, ...]
+
+    @property
+    def nearest(self) -> Rejected | None:
+        """The rejected region that lacks the fewest bytes."""
+        return min((r for r in self.rejected if r.lacking), key=lambda r: r.lacking, default=None)
+
+
+def search_layouts(
     model: Architecture, platform: Platform, num_ranks: int, *, batch: int = 1024, tokens: int = 4096,
     most_sequences: int = 8, fast_domain: int | None = None, schedules: Sequence[Schedule] = ("1f1b",),
-) -> Ranking:  # fmt: skip
+) -> SearchResult:  # fmt: skip
     """Every layout under Piper's constraints 7 to 11, by the seconds of a step.
 
     Args:
@@ -72,7 +84,7 @@ def search(
     reasons = [Rejected(tuple(map(dict, sizes)), why) for why, sizes in rejected.items()]
     reasons += [_missed(region, *miss) for region, miss in short.items() if region not in there]
     entries.sort(key=lambda entry: (entry.seconds, entry.memory["M_gpu"]))
-    return Ranking(model, platform, num_ranks, asked, tuple(entries), tuple(reasons))
+    return SearchResult(asked, tuple(entries), tuple(reasons))
 
 
 def first_fit(ranking: Ranking, num_ranks: int) -> Entry | Rejected | None:
@@ -120,53 +132,6 @@ def estimated(model: Architecture, layout: Layout, platform: Platform, experts_f
         InvalidPlan: the experts are not shared evenly, or there are more stages than layers.
     """
     return _entry(model, layout, platform, experts_first, memory(model, layout, platform))
-
-
-@neutral_device()
-def plan(
-    model: Any, platform: str | Platform, world_size: int, *, batch: int = 1024, tokens: int = 4096,
-    most_sequences: int = 8, fast_domain: int | None = None, schedules: Sequence[Schedule] = ("1f1b",),
-    example_inputs: Any = None,
-) -> Ranking:  # fmt: skip
-    """Which layouts of a model fit a platform, and which is the fastest.
-
-    Args:
-        model: a name of the catalogue, an `Architecture`, an nn.Module, on the meta device too (see `describe`), or a
-            transformers config, of which a model is made on the meta device.
-        platform: a name ("frontier", "dgx-h100", "h200", "mi300x", "a100-40gb"), a platform file, or a `Platform`.
-        world_size: GPUs, all of them: `--gpus` of the command line, `num_ranks` of the ranking.
-        batch: sequences of a step, over all GPUs.
-        tokens: of a sequence.
-        most_sequences: of a micro-batch.
-        fast_domain: GPUs that an expert axis may reach over; None: as the platform says, 0: any.
-        schedules: of pipelines, to choose from: "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2".
-        example_inputs: of a module, as for `moefx.compile`; of nothing else.
-
-    Raises:
-        UnknownArchitecture, UnknownPlatform: no such model or platform; with the names that are near.
-        InvalidPlan: sizes that cannot be meant.
-    """
-    described: Any = model_of(model) if isinstance(model, str) else model
-    if isinstance(model, nn.Module):
-        from .describe import describe  # with capture and all passes
-
-        described = describe(model, example_inputs)
-    elif hasattr(model, "model_type"):
-        from .configs import describe_config
-
-        described = describe_config(model, example_inputs)
-    if not isinstance(described, Architecture):
-        raise UnknownArchitecture(
-            "moefx.plan takes the name of a model, a module, a transformers config or an Architecture, not "
-            f"{type(model).__name__}"
-        )
-    machine = platform_of(os.fspath(platform)) if isinstance(platform, (str, os.PathLike)) else platform
-    if not isinstance(machine, Platform):
-        raise UnknownPlatform(f"moefx.plan takes a platform, its name or a file, not {type(machine).__name__}")
-    return search(
-        described, machine, world_size, batch=batch, tokens=tokens, most_sequences=most_sequences,
-        fast_domain=fast_domain, schedules=schedules,
-    )  # fmt: skip
 
 
 def _layouts(

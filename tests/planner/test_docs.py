@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moefx.planner.platforms import PLATFORMS
-from moefx.planner.search import plan
+from moefx.planner.ranking import plan
 
 PAGE = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
 

@@ -10,7 +10,7 @@ from moefx import cli
 from moefx.errors import InvalidPlan, MoefxError, NothingFits
 from moefx.planner.fewest import fewest
 from moefx.planner.platforms import PLATFORMS, Network
-from moefx.planner.search import plan
+from moefx.planner.ranking import plan
 
 from ..pace import within
 

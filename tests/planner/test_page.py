@@ -17,9 +17,9 @@ from moefx.planner.catalogue import model_of
 from moefx.planner.figures import assumptions, sources
 from moefx.planner.page import INSTALL, file_name, has_plots, render
 from moefx.planner.platforms import FITTED, FREE, PLATFORMS, Network, Platform
+from moefx.planner.ranking import plan, search
 from moefx.planner.regions import feasible, saved_by_ssmb
 from moefx.planner.scaling import scaling
-from moefx.planner.search import plan, search
 
 from ..pace import within
 

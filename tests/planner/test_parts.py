@@ -14,7 +14,7 @@ from moefx.planner.layout import Layout
 from moefx.planner.memory import MEMORY
 from moefx.planner.parts import LABELS, memory_parts, split, time_parts, values_of
 from moefx.planner.platforms import PLATFORMS, platform_of
-from moefx.planner.search import plan
+from moefx.planner.ranking import plan
 from moefx.planner.sheet import Formula, Sheet, quantities
 from moefx.planner.step import given as given_of
 from moefx.planner.step import sheet, sheet_of

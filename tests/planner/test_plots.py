@@ -10,9 +10,9 @@ import pytest
 from moefx.planner import plots
 from moefx.planner.catalogue import MODELS
 from moefx.planner.parts import memory_parts, time_parts
+from moefx.planner.ranking import plan
 from moefx.planner.regions import border, feasible
 from moefx.planner.scaling import scaling
-from moefx.planner.search import plan
 
 pytest.importorskip("matplotlib")
 GIB = 2**30

@@ -8,8 +8,8 @@ import pytest
 
 from moefx._units import amount
 from moefx.planner.parts import time_parts
+from moefx.planner.ranking import plan
 from moefx.planner.scaling import Scaled, above_ideal, scaling
-from moefx.planner.search import plan
 from moefx.planner.step import memory
 
 

@@ -14,10 +14,10 @@ from moefx import cli
 from moefx._units import amount
 from moefx.errors import InvalidPlan, UnknownArchitecture, UnknownPlatform
 from moefx.planner.catalogue import model_of
+from moefx.planner.entries import Asked
 from moefx.planner.layout import Layout
 from moefx.planner.platforms import Network, platform_of
-from moefx.planner.ranking import Asked
-from moefx.planner.search import plan, search
+from moefx.planner.ranking import plan, search
 from moefx.planner.step import flop_per_token, given, memory, sheet
 
 from ..pace import within

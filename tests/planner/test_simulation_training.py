@@ -17,7 +17,7 @@ from moefx.errors import InvalidPlan
 from moefx.planner.catalogue import model_of
 from moefx.planner.layout import Layout
 from moefx.planner.platforms import Network, platform_of
-from moefx.planner.search import plan
+from moefx.planner.ranking import plan
 from moefx.planner.simulation import simulate
 from moefx.planner.simulation.stages import expert_groups, stages
 from moefx.planner.step import given, sheet_of

@@ -12,8 +12,8 @@ from moefx import cli
 from moefx.planner.layout import Way
 from moefx.planner.memory import MEMORY
 from moefx.planner.page import render
+from moefx.planner.ranking import plan
 from moefx.planner.regions import TRADE_OFF, saved_by_ssmb
-from moefx.planner.search import plan
 from moefx.planner.sheet import Formula, Sheet, distinct, quantities
 from moefx.planner.step import sheet
 from moefx.planner.symbols import SYMBOLS, explained, meaning
