@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from ._plan import Plan
+from ._version import __version__ as __version__
 from .errors import MoefxError, NoMoEBlockFound
 from .ir.providers import load_before_first_choice
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from .planner.ranking import plan
     from .runtime.hosts import order_hosts
 
-__version__ = "0.1.0"
 __all__ = [
     "Block", "Explanation", "MoefxError", "NoMoEBlockFound", "Plan", "Platform",
     "blocks", "clip_grad_norm_", "compile", "expert_parameter_names", "explain", "full_state_dict", "graph", "history",

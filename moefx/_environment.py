@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from . import __version__
+from ._version import __version__
 
 
 def environment() -> dict[str, dict[str, str]]:

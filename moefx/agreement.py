@@ -14,12 +14,12 @@ from torch import nn
 from ._plan import Plan
 from .capture.autocast import under
 from .capture.defaults import neutral_device
-from .capture.lifting import lifting
 from .capture.worker import run_in_worker
 from .ir.binding import device_of
 from .pipeline import with_policy
 from .proof import shown, survey_and_verify
 from .survey import Survey, survey
+from .util.compile_lock import compile_lock
 
 if TYPE_CHECKING:
     from .planner.decision import Decision
@@ -82,7 +82,7 @@ def _decided(model: nn.Module, example_inputs: Any, plan: Plan, mesh: Any) -> tu
     if mesh is not None:
         from .distribute import everywhere
     try:
-        with lifting(), neutral_device(), under(device_of(model).type, None):
+        with compile_lock(), neutral_device(), under(device_of(model).type, None):
             found = run_in_worker(lambda: survey(model, example_inputs, plan))
         own = facts(model, found, plan, platform_of_ranks(mesh, plan), example_inputs, mesh)
     except Exception as error:

@@ -24,11 +24,11 @@ from .ir.block import BlockGraph
 from .pipeline import PASSES, limited
 from .proof import shown
 from .reports import report_of
-from .runtime.copying import copy_model
 from .runtime.module import BlockForward, install, rewritten_blocks, signature_binder
 from .runtime.program import Program
 from .specialise import Specialise, program_of
 from .survey import Matched, Refusal, Survey
+from .util.model_copy import copy_model
 from .verification.report import VerifyReport, verify
 
 if TYPE_CHECKING:

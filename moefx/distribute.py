@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import __version__
 from ._plan import Plan
+from ._version import __version__
 from .errors import InvalidInput, InvalidPlan, MoefxError, Refused
 from .ir.payload import group_of, shown_ranks
 from .ir.placement import Placement, SharedTokens, Ways

@@ -10,11 +10,11 @@ from torch import nn
 from ._plan import Plan
 from .capture.autocast import under
 from .capture.defaults import neutral_device
-from .capture.lifting import lifting
 from .capture.worker import run_in_worker
 from .ir.binding import device_of
 from .numeric import not_finite, numeric_check
 from .survey import Refusal, Survey, first_line, survey
+from .util.compile_lock import compile_lock
 
 
 def survey_and_verify(
@@ -35,7 +35,7 @@ def survey_and_verify(
             surveyed = found or survey(model, example_inputs, plan)
             return surveyed, _validate(surveyed, plan)
 
-    with lifting(), neutral_device():
+    with compile_lock(), neutral_device():
         return run_in_worker(prove)
 
 

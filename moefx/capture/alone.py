@@ -10,7 +10,7 @@ from torch import nn
 
 from ..errors import CaptureError
 from ..ir.binding import device_of
-from ..runtime.copying import copy_model
+from ..util.model_copy import copy_model
 from .captured import has_values, is_float
 from .effects import python_random
 

@@ -17,9 +17,9 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
+from ..util.user_code import is_ours
 from .autocast import dtype_here
 from .captured import Call, below_modes
-from .source import is_ours
 from .tracer import Tracer
 
 _WITHOUT_MODE = ("range",)  # torch calls no mode for these

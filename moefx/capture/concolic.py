@@ -22,13 +22,13 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..ir.fields import opened
+from ..util.fake_tensor_log import without_fake_tensor_errors
 from .caches import clearing_caches
 from .calls import recording
 from .captured import Capture, Effect, is_float, tensors_in
 from .containers import contents, refill
 from .effects import HOOKS, effects_of, plain_tensors, put_in_place, python_random, restore
 from .functions import Functions
-from .quiet import quiet
 from .routing import Routing
 from .sizes import SizeLog
 from .surroundings import Surroundings
@@ -114,7 +114,7 @@ def capture(
     surroundings, functions = Surroundings(block, (args, kwargs)), Functions(tracer)
     try:
         with (
-            quiet(), clearing_caches(tracer), python_random(surroundings.generators) as drawn,
+            without_fake_tensor_errors(), clearing_caches(tracer), python_random(surroundings.generators) as drawn,
             torch.random.fork_rng(devices=[]),
             recording(tracer, names, functions), tracer, functions,
         ):  # fmt: skip

@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import dis
-import functools
 import itertools
 import sys
-import sysconfig
 import threading
 import types
 from collections.abc import Iterator
 
 import torch
-import typing_extensions
+
+from ..util.user_code import PACKAGE, TORCH, is_users
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,30 +38,6 @@ class Source:
 
 
 _CAPTURE = __file__.replace("source.py", "concolic.py")
-_TORCH = torch.__file__.rsplit("/", 1)[0] + "/"
-_PYTHON = sysconfig.get_path("stdlib") + "/"
-_OURS = (__file__.rsplit("/capture/", 1)[0] + "/", _TORCH)
-
-
-# Generated code and wrappers of deprecated functions are neither torch's files nor the user's. A notebook cell, also in
-# brackets, is the user's.
-_NOBODYS = (
-    "<frozen", "<string>", "<eval_with_key", "<__", typing_extensions.__file__,
-)  # fmt: skip
-
-
-def is_ours(file: str) -> bool:
-    """Whether a file of code is of torch or of this package."""
-    return file.startswith(_OURS)
-
-
-@functools.lru_cache(maxsize=4096)
-def is_users(file: str) -> bool:
-    """Whether a file of code is the user's: neither torch's, nor this package's, nor Python's own, nor generated."""
-    is_pythons = file.startswith(_PYTHON) and "/site-packages/" not in file and "/dist-packages/" not in file
-    return not is_pythons and not file.startswith((*_OURS, *_NOBODYS))
-
-
 _sources: dict[tuple[int, int], tuple[types.CodeType, Source]] = {}  # with the code, so that no other gets its id
 
 
@@ -141,7 +116,7 @@ def is_users_own(error: BaseException) -> bool:
         file = trace.tb_frame.f_code.co_filename
         if is_users(file):
             is_raised = True
-        elif not file.startswith(_TORCH):
+        elif not file.startswith(TORCH):
             is_raised = False  # an op or a module that capture follows
         elif trace.tb_next is None and trace.tb_frame.f_code.co_name != torch._assert.__name__:
             is_raised = is_raised and _is_at_raise(trace)
@@ -163,7 +138,7 @@ def is_own_mistake(error: BaseException) -> bool:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    if trace is None or not trace.tb_frame.f_code.co_filename.startswith(_OURS[0]):
+    if trace is None or not trace.tb_frame.f_code.co_filename.startswith(PACKAGE):
         return False
     return isinstance(error, _MISTAKES) or not _opcode(trace).startswith(("CALL", "PRECALL", "RAISE_VARARGS"))
 

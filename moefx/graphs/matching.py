@@ -15,7 +15,6 @@ from .._plan import Plan
 from ..capture.autocast import under
 from ..capture.defaults import neutral_device
 from ..capture.find import Seen
-from ..capture.lifting import lifting
 from ..capture.sizes import SizeGuard
 from ..errors import CaptureError, MoefxError, Refused, in_short
 from ..inspection.explain import MatchedBlock
@@ -26,6 +25,7 @@ from ..runtime.module import unobserved
 from ..runtime.program import Program
 from ..specialise import program_of
 from ..survey import Matched
+from ..util.compile_lock import compile_lock
 from .facts import Facts
 from .nodes import target_name
 from .region import Extracted
@@ -125,7 +125,7 @@ def _proven(facts: Facts, region: Extracted, plan: Plan) -> Proven:
     args = region.arguments(facts)
     block = region.block(facts)
     dtype = _autocast(region)
-    with lifting(), neutral_device(), unobserved(), torch.enable_grad(), under(region.device, dtype):
+    with compile_lock(), neutral_device(), unobserved(), torch.enable_grad(), under(region.device, dtype):
         try:
             result = rewrite_block(block, region.name, args, {}, plan)
         except Refused as why:

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ..capture.source import Source, is_users
+from ..capture.source import Source
 from ..errors import Refused
+from ..util.user_code import is_users
 
 SELECT = {"topk", "max", "min", "argmax", "argmin", "sort", "argsort", "kthvalue", "multinomial"}
 SET_GRAD = torch._C._set_grad_enabled

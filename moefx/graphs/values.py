@@ -14,9 +14,9 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from ..capture.quiet import quiet
 from ..errors import InvalidInput, Refused, in_short
 from ..ir.strides import inverse
+from ..util.fake_tensor_log import without_fake_tensor_errors
 from .nodes import SELECT, SWITCHES, hint, is_float_tensor, target_name
 
 _SIZES = {"size", "numel", "sym_size", "sym_numel"}
@@ -200,6 +200,6 @@ def _run(gm: fx.GraphModule, mode: FakeTensorMode, inputs: list[Any]) -> dict[fx
     held: dict[str, torch.Tensor] = {
         name: mode.from_tensor(t, static_shapes=True) for name, t in (*gm.named_parameters(), *gm.named_buffers())
     }
-    with mode, quiet(), torch.nn.utils.stateless._reparametrize_module(gm, held, tie_weights=True):
+    with mode, without_fake_tensor_errors(), torch.nn.utils.stateless._reparametrize_module(gm, held, tie_weights=True):
         values.run(*inputs)
     return values.found

@@ -25,10 +25,10 @@ from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..capture.lifting import is_here, lifting
 from ..errors import AbsorbedModuleChanged, InvalidInput, MoefxError, NotRewritten
 from ..ir.binding import Leaves, Path, Specialisation, binder, call_specialisation, leaves_of
 from ..ir.recomputation import running
+from ..util.compile_lock import compile_lock, holds_compile_lock
 from .entry import Entry
 from .program import Program
 from .watch import AbsorbedModules
@@ -105,9 +105,9 @@ class BlockForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._forced == "original":
-            if not self._specialising or is_here():
+            if not self._specialising or holds_compile_lock():
                 return self.run_original(*args, **kwargs)
-            with lifting():  # another thread lifts it, which does not concern this call
+            with compile_lock():  # another thread lifts it, which does not concern this call
                 pass
         leaves = leaves_of(self._bind(*args, **kwargs), self.objects)
         call = call_specialisation(self.block, leaves, self.objects)
@@ -231,11 +231,11 @@ class BlockForward:
     ) -> Entry | None:
         """Ask for a program for this call, at most once for each specialisation. `known`: programs that were there when
         none of them admitted it."""
-        if self.specialise is None or (self._specialising and is_here()):  # capture may run this very block
+        if self.specialise is None or (self._specialising and holds_compile_lock()):  # capture may run this very block
             return None
         if self._is_settled((call, self._kept_out(call, leaves))):
             return None
-        with lifting():
+        with compile_lock():
             if args is not None and len(self._entries) > known and (entry := self._admitted(call, leaves)):
                 return entry  # another thread made it meanwhile
             wanted = call, self._kept_out(call, leaves)

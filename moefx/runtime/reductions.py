@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..capture.source import is_users
+from ..util.user_code import is_users
 
 STAGES, SHARED = "pp", "tp"  # mesh axes: stages of a pipeline, and ranks with the same tokens
 GRADIENTS = "_moefx_gradients"  # the attribute of a spread model that holds its `GradientWatch`

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ..errors import InvalidPlan
 from ..ir.placement import Placement
-from .copying import copy_model
+from ..util.model_copy import copy_model
 from .topology import ExpertAxis
 
 _AXIS, _STAGES = "ep", "pp"

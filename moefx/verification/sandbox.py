@@ -27,7 +27,7 @@ from ..capture.defaults import users_device
 from ..capture.effects import python_random
 from ..capture.worker import check_interrupt
 from ..ir.passed_objects import is_passed
-from ..runtime.copying import copy_model
+from ..util.model_copy import copy_model
 from .layouts import Layout, laid_out
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]

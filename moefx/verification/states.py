@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..capture.captured import has_values
-from ..runtime.copying import copy_model
+from ..util.model_copy import copy_model
 from .sandbox import Inputs, leaves, mapped
 
 GIVEN, UNRELATED = "the given inputs", "unrelated inputs"

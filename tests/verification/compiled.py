@@ -15,10 +15,10 @@ from moefx.inspection.history import History, Snapshot
 from moefx.ir.binding import binder, call_specialisation, leaves_of
 from moefx.ir.block import BlockGraph
 from moefx.ir.op import registry
-from moefx.runtime.copying import copy_model
 from moefx.runtime.module import install
 from moefx.runtime.program import Program
 from moefx.runtime.watch import absorbed_names
+from moefx.util.model_copy import copy_model
 
 from ..ir.graphs import Block, D, E, block_graph
 

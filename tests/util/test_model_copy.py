@@ -6,11 +6,11 @@ import torch
 from torch import nn
 
 from moefx.errors import MoefxError
-from moefx.runtime.copying import copy_model
 from moefx.runtime.module import rewritten
+from moefx.util.model_copy import copy_model
+from tests.runtime.rewriting import Model, rewrite
 
 from ..ir.graphs import D
-from .rewriting import Model, rewrite
 
 
 def tensors(module):
