@@ -13,11 +13,11 @@ from .capture.effects import python_random, silenced
 from .capture.skipped_calls import skipping
 from .capture.surroundings import unwritten
 from .capture.worker import run_in_worker
+from .comparison.block_check import verify_block
 from .errors import in_short
 from .ir.binding import device_of, leaves_of
 from .pipeline import Result
 from .runtime.module import signature_binder
-from .verification.level2 import verify_block
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..comparison.compare import Subject, compare
+from ..comparison.sandbox import Call, Casts, Inputs, Options, call_forward
 from ..inspection.history import Snapshot
 from ..ir.binding import binder, call_specialisation, leaves_of
 from ..ir.block import BlockGraph
 from ..runtime.module import BlockForward
 from ..runtime.program import Program
-from .compare import Subject, compare
-from .sandbox import Call, Casts, Inputs, Options, call_forward
 
 
 def callable_of(graph: BlockGraph) -> Call:

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from ..capture.collisions import ModelNumbers
 from ..capture.inputs import Arguments, Leaf
 from ..capture.readings import readings
+from ..comparison.input_layouts import Layout
+from ..comparison.sandbox import Inputs, Options, Parameters, detached, execute, leaves, sandbox
 from ..errors import in_short
-from .layouts import Layout
-from .sandbox import Inputs, Options, Parameters, detached, execute, leaves, sandbox
 
 MODULI = (7, 5, 8, 6, 3, 4, 2)  # as many remainders by these as possible occur, most of all by the first
 NUM_SMALL = 4  # counts of a few tokens, forward alone

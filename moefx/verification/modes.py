@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
+from ..comparison.sandbox import Options
 from ..errors import InvalidInput, nearest
-from .sandbox import Options
 
 NAMES = ("train", "eval", "no_grad", "inference_mode")
 

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from ..capture.defaults import neutral_device
+from ..comparison.policy import Row
+from ..comparison.routing_tape import RoutingRow
+from ..comparison.sandbox import Inputs
 from ..errors import InvalidInput, VerificationFailed
 from ..runtime.module import rewritten_blocks
 from .compiled_parts import CompiledPart, compiled_parts
+from .expert_shares import shares_of
 from .modes import modes_of
-from .policy import Row
-from .routing import RoutingRow
-from .sandbox import Inputs
-from .shares import Shares
 from .table import text
 from .verifying import Verifying, is_graph, is_region, with_original_regions
 
@@ -150,7 +150,7 @@ def verify(
         raise InvalidInput("verify: torch.compile was called with another backend than 'moefx': nothing of moefx ran")
     if is_graph(compiled, reference) and any(mode.training is not None for mode in further):
         raise InvalidInput("verify: a graph has the mode that it was captured in; modes can be no_grad, inference_mode")
-    shares = Shares.of(compiled)
+    shares = shares_of(compiled)
     try:
         sets = _checked(compiled, reference, inputs)
     except InvalidInput as error:

@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .compare import NO_TRUTH
-from .policy import Row
-from .routing import RoutingRow
-from .sandbox import SECOND
+from ..comparison.compare import NO_TRUTH
+from ..comparison.policy import Row
+from ..comparison.routing_tape import RoutingRow
+from ..comparison.sandbox import SECOND
 
 if TYPE_CHECKING:
     from .report import VerifyReport

@@ -22,15 +22,15 @@ from torch._guards import TracingContext
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from .._plan import Plan
+from ..comparison.compare import CallChain
+from ..comparison.routing_tape import Scope
+from ..comparison.sandbox import Inputs, Options, mapped
 from ..graphs.rewriting import rewritten
 from ..inspection.explain import together
 from ..runtime.module import BlockForward, rewritten_blocks
 from ..survey import Refusal
-from .compare import CallChain
 from .compiled_parts import CompiledCopies, CompiledPart, compiling
 from .modes import Mode
-from .routing import Scope
-from .sandbox import Inputs, Options, mapped
 from .verifying import LATER_CALLS, Verifying, add_calls, paths, with_original_regions
 
 

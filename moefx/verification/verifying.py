@@ -13,18 +13,19 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from ..comparison.compare import CallChain, Comparison, Subject
+from ..comparison.policy import Row
+from ..comparison.router_states import GIVEN, router_states
+from ..comparison.routing_tape import RoutingRow, Scope
+from ..comparison.sandbox import Call, Casts, Inputs, Options, call_forward, call_module
+from ..comparison.shares import Shares, local
 from ..errors import InvalidInput, in_short
 from ..runtime.module import BlockForward, CallCounts, rewritten_blocks
 from .bisect import first_bad_snapshot, program_for
-from .compare import CallChain, Comparison, Subject
 from .compiled_parts import CompiledCopies, CompiledPart
+from .expert_shares import shares_of
 from .later_calls import MANY_TOKENS, MAX_SECONDS, CallPlanner, LaterCall
 from .modes import Mode
-from .policy import Row
-from .routing import RoutingRow, Scope
-from .sandbox import Call, Casts, Inputs, Options, call_forward, call_module
-from .shares import Shares, local
-from .states import GIVEN, router_states
 from .table import NOTHING_REWRITTEN, OTHER_VALUES
 from .watching import watch_compiled, watch_original
 
@@ -251,7 +252,7 @@ class Verifying:
         original, compiled = (model.get_submodule(name) for model in (self.reference, self.compiled))
         subject = Subject(
             original, compiled, self.working, self.exact, block=name,
-            call_original=call_forward, call_compiled=call_forward, prepare=prepare, shares=Shares.of(compiled),
+            call_original=call_forward, call_compiled=call_forward, prepare=prepare, shares=shares_of(compiled),
         )  # fmt: skip
         comparison = self.taken(CallChain(subject).compare(call, options, case, is_brief=is_brief))
         if not comparison.ok and self.first is None:

@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..comparison.routing_tape import Scope
+from ..comparison.sandbox import Inputs, detached
 from ..runtime.module import BlockForward, rewritten_blocks
-from .routing import Scope
-from .sandbox import Inputs, detached
 
 
 def watch_original(box: nn.Module, names: Sequence[str], scope: Scope, calls: dict[str, Inputs] | None = None) -> None:

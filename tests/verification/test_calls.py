@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import moefx
+from moefx.comparison.sandbox import Casts, Options
 from moefx.errors import InvalidInput
 from moefx.verification.later_calls import MODULI, CallPlanner
 from moefx.verification.report import verify
-from moefx.verification.sandbox import Casts, Options
 
 from .compiled import broken
 from .test_faults import IDS, Model, models

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from moefx.comparison.compare import Comparison, Subject, compare, working_precision
+from moefx.comparison.sandbox import Casts, Options
 from moefx.errors import InvalidInput
-from moefx.verification.compare import Comparison, Subject, compare, working_precision
-from moefx.verification.sandbox import Casts, Options
 
 from .models import FAULTS, Plain, pair
 

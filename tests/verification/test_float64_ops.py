@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import moefx
-from moefx.verification.float64_ops import grouped_mm
-from moefx.verification.level2 import verify_block
+from moefx.comparison.block_check import verify_block
+from moefx.comparison.float64_ops import grouped_mm
 
 from .models import FAULTS, Plain, Rewritten
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from moefx.comparison.block_check import BlockCheck, verify_block
 from moefx.errors import InvalidInput
-from moefx.verification.level2 import BlockCheck, verify_block
 
 from ..pace import within
 from .models import FAULTS, Plain, Rewritten

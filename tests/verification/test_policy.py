@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moefx.verification.policy import Pair, Row, judge, judge_all, tolerance
+from moefx.comparison.policy import Pair, Row, judge, judge_all, tolerance
 
 ROW = Row("layers.0.mlp", "weight", "grad_param", ok=False)
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from moefx.verification.policy import tolerance
-from moefx.verification.routing import Align, CannotReplay, Record, Replay, Scope, Tape
+from moefx.comparison.policy import tolerance
+from moefx.comparison.routing_tape import Align, CannotReplay, Record, Replay, Scope, Tape
 
 TOL = tolerance(torch.float32, 16)
 

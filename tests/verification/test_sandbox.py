@@ -7,7 +7,7 @@ import random
 import torch
 from torch import nn
 
-from moefx.verification.sandbox import Casts, Options, execute, leaves, random_state, sandbox
+from moefx.comparison.sandbox import Casts, Options, execute, leaves, random_state, sandbox
 
 
 class Awkward(nn.Module):
@@ -60,7 +60,7 @@ def test_a_sandbox_copies_small_parameters_and_shares_large_ones(monkeypatch):
     with torch.no_grad():
         box.a.weight.mul_(2)  # as a forward does that normalises it
     assert not torch.equal(box.a.weight, model.a.weight)
-    monkeypatch.setattr("moefx.verification.sandbox._MOST_COPIED", 10)
+    monkeypatch.setattr("moefx.comparison.sandbox._MOST_COPIED", 10)
     box = sandbox(model, Casts(None))
     assert box.a.weight.data_ptr() == model.a.weight.data_ptr() and box.a.bias.data_ptr() != model.a.bias.data_ptr()
     box.a.weight.data = torch.zeros(4, 4)

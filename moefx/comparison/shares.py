@@ -42,21 +42,6 @@ class Shares:
     sequence: SharedTokens | None = None
     is_block: bool = False
 
-    @classmethod
-    def of(cls, compiled: nn.Module) -> Shares | None:
-        """None for a model that is not spread."""
-        from ..distribute import spread_blocks  # torch.distributed is not in every build
-
-        stacked, here, elsewhere, group, sequence = {}, set(), set(), "", None
-        for block, spread in spread_blocks(compiled).items():
-            prefix, group = f"{block}." * bool(block), spread.placement.group
-            own, sequence = spread.placement.own, spread.sequence
-            stacked |= {prefix + name: spread.placement for name in spread.parameters.stacked}
-            for expert, names in enumerate(spread.parameters.separate):
-                (here if expert in own else elsewhere).update(prefix + name for name in names)
-        names = frozenset(here), frozenset(elsewhere - here)
-        return cls(group, stacked, *names, sequence, "" in spread_blocks(compiled)) if group else None
-
     def check_tokens(self, sets: Any) -> None:
         """Whether ranks that share their tokens are given the same ones. Collective.
 

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,11 @@ from ..errors import InvalidInput, in_short
 from .casts import NoCopies
 from .decisions import size
 from .policy import Pair, Row, Tolerance, judge, judge_all, tolerance
-from .routing import Align, CannotReplay, Record, Replay, RoutingRow, Scope, Tape
+from .routing_tape import Align, CannotReplay, Record, Replay, RoutingRow, Scope, Tape
 from .sandbox import SECOND, Call, Casts, Inputs, Key, Options, Parameters, Run, call_module, execute, leaves, sandbox
-from .shares import Shares
+
+if TYPE_CHECKING:
+    from .shares import Shares
 
 MAX_NOISE_RUNS = 8
 HOPELESS = 8.0  # times the bound: more samples of the noise will not explain it

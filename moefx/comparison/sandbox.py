@@ -28,7 +28,7 @@ from ..capture.effects import python_random
 from ..capture.worker import check_interrupt
 from ..ir.passed_objects import is_passed
 from ..util.model_copy import copy_model
-from .layouts import Layout, laid_out
+from .input_layouts import Layout, laid_out
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 Key = tuple[str, str]  # (kind, name)

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from ..errors import InvalidInput, in_short
 from .compare import CallChain, Subject
 from .policy import Row
+from .router_states import UNRELATED, router_states, with_other_constants
 from .sandbox import Call, Casts, Inputs, Options, call_forward, leaves
-from .states import UNRELATED, router_states, with_other_constants
 
 SLACK = 1e4
 MAX_BYTES = 2 << 30

@@ -1,0 +1,95 @@
+"""Imports point down the table of docs/architecture.md, and no modules import each other in a circle."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FILES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted((ROOT / "moefx").rglob("*.py"))
+}
+
+
+def layers() -> dict[str, int]:
+    """Each unit of the table, and its row, counted from the bottom."""
+    table = (ROOT / "docs/architecture.md").read_text().partition("| layer |")[2]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    return {unit: i for i, row in enumerate(reversed(rows)) for unit in re.findall("`([^`]+)`", row)}
+
+
+def imports(module: str, tree: ast.AST, is_package: bool) -> Iterator[str]:
+    """Modules of the package that a module imports, those of `if TYPE_CHECKING` excepted."""
+    typing_only = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        for part in node.body
+        for inner in ast.walk(part)
+    }
+    for node in ast.walk(tree):
+        if id(node) in typing_only:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.partition(".")[0] == "moefx")
+        elif isinstance(node, ast.ImportFrom):
+            package = module.split(".") if is_package else module.split(".")[:-1]
+            base = package[: len(package) - node.level + 1] if node.level else []
+            source = ".".join([*base, *filter(None, [node.module])])
+            if source.partition(".")[0] == "moefx":
+                yield from (f"{source}.{a.name}" if f"{source}.{a.name}" in FILES else source for a in node.names)
+
+
+@pytest.fixture(scope="module")
+def edges() -> dict[str, set[str]]:
+    return {
+        module: {b for b in imports(module, ast.parse(path.read_text()), path.name == "__init__.py") if b != module}
+        for module, path in FILES.items()
+    }
+
+
+def unit_of(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def test_every_module_has_a_layer():
+    assert {unit_of(module) for module in FILES} == set(layers())
+
+
+def test_imports_point_down(edges):
+    row = layers()
+    up = [f"{a} -> {b}" for a in edges for b in sorted(edges[a]) if row[unit_of(a)] < row[unit_of(b)]]
+    assert not up
+
+
+def circles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """Modules that reach each other."""
+    reached = {module: _reached(module, edges) for module in edges}
+    together = {frozenset(b for b in reached[a] if a in reached.get(b, ())) for a in edges}
+    return [sorted(circle) for circle in together if circle]
+
+
+def _reached(module: str, edges: dict[str, set[str]]) -> set[str]:
+    found: set[str] = set()
+    stack = [*edges[module]]
+    while stack:
+        if (here := stack.pop()) not in found:
+            found.add(here)
+            stack += edges.get(here, ())
+    return found
+
+
+def test_no_module_is_in_a_circle(edges):
+    assert not circles(edges)
+
+
+def test_faults_are_seen():
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
+    tree = ast.parse("def f():\n    from ..api import compile\nif TYPE_CHECKING:\n    from .. import cli")
+    assert [*imports("moefx.ir.op", tree, False)] == ["moefx.api"]
