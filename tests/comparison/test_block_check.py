@@ -7,9 +7,9 @@ import torch
 
 from moefx.comparison.block_check import BlockCheck, verify_block
 from moefx.errors import InvalidInput
+from tests.verification.models import FAULTS, Plain, Rewritten
 
 from ..pace import within
-from .models import FAULTS, Plain, Rewritten
 from .test_compare import tokens
 
 

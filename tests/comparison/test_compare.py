@@ -11,8 +11,7 @@ from torch import nn
 from moefx.comparison.compare import Comparison, Subject, compare, working_precision
 from moefx.comparison.sandbox import Casts, Options
 from moefx.errors import InvalidInput
-
-from .models import FAULTS, Plain, pair
+from tests.verification.models import FAULTS, Plain, pair
 
 DTYPES = [None, torch.float64, torch.bfloat16, torch.float16]
 

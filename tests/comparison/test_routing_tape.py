@@ -242,7 +242,8 @@ def test_masked_experts_and_other_ops_between():
 
 def test_two_layers_whose_second_router_is_decided_by_rounding():
     """The end-to-end case: without alignment the second layer's values would have nothing in common."""
-    from .models import Plain, Rewritten
+    from tests.verification.models import Plain, Rewritten
+
     from .test_compare import check
 
     class Two(nn.Module):

@@ -11,8 +11,7 @@ from torch import nn
 import moefx
 from moefx.comparison.block_check import verify_block
 from moefx.comparison.float64_ops import grouped_mm
-
-from .models import FAULTS, Plain, Rewritten
+from tests.verification.models import FAULTS, Plain, Rewritten
 
 OFFS = torch.tensor([3, 3, 8], dtype=torch.int32)
 
