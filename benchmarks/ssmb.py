@@ -2,9 +2,9 @@
 
     python -m benchmarks.ssmb [--shape qwen3_30b] [--tensor-parallel 2] [--out FILE]
 
-X-MoE figure 14, of one layer on one GPU: one rank of four, whose exchanges are emulated (`moefx.bench.mirror`). For
-each way ms of a forward and backward, medians in turns, and MiB that the forward keeps for the backward beside its
-input.
+X-MoE figure 14, of one layer on one GPU: one rank of four, whose exchanges are emulated
+(`moefx.bench.mirror_group`). For each way ms of a forward and backward, medians in turns, and
+MiB that the forward keeps for the backward beside its input.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import moefx
-from moefx.bench import mirror
+from moefx.bench import mirror_group
 from moefx.bench.ep import Layer, Step
 from moefx.bench.results import write
 from moefx.bench.shapes import SHAPES
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", default=None)
     options = parser.parse_args()
-    mirror.init(RANKS, lambda leaving: 31e-6 + leaving / 322e9)
+    mirror_group.init(RANKS, lambda leaving: 31e-6 + leaving / 322e9)
     tp = options.tensor_parallel
     mesh = init_device_mesh("cuda", (RANKS // tp, tp), mesh_dim_names=("dp", "tp"))
     shape = next(s for s in SHAPES if s.name == options.shape)

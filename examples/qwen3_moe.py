@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
 import moefx
-from moefx.demo.data import batches, standard_library_text
+from moefx.demo.stdlib_text import batches, standard_library_text
 
 
 def build() -> PreTrainedModel:

@@ -13,8 +13,8 @@ import time
 import torch
 
 import moefx
-from moefx.demo.data import batches, standard_library_text
 from moefx.demo.model import Config, LanguageModel
+from moefx.demo.stdlib_text import batches, standard_library_text
 
 
 def main(steps: int = 20) -> float:

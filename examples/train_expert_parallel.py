@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import moefx
-from moefx.demo.data import batches, standard_library_text
 from moefx.demo.model import Config, LanguageModel
+from moefx.demo.stdlib_text import batches, standard_library_text
 
 CONFIG = Config(dim=64, layers=2, dense_hidden=96, num_experts=16, expert_hidden=32, top_k=4, context=64)
 BATCH = 8  # sequences of all ranks together

@@ -78,10 +78,10 @@ def kernels() -> dict[str, str]:
     """How a GPU's kernels are cut for a layer of middle size, and why."""
     if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
         return {"triton": "not used: no GPU, or no Triton"}
-    from .lowering.triton import autotune, configs, tuning
+    from .lowering.triton import autotune, tile_configs, tuning
 
     device = torch.device("cuda", torch.cuda.current_device())
-    found = {name: tuning.choice(name, device, torch.bfloat16, (2048, 2048, 1024)) for name in configs.KERNELS}
+    found = {name: tuning.choice(name, device, torch.bfloat16, (2048, 2048, 1024)) for name in tile_configs.KERNELS}
     lines = {name: f"{chosen.text}; {why}" for name, (chosen, why, _) in found.items()}
     kept, seconds = autotune.kept(tuning.gpu(device)), autotune.seconds_left()
     place = _without_home(autotune.directory())

@@ -335,7 +335,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
         batch=arguments.batch, tokens=arguments.tokens, schedules=arguments.schedules.replace(" ", "").split(",")
     )
     if model.lower() not in MODELS and Path(model).exists():
-        from .planner.configs import config_of
+        from .planner.model_configs import config_of
 
         model = config_of(model)
     elif ":" in model:
@@ -362,7 +362,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
 
 
 def write_page(ranking: Ranking, path: Path | None) -> None:
-    from .planner.page import INSTALL, file_name, has_plots
+    from .planner.html_page import INSTALL, file_name, has_plots
 
     path = path or Path(file_name(ranking))
     try:

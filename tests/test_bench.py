@@ -199,7 +199,7 @@ MIRRORED = """
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 import moefx
-from moefx.bench import mirror
+from moefx.bench import mirror_group as mirror
 from tests.passes.blocks import D, Gated, Loop
 
 mirror.init(4, lambda leaving: 0.0)

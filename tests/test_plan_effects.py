@@ -16,10 +16,10 @@ from moefx import Plan, backend
 from moefx._plan_effects import check_effects, check_layout
 from moefx.errors import InvalidPlan
 from moefx.planner.auto import decide
-from moefx.planner.axes import uses
 from moefx.planner.catalogue import model_of
 from moefx.planner.decision import Facts
-from moefx.planner.here import Here
+from moefx.planner.local_platform import Here
+from moefx.planner.mesh_axes import uses
 from moefx.planner.platforms import platform_of
 from moefx.runtime.sharding import expert_axis
 

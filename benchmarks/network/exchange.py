@@ -17,11 +17,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
 import moefx.ir.exchange as exchange
-from moefx.bench import collectives
+from moefx.bench import link_times
 from moefx.distribute import spread_blocks
 from moefx.ir.payload import group_of, start
 from moefx.planner.communication import row_bytes
-from moefx.planner.simulation.routing import traffic
+from moefx.planner.simulation.routing_skew import traffic
 from moefx.runtime.links import measured_handling
 
 HIDDEN = 8  # of an expert: what they compute is not measured here
@@ -91,8 +91,8 @@ class Counter:
 def links_between(node_size: int, above: list[int], longest: float) -> dict[str, Any]:
     """What `bench platform` measures of the network here."""
     cpu, exchanges = torch.device("cpu"), []
-    for level, unit in collectives.levels(cpu, node_size, above):
-        exchanges += collectives.measured(level, unit, node_size, cpu, 20, longest)
+    for level, unit in link_times.levels(cpu, node_size, above):
+        exchanges += link_times.measured(level, unit, node_size, cpu, 20, longest)
     handling = measured_handling(dist.group.WORLD.group_name, cpu)
     return {"handling": handling, "exchanges": [dataclasses.asdict(each) for each in exchanges]}
 

@@ -20,8 +20,8 @@ import torch
 from benchmarks.environment import environment
 from benchmarks.network.case import ROOT, Case, measured
 from benchmarks.network.links import missing
-from moefx.bench.collectives import Repeated
-from moefx.bench.findings import Findings
+from moefx.bench.link_times import Repeated
+from moefx.bench.platform_results import Findings
 from moefx.planner.communication import exchange, level_values, whole_link
 from moefx.planner.platforms import Platform, platform_of
 from moefx.planner.simulation.network import fabric

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import moefx
 
-from . import mirror
+from . import mirror_group
 from .results import add_shapes, parser, write
 from .shapes import Shape, activation, tensors
 
@@ -219,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     made.add_argument("--plot", default=None, metavar="FILE", help="a picture of the profiled steps of each shape")
     options = made.parse_args(argv)
     if options.mirror:
-        mirror.init(options.mirror, lambda leaving: options.latency + leaving / options.bandwidth)
+        mirror_group.init(options.mirror, lambda leaving: options.latency + leaving / options.bandwidth)
     elif "LOCAL_RANK" not in os.environ:
         raise SystemExit("bench ep: run it with torchrun, a process for each GPU, or with --mirror RANKS on one")
     else:

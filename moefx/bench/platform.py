@@ -27,11 +27,11 @@ import torch.distributed as dist
 from ..planner.platforms import PLATFORMS, platform_of
 from ..runtime.links import measured_handling
 from ..runtime.topology import node_size
-from . import collectives
-from .collectives import Repeated
-from .findings import Device, Findings, report
-from .machine import Machine
-from .rates import Measured
+from . import link_times
+from .device_times import Machine
+from .link_times import Repeated
+from .platform_results import Device, Findings, report
+from .rate_fit import Measured
 from .results import parser, write
 
 
@@ -90,7 +90,7 @@ def _measured(options: Any, device: torch.device) -> Findings:
     how = f"{machine.name}, {machine.dtype}, torch {torch.__version__}, {dist.get_backend()} over {world} ranks"
     nodes, whole = node_size(options.node_size, world), dist.group.WORLD
     is_device, is_network = options.only != "exchanges", options.only != "device"
-    levels = collectives.levels(device, nodes, options.levels) if is_network and world > 1 else []
+    levels = link_times.levels(device, nodes, options.levels) if is_network and world > 1 else []
     steps = Steps(dist.get_rank() == 0)
     if is_device:
         steps.tell("a copy and a large GEMM, which say what sizes suit this device")
@@ -102,7 +102,7 @@ def _measured(options: Any, device: torch.device) -> Findings:
     exchanges: list[Repeated] = []
     for level, unit in levels:
         steps.tell(f"exchanges between {level.size} {'ranks of a node' if unit <= nodes else 'units'}")
-        exchanges += collectives.measured(level, unit, nodes, device, options.repeats, options.seconds)
+        exchanges += link_times.measured(level, unit, nodes, device, options.repeats, options.seconds)
     steps.tell("packing rows")
     assert whole is not None
     return Findings(how, alone, measured_handling(whole.group_name, device), exchanges)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from ..lowering.triton.timing import milliseconds, settle
-from .case import Case
+from .mlp_pieces import Case
 from .results import add_routings, add_shapes, parser, write
 
 

@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from ..lowering.triton.autotune import timed
-from ..lowering.triton.configs import KERNELS, Config, candidates, target
+from ..lowering.triton.tile_configs import KERNELS, Config, candidates, target
 from ..lowering.triton.tuning import line
-from .case import Case
+from .mlp_pieces import Case
 from .results import add_shapes, add_workers, in_parallel, parser, write
 from .shapes import Shape
 

@@ -20,11 +20,11 @@ from moefx.ir.block import BlockGraph
 from moefx.passes.checkpoint import checkpoint
 from moefx.passes.manager import PassManager
 
-from . import report
-from .captured import captured_graph
-from .data import batches, standard_library_text
-from .measure import block_inputs, parameters_and_buffers, saved_bytes, side_by_side
+from . import html_report
+from .captured_graph import captured_graph
 from .model import Config, LanguageModel
+from .stdlib_text import batches, standard_library_text
+from .step_cost import block_inputs, parameters_and_buffers, saved_bytes, side_by_side
 from .terminal import Progress, chart, heading, table
 
 NUM_PARTS = 6
@@ -259,7 +259,7 @@ def run(
     )  # fmt: skip
     heading(6, NUM_PARTS, "Report")
     result.seconds = time.perf_counter() - started
-    out.write_text(report.render(result), encoding="utf-8")
+    out.write_text(html_report.render(result), encoding="utf-8")
     print(f"wrote {out.resolve()} after {result.seconds:.0f} s")
     if result.fallbacks:
         print(f"\n{result.fallbacks} calls of rewritten blocks ran the original code")

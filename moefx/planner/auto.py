@@ -18,12 +18,12 @@ from ..runtime.sharding import is_of_replicas
 from ..runtime.topology import node_size
 from ..survey import Survey
 from .architecture import Architecture
-from .axes import STAGES, Use, uses
 from .decision import Decision, Facts, Tried
 from .describe import described
-from .here import VARIABLE, Here, platform_here
+from .local_platform import VARIABLE, Here, platform_here
+from .mesh_axes import STAGES, Use, uses
 from .search import STATES, estimated, way_of
-from .step import memory
+from .step_formulas import memory
 
 _POLICIES = ("h", "x")  # "all" keeps more than "h" and takes as long
 

@@ -8,9 +8,9 @@ from typing import Any
 from .._plan import Plan
 from .._units import amount
 from .architecture import Architecture
-from .axes import Use
 from .entries import Entry
-from .here import Here
+from .local_platform import Here
+from .mesh_axes import Use
 
 _SHOWN = 6
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from .._units import amount
 from .architecture import Architecture
+from .breakdown import LABELS
 from .catalogue import MODELS
-from .labels import beside
-from .parts import LABELS
+from .plot_labels import beside
 from .regions import Region, border
 from .scaling import Scaled
 

@@ -17,14 +17,14 @@ from ..errors import NothingFits, UnknownArchitecture, UnknownPlatform
 from .architecture import Architecture
 from .catalogue import model_of
 from .entries import COLUMNS, LEGEND, SIZES, TERMS, Asked, Entry, Rejected
-from .fewest import Fewest, fewest
+from .html_page import render
 from .layout import Schedule
-from .memory import MEMORY
-from .page import render
+from .memory_formulas import MEMORY
+from .min_gpus import Fewest, fewest
 from .platforms import Platform, platform_of
 from .search import SearchResult, search_layouts
 from .simulation import Simulated, simulate
-from .step import given, sheet_of
+from .step_formulas import given, sheet_of
 from .symbols import Explained, explained
 
 _MOST_SIZES = 9  # of a kind that are printed
@@ -217,7 +217,7 @@ def plan(
 
         described = describe(model, example_inputs)
     elif hasattr(model, "model_type"):
-        from .configs import describe_config
+        from .model_configs import describe_config
 
         described = describe_config(model, example_inputs)
     if not isinstance(described, Architecture):

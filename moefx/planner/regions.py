@@ -11,11 +11,11 @@ import sympy
 from .architecture import Architecture
 from .entries import Entry
 from .layout import Layout
-from .memory import MEMORY
-from .papers import X_MOE
+from .memory_formulas import MEMORY
+from .paper_formulas import X_MOE
 from .platforms import Platform
 from .sheet import Formula, Sheet, quantities
-from .step import fullest_stage
+from .step_formulas import fullest_stage
 from .symbols import Explained, explained
 
 if TYPE_CHECKING:

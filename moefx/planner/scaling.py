@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from .._units import amount
+from .breakdown import LABELS, memory_parts, time_parts
 from .entries import Entry
-from .parts import LABELS, memory_parts, time_parts
 from .search import search_layouts
 
 if TYPE_CHECKING:

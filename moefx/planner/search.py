@@ -16,7 +16,7 @@ from .architecture import Architecture, whole_numbers
 from .entries import TERMS, Asked, Entry, Rejected
 from .layout import Layout, Schedule
 from .platforms import Platform
-from .step import given, memory, memory_by_zero, seconds_of_ways, sheet_of, units_above
+from .step_formulas import given, memory, memory_by_zero, seconds_of_ways, sheet_of, units_above
 
 if TYPE_CHECKING:
     from .ranking import Ranking

@@ -1,6 +1,6 @@
 """What the symbols of the formulas mean that are no results: the one place that says so.
 
-`Layout.values` and `step.given` give them their values. Results have their meaning in their `Formula`.
+`Layout.values` and `step_formulas.given` give them their values. Results have their meaning in their `Formula`.
 """
 
 from __future__ import annotations

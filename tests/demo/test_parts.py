@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from moefx.demo import terminal
-from moefx.demo.data import batches, standard_library_text
-from moefx.demo.measure import block_inputs, parameters_and_buffers, saved_bytes, side_by_side
 from moefx.demo.model import Config, LanguageModel
+from moefx.demo.stdlib_text import batches, standard_library_text
+from moefx.demo.step_cost import block_inputs, parameters_and_buffers, saved_bytes, side_by_side
 
 TINY = Config(dim=32, layers=2, heads=2, dense_hidden=32, num_experts=8, expert_hidden=16, top_k=3, context=16)
 

@@ -13,7 +13,7 @@ import moefx
 from moefx.ir import exchange
 from moefx.ir.payload import group_of, start
 from moefx.planner.communication import row_bytes
-from moefx.planner.simulation.routing import traffic
+from moefx.planner.simulation.routing_skew import traffic
 
 
 class Block(nn.Module):

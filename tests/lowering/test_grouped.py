@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moefx.ir import dialect, providers
 from moefx.ir.op import registry
-from moefx.lowering.torch import grouped
+from moefx.lowering.torch import grouped_mm
 from tests.ir.routings import LAYERS, random_routing, routings, swiglu_list
 
 OPS = ["grouped_mm", "grouped_mm_backward", "expert_rows_backward", "expert_mlp", "expert_mlp_backward"]
@@ -82,13 +82,13 @@ def test_is_not_chosen_on_the_cpu(dtype):
 
 def test_readable_layouts():
     w = torch.empty(4, 16, 24, dtype=torch.bfloat16)
-    assert grouped._readable(w)
-    assert grouped._readable(w.transpose(1, 2))
-    assert grouped._readable(w[:, :, :8])
-    assert not grouped._readable(w[:, :, 1:9])  # starts off a 16-byte boundary
-    assert not grouped._readable(w[:, ::2, ::2])  # no dimension of stride one
-    assert not grouped._readable(torch.empty(4, 16, 20, dtype=torch.bfloat16))  # rows of 40 bytes
-    assert grouped._readable(torch.empty(24, 4, 16, dtype=torch.bfloat16).permute(1, 2, 0))
+    assert grouped_mm._readable(w)
+    assert grouped_mm._readable(w.transpose(1, 2))
+    assert grouped_mm._readable(w[:, :, :8])
+    assert not grouped_mm._readable(w[:, :, 1:9])  # starts off a 16-byte boundary
+    assert not grouped_mm._readable(w[:, ::2, ::2])  # no dimension of stride one
+    assert not grouped_mm._readable(torch.empty(4, 16, 20, dtype=torch.bfloat16))  # rows of 40 bytes
+    assert grouped_mm._readable(torch.empty(24, 4, 16, dtype=torch.bfloat16).permute(1, 2, 0))
 
 
 @pytest.mark.gpu

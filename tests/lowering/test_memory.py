@@ -5,8 +5,8 @@ import sys
 import pytest
 import torch
 
-from moefx.lowering.torch import memory
-from moefx.lowering.torch.memory import new_buffer
+from moefx.lowering.torch import huge_pages
+from moefx.lowering.torch.huge_pages import new_buffer
 
 
 def test_like_its_model():
@@ -20,7 +20,7 @@ def test_like_its_model():
 @pytest.mark.skipif(sys.platform != "linux", reason="madvise")
 def test_only_large_buffers_ask_and_only_for_their_own_pages(monkeypatch):
     asked = []
-    monkeypatch.setattr(memory, "_madvise", lambda: lambda *args: asked.append(args))
+    monkeypatch.setattr(huge_pages, "_madvise", lambda: lambda *args: asked.append(args))
     new_buffer(torch.zeros(1), (2**20 - 1,))
     assert not asked
     buffer = new_buffer(torch.zeros(1), (2**20,))
@@ -32,7 +32,7 @@ def test_only_large_buffers_ask_and_only_for_their_own_pages(monkeypatch):
 
 
 def test_elsewhere_nothing_is_asked(monkeypatch):
-    memory._madvise.cache_clear()
+    huge_pages._madvise.cache_clear()
     monkeypatch.setattr(sys, "platform", "win32")
-    assert memory._madvise() is None
-    memory._madvise.cache_clear()
+    assert huge_pages._madvise() is None
+    huge_pages._madvise.cache_clear()

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import moefx.lowering.torch.rows
+import moefx.lowering.torch.row_ops
 from moefx.ir import dialect, providers
 from tests.ir.routings import Routing, random_routing, routings
 
@@ -43,7 +43,7 @@ def test_half_types_are_summed_in_float32(dtype, routing: Routing, weighted: boo
     rows[int(offsets[-1]) :] = float("nan")
     args = (rows, weights.float() if weighted else None, token_ids, offsets, inverse)
     providers.reset_counters()
-    with mock.patch.object(moefx.lowering.torch.rows, "_BLOCK", block):
+    with mock.patch.object(moefx.lowering.torch.row_ops, "_BLOCK", block):
         got = dialect.combine(*args)
     assert providers.counters() == {("combine", "bag"): 1}
     with providers.force("combine", "reference"):

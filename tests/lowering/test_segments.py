@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from moefx.ir import dialect, providers
 from moefx.ir.expert_mlp import Call
-from moefx.lowering.torch import gemm, mlp, pool, segments
+from moefx.lowering.torch import cpu_gemm, expert_mlp_provider, segments, thread_pool
 from moefx.lowering.torch.segments import SegmentGemms
 from tests.ir.routings import LAYERS, random_routing, routings, swiglu_list
 
@@ -73,8 +73,10 @@ def test_counts_the_provider_and_the_path_of_the_weights():
 def test_the_linear_output_needs_no_second_down_projection(monkeypatch):
     """<dO, y> comes from <dA', A>; only an output that is not linear in y recomputes y."""
     calls = []
-    original = mlp.Parameters.project_down
-    monkeypatch.setattr(mlp.Parameters, "project_down", lambda self, *args: calls.append(1) or original(self, *args))
+    original = expert_mlp_provider.Parameters.project_down
+    monkeypatch.setattr(
+        expert_mlp_provider.Parameters, "project_down", lambda self, *args: calls.append(1) or original(self, *args)
+    )
     for name, expected in (("swiglu_list", 0), ("interleaved_clamped", 0), ("nonlinear_out", 1)):
         layer, routing = LAYERS[name](3, 4, 2), random_routing(5, 2, 3)
         out = layer.fused(torch.randn(5, 4).double(), routing, routing.topk_weights.requires_grad_())
@@ -103,17 +105,17 @@ def test_under_autocast_only_hit_experts_are_cast(monkeypatch):
 def test_linear_into(shape, onednn, add, monkeypatch):
     if onednn and not torch.backends.mkldnn.is_available():
         pytest.skip("a torch without oneDNN")
-    monkeypatch.setattr(gemm, "onednn_is_faster", lambda: onednn)
-    monkeypatch.setattr(gemm, "_MIN_SIZE", 64)
+    monkeypatch.setattr(cpu_gemm, "onednn_is_faster", lambda: onednn)
+    monkeypatch.setattr(cpu_gemm, "_MIN_SIZE", 64)
     m, k, n = shape
     buffer = torch.randn(m, 2 * n)
     out = buffer[:, :n]  # a slice
     left, w = torch.randn(k, m).t(), torch.randn(k, n).t()
     expected = left.double() @ w.double().t() + (out.double() if add else 0)
-    assert gemm.linear_into(out, left, w, add=add) is out
+    assert cpu_gemm.linear_into(out, left, w, add=add) is out
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-4)
     if not add:
-        torch.testing.assert_close(gemm.linear(left, w).double(), expected, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(cpu_gemm.linear(left, w).double(), expected, rtol=1e-5, atol=1e-4)
 
 
 def test_onednn_rounds_about_as_blas_does(monkeypatch):
@@ -125,8 +127,8 @@ def test_onednn_rounds_about_as_blas_does(monkeypatch):
         exact = left.double() @ w.double().t()
         errors = []
         for onednn in (True, False):
-            monkeypatch.setattr(gemm, "onednn_is_faster", lambda onednn=onednn: onednn)
-            out = gemm.linear_into(torch.empty(128, 128), left, w)
+            monkeypatch.setattr(cpu_gemm, "onednn_is_faster", lambda onednn=onednn: onednn)
+            out = cpu_gemm.linear_into(torch.empty(128, 128), left, w)
             errors.append((out - exact).square().mean().sqrt())
         assert errors[0] < 2 * errors[1]
 
@@ -136,10 +138,10 @@ def test_no_weight_takes_onednns_plain_loops(k, monkeypatch):
     """Which are 500 times as slow as its kernels: stacks of gate and up side by side or in turns, and blocks of k."""
     if not torch.backends.mkldnn.is_available():
         pytest.skip("a torch without oneDNN")
-    monkeypatch.setattr(gemm, "onednn_is_faster", lambda: True)
+    monkeypatch.setattr(cpu_gemm, "onednn_is_faster", lambda: True)
     left, both = torch.randn(64, k), torch.randn(1024, 2 * k)
 
-    def seconds(w, product=gemm.linear):
+    def seconds(w, product=cpu_gemm.linear):
         found = []
         for _ in range(5):
             begin = time.perf_counter()
@@ -156,25 +158,25 @@ def test_no_weight_takes_onednns_plain_loops(k, monkeypatch):
 def test_linear_into_another_dtype():
     left, w = torch.randn(4, 3).bfloat16(), torch.randn(5, 3).bfloat16()
     out = torch.ones(4, 5)
-    gemm.linear_into(out, left, w, add=True)
+    cpu_gemm.linear_into(out, left, w, add=True)
     assert torch.equal(out, (left @ w.t()).float() + 1)
 
 
 def test_row_counts_are_rounded_up_a_little_and_to_few_numbers(monkeypatch):
-    monkeypatch.setattr(gemm, "onednn_is_faster", lambda: True)
-    padded = {n: n + gemm.padding(n, gemm._MIN_SIZE, torch.float32) for n in range(1, 5000)}
+    monkeypatch.setattr(cpu_gemm, "onednn_is_faster", lambda: True)
+    padded = {n: n + cpu_gemm.padding(n, cpu_gemm._MIN_SIZE, torch.float32) for n in range(1, 5000)}
     assert all(n <= m < n + max(8, n / 15) for n, m in padded.items())
     assert len(set(padded.values())) < 110
     assert all(padded.get(m, m) == m for m in padded.values())
-    assert gemm.padding(63, gemm._MIN_SIZE // 64, torch.float32) is None
-    assert gemm.padding(64, gemm._MIN_SIZE // 64, torch.float32) == 0
-    assert gemm.padding(64, gemm._MIN_SIZE, torch.float64) is None
+    assert cpu_gemm.padding(63, cpu_gemm._MIN_SIZE // 64, torch.float32) is None
+    assert cpu_gemm.padding(64, cpu_gemm._MIN_SIZE // 64, torch.float32) == 0
+    assert cpu_gemm.padding(64, cpu_gemm._MIN_SIZE, torch.float64) is None
 
 
 def test_onednn_choice_is_a_fact_about_the_machine():
-    gemm.onednn_is_faster.cache_clear()
-    assert gemm.onednn_is_faster() in (True, False)
-    assert gemm.onednn_is_faster() == gemm.onednn_is_faster()
+    cpu_gemm.onednn_is_faster.cache_clear()
+    assert cpu_gemm.onednn_is_faster() in (True, False)
+    assert cpu_gemm.onednn_is_faster() == cpu_gemm.onednn_is_faster()
 
 
 # -- the pool ----------------------------------------------------------------------------------------------
@@ -190,7 +192,7 @@ def three_threads():
 
 def test_workers_have_threads_of_their_own_and_leave_ours_alone(three_threads):
     seen = []
-    pool.for_each(range(20), lambda i: seen.append((i, torch.get_num_threads(), torch.is_grad_enabled())))
+    thread_pool.for_each(range(20), lambda i: seen.append((i, torch.get_num_threads(), torch.is_grad_enabled())))
     assert sorted(i for i, *_ in seen) == list(range(20))
     assert {t for _, t, _ in seen} == {1}
     assert not any(grad for *_, grad in seen)
@@ -206,9 +208,9 @@ def test_results_are_handed_on_in_order(three_threads):
         time.sleep(0.002 * (i % 3 == 0))  # some come late
         return i * i
 
-    pool.for_each(range(30), work, lambda i, result: seen.append((i, result)))
+    thread_pool.for_each(range(30), work, lambda i, result: seen.append((i, result)))
     assert seen == [(i, i * i) for i in range(30)]
-    pool.for_each(range(3), work, lambda i, result: seen.append((i, result)), parallel=False)
+    thread_pool.for_each(range(3), work, lambda i, result: seen.append((i, result)), parallel=False)
     assert seen[30:] == [(0, 0), (1, 1), (2, 4)]
 
 
@@ -218,16 +220,16 @@ def test_an_error_in_a_worker_arrives(three_threads):
             raise ValueError("expert 5")
 
     with pytest.raises(ValueError, match="expert 5"):
-        pool.for_each(range(8), work)
-    pool.for_each(range(8), lambda i: None)  # and the pool lives on
+        thread_pool.for_each(range(8), work)
+    thread_pool.for_each(range(8), lambda i: None)  # and the pool lives on
 
 
 def test_few_items_or_one_thread_run_here(three_threads):
     import threading
 
     names = []
-    pool.for_each([1], lambda i: names.append(threading.current_thread().name))
-    pool.for_each([1, 2], lambda i: names.append(threading.current_thread().name), parallel=False)
+    thread_pool.for_each([1], lambda i: names.append(threading.current_thread().name))
+    thread_pool.for_each([1, 2], lambda i: names.append(threading.current_thread().name), parallel=False)
     assert set(names) == {threading.current_thread().name}
 
 

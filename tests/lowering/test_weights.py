@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from moefx.ir import providers
-from moefx.lowering.torch.weights import matrices, stack, strided_view
+from moefx.lowering.torch.weight_lists import matrices, stack, strided_view
 
 
 def views(num: int = 3, shape: tuple[int, ...] = (4, 5), spacing: int = 20, offset: int = 0) -> list[Tensor]:

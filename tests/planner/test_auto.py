@@ -19,10 +19,10 @@ import moefx
 from moefx import Plan, cli
 from moefx.errors import InvalidPlan, UnknownPlatform
 from moefx.planner.auto import decide
-from moefx.planner.axes import uses
 from moefx.planner.catalogue import model_of
 from moefx.planner.decision import Facts
-from moefx.planner.here import Here
+from moefx.planner.local_platform import Here
+from moefx.planner.mesh_axes import uses
 from moefx.planner.platforms import platform_of
 
 from ..passes.blocks import D, E, Gated, Loop

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moefx
-from moefx.bench import collectives, machine, platform
-from moefx.bench.collectives import Repeated
-from moefx.bench.findings import Device, Findings
-from moefx.bench.machine import Attention
-from moefx.bench.rates import Gemm, Measured, dense_rates, gemm_errors, link, predicted, shares
+from moefx.bench import device_times, link_times, platform
+from moefx.bench.device_times import Attention
+from moefx.bench.link_times import Repeated
+from moefx.bench.platform_results import Device, Findings
+from moefx.bench.rate_fit import Gemm, Measured, dense_rates, gemm_errors, link, predicted, shares
 from moefx.bench.shapes import shape_of
 from moefx.planner.platforms import FITTED, platform_of
 from tests.distributed.launch import torchrun
@@ -123,10 +123,10 @@ def test_gemms_said_again(peak, bandwidth, launch):
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(machine, "_GEMMS", ((64, 64), (128, 64), (256, 512)))
-    monkeypatch.setattr(machine, "_ROWS", (64, 256))
-    monkeypatch.setattr(machine, "_EXPERTS", ((64, 32, 16, 4, 2), (128, 64, 32, 8, 2), (256, 32, 64, 4, 1)))
-    monkeypatch.setattr(machine, "_ATTENTION", ((1, 64, 2, 16),))
+    monkeypatch.setattr(device_times, "_GEMMS", ((64, 64), (128, 64), (256, 512)))
+    monkeypatch.setattr(device_times, "_ROWS", (64, 256))
+    monkeypatch.setattr(device_times, "_EXPERTS", ((64, 32, 16, 4, 2), (128, 64, 32, 8, 2), (256, 32, 64, 4, 1)))
+    monkeypatch.setattr(device_times, "_ATTENTION", ((1, 64, 2, 16),))
 
 
 def test_this_machine(quick, tmp_path, capsys, monkeypatch):
@@ -173,7 +173,7 @@ def test_between_ranks(tmp_path):
             assert len(sizes) > 1 and sizes == sorted(sizes)
     assert all(len(r.seconds) == 5 and min(r.seconds) > 0 for r in found.exchanges)
     first = next(r for r in found.exchanges if r.what == "all_to_all")
-    assert (first.num_bytes, first.ranks) == (collectives.SIZES[0] / 2, 2)
+    assert (first.num_bytes, first.ranks) == (link_times.SIZES[0] / 2, 2)
 
 
 @pytest.mark.parametrize(

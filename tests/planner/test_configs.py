@@ -11,7 +11,7 @@ import torch
 import moefx
 from moefx import cli
 from moefx.errors import CaptureError, UnknownArchitecture
-from moefx.planner.configs import _wrong, config_of
+from moefx.planner.model_configs import _wrong, config_of
 
 pytestmark = pytest.mark.hf
 transformers = pytest.importorskip("transformers")

@@ -10,8 +10,8 @@ from torch import nn
 
 import moefx
 from moefx.errors import NoMoEBlockFound, UnknownArchitecture
+from moefx.planner.constants import assumptions
 from moefx.planner.describe import describe
-from moefx.planner.figures import assumptions
 
 from ..distributed.models import Model
 from ..passes.blocks import D, E, Gated, H, K, Loop, Mlp

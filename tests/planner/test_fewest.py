@@ -8,7 +8,7 @@ import pytest
 
 from moefx import cli
 from moefx.errors import InvalidPlan, MoefxError, NothingFits
-from moefx.planner.fewest import fewest
+from moefx.planner.min_gpus import fewest
 from moefx.planner.platforms import PLATFORMS, Network
 from moefx.planner.ranking import plan
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moefx.errors import UnknownPlatform
-from moefx.planner.here import platform_here, recognised
+from moefx.planner.local_platform import platform_here, recognised
 from moefx.planner.platforms import PLATFORMS, platform_of
 
 RAM = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

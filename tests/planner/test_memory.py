@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 import moefx
 from moefx.bench.shapes import shape_of
 from moefx.errors import InvalidPlan
-from moefx.planner import step
+from moefx.planner import step_formulas
 from moefx.planner.catalogue import MODELS, model_of
 from moefx.planner.layout import Layout
-from moefx.planner.memory import MEMORY
+from moefx.planner.memory_formulas import MEMORY
 from moefx.planner.platforms import PLATFORMS
-from moefx.planner.step import memory_by_zero
+from moefx.planner.step_formulas import memory_by_zero
 
 from ..passes.blocks import D, E, Gated, H, K, Loop, Mlp
 
@@ -159,4 +159,4 @@ def test_parts_that_searches_share_add_up(pp, recompute):
     for zero, found in memory_by_zero(model, layout, platform, (3, 0, 1, 2)):
         own = dataclasses.replace(layout, zero=zero)
         stages = [MEMORY(**own.values(model, stage), M_fw=platform.overhead) for stage in range(pp)]
-        assert found == max(stages, key=lambda results: results["M_gpu"]) == step.memory(model, own, platform)
+        assert found == max(stages, key=lambda results: results["M_gpu"]) == step_formulas.memory(model, own, platform)

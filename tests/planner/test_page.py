@@ -14,8 +14,8 @@ import moefx
 from moefx import cli
 from moefx._units import amount
 from moefx.planner.catalogue import model_of
-from moefx.planner.figures import assumptions, sources
-from moefx.planner.page import INSTALL, file_name, has_plots, render
+from moefx.planner.constants import assumptions, sources
+from moefx.planner.html_page import INSTALL, file_name, has_plots, render
 from moefx.planner.platforms import FITTED, FREE, PLATFORMS, Network, Platform
 from moefx.planner.ranking import plan, search
 from moefx.planner.regions import feasible, saved_by_ssmb

@@ -6,8 +6,8 @@ import pytest
 
 from moefx.planner.catalogue import model_of
 from moefx.planner.layout import KEPT, Layout
-from moefx.planner.memory import BLOCK, MEMORY
-from moefx.planner.papers import MOEBLAZE, PIPER, X_MOE
+from moefx.planner.memory_formulas import BLOCK, MEMORY
+from moefx.planner.paper_formulas import MOEBLAZE, PIPER, X_MOE
 
 GIB = 2**30
 M10B = dict(d_model=5120, d_ffn=20480, L=32, k=2, E=16, H=40, s=4096, b=32)

@@ -9,15 +9,15 @@ import sympy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moefx.planner.breakdown import LABELS, memory_parts, split, time_parts, values_of
 from moefx.planner.catalogue import MODELS, model_of
 from moefx.planner.layout import Layout
-from moefx.planner.memory import MEMORY
-from moefx.planner.parts import LABELS, memory_parts, split, time_parts, values_of
+from moefx.planner.memory_formulas import MEMORY
 from moefx.planner.platforms import PLATFORMS, platform_of
 from moefx.planner.ranking import plan
 from moefx.planner.sheet import Formula, Sheet, quantities
-from moefx.planner.step import given as given_of
-from moefx.planner.step import sheet, sheet_of
+from moefx.planner.step_formulas import given as given_of
+from moefx.planner.step_formulas import sheet, sheet_of
 
 SHEETS = [(MEMORY, "M_gpu"), (sheet("dedup", 2), "T_step"), (sheet("halo", 3), "T_step"), (sheet("none", 1), "T_step")]
 

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from moefx.planner import plots
+from moefx.planner.breakdown import memory_parts, time_parts
 from moefx.planner.catalogue import MODELS
-from moefx.planner.parts import memory_parts, time_parts
 from moefx.planner.ranking import plan
 from moefx.planner.regions import border, feasible
 from moefx.planner.scaling import scaling

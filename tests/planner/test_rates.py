@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from moefx.bench.findings import Findings
-from moefx.bench.rates import Measured, errors, expert_rates, gemm_errors, measured, predicted
+from moefx.bench.platform_results import Findings
+from moefx.bench.rate_fit import Measured, errors, expert_rates, gemm_errors, measured, predicted
 from moefx.bench.shapes import SHAPES
 from moefx.planner.platforms import platform_of
 

@@ -9,12 +9,12 @@ import pytest
 from moefx._units import amount
 from moefx.planner.catalogue import MODELS, model_of
 from moefx.planner.layout import Layout
-from moefx.planner.papers import X_MOE
+from moefx.planner.paper_formulas import X_MOE
 from moefx.planner.platforms import PLATFORMS
 from moefx.planner.ranking import plan
 from moefx.planner.regions import TRADE_OFF, border, feasible, saved_by_ssmb, trade_off
 from moefx.planner.scaling import scaling
-from moefx.planner.step import memory
+from moefx.planner.step_formulas import memory
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 
 from moefx._units import amount
-from moefx.planner.parts import time_parts
+from moefx.planner.breakdown import time_parts
 from moefx.planner.ranking import plan
 from moefx.planner.scaling import Scaled, above_ideal, scaling
-from moefx.planner.step import memory
+from moefx.planner.step_formulas import memory
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from moefx.planner.entries import Asked
 from moefx.planner.layout import Layout
 from moefx.planner.platforms import Network, platform_of
 from moefx.planner.ranking import plan, search
-from moefx.planner.step import flop_per_token, given, memory, sheet
+from moefx.planner.step_formulas import flop_per_token, given, memory, sheet
 
 from ..pace import within
 

@@ -11,7 +11,7 @@ import torch
 from moefx.planner.communication import whole_link
 from moefx.planner.platforms import PLATFORMS, Network, platform_of
 from moefx.planner.simulation.network import fabric, ring, slowed
-from moefx.planner.simulation.routing import choose, popularity, traffic
+from moefx.planner.simulation.routing_skew import choose, popularity, traffic
 
 FRONTIER = platform_of("frontier")
 TREE = dataclasses.replace(

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moefx.planner.communication import exchange, level_values
-from moefx.planner.simulation.routing import choices_of_ranks, choose, popularity, traffic
+from moefx.planner.simulation.routing_skew import choices_of_ranks, choose, popularity, traffic
 
 WAYS = ("flat", "dedup", "rbd", "halo")
 SIZES = st.lists(st.sampled_from([2, 3, 4]), min_size=1, max_size=3).map(tuple)

@@ -19,8 +19,8 @@ from moefx.planner.layout import Layout
 from moefx.planner.platforms import Network, platform_of
 from moefx.planner.ranking import plan
 from moefx.planner.simulation import simulate
-from moefx.planner.simulation.stages import expert_groups, stages
-from moefx.planner.step import given, sheet_of
+from moefx.planner.simulation.stage_work import expert_groups, stages
+from moefx.planner.step_formulas import given, sheet_of
 
 from ..pace import within
 

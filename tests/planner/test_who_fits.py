@@ -8,9 +8,9 @@ import pytest
 
 from moefx.planner.catalogue import model_of
 from moefx.planner.layout import Layout
-from moefx.planner.papers import PIPER
+from moefx.planner.paper_formulas import PIPER
 from moefx.planner.platforms import platform_of
-from moefx.planner.step import memory
+from moefx.planner.step_formulas import memory
 
 FRONTIER = platform_of("frontier")
 # X-MoE section 5.2: what each system is swept over. TED keeps what DeepSpeed-MoE does, its dense matrices are shared.

@@ -24,10 +24,10 @@ from ...ir.experts import (
     weight_shape,
 )
 from ...ir.routing import combine
-from .gemm import linear, linear_into, padding
-from .memory import new_buffer
-from .pool import for_each
-from .weights import matrices
+from .cpu_gemm import linear, linear_into, padding
+from .huge_pages import new_buffer
+from .thread_pool import for_each
+from .weight_lists import matrices
 
 # Rows of a group: at least so many, that Python does not show; at most so many, for the cache.
 _GROUP_ROWS = (512, 2048)

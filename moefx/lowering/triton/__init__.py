@@ -58,36 +58,36 @@ def configurations() -> tuple[str, ...]:
 
 
 def _build_pft(*args: Any, **kwargs: Any) -> Any:
-    from .routing import build_pft
+    from .build_pft import build_pft
 
     return build_pft(*args, **kwargs)
 
 
 def _build_pft_backward(*args: Any) -> Any:
-    from .routing import build_pft_backward
+    from .build_pft import build_pft_backward
 
     return build_pft_backward(*args)
 
 
 def _expert_mlp(*args: Any, **kwargs: Any) -> Any:
-    from .expert_mlp import expert_mlp
+    from .expert_mlp_provider import expert_mlp
 
     return expert_mlp(*args, **kwargs)
 
 
 def _expert_mlp_backward(*args: Any, **kwargs: Any) -> Any:
-    from .expert_mlp import expert_mlp_backward
+    from .expert_mlp_provider import expert_mlp_backward
 
     return expert_mlp_backward(*args, **kwargs)
 
 
 def _of_moving(name: str) -> Any:
-    """That function of `moving`, which is imported when it is called."""
+    """That function of `exchange_ops`, which is imported when it is called."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        from . import moving
+        from . import exchange_ops
 
-        return getattr(moving, name)(*args, **kwargs)
+        return getattr(exchange_ops, name)(*args, **kwargs)
 
     return run
 

@@ -24,8 +24,8 @@ import triton
 from triton.errors import TritonError
 
 from ...errors import InvalidPlan
-from .configs import Config
-from .tape import paused
+from .launch_replay import paused
+from .tile_configs import Config
 from .timing import milliseconds, settle
 
 _log = logging.getLogger(__name__)

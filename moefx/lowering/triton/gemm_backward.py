@@ -1,7 +1,7 @@
 """Grouped GEMMs of the backward: the gradient of the activation with the pointwise part's backward behind it, and the
 gradients of the weights, sums over each expert's rows.
 
-Rows may be gathered as in `gemm`; see `tiles` for how weights come.
+Rows may be gathered as in `gemm_forward`; see `tiles` for how weights come.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The GEMMs of `gemm` for sm90, in Gluon: loads, products and what follows them run side by side.
+"""The GEMMs of `gemm_forward` for sm90, in Gluon: loads, products and what follows them run side by side.
 
 Each multiprocessor has one block of threads for all its tiles. Its warps have roles, and hand data to each other
 through shared memory and barriers:
@@ -12,8 +12,8 @@ through shared memory and barriers:
 The ring runs on across tiles, so that a tile's first stages are loaded while the last one is still multiplied. Its
 barriers `full` count the loading threads, as each has copies of its own, and one for TMA's bytes.
 
-Everything is 16 bit, rows and weights as `roles` describes them. A tile is BM = 128 rows of one expert; rows behind the
-expert's last one are computed along where they come by TMA, zeros where they do not, and never stored.
+Everything is 16 bit; `warp_specialized` describes rows and weights. A tile is BM = 128 rows of one expert; rows behind
+the expert's last one are computed along where they come by TMA, zeros where they do not, and never stored.
 """
 
 from __future__ import annotations
@@ -385,7 +385,7 @@ def hopper_rows_kernel(
     HAS_BIAS: gl.constexpr, HAS_SCALE: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """See `gemm.rows_kernel`."""
+    """See `gemm_forward.rows_kernel`."""
     num_tiles = gl.load(schedule + 3 * max_tiles) * gl.cdiv(width, BN)
     OUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, PIECE], out.dtype.element_ty)
     row_buffers, w_buffers, full, empty = row_ring(w0.dtype, BM, BK, BN, 1, COLUMNS_FIRST, STAGES)

@@ -146,7 +146,7 @@ def hopper_up_kernel(
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     ROWS: gl.constexpr, POINT_WARPS: gl.constexpr,
 ):  # fmt: skip
-    """See `gemm.up_kernel`. BN: columns of the product, of both parts together."""
+    """See `gemm_forward.up_kernel`. BN: columns of the product, of both parts together."""
     PAIRED: gl.constexpr = PARTS == 2 and not JOINED
     TILE: gl.constexpr = BN // PARTS
     W_BUFFERS: gl.constexpr = 2 if PAIRED else 1

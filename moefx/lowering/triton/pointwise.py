@@ -18,7 +18,7 @@ from ..rules import Underivable
 
 @dataclasses.dataclass(frozen=True)
 class Pointwise:
-    """The functions of a body, float32 to float32 (see `gemm`).
+    """The functions of a body, float32 to float32 (see `gemm_forward`).
 
     Attributes:
         act: (a_0, a_1, w) -> activation. vjp: (a_0, a_1, w, g) -> (activation, and g times its derivatives by
@@ -84,7 +84,7 @@ def formulas(text: str, widths: tuple[int, ...] | None = None) -> Formulas:
 @functools.lru_cache(maxsize=1024)
 def pointwise(text: str, widths: tuple[int, ...] | None = None, ptx: bool = False) -> Pointwise:
     """`formulas` as functions for kernels; `ptx`: for those of NVIDIA's GPUs alone."""
-    from .elementary import derived  # Triton's import, which `explain` does without
+    from .math_functions import derived  # Triton's import, which `explain` does without
 
     found, body = formulas(text, widths), ExpertBody.from_json(text)
     scaled = body.out != "y"

@@ -1,4 +1,4 @@
-"""The tiles that the GEMMs of `gemm` and `gemm_backward` are cut into, and how operands and results are reached.
+"""Tiles of the GEMMs of `gemm_forward` and `gemm_backward`, and the addresses of operands and results.
 
 A tile is BM rows of one expert by BN columns. The rows' side is cut by a schedule (`schedule_kernel`); tiles of
 neighbouring columns and rows run together, for the cache.

@@ -15,8 +15,8 @@ import torch
 import triton
 
 from ...errors import InvalidPlan
-from . import autotune, configs
-from .configs import Config
+from . import autotune, tile_configs
+from .tile_configs import Config
 
 TABLE = Path(os.environ.get("MOEFX_TUNING") or Path(__file__).with_name("tuning.jsonl"))
 _NEAR = 1.0  # as `_distance`: one of the three sizes off by a factor of 2
@@ -35,14 +35,14 @@ def config(
     num_experts: int = 0,
     trial: Callable[[Config], object] | None = None,
 ) -> Config:
-    """For a GEMM, one of `configs.KERNELS`. `used` tells what was chosen, and why.
+    """For a GEMM, one of `tile_configs.KERNELS`. `used` tells what was chosen, and why.
 
     Args:
         shape: (columns of the result, inner size, mean rows of an expert).
         trial: the work to be timed, where tuning may be done.
     """
     chosen, reason, distance = choice(kernel, device, dtype, shape)
-    if configs.target(device) == "interpreter":
+    if tile_configs.target(device) == "interpreter":
         return chosen
     if distance > _NEAR and trial and autotune.is_possible(shape, num_experts):
         with autotune.turn:
@@ -60,16 +60,16 @@ def choice(
     # float16 is as wide as bfloat16, and multiplied by the same units.
     dtypes = (dtype, torch.bfloat16) if dtype is torch.float16 else (dtype,)
     table = _entries(device)
-    entries = [(*e, d) for d in dtypes for e in table.get((configs.target(device), _name(d), kernel), ())]
+    entries = [(*e, d) for d in dtypes for e in table.get((tile_configs.target(device), _name(d), kernel), ())]
     if entries:
         tuned, chosen, where, its_dtype = min(entries, key=lambda entry: _distance(entry[0], shape))
         reason, distance = f"tuned {where} {_text(tuned)}", _distance(tuned, shape)
         reason += "" if its_dtype is dtype else f", {_name(its_dtype)}"
     else:
-        chosen, distance = configs.default(kernel, device, dtype), math.inf
-        reason = f"the default: nothing is tuned for {configs.target(device)} {_name(dtype)}"
-    if chosen.roles and not configs.HAS_ROLES:
-        chosen = configs.portable(kernel)
+        chosen, distance = tile_configs.default(kernel, device, dtype), math.inf
+        reason = f"the default: nothing is tuned for {tile_configs.target(device)} {_name(dtype)}"
+    if chosen.roles and not tile_configs.HAS_ROLES:
+        chosen = tile_configs.portable(kernel)
         reason = f"without Gluon's kernels, which are not known to compile with Triton {triton.__version__}"
     return chosen, reason, distance
 
@@ -88,11 +88,11 @@ def _tune(
     first: Config,
     reason: str,
 ) -> tuple[Config, str]:
-    others = [cut for cut in configs.candidates(kernel, device, dtype) if cut != first]
+    others = [cut for cut in tile_configs.candidates(kernel, device, dtype) if cut != first]
     best, is_complete = autotune.fastest(f"{kernel} {_name(dtype)} {_text(shape)}", [first, *others], trial)
     if best is None:
         return first, f"{reason}; none fit when tuned here"
-    key = (configs.target(device), _name(dtype), kernel)
+    key = (tile_configs.target(device), _name(dtype), kernel)
     _entries(device).setdefault(key, []).append((shape, best, _HERE))
     if not is_complete:
         return best, f"tuned {_HERE} {_text(shape)}, until the seconds of MOEFX_AUTOTUNE were used up"

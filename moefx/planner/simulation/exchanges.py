@@ -10,9 +10,9 @@ from torch import Tensor
 from ..architecture import Architecture
 from ..layout import Layout, Way
 from ..platforms import Network, Platform
-from ..step import widths
+from ..step_formulas import widths
 from .network import fabric, slowed
-from .routing import choices_of_ranks, choose, popularity, traffic
+from .routing_skew import choices_of_ranks, choose, popularity, traffic
 
 _MOST_TOKENS = 2**19  # drawn in all: about a second of a core
 _AT_ONCE = 2**15  # stay in the cache

@@ -14,10 +14,10 @@ from ...errors import InvalidPlan
 from ..architecture import Architecture
 from ..layout import Layout
 from ..platforms import Platform
-from ..step import given, sheet_of
+from ..step_formulas import given, sheet_of
 from .exchanges import draw
 from .schedule import run
-from .stages import Stage, expert_groups, stages
+from .stage_work import Stage, expert_groups, stages
 
 COMPONENTS = {  # and what they are, for readers
     "compute": "GEMMs and attention", "waiting": "for the slowest rank of a group",

@@ -29,9 +29,9 @@ from triton.runtime.jit import JITFunction
 
 from moefx.ir.body import ExpertBody, Gemm
 from moefx.ir.dialect import DROP_RULES
-from moefx.lowering.triton import autotune, configs, expert_mlp, moving, routing, tuning
-from moefx.lowering.triton import run as run_module
-from moefx.lowering.triton.configs import Config
+from moefx.lowering.triton import autotune, build_pft, exchange_ops, expert_mlp_provider, tile_configs, tuning
+from moefx.lowering.triton import expert_mlp_call as run_module
+from moefx.lowering.triton.tile_configs import Config
 
 from ...ir.routings import Layer, interleaved_clamped, swiglu_list, weight_before
 
@@ -142,12 +142,12 @@ def install() -> Compiler:
     compiler = Compiler()
     triton.runtime.driver.set_active(compiler)
     JITFunction.run = lambda function, *args, **options: compiler.run(function, *args, **options)
-    configs.target = run_module.target = lambda device: compiler.target
+    tile_configs.target = run_module.target = lambda device: compiler.target
     autotune.is_possible = lambda *_: False
     stock_precision, gpu = run_module.precision, torch.device("cuda")
     run_module.precision = lambda x: stock_precision(types.SimpleNamespace(dtype=x.dtype, device=gpu))
-    # An earlier call's launches (see `tape`) were for another target or configuration.
-    expert_mlp.played = routing.played = lambda key, inputs, constants, host_code, *_: host_code()
+    # An earlier call's launches (see `launch_replay`) were for another target or configuration.
+    expert_mlp_provider.played = build_pft.played = lambda key, inputs, constants, host_code, *_: host_code()
     return compiler
 
 
@@ -185,8 +185,8 @@ def routed(size: tuple[int, int, int], dtype: torch.dtype, drop: str, has_keep: 
     ids, weights = torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=dtype)
     keep = torch.empty(shape, dtype=torch.bool) if has_keep else None
     capacity = None if drop == "none" else 16
-    pft = routing.build_pft(ids, weights, keep, num_experts=num_experts, capacity=capacity, drop=drop)
-    routing.build_pft_backward(pft[-1], pft[-2])
+    pft = build_pft.build_pft(ids, weights, keep, num_experts=num_experts, capacity=capacity, drop=drop)
+    build_pft.build_pft_backward(pft[-1], pft[-2])
     return pft
 
 
@@ -195,7 +195,7 @@ def routings(dtype: torch.dtype) -> None:
     for size, drop, has_keep in itertools.product([SIZE, (2**17, 8, 256)], DROP_RULES, [False, True]):
         routed(size, dtype, drop, has_keep)
     num_tokens, num_slots, num_experts = SIZE
-    routing.build_pft(torch.empty((num_tokens, num_slots), dtype=torch.int32), None, None, num_experts=num_experts)
+    build_pft.build_pft(torch.empty((num_tokens, num_slots), dtype=torch.int32), None, None, num_experts=num_experts)
 
 
 def forward_and_backward(case: Case, dtype: torch.dtype) -> None:
@@ -206,8 +206,8 @@ def forward_and_backward(case: Case, dtype: torch.dtype) -> None:
     token_ids, _, offsets, inverse, weights = routed(SIZE, case.weights or dtype, "weight")
     args = (x, token_ids, offsets, inverse, weights, layer.up, layer.up_bias, layer.down, layer.down_bias)
     options = dict(body=layer.text, keep=case.keep, reduce=case.reduce)
-    out, *kept = expert_mlp.expert_mlp(*args, **options)
-    expert_mlp.expert_mlp_backward(torch.empty_like(out), *args, kept, **options, needs=case.needs)
+    out, *kept = expert_mlp_provider.expert_mlp(*args, **options)
+    expert_mlp_provider.expert_mlp_backward(torch.empty_like(out), *args, kept, **options, needs=case.needs)
     run_module.Run(args, layer.text, case.keep, None).gather(x)  # which not every configuration does
 
 
@@ -217,39 +217,39 @@ def travelling(dtype: torch.dtype) -> None:
     ids, weights = torch.empty((num_tokens, num_slots), dtype=torch.int64), torch.empty(num_tokens, num_slots)
     keep, x = torch.empty(ids.shape, dtype=torch.bool), torch.empty(num_tokens, 128, dtype=dtype)
     for places, kept in ((range(num_experts), None), (range(num_experts)[::-1], keep)):
-        place = moving.place_choices(ids, kept, places=list(places))
+        place = exchange_ops.place_choices(ids, kept, places=list(places))
     for dedup, near in itertools.product((True, False), ([], [0, 4])):
-        moving.count_rows(place, levels=[2, 4], num_slots=1, dedup=dedup, near=near)
-        token_ids, slot_ids, offsets, inverse = moving.plan_dispatch(place, num_ranks=2, num_slots=4, dedup=dedup)
+        exchange_ops.count_rows(place, levels=[2, 4], num_slots=1, dedup=dedup, near=near)
+        token_ids, slot_ids, offsets, inverse = exchange_ops.plan_dispatch(place, num_ranks=2, num_slots=4, dedup=dedup)
         options = dict(num_rows=num_tokens, num_slots=4, dedup=dedup)
-        packed = moving.pack_rows([x, x[:, :127]], [weights], place, token_ids, slot_ids, offsets, **options)
+        packed = exchange_ops.pack_rows([x, x[:, :127]], [weights], place, token_ids, slot_ids, offsets, **options)
     columns = dict(dtypes=[str(dtype).removeprefix("torch."), "int8"], widths=[128, 2])
-    rows, places = moving.split_columns([packed], **columns, places=True)
-    moving.join_columns([rows, places])
-    moving.combine(rows, None, token_ids, offsets, inverse)
-    moving.combine(rows, weights.flatten(), token_ids, offsets, inverse)
+    rows, places = exchange_ops.split_columns([packed], **columns, places=True)
+    exchange_ops.join_columns([rows, places])
+    exchange_ops.combine(rows, None, token_ids, offsets, inverse)
+    exchange_ops.combine(rows, weights.flatten(), token_ids, offsets, inverse)
 
 
 def roles(kernel: str, device: torch.device, dtype: torch.dtype) -> list[Config]:
-    return [cut for cut in configs.candidates(kernel, device, dtype) if cut.roles]
+    return [cut for cut in tile_configs.candidates(kernel, device, dtype) if cut.roles]
 
 
 def configurations(dtype: torch.dtype, everything: bool) -> Iterator[tuple[str, dict[str, Config]]]:
-    """(by whom it is chosen, what to launch some of `configs.KERNELS` with in place of `tuning.config`'s choice):
+    """(by whom it is chosen, what to launch some of `tile_configs.KERNELS` with in place of `tuning.config`'s choice):
     "default", with "separate" kernels for the pointwise part, with warps that have "roles", and, if `everything`, all
     that "tuning" tries."""
     yield "default", {}
     device, sizes, by_shape = torch.device("cpu"), [512, 768, 1024, 1536, 2048, 2880, 4096, 7168], {}
-    for kernel in configs.KERNELS:
+    for kernel in tile_configs.KERNELS:
         shapes = itertools.product(sizes, sizes, [1, 16, 64, 256, 1024, 4096])
         by_shape[kernel] = list(dict.fromkeys(tuning.choice(kernel, device, dtype, shape)[0] for shape in shapes))
     yield "separate", {k: dataclasses.replace(by_shape[k][0], fused=False) for k in ("up", "act_backward")}
     for i in range(2):
-        yield "roles", {k: cuts[i] for k in configs.KERNELS if len(cuts := roles(k, device, dtype)) > i}
+        yield "roles", {k: cuts[i] for k in tile_configs.KERNELS if len(cuts := roles(k, device, dtype)) > i}
     if everything:
         yield from (("default", {kernel: cut}) for kernel, cuts in by_shape.items() for cut in cuts)
-        for kernel in configs.KERNELS:
-            yield from (("tuning", {kernel: cut}) for cut in configs.candidates(kernel, device, dtype))
+        for kernel in tile_configs.KERNELS:
+            yield from (("tuning", {kernel: cut}) for cut in tile_configs.candidates(kernel, device, dtype))
 
 
 def main() -> None:

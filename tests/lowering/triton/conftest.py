@@ -27,6 +27,6 @@ def same_numbers():
 @pytest.fixture(autouse=True)
 def no_tapes():
     """An earlier test's launches were recorded, perhaps at the same addresses, for other configurations."""
-    from moefx.lowering.triton import tape
+    from moefx.lowering.triton import launch_replay
 
-    tape._tapes.clear()
+    launch_replay._tapes.clear()

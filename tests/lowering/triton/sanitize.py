@@ -11,9 +11,9 @@ import sys
 import torch
 
 from moefx.ir import providers
-from moefx.lowering.triton import run as run_module
-from moefx.lowering.triton import tape
-from moefx.lowering.triton.configs import KERNELS, Config, candidates, portable
+from moefx.lowering.triton import expert_mlp_call as run_module
+from moefx.lowering.triton import launch_replay
+from moefx.lowering.triton.tile_configs import KERNELS, Config, candidates, portable
 
 from ...ir.routings import Layer, random_routing
 from .test_expert_mlp import LINEAR, apart, on, outputs_and_gradients
@@ -46,7 +46,7 @@ def steps(name: str) -> None:
     for i in range(max(map(len, every.values()))):
         cuts = {kernel: some[i % len(some)] for kernel, some in every.items()}
         run_module.config = lambda kernel, *_, cuts=cuts: cuts[kernel]
-        tape._tapes.clear()  # the last configurations' launches
+        launch_replay._tapes.clear()  # the last configurations' launches
         with providers.force("expert_mlp", "triton"), providers.force("expert_mlp_backward", "triton"):
             arguments = (layer, routing, x, routing.topk_weights.to(x), grad)
             results = outputs_and_gradients(*arguments, keep="h", reduce=i % 2 == 0)

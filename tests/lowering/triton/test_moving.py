@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moefx.ir import packing, routes, routing
 from moefx.ir.routes import plan_dispatch
-from moefx.lowering.triton import moving
+from moefx.lowering.triton import exchange_ops
 
 
 def same(got: Tensor, want: Tensor) -> None:
@@ -34,9 +34,9 @@ def test_pack_and_split(device, dtype, width, dedup):
     options = dict(num_rows=int(offsets[-1]), num_slots=slots, dedup=dedup)
     want = packing.pack_rows.reference(*args, **options)
     there = [[t.to(device) for t in a] if isinstance(a, list) else a.to(device) for a in args]
-    got = moving.pack_rows(*there, **options)
+    got = exchange_ops.pack_rows(*there, **options)
     num_rows = options.pop("num_rows")
-    most = moving.pack_rows(*there, **options)  # as many as there can be, and those that there are come first
+    most = exchange_ops.pack_rows(*there, **options)  # as many as there can be, and those that there are come first
     assert most.shape[0] == packing.pack_rows.reference(*args, **options).shape[0] == tokens * (3 if dedup else 4)
     layout = packing.layout_of_rows([x, more], [weights, floats], place, num_slots=slots, dedup=dedup)
     assert layout.columns[-1].dtype is torch.int16
@@ -45,24 +45,24 @@ def test_pack_and_split(device, dtype, width, dedup):
         same(c, b)
     columns = dict(dtypes=[c.dtype_name for c in layout.columns], widths=[c.width for c in layout.columns])
     parts = [want[:4], want[4:4], want[4:]]
-    split = moving.split_columns([p.to(device) for p in parts], **columns)
+    split = exchange_ops.split_columns([p.to(device) for p in parts], **columns)
     for a, b in zip(split, packing.split_columns.reference(parts, **columns), strict=True):
         same(a, b)
-    *_, places = moving.split_columns([p.to(device) for p in parts], **columns, places=True)
+    *_, places = exchange_ops.split_columns([p.to(device) for p in parts], **columns, places=True)
     same(places, split[-1].cpu().int())
-    for a, b in zip(layout.views(moving.join_columns(split)), layout.views(want), strict=True):
+    for a, b in zip(layout.views(exchange_ops.join_columns(split)), layout.views(want), strict=True):
         same(a, b)
 
 
 def test_no_rows(device):
     none = torch.zeros(0, 3, device=device)
-    packed = moving.join_columns([none])
+    packed = exchange_ops.join_columns([none])
     assert packed.shape == (0, 16)
-    (split,) = moving.split_columns([packed], dtypes=["float32"], widths=[3])
+    (split,) = exchange_ops.split_columns([packed], dtypes=["float32"], widths=[3])
     assert split.shape == (0, 3)
     inverse = torch.full((4, 2), -1, dtype=torch.int32, device=device)
     nobody = torch.zeros(0, dtype=torch.int32, device=device)
-    out = moving.combine(none, None, nobody, torch.zeros(3, dtype=torch.int32, device=device), inverse)
+    out = exchange_ops.combine(none, None, nobody, torch.zeros(3, dtype=torch.int32, device=device), inverse)
     assert torch.equal(out.cpu(), torch.zeros(4, 3))
 
 
@@ -74,7 +74,7 @@ def test_combine(device, dtype, weighted):
     rows = torch.randn(token_ids.shape[0], 130).to(dtype)
     rows[int(offsets[-1]) :] = float("nan")  # nothing reads the tail
     args = (rows, weights if weighted else None, token_ids, offsets, inverse)
-    got = moving.combine(*(None if a is None else a.to(device) for a in args))
+    got = exchange_ops.combine(*(None if a is None else a.to(device) for a in args))
     torch.testing.assert_close(
         got.cpu(),
         routing.combine.reference(*args),
@@ -89,7 +89,7 @@ def test_place_choices(device, moved, keep):
     ids = torch.randint(-2, 9, (300, 5))
     places = torch.randperm(7).tolist() if moved else list(range(7))
     kept = torch.rand(ids.shape) < 0.5 if keep else None
-    got = moving.place_choices(ids.to(device), None if kept is None else kept.to(device), places=places)
+    got = exchange_ops.place_choices(ids.to(device), None if kept is None else kept.to(device), places=places)
     same(got, routes.place_choices.reference(ids, kept, places=places))
 
 
@@ -101,10 +101,10 @@ def test_plans_and_counts(device, dedup, levels):
     there = place.to(device)
     options = dict(num_ranks=ranks, num_slots=5, dedup=dedup)
     for got, want in zip(
-        moving.plan_dispatch(there, **options), routes.plan_dispatch.reference(place, **options), strict=True
+        exchange_ops.plan_dispatch(there, **options), routes.plan_dispatch.reference(place, **options), strict=True
     ):
         same(got, want)
     for near in ([], [2, 4] if ranks == 8 else [3, 6]) if len(levels) > 1 else ([],):
         counted = dict(levels=levels, num_slots=5, dedup=dedup, near=near, fingerprint=2**55 + 3)
-        same(moving.count_rows(there, **counted), routes.count_rows.reference(place, **counted))
-        same(moving.count_rows(there[:0], **counted), routes.count_rows.reference(place[:0], **counted))
+        same(exchange_ops.count_rows(there, **counted), routes.count_rows.reference(place, **counted))
+        same(exchange_ops.count_rows(there[:0], **counted), routes.count_rows.reference(place[:0], **counted))

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 
 from moefx.ir import dialect
-from moefx.lowering.triton import routing
+from moefx.lowering.triton import build_pft
 
 from ...covering import covering
 from ...ir.routings import Routing, routings
@@ -18,7 +18,7 @@ def check_equals_the_reference(case: Routing, device: str, block: int) -> None:
     weights = case.topk_weights.float()
     expected = dialect.build_pft.reference(case.topk_ids, weights, case.keep, **options)
     arguments = [None if t is None else t.to(device) for t in (case.topk_ids, weights, case.keep)]
-    for name, got, want in zip(NAMES, routing.build_pft(*arguments, **options, block=block), expected, strict=True):
+    for name, got, want in zip(NAMES, build_pft.build_pft(*arguments, **options, block=block), expected, strict=True):
         assert got.dtype == want.dtype and torch.equal(got.cpu(), want), (name, got, want)
 
 
@@ -48,7 +48,7 @@ def test_weights_of_any_sign_and_nan_are_ordered_as_torch_sorts_them(device):
     case = Routing(torch.randint(3, (60, 2)), weights, 3, None, 11, "weight")
     options = dict(num_experts=3, capacity=11, drop="weight")
     expected = dialect.build_pft.reference(case.topk_ids, weights, None, **options)
-    got = routing.build_pft(case.topk_ids.to(device), weights.to(device), None, **options, block=16)
+    got = build_pft.build_pft(case.topk_ids.to(device), weights.to(device), None, **options, block=16)
     for g, want in zip(got, expected, strict=True):
         torch.testing.assert_close(g.cpu(), want, rtol=0, atol=0, equal_nan=True)
 
@@ -58,7 +58,7 @@ def test_weights_of_any_sign_and_nan_are_ordered_as_torch_sorts_them(device):
 def test_dtypes_of_ids_and_weights(device, dtype, weights_dtype):
     ids, weights = torch.randint(6, (50, 2)).to(dtype), torch.rand(50, 2).to(weights_dtype)
     expected = dialect.build_pft.reference(ids, weights, None, num_experts=6)
-    results = routing.build_pft(ids.to(device), weights.to(device), None, num_experts=6)
+    results = build_pft.build_pft(ids.to(device), weights.to(device), None, num_experts=6)
     for got, want in zip(results, expected, strict=True):
         assert got.dtype == want.dtype and torch.equal(got.cpu(), want)
 
@@ -70,18 +70,18 @@ def test_room_for_the_rows_that_there_are(device, num_valid, room):
     ids, weights = ids.view(50, 3).int(), torch.rand(50, 3)
     options = dict(num_experts=6, num_rows=torch.tensor([room]))
     expected = dialect.build_pft.reference(ids, weights, None, **options)
-    results = routing.build_pft(ids.to(device), weights.to(device), None, **options, block=16)
+    results = build_pft.build_pft(ids.to(device), weights.to(device), None, **options, block=16)
     for name, got, want in zip(NAMES, results, expected, strict=True):
         assert torch.equal(got.cpu(), want), name
 
 
 def test_gradient_of_the_weights(device):
     inverse, grad = torch.tensor([[2, -1], [0, 1], [-1, -1]], dtype=torch.int32), torch.tensor([1.0, 2, 3, 99])
-    got = routing.build_pft_backward(grad.to(device), inverse.to(device))
+    got = build_pft.build_pft_backward(grad.to(device), inverse.to(device))
     assert torch.equal(got.cpu(), dialect.build_pft_backward.reference(grad, inverse))
 
 
 def test_no_tokens(device):
-    got = routing.build_pft(torch.zeros((0, 2), dtype=torch.int64, device=device), None, None, num_experts=3)
+    got = build_pft.build_pft(torch.zeros((0, 2), dtype=torch.int64, device=device), None, None, num_experts=3)
     assert [tuple(t.shape) for t in got] == [(0,), (0,), (4,), (0, 2), (0,)]
     assert got[2].tolist() == [0, 0, 0, 0]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moefx.bench import stages
-from moefx.bench.case import Case
+from moefx.bench.mlp_pieces import Case
 from moefx.bench.shapes import Shape
 
 SMALL = Shape("small", T=24, d=32, h=16, E=4, K=2)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from moefx.ir import dialect, experts, providers
-from moefx.lowering.triton import expert_mlp, tape
-from moefx.lowering.triton import run as run_module
+from moefx.lowering.triton import expert_mlp_call as run_module
+from moefx.lowering.triton import expert_mlp_provider, launch_replay
 
 from ...covering import covering
 from ...ir.routings import Layer, Routing
@@ -20,10 +20,10 @@ RECORDED = ("build_pft", "expert_mlp", "expert_mlp_backward")
 
 
 @pytest.fixture
-def plays(monkeypatch) -> list[tape.Tape]:
+def plays(monkeypatch) -> list[launch_replay.Tape]:
     """The tapes that are played."""
-    seen, stock = [], tape.Tape.play
-    monkeypatch.setattr(tape.Tape, "play", lambda self, *args: seen.append(self) or stock(self, *args))
+    seen, stock = [], launch_replay.Tape.play
+    monkeypatch.setattr(launch_replay.Tape, "play", lambda self, *args: seen.append(self) or stock(self, *args))
     return seen
 
 
@@ -34,7 +34,7 @@ def results(
     """Output and gradients for tensors and a routing that come from the seed, with these tapes at hand."""
     # As on a GPU, where gradients of separate parameters are one stack.
     monkeypatch.setattr(experts, "separate_gradients", lambda *_: False)
-    monkeypatch.setattr(tape, "_tapes", tapes)
+    monkeypatch.setattr(launch_replay, "_tapes", tapes)
     torch.manual_seed(seed)
     ids, weights = torch.rand(num_tokens, 4).argsort(1)[:, :2], torch.rand(num_tokens, 2)
     x, grad = torch.randn(num_tokens, 32), torch.randn(num_tokens, 32)
@@ -97,10 +97,10 @@ def test_what_is_changed_in_place_is_seen(device, monkeypatch, plays):
 
 
 def test_two_inputs_of_one_storage_run_the_host_code(device, monkeypatch, plays):
-    monkeypatch.setattr(tape, "_tapes", {})
+    monkeypatch.setattr(launch_replay, "_tapes", {})
     both, calls = torch.zeros(2, 4, device=device), []
     for _ in range(2):
-        tape.played("key", (both[0], both[1]), (), lambda: calls.append(0) or [])
+        launch_replay.played("key", (both[0], both[1]), (), lambda: calls.append(0) or [])
     assert len(calls) == 2 and not plays
 
 
@@ -111,12 +111,14 @@ VIEWS = {"turned": lambda w: w.view(3, 2).mT, "part": lambda w: w[:, 1:], "flat"
 @pytest.mark.parametrize("is_first", [True, False])
 def test_constants_of_one_storage_are_told_apart(monkeypatch, plays, of, is_first):
     """Parameters that begin at one address, say: what is made of one is made of that one when it is played."""
-    monkeypatch.setattr(tape, "_tapes", {})
+    monkeypatch.setattr(launch_replay, "_tapes", {})
     w = torch.arange(6.0).view(2, 3)
     constants = (w, of(w)) if is_first else (of(w), w)
     for source in (w, of(w), w[1:, ::2]):  # the last one is none of them, but a view of both
         got = [
-            tape.played(str(source), (torch.zeros(4),), constants, lambda t=source: [tape.apply(torch.clone, t)])
+            launch_replay.played(
+                str(source), (torch.zeros(4),), constants, lambda t=source: [launch_replay.apply(torch.clone, t)]
+            )
             for _ in range(2)
         ]
         assert all(torch.equal(result, source) for (result,) in got)
@@ -124,34 +126,34 @@ def test_constants_of_one_storage_are_told_apart(monkeypatch, plays, of, is_firs
 
 
 def test_a_view_of_what_was_made_is_no_result_of_a_tape(monkeypatch, plays):
-    monkeypatch.setattr(tape, "_tapes", {})
+    monkeypatch.setattr(launch_replay, "_tapes", {})
     x = torch.arange(6.0).view(2, 3)
     for _ in range(2):
-        (got,) = tape.played("key", (x,), (), lambda: [tape.apply(torch.clone, x).mT])
+        (got,) = launch_replay.played("key", (x,), (), lambda: [launch_replay.apply(torch.clone, x).mT])
         assert torch.equal(got, x.mT)
     assert not plays
 
 
 def test_weights_that_other_threads_count_are_not_on_the_tape(monkeypatch, plays):
-    monkeypatch.setattr(tape, "_tapes", {})
+    monkeypatch.setattr(launch_replay, "_tapes", {})
     x = torch.zeros(4)
 
     def host_code() -> list[Tensor]:
         thread = threading.Thread(target=lambda: providers.count_weight_path("view", 5))
         thread.start()
         thread.join()
-        return [tape.apply(torch.clone, x)]
+        return [launch_replay.apply(torch.clone, x)]
 
-    tape.played("key", (x,), (), host_code)
+    launch_replay.played("key", (x,), (), host_code)
     providers.reset_counters()
-    tape.played("key", (x,), (), host_code)
+    launch_replay.played("key", (x,), (), host_code)
     assert plays and not any(providers.weight_paths().values())
 
 
 @pytest.mark.parametrize("has_weights", [True, False])
 @pytest.mark.parametrize("stride", [1, 2])
 def test_choices_that_are_left_out_are_recorded(device, monkeypatch, plays, stride, has_weights):
-    monkeypatch.setattr(tape, "_tapes", {})
+    monkeypatch.setattr(launch_replay, "_tapes", {})
     ids, weights = torch.rand(17, 4).argsort(1)[:, :2].to(device), torch.rand(17, 2, device=device)
     keep = (torch.rand(17, 2) < 0.5).repeat_interleave(stride, 1)[:, ::stride].to(device)
     with providers.force("build_pft", "triton"):
@@ -162,23 +164,23 @@ def test_choices_that_are_left_out_are_recorded(device, monkeypatch, plays, stri
 
 
 def test_host_code_that_does_more_than_launch_is_run_each_time(device, monkeypatch, plays):
-    monkeypatch.setattr(tape, "_tapes", {})
+    monkeypatch.setattr(launch_replay, "_tapes", {})
     x, calls = torch.zeros(4, device=device), []
     for _ in range(2):
-        (result,) = tape.played("key", (x,), (), lambda: calls.append(0) or [x + len(calls)])
+        (result,) = launch_replay.played("key", (x,), (), lambda: calls.append(0) or [x + len(calls)])
     assert result[0] == 2 and len(calls) == 2 and not plays
 
 
 def test_memory_is_freed_when_the_host_code_frees_it(device, monkeypatch):
-    monkeypatch.setattr(tape, "_tapes", tapes := {})
+    monkeypatch.setattr(launch_replay, "_tapes", tapes := {})
     x = torch.zeros(4, device=device)
 
     def host_code() -> list[Tensor]:
-        first = tape.empty((8,), torch.float32, x.device)
+        first = launch_replay.empty((8,), torch.float32, x.device)
         del first
-        return [tape.empty((2,), torch.float32, x.device)]
+        return [launch_replay.empty((2,), torch.float32, x.device)]
 
-    tape.played("key", (x,), (), host_code)
+    launch_replay.played("key", (x,), (), host_code)
     (recorded,) = tapes.values()
     assert [step.__name__ for step, *_ in recorded.steps] == ["_allocate", "_free", "_allocate"]
 
@@ -196,7 +198,7 @@ def test_weights_are_counted_alike_when_played(device, monkeypatch, plays):
 
 def test_a_weight_that_the_body_ignores_has_a_zero_gradient_when_played(device, monkeypatch, plays):
     monkeypatch.setattr(run_module, "config", lambda *_: CONFIGS["sliced"])
-    monkeypatch.setattr(tape, "_tapes", {})
+    monkeypatch.setattr(launch_replay, "_tapes", {})
     layer = on(device, LINEAR["weight_before"](4, 32, 40), torch.float32)
     body = dataclasses.replace(layer.body, act=("silu", "a0")).to_json()
     routing = Routing(torch.rand(33, 4).argsort(1)[:, :2].to(device), torch.rand(33, 2, device=device), 4)
@@ -207,6 +209,6 @@ def test_a_weight_that_the_body_ignores_has_a_zero_gradient_when_played(device, 
     for _ in range(3):
         poison = torch.full((66,), float("nan"), device=device)  # what the next allocation may find
         del poison
-        (got,) = expert_mlp.expert_mlp_backward(grad, *args, [], body=body, keep="x", needs=needs)
+        (got,) = expert_mlp_provider.expert_mlp_backward(grad, *args, [], body=body, keep="x", needs=needs)
         assert got.shape == weights.shape and not got.any() and not got.isnan().any()
     assert len(plays) == 2

@@ -16,9 +16,9 @@ from triton.runtime.errors import OutOfResources
 from moefx.errors import InvalidPlan
 from moefx.ir import experts, providers
 from moefx.lowering import triton
-from moefx.lowering.triton import autotune, configs, expert_mlp, tape, tuning
-from moefx.lowering.triton import run as run_module
-from moefx.lowering.triton.configs import KERNELS, Config
+from moefx.lowering.triton import autotune, expert_mlp_provider, launch_replay, tile_configs, tuning
+from moefx.lowering.triton import expert_mlp_call as run_module
+from moefx.lowering.triton.tile_configs import KERNELS, Config
 
 from ...covering import covering
 from ...ir.routings import Routing, interleaved_clamped, swiglu_list, weight_before
@@ -41,7 +41,7 @@ def table(monkeypatch, tmp_path):
 
 @pytest.fixture
 def hopper(monkeypatch):
-    monkeypatch.setattr(configs, "target", lambda device: "sm90")
+    monkeypatch.setattr(tile_configs, "target", lambda device: "sm90")
 
 
 def test_the_nearest_tuned_shape_and_why(hopper):
@@ -57,7 +57,7 @@ def test_defaults_where_nothing_is_tuned(hopper, monkeypatch):
     assert not chosen.roles and why.startswith("the default: nothing is tuned for sm90")
     monkeypatch.setattr(tuning, "_entries", functools.cache(lambda device: {}))
     assert tuning.choice("up", CPU, torch.float16, SHAPE)[0].roles
-    monkeypatch.setattr(configs, "target", lambda device: "gfx942")
+    monkeypatch.setattr(tile_configs, "target", lambda device: "gfx942")
     assert not tuning.choice("up", CPU, torch.bfloat16, SHAPE)[0].roles
 
 
@@ -75,11 +75,11 @@ def test_float16_is_cut_as_bfloat16(hopper, monkeypatch):
 def test_a_triton_whose_gluon_is_not_known_gets_the_others(hopper, monkeypatch):
     kernels = [kernel for kernel in KERNELS if tuning.choice(kernel, CPU, torch.float16, SHAPE)[0].roles]
     assert len(kernels) > 3
-    monkeypatch.setattr(configs, "HAS_ROLES", False)
+    monkeypatch.setattr(tile_configs, "HAS_ROLES", False)
     for kernel in kernels:
         chosen, why, _ = tuning.choice(kernel, CPU, torch.float16, SHAPE)
         assert not chosen.roles and "without Gluon's kernels" in why
-        assert not any(cut.roles for cut in configs.candidates(kernel, CPU, torch.float16))
+        assert not any(cut.roles for cut in tile_configs.candidates(kernel, CPU, torch.float16))
 
 
 def test_text_names_what_is_not_the_default():
@@ -94,13 +94,13 @@ def test_the_interpreter_leaves_no_trace():
 
 
 def test_gluon_is_not_imported_before_it_is_chosen():
-    program = "import sys, moefx.lowering.triton.expert_mlp; print(*(n for n in sys.modules if 'hopper' in n))"
+    program = "import sys, moefx.lowering.triton.expert_mlp_provider; print(*(n for n in sys.modules if 'hopper' in n))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert not [name for name in done.stdout.split() if name.startswith("moefx")]
 
 
 def test_tables_of_the_user_s(hopper, monkeypatch, tmp_path):
-    cut = configs.portable("down")
+    cut = tile_configs.portable("down")
     (tmp_path / "good").write_text(tuning.line("sm90", "bfloat16", "down", (256, 128, 64), cut) + "\n")
     monkeypatch.setattr(tuning, "TABLE", tmp_path / "good")
     assert tuning.choice("down", CPU, torch.bfloat16, SHAPE)[:2] == (
@@ -150,7 +150,7 @@ def gpu(hopper, monkeypatch):
 
 class TestTuning:
     def test_the_fastest_is_found_once_and_kept(self, gpu):
-        candidates = configs.candidates("up", CPU, torch.bfloat16)
+        candidates = tile_configs.candidates("up", CPU, torch.bfloat16)
         for fast in (candidates[3], candidates[-1]):
             gpu.fast = fast
             shape = (FAR[0], FAR[1] * (1 if fast is candidates[3] else 8), FAR[2])
@@ -165,7 +165,7 @@ class TestTuning:
         assert len(autotune.kept(tuning.gpu(CPU))) == 2
 
     def test_threads_wait_for_the_one_that_tunes(self, gpu):
-        candidates, found = configs.candidates("up", CPU, torch.bfloat16), []
+        candidates, found = tile_configs.candidates("up", CPU, torch.bfloat16), []
         gpu.fast = candidates[3]
         threads = [threading.Thread(target=lambda: found.append(gpu.config())) for _ in range(3)]
         with autotune.turn:
@@ -214,7 +214,9 @@ class TestTuning:
     def test_when_time_runs_out(self, gpu, monkeypatch):
         monkeypatch.setenv("MOEFX_AUTOTUNE", "2.5")
         first = tuning.choice("up", CPU, torch.bfloat16, FAR)[0]
-        assert gpu.config() == first and 1 < len(set(gpu.tried)) < len(configs.candidates("up", CPU, torch.bfloat16))
+        assert gpu.config() == first and 1 < len(set(gpu.tried)) < len(
+            tile_configs.candidates("up", CPU, torch.bfloat16)
+        )
         assert triton.configurations()[0].endswith("until the seconds of MOEFX_AUTOTUNE were used up")
         assert autotune.seconds_left() <= 0 and not autotune.kept(tuning.gpu(CPU))
         gpu.tried.clear()
@@ -222,13 +224,13 @@ class TestTuning:
         assert not gpu.tried
 
     def test_what_does_not_fit_is_left_out(self, gpu):
-        candidates = configs.candidates("up", CPU, torch.bfloat16)
+        candidates = tile_configs.candidates("up", CPU, torch.bfloat16)
         gpu.too_large, gpu.fast = candidates[:-1], candidates[0]
         assert gpu.config() == candidates[-1]
         assert len(autotune.kept(tuning.gpu(CPU))) == 1
 
     def test_where_nothing_fits(self, gpu):
-        gpu.too_large = configs.candidates("up", CPU, torch.bfloat16)
+        gpu.too_large = tile_configs.candidates("up", CPU, torch.bfloat16)
         assert gpu.config() == tuning.choice("up", CPU, torch.bfloat16, FAR)[0]
         assert triton.configurations()[0].endswith("none fit when tuned here")
 
@@ -274,7 +276,7 @@ class TestTuning:
         assert gpu.config() == gpu.config() and autotune.directory() is None
 
     def test_what_the_driver_says_does_not_fit(self, gpu, monkeypatch):
-        candidates = configs.candidates("up", CPU, torch.bfloat16)
+        candidates = tile_configs.candidates("up", CPU, torch.bfloat16)
 
         def trial(cut):
             if cut != candidates[-1]:
@@ -295,7 +297,7 @@ class TestTuning:
     def test_a_directory_that_cannot_be_written(self, gpu, monkeypatch, tmp_path, caplog):
         (tmp_path / "file").write_text("")
         monkeypatch.setenv("MOEFX_CACHE", str(tmp_path / "file"))
-        gpu.fast = configs.candidates("up", CPU, torch.bfloat16)[2]
+        gpu.fast = tile_configs.candidates("up", CPU, torch.bfloat16)[2]
         assert gpu.config() == gpu.fast and gpu.config() == gpu.fast
         assert "MOEFX_CACHE names another directory" in caplog.text
 
@@ -323,19 +325,19 @@ def test_trials_change_nothing(monkeypatch, device, case, keep):
     def config(kernel, device, dtype, shape, num_experts, trial, with_trials=False):
         first = tuning.config(kernel, device, dtype, shape)
         with autotune.paused():
-            for cut in configs.candidates(kernel, device, dtype)[1:3] if with_trials else ():
+            for cut in tile_configs.candidates(kernel, device, dtype)[1:3] if with_trials else ():
                 trial(cut)
         tried.append(kernel)
         return first
 
     def run():
-        out, *kept = expert_mlp.expert_mlp(*args, **options)
-        return [out, *expert_mlp.expert_mlp_backward(grad, *args, kept, **options, needs=[True] * 6)]
+        out, *kept = expert_mlp_provider.expert_mlp(*args, **options)
+        return [out, *expert_mlp_provider.expert_mlp_backward(grad, *args, kept, **options, needs=[True] * 6)]
 
     monkeypatch.setattr(run_module, "config", config)
-    tape._tapes.clear()
+    launch_replay._tapes.clear()
     expected = run()
-    tape._tapes.clear()
+    launch_replay._tapes.clear()
     tried.clear()
     monkeypatch.setattr(run_module, "config", functools.partial(config, with_trials=True))
     first = run()

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..lowering.triton.timing import milliseconds, settle
 from .peers import Inputs, moefx
-from .rates import Gemm, Measured
+from .rate_fit import Gemm, Measured
 from .shapes import Shape, routed, tensors
 
 _LONGEST = 0.03

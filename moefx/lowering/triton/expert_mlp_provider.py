@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from ...ir.expert_mlp import as_returned
-from .run import Run, precision, rows_contiguous
-from .tape import apply, played
+from .expert_mlp_call import Run, precision, rows_contiguous
+from .launch_replay import apply, played
 
 _X, _INVERSE = 0, 3  # among the arguments: sizes of these are numbers of tokens, which kernels of rows do not need
 

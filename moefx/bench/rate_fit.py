@@ -14,7 +14,7 @@ from ..planner.architecture import Architecture, Attention
 from ..planner.compute import FORWARD
 from ..planner.layout import Layout
 from ..planner.platforms import FREE, Platform
-from ..planner.step import TILE
+from ..planner.step_formulas import TILE
 from .shapes import Shape, shape_of
 
 

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..lowering.triton import routing, tuning
-from ..lowering.triton.configs import Config
-from ..lowering.triton.run import Run
+from ..lowering.triton import build_pft, tuning
+from ..lowering.triton.expert_mlp_call import Run
+from ..lowering.triton.tile_configs import Config
 from .routing import sorting
 from .shapes import Shape, activation, body, routed, tensors
 
@@ -38,7 +38,7 @@ class Case:
         self.handed_on: tuple[Tensor, bool] = (self.grad, True)
 
     def route(self) -> Sequence[Any]:
-        return routing.build_pft(self.ids, self.weights, None, num_experts=self.shape.E)
+        return build_pft.build_pft(self.ids, self.weights, None, num_experts=self.shape.E)
 
     def kernels(self) -> dict[str, tuple[int, Callable[[Config], Any]]]:
         """GEMM -> (matrices of d x h, work for a configuration). That of grad_down takes dO as act_backward leaves it:

@@ -14,12 +14,12 @@ from .architecture import Architecture
 from .communication import VOLUMES, exchange, level_values, row_bytes, whole_link
 from .compute import FORWARD
 from .layout import KEPT, Layout, Way
-from .memory import ACTIVATIONS, STATES, TOTAL
+from .memory_formulas import ACTIVATIONS, STATES, TOTAL
 from .pipeline_order import waiting_share
 from .platforms import Network, Platform
 from .sheet import Formula, Sheet, quantities, quantity
 
-TILE = 128  # rows, of the kernels' GEMMs on every target: moefx.lowering.triton.configs
+TILE = 128  # rows, of the kernels' GEMMs on every target: moefx.lowering.triton.tile_configs
 
 M, PP, layers, moe_layers, n_mat = quantities("M PP l l_moe n_mat")
 n_again, n_up, n_attn, bubble_of = quantities("n_again n_up n_attn bubble_of")

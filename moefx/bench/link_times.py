@@ -20,7 +20,7 @@ from .._units import amount
 from ..ir.payload import group_of, start, wait
 from ..ir.placement import Level
 from ..runtime.topology import ExpertAxis
-from .rates import link
+from .rate_fit import link
 
 SIZES = tuple(4**i for i in range(5, 15))  # bytes that a rank has: 1 KiB to 256 MiB
 PARTS = 20

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ...ir import derivative, expression
 from ...ir.expert_mlp import Call, expert_mlp, expert_mlp_backward, weight_gradient, with_ones
-from . import grouped
-from .grouped import GroupedGemms
+from . import grouped_mm
+from .grouped_mm import GroupedGemms
 from .segments import SegmentGemms
 
 Gemms = Any  # SegmentGemms | GroupedGemms: they have the same face
@@ -377,7 +377,7 @@ def _in(dtype: torch.dtype, tensor: Tensor) -> Tensor:
 def _grouped_applies(*args: Any, dtype: torch.dtype | None = None, **_: Any) -> bool:
     x, token_ids, up, down = args[0], args[1], args[5], args[7]
     first_of_each = up if len(up) <= 2 else [up[0], up[-1]]
-    return token_ids.shape[0] > 0 and grouped.applies(x, dtype, *([w] for w in first_of_each), [down[0]])
+    return token_ids.shape[0] > 0 and grouped_mm.applies(x, dtype, *([w] for w in first_of_each), [down[0]])
 
 
 def _forward_with(make: Callable[[Tensor, torch.dtype, int], Gemms]) -> Callable[..., list[Tensor]]:

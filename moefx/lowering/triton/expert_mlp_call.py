@@ -1,7 +1,7 @@
 """One call of `expert_mlp` or its backward: its arguments as the kernels take them, and what it launches.
 
-Each piece of work is a method of `Run`: it asks `tuning.config` for a configuration, leaves the work to `roles` where
-that has warps with roles, and otherwise launches one of the kernels of `gemm`, `gemm_backward` and `rows`.
+Each piece of work is a method of `Run`. It asks `tuning.config` for a configuration. If that has warps with roles,
+`warp_specialized` launches, otherwise one of the kernels of `gemm_forward`, `gemm_backward` and `row_kernels`.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from torch import Tensor
 from triton import next_power_of_2
 
 from ...ir.expert_mlp import Call
-from . import roles, rows
-from .configs import Config, num_multiprocessors, portable, target
-from .gemm import rows_kernel, up_kernel
+from . import row_kernels as rows
+from . import warp_specialized
+from .exchange_ops import sum_rows_of_tokens
 from .gemm_backward import act_backward_kernel, outer_kernel
+from .gemm_forward import rows_kernel, up_kernel
 from .launch import block_of, cdiv
-from .moving import sum_rows_of_tokens
+from .launch_replay import apply, empty, launch
 from .pointwise import Pointwise, pointwise
-from .tape import apply, empty, launch
+from .tile_configs import Config, num_multiprocessors, portable, target
 from .tiles import schedule_kernel
 from .tuning import config
-from .weights import Weights, describable, describe, stacked_biases
+from .weight_operands import Weights, describable, describe, stacked_biases
 
 
 def precision(x: Tensor) -> str:
@@ -139,7 +140,7 @@ class Run:
                 self.activate(hidden, act)
             return
         if cut.roles:
-            if roles.project_up(self, hidden, act, cut):
+            if warp_specialized.project_up(self, hidden, act, cut):
                 return
             cut = portable("up")
         schedule, max_tiles = self.schedule(cut.bm)
@@ -205,7 +206,7 @@ class Run:
         if gather and cut.gather_first:
             terms, gather = [self.gather(term) for term in terms], False
         if cut.roles:
-            if roles.multiply_rows(
+            if warp_specialized.multiply_rows(
                 self, terms, weights, out, backward=backward, bias=bias, scale=scale, gather=gather, cut=cut
             ):
                 return
@@ -296,7 +297,7 @@ class Run:
             self.act_backward(grad, gather, hidden, others, scaled_act, need_w, cut)
 
         cut = cut or self.config("act_backward", width, inner, trial)
-        if cut.roles and cut.fused and not roles.takes_act_backward(self, grad, hidden, cut):
+        if cut.roles and cut.fused and not warp_specialized.takes_act_backward(self, grad, hidden, cut):
             cut = portable("act_backward")
         if gather and cut.gather_first:
             grad, gather = self.gather(grad), False
@@ -315,7 +316,7 @@ class Run:
             launch(rows.act_vjp_kernel, (cdiv(call.num_rows, bt),), args, constants | dict(BT=bt, BD=bd))
             return dots, num_partials, grad, gather
         if cut.roles:
-            roles.act_backward(self, grad, gather, (h0, h1), (dh0, dh1), scaled_act, dots, constants, cut)
+            warp_specialized.act_backward(self, grad, gather, (h0, h1), (dh0, dh1), scaled_act, dots, constants, cut)
             return dots, num_partials, grad, gather
         schedule, max_tiles = self.schedule(cut.bm)
         w = self.down.operand(backward=True, block=(cut.bn, cut.bk) if cut.descriptors else None)
@@ -370,7 +371,7 @@ class Run:
         height, width = a.shape[1], b.shape[1]
         out = empty((self.num_experts, height, width), dtype, self.device)
         if cut.roles:
-            if roles.outer(self, left, right, out, cut):
+            if warp_specialized.outer(self, left, right, out, cut):
                 return out
             cut = portable(kernel)
         num_tiles = self.num_experts * cdiv(height, cut.bm) * cdiv(width, cut.bn)

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How a GEMM kernel of `gemm` is cut and launched.
+    """How a GEMM kernel of `gemm_forward` is cut and launched.
 
     Attributes:
         bm, bn, bk: the tile; bn counts columns of the result (of each part, in the up-projection).

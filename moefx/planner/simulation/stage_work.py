@@ -15,7 +15,7 @@ from torch import Tensor
 from ..architecture import Architecture
 from ..layout import Layout
 from ..platforms import Platform
-from ..step import given, sheet_of
+from ..step_formulas import given, sheet_of
 from .network import ring
 
 

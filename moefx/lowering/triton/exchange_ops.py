@@ -1,5 +1,5 @@
-"""Providers "triton" of the ops that find, pack, unpack and add up rows that travel. Nothing is recorded (see `tape`):
-how many rows there are changes with every call."""
+"""Providers "triton" of the ops that find, pack, unpack and add up rows that travel. Their launches are not replayed
+(see `launch_replay`): the number of rows changes with every call."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from triton import next_power_of_2
 
 from ...ir import routes
 from ...ir.packing import Column, Layout, layout_of_rows, most_rows
-from . import places as _places
-from . import rows
+from . import destination_kernels as _places
+from . import row_kernels as rows
+from .build_pft import build_pft
 from .launch import block_of, cdiv, launch, on
-from .routing import build_pft
 
 _ELEMENTS = 4096  # of a block
 _TOKENS = 128  # of a block, with all their choices

@@ -1,10 +1,10 @@
-"""Launches the kernels of `hopper` and `hopper_point` for a call (see `run.Run`), where they take its tensors.
+"""Launch the kernels of `hopper` and `hopper_point` for a call (see `expert_mlp_call.Run`) if they take its tensors.
 
 They take 16 bit operands that TMA can describe: rows and weights of which each dimension but the last begins at a
 multiple of 16 bytes, and the last is a multiple of 8. Separate parameters that lie anywhere are not theirs.
 
 The kernels are experimental Gluon and imported where they are launched: not before `config` has chosen them (see
-`configs.HAS_ROLES`).
+`tile_configs.HAS_ROLES`).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .configs import Config
 from .launch import cdiv
-from .tape import launch
-from .weights import Weights, describable
+from .launch_replay import launch
+from .tile_configs import Config
+from .weight_operands import Weights, describable
 
 if TYPE_CHECKING:
-    from .run import Run
+    from .expert_mlp_call import Run
 
 # What registers and shared memory have room for. Products with a pointwise part may be half as wide (`Config.bn`):
 # with twice as many warps for that part.
@@ -76,7 +76,7 @@ def multiply_rows(
     gather: bool,
     cut: Config,
 ) -> bool:
-    """Whether it was done (see `run.Run.multiply_rows`)."""
+    """Whether it was done (see `expert_mlp_call.Run.multiply_rows`)."""
     from .hopper import hopper_rows_kernel
 
     w = _weights(weights, backward=backward, columns=_BN)
@@ -118,7 +118,7 @@ def act_backward(
     constants: dict[str, Any],
     cut: Config,
 ) -> None:
-    """See `run.Run.act_backward`; `hidden` and `grad_hidden` are the parts."""
+    """See `expert_mlp_call.Run.act_backward`; `hidden` and `grad_hidden` are the parts."""
     from .hopper_point import hopper_act_backward_kernel
 
     call = run.call
@@ -139,7 +139,7 @@ def act_backward(
 
 
 def outer(run: Run, left: tuple[Tensor, bool], right: tuple[Tensor, bool], out: Tensor, cut: Config) -> bool:
-    """Whether it was done (see `run.Run.outer`)."""
+    """Whether it was done (see `expert_mlp_call.Run.outer`)."""
     from .hopper import hopper_outer_kernel
 
     (a, gather_left), (b, gather_right) = left, right

@@ -12,10 +12,10 @@ import sympy
 
 from .architecture import Architecture
 from .layout import Layout
-from .memory import MEMORY
+from .memory_formulas import MEMORY
 from .platforms import Platform
 from .sheet import Formula, Sheet
-from .step import fullest_stage, given, sheet_of
+from .step_formulas import fullest_stage, given, sheet_of
 
 # What readers call a part; one that is not here goes by the name of its formula.
 LABELS = {

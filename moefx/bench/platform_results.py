@@ -11,10 +11,10 @@ from typing import Any
 
 from ..errors import InvalidInput
 from ..planner.platforms import FITTED, Network, Platform
-from . import collectives
-from .collectives import Repeated
-from .machine import Attention
-from .rates import Gemm, Measured, dense_rates, errors, expert_rates, gemm_errors
+from . import link_times
+from .device_times import Attention
+from .link_times import Repeated
+from .rate_fit import Gemm, Measured, dense_rates, errors, expert_rates, gemm_errors
 from .shapes import shape_of
 
 _LEVELS = ("node", "nodes", "units of nodes", "units above")  # where no base names them
@@ -116,10 +116,10 @@ class Findings:
         for i, ((unit, is_node), group) in enumerate(levels):
             found = list(group)
             exchanges, sends = ([r for r in found if r.what == what] for what in ("all_to_all", "p2p"))
-            latency, bandwidth = collectives.fitted(exchanges)
-            _, p2p = collectives.fitted(sends)
+            latency, bandwidth = link_times.fitted(exchanges)
+            _, p2p = link_times.fitted(sends)
             name = _LEVELS[min(i if is_node else max(i, 1), len(_LEVELS) - 1)]
-            spread = collectives.spread(exchanges)
+            spread = link_times.spread(exchanges)
             made.append(Network(name, unit, bandwidth, latency, p2p, f"measured: {self.how}", spread))
         return made
 

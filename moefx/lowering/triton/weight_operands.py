@@ -14,8 +14,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...ir.experts import is_stacked
 from ...ir.providers import count_weight_path
-from ..torch.weights import stack, strided_view
-from .tape import apply, constant
+from ..torch.weight_lists import stack, strided_view
+from .launch_replay import apply, constant
 
 
 @dataclasses.dataclass(frozen=True)

@@ -55,7 +55,7 @@ class MirrorGroup(dist.ProcessGroup):
         if self.stream is None or not source.is_cuda:
             out.view(-1).view(torch.uint8)[:num_bytes].copy_(source.view(-1).view(torch.uint8)[:num_bytes])
             return next(self.works)
-        from .spin import copy_for  # needs Triton
+        from .spin_kernel import copy_for  # needs Triton
 
         work = next(self.works)
         work.event.record()

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...ir.routing import room_for
 from .launch import cdiv, on
-from .tape import apply, empty, launch, played
+from .launch_replay import apply, empty, launch, played
 
 # Entries that are sorted together: by few warps, as what they exchange costs more than the rest.
 _BLOCK, _WARPS = 512, 2

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from .._html import folded, page, table
 from .._units import amount
 from . import plots
+from .breakdown import LABELS, memory_parts, time_parts
+from .constants import assumptions, sources
 from .entries import COLUMNS, LEGEND, SIZES, Entry
-from .figures import assumptions, sources
-from .parts import LABELS, memory_parts, time_parts
 from .regions import TRADE_OFF, Region, border, feasible, saved_by_ssmb, trade_off
 from .scaling import Scaled, above_ideal, scaling
 from .symbols import Explained, explained

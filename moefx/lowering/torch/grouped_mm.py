@@ -27,7 +27,7 @@ from ...ir.experts import (
 )
 from ...ir.routing import combine
 from .segments import PftIndex
-from .weights import stack
+from .weight_lists import stack
 
 _ALIGNMENT = 8  # elements of 16 bit: the kernels read 16 bytes at a time
 
