@@ -28,9 +28,7 @@ def _proofs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The names of the blocks that are proven."""
     found: list[str] = []
     stock = proof_memory._rewrite_as_called
-    monkeypatch.setattr(
-        proof_memory, "_rewrite_as_called", lambda *args: (found.append(args[1].name), stock(*args))[1]
-    )
+    monkeypatch.setattr(proof_memory, "_rewrite_as_called", lambda *args: (found.append(args[1].name), stock(*args))[1])
     proof_memory.forget()
     with proof_memory.proving_once(), proof_memory.checking_once():
         yield found

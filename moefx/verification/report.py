@@ -93,7 +93,7 @@ def verify(
     modes: Sequence[str] = (),
 ) -> VerifyReport:
     """Compare a compiled model with its reference: outputs, gradients of inputs and of every parameter,
-    buffers and other state after the call (design section 9, the float64 rule of `verification.policy`).
+    buffers and other state after the call (design section 9, the float64 rule of `comparison.policy`).
 
     Neither model is touched: `.grad`, buffers, modes, attributes and random numbers stay. Runs in the modes
     that the models are in, under the autocast that is active.

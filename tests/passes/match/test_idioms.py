@@ -430,7 +430,7 @@ class Images(Loop):
 
 @pytest.mark.parametrize("channels, training", [(D, False), (D, True), (3, False)])
 def test_channels_that_have_parameters_are_no_experts(channels, training):
-    """Also of images that captures make wider than they have channels: an image's rows are fewer than its pixels then."""
+    """Also of images that captures make wider than they have channels: an image has fewer rows than pixels then."""
     torch.manual_seed(0)
     model = nn.Sequential(Images(channels)).double().train(training)
     compiled = moefx.compile(model, example_inputs=(torch.randn(2, channels, 4, 5, dtype=torch.float64),))
