@@ -17,7 +17,7 @@ PYTEST = OMP_NUM_THREADS=1 $(CURDIR)/$(1)/bin/python -m pytest -q -n 2 --dist wo
 export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_USER := 0
-unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PIP_TARGET PIP_PREFIX PIP_CONSTRAINT
+unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME VIRTUAL_ENV PIP_TARGET PIP_PREFIX PIP_CONSTRAINT
 
 # torch is named in every install: pip then keeps it instead of resolving another one.
 INSTALL = $(1)/bin/python -m pip install --quiet --progress-bar off "$(TORCH)"
@@ -31,7 +31,7 @@ help:
 	@echo "make test       the tests, with transformers 5"
 	@echo "make test-all   also those that take long: every mutant, not a sample of them"
 	@echo "make test-hf4   the model corpus with transformers 4.57, in an environment of its own"
-	@echo "make test-torch TORCH=torch==2.15.0   the tests with that torch and its triton; PYTEST_ARGS=--each=15 for a sample"
+	@echo "make test-torch TORCH=torch==2.15.0   the tests with that torch and its triton; PYTEST_ARGS=--each=25 for a sample"
 	@echo "make lint       ruff and pyright"
 	@echo "make clean      remove the environments and caches"
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import string
+from typing import TYPE_CHECKING
 
 import torch
 
 from .paths import has_place
 from .resolve import shift, weight
-from .shapes import reshape_group, unravel
-from .term import MASKED, OVERWRITTEN, Term, is_const, number
-from .terms import Terms, Write, without_row
+from .shapes import reshape_group, unravel, without_row
+from .term import MASKED, OVERWRITTEN, Term, Write, is_const, number
+
+if TYPE_CHECKING:
+    from .terms import Terms
 
 _LABELS = string.ascii_letters
 

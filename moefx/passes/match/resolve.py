@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 from .shapes import reshape_group
 from .term import Term, is_const
-from .terms import Terms
+
+if TYPE_CHECKING:
+    from .terms import Terms
 
 _WIDEST_SUM = 1 << 16
 

@@ -54,3 +54,7 @@ def reshape_group(old: tuple[int, ...], new: tuple[int, ...], axis: int) -> tupl
         if axis in outs:
             return [d for d in ins if old[d] != 1], [d for d in outs if new[d] != 1]
     raise AssertionError((old, new, axis))
+
+
+def without_row(indices: torch.Tensor, q: int) -> torch.Tensor:
+    return torch.cat([indices[:q], indices[q + 1 :]])

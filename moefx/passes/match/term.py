@@ -120,3 +120,6 @@ def number(t: Term) -> Any:
     if t.op == "array":
         return t.args[0].value
     return math.nan if t.args[0] == "nan" else t.args[0]
+
+
+Write = tuple[Term, bool, list[int]]  # values, whether they are added, and which of them

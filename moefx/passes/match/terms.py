@@ -14,23 +14,20 @@ from typing import Any
 
 import torch
 
-from .shapes import broadcast
-from .term import Array, Term, TooLarge, is_const, is_pw, number
+from .pick import pick, split_axis
+from .resolve import resolve
+from .shapes import broadcast, without_row
+from .term import Array, Term, TooLarge, Write, is_const, is_pw, number
 
 aten = torch.ops.aten
 _FEW = 256
 _FOLDED = ("const", "permute")  # operands that an einsum in normal form does not have
-Write = tuple[Term, bool, list[int]]  # values, whether they are added, and which of them
 
 
 class Terms:
     """The table of terms of one capture, and their constructors, which keep them in normal form."""
 
     def __init__(self, most_picks: int = 1_000_000) -> None:
-        from .pick import pick  # rules of one line each, in files of their own
-        from .resolve import resolve
-
-        self._pick_rules, self._resolve_rules = pick, resolve
         self.most_picks = most_picks
         self._table: dict[tuple, Term] = {}
         self._arrays: dict[tuple, Array] = {}
@@ -214,7 +211,6 @@ class Terms:
         were one upon the other. Halves stay: a gate and what it gates are one product."""
         if step != 1 or not size or t.shape[dim] % size or start % size or t.shape[dim] <= 2 * size:
             return None
-        from .pick import split_axis
 
         if units := {d: 0 for d, n in enumerate(t.shape) if n == 1}:  # looked through, as in `reshape`
             inner = self._chunk(self.picks(t, units), dim - sum(d < dim for d in units), start, size, step)
@@ -398,14 +394,14 @@ class Terms:
         if found is None:
             if len(self._picks) > self.most_picks:
                 raise TooLarge
-            found = self._picks[key] = self._pick_rules(self, t, axis, i)
+            found = self._picks[key] = pick(self, t, axis, i)
         return found
 
     def resolve(self, t: Term) -> Term:
         """`t` with the sums over routed axes written out: the normal form in which terms are compared."""
         found = self._resolved.get(t)
         if found is None:
-            found = self._resolve_rules(self, t)
+            found = resolve(self, t)
             self._resolved[t] = self._resolved[found] = found
         return found
 
@@ -418,10 +414,6 @@ def _rename_labels(inputs: tuple[str, ...], output: str) -> tuple[tuple[str, ...
         return None
     names = dict(zip(dict.fromkeys("".join(inputs)), "abcdefghijklmnopqrstuvwxyz", strict=False))
     return tuple("".join(names[x] for x in s) for s in inputs), "".join(names[x] for x in output)
-
-
-def without_row(indices: torch.Tensor, q: int) -> torch.Tensor:
-    return torch.cat([indices[:q], indices[q + 1 :]])
 
 
 def _from_the_start(indices: torch.Tensor, sizes: list[int]) -> torch.Tensor:
