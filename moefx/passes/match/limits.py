@@ -74,8 +74,10 @@ def _limits(capture: Capture, lengths: Set[tuple[Source, ...]]) -> dict[Place, i
                 ranges = ranges or Ranges.with_more_tokens(capture)
                 if is_routed(rows) and not _is_count(ranges, rows, limit):
                     limit, reached = UNKNOWN, has_both
-                elif not 2 <= limit < UNBOUNDED or (is_routed(rows) and _never_beyond(capture, ranges, rows, limit)):
+                elif not 2 <= limit < UNBOUNDED or (is_routed(rows) and _is_below(ranges, rows, limit)):
                     continue
+                else:
+                    reached = reached or (is_routed(rows) and _is_highest(capture, ranges, rows, limit))
                 note(place, limit, reached)
     return found
 
@@ -140,13 +142,16 @@ def _number(x: Any) -> int | None:
     return val.numel() if val.numel() and torch.equal(val, torch.arange(len(val), dtype=val.dtype)) else None
 
 
-def _never_beyond(capture: Capture, ranges: Ranges, rows: fx.Node, limit: int) -> bool:
-    """Whether the values are below the limit under every routing, as ids of experts are, or one is the limit and none
-    can be larger, as of `ids.max()`: more tokens do not bring it about."""
+def _is_below(ranges: Ranges, rows: fx.Node, limit: int) -> bool:
+    """Whether the values are below the limit under every routing, as ids of experts are."""
     found = ranges.of(rows)
-    if found is None or not bool((found[1] <= limit).all()):
-        return False
-    return bool((found[1] < limit).all()) or bool((capture.shadow(rows) == limit).any())
+    return found is not None and bool((found[1] < limit).all())
+
+
+def _is_highest(capture: Capture, ranges: Ranges, rows: fx.Node, limit: int) -> bool:
+    """Whether one of the values is the limit and none can be larger, as of `ids.max()`: no token goes beyond."""
+    found = ranges.of(rows)
+    return found is not None and bool((found[1] <= limit).all()) and bool((capture.shadow(rows) == limit).any())
 
 
 def _is_narrow(n: fx.Node) -> bool:

@@ -440,6 +440,28 @@ def test_the_last_expert_is_no_count_of_tokens():
     assert moefx.blocks(compiled)[0].fallbacks == 0
 
 
+class SkippingIdle(Loop):
+    """Three experts, one for each token: those that nobody chose are skipped."""
+
+    def mixed(self, x, w, ids):
+        out = torch.zeros_like(x)
+        for e in range(3):
+            t, k = torch.where(ids == e)
+            if t.numel() == 0:
+                continue
+            out = out.index_add(0, t, self.expert(e, x[t], w[t, k, None]))
+        return out
+
+
+def test_the_last_expert_may_be_the_idle_one():
+    model = SkippingIdle(Mlp, 1, 3).double()
+    compiled = moefx.compile(model, example_inputs=(torch.randn(9, D, dtype=torch.double),))
+    for tokens in (1, 2, 9, 100):
+        x = torch.randn(tokens, D, dtype=torch.double)
+        torch.testing.assert_close(compiled(x), model(x))
+    assert moefx.blocks(compiled)[0].fallbacks == 0
+
+
 class OrAsItIs(Loop):
     """The second expert hands on what it is given."""
 
