@@ -18,10 +18,11 @@ from torch import nn
 from ._plan import Plan
 from .capture.collisions import ModelNumbers
 from .capture.effects import silenced
+from .capture.identity_questions import refuse_identity_questions
 from .capture.inputs import Arguments
 from .capture.readings import readings, with_batch_of_one
 from .capture.sizes import SizeGuard
-from .capture.skipped_calls import SkippedCall, Skipping, check_reads_of_types, skipping
+from .capture.skipped_calls import SkippedCall, Skipping, skipping
 from .capture.source import is_users_own
 from .capture.surroundings import ARGUMENT
 from .capture.worker import run_in_worker
@@ -140,12 +141,14 @@ def _rewrite_block(
     for path, stand_in in objects:
         name_object(stand_in, path_name(path))
     if objects:
-        check_reads_of_types(block)
+        refuse_identity_questions(block)
     start = time.perf_counter()
     # 1.-3. prove, explain the drops, rewrite into the dialect
-    with silenced(block), skipping(block, skipped):
+    with silenced(block), skipping(block, skipped) as read:
         names = Placeholders([placeholder_name(p) for p in paths], {id(o): placeholder_name(p) for p, o in objects})
         match, rewritten = lift(block, args, kwargs, names)
+    if read:
+        raise read[0]
     ms = (time.perf_counter() - start) * 1e3
     passed = tuple(path for path, _ in objects)
     graph = BlockGraph(name, rewritten.graph, Binding((*paths, *passed), passed), rewritten.out_spec)

@@ -338,7 +338,7 @@ def _fresh(tracer: Tracer, out: Any, inputs: list[fx.Node]) -> Any:
         twin.meta.update(index=len(tracer.nodes), source=source, grad=True, known=False, again=inputs)
         tracer.nodes.append(twin)
         with below_modes(), torch.DisableTorchFunction():
-            fake = tracer.to_fake(torch.empty(t.shape, dtype=t.dtype, device="meta"))
+            fake = tracer.to_fake(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"))
         twin.meta["val"] = fake
         tracer.track(fake, twin)
         return fake

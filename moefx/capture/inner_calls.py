@@ -10,7 +10,7 @@ import dataclasses
 import enum
 import functools
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -42,6 +42,17 @@ def objects_in(args: tuple, kwargs: Mapping[str, Any]) -> Iterator[Any]:
             yield value
         if type(value) in (tuple, list, dict):
             stack += value.values() if type(value) is dict else value
+
+
+def given_tensors(arguments: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors among arguments, alone or in tuples: not in containers, which a callee may write to."""
+    found: list[torch.Tensor] = []
+    for value in arguments:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, tuple):
+            found += given_tensors(value)
+    return found
 
 
 def tensors_within(value: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
@@ -90,17 +101,11 @@ class Changes:
 
     Attributes:
         missed: what it does that a capture would miss, and a remedy.
-        containers: positions among `objects_in` its arguments of those that it writes to.
         attributes: those that it sets: submodule, from the called one, and name.
-        shares: whether two of its inputs, its results and what it keeps share memory.
-        widths: sizes of its parameters.
     """
 
     missed: tuple[str, str] | None = None
-    containers: frozenset[int] = frozenset()
     attributes: frozenset[tuple[str, str]] = frozenset()
-    shares: bool = False
-    widths: frozenset[int] = frozenset()
 
 
 class InnerCall:
@@ -115,31 +120,47 @@ class InnerCall:
     def __init__(self, tracer: Recorder, name: str, args: tuple, kwargs: dict[str, Any], out: Any, changes: Changes):
         self.name, self.args, self.kwargs, self.out, self.changes = name, args, kwargs, out, changes
         self.is_overwritten = False
-        self._tensors = [*_tensors_outside_containers((args, kwargs)), *tensors_in(out)]
+        self._tensors = [*given_tensors((*args, *kwargs.values())), *tensors_in(out)]
         self._versions = _versions(tracer, self._tensors)
 
     def look_back(self, tracer: Recorder) -> None:
         """Note what was written to since the call."""
         self.is_overwritten |= _versions(tracer, self._tensors) != self._versions
 
+    def missed_by_captures(self, given: Collection[int]) -> tuple[str, str] | None:
+        """What the call does that captures would not see, and a remedy.
 
-def _versions(tracer: Recorder, tensors: Iterable[torch.Tensor]) -> list[int]:
+        Args:
+            given: ids of the objects that the block has been given, which captures replace.
+        """
+        if made := [o for o in objects_in(self.args, self.kwargs) if id(o) not in given]:
+            what = f"a {type(made[0]).__name__} that the block itself has not been given, and that it may write to, too"
+            return what, f"pass {self.name} what is in it: tensors and numbers, alone or in a tuple"
+        if self.is_overwritten:
+            return (
+                "the block writes in place to a tensor that it was given or returned, and that may be kept",
+                "compute a new tensor instead: y = y + x, not y += x",
+            )
+        return self.changes.missed
+
+
+def _versions(tracer: Recorder, tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
+    """How often each tensor was written to, and how many attributes it has."""
     with below_modes(), torch.DisableTorchFunction():
-        return [tracer.versions.get(id(tracer.root(t)), 0) for t in tensors if id(t) in tracer.aliases]
+        known = [t for t in tensors if id(t) in tracer.aliases]
+        return [(tracer.versions.get(id(tracer.root(t)), 0), len(vars(t))) for t in known]
 
 
 class StateBefore:
     """What a call of a submodule may change, as it is before the call."""
 
     def __init__(self, tracer: Recorder, model: nn.Module, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
-        self.tracer, self.module, self.arguments = tracer, module, (args, kwargs)
-        self.objects = list(objects_in(args, kwargs))
-        self.tensors = _tensors_outside_containers(self.arguments)
+        self.tracer, self.module = tracer, module
+        self.tensors = given_tensors((*args, *kwargs.values()))
         with below_modes(), torch.DisableTorchFunction():
-            for t in tensors_in(self.arguments):
+            for t in self.tensors:
                 tracer.node_of(t)
         self.versions = _versions(tracer, self.tensors)
-        self.held = [self._held(thing) for thing in self.objects]
         self.attributes = self._attributes()
         inside = {id(m) for m in module.modules()}
         outside = {id(v) for m in model.modules() if id(m) not in inside for v in vars(m).values()}
@@ -148,7 +169,7 @@ class StateBefore:
             for key, value in self.attributes.items()
             if base_of(value) is not None and id(value) not in outside
         }
-        self.surroundings = Surroundings(module, (), self.objects)
+        self.surroundings = Surroundings(module, (), objects_in(args, kwargs))
 
     def changes(self, out: Any) -> Changes:
         """What was done since."""
@@ -157,29 +178,19 @@ class StateBefore:
         names |= {key for key, (value, items) in self.own.items() if not same_items(contents(value), items)}
         modules = dict(self.module.named_modules())
         replaced = [key for path, key in names if key in modules[path]._buffers]
-        inputs, results = self._roots(self.tensors), self._roots(tensors_in(out))
-        kept = {*self._roots(t for thing in (*self.objects, *now.values()) for t in tensors_within(thing))}
+        results = self._roots(tensors_in(out))
         missed = None
         if _versions(self.tracer, self.tensors) != self.versions:
             missed = "writes to one of its inputs in place", "return a new tensor from it"
-        elif {*inputs} & {*results}:
+        elif {*self._roots(self.tensors)} & {*results}:
             missed = "returns one of its inputs, or a view of it", "return a new tensor from it"
+        elif len({*results}) < len(results):
+            missed = "returns two tensors that share memory", "return new tensors from it"
         elif replaced:
             missed = f"puts another tensor in the place of its buffer {replaced[0]}", "write to the buffer in place"
         elif elsewhere := self.surroundings.changed({id(value) for value, _ in self.own.values()}):
             missed = f"writes to {elsewhere[0]}", "keep it in the object, or in a buffer of its own"
-        containers = {
-            i
-            for i, (thing, (items, versions)) in enumerate(zip(self.objects, self.held, strict=True))
-            if not same_items(_items(thing), items) or _versions(self.tracer, tensors_in(items)) != versions
-        }
-        shares = bool(kept & {*inputs, *results}) or len({*results}) < len(results)
-        widths = frozenset(n for p in self.module.parameters() for n in p.shape)
-        return Changes(missed, frozenset(containers), frozenset(names), shares, widths)
-
-    def _held(self, thing: Any) -> tuple[Any, list[int]]:
-        items = _items(thing)
-        return items, _versions(self.tracer, tensors_in(items))
+        return Changes(missed, frozenset(names))
 
     def _roots(self, tensors: Iterable[torch.Tensor]) -> list[int]:
         with below_modes(), torch.DisableTorchFunction():
@@ -194,23 +205,4 @@ class StateBefore:
         }
 
 
-def _items(thing: Any) -> Any:
-    """What is in a container, or the attributes of an object."""
-    return contents(thing) if base_of(thing) is not None else dict(getattr(thing, "__dict__", {}))
-
-
-def _tensors_outside_containers(tree: tuple[tuple, dict[str, Any]]) -> list[torch.Tensor]:
-    """The tensors among arguments that are not in containers which a callee may write to."""
-    args, kwargs = tree
-    found: list[torch.Tensor] = []
-    stack = [*args, *kwargs.values()]
-    while stack:
-        value = stack.pop()
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, tuple):
-            stack += value
-    return found
-
-
-__all__ = ["Changes", "InnerCall", "StateBefore", "copy_abstract", "objects_in", "tensors_within"]
+__all__ = ["Changes", "InnerCall", "StateBefore", "copy_abstract", "given_tensors", "objects_in", "tensors_within"]

@@ -1,31 +1,37 @@
 """Submodules that are given an object of the caller's, such as a key-value cache, are not run in captures.
 
 What they return was recorded when the whole model ran on abstract tensors. In captures and in the numeric check an
-unknown function of their inputs takes their place, with results of the recorded shapes.
+unknown function of their inputs takes their place, with results of the recorded shapes. A rewrite is right under these
+conditions:
+
+- The block hands objects on, returns them, and asks whether they are None. `PassedObject` refuses all else that it can
+  see, and `refuse_identity_questions` the rest. The same holds for results but floats in the shape of an input.
+- The submodule writes to what it is given as objects, and to its own state that the block does not read. It returns
+  new tensors. `InnerCall` sees whether this was so.
+- Floats that it returns have the recorded shape and dtype, are contiguous, and their attributes are not read. The
+  rewritten graph checks the former at each call; `_Result` refuses the latter.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import dis
-import inspect
-import types
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import fx, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import Refused
 from ..ir.attributes import Where
 from ..ir.passed_objects import PassedObject, is_passed, replace_objects
-from .captured import is_float, tensors_in
+from .captured import is_float
 from .effects import HOOKS
-from .inner_calls import InnerCall, objects_in
-from .source import user_source
+from .inner_calls import InnerCall, given_tensors, objects_in
+from .source import is_asked_by_user, user_source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,25 +39,15 @@ class ResultTensor:
     """How a result follows from the inputs of a call.
 
     Attributes:
-        like: position among the tensors of the call; the result has its shape, but for the last axis.
-        width: size of the last axis; -1 if it is that of the input.
+        like: position among the tensors of the call; the result has its shape.
         dtype: None if it is that of the input.
     """
 
     like: int
-    width: int
     dtype: torch.dtype | None
 
 
-@dataclasses.dataclass(frozen=True)
-class OtherResult:
-    """A result of which nothing is known but its class."""
-
-    text: str
-    cls: type
-
-
-Result = ResultTensor | OtherResult | int | None  # an int: the position among the objects of the call
+Result = ResultTensor | str | None  # a str: what it is, of which nothing is known
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,40 +65,25 @@ class SkippedCall:
     container: type | None
 
     @classmethod
-    def of(cls, module: str, args: tuple, kwargs: dict[str, Any], out: Any, widths: Collection[int]) -> SkippedCall:
-        """Describe a recorded call, in whose arguments `PassedObject`s stand for objects. Results may have the last
-        axis of an input, or one of `widths`."""
-        inputs = tensors_in((args, kwargs))
-        objects = _stand_ins_among((args, kwargs))
+    def of(cls, call: InnerCall) -> SkippedCall:
+        inputs, out = given_tensors((*call.args, *call.kwargs.values())), call.out
         container = type(out) if type(out) in (tuple, list) else None
-        results = (_describe_result(r, inputs, objects, widths) for r in (out if container else [out]))
-        return cls(module, tuple(results), container)
+        return cls(call.name, tuple(_describe(r, inputs) for r in (out if container else [out])), container)
 
 
-def _stand_ins_among(tree: Any) -> list[Any]:
-    return [v for v in pytree.tree_leaves(tree) if is_passed(v)]
-
-
-def _describe_result(
-    result: Any, inputs: Sequence[torch.Tensor], objects: Sequence[Any], widths: Collection[int]
-) -> Result:
+def _describe(result: Any, inputs: Sequence[torch.Tensor]) -> Result:
     if result is None:
         return None
-    if is_passed(result):
-        return next((i for i, o in enumerate(objects) if o is result), OtherResult("an object", type(result)))
     if not isinstance(result, torch.Tensor):
-        return OtherResult(f"a {type(result).__name__}", type(result))
+        return f"a {type(result).__name__}"
     if not is_float(result):
-        return OtherResult("integers", torch.Tensor)
-    axes = [result.shape]
-    if result.dim() and result.shape[-1] in widths and result.shape[-1] not in result.shape[:-1]:
-        axes.append(result.shape[:-1])
-    for same in axes:
-        for i, t in enumerate(inputs):
-            if is_float(t) and t.dim() == result.dim() > 0 and t.shape[: len(same)] == same:
-                width = -1 if t.shape == result.shape else result.shape[-1]
-                return ResultTensor(i, width, None if t.dtype == result.dtype else result.dtype)
-    return OtherResult(f"a tensor of {list(result.shape)}, which is the shape of none of its inputs,", torch.Tensor)
+        return "integers"
+    if not result.is_contiguous():
+        return f"a tensor of strides {list(result.stride())}, which is not contiguous"
+    for i, t in enumerate(inputs):
+        if is_float(t) and t.shape == result.shape and t.dim():
+            return ResultTensor(i, None if t.dtype == result.dtype else result.dtype)
+    return f"a tensor of {list(result.shape)}, which is the shape of none of its inputs"
 
 
 @dataclasses.dataclass
@@ -155,18 +136,6 @@ def skip(
     Raises:
         Refused: a submodule returns other things at different calls, or its calls cannot be skipped.
     """
-    read: list[Refused] = []
-
-    def refuse(name: str, what: str) -> Exception:
-        why = Refused(
-            f"the block itself reads {name}{what}, and what it holds is only known when it runs",
-            source=str(user_source()),
-            remedy=f"read it in the submodule that is given {name}, or pass the block what it needs as tensors and "
-            "numbers",
-        )
-        read.append(why)
-        return why
-
     given = {id(o): o for o in objects_in(args, kwargs)}
     own = given.keys() if objects is None else given.keys() & objects.keys()
     inner = [c for c in inner if own & {id(o) for o in objects_in(c.args, c.kwargs)}]
@@ -174,14 +143,14 @@ def skip(
         return None
     # all that is passed to these, as other calls may write to what this one has not written to
     own = given.keys() & {id(o) for c in inner for o in objects_in(c.args, c.kwargs)}
-    stand_ins = {i: PassedObject(f"the given {type(given[i]).__name__}", type(given[i]), refuse) for i in own}
+    read: list[Refused] = []
+    stand_ins = {i: _stand_in(f"the given {type(given[i]).__name__}", "", read) for i in own}
     calls: dict[str, SkippedCall] = {}
     for c in inner:
-        if missed := _missed_by_captures(c, stand_ins):
+        if missed := c.missed_by_captures(own):
             what, remedy = missed
             raise Refused(f"{c.name} is given an object that it may write to, and {what}", remedy=remedy)
-        a, k = replace_objects((c.args, c.kwargs), stand_ins)
-        call = SkippedCall.of(c.name, a, k, replace_objects(c.out, stand_ins), c.changes.widths)
+        call = SkippedCall.of(c)
         if calls.setdefault(c.name, call) != call:
             raise Refused(
                 f"{c.name} is called several times with an object that it may write to, and returns other shapes each "
@@ -192,136 +161,112 @@ def skip(
     return Skipping(replace_objects(args, stand_ins), replace_objects(kwargs, stand_ins), calls, read, attributes)
 
 
-def _missed_by_captures(call: InnerCall, stand_ins: Mapping[int, Any]) -> tuple[str, str] | None:
-    """What a recorded call does that captures would not see, and a remedy."""
-    given = list(objects_in(call.args, call.kwargs))
-    made = [type(given[i]).__name__ for i in sorted(call.changes.containers) if id(given[i]) not in stand_ins]
-    if made:
-        what = f"writes to a {made[0]} that the block itself has not been given"
-        return what, f"return the new contents from {call.name}"
-    if call.changes.shares and call.is_overwritten:
-        return (
-            "the block writes in place to a tensor that it was given or returned, and that may be kept",
-            "compute a new tensor instead: y = y + x, not y += x",
+def _stand_in(name: str, module: str, read: list[Refused]) -> PassedObject:
+    """Make a stand-in for an argument of the block, or for a result of a submodule. Args: read: see `Skipping`."""
+
+    def refuse(name: str, what: str) -> Exception | None:
+        if not is_asked_by_user(sys._getframe(1)):
+            return None
+        why = f"the block itself reads {name}{what}, and what it holds is only known when it runs"
+        remedy = (
+            f"read it in the submodule that is given {name}, or pass the block what it needs as tensors and numbers"
         )
-    return call.changes.missed
+        if module:
+            why = f"the block reads {name}{what}: {_UNSEEN}"
+            remedy = f"compute with it in {module}, or return it in the shape of the hidden states and contiguous"
+        read.append(Refused(why, source=str(user_source()), remedy=remedy))
+        return read[-1]
+
+    return PassedObject(name, refuse)
+
+
+_UNSEEN = "the submodule is given an object that it may write to, and was not looked into"
+
+
+class _Result(FakeTensor):
+    """A float that a skipped submodule returned, in a capture. What attributes it has besides a tensor's is unknown."""
+
+    _read: list[Refused]
+
+    def __getattr__(self, key: str) -> Any:
+        if not is_asked_by_user(sys._getframe(1)):
+            raise AttributeError(key)
+        why = Refused(
+            f"the block reads the attribute {key} of a tensor that a submodule returns: {_UNSEEN}",
+            source=str(user_source()),
+            remedy="return it beside the tensor, and compute with it in the submodule",
+        )
+        self._read.append(why)
+        raise why
 
 
 @contextlib.contextmanager
-def skipping(block: nn.Module, calls: Mapping[str, SkippedCall]) -> Iterator[None]:
-    """While the context is open, calls of submodules that are given a stand-in return unknown results."""
+def skipping(block: nn.Module, calls: Mapping[str, SkippedCall]) -> Iterator[list[Refused]]:
+    """While the context is open, calls of submodules that are given a stand-in return unknown results. Yields refusals
+    of what was read from these; an `except` of the user's may have hidden them."""
     undone: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    read: list[Refused] = []
     try:
         for name, call in calls.items():
             module = block.get_submodule(name)
             state = vars(module)
             hooks = {k: state[k] for k in HOOKS if state.get(k)}  # programs call the module with its hooks
             undone.append((state, {k: v for k, v in state.items() if k in hooks or k == "forward"}))
-            state["forward"] = _Stub(module.forward, call, bool(hooks))
+            state["forward"] = _Stub(call, read)
             state.update({k: type(held)() for k, held in hooks.items()})
-        yield
+        yield read
     finally:
         for state, before in reversed(undone):
             state.pop("forward")
             state.update(before)
 
 
-def check_reads_of_types(block: nn.Module) -> None:
-    """Check that a block's own code does not call `type` of what it is given: `isinstance` sees the class that a
-    stand-in stands for, `type` does not. Submodules that are given a stand-in are not run.
-
-    Raises:
-        Refused: it may.
-    """
-    for cls in type(block).__mro__:
-        members = {} if cls.__module__.startswith(("torch.", "builtins")) else vars(cls)
-        for name, member in members.items():
-            code = getattr(inspect.unwrap(member) if callable(member) else None, "__code__", None)
-            if code is None or name.startswith("__") or name == "extra_repr":
-                continue
-            for line in _calls_of_type(code):
-                raise Refused(
-                    f"{cls.__name__}.{name} asks for the type of a variable, which may be an object that it is given",
-                    source=f"{code.co_filename.rsplit('/', 1)[-1]}:{line}",
-                    remedy="use isinstance",
-                )
-
-
-def _calls_of_type(code: types.CodeType) -> Iterator[int]:
-    """Yield the lines that call `type` of a variable other than `self`."""
-    lines = dict(dis.findlinestarts(code))
-    line, is_next = 0, False
-    for step in dis.get_instructions(code):
-        line = lines.get(step.offset) or line
-        if is_next and step.opname in ("PUSH_NULL", "CACHE"):
-            continue
-        if is_next and step.opname.startswith("LOAD_") and step.argval != "self":
-            yield line
-        is_next = "GLOBAL" in step.opname and step.argval == "type"
-
-
 class _Stub:
-    """The forward of a submodule that is skipped if it is given a stand-in."""
+    """The forward of a submodule that is skipped."""
 
-    def __init__(self, original: Any, call: SkippedCall, has_hooks: bool):
-        self.original, self.call, self.has_hooks = original, call, has_hooks
+    def __init__(self, call: SkippedCall, read: list[Refused]):
+        self.call, self.read = call, read
+        self.result_class = type("_Result", (_Result,), {"_read": read})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not _stand_ins_among((args, kwargs)):
-            if self.has_hooks:
-                raise Refused(
-                    f"{self.call.module} has hooks, and is called both with an object that it may write to and without",
-                    source=str(user_source()),
-                    remedy="remove the hooks, or use a submodule for each of the calls",
-                )
-            return self.original(*args, **kwargs)
-        inputs, call = tensors_in((args, kwargs)), self.call
+        inputs, call = given_tensors((*args, *kwargs.values())), self.call
         known = [r for r in call.results if isinstance(r, ResultTensor)]
+        if not any(is_passed(v) for v in pytree.tree_leaves((args, kwargs))):
+            raise Refused(
+                f"{call.module} is called with an object that it may write to, and without one elsewhere in the block",
+                source=str(user_source()),
+                remedy="use a submodule for each of the calls",
+            )
         if any(r.like >= len(inputs) for r in known):
             raise Refused(f"{call.module} is called with other tensors than those that were recorded")
         if not known:
+            text = ", ".join("None" if r is None else str(r) for r in call.results)
             raise Refused(
-                f"{call.module} is given an object that it may write to, and returns no tensor of the shape of one of "
-                "its inputs",
+                f"{call.module} is given an object that it may write to, and returns no contiguous tensor of the shape "
+                f"of one of its inputs, but {text}",
                 source=str(user_source()),
-                remedy="let it return a tensor in the shape of the hidden states, alone or in a tuple",
+                remedy="let it return a tensor in the shape of the hidden states, alone or in a tuple, and "
+                "y.contiguous() instead of a y that is not contiguous",
             )
         made = iter(UnknownResult.apply(tuple(known), *inputs))
-        objects = _stand_ins_among((args, kwargs))
-        out = [self._one(i, r, made, objects) for i, r in enumerate(call.results)]
+        out = [self._make(i, r, made) for i, r in enumerate(call.results)]
         return call.container(out) if call.container else out[0]
 
-    def _one(self, i: int, result: Result, made: Iterator[torch.Tensor], objects: Sequence[Any]) -> Any:
+    def _make(self, i: int, result: Result, made: Iterator[torch.Tensor]) -> Any:
+        if isinstance(result, str):
+            module = self.call.module
+            return _stand_in(f"result {i} of {module}, {result},", module, self.read)
         if result is None:
             return None
-        if isinstance(result, ResultTensor):
-            return next(made)
-        if isinstance(result, int):
-            return objects[result]
-        name = self.call.module
-
-        def refuse(what: str, read: str) -> Exception:
-            return Refused(
-                f"the block reads {what}{read}: the submodule is given an object that it may write to, and was not "
-                "looked into",
-                source=str(user_source()),
-                remedy=f"compute with it in {name}, or return it in the shape of the hidden states",
-            )
-
-        # nothing may take a stand-in for a tensor
-        cls = None if result.cls is torch.Tensor else result.cls
-        return PassedObject(f"result {i} of {name}, {result.text}", cls, refuse)
-
-
-def result_kind(result: Any) -> str:
-    """The name of the class of a result of a skipped call, as it is in a capture."""
-    is_tensor = isinstance(result, fx.Node) or result.__class__ is PassedObject  # which shows no other class
-    return "Tensor" if is_tensor else result.__class__.__name__
+        tensor = next(made)
+        if type(tensor) is FakeTensor:
+            tensor.__class__ = self.result_class
+        return tensor
 
 
 class UnknownResult(torch.autograd.Function):
-    """Some function of the inputs, of which a capture knows the shapes alone. With numbers: noise, and the mean of the
-    input over its last axis."""
+    """Some function of the inputs, of which a capture knows the shapes alone. With numbers: noise, and half of the
+    input."""
 
     @staticmethod
     def forward(ctx: Any, results: tuple[ResultTensor, ...], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -330,15 +275,11 @@ class UnknownResult(torch.autograd.Function):
         made = []
         for i, r in enumerate(results):
             like = inputs[r.like]
-            width = like.shape[-1] if r.width < 0 else r.width
-            dtype, shape = r.dtype or like.dtype, (*like.shape[:-1], width)
-            if isinstance(like, FakeTensor):
-                made.append(torch.empty(shape, dtype=dtype, device=like.device))
-                continue
-            count = like.shape[:-1].numel() * width
-            noise = torch.arange(count, device=like.device, dtype=torch.float64).mul(0.7).add(i).sin().reshape(shape)
-            mean = like.to(torch.float64).mean(-1, keepdim=True)
-            made.append((noise + 0.5 * mean).to(dtype))
+            out = torch.empty(like.shape, dtype=r.dtype or like.dtype, device=like.device)
+            if not isinstance(like, FakeTensor):
+                noise = torch.arange(like.numel(), device=like.device, dtype=torch.float64).mul(0.7).add(i).sin()
+                out.copy_(noise.reshape(like.shape) + 0.5 * like)
+            made.append(out)
         return tuple(made)
 
     @staticmethod
@@ -347,11 +288,9 @@ class UnknownResult(torch.autograd.Function):
         for r, grad in zip(ctx.results, grads, strict=True):
             if grad is None:
                 continue
-            shape, dtype = ctx.inputs[r.like]
-            part = (grad.sum(-1, keepdim=True) * (0.5 / shape[-1])).expand(shape).to(dtype)
-            before = out[r.like]
+            part, before = 0.5 * grad.to(ctx.inputs[r.like][1]), out[r.like]
             out[r.like] = part if before is None else before + part
         return (None, *out)
 
 
-__all__ = ["SkippedCall", "Skipping", "UnknownResult", "check_reads_of_types", "result_kind", "skip", "skipping"]
+__all__ = ["SkippedCall", "Skipping", "UnknownResult", "skip", "skipping"]

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ..util.user_code import PACKAGE, TORCH, is_users
+from ..util.user_code import NOBODYS, PACKAGE, PYTHON, TORCH, is_users
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +38,23 @@ class Source:
 
 
 _CAPTURE = __file__.replace("source.py", "concolic.py")
+_STAND_INS = __file__.replace("capture/source.py", "ir/passed_objects.py")
+
+
+def is_asked_by_user(frame: types.FrameType | None) -> bool:
+    """Whether the program that is captured asks for an attribute, itself or by a function of Python's own, as by
+    `copy.copy`."""
+    while frame is not None and (file := frame.f_code.co_filename).startswith((*NOBODYS, PYTHON, _STAND_INS)):
+        if "-packages/" in file:
+            break
+        frame = frame.f_back
+    if frame is None or not is_users(frame.f_code.co_filename):
+        return False
+    while frame is not None and frame.f_code.co_filename != _CAPTURE:
+        frame = frame.f_back
+    return frame is not None
+
+
 _sources: dict[tuple[int, int], tuple[types.CodeType, Source]] = {}  # with the code, so that no other gets its id
 
 

@@ -1,7 +1,8 @@
 """Arguments that a block only hands on to its submodules, such as a key-value cache.
 
-In a capture a `PassedObject` takes the place of each of them, so that nothing can be read from them or written to them.
-In a rewritten graph they are placeholders, and what a submodule returns for one is checked at each call.
+In a capture a `PassedObject` takes the place of each of them. It may be handed on, returned, and compared with None;
+all else is refused. In a rewritten graph they are placeholders, and what a submodule returns for one is checked at
+each call.
 """
 
 from __future__ import annotations
@@ -13,79 +14,77 @@ import torch
 
 from ..errors import MoefxError
 
-Refuse = Callable[[str, str], Exception]
+Refuse = Callable[[str, str], Exception | None]
 
 
 class PassedObject:
-    """Stands for an object that is only passed on. Whatever is read from it is refused. It has the special methods of
-    the class that it stands for, so that `callable` and `isinstance` with an abstract class see that one, too.
+    """Stands for an object that is only passed on.
 
     Args:
         name: what it is called in messages, e.g. `cache`.
-        cls: the class that `isinstance` sees.
-        refuse: called with the name and with what was read; returns the exception to raise.
+        refuse: called with the name and with what was read; returns the exception to raise, or None if a library
+            asks for its class or for a copy, which is the stand-in itself.
     """
 
-    __slots__ = ("__weakref__", "_name", "_refuse", "_shown_class")
+    __slots__ = ("_name", "_refuse")
 
     _name: str
-    _shown_class: type | None
     _refuse: Refuse | None
 
-    def __new__(cls, name: str, shown: type | None = None, refuse: Refuse | None = None) -> PassedObject:
-        special = {k: _refuse_method(k) for k in dir(shown or torch.Tensor) if k.startswith("__") and k not in _OWN}
-        stand_in = object.__new__(type("PassedObject", (PassedObject,), {"__slots__": (), **special}))
-        for key, value in (("_name", name), ("_shown_class", shown), ("_refuse", refuse)):
-            object.__setattr__(stand_in, key, value)
-        return stand_in
+    def __init__(self, name: str, refuse: Refuse | None = None):
+        object.__setattr__(self, "_name", name)
+        object.__setattr__(self, "_refuse", refuse)
 
     @property
     def __class__(self) -> type:  # type: ignore[override]
-        return self._shown_class or PassedObject
-
-    def __getattr__(self, key: str) -> Any:
-        if key.startswith(_ASKED_BY_LIBRARIES):
-            raise AttributeError(key)
-        raise self._refusal(f".{key}")
-
-    def __setattr__(self, key: str, value: Any) -> None:
-        raise self._refusal(f".{key} = ...")
-
-    def _refusal(self, what: str) -> Exception:
-        if self._refuse is None:
-            return TypeError(f"{self._name} is a stand-in and has no {what}")
-        return self._refuse(self._name, what)
+        self._allow(" by isinstance")
+        return PassedObject
 
     def __copy__(self) -> PassedObject:
-        return self
+        return self.__deepcopy__({})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PassedObject:
+        self._allow(" by copying it")
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
+        self._allow(" by pickling it")
         return PassedObject, (self._name,)
+
+    def __getattr__(self, key: str) -> Any:
+        if not key.startswith(_ASKED_BY_LIBRARIES):
+            self._allow(f".{key}")
+        raise AttributeError(f"{self._name} is a stand-in and has no {key}")
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        self._allow(f".{key} = ...")
+        raise AttributeError(f"{self._name} is a stand-in, no {key} can be set")
+
+    def _allow(self, what: str) -> None:
+        if self._refuse is not None and (why := self._refuse(self._name, what)) is not None:
+            raise why
 
 
 def _refuse_method(name: str) -> Callable[..., Any]:
     def method(self: PassedObject, *args: Any, **kwargs: Any) -> Any:
-        raise self._refusal(f" by {name}")
+        self._allow(f" by {name}")
+        raise TypeError(f"{self._name} is a stand-in and has no {name}")
 
     return method
 
 
-_OWN = {
-    "__class__", "__class_getitem__", "__copy__", "__deepcopy__", "__del__", "__delattr__", "__dict__", "__dir__",
-    "__doc__", "__getattr__", "__getattribute__", "__getstate__", "__init__", "__init_subclass__", "__module__",
-    "__new__", "__reduce__", "__reduce_ex__", "__setattr__", "__setstate__", "__sizeof__", "__slots__",
-    "__subclasshook__", "__weakref__",
-    "__torch_dispatch__", "__torch_function__",
-}  # fmt: skip
 _ASKED_BY_LIBRARIES = ("__torch", "__array", "__cuda", "__fx", "__getstate", "__reduce")
+_SPECIAL = {name for cls in (torch.Tensor, dict, list, int) for name in vars(cls) if name.startswith("__")}
+_OWN = {"__dir__", "__doc__", "__getattribute__", "__getstate__", "__init_subclass__", "__init__", "__module__",
+        "__new__", "__reduce_ex__", "__setstate__", "__sizeof__", "__slots__", "__subclasshook__", "__class_getitem__",
+        "__dict__", "__weakref__", "__delattr__", "__torch_dispatch__", "__torch_function__"}  # fmt: skip
+for _name in {*_SPECIAL, "__call__", "__enter__", "__exit__", "__next__"} - _OWN - vars(PassedObject).keys():
+    setattr(PassedObject, _name, _refuse_method(_name))
 
 
 def is_passed(value: Any) -> bool:
-    """Whether a value is a `PassedObject`, whatever class it shows."""
-    return issubclass(type(value), PassedObject)
+    """Whether a value is a `PassedObject`."""
+    return type(value) is PassedObject
 
 
 def name_of(stand_in: PassedObject) -> str:
@@ -109,56 +108,55 @@ def replace_objects(tree: Any, by_id: Mapping[int, Any]) -> Any:
     return tree
 
 
-def check_structure(
-    result: Any, kinds: Sequence[str], passed: Sequence[tuple[int, Any]], container: str, module: str
-) -> Any:
+def check_structure(result: Any, are_none: Sequence[bool], container: str, module: str) -> Any:
     """Return what a submodule returned, if it has the recorded structure.
 
     Args:
-        kinds: name of the class of each result.
-        passed: results that are arguments of the call: position, and the argument.
-        container: name of the class that holds the results, "" if there is one alone.
+        are_none: of each result, whether it is None.
+        container: "tuple" or "list" if that holds the results, "" if there is one alone.
 
     Raises:
         MoefxError: it has another structure. The submodule has run, so the original cannot run instead.
     """
     results = result if container else [result]
-    if container and (type(result).__name__ != container or len(result) != len(kinds)):
+    if container and (type(result).__name__ != container or len(result) != len(are_none)):
         size = f" of {len(result)}" if isinstance(result, (tuple, list)) else ""
-        raise _unexpected(module, f"a {type(result).__name__}{size}", f"a {container} of {len(kinds)}")
-    for i, (one, kind) in enumerate(zip(results, kinds, strict=True)):
-        is_tensor = kind == "Tensor" and isinstance(one, torch.Tensor)
-        if type(one).__name__ != kind and not is_tensor and not is_passed(one):
-            raise _unexpected(module, f"a {type(one).__name__} as result {i}", f"a {kind}")
-    for i, argument in passed:
-        if results[i] is not argument and not is_passed(results[i]):
-            raise _unexpected(module, f"another {kinds[i]} as result {i}", "one of its arguments")
+        raise _unexpected(module, f"a {type(result).__name__}{size}", f"a {container} of {len(are_none)}")
+    for i, (one, is_none) in enumerate(zip(results, are_none, strict=True)):
+        if (one is None) != is_none:
+            seen, expected = ("an object", "None") if is_none else ("None", "an object")
+            raise _unexpected(module, f"{seen} as result {i}", expected)
     return result
 
 
-def check_tensor(result: torch.Tensor, like: torch.Tensor, width: int, dtype: torch.dtype | None, module: str) -> Any:
-    """Return a tensor that a submodule returned, if it has the shape and dtype that were recorded.
+def check_tensor(result: Any, like: torch.Tensor, dtype: torch.dtype | None, module: str) -> Any:
+    """Return a tensor that a submodule returned, if it is contiguous and has the recorded shape and dtype.
 
     Args:
-        like: an input of the submodule with the same shape, but for the last axis.
-        width: the size of the last axis; -1 if it is that of `like`.
+        like: an input of the submodule with the same shape.
         dtype: None if it is that of `like`.
 
     Raises:
-        MoefxError: its shape or dtype is another. The submodule has run, so the original cannot run instead.
+        MoefxError: it is another one. The submodule has run, so the original cannot run instead.
     """
-    shape = [*like.shape[:-1], like.shape[-1] if width < 0 else width]
+    if not isinstance(result, torch.Tensor):
+        raise _unexpected(module, f"a {type(result).__name__}", "a tensor")
     expected = like.dtype if dtype is None else dtype
     is_expected = result.dtype == expected
     if not is_expected:  # `verify` has all casts promoted to float64
         is_expected = result.dtype == like.new_zeros(0).to(expected).dtype
-    if not is_expected or list(result.shape) != shape:
-        raise _unexpected(module, _describe(list(result.shape), result.dtype), _describe(shape, expected))
+    if not is_expected or result.shape != like.shape:
+        raise _unexpected(module, _describe(result.shape, result.dtype), _describe(like.shape, expected))
+    if not result.is_contiguous():
+        raise MoefxError(
+            f"{module} returned a tensor of strides {list(result.stride())}, and a contiguous one when its block was "
+            f"compiled, which may rely on that: let {module} return y.contiguous()"
+        )
     return result
 
 
-def _describe(shape: list[int], dtype: torch.dtype) -> str:
-    return f"{str(dtype).removeprefix('torch.')}{shape}"
+def _describe(shape: torch.Size, dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
 def _unexpected(module: str, seen: str, expected: str) -> MoefxError:

@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..capture.autocast import dtype_here
 from ..capture.captured import Call, is_float
-from ..capture.skipped_calls import result_kind
 from ..errors import Refused
 from ..ir.passed_objects import check_structure, check_tensor, is_passed, name_of
 from .calls import follow, kept_calls, paths, within
@@ -341,29 +340,28 @@ class KeptGraph:
         container = type(first.out).__name__ if isinstance(first.out, (tuple, list)) else ""
         results = list(first.out) if container else [first.out]
         vals = [r.meta["val"] if isinstance(r, fx.Node) else r for r in results]
-        node.meta.update(source=str(stub.meta["source"]), val=tuple(vals) if container else vals[0])
-        kinds = [result_kind(r) for r in results]
-        passed = [(i, self.objects[id(r)]) for i, r in enumerate(results) if is_passed(r) and id(r) in self.objects]
-        whole = self.call(check_structure, (node, kinds, passed, container, first.fqn), {}, {})
-        for i, result in enumerate(results):
-            if result is None or id(result) in self.objects:
+        node.meta.update(source=str(stub.meta["source"]), val=type(first.out)(vals) if container else vals[0])
+        are_none = [r is None for r in results]
+        whole = self.call(check_structure, (node, are_none, container, first.fqn), {}, {})
+        columns = zip(*[c.out for c in call], strict=True) if container else [[c.out for c in call]]
+        for i, column in enumerate(columns):
+            if column[0] is None:
                 continue
             part = self.call(operator.getitem, (whole, i), {}, {}) if container else whole
-            if is_passed(result):
-                self.objects[id(result)] = part
+            if is_passed(column[0]):
+                self.objects |= {id(stand_in): part for stand_in in column}
                 continue
-            rule = next(known)
+            rule, twins = next(known), Twins(column)
             like = self.made[inputs[rule.like]]
-            twins = Twins(c.out[i] if container else c.out for c in call)
-            part = self.call(check_tensor, (part, like, rule.width, rule.dtype, first.fqn), {}, self.describe(twins))
+            part = self.call(check_tensor, (part, like, rule.dtype, first.fqn), {}, self.describe(twins))
             self._bind_call(twins, part)
 
     def _object(self, values: Sequence[Any], where: str) -> fx.Node:
         """An object that the block was given, or that a submodule returned."""
-        first = values[0]
-        if id(first) not in self.objects or any(not is_passed(v) or name_of(v) != name_of(first) for v in values):
-            raise Refused(f"which object is passed on depends on the routing: {name_of(first)}", source=where)
-        return self.objects[id(first)]
+        nodes = {self.objects.get(id(v)) for v in values}
+        if (node := nodes.pop()) is None or nodes:
+            raise Refused(f"which object is passed on depends on the routing: {name_of(values[0])}", source=where)
+        return node
 
     def _under_autocast(self, node: fx.Node, dtype: torch.dtype | None) -> None:
         """The program switched autocast on or off for a part of itself."""

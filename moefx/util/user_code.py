@@ -9,12 +9,12 @@ import torch
 import typing_extensions
 
 TORCH = torch.__file__.rsplit("/", 1)[0] + "/"
-_PYTHON = sysconfig.get_path("stdlib") + "/"
+PYTHON = sysconfig.get_path("stdlib") + "/"
 PACKAGE = __file__.rsplit("/util/", 1)[0] + "/"
 _OURS = (PACKAGE, TORCH)
 # Generated code and wrappers of deprecated functions are neither torch's files nor the user's. A notebook cell, also in
 # brackets, is the user's.
-_NOBODYS = (
+NOBODYS = (
     "<frozen", "<string>", "<eval_with_key", "<__", typing_extensions.__file__,
 )  # fmt: skip
 
@@ -27,5 +27,5 @@ def is_ours(file: str) -> bool:
 @functools.lru_cache(maxsize=4096)
 def is_users(file: str) -> bool:
     """Whether a file of code is the user's: neither torch's, nor this package's, nor Python's own, nor generated."""
-    is_pythons = file.startswith(_PYTHON) and "/site-packages/" not in file and "/dist-packages/" not in file
-    return not is_pythons and not file.startswith((*_OURS, *_NOBODYS))
+    is_pythons = file.startswith(PYTHON) and "/site-packages/" not in file and "/dist-packages/" not in file
+    return not is_pythons and not file.startswith((*_OURS, *NOBODYS))

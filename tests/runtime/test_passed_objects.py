@@ -337,7 +337,7 @@ class Writer(nn.Module):
 
 class WritesTwice(Layer):
     def forward(self, x, cache):
-        if isinstance(cache, Cache):
+        if cache is not None:
             self.attn(x, cache)
         x = x + self.norm1(x)
         self.attn(x, cache)
@@ -390,34 +390,36 @@ class ReturnsList(Attention):
         return [super().forward(x, cache), cache, self.number]
 
 
-class LooksAtResults(Layer):
+class UsesList(Layer):
     def forward(self, x, cache):
         results = self.attn(self.norm1(x), cache)
-        looks = isinstance(results, list), results[1] is cache, isinstance(results[2], float)
-        looks += not callable(cache), not isinstance(cache, Sized), bool(cache)
-        return self.mix(x + results[0]) * sum(2**i * look for i, look in enumerate(looks)) / 63
+        return self.mix(x + results[0]), results[2] if isinstance(results, list) else None
 
 
-def test_sees_the_classes_and_the_identity_of_objects():
+def test_hands_results_on_beside_hooks():
     torch.manual_seed(0)
-    model = LooksAtResults(ReturnsList())
+    model = UsesList(ReturnsList())
     model.attn.register_forward_pre_hook(lambda module, args: (args[0] + 1, *args[1:]))
     model.attn.register_forward_hook(lambda module, args, out: [out[0] * 2, *out[1:]])
     compiled = moefx.compile(model, example_inputs=(hidden(), Cache()))
-    check_decoding(model, compiled, Cache, steps=2)
-    check_gradients(model, compiled, hidden(), Cache)
+    caches, x = (Cache(), Cache()), hidden()
+    for m, cache in zip((model, compiled), caches, strict=True):
+        m.attn.number = 2.5
+        (expected, _), (out, number) = model(x, Cache()), m(x, cache)
+        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+        assert number == 2.5
     compiled.attn.number = None
-    with pytest.raises(moefx.MoefxError, match=r"attn returned a NoneType as result 2, and a float when"):
+    with pytest.raises(moefx.MoefxError, match=r"attn returned None as result 2, and an object when"):
         compiled(hidden(), Cache())
 
 
 class TwoCaches(Layer):
     def forward(self, x, cache, other):
-        return self.mix(x + self.attn(self.norm1(x), cache) + self.attn(x, other)) * (1 + (cache is other))
+        return self.mix(x + self.attn(self.norm1(x), cache) + self.attn(x, other))
 
 
 @pytest.mark.exhaustive
-def test_compares_two_caches():
+def test_takes_two_caches():
     torch.manual_seed(0)
     model, cache, mine, own = TwoCaches(), Cache(), Cache(), Cache()
     compiled = moefx.compile(model, example_inputs=(hidden(), Cache(), Cache()))
@@ -499,6 +501,124 @@ class GivesExperts(Layer):
 class ReadsType(Layer):
     def forward(self, x, cache):
         return super().forward(x, cache) * (2 if type(cache) is Cache else 1)
+
+
+class Asks(Layer):
+    """Asks something of the cache, of what it holds, or of a result of the attention."""
+
+    def __init__(self, question, attention=None):
+        super().__init__(attention or WithWeights())
+        self.question, self.cache = question, Cache()
+
+    def forward(self, x, cache):
+        y, weights, *_ = self.attn(self.norm1(x), cache)
+        return self.mix(x + y) * (2 if self.question(self, y, weights, cache) else 1)
+
+
+def is_same(one, other):
+    return one is other
+
+
+def reads_hidden(y):
+    try:
+        return y.aux
+    except Exception:
+        return None
+
+
+class Helper:
+    def has(self, cache, other):
+        return cache is other
+
+
+HELPER = Helper()
+
+
+class ReturnsTuple(Attention):
+    """Returns what `change` makes of the result."""
+
+    change = None
+
+    def forward(self, x, cache=None, mask=None):
+        y = super().forward(x, cache)
+        return y if self.change is None else self.change(y), None
+
+
+def with_aux(y):
+    y.aux = y.sum()
+    return y
+
+
+def transposed(y):
+    return y.mT.contiguous().mT
+
+
+class AsksStrides(Layer):
+    def forward(self, x, cache):
+        y, _ = self.attn(self.norm1(x), cache)
+        return self.mix(x + y) * (1 if y.is_contiguous() else 2)
+
+
+def test_raises_if_a_result_is_not_contiguous():
+    torch.manual_seed(0)
+    model = AsksStrides(ReturnsTuple())
+    compiled = moefx.compile(model, example_inputs=(hidden(), Cache()))
+    check_decoding(model, compiled, Cache, steps=1)
+    compiled.attn.change = transposed
+    with pytest.raises(moefx.MoefxError, match=r"attn returned a tensor of strides .* let attn return y\.contiguous"):
+        compiled(hidden(), Cache())
+    with pytest.raises(moefx.NoMoEBlockFound, match=r"(?s)returns no contiguous tensor .* strides .*y\.contiguous\(\)"):
+        moefx.compile(compiled, example_inputs=(hidden(), Cache()))
+
+
+@pytest.mark.sampled(7)
+@pytest.mark.parametrize("validation", ["auto", "symbolic"])
+@pytest.mark.parametrize(
+    "question, reason",
+    [
+        (lambda m, y, w, c: isinstance(c, Cache), r"the block itself reads cache by isinstance"),
+        (lambda m, y, w, c: isinstance(c, Sized), r"the block itself reads cache by isinstance"),
+        (lambda m, y, w, c: isinstance(w, torch.Tensor), r"the block reads result 1 of attn, .* by isinstance"),
+        (lambda m, y, w, c: bool(c), r"the block itself reads cache by __bool__"),
+        (lambda m, y, w, c: c in [m.cache], r"the block itself reads cache by __eq__"),
+        (lambda m, y, w, c: hash(c) > 0, r"the block itself reads cache by __hash__"),
+        (lambda m, y, w, c: copy.copy(c) is None, r"the block itself reads cache by copying it"),
+        (lambda m, y, w, c: callable(c), r"asks for `callable` of a variable.*:\d+"),
+        (lambda m, y, w, c: id(c) > 0, r"asks for `id` of a variable"),
+        (lambda m, y, w, c: c is m.cache, r"asks whether a variable is another one.*:\d+.*with None alone"),
+        (lambda m, y, w, c: is_same(m.cache, c), r"is_same asks whether a variable is another one"),
+        (lambda m, y, w, c: HELPER.has(c, m.cache), r"Helper.has asks whether a variable is another one"),
+        (lambda m, y, w, c: hasattr(y, "aux"), r"the block reads the attribute aux of a tensor .*return it beside"),
+        (lambda m, y, w, c: reads_hidden(y), r"the block reads the attribute aux of a tensor"),
+    ],
+)
+def test_refuses_questions(question, reason, validation):
+    with pytest.raises(moefx.NoMoEBlockFound, match=f"(?s){reason}"):
+        plan = moefx.Plan(validation=validation)
+        moefx.compile(Asks(question), example_inputs=(hidden(), Cache()), plan=plan)
+
+
+class HandsOn(Layer):
+    def __init__(self):
+        attention = ReturnsTuple()
+        attention.change = with_aux
+        super().__init__(attention)
+        self.last = Last()
+
+    def forward(self, x, cache):
+        y, _ = self.attn(self.norm1(x), cache)
+        return self.mix(x + self.last(y, cache))
+
+
+class Last(nn.Module):
+    def forward(self, y, cache):
+        return y * y.aux
+
+
+def test_hands_attributes_of_results_on():
+    torch.manual_seed(0)
+    model = HandsOn()
+    check_decoding(model, moefx.compile(model, example_inputs=(hidden(), Cache())), Cache, steps=2)
 
 
 class WithoutGrad(Layer):
@@ -585,14 +705,18 @@ def _reads(read, write, **kwargs):
             _reads(lambda m: m.attn.count, lambda m, n: setattr(m, "count", m.count + n)),
             r"puts another tensor in the place of its buffer count; write to the buffer in place",
         ),
-        (lambda: PassesDict(ReplacesItem()), r"writes to a dict that the block itself has not been given"),
+        (
+            lambda: PassesDict(ReplacesItem()),
+            r"a dict that the block itself has not been given, .* tensors and numbers",
+        ),
         (lambda: AddsInPlace(Keeps()), r"the block writes in place to a tensor .* y = y \+ x, not y \+= x"),
+        (lambda: AddsInPlace(Attention()), r"the block writes in place to a tensor .* y = y \+ x, not y \+= x"),
         (
             lambda: Layer(UsesNumpy()),
             r"attn .* does not run on abstract tensors, so nothing is known of what it writes",
         ),
         (WithoutGrad, r"attn .* is called under no_grad .*put no_grad into the forward of attn"),
-        (ReadsType, r"ReadsType\.forward asks for the type of a variable.*:\d+.*use isinstance"),
+        (ReadsType, r"ReadsType\.forward asks for `type` of a variable.*:\d+.*ask the rest in the submodule"),
         (_reads(lambda m: m.attn._n, lambda m, n: setattr(m, "_n", n), _n=1), r"reads attn\._n, which attn sets"),
         (_reads(lambda m: len(m.attn.own), lambda m, n: m.own.append(n)), r"reads attn\.own, which attn sets"),
         (ReadsCache, r"the block itself reads cache\.keys.*test_passed_objects\.py:\d+.*read it in the submodule"),
@@ -615,6 +739,6 @@ class CopiesCache(Layer):
         return super().forward(x, own), own
 
 
-def test_refuses_tensors_of_a_copied_cache():
+def test_refuses_a_copied_cache():
     with pytest.raises(moefx.NoMoEBlockFound, match=r"a tensor of .* comes from another call, or a submodule"):
         moefx.compile(CopiesCache(), example_inputs=(hidden(), DictCache()))

@@ -1,0 +1,78 @@
+"""Questions that a stand-in for an object cannot see, found in the code of a block before it runs."""
+
+from __future__ import annotations
+
+import dis
+import itertools
+import types
+from collections.abc import Collection, Iterator
+
+from torch import nn
+
+from ..errors import Refused
+from ..ir.reached import unwrapped
+from .source import is_users
+
+
+def refuse_identity_questions(block: nn.Module) -> None:
+    """Check that no method of a block, nor a function or method that these name, asks what no stand-in can see: whether
+    a variable `is` another one, its `type` or `id`, and whether it is `callable`. Submodules that are given a stand-in
+    are not run.
+
+    Raises:
+        Refused: one does.
+    """
+    members = [(k, v) for cls in type(block).__mro__ for k, v in vars(cls).items()]
+    todo = [v for k, v in [*members, *vars(block).items()] if not k.startswith("__") or k == "__call__"]
+    hosts = {type(v) for m in block.modules() for v in (m, *vars(m).values())} - {*type(block).__mro__}
+    seen: set[types.CodeType] = set()
+    while todo:
+        thing = todo.pop()
+        thing = thing.fget if isinstance(thing, property) else thing
+        function = unwrapped(thing.__func__ if isinstance(thing, (classmethod, staticmethod)) else thing)
+        if not isinstance(function, types.FunctionType) or (code := function.__code__) in seen:
+            continue
+        if not is_users(code.co_filename) and not code.co_filename.startswith("<string>"):
+            continue
+        codes = [code]
+        for one in codes:
+            codes += [c for c in one.co_consts if isinstance(c, types.CodeType)]
+        seen |= {*codes}
+        cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+        outer = {**function.__globals__, **{k: cell.cell_contents for k, cell in cells if cell != types.CellType()}}
+        names = {name for one in codes for name in (*one.co_names, *code.co_freevars)}
+        own = [outer[name] for name in names & outer.keys()]
+        spaces = [vars(m) for m in own if isinstance(m, types.ModuleType)]
+        classes = hosts | {v if isinstance(v, type) else type(v) for v in own}
+        spaces += [vars(c) for cls in classes for c in cls.__mro__]
+        todo += [*own, vars(function).get("__wrapped__")]
+        todo += [space[name] for space in spaces for name in (names - {"forward"}) & space.keys()]
+        fixed = {k for k, v in outer.items() if isinstance(v, (type, types.FunctionType))}
+        for line, what in itertools.chain(*(_identity_questions(one, fixed) for one in codes)):
+            raise Refused(
+                f"{function.__qualname__} asks {what}, which may be an object that the block is given",
+                source=f"{code.co_filename.rsplit('/', 1)[-1]}:{line}",
+                remedy="compare tensors and numbers, and such an object with None alone; ask the rest in the submodule "
+                "that is given it",
+            )
+
+
+def _identity_questions(code: types.CodeType, fixed: Collection[str]) -> Iterator[tuple[int, str]]:
+    """Yield lines, and what is asked there of a variable other than `self`. Args: fixed: names of classes and functions
+    outside, with which all may be compared."""
+    lines = dict(dis.findlinestarts(code))
+    line, asked, is_fixed = 0, "", False
+    for step in dis.get_instructions(code):
+        line = lines.get(step.offset) or line
+        if step.opname in ("PUSH_NULL", "CACHE", "EXTENDED_ARG", "RESUME", "NOP"):
+            continue
+        if asked and step.opname.startswith("LOAD_") and step.argval != "self":
+            yield line, f"for `{asked}` of a variable"
+        if step.opname == "IS_OP" and not is_fixed:
+            yield line, "whether a variable is another one"
+        is_outer = "GLOBAL" in step.opname or "DEREF" in step.opname
+        is_fixed = step.opname.startswith("LOAD_CONST") or (is_outer and step.argval in fixed)
+        asked = str(step.argval) if is_outer and step.argval in ("type", "id", "callable", "is_", "is_not") else ""
+
+
+__all__ = ["refuse_identity_questions"]
