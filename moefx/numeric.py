@@ -16,6 +16,7 @@ from .capture.worker import run_in_worker
 from .comparison.block_check import verify_block
 from .errors import in_short
 from .ir.binding import device_of, leaves_of
+from .passes.match.guarded_sizes import find_sequence
 from .pipeline import Result
 from .runtime.module import signature_binder
 
@@ -81,7 +82,7 @@ def _arguments(block: nn.Module, result: Result, crowd: bool = False) -> Any:
     arguments, guards = result.match.arguments, result.match.guards
     device = device_of(block)
     if crowd:
-        several = [arguments.sequence(521)]
+        several = [find_sequence(arguments, guards, 521)]
     else:
         several = [arguments.choose(tokens) for tokens in (24, 12, 48, 6, 96)] + result.match.sizes
     sizes = next((s for s in several if all(g.holds(s) for g in guards)), None if crowd else several[0])

@@ -60,7 +60,7 @@ def overflow(prover: Prover) -> None:
                 source=str(place[0]), culprits=(place[1],),
             )  # fmt: skip
         tokens = prover.arguments.tokens_near(int(lowest / 0.85) + 10)
-        sizes = prover.arguments.sequence(tokens)
+        sizes = prover.sequence(tokens)
         if tokens > MOST_TOKENS or not prover.is_within(sizes):
             break
         try:  # some limits are those of all choices, some of the first ones

@@ -169,7 +169,7 @@ def seen_without(prover: Prover, read: HostRead) -> bool:
         except Refused as refusal:
             why = refusal  # few tokens may not show the form: others will
             continue
-        prover.add(lifted, prover.arguments.sequence(2 + seed % 2))
+        prover.add(lifted, prover.sequence(2 + seed % 2))
         return True
     if question is None:
         return False
@@ -181,7 +181,7 @@ def seen_without(prover: Prover, read: HostRead) -> bool:
 
 def _with_few(prover: Prover, read: HostRead, seed: int) -> Lifted | None:
     """A capture of two or three tokens; None if what was read is the same there."""
-    sizes = prover.arguments.sequence(2 + seed % 2)
+    sizes = prover.sequence(2 + seed % 2)
     routing = Routing(("flooded", "diverse")[seed // 2 % 2], 40 + seed)
     if not prover.is_within(sizes):
         return None

@@ -6,6 +6,7 @@ leaves no read that could be forced. If experts are few, each of them may have s
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 from ...capture.captured import HostRead, decided_by_floats, is_abstract
@@ -33,9 +34,8 @@ def vary_counts(prover: Prover) -> None:
     routings = [("spared", 0, count) for count in _COUNTS if count not in seen]
     if any(_is_of_floats(read) for lifted in prover.lifted for read in lifted.capture.reads):
         routings += [("unsure", 0, 1), ("unsure", prover.num_experts, 1)]
-    if not routings or (sizes := _few_sizes(prover)) is None:
-        return
-    for expert in max(prover.lifted[0].groups, key=lambda g: len(g.ids)).ids[:_MOST_EXPERTS]:
+    experts = max(prover.lifted[0].groups, key=lambda g: len(g.ids)).ids[:_MOST_EXPERTS]
+    for sizes, expert in itertools.product(_few_sizes(prover) if routings else (), experts):
         control = Routing("spared", expert, (expert,) * _COUNTS[0])
         if not isinstance(_capture_count(prover, expert, control, sizes), Lifted):
             continue
@@ -62,13 +62,14 @@ def _seen(prover: Prover) -> set[int]:
     return seen
 
 
-def _few_sizes(prover: Prover) -> dict[str, int] | None:
-    """As few tokens as a group with two tokens for one expert needs."""
+def _few_sizes(prover: Prover) -> list[dict[str, int]]:
+    """As few tokens as a group with two tokens for one expert needs, and as few as the captures' way is taken with."""
     slots, experts = prover.lifted[0].slots, prover.num_experts
     if experts <= slots:
-        return None
-    sizes = prover.arguments.sequence(prover.arguments.tokens_near(7, avoid=(slots,)))
-    return sizes if prover.is_within(sizes) else None
+        return []
+    tokens = prover.arguments.tokens_near(7, avoid=(slots,))
+    several = [prover.sequence(tokens), prover.as_captured(tokens)]
+    return [sizes for i, sizes in enumerate(several) if prover.is_within(sizes) and sizes not in several[:i]]
 
 
 def _capture_count(prover: Prover, expert: int, routing: Routing, sizes: dict[str, int]) -> Lifted | Refused | None:

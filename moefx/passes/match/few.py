@@ -22,7 +22,7 @@ def more_slots(prover: Prover) -> None:
     them."""
     if all(bool(lifted.kept.all()) for lifted in prover.lifted):
         return
-    sizes = prover.arguments.sequence(prover.arguments.tokens_near(5))
+    sizes = prover.sequence(prover.arguments.tokens_near(5))
     lifted = _lifted(prover, Routing("diverse", 6), sizes) if prover.is_within(sizes) else None
     if isinstance(lifted, Lifted) and lifted.slots > prover.lifted[0].slots:
         prover.add(lifted, sizes)
@@ -37,7 +37,10 @@ def other_sizes(prover: Prover) -> None:
     arguments = prover.arguments
     one, more_than_one = arguments.sequence(1), SizeGuard("*".join(arguments.dims), "gt", "1", True)
     many = [arguments.choose(3 * max(29, prover.hint // 4), 2)] if prover.hint <= 64 else []
-    _few(prover)
+    near = arguments.tokens_near(3, avoid=(prover.lifted[0].slots,))
+    several = [prover.sequence(near), arguments.sequence(near)]
+    for sizes in filter(prover.is_within, several if several[0] != several[1] else several[:1]):
+        _few(prover, sizes)
     for sizes in filter(prover.is_within, [one, *many]):
         # comparisons that came out both ways before do not keep these sizes out
         asked = [g for g in prover.seen_guards() if all(g.holds(s) for s in prover.sizes)]
@@ -72,16 +75,15 @@ def _of_one_form(prover: Prover, routing: Routing, sizes: dict[str, int]) -> Lif
     return found
 
 
-def _few(prover: Prover) -> None:
+def _few(prover: Prover, sizes: dict[str, int]) -> None:
     """A few tokens that spread out, and a few that crowd on some experts and leave the others idle: a program
     that asks who is idle changes what the second ones get. Sizes that it is not made for show nothing."""
     first = prover.lifted[0]
-    sizes = prover.arguments.sequence(prover.arguments.tokens_near(3, avoid=(first.slots,)))
     busy = max(first.groups, key=lambda g: len(g.ids)).ids[0]
     found: list[Lifted] = []
     unclear: list[Refused] = []  # so few may show too little
     differs: list[Refused] = []
-    for kind, seed in (("diverse", 5), ("flooded", busy)) if prover.is_within(sizes) else ():
+    for kind, seed in (("diverse", 5), ("flooded", busy)):
         lifted = _at_work(prover, kind, seed, sizes)
         if isinstance(lifted, Refused):
             unclear.append(lifted)

@@ -80,7 +80,7 @@ class _Usual:
         return self.answers[kind, tokens]
 
     def _differs_in(self, kind: str, tokens: int) -> tuple[bool, bool]:
-        sizes = self.prover.arguments.sequence(tokens)
+        sizes = self.prover.sequence(tokens)
         if not all(g.holds(sizes) for g in self.guards):
             return False, False
         taken = self.prover.capture(Routing(kind, 8), sizes, most=self.most)
@@ -144,15 +144,22 @@ def round_sizes(prover: Prover) -> None:
         try:
             if not any(here := usual.differs(n)):
                 continue
-            before, after = usual.differs(n - 1), usual.differs(n + 1)
+            beside = [_next(prover, n, step) for step in (-1, 1)]
+            before, after = map(usual.differs, beside)
         except CaptureError:  # too long, so a loop over the tokens
             return
         if any(at and not (low or high) for at, low, high in zip(here, before, after, strict=True)):
             leaks = sorted(set().union(*[lifted.capture.sizes.leaks for lifted in prover.lifted]))
             raise Refused(
-                f"for {n} tokens something else is done than for {n - 1} or {n + 1}: it follows from sizes that became "
-                f"plain numbers ({', '.join(leaks[:3])})"
+                f"for {n} tokens something else is done than for {beside[0]} or {beside[1]}: it follows from sizes "
+                f"that became plain numbers ({', '.join(leaks[:3])})"
             )
+
+
+def _next(prover: Prover, tokens: int, step: int) -> int:
+    """The next number of tokens that is one of other sizes."""
+    several = range(tokens + step, tokens + _FEW * step, step)
+    return next((n for n in several if prover.sequence(n) != prover.sequence(tokens)), tokens + step)
 
 
 def _has_leaks(prover: Prover) -> bool:
@@ -166,7 +173,7 @@ def same_by_chance(prover: Prover) -> None:
     for text in sorted(set().union(*[lifted.capture.sizes.used for lifted in prover.lifted])):
         with contextlib.suppress(ArithmeticError, ValueError):
             seen = {evaluate(text, sizes) for sizes in prover.sizes}
-            between = {evaluate(text, prover.arguments.sequence(n)) for n in range(2, largest + 1)}
+            between = {evaluate(text, prover.sequence(n)) for n in range(2, largest + 1)}
             if len(seen) == 1 and between != seen:
                 prover.extra_guards.append(SizeGuard(text, "eq", str(seen.pop()), True))
 
@@ -174,7 +181,7 @@ def same_by_chance(prover: Prover) -> None:
 def _changes_later(prover: Prover) -> bool:
     """Whether something that was computed from sizes was the same so far, where it was, and is not for more tokens: of
     `S // 16` and 1 the larger is 1 at 3 tokens, at which no division is seen, and at 17 and 29, at which one is."""
-    later = [prover.arguments.sequence(tokens) for tokens in _LEAK_SIZES]
+    later = [prover.sequence(tokens) for tokens in _LEAK_SIZES]
     for text in set().union(*[lifted.capture.sizes.used for lifted in prover.lifted]):
         with contextlib.suppress(ArithmeticError, ValueError):
             used = [s for li, s in zip(prover.lifted, prover.sizes, strict=True) if text in li.capture.sizes.used]

@@ -23,7 +23,7 @@ from ...capture.routing import Routing
 from ...capture.sizes import SizeGuard, evaluate
 from ..capacity import Formula, find_formula
 from .form import Body, Lifted, Ref, most_tokens
-from .guarded_sizes import find_sizes
+from .guarded_sizes import find_sequence, find_sizes
 from .paths import Place
 
 # some are small, some multiples of what capacities are rounded to; with the last ones slopes that are alike differ
@@ -104,7 +104,8 @@ class Match:
             most = most_tokens(self.lifted, times=2)
             guards = [*self.within, *self.guards]
             counts = itertools.takewhile(lambda tokens: tokens <= most, sorted({*_PROBES, *self._delicate}))
-            several = [s for s in map(self.arguments.sequence, counts) if all(g.holds(s) for g in guards)]
+            sequences = [find_sequence(self.arguments, guards, tokens) for tokens in counts]
+            several = [s for i, s in enumerate(sequences) if all(g.holds(s) for g in guards) and s not in sequences[:i]]
             if len(several) < _MIN_PROBES:  # the sizes are all multiples of a number, say
                 several += [s for s in find_sizes(self.arguments, guards, 64) if s not in several][:_MIN_PROBES]
             for sizes in several:

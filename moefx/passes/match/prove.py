@@ -21,7 +21,7 @@ from . import apart, cover, crowds, doubts, expert_counts, few, given, idle, lea
 from .agree import same_form
 from .different import are_different
 from .form import Lifted, with_all_experts
-from .guarded_sizes import find_sizes
+from .guarded_sizes import find_sequence, find_sizes
 from .lift import Late, Lifter, NothingRouted
 from .matched import Expert, Match
 from .nodes import Line, line
@@ -33,6 +33,7 @@ from .turns import counting, with_turns
 from .worth import NotTwice
 
 _MOST_EXTRA = 8
+_LENGTHS = (1, 2, 3, 7, 29, 131, 517)  # of single sequences
 _Places = tuple[tuple[Any, ...] | None, ...]  # of the choice, and by the kinds of experts
 
 
@@ -69,6 +70,8 @@ class Prover:
         self.extra_guards: list[SizeGuard] = []
         self.num_experts = 0
         self.settled: set[Any] = set()  # what `doubts` has looked into
+        self.sequences: dict[tuple[int, int], dict[str, int]] = {}  # by the numbers of tokens and of captures
+        self.held: dict[int, list[SizeGuard]] = {}  # by the number of captures
         self.lengths: set[tuple[Source, ...]] = set()  # reads of how many rows there are that were not forced
 
     def capture(
@@ -125,6 +128,28 @@ class Prover:
             if self.is_within(sizes):
                 return sizes
         raise Refused("no sizes were found at which all that is compared with them comes out as for the example")
+
+    def sequence(self, tokens: int) -> dict[str, int]:
+        """Sizes of one sequence with so many tokens; where the program goes the example's way only elsewhere, or for
+        single sequences of no length the captures' way, of as few sequences as it takes, with so many tokens or a few
+        more. Compare with `is_within`: there may be none."""
+        key = tokens, len(self.lifted)
+        if key not in self.sequences:
+            one = [*map(self.arguments.sequence, _LENGTHS)]
+            guards = [g for g in self._held() if not any(g.holds(sizes) for sizes in one)]
+            self.sequences[key] = find_sequence(self.arguments, (*self.within, *guards), tokens)
+        return self.sequences[key]
+
+    def as_captured(self, tokens: int) -> dict[str, int]:
+        """Sizes with so many tokens, or a few more, at which all comparisons come out as in the captures."""
+        return find_sequence(self.arguments, (*self.within, *self._held()), tokens)
+
+    def _held(self) -> list[SizeGuard]:
+        """Comparisons that came out one way in all captures."""
+        if len(self.lifted) not in self.held:
+            guards = dict.fromkeys(self.seen_guards())
+            self.held[len(self.lifted)] = [g for g in guards if all(g.holds(sizes) for sizes in self.sizes)]
+        return self.held[len(self.lifted)]
 
     def is_within(self, sizes: dict[str, int]) -> bool:
         return all(g.holds(sizes) for g in self.within)
@@ -326,7 +351,7 @@ class Prover:
             self.sizes,
             groups,
             self.num_experts,
-            [g for g in dict.fromkeys(self.extra_guards) if g not in compared],
+            [g for g in dict.fromkeys((*self.within, *self.extra_guards)) if g not in compared],
             modes,
             self.capture,
             self.lift,

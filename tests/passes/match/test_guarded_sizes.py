@@ -118,6 +118,96 @@ def test_refuses_thousands_of_comparisons_at_once():
     moefx.compile(bounded, example_inputs=rows(12))
 
 
+class Batched(Loop):
+    """A mixture for batches, with something that few tokens show, or many; a single sequence takes one expert."""
+
+    def __init__(self, change):
+        super().__init__(Mlp)
+        self.change = change
+
+    def forward(self, x):
+        if x.shape[0] == 1:
+            return self.experts[0](x)
+        rows = x.reshape(-1, D)
+        w, ids = self.route(rows)
+        return self.mixed(rows, self.change(w, ids), ids).view(x.shape)
+
+
+def places(w, ids, limit):
+    hits = F.one_hot(ids, 4).reshape(-1, 4)
+    return w * (((hits.cumsum(0) - 1) * hits).sum(-1).view_as(ids) < limit)
+
+
+CHANGES = {
+    "at least 4 places": lambda w, ids: places(w, ids, max(4, int(w.shape[0] / 2))),
+    "at most 100 places": lambda w, ids: places(w, ids, min(100, int(w.shape[0] / 2) + 1)),
+    "more with many": lambda w, ids: w * max(1, int(w.shape[0] / 40)),
+}
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", CHANGES)
+def test_looks_at_few_and_many_on_the_side_of_the_example(name):
+    torch.manual_seed(0)
+    model = Batched(CHANGES[name]).double()
+    compiled = moefx.compile(copy.deepcopy(model), example_inputs=sequences((4, 6)))
+    for x in sequences((2, 1), (2, 2), (4, 6), (5, 9), (4, 60), (8, 40)):
+        torch.testing.assert_close(gradients(compiled, compiled, x), gradients(model, model, x))
+
+
+def single(block, x, t, k, w, ids, e):
+    y = block.experts[e](x[t]) * w[t, k, None]
+    return y / 2 if int((ids == e).sum()) == 1 else y
+
+
+def second(block, x, t, k, w, ids, e):
+    y = block.experts[e](x[t]) * w[t, k, None]
+    try:
+        assert t[1] is not None
+        return y
+    except IndexError:
+        return y / 2
+
+
+def of_64(block, x, t, k, w, ids, e):
+    return block.experts[e](x[t]) * w[t, k, None] * (2 if math.gcd(len(x), 64) == 64 else 1)
+
+
+class Odd(Loop):
+    """A mixture for some sizes, with experts that change with how many tokens they have; one expert for others."""
+
+    def __init__(self, takes, fn):
+        super().__init__(Mlp)
+        self.takes, self.fn = takes, fn
+
+    def forward(self, x):
+        if not self.takes(x):
+            return self.experts[0](x)
+        rows = x.reshape(-1, D)
+        w, ids = self.route(rows)
+        out = torch.zeros_like(rows)
+        for e in range(len(self.experts)):
+            t, k = torch.where(ids == e)
+            if t.numel() > 0:
+                out = out.index_add(0, t, self.fn(self, rows, t, k, w, ids, e))
+        return out.view(x.shape)
+
+
+@pytest.mark.parametrize(
+    ("takes", "fn", "size"),
+    [
+        (lambda x: x.shape[0] > 1, single, (4, 6)),
+        (lambda x: x.shape[0] > 1, second, (4, 6)),
+        (lambda x: x.shape[0] > 1, of_64, (4, 6)),
+    ],
+    ids=["single token", "second token", "64 tokens"],
+)
+def test_refuses_what_only_sizes_on_the_side_of_the_example_show(takes, fn, size):
+    torch.manual_seed(0)
+    with pytest.raises(moefx.NoMoEBlockFound, match=r"different functions under|one function under one|for 64 tokens"):
+        moefx.compile(Odd(takes, fn).double(), example_inputs=sequences(size))
+
+
 class ByCondition(Block):
     """Each sequence chooses by its condition."""
 
