@@ -110,7 +110,9 @@ class Rewriter:
         columns = list(zip(*[flat for flat, _ in outs], strict=True))
         roots: list[Twins] = []
         for column in columns:
-            if isinstance(column[0], fx.Node):
+            if any(isinstance(leaf, fx.Node) for leaf in column):
+                if not all(isinstance(leaf, fx.Node) for leaf in column):
+                    raise Refused("whether the block returns a tensor depends on the routing")
                 roots.append(Twins(column))
         roots += [twins for _, leaves in effects for twins in leaves if isinstance(twins, Twins)]
         roots += self._needed_by_cut()

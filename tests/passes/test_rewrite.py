@@ -126,3 +126,18 @@ def test_rows_that_are_dropped_do_not_reach_the_gradients_of_choices():
     want.sum().backward()
     out.sum().backward()
     torch.testing.assert_close(again.grad, x.grad)
+
+
+class LoadIfUneven(Loop):
+    """Returns the load of experts where that is uneven, and nothing else."""
+
+    def forward(self, x):
+        _, ids = self.route(x)
+        load = torch.bincount(ids.flatten(), minlength=len(self.experts))
+        return super().forward(x), None if int(load.max()) - int(load.min()) < 4 else load
+
+
+@pytest.mark.parametrize(("num_experts", "k"), [(4, 2), (5, 3), (8, 2)])
+def test_results_that_are_not_always_there_are_refused(num_experts, k):
+    with pytest.raises(Refused, match=r"the block returns a tensor depends on the routing"):
+        rewritten(LoadIfUneven(Mlp, k, num_experts), torch.zeros(12, D))
