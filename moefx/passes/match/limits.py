@@ -16,7 +16,7 @@ from torch import fx
 from ...capture.captured import Capture
 from ...capture.source import Source
 from .nodes import ORDERED, TWO_SIDED, is_known, is_routed, op_name, remembered
-from .ranges import NARROW, UNBOUNDED, Ranges
+from .ranges import NARROW, UNBOUNDED, Ranges, token_sizes
 
 _EXACT = {torch.bfloat16: 1 << 8, torch.float16: 1 << 11}  # up to which all integers are there
 UNKNOWN = 0  # the limit of what is no plain count: at which number of tokens it is reached cannot be told
@@ -55,6 +55,9 @@ def _limits(capture: Capture, lengths: Set[tuple[Source, ...]]) -> dict[Place, i
         if n.op != "call_function":
             continue
         name, is_narrow = op_name(n), _is_narrow(n)
+        if exact := _exact_up_to(capture, n):
+            found[n.meta["source"], str(n.target)] = exact
+            continue
         is_compared = name in TWO_SIDED and is_known(n)
         if not (is_narrow or is_compared or name == "slice"):
             continue
@@ -160,6 +163,24 @@ def _is_narrow(n: fx.Node) -> bool:
     if not isinstance(val, torch.Tensor) or val.dtype not in NARROW or op_name(n) not in ("_to_copy", "sum", "cumsum"):
         return False
     return is_routed(n) and len(n.all_input_nodes) == 1 and is_known(n.all_input_nodes[0])
+
+
+def _exact_up_to(capture: Capture, n: fx.Node) -> int | None:
+    """Of integers that were floats of few digits, the number up to which these tell all integers apart, if they count
+    tokens or say where these are: `arange(T).bfloat16().long()`."""
+    before = n.all_input_nodes[0] if op_name(n) == "_to_copy" and n.all_input_nodes else None
+    dtype = before.meta["val"].dtype if before is not None and is_known(before) else None
+    if before is None or dtype not in _EXACT or n.meta["val"].is_floating_point():
+        return None
+    while op_name(before) in _PASSED_ON and before.meta["val"].is_floating_point():
+        before = before.all_input_nodes[0]
+    if not is_known(before):
+        return None
+    if before.meta["val"].is_floating_point():
+        is_any = not before.all_input_nodes and before.meta["val"].numel() in token_sizes(capture)
+    else:
+        is_any = not _is_bounded(Ranges.with_more_tokens(capture), before)
+    return _EXACT[dtype] if is_any else None
 
 
 def _is_bounded(ranges: Ranges, n: fx.Node, limit: int = UNBOUNDED // 2) -> bool:

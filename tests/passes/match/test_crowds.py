@@ -440,6 +440,35 @@ def test_the_last_expert_is_no_count_of_tokens():
     assert moefx.blocks(compiled)[0].fallbacks == 0
 
 
+class Rounding(Loop):
+    """Says where tokens are in floats of few digits."""
+
+    def __init__(self, positions):
+        super().__init__(Mlp)
+        self.positions = positions
+
+    def mixed(self, x, w, ids):
+        positions = self.positions(len(x))
+        out = torch.zeros_like(x)
+        for e in range(E):
+            t, k = torch.where(ids == e)
+            out = out.index_add(0, positions[t], self.expert(e, x[t], w[t, k, None]))
+        return out
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [lambda n: torch.arange(n).bfloat16().long(), lambda n: torch.arange(n, dtype=torch.bfloat16).view(-1).long()],
+    ids=["cast", "made"],
+)
+def test_positions_of_few_digits(positions):
+    model = Rounding(positions).double()
+    compiled = moefx.compile(model, example_inputs=(torch.randn(9, D, dtype=torch.double),))
+    for tokens in (9, 250, 301):
+        x = torch.randn(tokens, D, dtype=torch.double)
+        torch.testing.assert_close(compiled(x), model(x))
+
+
 class SkippingIdle(Loop):
     """Three experts, one for each token: those that nobody chose are skipped."""
 
