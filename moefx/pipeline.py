@@ -264,6 +264,8 @@ def _for_sizes(prover: Prover, names: Placeholders) -> tuple[Match, Rewritten]:
             raise
         try:
             return _for_example(only(side))
+        except Refused as of_side:  # says more than that the program does not run at other sizes
+            raise (error if isinstance(error, Refused) else of_side) from None
         except Exception:
             raise error from None
     failed = _failed_for_example(match)

@@ -208,6 +208,22 @@ def test_refuses_what_only_sizes_on_the_side_of_the_example_show(takes, fn, size
         moefx.compile(Odd(takes, fn).double(), example_inputs=sequences(size))
 
 
+class Multiples(Odd):
+    """Takes multiples of 8 tokens only."""
+
+    def forward(self, x):
+        if not self.takes(x):
+            raise ValueError("pad to multiples of 8")
+        return super().forward(x)
+
+
+def test_says_what_is_wrong_at_the_sizes_that_a_program_takes():
+    torch.manual_seed(0)
+    model = Multiples(lambda x: x.shape[0] * x.shape[1] % 8 == 0, single).double()
+    with pytest.raises(moefx.NoMoEBlockFound, match=r"different functions under|one function under one"):
+        moefx.compile(model, example_inputs=sequences((4, 6)))
+
+
 class ByCondition(Block):
     """Each sequence chooses by its condition."""
 
