@@ -18,7 +18,8 @@ from .form import Lifted
 if TYPE_CHECKING:
     from .prove import Prover
 
-_COUNTS = (2, 0, 1)  # the first one is the control: if it cannot be shown, the others show nothing
+_COUNTS = (0, 1, 2)
+_CONTROLS = (3, 2)  # if neither can be shown, the counts show nothing
 _MOST_EXPERTS = 3  # to try
 
 
@@ -28,7 +29,7 @@ def vary_counts(prover: Prover) -> None:
     such an expert.
 
     Raises:
-        Refused: an expert without tokens, or with a single one, changes the form.
+        Refused: an expert without tokens, or with one or two, changes the form.
     """
     seen = _seen(prover)
     routings = [("spared", 0, count) for count in _COUNTS if count not in seen]
@@ -36,8 +37,8 @@ def vary_counts(prover: Prover) -> None:
         routings += [("unsure", 0, 1), ("unsure", prover.num_experts, 1)]
     experts = max(prover.lifted[0].groups, key=lambda g: len(g.ids)).ids[:_MOST_EXPERTS]
     for sizes, expert in itertools.product(_few_sizes(prover) if routings else (), experts):
-        control = Routing("spared", expert, (expert,) * _COUNTS[0])
-        if not isinstance(_capture_count(prover, expert, control, sizes), Lifted):
+        controls = (Routing("spared", expert, (expert,) * count) for count in _CONTROLS)
+        if not any(isinstance(_capture_count(prover, expert, control, sizes), Lifted) for control in controls):
             continue
         for kind, offset, count in routings:
             found = _capture_count(prover, expert, Routing(kind, expert + offset, (expert,) * count), sizes)

@@ -209,11 +209,11 @@ def test_refuses_what_only_sizes_on_the_side_of_the_example_show(takes, fn, size
 
 
 class Multiples(Odd):
-    """Takes multiples of 8 tokens only."""
+    """Takes no other sizes, multiples of 8 tokens say."""
 
     def forward(self, x):
         if not self.takes(x):
-            raise ValueError("pad to multiples of 8")
+            raise ValueError("other sizes are not taken")
         return super().forward(x)
 
 
@@ -222,6 +222,18 @@ def test_says_what_is_wrong_at_the_sizes_that_a_program_takes():
     model = Multiples(lambda x: x.shape[0] * x.shape[1] % 8 == 0, single).double()
     with pytest.raises(moefx.NoMoEBlockFound, match=r"different functions under|one function under one"):
         moefx.compile(model, example_inputs=sequences((4, 6)))
+
+
+def of_two(block, x, t, k, w, ids, e):
+    y = block.experts[e](x[t]) * w[t, k, None]
+    return y / 2 if int((ids == e).sum()) == 2 else y
+
+
+def test_refuses_what_is_done_with_exactly_two_tokens():
+    torch.manual_seed(0)
+    model = Multiples(lambda x: x.shape[0] * x.shape[1] >= 16, of_two).double()
+    with pytest.raises(moefx.NoMoEBlockFound, match=r"different functions under|one function under one"):
+        moefx.compile(model, example_inputs=sequences((4, 6)), plan=moefx.Plan(validation="symbolic"))
 
 
 class ByCondition(Block):
