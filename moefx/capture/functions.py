@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -87,7 +88,11 @@ class Functions(TorchFunctionMode):
             left, right, is_met = f"{tokens.expr}%{step}", "0", step < 2 or tokens.value % step == 0
         else:
             left, right, is_met = f"({tokens.expr}*{width})%({step.expr})", "0", tokens.value * width % step.value == 0
-        if _is_identity(left, right, sizes.dims):
+        # Axes of one element may be missing in a size, and all have one name: with B = 1 the size of `x.flatten(0, 1)`
+        # is S as well as B*S, and with S = 1, too, the shape of x starts with B, B.
+        single = [name for name, size in sizes.dims.items() if size == 1]
+        missing = (some for n in range(len(single) + 1) for some in itertools.combinations_with_replacement(single, n))
+        if any(_is_identity("*".join((*some, left)), right, sizes.dims) for some in missing):
             return
         sizes.note(left, "eq", right, is_met)
         if not is_met:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 
 import pytest
 import torch
@@ -125,6 +126,33 @@ def test_few_tokens_of_an_expert_are_right_or_refused(run, num_experts, top_k):
         for block in (model, compiled):
             block.router.weight.data[0, :2] = torch.tensor([first, second])
         x = _inputs(tokens, tokens // 2)
+        torch.testing.assert_close(compiled(x), model(x))
+
+
+class SkipsInBatches(Skips):
+    def forward(self, x):
+        return super().forward(x.reshape(-1, D)).reshape(x.shape)
+
+
+def doubled_in_a_crowd(block, out, expert, x, w, ids, e):
+    if int(torch.bincount(ids.flatten()).max()) > 20:
+        w = w * 2
+    return _add(out, expert, x, w, *torch.where(ids == e))
+
+
+@pytest.mark.parametrize("lead", [(2, 5), (2, 2, 6)])
+@pytest.mark.parametrize("run", [second_row, doubled_in_a_crowd])
+def test_few_tokens_in_batches_are_right_or_refused(run, lead):
+    torch.manual_seed(0)
+    model = SkipsInBatches(2, 1, run).double()
+    x = _inputs(math.prod(lead), None).reshape(*lead, D)
+    compiled = moefx.compile(
+        copy.deepcopy(model), example_inputs=(x,), plan=moefx.Plan(validation="symbolic"), strict=False
+    )
+    for first, second in ((0, 0), (-60, 120)):
+        for block in (model, compiled):
+            block.router.weight.data[0, :2] = torch.tensor([first, second])
+        x = _inputs(math.prod(lead), 3).reshape(*lead, D)
         torch.testing.assert_close(compiled(x), model(x))
 
 
