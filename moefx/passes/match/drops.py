@@ -48,12 +48,12 @@ def explain_drops(match: Match) -> None:
     match.drop = _rule(match, owned)
     if match.drop is None:
         match.keep = _mask(match, owned)
-    elif match.drop.order == "weight" and (parted := _parts_ties(match, owned)) is not True:
+    elif match.drop.order == "weight" and (ties := _ties(match, owned)) != "parted":
         rule, match.drop = match.drop, None
         try:
             match.keep = _mask(match, owned)
         except Refused:
-            if parted is False:
+            if ties is not None:
                 raise
             match.drop = rule
 
@@ -75,10 +75,15 @@ def _rule(match: Match, owned: set[int]) -> DropRule | None:
     return found[0] if len(found) == 1 or (found and match.slots == 1) else None
 
 
-def _parts_ties(match: Match, owned: set[int]) -> bool | None:
-    """Whether of choices with equal weights an expert keeps as many as it has places for, as by `topk(n).indices`,
-    any of them; else it keeps them all, or none, as by `weights >= topk(n).values[-1]`. None if no order of weights
-    says who is kept, or none are equal where the last place goes."""
+def _ties(match: Match, owned: set[int]) -> str | None:
+    """What an expert does about choices with equal weights.
+
+    Returns:
+        "parted" if it keeps as many as it has places for, as by `topk(n).indices`; "reordered" if these are not the
+        first ones although it sorts stably; "together" if it keeps them all, or none, as by
+        `weights >= topk(n).values[-1]`; None if no order of weights says who is kept, or none are equal where the last
+        place goes.
+    """
     places = []
     for lifted in match.lifted:
         ranks = _ranks(lifted, "weight", owned)
@@ -96,9 +101,21 @@ def _parts_ties(match: Match, owned: set[int]) -> bool | None:
         ranks = _ranks(tied, "weight", owned, is_tied=True)
         if ranks is None or not _has_ties_at(tied, ranks, fewest, most):
             continue
-        found = _places(tied, ranks)
-        return found is not None and found[0] <= most and (found[1] is None or found[1] >= fewest)
+        if not _are_within(_places(tied, ranks), fewest, most):
+            return "together"
+        first = _ranks(tied, "weight", owned)
+        is_promised = any(
+            n.kwargs.get("stable") is True and n.args[0].meta["val"].is_floating_point() for n in tied.capture.nodes
+        )
+        if is_promised and first is not None and not _are_within(_places(tied, first), fewest, most):
+            return "reordered"
+        return "parted"
     return None
+
+
+def _are_within(places: tuple[int, int | None] | None, fewest: int, most: int) -> bool:
+    """Whether as many places as another capture has explain what one kept."""
+    return places is not None and places[0] <= most and (places[1] is None or places[1] >= fewest)
 
 
 def _has_ties_at(lifted: Lifted, ranks: dict[Slot, int], fewest: int, most: int) -> bool:
@@ -219,7 +236,16 @@ def _mask(match: Match, owned: set[int]) -> list[Ref] | None:
         )
     if skipped := _left_out(match.lifted):
         raise skipped
-    if _parts_ties(match, owned) is False:
+    ties = _ties(match, owned)
+    if ties == "reordered":
+        raise Refused(
+            "an expert keeps its largest weights, and of equal ones not those of the first tokens, which a stable sort "
+            "promises",
+            source=str(match.lifted[0].cut.meta["source"]),
+            remedy="sort the weights in the order of the tokens, as in "
+            "weights.argsort(descending=True, stable=True)[:places]",
+        )
+    if ties == "together":
         raise Refused(
             "an expert keeps its largest weights down to a value, so that choices whose weights are equal are kept or "
             "dropped together; a capacity is a number of places",

@@ -106,6 +106,17 @@ def test_rows_taken_down_to_a_value_are_no_number_of_places(k):
     assert "argsort(descending=True, stable=True)[:places]" in refusal.value.remedy  # as `largest` does
 
 
+def largest_and_last(w):
+    return w.numel() - 1 - w.flip(0).argsort(descending=True, stable=True)[:PLACES]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("k", [2, 1])
+def test_the_last_of_equal_choices_are_not_the_first(k):
+    with pytest.raises(Refused, match="of equal ones not those of the first tokens"):
+        rewritten(PerExpert(largest_and_last, k))
+
+
 class ByThreshold(Loop):
     """Experts of a token down to a value of its scores: all of them where all scores are equal."""
 
