@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -118,11 +119,15 @@ class Prover:
         """Sizes with about so many tokens. If the program goes the example's way only elsewhere, with more or fewer,
         and others than the captures have: a program of one size would take sizes for constants."""
         sizes = self.arguments.choose(tokens, variant)
-        if not self.within or (self.is_within(sizes) and sizes not in self.sizes):
+        known = {math.prod(one.values()) for one in self.sizes}
+        if not self.within or (self.is_within(sizes) and math.prod(sizes.values()) not in known):
             return sizes
         # the first three differ, if they are chosen for the same number of tokens
         if found := find_sizes(self.arguments, self.within, self.tokens if variant < 3 else tokens):
-            return found[variant % (3 if variant < 3 else len(found))]
+            sizes = found[variant % (3 if variant < 3 else len(found))]
+            if variant < 3 and math.prod(sizes.values()) in known:  # 7 * 11 and 11 * 7: numbers made of 77 are equal
+                return next((one for one in found if math.prod(one.values()) not in known), sizes)
+            return sizes
         for n in (tokens, *(tokens * 2**i for i in range(1, 7)), *(tokens >> i for i in range(1, 5))):
             sizes = self.arguments.choose(n, variant)
             if self.is_within(sizes):

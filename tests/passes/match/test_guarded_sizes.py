@@ -324,3 +324,37 @@ def test_refuses_to_skip_a_single_token(skips):
     torch.manual_seed(0)
     with pytest.raises(moefx.NoMoEBlockFound, match=r"read from a tensor changes what is computed: "):
         moefx.compile(Counting(skips, 4, 2).double(), example_inputs=rows(16))
+
+
+class RanksInChunks(nn.Module):
+    """Places of an expert are counted anew for each 64 tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(6, 6, bias=False)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(6, 5), nn.SiLU(), nn.Linear(5, 6)) for _ in range(6))
+
+    def forward(self, x):
+        w, ids = self.gate(x).softmax(-1).topk(2)
+        ranks = torch.cat([self.rank(chunk) for chunk in ids.reshape(-1, 2).split(64)])
+        w = w * (ranks.reshape(w.shape) < 9)
+        rows, w, ids = x.reshape(-1, 6), w.reshape(-1, 2), ids.reshape(-1, 2)
+        out = torch.zeros_like(rows)
+        for e, expert in enumerate(self.experts):
+            t, k = torch.where(ids == e)
+            out = out.index_add(0, t, expert(rows[t]) * w[t, k, None])
+        return out.reshape(x.shape)
+
+    def rank(self, ids):
+        own = F.one_hot(ids, 6).reshape(-1, 6)
+        return (own.cumsum(0) - own).gather(1, ids.reshape(-1, 1)).reshape(ids.shape)
+
+
+def test_the_first_captures_of_a_guarded_program_differ_in_their_tokens():
+    model = RanksInChunks().double()
+    example = torch.randn(5, 13, 6, dtype=torch.float64)
+    compiled = moefx.compile(model, example_inputs=(example,), plan=moefx.Plan(validation="symbolic"))
+    for lead in ((5, 13), (7, 11), (10, 10)):
+        x = torch.randn(*lead, 6, dtype=torch.float64)
+        torch.testing.assert_close(compiled(x), model(x))
+    assert moefx.blocks(compiled)[0].fallbacks == 0
