@@ -50,6 +50,7 @@ class Functions(TorchFunctionMode):
     def __init__(self, tracer: Tracer):
         super().__init__()
         self.tracer = tracer
+        self._views: dict[tuple[str, bool], bool] = {}  # see `_fits_all_sizes`
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         given = (*args, *(kwargs or {}).values())
@@ -88,11 +89,7 @@ class Functions(TorchFunctionMode):
             left, right, is_met = f"{tokens.expr}%{step}", "0", step < 2 or tokens.value % step == 0
         else:
             left, right, is_met = f"({tokens.expr}*{width})%({step.expr})", "0", tokens.value * width % step.value == 0
-        # Axes of one element may be missing in a size, and all have one name: with B = 1 the size of `x.flatten(0, 1)`
-        # is S as well as B*S, and with S = 1, too, the shape of x starts with B, B.
-        single = [name for name, size in sizes.dims.items() if size == 1]
-        missing = (some for n in range(len(single) + 1) for some in itertools.combinations_with_replacement(single, n))
-        if any(_is_identity("*".join((*some, left)), right, sizes.dims) for some in missing):
+        if self._fits_all_sizes(own, known, is_whole=len(known) == len(shape)):
             return
         sizes.note(left, "eq", right, is_met)
         if not is_met:
@@ -103,6 +100,22 @@ class Functions(TorchFunctionMode):
                 source=str(source),
                 remedy="pass example_inputs of several such sizes, or pad the tokens outside of the block",
             )
+
+    def _fits_all_sizes(self, own: Iterable[Any], asked: Iterable[Any], is_whole: bool) -> bool:
+        """Whether a view fits at all sizes, by some names of its numbers. A small size of this capture may be a number
+        of the program, such as the choices of a token, and a multiple of few tokens has no name. A view that fits some
+        sizes only is seen in captures whose numbers have one name each.
+
+        Args:
+            is_whole: no axis is left to torch (-1).
+        """
+        sizes = self.tracer.sizes
+        names = [_names(n, sizes.tokens, sizes.tokens_text) for n in (*own, "/", *asked)]
+        key = str(names), is_whole
+        if key not in self._views:
+            conditions = (_condition(each, is_whole) for each in itertools.product(*names))
+            self._views[key] = any(_is_identity(left, right, sizes.dims) for left, right in conditions)
+        return self._views[key]
 
     def _called(self, func: Any, args: tuple, options: dict[str, Any], touched: bool, given: tuple) -> Any:
         """`given`: the arguments with sizes that remember where they come from."""
@@ -261,6 +274,22 @@ def _without_eps(
     if eps is not None or not is_float(input) or _is_batched(input):
         return None
     return input, list(normalized_shape), weight, None
+
+
+def _names(n: Any, tokens: int, tokens_text: str) -> list[str]:
+    """The expressions that a number of a shape may have come from."""
+    if isinstance(n, Number):
+        return [n.expr, str(n.value)] if n.value <= _MOST_OF_A_TOKEN else [n.expr]
+    if isinstance(n, int) and n and n % tokens == 0 and n // tokens <= _MOST_OF_A_TOKEN:
+        return [str(n), f"{n // tokens}*{tokens_text}"]
+    return [str(n)]
+
+
+def _condition(names: tuple[str, ...], is_whole: bool) -> tuple[str, str]:
+    """The two sides that are equal if a view fits. Args: names of the tensor's axes, "/", and of the asked ones."""
+    at = names.index("/")
+    own, asked = "*".join(names[:at]) or "1", "*".join(names[at + 1 :]) or "1"
+    return (own, asked) if is_whole else (f"({own})%({asked})", "0")
 
 
 def _is_identity(left: str, right: str, dims: Iterable[str]) -> bool:
