@@ -20,58 +20,60 @@ Gradients = Literal["manual"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How the MoE blocks of a model are rewritten. All fields are optional.
+    """Options of `compile`. All fields are optional.
 
     Attributes:
-        checkpoint: what the expert MLP keeps for its backward (MoEBlaze section 5). `"h"`: its input X and the
-            up-projection H, activation recomputed; `"x"`: X only; `"all"`: the activation too.
-            `"auto"`: the fastest that fits the memory, by the planner's formulas (docs/planner.md).
-        expert_storage: `"original"` leaves the storage of ModuleList experts alone; `"contiguous"` lays it out so
-            that the E parameters are equally spaced views (they stay the E original Parameters).
-        expert_axis: the mesh axis that the experts are spread over, or several, `("dp", "tp")`, made one. Without it:
-            `"ep"` if the mesh has an axis of that name, or its only axis. `"auto"`: what is fastest and fits the memory
-            by the planner's formulas, `sequence_axis` included; without a mesh it says nothing.
-        placement: what the mesh is checked for. `"ep_first"`: the ranks of an expert group are neighbours, so that
-            exchanges stay near; `"dp_first"`: those of a data-parallel group are (X-MoE appendix C.1). None: either.
-        sequence_axis: a mesh axis (tensor-parallel) whose ranks all have the same tokens: each routes a part of them,
-            and the sums are gathered (X-MoE section 4.3, SSMB). Its ranks are among those of `expert_axis`.
-        sequence_gradients: what the ranks of `sequence_axis` are given as the gradient of the block's output:
-            `"replicated"`, all of it each; `"partial"`, a summand each.
+        checkpoint: the tensors that the expert MLP keeps for its backward (MoEBlaze section 5). `"h"`: its input X and
+            the up-projection H, the activation is recomputed; `"x"`: X only; `"all"`: the activation too; `"auto"`:
+            the fastest policy that fits the memory, by the planner's formulas (docs/planner.md).
+        expert_storage: `"original"` keeps the storage of experts in a ModuleList; `"contiguous"` lays it out as E
+            equally spaced views (they stay the E original Parameters).
+        expert_axis: the mesh axis over which the experts are spread, or several that become one, `("dp", "tp")`. None:
+            `"ep"` if the mesh has an axis of that name, else its only axis. `"auto"`: the fastest layout that fits the
+            memory by the planner's formulas, `sequence_axis` included; it has no effect without a mesh.
+        placement: the order of ranks that the mesh is checked for. `"ep_first"`: the ranks of an expert group are
+            neighbours, so that exchanges stay near; `"dp_first"`: the ranks of a data-parallel group are (X-MoE
+            appendix C.1). None: either.
+        sequence_axis: a tensor-parallel mesh axis whose ranks all have the same tokens. Each rank routes a part of
+            them, and the sums are gathered (X-MoE section 4.3, SSMB). Its ranks are among those of `expert_axis`.
+        sequence_gradients: the gradient of the block's output that each rank of `sequence_axis` receives:
+            `"replicated"`, the whole gradient; `"partial"`, one summand of it.
         gradients: `"manual"`: you reduce gradients between backward and the optimizer's step (`explain` says how). A
-            reduction by hand leaves no trace, and without this the first step on gradients that neither `fully_shard`
-            nor DistributedDataParallel reduces warns.
-        dispatch: how rows travel to their experts. `"flat"`: one row for each choice; `"dedup"`: one for each rank that
-            has experts of the token; `"rbd"`: one for each node, and from there one for each rank (X-MoE section 4.2);
-            `"halo"`: as that, but what stays in the node does not wait for what comes from others (Piper section V);
-            `"auto"`: what is fastest by the bandwidth of each level, within nodes and above, measured by `compile`.
-        pilots: False: `"halo"` sends a row for each choice, as in Piper, not one for each node and rank.
-        chunks: tokens travel in so many parts: while experts compute on one, others are on their way. Each part is
-            multiplied by itself: worth it where exchanges take long, and experts have many rows.
-        capacity_factor: experts drop choices, though the model has them drop none: of one rank's tokens each takes
-            ceil(capacity_factor * choices / experts) at most. This changes what the model computes: `verify` shows it
-            as soon as something is dropped. None: as the model does.
-        drop: which choices an expert takes then: those with the largest routing weights (`"weight"`), those of the
-            first tokens (`"position_token"`), or all tokens' first choices before their second (`"position_slot"`).
-        node_size: ranks of a node, numbered node by node. Without it: LOCAL_WORLD_SIZE, which torchrun sets, else all.
-        topology_levels: ranks of units above a node, e.g. `(32, 512)` for switch groups of 32 and racks of 512 ranks.
-            `"rbd"` and `"halo"` take one more hop for each.
-        timeout: seconds that a rank waits for others in an exchange before it raises `RanksLost`. None: as long as the
-            process groups of the mesh allow (see `torch.distributed.init_process_group`).
-        tokens: that a rank is given in a micro-batch, for what is predicted of it. None: those of the example inputs,
-            or 4096 without any.
-        memory: bytes of a device that parameters, gradients, optimizer and activations may take, where something is
-            `"auto"`. None: all that it has.
-        zero: stage of ZeRO, 0 to 3, that you spread states by (`fully_shard`: 3), where something is `"auto"`. None:
-            the lowest with which something fits.
+            reduction by hand leaves no trace: without this field, the first step on gradients that neither
+            `fully_shard` nor DistributedDataParallel reduces warns.
+        dispatch: how rows travel to their experts. `"flat"`: one row for each choice; `"dedup"`: one for each rank
+            that has experts of the token; `"rbd"`: one for each node, and from there one for each rank (X-MoE section
+            4.2); `"halo"`: as `"rbd"`, but rows that stay in the node do not wait for rows of other nodes (Piper
+            section V); `"auto"`: the fastest way by the bandwidths within and between nodes, which `compile` measures.
+        pilots: False: `"halo"` sends a row for each choice, as in Piper, instead of one for each node and rank.
+        chunks: the number of parts in which tokens travel. Experts compute on one part while others are on their way.
+            It pays if exchanges take long and experts have many rows.
+        capacity_factor: a capacity for a model that has none: each expert takes at most ceil(capacity_factor * choices
+            / experts) of one rank's choices. This changes the results: `verify` shows it as soon as a choice is
+            dropped. None: the model's own rule.
+        drop: the choices that an expert takes under `capacity_factor`: those with the largest routing weights
+            (`"weight"`), those of the first tokens (`"position_token"`), or all first choices before the second ones
+            (`"position_slot"`).
+        node_size: ranks of a node, numbered node by node. None: LOCAL_WORLD_SIZE, which torchrun sets, else all ranks.
+        topology_levels: ranks of units above a node, such as `(32, 512)` for switch groups of 32 and racks of 512
+            ranks. `"rbd"` and `"halo"` take one more hop for each.
+        timeout: seconds that a rank waits for others in an exchange before it raises `RanksLost`. None: the timeout of
+            the mesh's process groups (see `torch.distributed.init_process_group`).
+        tokens: tokens per rank and micro-batch that the planner assumes. None: those of the example inputs, or 4096
+            without any.
+        memory: bytes of a device for parameters, gradients, optimizer and activations, if a field is `"auto"`. None:
+            all of its memory.
+        zero: the stage of ZeRO, 0 to 3, by which you shard states (`fully_shard`: 3), if a field is `"auto"`. None:
+            the lowest stage that fits.
         layout: sizes that the planner counted on (`Entry.plan`), as pairs or a dict: "pp", "tp", "ep", "zero",
-            "microbatches", "recompute". `compile` raises if the mesh has others, or if it would not do what is named.
-            None, and sizes that are left out: you see to that.
-        validation: `"symbolic"` proves the rewrite on abstract tensors under several routings only; `"numeric"` also
-            runs original and rewritten block side by side on a few tokens; `"auto"` does so where weights exist and
-            `validation_seconds` allows.
-        validation_seconds: time budget of the numeric validation over all blocks, in seconds.
-        fuse: collapse dispatch, GEMMs and the pointwise part into `expert_mlp`. Off: one op per step, for debugging.
-        disable: names of passes to leave out, e.g. `("fuse",)`, to bisect a problem.
+            "microbatches", "recompute". `compile` raises if the mesh has other sizes, or if it would not do what an
+            entry asks for. Sizes that are left out are not checked.
+        validation: `"symbolic"` proves the rewrite on abstract tensors under several routings; `"numeric"` also runs
+            original and rewritten block side by side on a few tokens; `"auto"` does so if the weights exist and
+            `validation_seconds` allows it.
+        validation_seconds: time budget of the numeric check over all blocks, in seconds.
+        fuse: collapse dispatch, GEMMs and the pointwise part into `expert_mlp`. False: one op per step, for debugging.
+        disable: names of passes to leave out, such as `("fuse",)`, to bisect a problem.
     """
 
     checkpoint: Checkpoint = "h"
