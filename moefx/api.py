@@ -1,4 +1,4 @@
-"""The public functions (design section 2)."""
+"""The public functions on models: `compile`, `explain`, `blocks`, `graph`, `history`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ UNCHANGED: weakref.WeakKeyDictionary[nn.Module, Record] = weakref.WeakKeyDiction
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What `compile` found, kept on the compiled model: names, texts and numbers, no second model."""
+    """The findings of `compile`, kept on the compiled model: names, texts and numbers, no second model."""
 
     matched: tuple[MatchedBlock, ...]
     refused: tuple[Refusal, ...]
@@ -63,27 +63,27 @@ def compile(
     """Find the MoE blocks of a plain PyTorch model, prove what they compute, rewrite them into padding-free ops.
 
     Args:
-        model: any `nn.Module`; on the meta device too. It stays as it is and serves as the reference.
-        mesh: a DeviceMesh; the experts are spread over its axis `plan.expert_axis`. Each rank keeps its own tokens. A
-            parameter of all experts becomes a DTensor; of experts with parameters of their own each rank keeps its
-            own. An expert's gradient is the sum over the ranks of what each one's own loss gives.
-        plan: a `Plan`, or None for the defaults. `"auto"`: `Plan(expert_axis="auto", checkpoint="auto")`, what should
-            be the fastest that fits the memory with the tokens of the example inputs (docs/planner.md). All ranks of
-            the mesh decide that together; `explain` says what, and why.
+        model: any `nn.Module`, also on the meta device. It stays as it is and serves as the reference.
+        mesh: a DeviceMesh. The experts are spread over its axis `plan.expert_axis`, and each rank keeps its own tokens.
+            A parameter that holds all experts becomes a DTensor; if each expert has parameters of its own, each rank
+            keeps those of its experts. An expert's gradient is the sum of its gradients over the ranks' losses.
+        plan: a `Plan`, or None for the defaults. `"auto"`: `Plan(expert_axis="auto", checkpoint="auto")`, the fastest
+            layout that fits the memory with the tokens of the example inputs, by the planner's formulas
+            (docs/planner.md). All ranks of the mesh decide together; `explain` prints the decision and its reasons.
         example_inputs: a tuple of positional or a dict of keyword arguments that `model` accepts. Without them: the
             model's own `dummy_inputs`, else token ids if its first layer is an embedding, else hidden states.
-        strict: raise if nothing could be rewritten, warn once about what was refused. Without it a model in which
-            nothing could be rewritten is returned as it is, without a word; `explain` says why.
+        strict: raise if no block was rewritten, and warn about blocks that were refused. False: a model without a
+            rewritten block is returned as it is, without a warning; `explain` says why.
 
     Returns:
         A new model of the same class around the same parameters and buffers, in which each rewritten block keeps its
         class and submodules and only its `forward` runs the rewritten graph.
 
     Raises:
-        NoMoEBlockFound: `strict`, and nothing was rewritten; the message lists what was refused and why.
+        NoMoEBlockFound: `strict`, and no block was rewritten; the message lists the refused ones and why.
         InvalidInput: the example inputs do not fit. CaptureError: the model does not run on them.
-        InvalidPlan: a plan field cannot be meant, does not fit the mesh, or names a pass that there is not; or the
-            ranks of the mesh have other plans or models.
+        InvalidPlan: a plan field has an invalid value, does not fit the mesh, or names an unknown pass; or the ranks of
+            the mesh have different plans or models.
         Refused: with a mesh, a block whose experts cannot be spread over ranks.
         UnknownPlatform: the planner is asked, and MOEFX_PLATFORM names no platform.
     """
@@ -162,13 +162,13 @@ def compile(
 def explain(
     model: nn.Module, *, mesh: Any = None, plan: Plan | str | None = None, example_inputs: Any = None
 ) -> Explanation:
-    """What `compile` finds in a model, or found in a compiled one, the numeric check included.
+    """Print the blocks that `compile` finds in a model, or found in a compiled one, the numeric check included.
 
     Args:
-        mesh: how `compile(mesh=mesh)` would spread the experts; the blocks for which it would raise are refused. The
-            model keeps its parameters. Collective over the expert axis, as `compile` is: its ranks agree on what they
-            found, make process groups, and measure bandwidths for `Plan(dispatch="auto")`; where the planner decides,
-            over the whole mesh. A compiled model says how it was spread, whatever the mesh is here, and asks nobody.
+        mesh: says how `compile(mesh=mesh)` would spread the experts, and lists the blocks for which it would raise as
+            refused. The model keeps its parameters. Collective over the expert axis, as `compile` is: its ranks agree
+            on the blocks, make process groups, and measure bandwidths for `Plan(dispatch="auto")`; collective over the
+            whole mesh if the planner decides. A compiled model says how it was spread, without communication.
 
     Raises:
         InvalidPlan: as `compile`. CaptureError, InvalidInput: the model does not run on the example.
@@ -253,7 +253,7 @@ class Block:
         return self.forward.counts.original
 
     def record_load(self, on: bool = True) -> None:
-        """Switch routing statistics on (they are off by default). Warns where a compiled graph keeps none."""
+        """Switch routing statistics on (they are off by default). Warns if a compiled graph keeps none."""
         if on and (other := self.forward.compiled_by):
             warnings.warn(
                 f"moefx: there will be no routing statistics: the code that {other!r} makes of a graph keeps none. "
@@ -265,8 +265,8 @@ class Block:
     def load(self) -> torch.Tensor | None:
         """Tokens per expert [E] of the last call, on the device, without host synchronisation; None before it.
 
-        Over a mesh they are this rank's tokens (with a `sequence_axis`: its part of them), and E all experts, wherever
-        they live: the sum of it over the ranks is the load of all tokens.
+        Over a mesh these are this rank's tokens (with a `sequence_axis`: its part of them), and E counts the experts of
+        all ranks: the sum over the ranks is the load of all tokens.
         """
         return self.forward.load()
 
@@ -319,8 +319,10 @@ def _plan(plan: Plan | str | None, mesh: Any) -> Plan:
 
 
 def checked_passes(plan: Plan) -> Plan:
-    """Raises:
-    InvalidPlan: it is to do without a pass that there is not.
+    """Return the plan.
+
+    Raises:
+        InvalidPlan: it disables an unknown pass.
     """
     names = [*(made.__name__ for made in PASSES), "overlap"]  # without `collectives` there is no expert parallelism
     for name in plan.disable:

@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class VerifyReport:
-    """What `verify` found; `str()` is a table.
+    """The result of `verify`; `str()` is a table.
 
     Attributes:
         rows: every compared tensor, see `Row`. Block "" is the whole model.
         routing: how each router decided, see `RoutingRow`.
         first_block: name of the first block, in order of execution, that differs on inputs of its own.
         first_pass: the first pass whose snapshot of that block differs, with the pass's file and line.
-        notes: what could not be checked as the rule says.
-        covered: what was compared beside the given calls: later calls, modes, a second backward.
-        not_covered: what was not, and why.
+        notes: checks that the rule asks for and that were not possible, and why.
+        covered: comparisons beside those of the given calls: later calls, modes, a second backward.
+        not_covered: comparisons that were left out, and why.
     """
 
     rows: tuple[Row, ...]
@@ -61,7 +61,7 @@ class VerifyReport:
         return tuple(row for row in self.rows if not row.ok)
 
     def raise_if_failed(self) -> VerifyReport:
-        """Itself, if all is well.
+        """Return the report if all rows are ok.
 
         Raises:
             VerificationFailed: with the report as its message.
@@ -71,7 +71,7 @@ class VerifyReport:
         return self
 
     def to_json(self) -> str:
-        """The report as JSON; infinite errors (what cannot be compared at all) are null."""
+        """The report as JSON. Infinite errors, of values that cannot be compared, are null."""
         return json.dumps(_finite(dataclasses.asdict(self) | {"ok": self.ok}))
 
     def __str__(self) -> str:
@@ -93,31 +93,31 @@ def verify(
     modes: Sequence[str] = (),
 ) -> VerifyReport:
     """Compare a compiled model with its reference: outputs, gradients of inputs and of every parameter,
-    buffers and other state after the call (design section 9, the float64 rule of `comparison.policy`).
+    buffers and other state after the call. `comparison.policy` has the rule: the original in float64 is the truth.
 
-    Neither model is touched: `.grad`, buffers, modes, attributes and random numbers stay. Runs in the modes
-    that the models are in, under the autocast that is active.
+    Neither model is touched: `.grad`, buffers, modes, attributes and random numbers stay. Runs in the models' own modes
+    and under the active autocast.
 
-    Then further calls follow in the same copies of the models, made of the first inputs by cutting, repeating and
+    Further calls follow in the same copies of the models, on inputs made of the first ones by cutting, repeating and
     reordering tokens: the given count with gaps between the rows, forward alone; one count below it on transposed
     inputs and one above, with gradients; four small counts, forward alone. `report.covered` lists them, `not_covered`
-    what the original does not take.
+    the calls that the original does not take.
 
     Args:
-        compiled: what `compile` returned, or `rewrite_graph`, or `torch.compile(model, backend="moefx")`. If
+        compiled: the result of `compile`, of `rewrite_graph` or of `torch.compile(model, backend="moefx")`. If
             `torch.compile` or `module.compile` compiled it or modules of it, copies run as torch compiles them, too.
         reference: the original, or a copy of it.
         inputs: a tuple of positional or a dict of keyword arguments, one tensor, or a list of these (several
             shapes).
-        dtype: precision to verify in; None: the models' own. In half precision what is smaller than rounding
-            cannot be seen: verify in float64 too.
+        dtype: precision to verify in; None: the models' own. Half precision hides errors below its rounding: verify in
+            float64 too.
         grads: also compare gradients, and without a mesh those of a second backward whose cotangents have stride 0
             (not of graphs of `torch.compile`); False runs under `torch.no_grad()`.
-        seeds: one comparison for each, of the random numbers that the models draw and of the cotangents.
+        seeds: of the random numbers that the models draw and of the cotangents. One comparison for each seed.
         loss: `loss(output) -> scalar` to differentiate; by default every output gets a random cotangent.
         routings: also compare each block on hidden states that starve most experts, and on unrelated ones.
-        token_counts: of the further calls; None: drawn by the first seed, one of them above 1024 if the model is small;
-            () leaves them out.
+        token_counts: the numbers of tokens of the further calls. None: drawn by the first seed, one of them above 1024
+            if the model is small. (): no further calls.
         modes: to compare in as well: "train", "eval", "no_grad", "inference_mode", or two as in "eval+no_grad".
 
     Raises:
