@@ -37,7 +37,7 @@ def options_of(given: Mapping[str, Any] | None, mode: str | None) -> Options:
     """What the user gave.
 
     Raises:
-        InvalidPlan: an option that there is not, or one that cannot be meant.
+        InvalidPlan: an unknown or invalid option.
     """
     if not isinstance(given, Mapping | None):
         what = "; of a Plan that is dataclasses.asdict(plan)" if isinstance(given, Plan) else ""

@@ -84,7 +84,7 @@ def backend(
         mode: Inductor's.
 
     Raises:
-        InvalidPlan: an option that there is not, or a plan that cannot be meant.
+        InvalidPlan: an unknown option, or an invalid plan.
     """
     chosen = options_of(options, mode)
     out, found = rewritten(gm, list(example_inputs), chosen.plan)

@@ -14,25 +14,25 @@ class NoMoEBlockFound(MoefxError):
 
 
 class InvalidPlan(MoefxError, ValueError):
-    """A `Plan` field has a value that cannot be meant, or that does not fit the model or the mesh."""
+    """A `Plan` field has an invalid value, or does not fit the model or the mesh."""
 
 
 class NoSuchPass(MoefxError, KeyError):
-    """A graph after a pass was asked for that did not run on the block."""
+    """The named pass did not run on the block, so there is no graph after it."""
 
     __str__ = Exception.__str__  # a KeyError shows its text in quotes
 
 
 class UnknownArchitecture(MoefxError, ValueError):
-    """The planner has no model of that name, or cannot make out a module's sizes."""
+    """The planner has no model of that name, or cannot find a module's sizes."""
 
 
 class UnknownPlatform(MoefxError, ValueError):
-    """The planner has no platform of that name, or a platform file is not one."""
+    """The planner has no platform of that name, or cannot read the platform file."""
 
 
 class NothingFits(MoefxError, IndexError):
-    """An entry of a ranking was asked for in which no layout fits. Says what lacks least, and what to change."""
+    """No layout fits, so a ranking has no entries. Names the layout that lacks the fewest bytes, and a change."""
 
 
 class InvalidInput(MoefxError, ValueError):
@@ -47,10 +47,10 @@ class Refused(MoefxError):
     """A block is not (provably) a token-choice mixture of experts.
 
     Attributes:
-        reason: one sentence, what was seen.
-        culprits: names of the operations or parameters that stand in the way.
+        reason: one sentence that says what was seen.
+        culprits: names of the operations or parameters that prevent the rewrite.
         source: `file.py:line` of the user's code, or "".
-        remedy: what would make it match, or "".
+        remedy: the change after which the block matches, or "".
     """
 
     def __init__(self, reason: str, *, culprits: tuple[str, ...] = (), source: str = "", remedy: str = ""):
@@ -61,12 +61,12 @@ class Refused(MoefxError):
 
 
 def in_short(error: BaseException) -> str:
-    """The type of an exception, and the first line of what it says."""
+    """The type of an exception and the first line of its message."""
     return f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
 
 
 def own_fault(error: Exception, source: str) -> Refused:
-    """The refusal of what moefx does not understand: no reason for the user's program to fail."""
+    """Make a refusal of an error in moefx itself: the user's program need not fail for it."""
     remedy = "please report it, with the model if you can"
     return Refused(f"moefx itself failed on it ({in_short(error)})", source=source, remedy=remedy)
 
@@ -76,7 +76,7 @@ class AbsorbedModuleChanged(MoefxError, RuntimeError):
 
 
 class NotRewritten(MoefxError, RuntimeError):
-    """A call that the rewrite does not hold for, of a block that is spread over a mesh: there is no original to run."""
+    """The rewrite does not hold for this call, and the block is spread over a mesh: no original is left to run."""
 
 
 class RanksLost(MoefxError, RuntimeError):
@@ -100,7 +100,7 @@ class VerificationFailed(MoefxError, AssertionError):
 
 
 def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
-    """`"; did you mean a or b?"`, "" where no name is near (see `difflib.get_close_matches`)."""
+    """`"; did you mean a or b?"`, or "" if no name is near (see `difflib.get_close_matches`)."""
     import difflib  # not with every `import moefx`
 
     near = difflib.get_close_matches(name, list(names), n=3, cutoff=cutoff)

@@ -1,29 +1,30 @@
-"""Which parallelisation of a model fits a platform and is fastest, and why (Piper III and IV, X-MoE appendix C).
+"""Rank the parallel layouts of a model on a platform, and say why (Piper III and IV, X-MoE appendix C).
 
 The files, from below:
-    sheet.py           formulas that are evaluated and shown
-    symbols.py         what their symbols mean
-    architecture.py    what the formulas need to know of a model
-    catalogue.py       models by name
-    describe.py        the same of a module
-    configs.py         the same of a transformers config
-    layout.py          how ranks share a model and its tokens, and what is kept for the backward
-    memory.py          bytes of a GPU
-    compute.py         FLOP and seconds of a forward
-    communication.py   bytes and seconds of exchanges
-    platforms.py       GPUs and the links between them
-    here.py            the platform that a program runs on
-    step.py            seconds of a step
-    simulation/        a step as events, beside the formulas
-    ranking.py         layouts that fit and others, as tables, formulas and a page
-    search.py          all layouts, ranked
-    fewest.py          how many ranks it takes where nothing fits
-    axes.py            the ways to use the axes of a mesh
-    decision.py        what was decided for moefx.compile, and why
-    auto.py            the fastest use of the axes that fits
-    papers.py          the papers' own formulas, as printed
-    parts.py           what memory and time are made of
-    regions.py         what fits, SSMB and TED
-    scaling.py         the best on fewer and on more ranks
-    labels.py, plots.py, figures.py, page.py    the page: pictures, sources of figures, all of it
+    sheet.py             formulas that are evaluated and shown
+    symbols.py           the meaning of their symbols
+    architecture.py      the sizes of a model that the formulas take
+    catalogue.py         models by name
+    describe.py          the sizes of a module
+    model_configs.py     the sizes of a transformers config
+    layout.py            how ranks share a model and its tokens, and the checkpoint policy
+    memory_formulas.py   bytes of a GPU
+    compute.py           FLOP and seconds of a forward
+    communication.py     bytes and seconds of exchanges
+    platforms.py         GPUs and the links between them
+    local_platform.py    the platform that a program runs on
+    step_formulas.py     seconds of a step
+    simulation/          a step as events, beside the formulas
+    entries.py           layouts that fit, and rejected ones
+    search.py            all layouts on a number of ranks
+    min_gpus.py          the smallest number of GPUs on which a layout fits
+    paper_formulas.py    the papers' own formulas, as printed
+    breakdown.py         the parts of memory and time
+    regions.py           where layouts fit, SSMB and TED
+    scaling.py           the best layout on fewer and on more ranks
+    plot_labels.py, plots.py, constants.py, html_page.py   the page: pictures, and sources of figures
+    ranking.py           layouts in order, as tables, formulas and a page; `plan`
+    mesh_axes.py         the ways to use the axes of a mesh
+    decision.py          the decision for moefx.compile, and its reasons
+    auto.py              the fastest use of the axes that fits
 """

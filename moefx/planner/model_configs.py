@@ -98,7 +98,7 @@ def _missing(config: Any, path: Path) -> dict[str, Any]:
 
 
 def _wrong(sizes: dict[str, Any]) -> Iterator[str]:
-    """What cannot be meant: the field, what it is, and what it should be."""
+    """Describe an invalid field: its name, its value, and the expected one."""
     bad = {name: value for name, value in sizes.items() if type(value) is not int or value < 1}
     for name, value in bad.items():
         yield f"{name} is {value!r}, expected a whole number above 0"

@@ -209,7 +209,7 @@ def plan(
 
     Raises:
         UnknownArchitecture, UnknownPlatform: no such model or platform; with the names that are near.
-        InvalidPlan: sizes that cannot be meant.
+        InvalidPlan: invalid sizes.
     """
     described: Any = model_of(model) if isinstance(model, str) else model
     if isinstance(model, nn.Module):

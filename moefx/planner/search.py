@@ -56,7 +56,7 @@ def search_layouts(
             stage.
 
     Raises:
-        InvalidPlan: sizes that cannot be meant.
+        InvalidPlan: invalid sizes.
     """
     whole_numbers(InvalidPlan, world_size=num_ranks, batch=batch, tokens=tokens, most_sequences=most_sequences)
     for what, number in (("world_size", num_ranks), ("batch", batch)):

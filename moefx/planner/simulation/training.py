@@ -91,7 +91,7 @@ def simulate(
         stragglers: exchanges take longer by chance, as `Network.spread` says; not where nobody measured it.
 
     Raises:
-        InvalidPlan: sizes that do not fit together, or cannot be meant.
+        InvalidPlan: sizes that are invalid or do not fit together.
     """
     if not (isinstance(skew, int | float) and 0 <= skew <= 4):
         raise InvalidPlan(f"skew is {skew!r}, expected a number from 0 to 4")
