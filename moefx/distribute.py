@@ -1,5 +1,4 @@
-"""Expert parallelism of what was proven: which experts live where, the graph with its collectives, and what training
-needs of a model that is spread."""
+"""Spread proven blocks over a mesh: the home of each expert, the graph with its collectives, and calls for training."""
 
 from __future__ import annotations
 
@@ -39,11 +38,11 @@ from .survey import Matched, Refusal, Survey, first_line
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """Blocks that were rewritten alike, over the expert axis of a mesh.
+    """The layout of blocks with one proof over the expert axis of a mesh.
 
     Attributes:
-        why: rows travel in these ways.
-        number: tells blocks that share this from others, see `ir.parameter_samples`.
+        why: the reason for the way in which rows travel.
+        number: identifies the blocks that share this layout, see `ir.parameter_samples`.
     """
 
     placement: Placement
@@ -56,11 +55,11 @@ class Spread:
 
     @classmethod
     def over(cls, axis: ExpertAxis, result: Result, plan: Plan) -> Spread:
-        """How the experts of a rewritten block are spread.
+        """Lay out the experts of a rewritten block.
 
         Raises:
-            InvalidPlan: the ranks of the axis cannot have equally many experts, or do not lie in nodes evenly.
-            Refused: the block keeps its experts' parameters in a way that cannot be cut.
+            InvalidPlan: the experts cannot be divided evenly over the ranks, or the ranks over nodes.
+            Refused: the block stores its experts' parameters in a way that cannot be divided.
         """
         placement = placement_on(axis, Routed.of(result.graph).num_experts, result.graph.name)
         sequence = axis.sequence(plan.sequence_axis, plan.sequence_gradients) if plan.sequence_axis else None
@@ -69,7 +68,7 @@ class Spread:
         return cls(placement, way, why, sequence, expert_parameters(result), plan)
 
     def graph(self, block: nn.Module, result: Result) -> Result:
-        """The graph that goes on from the rewritten block's; the proof stays as it is."""
+        """Extend the history of a rewritten block by the graph with collectives. The proof stays as it is."""
         steps: list[Any] = [functools.partial(ssmb, sequence=self.sequence)] if self.sequence else []
         steps.append(
             functools.partial(
@@ -97,7 +96,7 @@ class Spread:
         )
 
     def take(self, block: nn.Module, axis: ExpertAxis) -> None:
-        """Leave a block the parameters of this rank's experts."""
+        """Reduce a block's parameters to those of this rank's experts."""
         spread(block, self.parameters, self.placement, axis.own, axis.made)
         block.register_load_state_dict_pre_hook(OnLoad(self.parameters, self.placement))
         if self.parameters.separate and self.placement.num_ranks > 1:
@@ -115,12 +114,12 @@ class Spread:
         )
 
     def whole(self, block: nn.Module) -> nn.Module:
-        """A copy of a block that `take` was called on which can be lifted."""
+        """Copy a block after `take`, for another proof."""
         return whole(block, self.parameters, self.placement)
 
 
 def planned_axis(mesh: DeviceMesh, plan: Plan) -> ExpertAxis:
-    """The axis of a mesh that a plan means.
+    """Find the expert axis that a plan names.
 
     Raises:
         InvalidPlan: the mesh has no such axis.
@@ -145,14 +144,14 @@ def _check_placement(own: DeviceMesh, plan: Plan) -> None:
 
 
 def agree(axis: ExpertAxis, plan: Plan, found: str) -> None:
-    """Whether all ranks of the axis will run the same exchanges: one round of a few bytes. Collective, also for a rank
-    that cannot go on.
+    """Check that all ranks of the axis will run the same exchanges: one round of a few bytes. Collective, also for a
+    rank that failed.
 
     Args:
-        found: the blocks that will be rewritten, or the error that keeps this rank from going on.
+        found: the blocks that will be rewritten, or the error of this rank.
 
     Raises:
-        InvalidPlan: they have other plans, or found other blocks.
+        InvalidPlan: the ranks have different plans, or found different blocks.
     """
     own = {
         **{f"Plan({field}=...)": repr(value) for field, value in dataclasses.asdict(plan).items()},
@@ -174,7 +173,7 @@ def agree(axis: ExpertAxis, plan: Plan, found: str) -> None:
 
 
 def everywhere(mesh: DeviceMesh, own: Any) -> dict[int, Any]:
-    """What all ranks of a mesh say, by rank of the world: over one of its axes after the other. Collective."""
+    """Gather a value from all ranks of a mesh, one axis after the other. Returns values by world rank. Collective."""
     told = {dist.get_rank(): own}
     for dim in range(mesh.ndim):
         beside: list[Any] = [None] * mesh.size(dim)
@@ -184,7 +183,7 @@ def everywhere(mesh: DeviceMesh, own: Any) -> dict[int, Any]:
 
 
 def _nodes(axis: ExpertAxis) -> str:
-    """As this rank sees them: LOCAL_WORLD_SIZE is its own."""
+    """Describe the nodes as this rank sees them: other ranks may have another LOCAL_WORLD_SIZE."""
     try:
         return f"{' x '.join(map(str, axis.topology.sizes))}, in the order {axis.topology.order}"
     except InvalidPlan as error:
@@ -192,7 +191,7 @@ def _nodes(axis: ExpertAxis) -> str:
 
 
 def ways(axis: ExpertAxis, plan: Plan, result: Result) -> tuple[Ways, str]:
-    """How rows travel, and why."""
+    """Choose the way in which rows travel. Returns it with the reason."""
     dispatch, why = plan.dispatch, "as planned"
     if dispatch in ("rbd", "halo") and len(axis.topology.sizes) == 1:
         why = f"{dispatch!r} as planned, of one node; say Plan(node_size=...) if there are more"
@@ -206,7 +205,7 @@ def ways(axis: ExpertAxis, plan: Plan, result: Result) -> tuple[Ways, str]:
 
 
 def _fastest(axis: ExpertAxis, result: Result, tokens: int) -> tuple[str, str]:
-    """By the bandwidths that are measured, for uniform routing: all ranks come to the same result."""
+    """Choose the fastest way by measured bandwidths, for uniform routing. All ranks choose the same."""
     links = axis.links
     if links is None:
         return "dedup", "auto: one level, where no row travels that need not"
@@ -217,7 +216,7 @@ def _fastest(axis: ExpertAxis, result: Result, tokens: int) -> tuple[str, str]:
 
 
 def _row_bytes(result: Result) -> float:
-    """Of a token: its values, and a weight and a slot for each choice."""
+    """Bytes of a token in an exchange: its values, and a weight and a slot for each choice."""
     gathers = Routed.of(result.graph).gathers
     values = [n.args[0].meta.get("val") for n in gathers]  # type: ignore[union-attr]
     widths = [int(v.shape[-1]) * v.element_size() for v in values[:1] if v is not None]
@@ -225,7 +224,7 @@ def _row_bytes(result: Result) -> float:
 
 
 def expert_parameters(result: Result) -> ExpertParameters:
-    """Which parameters of a block are its experts', and how they are kept."""
+    """Find the experts' parameters of a block, and how the block stores them."""
     groups = result.match.groups
     if len(groups) > 1:  # see `Routed.of`
         groups = [g for g in groups if len(g.ids) > 1 and has_matrices(g.body)]
@@ -250,10 +249,10 @@ def expert_parameters(result: Result) -> ExpertParameters:
 
 
 def _length_of_each(table: Sequence[Place]) -> int:
-    """Of the parts of a parameter's first axis that are the experts', in their order.
+    """Find the experts' parts of a parameter's first axis, in order of the experts.
 
     Raises:
-        Refused: the experts are not kept so.
+        Refused: the experts are stored otherwise.
     """
     parts = [_part_of_first_axis(place) for place in table]
     each = parts[0][1] - parts[0][0] if parts[0] else 0
@@ -277,8 +276,8 @@ def _part_of_first_axis(place: Place) -> tuple[int, int] | None:
 
 
 def would_spread(model: nn.Module, axis: ExpertAxis, found: Survey, plan: Plan) -> dict[int, Spread]:
-    """How the blocks that were found would be spread, by `id`, with the graphs that they would run. Those that cannot
-    be become refused ones. The model stays as it is. Collective, as `Spread.over` is."""
+    """Lay out the blocks of a survey without changing the model: by `id`, with the graphs that they would run. A block
+    that cannot be spread becomes a refused one. Collective, as `Spread.over` is."""
     spreads: dict[int, Spread] = {}
 
     def refuse(matched: Matched, why: MoefxError) -> None:
@@ -304,12 +303,12 @@ def would_spread(model: nn.Module, axis: ExpertAxis, found: Survey, plan: Plan) 
 
 
 def check_holders(model: nn.Module, spread: dict[str, Spread], blocks: Sequence[str], mesh: DeviceMesh) -> None:
-    """Whether the parameters that are spread of some of these blocks are on the mesh's kind of device, and held by such
+    """Check that the parameters that will be spread are on the mesh's kind of device or on meta, and belong to such
     blocks alone.
 
     Raises:
-        InvalidInput: they are on another device than the meta device.
-        Refused: another part of the model has one of them too, which could not use it any more.
+        InvalidInput: a parameter is on another device.
+        Refused: another part of the model has one of these parameters, and could not use it any more.
     """
     inside: dict[int, str] = {}
     for block in blocks:
@@ -339,14 +338,14 @@ def check_holders(model: nn.Module, spread: dict[str, Spread], blocks: Sequence[
 
 # ---------------------------------------------------------------------- public functions
 def full_state_dict(model: nn.Module, *, cpu: bool = False, rank: int | None = None) -> dict[str, Any]:
-    """The original's state dict, its experts gathered from all ranks. Collective: every rank calls it.
+    """Gather the original's state dict, experts of all ranks included. Collective: every rank calls it.
 
     Args:
         cpu: move each tensor to the CPU as soon as it is whole.
-        rank: the global rank that gets the dict, others get an empty one. None: every rank.
+        rank: the global rank that receives the dict; others receive an empty one. None: every rank.
 
     Returns:
-        Names, order and shapes as in the original's `state_dict`; DTensors have become whole tensors.
+        A dict with the names, order and shapes of the original's `state_dict`, and whole tensors for DTensors.
     """
     found = {name: (s.parameters, s.placement, s.ways) for name, s in spread_blocks(model).items()}
     return state.full_state_dict(model, found, cpu=cpu, rank=rank)
@@ -355,15 +354,15 @@ def full_state_dict(model: nn.Module, *, cpu: bool = False, rank: int | None = N
 def clip_grad_norm_(
     model: nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_` of a model whose parameters are spread over meshes of any kind (experts over
-    the expert axis, FSDP). Collective: every rank calls it.
+    """Clip the gradients of a model whose parameters are spread over meshes of any kind (experts over the expert axis,
+    FSDP), as `torch.nn.utils.clip_grad_norm_` does on one rank. Collective: every rank calls it.
 
     Args:
         norm_type: > 0, infinity too.
 
     Returns:
-        The norm before, of the gradients of all parameters of the model as if they were on one rank: the same on all
-        ranks if the gradients of replicated parameters are.
+        The norm before clipping, of the gradients of the whole model: the same on all ranks if the gradients of
+        replicated parameters are.
 
     Raises:
         RuntimeError: `error_if_nonfinite`, and the norm is not finite.
@@ -372,8 +371,8 @@ def clip_grad_norm_(
 
 
 def expert_parameter_names(model: nn.Module, *, buffers: bool = False) -> list[str]:
-    """Names of the parameters that differ from rank to rank of the expert axis: what data parallelism over all ranks
-    must leave alone. `buffers`: with those of the experts' buffers, and every name of a tensor that has several."""
+    """List the parameters that differ between the ranks of the expert axis: data parallelism over all ranks must leave
+    them alone. `buffers`: also the experts' buffers, and every name of a tensor with several names."""
     stacked = [joined(name, p) for name, s in spread_blocks(model).items() for p in s.parameters.stacked]
     wanted = {*stacked, *own_experts(model)}
     more = [name for name, _ in model.named_buffers(remove_duplicate=False)] if buffers else []
@@ -382,7 +381,7 @@ def expert_parameter_names(model: nn.Module, *, buffers: bool = False) -> list[s
 
 
 def own_experts(model: nn.Module) -> dict[str, str]:
-    """Of the parameters of separate experts, the process group whose ranks have other ones."""
+    """Map each parameter of separate experts to the process group whose ranks have other experts."""
     return {
         joined(name, parameter): s.placement.group
         for name, s in spread_blocks(model).items()
@@ -392,6 +391,6 @@ def own_experts(model: nn.Module) -> dict[str, str]:
 
 
 def spread_blocks(model: nn.Module) -> dict[str, Spread]:
-    """The blocks of a model whose experts are spread, by name."""
+    """Find the blocks of a model whose experts are spread, by name."""
     found = {name: getattr(f.specialise, "spread", None) for name, f in rewritten_blocks(model).items()}
     return {name: s for name, s in found.items() if isinstance(s, Spread)}
