@@ -105,7 +105,8 @@ def _ties(match: Match, owned: set[int]) -> str | None:
             return "together"
         first = _ranks(tied, "weight", owned)
         is_promised = any(
-            n.kwargs.get("stable") is True and n.args[0].meta["val"].is_floating_point() for n in tied.capture.nodes
+            n.kwargs.get("stable") is True and n.all_input_nodes[0].meta["val"].is_floating_point()
+            for n in tied.capture.nodes
         )
         if is_promised and first is not None and not _are_within(_places(tied, first), fewest, most):
             return "reordered"
