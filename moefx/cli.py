@@ -362,7 +362,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
 
 
 def write_page(ranking: Ranking, path: Path | None) -> None:
-    from .planner.html_page import INSTALL, file_name, has_plots
+    from .planner.ranking_page import INSTALL, file_name, has_plots
 
     path = path or Path(file_name(ranking))
     try:

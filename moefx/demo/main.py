@@ -20,7 +20,7 @@ from moefx.ir.block import BlockGraph
 from moefx.passes.checkpoint import checkpoint
 from moefx.passes.manager import PassManager
 
-from . import html_report
+from . import report_page
 from .captured_graph import captured_graph
 from .model import Config, LanguageModel
 from .stdlib_text import batches, standard_library_text
@@ -259,7 +259,7 @@ def run(
     )  # fmt: skip
     heading(6, NUM_PARTS, "Report")
     result.seconds = time.perf_counter() - started
-    out.write_text(html_report.render(result), encoding="utf-8")
+    out.write_text(report_page.render(result), encoding="utf-8")
     print(f"wrote {out.resolve()} after {result.seconds:.0f} s")
     if result.fallbacks:
         print(f"\n{result.fallbacks} calls of rewritten blocks ran the original code")

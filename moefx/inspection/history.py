@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ..errors import NoSuchPass
 from ..ir.block import BlockGraph
 from ..ir.printer import format_lines, print_lines
-from . import html_page, repro_script
+from . import history_page, repro_script
 from .line_diff import diff_lines
 
 if TYPE_CHECKING:
@@ -132,8 +132,8 @@ class History:
             before: the captured graph, drawn as the left picture; default: the first snapshot.
             bytes_per_policy: bytes that the backward keeps by save policy, drawn as bars.
         """
-        body = html_page.fragment(self, before=before, bytes_per_policy=bytes_per_policy)
-        Path(path).write_text(html_page.page(self.name or "model", body))
+        body = history_page.fragment(self, before=before, bytes_per_policy=bytes_per_policy)
+        Path(path).write_text(history_page.page(self.name or "model", body))
 
     def repro(self, path: str | PathLike[str], *, block: nn.Module | None = None) -> None:
         """Write a Python script that runs the graphs after all passes side by side on random weights and

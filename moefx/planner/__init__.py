@@ -22,7 +22,7 @@ The files, from below:
     breakdown.py         the parts of memory and time
     regions.py           where layouts fit, SSMB and TED
     scaling.py           the best layout on fewer and on more ranks
-    plot_labels.py, plots.py, constants.py, html_page.py   the page: pictures, and sources of figures
+    plot_labels.py, plots.py, constants.py, ranking_page.py   the page: pictures, and sources of figures
     ranking.py           layouts in order, as tables, formulas and a page; `plan`
     mesh_axes.py         the ways to use the axes of a mesh
     decision.py          the decision for moefx.compile, and its reasons

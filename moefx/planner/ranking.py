@@ -17,11 +17,11 @@ from ..errors import NothingFits, UnknownArchitecture, UnknownPlatform
 from .architecture import Architecture
 from .catalogue import model_of
 from .entries import COLUMNS, LEGEND, SIZES, TERMS, Asked, Entry, Rejected
-from .html_page import render
 from .layout import Schedule
 from .memory_formulas import MEMORY
 from .min_gpus import Fewest, fewest
 from .platforms import Platform, platform_of
+from .ranking_page import render
 from .search import SearchResult, search_layouts
 from .simulation import Simulated, simulate
 from .step_formulas import given, sheet_of

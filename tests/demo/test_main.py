@@ -7,7 +7,7 @@ import re
 import pytest
 
 from moefx import cli
-from moefx.demo import html_report, main
+from moefx.demo import main, report_page
 from moefx.demo.model import Config
 
 from ..proof_memory import proving_once
@@ -50,7 +50,7 @@ def test_the_report_is_self_contained(outcome):
 def test_different_curves_are_not_equal():
     assert not main.Curves([1.0, 2.0], [1.0, 2.1]).equal
     assert not main.Curves([1.0, float("nan")], [1.0, float("nan")]).equal
-    assert "Not equivalent" in html_report.verdict(False)
+    assert "Not equivalent" in report_page.verdict(False)
 
 
 def test_explain_and_verify_from_the_command_line(capsys):

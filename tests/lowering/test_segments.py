@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from moefx.ir import dialect, providers
 from moefx.ir.expert_mlp import Call
-from moefx.lowering.torch import cpu_gemm, expert_mlp_provider, segments, thread_pool
+from moefx.lowering.torch import cpu_gemm, expert_mlp_algebra, segments, thread_pool
 from moefx.lowering.torch.segments import SegmentGemms
 from tests.ir.routings import LAYERS, random_routing, routings, swiglu_list
 
@@ -73,9 +73,9 @@ def test_counts_the_provider_and_the_path_of_the_weights():
 def test_the_linear_output_needs_no_second_down_projection(monkeypatch):
     """<dO, y> comes from <dA', A>; only an output that is not linear in y recomputes y."""
     calls = []
-    original = expert_mlp_provider.Parameters.project_down
+    original = expert_mlp_algebra.Parameters.project_down
     monkeypatch.setattr(
-        expert_mlp_provider.Parameters, "project_down", lambda self, *args: calls.append(1) or original(self, *args)
+        expert_mlp_algebra.Parameters, "project_down", lambda self, *args: calls.append(1) or original(self, *args)
     )
     for name, expected in (("swiglu_list", 0), ("interleaved_clamped", 0), ("nonlinear_out", 1)):
         layer, routing = LAYERS[name](3, 4, 2), random_routing(5, 2, 3)

@@ -15,9 +15,9 @@ from moefx import cli
 from moefx._units import amount
 from moefx.planner.catalogue import model_of
 from moefx.planner.constants import assumptions, sources
-from moefx.planner.html_page import INSTALL, file_name, has_plots, render
 from moefx.planner.platforms import FITTED, FREE, PLATFORMS, Network, Platform
 from moefx.planner.ranking import plan, search
+from moefx.planner.ranking_page import INSTALL, file_name, has_plots, render
 from moefx.planner.regions import feasible, saved_by_ssmb
 from moefx.planner.scaling import scaling
 

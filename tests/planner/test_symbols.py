@@ -9,10 +9,10 @@ from typing import get_args
 import pytest
 
 from moefx import cli
-from moefx.planner.html_page import render
 from moefx.planner.layout import Way
 from moefx.planner.memory_formulas import MEMORY
 from moefx.planner.ranking import plan
+from moefx.planner.ranking_page import render
 from moefx.planner.regions import TRADE_OFF, saved_by_ssmb
 from moefx.planner.sheet import Formula, Sheet, distinct, quantities
 from moefx.planner.step_formulas import sheet

@@ -70,18 +70,18 @@ def _build_pft_backward(*args: Any) -> Any:
 
 
 def _expert_mlp(*args: Any, **kwargs: Any) -> Any:
-    from .expert_mlp_provider import expert_mlp
+    from .expert_mlp_steps import expert_mlp
 
     return expert_mlp(*args, **kwargs)
 
 
 def _expert_mlp_backward(*args: Any, **kwargs: Any) -> Any:
-    from .expert_mlp_provider import expert_mlp_backward
+    from .expert_mlp_steps import expert_mlp_backward
 
     return expert_mlp_backward(*args, **kwargs)
 
 
-def _of_moving(name: str) -> Any:
+def _of_exchange_ops(name: str) -> Any:
     """That function of `exchange_ops`, which is imported when it is called."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -109,10 +109,10 @@ def _takes_backward(grad: Tensor, *args: Any, **kwargs: Any) -> bool:
 if importlib.util.find_spec("triton") is not None:
     ir_routing.build_pft.provider("triton", supports=_takes_routing, rank=1)(_build_pft)
     ir_routing.build_pft_backward.provider("triton", supports=_on_gpu, rank=1)(_build_pft_backward)
-    ir_routing.combine.provider("triton", supports=_takes_sums, rank=1)(_of_moving("combine"))
+    ir_routing.combine.provider("triton", supports=_takes_sums, rank=1)(_of_exchange_ops("combine"))
     for _op in (ir_packing.pack_rows, ir_packing.join_columns, ir_packing.split_columns):
-        _op.provider("triton", supports=_all_on_gpu, rank=1)(_of_moving(_op.name))
+        _op.provider("triton", supports=_all_on_gpu, rank=1)(_of_exchange_ops(_op.name))
     for _op in (ir_routes.place_choices, ir_routes.plan_dispatch, ir_routes.count_rows):
-        _op.provider("triton", supports=_on_gpu, rank=1)(_of_moving(_op.name))
+        _op.provider("triton", supports=_on_gpu, rank=1)(_of_exchange_ops(_op.name))
     ir_mlp.expert_mlp.provider("triton", supports=_takes_experts, rank=1)(_expert_mlp)
     ir_mlp.expert_mlp_backward.provider("triton", supports=_takes_backward, rank=1)(_expert_mlp_backward)

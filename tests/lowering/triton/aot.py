@@ -29,7 +29,7 @@ from triton.runtime.jit import JITFunction
 
 from moefx.ir.body import ExpertBody, Gemm
 from moefx.ir.dialect import DROP_RULES
-from moefx.lowering.triton import autotune, build_pft, exchange_ops, expert_mlp_provider, tile_configs, tuning
+from moefx.lowering.triton import autotune, build_pft, exchange_ops, expert_mlp_steps, tile_configs, tuning
 from moefx.lowering.triton import expert_mlp_call as run_module
 from moefx.lowering.triton.tile_configs import Config
 
@@ -147,7 +147,7 @@ def install() -> Compiler:
     stock_precision, gpu = run_module.precision, torch.device("cuda")
     run_module.precision = lambda x: stock_precision(types.SimpleNamespace(dtype=x.dtype, device=gpu))
     # An earlier call's launches (see `launch_replay`) were for another target or configuration.
-    expert_mlp_provider.played = build_pft.played = lambda key, inputs, constants, host_code, *_: host_code()
+    expert_mlp_steps.played = build_pft.played = lambda key, inputs, constants, host_code, *_: host_code()
     return compiler
 
 
@@ -206,8 +206,8 @@ def forward_and_backward(case: Case, dtype: torch.dtype) -> None:
     token_ids, _, offsets, inverse, weights = routed(SIZE, case.weights or dtype, "weight")
     args = (x, token_ids, offsets, inverse, weights, layer.up, layer.up_bias, layer.down, layer.down_bias)
     options = dict(body=layer.text, keep=case.keep, reduce=case.reduce)
-    out, *kept = expert_mlp_provider.expert_mlp(*args, **options)
-    expert_mlp_provider.expert_mlp_backward(torch.empty_like(out), *args, kept, **options, needs=case.needs)
+    out, *kept = expert_mlp_steps.expert_mlp(*args, **options)
+    expert_mlp_steps.expert_mlp_backward(torch.empty_like(out), *args, kept, **options, needs=case.needs)
     run_module.Run(args, layer.text, case.keep, None).gather(x)  # which not every configuration does
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from moefx.ir import providers
 from moefx.ir.body import ExpertBody, Gemm
 from moefx.lowering.triton import expert_mlp_call as run_module
-from moefx.lowering.triton import expert_mlp_provider
+from moefx.lowering.triton import expert_mlp_steps
 from moefx.lowering.triton import weight_operands as weights
 from moefx.lowering.triton.tile_configs import Config
 from moefx.lowering.triton.weight_operands import Weights
@@ -149,11 +149,11 @@ def test_dh_takes_the_place_of_h(device, monkeypatch, make, keep, name):
     x, grad = torch.randn(2, 19, 32, device=device).bfloat16()
     parameters = [[p.detach() for p in group] for group in (layer.up, layer.up_bias, layer.down, layer.down_bias)]
     args, options = (x, token_ids, offsets, inverse, w, *parameters), dict(body=layer.text, keep=keep, reduce=True)
-    _, *kept = expert_mlp_provider.expert_mlp(*args, **options)
+    _, *kept = expert_mlp_steps.expert_mlp(*args, **options)
     before, results = [k.clone() for k in kept], []
     for overwrite in (False, True):
         results.append(
-            expert_mlp_provider.expert_mlp_backward(grad, *args, kept, **options, needs=[True] * 6, overwrite=overwrite)
+            expert_mlp_steps.expert_mlp_backward(grad, *args, kept, **options, needs=[True] * 6, overwrite=overwrite)
         )
         changed = [not torch.equal(k, b) for k, b in zip(kept, before, strict=True)]
         assert changed == [overwrite and i < len(layer.body.up) for i in range(len(kept))]
@@ -249,7 +249,7 @@ def test_experts_of_several_dtypes(device, monkeypatch):
         up = [p.detach().bfloat16() if mixed and i % 2 == 0 else p.detach() for i, p in enumerate(layer.up)]
         down, up_bias, down_bias = ([p.detach() for p in g] for g in (layer.down, layer.up_bias, layer.down_bias))
         args = (x, token_ids, offsets, inverse, w, up, up_bias, down, down_bias)
-        results.append(expert_mlp_provider.expert_mlp(*args, body=layer.text, reduce=True, dtype=torch.bfloat16)[0])
+        results.append(expert_mlp_steps.expert_mlp(*args, body=layer.text, reduce=True, dtype=torch.bfloat16)[0])
     assert torch.equal(*results)
 
 
@@ -308,9 +308,9 @@ def test_arguments_need_not_be_contiguous(device, monkeypatch):
     results = []
     for change in (lambda t: t, every_other):
         args = (x, *map(change, (token_ids, offsets, inverse, w)), layer.up, [], layer.down, [])
-        out, *kept = expert_mlp_provider.expert_mlp(*args, body=layer.text, keep="h", reduce=True)
+        out, *kept = expert_mlp_steps.expert_mlp(*args, body=layer.text, keep="h", reduce=True)
         options = dict(body=layer.text, keep="h", reduce=True, needs=[True, True, True, False, True, False])
-        results.append([out, *expert_mlp_provider.expert_mlp_backward(out, *args, kept, **options)])
+        results.append([out, *expert_mlp_steps.expert_mlp_backward(out, *args, kept, **options)])
     for want, got in zip(*results, strict=True):
         assert torch.equal(want, got)
 

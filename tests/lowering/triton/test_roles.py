@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moefx.lowering.triton import expert_mlp_call as run_module
-from moefx.lowering.triton import expert_mlp_provider, warp_specialized
+from moefx.lowering.triton import expert_mlp_steps, warp_specialized
 from moefx.lowering.triton.tile_configs import Config
 
 from ...ir.routings import Layer, Routing, random_routing
@@ -109,9 +109,9 @@ def test_rows_behind_the_last_one_are_never_read(monkeypatch):
             return t.masked_fill(tail.view(-1, *[1] * (t.dim() - 1)), fill)
 
         args = (x, token_ids, offsets, inverse, put(w), layer.up, layer.up_bias, layer.down, layer.down_bias)
-        rows, *kept = expert_mlp_provider.expert_mlp(*args, body=layer.text, keep="h")
+        rows, *kept = expert_mlp_steps.expert_mlp(*args, body=layer.text, keep="h")
         grad = put(torch.linspace(-1, 1, rows.numel(), device="cuda").view(rows.shape).to(rows.dtype))
-        back = expert_mlp_provider.expert_mlp_backward(
+        back = expert_mlp_steps.expert_mlp_backward(
             grad, *args, [put(k) for k in kept], body=layer.text, keep="h", needs=[True] * 6
         )
         return [rows[~tail], *back]
@@ -149,9 +149,9 @@ def test_results_repeat_bit_by_bit(monkeypatch, configs):
     args = (x, token_ids, offsets, inverse, w, layer.up, layer.up_bias, layer.down, layer.down_bias)
 
     def run():
-        out, *kept = expert_mlp_provider.expert_mlp(*args, body=layer.text, keep="h", reduce=True)
+        out, *kept = expert_mlp_steps.expert_mlp(*args, body=layer.text, keep="h", reduce=True)
         options = dict(body=layer.text, keep="h", reduce=True, needs=[True] * 6)
-        return [out, *expert_mlp_provider.expert_mlp_backward(torch.ones_like(out), *args, kept, **options)]
+        return [out, *expert_mlp_steps.expert_mlp_backward(torch.ones_like(out), *args, kept, **options)]
 
     first = run()
     for _ in range(20):

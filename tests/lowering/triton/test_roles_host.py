@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moefx.ir.body import ExpertBody, Gemm
-from moefx.lowering.triton import exchange_ops, expert_mlp_provider, warp_specialized
+from moefx.lowering.triton import exchange_ops, expert_mlp_steps, warp_specialized
 from moefx.lowering.triton import expert_mlp_call as run_module
 
 from ...ir.routings import Routing
@@ -20,7 +20,7 @@ def launched(monkeypatch, h: int, interleaved: bool, transposed: bool, keep: str
     names: set[str] = set()
     for module in (exchange_ops, warp_specialized, run_module):
         monkeypatch.setattr(module, "launch", lambda kernel, *_, **__: names.add(kernel.__name__))
-    monkeypatch.setattr(expert_mlp_provider, "played", lambda key, inputs, constants, host_code, *_: host_code())
+    monkeypatch.setattr(expert_mlp_steps, "played", lambda key, inputs, constants, host_code, *_: host_code())
     monkeypatch.setattr(run_module, "config", lambda kernel, *_: configs[kernel])
     parts = ((0, None, None, 2), (0, 1, None, 2)) if interleaved else ((0, None, h, 1), (0, h, None, 1))
     act = ("mul.Tensor", ("silu", "a0"), "a1")
@@ -34,8 +34,8 @@ def launched(monkeypatch, h: int, interleaved: bool, transposed: bool, keep: str
     token_ids, _, offsets, inverse, w = Routing(torch.randint(0, E, (64, 2)), torch.rand(64, 2).bfloat16(), E).build()
     args = (x, token_ids, offsets, inverse, w, [up], [], [down], [])
     options = dict(body=body.to_json(), keep=keep, reduce=True)
-    out, *kept = expert_mlp_provider.expert_mlp(*args, **options)
-    expert_mlp_provider.expert_mlp_backward(out, *args, kept, **options, needs=[True] * 6)
+    out, *kept = expert_mlp_steps.expert_mlp(*args, **options)
+    expert_mlp_steps.expert_mlp_backward(out, *args, kept, **options, needs=[True] * 6)
     return {name for name in names if name.startswith("hopper")}
 
 

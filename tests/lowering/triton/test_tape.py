@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moefx.ir import dialect, experts, providers
 from moefx.lowering.triton import expert_mlp_call as run_module
-from moefx.lowering.triton import expert_mlp_provider, launch_replay
+from moefx.lowering.triton import expert_mlp_steps, launch_replay
 
 from ...covering import covering
 from ...ir.routings import Layer, Routing
@@ -209,6 +209,6 @@ def test_a_weight_that_the_body_ignores_has_a_zero_gradient_when_played(device, 
     for _ in range(3):
         poison = torch.full((66,), float("nan"), device=device)  # what the next allocation may find
         del poison
-        (got,) = expert_mlp_provider.expert_mlp_backward(grad, *args, [], body=body, keep="x", needs=needs)
+        (got,) = expert_mlp_steps.expert_mlp_backward(grad, *args, [], body=body, keep="x", needs=needs)
         assert got.shape == weights.shape and not got.any() and not got.isnan().any()
     assert len(plays) == 2

@@ -16,7 +16,7 @@ from triton.runtime.errors import OutOfResources
 from moefx.errors import InvalidPlan
 from moefx.ir import experts, providers
 from moefx.lowering import triton
-from moefx.lowering.triton import autotune, expert_mlp_provider, launch_replay, tile_configs, tuning
+from moefx.lowering.triton import autotune, expert_mlp_steps, launch_replay, tile_configs, tuning
 from moefx.lowering.triton import expert_mlp_call as run_module
 from moefx.lowering.triton.tile_configs import KERNELS, Config
 
@@ -94,7 +94,7 @@ def test_the_interpreter_leaves_no_trace():
 
 
 def test_gluon_is_not_imported_before_it_is_chosen():
-    program = "import sys, moefx.lowering.triton.expert_mlp_provider; print(*(n for n in sys.modules if 'hopper' in n))"
+    program = "import sys, moefx.lowering.triton.expert_mlp_steps; print(*(n for n in sys.modules if 'hopper' in n))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert not [name for name in done.stdout.split() if name.startswith("moefx")]
 
@@ -331,8 +331,8 @@ def test_trials_change_nothing(monkeypatch, device, case, keep):
         return first
 
     def run():
-        out, *kept = expert_mlp_provider.expert_mlp(*args, **options)
-        return [out, *expert_mlp_provider.expert_mlp_backward(grad, *args, kept, **options, needs=[True] * 6)]
+        out, *kept = expert_mlp_steps.expert_mlp(*args, **options)
+        return [out, *expert_mlp_steps.expert_mlp_backward(grad, *args, kept, **options, needs=[True] * 6)]
 
     monkeypatch.setattr(run_module, "config", config)
     launch_replay._tapes.clear()

@@ -1,7 +1,7 @@
 import re
 import xml.etree.ElementTree as ElementTree
 
-from moefx.inspection import html_page
+from moefx.inspection import history_page
 
 from .test_draw import looped
 from .test_history import history
@@ -22,7 +22,7 @@ def test_a_page_is_self_contained(tmp_path):
 
 
 def test_what_each_pass_changed_is_marked():
-    text = html_page.fragment(history())
+    text = history_page.fragment(history())
     assert text.count('class="removed"') == 7 and text.count('class="added"') == 1
     assert text.count("<details open>") == 2
     assert "<em>  # f32[B,D]" in text
@@ -32,5 +32,5 @@ def test_what_each_pass_changed_is_marked():
 def test_a_pass_that_changed_nothing_is_closed():
     h = history()
     again = type(h)("", (*h.snapshots, h.snapshots[-1]))
-    text = html_page.fragment(again)
+    text = history_page.fragment(again)
     assert text.count("<details>") == 1 and "Nothing to change" in text and "<h2>model</h2>" in text

@@ -15,7 +15,7 @@ import torch
 
 import moefx
 from moefx._units import size
-from moefx.inspection import html_page
+from moefx.inspection import history_page
 
 from . import model as demo_model
 
@@ -67,8 +67,8 @@ def render(result: Result) -> str:
             f"<details><summary>{escape(name)}</summary><pre>{escape(result.graphs[name])}</pre></details>"
             for name in others
         ),
-        history_style=html_page.STYLE,
-        history=html_page.fragment(result.histories[first], before=result.captured),
+        history_style=history_page.STYLE,
+        history=history_page.fragment(result.histories[first], before=result.captured),
         verification=escape(result.verification),
     )
 
