@@ -7,9 +7,10 @@ the program does to find out: `cumsum` over one-hots, sorting, slices.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,15 +46,16 @@ def explain_drops(match: Match) -> None:
     owned = {e for group in match.groups for e in group.ids}
     if all(torch.equal(torch.isin(lifted.ids, torch.tensor([*owned])), lifted.kept) for lifted in match.lifted):
         return
+    find_ties = functools.cache(lambda: _ties(match, owned))  # takes one capture more
     match.drop = _rule(match, owned)
     if match.drop is None:
-        match.keep = _mask(match, owned)
-    elif match.drop.order == "weight" and (ties := _ties(match, owned)) != "parted":
+        match.keep = _mask(match, find_ties)
+    elif match.drop.order == "weight" and find_ties() != "parted":
         rule, match.drop = match.drop, None
         try:
-            match.keep = _mask(match, owned)
+            match.keep = _mask(match, find_ties)
         except Refused:
-            if ties is not None:
+            if find_ties() is not None:
                 raise
             match.drop = rule
 
@@ -207,7 +209,7 @@ def _fits(value: float | None, places: tuple[int, int | None]) -> bool:
 
 
 # ---------------------------------------------------------------------- the program's own mask
-def _mask(match: Match, owned: set[int]) -> list[Ref] | None:
+def _mask(match: Match, find_ties: Callable[[], str | None]) -> list[Ref] | None:
     """The nodes that say which slots count, one for each capture; None if the others have weights or rows of zero."""
     found = [_mask_candidates(lifted) for lifted in match.lifted]
     for ref in _undominated(found[0], match.lifted[0]):
@@ -237,7 +239,7 @@ def _mask(match: Match, owned: set[int]) -> list[Ref] | None:
         )
     if skipped := _left_out(match.lifted):
         raise skipped
-    ties = _ties(match, owned)
+    ties = find_ties()
     if ties == "reordered":
         raise Refused(
             "an expert keeps its largest weights, and of equal ones not those of the first tokens, which a stable sort "
