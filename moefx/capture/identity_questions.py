@@ -11,7 +11,7 @@ from torch import nn
 
 from ..errors import Refused
 from ..ir.reached import unwrapped
-from .source import is_users
+from ..util.user_code import is_users
 
 
 def refuse_identity_questions(block: nn.Module) -> None:
@@ -73,6 +73,3 @@ def _identity_questions(code: types.CodeType, fixed: Collection[str]) -> Iterato
         is_outer = "GLOBAL" in step.opname or "DEREF" in step.opname
         is_fixed = step.opname.startswith("LOAD_CONST") or (is_outer and step.argval in fixed)
         asked = str(step.argval) if is_outer and step.argval in ("type", "id", "callable", "is_", "is_not") else ""
-
-
-__all__ = ["refuse_identity_questions"]
