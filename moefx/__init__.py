@@ -12,8 +12,13 @@ from .ir.providers import load_before_first_choice
 
 if TYPE_CHECKING:
     from .api import Block, Explanation, blocks, compile, explain, graph, history, verify
-    from .backend import rewrite_graph
-    from .distribute import clip_grad_norm_, expert_parameter_names, full_state_dict, save_routing
+    from .frontends.dynamo.backend import rewrite_graph
+    from .distribution.block_distribution import (
+        clip_grad_norm_,
+        expert_parameter_names,
+        full_state_dict,
+        save_routing,
+    )
     from .planner.platforms import Platform
     from .planner.ranking import plan
     from .runtime.hosts import order_hosts
@@ -26,8 +31,8 @@ __all__ = [
 # torch.distributed takes a while to load, and is not in every build.
 _OF_SPREAD_MODELS = ("clip_grad_norm_", "expert_parameter_names", "full_state_dict", "save_routing")
 _PLANNER = {"Platform": ".planner.platforms", "plan": ".planner.ranking"}
-_MODULES = _PLANNER | dict.fromkeys(_OF_SPREAD_MODELS, ".distribute")
-_MODULES |= {"order_hosts": ".runtime.hosts", "rewrite_graph": ".backend"}
+_MODULES = _PLANNER | dict.fromkeys(_OF_SPREAD_MODELS, ".distribution.block_distribution")
+_MODULES |= {"order_hosts": ".runtime.hosts", "rewrite_graph": ".frontends.dynamo.backend"}
 
 
 def __getattr__(name: str) -> Any:

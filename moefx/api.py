@@ -13,21 +13,21 @@ import torch
 from torch import nn
 
 from ._plan import Plan
-from ._plan_effects import check_effects, check_layout
-from .agreement import agree_on_proof
+from .compiler.plan_check import check_effects, check_layout
+from .compiler.rank_agreement import agree_on_proof
 from .errors import InvalidInput, InvalidPlan, MoefxError, NoMoEBlockFound
 from .inspection.explain import Explanation, MatchedBlock, together
 from .inspection.history import History
 from .ir.attributes import OWN_MODE, ties
 from .ir.binding import Specialisation, leaves_of
 from .ir.block import BlockGraph
-from .pipeline import PASSES, limited
-from .proof import shown
-from .reports import report_of
+from .compiler.pipeline import PASSES, limited
+from .compiler.model_proof import shown
+from .compiler.block_report import report_of
 from .runtime.module import BlockForward, install, rewritten_blocks, signature_binder
 from .runtime.program import Program
-from .specialise import Specialise, program_of
-from .survey import Matched, Refusal, Survey
+from .compiler.specialization import Specialise, program_of
+from .compiler.survey import Matched, Refusal, Survey
 from .util.model_copy import copy_model
 from .verification.report import VerifyReport, verify
 
@@ -90,8 +90,8 @@ def compile(
     plan = _plan(plan, mesh)
     model = _checked(model)
     if mesh is not None:
-        from .distribute import Spread, check_holders, spread_blocks  # torch.distributed takes a while
-        from .spread_training import describe_reductions, prepare_training, watch_block
+        from .distribution.block_distribution import Spread, check_holders, spread_blocks  # torch.distributed takes a while
+        from .distribution.training_wiring import describe_reductions, prepare_training, watch_block
 
         if spread_blocks(model):
             raise InvalidInput("this model is spread over a mesh already: compile the original again")
@@ -187,8 +187,8 @@ def explain(
         for m in found.matched:
             m.result = limited(model.get_submodule(m.names[0]), m.result, plan)
         if proven.axis is not None:
-            from .distribute import would_spread
-            from .spread_training import describe_reductions
+            from .distribution.block_distribution import would_spread
+            from .distribution.training_wiring import describe_reductions
 
             spreads = would_spread(model, proven.axis, found, plan)
             holders = {name: spreads[id(m)] for m in found.matched for name in m.names}
@@ -346,7 +346,7 @@ def _is_compiled_function(given: Any) -> bool:
 
 
 def _regions(given: Any) -> tuple[Record | None, dict[str, BlockForward]]:
-    backend = sys.modules.get("moefx.backend")  # which Dynamo loads if it is asked for
+    backend = sys.modules.get("moefx.frontends.dynamo.backend")  # which Dynamo loads if it is asked for
     return backend.compiled_for(given) if backend is not None else (None, {})
 
 

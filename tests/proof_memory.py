@@ -16,14 +16,14 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 import moefx
-import moefx.proof
-import moefx.survey
+import moefx.compiler.model_proof
+import moefx.compiler.survey
 from moefx.capture.find import Found, Seen, signature
 from moefx.ir.attributes import Where, globals_of, ties, value_at
 from moefx.ir.held import HeldKind, is_configuration, same, unchanged
 from moefx.ir.reached import FUNCTIONS
-from moefx.numeric import NumericCheck, numeric_check
-from moefx.pipeline import Result
+from moefx.compiler.numeric_check import NumericCheck, numeric_check
+from moefx.compiler.pipeline import Result
 
 
 @dataclasses.dataclass
@@ -36,7 +36,7 @@ class _Proof:
     result: Result
 
 
-_rewrite_as_called = moefx.survey._rewrite_as_called
+_rewrite_as_called = moefx.compiler.survey._rewrite_as_called
 _PROOFS: dict[tuple | None, list[_Proof]] = defaultdict(list)
 _CHECKS: list[tuple[weakref.ref[Result], NumericCheck]] = []
 
@@ -77,12 +77,12 @@ def check_once(block: nn.Module, result: Result, name: str, seconds: float) -> N
 
 def proving_once() -> mock._patch:
     """Return a context in which `compile` and `explain` prove equal blocks once in the process."""
-    return mock.patch.multiple(moefx.survey, _rewrite_as_called=rewrite_once)
+    return mock.patch.multiple(moefx.compiler.survey, _rewrite_as_called=rewrite_once)
 
 
 def checking_once() -> mock._patch:
     """Return a context in which the numbers of a reused proof are not compared again, whatever the weights are."""
-    return mock.patch.multiple(moefx.proof, numeric_check=check_once)
+    return mock.patch.multiple(moefx.compiler.model_proof, numeric_check=check_once)
 
 
 def _holds_for(proof: _Proof, module: nn.Module, names: dict[Where, Any]) -> bool:

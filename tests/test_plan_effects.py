@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 import moefx
-from moefx import Plan, backend
-from moefx._plan_effects import check_effects, check_layout
+from moefx import Plan
+from moefx.frontends.dynamo import backend
+from moefx.compiler.plan_check import check_effects, check_layout
 from moefx.errors import InvalidPlan
 from moefx.planner.auto import decide
 from moefx.planner.catalogue import model_of

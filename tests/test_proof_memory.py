@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import moefx
-import moefx.survey
+import moefx.compiler.survey
 
 from . import proof_memory
 from .passes.blocks import D, Gated, Loop, Mlp

@@ -10,7 +10,7 @@ from torch import nn
 
 import moefx
 from moefx import Plan
-from moefx.survey import Refusal, survey
+from moefx.compiler.survey import Refusal, survey
 
 from .passes.blocks import D, Loop, Mlp
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import moefx
 import moefx.ir.exchange as exchange
 from moefx.bench import link_times
-from moefx.distribute import spread_blocks
+from moefx.distribution.block_distribution import spread_blocks
 from moefx.ir.payload import group_of, start
 from moefx.planner.communication import row_bytes
 from moefx.planner.simulation.routing_skew import traffic

@@ -51,7 +51,7 @@ def build(system: str, layers: int) -> torch.nn.Module:
         torch.set_default_dtype(torch.float32)
     model.train()
     if system == "moefx backend":
-        from ..backend import backend
+        from ..frontends.dynamo.backend import backend
 
         return torch.compile(model, backend=backend)  # pyright: ignore[reportReturnType]
     if system.startswith("moefx"):

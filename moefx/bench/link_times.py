@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from .._units import amount
+from ..util.unit_text import amount
 from ..ir.payload import group_of, start, wait
 from ..ir.placement import Level
 from ..runtime.topology import ExpertAxis

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import moefx
-from moefx._units import size
+from moefx.util.unit_text import size
 from moefx.inspection.history import History
 from moefx.ir.block import BlockGraph
 from moefx.passes.checkpoint import checkpoint

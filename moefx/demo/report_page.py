@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 import moefx
-from moefx._units import size
+from moefx.util.unit_text import size
 from moefx.inspection import history_page
 
 from . import model as demo_model

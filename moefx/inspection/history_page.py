@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from html import escape
 from typing import TYPE_CHECKING
 
-from .. import _html
-from .._units import size
+from ..util import html_page
+from ..util.unit_text import size
 from ..ir.block import BlockGraph
 from ..ir.codegen import is_getitem
 from ..ir.printer import format_lines, print_lines
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .history import History, Snapshot
 
 STYLE = (
-    _html.STYLE
+    html_page.STYLE
     + """.moefx pre span { display: block; padding: 0 14px; width: max-content; min-width: 100%;
   box-sizing: border-box; }
 .moefx pre .added { background: var(--mx-added); } .moefx pre .removed { background: var(--mx-removed); }
@@ -45,7 +45,7 @@ STYLE = (
 
 def page(title: str, body: str) -> str:
     """A whole page around fragments of this module."""
-    return _html.page(title, body, STYLE)
+    return html_page.page(title, body, STYLE)
 
 
 def fragment(

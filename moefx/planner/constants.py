@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from html import escape
 
-from .._html import table
-from .._units import amount
+from ..util.html_page import table
+from ..util.unit_text import amount
 from .architecture import Architecture
 from .platforms import FREE, Platform
 

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from .._plan import Plan
-from .._units import amount
+from ..util.unit_text import amount
 from .layout import Layout, Schedule
 
 COLUMNS = {

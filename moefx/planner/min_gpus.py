@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from .._units import amount
+from ..util.unit_text import amount
 from .entries import TERMS, Entry, Rejected
 from .search import first_fit
 

@@ -11,7 +11,7 @@ import io
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .._units import amount
+from ..util.unit_text import amount
 from .architecture import Architecture
 from .breakdown import LABELS
 from .catalogue import MODELS

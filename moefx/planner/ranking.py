@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from .._units import amount
+from ..util.unit_text import amount
 from ..capture.defaults import neutral_device
 from ..errors import NothingFits, UnknownArchitecture, UnknownPlatform
 from .architecture import Architecture

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from .._html import folded, page, table
-from .._units import amount
+from ..util.html_page import folded, page, table
+from ..util.unit_text import amount
 from . import plots
 from .breakdown import LABELS, memory_parts, time_parts
 from .constants import assumptions, sources

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from .._units import amount
+from ..util.unit_text import amount
 from .breakdown import LABELS, memory_parts, time_parts
 from .entries import Entry
 from .search import search_layouts

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
-from .._units import amount
+from ..util.unit_text import amount
 from ..errors import InvalidPlan
 from ..runtime.links import fastest
 from .architecture import Architecture, whole_numbers

@@ -19,7 +19,7 @@ import sympy
 from sympy.printing.pycode import PythonCodePrinter
 from sympy.printing.str import StrPrinter
 
-from .._units import amount
+from ..util.unit_text import amount
 from ..runtime.links import expected_parts
 
 

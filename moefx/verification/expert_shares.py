@@ -9,7 +9,7 @@ from ..comparison.shares import Shares
 
 def shares_of(compiled: nn.Module) -> Shares | None:
     """This rank's part, None for a model that is not spread."""
-    from ..distribute import spread_blocks  # torch.distributed is not in every build
+    from ..distribution.block_distribution import spread_blocks  # torch.distributed is not in every build
 
     stacked, here, elsewhere, group, sequence = {}, set(), set(), "", None
     for block, spread in spread_blocks(compiled).items():

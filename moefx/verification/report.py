@@ -194,7 +194,7 @@ def verify(
 
 def _ways(model: nn.Module) -> Mapping[str, Way]:
     """Which parts of a model were compiled by `torch.compile(..., backend="moefx")`, and how."""
-    backend = sys.modules.get("moefx.backend")  # which Dynamo loads if it is asked for
+    backend = sys.modules.get("moefx.frontends.dynamo.backend")  # which Dynamo loads if it is asked for
     return backend.ways_of(model) if backend is not None else {}
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moefx import _kept, backend
-from moefx.graphs import matching
+from moefx.frontends.dynamo import registry, backend
+from moefx.frontends.fx import proof_cache
 
 
 @pytest.fixture(autouse=True)
 def fresh():
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    matching.forget()
+    proof_cache.forget()
     backend._told.clear()
-    _kept.forget()
+    registry.forget()

@@ -21,8 +21,8 @@ import warnings
 import torch
 
 import moefx
-from moefx import _kept, backend
-from moefx.graphs import matching
+from moefx.frontends.dynamo import registry, backend
+from moefx.frontends.fx import proof_cache
 from tests import models
 from tests.corpus import checks
 from tests.corpus.harness import select
@@ -66,7 +66,7 @@ def run(name: str, experts: str = "eager", with_moefx: bool = True) -> tuple[str
     """
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    for kept in (matching._kept, backend._told, _kept.KEPT, _kept.PLAIN):
+    for kept in (proof_cache._kept, backend._told, registry.KEPT, registry.PLAIN):
         kept.clear()
     said = Said()
     logging.getLogger("moefx").addHandler(said)

@@ -19,10 +19,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import moefx
-from moefx import backend
+from moefx.frontends.dynamo import backend
 from moefx.capture.captured import Capture
 from moefx.errors import InvalidPlan
-from moefx.graphs import matching
+from moefx.frontends.fx import proof_cache
 from tests.models.case import gradients
 from tests.mutants import bases
 
@@ -74,7 +74,7 @@ def test_idiom(idiom, dynamic):
     """Both layers are rewritten by one proof, which holds for the sizes that come later, too."""
     mine = model(idiom)
     reference, call = copy.deepcopy(mine), compiled(mine, dynamic)
-    before = matching.lifts
+    before = proof_cache.lifts
     dtype = next(mine.parameters()).dtype
     for shape in ((2, 9), (1, 11)):
         torch.manual_seed(1)
@@ -82,7 +82,7 @@ def test_idiom(idiom, dynamic):
     assert [b.name for b in moefx.blocks(call)] == ["layers.0.moe", "layers.1.moe"]
     assert all(b.graph.find("moefx::expert_mlp") for b in moefx.blocks(call))
     proofs = 2 if idiom == "gshard" and dynamic is None else 1  # its capacity is a number of the graph
-    assert matching.lifts - before <= (3 if proofs == 2 else 2)
+    assert proof_cache.lifts - before <= (3 if proofs == 2 else 2)
 
 
 @pytest.mark.parametrize("inside", [True, False])
@@ -184,11 +184,11 @@ def test_inductor_compiles_the_rest():
 
 
 def test_a_second_compile_takes_the_proof():
-    before = matching.lifts
+    before = proof_cache.lifts
     for _ in range(2):
         torch._dynamo.reset()
         compiled(model("dense_masked"))(torch.randn(2, 9, D, dtype=torch.float64))
-    assert matching.lifts == before + 1
+    assert proof_cache.lifts == before + 1
 
 
 class Layer(nn.Module):
@@ -215,10 +215,10 @@ class OneBias(nn.Module):
 
 
 def test_layers_with_a_weight_of_the_model_have_one_proof():
-    mine, before = OneBias().double(), matching.lifts
+    mine, before = OneBias().double(), proof_cache.lifts
     call, x = compiled(mine), torch.randn(2, 9, D, dtype=torch.float64)
     torch.testing.assert_close(call(x), copy.deepcopy(mine)(x))
-    assert len(moefx.blocks(call)) == 3 and matching.lifts == before + 1
+    assert len(moefx.blocks(call)) == 3 and proof_cache.lifts == before + 1
 
 
 def test_a_proof_that_is_kept_holds_no_capture():
@@ -242,7 +242,7 @@ def test_the_numeric_check_runs():
 
 
 def test_nothing_is_said_once(caplog):
-    with caplog.at_level(logging.INFO, "moefx.backend"):
+    with caplog.at_level(logging.INFO, "moefx.frontends.dynamo.backend"):
         for width in (4, 5):
             torch._dynamo.reset()
             layer = nn.Linear(width, width)
@@ -333,9 +333,9 @@ def test_a_graph_that_ends_before_the_experts_is_named(caplog):
 def test_rewritten_blocks_are_left_alone(caplog):
     mine, x = nn.Sequential(nn.LayerNorm(D), Loop()), torch.randn(9, D)
     rewritten = moefx.compile(mine, example_inputs=(x,))
-    before = matching.lifts
+    before = proof_cache.lifts
     torch.testing.assert_close(compiled(rewritten)(x), mine(x))
-    assert matching.lifts == before and not warnings_of(caplog)
+    assert proof_cache.lifts == before and not warnings_of(caplog)
 
 
 @pytest.mark.parametrize(
@@ -429,7 +429,7 @@ def test_the_entry_point(tmp_path):
         x = torch.randn(2, 3)
         call = torch.compile(layer, backend="moefx", options={"backend": "eager"})
         torch.testing.assert_close(call(x), layer(x))
-        assert "moefx.backend" in sys.modules
+        assert "moefx.frontends.dynamo.backend" in sys.modules
     """
     command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]
     subprocess.run(command, check=True, cwd=_ROOT, timeout=120)

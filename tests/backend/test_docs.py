@@ -13,7 +13,7 @@ PAGE = (ROOT / "docs" / "backend.md").read_text(encoding="utf-8")
 # not installed, perhaps, but on the path
 REGISTER = """
 import torch
-from moefx.backend import backend
+from moefx.frontends.dynamo.backend import backend
 if "moefx" not in torch._dynamo.list_backends():
     torch._dynamo.register_backend(backend, name="moefx")
 """

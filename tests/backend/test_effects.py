@@ -9,7 +9,7 @@ from torch import fx, nn
 from torch.func import functional_call, grad, jvp, vjp, vmap
 
 import moefx
-from moefx.backend import backend
+from moefx.frontends.dynamo.backend import backend
 
 from .test_refusals import D, Dense
 

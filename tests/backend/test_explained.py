@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import moefx
-from moefx.backend import backend
+from moefx.frontends.dynamo.backend import backend
 from moefx.errors import InvalidInput, MoefxError
 
 from ..passes import blocks

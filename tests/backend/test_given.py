@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import moefx
-from moefx.backend import backend
+from moefx.frontends.dynamo.backend import backend
 
 from .test_refusals import D, Dense, E
 

@@ -12,7 +12,7 @@ from torch._decomp import core_aten_decompositions
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import moefx
-from moefx.backend import backend
+from moefx.frontends.dynamo.backend import backend
 from moefx.errors import InvalidInput
 from tests import golden
 from tests.verification.compiled import broken

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import moefx
-from moefx import backend
-from moefx.graphs import matching
+from moefx.frontends.dynamo import backend
+from moefx.frontends.fx import proof_cache
 from tests.models.case import gradients
 from tests.mutants import bases, run
 from tests.mutants.mutant import Mutant
@@ -43,7 +43,7 @@ def check(mutant: Mutant) -> None:
 
 def check_graph(mutant: Mutant, is_decomposed: bool) -> None:
     """The exported program, once rewritten, computes what it did; state goes on from call to call."""
-    matching.forget()
+    proof_cache.forget()
     case = mutant.build()
     args = case.fresh(2, 9, 3)
     try:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import moefx
-from moefx.backend import backend
+from moefx.frontends.dynamo.backend import backend
 
 D, E = 8, 4
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import moefx
-from moefx.backend import backend
+from moefx.frontends.dynamo.backend import backend
 
 D, E, H = 8, 4, 12
 

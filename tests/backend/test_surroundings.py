@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import moefx
-from moefx.backend import backend
+from moefx.frontends.dynamo.backend import backend
 
 D, E, H = 8, 4, 6
 RAMP = torch.linspace(0, 3, E, dtype=torch.float64)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import moefx
-from moefx.backend import backend
+from moefx.frontends.dynamo.backend import backend
 from moefx.errors import InvalidInput
 from tests.verification.compiled import broken
 

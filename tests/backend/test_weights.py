@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import moefx
-from moefx.backend import backend
+from moefx.frontends.dynamo.backend import backend
 from tests.models.case import gradients
 
 D, E, H = 8, 4, 12

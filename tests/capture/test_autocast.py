@@ -18,7 +18,7 @@ from moefx.capture.autocast import dtype_here, under
 from moefx.capture.concolic import capture
 from moefx.capture.routing import Routing
 from moefx.errors import CaptureError
-from moefx.pipeline import rewrite_block
+from moefx.compiler.pipeline import rewrite_block
 
 from ..passes.blocks import D, Loop
 from ..runtime.test_autocast import Block

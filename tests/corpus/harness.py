@@ -23,7 +23,7 @@ from unittest import mock
 import torch
 
 import moefx
-from moefx.survey import Survey, survey
+from moefx.compiler.survey import Survey, survey
 from tests import models
 from tests.models.case import Case
 
@@ -197,7 +197,7 @@ def _surveyed_once() -> Iterator[None]:
             found.append(survey(*args))
         return found[0]
 
-    with mock.patch("moefx.proof.survey", once):
+    with mock.patch("moefx.compiler.model_proof.survey", once):
         yield
 
 

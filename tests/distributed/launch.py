@@ -24,8 +24,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import moefx.proof
-import moefx.survey
+import moefx.compiler.model_proof
+import moefx.compiler.survey
 
 _ROOT = Path(__file__).parents[2]
 _PATIENCE = datetime.timedelta(seconds=150)
@@ -160,7 +160,7 @@ def _serve(modules: Connection, output: Path, environment: dict[str, str]) -> No
         os.dup2(file.fileno(), 2)
     from ..proof_memory import check_once, rewrite_once
 
-    moefx.survey._rewrite_as_called, moefx.proof.numeric_check = rewrite_once, check_once
+    moefx.compiler.survey._rewrite_as_called, moefx.compiler.model_proof.numeric_check = rewrite_once, check_once
     torch.set_num_threads(1)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = _meeting_place(output.parent, rank, world)

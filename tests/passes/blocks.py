@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from moefx import Plan
-from moefx.pipeline import Result, rewrite_block
+from moefx.compiler.pipeline import Result, rewrite_block
 
 D, H, E, K = 6, 8, 4, 2
 

@@ -12,7 +12,7 @@ import pytest
 
 import moefx
 from moefx import cli
-from moefx._units import amount
+from moefx.util.unit_text import amount
 from moefx.planner.catalogue import model_of
 from moefx.planner.constants import assumptions, sources
 from moefx.planner.platforms import FITTED, FREE, PLATFORMS, Network, Platform

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from moefx._units import amount
+from moefx.util.unit_text import amount
 from moefx.planner.catalogue import MODELS, model_of
 from moefx.planner.layout import Layout
 from moefx.planner.paper_formulas import X_MOE

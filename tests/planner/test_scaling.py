@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from moefx._units import amount
+from moefx.util.unit_text import amount
 from moefx.planner.breakdown import time_parts
 from moefx.planner.ranking import plan
 from moefx.planner.scaling import Scaled, above_ideal, scaling

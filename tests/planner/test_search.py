@@ -11,7 +11,7 @@ import torch
 
 import moefx
 from moefx import cli
-from moefx._units import amount
+from moefx.util.unit_text import amount
 from moefx.errors import InvalidPlan, UnknownArchitecture, UnknownPlatform
 from moefx.planner.catalogue import model_of
 from moefx.planner.entries import Asked

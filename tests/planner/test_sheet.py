@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import sympy
 
-from moefx._units import amount
+from moefx.util.unit_text import amount
 from moefx.planner.sheet import Formula, Sheet, distinct, quantities
 
 a, b, total, E, k, N = quantities("a b total E k N")

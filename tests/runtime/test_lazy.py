@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import moefx
-from moefx import specialise, survey
+from moefx.compiler import specialization, survey
 
 from ..passes.blocks import D, E, Loop, Mlp
 
@@ -391,7 +391,7 @@ class Layers(nn.Module):
 def lifts(monkeypatch):
     """How many blocks were lifted."""
     found = []
-    for module in (specialise, survey):
+    for module in (specialization, survey):
         stock = module.rewrite_block
         monkeypatch.setattr(module, "rewrite_block", lambda *args, stock=stock: found.append(args[1]) or stock(*args))
     return found
@@ -615,8 +615,8 @@ def test_threads_that_lift_at_once(x, hasty_threads):
 def test_threads_that_share_a_block_lift_it_once(x, hasty_threads, monkeypatch):
     _, compiled = pair(x, Moody())
     lifted = []
-    stock = specialise.rewrite_block
-    monkeypatch.setattr(specialise, "rewrite_block", lambda *args: (lifted.append(args), stock(*args))[1])
+    stock = specialization.rewrite_block
+    monkeypatch.setattr(specialization, "rewrite_block", lambda *args: (lifted.append(args), stock(*args))[1])
     compiled.eval()
     first, *others = at_once(*[functools.partial(compiled, x)] * 3)
     assert all(torch.equal(first, other) for other in others)

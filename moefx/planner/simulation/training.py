@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..._units import amount
+from ...util.unit_text import amount
 from ...errors import InvalidPlan
 from ..architecture import Architecture
 from ..layout import Layout

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import moefx
-from moefx import pipeline
+from moefx.compiler import pipeline
 
 from ..blocks import D, E, Loop, Mlp
 

@@ -1,0 +1,66 @@
+"""What `explain` says of a block that was rewritten."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from ..inspection.explain import MatchedBlock
+from ..ir.block import BlockGraph
+from ..ir.body import ExpertBody
+from ..runtime.program import Program
+from .survey import Matched
+
+if TYPE_CHECKING:
+    from ..distribution.block_distribution import Spread
+
+
+_MASK = "by the program's own mask"
+
+
+def report_of(
+    matched: Matched, program: Program, block: nn.Module, verdict: str, spread: Spread | None = None
+) -> MatchedBlock:
+    match, graph = matched.result.match, matched.result.graph
+    mlps = graph.find(torch.ops.moefx.expert_mlp.default)
+    combines = graph.find(torch.ops.moefx.combine.default)
+    expert = (
+        "; ".join(ExpertBody.from_json(str(n.kwargs["body"])).pretty() for n in mlps)
+        or "a general function of its rows"
+    )
+    unfused = "; ".join(str(n.meta["unfused"]) for n in combines if "unfused" in n.meta)
+    drop = str(match.drop or (_MASK if match.keep else ""))
+    if match.keep and "m" in match.lifted[0].index.axes:
+        drop += ", which leaves a token any number of experts"
+    if not match.drop and (
+        rules := {str(n.kwargs.get("drop", "none")) for n in graph.find(torch.ops.moefx.build_pft.default)} - {"none"}
+    ):
+        drop = "; ".join(filter(None, (drop, f"over the plan's capacity, by {rules.pop()}")))
+    return MatchedBlock(
+        names=tuple(matched.names), kind=type(block).__name__, num_experts=match.num_experts, top_k=match.slots,
+        expert=expert,
+        drop=drop, holds_for=program.holds_for, routings=len(match.lifted), validation=verdict, seconds=matched.seconds,
+        saved_before=None, saved_after=_kept_bytes(graph), unfused=unfused, guards=tuple(str(g) for g in match.guards),
+        bodies=tuple(_body(n) for n in mlps), notes=() if spread is None else (str(spread),),
+    )  # fmt: skip
+
+
+def _body(node: torch.fx.Node) -> tuple[str, tuple[int, ...]]:
+    """The body of an `expert_mlp`, as JSON, and the widths of its up-projections."""
+    text, up = str(node.kwargs["body"]), node.args[5]
+    return text, ExpertBody.from_json(text).up_widths([w.meta["val"] for w in up])  # type: ignore[union-attr]
+
+
+def _kept_bytes(graph: BlockGraph) -> int | None:
+    """Bytes a token that the fused experts keep: X once, and K rows of what the policy keeps."""
+    total = 0
+    for node in graph.find(torch.ops.moefx.expert_mlp.default):
+        x, value = node.args[0].meta.get("val"), node.meta.get("val")  # type: ignore[union-attr]
+        inverse = node.args[3].meta.get("val")  # type: ignore[union-attr]
+        if x is None or value is None or inverse is None:
+            return None
+        total += x.shape[-1] * x.element_size()
+        total += sum(int(v.shape[-1]) * v.element_size() for v in value[1:]) * int(inverse.shape[-1])
+    return total or None

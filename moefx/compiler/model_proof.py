@@ -1,0 +1,82 @@
+"""Prove the blocks of a model on one process, and check each rewrite on numbers."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from torch import nn
+
+from .._plan import Plan
+from ..capture.autocast import under
+from ..capture.defaults import neutral_device
+from ..capture.worker import run_in_worker
+from ..ir.binding import device_of
+from .numeric_check import not_finite, numeric_check
+from .survey import Refusal, Survey, first_line, survey
+from ..util.compile_lock import compile_lock
+
+
+def survey_and_verify(
+    model: nn.Module, example_inputs: Any, plan: Plan, found: Survey | None = None
+) -> tuple[Survey, dict[int, str]]:
+    """Prove the blocks of a model and check each rewrite on numbers. Autocast is off: calls under autocast are proven
+    when they come.
+
+    Args:
+        found: the survey, if it was made before.
+
+    Returns:
+        The survey without the rewrites that the check refuses, and by `id` of each match what the check says.
+    """
+
+    def prove() -> tuple[Survey, dict[int, str]]:
+        with under(device_of(model).type, None):
+            surveyed = found or survey(model, example_inputs, plan)
+            return surveyed, _validate(surveyed, plan)
+
+    with compile_lock(), neutral_device():
+        return run_in_worker(prove)
+
+
+def _validate(found: Survey, plan: Plan) -> dict[int, str]:
+    """The numeric check of each rewrite on a few tokens. What differs is refused."""
+    verdicts = {}
+    modules = dict(found.twin.named_modules())
+    left = plan.validation_seconds
+    for matched in list(found.matched):
+        block = modules[matched.names[0]]
+        if plan.validation == "symbolic":
+            verdicts[id(matched)] = "off (plan.validation)"
+            continue
+        if any(t.is_meta for t in (*block.parameters(), *block.buffers())):
+            verdicts[id(matched)] = "skipped, the weights are on the meta device"
+            continue
+        if left <= 0 and plan.validation == "auto":
+            verdicts[id(matched)] = "skipped, the time budget is spent"
+            continue
+        start = time.perf_counter()
+        check = numeric_check(block, matched.result, matched.names[0], max(left, 1.0))
+        cannot_tell = None if check.ok else not_finite(block)
+        if cannot_tell and (finite := _finite(matched.names, modules)):  # a twin with other weights can
+            check, cannot_tell = numeric_check(modules[finite], matched.result, finite, max(left, 1.0)), None
+        verdicts[id(matched)] = check.text
+        left -= time.perf_counter() - start
+        if not check.was_possible:
+            found.unchecked.append(f"{shown(matched.names[0])}: {check.text}")
+        if not check.ok:
+            found.matched.remove(matched)
+            reason, remedy = cannot_tell or (check.text, "please report this model")
+            found.refused += [
+                Refusal(name, reason, source=first_line(modules[name]), remedy=remedy) for name in matched.names
+            ]
+    return verdicts
+
+
+def _finite(names: list[str], modules: dict[str, nn.Module]) -> str | None:
+    """The first block of these whose weights are finite."""
+    return next((name for name in names if not not_finite(modules[name])), None)
+
+
+def shown(name: str) -> str:
+    return repr(name) if name else "'' (the model itself)"

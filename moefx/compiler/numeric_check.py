@@ -1,0 +1,124 @@
+"""The numeric check of one rewrite: real arguments for it, of a few tokens and of many."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from ..capture.effects import python_random, silenced
+from ..capture.skipped_calls import skipping
+from ..capture.surroundings import unwritten
+from ..capture.worker import run_in_worker
+from ..comparison.block_check import verify_block
+from ..errors import in_short
+from ..ir.binding import device_of, leaves_of
+from ..passes.match.guarded_sizes import find_sequence
+from .pipeline import Result
+from ..runtime.module import signature_binder
+
+
+@dataclasses.dataclass(frozen=True)
+class NumericCheck:
+    """Attributes:
+    ok: nothing that was compared differs. Also true of a check that could not run.
+    text: what was seen, for `explain`.
+    was_possible: something was compared.
+    """
+
+    ok: bool
+    text: str
+    was_possible: bool = True
+
+
+def numeric_check(block: nn.Module, result: Result, name: str, seconds: float) -> NumericCheck:
+    """Compare a rewrite with the original on a few tokens. `block` runs as the original."""
+    return run_in_worker(lambda: _numeric_check(block, result, name, seconds))
+
+
+def _numeric_check(block: nn.Module, result: Result, name: str, seconds: float) -> NumericCheck:
+    args, kwargs = _arguments(block, result)
+    crowd = _arguments(block, result, crowd=True) if _is_small(block) else None
+    fn, picks = result.graph.compile(), _picker(block, result)
+    try:
+        with python_random(), silenced(block), unwritten(block), skipping(block, result.skipped):
+            check = verify_block(
+                block, lambda b, *a, **k: fn(b, *picks(*a, **k)), args, kwargs, name=name, crowd=crowd, seconds=seconds
+            )
+    except Exception as error:
+        return NumericCheck(True, f"could not run: {in_short(error)[:160]}", was_possible=False)
+    if not check.ok:
+        return NumericCheck(False, f"the rewritten block does not agree with the original: {check.reason}")
+    worst = max((row.error for row in check.rows), default=0.0)
+    own = next((note for note in check.notes if "compared in" in note), "").partition(": ")[2]
+    text = f"agrees in {len(check.rows)} comparisons, worst error {worst:.1e}" + (f"; {own}" if own else "")
+    return NumericCheck(True, text, was_possible=bool(check.rows))
+
+
+def not_finite(block: nn.Module) -> tuple[str, str] | None:
+    """Why the outputs of a block cannot be compared, and what to do, if weights are NaN or infinite."""
+    for name, t in (*block.named_parameters(), *block.named_buffers()):
+        if t.is_floating_point() and (count := int((~t.detach().isfinite()).sum())):
+            return (
+                f"{count} of the {t.numel()} values of {name} are NaN or infinite: the rewritten block cannot be "
+                "compared with the original",
+                "load finite weights, or pass plan=Plan(validation='symbolic') to compile without a comparison",
+            )
+    return None
+
+
+def _is_small(block: nn.Module) -> bool:
+    """Whether a block can be run on hundreds of tokens without a wait."""
+    return sum(p.numel() for p in block.parameters()) <= 1 << 24
+
+
+def _arguments(block: nn.Module, result: Result, crowd: bool = False) -> Any:
+    """Real arguments for the numeric check: a few tokens, on the device of the weights. `crowd`: more tokens than
+    the proof looked at, most of them alike so that some experts get hundreds; None where the rewrite is not for
+    so many."""
+    arguments, guards = result.match.arguments, result.match.guards
+    device = device_of(block)
+    if crowd:
+        several = [find_sequence(arguments, guards, 521)]
+    else:
+        several = [arguments.choose(tokens) for tokens in (24, 12, 48, 6, 96)] + result.match.sizes
+    sizes = next((s for s in several if all(g.holds(s) for g in guards)), None if crowd else several[0])
+    if sizes is None:
+        return None
+    args, kwargs = arguments.at(sizes)
+    generator = torch.Generator().manual_seed(0)
+
+    def real(t: torch.Tensor) -> torch.Tensor:
+        if not t.is_floating_point():
+            return t.to(device)
+        value = torch.randn(t.shape, generator=generator, dtype=torch.float32)
+        if crowd and t.dim() > arguments.feature:
+            value = _alike(value.movedim(arguments.feature, -1)).movedim(-1, arguments.feature)
+        return value.to(device, t.dtype).requires_grad_()
+
+    return pytree.tree_map_only(torch.Tensor, real, (args, kwargs))
+
+
+def _alike(x: torch.Tensor) -> torch.Tensor:
+    """Two thirds of the rows nearly the same: a router sends them to the same experts."""
+    rows = x.reshape(-1, x.shape[-1]).clone()
+    alike = rows[: 2 * len(rows) // 3]
+    alike.mul_(0.05).add_(rows[-1])
+    return rows.reshape(x.shape)
+
+
+def _picker(block: nn.Module, result: Result) -> Any:
+    """From the arguments of a call to the values of the placeholders."""
+    bind, paths = signature_binder(block), result.graph.binding.paths
+
+    def pick(*args: Any, **kwargs: Any) -> list[Any]:
+        values = dict(leaves_of(bind(*args, **kwargs), result.graph.binding.objects))
+        return [values[p] for p in paths]
+
+    return pick
+
+
+__all__ = ["NumericCheck", "not_finite", "numeric_check"]

@@ -1,0 +1,358 @@
+"""The whole compiler on one page: from one block of the user's model to its rewritten graph.
+
+capture -> match -> rewrite -> fuse -> checkpoint
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from .._plan import Plan
+from ..capture.collisions import ModelNumbers
+from ..capture.effects import silenced
+from ..capture.identity_questions import refuse_identity_questions
+from ..capture.inputs import Arguments
+from ..capture.readings import readings, with_batch_of_one
+from ..capture.sizes import SizeGuard
+from ..capture.skipped_calls import SkippedCall, Skipping, skipping
+from ..capture.source import is_users_own
+from ..capture.surroundings import ARGUMENT
+from ..capture.worker import run_in_worker
+from ..errors import CaptureError, Refused
+from ..inspection.history import History
+from ..ir.attributes import Where
+from ..ir.binding import Binding, Path, leaves_of, path_name, placeholder_name
+from ..ir.block import BlockGraph
+from ..ir.passed_objects import PassedObject, is_passed, name_object
+from ..passes.checkpoint import checkpoint
+from ..passes.fuse import fuse
+from ..passes.limit import limit
+from ..passes.manager import PassManager, pass_name
+from ..passes.match.causes import CONVOLVING, MIXING, explain, explain_limit
+from ..passes.match.drops import SKIPPED, explain_drops
+from ..passes.match.lift import NOT_TOGETHER, SINGLE_ELEMENTS, UNEXPLAINED
+from ..passes.match.matched import Match
+from ..passes.match.prove import Prover
+from ..passes.match.unify import FOREIGN
+from ..passes.match.worth import TWICE
+from ..passes.rewrite import Placeholders, Rewritten, rewrite
+from ..runtime.module import signature_binder
+
+PASSES = (fuse, checkpoint)
+NOT_ROUTED = "nothing is routed"
+_ENDINGS = (UNEXPLAINED, FOREIGN, SINGLE_ELEMENTS, TWICE, SKIPPED, NOT_ROUTED)
+T = TypeVar("T")
+
+
+@dataclasses.dataclass
+class Result:
+    """One block, rewritten."""
+
+    match: Match
+    rewritten: Rewritten
+    history: History
+    skipped: Mapping[str, SkippedCall] = dataclasses.field(default_factory=dict)  # see `capture.skipped_calls`
+
+    @property
+    def graph(self) -> BlockGraph:
+        return self.history.snapshots[-1].graph
+
+
+def rewrite_block(
+    block: nn.Module,
+    name: str,
+    args: tuple,
+    kwargs: dict[str, Any],
+    plan: Plan,
+    skipped: Mapping[str, SkippedCall] | None = None,
+) -> Result:
+    """Prove what `block` computes and rewrite it into the PFT dialect.
+
+    Args:
+        args, kwargs: the arguments of one call of it; values of floats do not matter.
+        skipped: submodules that are not run, with what they return. `args` and `kwargs` then hold stand-ins.
+
+    Raises:
+        Refused: the block is not (provably) a token-choice mixture of experts; the message says why and where.
+        CaptureError: the block does not run on abstract tensors.
+    """
+    return run_in_worker(lambda: _rewrite_block(block, name, args, kwargs, plan, skipped or {}))
+
+
+def rewrite_passing_on(
+    rewrite: Callable[[Skipping | None], T], find_skipping: Callable[[bool], Skipping | None], read: Iterable[Where]
+) -> T:
+    """Rewrite a block. If it passes objects on that submodules write to, such as a key-value cache, these submodules
+    are not looked into.
+
+    Args:
+        rewrite: rewrites the block with stand-ins for objects, or without.
+        find_skipping: finds the stand-ins, for objects that hold tensors or for all; None if the block passes none on.
+        read: attributes of the block that captures have read, filled by `rewrite`.
+
+    Raises:
+        Refused: neither way was proven.
+    """
+
+    def attempt(every: bool) -> T | None:
+        if (skipping := find_skipping(every)) is None:
+            return None
+        result = rewrite(skipping)
+        skipping.check(read)
+        return result
+
+    why: Refused | None = None
+    try:
+        if (result := attempt(False)) is not None:
+            return result
+    except Refused as refused:
+        why = refused
+    try:
+        return rewrite(None)
+    except Refused as refused:
+        if why is None and ARGUMENT in refused.culprits:  # an object that holds none, a container of an equal module
+            try:
+                if (result := attempt(True)) is not None:
+                    return result
+            except Refused as other:
+                why = other
+        if why is None or NOT_ROUTED in why.reason:  # the experts themselves are given the object, say
+            raise
+        raise why from None
+
+
+def _rewrite_block(
+    block: nn.Module,
+    name: str,
+    args: tuple,
+    kwargs: dict[str, Any],
+    plan: Plan,
+    skipped: Mapping[str, SkippedCall],
+) -> Result:
+    paths, objects = argument_paths(block, args, kwargs), object_paths(block, args, kwargs)
+    for path, stand_in in objects:
+        name_object(stand_in, path_name(path))
+    if objects:
+        refuse_identity_questions(block)
+    start = time.perf_counter()
+    # 1.-3. prove, explain the drops, rewrite into the dialect
+    with silenced(block), skipping(block, skipped) as read:
+        names = Placeholders([placeholder_name(p) for p in paths], {id(o): placeholder_name(p) for p, o in objects})
+        match, rewritten = lift(block, args, kwargs, names)
+    if read:
+        raise read[0]
+    ms = (time.perf_counter() - start) * 1e3
+    passed = tuple(path for path, _ in objects)
+    graph = BlockGraph(name, rewritten.graph, Binding((*paths, *passed), passed), rewritten.out_spec)
+    # 4. passes on the graph; every snapshot runs
+    history = PassManager(block).run(graph, PASSES, plan, made_by=rewrite_block, ms=ms, level="dialect")
+    return Result(match, rewritten, history, skipped)
+
+
+def with_policy(block: nn.Module, result: Result, plan: Plan) -> Result:
+    """With the checkpoint policy that was decided since: its pass, the last one, again."""
+    *before, last = result.history
+    if last.pass_name != pass_name(checkpoint):  # `plan.disable`
+        return result
+    history = History(result.history.name, tuple(before))
+    return dataclasses.replace(result, history=PassManager(block).extend(history, (checkpoint,), plan, level="dialect"))
+
+
+def limited(block: nn.Module, result: Result, plan: Plan) -> Result:
+    """What a plan wants to be otherwise than proven: a capacity of the experts.
+
+    Raises:
+        InvalidPlan: the block has one, or nothing to choose by.
+    """
+    if plan.capacity_factor is None:
+        return result
+    history = PassManager(block).extend(result.history, (limit,), plan, level="fused")
+    return dataclasses.replace(result, history=history)
+
+
+def lift(block: nn.Module, args: tuple, kwargs: dict[str, Any], names: Placeholders) -> tuple[Match, Rewritten]:
+    """Prove and rewrite with the most likely interpretation of the arguments. If the block does not run at other sizes
+    with that, try the others. If it is refused, first axes of 1 may be the batch axis of one sequence.
+
+    Raises:
+        Refused: no interpretation was proven; the first refusal is raised, else the error of the first one.
+    """
+    first: Exception | None = None
+    refusal: Refused | None = None
+    for arguments in readings(args, kwargs, ModelNumbers.of(block)):
+        try:
+            return _lift(block, arguments, names)
+        except (Refused, CaptureError) as error:
+            if first is None:
+                if of_batch := with_batch_of_one(arguments, args, kwargs):
+                    with contextlib.suppress(Exception):
+                        return _lift(block, of_batch, names)
+                raise
+            if isinstance(error, Refused) and error.reason.startswith(CONVOLVING):
+                raise  # whatever sizes of images are fixed
+            if isinstance(error, Refused) and (refusal is None or error.reason == MIXING):
+                refusal = _of_images(error) if arguments.feature < len(arguments.lead) else error
+        except Exception as error:  # the user's code, on sizes it was not made for
+            first = first or error
+    assert first is not None
+    raise refusal or first from None
+
+
+def _of_images(refusal: Refused) -> Refused:
+    """A refusal of a block whose features are no last axis, in terms of images if it names no other reason."""
+    if not refusal.reason.startswith((UNEXPLAINED, FOREIGN, SINGLE_ELEMENTS)):
+        return refusal
+    return Refused(
+        "experts are given whole images or series, with channels in the second axis, and only rows are followed",
+        source=refusal.source,
+        remedy="make rows of the pixels, x.movedim(1, -1).flatten(0, -2), and give each expert its rows: to nn.Conv1d "
+        "as rows[t][:, :, None], to nn.Conv2d as rows[t][:, :, None, None]",
+    )
+
+
+def _lift(block: nn.Module, arguments: Arguments, names: Placeholders) -> tuple[Match, Rewritten]:
+    """Prove with the most likely reading of the program. If that is refused, try the others, then other sizes."""
+    prover = Prover(block, arguments, most_experts(block))
+    try:
+        return _for_sizes(prover, names)
+    except Refused as refusal:
+        for way in prover.other_ways():
+            with contextlib.suppress(Refused):
+                return _for_sizes(Prover(block, arguments, prover.hint, **way), names)
+        raise _with_cause(refusal, prover) from None
+
+
+def _with_cause(refusal: Refused, prover: Prover) -> Refused:
+    """A refusal that says what in the program it comes from, if the match merely ended there."""
+    if prover.first is None:
+        return refusal
+    if NOT_TOGETHER in refusal.reason:
+        return explain_limit(prover.first) or refusal
+    if not any(text in refusal.reason for text in _ENDINGS):
+        return refusal
+    sizes, fixed = prover.first.sizes.dims, prover.arguments.fixed
+    series = [dim for dim in prover.arguments.lead[1:] if dim in sizes or dim in fixed]
+    positions = {**sizes, **fixed}[series[-1]] if series else None
+    return explain(prover.first, positions) or refusal
+
+
+def _for_sizes(prover: Prover, names: Placeholders) -> tuple[Match, Rewritten]:
+    """Prove for all sizes. If that fails, prove for the sizes that take the example's branches, and guard on them.
+
+    Raises:
+        Refused: no proof holds for the example's sizes.
+    """
+    arguments = prover.arguments
+
+    def only(side: tuple[SizeGuard, ...]) -> tuple[Match, Rewritten]:
+        ways = prover.symbolic, prover.whole, prover.late
+        return _rewritten(Prover(prover.block, arguments, prover.hint, side, *ways), names)
+
+    try:
+        match, rewritten = _rewritten(prover, names)
+    except Exception as error:  # the user's own too: an assertion on sizes, say
+        side = prover.side()
+        if not side or not (isinstance(error, Refused) or is_users_own(error)):
+            raise
+        try:
+            return _for_example(only(side))
+        except Refused as of_side:  # says more than that the program does not run at other sizes
+            raise (error if isinstance(error, Refused) else of_side) from None
+        except Exception:
+            raise error from None
+    failed = _failed_for_example(match)
+    if not failed:
+        return match, rewritten
+    side = tuple(dataclasses.replace(g, value=not g.value) for g in failed)
+    with contextlib.suppress(Refused):
+        return _for_example(only(side))
+    with contextlib.suppress(Refused):
+        again = Prover(prover.block, arguments.shifted(), prover.hint, (), prover.symbolic, prover.whole)
+        return _for_example(_rewritten(again, names))
+    return _for_example((match, rewritten))
+
+
+def _failed_for_example(match: Match) -> list[SizeGuard]:
+    return [g for g in match.guards if not g.holds(match.arguments.sizes)]
+
+
+def _for_example(found: tuple[Match, Rewritten]) -> tuple[Match, Rewritten]:
+    """Return a proof that holds for the example's own sizes.
+
+    Raises:
+        Refused: it does not: every call like the example's would run the original.
+    """
+    match = found[0]
+    failed = _failed_for_example(match)
+    if failed:
+
+        def text(sizes: dict[str, int]) -> str:
+            return ", ".join(f"{dim} = {n}" for dim, n in sizes.items())
+
+        own, guards = text(match.arguments.sizes), match.guards
+        others = [f", such as {text(sizes)}" for sizes in match.sizes if all(g.holds(sizes) for g in guards)]
+        raise Refused(
+            f"the proof does not hold for the example's own sizes ({own}): it needs {failed[0]}",
+            source=failed[0].source or str(match.lifted[0].cut.meta["source"]),
+            remedy=f"pass example_inputs of sizes for which it holds{(*others, '')[0]}; "
+            "calls like this one then run the original",
+        )
+    return found
+
+
+def _rewritten(prover: Prover, names: Placeholders) -> tuple[Match, Rewritten]:
+    # 1. capture and match: one canonical form that the captures under unlike routings agree on
+    match = prover.prove()
+    # 2. drops: which slots do not count, by a rule or by the program's own mask
+    explain_drops(match)
+    # 3. the dialect, the user's own parts around it
+    return match, rewrite(match, names)
+
+
+def argument_paths(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[Path]:
+    """Where each tensor argument of a call stands, in the terms of the block's own signature."""
+    tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    named = signature_binder(block)(*args, **kwargs)
+    by_id: dict[int, list[Path]] = {}
+    for path, value in leaves_of(named):
+        if isinstance(value, torch.Tensor):
+            by_id.setdefault(id(value), []).append(path)
+    return [by_id[id(t)].pop(0) if len(by_id[id(t)]) > 1 else by_id[id(t)][0] for t in tensors]
+
+
+def object_paths(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[tuple[Path, PassedObject]]:
+    """Where each stand-in for an object stands among the arguments of a call.
+
+    Raises:
+        Refused: one of them is given twice.
+    """
+    named = signature_binder(block)(*args, **kwargs)
+    found: dict[int, tuple[Path, PassedObject]] = {}
+    for path, value in leaves_of(named):
+        if is_passed(value) and id(value) in found:
+            raise Refused(
+                f"{path_name(found[id(value)][0])} and {path_name(path)} are the same object, and need not be at "
+                "other calls",
+                remedy="pass it once",
+            )
+        if is_passed(value):
+            found[id(value)] = path, value
+    return list(found.values())
+
+
+def most_experts(block: nn.Module) -> int:
+    """An upper guess of the number of experts, to choose the token count of a capture by."""
+    stacks = [p.shape[0] for p in block.parameters() if p.dim() >= 3]
+    lists = [len(m) for m in block.modules() if isinstance(m, (nn.ModuleList, nn.ModuleDict))]
+    return min(1024, max([8, *stacks, *lists]))
+
+
+__all__ = ["PASSES", "Result", "argument_paths", "limited", "rewrite_block", "with_policy"]

@@ -1,0 +1,129 @@
+"""Refuses plans that ask for what will not be done: fields without effect, and layouts that a mesh does not have."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from .._plan import Plan
+from ..errors import InvalidPlan
+
+_OF_A_MESH = (
+    "expert_axis", "placement", "sequence_axis", "sequence_gradients", "gradients", "dispatch", "pilots", "chunks",
+    "node_size", "topology_levels", "timeout",
+)  # fmt: skip
+_OF_THE_PLANNER = ("memory", "zero")
+_STAGES, _SHARED = "pp", "tp"
+
+
+def check_effects(plan: Plan, mesh: Any) -> None:
+    """Raises:
+    InvalidPlan: a field has no effect beside the others, or without a mesh.
+    """
+    changed = _changed(plan)
+    if plan.expert_storage != "original":
+        raise _no_effect(plan, "expert_storage", "compile leaves the storage of experts as it is")
+    if "drop" in changed and plan.capacity_factor is None:
+        raise _no_effect(plan, "drop", "experts drop nothing without Plan(capacity_factor=...)")
+    if mesh is None:
+        for field in _OF_A_MESH:
+            is_asked = plan.is_undecided and (field == "node_size" or getattr(plan, field) == "auto")
+            if field in changed and not is_asked:
+                raise _no_effect(
+                    plan, field, "pass moefx.compile(model, mesh=...), or leave the field out", "without a mesh"
+                )
+    if not plan.is_undecided:
+        for field in _OF_THE_PLANNER:
+            if field in changed:
+                raise _no_effect(plan, field, "the planner is asked by 'auto' in plan, expert_axis or checkpoint")
+    if "sequence_gradients" in changed and not plan.sequence_axis and plan.expert_axis != "auto":
+        raise _no_effect(plan, "sequence_gradients", "say which ranks share tokens: Plan(sequence_axis=...)")
+    if not plan.pilots and plan.dispatch not in ("halo", "auto"):
+        raise _no_effect(plan, "pilots", f"dispatch={plan.dispatch!r} is not 'halo'")
+
+
+def check_of_graphs(plan: Plan) -> None:
+    """The same for a flat graph, which no mesh and no planner sees.
+
+    Raises:
+        InvalidPlan: see above.
+    """
+    for field in sorted(_changed(plan)):
+        if field in _OF_A_MESH:
+            value = getattr(plan, field)
+            raise InvalidPlan(f"Plan({field}={value!r}): experts are spread by moefx.compile(mesh=...) only")
+        if field in (*_OF_THE_PLANNER, "tokens", "layout") or getattr(plan, field) == "auto" != _DEFAULTS[field]:
+            raise _no_effect(plan, field, "the planner is asked by moefx.compile only", "for a graph")
+    check_effects(plan, None)
+
+
+def check_layout(plan: Plan, mesh: Any) -> None:
+    """Refuse a layout of the planner that counts on more than `compile` does.
+
+    Sizes that the user has taken out of `plan.layout` are neither checked nor asked for.
+
+    Raises:
+        InvalidPlan: the mesh is not that of the layout, the layout has pipeline stages and there is no mesh, or it
+            counts on tensor parallelism, ZeRO, micro-batches or recomputed layers.
+    """
+    if plan.layout is None:
+        return
+    counts = dict(plan.layout)
+    sizes: dict[str, int] = {}
+    if mesh is not None:
+        sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    if mesh is not None and counts.get("ep") == 1:
+        raise InvalidPlan(
+            "the planner's layout has the experts on every rank (EP = 1), and a mesh spreads them: leave the mesh out, "
+            f"or spread them otherwise than planned: {_without(counts, 'ep')}"
+        )
+    if mesh is None and (stages := counts.get(_STAGES, 1)) > 1:
+        raise InvalidPlan(
+            f"the planner's layout has {stages} pipeline stages, and compile cuts no model into stages: give it the "
+            f"module of this rank's stage and {_without(counts, _STAGES)}"
+        )
+    if mesh is not None:
+        axes = plan.expert_axis if isinstance(plan.expert_axis, tuple) else (plan.expert_axis,)
+        found = {_STAGES: sizes.get(_STAGES, 1), _SHARED: sizes.get(_SHARED, 1)}
+        found["ep"] = math.prod(sizes.get(axis, 1) for axis in axes if axis)
+        if wrong := [name for name, there in found.items() if counts.get(name, there) != there]:
+            shown = ", ".join(f"{name}={size}" for name, size in sizes.items())
+            lacking = ", ".join(f"{name}={counts[name]} ({found[name]} in the mesh)" for name in wrong)
+            raise InvalidPlan(
+                f"the planner's layout has {lacking}, where the mesh is {shown}: take init_device_mesh(device_type, "
+                f"**entry.mesh), or {_without(counts, *wrong)}"
+            )
+    if left := _left_to_the_user(counts):
+        raise InvalidPlan(
+            f"the planner's layout counts on {', '.join(left.values())}, which compile does not do: it rewrites the "
+            "blocks and spreads their experts, and memory and time are others without the rest. Do that yourself and "
+            f"{_without(counts, *left)}"
+        )
+
+
+def _without(counts: dict[str, int], *names: str) -> str:
+    """How to say that some sizes of a layout are the user's to see to."""
+    rest = {name: size for name, size in counts.items() if name not in names}
+    return f"say so by taking {', '.join(names)} out of the layout: plan.replace(layout={rest or None})"
+
+
+def _left_to_the_user(counts: dict[str, int]) -> dict[str, str]:
+    tp, zero, micro = (counts.get(name, 1) for name in (_SHARED, "zero", "microbatches"))
+    return {
+        **({_SHARED: f"tensor parallelism of the dense matrices over {tp} ranks"} if tp > 1 else {}),
+        **({"zero": f"ZeRO-{zero} (fully_shard)"} if counts.get("zero", 0) else {}),
+        **({"microbatches": f"{micro} micro-batches"} if micro > 1 else {}),
+        **({"recompute": "layers that run again (torch.utils.checkpoint)"} if counts.get("recompute", 0) else {}),
+    }
+
+
+_DEFAULTS = {f.name: f.default for f in dataclasses.fields(Plan)}
+
+
+def _changed(plan: Plan) -> set[str]:
+    return {name for name, default in _DEFAULTS.items() if getattr(plan, name) != default}
+
+
+def _no_effect(plan: Plan, field: str, why: str, where: str = "") -> InvalidPlan:
+    return InvalidPlan(f"Plan({field}={getattr(plan, field)!r}) has no effect{f' {where}' if where else ''}: {why}")

@@ -1,0 +1,111 @@
+"""Agree on the proof of a model: with the planner's decision, and with the other ranks of a mesh.
+
+torch.distributed and the planner are imported when a call needs them: they take a while.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from .._plan import Plan
+from ..capture.autocast import under
+from ..capture.defaults import neutral_device
+from ..capture.worker import run_in_worker
+from ..ir.binding import device_of
+from .pipeline import with_policy
+from .model_proof import shown, survey_and_verify
+from .survey import Survey, survey
+from ..util.compile_lock import compile_lock
+
+if TYPE_CHECKING:
+    from ..planner.decision import Decision
+    from ..runtime.topology import ExpertAxis
+
+
+@dataclasses.dataclass(frozen=True)
+class AgreedProof:
+    """The proof of a model that all ranks agree on.
+
+    Attributes:
+        plan: the plan, with the planner's decision in it.
+        found: the survey.
+        verdicts: by `id` of each match what the numeric check says.
+        axis: the mesh axis of the experts, None without a mesh.
+        decision: the planner's, None if the plan asked nothing of it.
+    """
+
+    plan: Plan
+    found: Survey
+    verdicts: dict[int, str]
+    axis: ExpertAxis | None = None
+    decision: Decision | None = None
+
+
+def agree_on_proof(model: nn.Module, example_inputs: Any, plan: Plan, mesh: Any = None) -> AgreedProof:
+    """Prove the blocks of a model, with the planner's decision. Over a mesh all ranks of the expert axis find the same,
+    or all raise; if the planner is asked, all ranks of the mesh. Collective over a mesh.
+
+    Raises:
+        InvalidPlan: the mesh has no such axis, its ranks do not agree, or its pipeline has no stages.
+        UnknownPlatform: see `planner.here`.
+    """
+    found, decision, axis = None, None, None
+    if mesh is not None:
+        from ..distribution.pipeline_stages import check_stages
+
+        check_stages(model, mesh)
+    if plan.is_undecided:
+        found, decision = _decided(model, example_inputs, plan, mesh)
+        plan = decision.plan
+    if mesh is None:
+        return AgreedProof(plan, *survey_and_verify(model, example_inputs, plan, found), None, decision)
+    from ..distribution.block_distribution import agree, planned_axis
+
+    axis = planned_axis(mesh, plan)
+    try:
+        found, verdicts = survey_and_verify(model, example_inputs, plan, found)
+    except Exception as error:
+        agree(axis, plan, f"none, {type(error).__name__}: {error}")
+        raise
+    agree(axis, plan, _outline(found))
+    return AgreedProof(plan, found, verdicts, axis, decision)
+
+
+def _decided(model: nn.Module, example_inputs: Any, plan: Plan, mesh: Any) -> tuple[Survey, Decision]:
+    """The survey, and the planner's decision, which is the same on all ranks of a mesh. Collective over a mesh."""
+    from ..planner.auto import decide, facts, platform_of_ranks
+
+    if mesh is not None:
+        from ..distribution.block_distribution import everywhere
+    try:
+        with compile_lock(), neutral_device(), under(device_of(model).type, None):
+            found = run_in_worker(lambda: survey(model, example_inputs, plan))
+        own = facts(model, found, plan, platform_of_ranks(mesh, plan), example_inputs, mesh)
+    except Exception as error:
+        if mesh is not None:
+            everywhere(mesh, f"{type(error).__name__}: {error}")
+        raise
+    if mesh is None:
+        decision = decide({0: own}, 0)
+    else:
+        world = torch.distributed
+        is_whole = mesh.size() == world.get_world_size()
+        decision = decide(everywhere(mesh, own), world.get_rank(), mesh, is_whole=is_whole)
+    for matched in found.matched:
+        matched.result = with_policy(model.get_submodule(matched.names[0]), matched.result, decision.plan)
+    return found, decision
+
+
+def _outline(found: Survey) -> str:
+    """The rewrites in one line: ranks that do not agree on them would wait for each other."""
+    return (
+        "; ".join(
+            f"{', '.join(map(shown, m.names))} ({m.result.match.num_experts} experts, {m.result.match.slots} a token)"
+            for m in found.matched
+        )
+        or "none"
+    )

@@ -1,0 +1,384 @@
+"""The program of a rewritten block, and programs for calls that come later and are of another kind."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx, nn
+
+from .._plan import Plan
+from ..capture.autocast import under
+from ..capture.defaults import neutral_device
+from ..capture.find import find, signature
+from ..capture.inner_calls import copy_abstract, objects_in, tensors_within
+from ..capture.inputs import Arguments
+from ..capture.skipped_calls import SkippedCall, Skipping
+from ..capture.source import is_own_mistake
+from ..capture.worker import run_in_worker
+from ..errors import Refused, in_short
+from ..ir.attributes import OWN_MODE, Where, attributes, globals_of, reading, ties, value_at
+from ..ir.binding import (
+    Guard,
+    Path,
+    Specialisation,
+    call_specialisation,
+    device_of,
+    kind_of,
+    leaves_of,
+    placeholder_name,
+)
+from ..ir.held import HeldCode, HeldKind, is_configuration, is_kept, same, unchanged
+from ..ir.passed_objects import replace_objects
+from .numeric_check import numeric_check
+from .pipeline import Result, limited, rewrite_block, rewrite_passing_on
+from ..runtime.module import BlockForward, signature_binder, signature_of
+from ..runtime.program import Program
+from ..runtime.watch import ReadAttributes, absorbed_names
+
+if TYPE_CHECKING:
+    from ..distribution.block_distribution import Spread
+
+Kinds = tuple[tuple[Path, tuple[Any, ...]], ...]  # of arguments, see `Specialisation`
+
+
+def program_of(
+    block: nn.Module,
+    result: Result,
+    args: tuple,
+    kwargs: dict[str, Any],
+    autocast: torch.dtype | None = None,
+    read: Iterable[Where] = (),
+    tied: Mapping[Where, Where] | None = None,
+) -> Program:
+    """The program of a rewritten block, with the specialisation and the guards that it holds for; `read`: the
+    attributes of the block that its captures read; `tied`: its `ties`. It is for both modes if its own one is not among
+    them."""
+    objects = result.graph.binding.objects
+    leaves = leaves_of(signature_binder(block)(*args, **kwargs), objects)
+    call = call_specialisation(block, leaves, objects)
+    device = device_of(block).type
+    arguments = tuple((path, _on(kind, device)) for path, kind in call.arguments)
+    reads_grad = bool(result.match.modes_read & {"is_grad_enabled", "is_inference_mode_enabled"})
+    read = set(read)
+    training = block.training if OWN_MODE in read else None
+    key = Specialisation(training, True if reads_grad else None, autocast, arguments)
+    absorbed = absorbed_names(block, result.graph, result.rewritten.repeated)
+    values = {w: value_at(block, w) for w in sorted(read - {OWN_MODE}) if not _is_watched(block, w, absorbed)}
+    kept = {w: v for w, v in values.items() if is_kept(v) and (w.inner or not isinstance(v, torch.Tensor))}
+    relied = {w: HeldKind(v) if is_configuration(v) else unchanged(v) for w, v in {**kept, **globals_of(block)}.items()}
+    relied |= _called(block, result)
+    # Autocast differs from device to device.
+    moves = autocast is None and "autocast" not in result.match.modes_read
+    return Program(key, result.history, absorbed, _guards(result), {**relied, **(tied or {})}, moves)
+
+
+def _called(block: nn.Module, result: Result) -> dict[Where, HeldCode]:
+    """The modules that are still called, as the router, and their parts: what they return was looked into."""
+    found: dict[Where, HeldCode] = {}
+    for n in result.graph.graph.nodes:
+        for path, module in block.get_submodule(str(n.target)).named_modules() if n.op == "call_module" else ():
+            owner, _, name = f"{n.target}.{path}".strip(".").rpartition(".")
+            found[Where(owner, name)] = HeldCode(module)
+    return found
+
+
+def _is_watched(block: nn.Module, where: Where, absorbed: Collection[str]) -> bool:
+    """Whether it is a parameter, there or not, of an absorbed module: see `AbsorbedModules`."""
+    return where.module in absorbed and where.name in block.get_submodule(where.module)._parameters
+
+
+def _on(kind: tuple, device: str) -> tuple:
+    return ("tensor", kind[1], device, kind[3]) if kind[0] == "tensor" else kind
+
+
+def _guards(result: Result) -> list[Guard]:
+    """Comparisons of sizes that capture followed, as conditions on the placeholders; and what it took as fixed."""
+    arguments = result.match.arguments
+    placeholders = result.graph.placeholders
+    tensors = list(zip(placeholders, arguments.tensors, strict=False))  # objects come behind them
+    names = {n.name: leaf for n, leaf in tensors}
+    followed = {n.name: leaf for n, leaf in tensors if not _is_only_passed_on(n, result)}
+    where = {}
+    for dim in arguments.dims:
+        for name, leaf in (*followed.items(), *names.items()):
+            if dim in leaf.shape:
+                where[dim] = f"{name}.shape[{leaf.shape.index(dim)}]"
+                break
+
+    def size(expression: str) -> str:
+        return re.sub(r"\b[A-Z]\b", lambda m: where[m[0]], expression)
+
+    symbols = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
+    opposite = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt", "eq": "ne", "ne": "eq"}
+    guards = []
+    for g in result.match.guards:
+        sides = [size(side) for side in (g.left, g.right, g.unless)]
+        symbol = symbols[g.op if g.value else opposite[g.op]]
+        condition, why = f"{sides[0]} {symbol} {sides[1]}", f"the block compares sizes: {g}"
+        condition = f"{sides[2]} == 0 or {condition}" if g.unless else condition
+        guards.append(Guard(condition, why, one_way=g not in result.match.extra_guards))
+    for name, leaf in followed.items():
+        for axis, n in enumerate(leaf.shape):
+            own, there = f"{name}.shape[{axis}]", size(str(n))
+            if there != own:
+                fixed = "taken for the features, or as fixed"
+                why = f"this axis was {fixed if isinstance(n, int) else 'one of tokens'}"
+                guards.append(Guard(f"{own} == {there}", why, one_way=True))
+    objects = [placeholder_name(path) for path in result.graph.binding.objects]
+    for a, b in itertools.combinations(objects, 2):  # the block may have compared them
+        guards.append(Guard(f"{a} is None or {a} is not {b}", "they were different objects"))
+    return guards
+
+
+def _is_only_passed_on(placeholder: fx.Node, result: Result) -> bool:
+    """Whether a tensor, such as a mask, only goes to submodules that were not looked into: it may have any shape."""
+    objects = {placeholder_name(path) for path in result.graph.binding.objects}
+    return bool(placeholder.users) and all(
+        user.op == "call_module" and any(n.name in objects for n in user.all_input_nodes) for user in placeholder.users
+    )
+
+
+class Specialise:
+    """Lifts a block again for a call that no program admits: another mode, dtype, device, or sizes at which the block
+    goes another way. What is made for one block the others that are like it take over. Picklable.
+
+    Args:
+        arguments: of the call that the block was compiled with.
+        by_mode: a program is for one mode only, whether or not the block asks for it (see `follows_its_mode`).
+        spread: how its experts are spread over a mesh, if they are: a block has a part of its parameters then.
+    """
+
+    def __init__(self, arguments: Arguments, plan: Plan, by_mode: bool, spread: Spread | None = None):
+        self.arguments, self.plan, self.by_mode, self.spread = arguments, plan, by_mode, spread
+        self.made: list[_Made] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "made": []}
+
+    def __call__(
+        self, block: nn.Module, call: Specialisation, args: tuple | None, kwargs: Mapping[str, Any] | None
+    ) -> Program | None:
+        forward = vars(block).get("forward")
+        assert isinstance(forward, BlockForward)
+        like = signature(block)
+        self.made = [made for made in self.made if made.block() is not None]
+        for made in self.made:
+            if made.like == like and _takes(block, made, call, args, kwargs):
+                return made.program.renamed(forward.name)
+        with neutral_device():
+            program, read = run_in_worker(lambda: self._lifted(block, forward, call, args, kwargs))
+        self.made.append(_Made(weakref.ref(block), like, read, program))
+        return program
+
+    def _lifted(
+        self,
+        block: nn.Module,
+        forward: BlockForward,
+        call: Specialisation,
+        args: tuple | None,
+        kwargs: Mapping[str, Any] | None,
+    ) -> tuple[Program, set[Where]]:
+        programs = [p for p in forward.programs if ReadAttributes(block, p.attributes).hold()]
+        admitting = [p for p in programs if p.key.admits(call)]
+        # The same but for the device, which capture does not look at where nothing switches autocast.
+        for program in () if admitting else programs:
+            alike = call._replace(
+                grad=program.key.grad, training=None if program.key.training is None else call.training
+            )
+            if program.moves and _without_device(program.key) == _without_device(alike):
+                read = {w for w, value in program.attributes.items() if not isinstance(value, (Where, HeldCode))}
+                return program.with_arguments(call.arguments), read
+        real = args is not None  # not only being traced
+        abstract = pytree.tree_map_only(
+            torch.Tensor,
+            lambda t: t.detach().to("meta") if t.is_floating_point() else t.detach().cpu(),
+            self._traced(block, call) if args is None else (args, dict(kwargs or {})),
+        )
+        tied = ties(block)
+        if self.spread is not None:
+            block = self.spread.whole(block)
+            forward = vars(block)["forward"]
+        counted = forward.counts.original
+        try:
+            with forward.running("original"), under(call.device, call.autocast), torch.enable_grad():
+                find_skipping = self._find_skipping(block, *abstract)
+                with reading(block, attributes(block)) as read:
+                    result, call_args, call_kwargs = rewrite_passing_on(
+                        lambda skipping: self._rewrite(block, forward.name, *abstract, skipping=skipping),
+                        find_skipping,
+                        read,
+                    )
+                if self.by_mode:
+                    read.add(OWN_MODE)
+                proven, result = result, limited(block, result, self.plan)
+                if self.spread is not None:
+                    result = self.spread.graph(block, result)
+                program = program_of(block, result, call_args, call_kwargs, call.autocast, read, tied)
+                if real:
+                    _check_sizes(block, program, *abstract)
+                if real and self.plan.validation == "auto" and self.spread is None:
+                    check = numeric_check(block, proven, forward.name, self.plan.validation_seconds)
+                    if not check.ok:
+                        raise Refused(check.text)
+        finally:
+            forward.counts.original = counted  # the captures were not calls of the user's
+        return program.with_arguments(_with_objects(call.arguments, program)), read
+
+    def _find_skipping(
+        self, block: nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> Callable[[bool], Skipping | None]:
+        """Run a block that is given objects once, on abstract tensors and copies of these, to see what it passes on."""
+        if not any(True for _ in objects_in(args, kwargs)):
+            return lambda every: None
+        try:
+            found = find(block, *_with_copies(args, kwargs))
+        except Refused as refused:
+            why = refused
+        except Exception as error:
+            if is_own_mistake(error):
+                raise
+            why = Refused(f"it does not run on abstract tensors ({in_short(error)})")
+        else:
+            return lambda every: found.skipping(found.calls[""], every)
+
+        def refuse(every: bool) -> Skipping | None:
+            raise why
+
+        return refuse
+
+    def _rewrite(
+        self, block: nn.Module, name: str, args: tuple, kwargs: dict[str, Any], skipping: Skipping | None
+    ) -> tuple[Result, tuple, dict[str, Any]]:
+        """Rewrite a block for a call, of which captures see copies of objects. Returns the arguments, too."""
+        if skipping is None:
+            return self._rewrite_resized(block, name, *_with_copies(args, kwargs), None)
+        result, *_ = self._rewrite_resized(block, name, skipping.args, skipping.kwargs, skipping.calls)
+        return result, args, kwargs
+
+    def _rewrite_resized(
+        self,
+        block: nn.Module,
+        name: str,
+        args: tuple,
+        kwargs: dict[str, Any],
+        skipped: Mapping[str, SkippedCall] | None,
+    ) -> tuple[Result, tuple, dict[str, Any]]:
+        try:
+            return rewrite_block(block, name, args, kwargs, self.plan, skipped), args, kwargs
+        except Refused as why:
+            try:  # one token does not tell which axes are of tokens
+                args, kwargs = self._resized(block, args, kwargs)
+                return rewrite_block(block, name, args, kwargs, self.plan, skipped), args, kwargs
+            except Refused:
+                raise why from None
+
+    def _resized(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """The arguments of a call with its tensors in the shapes that were recorded; all else is its own."""
+        bind = signature_binder(block)
+        recorded_args, recorded_kwargs = self.arguments.at(self.arguments.sizes)
+        recorded = dict(leaves_of(bind(*recorded_args, **recorded_kwargs)))
+        mine = {id(t): (path, kind_of(t)) for path, t in leaves_of(bind(*args, **kwargs))}
+        if not all(_is_like(recorded.get(path), kind) for path, kind in mine.values() if kind[0] == "tensor"):
+            raise Refused("its tensors are not those of the call that was recorded")
+        resized = {key: recorded[path].to(kind[1]) for key, (path, kind) in mine.items() if kind[0] == "tensor"}
+        return pytree.tree_map_only(torch.Tensor, lambda t: resized.get(id(t), t), (args, kwargs))
+
+    def _traced(self, block: nn.Module, call: Specialisation) -> tuple[tuple, dict[str, Any]]:
+        """Arguments for a call that is only being traced, of which there are the kinds: tensors of the shapes that were
+        recorded, and its own numbers, names and flags.
+
+        Raises:
+            Refused: its kinds do not say what they are.
+        """
+        args, kwargs = self.arguments.at(self.arguments.sizes)
+        bound = signature_of(block).bind(*args, **kwargs)
+        bound.apply_defaults()
+        for name, value in bound.arguments.items():
+            mine = dict(leaves_of([(name, value)]))
+            kinds = {path: kind for path, kind in call.arguments if path[0] == name}
+            only = kinds.get((name,), ())
+            if kinds.keys() == mine.keys() and all(_is_like(mine[path], kind) for path, kind in kinds.items()):
+                cast = {id(t): t.to(kinds[path][1]) for path, t in mine.items() if isinstance(t, torch.Tensor)}
+                bound.arguments[name] = pytree.tree_map_only(torch.Tensor, lambda t, cast=cast: cast[id(t)], value)
+            elif len(kinds) == 1 and len(only) == 2 and kind_of(only[1]) == only:
+                bound.arguments[name] = only[1]
+            else:
+                raise Refused("a call with other arguments is traced before it was ever run; run it once in eager mode")
+        return bound.args, bound.kwargs
+
+
+def _with_objects(arguments: Kinds, program: Program) -> Kinds:
+    """The kinds of a call's arguments, in which what a program passes on as it is counts as one."""
+    kinds = dict(arguments)
+    return tuple((p, kind if p in program.objects else kinds[p]) for p, kind in program.key.arguments)
+
+
+def _with_copies(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Arguments with copies of objects, in which meta tensors stand for floats: a capture may write to these."""
+    copies = {id(o): _copied(o) for o in objects_in(args, kwargs) if type(o) not in (list, dict)}
+    return replace_objects((args, kwargs), copies)
+
+
+def _copied(thing: Any) -> Any:
+    try:
+        return copy_abstract(thing)
+    except Exception as error:
+        if not any(True for _ in tensors_within(thing)):  # what a capture changes in it is put back
+            return thing
+        name = type(thing).__name__
+        raise Refused(
+            f"it is called with a {name} that holds tensors and cannot be copied ({in_short(error)})",
+            remedy=f"make copy.deepcopy of a {name} work",
+        ) from error
+
+
+def _check_sizes(block: nn.Module, program: Program, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Check that a program admits the call it was made for. A lift with the recorded shapes may not.
+
+    Raises:
+        Refused: a guard of the program excludes the call's sizes.
+    """
+    index = program.failed_guard(block, leaves_of(signature_binder(block)(*args, **kwargs), program.objects))
+    if index >= 0:
+        raise Refused(f"no proof was found for the sizes of this call, only for {program.guards[index]}")
+
+
+def _is_like(value: Any, kind: tuple) -> bool:
+    """Whether it is of a kind, but for the dtype and the device of tensors; of an object the kind does not say it."""
+    if isinstance(value, torch.Tensor):
+        return kind[0] == "tensor" and kind[3] == value.dim()
+    return kind == kind_of(value) and kind[0] != "object"
+
+
+class _Made(NamedTuple):
+    """A program that was lifted later: of which block, its signature, and the attributes that were read."""
+
+    block: weakref.ref[nn.Module]
+    like: tuple
+    read: set[Where]
+    program: Program
+
+
+def _takes(
+    block: nn.Module, made: _Made, call: Specialisation, args: tuple | None, kwargs: Mapping[str, Any] | None
+) -> bool:
+    """Whether a program that was made for another block is for this call of this one."""
+    program, other = made.program, made.block()
+    if other is None or not all(same(value_at(block, w), value_at(other, w)) for w in made.read):
+        return False
+    if not program.key.admits(call) or not ReadAttributes(block, program.attributes).hold():
+        return False
+    if program.guard is None or args is None:
+        return True
+    leaves = leaves_of(signature_binder(block)(*args, **(kwargs or {})), program.objects)
+    return program.failed_guard(block, leaves) < 0
+
+
+def _without_device(key: Specialisation) -> Specialisation:
+    return key._replace(arguments=tuple((path, _on(kind, "any")) for path, kind in key.arguments))

@@ -1,0 +1,445 @@
+"""Look through a model: which modules are MoE blocks, what they compute, which look like it and are not, and why."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from .._plan import Plan
+from ..capture.alone import run_copy
+from ..capture.captured import has_values
+from ..capture.concolic import capture
+from ..capture.examples import examples
+from ..capture.find import Found, Seen, find, signature
+from ..capture.routing import Routing
+from ..capture.skipped_calls import SkippedCall, Skipping
+from ..capture.source import is_own_mistake
+from ..errors import CaptureError, InvalidInput, MoefxError, Refused, in_short, own_fault
+from ..ir.attributes import OWN_MODE, Where, attributes, follows_its_mode, reading, value_at
+from ..ir.held import same
+from ..passes.match.records import NO_CACHE
+from .pipeline import NOT_ROUTED, Result, rewrite_block, rewrite_passing_on
+from ..runtime.module import rewritten_blocks
+from ..runtime.watch import absorbed_names, hook_on
+from ..util.model_copy import copy_model
+from ..util.user_code import is_users
+
+_FLAT = "moefx.rewrite_graph(graph, example_inputs) looks into graphs"
+
+
+@dataclasses.dataclass
+class Refusal:
+    """A module that looks like an MoE block and was left as it is.
+
+    Attributes:
+        name: its name in the model.
+        reason: what was seen.
+        source: the user's `file.py:line`, or "".
+        culprits: operations or parameters that stand in the way.
+        remedy: what would make it match, or "".
+        likely: it holds expert-like parameters; otherwise it merely chooses something (sparse attention does, too).
+        seen: something was; otherwise the reason says why there is nothing to see.
+    """
+
+    name: str
+    reason: str
+    source: str = ""
+    culprits: tuple[str, ...] = ()
+    remedy: str = ""
+    likely: bool = True
+    seen: bool = True
+
+    def __str__(self) -> str:
+        where = f" ({self.source})" if self.source else ""
+        what = f" [{', '.join(self.culprits)}]" if self.culprits else ""
+        return f"{self.name or 'the model'}: {self.reason}{what}{where}" + (f"; {self.remedy}" if self.remedy else "")
+
+
+@dataclasses.dataclass
+class Matched:
+    """Modules of one kind that were proven and rewritten together."""
+
+    names: list[str]
+    call: Seen
+    result: Result
+    seconds: float
+    read: set[Where]  # plain attributes that the result depends on
+
+
+@dataclasses.dataclass
+class Survey:
+    """What was found in a model.
+
+    Attributes:
+        attends: whether there is attention in it.
+        twin: the copy of the model that was looked through: captures swap parameters, and others may use the model
+            meanwhile. It has the model's parameters and buffers. The model itself if it cannot be copied.
+        copies: the module of the twin for each module of the model; empty if it cannot be copied.
+        unchecked: blocks whose numeric check could not run, and why.
+    """
+
+    matched: list[Matched]
+    refused: list[Refusal]
+    seconds: float
+    attends: bool
+    twin: nn.Module
+    copies: dict[nn.Module, nn.Module]
+    unchecked: list[str] = dataclasses.field(default_factory=list)
+
+
+def survey(model: nn.Module, example_inputs: Any, plan: Plan, progress: Callable[[str], None] | None = None) -> Survey:
+    """Find, prove and rewrite the MoE blocks of a model, which stays as it is.
+
+    Raises:
+        InvalidInput: the example inputs do not fit.
+        CaptureError: the model does not run on them.
+        MoefxError: the model is sharded by FSDP.
+    """
+    start = time.perf_counter()
+    tell = progress or (lambda _: None)
+    if _is_fully_sharded(model):
+        raise MoefxError(
+            f"{type(model).__name__} is sharded already, and FSDP modules cannot be copied: "
+            "call moefx.compile first, then fully_shard on the compiled model"
+        )
+    twin, copies = _copied(model)
+    with _originals(twin), torch.compiler.set_stance("force_eager"):  # parts may be compiled by torch already
+        try:
+            found = _found(twin, example_inputs)
+        except Refused as why:
+            refusal = Refusal("", why.reason, why.source, remedy=why.remedy)
+            return Survey([], [refusal], time.perf_counter() - start, False, twin, copies)
+        matched, refused = _try_chains(twin, found, plan, tell)
+    matched, others = _without_outside_parts(model, matched)
+    return Survey(matched, [*refused, *others], time.perf_counter() - start, found.attends, twin, copies)
+
+
+def _copied(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, nn.Module]]:
+    try:
+        return copy_model(model)
+    except Exception:  # `compile` says so when it needs the copy
+        return model, {}
+
+
+def _found(model: nn.Module, example_inputs: Any) -> Found:
+    """What runs in the model, on the first of the examples that it runs on.
+
+    Raises:
+        CaptureError: the model does not run on any of them.
+        Refused: it does, but not on abstract tensors.
+    """
+    calls, failed = examples(model, example_inputs), []
+    for call in calls:
+        args, kwargs = pytree.tree_map_only(torch.Tensor, _valued, call)
+        try:
+            return find(model, args, kwargs)
+        except InvalidInput:
+            raise
+        except Exception as error:
+            failed.append((args, kwargs, error))
+    raised: list[Exception] = []
+    for args, kwargs, error in failed:
+        try:
+            run_copy(model, args, kwargs)
+        except Exception as of_itself:
+            if all(map(has_values, (*model.parameters(), *model.buffers()))):
+                raised.append(of_itself)
+                continue
+            # it may fail for lack of values only: then the abstract run decides
+            if not (isinstance(error, (CaptureError, Refused)) or is_own_mistake(error)):
+                raised.append(error)
+                continue
+        raise _not_followed(error, model) from error
+    name, advice = type(model).__name__, "Pass example_inputs=(...) or example_inputs={...} that it accepts"
+    first = raised[0]
+    if len(calls) > 1:
+        tried = ", ".join(str(list(args[0].shape)) for args, _ in calls)
+        raise CaptureError(
+            f"no example_inputs were given, and {name} does not run on hidden states of any of the shapes {tried}. "
+            + advice
+        ) from first
+    raise CaptureError(
+        f"{name} does not run on the example inputs: {type(first).__name__}: {first}. {advice}"
+    ) from first
+
+
+def _not_followed(error: Exception, model: nn.Module) -> Refused:
+    """The refusal of a model that runs, on tensors with values."""
+    if isinstance(error, Refused):
+        return error
+    if is_own_mistake(error):
+        return own_fault(error, _user_line(error) or first_line(model))
+    return Refused(
+        f"the model runs, but not on abstract tensors ({in_short(error)})",
+        source=_user_line(error),
+        remedy="compile the blocks that are not concerned one by one, each with example_inputs of its own",
+    )
+
+
+def _valued(t: torch.Tensor) -> torch.Tensor:
+    """Integers and masks are values to capture: those of the meta device become the first token, nothing masked."""
+    if not t.is_meta or t.is_floating_point() or t.is_complex():
+        return t
+    return torch.full(t.shape, t.dtype is torch.bool, dtype=t.dtype, device="cpu")
+
+
+@contextlib.contextmanager
+def _originals(model: nn.Module) -> Iterator[None]:
+    """Blocks that were rewritten before show their original code."""
+    with contextlib.ExitStack() as stack:
+        for forward in rewritten_blocks(model).values():
+            stack.enter_context(forward.running("original"))
+        yield
+
+
+def _try_chains(
+    model: nn.Module, found: Found, plan: Plan, tell: Callable[[str], None]
+) -> tuple[list[Matched], list[Refusal]]:
+    """Prove the candidates, those with expert-like parameters and the smaller ones first; of each chain at most two.
+    Those that are given a choice come last: the router should be a part of the block."""
+    modules = dict(model.named_modules())
+    chains_of: dict[str, list[int]] = {}
+    for i, chain in enumerate(found.chains):
+        for name in chain:
+            chains_of.setdefault(name, []).append(i)
+    matched: list[Matched] = []
+    taken: set[str] = set()
+    refusals: dict[int, list[Refusal]] = {i: [] for i in range(len(found.chains))}
+    for name in sorted(chains_of, key=lambda n: _priority(n, modules, found)):
+        open_chains = [i for i in chains_of[name] if len(refusals[i]) < 2 or _is_given_a_choice(name, found)]
+        if not open_chains or _touches(name, taken):
+            continue
+        try:
+            made = _prove_all(name, modules, found, plan, tell)
+        except Refused as why:
+            refusal = Refusal(name, why.reason, why.source, why.culprits, why.remedy)
+            if NOT_ROUTED in why.reason:
+                if name not in found.branches:
+                    continue
+                refusal = _all_contribute(name, modules, found)
+            for i in open_chains:
+                refusals[i].append(refusal)
+        else:
+            matched += made
+            taken |= {n for m in made for n in m.names}
+    for i, chain in enumerate(found.chains):
+        if not refusals[i] and not any(_touches(name, taken) for name in chain):
+            refusals[i].append(_chooses_only(chain, modules, found))
+    refused = {r[0].name: r[0] for r in refusals.values() if r and not _looks_up_tokens(r[0], modules, found)}
+    return matched, [r for r in refused.values() if not _touches(r.name, taken)]
+
+
+def _without_outside_parts(model: nn.Module, matched: list[Matched]) -> tuple[list[Matched], list[Refusal]]:
+    """Blocks stay as they are if others have a hand in their experts: hooks would not fire, shards not be gathered."""
+    modules, refused = dict(model.named_modules()), []
+    for m in matched:
+        for name in list(m.names):
+            block = modules[name]
+            if why := _outside_part(block, m.result):
+                m.names.remove(name)
+                refused.append(Refusal(name, why[0], first_line(block), remedy=why[1]))
+    return [m for m in matched if m.names], refused
+
+
+def _outside_part(block: nn.Module, result: Result) -> tuple[str, str] | None:
+    for part in absorbed_names(block, result.graph, result.rewritten.repeated):
+        if hook := hook_on(block.get_submodule(part)):
+            return (
+                f"{part} has a {hook}, which the rewritten block would not call",
+                "remove it; hooks on the block itself, its router and its shared experts stay",
+            )
+    for name, parameter in block.named_parameters():
+        if _is_sharded(parameter):
+            return f"{name} is a DTensor", "compile first, then shard the compiled model"
+    return None
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+def _is_fully_sharded(model: nn.Module) -> bool:
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    return any(isinstance(m, (FSDPModule, FullyShardedDataParallel)) for m in model.modules())
+
+
+def _priority(name: str, modules: dict[str, nn.Module], found: Found) -> tuple:
+    inside = f"{name}." if name else ""
+    expert_like = name in found.structural or any(s.startswith(inside) for s in found.structural)
+    return not expert_like, _is_given_a_choice(name, found), sum(p.numel() for p in modules[name].parameters())
+
+
+def _is_given_a_choice(name: str, found: Found) -> bool:
+    """Whether a module is called with integers that the model made of scores, rather than with token ids."""
+    for node in found.calls[name].inputs if name in found.calls else []:
+        val = node.meta.get("val")
+        if isinstance(val, torch.Tensor) and not val.is_floating_point() and val.dtype != torch.bool:
+            stack, seen = [node], set()
+            while stack:
+                n = stack.pop()
+                if isinstance(n.meta.get("val"), FakeTensor):
+                    return True
+                if n not in seen:
+                    seen.add(n)
+                    stack += [*n.all_input_nodes, *n.meta.get("again", ())]
+    return False
+
+
+def _all_contribute(name: str, modules: dict[str, nn.Module], found: Found) -> Refusal:
+    nodes = found.calls[name].outputs
+    return Refusal(
+        name,
+        "all its branches contribute to every token (dense gates, soft slots): there is nothing to skip",
+        source=str(nodes[0].meta["source"]) if nodes else "",
+        remedy="select experts per token, for example with topk",
+    )
+
+
+def _chooses_only(chain: list[str], modules: dict[str, nn.Module], found: Found) -> Refusal:
+    """Something is chosen by token, and no parameter depends on it."""
+    name = chain[min(1, len(chain) - 1)]
+    nodes = found.calls[chain[0]].outputs
+    return Refusal(
+        name,
+        "something is chosen here, but no parameter is used for some tokens only in a way that could be followed "
+        "to an output",
+        source=str(nodes[0].meta["source"]) if nodes else "",
+        remedy="if experts are chosen, they must treat their rows one by one, in ops that torch differentiates itself: "
+        "without batch norm in training, attention among the rows, or an autograd.Function",
+        likely=not _priority(name, modules, found)[0],
+    )
+
+
+def _looks_up_tokens(refusal: Refusal, modules: dict[str, nn.Module], found: Found) -> bool:
+    """Whether what was taken for experts are the embeddings of token ids, which every language model has."""
+    parts = [f"{refusal.name}.{culprit}".lstrip(".").rpartition(".")[0] for culprit in refusal.culprits]
+    is_likely = refusal.name in found.structural  # it has other parameters that look like those of experts
+    return (
+        bool(parts)
+        and not is_likely
+        and all(
+            isinstance(modules.get(part), nn.Embedding) and part in found.calls and not _is_given_a_choice(part, found)
+            for part in parts
+        )
+    )
+
+
+def _touches(name: str, taken: set[str]) -> bool:
+    """Whether a module is, contains or is part of one that was rewritten."""
+    return any(name == t or t.startswith(name + ".") or name.startswith(t + ".") or not name or not t for t in taken)
+
+
+def _prove_all(
+    name: str, modules: dict[str, nn.Module], found: Found, plan: Plan, tell: Callable[[str], None]
+) -> list[Matched]:
+    """Prove one module, and give its program to all modules that are the same but for their weights."""
+    made: list[Matched] = []
+    like = signature(modules[name])
+    alike = [n for n, m in modules.items() if signature(m) == like]
+    watched, follows = attributes(modules[name]), follows_its_mode(modules[""])
+    left = [name, *[n for n in alike if n != name]]
+    while left:
+        first = left[0]
+        call = found.calls.get(first) or dataclasses.replace(found.calls[name], name=first)
+        tell(first)
+        start = time.perf_counter()
+        with reading(modules[first], watched) as read:
+            result = _rewrite_as_called(modules[first], call, found, plan, read)
+        if follows:
+            read.add(OWN_MODE)
+        equal = [first] + [
+            n
+            for n in left
+            if n != first and all(same(value_at(modules[n], w), value_at(modules[first], w)) for w in read)
+        ]
+        made.append(Matched(equal, call, result, time.perf_counter() - start, read))
+        left = [n for n in left if n not in equal]
+    return made
+
+
+def _rewrite_as_called(module: nn.Module, call: Seen, found: Found, plan: Plan, read: set[Where]) -> Result:
+    def rewrite(skipping: Skipping | None) -> Result:
+        if skipping is None:
+            return _rewrite(module, call.name, call, plan)
+        stood_in = dataclasses.replace(call, args=skipping.args, kwargs=skipping.kwargs)
+        return _rewrite(module, call.name, stood_in, plan, skipping.calls)
+
+    return rewrite_passing_on(rewrite, lambda every: found.skipping(call, every), read)
+
+
+def _rewrite(
+    module: nn.Module, name: str, call: Seen, plan: Plan, skipped: Mapping[str, SkippedCall] | None = None
+) -> Result:
+    is_graph = isinstance(module, fx.GraphModule)
+    try:
+        return rewrite_block(module, name, call.args, call.kwargs, plan, skipped)
+    except Refused as why:
+        if is_graph:
+            raise Refused(why.reason, culprits=why.culprits, source=why.source, remedy=_FLAT) from why
+        raise
+    except CaptureError as error:
+        if cache := _holder_of_tensors((call.args, call.kwargs)):
+            reason = (
+                f"it is called with a {cache} that holds tensors of this run of the model, as a key-value cache does"
+            )
+            raise Refused(reason, source=first_line(module), remedy=NO_CACHE) from error
+        raise Refused(f"it does not run on abstract tensors: {error}") from error
+    except Exception as error:  # the user's code, on sizes it was not made for
+        where = _user_line(error)
+        if (where or is_graph) and not is_own_mistake(error):
+            what = "at other sizes than the example's" if _is_followed(module, call) else "on abstract tensors"
+            reason = f"it does not run {what} ({in_short(error)})"
+            raise Refused(reason, source=where, remedy=_FLAT if is_graph else "") from error
+        raise own_fault(error, where or first_line(module)) from error
+
+
+def _holder_of_tensors(tree: Any, depth: int = 4) -> str:
+    """The class of an object among the arguments that has tensors of the abstract run in its attributes, or ""."""
+    for leaf in pytree.tree_leaves(tree):
+        held = list(getattr(leaf, "__dict__", {}).values())
+        if isinstance(leaf, (torch.Tensor, nn.Module, type)) or not held or not depth:
+            continue
+        if any(isinstance(t, FakeTensor) for t in pytree.tree_leaves(held)) or _holder_of_tensors(held, depth - 1):
+            return type(leaf).__name__
+    return ""
+
+
+def _is_followed(module: nn.Module, call: Seen) -> bool:
+    """Whether a module runs on abstract tensors of the example's sizes."""
+    try:
+        capture(module, call.args, call.kwargs, Routing("diverse", 0))
+    except Exception:
+        return False
+    return True
+
+
+def first_line(module: nn.Module) -> str:
+    """Where the forward of a module begins."""
+    code = getattr(type(module).forward, "__code__", None)
+    return f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}" if code else ""
+
+
+def _user_line(error: BaseException) -> str:
+    """The innermost line of a traceback that is the user's."""
+    trace, where = error.__traceback__, ""
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if is_users(file):
+            where = f"{file.rsplit('/', 1)[-1]}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return where

@@ -1,0 +1,396 @@
+"""Spread proven blocks over a mesh: the home of each expert, the graph with its collectives, and calls for training."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from .._plan import Plan
+from .._version import __version__
+from ..errors import InvalidInput, InvalidPlan, MoefxError, Refused
+from ..ir.payload import group_of, shown_ranks
+from ..ir.placement import Placement, SharedTokens, Ways
+from ..passes.collectives import collectives
+from ..passes.manager import PassManager
+from ..passes.match.form import has_matrices
+from ..passes.match.paths import Place
+from ..passes.overlap import overlap
+from ..passes.routed import Routed
+from ..passes.ssmb import ssmb
+from ..compiler.pipeline import Result
+from ..runtime import clipping, state
+from ..runtime.links import TOKENS, fastest, predicted
+from ..runtime.module import rewritten_blocks
+from ..runtime.saving import save_routing as save_routing
+from ..runtime.sharding import ExpertParameters, axis_of, expert_axis, held, placement_on, spread, whole
+from ..runtime.state import OnLoad, OnSave, joined
+from ..runtime.topology import ExpertAxis
+from ..compiler.survey import Matched, Refusal, Survey, first_line
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """The layout of blocks with one proof over the expert axis of a mesh.
+
+    Attributes:
+        why: the reason for the way in which rows travel.
+        number: identifies the blocks that share this layout, see `ir.parameter_samples`.
+    """
+
+    placement: Placement
+    ways: Ways
+    why: str
+    sequence: SharedTokens | None
+    parameters: ExpertParameters
+    plan: Plan
+    number: int = dataclasses.field(default_factory=itertools.count(1).__next__, compare=False)
+
+    @classmethod
+    def over(cls, axis: ExpertAxis, result: Result, plan: Plan) -> Spread:
+        """Lay out the experts of a rewritten block.
+
+        Raises:
+            InvalidPlan: the experts cannot be divided evenly over the ranks, or the ranks over nodes.
+            Refused: the block stores its experts' parameters in a way that cannot be divided.
+        """
+        placement = placement_on(axis, Routed.of(result.graph).num_experts, result.graph.name)
+        sequence = axis.sequence(plan.sequence_axis, plan.sequence_gradients) if plan.sequence_axis else None
+        way, why = ways(axis, plan, result)
+        way = dataclasses.replace(way, chunks=plan.chunks)
+        return cls(placement, way, why, sequence, expert_parameters(result), plan)
+
+    def graph(self, block: nn.Module, result: Result) -> Result:
+        """Extend the history of a rewritten block by the graph with collectives. The proof stays as it is."""
+        steps: list[Any] = [functools.partial(ssmb, sequence=self.sequence)] if self.sequence else []
+        steps.append(
+            functools.partial(
+                collectives,
+                placement=self.placement,
+                ways=self.ways,
+                stacked=self.parameters.stacked,
+                trained=frozenset(name for name, p in block.named_parameters() if p.requires_grad),
+                samples=self.number,
+            )
+        )
+        steps.append(overlap)
+        history = PassManager(block).extend(result.history, steps, self.plan, level="fused")
+        match = dataclasses.replace(result.match, without_tokens=True)
+        return dataclasses.replace(result, match=match, history=history)
+
+    def __str__(self) -> str:
+        place, levels = self.placement, " x ".join(map(str, self.ways.sizes))
+        way = "halo" if self.ways.near_apart else "rbd" if len(self.ways.levels) > 1 else "one exchange"
+        rows = "one row for each of its " + ("ranks" if self.ways.dedup else "experts")
+        parts = f", in {self.ways.chunks} parts" if self.ways.chunks > 1 else ""
+        return (
+            f"experts over {place.num_ranks} ranks of mesh axis {place.axis!r} ({levels}), {place.num_slots} each; a "
+            f"token travels as {rows}, {way}{parts} ({self.why})"
+        )
+
+    def take(self, block: nn.Module, axis: ExpertAxis) -> None:
+        """Reduce a block's parameters to those of this rank's experts."""
+        spread(block, self.parameters, self.placement, axis.own, axis.made)
+        block.register_load_state_dict_pre_hook(OnLoad(self.parameters, self.placement))
+        if self.parameters.separate and self.placement.num_ranks > 1:
+            block.register_state_dict_pre_hook(OnSave())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Spread:
+        return self  # a value
+
+    def __reduce__(self) -> Any:
+        # In another process the names of process groups mean none, or others.
+        raise MoefxError(
+            "a model that is spread over a mesh cannot be pickled: its programs run in process groups of these "
+            "processes. Save moefx.full_state_dict(model), or its state dict with torch.distributed.checkpoint, and "
+            "load that into a model that moefx.compile has spread anew"
+        )
+
+    def whole(self, block: nn.Module) -> nn.Module:
+        """Copy a block after `take`, for another proof."""
+        return whole(block, self.parameters, self.placement)
+
+
+def planned_axis(mesh: DeviceMesh, plan: Plan) -> ExpertAxis:
+    """Find the expert axis that a plan names.
+
+    Raises:
+        InvalidPlan: the mesh has no such axis.
+    """
+    if plan.sequence_axis is not None:
+        axis_of(mesh, "sequence_axis", (plan.sequence_axis,))
+    own = axis_of(mesh, "expert_axis", expert_axis(mesh, plan.expert_axis))
+    _check_placement(own, plan)
+    return ExpertAxis(mesh, own, plan.node_size, plan.topology_levels, plan.timeout)
+
+
+def _check_placement(own: DeviceMesh, plan: Plan) -> None:
+    ranks = own.mesh.tolist()
+    neighbours = sorted(ranks) == list(range(min(ranks), min(ranks) + len(ranks)))
+    if plan.placement is None or len(ranks) == 1 or neighbours == (plan.placement == "ep_first"):
+        return
+    raise InvalidPlan(
+        f"Plan(placement={plan.placement!r}): an expert group of the mesh has the {shown_ranks(ranks)}, which are "
+        f"{'neighbours' if neighbours else 'no neighbours'}: the expert axis comes "
+        f"{'before' if neighbours else 'after'} the data-parallel one in a mesh that is as planned"
+    )
+
+
+def agree(axis: ExpertAxis, plan: Plan, found: str) -> None:
+    """Check that all ranks of the axis will run the same exchanges: one round of a few bytes. Collective, also for a
+    rank that failed.
+
+    Args:
+        found: the blocks that will be rewritten, or the error of this rank.
+
+    Raises:
+        InvalidPlan: the ranks have different plans, or found different blocks.
+    """
+    own = {
+        **{f"Plan({field}=...)": repr(value) for field, value in dataclasses.asdict(plan).items()},
+        "the versions of moefx and torch": f"{__version__}, {torch.__version__}",
+        "the nodes of ranks": _nodes(axis),
+        "the rewritten blocks": found,
+    }
+    told: list[Any] = [None] * axis.size
+    dist.all_gather_object(told, own, group=group_of(axis.group))
+    wrong = []
+    for what, mine in own.items():
+        others = {number: each.get(what) for number, each in enumerate(told) if each.get(what) != mine}
+        if others:
+            number, theirs = next(iter(others.items()))
+            several = f" ({len(others)} of {axis.size} differ)" if len(others) > 1 else ""
+            wrong.append(f"{what}: rank {axis.rank} of it {mine}, rank {number} {theirs}{several}")
+    if wrong:
+        raise InvalidPlan(f"the ranks of mesh axis {axis.name!r} do not agree on " + "; ".join(wrong))
+
+
+def everywhere(mesh: DeviceMesh, own: Any) -> dict[int, Any]:
+    """Gather a value from all ranks of a mesh, one axis after the other. Returns values by world rank. Collective."""
+    told = {dist.get_rank(): own}
+    for dim in range(mesh.ndim):
+        beside: list[Any] = [None] * mesh.size(dim)
+        dist.all_gather_object(beside, told, group=mesh.get_group(dim))
+        told = {rank: said for each in beside for rank, said in each.items()}
+    return told
+
+
+def _nodes(axis: ExpertAxis) -> str:
+    """Describe the nodes as this rank sees them: other ranks may have another LOCAL_WORLD_SIZE."""
+    try:
+        return f"{' x '.join(map(str, axis.topology.sizes))}, in the order {axis.topology.order}"
+    except InvalidPlan as error:
+        return f"none, {error}"
+
+
+def ways(axis: ExpertAxis, plan: Plan, result: Result) -> tuple[Ways, str]:
+    """Choose the way in which rows travel. Returns it with the reason."""
+    dispatch, why = plan.dispatch, "as planned"
+    if dispatch in ("rbd", "halo") and len(axis.topology.sizes) == 1:
+        why = f"{dispatch!r} as planned, of one node; say Plan(node_size=...) if there are more"
+    if dispatch == "auto":
+        parts = axis.mesh[plan.sequence_axis].size() if plan.sequence_axis else 1  # a token is sent by one of them
+        dispatch, why = _fastest(axis, result, -(-plan.tokens // parts) if plan.tokens else TOKENS)
+    if dispatch in ("rbd", "halo"):
+        halo = dispatch == "halo"
+        return axis.ways(by_level=True, dedup=not halo or plan.pilots, near_apart=halo), why
+    return axis.ways(by_level=False, dedup=dispatch != "flat"), why
+
+
+def _fastest(axis: ExpertAxis, result: Result, tokens: int) -> tuple[str, str]:
+    """Choose the fastest way by measured bandwidths, for uniform routing. All ranks choose the same."""
+    links = axis.links
+    if links is None:
+        return "dedup", "auto: one level, where no row travels that need not"
+    match = result.match
+    seconds = predicted(links, axis.topology.sizes, match.num_experts, match.slots, _row_bytes(result), tokens)
+    shown = ", ".join(f"{way} {1e3 * s:.2f} ms" for way, s in seconds.items())
+    return fastest(seconds), f"auto: predicted for {tokens} tokens a rank {shown}"
+
+
+def _row_bytes(result: Result) -> float:
+    """Bytes of a token in an exchange: its values, and a weight and a slot for each choice."""
+    gathers = Routed.of(result.graph).gathers
+    values = [n.args[0].meta.get("val") for n in gathers]  # type: ignore[union-attr]
+    widths = [int(v.shape[-1]) * v.element_size() for v in values[:1] if v is not None]
+    return sum(widths) + 6.0 * result.match.slots
+
+
+def expert_parameters(result: Result) -> ExpertParameters:
+    """Find the experts' parameters of a block, and how the block stores them."""
+    groups = result.match.groups
+    if len(groups) > 1:  # see `Routed.of`
+        groups = [g for g in groups if len(g.ids) > 1 and has_matrices(g.body)]
+    if len(groups) != 1 or len(groups[0].ids) != Routed.of(result.graph).num_experts:
+        raise Refused("several kinds of experts in one block, of which none or several could be spread over a mesh")
+    (group,) = groups
+    stacked: dict[str, int] = {}
+    separate: list[list[str]] = [[] for _ in group.ids]
+    for table in group.tables:
+        names = [place.fqn for place in table]
+        if len(set(names)) == 1:
+            stacked[names[0]] = _length_of_each(table)
+        elif len(set(names)) == len(names):
+            for own, name in zip(separate, names, strict=True):
+                own.append(name)
+        else:
+            raise Refused("several experts share a parameter, but not all of them", culprits=tuple(names[:3]))
+    return ExpertParameters(
+        stacked,
+        tuple(tuple(dict.fromkeys(own)) for own in separate) if any(separate) else (),
+    )
+
+
+def _length_of_each(table: Sequence[Place]) -> int:
+    """Find the experts' parts of a parameter's first axis, in order of the experts.
+
+    Raises:
+        Refused: the experts are stored otherwise.
+    """
+    parts = [_part_of_first_axis(place) for place in table]
+    each = parts[0][1] - parts[0][0] if parts[0] else 0
+    for e, (place, part) in enumerate(zip(table, parts, strict=True)):
+        if part != (e * each, (e + 1) * each):
+            raise Refused(
+                f"the experts' parameter {place.fqn} is not kept expert by expert along its first axis",
+                culprits=(place.fqn,),
+                remedy="keep it as [experts, ...]",
+            )
+    return each
+
+
+def _part_of_first_axis(place: Place) -> tuple[int, int] | None:
+    op, *rest = place.steps[0] if place.steps else ("",)
+    if op == "at" and rest[1][0][0] == 0:
+        return rest[1][0][1], rest[1][0][1] + 1
+    if op == "slice" and (rest[1], rest[4]) == (0, 1):
+        return rest[2], rest[3]
+    return None
+
+
+def would_spread(model: nn.Module, axis: ExpertAxis, found: Survey, plan: Plan) -> dict[int, Spread]:
+    """Lay out the blocks of a survey without changing the model: by `id`, with the graphs that they would run. A block
+    that cannot be spread becomes a refused one. Collective, as `Spread.over` is."""
+    spreads: dict[int, Spread] = {}
+
+    def refuse(matched: Matched, why: MoefxError) -> None:
+        found.matched.remove(matched)
+        told = why if isinstance(why, Refused) else Refused(str(why))
+        source = told.source or first_line(model.get_submodule(matched.names[0]))
+        found.refused += [Refusal(name, told.reason, source, told.culprits, told.remedy) for name in matched.names]
+
+    for matched in list(found.matched):
+        try:
+            spreads[id(matched)] = Spread.over(axis, matched.result, plan)
+        except (Refused, InvalidPlan) as why:
+            refuse(matched, why)
+    holders = {name: spreads[id(m)] for m in found.matched for name in m.names}
+    for matched in list(found.matched):
+        try:
+            check_holders(model, holders, matched.names, axis.mesh)
+            block = model.get_submodule(matched.names[0])
+            matched.result = spreads[id(matched)].graph(block, matched.result)
+        except (Refused, InvalidInput) as why:
+            refuse(matched, why)
+    return spreads
+
+
+def check_holders(model: nn.Module, spread: dict[str, Spread], blocks: Sequence[str], mesh: DeviceMesh) -> None:
+    """Check that the parameters that will be spread are on the mesh's kind of device or on meta, and belong to such
+    blocks alone.
+
+    Raises:
+        InvalidInput: a parameter is on another device.
+        Refused: another part of the model has one of these parameters, and could not use it any more.
+    """
+    inside: dict[int, str] = {}
+    for block in blocks:
+        parameters = spread[block].parameters
+        for name in (*parameters.stacked, *(name for each in parameters.separate for name in each)):
+            _, parameter = held(model.get_submodule(block), name)
+            each, num_experts = parameters.stacked.get(name), spread[block].placement.num_experts
+            if each and len(parameter) != each * num_experts:
+                raise Refused(
+                    f"{joined(block, name)} holds {len(parameter) // each} experts, {num_experts} of them in the block",
+                    remedy="keep those that are spread over the mesh in a parameter of their own",
+                )
+            if parameter.device.type not in (mesh.device_type, "meta"):
+                raise InvalidInput(
+                    f"{joined(block, name)} is on {parameter.device}, the mesh is of {mesh.device_type}: "
+                    f"model.to({mesh.device_type!r}) first, or make the model on the meta device"
+                )
+            inside[id(parameter)] = joined(block, name)
+    prefixes = tuple(f"{block}." * bool(block) for block in spread)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in inside and not name.startswith(prefixes):
+            raise Refused(
+                f"{name} is the parameter {inside[id(parameter)]} of an expert, which would live on one rank only",
+                remedy="use experts in their block alone",
+            )
+
+
+# ---------------------------------------------------------------------- public functions
+def full_state_dict(model: nn.Module, *, cpu: bool = False, rank: int | None = None) -> dict[str, Any]:
+    """Gather the original's state dict, experts of all ranks included. Collective: every rank calls it.
+
+    Args:
+        cpu: move each tensor to the CPU as soon as it is whole.
+        rank: the global rank that receives the dict; others receive an empty one. None: every rank.
+
+    Returns:
+        A dict with the names, order and shapes of the original's `state_dict`, and whole tensors for DTensors.
+    """
+    found = {name: (s.parameters, s.placement, s.ways) for name, s in spread_blocks(model).items()}
+    return state.full_state_dict(model, found, cpu=cpu, rank=rank)
+
+
+def clip_grad_norm_(
+    model: nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+) -> Tensor:
+    """Clip the gradients of a model whose parameters are spread over meshes of any kind (experts over the expert axis,
+    FSDP), as `torch.nn.utils.clip_grad_norm_` does on one rank. Collective: every rank calls it.
+
+    Args:
+        norm_type: > 0, infinity too.
+
+    Returns:
+        The norm before clipping, of the gradients of the whole model: the same on all ranks if the gradients of
+        replicated parameters are.
+
+    Raises:
+        RuntimeError: `error_if_nonfinite`, and the norm is not finite.
+    """
+    return clipping.clip_grad_norm_(model, own_experts(model), max_norm, norm_type, error_if_nonfinite)
+
+
+def expert_parameter_names(model: nn.Module, *, buffers: bool = False) -> list[str]:
+    """List the parameters that differ between the ranks of the expert axis: data parallelism over all ranks must leave
+    them alone. `buffers`: also the experts' buffers, and every name of a tensor with several names."""
+    stacked = [joined(name, p) for name, s in spread_blocks(model).items() for p in s.parameters.stacked]
+    wanted = {*stacked, *own_experts(model)}
+    more = [name for name, _ in model.named_buffers(remove_duplicate=False)] if buffers else []
+    names = [name for name, _ in model.named_parameters(remove_duplicate=not buffers)]
+    return [name for name in names + more if name in wanted]
+
+
+def own_experts(model: nn.Module) -> dict[str, str]:
+    """Map each parameter of separate experts to the process group whose ranks have other experts."""
+    return {
+        joined(name, parameter): s.placement.group
+        for name, s in spread_blocks(model).items()
+        for each in s.parameters.separate
+        for parameter in each
+    }
+
+
+def spread_blocks(model: nn.Module) -> dict[str, Spread]:
+    """Find the blocks of a model whose experts are spread, by name."""
+    found = {name: getattr(f.specialise, "spread", None) for name, f in rewritten_blocks(model).items()}
+    return {name: s for name, s in found.items() if isinstance(s, Spread)}

@@ -1,0 +1,59 @@
+"""What training needs of a spread model: the reductions of its gradients, and what wrappers are told."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import nn
+
+from .._plan import Plan
+from .block_distribution import Spread, expert_parameter_names
+from ..runtime.overwriting import OverwritingWatch, SettleOnLoad
+from ..runtime.reductions import GRADIENTS, GradientWatch, Reduction, describe, reductions
+from ..runtime.sharding import expert_axis
+from ..runtime.state import joined
+from ..runtime.topology import ExpertAxis
+from ..runtime.wrappers import DEEPSPEED_HOOK, IGNORED, IgnoredByDDP, RefuseDeepSpeed
+
+
+def watch_block(block: nn.Module, name: str, spread: Spread) -> OverwritingWatch:
+    """Notice that the experts of a block that was spread are overwritten; DeepSpeed's engine is refused before it does.
+
+    Args:
+        name: the block's name in the model.
+    """
+    if spread.placement.num_ranks > 1:
+        vars(block)[DEEPSPEED_HOOK] = RefuseDeepSpeed()
+        block.register_load_state_dict_post_hook(SettleOnLoad())
+    return OverwritingWatch(block, name, spread.parameters, spread.placement, spread.number)
+
+
+def planned_reductions(axis: ExpertAxis, plan: Plan) -> dict[str, Reduction]:
+    """What is left to do with gradients, for the experts' parameters and for all others."""
+    return reductions(axis.mesh, expert_axis(axis.mesh, plan.expert_axis), plan.sequence_axis)
+
+
+def describe_reductions(model: nn.Module, spread: dict[str, Spread], axis: ExpertAxis, plan: Plan) -> tuple[str, ...]:
+    """The same in lines, for `explain`. The model may not have been spread yet."""
+    of_experts, elsewhere = set[str](), set[str]()
+    for block, each in spread.items():
+        own = each.parameters.of_experts(each.placement.own)
+        every = {name for names in each.parameters.separate for name in names}
+        of_experts |= {joined(block, name) for name in (*each.parameters.stacked, *own)}
+        elsewhere |= {joined(block, name) for name in every - own}
+    held = {name for name, p in model.named_parameters() if p.requires_grad} - elsewhere
+    counts = {"experts": len(held & of_experts), "others": len(held - of_experts)}
+    outside = dist.get_world_size() - axis.mesh.size()
+    return tuple(describe(planned_reductions(axis, plan), counts, outside))
+
+
+def prepare_training(compiled: nn.Module, axis: ExpertAxis, plan: Plan) -> None:
+    """Tell DistributedDataParallel which parameters differ between ranks, and watch the first step of an optimizer."""
+    found, manual = planned_reductions(axis, plan), plan.gradients == "manual"
+    left = found["experts"]
+    told = (
+        "" if manual or left.divisor == 1 else
+        "DistributedDataParallel leaves the gradients of this model's experts to you, which differ from rank to rank: "
+        f"{left}. Plan(gradients='manual') says that you do it"
+    )  # fmt: skip
+    vars(compiled)[IGNORED] = IgnoredByDDP(compiled, getattr(compiled, IGNORED, ()), told)
+    vars(compiled)[GRADIENTS] = GradientWatch(compiled, expert_parameter_names(compiled), found, manual)

@@ -1,0 +1,196 @@
+"""Flat graphs: `moefx.rewrite_graph`, and `torch.compile(model, backend="moefx")`."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from . import registry as kept
+from .compile_options import options_of
+from ..._plan import Plan
+from ...api import RECORD, UNCHANGED, Record, checked_passes, explain
+from ...errors import Refused
+from ..fx import trace_artifacts
+from ..fx.normalize import folded, prepared
+from ..fx.graph_rewrite import Found, checked_graph, checked_plan, refusal_of, rewritten
+from ...inspection.explain import MatchedBlock, together
+from ...runtime.module import BlockForward, rewritten_blocks
+from ...compiler.survey import Refusal
+from ...verification.compiled_parts import compiled_parts
+from ...verification.traced import Way, keeping_saved_tensors
+
+_log = logging.getLogger(__name__)
+_told: set[str] = set()
+_OPEN = "experts are selected, but Dynamo ends its graph before their results come together"
+_RETURNED = "what was selected is returned by the graph, and in it nothing of that comes together"
+
+
+def rewrite_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: Plan | None = None) -> fx.GraphModule:
+    """Find the MoE regions of a flat graph, prove what they compute, and put PFT graphs in their place.
+
+    The graph may come from `torch.export` (`.module()`), from `make_fx`, from Dynamo, or from `symbolic_trace`. Sizes
+    in it may be symbolic, or asked for where they are needed; where they are numbers, the result is for these sizes as
+    the graph was. Parameters may be attributes of the graph or inputs; buffers are attributes. Inputs that are numbers
+    may differ from call to call: a region that needs one is left as it is.
+
+    Args:
+        example_inputs: one value for each input of the graph; real, fake or on the meta device. Where the nodes have
+            values in their meta, only parameters are looked at.
+
+    Returns:
+        A new `GraphModule` in which one module call stands for each region, and all else is as it was: `moefx.blocks`,
+        `graph`, `history` and `explain` take it. Without a region: the graph that was given,
+        said once in the log; `explain` has why.
+
+    Raises:
+        InvalidInput: no graph, or inputs that it does not take. InvalidPlan: no plan.
+    """
+    plan = checked_passes(checked_plan(plan))
+    values = checked_graph(gm, example_inputs)
+    try:
+        ready = prepared(gm, values)
+        out, found = rewritten(ready, values, plan)
+    except Refused as why:
+        _once(logging.WARNING, f"moefx left a graph as it was: {why.reason}")
+        UNCHANGED[gm] = Record((), (refusal_of(why, "", ""),), 0.0)
+        return gm
+    _tell(gm, found, "it is returned as it is")
+    if out is ready:
+        UNCHANGED[gm] = _record(gm, found)
+        return gm
+    out = folded(out, gm) if ready is not gm else out
+    vars(out)[RECORD] = _record(gm, found)
+    return out
+
+
+def backend(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """The Dynamo backend: `torch.compile(model, backend="moefx", options={...})`.
+
+    Args:
+        options: fields of a `Plan`; "backend": what compiles the graph afterwards, a name or a function, "inductor" by
+            default; "backend_options": its own options.
+        mode: Inductor's.
+
+    Raises:
+        InvalidPlan: an unknown option, or an invalid plan.
+    """
+    chosen = options_of(options, mode)
+    out, found = rewritten(gm, list(example_inputs), chosen.plan)
+    _tell(gm, found, "it is compiled as it is")
+    for skipped in _skipped():
+        _once(logging.WARNING, f"moefx: {skipped}. If these are experts: {kept.FIRST}")
+    record = _record(gm, found)
+    kept.keep(out, found, record)
+    if out is not gm:
+        vars(out)[RECORD] = record
+        trace_artifacts.leave(out, lambda: str(explain(out)))
+        for forward in rewritten_blocks(out).values():
+            forward.compiled_by = chosen.compiled_by
+        with keeping_saved_tensors():
+            return chosen.rest(out, example_inputs)
+    return chosen.rest(out, example_inputs)
+
+
+backend.reset = kept.forget  # pyright: ignore[reportFunctionMemberAccess]
+
+
+# ---------------------------------------------------------------------- what is said
+def _tell(gm: fx.GraphModule, found: Found, then: str) -> None:
+    """In the log, each thing once."""
+    every = found.every()
+    refused = [r for f in every for r in f.refused]
+    before = [r for one in kept.KEPT for r in one.record.refused]
+    matched = [m for one in kept.KEPT for m in one.record.matched]
+    others = [r for r in kept.of_few_tokens([*before, *refused], matched) if r in refused]
+    for level, those in (logging.INFO, others), (logging.WARNING, [r for r in refused if r not in others]):
+        for refusal in together(those):
+            _once(level, f"moefx left a region of a graph as it was: {refusal}")
+    if found.open and (reason := _break_of(gm)) is not None:
+        frames = getattr(reason, "user_stack", None) or []
+        where = f" at {frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}" if frames else ""
+        what = (str(getattr(reason, "reason", "")).splitlines() or [""])[0]
+        for line in found.open:
+            _once(
+                logging.WARNING,
+                f"moefx: experts are selected at {line}, but Dynamo ends its graph{where} ({what}) before their "
+                f"results come together. {kept.FIRST}",
+            )
+    if not any(f.matched or f.refused for f in every):
+        nodes = len(found.facts.nodes)
+        _once(logging.INFO, "moefx found no MoE region in a graph; " + then, f" ({nodes} nodes)")
+
+
+def _break_of(gm: fx.GraphModule) -> Any:
+    """Why Dynamo ended a graph before the end of a function; None, if it did not."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    return reason if getattr(reason, "graph_break", False) else None
+
+
+def _skipped() -> list[kept.Skipped]:
+    """Dynamo never hands them to a backend. They are in counters of its own, which are private."""
+    try:
+        reasons = list(torch._dynamo.utils.counters["unimplemented"])
+    except Exception:  # another torch
+        return []
+    found = []
+    for reason in reasons:
+        frame = re.search(r"frame skipped: (\S+) \((.+) line (\d+)\)", reason)
+        if frame and reason.startswith(("Dynamic shape operator", "Data dependent operator", "Data-dependent")):
+            operator = re.search(r"debug context: (\S+)", reason)
+            found.append(kept.Skipped(frame[1], frame[2], int(frame[3]), operator[1] if operator else "a tensor"))
+    return found
+
+
+def _once(level: int, text: str, detail: str = "") -> None:
+    if text not in _told:
+        _told.add(text)
+        _log.log(level, "%s%s", text, detail)
+
+
+def _record(gm: fx.GraphModule, found: Found) -> Record:
+    reports: dict[int, MatchedBlock] = {}  # by proof
+    for f in found.every():
+        for region, proof in f.matched:
+            holds_for = str(region.specialisation(f.facts, proof.program))
+            known = reports.get(id(proof), dataclasses.replace(proof.report, names=(), holds_for=holds_for))
+            reports[id(proof)] = dataclasses.replace(known, names=(*known.names, region.name))
+    every = found.every()
+    refused = [r for f in every for r in f.refused]
+    if _break_of(gm) is not None:
+        refused += [Refusal("", _OPEN, line, (), kept.FIRST) for line in found.open]
+    elif not reports:  # beside a mixture it is statistics
+        refused += [Refusal("", _RETURNED, line) for line in found.open]
+    return Record(tuple(reports.values()), tuple(refused), sum(f.seconds for f in every))
+
+
+# ---------------------------------------------------------------------- what was compiled with the backend
+def ways_of(model: nn.Module) -> dict[str, Way]:
+    """How `torch.compile` made a model, or modules of one (`module.compile`), with this backend."""
+    ways = {}
+    for name, part in compiled_parts(model).items():
+        if getattr(part.compiler, "compiler_fn", part.compiler) is backend:
+            given = getattr(part.compiler, "kwargs", {})
+            chosen = options_of(given.get("options"), given.get("mode"))
+            ways[name] = Way(chosen.plan, chosen.rest, part._replace(name=str(chosen.name)))
+    return ways
+
+
+def compiled_for(given: nn.Module | Callable[..., Any]) -> tuple[Record | None, dict[str, BlockForward]]:
+    """The regions of the graphs of a model or a function that was compiled with the backend, the latest of each name.
+    Of a model that never was, unless it is what `torch.compile` returned, there is no record."""
+    if mine := kept.of(given, kept.KEPT):
+        return kept.together(mine)
+    was_compiled = not isinstance(given, nn.Module) or ways_of(given)
+    return (Record((), (kept.nothing(given, _skipped()),), 0.0) if was_compiled else None), {}

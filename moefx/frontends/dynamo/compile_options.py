@@ -1,0 +1,123 @@
+"""The options of `torch.compile(model, backend="moefx")`: a plan, and what compiles graphs afterwards."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, cast, get_origin
+
+import torch
+
+from ..._plan import Plan
+from ...api import checked_passes
+from ...errors import InvalidPlan, nearest
+from ..fx.graph_rewrite import checked_plan
+
+_EXAMPLE = "expected a dict of fields of a Plan, such as options={'checkpoint': 'x'}"
+
+
+class Options(NamedTuple):
+    """Attributes:
+    name: of what compiles graphs afterwards, or the function. rest: it, with its own options.
+    """
+
+    plan: Plan
+    name: str | Callable[..., Any]
+    rest: Callable[..., Any]
+
+    @property
+    def compiled_by(self) -> str:
+        """The name of what compiles graphs afterwards; "" where they may run as they are."""
+        return self.name if isinstance(self.name, str) and not self.name.startswith("eager") else ""
+
+
+def options_of(given: Mapping[str, Any] | None, mode: str | None) -> Options:
+    """What the user gave.
+
+    Raises:
+        InvalidPlan: an unknown or invalid option.
+    """
+    if not isinstance(given, Mapping | None):
+        what = "; of a Plan that is dataclasses.asdict(plan)" if isinstance(given, Plan) else ""
+        raise InvalidPlan(f"options is a {type(given).__name__}; {_EXAMPLE}{what}")
+    left = dict(given or {})
+    name, own = left.pop("backend", "inductor"), left.pop("backend_options", None)
+    fields = {f.name for f in dataclasses.fields(Plan)}
+    for option in left:
+        if option not in fields:
+            if name == "inductor" and option in torch._inductor.list_options():
+                raise InvalidPlan(
+                    f"options={{{option!r}: ...}}: that is an option of Inductor; "
+                    f"options={{'backend_options': {{{option!r}: ...}}}} hands it on"
+                )
+            known = sorted(fields | {"backend", "backend_options"})
+            raise InvalidPlan(
+                f"options={{{option!r}: ...}}: there is no such option; there is {', '.join(known)}"
+                + nearest(str(option), known)
+            )
+    plan = checked_passes(checked_plan(Plan(**left)))
+    return Options(plan, name, _with_options(_compiler(name), name, own, mode))
+
+
+def _compiler(name: Any) -> Callable[..., Any]:
+    if name == "moefx":
+        raise InvalidPlan("options={'backend': 'moefx'}: what the rest of the graph is handed to must be another one")
+    if callable(name):
+        return name
+    if not isinstance(name, str):
+        raise InvalidPlan(f"options={{'backend': {name!r}}}: expected a name or a function")
+    known = torch.compiler.list_backends(exclude_tags=())
+    if name not in known:
+        raise InvalidPlan(
+            f"options={{'backend': {name!r}}}: torch has no backend of that name; there is {', '.join(known)}"
+            + nearest(name, known)
+        )
+    return torch._dynamo.lookup_backend(name)
+
+
+def _with_options(rest: Callable[..., Any], name: Any, own: Any, mode: str | None) -> Callable[..., Any]:
+    if own is not None and not isinstance(own, Mapping):
+        raise InvalidPlan(f"options={{'backend_options': {own!r}}}: expected a dict, of options of {_shown(name)}")
+    if name == "inductor":
+        patches = _checked_for_inductor(own or {}) | _of_mode(mode)
+        return functools.partial(rest, config_patches=patches) if patches else rest
+    if own is None:
+        return rest
+    try:
+        inspect.signature(rest).bind(None, None, options=own)
+    except TypeError:
+        raise InvalidPlan(f"options={{'backend_options': ...}}: {_shown(name)} takes no `options`") from None
+    return functools.partial(rest, options=own)
+
+
+def _of_mode(mode: str | None) -> dict[str, Any]:
+    try:
+        return torch._inductor.list_mode_options(mode) if mode else {}
+    except RuntimeError as error:
+        raise InvalidPlan(f"mode={mode!r}: {error}") from None
+
+
+def _shown(name: Any) -> str:
+    return repr(name) if isinstance(name, str) else f"the function {getattr(name, '__name__', name)}"
+
+
+def _checked_for_inductor(own: Mapping[str, Any]) -> dict[str, Any]:
+    """As `torch.compile(options=...)` checks them."""
+    from torch._inductor import config, list_options
+
+    known, kind_of = list_options(), cast(Any, config).get_type
+    for option, value in own.items():
+        name = str(option).replace("-", "_")
+        if name not in known:
+            raise InvalidPlan(
+                f"options={{'backend_options': {{{option!r}: ...}}}}: Inductor has no such option, see "
+                f"torch._inductor.list_options(){nearest(name, known)}"
+            )
+        kind = kind_of(name)
+        if get_origin(kind) is None and not isinstance(value, kind):
+            raise InvalidPlan(
+                f"options={{'backend_options': {{{option!r}: {value!r}}}}}: expected a {kind.__name__} for Inductor"
+            )
+    return {str(option).replace("-", "_"): value for option, value in own.items()}

@@ -1,0 +1,140 @@
+"""What became of the graphs that were compiled with the backend, for those who ask about the model or the function."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx, nn
+
+from ...api import Record
+from ...capture.source import Source
+from ..fx.token_dims import NO_TOKENS, ONE_TOKEN
+from ..fx.node_queries import sources_of
+from ..fx.graph_rewrite import Found
+from ...inspection.explain import MatchedBlock
+from ...runtime.module import BlockForward, rewritten_blocks
+from ...compiler.survey import Refusal
+
+_MOST = 64
+_FEW = "graphs of a single token, or of none, run as they were"
+FIRST = "moefx.compile(model) takes what depends on data; call it first"
+_ASK = "What moefx.compile finds, moefx.explain says of the model that torch.compile was called on"
+
+
+class Skipped(NamedTuple):
+    """A function that Dynamo gave up, because of what depends on data in a loop."""
+
+    name: str
+    file: str
+    line: int
+    operator: str
+
+    def __str__(self) -> str:
+        where = f"{self.name} ({self.file.rpartition('/')[2]}:{self.line})"
+        return f"Dynamo does not compile {where}, in a loop of which rows depend on data ({self.operator})"
+
+
+@dataclasses.dataclass
+class Compiled:
+    """A graph, and what was found in it.
+
+    Attributes:
+        weights: that its regions take, or it, weakly.
+        entered: the lines of the function that Dynamo compiled from which the graph's ops come.
+    """
+
+    record: Record
+    forwards: dict[str, BlockForward]
+    weights: list[weakref.ref[torch.Tensor]]
+    entered: set[tuple[str, int]]
+
+
+KEPT: list[Compiled] = []
+PLAIN: list[Compiled] = []  # graphs in which nothing is that looks like experts
+
+
+def keep(out: fx.GraphModule, found: Found, record: Record) -> None:
+    forwards = {forward.name: forward for forward in rewritten_blocks(out).values()}
+    every = found.every()
+    held = [f.facts.weights[n] for f in every for region, _ in f.matched for n in region.weights]
+    held = held or [t for f in every for t in f.facts.weights.values()]
+    outermost: set[Source] = {sources_of(n, 0)[-1] for n in found.facts.nodes if n.stack_trace}
+    entered = {(source.file, source.line) for source in outermost}
+    mine = KEPT if record.matched or record.refused else PLAIN
+    mine.append(Compiled(record, forwards, [weakref.ref(t) for t in held], entered))
+    del mine[:-_MOST]
+
+
+def forget() -> None:
+    """`torch.compiler.reset()`: graphs that were compiled before are not run any more."""
+    KEPT.clear()
+    PLAIN.clear()
+
+
+def of(given: nn.Module | Callable[..., Any], graphs: Sequence[Compiled]) -> list[Compiled]:
+    """Those of the graphs that are of a model, by its weights, or of what `torch.compile` made of a function: its
+    weights may be anywhere, but it is entered at its own lines."""
+    if not isinstance(given, nn.Module):
+        lines = lines_of(given)
+        return [one for one in graphs if lines & one.entered]
+    mine = {id(t) for t in (*given.parameters(), *given.buffers())}
+    alive = [(one, next((t for ref in one.weights if (t := ref()) is not None), None)) for one in graphs]
+    return [one for one, weight in alive if weight is not None and id(weight) in mine]
+
+
+def lines_of(function: Callable[..., Any]) -> set[tuple[str, int]]:
+    code = inspect.unwrap(getattr(function, "_torchdynamo_orig_callable", function)).__code__
+    return {(code.co_filename, line) for _, _, line in code.co_lines() if line is not None}
+
+
+def together(mine: list[Compiled]) -> tuple[Record, dict[str, BlockForward]]:
+    """The regions of several graphs, the latest of each name."""
+    matched: dict[tuple[str, ...], MatchedBlock] = {}
+    refused: dict[str, Refusal] = {}
+    forwards: dict[str, BlockForward] = {}
+    for one in mine:
+        forwards.update(one.forwards)
+        matched.update({report.names: report for report in one.record.matched})
+        refused.update({str(r): r for r in one.record.refused})
+    for r in of_few_tokens([*refused.values()], [*matched.values()]):
+        del refused[str(r)]
+        for names, report in matched.items():
+            if r.name in names and _FEW not in report.notes:
+                matched[names] = dataclasses.replace(report, notes=(*report.notes, _FEW))
+    seconds = sum(one.record.seconds for one in mine)
+    return Record(tuple(matched.values()), tuple(refused.values()), seconds), forwards
+
+
+def of_few_tokens(refused: Sequence[Refusal], matched: Iterable[MatchedBlock]) -> list[Refusal]:
+    """Those that are left for having a single token, or none, of which there are graphs of more."""
+    few = [r for r in refused if r.reason in (NO_TOKENS, ONE_TOKEN)]
+    names = {name for report in matched for name in report.names} | {r.name for r in refused if r not in few}
+    return [r for r in few if r.name in names]
+
+
+def nothing(given: nn.Module | Callable[..., Any], skipped: Sequence[Skipped]) -> Refusal:
+    """What is said of a model or a function of which no graph has what looks like experts. `skipped`: functions that
+    Dynamo gave up."""
+    codes = [m.forward for m in given.modules()] if isinstance(given, nn.Module) else [given]
+    codes = [code for code in codes if hasattr(inspect.unwrap(code), "__code__")] if skipped else []
+    lines = set[tuple[str, int]]().union(*map(lines_of, codes))
+    plain = of(given, PLAIN)
+    if mine := [one for one in skipped if (one.file, one.line) in lines]:
+        reason, remedy = f"{mine[0]}", f"if these are experts: {FIRST}"
+    elif plain:
+        graphs = f"{len(plain)} graphs" if len(plain) > 1 else "one graph"
+        reason, remedy = f"Dynamo made {graphs} of it, and in none are experts selected", _ASK
+    elif KEPT or PLAIN:
+        reason = (
+            "there is no graph of it: it was not called yet, or Dynamo runs those of an equal model from before, "
+            "or of parameters that this one had before"
+        )
+        remedy = f"call it first; torch.compiler.reset() forgets what was compiled before. {_ASK}"
+    else:
+        reason, remedy = "there is no graph of it: it was not called yet", f"call it first. {_ASK}"
+    return Refusal("", reason, remedy=remedy, seen=False)

@@ -1,0 +1,205 @@
+"""What the nodes of a graph give, abstractly, where the graph does not say."""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from ...errors import InvalidInput, Refused, in_short
+from ...ir.strides import inverse
+from ...util.fake_tensor_log import without_fake_tensor_errors
+from .node_queries import SELECT, SWITCHES, hint, is_float_tensor, target_name
+
+_SIZES = {"size", "numel", "sym_size", "sym_numel"}
+_PRIMES = (101, 103, 107, 109, 113, 127, 131, 137)
+_EXPORT = "make it with torch.export.export(..., dynamic_shapes=...), which says what varies"
+
+
+def said(n: fx.Node) -> Any:
+    """What a tracer has left of a value: Dynamo, or `torch.export` and `make_fx`."""
+    return n.meta.get("example_value", n.meta.get("val"))
+
+
+def is_said(graph: fx.Graph) -> bool:
+    """Whether it says all values that are of use."""
+    return all(
+        said(n) is not None
+        or n.op in ("placeholder", "get_attr", "output")
+        or not n.users
+        or (n.op == "call_function" and (n.target is operator.setitem or n.target in SWITCHES))
+        for n in graph.nodes
+    )
+
+
+def asks_for_sizes(graph: fx.Graph) -> bool:
+    """Whether it is a graph for all sizes, which it asks for where it needs them, as symbolic tracing has it."""
+    return any(
+        (n.target is getattr and n.args[1] == "shape") or (n.op.startswith("call") and target_name(n) in _SIZES)
+        for n in graph.nodes
+    )
+
+
+def propagated(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[fx.Node, Any]:
+    """The values for these inputs.
+
+    Raises:
+        InvalidInput: it does not run on them. Refused: what it computes hangs on numbers in tensors.
+    """
+    fakes = [t for t in example_inputs if isinstance(t, FakeTensor)]
+    mode = fakes[0].fake_mode if fakes else FakeTensorMode(allow_non_fake_inputs=True)
+    inputs = [
+        mode.from_tensor(t) if isinstance(t, torch.Tensor) and not isinstance(t, FakeTensor) else t
+        for t in example_inputs
+    ]
+    try:
+        return _run(gm, mode, inputs)
+    except DataDependentOutputException as error:
+        raise Refused(f"what the graph computes depends on a value that it reads from a tensor ({error})") from error
+    except Exception as error:
+        raise InvalidInput(f"the graph does not run on these example_inputs: {in_short(error)}") from error
+
+
+def symbolic(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[fx.Node, Any]:
+    """The values for inputs of any sizes, of which those of the examples are one case; weights have theirs.
+
+    Raises:
+        InvalidInput: it does not run on the examples. Refused: it does, but not on symbolic sizes, or these say of
+            some that they are numbers where others would do.
+    """
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    examples = dict(zip(placeholders, example_inputs, strict=True))
+    weights = {n for n, t in examples.items() if isinstance(t, nn.Parameter)}
+    if not weights and not any(map(is_float_tensor, gm.parameters())):
+        weights = likely_weights(gm.graph, examples)
+    sizes = {n: list(t.shape) for n, t in examples.items() if isinstance(t, torch.Tensor) and n not in weights}
+    for axis in range(max(map(len, sizes.values()), default=0)):  # torch makes a number of 1
+        longer = {n: [3 if (i, s) == (axis, 1) else s for i, s in enumerate(shape)] for n, shape in sizes.items()}
+        if longer != sizes and _runs(gm, examples, longer):
+            sizes = longer
+    mode = FakeTensorMode(shape_env=ShapeEnv(duck_shape=False), allow_non_fake_inputs=True)
+    inputs = dict(examples)
+    for n, t in examples.items():
+        if isinstance(t, torch.Tensor):
+            t = _resized(t, sizes[n]) if n in sizes else t
+            kind = DimDynamic.DYNAMIC if n in sizes else DimDynamic.STATIC
+            context = StatelessSymbolicContext(dynamic_sizes=[kind] * t.dim())
+            inputs[n] = mode.from_tensor(t, symbolic_context=context)
+    try:
+        values = _run(gm, mode, list(inputs.values()))
+    except Exception as error:
+        propagated(gm, example_inputs)
+        raise Refused(
+            f"the graph asks for sizes, and does not run on symbolic ones ({in_short(error)})", remedy=_EXPORT
+        ) from error
+    for n, value in values.items():
+        if isinstance(value, torch.SymBool):
+            raise Refused(f"the graph compares sizes: {n.name}, {value}", remedy=_EXPORT)
+    _check_numbers(gm, examples, {n: inputs[n].shape for n in sizes})
+    return values
+
+
+def _check_numbers(gm: fx.GraphModule, examples: dict[fx.Node, Any], shapes: dict[fx.Node, torch.Size]) -> None:
+    """Sizes of which torch has made numbers must be these, as that of rows which meet weights.
+
+    Raises:
+        Refused: the graph runs with others.
+    """
+    found: dict[int, list[tuple[fx.Node, int]]] = defaultdict(list)
+    symbols: dict[Any, int] = {}
+    other: dict[fx.Node, list[int]] = {}
+    for n, shape in shapes.items():
+        other[n] = []
+        for i, size in enumerate(shape):
+            expr = sympy.sympify(size.node.expr if isinstance(size, torch.SymInt) else size)
+            for symbol in sorted(expr.free_symbols, key=str):
+                symbols.setdefault(symbol, _PRIMES[len(symbols) % len(_PRIMES)])  # divisible by nothing
+            other[n].append(int(expr.subs(symbols)))
+            if expr.is_Integer:
+                found[int(expr)].append((n, i))
+    for number, places in found.items():
+        for chosen in [places, *([p] for p in places if len(places) > 1)]:
+            changed = {n: [s + 1 if (n, i) in chosen else s for i, s in enumerate(shape)] for n, shape in other.items()}
+            if _runs(gm, examples, changed):
+                n, i = chosen[0]
+                raise Refused(
+                    f"the graph asks for sizes, and something in it makes the number {number} of one of {n.name}, "
+                    f"which may be another (axis {i})",
+                    remedy=_EXPORT,
+                )
+
+
+def _runs(gm: fx.GraphModule, examples: dict[fx.Node, Any], sizes: dict[fx.Node, list[int]]) -> bool:
+    try:
+        propagated(gm, [_resized(t, sizes[n]) if n in sizes else t for n, t in examples.items()])
+    except (InvalidInput, Refused):
+        return False
+    return True
+
+
+def _resized(t: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    """With other sizes, its axes in the same order in memory, and without data."""
+    order = sorted(range(t.dim()), key=lambda i: (hint(t.stride(i)), hint(t.shape[i])), reverse=True)
+    if t.shape == torch.Size(sizes):
+        return t
+    return torch.empty([sizes[i] for i in order], dtype=t.dtype, device=t.device).permute(inverse(order))
+
+
+def likely_weights(graph: fx.Graph, examples: Mapping[fx.Node, Any]) -> set[fx.Node]:
+    """Where nothing says what is a parameter: all inputs but those that choices are first of all made of."""
+    activations = set()
+    for n in graph.nodes:
+        if target_name(n) in SELECT and n.op.startswith("call"):
+            current: Any = n
+            while isinstance(current, fx.Node) and current.op != "placeholder":
+                current = _first_operand(current)
+            activations.add(current)
+    return {n for n, t in examples.items() if is_float_tensor(t) and n not in activations} if activations else set()
+
+
+def _first_operand(n: fx.Node) -> Any:
+    """What an op is an op on, as `x` of `addmm(bias, x, w)`."""
+    name = target_name(n)
+    at = 1 if name in ("addmm", "addmv", "einsum", "embedding") and len(n.args) > 1 else 0
+    found: Any = n.args[at] if n.args else next(iter(n.all_input_nodes), None)
+    while isinstance(found, (tuple, list)):
+        found = found[0] if found else None
+    return found
+
+
+class _Values(fx.Interpreter):
+    def __init__(self, gm: fx.GraphModule, mode: FakeTensorMode):
+        super().__init__(gm)
+        self.mode, self.found = mode, {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        out = super().run_node(n)
+        if isinstance(out, torch.Tensor) and not isinstance(out, FakeTensor):
+            out = self.mode.from_tensor(out, static_shapes=True)
+        self.found[n] = self.found[n.args[0]] if n.target is operator.setitem else out
+        return out
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is F.one_hot:  # which makes numbers of symbols
+            t, classes = args[0], args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
+            if isinstance(classes, torch.SymInt):
+                return t.new_empty((*t.shape, classes))
+        return super().call_function(target, args, kwargs)
+
+
+def _run(gm: fx.GraphModule, mode: FakeTensorMode, inputs: list[Any]) -> dict[fx.Node, Any]:
+    values = _Values(gm, mode)
+    held: dict[str, torch.Tensor] = {
+        name: mode.from_tensor(t, static_shapes=True) for name, t in (*gm.named_parameters(), *gm.named_buffers())
+    }
+    with mode, without_fake_tensor_errors(), torch.nn.utils.stateless._reparametrize_module(gm, held, tie_weights=True):
+        values.run(*inputs)
+    return values.found

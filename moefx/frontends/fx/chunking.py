@@ -1,0 +1,61 @@
+"""Rows that a loop of the program cuts into parts: a graph has as many turns as its own size takes, and no others."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections import defaultdict
+
+import torch
+from torch import fx
+
+from ...errors import Refused
+from .region_bounds import Extent
+from .graph_analysis import Facts
+from .node_queries import hint, is_hinted, sources_of, target_name
+
+_CUTS = {"split", "split_with_sizes", "chunk", "tensor_split", "unbind"}
+
+
+def cut_into_parts(facts: Facts, extent: Extent) -> Refused | None:
+    """What is said of a region that cuts its rows into parts, and cannot be rewritten."""
+    sizes = facts.value[extent.entry].shape[:-1]
+    if not all(map(is_hinted, sizes)):
+        return None
+    tokens = math.prod(map(hint, sizes))
+    turns: dict[tuple, list[fx.Node]] = defaultdict(list)
+    for n in extent.inside:
+        rows = facts.tensor(n.args[0]) if n.args and isinstance(n.args[0], fx.Node) else None
+        if rows is None or rows.dim() < 2 or not all(map(is_hinted, rows.shape)):
+            continue
+        if math.prod(map(hint, rows.shape[:-1])) != tokens:
+            continue
+        if target_name(n) in _CUTS and isinstance(parts := facts.value[n], (tuple, list)):
+            if parts[0].shape[-1] == rows.shape[-1]:
+                return _refused(facts, n, len(parts))
+        elif target_name(n) in ("getitem", "slice") and _is_range(n, rows, facts.tensor(n)):
+            turns[n.args[0], sources_of(n, facts.at[n])].append(n)
+    for found in turns.values():
+        lengths = [hint(facts.value[n].shape[0]) for n in found]
+        if len(found) > 1 and sum(lengths) == tokens and len({*lengths[:-1]}) == 1:
+            return _refused(facts, found[0], len(found))
+    return None
+
+
+def _is_range(n: fx.Node, rows: torch.Tensor, part: torch.Tensor | None) -> bool:
+    """Whether a node takes some rows that are next to each other."""
+    index = n.args[1] if n.target is operator.getitem else None
+    first = index[0] if isinstance(index, tuple) and index else index
+    if part is None or part.dim() != rows.dim() or not all(map(is_hinted, part.shape)):
+        return False
+    (length, *width), (whole, *of) = ([hint(s) for s in t.shape] for t in (part, rows))
+    return width == of and length != whole and (isinstance(first, slice) or target_name(n) == "slice")
+
+
+def _refused(facts: Facts, n: fx.Node, count: int) -> Refused:
+    return Refused(
+        f"the rows are cut into {count} parts: at other sizes there would be other ones, which are not in the graph",
+        culprits=(target_name(n),),
+        source=facts.line(n),
+        remedy="compute them at once; or call moefx.compile(model), which takes loops over parts",
+    )

@@ -1,0 +1,333 @@
+"""What is known of the nodes of a flat graph.
+
+Dependences go through memory, too: Dynamo's graphs have in-place ops, whose results their readers do not name.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import fx, nn
+from torch.fx.node import map_arg
+
+from .region_code import Autocast, Modes, call
+from .node_effects import Effect, differentiates, effect_of, is_switch
+from .memory_aliases import Aliases, storages
+from .node_queries import (
+    ENTER_AUTOCAST,
+    MOVES,
+    SET_GRAD,
+    SWITCHES,
+    attribute,
+    hint,
+    is_float_tensor,
+    is_held,
+    plain,
+    sources_of,
+    target_name,
+    transform,
+)
+from .abstract_values import is_said, likely_weights, propagated, said
+
+_OF_INTEGERS = MOVES | {
+    "getitem", "select", "slice", "narrow", "flatten", "unflatten", "movedim", "long", "int", "short", "type",
+    "mod", "remainder", "floordiv", "floor_divide", "add", "sub", "mul", "clamp",
+}  # fmt: skip
+
+
+class Facts:
+    """Args:
+    example_inputs: one value for each placeholder; real, fake or on the meta device.
+    origins: of a graph inside of another: which nodes of that its placeholders are.
+
+    Attributes:
+        nodes: in program order, with their positions in `at`; without those that switch modes.
+        value: what a node gives, abstractly; of an item assignment the tensor that was written to.
+        effects: what a node does besides; unknown: those that may do anything; asking: those that differentiate.
+        written: what stands for the tensors that it has written to.
+        deps: what a node's value follows from; with `after`, what it must not be moved before.
+        weights: parameters and buffers, by node, with the tensor where it is known.
+        frozen: nodes that follow from weights alone.
+        live: nodes that follow from activations.
+        given: live ones that follow from integers, masks, numbers of tokens and the like alone: no rows.
+        numbers: the ones among the inputs, also in containers there, that are no sizes; and what is made of them.
+        modes: what is switched on around a node.
+        transforms: those of torch.func that a node is inside of, the outermost first, where there are.
+    """
+
+    def __init__(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], origins: Mapping[fx.Node, fx.Node] | None = None
+    ):
+        self.gm = gm
+        self.origins = origins or {}
+        self.nodes: list[fx.Node] = []
+        self.modes: dict[fx.Node, Modes] = {}
+        self.transforms: dict[fx.Node, tuple[str, ...]] = {}
+        self._read_modes()
+        self.at = {n: i for i, n in enumerate(self.nodes)}
+        placeholders = [n for n in self.nodes if n.op == "placeholder"]
+        self.examples = dict(zip(placeholders, example_inputs, strict=False))
+        self.value = self._values(list(example_inputs))
+        self.numbers = self._given_numbers()
+        self.floats = self._given_floats()
+        self._memory = self._aliases()
+        self.effects = {n: effect_of(gm, n) for n in self.nodes}
+        self.unknown = [n for n in self.nodes if self.effects[n].unknown]
+        self.asking = [n for n in self.nodes if differentiates(n) and n not in self.transforms]
+        self._drop_dead()
+        self.deps: dict[fx.Node, list[fx.Node]] = {}
+        self.after: dict[fx.Node, list[fx.Node]] = {}
+        self.written: dict[fx.Node, tuple[fx.Node, ...]] = {}
+        self.writers: dict[int, list[fx.Node]] = defaultdict(list)  # by storage
+        self._follow_memory()
+        self.users: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+        for n in self.nodes:
+            for d in self.deps[n]:
+                self.users[d].append(n)
+        self.weights = self._weights()
+        self.frozen: set[fx.Node] = set()
+        self.live: set[fx.Node] = set()
+        self.given: set[fx.Node] = set()
+        self._classify()
+
+    # ------------------------------------------------------------------ modes
+    def _read_modes(self) -> None:
+        switches = any(n.target is SET_GRAD for n in self.gm.graph.nodes)
+        grad = torch.is_grad_enabled() if switches else None
+        open_: list[tuple[fx.Node, Autocast]] = []
+        inside: tuple[str, ...] = ()
+        for n in self.gm.graph.nodes:
+            if n.op == "call_function" and n.target in SWITCHES:
+                if n.target is SET_GRAD:
+                    grad = bool(n.args[0])
+                elif n.target is ENTER_AUTOCAST:
+                    device, dtype, enabled = (list(n.args) + [None, True])[:3]
+                    open_.append((n, Autocast(str(device), cast(Any, dtype), bool(enabled))))
+                else:
+                    open_ = [o for o in open_ if o[0] is not n.args[0]]
+                continue
+            self.nodes.append(n)
+            self.modes[n] = Modes(grad, tuple(a for _, a in open_))
+            if (found := transform(n)) is not None:
+                inside = (*inside, found[0]) if found[1] > 0 else inside[:-1]
+            if inside:
+                self.transforms[n] = inside
+
+    # ------------------------------------------------------------------ values
+    def _values(self, example_inputs: list[Any]) -> dict[fx.Node, Any]:
+        if not is_said(self.gm.graph):
+            return propagated(self.gm, example_inputs)
+        value: dict[fx.Node, Any] = {}
+        for n in self.nodes:
+            found = said(n)
+            if n.op == "output":
+                continue
+            if found is None and n.op == "placeholder":
+                found = self.examples.get(n)
+            elif found is None and n.op == "get_attr":
+                found = attribute(self.gm, str(n.target))
+            value[n] = found
+        for n in self.nodes:
+            if n.op == "call_function" and n.target is operator.setitem:
+                value[n] = value[n.args[0]]  # type: ignore[index]
+        return value
+
+    def _drop_dead(self) -> None:
+        """Tensors that nobody reads: tracers leave what autograd has made."""
+        dead: set[fx.Node] = set()
+        for n in reversed(self.nodes):
+            if n.target is torch.ops.aten._assert_tensor_metadata.default:  # it holds for what the graph was made for
+                dead.add(n)
+                continue
+            is_op = n.target is operator.getitem or isinstance(n.target, torch._ops.OpOverload)  # what torch drops, too
+            is_pure = is_op and self.effects[n] == Effect()
+            if is_pure and isinstance(self.value[n], (torch.Tensor, tuple, list)) and dead.issuperset(n.users):
+                dead.add(n)
+        self.nodes = [n for n in self.nodes if n not in dead]
+        self.at = {n: i for i, n in enumerate(self.nodes)}
+
+    def tensor(self, n: fx.Node) -> torch.Tensor | None:
+        found = self.value.get(n)
+        return found if isinstance(found, torch.Tensor) else None
+
+    def line(self, n: fx.Node) -> str:
+        """The user's line that made a node; its place in the graph where the graph does not say."""
+        return str(sources_of(n, self.at[n])[0])
+
+    def source_name(self, n: fx.Node) -> str:
+        """Where Dynamo found an input: `L['self']._modules['gate']._parameters['weight']`; "" if it does not say."""
+        n = self.origins.get(n, n)
+        source = getattr(n.meta.get("grapharg"), "source", None) or getattr(n, "_dynamo_source", None)
+        name = getattr(source, "name", "")
+        return str(name() if callable(name) else name)
+
+    def is_float(self, n: fx.Node) -> bool:
+        t = self.tensor(n)
+        return t is not None and t.is_floating_point()
+
+    def example(self, n: fx.Node) -> torch.Tensor | None:
+        """Integers of the first call: of an input, or what is moved, cast, or counted with numbers, of one."""
+        found = self.examples.get(n)
+        if n.op != "placeholder":
+            tensors = [d for d in n.all_input_nodes if not self.is_number(d)]
+            is_known = target_name(n) in _OF_INTEGERS and len(tensors) == 1
+            # not of what was written to since
+            is_known &= [d for d in self.deps[n] if not self.is_number(d)] == tensors and n not in self.written
+            found = self.example(tensors[0]) if is_known else None
+            if found is not None:
+                of = {d: found if d is tensors[0] else hint(self.value[d]) for d in n.all_input_nodes}
+                args, kwargs = map_arg((n.args, n.kwargs), of.__getitem__)
+                found = call(n.target, n.op == "call_method", args, kwargs)
+        if type(found) is not torch.Tensor or found.is_meta or found.is_floating_point():
+            return None
+        return found.detach()
+
+    def made_of_weights(self, n: fx.Node) -> torch.Tensor | None:
+        """What follows from weights alone, and is none itself: from their numbers, where these are known and nothing is
+        written on the way, or drawn."""
+        if n in self.weights or n not in self.frozen or not self.is_float(n):
+            return None
+        found: dict[fx.Node, Any] = {}
+
+        def value(of: fx.Node) -> Any:
+            if of in self.weights:
+                return self.weights[of]
+            if self.effects[of] != Effect():
+                raise ValueError(of)
+            if of not in found:
+                args, kwargs = map_arg((of.args, of.kwargs), value)
+                found[of] = call(of.target, of.op == "call_method", args, kwargs)
+            return found[of]
+
+        try:
+            with torch.no_grad():
+                return value(n)
+        except Exception:  # or some are abstract, others not
+            return self.value[n]
+
+    def _given_numbers(self) -> set[fx.Node]:
+        sizes = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, type(None))
+        found = {n for n in self.nodes if n.op == "placeholder" and not isinstance(self.value.get(n), sizes)}
+        for n in self.nodes:
+            if found & {*n.all_input_nodes} and not isinstance(self.value.get(n), torch.Tensor):
+                found.add(n)
+        return found
+
+    def _given_floats(self) -> set[fx.Node]:
+        """What reads one of the caller's, where it is known what it is now."""
+        items = [n for n in self.nodes if target_name(n) == "item" and self._is_given_number(n.all_input_nodes[0])]
+        return {n for n in items if isinstance(v := self.value.get(n), torch.SymFloat) and v.node.hint is not None}
+
+    def is_number(self, n: fx.Node) -> bool:
+        """A size, or something computed from sizes."""
+        return isinstance(self.value.get(n), (torch.SymInt, torch.SymFloat, torch.SymBool, int, float))
+
+    # ------------------------------------------------------------------ memory
+    def _follow_memory(self) -> None:
+        last: dict[int, fx.Node] = {}
+        readers: dict[int, list[fx.Node]] = defaultdict(list)
+        for n in self.nodes:
+            inputs = [a for a in n.all_input_nodes if a in self.at]
+            deps, after = dict.fromkeys(inputs), {}
+            touched = {s for a in inputs for s in self.storages(a)}
+            targets = tuple(t for t in self.effects[n].writes if t in self.at)
+            mine = {s for t in targets for s in self.storages(t)}
+            for s in sorted(touched):
+                if s in last:
+                    deps[last[s]] = None
+                if s in mine:
+                    after.update(dict.fromkeys(readers[s]))
+            for s in touched:
+                readers[s].append(n)
+            for s in mine:
+                last[s], readers[s] = n, []
+                self.writers[s].append(n)
+            if mine:
+                self.written[n] = targets
+            self.deps[n], self.after[n] = list(deps), list(after)
+
+    def storages(self, n: fx.Node | None) -> list[int]:
+        return self._memory.of(self.value.get(n) if n is not None else None)
+
+    def memory_written(self, n: fx.Node) -> set[int]:
+        """The storages that a node writes to."""
+        return {s for t in self.written.get(n, ()) for s in self.storages(t)}
+
+    def _aliases(self) -> Aliases:
+        """Also of attributes and inputs that have memory in common, which tracers may take for several."""
+        first: dict[int, int] = {}  # by the memory itself
+        found = Aliases()
+        for n in self.nodes:
+            held = attribute(self.gm, str(n.target)) if n.op == "get_attr" else self.examples.get(n)
+            if self.tensor(n) is not None and isinstance(held, torch.Tensor):
+                (mine,), (real,) = storages(self.value[n]), storages(held)
+                found.join(first.setdefault(real, mine), mine)
+        found.follow(self.nodes, self.value)
+        return found
+
+    def stays(self, n: fx.Node) -> bool:
+        """Whether all that stands before a node, and all that stands behind it, is to stay there."""
+        return self.effects[n].unknown or is_switch(n, self.value.get(n))
+
+    # ------------------------------------------------------------------ what follows from what
+    def _weights(self) -> dict[fx.Node, torch.Tensor]:
+        found: dict[fx.Node, torch.Tensor] = {}
+        for n in self.nodes:
+            if n.op == "get_attr" and isinstance(t := self.value[n], torch.Tensor):
+                held = attribute(self.gm, str(n.target))
+                found[n] = held if isinstance(held, torch.Tensor) else t
+            elif n.op == "placeholder":
+                t = self.examples.get(n, self.value.get(n))
+                is_parameter = isinstance(t, nn.Parameter) or isinstance(self.value.get(n), nn.Parameter)
+                if isinstance(t, torch.Tensor) and (is_parameter or is_held(self.source_name(n))):
+                    found[n] = t
+        if any(n.op == "placeholder" or is_float_tensor(t) for n, t in found.items()):
+            return found
+        inputs: dict[fx.Node, Any] = {
+            n: self.examples.get(n, self.value.get(n)) for n in self.nodes if n.op == "placeholder"
+        }
+        return found | {n: inputs[n] for n in likely_weights(self.gm.graph, inputs)}
+
+    def _is_size(self, n: fx.Node) -> bool:
+        """Whether a number follows from sizes: it is no value of what it is a size of."""
+        value = self.value.get(n)
+        return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) and value.node.hint is not None
+
+    def _is_given_number(self, n: fx.Node) -> bool:
+        """A float among the arguments of the program, which Dynamo hands over as a tensor where sizes are dynamic."""
+        t = self.tensor(n)
+        items = t is not None and not t.dim() and bool(n.users) and all(target_name(u) == "item" for u in n.users)
+        return items and n.op == "placeholder"
+
+    def _classify(self) -> None:
+        beside: set[fx.Node] = set()  # follow from what is given besides rows, without a weight
+        numbers = self._numbers_of_tokens()
+        for n in self.nodes:
+            deps = self.deps[n]
+            if self._is_given_number(n) or self._is_size(n):
+                continue
+            if n.op == "placeholder" and n not in self.weights and isinstance(self.value.get(n), torch.Tensor):
+                self.live.add(n)
+                if not self.is_float(n) or n in numbers:
+                    beside.add(n)
+            elif n in self.weights or (deps and all(d in self.frozen for d in deps)):
+                self.frozen.add(n)
+            elif any(d in self.live for d in deps):
+                self.live.add(n)
+                if all(d in beside or (d not in self.live and d not in self.frozen) for d in deps):
+                    beside.add(n)
+        self.given = beside
+
+    def _numbers_of_tokens(self) -> set[fx.Node]:
+        """Float inputs with one number for each token, such as masks, where others have rows for them."""
+        inputs = {n: t.shape for n in self.nodes if n.op == "placeholder" and n not in self.weights
+                  if (t := self.tensor(n)) is not None and t.is_floating_point()}  # fmt: skip
+        tokens = [
+            tuple(map(plain, shape[:-1])) for shape in inputs.values() if len(shape) > 1 and plain(shape[-1]) != 1
+        ]
+        sizes = {n: tuple(map(plain, shape)) for n, shape in inputs.items()}
+        return {n for n, size in sizes.items() if size and (size in tokens or (size[-1] == 1 and size[:-1] in tokens))}

@@ -1,0 +1,243 @@
+"""`rewrite_graph`: find the MoE regions of a flat graph, prove them, put the rewritten ones in their place."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ..._plan import Plan
+from ...compiler.plan_check import check_of_graphs
+from ...errors import InvalidInput, InvalidPlan, Refused, own_fault
+from ...compiler.survey import Refusal
+from . import proof_cache
+from .region_bounds import Extent, Extents
+from .graph_analysis import Facts
+from .float_inputs import make_constant
+from .region_isolation import removed
+from .proof_cache import Proven
+from .region_names import region_name
+from .node_queries import SELECT, target_name
+from .chunking import cut_into_parts
+from .region_module import Extracted, RegionCall, extract
+from .splice import order, splice
+
+_NOT_ROUTED = "nothing is routed"
+_MOST_TRIED = 4  # extents of one seed
+_CALLS = {"tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap", "invoke_subgraph"}
+
+
+@dataclasses.dataclass
+class Found:
+    """What there is in a graph.
+
+    Attributes:
+        matched: regions with their proofs. refused: what looks like one and is none.
+        open: the user's lines that select something, of which nothing comes together in this graph.
+        inside: what there is in graphs that this one calls.
+    """
+
+    facts: Facts
+    matched: list[tuple[Extracted, Proven]]
+    refused: list[Refusal]
+    open: list[str]
+    seconds: float
+    inside: list[Found] = dataclasses.field(default_factory=list)
+
+    def every(self) -> list[Found]:
+        """This one, and those of graphs inside."""
+        return [self, *(f for inner in self.inside for f in inner.every())]
+
+
+def rewritten(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    plan: Plan,
+    origins: dict[fx.Node, fx.Node] | None = None,
+    names: set[str] | None = None,
+) -> tuple[fx.GraphModule, Found]:
+    """The graph with the regions that were found rewritten, also those in bodies that it has for checkpoints.
+
+    Args:
+        origins, names: of a body, what its inputs are in the graph around it, and the regions that there are already.
+    """
+    names = set() if names is None else names
+    found = find(gm, example_inputs, plan, origins, names)
+    bodies: dict[str, fx.GraphModule] = {}
+    for name, values, inner in _bodies(found.facts):
+        body, more = rewritten(getattr(gm, name), values, plan, inner, names)
+        if body is not getattr(gm, name):
+            bodies[name] = body
+        found.inside.append(more)
+    if not found.matched and not bodies:
+        return gm, found
+    calls: list[tuple[Extracted, RegionCall]] = []
+    for region, proof in found.matched:
+        calls.append((region, region.call(found.facts, proof.program)))
+        for name, number in region.floats:
+            make_constant(name, number)
+    out = splice(found.facts, calls)
+    for name, body in bodies.items():
+        setattr(out, name, body)
+    return out, found
+
+
+def _bodies(facts: Facts) -> Iterator[tuple[str, list[Any], dict[fx.Node, fx.Node]]]:
+    """Graphs that nodes call with their arguments, by attribute: with values for their inputs, and which nodes of the
+    outer graph these are."""
+    for n in facts.nodes:
+        body: Any = n.args[0] if n.op == "call_function" and n.args else None
+        if target_name(n) not in _CALLS or not isinstance(body, fx.Node) or body.op != "get_attr":
+            continue
+        if n in facts.transforms:  # of which the body says nothing
+            continue
+        gm = getattr(facts.gm, str(body.target), None)
+        given = [a for a in n.args[1:] if isinstance(a, fx.Node)]
+        if not isinstance(gm, fx.GraphModule) or len(given) != len(n.args) - 1:
+            continue
+        inputs = [p for p in gm.graph.nodes if p.op == "placeholder"]
+        if len(inputs) == len(given):
+            values = [_value_inside(facts, a) for a in given]
+            outer = {p: facts.origins.get(a, a) for p, a in zip(inputs, given, strict=True)}
+            yield str(body.target), values, outer
+
+
+def _value_inside(facts: Facts, a: fx.Node) -> Any:
+    """What a body is given: what follows from weights alone, as `weight.T` that Dynamo leaves outside, is a weight."""
+    if (known := facts.example(a)) is not None:
+        return known
+    if (made := facts.made_of_weights(a)) is not None:
+        return nn.Parameter(made, False)
+    return facts.weights.get(a, facts.examples.get(a, facts.value.get(a)))
+
+
+def find(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    plan: Plan,
+    origins: dict[fx.Node, fx.Node] | None,
+    names: set[str],
+) -> Found:
+    start = time.perf_counter()
+    facts = Facts(gm, example_inputs, origins)
+    extents = Extents(facts)
+    matched: list[tuple[Extracted, Proven]] = []
+    refused: dict[fx.Node, Refusal] = {}  # by what selects
+    taken: dict[fx.Node, Extracted] = {}
+    tried: set[tuple[fx.Node, fx.Node]] = set()
+    open_: dict[str, None] = {}
+    for seed in extents.seeds():
+        if seed in taken:
+            continue
+        first: Refusal | None = None
+        try:
+            candidates = _candidates(extents, seed)
+        except Exception as error:  # what stands around it is no reason to fail
+            refused[seed] = refusal_of(error, target_name(seed), facts.line(seed))
+            continue
+        if not candidates and extents.leaves(seed):
+            open_[facts.line(seed)] = None
+        for extent in candidates:
+            if (extent.entry, extent.exit) in tried:
+                continue
+            tried.add((extent.entry, extent.exit))
+            if any(n in taken for n in extent.inside if n in facts.live):
+                continue
+            if any("moefx" in str(n.target) for n in extent.inside):
+                first = None
+                break  # rewritten already
+            region: Extracted | None = None
+            try:
+                region = _named(extract(facts, extent), names)
+                proof = proof_cache.match(facts, region, plan)
+                mine = dict.fromkeys(removed(extent, facts), region)
+                order(facts, taken | mine)
+            except Exception as error:
+                if first is None:
+                    outside = proof_cache.used_outside(facts, region, plan) if region is not None else None
+                    why = outside or cut_into_parts(facts, extent) or error
+                    first = refusal_of(why, region_name(facts, extent), facts.line(seed))
+                continue
+            taken |= mine
+            names.add(region.name)
+            matched.append((region, proof))
+            first = None
+            break
+        if first is not None and _NOT_ROUTED not in first.reason:  # or sampling, a maximum
+            refused[seed] = first if target_name(seed) in SELECT else _with_given(first, candidates, facts)
+    # not of what a later region took in: the groups of experts that a router selects first, say
+    left = {(r.name, r.source): r for seed, r in reversed(refused.items()) if seed not in taken}
+    return Found(facts, matched, list(left.values())[::-1], list(open_), time.perf_counter() - start)
+
+
+def refusal_of(error: Exception, name: str, where: str) -> Refusal:
+    why = error if isinstance(error, Refused) else own_fault(error, where)
+    return Refusal(name, why.reason, why.source or where, why.culprits, why.remedy)
+
+
+def _named(region: Extracted, names: set[str]) -> Extracted:
+    """By a name of its own: a module that is called twice, or a line of a loop, is one region each time."""
+    name = region.name
+    for turn in itertools.count(2):
+        if name not in names:
+            return dataclasses.replace(region, name=name)
+        name = f"{region.name}_{turn}"
+    raise AssertionError
+
+
+def _candidates(extents: Extents, seed: fx.Node) -> list[Extent]:
+    found = list(extents.of(seed))
+    wider = [w for e in found[:1] if (w := extents.wider(e)) is not None]
+    return (found[:1] + wider + found[1:])[:_MOST_TRIED]
+
+
+def _with_given(refusal: Refusal, extents: list[Extent], facts: Facts) -> Refusal:
+    """What a comparison selects by may be no choice of experts: that may come from integers or masks which the graph is
+    given."""
+    stack = [n for extent in extents for n in extent.given if n in facts.given]
+    seen: dict[fx.Node, None] = {}
+    while stack:
+        n = stack.pop()
+        if n not in seen:
+            seen[n] = None
+            stack += facts.deps[n]
+    inputs = [facts.source_name(n) or n.name for n in seen if n.op == "placeholder" and n not in facts.weights]
+    names = ", ".join(dict.fromkeys(re.findall(r"\w+", name)[-1] for name in inputs))
+    if not names:
+        return refusal
+    return dataclasses.replace(
+        refusal,
+        reason=f"no choice of experts is computed here, and it is given {names}: {refusal.reason}",
+        remedy="experts that are given are not followed in graphs: moefx.compile(model) takes them where a module does",
+    )
+
+
+def checked_plan(plan: Plan | None) -> Plan:
+    if plan is not None and not isinstance(plan, Plan):
+        raise InvalidPlan(f"plan is a {type(plan).__name__}; expected a moefx.Plan or None")
+    plan = plan or Plan()
+    check_of_graphs(plan)
+    return plan
+
+
+def checked_graph(gm: Any, example_inputs: Any) -> list[Any]:
+    if not isinstance(gm, fx.GraphModule):
+        raise InvalidInput(
+            f"expected a torch.fx.GraphModule; got a {type(gm).__name__}. Of an exported program that is .module()"
+        )
+    if isinstance(example_inputs, torch.Tensor) or not isinstance(example_inputs, Sequence):
+        raise InvalidInput(
+            f"example_inputs is a {type(example_inputs).__name__}; expected a tuple, one value for each input of the "
+            "graph"
+        )
+    wanted = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    given = [*example_inputs, *(n.args[0] for n in wanted[len(example_inputs) :] if n.args)]  # its default
+    if len(given) != len(wanted):
+        raise InvalidInput(f"the graph has {len(wanted)} inputs; {len(example_inputs)} example_inputs were given")
+    return given

@@ -1,0 +1,115 @@
+"""What a single node says: its op, what it writes to, whether it is random, and the user's line that it is from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ...capture.source import Source
+from ...errors import Refused
+from ...util.user_code import is_users
+
+SELECT = {"topk", "max", "min", "argmax", "argmin", "sort", "argsort", "kthvalue", "multinomial"}
+SET_GRAD = torch._C._set_grad_enabled
+ENTER_AUTOCAST, EXIT_AUTOCAST = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
+SWITCHES = {SET_GRAD, ENTER_AUTOCAST, EXIT_AUTOCAST}
+MOVES = {
+    "t", "T", "mT", "transpose", "permute", "view", "reshape", "_unsafe_view", "to", "_to_copy", "expand", "unsqueeze",
+    "squeeze", "detach", "contiguous", "clone", "alias",
+}  # fmt: skip
+
+
+def attribute(gm: nn.Module, path: str) -> Any:
+    owner: Any = gm
+    for part in path.split("."):
+        owner = getattr(owner, part, None)
+    return owner
+
+
+def argument(n: fx.Node, i: int, of: torch.Argument) -> Any:
+    """What a node gives for the i-th argument of its op's schema; None where it gives nothing."""
+    return n.kwargs.get(of.name, n.args[i] if i < len(n.args) and not of.kwarg_only else None)
+
+
+def is_float_tensor(t: Any) -> bool:
+    return isinstance(t, torch.Tensor) and t.is_floating_point()
+
+
+def is_hinted(n: Any) -> bool:
+    """Whether a size has a number in the example: one that follows from data has none."""
+    return not isinstance(n, torch.SymInt) or n.node.hint is not None
+
+
+def hint(n: Any) -> int:
+    if isinstance(n, torch.SymInt):
+        found = n.node.hint
+        if found is None:
+            raise Refused(
+                "how many rows there are follows from data: sizes like that are not followed in graphs",
+                remedy="moefx.compile(model) takes what follows from a choice of experts",
+            )
+        return int(found)
+    return int(n)
+
+
+def plain(n: Any) -> Any:
+    """A size; of a symbol that can be one number only, that number: where Dynamo has seen that it must be. It is what
+    Python has for it: where floats were rounded, the expression of torch 2.11 may be another one."""
+    if isinstance(n, torch.SymInt) and n.node.expr.is_Integer:
+        return int(n.node.expr) if n.node.hint is None else int(n.node.hint)
+    return n
+
+
+def is_held(name: str) -> bool:
+    """Whether a source is a parameter or buffer of a module."""
+    return "._parameters[" in name or "._buffers[" in name
+
+
+def target_name(n: fx.Node) -> str:
+    """`topk` of `aten.topk.default`, `torch.topk` and `x.topk`."""
+    if n.op == "call_method":
+        return str(n.target)
+    if isinstance(n.target, torch._ops.OpOverload):
+        return n.target.overloadpacket.__name__
+    return getattr(n.target, "__name__", str(n.target))
+
+
+def selected_axis(n: fx.Node) -> int | None:
+    """The axis along which an op of `SELECT` chooses; None where it is among all elements, or two tensors."""
+    name = target_name(n)
+    at = 2 if name in ("topk", "kthvalue") else 1
+    last = name not in ("max", "min", "argmax", "argmin")  # without an axis
+    found = n.kwargs.get("dim", next((a for a in n.args[at:] if type(a) is int), -1 if last else None))
+    return found if type(found) is int else None
+
+
+def transform(n: fx.Node) -> tuple[str, int] | None:
+    """Of a node that begins (1) or ends (-1) one of torch.func's transforms, or the like: which."""
+    name = target_name(n).strip("_")
+    if name in ("enter_inference_mode", "exit_inference_mode"):
+        return "torch.inference_mode", 1 if name.startswith("enter") else -1
+    for step, word in ((1, "increment"), (-1, "decrement")):
+        kind, found, _ = name.partition(f"_{word}_nesting")
+        if found:
+            return {"vmap": "torch.vmap", "grad": "torch.func.grad or vjp"}.get(kind, f"torch.func.{kind}"), step
+    return None
+
+
+def sources_of(n: fx.Node, position: int) -> tuple[Source, ...]:
+    """The user's lines that made a node, the innermost first; without a stack trace its place in the graph."""
+    found = []
+    lines = str(n.stack_trace or "").splitlines()
+    for i, text in enumerate(lines):
+        parts = text.strip().split('"')
+        if len(parts) < 3 or not parts[0].startswith("File") or not is_users(parts[1]):
+            continue
+        number = parts[2].partition("line ")[2].partition(",")[0]
+        rest = []
+        for below in lines[i + 1 :]:
+            if below.strip().startswith('File "'):
+                break
+            rest.append(below)
+        found.append(Source(parts[1], int(number) if number.isdigit() else 0, hash("\n".join(rest))))
+    return tuple(reversed(found)) or (Source("graph", position, 0),)

@@ -1,0 +1,324 @@
+"""Graphs of tracers as the search takes them: with the functions that torch's own modules call in the place of their
+calls, with symbols for the sizes that they ask for, and with sizes taken of the inputs."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import sympy
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+from torch.fx.node import has_side_effect, map_arg
+
+from ...errors import AbsorbedModuleChanged, InvalidInput
+from .node_effects import effect_of, is_plain_module
+from .node_queries import ENTER_AUTOCAST, EXIT_AUTOCAST, attribute, is_float_tensor, target_name
+from .abstract_values import asks_for_sizes, is_said, said, symbolic
+
+_FROM = "moefx_inlined"  # in the meta of a node: the call that it is of, its module, and of how many nodes
+_FOUND = "moefx_found"  # that its value is not the graph's own
+_SIZE = torch.ops.aten.sym_size.int
+_UNDER = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}  # and which argument is the graph
+
+
+def prepared(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
+    """A graph of the same parameters, to be `folded` afterwards; `gm` itself where there is nothing to do.
+
+    Raises:
+        InvalidInput: it does not run on the examples. Refused: it asks for sizes, and does not run on symbolic ones.
+    """
+    return _of_inputs(_with_symbols(_inlined(_opened(gm)), example_inputs))
+
+
+def _opened(gm: fx.GraphModule) -> fx.GraphModule:
+    """With what `torch.export` has in graphs of their own, because it runs without gradients or under autocast. What is
+    without gradients is detached: a switch would stay where it is put when the graph itself runs without."""
+    if not any(_opens(gm, n) for n in gm.graph.nodes):
+        return gm
+    graph = fx.Graph()
+
+    def put(n: fx.Node, made: dict[fx.Node, Any], owner: nn.Module, prefix: str) -> Any:
+        parts: Any = map_arg(n.args, made.__getitem__)
+        if n.target is operator.getitem and isinstance(parts[0], tuple):
+            return parts[0][parts[1]]
+        if not _opens(owner, n):
+            out = graph.node_copy(n, made.__getitem__)
+            if n.op in ("get_attr", "call_module"):
+                out.target = f"{prefix}{n.target}"
+            return out
+        at = _UNDER[target_name(n)]
+        name = str(n.args[at].target)  # type: ignore[union-attr]
+        nodes = attribute(owner, name).graph.nodes
+        inner = dict(zip((m for m in nodes if m.op == "placeholder"), parts[at + 1 :], strict=True))
+        context = graph.call_function(ENTER_AUTOCAST, parts[:at]) if at > 1 else None
+        for m in nodes:
+            if m.op not in ("placeholder", "output"):
+                inner[m] = put(m, inner, attribute(owner, name), f"{prefix}{name}.")
+        results: Any = map_arg(next(iter(reversed(nodes))).args[0], inner.__getitem__)
+        if context is not None:
+            graph.call_function(EXIT_AUTOCAST, (context,))
+            return tuple(results)
+        return tuple(detached(r) for r in results)
+
+    def detached(n: Any) -> Any:
+        if not isinstance(n, fx.Node) or not is_float_tensor(said(n)):
+            return n
+        out = graph.call_function(torch.ops.aten.detach.default, (n,))
+        out.meta.update(n.meta, val=said(n).detach())
+        return out
+
+    made: dict[fx.Node, Any] = {}
+    for n in gm.graph.nodes:
+        made[n] = put(n, made, gm, "")
+    for n in reversed(graph.nodes):
+        if n.op == "get_attr" and not n.users:
+            graph.erase_node(n)
+    return with_graph(gm, gm, graph)
+
+
+def _opens(owner: nn.Module, n: fx.Node) -> bool:
+    """Whether it calls a graph for the sake of a mode, of which nothing but the results is needed."""
+    if n.op != "call_function" or target_name(n) not in _UNDER or n.args[0] is True:  # with gradients, within none
+        return False
+    at = n.args[_UNDER[target_name(n)]]
+    body = attribute(owner, str(at.target)) if isinstance(at, fx.Node) else None
+    return isinstance(body, fx.GraphModule) and not any(effect_of(body, m).writes for m in body.graph.nodes)
+
+
+def _inlined(gm: fx.GraphModule) -> fx.GraphModule:
+    bodies = {n: body for n in gm.graph.nodes if (body := _body(gm, n)) is not None}
+    if not bodies:
+        return gm
+    graph, made = fx.Graph(), {}
+    for n in gm.graph.nodes:
+        made[n] = _inline(graph, n, bodies[n], made) if n in bodies else graph.node_copy(n, made.__getitem__)
+    return with_graph(gm, gm, graph)
+
+
+def _with_symbols(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
+    """With values for any sizes, where the graph is for any and has none; shapes are in the parts that are sizes."""
+    if is_said(gm.graph) or not asks_for_sizes(gm.graph):
+        return gm
+    values = symbolic(gm, example_inputs)
+    graph = fx.Graph()
+    made: dict[fx.Node, Any] = {}
+
+    def put(n: fx.Node, value: Any) -> fx.Node:
+        n.meta["val"], n.meta[_FOUND] = value, True
+        return n
+
+    def shape(of: fx.Node) -> tuple[Any, ...]:
+        return tuple(put(graph.call_function(_SIZE, (made[of], i)), size) for i, size in enumerate(values[of].shape))
+
+    for n in gm.graph.nodes:
+        parts: Any = map_arg(n.args, made.__getitem__)
+        in_parts = _is_shape(values.get(n)) and all(map(_takes_parts, n.users))
+        if in_parts and n.target in (getattr, "size"):
+            made[n] = shape(n.args[0])
+        elif n.target == "size" and len(parts) == 2 and type(parts[1]) is int:
+            made[n] = shape(n.args[0])[parts[1]]
+        elif n.target is operator.getitem and isinstance(parts[0], tuple):
+            made[n] = parts[0][parts[1]]
+        elif in_parts and n.target is operator.add:
+            made[n] = (*parts[0], *parts[1])
+        else:
+            made[n] = graph.node_copy(n, made.__getitem__)
+            if n.op != "output":
+                put(made[n], values[n])
+    for n in reversed(graph.nodes):
+        if n.target is _SIZE and not n.users:
+            graph.erase_node(n)
+    return with_graph(gm, gm, graph)
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, tuple) and bool(value) and all(isinstance(n, (int, torch.SymInt)) for n in value)
+
+
+def _takes_parts(user: fx.Node) -> bool:
+    """Whether a tuple of numbers can stand for a shape in its arguments."""
+    if user.target is operator.getitem:
+        return len(user.all_input_nodes) == 1  # by numbers
+    of = user.args[0] if user.op == "call_method" else None  # its own methods, as `numel`
+    return not isinstance(of, fx.Node) or of.target not in (getattr, "size", operator.getitem, operator.add)
+
+
+def _of_inputs(gm: fx.GraphModule) -> fx.GraphModule:
+    """Of sizes of what is computed, as symbolic tracing takes them: made of those of the inputs, where they follow."""
+    inputs: dict[Any, tuple[fx.Node, int]] = {}
+    sizes: dict[fx.Node, Any] = {}
+    for n in gm.graph.nodes:
+        value = n.meta.get("val")
+        if n.op == "placeholder" and isinstance(value, torch.Tensor):
+            for dim, size in enumerate(value.shape):
+                if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+                    inputs.setdefault(size.node.expr, (n, dim))
+        elif n.target is _SIZE and n.all_input_nodes[0].op != "placeholder":
+            sizes[n] = sympy.sympify(value.node.expr if isinstance(value, torch.SymInt) else value)
+    sizes = {n: e for n, e in sizes.items() if e.free_symbols <= {*inputs} and _is_simple(e)}
+    if not sizes:
+        return gm
+    graph = fx.Graph()
+    made: dict[Any, Any] = {}  # also by expression
+
+    def measured(expr: Any, like: fx.Node) -> Any:
+        if expr.is_Integer:
+            return int(expr)
+        if expr not in made:
+            if expr.is_Symbol:
+                of, dim = inputs[expr]
+                made[expr], value = graph.call_function(_SIZE, (made[of], dim)), of.meta["val"].shape[dim]
+            else:
+                fn = operator.mul if expr.is_Mul else operator.add
+                first, *rest = expr.args
+                parts = measured(first, like), measured(expr.func(*rest), like)
+                made[expr] = graph.call_function(fn, parts)
+                value = fn(*(p if isinstance(p, int) else p.meta["val"] for p in parts))
+            made[expr].meta.update(like.meta, val=value)
+        return made[expr]
+
+    for n in gm.graph.nodes:
+        made[n] = measured(sizes[n], n) if n in sizes else graph.node_copy(n, made.__getitem__)
+    return with_graph(gm, gm, graph)
+
+
+def _is_simple(expr: Any) -> bool:
+    return expr.is_Symbol or expr.is_Integer or ((expr.is_Add or expr.is_Mul) and all(map(_is_simple, expr.args)))
+
+
+def folded(made: fx.GraphModule, gm: fx.GraphModule) -> fx.GraphModule:
+    """What was made of a prepared graph; calls of modules of which no region has a part are calls again."""
+    inputs = [n for n in made.graph.nodes if n.op == "placeholder"]
+    for n in inputs[::-1]:
+        if _FOUND in n.meta and isinstance(value := n.meta["val"], torch.Tensor):
+            with made.graph.inserting_after(inputs[-1]):
+                made.graph.call_function(expect_rank, (n, value.dim(), str(n.target)))
+    for n in made.graph.nodes:
+        if n.meta.pop(_FOUND, False):
+            del n.meta["val"]
+    calls = {n.name: n for n in gm.graph.nodes}
+    groups: dict[Any, list[fx.Node]] = {}
+    for n in made.graph.nodes:
+        if (of := n.meta.pop(_FROM, None)) is not None:
+            groups.setdefault(of, []).append(n)
+    for (name, target, number), nodes in groups.items():
+        mine, last = set(nodes), nodes[-1]
+        given = dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in mine)
+        if len(nodes) < number or len(given) != 1 or any(set(n.users) - mine for n in nodes[:-1]):
+            continue
+        made.add_submodule(target, gm.get_submodule(target))
+        with made.graph.inserting_before(last):
+            call = made.graph.call_module(target, tuple(given))
+        call.meta.update(calls[name].meta)
+        last.replace_all_uses_with(call)
+        for n in reversed(nodes):
+            made.graph.erase_node(n)
+    called, here = ({str(n.target) for n in g.graph.nodes if n.op == "call_module"} for g in (gm, made))
+    for target in sorted(called - here):
+        with contextlib.suppress(AttributeError):  # it has no parameters
+            made.add_submodule(target, Absorbed(target, made.get_submodule(target)))
+    made.recompile()
+    return made
+
+
+@has_side_effect  # or it is dead code
+def expect_rank(x: torch.Tensor, rank: int, name: str) -> None:
+    """Of a graph that takes any rank, as symbolic tracing makes them, one is rewritten.
+
+    Raises:
+        InvalidInput: `x` has another.
+    """
+    if x.dim() != rank:
+        raise InvalidInput(
+            f"{name} is {list(x.shape)}; the graph was rewritten for examples of {rank} dimensions. "
+            "Rewrite it again, with examples like this one"
+        )
+
+
+class Absorbed(nn.Module):
+    """What is left of a module whose call has become part of a region: its parameters."""
+
+    def __init__(self, name: str, holder: nn.Module):
+        super().__init__()
+        self.name = name
+        self._parameters, self._buffers, self._modules = holder._parameters, holder._buffers, holder._modules
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise AbsorbedModuleChanged(
+            f"{self.name} is not called any more: what it computed is part of a region that was rewritten. "
+            "Hooks that are there before moefx.rewrite_graph keep the region as it is"
+        )
+
+    forward = register_forward_hook = register_forward_pre_hook = _refuse
+    register_full_backward_hook = register_full_backward_pre_hook = register_backward_hook = _refuse
+
+
+def _body(gm: fx.GraphModule, n: fx.Node) -> fx.Graph | None:
+    """What a call of one of torch's modules does with its one argument, where that can be said: without hooks, and the
+    same in training."""
+    if n.op != "call_module" or len(n.args) != 1 or n.kwargs or not isinstance(n.args[0], fx.Node):
+        return None
+    module = gm.get_submodule(str(n.target))
+    if not is_plain_module(module) or module._modules or module._buffers:
+        return None
+    before, graphs = module.training, []
+    try:
+        for training in (True, False):
+            module.training = training
+            graphs.append(_Through().trace(module))
+    except Exception:  # a module that asks for values
+        return None
+    finally:
+        module.training = before
+    for graph in graphs:
+        _drop_dropout(graph)
+    if graphs[0].python_code("self").src != graphs[1].python_code("self").src:
+        return None
+    *nodes, output = graphs[0].nodes
+    is_plain = sum(m.op == "placeholder" for m in nodes) == 1 and output.args == (nodes[-1],)
+    return graphs[0] if is_plain else None
+
+
+def _drop_dropout(graph: fx.Graph) -> None:
+    """Where it drops nothing."""
+    for n in graph.nodes:
+        if n.target is F.dropout and n.kwargs.get("p") == 0.0:
+            n.replace_all_uses_with(n.args[0])
+            graph.erase_node(n)
+
+
+class _Through(fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return False
+
+
+def _inline(graph: fx.Graph, call: fx.Node, body: fx.Graph, made: dict[fx.Node, fx.Node]) -> fx.Node:
+    inner: dict[fx.Node, fx.Node] = {}
+    number = sum(n.op not in ("placeholder", "output") for n in body.nodes)
+    for n in body.nodes:
+        if n.op == "placeholder":
+            inner[n] = made[call.args[0]]  # type: ignore[index]
+        elif n.op == "output":
+            return inner[n.args[0]]
+        else:
+            inner[n] = graph.node_copy(n, inner.__getitem__)
+            if n.op == "get_attr":
+                inner[n].target = f"{call.target}.{n.target}"
+            # Where the module was called, that is.
+            stack = list(call.meta.get("nn_module_stack", {}).items())[:-1]
+            inner[n].meta = {"nn_module_stack": dict(stack), _FROM: (call.name, call.target, number)}
+            inner[n].stack_trace = call.stack_trace
+    raise AssertionError("a graph has an output")
+
+
+def with_graph(gm: fx.GraphModule, root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """`gm` with another graph. Args: root: what it finds its attributes in."""
+    graph.set_codegen(gm.graph._codegen)
+    out = fx.GraphModule(root, graph, class_name=type(gm).__name__)
+    out.meta.update(gm.meta)
+    out.training = gm.training  # of the modules inside each has its own
+    return out

@@ -1,0 +1,304 @@
+"""Where regions are: from a node that selects, down to where all that follows from it has come together, and up to the
+rows that all of this is computed from.
+
+Dominance says both. The *exit* is the first tensor of rows through which everything goes that follows from the choice
+and has been multiplied by something: statistics of the choice (counts, an auxiliary loss) go their own ways. The
+*entry* is the nearest tensor of rows through which everything goes that leads to the exit. What is between may be too
+much or too little: the lifter is the judge, and further exits and entries are tried.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from .graph_analysis import Facts
+from .node_queries import SELECT, hint, is_hinted, target_name
+
+_COMPARE = {"gt": 1, "ge": 1, "lt": 1, "le": 1, "eq": 2, "ne": 2}  # of how many floats: not what is equal to a number
+_CONTRACT = {
+    "linear", "mm", "bmm", "matmul", "einsum", "addmm", "baddbmm", "addbmm", "_grouped_mm", "grouped_mm", "__matmul__",
+    "mv", "tensordot",
+}  # fmt: skip
+_FIRST_WINDOW, _BACK = 512, 400
+_MOST_EXITS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Extent:
+    """Attributes:
+    seed: what selects.
+    entry: the rows.
+    exit: the node after which the results have come together.
+    inside: what is computed between, in program order: without the entry, weights, and what is given.
+    given: other values that it takes, such as masks.
+    """
+
+    seed: fx.Node
+    entry: fx.Node
+    exit: fx.Node
+    inside: tuple[fx.Node, ...]
+    given: tuple[fx.Node, ...]
+
+
+class Extents:
+    def __init__(self, facts: Facts):
+        self.facts = facts
+        self.dominator = _dominators(facts)
+
+    def seeds(self) -> list[fx.Node]:
+        """What selects: choices first, then comparisons of floats."""
+        chosen, compared = deciding(self.facts.nodes, self.facts)
+        return chosen + compared
+
+    def of(self, seed: fx.Node) -> Iterator[Extent]:
+        """The likeliest first."""
+        seen: set[tuple[fx.Node, fx.Node]] = set()
+        for exit_ in self._exits(seed):
+            below = {n for n in self._following}
+            entry = self.dominator.get(exit_)
+            while entry is not None and (entry in below or not self._is_rows(entry)):
+                entry = self.dominator.get(entry)
+            if entry is None or (entry, exit_) in seen or self._tokens(entry) != self._tokens(exit_):
+                continue
+            seen.add((entry, exit_))
+            extent = self._between(seed, entry, exit_)
+            if extent is not None:
+                yield extent
+            if len(seen) == _MOST_EXITS:
+                return
+
+    def leaves(self, seed: fx.Node) -> bool:
+        """Whether which were chosen is something that the graph returns, as where Dynamo has cut it there."""
+        facts = self.facts
+        if target_name(seed) not in SELECT:
+            return False
+        return any(
+            facts.tensor(n) is not None and not facts.is_float(n) and any(u.op == "output" for u in facts.users[n])
+            for n in _following(seed, facts, _FIRST_WINDOW)[0]
+        )
+
+    def wider(self, extent: Extent) -> Extent | None:
+        """The same from the next rows above."""
+        entry = self.dominator.get(extent.entry)
+        while entry is not None and not self._is_rows(entry):
+            entry = self.dominator.get(entry)
+        return None if entry is None else self._between(extent.seed, entry, extent.exit)
+
+    def _is_rows(self, n: fx.Node) -> bool:
+        t = self.facts.tensor(n)
+        return t is not None and t.is_floating_point() and t.dim() >= 2
+
+    def _tokens(self, n: fx.Node) -> Any:
+        """How many; by name where that follows from data."""
+        sizes = self.facts.value[n].shape[:-1]
+        return math.prod(map(hint, sizes)) if all(map(is_hinted, sizes)) else "*".join(map(str, sizes))
+
+    # ------------------------------------------------------------------ exits
+    def _exits(self, seed: fx.Node) -> Iterator[fx.Node]:
+        window = _FIRST_WINDOW
+        while True:
+            found = list(self._exits_within(seed, window))
+            if found or not self._is_cut_off:
+                yield from found
+                return
+            window *= 4
+
+    def _exits_within(self, seed: fx.Node, window: int) -> Iterator[fx.Node]:
+        facts = self.facts
+        following, self._is_cut_off = _following(seed, facts, window)
+        self._following = set(following)
+        multiplied = self._multiplied(seed, following)
+        left = {n: sum(u in self._following for u in facts.users[n]) for n in following}
+        idle: set[fx.Node] = set()
+        open_: set[fx.Node] = set()
+        exits = 0
+        for n in following:
+            for d in facts.deps[n]:
+                if d in left:
+                    left[d] -= 1
+                    if not left[d]:
+                        open_.discard(d)
+            if left[n]:
+                open_.add(n)
+            is_result = n in multiplied and self._is_rows(n) and n.op.startswith("call")
+            if is_result and not any(self._leads(u, n, multiplied, idle) for u in open_ if u is not n):
+                yield n
+                exits += 1
+                if exits == 4 * _MOST_EXITS:
+                    return
+
+    def _multiplied(self, seed: fx.Node, following: list[fx.Node]) -> set[fx.Node]:
+        """Of what follows, what a product has a part in: of a weight and rows that were chosen, or of all rows beside
+        the choice."""
+        facts, found, beside = self.facts, set(), set()
+        before = _preceding(seed, facts)
+        first, last = max(0, facts.at[seed] - _BACK), facts.at[following[-1]]
+        for n in facts.nodes[first:last]:
+            are_rows = self._is_rows(n) or isinstance(facts.value.get(n), (tuple, list))
+            if n not in facts.live or n in before or n in self._following or not are_rows:
+                continue
+            if _is_product(n) or any(d in beside for d in facts.deps[n]):
+                beside.add(n)
+        weighed: set[fx.Node] = set()  # not the product of a choice and the scores that it was made of
+        for n in following:
+            if any(d in facts.frozen or d in weighed for d in facts.deps[n]):
+                weighed.add(n)
+            is_product = n in weighed and _is_product(n) and self._is_rows(n)
+            if is_product or any(d in found or d in beside for d in facts.deps[n]):
+                found.add(n)
+        return found
+
+    def _leads(self, n: fx.Node, now: fx.Node, multiplied: set[fx.Node], idle: set[fx.Node]) -> bool:
+        """Whether a value still gets to the experts' results, other than as a number. `idle`: those that do not."""
+        facts, stack, seen = self.facts, [n], set()
+        while stack:
+            m = stack.pop()
+            if m in seen or m in idle:
+                continue
+            seen.add(m)
+            if m in multiplied and (m is not n or self._is_rows(m)):
+                return True
+            t = facts.tensor(m)
+            if m is n or t is None or t.dim():
+                stack += [u for u in facts.users[m] if u in self._following and facts.at[u] > facts.at[now]]
+        idle |= seen
+        return False
+
+    # ------------------------------------------------------------------ what is between
+    def _between(self, seed: fx.Node, entry: fx.Node, exit_: fx.Node) -> Extent | None:
+        extent = self._extent(seed, entry, exit_, set())
+        writes = self._writes_to_what_was_there(extent) if extent is not None else set()
+        without = self._extent(seed, entry, exit_, writes) if writes else None
+        return extent if without is None or self._reads_before(without, writes) else without
+
+    def _writes_to_what_was_there(self, extent: Extent) -> set[fx.Node]:
+        facts = self.facts
+        there = {s for n in (*facts.weights, extent.entry, *extent.given) for s in facts.storages(n)}
+        return {n for n in extent.inside if there & facts.memory_written(n)}
+
+    def _reads_before(self, extent: Extent, writes: set[fx.Node]) -> bool:
+        """Whether something inside reads what is written to, before the last of these writes. If not, they stay in
+        front of the region."""
+        facts, last = self.facts, max(self.facts.at[n] for n in writes)
+        written = set().union(*map(facts.memory_written, writes))
+        early = (a for n in extent.inside if facts.at[n] < last for a in n.all_input_nodes)
+        return bool(self._writes_to_what_was_there(extent)) or any(written & {*facts.storages(a)} for a in early)
+
+    def _extent(self, seed: fx.Node, entry: fx.Node, exit_: fx.Node, outside: set[fx.Node]) -> Extent | None:
+        """`outside`: what is not to be inside."""
+        facts = self.facts
+        inside: set[fx.Node] = set()
+        given: set[fx.Node] = set()
+        stack = [exit_]
+        while stack:
+            n = stack.pop()
+            if n in inside or n in given or n is entry or n in facts.weights or facts.is_number(n) or n in outside:
+                continue
+            is_outside = n in facts.live and (n in facts.given or not self._is_below(n, entry))
+            if is_outside or n.op == "placeholder":
+                given.add(n)
+                continue
+            inside.add(n)
+            stack += facts.deps[n]
+            stack += [d for d in facts.after[n] if d in facts.live and self._is_below(d, entry)]
+        if seed not in inside:
+            return None
+        given |= {n for n in outside if not inside.isdisjoint(n.users)}
+        parts = [u for n in inside if isinstance(facts.value.get(n), (tuple, list)) for u in n.users]
+        inside |= {u for u in parts if u.target is operator.getitem and u in facts.at}
+        order = facts.at.__getitem__
+        return Extent(seed, entry, exit_, tuple(sorted(inside, key=order)), tuple(sorted(given, key=order)))
+
+    def _is_below(self, n: fx.Node, entry: fx.Node) -> bool:
+        """Whether the entry dominates it."""
+        at = self.facts.at
+        current: fx.Node | None = n
+        while current is not None and at[current] > at[entry]:
+            current = self.dominator.get(current)
+        return current is entry
+
+
+def deciding(nodes: Sequence[fx.Node], facts: Facts) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Among these, what chooses among floats, and what compares them."""
+    live = [n for n in nodes if n in facts.live and n not in facts.given and n.op.startswith("call")]
+    chosen = [n for n in live if target_name(n) in SELECT and _selects(n, facts)]
+    compared = [
+        n for n in live
+        if (least := _COMPARE.get(target_name(n)))
+        and sum(facts.is_float(a) and a in facts.live for a in n.all_input_nodes) >= least
+    ]  # fmt: skip
+    return chosen, compared
+
+
+def _dominators(facts: Facts) -> dict[fx.Node, fx.Node | None]:
+    """Immediate dominators among what follows from activations; what is given besides does not count as a way in."""
+    found: dict[fx.Node, fx.Node | None] = {}
+    depth: dict[fx.Node | None, int] = {None: 0}
+    for n in facts.nodes:
+        if n not in facts.live:
+            continue
+        ways = [d for d in facts.deps[n] if d in found and (d not in facts.given or n in facts.given)]
+        common: fx.Node | None = ways[0] if ways else None
+        for d in ways[1:]:
+            other: fx.Node | None = d
+            while common is not other:
+                if depth[common] >= depth[other]:
+                    common = found[common] if common is not None else None
+                else:
+                    other = found[other] if other is not None else None
+        found[n] = common
+        depth[n] = depth[common] + 1
+    return found
+
+
+def _is_product(n: fx.Node) -> bool:
+    name = target_name(n)
+    return name in _CONTRACT or name.startswith("grouped_mm")
+
+
+def _selects(n: fx.Node, facts: Facts) -> bool:
+    """Whether the integers of a choice are used; the values of `topk` may be a threshold."""
+    if not any(facts.is_float(a) and a in facts.live for a in n.all_input_nodes):
+        return False
+    if isinstance(facts.value.get(n), torch.Tensor):
+        return not facts.is_float(n)
+    parts = [u for u in n.users if u.target is operator.getitem]
+    wanted = (0, 1) if target_name(n) in ("topk", "kthvalue", "sort") else (1,)
+    return any(u.args[1] in wanted and u.users for u in parts)
+
+
+def _following(seed: fx.Node, facts: Facts, most: int) -> tuple[list[fx.Node], bool]:
+    """What follows from a node, in program order, itself included; and whether there is more than so much."""
+    found, seen, heap = [], {seed}, [(facts.at[seed], seed)]
+    while heap:
+        _, n = heapq.heappop(heap)
+        if n.op == "output":
+            continue
+        if len(found) == most:
+            return found, True
+        found.append(n)
+        for u in facts.users[n]:
+            if u not in seen:
+                seen.add(u)
+                heapq.heappush(heap, (facts.at[u], u))
+    return found, False
+
+
+def _preceding(seed: fx.Node, facts: Facts) -> set[fx.Node]:
+    """What a node follows from, not too far back."""
+    seen: set[fx.Node] = set()
+    stack: list[Any] = [seed]
+    while stack:
+        n = stack.pop()
+        if n not in seen and facts.at[n] >= facts.at[seed] - _BACK:
+            seen.add(n)
+            stack += facts.deps[n]
+    return seen

@@ -1,0 +1,139 @@
+"""A region's computation as straight-line code: calls of what the graph called, on numbered values."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from ...capture.sizes import FOLLOWED
+from ...capture.source import Source, said
+
+
+class Value(NamedTuple):
+    """An argument: the inputs come first, then the weights, then the results of the steps."""
+
+    index: int
+
+
+class Size(NamedTuple):
+    """An argument: a number that follows from the token dims of the first input, such as `B*S` or `2*S`."""
+
+    text: str
+
+    def at(self, dims: dict[str, Any]) -> Any:
+        return eval(self.text, {"__builtins__": {}, **FOLLOWED}, dims)
+
+
+class Autocast(NamedTuple):
+    device: str
+    dtype: torch.dtype | None
+    enabled: bool
+
+
+class Modes(NamedTuple):
+    """What a program has switched on around an op.
+
+    Attributes:
+        grad: grad mode; None: as outside.
+        autocast: the contexts that are open, the outermost first.
+    """
+
+    grad: bool | None = None
+    autocast: tuple[Autocast, ...] = ()
+
+
+class Step(NamedTuple):
+    """One call. `method`: of the first argument, by the name that is the target."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    sources: tuple[Source, ...]
+    modes: Modes
+    method: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Code:
+    """What a region computes.
+
+    Attributes:
+        dims: the token dims, outermost first, and which axis of the first input has each.
+        outputs: numbers of the values that are returned, as they are when all steps are done.
+    """
+
+    dims: tuple[tuple[str, int], ...]
+    steps: tuple[Step, ...]
+    outputs: tuple[int, ...]
+
+    def run(self, inputs: Sequence[Any], weights: Sequence[Any]) -> tuple[Any, ...]:
+        dims = {name: inputs[0].shape[axis] for name, axis in self.dims}
+        values = [*inputs, *weights]
+
+        def value(a: Any) -> Any:
+            return values[a.index] if isinstance(a, Value) else a.at(dims) if isinstance(a, Size) else a
+
+        for step in self.steps:
+            args, kwargs = map_leaves(step.args, value), map_leaves(step.kwargs, value)
+            with said(step.sources), modes(step.modes):
+                values.append(call(step.target, step.method, args, kwargs))
+        return tuple(values[i] for i in self.outputs)
+
+
+def call(target: Any, method: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if method and target == "histc":
+        return _histc(*args, **kwargs)
+    if method:
+        return getattr(args[0], target)(*args[1:], **kwargs)
+    function: Any = _WHOLE.get(target, target)
+    return function(*args, **kwargs)
+
+
+def _histc(t: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Of integers, which only some devices have it for."""
+    if t.is_floating_point():
+        return torch.histc(t, *args, **kwargs)
+    return torch.histc(t.double(), *args, **kwargs).to(t.dtype)
+
+
+# The overloads that `torch.export` keeps dissolve when they are called, the functions that they are of do not.
+_WHOLE: dict[Any, Callable[..., Any]] = {
+    torch.histc: _histc,
+    torch.ops.aten.histc.default: _histc,
+    torch.ops.aten.linear.default: F.linear,
+    torch.ops.aten.matmul.default: torch.matmul,
+    torch.ops.aten.einsum.default: lambda equation, operands, **_: torch.einsum(equation, *operands),
+}
+
+
+@contextlib.contextmanager
+def modes(those: Modes) -> Iterator[None]:
+    """As the program has them at a step."""
+    with contextlib.ExitStack() as stack:
+        if those.grad is not None:
+            stack.enter_context(torch.set_grad_enabled(those.grad))
+        for one in those.autocast:
+            stack.enter_context(torch.autocast(one.device, dtype=one.dtype, enabled=one.enabled))
+        yield
+
+
+def map_leaves(tree: Any, fn: Callable[[Any], Any]) -> Any:
+    """`fn` of all that is no container, in the containers that arguments are made of; plain ones come out."""
+    if isinstance(tree, (Value, Size)):
+        return fn(tree)
+    if isinstance(tree, torch.Size):
+        return torch.Size([map_leaves(x, fn) for x in tree])
+    if isinstance(tree, tuple):
+        return tuple([map_leaves(x, fn) for x in tree])
+    if isinstance(tree, list):
+        return [map_leaves(x, fn) for x in tree]
+    if isinstance(tree, dict):
+        return {k: map_leaves(v, fn) for k, v in tree.items()}
+    if isinstance(tree, slice):
+        return slice(*(map_leaves(x, fn) for x in (tree.start, tree.stop, tree.step)))
+    return fn(tree)
