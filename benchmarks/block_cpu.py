@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import moefx
-from moefx.ir import providers
+from moefx.ir import op_providers
 
 
 class Expert(nn.Module):
@@ -122,7 +122,7 @@ def measure(layout: str, threads: int, args: argparse.Namespace) -> dict[str, An
     compiled = moefx.compile(copy.deepcopy(model), example_inputs=(x,), plan=plan)
     runs = {"original": Run(model, x, grad), "compiled": Run(compiled, x, grad)}
     error = check(**runs)
-    providers.reset_counters()
+    op_providers.reset_counters()
     times: dict[str, list[float]] = {name: [] for name in runs}
     cpu_times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(args.repeats):
@@ -132,7 +132,7 @@ def measure(layout: str, threads: int, args: argparse.Namespace) -> dict[str, An
             cpu_times[name].append(cpu)
     result: dict[str, Any] = {
         "layout": layout, "threads": threads, "error": round(error, 2),
-        "weights": providers.weight_paths(), "fallbacks": moefx.blocks(compiled)[0].fallbacks,
+        "weights": op_providers.weight_paths(), "fallbacks": moefx.blocks(compiled)[0].fallbacks,
     }  # fmt: skip
     for label, of, kind in (
         ("median", statistics.median, times),

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 from ._plan import Plan
 from ._version import __version__ as __version__
 from .errors import MoefxError, NoMoEBlockFound
-from .ir.providers import load_before_first_choice
+from .ir.op_providers import load_before_first_choice
 
 if TYPE_CHECKING:
     from .api import Block, Explanation, blocks, compile, explain, graph, history, verify
-    from .frontends.dynamo.backend import rewrite_graph
     from .distribution.block_distribution import (
         clip_grad_norm_,
         expert_parameter_names,
         full_state_dict,
         save_routing,
     )
+    from .frontends.dynamo.backend import rewrite_graph
     from .planner.platforms import Platform
     from .planner.ranking import plan
     from .runtime.hosts import order_hosts

@@ -55,9 +55,9 @@ def providers() -> dict[str, str]:
 
 def run_tiny_block(device: str, dtype: torch.dtype) -> list[tuple[str, str]]:
     """The (op, provider) pairs of two experts on four tokens."""
-    from .ir import providers
-    from .ir.body import ExpertBody, Gemm
-    from .ir.dialect import build_pft, combine, expert_mlp
+    from .ir import op_providers
+    from .ir.expert_body import ExpertBody, Gemm
+    from .ir.ops.dialect import build_pft, combine, expert_mlp
 
     gemm = Gemm(num=1, transposed=True)
     body = ExpertBody(up=(gemm,), parts=((0, None, None, 1),), act=("relu", "a0"), down=gemm)
@@ -65,13 +65,13 @@ def run_tiny_block(device: str, dtype: torch.dtype) -> list[tuple[str, str]]:
         x = torch.ones(4, 16, dtype=dtype, requires_grad=True)
         weight = torch.ones(2, 16, 16, dtype=dtype, requires_grad=True)
         ids = torch.tensor([[0], [1], [1], [0]])
-    providers.reset_counters()
+    op_providers.reset_counters()
     token_ids, _, offsets, inverse, _ = build_pft(ids, None, None, num_experts=2)
     rows, *_ = expert_mlp(
         x, token_ids, offsets, inverse, None, [weight], [], [weight], [], body=body.to_json(), keep="h"
     )
     combine(rows, None, token_ids, offsets, inverse).sum().backward()
-    return list(providers.counters())
+    return list(op_providers.counters())
 
 
 def kernels() -> dict[str, str]:

@@ -13,21 +13,21 @@ import torch
 from torch import nn
 
 from ._plan import Plan
+from .compiler.block_report import report_of
+from .compiler.model_proof import shown
+from .compiler.pipeline import PASSES, limited
 from .compiler.plan_check import check_effects, check_layout
 from .compiler.rank_agreement import agree_on_proof
+from .compiler.specialization import Specialise, program_of
+from .compiler.survey import Matched, Refusal, Survey
 from .errors import InvalidInput, InvalidPlan, MoefxError, NoMoEBlockFound
 from .inspection.explain import Explanation, MatchedBlock, together
 from .inspection.history import History
-from .ir.attributes import OWN_MODE, ties
-from .ir.binding import Specialisation, leaves_of
-from .ir.block import BlockGraph
-from .compiler.pipeline import PASSES, limited
-from .compiler.model_proof import shown
-from .compiler.block_report import report_of
+from .ir.argument_binding import Specialisation, leaves_of
+from .ir.block_graph import BlockGraph
+from .ir.guards.attribute_reads import OWN_MODE, ties
 from .runtime.module import BlockForward, install, rewritten_blocks, signature_binder
 from .runtime.program import Program
-from .compiler.specialization import Specialise, program_of
-from .compiler.survey import Matched, Refusal, Survey
 from .util.model_copy import copy_model
 from .verification.report import VerifyReport, verify
 
@@ -90,7 +90,11 @@ def compile(
     plan = _plan(plan, mesh)
     model = _checked(model)
     if mesh is not None:
-        from .distribution.block_distribution import Spread, check_holders, spread_blocks  # torch.distributed takes a while
+        from .distribution.block_distribution import (  # torch.distributed takes a while
+            Spread,
+            check_holders,
+            spread_blocks,
+        )
         from .distribution.training_wiring import describe_reductions, prepare_training, watch_block
 
         if spread_blocks(model):
@@ -381,9 +385,9 @@ def _failed_guard(program: Program, matched: Matched, block: nn.Module) -> str:
 
 
 def _paths() -> tuple[tuple[str, str, int], ...]:
-    from .ir import providers
+    from .ir import op_providers
 
-    return tuple((op, provider, n) for (op, provider), n in sorted(providers.counters().items()))
+    return tuple((op, provider, n) for (op, provider), n in sorted(op_providers.counters().items()))
 
 
 __all__ = [

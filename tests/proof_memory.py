@@ -19,11 +19,11 @@ import moefx
 import moefx.compiler.model_proof
 import moefx.compiler.survey
 from moefx.capture.find import Found, Seen, signature
-from moefx.ir.attributes import Where, globals_of, ties, value_at
-from moefx.ir.held import HeldKind, is_configuration, same, unchanged
-from moefx.ir.reached import FUNCTIONS
 from moefx.compiler.numeric_check import NumericCheck, numeric_check
 from moefx.compiler.pipeline import Result
+from moefx.ir.guards.attribute_reads import Where, globals_of, ties, value_at
+from moefx.ir.guards.code_closure import FUNCTIONS
+from moefx.ir.guards.stored_values import HeldKind, is_configuration, same, unchanged
 
 
 @dataclasses.dataclass

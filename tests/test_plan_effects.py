@@ -13,9 +13,9 @@ from torch import nn
 
 import moefx
 from moefx import Plan
-from moefx.frontends.dynamo import backend
 from moefx.compiler.plan_check import check_effects, check_layout
 from moefx.errors import InvalidPlan
+from moefx.frontends.dynamo import backend
 from moefx.planner.auto import decide
 from moefx.planner.catalogue import model_of
 from moefx.planner.decision import Facts

@@ -16,10 +16,10 @@ from torch import fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
-import moefx.ir.exchange as exchange
+import moefx.ir.ops.row_exchange as exchange
 from moefx.bench import link_times
 from moefx.distribution.block_distribution import spread_blocks
-from moefx.ir.payload import group_of, start
+from moefx.ir.ops.uneven_all_to_all import group_of, start
 from moefx.planner.communication import row_bytes
 from moefx.planner.simulation.routing_skew import traffic
 from moefx.runtime.links import measured_handling

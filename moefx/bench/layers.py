@@ -98,9 +98,9 @@ def measure(system: str, steps: int, layers: int, batch: int, length: int, has_p
             train(ids[-1])
         row["kernels"] = kernels(profile.key_averages())
     if system.startswith("moefx"):
-        from ..ir import providers
+        from ..ir import op_providers
 
-        row["providers"] = sorted({f"{op}: {provider}" for op, provider in providers.counters()})
+        row["providers"] = sorted({f"{op}: {provider}" for op, provider in op_providers.counters()})
     return row
 
 

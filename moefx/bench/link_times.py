@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from ..util.unit_text import amount
-from ..ir.payload import group_of, start, wait
-from ..ir.placement import Level
+from ..ir.expert_placement import Level
+from ..ir.ops.uneven_all_to_all import group_of, start, wait
 from ..runtime.topology import ExpertAxis
+from ..util.unit_text import amount
 from .rate_fit import link
 
 SIZES = tuple(4**i for i in range(5, 15))  # bytes that a rank has: 1 KiB to 256 MiB

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ir import providers
+from ..ir import op_providers
 from ..lowering.triton.timing import milliseconds, settle
 from . import CEILING
 from .peers import ABLATION, PEERS, TUNED_IN, Inputs, Work, compile_share
@@ -102,8 +102,8 @@ def measure(shape: Shape, peer: str, routing: str) -> dict[str, Any]:
     work.step()
     torch.cuda.synchronize()
     row["peak_mib"] = (torch.cuda.max_memory_allocated() - before) / 2**20
-    if providers.counters():
-        row["providers"] = sorted({f"{op}: {provider}" for op, provider in providers.counters()})
+    if op_providers.counters():
+        row["providers"] = sorted({f"{op}: {provider}" for op, provider in op_providers.counters()})
     row["tflops"] = 3 * shape.matrices * shape.flops / row["step_ms"] / 1e9
     return row
 

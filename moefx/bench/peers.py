@@ -70,7 +70,7 @@ def autograd(inputs: Inputs, function: Callable[..., Tensor]) -> Work:
 
 def moefx(inputs: Inputs, keep: str = "h", dispatch: Callable[..., Any] | None = None) -> Work:
     """moefx's public ops: routing arrays (or those of `dispatch`) and expert MLP."""
-    from ..ir import dialect
+    from ..ir.ops import dialect
 
     expert = body(inputs.shape, inputs.x.dtype).to_json()
 

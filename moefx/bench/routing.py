@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..ir import dialect
+from ..ir.ops import dialect
 from ..lowering.triton.timing import milliseconds
 from .results import parser, write
 from .shapes import Shape, routed

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ir.body import ExpertBody, Gemm
+from ..ir.expert_body import ExpertBody, Gemm
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from ..errors import CaptureError
-from ..ir.binding import device_of
+from ..ir.argument_binding import device_of
 from ..util.model_copy import copy_model
 from .captured import has_values, is_float
 from .effects import python_random

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import nn
 
-from ..ir.attributes import attributes
-from ..ir.reached import code_of, reached
+from ..ir.guards.attribute_reads import attributes
+from ..ir.guards.code_closure import code_of, reached
 
 MAX_NUMBER = 1 << 13  # larger numbers equal no size of a capture, nor do their quotients matter
 MAX_PAIRED = 48  # numbers of which products, quotients and sums are formed

@@ -21,7 +21,7 @@ import torch.utils._pytree as pytree
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..ir.fields import opened
+from ..ir.dataclass_fields import opened
 from ..util.fake_tensor_log import without_fake_tensor_errors
 from .caches import clearing_caches
 from .calls import recording

@@ -20,8 +20,8 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils.parametrize import is_parametrized
 
-from ..ir.fields import opened
-from ..ir.reached import FUNCTIONS
+from ..ir.dataclass_fields import opened
+from ..ir.guards.code_closure import FUNCTIONS
 from .alone import run_alone
 from .attention import attends
 from .captured import below_modes, has_values, is_float

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from torch import nn
 
 from ..errors import Refused
-from ..ir.reached import unwrapped
+from ..ir.guards.code_closure import unwrapped
 from ..util.user_code import is_users
 
 

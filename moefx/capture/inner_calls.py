@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..ir.attributes import OWN
+from ..ir.guards.attribute_reads import OWN
+from ..ir.guards.code_closure import FUNCTIONS
 from ..ir.passed_objects import is_passed
-from ..ir.reached import FUNCTIONS
 from .captured import below_modes, is_float, tensors_in
 from .containers import base_of, contents, same_items, slots_of
 from .recorder import Recorder

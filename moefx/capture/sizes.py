@@ -22,7 +22,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import Refused
-from ..ir.codegen import FUNCTIONS
+from ..ir.graph_codegen import FUNCTIONS
 from .source import user_source
 
 MAX_COMPARISONS = 256  # of sizes, in one capture

@@ -26,7 +26,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import Refused
-from ..ir.attributes import Where
+from ..ir.guards.attribute_reads import Where
 from ..ir.passed_objects import PassedObject, is_passed, replace_objects
 from .captured import is_float
 from .effects import HOOKS

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..ir.attributes import OWN
-from ..ir.held import is_plain
+from ..ir.guards.attribute_reads import OWN
+from ..ir.guards.code_closure import FUNCTIONS, Reached, code_of, is_users, parts_of, reached
+from ..ir.guards.stored_values import is_plain
 from ..ir.passed_objects import is_passed
-from ..ir.reached import FUNCTIONS, Reached, code_of, is_users, parts_of, reached
 from .captured import tensors_in
 from .containers import Slot, base_of, contents, refill, same_items, slots_of, values
 from .effects import is_generator

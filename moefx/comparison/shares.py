@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..errors import InvalidInput
-from ..ir.payload import group_of, shown_ranks
-from ..ir.placement import Placement, SharedTokens
+from ..ir.expert_placement import Placement, SharedTokens
+from ..ir.ops.uneven_all_to_all import group_of, shown_ranks
 from .sandbox import Key, Run
 
 

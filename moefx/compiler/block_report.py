@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from ..inspection.explain import MatchedBlock
-from ..ir.block import BlockGraph
-from ..ir.body import ExpertBody
+from ..ir.block_graph import BlockGraph
+from ..ir.expert_body import ExpertBody
 from ..runtime.program import Program
 from .survey import Matched
 

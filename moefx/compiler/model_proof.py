@@ -11,10 +11,10 @@ from .._plan import Plan
 from ..capture.autocast import under
 from ..capture.defaults import neutral_device
 from ..capture.worker import run_in_worker
-from ..ir.binding import device_of
+from ..ir.argument_binding import device_of
+from ..util.compile_lock import compile_lock
 from .numeric_check import not_finite, numeric_check
 from .survey import Refusal, Survey, first_line, survey
-from ..util.compile_lock import compile_lock
 
 
 def survey_and_verify(

@@ -15,10 +15,10 @@ from ..capture.surroundings import unwritten
 from ..capture.worker import run_in_worker
 from ..comparison.block_check import verify_block
 from ..errors import in_short
-from ..ir.binding import device_of, leaves_of
+from ..ir.argument_binding import device_of, leaves_of
 from ..passes.match.guarded_sizes import find_sequence
-from .pipeline import Result
 from ..runtime.module import signature_binder
+from .pipeline import Result
 
 
 @dataclasses.dataclass(frozen=True)

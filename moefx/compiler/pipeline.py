@@ -28,14 +28,13 @@ from ..capture.surroundings import ARGUMENT
 from ..capture.worker import run_in_worker
 from ..errors import CaptureError, Refused
 from ..inspection.history import History
-from ..ir.attributes import Where
-from ..ir.binding import Binding, Path, leaves_of, path_name, placeholder_name
-from ..ir.block import BlockGraph
+from ..ir.argument_binding import Binding, Path, leaves_of, path_name, placeholder_name
+from ..ir.block_graph import BlockGraph
+from ..ir.guards.attribute_reads import Where
 from ..ir.passed_objects import PassedObject, is_passed, name_object
+from ..passes.capacity_limit import limit
 from ..passes.checkpoint import checkpoint
 from ..passes.fuse import fuse
-from ..passes.limit import limit
-from ..passes.manager import PassManager, pass_name
 from ..passes.match.causes import CONVOLVING, MIXING, explain, explain_limit
 from ..passes.match.drops import SKIPPED, explain_drops
 from ..passes.match.lift import NOT_TOGETHER, SINGLE_ELEMENTS, UNEXPLAINED
@@ -43,6 +42,7 @@ from ..passes.match.matched import Match
 from ..passes.match.prove import Prover
 from ..passes.match.unify import FOREIGN
 from ..passes.match.worth import TWICE
+from ..passes.pass_manager import PassManager, pass_name
 from ..passes.rewrite import Placeholders, Rewritten, rewrite
 from ..runtime.module import signature_binder
 

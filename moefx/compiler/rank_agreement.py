@@ -15,11 +15,11 @@ from .._plan import Plan
 from ..capture.autocast import under
 from ..capture.defaults import neutral_device
 from ..capture.worker import run_in_worker
-from ..ir.binding import device_of
-from .pipeline import with_policy
-from .model_proof import shown, survey_and_verify
-from .survey import Survey, survey
+from ..ir.argument_binding import device_of
 from ..util.compile_lock import compile_lock
+from .model_proof import shown, survey_and_verify
+from .pipeline import with_policy
+from .survey import Survey, survey
 
 if TYPE_CHECKING:
     from ..planner.decision import Decision

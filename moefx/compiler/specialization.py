@@ -22,8 +22,7 @@ from ..capture.skipped_calls import SkippedCall, Skipping
 from ..capture.source import is_own_mistake
 from ..capture.worker import run_in_worker
 from ..errors import Refused, in_short
-from ..ir.attributes import OWN_MODE, Where, attributes, globals_of, reading, ties, value_at
-from ..ir.binding import (
+from ..ir.argument_binding import (
     Guard,
     Path,
     Specialisation,
@@ -33,13 +32,14 @@ from ..ir.binding import (
     leaves_of,
     placeholder_name,
 )
-from ..ir.held import HeldCode, HeldKind, is_configuration, is_kept, same, unchanged
+from ..ir.guards.attribute_reads import OWN_MODE, Where, attributes, globals_of, reading, ties, value_at
+from ..ir.guards.stored_values import HeldCode, HeldKind, is_configuration, is_kept, same, unchanged
 from ..ir.passed_objects import replace_objects
-from .numeric_check import numeric_check
-from .pipeline import Result, limited, rewrite_block, rewrite_passing_on
 from ..runtime.module import BlockForward, signature_binder, signature_of
 from ..runtime.program import Program
 from ..runtime.watch import ReadAttributes, absorbed_names
+from .numeric_check import numeric_check
+from .pipeline import Result, limited, rewrite_block, rewrite_passing_on
 
 if TYPE_CHECKING:
     from ..distribution.block_distribution import Spread

@@ -23,14 +23,14 @@ from ..capture.routing import Routing
 from ..capture.skipped_calls import SkippedCall, Skipping
 from ..capture.source import is_own_mistake
 from ..errors import CaptureError, InvalidInput, MoefxError, Refused, in_short, own_fault
-from ..ir.attributes import OWN_MODE, Where, attributes, follows_its_mode, reading, value_at
-from ..ir.held import same
+from ..ir.guards.attribute_reads import OWN_MODE, Where, attributes, follows_its_mode, reading, value_at
+from ..ir.guards.stored_values import same
 from ..passes.match.records import NO_CACHE
-from .pipeline import NOT_ROUTED, Result, rewrite_block, rewrite_passing_on
 from ..runtime.module import rewritten_blocks
 from ..runtime.watch import absorbed_names, hook_on
 from ..util.model_copy import copy_model
 from ..util.user_code import is_users
+from .pipeline import NOT_ROUTED, Result, rewrite_block, rewrite_passing_on
 
 _FLAT = "moefx.rewrite_graph(graph, example_inputs) looks into graphs"
 

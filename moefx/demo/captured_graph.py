@@ -6,7 +6,7 @@ from torch import fx, nn
 
 from moefx.capture.inputs import Arguments
 from moefx.capture.routing import Routing
-from moefx.ir.block import BlockGraph
+from moefx.ir.block_graph import BlockGraph
 from moefx.passes.match.prove import Prover
 
 

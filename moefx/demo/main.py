@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import moefx
-from moefx.util.unit_text import size
 from moefx.inspection.history import History
-from moefx.ir.block import BlockGraph
+from moefx.ir.block_graph import BlockGraph
 from moefx.passes.checkpoint import checkpoint
-from moefx.passes.manager import PassManager
+from moefx.passes.pass_manager import PassManager
+from moefx.util.unit_text import size
 
 from . import report_page
 from .captured_graph import captured_graph

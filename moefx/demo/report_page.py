@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 
 import moefx
-from moefx.util.unit_text import size
 from moefx.inspection import history_page
+from moefx.util.unit_text import size
 
 from . import model as demo_model
 

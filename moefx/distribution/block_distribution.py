@@ -15,17 +15,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._plan import Plan
 from .._version import __version__
+from ..compiler.pipeline import Result
+from ..compiler.survey import Matched, Refusal, Survey, first_line
 from ..errors import InvalidInput, InvalidPlan, MoefxError, Refused
-from ..ir.payload import group_of, shown_ranks
-from ..ir.placement import Placement, SharedTokens, Ways
+from ..ir.expert_placement import Placement, SharedTokens, Ways
+from ..ir.ops.uneven_all_to_all import group_of, shown_ranks
 from ..passes.collectives import collectives
-from ..passes.manager import PassManager
 from ..passes.match.form import has_matrices
 from ..passes.match.paths import Place
 from ..passes.overlap import overlap
-from ..passes.routed import Routed
+from ..passes.pass_manager import PassManager
+from ..passes.routed_region import Routed
 from ..passes.ssmb import ssmb
-from ..compiler.pipeline import Result
 from ..runtime import clipping, state
 from ..runtime.links import TOKENS, fastest, predicted
 from ..runtime.module import rewritten_blocks
@@ -33,7 +34,6 @@ from ..runtime.saving import save_routing as save_routing
 from ..runtime.sharding import ExpertParameters, axis_of, expert_axis, held, placement_on, spread, whole
 from ..runtime.state import OnLoad, OnSave, joined
 from ..runtime.topology import ExpertAxis
-from ..compiler.survey import Matched, Refusal, Survey, first_line
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,13 +6,13 @@ import torch.distributed as dist
 from torch import nn
 
 from .._plan import Plan
-from .block_distribution import Spread, expert_parameter_names
 from ..runtime.overwriting import OverwritingWatch, SettleOnLoad
 from ..runtime.reductions import GRADIENTS, GradientWatch, Reduction, describe, reductions
 from ..runtime.sharding import expert_axis
 from ..runtime.state import joined
 from ..runtime.topology import ExpertAxis
 from ..runtime.wrappers import DEEPSPEED_HOOK, IGNORED, IgnoredByDDP, RefuseDeepSpeed
+from .block_distribution import Spread, expert_parameter_names
 
 
 def watch_block(block: nn.Module, name: str, spread: Spread) -> OverwritingWatch:

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from ..ir.block import BlockGraph
+from ..ir.block_graph import BlockGraph
 from .outline import Box, Outline, outline
 
 _TITLE, _DETAIL = 7.6, 6.4  # width of a character

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from ..ir import providers
+from ..ir import op_providers
 from ..lowering import triton
 
 # How the GEMMs read lists of expert weights (`providers.weight_paths`); the last two cost a copy in every call.
@@ -95,7 +95,7 @@ class Explanation:
     seconds: float
     paths: tuple[tuple[str, str, int], ...] = ()
     weights: tuple[tuple[str, int], ...] = dataclasses.field(
-        default_factory=lambda: tuple(sorted(providers.weight_paths().items()))
+        default_factory=lambda: tuple(sorted(op_providers.weight_paths().items()))
     )
     kernels: tuple[str, ...] = dataclasses.field(default_factory=triton.configurations)
     planned: Any = None

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from html import escape
 from typing import TYPE_CHECKING
 
+from ..ir.block_graph import BlockGraph
+from ..ir.graph_codegen import is_getitem
+from ..ir.graph_printer import format_lines, print_lines
 from ..util import html_page
 from ..util.unit_text import size
-from ..ir.block import BlockGraph
-from ..ir.codegen import is_getitem
-from ..ir.printer import format_lines, print_lines
 from . import draw
 from .line_diff import diff_lines
 

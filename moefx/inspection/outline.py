@@ -15,12 +15,12 @@ from collections.abc import Hashable, Iterable, Sequence
 
 from torch.fx import Node
 
-from ..ir.block import BlockGraph
-from ..ir.codegen import is_getitem
-from ..ir.display import attribute_name, body_text, range_texts, shown_path
+from ..ir.block_graph import BlockGraph
+from ..ir.display_names import attribute_name, body_text, range_texts, shown_path
+from ..ir.graph_codegen import is_getitem
+from ..ir.graph_levels import is_dead
+from ..ir.graph_printer import print_lines
 from ..ir.node_values import BUILD_PFT, target_name, value_text
-from ..ir.printer import print_lines
-from ..ir.spec import is_dead
 
 MIN_REPEATS = 4  # fewer like steps are drawn one by one
 _ROUNDS = 2

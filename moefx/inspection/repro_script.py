@@ -9,7 +9,7 @@ from torch import nn
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from ..ir.codegen import is_getitem
+from ..ir.graph_codegen import is_getitem
 
 if TYPE_CHECKING:
     from .history import History
@@ -23,7 +23,7 @@ real block in their place with `block = ...` where that matters.
 
 import torch
 
-import moefx.ir.dialect  # registers the moefx:: ops
+import moefx.ir.ops.dialect  # registers the moefx:: ops
 
 torch.manual_seed(0)
 

@@ -21,8 +21,8 @@ from torch._decomp import decomposition_table
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..ir.derivative import in_fresh_thread
-from ..ir.expression import Expr, canonical, program, variables
+from ..ir.pointwise_derivative import in_fresh_thread
+from ..ir.pointwise_expression import Expr, canonical, program, variables
 from .formula import exactly
 from .rules import RULES, Underivable, as_number
 

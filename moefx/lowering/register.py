@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from ..ir.providers import prefer_named
+from ..ir.op_providers import prefer_named
 from . import torch as _torch_providers  # noqa: F401
 
 from . import triton as _triton_providers  # noqa: F401  isort: skip

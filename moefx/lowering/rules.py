@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from sympy import S
 
-from ..ir.expression import keeps_numbers
+from ..ir.pointwise_expression import keeps_numbers
 from .formula import (
     Absolute,
     Add,

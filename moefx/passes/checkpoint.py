@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ..ir.block import BlockGraph
-from .manager import graph_pass
+from ..ir.block_graph import BlockGraph
+from .pass_manager import graph_pass
 
 
 @graph_pass(level="fused")

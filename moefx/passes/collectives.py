@@ -36,14 +36,14 @@ import torch
 from torch import fx
 
 from ..errors import Refused
-from ..ir import dialect  # registers the ops
-from ..ir.block import BlockGraph
-from ..ir.body import ExpertBody
-from ..ir.display import attribute_name
-from ..ir.placement import Level, Placement, Ways
-from ..ir.spec import eliminate_dead_code
-from .manager import graph_pass
-from .routed import Routed
+from ..ir.block_graph import BlockGraph
+from ..ir.display_names import attribute_name
+from ..ir.expert_body import ExpertBody
+from ..ir.expert_placement import Level, Placement, Ways
+from ..ir.graph_levels import eliminate_dead_code
+from ..ir.ops import dialect  # registers the ops
+from .pass_manager import graph_pass
+from .routed_region import Routed
 
 aten = torch.ops.aten
 ops = torch.ops.moefx

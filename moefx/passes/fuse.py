@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..ir.block import BlockGraph
-from ..ir.body import ExpertBody, Gemm
+from ..ir.block_graph import BlockGraph
+from ..ir.expert_body import ExpertBody, Gemm
 from ..ir.expression_check import is_pointwise
-from .manager import graph_pass
+from .pass_manager import graph_pass
 
 aten = torch.ops.aten
 ops = torch.ops.moefx

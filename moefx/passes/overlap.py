@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..ir.block import BlockGraph
-from ..ir.spec import has_effect
-from .manager import graph_pass
+from ..ir.block_graph import BlockGraph
+from ..ir.graph_levels import has_effect
+from .pass_manager import graph_pass
 
 ops = torch.ops.moefx
 _STARTS = (ops.all_to_all_rows.default, ops.all_to_all_back.default)

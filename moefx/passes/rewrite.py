@@ -5,7 +5,7 @@
     ...    the template F on rows: grouped GEMMs, pointwise ops, per-expert vectors
     out  = combine(rows, pft)                    [S,D]
 
-Everything before and after is the user's own program, re-emitted by `kept`.
+Everything before and after is the user's own program, re-emitted by `residual_graph`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from ..capture.autocast import dtype_here
 from ..capture.captured import CONTRACTIONS, Call, Effect
 from ..errors import Refused
 from ..ir.passed_objects import check_structure
-from .kept import KeptGraph
+from .aligned_nodes import Twins
 from .match.form import Ref
 from .match.matched import Match
 from .match.nodes import is_random, is_skipped
 from .match.paths import tensor_at
 from .match.records import refuse_records
+from .residual_graph import KeptGraph
 from .routed_sum import RoutedSum
-from .twins import Twins
 
 aten = torch.ops.aten
 

@@ -10,16 +10,16 @@ import torch
 from torch import fx
 
 from ..errors import Refused
-from ..ir import dialect  # registers the ops
-from ..ir.strides import inverse, memory_order
-from .emit import Emitter
-from .kept import KeptGraph
+from ..ir.memory_order import inverse, memory_order
+from ..ir.ops import dialect  # registers the ops
+from .aligned_nodes import Twins
+from .expert_emission import Rows
 from .match.form import Body, Ref, walk
 from .match.given import is_given
 from .match.matched import Expert, Match
 from .match.nodes import op_name
-from .rows import Rows
-from .twins import Twins
+from .op_emission import Emitter
+from .residual_graph import KeptGraph
 
 aten = torch.ops.aten
 ops = torch.ops.moefx

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..ir.block import BlockGraph
-from ..ir.placement import SharedTokens
-from ..ir.spec import eliminate_dead_code
-from .manager import graph_pass
-from .routed import Routed
+from ..ir.block_graph import BlockGraph
+from ..ir.expert_placement import SharedTokens
+from ..ir.graph_levels import eliminate_dead_code
+from .pass_manager import graph_pass
+from .routed_region import Routed
 
 aten = torch.ops.aten
 ops = torch.ops.moefx

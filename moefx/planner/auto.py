@@ -11,12 +11,12 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from .._plan import Plan
-from ..util.unit_text import amount
+from ..compiler.survey import Survey
 from ..errors import InvalidPlan, UnknownArchitecture
 from ..runtime.links import TOKENS
 from ..runtime.sharding import is_of_replicas
 from ..runtime.topology import node_size
-from ..compiler.survey import Survey
+from ..util.unit_text import amount
 from .architecture import Architecture
 from .decision import Decision, Facts, Tried
 from .describe import described

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from .._plan import Plan
-from ..errors import UnknownArchitecture
-from ..ir.body import ExpertBody
 from ..compiler.model_proof import survey_and_verify
 from ..compiler.survey import Survey
+from ..errors import UnknownArchitecture
+from ..ir.expert_body import ExpertBody
 from .architecture import NO_ATTENTION, Architecture, Attention
 
 _HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads")

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from ..util.unit_text import amount
 from ..capture.defaults import neutral_device
 from ..errors import NothingFits, UnknownArchitecture, UnknownPlatform
+from ..util.unit_text import amount
 from .architecture import Architecture
 from .catalogue import model_of
 from .entries import COLUMNS, LEGEND, SIZES, TERMS, Asked, Entry, Rejected

@@ -9,9 +9,9 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
-from ..util.unit_text import amount
 from ..errors import InvalidPlan
 from ..runtime.links import fastest
+from ..util.unit_text import amount
 from .architecture import Architecture, whole_numbers
 from .entries import TERMS, Asked, Entry, Rejected
 from .layout import Layout, Schedule

@@ -19,8 +19,8 @@ import sympy
 from sympy.printing.pycode import PythonCodePrinter
 from sympy.printing.str import StrPrinter
 
-from ..util.unit_text import amount
 from ..runtime.links import expected_parts
+from ..util.unit_text import amount
 
 
 class distinct_parts(sympy.Function):

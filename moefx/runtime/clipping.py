@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import MoefxError
-from ..ir.payload import group_of
+from ..ir.ops.uneven_all_to_all import group_of
 
 
 @torch.no_grad()

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..ir.attributes import Where, owner_of, value_at
-from ..ir.binding import Leaves
-from ..ir.held import HeldCode, is_of_block, unchanged
+from ..ir.argument_binding import Leaves
+from ..ir.guards.attribute_reads import Where, owner_of, value_at
+from ..ir.guards.stored_values import HeldCode, is_of_block, unchanged
 from .program import Program
 from .watch import AbsorbedModules, ReadAttributes
 

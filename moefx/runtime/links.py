@@ -17,9 +17,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ..ir.packing import pack_rows, split_columns
-from ..ir.payload import group_of, start, wait
-from ..ir.placement import Level
+from ..ir.expert_placement import Level
+from ..ir.ops.row_packing import pack_rows, split_columns
+from ..ir.ops.uneven_all_to_all import group_of, start, wait
 
 _SIZES = (1 << 14, 1 << 22)  # bytes that each rank sends
 _CPU_ROWS, _GPU_ROWS, _ROW_BYTES = (1 << 8, 1 << 13), (1 << 10, 1 << 15), 1 << 12  # a GPU has 264 us of launches

@@ -26,8 +26,8 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporar
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import AbsorbedModuleChanged, InvalidInput, MoefxError, NotRewritten
-from ..ir.binding import Leaves, Path, Specialisation, binder, call_specialisation, leaves_of
-from ..ir.recomputation import running
+from ..ir.argument_binding import Leaves, Path, Specialisation, binder, call_specialisation, leaves_of
+from ..ir.guards.recomputed_choice import running
 from ..util.compile_lock import compile_lock, holds_compile_lock
 from .entry import Entry
 from .program import Program

@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import ExpertsOverwritten
-from ..ir.parameter_samples import NUM_WORDS, register, select
-from ..ir.payload import group_of, shown_ranks
-from ..ir.placement import Placement
+from ..ir.expert_placement import Placement
+from ..ir.ops.parameter_samples import NUM_WORDS, register, select
+from ..ir.ops.uneven_all_to_all import group_of, shown_ranks
 from .sharding import ExpertParameters, held
 from .wrappers import broadcasting_ddp, describe_overwriting, is_deepspeed, outermost_wrapper, refuse_deepspeed
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..inspection.history import History
-from ..ir import codegen
-from ..ir.attributes import Where
-from ..ir.binding import Guard, Leaves, Path, Specialisation
-from ..ir.block import BlockGraph
-from ..ir.held import comparisons
+from ..ir import graph_codegen
+from ..ir.argument_binding import Guard, Leaves, Path, Specialisation
+from ..ir.block_graph import BlockGraph
+from ..ir.guards.attribute_reads import Where
+from ..ir.guards.stored_values import comparisons
 
 
 def _expression(where: Where) -> str | None:
@@ -91,7 +91,7 @@ class Program:
                 scope[name] = part
                 tests.append(f"{expression} {'is' if callable(part) else '=='} {name}")
         source = f"def unchanged(self):\n    return {' and '.join(tests)}\n"
-        return codegen.build(source, scope, "unchanged", f"{self.history.name} attributes")
+        return graph_codegen.build(source, scope, "unchanged", f"{self.history.name} attributes")
 
     def failed_guard(self, block: Any, leaves: Leaves) -> int:
         """The index of the guard that keeps a call with these leaves out; -1 if none does."""

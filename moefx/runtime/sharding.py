@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ..errors import InvalidPlan
-from ..ir.placement import Placement
+from ..ir.expert_placement import Placement
 from ..util.model_copy import copy_model
 from .topology import ExpertAxis
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..errors import MoefxError
-from ..ir.payload import group_of
-from ..ir.placement import Placement, Ways
+from ..ir.expert_placement import Placement, Ways
+from ..ir.ops.uneven_all_to_all import group_of
 from .sharding import ExpertParameters
 
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import InvalidPlan
-from ..ir.payload import group_of, shown_ranks
-from ..ir.placement import Level, SharedTokens, Ways
+from ..ir.expert_placement import Level, SharedTokens, Ways
+from ..ir.ops.uneven_all_to_all import group_of, shown_ranks
 from .links import Link, Links, measured, measured_handling
 
 _NODE = ("inter", "intra")  # the two lowest levels; those above have numbers

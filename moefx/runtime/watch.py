@@ -18,9 +18,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import AbsorbedModuleChanged
-from ..ir.attributes import Where, holders_of, owner_of, value_at
-from ..ir.block import BlockGraph
-from ..ir.held import MISSING, HeldCode, compares, same
+from ..ir.block_graph import BlockGraph
+from ..ir.guards.attribute_reads import Where, holders_of, owner_of, value_at
+from ..ir.guards.stored_values import MISSING, HeldCode, compares, same
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _children_of = itemgetter("_modules")

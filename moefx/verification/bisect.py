@@ -12,8 +12,8 @@ from torch import nn
 from ..comparison.compare import Subject, compare
 from ..comparison.sandbox import Call, Casts, Inputs, Options, call_forward
 from ..inspection.history import Snapshot
-from ..ir.binding import binder, call_specialisation, leaves_of
-from ..ir.block import BlockGraph
+from ..ir.argument_binding import binder, call_specialisation, leaves_of
+from ..ir.block_graph import BlockGraph
 from ..runtime.module import BlockForward
 from ..runtime.program import Program
 

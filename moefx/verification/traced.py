@@ -25,10 +25,10 @@ from .._plan import Plan
 from ..comparison.compare import CallChain
 from ..comparison.routing_tape import Scope
 from ..comparison.sandbox import Inputs, Options, mapped
+from ..compiler.survey import Refusal
 from ..frontends.fx.graph_rewrite import rewritten
 from ..inspection.explain import together
 from ..runtime.module import BlockForward, rewritten_blocks
-from ..compiler.survey import Refusal
 from .compiled_parts import CompiledCopies, CompiledPart, compiling
 from .modes import Mode
 from .verifying import LATER_CALLS, Verifying, add_calls, paths, with_original_regions

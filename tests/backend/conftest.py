@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moefx.frontends.dynamo import registry, backend
+from moefx.frontends.dynamo import backend, registry
 from moefx.frontends.fx import proof_cache
 
 

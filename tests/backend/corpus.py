@@ -21,7 +21,7 @@ import warnings
 import torch
 
 import moefx
-from moefx.frontends.dynamo import registry, backend
+from moefx.frontends.dynamo import backend, registry
 from moefx.frontends.fx import proof_cache
 from tests import models
 from tests.corpus import checks

@@ -19,9 +19,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import moefx
-from moefx.frontends.dynamo import backend
 from moefx.capture.captured import Capture
 from moefx.errors import InvalidPlan
+from moefx.frontends.dynamo import backend
 from moefx.frontends.fx import proof_cache
 from tests.models.case import gradients
 from tests.mutants import bases

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import moefx
-from moefx.frontends.dynamo.backend import backend
 from moefx.errors import InvalidInput, MoefxError
+from moefx.frontends.dynamo.backend import backend
 
 from ..passes import blocks
 from .models import D, model

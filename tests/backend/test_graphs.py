@@ -12,8 +12,8 @@ from torch._decomp import core_aten_decompositions
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import moefx
-from moefx.frontends.dynamo.backend import backend
 from moefx.errors import InvalidInput
+from moefx.frontends.dynamo.backend import backend
 from tests import golden
 from tests.verification.compiled import broken
 

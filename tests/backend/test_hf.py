@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import moefx
-from moefx.frontends.dynamo import registry, backend
+from moefx.frontends.dynamo import backend, registry
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.hf

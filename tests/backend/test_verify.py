@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import moefx
-from moefx.frontends.dynamo.backend import backend
 from moefx.errors import InvalidInput
+from moefx.frontends.dynamo.backend import backend
 from tests.verification.compiled import broken
 
 from .models import D, model

@@ -17,8 +17,8 @@ import moefx
 from moefx.capture.autocast import dtype_here, under
 from moefx.capture.concolic import capture
 from moefx.capture.routing import Routing
-from moefx.errors import CaptureError
 from moefx.compiler.pipeline import rewrite_block
+from moefx.errors import CaptureError
 
 from ..passes.blocks import D, Loop
 from ..runtime.test_autocast import Block

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import moefx
-from moefx.ir import providers
+from moefx.ir import op_providers
 
 D, H, E, K = 256, 128, 8, 2
 TOKENS = 512
@@ -82,9 +82,9 @@ def assert_close(found: list[Tensor], expected: list[Tensor]) -> None:
 @contextlib.contextmanager
 def by_kernels():
     """What runs in this context runs by the kernels, and only by them."""
-    providers.reset_counters()
+    op_providers.reset_counters()
     yield
-    found = {provider for op, provider in providers.counters() if op.startswith(("expert_mlp", "build_pft"))}
+    found = {provider for op, provider in op_providers.counters() if op.startswith(("expert_mlp", "build_pft"))}
     assert found == {"triton"}
 
 

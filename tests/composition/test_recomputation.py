@@ -14,7 +14,8 @@ from torch.utils.checkpoint import (
 
 import moefx
 from moefx.errors import RecomputedChoice
-from moefx.ir import dialect, recomputation
+from moefx.ir.guards import recomputed_choice
+from moefx.ir.ops import dialect
 
 D, E, S = 8, 4, 40
 
@@ -226,7 +227,7 @@ def test_a_second_backward_and_tensors_that_were_moved_to_the_host():
 
 
 def test_without_hooks_nothing_is_compared(monkeypatch):
-    monkeypatch.setattr(recomputation, "_differs", None)
+    monkeypatch.setattr(recomputed_choice, "_differs", None)
     model, x = compiled(MovedBias)
     gradients(model, x, lambda m, x: m(x))
 
@@ -234,8 +235,8 @@ def test_without_hooks_nothing_is_compared(monkeypatch):
 def test_a_device_is_looked_at_when_the_backward_is_enqueued(monkeypatch):
     """A stand-in for a GPU: the comparison is read after the gradients were made."""
     later = []
-    monkeypatch.setattr(recomputation, "_is_on_host", lambda t: False)
-    monkeypatch.setattr(recomputation, "_is_capturing", lambda: False)
+    monkeypatch.setattr(recomputed_choice, "_is_on_host", lambda t: False)
+    monkeypatch.setattr(recomputed_choice, "_is_capturing", lambda: False)
     model, x = compiled(MovedBias)
     x.requires_grad_()
     x.register_hook(later.append)

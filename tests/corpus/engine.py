@@ -28,7 +28,7 @@ def refusals(explanation: Any) -> list[Refusal]:
 
 
 def _providers() -> Any:
-    return importlib.import_module("moefx.ir.providers")
+    return importlib.import_module("moefx.ir.op_providers")
 
 
 def reset() -> None:

@@ -9,13 +9,13 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-import moefx.ir.dialect  # noqa: F401  registers the ops
-from moefx.ir.exchange import all_to_all_back, all_to_all_rows, wait_rows, wait_sums
-from moefx.ir.experts import grouped_mm
-from moefx.ir.packing import pack_rows
-from moefx.ir.payload import start, wait
-from moefx.ir.routes import exchange_counts, place_choices, plan_dispatch, read_counts
-from moefx.ir.routing import build_pft, combine, dispatch
+import moefx.ir.ops.dialect  # noqa: F401  registers the ops
+from moefx.ir.ops.exchange_routes import exchange_counts, place_choices, plan_dispatch, read_counts
+from moefx.ir.ops.expert_gemms import grouped_mm
+from moefx.ir.ops.row_exchange import all_to_all_back, all_to_all_rows, wait_rows, wait_sums
+from moefx.ir.ops.row_packing import pack_rows
+from moefx.ir.ops.token_routing import build_pft, combine, dispatch
+from moefx.ir.ops.uneven_all_to_all import start, wait
 
 D, E, K = 6, 8, 3
 

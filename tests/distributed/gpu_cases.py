@@ -12,7 +12,7 @@ import moefx
 from moefx.bench.ep import Layer
 from moefx.bench.shapes import Shape
 from moefx.errors import InvalidInput
-from moefx.ir import providers
+from moefx.ir import op_providers
 
 SHAPE = Shape("small", T=300, d=128, h=64, E=16, K=4)
 
@@ -36,11 +36,11 @@ def case_ways() -> None:
         example = (torch.zeros(64, SHAPE.d, device="cuda", dtype=torch.bfloat16),)
         compiled = moefx.compile(copy.deepcopy(layer), mesh=mesh, plan=plan, example_inputs=example)
         x = torch.randn(SHAPE.T + dist.get_rank(), SHAPE.d, device="cuda").bfloat16()
-        providers.reset_counters()
+        op_providers.reset_counters()
         moefx.verify(compiled, layer, (x,)).raise_if_failed()
-        used = {op: provider for op, provider in providers.counters()}
+        used = {op: provider for op, provider in op_providers.counters()}
         for op in ("expert_mlp", "expert_mlp_backward", "pack_rows", "split_columns", "combine", "count_rows"):
-            assert used[op] == "triton", providers.counters()
+            assert used[op] == "triton", op_providers.counters()
 
 
 def case_micro_batches_in_flight() -> None:

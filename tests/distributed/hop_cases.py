@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import moefx
 import moefx.runtime.topology
 from moefx.errors import InvalidPlan
-from moefx.ir.placement import Level
+from moefx.ir.expert_placement import Level
 from moefx.runtime.links import Link
 
 from ..passes.blocks import D

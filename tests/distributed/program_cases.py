@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import moefx
-import moefx.ir.exchange
-import moefx.ir.routes
-from moefx.ir.op import registry
-from moefx.ir.payload import start, wait
+import moefx.ir.ops.exchange_routes
+import moefx.ir.ops.row_exchange
+from moefx.ir.ops.op_definition import registry
+from moefx.ir.ops.uneven_all_to_all import start, wait
 
 from ..passes.blocks import D
 from .launch import sampled
@@ -53,7 +53,7 @@ def counted():
 
     all_to_all_single, cpu = dist.all_to_all_single, torch.Tensor.cpu
     with (
-        mock.patch.object(moefx.ir.exchange, "start", started),
+        mock.patch.object(moefx.ir.ops.row_exchange, "start", started),
         mock.patch.object(dist, "all_to_all_single", even),
         mock.patch.object(torch.Tensor, "cpu", copied),
     ):
@@ -70,8 +70,8 @@ def arriving():
         found.append(rows.untyped_storage())
         return rows
 
-    of_exchange = moefx.ir.exchange.start
-    with mock.patch.object(moefx.ir.exchange, "start", started):
+    of_exchange = moefx.ir.ops.row_exchange.start
+    with mock.patch.object(moefx.ir.ops.row_exchange, "start", started):
         yield found
 
 
@@ -108,8 +108,8 @@ def case_weights_while_gradients_travel() -> None:
         told.clear()
         with (
             mock.patch.object(backward, "providers", providers),
-            mock.patch.object(moefx.ir.exchange, "start", tell("start", start)),
-            mock.patch.object(moefx.ir.exchange, "wait", tell("wait", wait)),
+            mock.patch.object(moefx.ir.ops.row_exchange, "start", tell("start", start)),
+            mock.patch.object(moefx.ir.ops.row_exchange, "wait", tell("wait", wait)),
         ):
             out.sum().backward()
         rows, weights = told.index("rows"), told.index("weights")

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import moefx
-import moefx.ir.sequence
+import moefx.ir.ops.sequence_shards
 from moefx.errors import InvalidInput, InvalidPlan
-from moefx.ir.payload import wait
+from moefx.ir.ops.uneven_all_to_all import wait
 
 from ..passes.blocks import D, Dropping
 from .launch import sampled
@@ -82,7 +82,7 @@ def case_verified() -> None:
         block = BLOCKS[kind]()
         compiled = moefx.compile(copy.deepcopy(block), mesh=mesh, plan=plan, example_inputs=(torch.zeros(9, D),))
         moefx.verify(compiled, block, (same_tokens(mesh, 13).float(),), routings=False).raise_if_failed()
-        with mock.patch.object(moefx.ir.sequence, "wait", halved_in_the_backward):
+        with mock.patch.object(moefx.ir.ops.sequence_shards, "wait", halved_in_the_backward):
             assert not moefx.verify(compiled, block, (same_tokens(mesh, 13).float(),), routings=False).ok
         other = same_tokens(mesh, 13).float() + (dist.get_rank() == 1)
         try:
@@ -196,7 +196,7 @@ def case_activations_are_divided() -> None:
             gathered.append(t.nbytes)
             return wait(t)
 
-        with mock.patch.object(moefx.ir.sequence, "wait", waited):
+        with mock.patch.object(moefx.ir.ops.sequence_shards, "wait", waited):
             out = compiled(x.clone().requires_grad_())
             assert gathered == [x.nbytes], gathered
             out.sum().backward()

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import moefx
-import moefx.ir.exchange
+import moefx.ir.ops.row_exchange
 from moefx.errors import InvalidInput
-from moefx.ir.payload import start
+from moefx.ir.ops.uneven_all_to_all import start
 
 from ..passes.blocks import D
 from .launch import sampled
@@ -126,7 +126,7 @@ def faulty(fault: str, at: int):
                 values[-1] = 0
         return start(rows, sent, received, group)
 
-    with mock.patch.object(moefx.ir.exchange, "start", wrong):
+    with mock.patch.object(moefx.ir.ops.row_exchange, "start", wrong):
         yield
 
 
@@ -163,6 +163,6 @@ def case_the_wrong_group() -> None:
         return start(rows, sent, received, other[group])
 
     assert moefx.verify(compiled, model, torch.randn(6, D)).ok
-    with mock.patch.object(moefx.ir.exchange, "start", exchanged):
+    with mock.patch.object(moefx.ir.ops.row_exchange, "start", exchanged):
         report = moefx.verify(compiled, model, torch.randn(6, D), routings=False)
     assert not everywhere(report.ok), report

@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
-from moefx.ir import exchange
-from moefx.ir.payload import group_of, start
+from moefx.ir.ops import row_exchange
+from moefx.ir.ops.uneven_all_to_all import group_of, start
 from moefx.planner.communication import row_bytes
 from moefx.planner.simulation.routing_skew import traffic
 
@@ -77,7 +77,7 @@ def case_bytes_are_those_of_the_formulas() -> None:
         for (way, node_size, above), sizes in levels.items():
             plan = moefx.Plan(dispatch=way, node_size=node_size, topology_levels=above, validation="symbolic")
             compiled = moefx.compile(block, mesh=mesh, plan=plan, example_inputs=(x[:8],))
-            with mock.patch.object(exchange, "start", Counter()) as counter:
+            with mock.patch.object(row_exchange, "start", Counter()) as counter:
                 compiled(x.clone().requires_grad_()).float().sum().backward()
             expected = predicted(torch.cat(ids), tokens, num_experts, sizes, way, width)
             assert counter.num_bytes == expected > 0, (way, sizes, top_k, counter.num_bytes, expected)

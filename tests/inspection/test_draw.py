@@ -8,7 +8,7 @@ from torch.fx import Graph
 
 from moefx.inspection.draw import _arrange, svg
 from moefx.inspection.outline import Box, Outline, outline
-from moefx.ir.block import BlockGraph
+from moefx.ir.block_graph import BlockGraph
 
 from ..ir.graphs import block_graph
 from ..pace import within

@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_structure
 import moefx
 from moefx import Plan
 from moefx.inspection.history import History, Snapshot
-from moefx.ir.block import BlockGraph
+from moefx.ir.block_graph import BlockGraph
 from moefx.ir.node_values import TensorSpec
-from moefx.passes.manager import PassManager
+from moefx.passes.pass_manager import PassManager
 
 from .. import golden
 from ..ir.graphs import Block, D, block_graph

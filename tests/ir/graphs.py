@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.fx import Graph
 
-import moefx.ir.dialect  # noqa: F401  registers the ops
-from moefx.ir.binding import Binding
-from moefx.ir.block import BlockGraph
-from moefx.ir.body import ExpertBody, Gemm
+import moefx.ir.ops.dialect  # noqa: F401  registers the ops
+from moefx.ir.argument_binding import Binding
+from moefx.ir.block_graph import BlockGraph
+from moefx.ir.expert_body import ExpertBody, Gemm
 from moefx.ir.node_values import TensorSpec
 
 aten, ops = torch.ops.aten, torch.ops.moefx

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moefx.ir import dialect
-from moefx.ir.body import ExpertBody, Gemm
+from moefx.ir.expert_body import ExpertBody, Gemm
+from moefx.ir.ops import dialect
 
 
 @dataclasses.dataclass(frozen=True)

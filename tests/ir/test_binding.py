@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from moefx.ir.binding import (
+from moefx.ir.argument_binding import (
     Binding,
     Specialisation,
     binder,

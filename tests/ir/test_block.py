@@ -12,8 +12,8 @@ import torch
 from torch.fx import Graph
 from torch.utils import _pytree as pytree
 
-from moefx.ir.binding import Guard
-from moefx.ir.block import BlockGraph
+from moefx.ir.argument_binding import Guard
+from moefx.ir.block_graph import BlockGraph
 from moefx.ir.node_values import TensorSpec, dtype_text, value_text
 
 from .graphs import Block, D, block_graph

@@ -9,7 +9,7 @@ from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
 from moefx.errors import DoubleBackward, InvalidInput
-from moefx.ir import dialect
+from moefx.ir.ops import dialect
 
 from .routings import Routing, naive_pft, random_routing, routings
 

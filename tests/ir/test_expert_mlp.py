@@ -16,8 +16,9 @@ from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
 from moefx.errors import DoubleBackward, InvalidInput
-from moefx.ir import dialect, providers
-from moefx.ir.body import ExpertBody, Gemm
+from moefx.ir import op_providers
+from moefx.ir.expert_body import ExpertBody, Gemm
+from moefx.ir.ops import dialect
 from moefx.lowering.torch import segments
 
 from .routings import LAYERS, Layer, Routing, random_routing, routings, swiglu_list
@@ -32,7 +33,7 @@ def using(provider: str) -> Iterator[str]:
     if provider == "padded":
         provider, segments.padding = "segments", lambda num_rows, *_: num_rows % 4
     try:
-        with providers.force("expert_mlp", provider), providers.force("expert_mlp_backward", provider):
+        with op_providers.force("expert_mlp", provider), op_providers.force("expert_mlp_backward", provider):
             yield provider
     finally:
         segments.padding = before
@@ -69,11 +70,11 @@ def check_against_plain(layer: Layer, routing: Routing, keep: str, d: int, **opt
     later=st.booleans(),
 )  # fmt: skip
 def test_equals_the_plain_experts_forward_and_backward(make, provider, routing, keep, reduce, later):
-    providers.reset_counters()
+    op_providers.reset_counters()
     with using(provider) as provider:
         check_against_plain(make(routing.num_experts, 4, 3), routing, keep, 4, reduce=reduce, later=later)
-    assert providers.counters()["expert_mlp", provider] == 1
-    assert providers.counters()["expert_mlp_backward", provider] == 1 + later
+    assert op_providers.counters()["expert_mlp", provider] == 1
+    assert op_providers.counters()["expert_mlp_backward", provider] == 1 + later
 
 
 @pytest.mark.parametrize("provider", ["segments", "padded", "grouped_mm", "reference"])

@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moefx.ir import derivative
-from moefx.ir.derivative import vjp
-from moefx.ir.expression import canonical, evaluate, is_linear, pretty, program, result_dtype, variables
+from moefx.ir import pointwise_derivative
+from moefx.ir.pointwise_derivative import vjp
+from moefx.ir.pointwise_expression import canonical, evaluate, is_linear, pretty, program, result_dtype, variables
 
 SWIGLU = ("mul.Tensor", ("silu", "a0"), "a1")
 CLAMPED = ("mul", ("clamp", "a0", None, 7.0), ("sigmoid", ("mul", ("clamp", "a0", None, 7.0), 1.702)))
@@ -192,9 +192,11 @@ def test_sizes_inside_a_derivative_are_those_of_the_call():
         leaves = [a.detach().requires_grad_() for a in args[:2]]
         return torch.autograd.grad(function(*leaves), leaves, args[2])
 
-    size = (derivative._ROWS, derivative._COLUMNS)
-    traced = derivative.in_fresh_thread(
-        lambda: derivative._trace(joint, [torch.ones(size, dtype=torch.float64) for _ in range(3)], ["a0", "a1"])
+    size = (pointwise_derivative._ROWS, pointwise_derivative._COLUMNS)
+    traced = pointwise_derivative.in_fresh_thread(
+        lambda: pointwise_derivative._trace(
+            joint, [torch.ones(size, dtype=torch.float64) for _ in range(3)], ["a0", "a1"]
+        )
     )
     for rows, columns in ((2, 3), (6, 5)):
         a0, a1, grad = (torch.randn(rows, columns, dtype=torch.float64) for _ in range(3))

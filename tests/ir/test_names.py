@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from moefx.ir.names import attribute_expression, attribute_range, attribute_ranges, read_range
+from moefx.ir.attribute_paths import attribute_expression, attribute_range, attribute_ranges, read_range
 
 
 @pytest.mark.parametrize(

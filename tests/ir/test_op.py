@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from moefx.errors import DoubleBackward, InvalidInput, InvalidPlan
-from moefx.ir import dialect, providers
-from moefx.ir.op import Contract, op, registry
+from moefx.ir import op_providers
+from moefx.ir.ops import dialect
+from moefx.ir.ops.op_definition import Contract, op, registry
 
 
 @op("test_scale(Tensor x, Tensor[] w, *, float by=2.0) -> Tensor[]", contract="x[S,D], w[*] -> out[S,D]")
@@ -101,25 +102,25 @@ def test_shapes_are_checked_with_numbers():
 
 
 def test_latest_supporting_provider_runs_and_is_counted():
-    providers.reset_counters()
+    op_providers.reset_counters()
     scale(torch.ones(2, 2), [])
     scale(torch.ones(5, 2), [])
     scale(torch.ones(5, 2), [])
-    assert providers.counters() == {("test_scale", "only_small"): 1, ("test_scale", "reference"): 2}
-    with providers.force("test_scale", "only_small"):
+    assert op_providers.counters() == {("test_scale", "only_small"): 1, ("test_scale", "reference"): 2}
+    with op_providers.force("test_scale", "only_small"):
         scale(torch.ones(5, 2), [])
-        with providers.force("test_scale", "reference"):
+        with op_providers.force("test_scale", "reference"):
             scale(torch.ones(2, 2), [])
         scale(torch.ones(5, 2), [])
     scale(torch.ones(5, 2), [])
-    assert providers.counters() == {("test_scale", "only_small"): 3, ("test_scale", "reference"): 4}
+    assert op_providers.counters() == {("test_scale", "only_small"): 3, ("test_scale", "reference"): 4}
 
 
 def test_forcing_what_is_not_there():
-    with pytest.raises(InvalidPlan, match="no op moefx::test_nothing"), providers.force("test_nothing", "x"):
+    with pytest.raises(InvalidPlan, match="no op moefx::test_nothing"), op_providers.force("test_nothing", "x"):
         pass
     message = "no provider 'triton'; it has reference, only_small"
-    with pytest.raises(InvalidPlan, match=message), providers.force("test_scale", "triton"):
+    with pytest.raises(InvalidPlan, match=message), op_providers.force("test_scale", "triton"):
         pass
 
 
@@ -132,7 +133,7 @@ IMPORT = """
 import sys, time, torch
 before = set(sys.modules)
 start = time.perf_counter()
-import moefx.ir.dialect
+import moefx.ir.ops.dialect
 print(time.perf_counter() - start)
 print(*(set(sys.modules) - before))
 """

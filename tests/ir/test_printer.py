@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch.fx import Graph
 
-from moefx.ir.block import BlockGraph
-from moefx.ir.body import ExpertBody, Gemm
-from moefx.ir.display import body_text
+from moefx.ir.block_graph import BlockGraph
+from moefx.ir.display_names import body_text
+from moefx.ir.expert_body import ExpertBody, Gemm
 
 from .. import golden
 from .graphs import D, E, block_graph, ops, spec

@@ -3,8 +3,8 @@ import operator
 import torch
 from torch.fx import Graph
 
-from moefx.ir.block import BlockGraph
-from moefx.ir.spec import LEVELS, eliminate_dead_code, has_effect, violations
+from moefx.ir.block_graph import BlockGraph
+from moefx.ir.graph_levels import LEVELS, eliminate_dead_code, has_effect, violations
 
 from .graphs import block_graph
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import moefx
-from moefx.ir.expression import evaluate, pretty
+from moefx.ir.pointwise_expression import evaluate, pretty
 from moefx.lowering import epilogue
 from moefx.lowering.epilogue import formula_of, with_gradients
 from moefx.lowering.formula import source, symbols_of

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moefx.ir import dialect, providers
-from moefx.ir.op import registry
+from moefx.ir import op_providers
+from moefx.ir.ops import dialect
+from moefx.ir.ops.op_definition import registry
 from moefx.lowering.torch import grouped_mm
 from tests.ir.routings import LAYERS, random_routing, routings, swiglu_list
 
@@ -22,7 +23,7 @@ def everywhere(provider: str = "grouped_mm"):
     with contextlib.ExitStack() as stack:
         for op in OPS:
             if provider in registry[op].providers:
-                stack.enter_context(providers.force(op, provider))
+                stack.enter_context(op_providers.force(op, provider))
         yield
 
 
@@ -47,10 +48,10 @@ def test_equals_segments(make, routing, keep, reduce):
         return [out, *torch.autograd.grad(out.square().sum(), leaves)]
 
     expected = run()
-    providers.reset_counters()
+    op_providers.reset_counters()
     with everywhere():
         got = run()
-    counted = providers.counters()
+    counted = op_providers.counters()
     assert counted["expert_mlp", "grouped_mm"] == counted["expert_mlp_backward", "grouped_mm"] == 1
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
@@ -75,9 +76,9 @@ def test_unfused_ops():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 def test_is_not_chosen_on_the_cpu(dtype):
     layer, routing = swiglu_list(2, 8, 8, dtype), random_routing(4, 2, 2, dtype)
-    providers.reset_counters()
+    op_providers.reset_counters()
     layer.fused(torch.randn(4, 8).to(dtype), routing, routing.topk_weights)
-    assert providers.counters()["expert_mlp", "segments"] == 1
+    assert op_providers.counters()["expert_mlp", "segments"] == 1
 
 
 def test_readable_layouts():
@@ -120,15 +121,15 @@ class TestOnGpu:
         weights = routing.topk_weights.requires_grad_()
         layer.fused(x, routing, weights, reduce=reduce).sum().backward()  # traced and compiled once, with syncs
         leaves = [x, weights, *layer.parameters]
-        providers.reset_counters()
+        op_providers.reset_counters()
         torch.cuda.set_sync_debug_mode("error")
         try:
             out = layer.fused(x, routing, weights, reduce=reduce)
             grads = torch.autograd.grad(out.float().square().sum(), leaves)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert providers.counters()["expert_mlp", provider] == 1
-        assert providers.counters()["expert_mlp_backward", provider] == 1
+        assert op_providers.counters()["expert_mlp", provider] == 1
+        assert op_providers.counters()["expert_mlp_backward", provider] == 1
         exact_leaves = [x.detach().double().requires_grad_(), weights.detach().double().requires_grad_()]
         with everywhere("segments"):
             reference = exact.fused(exact_leaves[0], routing, exact_leaves[1])
@@ -152,9 +153,9 @@ class TestOnGpu:
         on_gpu = make(4, 16, 8, dtype)
         for name in ("up", "up_bias", "down", "down_bias"):
             setattr(on_gpu, name, [p.detach().cuda().requires_grad_() for p in getattr(layer, name)])
-        providers.reset_counters()
+        op_providers.reset_counters()
         out = on_gpu.fused(x.cuda(), cuda, cuda.topk_weights)
-        assert providers.counters()["expert_mlp", provider] == 1
+        assert op_providers.counters()["expert_mlp", provider] == 1
         tolerance = 20 * torch.finfo(dtype).eps
         torch.testing.assert_close(out.cpu(), expected, rtol=tolerance, atol=tolerance)
         got = torch.autograd.grad(out.sum(), on_gpu.parameters)
@@ -182,9 +183,9 @@ class TestOnGpu:
             )
             return [dialect.combine(put(rows), None, token_ids, offsets, inverse), *back]
 
-        providers.reset_counters()
+        op_providers.reset_counters()
         clean, poisoned = run(0.0), run(float("nan"))
-        assert providers.counters()["expert_mlp_backward", provider] == 2
+        assert op_providers.counters()["expert_mlp_backward", provider] == 2
         for a, b in zip(clean, poisoned, strict=True):
             assert torch.equal(a, b)
 

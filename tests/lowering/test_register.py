@@ -43,7 +43,7 @@ def test_providers_that_do_not_exist_are_an_error(setting):
 def test_the_order_of_providers_does_not_depend_on_what_is_imported_first(first):
     program = f"""
 import moefx.lowering.{first}, moefx.lowering.register
-from moefx.ir.op import registry
+from moefx.ir.ops.op_definition import registry
 print(*registry["expert_mlp"].providers)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

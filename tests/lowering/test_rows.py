@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moefx.lowering.torch.row_ops
-from moefx.ir import dialect, providers
+from moefx.ir import op_providers
+from moefx.ir.ops import dialect
 from tests.ir.routings import Routing, random_routing, routings
 
 
@@ -26,10 +27,10 @@ def test_bag_and_blocks_are_the_reference(routing: Routing, weighted: bool):
         gradients = torch.autograd.grad(out.sum(), leaves)
         return [out, *(g[: int(offsets[-1])] for g in gradients)]
 
-    providers.reset_counters()
+    op_providers.reset_counters()
     got = run()
-    assert ("combine", "reference") not in providers.counters()
-    with providers.force("combine", "reference"), providers.force("combine_backward", "reference"):
+    assert ("combine", "reference") not in op_providers.counters()
+    with op_providers.force("combine", "reference"), op_providers.force("combine_backward", "reference"):
         expected = run()
     torch.testing.assert_close(got, expected)
 
@@ -42,11 +43,11 @@ def test_half_types_are_summed_in_float32(dtype, routing: Routing, weighted: boo
     rows = torch.randn(token_ids.shape[0], 3).to(dtype)
     rows[int(offsets[-1]) :] = float("nan")
     args = (rows, weights.float() if weighted else None, token_ids, offsets, inverse)
-    providers.reset_counters()
+    op_providers.reset_counters()
     with mock.patch.object(moefx.lowering.torch.row_ops, "_BLOCK", block):
         got = dialect.combine(*args)
-    assert providers.counters() == {("combine", "bag"): 1}
-    with providers.force("combine", "reference"):
+    assert op_providers.counters() == {("combine", "bag"): 1}
+    with op_providers.force("combine", "reference"):
         expected = dialect.combine(*args)
     if not weighted:
         assert torch.equal(got, expected)
@@ -58,7 +59,7 @@ def test_blocks_of_rows():
     rows, weights = torch.randn(2800, 2).double().requires_grad_(), weights.detach().requires_grad_()
     out = dialect.combine(rows, weights, token_ids, offsets, inverse)
     got = torch.autograd.grad(out.square().sum(), [rows, weights])
-    with providers.force("combine_backward", "reference"):
+    with op_providers.force("combine_backward", "reference"):
         out = dialect.combine(rows, weights, token_ids, offsets, inverse)
         torch.testing.assert_close(got, torch.autograd.grad(out.square().sum(), [rows, weights]))
 
@@ -72,6 +73,6 @@ def test_segment_reduce_is_the_reference(routing: Routing):
     grad = torch.randn(token_ids.shape[0], 3, dtype=torch.float64)
     expected = dialect.expert_rows_backward(grad, offsets, dtype=torch.float64)
     grad[int(offsets[-1]) :] = float("nan")
-    with providers.force("expert_rows_backward", "segment_reduce"):
+    with op_providers.force("expert_rows_backward", "segment_reduce"):
         got = dialect.expert_rows_backward(grad, offsets, dtype=torch.float64)
     torch.testing.assert_close(got, expected)

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moefx.ir import dialect, providers
-from moefx.ir.expert_mlp import Call
+from moefx.ir import op_providers
+from moefx.ir.ops import dialect
+from moefx.ir.ops.expert_mlp import Call
 from moefx.lowering.torch import cpu_gemm, expert_mlp_algebra, segments, thread_pool
 from moefx.lowering.torch.segments import SegmentGemms
 from tests.ir.routings import LAYERS, random_routing, routings, swiglu_list
@@ -62,12 +63,12 @@ def test_several_groups_and_threads_change_no_bit(make, monkeypatch):
 
 def test_counts_the_provider_and_the_path_of_the_weights():
     layer, routing = swiglu_list(4, 8, 6), random_routing(9, 2, 4)
-    providers.reset_counters()
+    op_providers.reset_counters()
     layer.fused(torch.randn(9, 8).double(), routing, routing.topk_weights).sum().backward()
-    assert providers.counters()["expert_mlp", "segments"] == 1
-    assert providers.counters()["expert_mlp_backward", "segments"] == 1
-    assert not any(provider == "reference" for op, provider in providers.counters() if op.startswith("expert_mlp"))
-    assert providers.weight_paths() == {"separate": 6}  # gate, up and down, in forward and backward: no copies
+    assert op_providers.counters()["expert_mlp", "segments"] == 1
+    assert op_providers.counters()["expert_mlp_backward", "segments"] == 1
+    assert not any(provider == "reference" for op, provider in op_providers.counters() if op.startswith("expert_mlp"))
+    assert op_providers.weight_paths() == {"separate": 6}  # gate, up and down, in forward and backward: no copies
 
 
 def test_the_linear_output_needs_no_second_down_projection(monkeypatch):
@@ -246,12 +247,12 @@ def test_call_takes_arguments_apart():
 
 
 def test_grouped_mm_op_runs_in_segments():
-    providers.reset_counters()
+    op_providers.reset_counters()
     _, _, offsets, _, _ = random_routing(6, 2, 4).build()
     w = [torch.randn(5, 3, dtype=torch.float64, requires_grad=True) for _ in range(4)]
     dialect.grouped_mm(torch.randn(12, 3).double(), w, offsets, transposed=True).sum().backward()
-    assert providers.counters()["grouped_mm", "segments"] == 1
-    assert providers.counters()["grouped_mm_backward", "segments"] == 1
+    assert op_providers.counters()["grouped_mm", "segments"] == 1
+    assert op_providers.counters()["grouped_mm_backward", "segments"] == 1
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import moefx
-from moefx.ir.providers import force
+from moefx.ir.op_providers import force
 
 D, H, E = 32, 48, 4
 # What is summed in another order differs at random: gradients of routing weights are another sum of products.

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moefx.ir import providers
+from moefx.ir import op_providers
 from moefx.lowering.torch.weight_lists import matrices, stack, strided_view
 
 
@@ -79,12 +79,12 @@ def test_equal_spacing_across_storages_is_an_accident_not_a_view():
     ids=["stacked", "view", "stacked_copy"],
 )
 def test_stack(w, path, dtype):
-    providers.reset_counters()
+    op_providers.reset_counters()
     result = stack(w, dtype)
     assert result.dtype is dtype
     assert torch.equal(result, (w[0] if len(w) == 1 else torch.stack(list(w))).to(dtype))
     cast = {"cast": 1} if dtype is torch.bfloat16 and path != "stacked_copy" else {}
-    assert providers.weight_paths() == {path: 1, **cast}
+    assert op_providers.weight_paths() == {path: 1, **cast}
     assert (result.data_ptr() == w[0].data_ptr()) == (path != "stacked_copy" and dtype is torch.float32)
 
 
@@ -108,10 +108,10 @@ def test_what_breaks_the_view_is_noticed_and_stays_right(change):
 
 
 def test_matrices_never_copy():
-    providers.reset_counters()
+    op_providers.reset_counters()
     w = [torch.randn(4, 5) for _ in range(3)]
     stacked = torch.randn(5, 4, 3).permute(2, 1, 0)
     assert matrices(w, torch.float32) is w
     read = matrices([stacked], torch.bfloat16)
     assert all(m.data_ptr() == s.data_ptr() for m, s in zip(read, stacked, strict=True))
-    assert providers.weight_paths() == {"separate": 1, "stacked": 1, "cast": 1}
+    assert op_providers.weight_paths() == {"separate": 1, "stacked": 1, "cast": 1}

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from moefx.passes.capacity import Law, find_formula, find_law
+from moefx.passes.capacity_formulas import Law, find_formula, find_law
 
 TOKENS = (29, 33, 17, 2, 6, 10, 20, 40, 64, 100, 128, 200, 320, 512)
 

@@ -9,7 +9,7 @@ import torch
 
 import moefx
 from moefx.errors import InvalidPlan
-from moefx.ir.routing import build_pft
+from moefx.ir.ops.token_routing import build_pft
 
 from .blocks import D, Dropping, E, Gated, Loop
 

@@ -8,8 +8,8 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import Graph
 
 from moefx import Plan
-from moefx.ir.block import BlockGraph
-from moefx.passes.manager import PassError, PassManager, graph_pass, pass_name, rule
+from moefx.ir.block_graph import BlockGraph
+from moefx.passes.pass_manager import PassError, PassManager, graph_pass, pass_name, rule
 
 from ..ir.graphs import Block, D, S, block_graph, ops
 
@@ -76,7 +76,7 @@ def test_passes_behind_others_are_numbered_with_them():
 
 
 def test_rules_of_the_package_are_relative_to_it():
-    from moefx.ir.spec import eliminate_dead_code
+    from moefx.ir.graph_levels import eliminate_dead_code
 
     assert re.fullmatch(r"ir/spec\.py:\d+", rule(eliminate_dead_code))
     assert rule(functools.partial(eliminate_dead_code)) == rule(eliminate_dead_code)

@@ -7,9 +7,9 @@ import operator
 import torch
 from torch import fx
 
-from moefx.ir import dialect
-from moefx.ir.binding import Binding
-from moefx.ir.block import BlockGraph
+from moefx.ir.argument_binding import Binding
+from moefx.ir.block_graph import BlockGraph
+from moefx.ir.ops import dialect
 from moefx.passes.overlap import overlap
 
 ops, aten = torch.ops.moefx, torch.ops.aten

@@ -12,7 +12,6 @@ import pytest
 
 import moefx
 from moefx import cli
-from moefx.util.unit_text import amount
 from moefx.planner.catalogue import model_of
 from moefx.planner.constants import assumptions, sources
 from moefx.planner.platforms import FITTED, FREE, PLATFORMS, Network, Platform
@@ -20,6 +19,7 @@ from moefx.planner.ranking import plan, search
 from moefx.planner.ranking_page import INSTALL, file_name, has_plots, render
 from moefx.planner.regions import feasible, saved_by_ssmb
 from moefx.planner.scaling import scaling
+from moefx.util.unit_text import amount
 
 from ..pace import within
 

@@ -6,7 +6,6 @@ import dataclasses
 
 import pytest
 
-from moefx.util.unit_text import amount
 from moefx.planner.catalogue import MODELS, model_of
 from moefx.planner.layout import Layout
 from moefx.planner.paper_formulas import X_MOE
@@ -15,6 +14,7 @@ from moefx.planner.ranking import plan
 from moefx.planner.regions import TRADE_OFF, border, feasible, saved_by_ssmb, trade_off
 from moefx.planner.scaling import scaling
 from moefx.planner.step_formulas import memory
+from moefx.util.unit_text import amount
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 
-from moefx.util.unit_text import amount
 from moefx.planner.breakdown import time_parts
 from moefx.planner.ranking import plan
 from moefx.planner.scaling import Scaled, above_ideal, scaling
 from moefx.planner.step_formulas import memory
+from moefx.util.unit_text import amount
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ import torch
 
 import moefx
 from moefx import cli
-from moefx.util.unit_text import amount
 from moefx.errors import InvalidPlan, UnknownArchitecture, UnknownPlatform
 from moefx.planner.catalogue import model_of
 from moefx.planner.entries import Asked
@@ -19,6 +18,7 @@ from moefx.planner.layout import Layout
 from moefx.planner.platforms import Network, platform_of
 from moefx.planner.ranking import plan, search
 from moefx.planner.step_formulas import flop_per_token, given, memory, sheet
+from moefx.util.unit_text import amount
 
 from ..pace import within
 

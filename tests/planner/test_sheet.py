@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import sympy
 
-from moefx.util.unit_text import amount
 from moefx.planner.sheet import Formula, Sheet, distinct, quantities
+from moefx.util.unit_text import amount
 
 a, b, total, E, k, N = quantities("a b total E k N")
 SHEET = Sheet(

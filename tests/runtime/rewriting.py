@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from moefx.inspection.history import History, Snapshot
-from moefx.ir.binding import Guard, Specialisation, binder, call_specialisation, leaves_of
-from moefx.ir.block import BlockGraph
+from moefx.ir.argument_binding import Guard, Specialisation, binder, call_specialisation, leaves_of
+from moefx.ir.block_graph import BlockGraph
 from moefx.runtime.module import BlockForward, install
 from moefx.runtime.program import Program
 from moefx.runtime.watch import absorbed_names

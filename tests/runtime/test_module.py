@@ -13,7 +13,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from moefx.errors import AbsorbedModuleChanged, MoefxError, Refused
-from moefx.ir.binding import Guard
+from moefx.ir.argument_binding import Guard
 from moefx.runtime.module import MAX_SPECIALISATIONS, BlockForward, install, rewritten, rewritten_blocks
 
 from ..ir.graphs import Block, D

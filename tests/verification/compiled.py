@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from moefx.inspection.history import History, Snapshot
-from moefx.ir.binding import binder, call_specialisation, leaves_of
-from moefx.ir.block import BlockGraph
-from moefx.ir.op import registry
+from moefx.ir.argument_binding import binder, call_specialisation, leaves_of
+from moefx.ir.block_graph import BlockGraph
+from moefx.ir.ops.op_definition import registry
 from moefx.runtime.module import install
 from moefx.runtime.program import Program
 from moefx.runtime.watch import absorbed_names

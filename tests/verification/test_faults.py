@@ -17,9 +17,9 @@ from torch.fx import Graph
 
 import moefx
 from moefx.inspection.history import History
-from moefx.ir import providers
-from moefx.ir.dialect import build_pft
-from moefx.ir.op import registry
+from moefx.ir import op_providers
+from moefx.ir.ops.dialect import build_pft
+from moefx.ir.ops.op_definition import registry
 from moefx.runtime.module import install, rewritten
 from moefx.runtime.program import Program
 from moefx.verification.report import verify
@@ -155,10 +155,10 @@ def runs(fuse: bool, op: str, provider: str) -> bool:
     """Does the provider take these calls at all? Some are for 16 bit or for GPUs only."""
     compiled = copy.deepcopy(models(fuse, provider)[1])
     try:
-        with providers.force(op, provider):
-            providers.reset_counters()
+        with op_providers.force(op, provider):
+            op_providers.reset_counters()
             compiled(ids(provider)).sum().backward()
-            return providers.counters().get((op, provider), 0) > 0
+            return op_providers.counters().get((op, provider), 0) > 0
     except (RuntimeError, NotImplementedError):
         return False
 
@@ -169,7 +169,7 @@ def test_every_wrong_kernel_is_flagged(fuse, op, provider, corrupt):
     if not runs(fuse, op, provider):
         pytest.skip(f"{provider} does not run {op} here")
     original, compiled = models(fuse, provider)
-    with providers.force(op, provider), broken(op, corrupt, provider=provider):
+    with op_providers.force(op, provider), broken(op, corrupt, provider=provider):
         report = verify(compiled, original, (ids(provider),), routings=False)
     assert not report.ok and report.first_block == "layer" and report.first_pass
 
@@ -183,7 +183,7 @@ def test_every_provider_passes_as_it_is(fuse):
             if runs(fuse, op, provider):
                 ran.add((op, provider))
                 original, compiled = models(fuse, provider)
-                with providers.force(op, provider):
+                with op_providers.force(op, provider):
                     report = verify(compiled, original, (ids(provider),), routings=False, token_counts=())
                 assert report.ok, f"{op} {provider}\n{report}"
     gemms = ("expert_mlp", "expert_mlp_backward") if fuse else ("grouped_mm", "grouped_mm_backward")

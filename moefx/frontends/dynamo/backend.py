@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from . import registry as kept
-from .compile_options import options_of
 from ..._plan import Plan
 from ...api import RECORD, UNCHANGED, Record, checked_passes, explain
+from ...compiler.survey import Refusal
 from ...errors import Refused
-from ..fx import trace_artifacts
-from ..fx.normalize import folded, prepared
-from ..fx.graph_rewrite import Found, checked_graph, checked_plan, refusal_of, rewritten
 from ...inspection.explain import MatchedBlock, together
 from ...runtime.module import BlockForward, rewritten_blocks
-from ...compiler.survey import Refusal
 from ...verification.compiled_parts import compiled_parts
 from ...verification.traced import Way, keeping_saved_tensors
+from ..fx import trace_artifacts
+from ..fx.graph_rewrite import Found, checked_graph, checked_plan, refusal_of, rewritten
+from ..fx.normalize import folded, prepared
+from . import registry as kept
+from .compile_options import options_of
 
 _log = logging.getLogger(__name__)
 _told: set[str] = set()

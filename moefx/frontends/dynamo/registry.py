@@ -13,12 +13,12 @@ from torch import fx, nn
 
 from ...api import Record
 from ...capture.source import Source
-from ..fx.token_dims import NO_TOKENS, ONE_TOKEN
-from ..fx.node_queries import sources_of
-from ..fx.graph_rewrite import Found
+from ...compiler.survey import Refusal
 from ...inspection.explain import MatchedBlock
 from ...runtime.module import BlockForward, rewritten_blocks
-from ...compiler.survey import Refusal
+from ..fx.graph_rewrite import Found
+from ..fx.node_queries import sources_of
+from ..fx.token_dims import NO_TOKENS, ONE_TOKEN
 
 _MOST = 64
 _FEW = "graphs of a single token, or of none, run as they were"

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from ...errors import InvalidInput, Refused, in_short
-from ...ir.strides import inverse
+from ...ir.memory_order import inverse
 from ...util.fake_tensor_log import without_fake_tensor_errors
 from .node_queries import SELECT, SWITCHES, hint, is_float_tensor, target_name
 

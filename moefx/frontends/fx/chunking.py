@@ -10,9 +10,9 @@ import torch
 from torch import fx
 
 from ...errors import Refused
-from .region_bounds import Extent
 from .graph_analysis import Facts
 from .node_queries import hint, is_hinted, sources_of, target_name
+from .region_bounds import Extent
 
 _CUTS = {"split", "split_with_sizes", "chunk", "tensor_split", "unbind"}
 

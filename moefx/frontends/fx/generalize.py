@@ -21,11 +21,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_aggregate
 
 from ...errors import Refused
-from .region_code import Size, Value, call, map_leaves, modes
-from .token_dims import ONE_TOKEN, Dims
-from .region_bounds import Extent, deciding
 from .graph_analysis import Facts
 from .node_queries import SELECT, hint, plain, selected_axis, target_name
+from .region_bounds import Extent, deciding
+from .region_code import Size, Value, call, map_leaves, modes
+from .token_dims import ONE_TOKEN, Dims
 
 _FACTORIES = {
     "zeros", "ones", "full", "empty", "arange", "rand", "randn", "eye", "linspace", "randperm", "randint",

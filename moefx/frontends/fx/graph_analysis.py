@@ -14,9 +14,9 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_arg
 
-from .region_code import Autocast, Modes, call
-from .node_effects import Effect, differentiates, effect_of, is_switch
+from .abstract_values import is_said, likely_weights, propagated, said
 from .memory_aliases import Aliases, storages
+from .node_effects import Effect, differentiates, effect_of, is_switch
 from .node_queries import (
     ENTER_AUTOCAST,
     MOVES,
@@ -31,7 +31,7 @@ from .node_queries import (
     target_name,
     transform,
 )
-from .abstract_values import is_said, likely_weights, propagated, said
+from .region_code import Autocast, Modes, call
 
 _OF_INTEGERS = MOVES | {
     "getitem", "select", "slice", "narrow", "flatten", "unflatten", "movedim", "long", "int", "short", "type",

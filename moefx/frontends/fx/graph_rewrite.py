@@ -14,18 +14,18 @@ from torch import fx, nn
 
 from ..._plan import Plan
 from ...compiler.plan_check import check_of_graphs
-from ...errors import InvalidInput, InvalidPlan, Refused, own_fault
 from ...compiler.survey import Refusal
+from ...errors import InvalidInput, InvalidPlan, Refused, own_fault
 from . import proof_cache
-from .region_bounds import Extent, Extents
-from .graph_analysis import Facts
-from .float_inputs import make_constant
-from .region_isolation import removed
-from .proof_cache import Proven
-from .region_names import region_name
-from .node_queries import SELECT, target_name
 from .chunking import cut_into_parts
+from .float_inputs import make_constant
+from .graph_analysis import Facts
+from .node_queries import SELECT, target_name
+from .proof_cache import Proven
+from .region_bounds import Extent, Extents
+from .region_isolation import removed
 from .region_module import Extracted, RegionCall, extract
+from .region_names import region_name
 from .splice import order, splice
 
 _NOT_ROUTED = "nothing is routed"

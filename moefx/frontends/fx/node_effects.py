@@ -12,9 +12,9 @@ import torch
 from torch import fx, nn
 
 from ...runtime.watch import hook_on
+from .abstract_values import said
 from .memory_aliases import Aliases
 from .node_queries import argument, target_name
-from .abstract_values import said
 
 _IN_PLACE = {
     operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv,

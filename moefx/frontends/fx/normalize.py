@@ -15,9 +15,9 @@ from torch import fx, nn
 from torch.fx.node import has_side_effect, map_arg
 
 from ...errors import AbsorbedModuleChanged, InvalidInput
+from .abstract_values import asks_for_sizes, is_said, said, symbolic
 from .node_effects import effect_of, is_plain_module
 from .node_queries import ENTER_AUTOCAST, EXIT_AUTOCAST, attribute, is_float_tensor, target_name
-from .abstract_values import asks_for_sizes, is_said, said, symbolic
 
 _FROM = "moefx_inlined"  # in the meta of a node: the call that it is of, its module, and of how many nodes
 _FOUND = "moefx_found"  # that its value is not the graph's own

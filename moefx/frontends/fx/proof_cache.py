@@ -16,15 +16,15 @@ from ...capture.autocast import under
 from ...capture.defaults import neutral_device
 from ...capture.find import Seen
 from ...capture.sizes import SizeGuard
-from ...errors import CaptureError, MoefxError, Refused, in_short
-from ...inspection.explain import MatchedBlock
+from ...compiler.block_report import report_of
 from ...compiler.numeric_check import numeric_check
 from ...compiler.pipeline import Result, limited, rewrite_block
-from ...compiler.block_report import report_of
-from ...runtime.module import unobserved
-from ...runtime.program import Program
 from ...compiler.specialization import program_of
 from ...compiler.survey import Matched
+from ...errors import CaptureError, MoefxError, Refused, in_short
+from ...inspection.explain import MatchedBlock
+from ...runtime.module import unobserved
+from ...runtime.program import Program
 from ...util.compile_lock import compile_lock
 from .graph_analysis import Facts
 from .node_queries import target_name

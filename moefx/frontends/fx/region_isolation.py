@@ -8,9 +8,9 @@ import torch
 from torch import fx
 
 from ...errors import Refused
-from .region_bounds import Extent
 from .graph_analysis import Facts
 from .node_queries import target_name
+from .region_bounds import Extent
 
 
 def check(facts: Facts, extent: Extent) -> None:

@@ -10,17 +10,17 @@ import torch
 from torch import fx, nn
 
 from ...errors import Refused
-from ...ir.binding import Path, Specialisation, kind_of
+from ...ir.argument_binding import Path, Specialisation, kind_of
 from ...runtime.module import install
 from ...runtime.program import Program
-from .region_code import Autocast, Code, Modes, Size, Step, Value
-from .node_effects import is_known
-from .region_bounds import Extent
+from .generalize import Generalised
 from .graph_analysis import Facts
+from .node_effects import is_known
+from .node_queries import hint, plain, sources_of
+from .region_bounds import Extent
+from .region_code import Autocast, Code, Modes, Size, Step, Value
 from .region_isolation import check, check_shared, is_used, removed
 from .region_names import region_name, weight_names
-from .node_queries import hint, plain, sources_of
-from .generalize import Generalised
 
 _MOST_NUMBERS = 1 << 16
 

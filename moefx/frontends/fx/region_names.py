@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import fx, nn
 
-from .region_bounds import Extent
 from .graph_analysis import Facts
 from .node_queries import MOVES, is_held, target_name
+from .region_bounds import Extent
 
 
 def weight_names(facts: Facts, extent: Extent, weights: tuple[fx.Node, ...]) -> tuple[str, ...]:

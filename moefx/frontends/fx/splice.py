@@ -13,12 +13,12 @@ import torch
 from torch import fx
 
 from ...errors import Refused
-from ...ir.strides import inverse, memory_order
-from .region_code import Modes
+from ...ir.memory_order import inverse, memory_order
 from .graph_analysis import Facts
-from .region_isolation import removed
 from .node_queries import hint
 from .normalize import with_graph
+from .region_code import Modes
+from .region_isolation import removed
 from .region_module import Extracted, RegionCall
 
 _Unit = fx.Node | Extracted

@@ -16,11 +16,11 @@ from torch.utils._sympy.printers import PythonPrinter
 from ...capture.inputs import NAMES
 from ...capture.sizes import FOLLOWED
 from ...errors import Refused
-from ...ir.codegen import INFIX
-from .region_code import Size
-from .graph_analysis import Facts
+from ...ir.graph_codegen import INFIX
 from .float_inputs import seldom_changes
+from .graph_analysis import Facts
 from .node_queries import hint, plain, target_name
+from .region_code import Size
 
 NO_TOKENS = "there are no tokens in the graph's inputs: sizes do not show what is of tokens"
 ONE_TOKEN = "there is one token only: sizes do not show what is of tokens"

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ir import derivative, expression
-from ...ir.expert_mlp import Call, expert_mlp, expert_mlp_backward, weight_gradient, with_ones
+from ...ir import pointwise_derivative, pointwise_expression
+from ...ir.ops.expert_mlp import Call, expert_mlp, expert_mlp_backward, weight_gradient, with_ones
 from . import grouped_mm
 from .grouped_mm import GroupedGemms
 from .segments import SegmentGemms
@@ -89,7 +89,9 @@ class Parameters:
 def forward(call: Call, gemms: Gemms, keep: str, reduce: bool) -> list[Tensor]:
     up_widths, act_width, out_width = call.widths
     x, parameters, by_row = call.x, Parameters(call, gemms), ByRow(call, gemms)
-    act_of, out_of = (expression.program(expression.canonical(e)) for e in (call.act, call.body.out))
+    act_of, out_of = (
+        pointwise_expression.program(pointwise_expression.canonical(e)) for e in (call.act, call.body.out)
+    )
 
     def buffer(width: int, dtype: torch.dtype) -> Buffer:
         return Buffer(gemms, gemms.new_rows(x, call.num_rows, width, dtype))
@@ -149,14 +151,14 @@ class Backward:
         num_up = len(call.up)
         self.hidden = [gemms.read(h) for h in kept[:num_up]]
         self.kept_act = gemms.read(kept[num_up]) if len(kept) > num_up else None
-        self.linear, self.by_row = expression.is_linear(call.body.out, "y"), ByRow(call, gemms)
+        self.linear, self.by_row = pointwise_expression.is_linear(call.body.out, "y"), ByRow(call, gemms)
 
         self.grad_x = gemms.new_sum(call, call.x.shape[1], call.dtype) if self.need_x else None
         self.grad_up = self._stacks(need_up, call.up, 2)
         self.grad_up_bias = self._stacks(need_up_bias, call.up_bias, 1)
         (self.grad_down,) = self._stacks(need_down, [call.down], 2)
         (self.grad_down_bias,) = self._stacks(need_down_bias, [call.down_bias], 1)
-        out_uses, act_uses = expression.variables(call.body.out), expression.variables(call.act)
+        out_uses, act_uses = pointwise_expression.variables(call.body.out), pointwise_expression.variables(call.act)
         self.w_of_out = self._column(torch.promote_types(grad.dtype, torch.float32)) if "w" in out_uses else None
         self.w_of_act = self._column(call.w.dtype) if "w" in act_uses and call.w is not None else None
         up_widths, act_width, out_width = call.widths
@@ -197,7 +199,7 @@ class Backward:
         if self.linear:
             grad_sum = grad if scale is None else grad * scale.mantissa
         else:
-            act = expression.evaluate(call.act, env) if act is None else act
+            act = pointwise_expression.evaluate(call.act, env) if act is None else act
             grad_sum = self._through_out(group, act, grad, env)
         grad_y = _in(call.dtype, grad_sum)
         if parameters.down_apart is None:
@@ -205,7 +207,7 @@ class Backward:
         product = gemms.multiply(group, grad_y, self.down)
         grad_act = product if scale is None else _in(call.dtype, product * scale.power)
         if self.act_vjp is None:  # the same function for all groups
-            self.act_vjp = derivative.vjp_function(call.act, env, grad_act, wrt, value=act is None)
+            self.act_vjp = pointwise_derivative.vjp_function(call.act, env, grad_act, wrt, value=act is None)
         function, wrt = self.act_vjp
         value, *gradients = function(env, grad_act)
         by_act = dict(zip(wrt, gradients, strict=True))
@@ -236,7 +238,7 @@ class Backward:
         """Gradient of y through an `out` that is not linear in it."""
         y = self.parameters.project_down(group, act)
         wrt = ["y", "w"] if self.w_of_out is not None else ["y"]
-        _, by_out = derivative.vjp(self.call.body.out, {**env, "y": y}, grad, wrt, value=False)
+        _, by_out = pointwise_derivative.vjp(self.call.body.out, {**env, "y": y}, grad, wrt, value=False)
         if self.w_of_out is not None:
             self.w_of_out.put(group, by_out["w"])
         return by_out["y"]
@@ -291,8 +293,10 @@ class Backward:
             columns = [None if column is None else column.tensor for column in (w_of_out, self.w_of_act)]
             if self.linear and columns[0] is not None:
                 factor, ones = self.by_row.factor, with_ones(call)
-                dot = columns[0].to(expression.result_dtype(factor, {name: t.dtype for name, t in ones.items()}))
-                columns[0] = derivative.vjp(factor, ones, dot, ["w"])[1]["w"]
+                dot = columns[0].to(
+                    pointwise_expression.result_dtype(factor, {name: t.dtype for name, t in ones.items()})
+                )
+                columns[0] = pointwise_derivative.vjp(factor, ones, dot, ["w"])[1]["w"]
             results.append(weight_gradient(call, *columns))
         for gradient in (*self.grad_up, *self.grad_up_bias, self.grad_down, self.grad_down_bias):
             if gradient is not None:
@@ -361,9 +365,9 @@ class ByRow:
         self.token_ids = gemms.read(call.token_ids)
         self.w = None if call.w is None else gemms.read(call.w)
         self.scale, self.factor = None, call.body.out
-        if call.body.out != "y" and expression.is_linear(call.body.out, "y"):
-            self.factor = expression.without_casts_of(call.body.out, "y")
-            self.scale = gemms.read(expression.evaluate(self.factor, with_ones(call)))
+        if call.body.out != "y" and pointwise_expression.is_linear(call.body.out, "y"):
+            self.factor = pointwise_expression.without_casts_of(call.body.out, "y")
+            self.scale = gemms.read(pointwise_expression.evaluate(self.factor, with_ones(call)))
 
     def with_weight(self, group: Group, env: dict[str, Tensor]) -> dict[str, Tensor]:
         return env if self.w is None else {**env, "w": self.w[group.index]}

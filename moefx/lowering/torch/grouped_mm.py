@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ir.experts import (
+from ...ir.ops.expert_gemms import (
     check_dtypes,
     expert_of_row,
     expert_rows_backward,
@@ -25,7 +25,7 @@ from ...ir.experts import (
     separate_gradients,
     weight_shape,
 )
-from ...ir.routing import combine
+from ...ir.ops.token_routing import combine
 from .segments import PftIndex
 from .weight_lists import stack
 

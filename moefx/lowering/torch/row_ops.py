@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...ir.experts import expert_rows_backward
-from ...ir.routing import combine, combine_backward
+from ...ir.ops.expert_gemms import expert_rows_backward
+from ...ir.ops.token_routing import combine, combine_backward
 
 # Rows or tokens at a time where there are intermediates: they stay in a core's cache.
 _BLOCK = 1024

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ...ir.experts import (
+from ...ir.ops.expert_gemms import (
     check_dtypes,
     grouped_mm,
     grouped_mm_backward,
@@ -23,7 +23,7 @@ from ...ir.experts import (
     separate_gradients,
     weight_shape,
 )
-from ...ir.routing import combine
+from ...ir.ops.token_routing import combine
 from .cpu_gemm import linear, linear_into, padding
 from .huge_pages import new_buffer
 from .thread_pool import for_each

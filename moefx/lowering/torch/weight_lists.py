@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...ir.experts import is_stacked
-from ...ir.providers import count_weight_path
+from ...ir.op_providers import count_weight_path
+from ...ir.ops.expert_gemms import is_stacked
 
 
 def matrices(w: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ir import expert_mlp as ir_mlp  # not by the names of this package's modules
-from ...ir import packing as ir_packing
-from ...ir import routes as ir_routes
-from ...ir import routing as ir_routing
-from ...ir.body import ExpertBody
+from ...ir.expert_body import ExpertBody
+from ...ir.ops import exchange_routes as ir_routes
+from ...ir.ops import expert_mlp as ir_mlp  # not by the names of this package's modules
+from ...ir.ops import row_packing as ir_packing
+from ...ir.ops import token_routing as ir_routing
 
 _GEMM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

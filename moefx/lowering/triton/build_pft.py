@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...ir.routing import room_for
+from ...ir.ops.token_routing import room_for
 from .launch import cdiv, on
 from .launch_replay import apply, empty, launch, played
 

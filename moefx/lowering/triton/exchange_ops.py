@@ -14,8 +14,8 @@ from torch import Tensor
 from triton import language as tl
 from triton import next_power_of_2
 
-from ...ir import routes
-from ...ir.packing import Column, Layout, layout_of_rows, most_rows
+from ...ir.ops import exchange_routes
+from ...ir.ops.row_packing import Column, Layout, layout_of_rows, most_rows
 from . import destination_kernels as _places
 from . import row_kernels as rows
 from .build_pft import build_pft
@@ -56,7 +56,7 @@ def place_choices(topk_ids: Tensor, keep: Tensor | None, *, places: Sequence[int
     place = topk_ids.new_empty(topk_ids.shape, dtype=torch.int32)
     if not place.numel():
         return place
-    table = routes.table_of(places, topk_ids.device)
+    table = exchange_routes.table_of(places, topk_ids.device)
     kept = None if keep is None else keep.contiguous().view(torch.uint8)
     with on(place.device):
         launch(
@@ -73,7 +73,7 @@ def plan_dispatch(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `ir.routes.plan_dispatch`."""
     if not dedup or not place.numel():
-        return routes.plan_dispatch.reference(place, num_ranks=num_ranks, num_slots=num_slots, dedup=dedup)
+        return exchange_routes.plan_dispatch.reference(place, num_ranks=num_ranks, num_slots=num_slots, dedup=dedup)
     pilot = torch.empty_like(place, memory_format=torch.contiguous_format)
     num_tokens, top_k = place.shape
     with on(place.device):
@@ -90,7 +90,7 @@ def count_rows(
     place: Tensor, *, levels: Sequence[int], num_slots: int, dedup: bool, near: Sequence[int], fingerprint: int = 0
 ) -> Tensor:
     """See `ir.routes.count_rows`."""
-    counts = _zeros_and(fingerprint, routes.num_counts(levels, near), place.device).clone()
+    counts = _zeros_and(fingerprint, exchange_routes.num_counts(levels, near), place.device).clone()
     if not place.numel():
         return counts
     wanted, bins = _wanted(tuple(levels), num_slots, dedup, tuple(near), place.device)
@@ -115,7 +115,7 @@ def _wanted(
     levels: tuple[int, ...], num_slots: int, dedup: bool, near: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, int]:
     """What `count_rows_kernel` counts, in the order of the numbers; and room for the most units of one."""
-    units, (begin, end) = routes.units_of(levels), (p * num_slots for p in near or (0, 0))
+    units, (begin, end) = exchange_routes.units_of(levels), (p * num_slots for p in near or (0, 0))
     positions = units[-1]
     rows = [[n, positions // n * num_slots, int(dedup), 0, begin, end] for n in units]
     rows += [[near[1] - near[0], num_slots, int(dedup), 1, begin, end]] if near else []

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ir.expert_mlp import as_returned
+from ...ir.ops.expert_mlp import as_returned
 from .expert_mlp_call import Run, precision, rows_contiguous
 from .launch_replay import apply, played
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ir import providers
+from ...ir import op_providers
 from . import launch as launching
 
 _state = threading.local()  # the backward runs in autograd's threads
@@ -228,11 +228,11 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 def apply(function: Callable[..., Tensor], *sources: Tensor) -> Tensor:
     """function(*sources), recorded: a new tensor from inputs, constants or what was allocated."""
-    before = providers.weight_paths_here()
+    before = op_providers.weight_paths_here()
     tensor = function(*sources)
     if (tape := getattr(_state, "tape", None)) is not None:
         tape.applied(tensor, function, sources)
-        tape.weight_paths.subtract(providers.weight_paths_here() - before)  # played, it counts itself
+        tape.weight_paths.subtract(op_providers.weight_paths_here() - before)  # played, it counts itself
     return tensor
 
 
@@ -287,16 +287,16 @@ def played(
         tape = _tapes.get(key)
         if tape is not None:
             for path, times in tape.weight_paths.items():
-                providers.count_weight_path(path, times)
+                op_providers.count_weight_path(path, times)
             return tape.play(inputs, constants)
         tape = Tape(inputs, constants)
         if not tape.playable:
             return host_code()
-        before = providers.weight_paths_here()
+        before = op_providers.weight_paths_here()
         with recording(tape):
             results = host_code()
         if tape.finish(results):
-            tape.weight_paths.update(providers.weight_paths_here() - before)
+            tape.weight_paths.update(op_providers.weight_paths_here() - before)
             if len(_tapes) >= _MAX_TAPES:
                 _tapes.clear()
             _tapes[key] = tape

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ...ir.experts import is_stacked
-from ...ir.providers import count_weight_path
+from ...ir.op_providers import count_weight_path
+from ...ir.ops.expert_gemms import is_stacked
 from ..torch.weight_lists import stack, strided_view
 from .launch_replay import apply, constant
 

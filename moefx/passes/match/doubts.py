@@ -25,8 +25,8 @@ from ...capture.sizes import COMPARE
 from ...capture.source import Source, is_users_own
 from ...capture.tracer import Flips
 from ...errors import Refused
-from ...ir.attributes import attributes
-from ...ir.reached import code_of, reached
+from ...ir.guards.attribute_reads import attributes
+from ...ir.guards.code_closure import code_of, reached
 from . import empty_experts
 from .agree import same_form
 from .nodes import is_routed, line, numbers, op_name

@@ -20,7 +20,7 @@ from ...capture.captured import COMPARISONS, SPREAD
 from ...capture.routing import Routing
 from ...capture.source import Source
 from ...errors import Refused
-from ..capacity import Formula, find_formula
+from ..capacity_formulas import Formula, find_formula
 from .chosen import aligned
 from .doubts import ASK_ROWS
 from .form import Body, Lifted, Ref, walk

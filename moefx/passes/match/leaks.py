@@ -18,7 +18,7 @@ from ...capture.captured import Capture
 from ...capture.routing import Routing
 from ...capture.sizes import SizeGuard, evaluate, plain
 from ...errors import CaptureError, Refused
-from ...ir.reached import code_of, reached
+from ...ir.guards.code_closure import code_of, reached
 from .agree import same_form
 from .crowds import MOST_TOKENS
 from .form import most_tokens

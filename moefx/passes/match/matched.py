@@ -21,7 +21,7 @@ from ...capture.captured import Capture
 from ...capture.inputs import Arguments
 from ...capture.routing import Routing
 from ...capture.sizes import SizeGuard, evaluate
-from ..capacity import Formula, find_formula
+from ..capacity_formulas import Formula, find_formula
 from .form import Body, Lifted, Ref, most_tokens
 from .guarded_sizes import find_sequence, find_sizes
 from .paths import Place

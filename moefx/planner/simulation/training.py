@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ...util.unit_text import amount
 from ...errors import InvalidPlan
+from ...util.unit_text import amount
 from ..architecture import Architecture
 from ..layout import Layout
 from ..platforms import Platform

@@ -10,7 +10,7 @@ import sys
 
 import torch
 
-from moefx.ir import providers
+from moefx.ir import op_providers
 from moefx.lowering.triton import expert_mlp_call as run_module
 from moefx.lowering.triton import launch_replay
 from moefx.lowering.triton.tile_configs import KERNELS, Config, candidates, portable
@@ -47,7 +47,7 @@ def steps(name: str) -> None:
         cuts = {kernel: some[i % len(some)] for kernel, some in every.items()}
         run_module.config = lambda kernel, *_, cuts=cuts: cuts[kernel]
         launch_replay._tapes.clear()  # the last configurations' launches
-        with providers.force("expert_mlp", "triton"), providers.force("expert_mlp_backward", "triton"):
+        with op_providers.force("expert_mlp", "triton"), op_providers.force("expert_mlp_backward", "triton"):
             arguments = (layer, routing, x, routing.topk_weights.to(x), grad)
             results = outputs_and_gradients(*arguments, keep="h", reduce=i % 2 == 0)
         assert all(bool(result.isfinite().all()) for result in results), (name, cuts)

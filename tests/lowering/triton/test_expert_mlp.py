@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefx.ir import providers
-from moefx.ir.body import ExpertBody, Gemm
+from moefx.ir import op_providers
+from moefx.ir.expert_body import ExpertBody, Gemm
 from moefx.lowering.triton import expert_mlp_call as run_module
 from moefx.lowering.triton import expert_mlp_steps
 from moefx.lowering.triton import weight_operands as weights
@@ -69,10 +69,10 @@ def check(
     arguments = (layer, there, x.to(device), weights.to(device), grad.to(device))
     results = {}
     for provider in ("segments", "triton"):
-        with providers.force("expert_mlp", provider), providers.force("expert_mlp_backward", provider):
-            providers.reset_counters()
+        with op_providers.force("expert_mlp", provider), op_providers.force("expert_mlp_backward", provider):
+            op_providers.reset_counters()
             results[provider] = outputs_and_gradients(*arguments, **options)
-            counted = providers.counters()
+            counted = op_providers.counters()
             assert counted["expert_mlp", provider] == counted["expert_mlp_backward", provider] == 1
     for i, want in enumerate(exact):
         other, got = (results[p][i].cpu().double() for p in ("segments", "triton"))
@@ -111,7 +111,7 @@ def test_a_kept_activation_is_the_one_that_is_recomputed(device, monkeypatch, ma
     there = dataclasses.replace(routing, topk_ids=routing.topk_ids.to(device))
     results = []
     for keep in ("h", "all"):
-        with providers.force("expert_mlp", "triton"), providers.force("expert_mlp_backward", "triton"):
+        with op_providers.force("expert_mlp", "triton"), op_providers.force("expert_mlp_backward", "triton"):
             weights = routing.topk_weights.to(device, torch.bfloat16)
             results.append(outputs_and_gradients(layer, there, x, weights, grad, keep=keep, reduce=True))
     assert all(map(torch.equal, *results))
@@ -128,7 +128,7 @@ def test_gradients_of_weights_that_are_put_off_are_the_same(device, monkeypatch,
     x, grad = torch.randn(2, 19, 32, device=device).bfloat16()
     there = dataclasses.replace(routing, topk_ids=routing.topk_ids.to(device))
     for reduce in (False, True):
-        with providers.force("expert_mlp", "triton"), providers.force("expert_mlp_backward", "triton"):
+        with op_providers.force("expert_mlp", "triton"), op_providers.force("expert_mlp_backward", "triton"):
             given = layer, there, x, routing.topk_weights.to(device, torch.bfloat16), grad
             want, got = (
                 outputs_and_gradients(*given, keep=keep, reduce=reduce, later=later) for later in (False, True)
@@ -198,10 +198,10 @@ def test_separate_parameters_wherever_they_lie(device, monkeypatch, gate, up, pa
     arguments = (routing, x.to(device), routing.topk_weights, grad.to(device))
     want = outputs_and_gradients(layer, *arguments)
     layer = dataclasses.replace(layer, up=[*gate(layer.up[:4]), *up(layer.up[4:])], down=apart(layer.down))
-    with providers.force("expert_mlp", "triton"), providers.force("expert_mlp_backward", "triton"):
-        providers.reset_counters()
+    with op_providers.force("expert_mlp", "triton"), op_providers.force("expert_mlp_backward", "triton"):
+        op_providers.reset_counters()
         got = outputs_and_gradients(layer, *arguments)
-    assert paths <= set(providers.weight_paths())
+    assert paths <= set(op_providers.weight_paths())
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 

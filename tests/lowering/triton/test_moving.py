@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefx.ir import packing, routes, routing
-from moefx.ir.routes import plan_dispatch
+from moefx.ir.ops import exchange_routes, row_packing, token_routing
+from moefx.ir.ops.exchange_routes import plan_dispatch
 from moefx.lowering.triton import exchange_ops
 
 
@@ -32,13 +32,13 @@ def test_pack_and_split(device, dtype, width, dedup):
     more, weights, floats = torch.randn(tokens, 6), torch.rand(tokens, top_k), torch.rand(top_k, tokens).T.double()
     args = ([x, more], [weights, floats], place, token_ids, slot_ids, offsets)
     options = dict(num_rows=int(offsets[-1]), num_slots=slots, dedup=dedup)
-    want = packing.pack_rows.reference(*args, **options)
+    want = row_packing.pack_rows.reference(*args, **options)
     there = [[t.to(device) for t in a] if isinstance(a, list) else a.to(device) for a in args]
     got = exchange_ops.pack_rows(*there, **options)
     num_rows = options.pop("num_rows")
     most = exchange_ops.pack_rows(*there, **options)  # as many as there can be, and those that there are come first
-    assert most.shape[0] == packing.pack_rows.reference(*args, **options).shape[0] == tokens * (3 if dedup else 4)
-    layout = packing.layout_of_rows([x, more], [weights, floats], place, num_slots=slots, dedup=dedup)
+    assert most.shape[0] == row_packing.pack_rows.reference(*args, **options).shape[0] == tokens * (3 if dedup else 4)
+    layout = row_packing.layout_of_rows([x, more], [weights, floats], place, num_slots=slots, dedup=dedup)
     assert layout.columns[-1].dtype is torch.int16
     for a, b, c in zip(layout.views(got), layout.views(want), layout.views(most[:num_rows]), strict=True):
         same(a, b)
@@ -46,7 +46,7 @@ def test_pack_and_split(device, dtype, width, dedup):
     columns = dict(dtypes=[c.dtype_name for c in layout.columns], widths=[c.width for c in layout.columns])
     parts = [want[:4], want[4:4], want[4:]]
     split = exchange_ops.split_columns([p.to(device) for p in parts], **columns)
-    for a, b in zip(split, packing.split_columns.reference(parts, **columns), strict=True):
+    for a, b in zip(split, row_packing.split_columns.reference(parts, **columns), strict=True):
         same(a, b)
     *_, places = exchange_ops.split_columns([p.to(device) for p in parts], **columns, places=True)
     same(places, split[-1].cpu().int())
@@ -70,14 +70,14 @@ def test_no_rows(device):
 @pytest.mark.parametrize("weighted", [True, False])
 def test_combine(device, dtype, weighted):
     ids = torch.randint(-1, 5, (37, 3))
-    token_ids, _, offsets, inverse, weights = routing.build_pft(ids, torch.rand(37, 3), None, num_experts=5)
+    token_ids, _, offsets, inverse, weights = token_routing.build_pft(ids, torch.rand(37, 3), None, num_experts=5)
     rows = torch.randn(token_ids.shape[0], 130).to(dtype)
     rows[int(offsets[-1]) :] = float("nan")  # nothing reads the tail
     args = (rows, weights if weighted else None, token_ids, offsets, inverse)
     got = exchange_ops.combine(*(None if a is None else a.to(device) for a in args))
     torch.testing.assert_close(
         got.cpu(),
-        routing.combine.reference(*args),
+        token_routing.combine.reference(*args),
         rtol=1e-6 if dtype is torch.float32 else 0,
         atol=1e-6 if dtype is torch.float32 else 0,
     )
@@ -90,7 +90,7 @@ def test_place_choices(device, moved, keep):
     places = torch.randperm(7).tolist() if moved else list(range(7))
     kept = torch.rand(ids.shape) < 0.5 if keep else None
     got = exchange_ops.place_choices(ids.to(device), None if kept is None else kept.to(device), places=places)
-    same(got, routes.place_choices.reference(ids, kept, places=places))
+    same(got, exchange_routes.place_choices.reference(ids, kept, places=places))
 
 
 @pytest.mark.parametrize("dedup", [True, False])
@@ -101,10 +101,12 @@ def test_plans_and_counts(device, dedup, levels):
     there = place.to(device)
     options = dict(num_ranks=ranks, num_slots=5, dedup=dedup)
     for got, want in zip(
-        exchange_ops.plan_dispatch(there, **options), routes.plan_dispatch.reference(place, **options), strict=True
+        exchange_ops.plan_dispatch(there, **options),
+        exchange_routes.plan_dispatch.reference(place, **options),
+        strict=True,
     ):
         same(got, want)
     for near in ([], [2, 4] if ranks == 8 else [3, 6]) if len(levels) > 1 else ([],):
         counted = dict(levels=levels, num_slots=5, dedup=dedup, near=near, fingerprint=2**55 + 3)
-        same(exchange_ops.count_rows(there, **counted), routes.count_rows.reference(place, **counted))
-        same(exchange_ops.count_rows(there[:0], **counted), routes.count_rows.reference(place[:0], **counted))
+        same(exchange_ops.count_rows(there, **counted), exchange_routes.count_rows.reference(place, **counted))
+        same(exchange_ops.count_rows(there[:0], **counted), exchange_routes.count_rows.reference(place[:0], **counted))

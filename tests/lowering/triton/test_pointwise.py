@@ -9,8 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from moefx.errors import InvalidInput
-from moefx.ir.body import ExpertBody, Gemm
-from moefx.ir.expression import variables
+from moefx.ir.expert_body import ExpertBody, Gemm
+from moefx.ir.pointwise_expression import variables
 from moefx.lowering.triton import why_not
 from moefx.lowering.triton.pointwise import Pointwise, Underivable, pointwise
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from moefx.ir import dialect
+from moefx.ir.ops import dialect
 from moefx.lowering.triton import build_pft
 
 from ...covering import covering

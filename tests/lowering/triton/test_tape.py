@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefx.ir import dialect, experts, providers
+from moefx.ir import op_providers
+from moefx.ir.ops import dialect, expert_gemms
 from moefx.lowering.triton import expert_mlp_call as run_module
 from moefx.lowering.triton import expert_mlp_steps, launch_replay
 
@@ -33,7 +34,7 @@ def results(
 ) -> list[Tensor]:  # fmt: skip
     """Output and gradients for tensors and a routing that come from the seed, with these tapes at hand."""
     # As on a GPU, where gradients of separate parameters are one stack.
-    monkeypatch.setattr(experts, "separate_gradients", lambda *_: False)
+    monkeypatch.setattr(expert_gemms, "separate_gradients", lambda *_: False)
     monkeypatch.setattr(launch_replay, "_tapes", tapes)
     torch.manual_seed(seed)
     ids, weights = torch.rand(num_tokens, 4).argsort(1)[:, :2], torch.rand(num_tokens, 2)
@@ -43,7 +44,7 @@ def results(
     routing = Routing(ids.to(device), weights.to(device), 4, num_rows=known)
     with contextlib.ExitStack() as stack:
         for op in (*RECORDED, "build_pft_backward"):
-            stack.enter_context(providers.force(op, "triton"))
+            stack.enter_context(op_providers.force(op, "triton"))
         return outputs_and_gradients(layer, routing, x.to(device), weights.to(device), grad.to(device), **options)
 
 
@@ -139,15 +140,15 @@ def test_weights_that_other_threads_count_are_not_on_the_tape(monkeypatch, plays
     x = torch.zeros(4)
 
     def host_code() -> list[Tensor]:
-        thread = threading.Thread(target=lambda: providers.count_weight_path("view", 5))
+        thread = threading.Thread(target=lambda: op_providers.count_weight_path("view", 5))
         thread.start()
         thread.join()
         return [launch_replay.apply(torch.clone, x)]
 
     launch_replay.played("key", (x,), (), host_code)
-    providers.reset_counters()
+    op_providers.reset_counters()
     launch_replay.played("key", (x,), (), host_code)
-    assert plays and not any(providers.weight_paths().values())
+    assert plays and not any(op_providers.weight_paths().values())
 
 
 @pytest.mark.parametrize("has_weights", [True, False])
@@ -156,7 +157,7 @@ def test_choices_that_are_left_out_are_recorded(device, monkeypatch, plays, stri
     monkeypatch.setattr(launch_replay, "_tapes", {})
     ids, weights = torch.rand(17, 4).argsort(1)[:, :2].to(device), torch.rand(17, 2, device=device)
     keep = (torch.rand(17, 2) < 0.5).repeat_interleave(stride, 1)[:, ::stride].to(device)
-    with providers.force("build_pft", "triton"):
+    with op_providers.force("build_pft", "triton"):
         first, second = (
             dialect.build_pft(ids, weights if has_weights else None, keep, num_experts=4) for _ in range(2)
         )
@@ -190,9 +191,9 @@ def test_weights_are_counted_alike_when_played(device, monkeypatch, plays):
     layer, tapes, counted = on(device, LINEAR["weight_before"](4, 32, 40), torch.float32), {}, []
     layer.down[0] = layer.down[0].detach().mT.contiguous().mT.requires_grad_()  # one with other strides: a copy
     for _ in range(2):
-        providers.reset_counters()
+        op_providers.reset_counters()
         results(layer, device, 0, tapes, monkeypatch)
-        counted.append({path: n for path, n in providers.weight_paths().items() if n})
+        counted.append({path: n for path, n in op_providers.weight_paths().items() if n})
     assert counted[0] == counted[1] and counted[0]["stacked_copy"] and plays
 
 

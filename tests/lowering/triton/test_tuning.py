@@ -14,7 +14,8 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from moefx.errors import InvalidPlan
-from moefx.ir import experts, providers
+from moefx.ir import op_providers
+from moefx.ir.ops import expert_gemms as experts
 from moefx.lowering import triton
 from moefx.lowering.triton import autotune, expert_mlp_steps, launch_replay, tile_configs, tuning
 from moefx.lowering.triton import expert_mlp_call as run_module
@@ -367,7 +368,7 @@ def test_on_a_gpu(monkeypatch):
     assert all(map(torch.equal, *results))
     assert all("tuned here for" in line for line in triton.configurations())
     assert len(autotune.kept(tuning.gpu(x.device))) == len(KERNELS)
-    with providers.force("expert_mlp", "segments"), providers.force("expert_mlp_backward", "segments"):
+    with op_providers.force("expert_mlp", "segments"), op_providers.force("expert_mlp_backward", "segments"):
         expected = outputs_and_gradients(layer, routing, x, routing.topk_weights, grad, reduce=True)
     for result, want in zip(results[0], expected, strict=True):
         assert (result - want).norm() < 1e-5 * want.norm()

@@ -1,0 +1,314 @@
+"""From the arguments of a call to the placeholders of a graph, and to the specialisation that a rewrite holds
+for.
+
+A call `block(hidden_states, mask, scale=2.0)` is bound to the signature of the block's own forward and
+flattened into *leaves*: `(("hidden_states",), tensor)`, `(("mask",), tensor)`, `(("scale",), 2.0)`; an
+element of a container has a longer path, `(("kwargs", "pair", 1), tensor)`. A `Binding` says which leaves
+feed the placeholders of a graph, a `Specialisation` what must be alike for a graph to hold (design section
+3.0).
+
+Everything here runs at each call of a rewritten block, eager and under `torch.compile`: plain tuples, no
+classes that Dynamo cannot look through.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import contextlib
+import dataclasses
+import enum
+import functools
+import inspect
+import re
+import types
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from .guards.stored_values import is_array
+from .passed_objects import is_passed
+
+Path = tuple[Any, ...]
+Leaves = list[tuple[Path, Any]]
+
+
+class Specialisation(NamedTuple):
+    """What a rewritten graph holds for. In the key of a program `None` means: capture never read it, any
+    value fits.
+
+    Attributes:
+        training: `block.training`, or None.
+        grad: `torch.is_grad_enabled()`, or None.
+        autocast: dtype of the enabled autocast on the device of the first tensor, None when autocast is off
+            (never a wildcard: aten ops recorded without autocast would be cast under it).
+        arguments: `(path, kind)` of every leaf, see `kind_of`.
+    """
+
+    training: bool | None
+    grad: bool | None
+    autocast: torch.dtype | None
+    arguments: tuple[tuple[Path, tuple[Any, ...]], ...]
+
+    @property
+    def device(self) -> str:
+        """The kind of device of the first tensor."""
+        return next((kind[2] for _, kind in self.arguments if kind[0] == "tensor"), "cpu")
+
+    def admits(self, call: Specialisation) -> bool:
+        """Whether a program with this key may run a call with that specialisation."""
+        return (
+            (self.training is None or self.training == call.training)
+            and (self.grad is None or self.grad == call.grad)
+            and self.autocast == call.autocast
+            and self.arguments == call.arguments
+        )
+
+    def __str__(self) -> str:
+        modes = [
+            "any mode" if self.training is None else ("train" if self.training else "eval"),
+            "" if self.grad is None else ("grad" if self.grad else "no_grad"),
+            "" if self.autocast is None else f"autocast({_short(self.autocast)})",
+        ]
+        arguments = [f"{path_name(path)}: {_kind_text(kind)}" for path, kind in self.arguments]
+        return " ".join(mode for mode in modes if mode) + f" ({', '.join(arguments)})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Binding:
+    """Which argument leaves feed the placeholders of a graph.
+
+    Attributes:
+        paths: one path per placeholder, in the graph's order.
+        objects: those of them that are objects or containers, which the graph only passes on to submodules.
+    """
+
+    paths: tuple[Path, ...] = ()
+    objects: tuple[Path, ...] = ()
+
+    def indices(self, key: Specialisation) -> tuple[int, ...]:
+        """Positions of the placeholders' values among the leaves of a call that `key` admits."""
+        position = {path: i for i, (path, _) in enumerate(key.arguments)}
+        return tuple(position[path] for path in self.paths)
+
+
+@dataclasses.dataclass(frozen=True)
+class Guard:
+    """A condition that capture relied on, checked at each call.
+
+    Attributes:
+        condition: Python expression over `self` (the block) and the placeholders' names, for example
+            `"hidden_states.shape[0] * hidden_states.shape[1] > 4"` or `"self.top_k == 2"`.
+        why: one clause for people: what was read.
+        source: the user's `file.py:line` that read it, or "".
+        one_way: the program goes another way where it does not hold, which another lift may follow.
+    """
+
+    condition: str
+    why: str = ""
+    source: str = ""
+    one_way: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.condition}: {self.why}" + (f" ({self.source})" if self.source else "")
+
+
+# Packages whose objects' text is all that there is of them: fractions, ops, what `operator` makes.
+_SAY_ALL = {"array", "builtins", "datetime", "decimal", "fractions", "operator", "torch", "uuid"}
+
+
+def kind_of(value: Any, depth: int = 4) -> tuple[Any, ...]:
+    """What a specialisation records of one leaf: `("tensor", dtype, device type, rank)`; a Python value's type and
+    value (`1`, `True` and `1.0` differ); a function's name, and what it has from around it; or only the type of an
+    object that cannot be compared by value. While Dynamo traces the last holds of all but values and functions."""
+    if isinstance(value, torch.Tensor):
+        return ("tensor", value.dtype, value.device.type, value.dim())
+    if value is None or isinstance(
+        value, (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device)
+    ):
+        if type(value) in (int, float) and torch.compiler.is_compiling():
+            value = next(iter({value: None}))  # Dynamo makes a number of a symbol that is looked up
+        return (type(value).__name__, value)
+    if isinstance(value, (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)):  # an activation
+        return _kind_of_function(value, depth)
+    if isinstance(value, functools.partial):
+        keywords = tuple([(name, kind_of(v, depth - 1)) for name, v in value.keywords.items()])
+        return ("partial", kind_of(value.func), tuple([kind_of(v, depth - 1) for v in value.args]), keywords)
+    if isinstance(value, (range, slice, set, frozenset)):
+        return (type(value).__name__, repr(value))
+    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+        return (type(value).__name__, value.item())
+    if depth and not torch.compiler.is_compiling():
+        return _kind_of_parts(value, depth - 1)
+    return ("object", type(value).__qualname__)
+
+
+def _kind_of_function(value: Any, depth: int) -> tuple[Any, ...]:
+    """Its name and line; of one that is local, or has no name, also what it does, and with what from around it."""
+    code = getattr(value, "__code__", None)
+    kind = ("function", getattr(value, "__module__", ""), value.__qualname__, code and code.co_firstlineno)
+    if code is None or not depth or not (code.co_flags & inspect.CO_NESTED or code.co_name == "<lambda>"):
+        return kind
+    if torch.compiler.is_compiling():  # Dynamo does not look into cells
+        return ("object", "function")
+    around = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    for cell in value.__closure__ or ():
+        with contextlib.suppress(ValueError):  # empty
+            around.append(cell.cell_contents)
+    return (*kind, code.co_code, code.co_names, repr(code.co_consts), *[kind_of(v, depth - 1) for v in around])
+
+
+def _kind_of_parts(value: Any, depth: int) -> tuple[Any, ...]:
+    """Of containers, of what is called, and of objects whose text or fields say all."""
+    name = type(value).__qualname__
+    if isinstance(value, (list, tuple, collections.deque)):
+        return (name, *[kind_of(v, depth) for v in value])
+    if isinstance(value, collections.abc.Mapping):
+        return (name, *[(repr(key), kind_of(v, depth)) for key, v in value.items()])
+    if isinstance(value, type):
+        return ("class", value.__module__, value.__qualname__)
+    if isinstance(value, torch.nn.Module):  # its text has its numbers
+        plain = [(k, v) for m in value.modules() for k, v in vars(m).items() if isinstance(v, (bool, int, float, str))]
+        return ("module", repr(value), tuple(plain))
+    if isinstance(value, types.MethodType):
+        return ("method", kind_of(value.__func__, depth), kind_of(value.__self__, depth))
+    if hasattr(value, "__wrapped__"):  # a cache of a function's
+        return (name, kind_of(value.__wrapped__, depth))
+    if is_array(value):
+        return (name, str(value.dtype), value.shape, value.tobytes())
+    if isinstance(value, types.SimpleNamespace) or dataclasses.is_dataclass(value):
+        names = [f.name for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else ()
+        fields = getattr(value, "__dict__", None) or {name: getattr(value, name) for name in names}
+        return (name, *[(field, kind_of(v, depth)) for field, v in fields.items()])
+    is_text = type(value).__repr__ is not object.__repr__ and type(value).__module__.split(".")[0] in _SAY_ALL
+    return (name, repr(value)) if is_text else ("object", name)
+
+
+def leaves_of(named: Iterable[tuple[str, Any]], objects: Collection[Path] = ()) -> Leaves:
+    """Flatten bound arguments. Lists, tuples and dicts are opened; their own type is a leaf too, so that a
+    list and a tuple are told apart. Those at the paths `objects` stay whole."""
+    leaves: Leaves = []
+    for name, value in named:
+        _flatten((name,), value, leaves, objects)
+    return leaves
+
+
+def device_of(module: torch.nn.Module) -> torch.device:
+    """Of its first parameter or buffer; the CPU without any."""
+    return next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+
+
+def call_specialisation(block: torch.nn.Module, leaves: Leaves, objects: Collection[Path] = ()) -> Specialisation:
+    """The specialisation that a call of `block` with these leaves asks for; every field is concrete. Of those at the
+    paths `objects` the class alone counts."""
+    device = "cpu"
+    for _, value in leaves:
+        if isinstance(value, torch.Tensor):
+            device = value.device.type
+            break
+    autocast = None
+    # meta has no autocast of its own; asking for it is an error in torch.
+    if device != "meta" and torch.is_autocast_enabled(device):
+        autocast = torch.get_autocast_dtype(device)
+    arguments = tuple([(p, _kind_of_object(v) if p in objects else kind_of(v)) for p, v in leaves])
+    return Specialisation(block.training, torch.is_grad_enabled(), autocast, arguments)
+
+
+def binder(signature: inspect.Signature) -> Callable[..., tuple[tuple[str, Any], ...]]:
+    """A function with exactly this signature that returns its arguments as `(name, value)` pairs, defaults
+    filled in.
+
+    Generated code, because `inspect.Signature.bind` costs more than the rest of the call and Dynamo cannot
+    trace it. A call that does not fit raises the TypeError that the original forward would have raised.
+    Blocks with the same parameters share one function, which keeps `torch.compile` of repeated layers to one
+    compilation.
+    """
+    declared, names, defaults = [], [], []
+    kind_before = None
+    for parameter in signature.parameters.values():
+        kind = parameter.kind
+        if kind_before is parameter.POSITIONAL_ONLY and kind is not parameter.POSITIONAL_ONLY:
+            declared.append("/")
+        if kind is parameter.KEYWORD_ONLY and kind_before not in (
+            parameter.KEYWORD_ONLY,
+            parameter.VAR_POSITIONAL,
+        ):
+            declared.append("*")
+        text = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(kind, "") + parameter.name
+        if parameter.default is not parameter.empty:
+            text += f"=default_{len(defaults)}"
+            defaults.append(parameter.default)
+        declared.append(text)
+        names.append(parameter.name)
+        kind_before = kind
+    if kind_before is inspect.Parameter.POSITIONAL_ONLY:
+        declared.append("/")
+    return _binder(", ".join(declared), tuple(names), _ById(tuple(defaults)))
+
+
+def path_name(path: Path) -> str:
+    """`("kwargs", "pair", 1)` -> `"kwargs['pair'][1]"`, `("hidden_states",)` -> `"hidden_states"`."""
+    return str(path[0]) + "".join(f"[{part!r}]" for part in path[1:])
+
+
+def placeholder_name(path: Path) -> str:
+    """A Python identifier for a placeholder fed by this path."""
+    parts = path[1:] if path[0] in ("args", "kwargs") and len(path) > 1 else path
+    name = "_".join(re.sub(r"\W", "_", str(part)) for part in parts)
+    return name if name.isidentifier() else f"arg_{name}"
+
+
+def _kind_of_object(value: Any) -> tuple[Any, ...]:
+    cls = type(value)
+    return kind_of(value) if value is None else ("object", cls.__module__, cls.__qualname__)
+
+
+def _flatten(path: Path, value: Any, leaves: Leaves, objects: Collection[Path] = ()) -> None:
+    if isinstance(value, torch.Tensor) or path in objects or is_passed(value):
+        leaves.append((path, value))
+    elif isinstance(value, (list, tuple)):
+        # *args is always a tuple; any other container carries its type.
+        if path != ("args",):
+            leaves.append(((*path, "<type>"), type(value).__name__))
+        for i, item in enumerate(value):
+            _flatten((*path, i), item, leaves, objects)
+    elif type(value) in (dict, collections.OrderedDict, collections.defaultdict):
+        if len(path) > 1 or type(value) is not dict:
+            leaves.append(((*path, "<type>"), type(value).__name__))
+        for key, item in value.items():
+            _flatten((*path, key), item, leaves, objects)
+    else:
+        leaves.append((path, value))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _ById:
+    """Default values, compared by identity so that unhashable ones can take part in a cache key."""
+
+    values: tuple[Any, ...]
+
+    def __hash__(self) -> int:
+        return hash(tuple(map(id, self.values)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ById) and tuple(map(id, self.values)) == tuple(map(id, other.values))
+
+
+@functools.lru_cache(maxsize=1024)
+def _binder(declared: str, names: tuple[str, ...], defaults: _ById) -> Callable[..., tuple[tuple[str, Any], ...]]:
+    pairs = ", ".join(f"({name!r}, {name})" for name in names)
+    scope: dict[str, Any] = {f"default_{i}": value for i, value in enumerate(defaults.values)}
+    exec(f"def forward({declared}):\n    return ({pairs}{',' if pairs else ''})\n", scope)
+    return scope["forward"]
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _kind_text(kind: tuple[Any, ...]) -> str:
+    if kind[0] == "tensor":
+        return f"{kind[3]}-d {_short(kind[1])} on {kind[2]}"
+    if kind[0] == "object":
+        return f"a {kind[-1]}"
+    return repr(kind[1]) if len(kind) == 2 else f"a {kind[0]}"  # with several things in it, or none

@@ -1,0 +1,301 @@
+"""`BlockGraph`: the rewritten computation of one block, as a value.
+
+A block's graph is a `torch.fx.Graph` whose placeholders are the tensor arguments of the block, whose
+`get_attr` and `call_module` targets are names relative to the block, and whose calls are torch ops, dialect
+ops and `operator` functions. Effects are nodes too (`aten.copy_` into a buffer). What is known of a node lies
+in its `meta`:
+
+    val      a FakeTensor (or anything with shape and dtype), a SymInt, a tuple of them; may be absent
+    letters  the shape in named letters, `("S", "D")`; a tuple of such for several results; a str for a size:
+    "S*K" source   the user's line, `"model.py:41"`
+    save     True when the backward keeps the value
+
+Nothing here refers to a module: a graph holds no weights, and blocks of the same structure may share one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_aggregate
+from torch.utils import _pytree as pytree
+
+from . import graph_codegen
+from .argument_binding import Binding, Guard, Path
+from .graph_printer import print_block
+from .node_values import BUILD_PFT, PLACE_CHOICES, TensorSpec, target_name
+
+_EXPERT_OFFSETS = 2  # position among the results of build_pft
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BlockGraph:
+    """The graph of one block; frozen: passes work on a `copy()`.
+
+    Attributes:
+        name: the block's name in the model, "" for the model itself.
+        graph: the FX graph.
+        binding: which arguments of the block feed the placeholders.
+        output_spec: when the block returns something else than tuples, lists and dicts: the pytree to rebuild
+            around the flat list that the output node holds.
+        header: provenance, printed behind the name: "after 5/8 collectives   1.9 ms   +4 -1   ...".
+    """
+
+    name: str
+    graph: Graph
+    binding: Binding = dataclasses.field(default_factory=Binding)
+    output_spec: pytree.TreeSpec | None = None
+    header: str = ""
+
+    @property
+    def nodes(self) -> list[Node]:
+        return list(self.graph.nodes)
+
+    @property
+    def placeholders(self) -> list[Node]:
+        return [node for node in self.graph.nodes if node.op == "placeholder"]
+
+    @property
+    def output(self) -> Node:
+        return next(iter(reversed(self.graph.nodes)))
+
+    @property
+    def returned(self) -> Any:
+        """The value that the graph returns: nodes in the user's containers, or in a flat list if those are not plain
+        Python ones."""
+        value: Any = self.output.args[0]
+        if self.output_spec is None:
+            return value
+        rebuilt = pytree.tree_unflatten(list(value), self.output_spec)
+        return rebuilt if _is_literal(rebuilt) else value
+
+    def find(self, target: Any) -> list[Node]:
+        """All nodes with this target: an overload, a function, an attribute path or an op's name
+        `"moefx::combine"`."""
+        return [n for n in self.graph.nodes if n.target == target or target_name(n) == target]
+
+    def copy(self) -> BlockGraph:
+        """The same value around a graph of its own, with the same node names; `meta` dicts are copied too."""
+        graph = Graph()
+        nodes: dict[Node, Node] = {}
+        for node in self.graph.nodes:
+            nodes[node] = graph.node_copy(node, nodes.__getitem__)
+            nodes[node].name = node.name
+        return dataclasses.replace(self, graph=graph)
+
+    def replace(self, **changes: Any) -> BlockGraph:
+        return dataclasses.replace(self, **changes)
+
+    def with_inputs(self, where: Mapping[str, Path]) -> BlockGraph:
+        """The graph with placeholders, bound to these paths, in the place of attributes of the block."""
+        made, read = self.copy(), {}
+        for node in [n for n in made.graph.nodes if n.op == "get_attr"]:
+            read.setdefault(str(node.target), []).append(node)
+        last = made.placeholders[-1]
+        for name in where:
+            with made.graph.inserting_after(last):
+                last = made.graph.placeholder(f"weight_{re.sub(r'[^0-9a-zA-Z_]', '_', name)}")
+            for node in read.get(name, ()):
+                last.meta.update(node.meta)
+                node.replace_all_uses_with(last)
+                made.graph.erase_node(node)
+        binding = dataclasses.replace(made.binding, paths=(*made.binding.paths, *where.values()))
+        return made.replace(binding=binding)
+
+    def compile(self, *, record_load: bool = False) -> Callable[..., Any]:
+        """The Python function `(block, *placeholder values) -> output` of this graph.
+
+        With `record_load` it returns `(output, (expert_offsets, ...))`, one tensor for each PFT that the
+        graph builds of the block's own tokens.
+        """
+        graph, record = self._with_offsets() if record_load else (self, ())
+        source = graph.source(record)
+        return graph_codegen.build(source.text, source.scope, "forward", self.name)
+
+    def compile_guards(self, guards: Sequence[Guard]) -> Callable[..., int]:
+        """A function `(block, *placeholder values) -> index of the first guard that fails, or -1`."""
+        source = graph_codegen.guard_source([n.name for n in self.placeholders], guards)
+        return graph_codegen.build(source, dict(graph_codegen.FUNCTIONS), "guard", f"{self.name} guards")
+
+    @property
+    def code(self) -> str:
+        """The Python source that `compile` runs."""
+        return self.source().text
+
+    def source(self, record: Sequence[Node] = ()) -> graph_codegen.Source:
+        """The source with the global names that it needs."""
+        value = self.returned
+        rebuild = self.output_spec is not None and value is self.output.args[0]
+        return graph_codegen.Source(self.graph, value, record, self.output_spec if rebuild else None)
+
+    def _with_offsets(self) -> tuple[BlockGraph, Sequence[Node]]:
+        """The graph, and its `expert_offsets`. Over a mesh some PFTs are of rows that came from other ranks: then the
+        graph with another one for each choice of places, which is of those that were made here; these come first."""
+        if not self.find(PLACE_CHOICES):
+            return self, self._offsets()
+        block, found = self.copy(), []
+        own = block._offsets()
+        for node in block.find(PLACE_CHOICES):
+            (topk_ids, keep), num_experts = node.args, len(node.kwargs["places"])  # type: ignore[arg-type]
+            with block.graph.inserting_before(node):
+                arguments: Any = (topk_ids, None, keep), {"num_experts": num_experts}
+                pft = block.graph.call_function(torch.ops.moefx.build_pft.default, *arguments)
+                found.append(block.graph.call_function(operator.getitem, (pft, _EXPERT_OFFSETS)))
+        return block, found + own
+
+    def _offsets(self) -> list[Node]:
+        """Those of the PFTs of this block's own tokens that experts use."""
+        built = [node for node in self.find(BUILD_PFT) if node.kwargs.get("num_rows") is None]
+        found = [results[_EXPERT_OFFSETS] for node in built if (results := graph_codegen.unpacked(node))]
+        return [offsets for offsets in found if offsets is not None]
+
+    def __str__(self) -> str:
+        return print_block(self)
+
+    def __repr__(self) -> str:
+        return f"<BlockGraph {self.name or 'model'}: {len(self.graph.nodes)} nodes>"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BlockGraph:
+        return self  # a value; deep copies of a model share it
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        spec: Any = self.output_spec
+        # As JSON where the user's classes allow it: the pickle of a spec warns when it is loaded.
+        with contextlib.suppress(NotImplementedError):
+            spec = spec and pytree.treespec_dumps(spec)
+        return _unpack_block, (_packed(self.graph), self.name, self.binding, spec, self.header)
+
+
+def _is_literal(value: Any) -> bool:
+    if type(value) in (list, tuple):
+        return all(map(_is_literal, value))
+    if type(value) is dict:
+        return all(map(_is_literal, value.values()))
+    return value is None or isinstance(value, (Node, bool, int, float, str))
+
+
+# -- saving and loading ----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(eq=False)
+class _PackedGraph:
+    """A graph as plain data: nodes by position, ops by name. Blocks that share a graph share this, also in a
+    pickle."""
+
+    nodes: list[tuple[Any, ...]]
+
+    @functools.cached_property
+    def graph(self) -> Graph:
+        graph = Graph()
+        nodes: list[Node] = []
+        for op, name, target, args, kwargs, meta in self.nodes:
+            unpack = functools.partial(_unpack_value, nodes=nodes)
+            node = graph.create_node(
+                op, unpack(target), map_aggregate(args, unpack), map_aggregate(kwargs, unpack), name
+            )
+            node.name = name
+            node.meta.update(meta)
+            nodes.append(node)
+        graph.__dict__[_PACK] = self
+        return graph
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"nodes": self.nodes}
+
+
+_PACK = "_moefx_pack"
+
+
+@dataclasses.dataclass(frozen=True)
+class _NodeRef:
+    index: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _OpRef:
+    name: str
+
+
+def _packed(graph: Graph) -> _PackedGraph:
+    pack = graph.__dict__.get(_PACK)
+    if pack is None:
+        position = {node: _NodeRef(i) for i, node in enumerate(graph.nodes)}
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, Node):
+                return position[value]
+            return _OpRef(str(value)) if isinstance(value, torch._ops.OpOverload) else value
+
+        nodes = [
+            (
+                *(n.op, n.name, plain(n.target)),
+                *(_plain_containers(n.args, plain), _plain_containers(n.kwargs, plain)),
+                _saved_meta(n),
+            )
+            for n in graph.nodes
+        ]
+        # Kept on the graph itself: it lives as long as the graph does.
+        pack = graph.__dict__[_PACK] = _PackedGraph(nodes)
+    return pack
+
+
+def _unpack_block(
+    pack: _PackedGraph, name: str, binding: Binding, output_spec: str | pytree.TreeSpec | None, header: str
+) -> BlockGraph:
+    spec = pytree.treespec_loads(output_spec) if isinstance(output_spec, str) else output_spec
+    return BlockGraph(name, pack.graph, binding, spec, header)
+
+
+def _unpack_value(value: Any, nodes: list[Node]) -> Any:
+    if isinstance(value, _NodeRef):
+        return nodes[value.index]
+    if isinstance(value, _OpRef):
+        namespace, op, overload = value.name.split(".")
+        return getattr(getattr(getattr(torch.ops, namespace), op), overload)
+    return value
+
+
+def _plain_containers(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """`map_aggregate` that leaves plain lists and dicts instead of FX's immutable ones."""
+    if isinstance(value, dict):
+        return {key: _plain_containers(item, leaf) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        items = [_plain_containers(item, leaf) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    if isinstance(value, slice):
+        return slice(*(_plain_containers(v, leaf) for v in (value.start, value.stop, value.step)))
+    return leaf(value)
+
+
+def _saved_meta(node: Node) -> dict[str, Any]:
+    meta = {key: _plain_meta(value) for key, value in node.meta.items() if _is_plain(value)}
+    return {**meta, "source": str(node.meta["source"])} if node.meta.get("source") else meta
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a meta value can be saved: shapes and plain data, not modes, tracebacks or closures."""
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+    return value is None or isinstance(
+        value, (torch.Tensor, torch.SymInt, bool, int, float, str, torch.dtype, torch.device)
+    )
+
+
+def _plain_meta(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return TensorSpec(tuple(_plain_meta(size) for size in value.shape), value.dtype, value.device)
+    if isinstance(value, torch.SymInt):
+        return str(value)
+    if isinstance(value, (TensorSpec, dict)):
+        return value
+    return type(value)(map(_plain_meta, value)) if isinstance(value, (list, tuple)) else value

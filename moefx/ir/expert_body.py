@@ -1,0 +1,187 @@
+"""`ExpertBody`: what one expert computes, as a frozen value with a JSON text (an op can carry a string)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..errors import InvalidInput, in_short
+from .expression_check import check_dtype, check_expression
+from .pointwise_expression import Expr, pretty, result_dtype, to_dtype, variables
+
+_ARITHMETIC = {"add", "sub", "mul", "div", "neg", "clamp", "clamp_min", "clamp_max", "_to_copy"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Gemm:
+    """One grouped GEMM over the expert weights.
+
+    Attributes:
+        num: how many tensors of the op's flat weight list it takes: 1 stacked [E,...], or E separate ones.
+        transposed: the weight of an expert is [out, in] (as `nn.Linear.weight`), else [in, out].
+        bias: one bias vector for each expert is added; the flat bias list has `num` tensors for it as well.
+        bias_dtype: what the bias is added in, where promotion makes that another dtype than the product's (autocast
+            does: `x @ w + bias` is bfloat16 + float32); else "".
+    """
+
+    num: int
+    transposed: bool
+    bias: bool = False
+    bias_dtype: str = ""
+
+    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of the product with its bias, for a product in `dtype`."""
+        return getattr(torch, self.bias_dtype) if self.bias_dtype else dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertBody:
+    """GEMM(s) -> pointwise -> GEMM -> pointwise.
+
+        h_g  = rows @ up[g] (+ bias)              without the bias where that is added in another dtype: a_i has it
+        a_i  = h_g[:, start:stop:step]            with (g, start, stop, step) = parts[i]
+        act  = act(a_0, a_1, ..., w)              w: the row's routing weight, a column [B,1]
+        rows = out(act @ down (+ bias), w)        variables y and w
+
+    Attributes:
+        up: the up-projections, one or several.
+        parts: which slice of which up-projection each variable of `act` is: gate and up separate,
+            concatenated or interleaved.
+        act: expression over `a0`, `a1`, ... and `w`.
+        down: the down-projection.
+        out: expression over `y` and `w`; `("mul.Tensor", "y", "w")` applies the routing weight after the
+            expert.
+    """
+
+    up: tuple[Gemm, ...]
+    parts: tuple[tuple[int, int | None, int | None, int], ...]
+    act: Expr
+    down: Gemm
+    out: Expr = "y"
+
+    def __post_init__(self) -> None:
+        # One form for both spellings (lists from JSON, tuples from Python), so that equal bodies are equal
+        # and hashable.
+        object.__setattr__(self, "up", tuple(self.up))
+        object.__setattr__(self, "parts", tuple(tuple(p) for p in self.parts))
+        object.__setattr__(self, "act", _frozen(self.act))
+        object.__setattr__(self, "out", _frozen(self.out))
+
+    def __hash__(self) -> int:
+        return hash(self.to_json())
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1024)
+    def from_json(text: str) -> ExpertBody:
+        """Read what `to_json` wrote. The text may come from a file, as an argument of a saved program.
+
+        Raises:
+            InvalidInput: it is no such text, or an expression in it may not become code.
+        """
+        try:
+            fields = json.loads(text)
+            up, down = tuple(Gemm(**gemm) for gemm in fields.pop("up")), Gemm(**fields.pop("down"))
+            body = ExpertBody(up=up, down=down, **fields)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise InvalidInput(f"the body of expert_mlp is no expert body ({in_short(error)}): {text[:200]}") from None
+        body.check()
+        return body
+
+    def check(self) -> None:
+        """Raise InvalidInput unless every field has a value that may be computed with."""
+        for gemm in (*self.up, self.down):
+            if type(gemm.num) is not int or gemm.num < 1 or not isinstance(gemm.bias_dtype, str):
+                raise InvalidInput(f"the body of expert_mlp has {gemm!r:.200}; num is a whole number above 0")
+            if gemm.bias_dtype:
+                check_dtype(gemm.bias_dtype)
+        for part in self.parts:
+            is_slice = len(part) == 4 and all(type(n) is int or n is None for n in part)
+            if not is_slice or part[0] not in range(len(self.up)) or not (part[3] or 0) >= 1:
+                raise InvalidInput(f"the body of expert_mlp has the part {part!r:.200}; it is (up, start, stop, step)")
+        check_expression(self.act, {*(f"a{i}" for i in range(len(self.parts))), "w"})
+        check_expression(self.out, {"y", "w"})
+
+    def with_experts(self, num: int) -> ExpertBody:
+        """The same for `num` experts, where their weights are separate tensors."""
+
+        def fewer(gemm: Gemm) -> Gemm:
+            return dataclasses.replace(gemm, num=num) if gemm.num > 1 else gemm
+
+        return dataclasses.replace(self, up=tuple(map(fewer, self.up)), down=fewer(self.down))
+
+    def up_widths(self, up: Sequence[Any]) -> tuple[int, ...]:
+        """Of the up-projections, from their flat list of weights or whatever has their shapes."""
+        starts = itertools.accumulate((gemm.num for gemm in self.up[:-1]), initial=0)
+        shapes = [(up[start].shape, gemm.transposed) for start, gemm in zip(starts, self.up, strict=True)]
+        return tuple(int(shape[-2 if transposed else -1]) for shape, transposed in shapes)
+
+    def act_in(self, dtype: torch.dtype, weight_dtype: torch.dtype | None) -> Expr:
+        """`act`, cast where promotion (say by float32 routing weights) would leave the GEMMs' dtype."""
+        return self.act if self._dtype(self.act, dtype, weight_dtype) == dtype else to_dtype(self.act, dtype)
+
+    def out_dtype(self, dtype: torch.dtype, weight_dtype: torch.dtype | None) -> torch.dtype:
+        """The dtype of the result rows for GEMMs in `dtype`."""
+        return self._dtype(self.out, dtype, weight_dtype)
+
+    def _dtype(self, expr: Expr, dtype: torch.dtype, weight_dtype: torch.dtype | None) -> torch.dtype:
+        dtypes = {v: dtype for v in variables(expr)}
+        dtypes |= {f"a{i}": self.up[group].sum_dtype(dtype) for i, (group, *_) in enumerate(self.parts)}
+        dtypes["y"] = self.down.sum_dtype(dtype)
+        if weight_dtype is not None:
+            dtypes["w"] = weight_dtype
+        return result_dtype(expr, dtypes)
+
+    @property
+    def uses_row_weight(self) -> bool:
+        return "w" in variables(self.act) or "w" in variables(self.out)
+
+    def pretty(self) -> str:
+        """`silu(g)*u` or `relu(h)`, followed by ` | y*w` when something is done to the output y.
+
+        One part is h; of two the gate is g, the other one u; more are a0, a1, ...
+        """
+        names = {}
+        if len(self.parts) == 1:
+            names = {"a0": "h"}
+        elif len(self.parts) == 2:
+            gate = _gate(self.act)
+            names = {gate: "g", ("a1" if gate == "a0" else "a0"): "u"}
+        text = pretty(_renamed(self.act, names))
+        return text if self.out == "y" else f"{text} | {pretty(self.out)}"
+
+
+def _frozen(expr: Expr) -> Any:
+    return tuple(map(_frozen, expr)) if isinstance(expr, (tuple, list)) else expr
+
+
+def _gate(act: Any) -> str:
+    """Which of two variables is the gate: the one that stands inside a function, not just in arithmetic."""
+    inside = _inside_functions(act, False)
+    return "a1" if "a1" in inside and "a0" not in inside else "a0"
+
+
+def _inside_functions(expr: Any, inside: bool) -> set[str]:
+    if isinstance(expr, str):
+        return {expr} if inside else set()
+    if not isinstance(expr, (tuple, list)) or not expr:
+        return set()
+    inside = inside or str(expr[0]).partition(".")[0] not in _ARITHMETIC
+    return set().union(*(_inside_functions(e, inside) for e in expr[1:]))
+
+
+def _renamed(expr: Any, names: dict[str, str]) -> Any:
+    if isinstance(expr, str):
+        return names.get(expr, expr)
+    if isinstance(expr, (tuple, list)) and expr:
+        head = expr[0] if isinstance(expr[0], str) and expr[0] not in names else _renamed(expr[0], names)
+        return (head, *(e if isinstance(e, dict) else _renamed(e, names) for e in expr[1:]))
+    return expr

@@ -1,0 +1,127 @@
+"""Which graphs are legal at which level; the pass manager checks it after every pass.
+
+A level allows the user's own torch ops (also those that read values on the host: a router may), plus the
+dialect ops that exist there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+from torch.fx import Node
+
+from .block_graph import BlockGraph
+from .ops.op_definition import NAMESPACE
+from .passed_objects import CHECKS
+
+_ROUTED = frozenset({"build_pft", "dispatch", "grouped_mm", "expert_rows", "combine", "pick_choices"})
+_ROUTES = frozenset(
+    {"place_choices", "chunk_choices", "near_and_far", "plan_dispatch", "exchange_counts", "pack_rows", "read_counts"}
+)
+_SEQUENCE = frozenset({"shard_tokens", "unshard_tokens"})
+_EXCHANGES = frozenset({"all_to_all_rows", "wait_rows", "all_to_all_back", "wait_sums"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Level:
+    """What may stand in a graph.
+
+    Attributes:
+        name: the level's name; passes declare it with `graph_pass(level=...)`.
+        dialect: the dialect ops that may occur; None allows every registered one.
+    """
+
+    name: str
+    dialect: frozenset[str] | None
+
+
+LEVELS = {
+    level.name: level
+    for level in (
+        # What capture recorded under one concrete routing.
+        Level("captured", frozenset()),
+        # One dialect op per step; the pointwise part between the GEMMs is plain torch.
+        Level("dialect", _ROUTED),
+        # Steps may be collapsed into expert_mlp; experts of another shape stay as they were.
+        Level("fused", _ROUTED | {"expert_mlp"}),
+        # Rows travel between the ranks of a mesh.
+        Level("distributed", _ROUTED | _ROUTES | _EXCHANGES | _SEQUENCE | {"expert_mlp", "weights_later"}),
+        # Whatever providers bring.
+        Level("lowered", None),
+    )
+}
+
+
+class Violation(NamedTuple):
+    """One node that is not legal at a level, and why."""
+
+    node: Node
+    reason: str
+
+    def __str__(self) -> str:
+        source = self.node.meta.get("source")
+        return f"{self.node.name}: {self.reason}" + (f" ({source})" if source else "")
+
+
+def violations(block: BlockGraph, level: Level) -> list[Violation]:
+    """Everything in the graph that is not legal at `level`."""
+    found = []
+    for node in block.graph.nodes:
+        reason = _illegal(node, level) or (is_dead(node) and "nothing uses its result and it has no effect")
+        if reason:
+            found.append(Violation(node, reason))
+    return found
+
+
+def is_dead(node: Node) -> bool:
+    """Whether a node can be left out: no users, no effect on tensors, modules or random state."""
+    return not node.users and not has_effect(node)
+
+
+def has_effect(node: Node) -> bool:
+    """Whether a node does something beside its result. Kept submodules count: their hooks may do anything."""
+    if node.op in ("placeholder", "output", "call_module") or node.target is setattr:
+        return True
+    if node.op == "call_method":
+        return str(node.target).endswith("_") and not str(node.target).endswith("__")
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags
+    name = getattr(target, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    return node.op == "call_function" and (in_place or not _is_torch_function(target))
+
+
+def eliminate_dead_code(block: BlockGraph) -> BlockGraph:
+    """A copy without the nodes that `is_dead`."""
+    block = block.copy()
+    for node in reversed(block.nodes):
+        if is_dead(node):
+            block.graph.erase_node(node)
+    return block
+
+
+def _illegal(node: Node, level: Level) -> str:
+    target = node.target
+    if node.op in ("placeholder", "output", "get_attr", "call_module", "call_method"):
+        return ""
+    if not isinstance(target, torch._ops.OpOverload):
+        name = getattr(target, "__qualname__", repr(target))
+        is_legal = _is_torch_function(target) or target in CHECKS
+        return "" if is_legal else f"{name} is a Python function; define an op (moefx.ir.ops.op_definition)"
+    if target.namespace == NAMESPACE:
+        name = target._schema.name.partition("::")[2]
+        if level.dialect is not None and name not in level.dialect:
+            return f"{NAMESPACE}::{name} does not exist at level {level.name!r}"
+    return ""
+
+
+def _is_torch_function(target: object) -> bool:
+    """Functions of torch and `operator`, and `apply` of an autograd.Function."""
+    owner = getattr(target, "__self__", None)
+    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+        return True
+    module = getattr(target, "__module__", None) or getattr(type(target), "__module__", "")
+    return module.partition(".")[0] in ("torch", "_operator", "operator", "math", "builtins")

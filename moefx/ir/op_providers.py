@@ -1,0 +1,152 @@
+"""The implementations of each op, and the choice between them.
+
+A call runs the provider of the highest rank that supports its arguments, at the latest the readable reference. Every
+choice is counted, so that tests and `explain` can say what ran:
+
+    counters()                 {("expert_mlp", "segments"): 12, ...}
+    weight_paths()             {"view": 12, "separate": 0, ...}: how lists of expert weights were read
+    with force("expert_mlp", "reference"): ...
+
+Providers live above this module, in `moefx.lowering`. They are loaded before the first choice, so that importing the
+dialect stays cheap.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from ..errors import InvalidPlan
+
+if TYPE_CHECKING:
+    from .ops.op_definition import Op
+
+registry: dict[str, Op] = {}
+_loaders: list[Callable[[], object]] = []
+
+_calls: Counter[tuple[str, str]] = Counter()
+_paths: Counter[str] = Counter()
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.paths: Counter[str] = Counter()
+
+
+_thread = _Thread()
+# Process-wide, not thread-local: on a GPU the backward runs in autograd's own threads.
+_forced: dict[str, str] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Provider:
+    """One implementation of an op; `supports` gets the op's own arguments."""
+
+    name: str
+    run: Callable[..., Any]
+    supports: Callable[..., bool]
+    rank: int
+
+
+def load_before_first_choice(load: Callable[[], object]) -> None:
+    """Have `load` called once before the first op runs. It registers providers."""
+    _loaders.append(load)
+
+
+@functools.cache
+def _load() -> None:
+    for load in _loaders:
+        load()
+
+
+def choose(op: Op, args: Any, kwargs: Any) -> Provider:
+    """The provider for these arguments. Counts it."""
+    _load()
+    if op.name in _forced:
+        provider = op.providers[_forced[op.name]]
+    else:
+        # "reference" was registered first and supports everything.
+        provider = next(p for p in reversed(op.providers.values()) if p.supports(*args, **kwargs))
+    _calls[op.name, provider.name] += 1
+    return provider
+
+
+def counters() -> dict[tuple[str, str], int]:
+    """Calls since the last reset, by (op, provider)."""
+    return dict(_calls)
+
+
+def weight_paths() -> dict[str, int]:
+    """How often the weights of a GEMM were read in which way since the last reset.
+
+    "stacked": one stacked tensor. "separate": E tensors, used one by one. "view": E tensors, equally spaced
+    in one storage, used as a strided view of it. "table": E tensors, found by a table of their addresses.
+    "stacked_copy": E tensors copied into a stack for the call. Beside one of these "cast": to another dtype for
+    the call, as autocast asks for.
+    """
+    return dict(_paths)
+
+
+def weight_paths_here() -> Counter[str]:
+    """As `weight_paths`, of this thread alone and since it began."""
+    return _thread.paths.copy()
+
+
+def count_weight_path(path: str, times: int = 1) -> None:
+    _paths[path] += times
+    _thread.paths[path] += times
+
+
+def reset_counters() -> None:
+    _calls.clear()
+    _paths.clear()
+
+
+@contextlib.contextmanager
+def force(op: str, provider: str) -> Iterator[None]:
+    """Run this provider for every call of the op, in all threads. Name the backward op to force that one.
+
+    Raises:
+        InvalidPlan: there is no such op or provider.
+    """
+    _check(op, provider)
+    before = _forced.get(op)
+    _forced[op] = provider
+    try:
+        yield
+    finally:
+        _forced.pop(op)
+        if before is not None:
+            _forced[op] = before
+
+
+def _check(op: str, provider: str, said: str = "") -> None:
+    _load()
+    if op not in registry:
+        raise InvalidPlan(f"{said}no op moefx::{op}; there are {', '.join(sorted(registry))}")
+    if provider not in registry[op].providers:
+        names = ", ".join(registry[op].providers)
+        raise InvalidPlan(f"{said}moefx::{op} has no provider {provider!r}; it has {names}")
+
+
+def prefer_named(setting: str) -> None:
+    """Rank the providers first that `MOEFX_PROVIDERS` names, for ops and their backwards, in the whole process:
+    `"expert_mlp=grouped_mm,build_pft=reference"`. Arguments that they do not support, such as the float64 of the
+    proofs, go to the others.
+
+    Raises:
+        InvalidPlan: there is no such op or provider.
+    """
+    for item in filter(None, setting.split(",")):
+        op, _, provider = item.strip().partition("=")
+        _check(op, provider, f"MOEFX_PROVIDERS={setting}: ")
+        for name in (op, f"{op}_backward"):
+            if name in registry and provider in registry[name].providers:
+                providers = registry[name].providers
+                providers[provider] = dataclasses.replace(providers.pop(provider), rank=sys.maxsize)  # asked first

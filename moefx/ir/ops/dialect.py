@@ -1,0 +1,57 @@
+"""The padding-free (PFT) dialect: routing, gather, grouped GEMM and gather-sum as `torch.library` ops (X-MoE
+section 4).
+
+Letters: S tokens, K top-k, E experts, B routed rows, D model dim, F expert hidden dim. B is S*K, or where the host
+    knows how many rows there are, up to 1/64 more. Rows are sorted by expert and valid up to expert_offsets[E]. What
+    lies behind (the tail: dropped rows) may hold anything, NaN included, and never reaches a valid row, a token or a
+    gradient. Indices are int32, sizes of buffers may exceed 2^31 elements.
+
+Expert weights are `Tensor[]`: one stacked [E,...] tensor of any strides, or E separate ones (the user's own
+Parameters). Their gradients come back as slices of one stacked buffer.
+
+The functions here are the readable semantics; `moefx.lowering` registers faster providers for the same ops.
+"""
+
+from __future__ import annotations
+
+from .exchange_routes import (
+    chunk_choices,
+    count_rows,
+    exchange_counts,
+    near_and_far,
+    place_choices,
+    plan_dispatch,
+    read_counts,
+)
+from .expert_gemms import expert_rows, expert_rows_backward, grouped_mm, grouped_mm_backward
+from .expert_mlp import expert_mlp, expert_mlp_backward, weights_later
+from .row_exchange import (
+    all_to_all_back,
+    all_to_all_rows,
+    all_to_all_rows_backward,
+    wait_rows,
+    wait_rows_backward,
+    wait_sums,
+    wait_sums_backward,
+)
+from .row_packing import join_columns, pack_rows, split_columns
+from .sequence_shards import shard_tokens, sum_shards, unshard_tokens
+from .token_routing import (
+    DROP_RULES,
+    build_pft,
+    build_pft_backward,
+    combine,
+    combine_backward,
+    dispatch,
+    pick_choices,
+    pick_choices_backward,
+)
+
+__all__ = [
+    "DROP_RULES", "all_to_all_back", "all_to_all_rows", "all_to_all_rows_backward", "build_pft", "build_pft_backward",
+    "chunk_choices", "combine", "combine_backward", "count_rows", "dispatch", "exchange_counts", "expert_mlp",
+    "expert_mlp_backward", "expert_rows", "expert_rows_backward", "grouped_mm", "grouped_mm_backward", "join_columns",
+    "near_and_far", "pack_rows", "pick_choices", "pick_choices_backward", "place_choices", "plan_dispatch",
+    "read_counts", "shard_tokens", "split_columns", "sum_shards", "unshard_tokens", "wait_rows",
+    "wait_rows_backward", "wait_sums", "wait_sums_backward", "weights_later",
+]  # fmt: skip

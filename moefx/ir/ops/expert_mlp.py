@@ -1,0 +1,492 @@
+"""`expert_mlp`: gather, up-projection, pointwise, down-projection, pointwise, as one op. Letters as in
+`dialect`.
+
+What its backward keeps is the checkpoint policy (MoEBlaze section 5): a library op can save only inputs and
+outputs, so what is kept beyond the input x is returned as extra outputs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import InvalidInput
+from .. import pointwise_derivative
+from ..expert_body import ExpertBody, Gemm
+from ..pointwise_expression import evaluate, is_linear
+from . import expert_gemms, token_routing
+from .op_definition import is_last_use, op, saved_by
+
+KEEP = ("h", "x", "all", "none")
+
+_SIGNATURE = (
+    "Tensor x, Tensor token_ids, Tensor expert_offsets, Tensor inverse, Tensor? row_weights, "
+    "Tensor[] up, Tensor[] up_bias, Tensor[] down, Tensor[] down_bias"
+)
+_CONTRACT = (
+    "x[S,D], token_ids[B], expert_offsets[E+1], inverse[S,K], row_weights[B]?, up[*], up_bias[*], down[*], down_bias[*]"
+)
+
+
+@dataclasses.dataclass
+class Call:
+    """The arguments of one `expert_mlp` call, checked and taken apart.
+
+    Attributes:
+        up, up_bias: for each up-projection its list of weights, and its list of biases or None.
+        w: the row weights as a column [B,1], or None.
+        dtype: what the GEMMs compute in.
+        act: the expression of the pointwise part, ending in `dtype`.
+        out_dtype: dtype of the result rows.
+    """
+
+    body: ExpertBody
+    x: Tensor
+    token_ids: Tensor
+    expert_offsets: Tensor
+    inverse: Tensor
+    w: Tensor | None
+    up: list[list[Tensor]]
+    up_bias: list[list[Tensor] | None]
+    down: list[Tensor]
+    down_bias: list[Tensor] | None
+    dtype: torch.dtype
+    act: Any
+    out_dtype: torch.dtype
+
+    @classmethod
+    def of(cls, args: Sequence[Any], body: str, keep: str, dtype: torch.dtype | None) -> Call:
+        # Of the forward's arguments: `later` is for autograd alone.
+        x, token_ids, expert_offsets, inverse, row_weights, up, up_bias, down, down_bias = args[:9]
+        parsed = ExpertBody.from_json(body)
+        if keep not in KEEP:
+            raise InvalidInput(f"moefx::expert_mlp: keep={keep!r}, expected one of {', '.join(map(repr, KEEP))}")
+        if parsed.uses_row_weight and row_weights is None:
+            raise InvalidInput(
+                f"moefx::expert_mlp: {parsed.pretty()} uses the routing weight w, but row_weights is None"
+            )
+        dtype = expert_gemms.check_dtypes("expert_mlp", x, (*up, *up_bias, *down, *down_bias), dtype)
+        weight_dtype = None if row_weights is None else row_weights.dtype
+        down_biases = _split(down_bias, (parsed.down,), of_bias=True, what="down_bias")
+        return cls(
+            body=parsed,
+            x=x,
+            token_ids=token_ids,
+            expert_offsets=expert_offsets,
+            inverse=inverse,
+            w=None if row_weights is None else row_weights[:, None],
+            up=_split(up, parsed.up, of_bias=False, what="up"),
+            up_bias=_split(up_bias, parsed.up, of_bias=True, what="up_bias"),
+            down=_split(down, (parsed.down,), of_bias=False, what="down")[0],
+            down_bias=down_biases[0],
+            dtype=dtype,
+            act=parsed.act_in(dtype, weight_dtype),
+            out_dtype=parsed.out_dtype(dtype, weight_dtype),
+        )
+
+    @property
+    def num_rows(self) -> int:
+        return self.token_ids.shape[0]
+
+    @functools.cached_property
+    def widths(self) -> tuple[list[int], int, int]:
+        """(width of each up-projection, width of the activation, width of the result), checked."""
+        name, offsets = "expert_mlp", self.expert_offsets
+        up = [
+            expert_gemms.weight_shape(name, w, offsets, g.transposed, self.x.shape[1])[1]
+            for w, g in zip(self.up, self.body.up, strict=True)
+        ]
+        group, *columns = self.body.parts[0]
+        if isinstance(up[group], int):
+            act = len(range(*slice(*columns).indices(up[group])))
+        else:  # a slice of a meta tensor knows how to slice a symbolic width
+            act = torch.empty((1, up[group]), device="meta", dtype=torch.float32)[:, slice(*columns)].shape[1]
+        return up, act, expert_gemms.weight_shape(name, self.down, offsets, self.body.down.transposed, act)[1]
+
+    def multiplications(self) -> int:
+        """Of one row in the forward GEMMs."""
+        up, act, out = self.widths
+        return self.x.shape[1] * sum(up) + act * out
+
+    def matrix_size(self) -> int:
+        """Elements of an expert's smallest matrix."""
+        up, act, out = self.widths
+        return min(self.x.shape[1] * min(up), act * out)
+
+    def bias_apart(self, gemm: Gemm) -> torch.dtype | None:
+        """The dtype in which the bias is added behind a product that has another one; None: it has that dtype too."""
+        dtype = gemm.sum_dtype(self.dtype)
+        return dtype if gemm.bias and dtype != self.dtype else None
+
+    def parts(self, hidden: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The variables a0, a1, ... as slices of the up-projections."""
+        return {
+            f"a{i}": hidden[g] if (a, b, c) == (None, None, 1) else hidden[g][:, a:b:c]
+            for i, (g, a, b, c) in enumerate(self.body.parts)
+        }
+
+
+def _split(tensors: Sequence[Tensor], gemms: Sequence[Gemm], *, of_bias: bool, what: str) -> list[Any]:
+    """A flat list by GEMM; None for a GEMM without bias."""
+    sizes = [g.num if g.bias or not of_bias else 0 for g in gemms]
+    if sum(sizes) != len(tensors):
+        raise InvalidInput(f"moefx::expert_mlp: {what} has {len(tensors)} tensors, the body takes {sizes}")
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    return [list(tensors[end - size : end]) if size else None for size, end in zip(sizes, ends, strict=True)]
+
+
+@op(
+    f'expert_mlp({_SIGNATURE}, Tensor? later=None, *, str body, str keep="h", bool reduce=False, '
+    "ScalarType? dtype=None) -> Tensor[]",
+    contract=f"{_CONTRACT} -> rows[B,D]",
+)
+def expert_mlp(
+    *args: Any, body: str, keep: str = "h", reduce: bool = False, dtype: torch.dtype | None = None
+) -> list[Tensor]:
+    """The expert MLP on the routed rows of x; `body` is the JSON of an `ExpertBody`, which has the formulas.
+
+    Args:
+        x: [S,D]; token_ids, expert_offsets, inverse: from `build_pft`; row_weights: [B], the variable w.
+        up, up_bias, down, down_bias: expert parameters, flat lists in the order of the body's GEMMs.
+        later: of `weights_later(up, down)`, whose backward then computes their gradients.
+        keep: "h" keeps the up-projections for the backward and recomputes the activation, "x" nothing but the
+            inputs, "all" the activation too. "none" is for inference (a backward through it would recompute
+            as "x" does).
+        reduce: return the sum of each token's rows instead of the rows, as `combine` without weights does.
+        dtype: compute in it, that of x, whatever the dtype of the parameters; autocast fills it in.
+
+    Returns:
+        The rows [B,D'] (or their sums [S,D']), then what the policy keeps: each up-projection [B,F], then the
+        activation [B,F']. These are the backward's, which may overwrite them unless the graph is retained.
+    """
+    call = Call.of(args, body, keep, dtype)
+    rows = call.x.index_select(0, call.token_ids)
+    hidden = [_linear(call, rows, *group) for group in zip(call.up, call.up_bias, call.body.up, strict=True)]
+    act = _activation(call, hidden)
+    out = _output(call, act)
+    if reduce:
+        out = token_routing.combine.reference(out, None, call.token_ids, call.expert_offsets, call.inverse)
+    kept = {"h": hidden, "all": [*hidden, act]}.get(keep, [])
+    return [out, *kept]
+
+
+def _activation(call: Call, hidden: Sequence[Tensor]) -> Tensor:
+    act = evaluate(call.act, _with_weight(call, call.parts(_biased(call, hidden))))
+    return act.clone() if isinstance(call.act, str) else act  # outputs of an op must not share storage
+
+
+def _output(call: Call, act: Tensor) -> Tensor:
+    return evaluate(call.body.out, _with_weight(call, {"y": _project_down(call, act)}))
+
+
+def _project_down(call: Call, act: Tensor) -> Tensor:
+    y = _linear(call, act, call.down, call.down_bias, call.body.down)
+    return _add_apart(call, y, call.down_bias, call.body.down)
+
+
+def _biased(call: Call, hidden: Sequence[Tensor]) -> list[Tensor]:
+    """The up-projections with the biases that are added in another dtype than theirs."""
+    return [_add_apart(call, *each) for each in zip(hidden, call.up_bias, call.body.up, strict=True)]
+
+
+def _with_weight(call: Call, env: dict[str, Tensor]) -> dict[str, Tensor]:
+    return env if call.w is None else {**env, "w": call.w}
+
+
+def _linear(call: Call, rows: Tensor, w: list[Tensor], bias: list[Tensor] | None, gemm: Gemm) -> Tensor:
+    summand = None
+    if bias is not None and call.bias_apart(gemm) is None:
+        summand = expert_gemms.expert_rows.reference(bias, call.expert_offsets, call.num_rows).to(call.dtype)
+    return expert_gemms.grouped_mm.reference(
+        rows, w, call.expert_offsets, summand, transposed=gemm.transposed, dtype=call.dtype
+    )
+
+
+def _add_apart(call: Call, product: Tensor, bias: list[Tensor] | None, gemm: Gemm) -> Tensor:
+    dtype = call.bias_apart(gemm)
+    if bias is None or dtype is None:
+        return product
+    return product.to(dtype) + expert_gemms.expert_rows.reference(bias, call.expert_offsets, call.num_rows).to(dtype)
+
+
+@op(
+    f"expert_mlp_backward(Tensor grad, {_SIGNATURE}, Tensor[] kept, "
+    "*, str body, str keep, bool reduce=False, ScalarType? dtype=None, bool[] needs, bool overwrite=False, "
+    'str part="all") -> Tensor[]',
+    contract=f"grad[_,N], {_CONTRACT}, kept[*] -> gradients[*]",
+)
+def expert_mlp_backward(
+    grad: Tensor,
+    *args: Any,
+    body: str,
+    keep: str,
+    reduce: bool = False,
+    dtype: torch.dtype | None = None,
+    needs: Sequence[bool],
+    overwrite: bool = False,
+    part: str = "all",
+) -> list[Tensor]:
+    """Gradients of `expert_mlp` for `grad`, that of its first output.
+
+    Args:
+        kept: the extra outputs of the forward.
+        needs: which to compute, of x, row_weights, up, up_bias, down, down_bias.
+        overwrite: whether `kept` may be written to, and returned. The schema does not say so: for the eager backward
+            of a graph that is freed behind it alone, where that memory is what peaks with the weights' gradients.
+        part: "rows" leaves out those of up and down, which need not be there as early as that of x. "weights" makes
+            them, its `kept` being what "rows" returned behind the gradients.
+
+    Returns:
+        The needed ones in that order, for up and up_bias GEMM by GEMM: for each one [E,...] stacked, or E
+        separate ones (see `experts.separate_gradients`). With part "rows" then what the gradients of up and down are
+        outer products of, beside x: the gradient of each up-projection [B,F], the activation [B,F'], and the gradient
+        of y [B,D']. That one is left out if the result is linear in y: then the activation is scaled, and `grad` is
+        what it is multiplied with.
+    """
+    call, kept = Call.of(args[:-1], body, keep, dtype), args[-1]
+    need_x, need_w, need_up, need_up_bias, need_down, need_down_bias = needs
+    if part == "weights":
+        return _matrix_gradients(call, *_sides_of_matrices(call, grad, kept, reduce), need_up, need_down)
+    offsets = call.expert_offsets
+    rows = call.x.index_select(0, call.token_ids)
+    groups = list(zip(call.up, call.up_bias, call.body.up, strict=True))
+    hidden = list(kept[: len(groups)]) or [_linear(call, rows, *group) for group in groups]
+    act = _activation(call, hidden)
+    y = _project_down(call, act)
+    wrt = ["w"] if need_w else []
+    if reduce:
+        grad = grad.index_select(0, call.token_ids)
+
+    _, by_out = pointwise_derivative.vjp(call.body.out, _with_weight(call, {"y": y}), grad, ["y", *wrt], value=False)
+    grad_y = by_out["y"]
+    grad_product = grad_y.to(call.dtype)
+    grad_act = expert_gemms.grouped_mm.reference(
+        grad_product, call.down, offsets, transposed=not call.body.down.transposed, dtype=call.dtype
+    )
+    hidden = _biased(call, hidden)
+    env = _with_weight(call, call.parts(hidden))
+    _, by_act = pointwise_derivative.vjp(call.act, env, grad_act, [*env][: len(call.body.parts)] + wrt, value=False)
+    grad_hidden = [torch.zeros_like(h) for h in hidden]
+    for name, columns in call.parts(grad_hidden).items():
+        if name in by_act:
+            columns += by_act[name]
+    grad_up = [g.to(call.dtype) for g in grad_hidden]
+
+    gradients = []
+    if need_x:
+        grad_rows = torch.zeros_like(rows)
+        for g, (w, _, gemm) in zip(grad_up, groups, strict=True):
+            grad_rows += expert_gemms.grouped_mm.reference(
+                g, w, offsets, transposed=not gemm.transposed, dtype=call.dtype
+            )
+        gradients.append(token_routing.combine.reference(grad_rows, None, call.token_ids, offsets, call.inverse))
+    if need_w:
+        gradients.append(weight_gradient(call, by_out.get("w"), by_act.get("w")))
+    gradients += _matrix_gradients(call, grad_up, act, grad_product, need_up, False)
+    total = expert_gemms.expert_rows_backward.reference
+    if need_up_bias:
+        for g, (_, b, _) in zip(grad_hidden, groups, strict=True):
+            gradients += as_returned(total(g, offsets, dtype=b[0].dtype), b, 1) if b else []
+    gradients += _matrix_gradients(call, grad_up, act, grad_product, False, need_down)
+    if need_down_bias and call.down_bias:
+        grad_bias = total(grad_y, offsets, dtype=call.down_bias[0].dtype)
+        gradients += as_returned(grad_bias, call.down_bias, 1)
+    if part == "rows":
+        linear = is_linear(call.body.out, "y")
+        gradients += grad_up
+        gradients += (
+            [(act * evaluate(call.body.out, with_ones(call))).to(call.dtype)] if linear else [act, grad_product.clone()]
+        )
+    return gradients
+
+
+def with_ones(call: Call) -> dict[str, Tensor]:
+    """Of these `out` makes c(w), [B,1], where it is linear in y: rows = y * c(w)."""
+    ones = torch.ones((call.num_rows, 1), dtype=call.dtype, device=call.x.device)
+    return _with_weight(call, {"y": ones})
+
+
+def _sides_of_matrices(
+    call: Call, grad: Tensor, kept: Sequence[Tensor], reduce: bool
+) -> tuple[Sequence[Tensor], Tensor, Tensor]:
+    """Of what part "rows" of the backward returned: gradients of the up-projections, activation, gradient of y."""
+    *grad_up, act = kept[: len(call.up) + 1]
+    if len(kept) > len(call.up) + 1:
+        return grad_up, act, kept[-1]
+    return grad_up, act, (grad.index_select(0, call.token_ids) if reduce else grad).to(call.dtype)
+
+
+def _matrix_gradients(
+    call: Call, grad_up: Sequence[Tensor], act: Tensor, grad_y: Tensor, need_up: bool, need_down: bool
+) -> list[Tensor]:
+    outer, gradients = expert_gemms.grouped_mm_backward.reference, []
+    if need_up:
+        rows = call.x.index_select(0, call.token_ids).to(call.dtype)
+        for g, w, gemm in zip(grad_up, call.up, call.body.up, strict=True):
+            made = outer(g, rows, call.expert_offsets, transposed=gemm.transposed, dtype=w[0].dtype)
+            gradients += as_returned(made, w, 2)
+    if need_down:
+        transposed, dtype = call.body.down.transposed, call.down[0].dtype
+        made = outer(grad_y, act, call.expert_offsets, transposed=transposed, dtype=dtype)
+        gradients += as_returned(made, call.down, 2)
+    return gradients
+
+
+def as_returned(stacked: Tensor, parameters: Sequence[Tensor], dim: int) -> list[Tensor]:
+    """A stacked gradient [E,...] in the form in which `expert_mlp_backward` returns it."""
+    # Outputs of an op must not share storage.
+    return [g.clone() for g in stacked] if expert_gemms.separate_gradients(parameters, dim) else [stacked]
+
+
+def weight_gradient(call: Call, *columns: Tensor | None) -> Tensor:
+    """Gradient of the row weights [B] from columns [B,1], zero in the tail."""
+    assert call.w is not None
+    total = torch.zeros_like(call.w, dtype=torch.promote_types(call.w.dtype, torch.float32))
+    for column in columns:
+        if column is not None:
+            total += column
+    return token_routing.clear_tail(total[:, 0], call.expert_offsets).to(call.w.dtype)
+
+
+# -- registration
+# ------------------------------------------------------------------------------------------------------
+
+
+@expert_mlp.fake
+def _(*args, body, keep="h", reduce=False, dtype=None):
+    call = Call.of(args, body, keep, dtype)
+    up, act, out = call.widths
+    rows = call.x.new_empty((call.x.shape[0] if reduce else call.num_rows, out), dtype=call.out_dtype)
+    kept = {"h": up, "all": [*up, act]}.get(keep, [])
+    return [rows, *(call.x.new_empty((call.num_rows, width)) for width in kept)]
+
+
+@expert_mlp_backward.fake
+def _(grad, *args, body, keep, reduce=False, dtype=None, needs, overwrite=False, part="all"):
+    call = Call.of(args[:-1], body, keep, dtype)
+    x, w = call.x, args[4]
+    dims = {
+        2: call.up,
+        3: [b for b in call.up_bias if b],
+        4: [call.down],
+        5: [call.down_bias] if call.down_bias else [],
+    }
+    num_experts = call.expert_offsets.shape[0] - 1
+    gradients = [x.new_empty(x.shape)] if needs[0] else []
+    gradients += [w.new_empty(w.shape)] if needs[1] else []
+    for index, groups in dims.items():
+        if needs[index]:
+            dim = 1 if index in (3, 5) else 2
+            for group in groups:
+                if expert_gemms.separate_gradients(group, dim):
+                    gradients += [p.new_empty(p.shape) for p in group]
+                else:
+                    gradients.append(group[0].new_empty((num_experts, *group[0].shape[-dim:])))
+    if part == "rows":
+        up, act, out = call.widths
+        widths = [*up, act] if is_linear(call.body.out, "y") else [*up, act, out]
+        gradients += [x.new_empty((call.num_rows, width), dtype=call.dtype) for width in widths]
+    return gradients
+
+
+@expert_mlp.autocast
+def _(autocast, x, *args, dtype=None, **kwargs):
+    dtype = dtype or expert_gemms.autocast_dtype(autocast, x)
+    return (x.to(dtype), *args), {**kwargs, "dtype": dtype}
+
+
+def _save(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]) -> None:
+    ctx.kwargs = {"keep": "h", **kwargs}
+    kept = list(outputs[1:])
+    ctx.mark_non_differentiable(*kept)
+    ctx.sizes = [len(tensors) for tensors in (*args[5:9], kept)]
+    # The parameters themselves, so that an in-place update before the backward is noticed.
+    ctx.save_for_backward(*args[:5], *(t for tensors in (*args[5:9], kept) for t in tensors))
+
+
+def _gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
+    saved = iter(saved_by(ctx))
+    fixed = [next(saved) for _ in range(5)]
+    lists = [[next(saved) for _ in range(size)] for size in ctx.sizes]
+    up, up_bias, down, down_bias, kept = lists
+    needs, kwargs = [ctx.needs[0], *ctx.needs[4:9]], ctx.kwargs
+    later = ctx.next_functions[-1][0] if any(ctx.needs[9:]) else None
+    if later is not None and later.name() != "weights_laterBackward":
+        later = None  # another node stands there where Dynamo cut the graph between the two
+    if later is not None:
+        needs[2] = needs[4] = False
+        kwargs = {**kwargs, "part": "rows"}
+    if kept and is_last_use(kept):
+        kwargs = {**kwargs, "overwrite": True}
+        torch.autograd.graph.increment_version(kept)  # whoever saved them too is told
+    results = iter(expert_mlp_backward(grads[0], *fixed, *lists, **kwargs, needs=needs))
+    body = ExpertBody.from_json(ctx.kwargs["body"])
+    biased = [g for g in body.up if g.bias]
+    grad_x = next(results) if needs[0] else None
+    grad_w = next(results) if needs[1] else None
+    of_parameters = [
+        *(_taken(results, up, body.up, 2, needs[2]), _taken(results, up_bias, biased, 1, needs[3])),
+        _taken(results, down, (body.down,), 2, needs[4]),
+        _taken(results, down_bias, (body.down,) if body.down.bias else (), 1, needs[5]),
+    ]
+    gradients = [grad_x, None, None, None, grad_w, *of_parameters]
+    if later is None:
+        return gradients if len(ctx.needs) == 9 else [*gradients, None]
+    sides = list(results)
+
+    def matrices(need_up: bool, need_down: bool) -> Sequence[Any]:
+        needs = [False, False, need_up, False, need_down, False]
+        arguments = (grads[0], *fixed, *lists[:4], sides)
+        found = iter(expert_mlp_backward(*arguments, **ctx.kwargs, needs=needs, part="weights"))
+        return _taken(found, up, body.up, 2, need_up), _taken(found, down, (body.down,), 2, need_down)
+
+    later.matrices = matrices  # pyright: ignore[reportAttributeAccessIssue]
+    return [*gradients, up[0].new_empty(0)]
+
+
+def _taken(
+    results: Iterator[Tensor], tensors: Sequence[Tensor], gemms: Sequence[Gemm], dim: int, needed: bool
+) -> list[Any] | None:
+    """The gradients of a flat list of parameters, by GEMM, from those that the op returned."""
+    if not needed:
+        return None
+    gradients: list[Any] = []
+    for gemm in gemms:
+        group = tensors[len(gradients) : len(gradients) + gemm.num]
+        if expert_gemms.separate_gradients(group, dim):
+            gradients += [next(results) for _ in group]
+        else:
+            gradients += expert_gemms.unstack(next(results), group, dim) or []
+    return gradients
+
+
+expert_mlp.autograd(save=_save, backward=_gradients)
+expert_mlp_backward.once_differentiable("expert_mlp")
+
+
+@op("weights_later(Tensor[] up, Tensor[] down) -> Tensor", contract="up[*], down[*] -> later[_]")
+def weights_later(up: list[Tensor], down: list[Tensor]) -> Tensor:
+    """Where the backward computes the gradients of an `expert_mlp`'s matrices, which need not be there as early as that
+    of its x: as if they were used here. Autograd goes back in the order of the forward: behind whatever stands between
+    this and the `expert_mlp`, before what stands ahead of this.
+
+    Returns:
+        For `expert_mlp(later=...)`; it has no values.
+    """
+    return up[0].new_empty(0)
+
+
+def _gradients_of_matrices(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
+    if not hasattr(ctx, "matrices"):
+        return None, None  # the `expert_mlp` is in another graph, and made them itself
+    matrices, ctx.matrices = ctx.matrices, None
+    return matrices(*ctx.needs)
+
+
+weights_later.fake(lambda up, down: up[0].new_empty(0))
+weights_later.autograd(save=lambda ctx, args, kwargs, outputs: None, backward=_gradients_of_matrices)

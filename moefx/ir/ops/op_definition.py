@@ -1,0 +1,343 @@
+"""`Op`: one torch.library op, defined from a readable torch implementation.
+
+The implementation is the semantics of the op, its default provider (named "reference") and the fallback of
+every other provider. Around it an `Op` keeps what torch and moefx need to know: a fake, an autograd formula
+whose backward is an op of its own, what autocast does to it, the faster providers, and a one-line shape
+contract
+
+    "x[S,D], token_ids[B], expert_offsets[E+1], inverse[S,K] -> rows[B,D]"
+
+that drives the checks of every call (real and fake) and that printers and documentation can read.
+
+Ops are defined through `torch.library.Library.define`: a call costs about half of what
+`torch.library.custom_op` costs. An op that the implementation of another one calls does not go through the dispatcher
+again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import re
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ...errors import DoubleBackward, InvalidInput
+from ..guards import recomputed_choice
+from ..op_providers import Provider, choose, registry
+
+NAMESPACE = "moefx"
+# FRAGMENT: later pieces (expert parallelism, ...) define their ops in the same namespace from files of their
+# own.
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+_AUTOCAST_DEVICES = ("cpu", "cuda")  # ROCm builds of torch call their devices "cuda" as well
+
+
+class _Here(threading.local):
+    """Of this thread: whether an implementation runs, whose tensors are just that."""
+
+    is_at_backend = False
+
+
+_here = _Here()
+_BELOW_AUTOGRAD = torch._C._after_autograd_keyset
+
+
+def _plain_keysets() -> frozenset[int]:
+    key = torch.DispatchKey
+    cpu, gpu, views = (torch.DispatchKeySet(k) for k in (key.CPU, key.CUDA, key.ADInplaceOrView))
+    backends = cpu, gpu, cpu | gpu
+    return frozenset(keyset.raw_repr() for backend in backends for keyset in (backend, backend | views))
+
+
+_PLAIN = _plain_keysets()  # no mode, no subclass, no transform
+
+
+@dataclasses.dataclass(frozen=True)
+class Contract:
+    """The shapes of an op's tensors in named letters: the same letter is the same size everywhere.
+
+    Attributes:
+        inputs: argument name -> its letters; arguments that are lists of tensors are left out.
+        outputs: result name -> its letters.
+    """
+
+    text: str
+    inputs: dict[str, tuple[str, ...]]
+    outputs: dict[str, tuple[str, ...]]
+
+    @classmethod
+    def parse(cls, text: str) -> Contract:
+        def side(part: str) -> dict[str, tuple[str, ...]]:
+            tensors = re.findall(r"(\w+)\[([^\]*]+)\]", part)  # lists of tensors are written name[*]
+            return {name: tuple(dims.split(",")) for name, dims in tensors}
+
+        before, _, after = text.partition("->")
+        return cls(text, side(before), side(after))
+
+
+class Op:
+    """A `torch.library` op in namespace `moefx`; calling it calls the registered overload.
+
+    Args:
+        schema: the schema without its namespace, e.g. `"dispatch(Tensor x, ...) -> Tensor"`.
+        contract: the shapes, one line.
+        reference: the readable implementation on plain torch tensors (any device, any floating dtype).
+    """
+
+    def __init__(self, schema: str, *, contract: str, reference: Callable[..., Any]):
+        self.name = schema.partition("(")[0]
+        self.contract = Contract.parse(contract)
+        self.reference = reference
+        self.providers: dict[str, Provider] = {}
+        self.observe: Callable[[Any], None] | None = None  # called with the outputs of each run
+        functools.update_wrapper(self, reference)
+        self.provider("reference")(reference)
+        _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        self.overload = getattr(getattr(torch.ops, NAMESPACE), self.name).default
+        arguments = [a.name for a in self.overload._schema.arguments]
+        self.choice_arguments = recomputed_choice.choice_arguments(arguments)
+        self._checked = [(arguments.index(n), n, dims) for n, dims in self.contract.inputs.items()]
+        _library.impl(self.name, self._run, "CompositeExplicitAutograd")
+        registry[self.name] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _here.is_at_backend and not _is_profiled():  # profiles show what goes through the dispatcher
+            return self._run(*args, **kwargs)
+        return self.overload(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<moefx op {self.name}: {self.contract.text}>"
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        self.check(args)
+        provider = choose(self, args, kwargs)
+        before, _here.is_at_backend = _here.is_at_backend, True
+        try:
+            outputs = provider.run(*args, **kwargs)
+        finally:
+            _here.is_at_backend = before
+        if self.observe is not None:
+            self.observe(outputs)
+        return outputs
+
+    def check(self, args: Sequence[Any]) -> None:
+        """Raise `InvalidInput` unless the tensors have the shapes of the contract."""
+        sizes: dict[str, Any] = {}
+        for index, name, dims in self._checked:
+            value = args[index] if index < len(args) else None
+            if value is None:
+                continue
+            shape = value.shape
+            if len(shape) != len(dims):
+                raise InvalidInput(f"moefx::{self.name}: {name} has shape {_show(shape)}, expected [{','.join(dims)}]")
+            for letter, size in zip(dims, shape, strict=True):
+                if letter == "_":
+                    continue
+                if letter == "E+1":
+                    letter, size = "E", size - 1
+                known = sizes.setdefault(letter, size)
+                if known is not size:
+                    _check_equal(known, size, f"moefx::{self.name}", name, shape, dims, letter)
+
+    # -- what is registered around the implementation
+    # ----------------------------------------------------------------
+
+    def fake(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Register shapes and dtypes of the results, for fake and meta tensors."""
+
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            self.check(args)
+            return function(*args, **kwargs)
+
+        torch.library.register_fake(f"{NAMESPACE}::{self.name}", checked, lib=_library)
+        return function
+
+    def provider(
+        self, name: str, supports: Callable[..., bool] = lambda *_, **__: True, rank: int = 0
+    ) -> Callable[..., Any]:
+        """Register another implementation. `select` asks that of the highest rank first, of one rank the latest."""
+
+        def register(run: Callable[..., Any]) -> Callable[..., Any]:
+            self.providers[name] = Provider(name, run, supports, rank)
+            self.providers = dict(sorted(self.providers.items(), key=lambda item: item[1].rank))
+            return run
+
+        return register
+
+    def autocast(self, cast: Callable[..., tuple[Sequence[Any], dict[str, Any]]]) -> Callable[..., Any]:
+        """What autocast does: `cast(dtype, *args, **kwargs) -> (args, kwargs)`. Without it: nothing."""
+        for device in _AUTOCAST_DEVICES:
+            keys = torch.DispatchKeySet(getattr(torch.DispatchKey, f"Autocast{device.upper()}"))
+
+            def kernel(*args: Any, _device: str = device, _keys: Any = keys, **kwargs: Any) -> Any:
+                with torch._C._ExcludeDispatchKeyGuard(_keys):
+                    new_args, kwargs = cast(torch.get_autocast_dtype(_device), *args, **kwargs)
+                    return self.overload(*new_args, **kwargs)
+
+            _library.impl(self.name, kernel, f"Autocast{device.upper()}")
+        return cast
+
+    def autograd(self, *, save: Callable[..., None], backward: Callable[..., Sequence[Any]]) -> None:
+        """Register the derivative.
+
+        Args:
+            save: `save(ctx, args, kwargs, outputs)` runs after the forward and keeps what the backward needs,
+                inputs and outputs only (so that version checks and saved-tensor hooks see exactly those).
+            backward: `backward(ctx, grads) -> one gradient per positional argument`, a list (or None) where
+                the argument is a list. `grads` holds None for outputs without a gradient; `ctx.needs[i]`
+                tells whether argument i (any element of it) wants one. It reads what was saved by `saved_by(ctx)`,
+                once, and calls an op, so that the backward is one named node too.
+        """
+        function = _autograd_function(self, save, backward)
+
+        def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+                lengths, flat = _flatten(args)
+                structure: dict[str, Any] = {}
+                outputs = function.apply(keyset, kwargs, lengths, structure, *flat)
+                return structure["type"](outputs) if structure["type"] else outputs
+            return self._below_autograd(keyset, args, kwargs)
+
+        _unseen_by_dynamo(kernel)
+        _library.impl(self.name, kernel, "Autograd", with_keyset=True)
+
+    def _below_autograd(self, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        keyset = keyset & _BELOW_AUTOGRAD
+        with torch._C._AutoDispatchBelowAutograd():
+            if keyset.raw_repr() in _PLAIN:
+                return self._run(*args, **kwargs)
+            return self.overload.redispatch(keyset, *args, **kwargs)
+
+    def without_gradient(self) -> None:
+        """The results have no gradient, whatever the arguments have."""
+        _unseen_by_dynamo(kernel := lambda keyset, *args, **kwargs: self._below_autograd(keyset, args, kwargs))
+        _library.impl(self.name, kernel, "Autograd", with_keyset=True)
+
+    def once_differentiable(self, forward: str) -> None:
+        """Make a backward op end there: differentiating through it raises `DoubleBackward`."""
+
+        def backward(ctx: Any, grads: Any) -> Sequence[Any]:
+            raise DoubleBackward(
+                f"moefx::{forward} is differentiable once, but a gradient of its gradient was asked for: a "
+                "gradient penalty or a Hessian-vector product, say. Use the original model for that"
+            )
+
+        self.autograd(save=lambda ctx, args, kwargs, outputs: None, backward=backward)
+
+
+_is_profiled = getattr(getattr(torch._C, "_autograd", None), "_profiler_enabled", lambda: True)
+
+
+def is_last_use(saved: Sequence[Any]) -> bool:
+    """Whether the backward at work is the last to read what its node has saved: it really runs, and its graph is freed
+    behind it (no `retain_graph`)."""
+    private = getattr(torch._C, "_autograd", None)
+    keeps_graph = getattr(private, "_get_current_graph_task_keep_graph", None)
+    if keeps_graph is None or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        return False
+    return all(type(t) is torch.Tensor for t in saved) and not keeps_graph()
+
+
+def saved_by(ctx: Any) -> Sequence[Any]:
+    """What the forward has saved, each tensor unpacked once, as checkpointing allows.
+
+    Raises:
+        RecomputedChoice: it was recomputed, and other experts were chosen.
+    """
+    saved = ctx.saved_tensors
+    if ctx.choice is not None:
+        recomputed_choice.require_same_choice(ctx.choice, saved)
+        if is_last_use(ctx.choice.tensors):
+            ctx.choice = None
+    return saved
+
+
+def op(schema: str, *, contract: str) -> Callable[[Callable[..., Any]], Op]:
+    """Decorator: `Op(schema, contract=contract, reference=the decorated function)`."""
+    return lambda reference: Op(schema, contract=contract, reference=reference)
+
+
+def _flatten(args: Sequence[Any]) -> tuple[tuple[int | None, ...], list[Any]]:
+    """Lists of tensors, element by element: autograd.Function looks no deeper than its arguments."""
+    lengths, flat = [], []
+    for arg in args:
+        if isinstance(arg, (list, tuple)):
+            lengths.append(len(arg))
+            flat.extend(arg)
+        else:
+            lengths.append(None)
+            flat.append(arg)
+    return tuple(lengths), flat
+
+
+def _unflatten(lengths: Sequence[int | None], flat: Sequence[Any]) -> list[Any]:
+    result, start = [], 0
+    for length in lengths:
+        result.append(flat[start] if length is None else list(flat[start : start + length]))
+        start += 1 if length is None else length
+    return result
+
+
+def _autograd_function(
+    op: Op, save: Callable[..., None], backward: Callable[..., Sequence[Any]]
+) -> type[torch.autograd.Function]:
+    def run_forward(ctx: Any, keyset: Any, kwargs: dict, lengths: tuple, structure: dict, *flat: Any) -> Any:
+        args = _unflatten(lengths, flat)
+        outputs = op._below_autograd(keyset, args, kwargs)
+        structure["type"] = type(outputs) if isinstance(outputs, (list, tuple)) else None
+        ctx.lengths = lengths
+        ctx.set_materialize_grads(False)  # kept activations have no gradient; zeros for them would cost their size
+        save(ctx, args, kwargs, outputs)
+        ctx.choice = recomputed_choice.note_choice(op.name, [args[i] for i in op.choice_arguments], ctx.to_save or ())
+        return tuple(outputs) if structure["type"] else outputs
+
+    def run_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        if all(g is None for g in grads):
+            return (None,) * len(ctx.needs_input_grad)
+        flat_needs = ctx.needs_input_grad[4:]
+        ctx.needs = [any(n) if isinstance(n, list) else n for n in _unflatten(ctx.lengths, flat_needs)]
+        flat: list[Any] = []
+        for length, grad in zip(ctx.lengths, backward(ctx, grads), strict=True):
+            if length is None:
+                flat.append(grad)
+            else:
+                flat.extend((None,) * length if grad is None else grad)
+        return (None, None, None, None, *flat)
+
+    # The class name is what shows as grad_fn: <build_pftBackward>.
+    _unseen_by_dynamo(run_forward)
+    _unseen_by_dynamo(run_backward)
+    members = {"forward": staticmethod(run_forward), "backward": staticmethod(run_backward)}
+    return type(op.name, (torch.autograd.Function,), members)
+
+
+def _unseen_by_dynamo(function: Callable[..., Any]) -> None:
+    """Behind a graph break Dynamo looks at every frame, also at those that C++ calls; here is nothing for it."""
+    with contextlib.suppress(ImportError, AttributeError):  # without this it takes longer
+        from torch._C._dynamo import eval_frame
+
+        skip = eval_frame._FrameAction.SKIP
+        eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+
+
+_unseen_by_dynamo(Op._run)
+
+
+def _show(shape: Sequence[Any]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
+
+
+def _check_equal(known: Any, size: Any, op: str, name: str, shape: Any, dims: Sequence[str], letter: str) -> None:
+    def message() -> str:
+        return f"{op}: {name} has shape {_show(shape)} for [{','.join(dims)}], but {letter} is {known} elsewhere"
+
+    if isinstance(known, int) and isinstance(size, int):
+        if known != size:
+            raise InvalidInput(message())
+    else:
+        torch._check(known == size, message)

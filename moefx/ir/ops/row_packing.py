@@ -1,0 +1,161 @@
+"""Rows of several tensors behind one another in one buffer of bytes, so that they travel in one collective."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .op_definition import op
+
+_ALIGNMENT = 16  # bytes; what kernels that load whole vectors ask for
+
+
+class Column(NamedTuple):
+    """Values of each row, [rows, width]."""
+
+    dtype: torch.dtype
+    width: int
+
+    @classmethod
+    def like(cls, rows: Tensor) -> Column:
+        return cls(rows.dtype, rows.shape[1])
+
+    @property
+    def num_bytes(self) -> int:
+        return self.width * self.dtype.itemsize
+
+    @property
+    def dtype_name(self) -> str:
+        """As ops take it: torch 2.11 hands a list of dtypes on as integers."""
+        return str(self.dtype).removeprefix("torch.")
+
+
+class Layout:
+    """Where the columns of a row begin, and how many bytes a row has."""
+
+    def __init__(self, columns: Sequence[Column]):
+        self.columns = columns
+        self.begins = []
+        self.num_bytes = 0
+        for column in columns:
+            self.begins.append(self.num_bytes)
+            self.num_bytes += -(-column.num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+    @classmethod
+    def of(cls, dtypes: Sequence[str], widths: Sequence[int]) -> Layout:
+        return cls([Column(getattr(torch, dtype), width) for dtype, width in zip(dtypes, widths, strict=True)])
+
+    def empty(self, num_rows: int, like: Tensor) -> Tensor:
+        """uint8 [num_rows, num_bytes]."""
+        return like.new_empty((num_rows, self.num_bytes), dtype=torch.uint8)
+
+    def views(self, packed: Tensor) -> list[Tensor]:
+        """The columns of packed rows, in place."""
+        spans = zip(self.begins, self.columns, strict=True)
+        return [packed[:, begin : begin + column.num_bytes].view(column.dtype) for begin, column in spans]
+
+
+def layout_of_rows(
+    tokens: Sequence[Tensor], choices: Sequence[Tensor], place: Tensor, *, num_slots: int, dedup: bool
+) -> Layout:
+    """Of what `pack_rows` makes of the same arguments; places are in the smallest integers that hold them."""
+    integers = next((t for t in (torch.int8, torch.int16) if num_slots - 1 <= torch.iinfo(t).max), torch.int32)
+    width = place.shape[1] if dedup else 1
+    of_choices = [Column(c.dtype, width) for c in choices]
+    return Layout([*map(Column.like, tokens), *of_choices, Column(integers, width)])
+
+
+@op(
+    "pack_rows(Tensor[] tokens, Tensor[] choices, Tensor place, Tensor token_ids, Tensor slot_ids, "
+    "Tensor rank_offsets, *, SymInt? num_rows=None, int num_slots, bool dedup) -> Tensor",
+    contract="tokens[*], choices[*], place[S,K], token_ids[B], slot_ids[B], rank_offsets[E+1] -> packed[_,_]",
+)
+def pack_rows(
+    tokens: list[Tensor],
+    choices: list[Tensor],
+    place: Tensor,
+    token_ids: Tensor,
+    slot_ids: Tensor,
+    rank_offsets: Tensor,
+    *,
+    num_rows: int | None = None,
+    num_slots: int,
+    dedup: bool,
+) -> Tensor:
+    """The rows that leave a rank, uint8 [num_rows, bytes]: values of their tokens [S,D] and of their choices [S,K], and
+    the places of the choices at the rank that the row is for, -1 for those at others. Without gradients.
+
+    Args:
+        token_ids, slot_ids: of each row; the rank is that of the choice (token, slot). num_slots: places of a rank.
+        num_rows: as `rank_offsets` says, where the host knows it. None: as many as there can be, the others of any
+            values.
+        dedup: a row has all choices of its token, else that one.
+    """
+    room = most_rows(place, rank_offsets, dedup) if num_rows is None else num_rows
+    token, slot = (ids[:room].to(torch.int64) for ids in (token_ids, slot_ids))
+    own = place[token, slot][:, None]
+    if dedup:
+        local, there = place[token], torch.div(own, num_slots, rounding_mode="floor")
+        is_there = torch.div(local, num_slots, rounding_mode="floor") == there
+        local = (local % num_slots).masked_fill_(~is_there, -1)
+    else:
+        local = own % num_slots
+    layout = layout_of_rows(tokens, choices, place, num_slots=num_slots, dedup=dedup)
+    packed = layout.empty(room, place)
+    of_choices = [c[token] if dedup else c[token, slot][:, None] for c in choices]
+    for view, values in zip(layout.views(packed), [*(t[token] for t in tokens), *of_choices, local], strict=True):
+        view.copy_(values)
+    return packed
+
+
+def most_rows(place: Tensor, rank_offsets: Tensor, dedup: bool) -> Any:
+    """How many rows [S,K] choices can become."""
+    num_tokens, top_k = place.shape
+    return num_tokens * (min(top_k, rank_offsets.shape[0] - 1) if dedup else top_k)
+
+
+@op("join_columns(Tensor[] columns) -> Tensor", contract="columns[*] -> packed[_,_]")
+def join_columns(columns: list[Tensor]) -> Tensor:
+    """Rows [N,width] of each column as one, uint8 [N, bytes]."""
+    layout = Layout([*map(Column.like, columns)])
+    packed = layout.empty(columns[0].shape[0], columns[0])
+    for view, column in zip(layout.views(packed), columns, strict=True):
+        view.copy_(column)
+    return packed
+
+
+@op(
+    "split_columns(Tensor[] buffers, *, str[] dtypes, SymInt[] widths, bool places=False) -> Tensor[]",
+    contract="buffers[*] -> columns[*]",
+)
+def split_columns(buffers: list[Tensor], *, dtypes: list[str], widths: list[int], places: bool = False) -> list[Tensor]:
+    """The columns of several buffers of packed rows, those of the buffers behind one another. With `places` the last
+    one is of places, whose integers become int32."""
+    layout = Layout.of(dtypes, widths)
+    columns = [torch.cat(parts) for parts in zip(*map(layout.views, buffers), strict=True)]
+    return [*columns[:-1], columns[-1].to(torch.int32)] if places else columns
+
+
+pack_rows.without_gradient()
+
+
+@pack_rows.fake
+def _(tokens, choices, place, token_ids, slot_ids, rank_offsets, *, num_rows=None, num_slots, dedup):
+    num_rows = most_rows(place, rank_offsets, dedup) if num_rows is None else num_rows
+    return layout_of_rows(tokens, choices, place, num_slots=num_slots, dedup=dedup).empty(num_rows, place)
+
+
+@join_columns.fake
+def _(columns):
+    return Layout([*map(Column.like, columns)]).empty(columns[0].shape[0], columns[0])
+
+
+@split_columns.fake
+def _(buffers, *, dtypes, widths, places=False):
+    num_rows, columns = sum(b.shape[0] for b in buffers), [*Layout.of(dtypes, widths).columns]
+    if places:
+        columns[-1] = columns[-1]._replace(dtype=torch.int32)
+    return [buffers[0].new_empty((num_rows, c.width), dtype=c.dtype) for c in columns]

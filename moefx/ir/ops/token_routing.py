@@ -1,0 +1,307 @@
+"""Routing, and the way between tokens and rows: `build_pft`, `dispatch`, `combine`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import InvalidInput
+from ..guards.recomputed_choice import observe_pft
+from .op_definition import op, saved_by
+
+DROP_RULES = ("none", "position_token", "position_slot", "weight")
+
+
+@op(
+    "build_pft(Tensor topk_ids, Tensor? topk_weights, Tensor? keep, *, int num_experts, "
+    'SymInt? capacity=None, str drop="none", Tensor? num_rows=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)',
+    contract="topk_ids[S,K], topk_weights[S,K]?, keep[S,K]? -> "
+    "token_ids[B], slot_ids[B], expert_offsets[E+1], inverse[S,K], combine_weights[B]",
+)
+def build_pft(
+    topk_ids: Tensor,
+    topk_weights: Tensor | None,
+    keep: Tensor | None,
+    *,
+    num_experts: int,
+    capacity: int | None = None,
+    drop: str = "none",
+    num_rows: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The padding-free token buffer's index arrays (ERI arrays of X-MoE, Listing 1) from the router's choice.
+
+    Rows are sorted by expert and, within an expert, by flat position s*K+k. An entry is dropped when its id
+    is outside [0, E), when `keep` is False there, or when it is over `capacity` in its expert's queue. The
+    queue's order is `drop`: "position_token" (s, then k), "position_slot" (all first choices first: k, then
+    s), "weight" (largest weight first, ties by position s*K+k). Entries dropped by id or `keep` never queue.
+
+    Args:
+        num_rows: how many entries are valid, int64 [1] on the host, where that is known. B is `room_for` them then,
+            else S*K, and entries that have no room are dropped. Not with `capacity`.
+
+    Returns:
+        token_ids[B], slot_ids[B]: where row r came from; 0 in the tail. int32.
+        expert_offsets[E+1]: rows of expert e are offsets[e]:offsets[e+1]; offsets[E] is the number of valid
+        rows. int32. inverse[S,K]: the row of each choice, -1 where dropped. int32. combine_weights[B]:
+        `topk_weights` in row order, 0 in the tail; [0] without weights. Differentiable.
+    """
+    _check_routing(topk_ids, topk_weights, keep, num_rows, num_experts, capacity, drop)
+    num_slots, num_entries, device = topk_ids.shape[1], topk_ids.numel(), topk_ids.device
+    room = room_for(num_rows, topk_ids)
+    expert = topk_ids.reshape(-1)
+    if expert.element_size() < 4:
+        expert = expert.to(torch.int32)  # num_experts itself may not fit into int8
+    valid = (expert >= 0) & (expert < num_experts)
+    if keep is not None:
+        valid &= keep.reshape(-1)
+    expert = torch.where(valid, expert, num_experts).to(torch.int32)  # the dropped sort behind everything
+    if capacity is not None:
+        queue = _queue_order(topk_ids.shape, topk_weights, drop, device)
+        expert = torch.where(_rank_in_expert(expert, queue, num_experts) < capacity, expert, num_experts)
+    sorted_expert, order = torch.sort(expert, stable=True)
+    bounds = torch.arange(num_experts + 1, dtype=torch.int32, device=device)
+    expert_offsets = torch.searchsorted(sorted_expert, bounds, out_int32=True).clamp_(max=room)
+    row = torch.arange(num_entries, dtype=torch.int32, device=device)
+    in_tail = row >= expert_offsets[num_experts]
+    inverse = torch.empty_like(row).scatter_(0, order, row.masked_fill(in_tail, -1)).view(topk_ids.shape)
+    source = order.to(torch.int32).masked_fill_(in_tail, 0)
+    token_ids = torch.div(source, num_slots, rounding_mode="floor")
+    slot_ids = source - token_ids * num_slots
+    if topk_weights is None:
+        combine_weights = torch.empty(0, dtype=torch.float32, device=device)
+    else:
+        # The tail is selected away, not multiplied: a dropped weight may be NaN.
+        combine_weights = topk_weights.reshape(-1).index_select(0, order).masked_fill_(in_tail, 0)
+    by_row = token_ids, slot_ids, combine_weights
+    token_ids, slot_ids, combine_weights = by_row if room == num_entries else (t[:room].clone() for t in by_row)
+    return token_ids, slot_ids, expert_offsets, inverse, combine_weights
+
+
+def room_for(num_rows: Tensor | None, topk_ids: Tensor) -> int:
+    """The number of rows B to make: some more than there are, 1/64 at most, so that few sizes occur. Then memory is
+    found again, and so is what was recorded for a size."""
+    if num_rows is None:
+        return topk_ids.numel()
+    wanted = int(num_rows)
+    step = 1 << max(0, wanted.bit_length() - 7)
+    return min(-(-wanted // step) * step, topk_ids.numel())
+
+
+def _queue_order(shape: Sequence[int], weights: Tensor | None, drop: str, device: torch.device) -> Tensor:
+    """Flat positions in the order in which they claim a place."""
+    num_tokens, num_slots = shape
+    flat = torch.arange(num_tokens * num_slots, device=device)
+    if drop == "position_slot":
+        return flat.view(num_tokens, num_slots).t().reshape(-1)
+    if drop == "weight":
+        assert weights is not None
+        return torch.sort(weights.detach().reshape(-1), descending=True, stable=True).indices
+    return flat
+
+
+def _rank_in_expert(expert: Tensor, queue: Tensor, num_experts: int) -> Tensor:
+    """How many entries of the same expert are before each entry in the queue."""
+    in_queue = expert.index_select(0, queue)
+    by_expert, order = torch.sort(in_queue, stable=True)
+    first = torch.searchsorted(by_expert, torch.arange(num_experts + 1, dtype=torch.int32, device=expert.device))
+    rank = torch.arange(expert.shape[0], device=expert.device) - first.index_select(0, by_expert)
+    return torch.empty_like(rank).scatter_(0, queue.index_select(0, order), rank)
+
+
+def _check_routing(
+    topk_ids: Tensor,
+    topk_weights: Tensor | None,
+    keep: Tensor | None,
+    num_rows: Tensor | None,
+    num_experts: int,
+    capacity: Any,
+    drop: str,
+) -> None:
+    if topk_ids.dtype.is_floating_point or topk_ids.dtype is torch.bool:
+        raise InvalidInput(f"moefx::build_pft: topk_ids are {topk_ids.dtype}, expected integers")
+    if num_experts < 1:
+        raise InvalidInput(f"moefx::build_pft: num_experts={num_experts}, expected at least 1")
+    if topk_weights is not None and not topk_weights.dtype.is_floating_point:
+        raise InvalidInput(f"moefx::build_pft: topk_weights are {topk_weights.dtype}, expected floating point")
+    if keep is not None and keep.dtype is not torch.bool:
+        raise InvalidInput(f"moefx::build_pft: keep is {keep.dtype}, expected torch.bool")
+    if drop not in DROP_RULES:
+        raise InvalidInput(f"moefx::build_pft: drop={drop!r}, expected one of {', '.join(map(repr, DROP_RULES))}")
+    if (capacity is None) != (drop == "none"):
+        raise InvalidInput(f"moefx::build_pft: capacity={capacity} does not go with drop={drop!r}")
+    if drop == "weight" and topk_weights is None:
+        raise InvalidInput("moefx::build_pft: drop='weight' orders by topk_weights, but there are none")
+    if num_rows is not None and capacity is not None:
+        raise InvalidInput(f"moefx::build_pft: num_rows is known, capacity={capacity} would leave fewer")
+
+
+@build_pft.fake
+def _(topk_ids, topk_weights, keep, *, num_experts, capacity=None, drop="none", num_rows=None):
+    _check_routing(topk_ids, topk_weights, keep, num_rows, num_experts, capacity, drop)
+    num_entries = topk_ids.shape[0] * topk_ids.shape[1]
+    room = num_entries if num_rows is None else torch.library.get_ctx().new_dynamic_size()
+    index = topk_ids.new_empty((room,), dtype=torch.int32)
+    offsets = topk_ids.new_empty((num_experts + 1,), dtype=torch.int32)
+    inverse = topk_ids.new_empty(topk_ids.shape, dtype=torch.int32)
+    weights = topk_ids.new_empty((0,), dtype=torch.float32)
+    if topk_weights is not None:
+        weights = topk_weights.new_empty((room,))
+    return index, torch.empty_like(index), offsets, inverse, weights
+
+
+@op(
+    "build_pft_backward(Tensor grad, Tensor inverse) -> Tensor",
+    contract="grad[B], inverse[S,K] -> topk_weights[S,K]",
+)
+def build_pft_backward(grad: Tensor, inverse: Tensor) -> Tensor:
+    """Gradient of `topk_weights`: that of each choice's row, 0 where dropped."""
+    return _of_rows(grad, inverse)
+
+
+def _of_rows(grad: Tensor, inverse: Tensor) -> Tensor:
+    """What each choice's row has, [S,K,...], 0 where dropped."""
+    if grad.shape[0] == 0:
+        return grad.new_zeros((*inverse.shape, *grad.shape[1:]))
+    gathered = grad.index_select(0, inverse.reshape(-1).clamp(min=0)).view(*inverse.shape, *grad.shape[1:])
+    dropped = (inverse < 0).view(*inverse.shape, *[1] * (grad.dim() - 1))
+    return gathered.masked_fill_(dropped, 0)
+
+
+build_pft_backward.fake(lambda grad, inverse: grad.new_empty(inverse.shape))
+build_pft_backward.once_differentiable("build_pft")
+build_pft.observe = observe_pft
+build_pft.autograd(
+    save=lambda ctx, args, kwargs, outputs: ctx.save_for_backward(outputs[3]),
+    backward=lambda ctx, grads: (None, build_pft_backward(grads[4], *saved_by(ctx)), None),
+)
+
+
+@op(
+    "pick_choices(Tensor values, Tensor token_ids, Tensor slot_ids, Tensor inverse) -> Tensor",
+    contract="token_ids[B], slot_ids[B], inverse[S,K] -> rows[_]",
+)
+def pick_choices(values: Tensor, token_ids: Tensor, slot_ids: Tensor, inverse: Tensor) -> Tensor:
+    """The value of each row's choice, [B,...] of values [S,K,...]. Differentiable, without what is in the tail."""
+    return values[token_ids.to(torch.int64), slot_ids.to(torch.int64)]
+
+
+@op(
+    "pick_choices_backward(Tensor grad, Tensor inverse) -> Tensor",
+    contract="inverse[S,K] -> values[_]",
+)
+def pick_choices_backward(grad: Tensor, inverse: Tensor) -> Tensor:
+    """Gradient of the values: that of each choice's row, 0 where dropped."""
+    return _of_rows(grad, inverse)
+
+
+@pick_choices.fake
+def _(values, token_ids, slot_ids, inverse):
+    return values.new_empty((token_ids.shape[0], *values.shape[2:]))
+
+
+pick_choices_backward.fake(lambda grad, inverse: grad.new_empty((*inverse.shape, *grad.shape[1:])))
+pick_choices_backward.once_differentiable("pick_choices")
+pick_choices.autograd(
+    save=lambda ctx, args, kwargs, outputs: ctx.save_for_backward(args[3]),
+    backward=lambda ctx, grads: (pick_choices_backward(grads[0], *saved_by(ctx)), None, None, None),
+)
+
+
+# -- between tokens and rows
+# -------------------------------------------------------------------------------------------
+
+
+@op(
+    "dispatch(Tensor x, Tensor token_ids, Tensor expert_offsets, Tensor inverse) -> Tensor",
+    contract="x[S,D], token_ids[B], expert_offsets[E+1], inverse[S,K] -> rows[B,D]",
+)
+def dispatch(x: Tensor, token_ids: Tensor, expert_offsets: Tensor, inverse: Tensor) -> Tensor:
+    """Gather the routed rows: rows[r] = x[token_ids[r]]. Its derivative is `combine` without weights."""
+    return x.index_select(0, token_ids)
+
+
+@op(
+    "combine(Tensor rows, Tensor? combine_weights, Tensor token_ids, Tensor expert_offsets, Tensor inverse) -> Tensor",
+    contract="rows[B,D], combine_weights[B]?, token_ids[B], expert_offsets[E+1], inverse[S,K] -> out[S,D]",
+)
+def combine(
+    rows: Tensor, combine_weights: Tensor | None, token_ids: Tensor, expert_offsets: Tensor, inverse: Tensor
+) -> Tensor:
+    """Gather-sum: out[s] = sum over k of combine_weights[r] * rows[r] with r = inverse[s,k].
+
+    Dropped choices are left out. Summed for k ascending (no atomics: bitwise repeatable), in float32 at
+    least, rounded once to the dtype of `rows`. Its derivative by `rows` is `dispatch` without weights.
+    """
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    if combine_weights is not None:
+        dtype = torch.promote_types(dtype, combine_weights.dtype)
+    out = torch.zeros((inverse.shape[0], rows.shape[1]), dtype=dtype, device=rows.device)
+    for k in range(inverse.shape[1] if rows.shape[0] else 0):
+        row = inverse[:, k].clamp(min=0)
+        value = rows.index_select(0, row).to(dtype)
+        if combine_weights is not None:
+            value *= combine_weights.index_select(0, row).to(dtype)[:, None]
+        out += value.masked_fill_((inverse[:, k] < 0)[:, None], 0)
+    return out.to(rows.dtype)
+
+
+@op(
+    "combine_backward(Tensor grad, Tensor rows, Tensor combine_weights, Tensor token_ids, "
+    "Tensor expert_offsets) -> (Tensor, Tensor)",
+    contract="grad[S,D], rows[B,D], combine_weights[B], token_ids[B], expert_offsets[E+1] -> rows[B,D], weights[B]",
+)
+def combine_backward(
+    grad: Tensor, rows: Tensor, combine_weights: Tensor, token_ids: Tensor, expert_offsets: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the rows and of the weights of a weighted `combine`."""
+    dtype = torch.promote_types(torch.promote_types(rows.dtype, torch.float32), combine_weights.dtype)
+    gathered = grad.index_select(0, token_ids).to(dtype)
+    grad_weights = (gathered * rows).sum(1)
+    return (gathered * combine_weights[:, None]).to(rows.dtype), clear_tail(grad_weights, expert_offsets).to(
+        combine_weights.dtype
+    )
+
+
+def clear_tail(vector: Tensor, expert_offsets: Tensor) -> Tensor:
+    """Zero the tail of a [B] vector in place: its gradient may meet a reduction in the user's own graph."""
+    row = torch.arange(vector.shape[0], dtype=expert_offsets.dtype, device=vector.device)
+    return vector.masked_fill_(row >= expert_offsets[-1], 0)
+
+
+dispatch.fake(lambda x, token_ids, expert_offsets, inverse: x.new_empty((token_ids.shape[0], x.shape[1])))
+combine_backward.fake(
+    lambda grad, rows, combine_weights, token_ids, expert_offsets: (
+        rows.new_empty(rows.shape),
+        combine_weights.new_empty(combine_weights.shape),
+    )
+)
+
+
+@combine.fake
+def _(rows, combine_weights, token_ids, expert_offsets, inverse):
+    return rows.new_empty((inverse.shape[0], rows.shape[1]))
+
+
+def _combine_gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
+    token_ids, expert_offsets, inverse, *weighted = saved_by(ctx)
+    if weighted:
+        grad_rows, grad_weights = combine_backward(grads[0], *weighted, token_ids, expert_offsets)
+    else:
+        grad_rows, grad_weights = dispatch(grads[0], token_ids, expert_offsets, inverse), None
+    return grad_rows, grad_weights, None, None, None
+
+
+def _save_for_combine(ctx: Any, args: Sequence[Any], kwargs: Any, outputs: Any) -> None:
+    rows, combine_weights, *indices = args
+    ctx.save_for_backward(*indices, *(() if combine_weights is None else (rows, combine_weights)))
+
+
+combine.autograd(save=_save_for_combine, backward=_combine_gradients)
+combine_backward.once_differentiable("combine")
+dispatch.autograd(
+    save=lambda ctx, args, kwargs, outputs: ctx.save_for_backward(*args[1:]),
+    backward=lambda ctx, grads: (combine(grads[0], None, *saved_by(ctx)), None, None, None),
+)

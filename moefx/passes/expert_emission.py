@@ -1,0 +1,357 @@
+"""The template of one group of experts, emitted on routed rows."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..errors import Refused
+from .expert_weights import Weights
+from .match.form import Body, is_weight, walk
+from .match.matched import Expert, Match
+from .match.term import Operand
+from .op_emission import Emitter
+
+aten = torch.ops.aten
+ops = torch.ops.moefx
+
+
+@dataclasses.dataclass
+class Value:
+    """A body value while it is emitted. `kind`: `row` ([B, ...]), `expert` ([E, ...] or E tensors), `fixed`."""
+
+    node: Any  # fx.Node, or list[fx.Node] for E separate tensors
+    kind: str
+    rank: int  # axes of one row
+
+
+class Rows:
+    """`pft`: what `build_pft` returned. `weights`: [S,K] by value of the body; that numbered `first` is in the PFT."""
+
+    def __init__(
+        self,
+        emit: Emitter,
+        match: Match,
+        group: Expert,
+        pft: list[fx.Node],
+        weights: dict[int, fx.Node],
+        first: int | None,
+    ):
+        self.emit, self.match, self.group, self.weights, self.first = emit, match, group, weights, first
+        self.token_ids, self.slot_ids, self.offsets, self.inverse, self.combine_weights = pft
+        self.parameters = Weights(emit, match.block)
+        self.done: dict[Body, Value] = {}
+        self.number: int | None = None  # where one expert's own parameters are computed with: which one
+
+    def call(self, target: Any, args: tuple, kwargs: dict[str, Any] | None = None, **described: Any) -> fx.Node:
+        """An op. Its result has routed rows (letter B) where an operand has as many."""
+        node = self.emit.call(target, args, kwargs, **described)
+        val = node.meta["val"]
+        if isinstance(val, torch.Tensor) and val.dim() and "letters" not in node.meta:
+            operands = [a for a in node.all_input_nodes if a.meta.get("letters", ("",))[:1] == ("B",)]
+            if any(a.meta["val"].shape[0] == val.shape[0] for a in operands):
+                node.meta["letters"] = ("B", *map(str, val.shape[1:]))
+        return node
+
+    def value(self, b: Body) -> Value:
+        if b not in self.done:
+            apart = self.number is None and is_weight(b) and b.op != "expert" and not self._is_of_stacks(b)
+            self.done[b] = self._of_each(b) if apart else self._value(b)
+        return self.done[b]
+
+    def _is_of_stacks(self, b: Body) -> bool:
+        """Whether what an expert makes of its parameters can be made of the stacks of all experts' at once."""
+        tables = [self.group.tables[leaf.args[0]] for leaf in walk(b) if leaf.op == "expert"]
+        return all(map(self.parameters.are_stacked, tables)) and not any(inner.op == "call" for inner in walk(b))
+
+    def _of_each(self, b: Body) -> Value:
+        """What each expert makes of its own parameters. The printer shows these steps once for all experts."""
+        graph, count = self.emit.kept.graph, len(self.group.ids)
+        first, nodes = len(graph.nodes), []
+        for number in range(count):
+            before = len(graph.nodes)
+            one = copy.copy(self)
+            one.number, one.done = number, {}
+            nodes.append(one.value(b).node)
+            for step, node in enumerate(list(graph.nodes)[before:]):
+                node.meta["each"] = (f"{first}.{step}", number, count)
+        return Value(nodes, "expert", len(b.shape))
+
+    def _value(self, b: Body) -> Value:
+        match b.op:
+            case "const":
+                return Value(b.args[0], "fixed", 0)
+            case "shared":
+                return Value(self.parameters.one(b.args[0]), "fixed", len(b.shape))
+            case "expert" if self.number is not None:
+                place = self.group.tables[b.args[0]][self.number]
+                return Value(self.parameters.one(place), "fixed", len(b.shape))
+            case "expert":
+                return Value(self.parameters.of_all(self.group.tables[b.args[0]]), "expert", len(b.shape))
+            case "value":
+                return self._given(b)
+            case "pw":
+                return self._elementwise(b)
+            case "ein":
+                return self._contract(b)
+            case "call":
+                return Value(self._whole(b), "fixed", len(b.shape))
+        inner = next(self.value(a) for a in b.args if isinstance(a, Body))
+        inner = self._stacked(inner)
+        off = 0 if inner.kind == "fixed" else 1
+        lead = [-1] if inner.kind == "row" else [len(self.group.ids)] if inner.kind == "expert" else []
+        match b.op:
+            case "slice":
+                _, dim, start, stop, step = b.args
+                node = self.call(aten.slice.Tensor, (inner.node, dim + off, start, stop, step))
+            case "at":
+                node = inner.node
+                for dim, i in reversed(b.args[1]):
+                    node = self.call(aten.select.int, (node, dim + off, i))
+            case "reshape":
+                node = self.call(aten.reshape.default, (inner.node, [*lead, *b.shape]))
+            case "expand":
+                have = inner.node.meta["val"]
+                ones = [1] * (len(b.shape) - (have.dim() - off))
+                flat = (
+                    self.call(aten.reshape.default, (inner.node, [*lead, *ones, *have.shape[off:]]))
+                    if ones
+                    else inner.node
+                )
+                node = self.call(aten.expand.default, (flat, [*([-1] * off), *b.shape]))
+            case "permute":
+                node = self.call(aten.permute.default, (inner.node, [*range(off), *[d + off for d in b.args[1]]]))
+            case "sum":
+                node = self.call(aten.sum.dim_IntList, (inner.node, list(b.args[0])))
+            case "row":
+                node = self._row_op(b, inner)
+            case "cat":
+                pieces = [self._as_rows(self.value(a), len(b.shape)) for a in b.args[1:]]
+                return Value(self.call(aten.cat.default, (pieces, b.args[0] + 1)), "row", len(b.shape))
+            case _:
+                raise Refused(f"the experts use {b.op} in a way that is not supported on rows")
+        return Value(node, inner.kind, len(b.shape))
+
+    def _whole(self, b: Body) -> fx.Node:
+        target, args, kwargs, part, *operands = b.args
+        nodes = [self.value(a) for a in operands]
+        if any(v.kind != "fixed" for v in nodes):
+            raise Refused(f"the experts use {target} in a way that is not supported on rows")
+
+        def filled(a: Any) -> Any:
+            if isinstance(a, Operand):
+                return nodes[a.number].node
+            return [filled(x) for x in a] if isinstance(a, tuple) else a
+
+        node = self.call(target, tuple(map(filled, args)), {k: filled(v) for k, v in kwargs})
+        return node if part is None else self.call(operator.getitem, (node, part))
+
+    def _row_op(self, b: Body, inner: Value) -> fx.Node:
+        name, dims, _, static, _ = b.args
+        x = inner.node
+        match name:
+            case "softmax" | "log_softmax":
+                return self.call(getattr(aten, name).int, (x, dims[0]))
+            case "layer_norm":
+                return self.call(
+                    aten.layer_norm.default,
+                    (x, list(x.meta["val"].shape[len(dims) * -1 :]), None, None, static[0]),
+                )
+            case "rms_norm":
+                return self.call(
+                    aten.rms_norm.default, (x, list(x.meta["val"].shape[len(dims) * -1 :]), None, static[0])
+                )
+            case "amax" | "amin" | "logsumexp":
+                return self.call(getattr(aten, name).default, (x, list(dims)))
+            case "max" | "min":
+                return self.call(
+                    operator.getitem, (self.call(getattr(aten, name).dim, (x, dims[0])), 0), letters=("B",)
+                )
+            case "linalg_vector_norm":
+                return self.call(aten.linalg_vector_norm.default, (x, static[0], list(dims)))
+            case "var":
+                return self.call(aten.var.correction, (x, list(dims)), {"correction": static[0]})
+            case "prod" | "cumsum":
+                overload = aten.prod.dim_int if name == "prod" else aten.cumsum.default
+                return self.call(overload, (x, dims[0]))
+        raise Refused(f"the experts use {name}, which is not supported on rows")
+
+    def _given(self, b: Body) -> Value:
+        i = b.args[0]
+        ref = self.group.values[i][0]
+        if math.prod(b.shape) == 1:
+            if i == self.first:
+                return Value(self.emit.reshape(self.combine_weights, (-1,)), "row", 0)
+            picked = self._of_choices(self.weights[i], ("B",))
+            return Value(picked, "row", 0)
+        (node, axes), shape = self.emit.for_tokens(ref, self.match), b.shape
+        if set(axes) <= {"t"}:
+            flat = self.emit.reshape(node, (-1, math.prod(shape)))
+            rows = self.call(
+                ops.dispatch.default, (flat, self.token_ids, self.offsets, self.inverse), letters=("B", "D")
+            )
+        else:  # one value per token and slot
+            axes = tuple(a for j, a in enumerate(axes) if a != "t" or "t" not in axes[:j])
+            K, width = self.match.slots, math.prod(shape)
+            if axes in (("t", "k"), ("tk",)):
+                by_slot = self.emit.reshape(node, (-1, K, width))
+            elif axes in (("k", "t"), ("kt",)):
+                by_slot = self.call(aten.transpose.int, (self.emit.reshape(node, (K, -1, width)), 0, 1))
+            else:
+                raise Refused(
+                    "the experts' input is computed per token and expert", source=str(ref.node.meta["source"])
+                )
+            rows = self._of_choices(by_slot, ("B", "D"))
+        if len(shape) != 1:
+            rows = self.call(aten.reshape.default, (rows, [-1, *shape]))
+        return Value(rows, "row", len(shape))
+
+    def _of_choices(self, values: fx.Node, letters: tuple[str, ...]) -> fx.Node:
+        return self.call(
+            ops.pick_choices.default, (values, self.token_ids, self.slot_ids, self.inverse), letters=letters
+        )
+
+    def _stacked(self, v: Value) -> Value:
+        """E separate tensors as one, where an op needs them together (a copy at every step)."""
+        if isinstance(v.node, list):
+            return Value(self.call(aten.stack.default, (v.node,)), v.kind, v.rank)
+        return v
+
+    def _as_rows(self, v: Value, rank: int) -> fx.Node:
+        """A value with one leading row axis and `rank` more."""
+        if isinstance(v.node, (int, float)):
+            raise Refused("the experts put a number beside their rows, as in `torch.stack([h, torch.zeros_like(h)])`")
+        if v.kind == "expert":
+            nodes = v.node if isinstance(v.node, list) else [v.node]
+            if v.rank != 1:
+                flat = self._stacked(v).node
+                shape = flat.meta["val"].shape[1:]
+                nodes = [self.call(aten.reshape.default, (flat, [-1, math.prod(shape)]))]  # of any number of experts
+            total = self.call(
+                aten.sym_size.int,
+                (self.token_ids, 0),
+                {},
+                meta={"val": self.token_ids.meta["val"].shape[0], "letters": "B"},
+            )
+            node = self.call(ops.expert_rows.default, (nodes, self.offsets, total))
+            node.meta["letters"] = ("B", *map(str, node.meta["val"].shape[1:]))
+            if v.rank != 1:
+                node = self.call(aten.reshape.default, (node, [-1, *shape]))
+        else:
+            node = v.node
+        for _ in range(rank - v.rank):
+            node = self.call(aten.unsqueeze.default, (node, 1))
+        return node
+
+    def _elementwise(self, b: Body) -> Value:
+        name, kwargs, *items = b.args
+        values = [self.value(a) if isinstance(a, Body) else a for a in items]
+        bodies = [v for v in values if isinstance(v, Value)]
+        kind = (
+            "row"
+            if any(v.kind == "row" for v in bodies)
+            else "expert"
+            if any(v.kind == "expert" for v in bodies)
+            else "fixed"
+        )
+        if name in ("cast", "detach") and kind == "expert" and isinstance(bodies[0].node, list):
+            nodes = [self._apply(name, [n], dict(kwargs)) for n in bodies[0].node]
+            return Value(nodes, "expert", bodies[0].rank)
+        rank = max(v.rank for v in bodies)
+        args: list[Any] = []
+        for v in values:
+            if not isinstance(v, Value):
+                args.append(v)
+            elif v.kind == "fixed":
+                args.append(v.node)
+            elif kind == "row":
+                args.append(self._as_rows(v, rank))
+            else:
+                node = self._stacked(v).node
+                for _ in range(rank - v.rank):
+                    node = self.call(aten.unsqueeze.default, (node, 1))
+                args.append(node)
+        return Value(self._apply(name, args, dict(kwargs)), kind, rank)
+
+    def _apply(self, name: str, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+        match name:
+            case "cast":
+                return self.call(aten._to_copy.default, (args[0],), {"dtype": getattr(torch, kwargs["dtype"])})
+            case "detach":
+                return self.call(aten.detach.default, (args[0],))
+            case "where":
+                tensors = [isinstance(a, fx.Node) for a in args]
+                overload = {
+                    (True, True): "self", (True, False): "ScalarOther",
+                    (False, True): "ScalarSelf", (False, False): "Scalar",
+                }[tensors[1], tensors[2]]  # fmt: skip
+                return self.call(getattr(aten.where, overload), tuple(args))
+            case "add" | "sub" | "mul" | "div":
+                if not isinstance(args[0], fx.Node):  # a number on the left
+                    if name in ("add", "mul"):
+                        args = [args[1], args[0]]
+                    elif name == "sub":
+                        return self.call(aten.rsub.Scalar, (args[1], args[0]))
+                    else:
+                        reciprocal = self.call(aten.reciprocal.default, (args[1],))
+                        return self.call(aten.mul.Tensor, (reciprocal, args[0]))
+                return self.call(getattr(aten, name).Tensor, tuple(args))
+        packet, _, overload = name.partition(".")
+        if overload == "Tensor" and not isinstance(args[-1], fx.Node) and hasattr(getattr(aten, packet), "Scalar"):
+            overload = "Scalar"
+        op = getattr(getattr(aten, packet), overload)
+        args = [_scalar(op, i, a) for i, a in enumerate(args)]
+        like = next(a for a in args if isinstance(a, fx.Node))
+        args = [
+            self.call(aten.full_like.default, (like, a)) if _is_tensor_there(op, i, a) else a
+            for i, a in enumerate(args)
+        ]
+        return self.call(op, tuple(args), kwargs)
+
+    def _contract(self, b: Body) -> Value:
+        inputs, output, *operands = b.args
+        values = [self.value(a) for a in operands]
+        if len(values) > 2:
+            raise Refused(f"a product of {len(values)} tensors inside the experts is not supported")
+        if len(values) == 2 and values[0].kind != "row" and values[1].kind == "row":
+            values, inputs = values[::-1], inputs[::-1]
+        if (
+            len(values) == 2
+            and values[0].kind == "row"
+            and values[1].kind == "expert"
+            and values[0].rank == 1
+            and values[1].rank == 2
+        ):
+            rows, weights = values
+            label = inputs[0]
+            transposed = inputs[1][1] == label
+            nodes = weights.node if isinstance(weights.node, list) else [weights.node]
+            out = self.call(ops.grouped_mm.default, (rows.node, nodes, self.offsets), {"transposed": transposed})
+            return Value(out, "row", 1)
+        if any(v.kind == "row" for v in values):
+            args = [self._as_rows(v, v.rank) if v.kind != "fixed" else v.node for v in values]
+            labels = [("Z" if v.kind != "fixed" else "") + s for v, s in zip(values, inputs, strict=True)]
+            return Value(self.call(aten.einsum.default, (",".join(labels) + "->Z" + output, args)), "row", len(output))
+        stacked = [self._stacked(v) for v in values]
+        kind = "expert" if any(v.kind == "expert" for v in values) else "fixed"
+        labels = [("Z" if v.kind == "expert" else "") + s for v, s in zip(values, inputs, strict=True)]
+        equation = ",".join(labels) + "->" + ("Z" if kind == "expert" else "") + output
+        return Value(self.call(aten.einsum.default, (equation, [v.node for v in stacked])), kind, len(output))
+
+
+def _scalar(op: Any, position: int, value: Any) -> Any:
+    """A number as the int that the op wants, where it wants one."""
+    if isinstance(value, float) and value.is_integer() and "int" in str(op._schema.arguments[position].type):
+        return int(value)
+    return value
+
+
+def _is_tensor_there(op: Any, position: int, value: Any) -> bool:
+    """Whether the op takes a tensor only where a number stands."""
+    return isinstance(value, (int, float)) and "Tensor" in str(op._schema.arguments[position].type)

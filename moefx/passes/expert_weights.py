@@ -1,0 +1,120 @@
+"""Expert parameters where the user keeps them: steps to the parts that are used, and stacks read in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from .match.paths import Place, tensor_at
+from .op_emission import Emitter
+
+aten = torch.ops.aten
+
+
+class Weights:
+    def __init__(self, emit: Emitter, block: nn.Module):
+        self.emit, self.block = emit, block
+
+    def one(self, place: Place) -> fx.Node:
+        return self._steps(self._parameter(place.fqn), place.steps, 0)
+
+    def _parameter(self, fqn: str) -> fx.Node:
+        parameter = tensor_at(self.block, fqn)
+        node = self.emit.kept.graph.get_attr(fqn)
+        with self.emit.kept.fake_mode:
+            node.meta["val"] = torch.empty(parameter.shape, dtype=parameter.dtype)
+        return node
+
+    def _steps(self, node: fx.Node, steps: tuple[tuple, ...], off: int) -> fx.Node:
+        """Follow the steps of a place, on one parameter (`off=0`) or on a stack of them (`off=1`)."""
+        for op, *rest in steps:
+            shape: Any = rest[0] if rest else ()
+            if op in ("at", "squeeze"):
+                for axis, i in sorted(rest[1], reverse=True):
+                    node = self.emit.call(aten.select.int, (node, axis + off, i))
+            elif op == "slice":
+                _, dim, start, stop, step = rest
+                node = self.emit.call(aten.slice.Tensor, (node, dim + off, start, stop, step))
+            elif op == "reshape":
+                node = self.emit.call(aten.reshape.default, (node, [*[-1] * off, *shape]))
+            elif op == "permute":
+                node = self.emit.call(aten.permute.default, (node, [*range(off), *[d + off for d in rest[1]]]))
+            elif op == "expand":
+                node = self.emit.call(aten.expand.default, (node, [*[-1] * off, *shape]))
+            elif op == "cast":
+                node = self.emit.call(aten._to_copy.default, (node,), {"dtype": getattr(torch, shape)})
+            elif op == "detach":
+                node = self.emit.call(aten.detach.default, (node,))
+        return node
+
+    def are_stacked(self, places: list[Place]) -> bool:
+        """Whether the user keeps the parameters of all experts in one tensor."""
+        return len({p.fqn for p in places}) == 1
+
+    def of_all(self, places: list[Place]) -> fx.Node | list[fx.Node]:
+        """The parameters of all experts of a group: one stacked tensor where the user has one, else E of them."""
+        stack = self._one_stack(places)
+        return stack if stack is not None else [self.one(p) for p in places]
+
+    def _one_stack(self, places: list[Place]) -> fx.Node | None:
+        first = places[0]
+        if any(p.fqn != first.fqn or len(p.steps) != len(first.steps) for p in places):
+            return None
+        varying = [k for k in range(len(first.steps)) if any(p.steps[k] != first.steps[k] for p in places)]
+        if len(varying) != 1:
+            return None
+        k = varying[0]
+        op, *rest = first.steps[k]
+        before = self._steps(self._parameter(first.fqn), first.steps[:k], 0)
+        if op == "at":
+            axis = rest[1][0][0]
+            numbers = [p.steps[k][2][0] for p in places]
+            others = {p.steps[k][2][1:] for p in places}
+            if [a for a, _ in numbers] != [axis] * len(places) or len(others) != 1:
+                return None
+            order = [i for _, i in numbers]
+            node = before if axis == 0 else self.emit.call(aten.movedim.int, (before, axis, 0))
+            if order == list(range(order[0], order[0] + len(order))):
+                node = self._range(node, 0, order[0], len(order))
+            else:
+                index = self.emit.call(
+                    torch.tensor,
+                    (order,),
+                    {"device": self.emit.kept.input_device()},
+                    fake=torch.int64,
+                    shape=(len(order),),
+                )
+                node = self.emit.call(aten.index_select.default, (node, 0, index))
+            for a, i in sorted(others.pop(), reverse=True):
+                node = self.emit.call(aten.select.int, (node, a + (1 if a < axis else 0), i))
+        elif op == "slice":
+            _, dim, start, stop, step = rest
+            starts = [p.steps[k][3] for p in places]
+            if step != 1 or any(p.steps[k][4] - p.steps[k][3] != stop - start for p in places):
+                return None
+            parts = self._evenly_spaced(before, dim, starts, stop - start)
+            if parts is None:
+                return None
+            node = parts
+        else:
+            return None
+        return self._steps(node, first.steps[k + 1 :], 1)
+
+    def _evenly_spaced(self, node: fx.Node, dim: int, starts: list[int], width: int) -> fx.Node | None:
+        """The parts of an axis that start there as a stack, in place; None if they are no rows of a matrix."""
+        size = list(node.meta["val"].shape)
+        spacing = starts[1] - starts[0] if len(starts) > 1 else width
+        first, begin = divmod(starts[0], max(1, spacing))
+        even = starts == [starts[0] + i * spacing for i in range(len(starts))]
+        if not even or size[dim] % spacing or begin + width > spacing:
+            return None
+        node = self.emit.call(aten.reshape.default, (node, [*size[:dim], -1, spacing, *size[dim + 1 :]]))
+        node = self._range(self._range(node, dim, first, len(starts)), dim + 1, begin, width)
+        return node if dim == 0 else self.emit.call(aten.movedim.int, (node, dim, 0))
+
+    def _range(self, node: fx.Node, dim: int, start: int, length: int) -> fx.Node:
+        if length == node.meta["val"].shape[dim]:
+            return node
+        return self.emit.call(aten.slice.Tensor, (node, dim, start, start + length))

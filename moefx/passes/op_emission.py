@@ -1,0 +1,87 @@
+"""Adding ops to the graph under construction, with what they make of abstract tensors."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx
+from torch.fx.node import map_arg
+
+from .match.form import Ref, count_sequences
+from .match.matched import Match
+from .residual_graph import KeptGraph
+
+aten = torch.ops.aten
+
+
+def _letters_of_alike(operands: Any, val: Any) -> Any:
+    """Of an operand of the same shape, as a pointwise op has one."""
+    shape = getattr(val, "shape", ())
+    metas = [n.meta for n in pytree.tree_leaves(operands) if isinstance(n, fx.Node)]
+    alike = [m["letters"] for m in metas if isinstance(m.get("letters"), tuple) and m["val"].shape == shape]
+    return alike[0] if alike else None
+
+
+class Emitter:
+    def __init__(self, kept: KeptGraph):
+        self.kept = kept
+
+    def call(
+        self,
+        target: Any,
+        args: tuple,
+        kwargs: dict[str, Any] | None = None,
+        *,
+        letters: Any = None,
+        meta: dict | None = None,
+        fake: torch.dtype | None = None,
+        shape: tuple = (),
+    ) -> fx.Node:
+        kwargs = kwargs or {}
+        meta = dict(meta or {})
+        if "val" not in meta:
+            if fake is not None:
+                with self.kept.fake_mode:
+                    meta["val"] = torch.empty(shape, dtype=fake)
+            else:
+                meta["val"] = self._evaluate(target, args, kwargs)
+        letters = letters or _letters_of_alike((args, kwargs), meta["val"])
+        if letters is not None:
+            meta["letters"] = letters
+        return self.kept.call(target, args, kwargs, meta)
+
+    def reshape(self, node: fx.Node, shape: tuple[int, ...]) -> fx.Node:
+        val = node.meta["val"]
+        if val.dim() == len(shape) and all(a in (-1, b) for a, b in zip(shape, val.shape, strict=True)):
+            return node
+        letters = ("S", *map(self.kept.letter, [[n] for n in shape[1:]])) if shape[0] == -1 else None
+        return self.call(aten.reshape.default, (node, list(shape)), letters=letters)
+
+    def for_tokens(self, ref: Ref, match: Match) -> tuple[fx.Node, tuple[str, ...]]:
+        """A kept value and what its axes are; one for each sequence is repeated for the tokens of the sequence."""
+        node, axes = self.kept.node(ref.node), ref.axes
+        if "s" not in axes:
+            return node, axes
+        lengths = [math.prod(li.tokens) // count_sequences(li.capture, li.tokens) for li in match.lifted]
+        rest = tuple(node.meta["val"].shape[1:])
+        length = self.kept.sizes.number(lengths, str(ref.node.meta["source"]))
+        node = self.call(aten.unsqueeze.default, (node, 1))
+        node = self.call(aten.expand.default, (node, [-1, length, *(-1 for _ in rest)]))
+        return self.reshape(node, (-1, *rest)), ("t", *axes[1:])
+
+    def _evaluate(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        args, kwargs = map_arg((args, kwargs), lambda n: n.meta["val"] if "val" in n.meta else self._number(n))
+        with self.kept.fake_mode, torch.no_grad():
+            return target(*args, **kwargs)
+
+    def _number(self, n: fx.Node) -> Any:
+        """The value of a size node in the first capture."""
+        if n.target is aten.sym_size.int:
+            return n.args[0].meta["val"].shape[n.args[1]]  # type: ignore[union-attr, index]
+        if n.target is getattr:
+            return torch.device("cpu")
+        args = [self._number(a) if isinstance(a, fx.Node) else a for a in n.args]
+        return n.target(*args)  # type: ignore[operator]

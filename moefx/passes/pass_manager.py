@@ -1,0 +1,243 @@
+"""`PassManager`: runs passes over a block's graph, checks each result and keeps a snapshot of it.
+
+A pass is a pure function `(BlockGraph, plan) -> BlockGraph`. After each one the manager lints the graph,
+looks for dead code, checks the level's spec, propagates fake values into new nodes (and compares where the
+pass claims some), and records name, time, nodes that came and went, and the pass's file and line. A violation
+is a bug in the pass, not in the user's model: it raises `PassError` that names pass and nodes.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from .._plan import Plan
+from ..errors import MoefxError
+from ..inspection.history import History, Snapshot
+from ..ir.block_graph import BlockGraph
+from ..ir.graph_codegen import is_getitem
+from ..ir.graph_levels import LEVELS, violations
+from ..ir.node_values import TensorSpec
+
+Pass = Callable[[BlockGraph, Any], BlockGraph]
+P = TypeVar("P", bound=Pass)
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+class PassError(MoefxError):
+    """A pass produced a graph that is not legal. The message names the pass and the nodes; please report
+    it."""
+
+
+def graph_pass(*, level: str, name: str = "") -> Callable[[P], P]:
+    """Decorator: declare the level of the graphs that a pass produces, and a name other than the
+    function's."""
+
+    def declare(function: P) -> P:
+        function.level = LEVELS[level]  # type: ignore[attr-defined]
+        function.pass_name = name or function.__name__  # type: ignore[attr-defined]
+        return function
+
+    return declare
+
+
+class PassManager:
+    """Runs passes.
+
+    Args:
+        block: the user's block; its parameters give the values of `get_attr` nodes when fakes are propagated.
+    """
+
+    def __init__(self, block: nn.Module | None = None):
+        self.block = block
+
+    def run(
+        self,
+        graph: BlockGraph,
+        passes: Sequence[Pass],
+        plan: Plan,
+        *,
+        made_by: str | Callable[..., Any] = "capture",
+        ms: float = 0.0,
+        level: str = "captured",
+    ) -> History:
+        """The history of `graph` through `passes`; passes in `plan.disable` are left out.
+
+        Args:
+            graph: the graph to start from, first snapshot of the history.
+            made_by: what made it: a name, or the function (then its file and line are recorded too).
+            ms: how long that took.
+            level: level of `graph`; a pass without a declared level keeps the level of its input.
+
+        Raises:
+            PassError: a pass changed its input, or its result is not legal.
+        """
+        todo = _enabled(passes, plan)
+        _check(graph, made_by if isinstance(made_by, str) else pass_name(made_by), LEVELS[level])
+        first = _snapshot(graph, None, made_by, 1, 1 + len(todo), ms)
+        return self.extend(History(graph.name, (first,)), todo, plan, level=level)
+
+    def extend(self, history: History, passes: Sequence[Pass], plan: Plan, *, level: str) -> History:
+        """A history with more passes behind its last graph, which has this level. All count as of one pipeline."""
+        passes = _enabled(passes, plan)
+        graph, total = history.graph, len(history) + len(passes)
+        snapshots, current = [snapshot.out_of(total) for snapshot in history], LEVELS[level]
+        for index, function in enumerate(passes, start=len(snapshots) + 1):
+            before, fingerprint = graph, _fingerprint(graph)
+            start = time.perf_counter()
+            graph = function(graph, plan)
+            ms = (time.perf_counter() - start) * 1e3
+            name = pass_name(function)
+            if _fingerprint(before) != fingerprint:
+                raise PassError(f"pass {name} changed its input graph; it must work on graph.copy()")
+            current = getattr(_unwrap(function), "level", current)
+            _check(graph, name, current)
+            self._propagate(graph, before, name)
+            snapshots.append(_snapshot(graph, before, function, index, total, ms))
+            graph = snapshots[-1].graph
+        return History(history.name, tuple(snapshots))
+
+    def _propagate(self, graph: BlockGraph, before: BlockGraph, name: str) -> None:
+        """Compute fake values of the nodes that a pass made, from those that are known."""
+        mode = _fake_mode(graph)
+        if mode is None:
+            return
+        old = {node.name: node for node in before.graph.nodes}
+        fakes = _Fakes(mode, self.block)
+        for node in graph.graph.nodes:
+            twin = old.get(node.name)
+            if node.op != "call_function" or (twin is not None and twin.target == node.target and "val" in node.meta):
+                continue
+            try:
+                value = fakes.evaluate(node)
+            except (DynamicOutputShapeException, DataDependentOutputException):
+                continue  # its shape is only known when it runs
+            except Exception as error:
+                raise PassError(f"pass {name}: {node.format_node()} cannot run: {error}") from error
+            if value is None:
+                continue
+            if (claimed := _shapes(node.meta.get("val"))) and claimed != _shapes(value):
+                raise PassError(f"pass {name}: {node.name} is declared as {claimed} but computes {_shapes(value)}")
+            node.meta.setdefault("val", value)
+
+
+def _enabled(passes: Sequence[Pass], plan: Plan) -> list[Pass]:
+    return [p for p in passes if pass_name(p) not in plan.disable]
+
+
+def pass_name(function: Callable[..., Any]) -> str:
+    """The name that a pass goes by in headers, histories and `Plan.disable`."""
+    function = _unwrap(function)
+    return getattr(function, "pass_name", None) or getattr(function, "__name__", type(function).__name__)
+
+
+def rule(function: Callable[..., Any]) -> str:
+    """Where a pass is written, relative to the package: `"passes/fuse.py:88"`."""
+    function = _unwrap(function)
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    if code is None:
+        return ""
+    path = Path(code.co_filename)
+    shown = path.relative_to(_PACKAGE) if path.is_relative_to(_PACKAGE) else path.name
+    return f"{shown}:{code.co_firstlineno}"
+
+
+class _Fakes:
+    def __init__(self, mode: FakeTensorMode, block: nn.Module | None):
+        self.mode, self.block = mode, block
+
+    def evaluate(self, node: Node) -> Any:
+        """The node's value on fakes, None when one of its inputs has none."""
+        missing = False
+
+        def value(argument: Node) -> Any:
+            nonlocal missing
+            known = self._known(argument)
+            missing = missing or known is None
+            return known
+
+        args, kwargs = map_arg(node.args, value), map_arg(node.kwargs, value)
+        if missing or not callable(node.target) or node.target is setattr:
+            return None
+        with self.mode:
+            return node.target(*args, **kwargs)
+
+    def _known(self, node: Node) -> Any:
+        value = node.meta.get("val")
+        if value is None and node.op == "get_attr" and self.block is not None:
+            owner, _, name = str(node.target).rpartition(".")
+            value = getattr(self.block.get_submodule(owner), name)
+        if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
+            value = self.mode.from_tensor(value)
+        results: Any = value if isinstance(value, (tuple, list)) and not isinstance(value, TensorSpec) else (value,)
+        return None if any(isinstance(v, TensorSpec) for v in results) else value
+
+
+def _check(graph: BlockGraph, name: str, level: Any) -> None:
+    try:
+        graph.graph.lint()
+    except RuntimeError as error:
+        raise PassError(f"pass {name} left a malformed graph: {error}") from error
+    if found := violations(graph, level):
+        shown = "\n  ".join(map(str, found[:8]))
+        raise PassError(f"pass {name}: not a legal graph of level {level.name!r}:\n  {shown}")
+
+
+def _snapshot(
+    graph: BlockGraph,
+    before: BlockGraph | None,
+    function: str | Callable[..., Any],
+    index: int,
+    total: int,
+    ms: float,
+) -> Snapshot:
+    now, then = _counted(graph), _counted(before) if before else set()
+    name, where = (function, "") if isinstance(function, str) else (pass_name(function), rule(function))
+    snapshot = Snapshot(index, total, name, ms, len(now - then), len(then - now), where, graph)
+    return snapshot.out_of(total)
+
+
+def _counted(graph: BlockGraph) -> set[tuple[str, Any]]:
+    return {(n.name, n.target) for n in graph.graph.nodes if n.op not in ("get_attr", "output") and not is_getitem(n)}
+
+
+def _fingerprint(graph: BlockGraph) -> list[tuple[Any, ...]]:
+    return [(n.name, n.op, n.target, n.args, n.kwargs) for n in graph.graph.nodes]
+
+
+def _fake_mode(graph: BlockGraph) -> FakeTensorMode | None:
+    for node in graph.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, FakeTensor):
+            return value.fake_mode
+    return None
+
+
+def _shapes(value: Any) -> Any:
+    """Shapes and dtypes in a value, for comparison and for messages."""
+    if isinstance(value, (torch.Tensor, TensorSpec)):
+        return tuple(map(str, value.shape)), value.dtype
+    if isinstance(value, (tuple, list)):
+        return tuple(_shapes(v) for v in value)
+    return None
+
+
+def _unwrap(function: Callable[..., Any]) -> Callable[..., Any]:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.unwrap(function)

@@ -1,0 +1,80 @@
+"""Submodule calls that stay calls: which they are, and how what they return is taken apart."""
+
+from __future__ import annotations
+
+import bisect
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx
+
+from ..capture.captured import Call
+from ..ir.passed_objects import is_passed
+from .aligned_nodes import Twins, leaf_nodes
+from .match.matched import Match
+
+
+def kept_calls(match: Match, inlined: set[int]) -> list[list[Call]]:
+    """Outermost submodule calls with nothing absorbed in them, the same in every capture."""
+    per_capture: list[dict[tuple[str, int], Call]] = []
+    for lifted in match.lifted:
+        routed = sorted(n.meta["index"] for n in lifted.absorbed if n.op != "get_attr")
+        counts: dict[str, int] = {}
+        found: dict[tuple[str, int], Call] = {}
+        for call in sorted(lifted.capture.calls, key=lambda c: (c.start, -c.stop, c.depth)):
+            key = (call.fqn, counts.get(call.fqn, 0))
+            counts[call.fqn] = key[1] + 1
+            absorbs = bisect.bisect_left(routed, call.start) < bisect.bisect_left(routed, call.stop)
+            if not absorbs and _expressible(call):
+                found[key] = call
+        per_capture.append(found)
+    out: list[list[Call]] = []
+    covered = -1
+    for key, call in sorted(per_capture[0].items(), key=lambda item: (item[1].start, -item[1].stop, item[1].depth)):
+        if call.start < covered or call.stop <= call.start or call.start in inlined:
+            continue
+        twins = [found.get(key) for found in per_capture]
+        if all(t is not None for t in twins):
+            out.append(twins)  # type: ignore[arg-type]
+            covered = call.stop
+    return out
+
+
+def _expressible(call: Call) -> bool:
+    """Arguments and results are tensors and plain values in plain containers, and nothing is returned that went in."""
+    plain = (fx.Node, int, float, bool, str, type(None), torch.dtype)
+    leaves = pytree.tree_leaves((call.args, call.kwargs))
+    results = leaf_nodes(call.out)
+    return (
+        all(is_passed(a) or isinstance(a, plain) for a in leaves)
+        and bool(results)
+        and all(type(k) in (int, str) for path, _ in paths(call.out) for k in path)
+        and all(n.meta["index"] >= call.start for n in results)
+    )
+
+
+def within(item: Any, call: list[Call]) -> bool:
+    return (
+        isinstance(item, Twins)
+        and item.first.op == "call_function"
+        and call[0].start <= item.first.meta["index"] < call[0].stop
+    )
+
+
+def paths(tree: Any) -> list[tuple[tuple[Any, ...], fx.Node]]:
+    if isinstance(tree, fx.Node):
+        return [((), tree)]
+    if isinstance(tree, dict):
+        items: Any = tree.items()
+    elif isinstance(tree, (list, tuple)):
+        items = enumerate(tree)
+    else:
+        return [((None,), n) for n in leaf_nodes(tree)]
+    return [((key, *path), leaf) for key, value in items for path, leaf in paths(value)]
+
+
+def follow(tree: Any, path: tuple[Any, ...]) -> fx.Node:
+    for key in path:
+        tree = tree[key]
+    return tree
