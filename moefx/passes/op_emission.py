@@ -12,7 +12,7 @@ from torch.fx.node import map_arg
 
 from .match.form import Ref, count_sequences
 from .match.matched import Match
-from .residual_graph import KeptGraph
+from .residual_graph import ResidualGraph
 
 aten = torch.ops.aten
 
@@ -26,7 +26,7 @@ def _letters_of_alike(operands: Any, val: Any) -> Any:
 
 
 class Emitter:
-    def __init__(self, kept: KeptGraph):
+    def __init__(self, kept: ResidualGraph):
         self.kept = kept
 
     def call(

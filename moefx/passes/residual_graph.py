@@ -37,7 +37,7 @@ def _step(spot: Spot | None, key: Any) -> Spot | None:
     return None if spot is None else (*spot, key)
 
 
-class KeptGraph:
+class ResidualGraph:
     """The graph under construction, and the way from captured nodes to its nodes.
 
     `cut` is filled in by the rewrite: `make_cut()` is called when the walk gets to the node where the routed paths
@@ -474,4 +474,4 @@ def _makes_tensor(n: fx.Node) -> bool:
 
 _LOOP_OVER_STEPS = "if a loop runs once for each step of a sequence, make it a module of its own: it stays as it is"
 
-__all__ = ["KeptGraph"]
+__all__ = ["ResidualGraph"]

@@ -28,7 +28,7 @@ from .match.matched import Match
 from .match.nodes import is_random, is_skipped
 from .match.paths import tensor_at
 from .match.records import refuse_records
-from .residual_graph import KeptGraph
+from .residual_graph import ResidualGraph
 from .routed_sum import RoutedSum
 
 aten = torch.ops.aten
@@ -82,7 +82,7 @@ def rewrite(match: Match, names: Placeholders) -> Rewritten:
 class Rewriter:
     def __init__(self, match: Match, names: Placeholders):
         self.match, self.lifted = match, match.lifted[0]
-        self.kept = KeptGraph(match, lambda: RoutedSum(match, self.kept).make())
+        self.kept = ResidualGraph(match, lambda: RoutedSum(match, self.kept).make())
         self.kept.add_inputs(names.tensors)
         self.kept.add_objects(names.objects)
         self.overwritten: dict[fx.Node, fx.Node] = {}

@@ -19,7 +19,7 @@ from .match.given import is_given
 from .match.matched import Expert, Match
 from .match.nodes import op_name
 from .op_emission import Emitter
-from .residual_graph import KeptGraph
+from .residual_graph import ResidualGraph
 
 aten = torch.ops.aten
 ops = torch.ops.moefx
@@ -40,7 +40,7 @@ def _memory_order(cut: Twins) -> tuple[int, ...] | None:
 
 
 class RoutedSum:
-    def __init__(self, match: Match, kept: KeptGraph):
+    def __init__(self, match: Match, kept: ResidualGraph):
         self.match, self.lifted, self.kept = match, match.lifted[0], kept
         self.emit = Emitter(kept)
         self.inverses: list[fx.Node] = []  # of each group: the row of each slot, -1 where it does not count

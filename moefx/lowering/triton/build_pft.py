@@ -257,7 +257,7 @@ def build_pft(
     num_rows: Tensor | None = None,
     block: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See `ir.routing.build_pft`. `block` (a power of two) is for tests."""
+    """See `ir.ops.token_routing.build_pft`. `block` (a power of two) is for tests."""
     key = ("build_pft", num_experts, capacity, drop, block)
     arguments, room = (topk_ids, topk_weights, keep), room_for(num_rows, topk_ids)
 
@@ -338,7 +338,7 @@ def _build_pft(
 
 
 def build_pft_backward(grad: Tensor, inverse: Tensor) -> Tensor:
-    """See `ir.routing.build_pft_backward`."""
+    """See `ir.ops.token_routing.build_pft_backward`."""
 
     out = empty(tuple(inverse.shape), grad.dtype, grad.device)
     if inverse.numel():

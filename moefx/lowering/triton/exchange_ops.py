@@ -28,7 +28,7 @@ _TOKENS = 128  # of a block, with all their choices
 def combine(
     rows_in: Tensor, combine_weights: Tensor | None, token_ids: Tensor, expert_offsets: Tensor, inverse: Tensor
 ) -> Tensor:
-    """See `ir.routing.combine`."""
+    """See `ir.ops.token_routing.combine`."""
     scale = None if combine_weights is None else rows.as_it_is
     with on(rows_in.device):
         return sum_rows_of_tokens(rows_in.contiguous(), combine_weights, inverse, rows_in.dtype, scale)
