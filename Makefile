@@ -10,8 +10,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
-# Two workers with one thread each: the tests are many and small.
-PYTEST = OMP_NUM_THREADS=1 $(CURDIR)/$(1)/bin/python -m pytest -q -n 2 --dist worksteal --maxprocesses 2
+# A worker with one thread for each core: the tests are many and small.
+PYTEST = OMP_NUM_THREADS=1 $(CURDIR)/$(1)/bin/python -m pytest -q -n auto --dist worksteal --maxprocesses 8
 
 # The user's own site-packages and pip options must not leak into the environments.
 export PYTHONNOUSERSITE := 1

@@ -14,6 +14,7 @@ import moefx
 from moefx.errors import InvalidPlan
 
 from ..passes.blocks import D
+from .launch import sampled
 from .models import Model, is_of_experts
 
 
@@ -97,10 +98,11 @@ def case_transformers() -> None:
     sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
              "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32}  # fmt: skip
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
-    for make, config in (
+    models = (
         (Qwen3MoeForCausalLM, Qwen3MoeConfig(**sizes, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=8)),
         (MixtralForCausalLM, MixtralConfig(**sizes, num_local_experts=4)),
-    ):
+    )
+    for make, config in sampled(models, 2):
         torch.manual_seed(0)
         model = make(config)
         compiled = moefx.compile(copy.deepcopy(model), mesh=mesh, plan=moefx.Plan(validation="symbolic"))

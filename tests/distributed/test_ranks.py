@@ -128,7 +128,7 @@ def test_a_rank_that_is_lost(name):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["compile", "corpus", "state", "hop", "program", "verify", "lost"])
+@pytest.mark.parametrize("name", ["compile", "corpus", "state", "hop", "pipeline", "program", "verify", "lost"])
 def test_what_is_sampled_of_the_cases(name):
     launch(4, f"tests.distributed.{name}_cases", environment={ALL: "1"})
 
