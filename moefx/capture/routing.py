@@ -4,9 +4,11 @@ A `Routing` invents the outputs of contractions (router logits among them) where
 integer. Several unlike routings must lead to one template (design section 3.2), so each kind stresses something else:
 
 * `diverse`: every expert is somebody's first choice, tokens have unlike partners, counts are uneven, some scores tie;
-* `skewed`: some experts get most tokens, some get none, some exactly one;
-* `flooded`: nearly all tokens choose the same experts, so that every capacity overflows;
-* `contested`: the same, and what is the first choice of some is the second one of others;
+* `skewed`: some experts get most tokens, and about a third of the experts gets none;
+* `flooded`: nearly all tokens choose the same experts, so that every capacity overflows, and of more than three one
+  gets none;
+* `crowded`: all tokens choose the same experts, and the other experts get none;
+* `contested`: as `flooded`, and what is the first choice of some is the second one of others;
 * `spared`: no token chooses expert `seed`, but for those that `prefer` it;
 * `unsure`: the same, but these score all experts nearly alike, or nearly alike and low;
 * `tied`: as `flooded`, and most tokens are the same as the first of them: all their scores are equal.
@@ -98,6 +100,8 @@ class Routing:
     def scores(self, rows: int, n: int) -> torch.Tensor:
         """Scores [rows, n] whose order along each row is the wanted preference."""
         base = torch.rand(rows, n, generator=self.generator, dtype=torch.float64) - 0.5
+        if self.kind == "crowded":
+            base *= 0.1  # all tokens have one order
         swapped = (
             torch.rand(rows, generator=self.generator, dtype=torch.float32) < 0.5 if self.kind == "contested" else None
         )
@@ -124,6 +128,10 @@ class Routing:
                 )[i % 4]
         if self.kind in ("spared", "unsure"):
             base[:, self.seed % n] = -4.0
+        if self.kind in ("flooded", "contested") and n > 3:
+            base[:, self._spared(n)] -= 4.0
+        if self.kind == "skewed":
+            base[:, self._order(n)[_live(n) :]] -= 4.0  # for more slots than experts that get tokens
         for row, expert in enumerate(self.prefer[:rows]):
             if expert < n:  # it and its neighbours stand out, so that a choice of groups comes out right too
                 base[row] = torch.rand(n, generator=self.generator, dtype=torch.float64) - 3.0
@@ -141,15 +149,27 @@ class Routing:
                 pool += order + order[: _period(n) - n]  # a quarter comes twice: counts are not balanced
             return torch.tensor(pool[:rows])
         if self.kind == "skewed":
-            order = torch.randperm(n, generator=torch.Generator().manual_seed(self.seed))
-            live = max(2, (2 * n) // 3)
             weight = torch.zeros(n, dtype=torch.float64)
-            weight[order[:live]] = 1.0 / torch.arange(1, live + 1, dtype=torch.float64)
+            live = self._order(n)[: _live(n)]
+            weight[live] = 1.0 / torch.arange(1, len(live) + 1, dtype=torch.float64)
             return torch.multinomial(weight, rows, replacement=True, generator=self.generator)
         crowded = (self.seed + rank) % n  # flooded
         choice = torch.full((rows,), crowded)
+        if self.kind == "crowded":
+            return choice
         stray = torch.rand(rows, generator=self.generator, dtype=torch.float32) < 0.1
-        return torch.where(stray, torch.randint(0, n, (rows,), generator=self.generator), choice)
+        elsewhere = torch.randint(0, n, (rows,), generator=self.generator)
+        if n > 3:
+            elsewhere = torch.where(elsewhere == self._spared(n), choice, elsewhere)
+        return torch.where(stray, elsewhere, choice)
+
+    def _spared(self, n: int) -> int:
+        """The column that no token of a crowd strays to: the last one that it would choose."""
+        return (self.seed - 1) % n
+
+    def _order(self, n: int) -> torch.Tensor:
+        """Columns in an order of this routing's own."""
+        return torch.randperm(n, generator=torch.Generator().manual_seed(self.seed))
 
     def coins(self, shape: Sequence[int]) -> torch.Tensor:
         """Outcomes of a comparison, both in some rows, and in others the same one: what is asked of a row as a whole
@@ -229,6 +249,11 @@ def _varied(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         )
     least = -1 if value.flatten()[0] > 0 else 0
     return value + torch.randint(least, 3, value.shape, generator=generator).to(value.dtype)
+
+
+def _live(n: int) -> int:
+    """How many of `n` experts get tokens in a skewed routing."""
+    return max(2, (2 * n) // 3)
 
 
 def _period(n: int) -> int:

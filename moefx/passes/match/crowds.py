@@ -21,6 +21,7 @@ from .doubts import force
 from .empty_experts import asks_for_chosen
 from .form import Lifted
 from .limits import UNKNOWN, limits, not_reached
+from .load_statistics import is_load_statistic
 from .nodes import SELECTIONS, is_known, is_routed, op_name, place_axis, values
 from .ranges import MOVES, UNBOUNDED, Ranges, token_sizes
 
@@ -94,7 +95,10 @@ def _same_everywhere(prover: Prover) -> dict[tuple[Source, str], str]:
     not all was one that they are of. Not comparisons of which the limit is known: see `overflow`."""
     made: dict[tuple[Source, str, Any], set[Any]] = {}
     of: dict[tuple[Source, str, Any], set[float]] = {}
-    limited = {place for lifted in prover.lifted for place in limits(lifted.capture, prover.lengths)}
+    limited: dict[tuple[Source, str], set[int | None]] = {}
+    for lifted in prover.lifted:
+        for place, limit in limits(lifted.capture, prover.lengths).items():
+            limited.setdefault(place, set()).add(limit)
     for lifted in prover.lifted:
         ranges = Ranges.with_more_tokens(lifted.capture)
         sizes = token_sizes(lifted.capture)
@@ -103,8 +107,11 @@ def _same_everywhere(prover: Prover) -> dict[tuple[Source, str], str]:
             if n.op != "call_function" or not isinstance(by, fx.Node):
                 continue
             place = (by.meta["source"], str(by.target))
-            is_limit = place in limited
-            if not (_levels_off(n) or _asks_positions(n, sizes) or (not is_limit and _asks_crowds(ranges, n, by))):
+            is_of_loads = is_load_statistic(lifted.capture, n)
+            # `overflow` looks beyond a fixed limit, and not beyond one that grows with the tokens
+            is_limit = place in limited and not (is_of_loads and len(limited[place]) > 1)
+            asks_crowds = not is_limit and (is_of_loads or _asks_crowds(ranges, n, by))
+            if not (_levels_off(n) or _asks_positions(n, sizes) or asks_crowds):
                 continue
             if asks_for_chosen(n) and _outcomes(lifted.capture, n, by) == {op_name(n) in ("gt", "ge", "ne")}:
                 continue

@@ -68,9 +68,8 @@ def _few_sizes(prover: Prover) -> list[dict[str, int]]:
     slots, experts = prover.lifted[0].slots, prover.num_experts
     if experts <= slots:
         return []
-    tokens = prover.arguments.tokens_near(7, avoid=(slots,))
-    several = [prover.sequence(tokens), prover.as_captured(tokens)]
-    return [sizes for i, sizes in enumerate(several) if prover.is_within(sizes) and sizes not in several[:i]]
+    sizes = prover.as_captured(prover.arguments.tokens_near(7, avoid=(slots,)))
+    return [sizes] if prover.is_within(sizes) else []
 
 
 def _capture_count(prover: Prover, expert: int, routing: Routing, sizes: dict[str, int]) -> Lifted | Refused | None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .prove import Prover
 
 _TRIES = 6
+_TRIES_ELSEWHERE = 2  # where the program may go another way, which has no experts
 
 
 def more_slots(prover: Prover) -> None:
@@ -39,8 +40,11 @@ def other_sizes(prover: Prover) -> None:
     many = [arguments.choose(3 * max(29, prover.hint // 4), 2)] if prover.hint <= 64 else []
     near = arguments.tokens_near(3, avoid=(prover.lifted[0].slots,))
     several = [prover.sequence(near), arguments.sequence(near)]
+    before = len(prover.lifted)
     for sizes in filter(prover.is_within, several if several[0] != several[1] else several[:1]):
         _few(prover, sizes)
+    if len(prover.lifted) == before and prover.is_within(sizes := prover.as_captured(near)) and sizes not in several:
+        _few(prover, sizes)  # of the captures' side of a comparison of sizes
     for sizes in filter(prover.is_within, [one, *many]):
         # comparisons that came out both ways before do not keep these sizes out
         asked = [g for g in prover.seen_guards() if all(g.holds(s) for s in prover.sizes)]
@@ -48,6 +52,8 @@ def other_sizes(prover: Prover) -> None:
         # whether one token shows the form hangs on what it chooses: experts that do nothing show nothing
         most = max(prover.lifted[0].groups, key=lambda g: len(g.ids)).ids
         more = [Routing("diverse", 5, (e,)) for e in most[:3]] + [Routing("diverse", seed) for seed in range(6, 10)]
+        if sizes == one and not prover.is_as_captured(one):
+            more = more[:_TRIES_ELSEWHERE]
         if sizes != one:  # a limit on counts may drop all tokens, but for those that a crowd leaves to others
             more = [*more[-2:], Routing("flooded", 5), Routing("flooded", 6)]
         found: Lifted | Exception = Refused("no routing was tried")
@@ -83,7 +89,7 @@ def _few(prover: Prover, sizes: dict[str, int]) -> None:
     found: list[Lifted] = []
     unclear: list[Refused] = []  # so few may show too little
     differs: list[Refused] = []
-    for kind, seed in (("diverse", 5), ("flooded", busy)):
+    for kind, seed in (("diverse", 5), ("crowded", busy)):
         lifted = _at_work(prover, kind, seed, sizes)
         if isinstance(lifted, Refused):
             unclear.append(lifted)
@@ -104,7 +110,7 @@ def _at_work(prover: Prover, kind: str, seed: int, sizes: dict[str, int]) -> Lif
     """The form of a capture: of several the first in which an expert has something to do, as a few tokens may all be
     masked."""
     found: Lifted | Exception = Refused("no routing was tried")
-    for n in range(_TRIES):
+    for n in range(_TRIES if prover.is_as_captured(sizes) else _TRIES_ELSEWHERE):
         found = _lifted(prover, Routing(kind, seed + n * prover.num_experts), sizes)
         if not isinstance(found, NothingRouted):
             break

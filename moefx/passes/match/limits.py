@@ -15,6 +15,7 @@ from torch import fx
 
 from ...capture.captured import Capture
 from ...capture.source import Source
+from .load_statistics import has_loads
 from .nodes import ORDERED, TWO_SIDED, is_known, is_routed, op_name, remembered
 from .ranges import NARROW, UNBOUNDED, Ranges, token_sizes
 
@@ -75,6 +76,8 @@ def _limits(capture: Capture, lengths: Set[tuple[Source, ...]]) -> dict[Place, i
         elif is_compared:
             for rows, limit, reached, has_both in _compared(capture, n, name):
                 ranges = ranges or Ranges.with_more_tokens(capture)
+                if has_loads(capture, rows) and not _grows(ranges, rows):
+                    continue  # more tokens do not bring it there
                 if is_routed(rows) and not _is_count(ranges, rows, limit):
                     limit, reached = UNKNOWN, has_both
                 elif not 2 <= limit < UNBOUNDED or (is_routed(rows) and _is_below(ranges, rows, limit)):

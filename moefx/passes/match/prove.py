@@ -149,6 +149,10 @@ class Prover:
         """Sizes with so many tokens, or a few more, at which all comparisons come out as in the captures."""
         return find_sequence(self.arguments, (*self.within, *self._held()), tokens)
 
+    def is_as_captured(self, sizes: dict[str, int]) -> bool:
+        """Whether all comparisons come out as in the captures."""
+        return all(g.holds(sizes) for g in self._held())
+
     def _held(self) -> list[SizeGuard]:
         """Comparisons that came out one way in all captures."""
         if len(self.lifted) not in self.held:
@@ -336,6 +340,7 @@ class Prover:
         crowds.overflow(self)  # limits that more tokens have, `min(T, 64)`
         doubts.flip_branches(self)  # that only crowds, few tokens or many came to
         doubts.mix_decisions(self)
+        crowds.spread_numbers(self)  # what has other values in the captures since
         crowds.overflow(self)
         leaks.leaked_sizes(self)
         leaks.round_sizes(self)

@@ -62,17 +62,26 @@ def token_sizes(capture: Capture) -> set[int]:
 
 
 class Ranges:
-    def __init__(self, nodes: list[fx.Node], of_call: bool = False, sizes: Collection[int] = ()):
+    def __init__(
+        self,
+        nodes: list[fx.Node],
+        of_call: bool = False,
+        sizes: Collection[int] = (),
+        sizes_of_tokens: Collection[int] | None = None,
+    ):
         """
         Args:
             of_call: integers that are arguments or buffers may be any; else nothing is said of what follows from them.
             sizes: numbers of tokens, of which there may be more: positions among so many are unbounded, unless they are
                 compared with such a number.
+            sizes_of_tokens: sizes of all axes that tokens may have, with those that parameters have too; if not given,
+                any axis may be one of tokens.
         """
         self._known: dict[fx.Node, Range | None] = {}
         self._of_call, self._sizes = of_call, sizes
         self._here = Ranges(nodes, of_call) if sizes else None
         self._held = {n for node in nodes if node.op == "get_attr" for n in getattr(node.meta.get("val"), "shape", ())}
+        self._fixed = set[int]() if sizes_of_tokens is None else self._held - {*sizes_of_tokens}
         for node in nodes:
             val = node.meta.get("val")
             if isinstance(val, torch.Tensor) and not (val.dtype.is_floating_point or val.dtype.is_complex):
@@ -84,7 +93,8 @@ class Ranges:
     @classmethod
     def with_more_tokens(cls, capture: Capture) -> Ranges:
         """However many tokens there are. Computed once for a capture."""
-        return capture.once("ranges", lambda: cls(capture.nodes, sizes=token_sizes(capture)))
+        sizes_of_tokens = capture.sizes.expressions
+        return capture.once("ranges", lambda: cls(capture.nodes, False, token_sizes(capture), sizes_of_tokens))
 
     def of(self, node: fx.Node) -> Range | None:
         return self._known.get(node)
@@ -163,6 +173,12 @@ class Ranges:
         is_ragged = dim == 0 and bool(source.meta.get("ragged"))
         return self._here is not None and (is_ragged or source.meta["val"].shape[dim] in self._sizes)
 
+    def _is_over_fixed(self, node: fx.Node) -> bool:
+        """Whether all axes that a sum is over have sizes of parameters, as that of the experts has."""
+        shape = node.args[0].meta["val"].shape
+        dims = node.args[1] if len(node.args) > 1 and node.args[1] else range(len(shape))
+        return not node.args[0].meta.get("ragged") and all(shape[d] in self._fixed for d in dims)
+
     def _apply(self, node: fx.Node, name: str, val: torch.Tensor) -> Range | None:
         is_reshaped = name in ("view", "_unsafe_view")
 
@@ -186,7 +202,8 @@ class Ranges:
                 hi = node.target(*args, **kwargs)
                 lo, hi = (x[0] if isinstance(x, tuple) else x for x in (lo, hi))
                 lo, hi = lo.to(torch.int64), hi.to(torch.int64)
-                if name == "sum" or (name == "cumsum" and val.dim() and val.shape[node.args[1]] > 1):
+                is_sum = name == "sum" and not self._is_over_fixed(node)
+                if is_sum or (name == "cumsum" and val.dim() and val.shape[node.args[1]] > 1):
                     # over tokens, of which there may be more
                     exact, below = lo == hi, lo < 0
                     lo, hi = torch.where(below & ~exact, -UNBOUNDED, lo), torch.where(exact, hi, UNBOUNDED)
