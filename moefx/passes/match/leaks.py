@@ -46,9 +46,10 @@ class _Usual:
         self.same = {at: v for at, v in columns[0].items() if v is not None and all(c.get(at) == v for c in columns)}
         self.most = 4 * max(len(c.nodes) for c in many)
         self.routed = any(lifted.capture.sizes.routed for lifted in prover.lifted)
+        self.has_drops = any(not lifted.kept.all() for lifted in prover.lifted)
         # Counts of a crowded expert, and of experts that have as many each: what part of all tokens these are.
         even = prover.lifted[0].slots / prover.num_experts
-        self.crowds = {"flooded": 1.0, "diverse": even} if self.routed else {"diverse": 1.0}
+        self.crowds = {"crowded": 1.0, "diverse": even} if self.routed else {"diverse": 1.0}
         # comparisons that came out both ways do not keep any size out
         self.guards = [g for g in prover.seen_guards() if all(g.holds(sizes) for sizes in prover.sizes)]
         self.answers: dict[tuple[str, int], tuple[bool, bool]] = {}
@@ -84,7 +85,18 @@ class _Usual:
         if not all(g.holds(sizes) for g in self.guards):
             return False, False
         taken = self.prover.capture(Routing(kind, 8), sizes, most=self.most)
-        return not (self.always <= _lines(taken) <= self.every), self.has_moved(taken)
+        are_same = self.always <= _lines(taken) <= self.every and not (self.routed and self._has_other_form(taken))
+        return not are_same, self.has_moved(taken)
+
+    def _has_other_form(self, taken: Capture) -> bool:
+        """Whether a capture has not the form of the others, or drops choices where none of them does. A plain number of
+        the routing, such as an entry of a list of budgets, may decide that and leave the lines as they are."""
+        try:
+            lifted = self.prover.lift_captured(taken)
+            same_form(self.prover.lifted[0], lifted)
+        except Refused:
+            return True
+        return not self.has_drops and not lifted.kept.all()
 
 
 def leaked_sizes(prover: Prover) -> None:
@@ -114,6 +126,7 @@ def leaked_sizes(prover: Prover) -> None:
         try:
             other_lines, other_numbers = usual.differs(tokens)
         except CaptureError:  # too long, so a loop over the tokens
+            prover.extra_guards.append(only_below(max(below, proven) + 1))
             return
         if other_lines:
             prover.extra_guards.append(only_below(usual.first(0, below, tokens)))
@@ -147,6 +160,7 @@ def round_sizes(prover: Prover) -> None:
             beside = [_next(prover, n, step) for step in (-1, 1)]
             before, after = map(usual.differs, beside)
         except CaptureError:  # too long, so a loop over the tokens
+            prover.extra_guards.append(SizeGuard(prover.arguments.tokens, "lt", str(n), True))
             return
         if any(at and not (low or high) for at, low, high in zip(here, before, after, strict=True)):
             leaks = sorted(set().union(*[lifted.capture.sizes.leaks for lifted in prover.lifted]))
@@ -221,8 +235,12 @@ def _first(differs: Callable[[int], bool], low: int, high: int) -> int:
 
 
 def _lines(taken: Capture) -> set[tuple[str, str]]:
-    """Which lines of the user's ran, which ops they came to, and what the call changed."""
-    ran = {(str(n.meta["source"]), str(n.target)) for n in taken.nodes if n.op == "call_function"}
+    """Which lines of the user's ran, which ops they came to, with which numbers as arguments, and what the call
+    changed."""
+    ran: set[tuple[str, str]] = set()
+    for n in (n for n in taken.nodes if n.op == "call_function"):
+        numbered = [i for i, a in enumerate(n.args) if type(a) in (int, float)]
+        ran |= {(str(n.meta["source"]), str(n.target)), (str(n.meta["source"]), f"{n.target} {numbered}")}
     return ran | {(effect.kind, str(effect.target)) for effect in taken.effects}
 
 
