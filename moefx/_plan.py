@@ -14,7 +14,7 @@ Validation = Literal["symbolic", "numeric", "auto"]
 PlacementOrder = Literal["ep_first", "dp_first"]
 SequenceGradients = Literal["replicated", "partial"]
 DropRule = Literal["weight", "position_token", "position_slot"]
-Dispatch = Literal["auto", "flat", "dedup", "rbd", "halo"]
+Dispatch = Literal["auto", "flat", "dedup", "rbd", "halo", "gather"]
 Gradients = Literal["manual"]
 
 
@@ -44,10 +44,15 @@ class Plan:
         dispatch: how rows travel to their experts. `"flat"`: one row for each choice; `"dedup"`: one for each rank
             that has experts of the token; `"rbd"`: one for each node, and from there one for each rank (X-MoE section
             4.2); `"halo"`: as `"rbd"`, but rows that stay in the node do not wait for rows of other nodes (Piper
-            section V); `"auto"`: the fastest way by the bandwidths within and between nodes, which `compile` measures.
+            section V); `"gather"`: an all-gather brings the tokens of all ranks to every rank, and a reduce-scatter
+            returns their sums: the host reads nothing, and CUDA graphs can hold the exchange; `"auto"`: the fastest way
+            by the bandwidths within and between nodes, which `compile` measures.
         pilots: False: `"halo"` sends a row for each choice, as in Piper, instead of one for each node and rank.
         chunks: the number of parts in which tokens travel. Experts compute on one part while others are on their way.
             It pays if exchanges take long and experts have many rows.
+        max_tokens: with `dispatch="gather"`, the most tokens of a rank in a call. Every call gathers as many, and a
+            call with more raises `InvalidInput`. None: the hosts agree on the largest number before each call, which
+            CUDA graphs cannot hold.
         capacity_factor: a capacity for a model that has none: each expert takes at most ceil(capacity_factor * choices
             / experts) of one rank's choices. This changes the results: `verify` shows it as soon as a choice is
             dropped. None: the model's own rule.
@@ -86,6 +91,7 @@ class Plan:
     dispatch: Dispatch = "auto"
     pilots: bool = True
     chunks: int = 1
+    max_tokens: int | None = None
     capacity_factor: float | None = None
     drop: DropRule = "weight"
     node_size: int | None = None
@@ -131,6 +137,8 @@ class Plan:
             raise InvalidPlan(f"Plan(node_size={self.node_size!r}): expected a number of ranks, or None")
         if not _is_size(self.chunks):
             raise InvalidPlan(f"Plan(chunks={self.chunks!r}): expected a number of parts, 1 or more")
+        if self.max_tokens is not None and not _is_size(self.max_tokens):
+            raise InvalidPlan(f"Plan(max_tokens={self.max_tokens!r}): expected a number of tokens, or None")
         factor = self.capacity_factor
         if factor is not None and not (type(factor) in (int, float) and 0 < factor < 1e6):
             raise InvalidPlan(f"Plan(capacity_factor={factor!r}): expected a number > 0, or None")

@@ -11,7 +11,7 @@ from ..errors import InvalidPlan
 
 _OF_A_MESH = (
     "expert_axis", "placement", "sequence_axis", "sequence_gradients", "gradients", "dispatch", "pilots", "chunks",
-    "node_size", "topology_levels", "timeout",
+    "max_tokens", "node_size", "topology_levels", "timeout",
 )  # fmt: skip
 _OF_THE_PLANNER = ("memory", "zero")
 _STAGES, _SHARED = "pp", "tp"
@@ -41,6 +41,10 @@ def check_effects(plan: Plan, mesh: Any) -> None:
         raise _no_effect(plan, "sequence_gradients", "say which ranks share tokens: Plan(sequence_axis=...)")
     if not plan.pilots and plan.dispatch not in ("halo", "auto"):
         raise _no_effect(plan, "pilots", f"dispatch={plan.dispatch!r} is not 'halo'")
+    if plan.max_tokens is not None and plan.dispatch != "gather":
+        raise _no_effect(plan, "max_tokens", f"dispatch={plan.dispatch!r} is not 'gather'")
+    if plan.chunks > 1 and plan.dispatch == "gather":
+        raise _no_effect(plan, "chunks", "dispatch='gather' moves all tokens at once")
 
 
 def check_of_graphs(plan: Plan) -> None:

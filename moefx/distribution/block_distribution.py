@@ -90,6 +90,13 @@ class Spread:
         way = "halo" if self.ways.near_apart else "rbd" if len(self.ways.levels) > 1 else "one exchange"
         rows = "one row for each of its " + ("ranks" if self.ways.dedup else "experts")
         parts = f", in {self.ways.chunks} parts" if self.ways.chunks > 1 else ""
+        if self.ways.gathers:
+            limit = self.ways.max_tokens
+            agreed = f"at most {limit} tokens a rank" if limit else "the hosts agree on the number of tokens"
+            return (
+                f"experts over {place.num_ranks} ranks of mesh axis {place.axis!r}, {place.num_slots} each; every rank "
+                f"gathers the tokens of all ranks, {agreed} ({self.why})"
+            )
         return (
             f"experts over {place.num_ranks} ranks of mesh axis {place.axis!r} ({levels}), {place.num_slots} each; a "
             f"token travels as {rows}, {way}{parts} ({self.why})"
@@ -198,6 +205,10 @@ def ways(axis: ExpertAxis, plan: Plan, result: Result) -> tuple[Ways, str]:
     if dispatch == "auto":
         parts = axis.mesh[plan.sequence_axis].size() if plan.sequence_axis else 1  # a token is sent by one of them
         dispatch, why = _fastest(axis, result, -(-plan.tokens // parts) if plan.tokens else TOKENS)
+    if dispatch == "gather":
+        way = axis.ways(by_level=False, dedup=True)
+        host_group = "" if plan.max_tokens else axis.host_group
+        return dataclasses.replace(way, gathers=True, max_tokens=plan.max_tokens, host_group=host_group), why
     if dispatch in ("rbd", "halo"):
         halo = dispatch == "halo"
         return axis.ways(by_level=True, dedup=not halo or plan.pilots, near_apart=halo), why

@@ -24,7 +24,9 @@ def watch_block(block: nn.Module, name: str, spread: Spread) -> OverwritingWatch
     if spread.placement.num_ranks > 1:
         vars(block)[DEEPSPEED_HOOK] = RefuseDeepSpeed()
         block.register_load_state_dict_post_hook(SettleOnLoad())
-    return OverwritingWatch(block, name, spread.parameters, spread.placement, spread.number)
+    watch = OverwritingWatch(block, name, spread.parameters, spread.placement, spread.number)
+    watch.compares_itself = spread.ways.gathers
+    return watch
 
 
 def planned_reductions(axis: ExpertAxis, plan: Plan) -> dict[str, Reduction]:

@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 from . import graph_codegen
 from .argument_binding import Binding, Guard, Path
 from .graph_printer import print_block
-from .node_values import BUILD_PFT, PLACE_CHOICES, TensorSpec, target_name
+from .node_values import BUILD_PFT, PLACE_CHOICES, WAIT_GATHERED, TensorSpec, target_name
 
 _EXPERT_OFFSETS = 2  # position among the results of build_pft
 
@@ -153,7 +153,7 @@ class BlockGraph:
 
     def _offsets(self) -> list[Node]:
         """Those of the PFTs of this block's own tokens that experts use."""
-        built = [node for node in self.find(BUILD_PFT) if node.kwargs.get("num_rows") is None]
+        built = [node for node in self.find(BUILD_PFT) if not _is_of_all_ranks(node)]
         found = [results[_EXPERT_OFFSETS] for node in built if (results := graph_codegen.unpacked(node))]
         return [offsets for offsets in found if offsets is not None]
 
@@ -172,6 +172,16 @@ class BlockGraph:
         with contextlib.suppress(NotImplementedError):
             spec = spec and pytree.treespec_dumps(spec)
         return _unpack_block, (_packed(self.graph), self.name, self.binding, spec, self.header)
+
+
+def _is_of_all_ranks(pft: Node) -> bool:
+    """Whether a `build_pft` routes tokens that came from other ranks, too."""
+    if pft.kwargs.get("num_rows") is not None:
+        return True
+    slots: Any = pft.args[0]  # places less the first place of this rank, if the tokens were gathered
+    source = slots.args[0] if isinstance(slots, Node) and slots.args else None
+    is_part = isinstance(source, Node) and source.target is operator.getitem
+    return is_part and target_name(source.args[0]) == WAIT_GATHERED  # type: ignore[union-attr]
 
 
 def _is_literal(value: Any) -> bool:

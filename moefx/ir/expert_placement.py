@@ -34,6 +34,9 @@ class Ways:
         near_apart: what stays in the node does not take part in the levels above (HALO's phase I).
         timeout: seconds to wait for other ranks; None: as long as the process groups allow.
         chunks: the tokens travel in so many parts, so that some are computed on while others are on their way.
+        gathers: every rank gets the tokens of all ranks by an even collective (see `ir.ops.token_gather`).
+        max_tokens: with `gathers`, the most tokens of a rank in a call; None: `host_group`, a process group that works
+            on the CPU, agrees before each call.
     """
 
     levels: tuple[Level, ...]
@@ -43,6 +46,9 @@ class Ways:
     near_apart: bool = False
     timeout: float | None = None
     chunks: int = 1
+    gathers: bool = False
+    max_tokens: int | None = None
+    host_group: str = ""
 
     def label(self, index: int) -> str:
         """What a level is called behind a name; "" if there is one only."""

@@ -21,7 +21,12 @@ _ROUTES = frozenset(
     {"place_choices", "chunk_choices", "near_and_far", "plan_dispatch", "exchange_counts", "pack_rows", "read_counts"}
 )
 _SEQUENCE = frozenset({"shard_tokens", "unshard_tokens"})
-_EXCHANGES = frozenset({"all_to_all_rows", "wait_rows", "all_to_all_back", "wait_sums"})
+_EXCHANGES = frozenset(
+    {
+        "all_to_all_rows", "wait_rows", "all_to_all_back", "wait_sums",
+        "agree_length", "gather_tokens", "wait_gathered", "scatter_sums", "wait_scattered",
+    }
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

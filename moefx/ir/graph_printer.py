@@ -39,6 +39,7 @@ _BUNDLES = {
     "moefx::exchange_counts": ("", "heard"),
     "moefx::all_to_all_rows": ("", "ticket"),
     "moefx::all_to_all_back": ("", "ticket"),
+    "moefx::scatter_sums": ("", "ticket"),
 }
 _PARTS = ("far", "near")
 _BUNDLES_OF_PARTS = {"moefx::all_to_all_back": (*_PARTS, "ticket", "ticket")}
@@ -52,6 +53,11 @@ _NOT_SHOWN = {
     "wait_sums": ("ticket", "splits", "group"),
     "exchange_counts": ("num_slots", "dedup", "fingerprint", "samples"),
     "pack_rows": ("num_slots", "dedup"),
+    "agree_length": ("fingerprint", "host_group"),
+    "gather_tokens": ("size",),
+    "wait_gathered": ("tickets", "choices", "place", "size", "group"),
+    "scatter_sums": ("size",),
+    "wait_scattered": ("ticket", "place", "size", "group"),
     "read_counts": ("heard", "levels", "near", "fingerprint", "timeout", "group"),
 }
 # How arguments of expert_mlp are labelled when there are more than the two weights.

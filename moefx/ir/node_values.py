@@ -8,6 +8,7 @@ import torch
 from torch.fx import Node
 
 BUILD_PFT, PLACE_CHOICES = "moefx::build_pft", "moefx::place_choices"
+WAIT_GATHERED = "moefx::wait_gathered"
 
 
 class TensorSpec(NamedTuple):

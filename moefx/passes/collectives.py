@@ -42,6 +42,7 @@ from ..ir.expert_body import ExpertBody
 from ..ir.expert_placement import Level, Placement, Ways
 from ..ir.graph_levels import eliminate_dead_code
 from ..ir.ops import dialect  # registers the ops
+from .gathered_experts import GatheredTokens
 from .pass_manager import graph_pass
 from .routed_region import Routed
 
@@ -90,6 +91,8 @@ def _insert(routed: Routed, placement: Placement, ways: Ways, stacked: Collectio
     if 4 in routed.results and weights not in choices:
         choices = [*choices, weights]
     fingerprint = _fingerprint(routed, [*tokens, *choices], placement, ways)
+    if ways.gathers:
+        return _insert_gather(routed, placement, ways, tokens, choices, fingerprint, stacked)
     chunks = [_Exchange(part, placement, ways) for part in (*(routed.copied() for _ in range(ways.chunks - 1)), routed)]
     with graph.inserting_before(routed.region[0]):
         place = _insert_places(routed, placement, ways)
@@ -114,6 +117,30 @@ def _insert(routed: Routed, placement: Placement, ways: Ways, stacked: Collectio
         for user in users:
             user.replace_input_with(node, out)
     _read_local_parts(graph, stacked, placement)
+
+
+def _insert_gather(
+    routed: Routed,
+    placement: Placement,
+    ways: Ways,
+    tokens: list[fx.Node],
+    choices: list[fx.Node],
+    fingerprint: int,
+    stacked: Collection[str],
+) -> None:
+    """Let every rank compute on the tokens of all ranks."""
+    gathered, moved = GatheredTokens(routed, placement, ways), _Exchange(routed, placement, ways)
+    with routed.graph.inserting_before(routed.region[0]):
+        gathered.insert_gather(_insert_places(routed, placement, ways), tokens, choices, fingerprint)
+    moved.received, moved.routes = gathered.received, gathered.routes
+    moved.move_experts()
+    for node in routed.sums:
+        users = list(node.users)
+        with routed.graph.inserting_before(node.next):
+            out = gathered.insert_back(node)
+        for user in users:
+            user.replace_input_with(node, out)
+    _read_local_parts(routed.graph, stacked, placement)
 
 
 def _fingerprint(routed: Routed, sent: list[fx.Node], placement: Placement, ways: Ways) -> int:

@@ -22,8 +22,19 @@ from ..ir.graph_levels import has_effect
 from .pass_manager import graph_pass
 
 ops = torch.ops.moefx
-_STARTS = (ops.all_to_all_rows.default, ops.all_to_all_back.default)
-_WAITS = (ops.read_counts.default, ops.wait_rows.default, ops.wait_sums.default)
+_STARTS = (
+    ops.all_to_all_rows.default,
+    ops.all_to_all_back.default,
+    ops.gather_tokens.default,
+    ops.scatter_sums.default,
+)
+_WAITS = (
+    ops.read_counts.default,
+    ops.wait_rows.default,
+    ops.wait_sums.default,
+    ops.wait_gathered.default,
+    ops.wait_scattered.default,
+)
 
 
 @graph_pass(level="distributed")
@@ -55,6 +66,8 @@ def _put_off_weights(graph: fx.Graph, experts: fx.Node) -> None:
 def _first_wait(rows: Any) -> fx.Node | None:
     """Of the exchanges that brought the rows, here or to the rank before."""
     wait = rows.args[0] if rows.target is operator.getitem else None
+    if wait is not None and wait.target is ops.wait_gathered.default:
+        return wait
     if wait is None or wait.target is not ops.wait_rows.default:
         return None
     return _first_wait(wait.args[3][0]) or wait

@@ -168,6 +168,29 @@ class ExpertAxis:
         return group.group_name
 
     @functools.cached_property
+    def host_group(self) -> str:
+        """The name of a process group of these ranks that works on the CPU. Collective: made on first use.
+
+        Raises:
+            InvalidPlan: this torch has no gloo.
+        """
+        if "cpu" in {device.type for device in group_of(self._own_group)._device_types}:
+            return self._own_group
+        if not dist.is_gloo_available():
+            raise InvalidPlan(
+                "Plan(dispatch='gather') agrees on the number of tokens between hosts, and this torch has no gloo: use "
+                "Plan(max_tokens=...)"
+            )
+        group: Any = dist.new_group(
+            self.own.mesh.tolist(),
+            backend="gloo",
+            timeout=None if self.timeout is None else datetime.timedelta(seconds=self.timeout),
+            use_local_synchronization=True,
+            group_desc=f"{self.name}/hosts",
+        )
+        return group.group_name
+
+    @functools.cached_property
     def links(self) -> Links | None:
         """As measured, once. Collective. None of one level, where nothing depends on them."""
         if len(self.topology.sizes) == 1:

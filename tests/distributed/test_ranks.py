@@ -68,6 +68,10 @@ def test_hops_of_eight():
     launch(8, "tests.distributed.hop_cases")
 
 
+def test_gathered_tokens(ranks):
+    ranks("gather_cases")
+
+
 def test_volumes(ranks):
     ranks("volume_cases")
 
@@ -128,7 +132,9 @@ def test_a_rank_that_is_lost(name):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["compile", "corpus", "state", "hop", "pipeline", "program", "verify", "lost"])
+@pytest.mark.parametrize(
+    "name", ["compile", "corpus", "gather", "state", "hop", "pipeline", "program", "verify", "lost"]
+)
 def test_what_is_sampled_of_the_cases(name):
     launch(4, f"tests.distributed.{name}_cases", environment={ALL: "1"})
 

@@ -36,6 +36,16 @@ from .row_exchange import (
 )
 from .row_packing import join_columns, pack_rows, split_columns
 from .sequence_shards import shard_tokens, sum_shards, unshard_tokens
+from .token_gather import (
+    agree_length,
+    gather_tokens,
+    gather_tokens_backward,
+    scatter_sums,
+    wait_gathered,
+    wait_gathered_backward,
+    wait_scattered,
+    wait_scattered_backward,
+)
 from .token_routing import (
     DROP_RULES,
     build_pft,
@@ -48,10 +58,12 @@ from .token_routing import (
 )
 
 __all__ = [
-    "DROP_RULES", "all_to_all_back", "all_to_all_rows", "all_to_all_rows_backward", "build_pft", "build_pft_backward",
-    "chunk_choices", "combine", "combine_backward", "count_rows", "dispatch", "exchange_counts", "expert_mlp",
-    "expert_mlp_backward", "expert_rows", "expert_rows_backward", "grouped_mm", "grouped_mm_backward", "join_columns",
-    "near_and_far", "pack_rows", "pick_choices", "pick_choices_backward", "place_choices", "plan_dispatch",
-    "read_counts", "shard_tokens", "split_columns", "sum_shards", "unshard_tokens", "wait_rows",
-    "wait_rows_backward", "wait_sums", "wait_sums_backward", "weights_later",
+    "DROP_RULES", "agree_length", "all_to_all_back", "all_to_all_rows", "all_to_all_rows_backward", "build_pft",
+    "build_pft_backward", "chunk_choices", "combine", "combine_backward", "count_rows", "dispatch", "exchange_counts",
+    "expert_mlp", "expert_mlp_backward", "expert_rows", "expert_rows_backward", "gather_tokens",
+    "gather_tokens_backward", "grouped_mm", "grouped_mm_backward", "join_columns", "near_and_far", "pack_rows",
+    "pick_choices", "pick_choices_backward", "place_choices", "plan_dispatch", "read_counts", "scatter_sums",
+    "shard_tokens", "split_columns", "sum_shards", "unshard_tokens", "wait_gathered", "wait_gathered_backward",
+    "wait_rows", "wait_rows_backward", "wait_scattered", "wait_scattered_backward", "wait_sums", "wait_sums_backward",
+    "weights_later",
 ]  # fmt: skip

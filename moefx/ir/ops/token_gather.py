@@ -1,0 +1,330 @@
+"""Gather the tokens of all ranks on every rank, and sum the results where the tokens came from.
+
+Each rank runs its own experts on the tokens of all ranks. A reduce-scatter adds up the ranks' sums of each token and
+leaves a rank with its own tokens. Both collectives are even: their sizes depend on the number of tokens alone, so the
+host reads nothing, and a CUDA graph can hold the whole exchange. The backward is the mirror image: it gathers the
+gradients of the sums, and scatters the sums of the tokens' gradients.
+
+`gather_tokens` and `scatter_sums` start collectives, `wait_gathered` and `wait_scattered` wait for them, as
+`row_exchange` describes. A start returns tickets beside the tensors on their way: their gradients travel back.
+
+All ranks pad to one length L, the largest number of tokens of a rank. It is `max_tokens` if the plan names it.
+Otherwise the hosts agree on it before each call (`agree_length`).
+
+Letters: S tokens of this rank, L tokens of a rank with padding, A = W*L tokens of all W ranks, K slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...errors import InvalidInput, MoefxError, RanksLost
+from .op_definition import op, saved_by
+from .row_packing import Column, Layout, join_columns, split_columns
+from .uneven_all_to_all import group_of, others_answer, shown_ranks, wait
+
+# -- lengths
+# ------------------------------------------------------------------------------------------------------
+
+
+@op(
+    "agree_length(Tensor place, *, int fingerprint, str host_group) -> Tensor",
+    contract="place[S,K] -> length[1]",
+)
+def agree_length(place: Tensor, *, fingerprint: int, host_group: str) -> Tensor:
+    """Agree with the hosts of all ranks on the largest number of tokens, int64 [1] on the host. Reads no device memory.
+
+    Args:
+        fingerprint: identifies the program; ranks with different programs would mix their tokens.
+        host_group: a process group whose backend works on the CPU.
+
+    Raises:
+        MoefxError: a CUDA graph is being captured, which cannot hold this step.
+        RanksLost: another rank runs another program, or does not answer.
+    """
+    refuse_capture(place, "agrees on the number of tokens between hosts", "Plan(max_tokens=...)")
+    group = group_of(host_group)
+    own = torch.tensor([place.shape[0], fingerprint], dtype=torch.int64)
+    others = [torch.empty_like(own) for _ in range(group.size())]
+    with others_answer():
+        dist.all_gather(others, own, group=group)
+    numbers = torch.stack(others)
+    if bool((numbers[:, 1] != fingerprint).any()):
+        ranks = dist.get_process_group_ranks(group)
+        wrong = [ranks[i] for i in (numbers[:, 1] != fingerprint).nonzero()[:, 0].tolist()]
+        raise RanksLost(
+            f"rank {dist.get_rank()} and {shown_ranks(wrong)} run different programs of this block: give all ranks the "
+            "same model, mode, dtypes and arguments"
+        )
+    return numbers[:, 0].amax().reshape(1)
+
+
+def refuse_capture(tensor: Tensor, step: str, remedy: str) -> None:
+    """Raise `MoefxError` if a CUDA graph is being captured: it cannot hold a step of the host."""
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise MoefxError(f"a CUDA graph cannot hold this exchange between ranks, which {step}: use {remedy}")
+
+
+def _length(num_tokens: Any, length: Tensor | None, max_tokens: int) -> Any:
+    """L of a call.
+
+    Raises:
+        InvalidInput: this rank has more than `max_tokens`.
+    """
+    if length is not None:
+        return int(length)
+    if isinstance(num_tokens, int) and num_tokens > max_tokens:
+        raise InvalidInput(
+            f"this call has {num_tokens} tokens on rank {dist.get_rank()}, and Plan(max_tokens={max_tokens}) allows "
+            "fewer: compile with a larger max_tokens, or give the ranks fewer tokens"
+        )
+    return max_tokens
+
+
+def _padded(rows: Tensor, length: int, value: int = 0) -> Tensor:
+    """Rows [S, ...] with padding behind them, [L, ...]."""
+    missing = length - rows.shape[0]
+    if not missing:
+        return rows.contiguous()
+    return torch.cat([rows, rows.new_full((missing, *rows.shape[1:]), value)])
+
+
+def _ticket(like: Tensor, num_rows: Any, width: Any) -> Tensor:
+    """A tensor of this shape without memory."""
+    return like.new_empty(()).expand(num_rows, width)
+
+
+def _choice_columns(choices: Sequence[Tensor], place: Tensor) -> Layout:
+    """The layout of a token's choices and of their places, which travel in one buffer."""
+    return Layout([*map(Column.like, choices), Column(torch.int32, place.shape[1])])
+
+
+# -- there
+# ------------------------------------------------------------------------------------------------------
+
+
+@op(
+    "gather_tokens(Tensor[] tokens, Tensor[] choices, Tensor place, Tensor? length, *, int max_tokens, int size, "
+    "str group) -> Tensor[]",
+    contract="tokens[*], choices[*], place[S,K], length[1]? -> sent[*]",
+)
+def gather_tokens(
+    tokens: list[Tensor],
+    choices: list[Tensor],
+    place: Tensor,
+    length: Tensor | None,
+    *,
+    max_tokens: int,
+    size: int,
+    group: str,
+) -> list[Tensor]:
+    """Start to gather the tokens of all ranks.
+
+    Args:
+        tokens: values of tokens, [S,D]. choices: values of choices (routing weights), [S,K]. Differentiable.
+        place: of each choice, see `exchange_routes`; padding has places of -1.
+        length: L, of `agree_length`; None: it is `max_tokens`. size: W.
+
+    Returns:
+        The tensors on their way: each of `tokens`, [A,D], and one buffer of the choices and places, uint8 [A,bytes].
+        Then a ticket for each of `tokens` [L,D] and `choices` [L,K].
+    """
+    rows = _length(place.shape[0], length, max_tokens)
+    columns = [_padded(c, rows) for c in choices] + [_padded(place, rows, -1)]
+    gathered = [start_gather(_padded(t, rows), size, group) for t in tokens]
+    gathered.append(start_gather(join_columns(columns), size, group))
+    return [*gathered, *(_ticket(t, rows, t.shape[1]) for t in (*tokens, *choices))]
+
+
+@op(
+    "gather_tokens_backward(Tensor[] sent, *, SymInt num_tokens) -> Tensor[]",
+    contract="sent[*] -> gradients[*]",
+)
+def gather_tokens_backward(sent: list[Tensor], *, num_tokens: int) -> list[Tensor]:
+    """Wait for the gradients of this rank's tokens and choices, and cut off the padding."""
+    return [wait(part)[:num_tokens].clone() for part in sent]
+
+
+@op(
+    "wait_gathered(Tensor[] sent, Tensor[] tickets, Tensor[] choices, Tensor place, *, int size, str group) "
+    "-> Tensor[]",
+    contract="sent[*], tickets[*], choices[*], place[S,K] -> rows[*]",
+)
+def wait_gathered(
+    sent: list[Tensor], tickets: list[Tensor], choices: list[Tensor], place: Tensor, *, size: int, group: str
+) -> list[Tensor]:
+    """Wait for the tokens of all ranks, in the order of the process group.
+
+    Returns:
+        Values of tokens [A,D], the places of their choices int32 [A,K], then values of choices [A,K].
+    """
+    *tokens, packed = [wait(part) for part in sent]
+    layout = _choice_columns(choices, place).columns
+    named = {"dtypes": [c.dtype_name for c in layout], "widths": [c.width for c in layout]}
+    *values, places = split_columns([packed], **named, places=False)
+    return [*(t.clone() for t in tokens), places, *values]
+
+
+@op(
+    "wait_gathered_backward(Tensor[] grads, Tensor[] tickets, *, int size, str group) -> Tensor[]",
+    contract="grads[*], tickets[*] -> sent[*]",
+)
+def wait_gathered_backward(grads: list[Tensor], tickets: list[Tensor], *, size: int, group: str) -> list[Tensor]:
+    """Start to add up the gradients of each rank's tokens, [A,D], on that rank."""
+    return [start_scatter(grad.to(t.dtype), size, group) for grad, t in zip(grads, tickets, strict=True)]
+
+
+# -- back
+# ------------------------------------------------------------------------------------------------------
+
+
+@op(
+    "scatter_sums(Tensor sums, *, int size, str group) -> (Tensor, Tensor)",
+    contract="sums[A,D] -> sent[_,D], ticket[A,D]",
+)
+def scatter_sums(sums: Tensor, *, size: int, group: str) -> tuple[Tensor, Tensor]:
+    """Start to add up the ranks' sums of each token, on the rank that has the token.
+
+    Returns:
+        The sums of this rank's tokens on their way, [L,D], and a ticket [A,D].
+    """
+    return start_scatter(sums, size, group), _ticket(sums, sums.shape[0], sums.shape[1])
+
+
+@op(
+    "wait_scattered(Tensor sent, Tensor ticket, Tensor place, *, int size, str group) -> Tensor",
+    contract="sent[_,D], ticket[_,D], place[S,K] -> out[S,D]",
+)
+def wait_scattered(sent: Tensor, ticket: Tensor, place: Tensor, *, size: int, group: str) -> Tensor:
+    """Wait for the sums of this rank's tokens, [S,D]."""
+    return wait(sent)[: place.shape[0]].clone()
+
+
+@op(
+    "wait_scattered_backward(Tensor grad, Tensor ticket, *, int size, str group) -> Tensor",
+    contract="grad[_,D], ticket[_,D] -> sent[_,D]",
+)
+def wait_scattered_backward(grad: Tensor, ticket: Tensor, *, size: int, group: str) -> Tensor:
+    """Start to gather the gradients of all ranks' sums, [A,D]."""
+    return start_gather(_padded(grad.to(ticket.dtype), ticket.shape[0] // size), size, group)
+
+
+def start_gather(rows: Tensor, size: int, group: str) -> Tensor:
+    return torch.ops._c10d_functional.all_gather_into_tensor(rows, size, group)
+
+
+def start_scatter(rows: Tensor, size: int, group: str) -> Tensor:
+    return torch.ops._c10d_functional.reduce_scatter_tensor(rows.contiguous(), "sum", size, group)
+
+
+# -- registration
+# ------------------------------------------------------------------------------------------------------
+
+
+def _fake_length(length: Any, max_tokens: int) -> Any:
+    return torch.library.get_ctx().new_dynamic_size() if length is not None else max_tokens
+
+
+agree_length.fake(lambda place, **_: torch.empty(1, dtype=torch.int64))
+
+
+@gather_tokens.fake
+def _(tokens, choices, place, length, *, max_tokens, size, group):
+    rows = _fake_length(length, max_tokens)
+    packed = place.new_empty((size * rows, _choice_columns(choices, place).num_bytes), dtype=torch.uint8)
+    gathered = [t.new_empty((size * rows, t.shape[1])) for t in tokens]
+    return [*gathered, packed, *(_ticket(t, rows, t.shape[1]) for t in (*tokens, *choices))]
+
+
+@gather_tokens_backward.fake
+def _(sent, *, num_tokens):
+    return [part.new_empty((num_tokens, part.shape[1])) for part in sent]
+
+
+@wait_gathered.fake
+def _(sent, tickets, choices, place, *, size, group):
+    rows = sent[-1].shape[0]
+    values = [c.new_empty((rows, c.shape[1])) for c in choices]
+    return [*(t.new_empty(t.shape) for t in sent[:-1]), place.new_empty((rows, place.shape[1])), *values]
+
+
+wait_gathered_backward.fake(lambda grads, tickets, **_: [t.new_empty(t.shape) for t in tickets])
+
+
+@scatter_sums.fake
+def _(sums, *, size, group):
+    return sums.new_empty((sums.shape[0] // size, sums.shape[1])), _ticket(sums, sums.shape[0], sums.shape[1])
+
+
+wait_scattered.fake(lambda sent, ticket, place, **_: sent.new_empty((place.shape[0], sent.shape[1])))
+wait_scattered_backward.fake(lambda grad, ticket, **_: ticket.new_empty(ticket.shape))
+
+
+# -- derivatives
+# ------------------------------------------------------------------------------------------------------
+
+
+def _save_gather(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]) -> None:
+    tokens, choices, place, _ = args
+    ctx.floats = [[t.is_floating_point() for t in ts] for ts in (tokens, choices)]
+    ctx.num_tokens, ctx.num_sent = place.shape[0], len(tokens) + 1
+    ctx.mark_non_differentiable(*outputs[: ctx.num_sent], *(o for o in outputs if not o.is_floating_point()))
+
+
+def _gather_gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
+    known = [g for g in grads[ctx.num_sent :] if g is not None]
+    found = iter(gather_tokens_backward(known, num_tokens=ctx.num_tokens))
+    of_tokens, of_choices = ([next(found) if float else None for float in floats] for floats in ctx.floats)
+    return of_tokens, of_choices, None, None
+
+
+gather_tokens.autograd(save=_save_gather, backward=_gather_gradients)
+gather_tokens_backward.once_differentiable("gather_tokens")
+
+
+def _save_gathered(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]) -> None:
+    sent, tickets, *_ = args
+    ctx.kwargs, ctx.num_sent = kwargs, len(sent)
+    ctx.like = [(o.shape, o.dtype, o.device) for o in outputs]
+    ctx.floats = [t.is_floating_point() for t in tickets]
+    ctx.mark_non_differentiable(*(o for o in outputs if not o.is_floating_point()))
+    ctx.save_for_backward(*(t for t in tickets if t.is_floating_point()))
+
+
+def _gathered_gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
+    # Every rank takes part in the collective, even without a gradient of its own.
+    known = [
+        torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
+        for grad, (shape, dtype, device) in zip(grads, ctx.like, strict=True)
+        if dtype.is_floating_point
+    ]
+    sent = iter(wait_gathered_backward(known, list(saved_by(ctx)), **ctx.kwargs))
+    return None, [next(sent) if float else None for float in ctx.floats], None, None
+
+
+wait_gathered.autograd(save=_save_gathered, backward=_gathered_gradients)
+wait_gathered_backward.once_differentiable("gather_tokens")
+
+
+def _save_scatter(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]) -> None:
+    ctx.mark_non_differentiable(outputs[0])
+
+
+scatter_sums.autograd(save=_save_scatter, backward=lambda ctx, grads: (wait(grads[1]),))
+
+
+def _save_scattered(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> None:
+    ctx.kwargs = kwargs
+    ctx.save_for_backward(args[1])
+
+
+wait_scattered.autograd(
+    save=_save_scattered,
+    backward=lambda ctx, grads: (None, wait_scattered_backward(grads[0], *saved_by(ctx), **ctx.kwargs), None),
+)
+wait_scattered_backward.once_differentiable("scatter_sums")

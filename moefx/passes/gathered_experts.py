@@ -1,0 +1,84 @@
+"""Expert parallelism by even collectives: every rank gathers the tokens of all ranks, and returns their sums.
+
+    place  = place_choices(topk_ids)                     rank and slot of each choice
+    length = agree_length(place)                         the hosts agree; left out with Plan(max_tokens=...)
+    sent   = gather_tokens([x], [topk_weights], place)   starts an all-gather
+    rows, places, weights = wait_gathered(sent)
+    slots  = places - begin                              choices of other ranks fall outside of [0, num_slots)
+    pft    = build_pft(slots, weights)                   drops them
+    y      = expert_mlp(rows, pft, own weights)          sums by token, for the tokens of all ranks
+    back   = scatter_sums(y)                             starts a reduce-scatter
+    out    = wait_scattered(back)
+
+See `ir.ops.token_gather`. The host reads nothing that the routing decides.
+"""
+
+# fx types an argument as anything that a program can hold: the code knows better.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+# pyright: reportIndexIssue=false, reportCallIssue=false
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from ..ir.expert_placement import Placement, Ways
+from ..ir.ops import dialect  # registers the ops
+from .routed_region import Routed
+
+aten = torch.ops.aten
+ops = torch.ops.moefx
+_ = dialect
+
+
+class GatheredTokens:
+    """The exchange of a routed part.
+
+    Attributes:
+        received: what arrives for each value that was sent. routes: the new results of `build_pft` for the old ones.
+    """
+
+    def __init__(self, routed: Routed, placement: Placement, ways: Ways):
+        self.routed, self.placement, self.ways = routed, placement, ways
+        (level,) = ways.levels
+        self.to = {"size": level.size, "group": level.group}
+        self.axis = level.axis
+        self.received: dict[fx.Node, fx.Node] = {}
+        self.routes: dict[fx.Node, fx.Node] = {}
+        self.place: fx.Node | None = None
+        self.letter = "S"
+
+    def insert_gather(self, place: fx.Node, tokens: list[fx.Node], choices: list[fx.Node], fingerprint: int) -> None:
+        """Gather tokens and choices of all ranks, and route them to the experts of this rank."""
+        call, parts, pft = self.routed.call, self.routed.parts, self.routed.pft
+        self.place, self.letter, num = place, str(place.meta["letters"][0]), len(tokens)
+        length = None
+        if not self.ways.max_tokens:
+            agreed = {"fingerprint": fingerprint, "host_group": self.ways.host_group}
+            length = call(ops.agree_length.default, (place,), agreed, ("1",), axis=self.axis)
+        sizes = {"max_tokens": self.ways.max_tokens or 0, **self.to}
+        sent = call(ops.gather_tokens.default, (tokens, choices, place, length), sizes, name="sent", axis=self.axis)
+        moving = parts(sent, ((),) * (2 * num + 1 + len(choices)))
+        waited = call(ops.wait_gathered.default, (moving[: num + 1], moving[num + 1 :], choices, place), self.to)
+        waited.meta["save"] = True
+        of_tokens = tuple(("A", *t.meta.get("letters", ("S", "D"))[1:]) for t in tokens)
+        letters = (*of_tokens, ("A", "K"), *(("A", "K") for _ in choices))
+        arrived = parts(waited, letters, (*("rows" for _ in tokens), "places", *("weights" for _ in choices)))
+        self.received = dict(zip([*tokens, *choices], [*arrived[:num], *arrived[num + 1 :]], strict=True))
+        begin = self.ways.position * self.placement.num_slots
+        slots = call(aten.sub.Tensor, (arrived[num], begin), {}, ("A", "K"), "slots")
+        weights = self.received[pft.args[1]] if 4 in self.routed.results else None
+        here = call(ops.build_pft.default, (slots, weights, None), {"num_experts": self.placement.num_slots})
+        routes = parts(here, (("B",), ("B",), ("E+1",), ("A", "K"), ("B",)))
+        self.routes = {self.routed.results[i]: routes[i] for i in self.routed.results}
+
+    def insert_back(self, sums: fx.Node) -> fx.Node:
+        """Return the sums of all ranks' tokens to the ranks of the tokens."""
+        call, parts = self.routed.call, self.routed.parts
+        back = call(ops.scatter_sums.default, (sums,), self.to, name="back", axis=self.axis)
+        sent, ticket = parts(back, ((), ()))
+        letters = (self.letter, "D")
+        return call(ops.wait_scattered.default, (sent, ticket, self.place), self.to, letters)
+
+
+__all__ = ["GatheredTokens"]

@@ -1,0 +1,230 @@
+"""`Plan(dispatch="gather")`: every rank gathers the tokens of all ranks, and returns their sums."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections import Counter
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import moefx
+import moefx.ir.ops.token_gather
+from moefx.errors import ExpertsOverwritten, InvalidInput
+
+from ..passes.blocks import D, Dropping
+from .launch import sampled
+from .models import BLOCKS, Model, check, compiled_beside, is_of_experts
+from .sequence_cases import PLAN as SHARED_TOKENS
+from .sequence_cases import gradients_are_right, mesh_with_tokens_replicated, same_tokens
+
+GATHER = moefx.Plan(dispatch="gather", validation="symbolic")
+LIMITED = GATHER.replace(max_tokens=13)
+
+
+def one_axis() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+
+
+def case_outputs_and_gradients() -> None:
+    """For each kind of block, with a different number of tokens on each rank."""
+    for kind, plan in sampled(itertools.product(BLOCKS, (GATHER, LIMITED)), 3):
+        check(Model(kind, layers=2).double(), one_axis(), plan)
+
+
+def case_ranks_without_tokens() -> None:
+    for plan in (GATHER, LIMITED):
+        x = torch.randn(0 if dist.get_rank() % 2 else 5, D, dtype=torch.float64)
+        check(Model("gated", layers=1).double(), one_axis(), plan, x)
+        check(Model("gated", layers=1).double(), one_axis(), plan, torch.zeros(0, D, dtype=torch.float64))
+
+
+def case_a_capacity() -> None:
+    """Choices are dropped on the ranks of their tokens."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(D, D), Dropping()).double()
+    x = torch.randn(11 + dist.get_rank(), D, dtype=torch.float64)
+    compiled = moefx.compile(model, mesh=one_axis(), plan=GATHER, example_inputs=(x,))
+    torch.testing.assert_close(compiled(x), model(x))
+    assert moefx.blocks(compiled)[0].fallbacks == 0
+
+
+@contextlib.contextmanager
+def counted():
+    """Counts collectives and copies to the host."""
+    found: Counter = Counter()
+
+    def tell(name, function):
+        def run(*args, **kwargs):
+            found[name] += 1
+            return function(*args, **kwargs)
+
+        return run
+
+    gather = moefx.ir.ops.token_gather
+    with (
+        mock.patch.object(gather, "start_gather", tell("gather", gather.start_gather)),
+        mock.patch.object(gather, "start_scatter", tell("scatter", gather.start_scatter)),
+        mock.patch.object(moefx.ir.ops.row_exchange, "start", tell("uneven", moefx.ir.ops.row_exchange.start)),
+        mock.patch.object(dist, "all_gather", tell("hosts", dist.all_gather)),
+        mock.patch.object(torch.Tensor, "cpu", tell("copies", torch.Tensor.cpu)),
+    ):
+        yield found
+
+
+def case_collectives_and_copies() -> None:
+    """Even collectives alone; the hosts agree once a layer, or never. Nothing is copied to the host."""
+    for plan, hosts in ((GATHER, 2), (LIMITED, 0)):
+        compiled = compiled_beside(Model("gated", layers=2), one_axis(), plan)
+        x = torch.randn(9, D)
+        for _ in range(2):
+            compiled(x)  # the third call compares no experts
+        with counted() as found:
+            out = compiled(x)
+            assert found == {"gather": 4, "scatter": 2} | ({"hosts": hosts} if hosts else {}), found
+        with counted() as found:
+            out.sum().backward()
+            assert found == {"gather": 2, "scatter": 4}, found
+
+
+def case_too_many_tokens() -> None:
+    """Raises on the rank that has them, before its first collective."""
+    compiled = compiled_beside(Model("gated", layers=1), one_axis(), LIMITED)
+    try:
+        with counted() as found:
+            compiled(torch.randn(14, D))
+    except InvalidInput as error:
+        assert "14 tokens" in str(error) and "max_tokens=13" in str(error), error
+        assert not found["gather"], found
+    else:
+        raise AssertionError("was accepted")
+    compiled(torch.randn(13, D))
+
+
+def case_shared_tokens() -> None:
+    mesh = mesh_with_tokens_replicated()
+    for number, plan in ((8, GATHER), (7, LIMITED), (1, GATHER), (0, LIMITED)):
+        model = Model("gated").double()
+        compiled = compiled_beside(model, mesh, SHARED_TOKENS.replace(dispatch="gather", max_tokens=plan.max_tokens))
+        x = same_tokens(mesh, number)
+        inputs = [x.clone().requires_grad_() for _ in range(2)]
+        out, want = compiled(inputs[0]), model(inputs[1])
+        torch.testing.assert_close(out, want, rtol=1e-10, atol=1e-10)
+        (out**2).sum().backward()
+        (want**2).sum().backward()
+        torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=1e-10, atol=1e-10)
+        gradients_are_right(model, compiled, mesh)
+
+
+def case_checkpoint_policies_and_frozen_experts() -> None:
+    for keep in sampled(("h", "x", "all"), 2):
+        model = Model("stacked", layers=1).double()
+        for name, p in model.named_parameters():
+            p.requires_grad_(not (is_of_experts(name) and name.endswith("up")))
+        check(model, one_axis(), LIMITED.replace(checkpoint=keep))
+
+
+def case_recomputed() -> None:
+    """Under `torch.utils.checkpoint`, with and without the policy that keeps exchanges."""
+    model = Model("gated", layers=1)
+    compiled = compiled_beside(model, one_axis(), GATHER)
+    x = torch.randn(9 + dist.get_rank(), D)
+    want = model(x)
+    want.pow(2).sum().backward()
+    for policy in (None, moefx.save_routing):
+        more = {} if policy is None else {"context_fn": functools.partial(create_selective_checkpoint_contexts, policy)}
+        compiled.zero_grad()
+        out = checkpoint(compiled, x, use_reentrant=False, **more)
+        torch.testing.assert_close(out, want)
+        out.pow(2).sum().backward()
+        torch.testing.assert_close(compiled.first.weight.grad, model.first.weight.grad)
+
+
+def case_one_graph() -> None:
+    """Under `torch.compile`: the hosts agree inside of the graph, or not at all."""
+    for plan in sampled((GATHER, LIMITED), 1):
+        model = Model("stacked", layers=1)
+        compiled = compiled_beside(model, one_axis(), plan)
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        whole = torch.compile(compiled, fullgraph=True, backend="aot_eager", dynamic=True)
+        for number in (9, 6):
+            x = torch.randn(number + dist.get_rank(), D)
+            torch.testing.assert_close(whole(x), model(x))
+            compiled.zero_grad(), model.zero_grad()
+            whole(x).pow(2).sum().backward()
+            model(x).pow(2).sum().backward()
+            torch.testing.assert_close(compiled.first.weight.grad, model.first.weight.grad)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def case_a_load() -> None:
+    """Counts each rank's own tokens."""
+    model = Model("gated", layers=1)
+    compiled = compiled_beside(model, one_axis(), GATHER)
+    (block,) = moefx.blocks(compiled)
+    block.record_load()
+    x = torch.randn(9 + dist.get_rank(), D)
+    compiled(x)
+    ids = model.blocks[0].route(model.first(x))[1]
+    assert torch.equal(block.load(), ids.flatten().bincount(minlength=len(block.load())).int())
+
+
+def case_overwritten_experts() -> None:
+    """Are noticed though no number of a call is read by the host: at calls 1, 2, 4, 8 and so on."""
+    compiled = compiled_beside(Model("gated", layers=1), one_axis(), LIMITED)
+    x = torch.randn(9, D)
+    compiled(x)
+    with torch.no_grad():
+        for _, p in sorted(compiled.named_parameters(), key=lambda named: (named[1].shape, named[0])):
+            dist.broadcast(p, 0)
+    try:
+        for _ in range(3):
+            compiled(x)
+    except ExpertsOverwritten:
+        return
+    raise AssertionError("was not noticed")
+
+
+FAULTS = {"start_gather": 8, "start_scatter": 6}  # collectives of two layers, there and back
+
+
+def case_verified() -> None:
+    """A wrong row in any collective is seen."""
+    model = Model("joined", layers=2)
+    compiled = compiled_beside(model, one_axis(), LIMITED)
+    x = torch.randn(9 + dist.get_rank(), D)
+    report = moefx.verify(compiled, model, x, token_counts=(5,))
+    assert report.ok, report
+    wrong_at = [(name, at) for name, number in FAULTS.items() for at in range(number // 2)]
+    for name, at in sampled(wrong_at, 3):
+        with faulty(name, at):
+            report = moefx.verify(compiled, model, x, routings=False, token_counts=())
+        seen = [None] * dist.get_world_size()
+        dist.all_gather_object(seen, report.ok)
+        assert not all(seen), f"a wrong row in {name} {at} was not seen\n{report}"
+
+
+@contextlib.contextmanager
+def faulty(name: str, at: int):
+    """One rank sends its first row as zeros in the `at`-th collective of this kind."""
+    started, seen = getattr(moefx.ir.ops.token_gather, name), 0
+
+    def wrong(rows, size, group):
+        nonlocal seen
+        seen += 1
+        if (seen - 1) % FAULTS[name] == at and dist.get_rank() == 1 and rows.dtype.is_floating_point:
+            rows = rows.clone()
+            rows[0] += 1.0
+        elif (seen - 1) % FAULTS[name] == at and dist.get_rank() == 1:
+            rows = rows.clone()
+            rows[0] = rows[1]  # choices and places of another token
+        return started(rows, size, group)
+
+    with mock.patch.object(moefx.ir.ops.token_gather, name, wrong):
+        yield
