@@ -1,6 +1,7 @@
 """A MoE layer over several GPUs, forward and backward, beside one GPU that has all experts and the same tokens.
 
     torchrun --nproc-per-node 4 -m moefx bench ep [--shapes ...] [--ways "one flat dedup,chunks=2 ..."] [--out FILE]
+    ... --ways "one gather gather,max_tokens=8192 gather,max_tokens=8192+graph"      the last one as a CUDA graph
     python -m moefx bench ep --mirror 4 ...       one of 4 ranks, on one GPU, the others being its copies
 
 Weak scaling: every rank has the tokens that the one GPU has. Reported of the slowest rank: ms a step (median), and of
@@ -31,7 +32,7 @@ from . import mirror_group
 from .results import add_shapes, parser, write
 from .shapes import Shape, activation, tensors
 
-WAYS = ("flat", "dedup", "rbd", "halo")
+WAYS = ("flat", "dedup", "rbd", "halo", "gather")
 _EXCHANGES = ("nccl", "mirrored_exchange")  # in the names of their kernels
 _ROUNDS, _STEPS = 5, 4
 
@@ -103,6 +104,10 @@ class Step:
         end.synchronize()
         return begin.elapsed_time(end) / _STEPS
 
+    def output(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self.layer(x).float()
+
     def kernels(self) -> list[tuple[str, float, float]]:
         """(name, begin, end) of those of one step, ms, in order."""
         self.prepare(2)
@@ -117,6 +122,36 @@ class Step:
         first = min(e.time_range.start for e in found)
         spans = [(e.name, (e.time_range.start - first) / 1e3, (e.time_range.end - first) / 1e3) for e in found]
         return sorted(spans, key=lambda span: span[1])
+
+
+class CapturedStep(Step):
+    """A step as one CUDA graph, whose input is filled before each replay."""
+
+    def __init__(self, layer: nn.Module, shape: Shape):
+        super().__init__(layer, shape)
+        self.input = self._random().requires_grad_()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self._run()
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        dist.barrier()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self._run()
+
+    def _run(self) -> None:
+        self.input.grad = None
+        self.layer(self.input).backward(self.grad)
+        for parameter in self.layer.parameters():
+            parameter.grad = None
+
+    def __call__(self) -> None:
+        with torch.no_grad():
+            self.input.copy_(self.inputs.pop())
+        self.graph.replay()
 
 
 def shares(kernels: Sequence[tuple[str, float, float]]) -> dict[str, float]:
@@ -178,14 +213,16 @@ def steps(shape: Shape, mesh: DeviceMesh, ways: Sequence[str], shared: bool, nod
     for way in ways:
         begin = time.perf_counter()
         given: dict[str, Any] = {}
-        if way != "one":
-            dispatch, *fields = way.split(",")
+        name, _, captured = way.partition("+")
+        is_captured = captured == "graph"
+        if name != "one":
+            dispatch, *fields = name.split(",")
             given = dict(dispatch=dispatch, node_size=node_size)
             for name, _, value in (field.partition("=") for field in fields):
                 given[name] = int(value) if value.isdigit() else (value,)
         plan = moefx.Plan(validation="symbolic", **given)
         compiled = moefx.compile(layer, mesh=mesh if given else None, plan=plan, example_inputs=example)
-        found[way] = Step(compiled, shape)
+        found[way] = (CapturedStep if is_captured else Step)(compiled, shape)
         found[way].prepare(1)
         found[way]()
         torch.cuda.synchronize()
@@ -194,15 +231,26 @@ def steps(shape: Shape, mesh: DeviceMesh, ways: Sequence[str], shared: bool, nod
     return found
 
 
+def errors(found: dict[str, Step]) -> dict[str, float]:
+    """The relative difference of each way's output from that of one GPU, on the same tokens."""
+    first, *_ = found.values()
+    x = torch.randn((first.shape.T, first.shape.d), device="cuda", dtype=torch.bfloat16, generator=first.generator)
+    want = first.output(x)
+    return {way: float((step.output(x) - want).norm() / want.norm()) for way, step in found.items()}
+
+
 def measure(found: dict[str, Step]) -> dict[str, dict[str, Any]]:
+    wrong = errors(found)
     times: dict[str, list[float]] = {way: [] for way in found}
     for _ in range(_ROUNDS):  # in turns
         for way, step in found.items():
             times[way].append(step.ms())
     rows = {}
     for way, step in found.items():
+        torch.cuda.reset_peak_memory_stats()
         kernels = step.kernels()
-        rows[way] = {"ms": statistics.median(times[way]), **shares(kernels), "kernels": kernels}
+        more = {"error": wrong[way], "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+        rows[way] = {"ms": statistics.median(times[way]), **shares(kernels), **more, "kernels": kernels}
     return rows
 
 
@@ -230,7 +278,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     mesh = init_device_mesh("cuda", (world,), mesh_dim_names=("ep",))
     for shape in options.shapes:
         shape = dataclasses.replace(shape, T=options.tokens)
-        rows = measure(steps(shape, mesh, options.ways.split(), options.shared, options.node_size))
+        found = steps(shape, mesh, options.ways.split(), options.shared, options.node_size)
+        rows = measure(found)
+        found.clear()  # a captured graph keeps its communicator: the process group could not end
         slowest = torch.tensor([row["ms"] for row in rows.values()], device="cuda")
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         if dist.get_rank():
