@@ -31,6 +31,7 @@ OF_A_MESH = (
     dict(expert_axis="ep"), dict(expert_axis=("dp", "ep")), dict(placement="ep_first"), dict(sequence_axis="tp"),
     dict(sequence_gradients="partial"), dict(gradients="manual"), dict(dispatch="rbd"), dict(dispatch="flat"),
     dict(pilots=False), dict(chunks=2), dict(node_size=8), dict(topology_levels=(32,)), dict(timeout=5.0),
+    dict(dispatch="gather"), dict(max_tokens=64),
 )  # fmt: skip
 NEVER = (
     dict(expert_storage="contiguous"), dict(expert_storage="stacked"), dict(drop="position_token"), dict(memory=1e9),
@@ -73,13 +74,16 @@ def test_options_without_effect_for_graphs(fields):
 @pytest.mark.parametrize(
     ("fields", "fits"),
     [
-        *((fields, True) for fields in OF_A_MESH if not {"sequence_gradients", "pilots"} & set(fields)),
+        *((fields, True) for fields in OF_A_MESH if not {"sequence_gradients", "pilots", "max_tokens"} & set(fields)),
         (dict(sequence_gradients="partial"), False),
         (dict(sequence_gradients="partial", sequence_axis="tp"), True),
         (dict(sequence_gradients="partial", expert_axis="auto"), True),
         (dict(pilots=False), True),
         (dict(pilots=False, dispatch="halo"), True),
         (dict(pilots=False, dispatch="rbd"), False),
+        (dict(dispatch="gather", max_tokens=64), True),
+        (dict(dispatch="dedup", max_tokens=64), False),
+        (dict(dispatch="gather", chunks=2), False),
         (dict(drop="position_slot", capacity_factor=1.0), True),
         (dict(checkpoint="auto", memory=1e9, zero=2), True),
         (dict(expert_axis="auto", memory=1e9), True),

@@ -26,7 +26,7 @@ def case_ways() -> None:
     mesh = one_axis()
     torch.manual_seed(0)
     layer = Layer(SHAPE, shared=True)
-    for dispatch in ("flat", "dedup", "rbd", "halo"):
+    for dispatch in ("flat", "dedup", "rbd", "halo", "gather"):
         plan = moefx.Plan(
             dispatch=dispatch,
             node_size=dist.get_world_size() // 2,
@@ -39,7 +39,8 @@ def case_ways() -> None:
         op_providers.reset_counters()
         moefx.verify(compiled, layer, (x,)).raise_if_failed()
         used = {op: provider for op, provider in op_providers.counters()}
-        for op in ("expert_mlp", "expert_mlp_backward", "pack_rows", "split_columns", "combine", "count_rows"):
+        ops = ("pack_rows", "split_columns", "combine", "count_rows")
+        for op in ("expert_mlp", "expert_mlp_backward", *(("split_columns",) if dispatch == "gather" else ops)):
             assert used[op] == "triton", op_providers.counters()
 
 
@@ -78,3 +79,56 @@ def case_a_model_that_is_elsewhere() -> None:
         assert "is on cpu, the mesh is of cuda" in str(found)
     else:
         raise AssertionError("compiled")
+
+
+def case_gathered_in_a_cuda_graph() -> None:
+    """Replay a training step as one graph with other tokens; a way that reads numbers of rows refuses the capture."""
+    mesh = one_axis()
+    if dist.get_backend() != "nccl":
+        return  # a graph cannot hold gloo's collectives
+    torch.manual_seed(0)
+    layer = Layer(SHAPE, shared=True)
+    example = (torch.zeros(64, SHAPE.d, device="cuda", dtype=torch.bfloat16),)
+    plan = moefx.Plan(dispatch="gather", max_tokens=SHAPE.T, validation="symbolic")
+    compiled = moefx.compile(copy.deepcopy(layer), mesh=mesh, plan=plan, example_inputs=example)
+    x, grad = (torch.randn(SHAPE.T, SHAPE.d, device="cuda").bfloat16() for _ in range(2))
+    x.requires_grad_()
+
+    def step() -> list[torch.Tensor]:
+        x.grad = None
+        for p in compiled.parameters():
+            p.grad = None
+        out = compiled(x)
+        out.backward(grad)
+        return [out.detach(), x.grad, compiled.router.weight.grad, compiled.up.grad.to_local()]
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for seed in range(3):
+        torch.manual_seed(10 * seed + dist.get_rank())
+        with torch.no_grad():
+            x.copy_(torch.randn_like(x) * (1 + 3 * seed))
+        graph.replay()
+        found = [t.clone() for t in captured]
+        torch.cuda.synchronize()
+        assert all(map(torch.equal, found, step())), seed
+    del graph, captured, found  # a graph that holds a communicator keeps the process group from ending
+    uneven = moefx.compile(copy.deepcopy(layer), mesh=mesh, plan=plan.replace(dispatch="dedup", max_tokens=None),
+                           example_inputs=example)  # fmt: skip
+    uneven(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            uneven(x)
+    except Exception as error:
+        assert "max_tokens" in str(error), error
+    else:
+        raise AssertionError("was captured")

@@ -28,7 +28,7 @@ from ...errors import RanksLost
 from .op_definition import op
 from .parameter_samples import NUM_WORDS, Sampler, next_sampler, sample_of
 from .token_routing import build_pft
-from .uneven_all_to_all import group_of, others_answer, shown_ranks
+from .uneven_all_to_all import group_of, others_answer, refuse_capture, shown_ranks
 
 
 @op(
@@ -200,7 +200,11 @@ def read_counts(
     Raises:
         RanksLost: another rank has died, does not answer in time, or has another fingerprint.
         ExpertsOverwritten: see `runtime.overwriting`.
+        MoefxError: a CUDA graph is being captured, which cannot hold the copy.
     """
+    refuse_capture(
+        counts, "copies numbers of rows to the host", 'Plan(dispatch="gather", max_tokens=...), whose exchange is even'
+    )
     own = group_of(group)
     counted = _counted(tuple(levels), dist.get_rank(own), near)
     # They are gone if a checkpoint has kept the counts, which are then read again.

@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...errors import InvalidInput, MoefxError, RanksLost
+from ...errors import InvalidInput, RanksLost
 from .op_definition import op, saved_by
 from .row_packing import Column, Layout, join_columns, split_columns
-from .uneven_all_to_all import group_of, others_answer, shown_ranks, wait
+from .uneven_all_to_all import group_of, others_answer, refuse_capture, shown_ranks, wait
 
 # -- lengths
 # ------------------------------------------------------------------------------------------------------
@@ -62,12 +62,6 @@ def agree_length(place: Tensor, *, fingerprint: int, host_group: str) -> Tensor:
             "same model, mode, dtypes and arguments"
         )
     return numbers[:, 0].amax().reshape(1)
-
-
-def refuse_capture(tensor: Tensor, step: str, remedy: str) -> None:
-    """Raise `MoefxError` if a CUDA graph is being captured: it cannot hold a step of the host."""
-    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise MoefxError(f"a CUDA graph cannot hold this exchange between ranks, which {step}: use {remedy}")
 
 
 def _length(num_tokens: Any, length: Tensor | None, max_tokens: int) -> Any:

@@ -84,6 +84,12 @@ def wait(rows: Tensor) -> Tensor:
         return torch.ops._c10d_functional.wait_tensor(rows)
 
 
+def refuse_capture(tensor: Tensor, step: str, remedy: str) -> None:
+    """Raise `MoefxError` if a CUDA graph is being captured: it cannot hold a step of the host."""
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise MoefxError(f"a CUDA graph cannot hold this exchange between ranks, which {step}: use {remedy}")
+
+
 @contextlib.contextmanager
 def others_answer() -> Iterator[None]:
     """Say what an error of a collective means."""
