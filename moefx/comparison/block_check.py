@@ -23,10 +23,11 @@ from .compare import CallChain, Subject
 from .policy import Row
 from .router_states import UNRELATED, router_states, with_other_constants
 from .sandbox import Call, Casts, Inputs, Options, call_forward, leaves
+from .work_count import WorkCount
 
 SLACK = 1e4
 MAX_BYTES = 2 << 30
-_LONGEST_CROWD = 6.0  # seconds, if the time grew with the tokens
+_LONGEST_CROWD = 6.0  # seconds, if the work grew with the tokens; counted, so that a busy machine checks the same
 
 
 @dataclasses.dataclass
@@ -107,9 +108,10 @@ def _check_states(
     """Compare under each router state and precision of `plan`."""
     check = BlockCheck(notes=notes)
     deadline = time.monotonic() + seconds
-    took = 0.0
+    work = WorkCount()
     for state, inputs in itertools.chain(router_states(given, seed), [("a crowd of tokens", crowd)] if crowd else []):
-        if crowd is not None and inputs is crowd and took * _elements(crowd) > _LONGEST_CROWD * _elements(given):
+        more = _elements(crowd) / _elements(given) if crowd is not None and inputs is crowd else 0
+        if work.seconds * more > _LONGEST_CROWD:
             check.notes.append(f"{name or 'block'}: {state} not checked, it would take too long")
             continue
         for precision, subject_options, largest in plan:
@@ -128,16 +130,16 @@ def _check_states(
                 call_compiled=program,
                 **subject_options,
             )
-            started = time.monotonic()
+            work = WorkCount()
             try:
                 options = Options(seed, largest=largest)
-                comparison = CallChain(subject).compare(inputs, options, case, is_brief=precision != plan[0][0])
+                with work:
+                    comparison = CallChain(subject).compare(inputs, options, case, is_brief=precision != plan[0][0])
             except Exception as error:
                 if inputs is given and not check.rows:
                     raise
                 check.notes.append(f"{name or 'block'}: the original raises {type(error).__name__} on {case}")
                 continue
-            took = time.monotonic() - started
             check.rows += comparison.rows
             check.notes += comparison.notes
     return check

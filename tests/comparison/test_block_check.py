@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
+from torch import nn
 
 from moefx.comparison.block_check import BlockCheck, verify_block
+from moefx.comparison.work_count import WorkCount
 from moefx.errors import InvalidInput
 from tests.verification.models import FAULTS, Plain, Rewritten
 
@@ -165,3 +169,44 @@ def test_keyword_arguments_and_no_floating_point_inputs():
 
     result = verify_block(plain, embedded, (torch.arange(8),), {"scale": 2.0})
     assert result.ok and {row.case.split(", ")[0] for row in result.rows} == {"the given inputs"}
+
+
+class Rows(nn.Module):
+    """As on a busy machine, or one row after another."""
+
+    def __init__(self, seconds: float = 0.0, is_loop: bool = False):
+        super().__init__()
+        self.seconds, self.is_loop, self.inner = seconds, is_loop, nn.Linear(8, 8)
+
+    def forward(self, x):
+        time.sleep(self.seconds)
+        return torch.cat([self.inner(row[None]) for row in x]) if self.is_loop else self.inner(x)
+
+
+def _of_a_crowd(rows: Rows, tokens: int) -> BlockCheck:
+    few, many = torch.randn(2, 8), torch.randn(tokens, 8)
+    return verify_block(rows, lambda block, x: block.inner(x), (few,), crowd=((many,), {}))
+
+
+def test_a_busy_machine_checks_a_crowd_too():
+    result = _of_a_crowd(Rows(seconds=0.02), 1000)
+    assert result.ok
+    assert "a crowd of tokens, float64" in {row.case for row in result.rows}, result.notes
+
+
+def test_a_crowd_of_too_many_ops_is_left_out():
+    result = _of_a_crowd(Rows(is_loop=True), 200_000)
+    assert any("take too long" in note for note in result.notes), result.notes
+    assert "unrelated inputs, float64" in {row.case for row in result.rows}
+
+
+def test_work_is_counted():
+    a, b = torch.randn(200, 300), torch.randn(300, 200)
+    counts = [WorkCount(), WorkCount(), WorkCount()]
+    for work, times in zip(counts, (1, 1, 3), strict=True):
+        with work:
+            for _ in range(times):
+                (a @ b).relu()
+    first, again, more = (work.seconds for work in counts)
+    assert first == again and more == pytest.approx(3 * first)
+    assert first > 300e-12 * 2 * 200 * 300 * 200
