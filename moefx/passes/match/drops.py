@@ -259,6 +259,8 @@ def _mask(match: Match, find_ties: Callable[[], str | None]) -> list[Ref] | None
     raise Refused(
         f"{SKIPPED}, by no rule that is known, and no mask in the program says which",
         source=str(match.lifted[0].cut.meta["source"]),
+        remedy="compute who is dropped as a mask over all choices instead of in Python, as in kept = ranks < places, "
+        "and multiply the routing weights by it",
     )
 
 

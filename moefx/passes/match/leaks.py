@@ -67,8 +67,11 @@ class _Usual:
     def first(self, which: int, low: int, high: int) -> int:
         """The least number of tokens at which lines (0) or numbers (1) are others; of numbers of the routing a bound
         below which no expert gets as many tokens as it takes."""
-        kinds = [kind for kind in self.crowds if self.differs_in(kind, high)[which]]
-        found = {k: _first(lambda n, k=k: self.differs_in(k, n)[which], low, high) for k in kinds}
+        found: dict[str, int] = {}
+        for kind in (kind for kind in self.crowds if self.differs_in(kind, high)[which]):
+            # the captures of `low` tokens may have gone another way than the crowd
+            start = low if not self.differs_in(kind, low)[which] else 1
+            found[kind] = _first(lambda n, k=kind: self.differs_in(k, n)[which], start, high)
         if not self.routed:
             return min(found.values())
         return max(1, int(min(n * self.crowds[kind] * _MARGIN for kind, n in found.items())))
