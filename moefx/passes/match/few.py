@@ -91,6 +91,12 @@ def _few(prover: Prover, sizes: dict[str, int]) -> None:
     differs: list[Refused] = []
     for kind, seed in (("diverse", 5), ("crowded", busy)):
         lifted = _at_work(prover, kind, seed, sizes)
+        if isinstance(lifted, NothingRouted) and found:
+            lifted = Refused(
+                "no expert runs for a few tokens that all choose the same experts",
+                source=lifted.source,
+                remedy="run every expert that has tokens",
+            )
         if isinstance(lifted, Refused):
             unclear.append(lifted)
         elif isinstance(lifted, Lifted):

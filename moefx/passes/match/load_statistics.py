@@ -50,7 +50,9 @@ def _is_of_choice(node: fx.Node) -> bool:
 def _has_no_tokens(capture: Capture, node: fx.Node, val: Any) -> bool:
     if not isinstance(val, torch.Tensor) or (val.dim() and node.meta.get("ragged")):
         return False
-    return not any(n > 1 and n in capture.sizes.expressions for n in val.shape)
+    sizes = capture.sizes
+    # as many as tokens in a dimension, or several for each token, as choices are
+    return not any(n > 1 and (n in sizes.expressions or n % max(2, sizes.tokens) == 0) for n in val.shape)
 
 
 __all__ = ["has_loads", "is_load_statistic"]

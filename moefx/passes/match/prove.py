@@ -271,9 +271,11 @@ class Prover:
         weight would be; nor where a buffer has values with which all are: under another routing of this kind some are
         kept."""
         found: Lifted | NothingRouted | None = None
-        for more in (0, 3, 6):
+        as_they_are = kind == "skewed"
+        # a program may leave out experts that all tokens choose, or that nobody does: a crowd leaves it some others
+        for name, more in ((kind, 0), (kind, 3), (kind, 6), *([("flooded", 0)] if as_they_are else [])):
             try:
-                found = self.lift(Routing(kind, seed + more, as_they_are=kind == "skewed"), sizes)
+                found = self.lift(Routing(name, seed + more, as_they_are=as_they_are), sizes)
             except NothingRouted as why:
                 found = found or why
                 continue
