@@ -21,12 +21,12 @@ from .compiler.rank_agreement import agree_on_proof
 from .compiler.specialization import Specialise, program_of
 from .compiler.survey import Matched, Refusal, Survey
 from .errors import InvalidInput, InvalidPlan, MoefxError, NoMoEBlockFound
-from .inspection.explain import Explanation, MatchedBlock, together
+from .inspection.explain import Explanation, MatchedBlock, merge_refusals
 from .inspection.history import History
 from .ir.argument_binding import Specialisation, leaves_of
 from .ir.block_graph import BlockGraph
 from .ir.guards.attribute_reads import OWN_MODE, ties
-from .runtime.module import BlockForward, install, rewritten_blocks, signature_binder
+from .runtime.module import BlockForward, install_forward, rewritten_blocks, signature_binder
 from .runtime.program import Program
 from .util.model_copy import copy_model
 from .verification.report import VerifyReport, verify
@@ -111,7 +111,7 @@ def compile(
     if strict and any(r.likely for r in found.refused):
         warnings.warn(
             "moefx left these blocks as they were:\n  "
-            + "\n  ".join(str(r) for r in together(r for r in found.refused if r.likely)),
+            + "\n  ".join(str(r) for r in merge_refusals(r for r in found.refused if r.likely)),
             stacklevel=2,
         )
     if found.unchecked:
@@ -145,7 +145,7 @@ def compile(
         program = _program(matched, first)
         specialise = Specialise(matched.result.match.arguments, plan, OWN_MODE in matched.read, spread)
         for name in matched.names:
-            forward = install(copies[modules[name]], [program.renamed(name)], name=name, specialise=specialise)
+            forward = install_forward(copies[modules[name]], [program.renamed(name)], name=name, specialise=specialise)
             if spread is not None:
                 forward.watch = watch_block(copies[modules[name]], name, spread)
         if strict and (guard := _failed_guard(program, matched, first)):
@@ -221,7 +221,7 @@ def _told(name: str, record: Record, forwards: dict[str, BlockForward]) -> Expla
         }
         notes |= {f"guard failed: {c.last_failed_guard}" for c in counts if c.last_failed_guard}
         also = dict.fromkeys(
-            p.differs(programs[0])
+            p.describe_difference(programs[0])
             for programs in (forwards[n].programs for n in report.names if n in forwards)
             for p in programs[1:]
         )
@@ -369,7 +369,7 @@ def _nothing_found(model: nn.Module, found: Survey) -> str:
             f"{head}: it has no part in which several submodules of one kind, or the slices of a stacked parameter, "
             "could each be for some tokens only"
         )
-    return head + ". These look like one and were refused:\n  " + "\n  ".join(map(str, together(found.refused)))
+    return head + ". These look like one and were refused:\n  " + "\n  ".join(map(str, merge_refusals(found.refused)))
 
 
 def _program(matched: Matched, block: nn.Module) -> Program:
@@ -380,7 +380,7 @@ def _program(matched: Matched, block: nn.Module) -> Program:
 def _failed_guard(program: Program, matched: Matched, block: nn.Module) -> str:
     """The condition that keeps the example's own call from a program, "" if none does."""
     named = signature_binder(block)(*matched.call.args, **matched.call.kwargs)
-    index = program.failed_guard(block, leaves_of(named, program.objects))
+    index = program.find_failed_guard(block, leaves_of(named, program.objects))
     return "" if index < 0 else str(program.guards[index])
 
 

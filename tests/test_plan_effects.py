@@ -22,7 +22,7 @@ from moefx.planner.decision import Facts
 from moefx.planner.local_platform import Here
 from moefx.planner.mesh_axes import uses
 from moefx.planner.platforms import platform_of
-from moefx.runtime.sharding import expert_axis
+from moefx.runtime.sharding import resolve_expert_axes
 
 from .passes.blocks import D, Gated, Loop
 
@@ -204,8 +204,8 @@ def test_compile_refuses_entries_of_the_planner():
 @pytest.mark.parametrize("axis", ["pp", "replicate", "dp_replicate"])
 def test_an_axis_that_is_not_for_experts(axis):
     with pytest.raises(InvalidPlan, match=f"no axis for experts: its only one is '{axis}'"):
-        expert_axis(mesh_of(**{axis: 4}), None)
-    assert expert_axis(mesh_of(**{axis: 4}), axis) == (axis,)
+        resolve_expert_axes(mesh_of(**{axis: 4}), None)
+    assert resolve_expert_axes(mesh_of(**{axis: 4}), axis) == (axis,)
 
 
 def decided(**sizes: int) -> Plan:

@@ -22,7 +22,7 @@ from moefx.distribution.block_distribution import spread_blocks
 from moefx.ir.ops.uneven_all_to_all import group_of, start
 from moefx.planner.communication import row_bytes
 from moefx.planner.simulation.routing_skew import traffic
-from moefx.runtime.links import measured_handling
+from moefx.runtime.links import measure_handling
 
 HIDDEN = 8  # of an expert: what they compute is not measured here
 
@@ -93,7 +93,7 @@ def links_between(node_size: int, above: list[int], longest: float) -> dict[str,
     cpu, exchanges = torch.device("cpu"), []
     for level, unit in link_times.levels(cpu, node_size, above):
         exchanges += link_times.measured(level, unit, node_size, cpu, 20, longest)
-    handling = measured_handling(dist.group.WORLD.group_name, cpu)
+    handling = measure_handling(dist.group.WORLD.group_name, cpu)
     return {"handling": handling, "exchanges": [dataclasses.asdict(each) for each in exchanges]}
 
 

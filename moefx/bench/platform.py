@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 
 from ..planner.platforms import PLATFORMS, platform_of
-from ..runtime.links import measured_handling
-from ..runtime.topology import node_size
+from ..runtime.links import measure_handling
+from ..runtime.topology import resolve_node_size
 from . import link_times
 from .device_times import Machine
 from .link_times import Repeated
@@ -88,7 +88,7 @@ def _measured(options: Any, device: torch.device) -> Findings:
     world = dist.get_world_size()
     machine = Machine(device, getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32")))
     how = f"{machine.name}, {machine.dtype}, torch {torch.__version__}, {dist.get_backend()} over {world} ranks"
-    nodes, whole = node_size(options.node_size, world), dist.group.WORLD
+    nodes, whole = resolve_node_size(options.node_size, world), dist.group.WORLD
     is_device, is_network = options.only != "exchanges", options.only != "device"
     levels = link_times.levels(device, nodes, options.levels) if is_network and world > 1 else []
     steps = Steps(dist.get_rank() == 0)
@@ -105,7 +105,7 @@ def _measured(options: Any, device: torch.device) -> Findings:
         exchanges += link_times.measured(level, unit, nodes, device, options.repeats, options.seconds)
     steps.tell("packing rows")
     assert whole is not None
-    return Findings(how, alone, measured_handling(whole.group_name, device), exchanges)
+    return Findings(how, alone, measure_handling(whole.group_name, device), exchanges)
 
 
 class Steps:

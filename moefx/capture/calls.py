@@ -17,7 +17,7 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from ..util.user_code import is_ours
+from ..util.user_code import is_library_file
 from .autocast import dtype_here
 from .captured import Call, below_modes
 from .tracer import Tracer
@@ -82,7 +82,7 @@ def recording(tracer: Tracer, names: dict[int, str], functions: TorchFunctionMod
 
     def noted(name: str, fn: Callable) -> Callable:
         def query(*args: Any, **kwargs: Any) -> Any:
-            if tracer.is_here() and not is_ours(sys._getframe(1).f_code.co_filename):
+            if tracer.is_here() and not is_library_file(sys._getframe(1).f_code.co_filename):
                 tracer.modes_read.add(name)
             return fn(*args, **kwargs)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..errors import Refused
 from ..ir.guards.code_closure import unwrapped
-from ..util.user_code import is_users
+from ..util.user_code import is_user_file
 
 
 def refuse_identity_questions(block: nn.Module) -> None:
@@ -32,7 +32,7 @@ def refuse_identity_questions(block: nn.Module) -> None:
         function = unwrapped(thing.__func__ if isinstance(thing, (classmethod, staticmethod)) else thing)
         if not isinstance(function, types.FunctionType) or (code := function.__code__) in seen:
             continue
-        if not is_users(code.co_filename) and not code.co_filename.startswith("<string>"):
+        if not is_user_file(code.co_filename) and not code.co_filename.startswith("<string>"):
             continue
         codes = [code]
         for one in codes:

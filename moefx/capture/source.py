@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ..util.user_code import NOBODYS, PACKAGE, PYTHON, TORCH, is_users
+from ..util.user_code import GENERATED, PACKAGE_DIR, PYTHON_DIR, TORCH_DIR, is_user_file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,11 +44,11 @@ _STAND_INS = __file__.replace("capture/source.py", "ir/passed_objects.py")
 def is_asked_by_user(frame: types.FrameType | None) -> bool:
     """Whether the program that is captured asks for an attribute, itself or by a function of Python's own, as by
     `copy.copy`."""
-    while frame is not None and (file := frame.f_code.co_filename).startswith((*NOBODYS, PYTHON, _STAND_INS)):
+    while frame is not None and (file := frame.f_code.co_filename).startswith((*GENERATED, PYTHON_DIR, _STAND_INS)):
         if "-packages/" in file:
             break
         frame = frame.f_back
-    if frame is None or not is_users(frame.f_code.co_filename):
+    if frame is None or not is_user_file(frame.f_code.co_filename):
         return False
     while frame is not None and frame.f_code.co_filename != _CAPTURE:
         frame = frame.f_back
@@ -112,7 +112,7 @@ def _user_frame(frame: types.FrameType | None) -> types.FrameType | None:
         if (is_user := _is_user_file.get(name)) is None:
             if len(_is_user_file) > 1 << 12:
                 _is_user_file.clear()
-            is_user = _is_user_file[name] = is_users(name)
+            is_user = _is_user_file[name] = is_user_file(name)
         if is_user:
             return frame
         if name == _CAPTURE:
@@ -131,9 +131,9 @@ def is_users_own(error: BaseException) -> bool:
     trace, is_raised = error.__traceback__, False
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
-        if is_users(file):
+        if is_user_file(file):
             is_raised = True
-        elif not file.startswith(TORCH):
+        elif not file.startswith(TORCH_DIR):
             is_raised = False  # an op or a module that capture follows
         elif trace.tb_next is None and trace.tb_frame.f_code.co_name != torch._assert.__name__:
             is_raised = is_raised and _is_at_raise(trace)
@@ -155,7 +155,7 @@ def is_own_mistake(error: BaseException) -> bool:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    if trace is None or not trace.tb_frame.f_code.co_filename.startswith(PACKAGE):
+    if trace is None or not trace.tb_frame.f_code.co_filename.startswith(PACKAGE_DIR):
         return False
     return isinstance(error, _MISTAKES) or not _opcode(trace).startswith(("CALL", "PRECALL", "RAISE_VARARGS"))
 

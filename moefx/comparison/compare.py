@@ -16,7 +16,20 @@ from .casts import NoCopies
 from .decisions import size
 from .policy import Pair, Row, Tolerance, judge, judge_all, tolerance
 from .routing_tape import Align, CannotReplay, Record, Replay, RoutingRow, Scope, Tape
-from .sandbox import SECOND, Call, Casts, Inputs, Key, Options, Parameters, Run, call_module, execute, leaves, sandbox
+from .sandbox import (
+    SECOND,
+    Call,
+    Casts,
+    Inputs,
+    Key,
+    Options,
+    Parameters,
+    Run,
+    call_module,
+    execute,
+    leaves,
+    make_sandbox,
+)
 
 if TYPE_CHECKING:
     from .shares import Shares
@@ -276,7 +289,7 @@ class CallChain:
             box, done = self._boxes.pop(which)  # one in which a call raises is not used again
         else:
             module = self.subject.compiled if is_compiled else self.subject.original
-            box, done = sandbox(module, parameters or self.subject.working, dtype), 0
+            box, done = make_sandbox(module, parameters or self.subject.working, dtype), 0
             self.subject.prepare(box, which, self.scope)
         run = None
         for call in self.calls[done:]:

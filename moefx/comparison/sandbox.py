@@ -93,7 +93,7 @@ class Casts:
         return self._made[p]
 
 
-def sandbox(module: nn.Module, parameters: Parameters, dtype: torch.dtype | None = None) -> nn.Module:
+def make_sandbox(module: nn.Module, parameters: Parameters, dtype: torch.dtype | None = None) -> nn.Module:
     """A copy that may be run freely: `parameters(p)` for each parameter, buffers (in `dtype`) and Python
     state of its own."""
     box, _ = copy_model(module)

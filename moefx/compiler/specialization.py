@@ -344,7 +344,7 @@ def _check_sizes(block: nn.Module, program: Program, args: tuple, kwargs: dict[s
     Raises:
         Refused: a guard of the program excludes the call's sizes.
     """
-    index = program.failed_guard(block, leaves_of(signature_binder(block)(*args, **kwargs), program.objects))
+    index = program.find_failed_guard(block, leaves_of(signature_binder(block)(*args, **kwargs), program.objects))
     if index >= 0:
         raise Refused(f"no proof was found for the sizes of this call, only for {program.guards[index]}")
 
@@ -377,7 +377,7 @@ def _takes(
     if program.guard is None or args is None:
         return True
     leaves = leaves_of(signature_binder(block)(*args, **(kwargs or {})), program.objects)
-    return program.failed_guard(block, leaves) < 0
+    return program.find_failed_guard(block, leaves) < 0
 
 
 def _without_device(key: Specialisation) -> Specialisation:

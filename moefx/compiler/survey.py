@@ -27,9 +27,9 @@ from ..ir.guards.attribute_reads import OWN_MODE, Where, attributes, follows_its
 from ..ir.guards.stored_values import same
 from ..passes.match.records import NO_CACHE
 from ..runtime.module import rewritten_blocks
-from ..runtime.watch import absorbed_names, hook_on
+from ..runtime.watch import absorbed_names, find_hook_kind
 from ..util.model_copy import copy_model
-from ..util.user_code import is_users
+from ..util.user_code import is_user_file
 from .pipeline import NOT_ROUTED, Result, rewrite_block, rewrite_passing_on
 
 _FLAT = "moefx.rewrite_graph(graph, example_inputs) looks into graphs"
@@ -251,7 +251,7 @@ def _without_outside_parts(model: nn.Module, matched: list[Matched]) -> tuple[li
 
 def _outside_part(block: nn.Module, result: Result) -> tuple[str, str] | None:
     for part in absorbed_names(block, result.graph, result.rewritten.repeated):
-        if hook := hook_on(block.get_submodule(part)):
+        if hook := find_hook_kind(block.get_submodule(part)):
             return (
                 f"{part} has a {hook}, which the rewritten block would not call",
                 "remove it; hooks on the block itself, its router and its shared experts stay",
@@ -439,7 +439,7 @@ def _user_line(error: BaseException) -> str:
     trace, where = error.__traceback__, ""
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
-        if is_users(file):
+        if is_user_file(file):
             where = f"{file.rsplit('/', 1)[-1]}:{trace.tb_lineno}"
         trace = trace.tb_next
     return where

@@ -18,7 +18,7 @@ from moefx.inspection.history import History
 from moefx.ir.block_graph import BlockGraph
 from moefx.passes.checkpoint import checkpoint
 from moefx.passes.pass_manager import PassManager
-from moefx.util.unit_text import size
+from moefx.util.unit_text import format_bytes
 
 from . import report_page
 from .captured_graph import captured_graph
@@ -76,8 +76,8 @@ class Costs:
         return [
             row("training step, whole model", self.step_seconds, ms),
             row("MoE blocks, forward+backward", self.block_seconds, ms),
-            row("saved for backward, whole model", self.model_bytes, size),
-            row("saved for backward, MoE blocks", self.block_bytes, size),
+            row("saved for backward, whole model", self.model_bytes, format_bytes),
+            row("saved for backward, MoE blocks", self.block_bytes, format_bytes),
         ]
 
 
@@ -235,7 +235,7 @@ def run(
     args, kwargs = block_inputs(original, names[:1], ids)[names[0]]
     policy_bytes = measure_policies(block, histories[names[0]], args[0])
     print(f"\n  saved for backward by {names[0]} under each save policy")
-    print(table(("", "bytes"), [(name, size(value)) for name, value in policy_bytes.items()]))
+    print(table(("", "bytes"), [(name, format_bytes(value)) for name, value in policy_bytes.items()]))
 
     heading(5, NUM_PARTS, f"Training: {steps} steps, same weights, same batches, float64")
     # In float32 two correct programs drift apart once rounding flips a routing decision; in float64 not.

@@ -15,7 +15,7 @@ import torch
 
 import moefx
 from moefx.inspection import history_page
-from moefx.util.unit_text import size
+from moefx.util.unit_text import format_bytes
 
 from . import model as demo_model
 
@@ -68,7 +68,7 @@ def render(result: Result) -> str:
             for name in others
         ),
         history_style=history_page.STYLE,
-        history=history_page.fragment(result.histories[first], before=result.captured),
+        history=history_page.build_fragment(result.histories[first], before=result.captured),
         verification=escape(result.verification),
     )
 
@@ -102,7 +102,7 @@ def bars(values: dict[str, int], label: str) -> str:
         parts.append(
             f'<text x="0" y="{y + 18}">{escape(name)}</text>'
             f'<rect x="{left}" y="{y + 5}" width="{length:.1f}" height="{height - 10}" rx="2" '
-            f'fill="{color}"/><text x="{left + length + 8:.1f}" y="{y + 18}">{size(value)}</text>'
+            f'fill="{color}"/><text x="{left + length + 8:.1f}" y="{y + 18}">{format_bytes(value)}</text>'
         )
     return svg(width, height * len(values), label, parts)
 

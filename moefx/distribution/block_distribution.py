@@ -28,10 +28,18 @@ from ..passes.pass_manager import PassManager
 from ..passes.routed_region import Routed
 from ..passes.ssmb import ssmb
 from ..runtime import clipping, state
-from ..runtime.links import TOKENS, fastest, predicted
+from ..runtime.links import DEFAULT_TOKENS, choose_fastest, predict_seconds
 from ..runtime.module import rewritten_blocks
 from ..runtime.saving import save_routing as save_routing
-from ..runtime.sharding import ExpertParameters, axis_of, expert_axis, held, placement_on, spread, whole
+from ..runtime.sharding import (
+    ExpertParameters,
+    copy_with_all_experts,
+    owner_and_tensor,
+    place_experts_in_order,
+    resolve_expert_axes,
+    select_mesh_axis,
+    shard_experts,
+)
 from ..runtime.state import OnLoad, OnSave, joined
 from ..runtime.topology import ExpertAxis
 
@@ -61,8 +69,8 @@ class Spread:
             InvalidPlan: the experts cannot be divided evenly over the ranks, or the ranks over nodes.
             Refused: the block stores its experts' parameters in a way that cannot be divided.
         """
-        placement = placement_on(axis, Routed.of(result.graph).num_experts, result.graph.name)
-        sequence = axis.sequence(plan.sequence_axis, plan.sequence_gradients) if plan.sequence_axis else None
+        placement = place_experts_in_order(axis, Routed.of(result.graph).num_experts, result.graph.name)
+        sequence = axis.find_shared_tokens(plan.sequence_axis, plan.sequence_gradients) if plan.sequence_axis else None
         way, why = ways(axis, plan, result)
         way = dataclasses.replace(way, chunks=plan.chunks)
         return cls(placement, way, why, sequence, expert_parameters(result), plan)
@@ -104,7 +112,7 @@ class Spread:
 
     def take(self, block: nn.Module, axis: ExpertAxis) -> None:
         """Reduce a block's parameters to those of this rank's experts."""
-        spread(block, self.parameters, self.placement, axis.own, axis.made)
+        shard_experts(block, self.parameters, self.placement, axis.own, axis.made)
         block.register_load_state_dict_pre_hook(OnLoad(self.parameters, self.placement))
         if self.parameters.separate and self.placement.num_ranks > 1:
             block.register_state_dict_pre_hook(OnSave())
@@ -122,7 +130,7 @@ class Spread:
 
     def whole(self, block: nn.Module) -> nn.Module:
         """Copy a block after `take`, for another proof."""
-        return whole(block, self.parameters, self.placement)
+        return copy_with_all_experts(block, self.parameters, self.placement)
 
 
 def planned_axis(mesh: DeviceMesh, plan: Plan) -> ExpertAxis:
@@ -132,8 +140,8 @@ def planned_axis(mesh: DeviceMesh, plan: Plan) -> ExpertAxis:
         InvalidPlan: the mesh has no such axis.
     """
     if plan.sequence_axis is not None:
-        axis_of(mesh, "sequence_axis", (plan.sequence_axis,))
-    own = axis_of(mesh, "expert_axis", expert_axis(mesh, plan.expert_axis))
+        select_mesh_axis(mesh, "sequence_axis", (plan.sequence_axis,))
+    own = select_mesh_axis(mesh, "expert_axis", resolve_expert_axes(mesh, plan.expert_axis))
     _check_placement(own, plan)
     return ExpertAxis(mesh, own, plan.node_size, plan.topology_levels, plan.timeout)
 
@@ -204,15 +212,15 @@ def ways(axis: ExpertAxis, plan: Plan, result: Result) -> tuple[Ways, str]:
         why = f"{dispatch!r} as planned, of one node; say Plan(node_size=...) if there are more"
     if dispatch == "auto":
         parts = axis.mesh[plan.sequence_axis].size() if plan.sequence_axis else 1  # a token is sent by one of them
-        dispatch, why = _fastest(axis, result, -(-plan.tokens // parts) if plan.tokens else TOKENS)
+        dispatch, why = _fastest(axis, result, -(-plan.tokens // parts) if plan.tokens else DEFAULT_TOKENS)
     if dispatch == "gather":
-        way = axis.ways(by_level=False, dedup=True)
+        way = axis.build_ways(by_level=False, dedup=True)
         host_group = "" if plan.max_tokens else axis.host_group
         return dataclasses.replace(way, gathers=True, max_tokens=plan.max_tokens, host_group=host_group), why
     if dispatch in ("rbd", "halo"):
         halo = dispatch == "halo"
-        return axis.ways(by_level=True, dedup=not halo or plan.pilots, near_apart=halo), why
-    return axis.ways(by_level=False, dedup=dispatch != "flat"), why
+        return axis.build_ways(by_level=True, dedup=not halo or plan.pilots, near_apart=halo), why
+    return axis.build_ways(by_level=False, dedup=dispatch != "flat"), why
 
 
 def _fastest(axis: ExpertAxis, result: Result, tokens: int) -> tuple[str, str]:
@@ -221,9 +229,9 @@ def _fastest(axis: ExpertAxis, result: Result, tokens: int) -> tuple[str, str]:
     if links is None:
         return "dedup", "auto: one level, where no row travels that need not"
     match = result.match
-    seconds = predicted(links, axis.topology.sizes, match.num_experts, match.slots, _row_bytes(result), tokens)
+    seconds = predict_seconds(links, axis.topology.sizes, match.num_experts, match.slots, _row_bytes(result), tokens)
     shown = ", ".join(f"{way} {1e3 * s:.2f} ms" for way, s in seconds.items())
-    return fastest(seconds), f"auto: predicted for {tokens} tokens a rank {shown}"
+    return choose_fastest(seconds), f"auto: predicted for {tokens} tokens a rank {shown}"
 
 
 def _row_bytes(result: Result) -> float:
@@ -325,7 +333,7 @@ def check_holders(model: nn.Module, spread: dict[str, Spread], blocks: Sequence[
     for block in blocks:
         parameters = spread[block].parameters
         for name in (*parameters.stacked, *(name for each in parameters.separate for name in each)):
-            _, parameter = held(model.get_submodule(block), name)
+            _, parameter = owner_and_tensor(model.get_submodule(block), name)
             each, num_experts = parameters.stacked.get(name), spread[block].placement.num_experts
             if each and len(parameter) != each * num_experts:
                 raise Refused(

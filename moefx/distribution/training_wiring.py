@@ -7,11 +7,11 @@ from torch import nn
 
 from .._plan import Plan
 from ..runtime.overwriting import OverwritingWatch, SettleOnLoad
-from ..runtime.reductions import GRADIENTS, GradientWatch, Reduction, describe, reductions
-from ..runtime.sharding import expert_axis
+from ..runtime.reductions import GRADIENT_WATCH, GradientWatch, Reduction, build_reductions, format_reductions
+from ..runtime.sharding import resolve_expert_axes
 from ..runtime.state import joined
 from ..runtime.topology import ExpertAxis
-from ..runtime.wrappers import DEEPSPEED_HOOK, IGNORED, IgnoredByDDP, RefuseDeepSpeed
+from ..runtime.wrappers import DDP_IGNORED, DEEPSPEED_HOOK, IgnoredByDDP, RefuseDeepSpeed
 from .block_distribution import Spread, expert_parameter_names
 
 
@@ -31,7 +31,7 @@ def watch_block(block: nn.Module, name: str, spread: Spread) -> OverwritingWatch
 
 def planned_reductions(axis: ExpertAxis, plan: Plan) -> dict[str, Reduction]:
     """What is left to do with gradients, for the experts' parameters and for all others."""
-    return reductions(axis.mesh, expert_axis(axis.mesh, plan.expert_axis), plan.sequence_axis)
+    return build_reductions(axis.mesh, resolve_expert_axes(axis.mesh, plan.expert_axis), plan.sequence_axis)
 
 
 def describe_reductions(model: nn.Module, spread: dict[str, Spread], axis: ExpertAxis, plan: Plan) -> tuple[str, ...]:
@@ -45,7 +45,7 @@ def describe_reductions(model: nn.Module, spread: dict[str, Spread], axis: Exper
     held = {name for name, p in model.named_parameters() if p.requires_grad} - elsewhere
     counts = {"experts": len(held & of_experts), "others": len(held - of_experts)}
     outside = dist.get_world_size() - axis.mesh.size()
-    return tuple(describe(planned_reductions(axis, plan), counts, outside))
+    return tuple(format_reductions(planned_reductions(axis, plan), counts, outside))
 
 
 def prepare_training(compiled: nn.Module, axis: ExpertAxis, plan: Plan) -> None:
@@ -57,5 +57,5 @@ def prepare_training(compiled: nn.Module, axis: ExpertAxis, plan: Plan) -> None:
         "DistributedDataParallel leaves the gradients of this model's experts to you, which differ from rank to rank: "
         f"{left}. Plan(gradients='manual') says that you do it"
     )  # fmt: skip
-    vars(compiled)[IGNORED] = IgnoredByDDP(compiled, getattr(compiled, IGNORED, ()), told)
-    vars(compiled)[GRADIENTS] = GradientWatch(compiled, expert_parameter_names(compiled), found, manual)
+    vars(compiled)[DDP_IGNORED] = IgnoredByDDP(compiled, getattr(compiled, DDP_IGNORED, ()), told)
+    vars(compiled)[GRADIENT_WATCH] = GradientWatch(compiled, expert_parameter_names(compiled), found, manual)

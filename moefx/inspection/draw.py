@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from ..ir.block_graph import BlockGraph
-from .outline import Box, Outline, outline
+from .outline import Box, Outline, build_outline
 
 _TITLE, _DETAIL = 7.6, 6.4  # width of a character
 _LINE, _PADDING, _GAP_X, _GAP_Y = 16, 10, 22, 34
@@ -33,13 +33,13 @@ class _Place:
     y: float = 0.0  # of the upper edge
 
 
-def svg(graph: BlockGraph | Outline, label: str = "") -> str:
+def draw_svg(graph: BlockGraph | Outline, label: str = "") -> str:
     """A picture of a block's graph, data flowing down; steps that repeat for every expert are one box each.
 
     Args:
         label: what the picture shows, for screen readers.
     """
-    drawn = graph if isinstance(graph, Outline) else outline(graph)
+    drawn = graph if isinstance(graph, Outline) else build_outline(graph)
     places, links = _arrange(drawn)
     left = min(p.x - p.width / 2 for p in places) - 12
     right = max(p.x + p.width / 2 for p in places) + 12

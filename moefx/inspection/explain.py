@@ -146,7 +146,7 @@ class Explanation:
             lines += [f"    {line}" for line in self.gradients]
         if self.planned is not None:
             lines += ["", *(f"  {line}" for line in str(self.planned).splitlines())]
-        for r in together(self.refused):
+        for r in merge_refusals(self.refused):
             where = f"   {r.source}" if r.source else ""
             what = f"refused: {r.name or 'the model'}{where}" if r.seen else "nothing found"
             lines += ["", f"  {what}", f"    {r.reason}"]
@@ -171,7 +171,7 @@ class Explanation:
         return ", ".join([*texts, *([] if copies else ["no copies"])])
 
 
-def together(refused: Iterable[Any]) -> list[Any]:
+def merge_refusals(refused: Iterable[Any]) -> list[Any]:
     """Refusals that say the same as one, with the names and the lines of all."""
     alike: dict[Any, list[Any]] = {}
     for r in refused:

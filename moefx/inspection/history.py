@@ -51,7 +51,7 @@ class Snapshot:
         )
         return "   ".join(filter(None, parts))
 
-    def out_of(self, total: int) -> Snapshot:
+    def with_total(self, total: int) -> Snapshot:
         """The same as one of so many passes."""
         snapshot = dataclasses.replace(self, total=total)
         return dataclasses.replace(snapshot, graph=self.graph.replace(header=snapshot.header))
@@ -132,8 +132,8 @@ class History:
             before: the captured graph, drawn as the left picture; default: the first snapshot.
             bytes_per_policy: bytes that the backward keeps by save policy, drawn as bars.
         """
-        body = history_page.fragment(self, before=before, bytes_per_policy=bytes_per_policy)
-        Path(path).write_text(history_page.page(self.name or "model", body))
+        body = history_page.build_fragment(self, before=before, bytes_per_policy=bytes_per_policy)
+        Path(path).write_text(history_page.build_page(self.name or "model", body))
 
     def repro(self, path: str | PathLike[str], *, block: nn.Module | None = None) -> None:
         """Write a Python script that runs the graphs after all passes side by side on random weights and

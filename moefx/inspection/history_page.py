@@ -10,7 +10,7 @@ from ..ir.block_graph import BlockGraph
 from ..ir.graph_codegen import is_getitem
 from ..ir.graph_printer import format_lines, print_lines
 from ..util import html_page
-from ..util.unit_text import size
+from ..util.unit_text import format_bytes
 from . import draw
 from .line_diff import diff_lines
 
@@ -43,12 +43,12 @@ STYLE = (
 )
 
 
-def page(title: str, body: str) -> str:
+def build_page(title: str, body: str) -> str:
     """A whole page around fragments of this module."""
-    return html_page.page(title, body, STYLE)
+    return html_page.build_page(title, body, STYLE)
 
 
-def fragment(
+def build_fragment(
     history: History,
     *,
     before: BlockGraph | None = None,
@@ -103,7 +103,7 @@ def _picture(caption: str, graph: BlockGraph) -> str:
     count = sum(n.op.startswith("call") and not is_getitem(n) for n in graph.graph.nodes)
     return (
         f"<figure><figcaption>{escape(caption)} <span class=muted>{count} ops</span></figcaption>"
-        f"{draw.svg(graph, f'{graph.name}, {caption}')}</figure>"
+        f"{draw.draw_svg(graph, f'{graph.name}, {caption}')}</figure>"
     )
 
 
@@ -140,7 +140,7 @@ def _bars(values: Mapping[str, float]) -> str:
         rows.append(
             f'<text x="0" y="{y + 17}">{escape(name)}</text><rect x="{left}" y="{y + 4}" '
             f'width="{length:.1f}" height="{height - 8}" rx="3"/>'
-            f'<text x="{left + length + 8:.1f}" y="{y + 17}">{size(value)}</text>'
+            f'<text x="{left + length + 8:.1f}" y="{y + 17}">{format_bytes(value)}</text>'
         )
     label = "bytes kept for the backward by save policy"
     return (

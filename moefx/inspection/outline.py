@@ -53,7 +53,7 @@ class Outline:
     arrows: set[tuple[Box, Box]]
 
 
-def outline(block: BlockGraph) -> Outline:
+def build_outline(block: BlockGraph) -> Outline:
     """The boxes and arrows of a graph."""
     shown = [node for node in block.graph.nodes if not _hidden(node)]
     classes = _repeated_steps(shown)

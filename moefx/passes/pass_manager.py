@@ -96,7 +96,7 @@ class PassManager:
         """A history with more passes behind its last graph, which has this level. All count as of one pipeline."""
         passes = _enabled(passes, plan)
         graph, total = history.graph, len(history) + len(passes)
-        snapshots, current = [snapshot.out_of(total) for snapshot in history], LEVELS[level]
+        snapshots, current = [snapshot.with_total(total) for snapshot in history], LEVELS[level]
         for index, function in enumerate(passes, start=len(snapshots) + 1):
             before, fingerprint = graph, _fingerprint(graph)
             start = time.perf_counter()
@@ -209,7 +209,7 @@ def _snapshot(
     now, then = _counted(graph), _counted(before) if before else set()
     name, where = (function, "") if isinstance(function, str) else (pass_name(function), rule(function))
     snapshot = Snapshot(index, total, name, ms, len(now - then), len(then - now), where, graph)
-    return snapshot.out_of(total)
+    return snapshot.with_total(total)
 
 
 def _counted(graph: BlockGraph) -> set[tuple[str, Any]]:

@@ -13,9 +13,9 @@ from torch import nn
 from .._plan import Plan
 from ..compiler.survey import Survey
 from ..errors import InvalidPlan, UnknownArchitecture
-from ..runtime.links import TOKENS
-from ..runtime.sharding import is_of_replicas
-from ..runtime.topology import node_size
+from ..runtime.links import DEFAULT_TOKENS
+from ..runtime.sharding import is_replica_axis
+from ..runtime.topology import resolve_node_size
 from ..util.unit_text import amount
 from .architecture import Architecture
 from .decision import Decision, Facts, Tried
@@ -32,7 +32,7 @@ def platform_of_ranks(mesh: Any, asked: Plan) -> Here:
     """The platform of the ranks of a mesh; without one that of a GPU, if there is one."""
     if mesh is None:
         return platform_here("cuda" if torch.cuda.is_available() else "cpu", asked.node_size)
-    return platform_here(mesh.device_type, node_size(asked.node_size, torch.distributed.get_world_size()))
+    return platform_here(mesh.device_type, resolve_node_size(asked.node_size, torch.distributed.get_world_size()))
 
 
 def facts(
@@ -45,7 +45,7 @@ def facts(
         example_inputs: of the model, as the user gave them.
     """
     made: Architecture | str | None = None
-    total, length, source = TOKENS, TOKENS, "for want of example inputs"
+    total, length, source = DEFAULT_TOKENS, DEFAULT_TOKENS, "for want of example inputs"
     try:
         if found.matched:
             made = described(model, found)
@@ -138,7 +138,7 @@ def _merged(told: list[Facts]) -> dict[int, Facts]:
 
 def _without_replicas(choices: list[Use]) -> list[Use]:
     """Ranks along an axis that is named for replicas keep the same experts."""
-    found = [use for use in choices if not any(map(is_of_replicas, use.expert_axis))]
+    found = [use for use in choices if not any(map(is_replica_axis, use.expert_axis))]
     if not found:
         shown = "; ".join(map(str, choices))
         raise InvalidPlan(
@@ -209,7 +209,9 @@ def _tokens_of_call(found: Survey, width: int) -> int:
     """That the first block was given for the example inputs."""
     call = found.matched[0].call
     leaves = [t for t in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(t, torch.Tensor)]
-    return max(next((t.numel() // width for t in leaves if t.is_floating_point() and width in t.shape), TOKENS), 1)
+    return max(
+        next((t.numel() // width for t in leaves if t.is_floating_point() and width in t.shape), DEFAULT_TOKENS), 1
+    )
 
 
 def _length(example_inputs: Any, total: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from html import escape
 
-from ..util.html_page import table
+from ..util.html_page import build_table
 from ..util.unit_text import amount
 from .architecture import Architecture
 from .platforms import FREE, Platform
@@ -42,7 +42,7 @@ def sources(platform: Platform) -> str:
         for n in platform.networks
     ]  # fmt: skip
     head = ["network", "ranks", "a rank, all sending", "latency", "to one other", "source"]
-    return table(["figure", "value", "source"], rows, texts=3) + table(head, links, texts=6)
+    return build_table(["figure", "value", "source"], rows, texts=3) + build_table(head, links, texts=6)
 
 
 def assumptions(model: Architecture, platform: Platform) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from .._plan import Plan
 from ..errors import InvalidPlan
-from ..runtime.sharding import expert_axis
+from ..runtime.sharding import resolve_expert_axes
 from .layout import Layout
 from .platforms import Platform
 
@@ -79,7 +79,7 @@ def uses(mesh: Any, asked: Plan, *, is_whole: bool = True) -> list[Use]:
         return Use(in_order, sequence_axis, shared or "", tp, ranks // tp, tuple(group.flatten().tolist()))
 
     if asked.expert_axis != "auto" or not sizes:
-        return [use(expert_axis(mesh, asked.expert_axis), asked.sequence_axis)]
+        return [use(resolve_expert_axes(mesh, asked.expert_axis), asked.sequence_axis)]
     own = [name for name in sizes if name not in (STAGES, shared)]
     several = [name for name in own if sizes[name] > 1] or own
     choices = [(EXPERTS,)] if EXPERTS in own else [*((name,) for name in several), tuple(several)]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from ..util.html_page import folded, page, table
+from ..util.html_page import build_details, build_page, build_table
 from ..util.unit_text import amount
 from . import plots
 from .breakdown import LABELS, memory_parts, time_parts
@@ -56,7 +56,7 @@ def render(ranking: Ranking, tell: Tell | None = None) -> str:
         assumptions(ranking.model, ranking.platform),
         "</section>",
     ]
-    return page(
+    return build_page(
         f"{ranking.model.name} on {ranking.num_ranks} x {ranking.platform.name}", "\n".join(filter(None, parts))
     )
 
@@ -101,15 +101,15 @@ def _best(ranking: Ranking, with_plots: bool, say: Tell) -> list[str]:
         )
     return [
         f"<h3>The fastest {len(best)}</h3>" if len(best) > 1 else "<h3>The only one</h3>",
-        table(list(COLUMNS), rows, texts=len(COLUMNS) - 3),
+        build_table(list(COLUMNS), rows, texts=len(COLUMNS) - 3),
         f"<p class=muted>{escape(' '.join(LEGEND))}</p>",
         "<h3>Memory of a GPU</h3>",
         "<p class=muted>Of the stage that needs most.</p>",
         pictures[0],
-        folded("in numbers", _parts(names, bytes_of, "B"), not with_plots),
+        build_details("in numbers", _parts(names, bytes_of, "B"), not with_plots),
         "<h3>Time of a step</h3>",
         pictures[1],
-        folded("in numbers", _parts(names, seconds_of, "s"), not with_plots),
+        build_details("in numbers", _parts(names, seconds_of, "s"), not with_plots),
     ]
 
 
@@ -118,7 +118,7 @@ def _parts(names: Sequence[str], parts: Sequence[dict[str, float]], unit: str) -
     there = [name for name in parts[0] if any(each[name] for each in parts)]
     rows = [[LABELS.get(n, n), n, *(amount(each[n], unit) for each in parts)] for n in there]
     rows.append(["all", "", *(amount(sum(each.values()), unit) for each in parts)])
-    return table(["part", "formula", *names], rows, texts=2)
+    return build_table(["part", "formula", *names], rows, texts=2)
 
 
 def _regions(ranking: Ranking, with_plots: bool, say: Tell) -> str:
@@ -135,7 +135,7 @@ def _regions(ranking: Ranking, with_plots: bool, say: Tell) -> str:
         "<h3>What fits</h3><p class=muted>The step of the fastest layout with these sizes, or by how much the one that "
         "needs least does not fit. A dash: the ranks do not divide so. Framed: the fastest.</p>"
         + picture
-        + folded("in numbers", "".join(map(_grid, found)), not with_plots)
+        + build_details("in numbers", "".join(map(_grid, found)), not with_plots)
     )
 
 
@@ -147,7 +147,7 @@ def _grid(region: Region) -> str:
         return amount(cell.best.seconds, "s") if cell.best else f"+{amount(cell.lacking, 'B')}"
 
     head = [f"{region.axes[0]} \\ {region.axes[1]}", *map(str, region.columns)]
-    return table(head, [[str(row), *(text(row, column) for column in region.columns)] for row in region.rows])
+    return build_table(head, [[str(row), *(text(row, column) for column in region.columns)] for row in region.rows])
 
 
 def _ssmb(ranking: Ranking, with_plots: bool, say: Tell) -> str:
@@ -178,7 +178,7 @@ def _ssmb(ranking: Ranking, with_plots: bool, say: Tell) -> str:
         "each rank, and rows kept as X-MoE keeps them: k experts a token over their width F, and a border of 2 / s "
         "(capacity factor 1).</p>"
         + picture
-        + folded("in numbers", table(["tokens s", "border", "k / F", "saves more"], rows), not with_plots)
+        + build_details("in numbers", build_table(["tokens s", "border", "k / F", "saves more"], rows), not with_plots)
         + own
     )
 
@@ -197,8 +197,8 @@ def _kept(ranking: Ranking) -> str:
 
 def _explained(shown: Explained) -> str:
     """Formulas, and what their symbols mean."""
-    symbols = table(["symbol", "value", "meaning"], shown.symbols, texts=3)
-    return f"<pre><code>{escape(shown.formulas)}</code></pre>{folded('what the symbols mean', symbols)}"
+    symbols = build_table(["symbol", "value", "meaning"], shown.symbols, texts=3)
+    return f"<pre><code>{escape(shown.formulas)}</code></pre>{build_details('what the symbols mean', symbols)}"
 
 
 def _scaling(ranking: Ranking, with_plots: bool, say: Tell) -> str:
@@ -217,7 +217,7 @@ def _scaling(ranking: Ranking, with_plots: bool, say: Tell) -> str:
         "sequences a GPU (weak). Ideal: as the smallest number on which one fits.</p>"
         + picture
         + "".join(f"<p>{escape(why)}</p>" for why in whys if why)
-        + folded("in numbers", table(head, rows, texts=2), not with_plots)
+        + build_details("in numbers", build_table(head, rows, texts=2), not with_plots)
     )
 
 
@@ -239,15 +239,15 @@ def _formulas(ranking: Ranking) -> str:
     parts = {
         "memory of a GPU": bytes_of, "time of a step": seconds_of, "its layout, and its moefx.Plan as JSON": layout,
     }  # fmt: skip
-    return head + "".join(folded(what, text) for what, text in parts.items())
+    return head + "".join(build_details(what, text) for what, text in parts.items())
 
 
 def _rejected(ranking: Ranking) -> str:
     if not ranking.rejected:
         return ""
     kinds, every = ranking.reasons(), [(r.what, r.why) for r in ranking.rejected]
-    shown, listed = (table(["layouts", "why not"], rows, texts=2) for rows in (kinds, every))
-    return f"<h3>Rejected</h3>{shown}{folded('all of them', listed) if kinds != every else ''}"
+    shown, listed = (build_table(["layouts", "why not"], rows, texts=2) for rows in (kinds, every))
+    return f"<h3>Rejected</h3>{shown}{build_details('all of them', listed) if kinds != every else ''}"
 
 
 def _told_apart(entries: Sequence[Entry]) -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
 from ..errors import InvalidPlan
-from ..runtime.links import fastest
+from ..runtime.links import choose_fastest
 from ..util.unit_text import amount
 from .architecture import Architecture, whole_numbers
 from .entries import TERMS, Asked, Entry, Rejected
@@ -204,7 +204,7 @@ def _reach(layout: Layout, experts_first: bool) -> int:
 def way_of(model: Architecture, layout: Layout, platform: Platform, experts_first: bool, wanted: str = "auto") -> Any:
     """Of rows: as wanted where there are so many levels, else the fastest, as `Plan(dispatch="auto")` would take it."""
     seconds = seconds_of_ways(model, layout, platform, experts_first) if layout.ep > 1 else {"flat": 0.0}
-    return wanted if wanted in seconds else fastest(seconds)
+    return wanted if wanted in seconds else choose_fastest(seconds)
 
 
 def _fitting(

@@ -38,7 +38,7 @@ class Entry:
 
     def failed_guard(self, block: nn.Module, leaves: Leaves) -> int:
         """The index of the guard that keeps a call out; -1 if none does."""
-        return self.program.failed_guard(block, leaves)
+        return self.program.find_failed_guard(block, leaves)
 
     def why_not(self) -> str:
         if not self.code.is_still(block := self.absorbed.block):

@@ -24,7 +24,7 @@ from ..ir.ops.uneven_all_to_all import group_of, start, wait
 _SIZES = (1 << 14, 1 << 22)  # bytes that each rank sends
 _CPU_ROWS, _GPU_ROWS, _ROW_BYTES = (1 << 8, 1 << 13), (1 << 10, 1 << 15), 1 << 12  # a GPU has 264 us of launches
 _REPEATS = 5
-TOKENS = 4096  # of a rank, where nobody says how many there are
+DEFAULT_TOKENS = 4096  # of a rank, where nobody says how many there are
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Links:
     handling: float = 0.0
 
 
-def measured(level: Level, device: torch.device) -> Link:
+def measure_link(level: Level, device: torch.device) -> Link:
     """Collective: medians over even exchanges of two sizes."""
     group, seconds = group_of(level.group), []
     for num_bytes in _SIZES:
@@ -70,7 +70,7 @@ def measured(level: Level, device: torch.device) -> Link:
     return Link(max(seconds[0] - leaving[0] * per_byte, 0.0), per_byte)
 
 
-def measured_handling(group: str, device: torch.device) -> float:
+def measure_handling(group: str, device: torch.device) -> float:
     """Seconds a byte to pack rows and to unpack them, where all ranks do so at once: they may share processors. What
     few rows take, launches above all, is no part of it. Collective."""
     few, many = _CPU_ROWS if device.type == "cpu" else _GPU_ROWS
@@ -104,8 +104,8 @@ def expected_parts(num_experts: int, top_k: int, parts: int) -> float:
     return parts * (1 - math.comb(rest, top_k) / math.comb(num_experts, top_k))
 
 
-def predicted(
-    links: Links, sizes: Sequence[int], num_experts: int, top_k: int, row_bytes: float, tokens: int = TOKENS
+def predict_seconds(
+    links: Links, sizes: Sequence[int], num_experts: int, top_k: int, row_bytes: float, tokens: int = DEFAULT_TOKENS
 ) -> dict[str, float]:
     """Seconds of one exchange of a rank's tokens, of each way; one level has none of several hops. With HALO, what
     stays in the node has as long as the hops above it take.
@@ -141,7 +141,7 @@ def predicted(
     return {**seconds, "rbd": sum(hops) + last + handled(sum(of_hops)), "halo": halo + handled(beside)}
 
 
-def fastest(seconds: dict[str, float]) -> str:
+def choose_fastest(seconds: dict[str, float]) -> str:
     """The way of the least time; of those that are alike to 2 % the simplest, in the order given. Ways of several hops
     must gain 15 %: of one expert a token they are predicted to gain 11 % and lose 6 % (benchmarks/NOTES.md)."""
     counted = {way: s / (0.85 if way in ("rbd", "halo") else 1.0) for way, s in seconds.items()}

@@ -262,7 +262,7 @@ class BlockForward:
         assert self.specialise is not None
         self._specialising = True
         try:
-            with unobserved():
+            with suspend_observers():
                 program = self.specialise(self.block, call, args, kwargs)
         except AbsorbedModuleChanged:
             raise
@@ -419,7 +419,7 @@ def _unpack(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def unobserved() -> Iterator[None]:
+def suspend_observers() -> Iterator[None]:
     """Without what watches the call: `export(strict=False)` would record the captures as the model's, a flop counter
     count them, a checkpoint keep what they save for a backward."""
     with contextlib.ExitStack() as stack:
@@ -430,7 +430,7 @@ def unobserved() -> Iterator[None]:
         yield
 
 
-def install(
+def install_forward(
     block: nn.Module, programs: Sequence[Program], *, name: str = "", specialise: Specialise | None = None
 ) -> BlockForward:
     """Make `block` run its programs. A block that is rewritten already keeps its true original forward."""
@@ -439,7 +439,7 @@ def install(
     return forward
 
 
-def rewritten(block: nn.Module) -> BlockForward | None:
+def rewritten_forward(block: nn.Module) -> BlockForward | None:
     """The `BlockForward` of a block, None when it is not rewritten."""
     forward = block.__dict__.get("forward")
     return forward if isinstance(forward, BlockForward) else None
@@ -447,7 +447,7 @@ def rewritten(block: nn.Module) -> BlockForward | None:
 
 def rewritten_blocks(model: nn.Module) -> dict[str, BlockForward]:
     """The rewritten blocks of a model by name, in module order."""
-    found = {name: rewritten(module) for name, module in model.named_modules()}
+    found = {name: rewritten_forward(module) for name, module in model.named_modules()}
     return {name: forward for name, forward in found.items() if forward is not None}
 
 

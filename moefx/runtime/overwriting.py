@@ -27,7 +27,7 @@ from ..errors import ExpertsOverwritten
 from ..ir.expert_placement import Placement
 from ..ir.ops.parameter_samples import NUM_WORDS, register, sample_of, select
 from ..ir.ops.uneven_all_to_all import group_of, shown_ranks
-from .sharding import ExpertParameters, held
+from .sharding import ExpertParameters, owner_and_tensor
 from .wrappers import broadcasting_ddp, describe_overwriting, is_deepspeed, outermost_wrapper, refuse_deepspeed
 
 _WORDS_EACH = NUM_WORDS // 4  # of the first and of the last expert, before and now
@@ -153,9 +153,9 @@ class OverwritingWatch:
         """A few values of the first and of the last of this rank's experts, as int64 [2 * _WORDS_EACH]."""
         first, last = self.sampled
         if first != last:  # parameters of their own
-            found = [_words(_local(held(self.block, name)[1])) for name in self.sampled]
+            found = [_words(_local(owner_and_tensor(self.block, name)[1])) for name in self.sampled]
         else:
-            local = _local(held(self.block, first)[1])
+            local = _local(owner_and_tensor(self.block, first)[1])
             each = len(local) // self.placement.num_slots if not self.parameters.separate else len(local)
             found = [_words(local[:each]), _words(local[len(local) - each :])]
         words = [each for each in found if each is not None]
@@ -165,9 +165,9 @@ class OverwritingWatch:
         """The largest parameter of the first and of the last expert: one name if it holds several experts."""
         parameters, own = self.parameters, self.placement.own
         if not parameters.separate:
-            name = max(parameters.stacked, key=lambda name: held(self.block, name)[1].numel())
+            name = max(parameters.stacked, key=lambda name: owner_and_tensor(self.block, name)[1].numel())
             return name, name
-        sizes = [held(self.block, name)[1].numel() for name in parameters.separate[own[0]]]
+        sizes = [owner_and_tensor(self.block, name)[1].numel() for name in parameters.separate[own[0]]]
         index = sizes.index(max(sizes))
         return parameters.separate[own[0]][index], parameters.separate[own[-1]][index]
 

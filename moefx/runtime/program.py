@@ -93,7 +93,7 @@ class Program:
         source = f"def unchanged(self):\n    return {' and '.join(tests)}\n"
         return graph_codegen.build(source, scope, "unchanged", f"{self.history.name} attributes")
 
-    def failed_guard(self, block: Any, leaves: Leaves) -> int:
+    def find_failed_guard(self, block: Any, leaves: Leaves) -> int:
         """The index of the guard that keeps a call with these leaves out; -1 if none does."""
         return -1 if self.guard is None else self.guard(block, *[leaves[i][1] for i in self.picks])
 
@@ -111,7 +111,7 @@ class Program:
             return text.replace("any mode", "train" if modes.pop() else "eval", 1)
         return text
 
-    def differs(self, other: Program) -> str:
+    def describe_difference(self, other: Program) -> str:
         """What it holds for, and the attributes that are others than those of `other`: `eval (x: ...), top_k == 3`."""
         mine = self.attributes.items()
         values = [

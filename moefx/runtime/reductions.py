@@ -24,10 +24,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..util.user_code import is_users
+from ..util.user_code import is_user_file
 
 STAGES, SHARED = "pp", "tp"  # mesh axes: stages of a pipeline, and ranks with the same tokens
-GRADIENTS = "_moefx_gradients"  # the attribute of a spread model that holds its `GradientWatch`
+GRADIENT_WATCH = "_moefx_gradients"  # the attribute of a spread model that holds its `GradientWatch`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Reduction:
         return ", ".join(filter(None, (done, over, divide))) or "nothing to do"
 
 
-def reductions(
+def build_reductions(
     mesh: DeviceMesh, expert_axes: tuple[str, ...], sequence_axis: str | None = None
 ) -> dict[str, Reduction]:
     """The reductions for the experts' parameters and for all others.
@@ -82,7 +82,7 @@ def _ranks_along(mesh: DeviceMesh, axes: tuple[str, ...]) -> frozenset[int]:
     return frozenset(mesh.mesh[at].flatten().tolist())
 
 
-def describe(found: Mapping[str, Reduction], counts: Mapping[str, int], outside: int) -> list[str]:
+def format_reductions(found: Mapping[str, Reduction], counts: Mapping[str, int], outside: int) -> list[str]:
     """One line for each group of parameters.
 
     Args:
@@ -163,7 +163,7 @@ class GradientWatch:
 def _level_of_user() -> int:
     """The `stacklevel` that shows the user's line: torch wraps `step`, and schedulers wrap it again."""
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and not is_users(frame.f_code.co_filename):
+    while frame.f_back is not None and not is_user_file(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1
     return level
 

@@ -39,11 +39,11 @@ class ExpertParameters:
         """The parameters and buffers of a block that hold some experts."""
         own = self.of_experts(experts)
         names = [*self.stacked, *(name for each in self.separate for name in each if name in own)]
-        found = [held(block, name)[1] for name in dict.fromkeys(names)]
+        found = [owner_and_tensor(block, name)[1] for name in dict.fromkeys(names)]
         return [t for t in found if isinstance(t, torch.Tensor)]
 
 
-def expert_axis(mesh: DeviceMesh, wanted: str | tuple[str, ...] | None) -> tuple[str, ...]:
+def resolve_expert_axes(mesh: DeviceMesh, wanted: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """The names of the mesh axes that experts are spread over.
 
     Raises:
@@ -56,7 +56,7 @@ def expert_axis(mesh: DeviceMesh, wanted: str | tuple[str, ...] | None) -> tuple
         return (wanted,) if isinstance(wanted, str) else wanted
     if _AXIS not in names and len(names) > 1:
         raise InvalidPlan(f"which axis of the mesh ({_shown(mesh)}) are the experts for? Say Plan(expert_axis=...)")
-    if _AXIS not in names and (names[0] == _STAGES or is_of_replicas(names[0])):
+    if _AXIS not in names and (names[0] == _STAGES or is_replica_axis(names[0])):
         raise InvalidPlan(
             f"the mesh has no axis for experts: its only one is {names[0]!r}, whose ranks hold "
             f"{'other stages of a pipeline' if names[0] == _STAGES else 'replicas'}. Add an axis 'ep', or say "
@@ -65,12 +65,12 @@ def expert_axis(mesh: DeviceMesh, wanted: str | tuple[str, ...] | None) -> tuple
     return (_AXIS,) if _AXIS in names else (names[0],)
 
 
-def is_of_replicas(axis: str) -> bool:
+def is_replica_axis(axis: str) -> bool:
     """Whether a mesh axis is named for replicas, as those of hybrid sharding are ("dp_replicate")."""
     return "replica" in axis
 
 
-def axis_of(mesh: DeviceMesh, field: str, names: tuple[str, ...]) -> DeviceMesh:
+def select_mesh_axis(mesh: DeviceMesh, field: str, names: tuple[str, ...]) -> DeviceMesh:
     """One axis of a mesh, or several that are made one.
 
     Raises:
@@ -87,12 +87,12 @@ def _shown(mesh: DeviceMesh) -> str:
     return ", ".join(f"{name}={size}" for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
 
 
-def placement_on(axis: ExpertAxis, num_experts: int, of: str) -> Placement:
+def place_experts_in_order(axis: ExpertAxis, num_experts: int, of: str) -> Placement:
     """The experts in their order over one axis of a mesh."""
     return Placement.in_order(num_experts, axis.size, axis.rank, axis=axis.name, group=axis.group, of=of)
 
 
-def spread(
+def shard_experts(
     block: nn.Module,
     parameters: ExpertParameters,
     placement: Placement,
@@ -106,7 +106,7 @@ def spread(
         made: of the stacks that were cut before, their parts: what blocks share they go on sharing.
     """
     for name in parameters.stacked:
-        owner, full = held(block, name)
+        owner, full = owner_and_tensor(block, name)
         if full not in made:
             local = placement.own_part(full.detach()).clone()
             shard = DTensor.from_local(local, axis, [Shard(0)], run_check=False)
@@ -114,22 +114,22 @@ def spread(
         _set(owner, name, made[full], full)
     here = parameters.of_experts(placement.own)
     for name in _all(parameters.separate):
-        owner, full = held(block, name)
+        owner, full = owner_and_tensor(block, name)
         if full is not None:  # of experts that another block has too, and that were left before
             _set(owner, name, full if name in here else None, full)
 
 
-def whole(block: nn.Module, parameters: ExpertParameters, placement: Placement) -> nn.Module:
+def copy_with_all_experts(block: nn.Module, parameters: ExpertParameters, placement: Placement) -> nn.Module:
     """A copy of a block that was spread, with abstract parameters of all experts: what can be lifted."""
     duplicate, _ = copy_model(block)
     for name in parameters.stacked:
-        owner, full = held(duplicate, name)
+        owner, full = owner_and_tensor(duplicate, name)
         owner._parameters[_last(name)] = _abstract(full)
     like = parameters.separate[placement.own[0]] if parameters.separate else ()
     for names in parameters.separate:
         for name, other in zip(names, like, strict=True):
-            owner, _ = held(duplicate, name)
-            owner._parameters[_last(name)] = _abstract(held(block, other)[1])
+            owner, _ = owner_and_tensor(duplicate, name)
+            owner._parameters[_last(name)] = _abstract(owner_and_tensor(block, other)[1])
     return duplicate
 
 
@@ -145,7 +145,7 @@ def _all(names: Sequence[Iterable[str]]) -> list[str]:
     return list(dict.fromkeys(name for group in names for name in group))
 
 
-def held(block: nn.Module, name: str) -> tuple[nn.Module, torch.Tensor]:
+def owner_and_tensor(block: nn.Module, name: str) -> tuple[nn.Module, torch.Tensor]:
     path, _, last = name.rpartition(".")
     owner = block.get_submodule(path)
     return owner, getattr(owner, last)

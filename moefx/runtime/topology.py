@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..errors import InvalidPlan
 from ..ir.expert_placement import Level, SharedTokens, Ways
 from ..ir.ops.uneven_all_to_all import group_of, shown_ranks
-from .links import Link, Links, measured, measured_handling
+from .links import Link, Links, measure_handling, measure_link
 
 _NODE = ("inter", "intra")  # the two lowest levels; those above have numbers
 
@@ -38,7 +38,7 @@ class Topology:
     order: tuple[int, ...]
 
     @classmethod
-    def of(cls, ranks: Sequence[int], units: Sequence[int], axis: str = "ep") -> Topology:
+    def from_ranks(cls, ranks: Sequence[int], units: Sequence[int], axis: str = "ep") -> Topology:
         """The topology of ranks that are numbered node by node, as launchers do.
 
         Args:
@@ -83,7 +83,7 @@ class Topology:
         return [*above, *_NODE[-len(self.sizes) :]] if len(self.sizes) > 1 else [""]
 
 
-def node_size(wanted: int | None, world: int) -> int:
+def resolve_node_size(wanted: int | None, world: int) -> int:
     """Ranks of a node: as planned, else what launchers say (LOCAL_WORLD_SIZE), else all.
 
     Raises:
@@ -124,10 +124,10 @@ class ExpertAxis:
 
     @functools.cached_property
     def topology(self) -> Topology:
-        units = [node_size(self._node, dist.get_world_size()), *self._above]
-        return Topology.of(self.own.mesh.tolist(), units, self.name)
+        units = [resolve_node_size(self._node, dist.get_world_size()), *self._above]
+        return Topology.from_ranks(self.own.mesh.tolist(), units, self.name)
 
-    def sequence(self, name: str, gradients: str) -> SharedTokens:
+    def find_shared_tokens(self, name: str, gradients: str) -> SharedTokens:
         """An axis whose ranks have the same tokens.
 
         Raises:
@@ -145,11 +145,11 @@ class ExpertAxis:
         group = own.get_group()
         return SharedTokens(name, group.group_name, own.size(), dist.get_rank(group), gradients)
 
-    def ways(self, *, by_level: bool, dedup: bool, near_apart: bool = False) -> Ways:
+    def build_ways(self, *, by_level: bool, dedup: bool, near_apart: bool = False) -> Ways:
         """In one exchange, or `by_level`. Collective, if so: the groups are made on first use."""
         if not by_level or len(self.topology.sizes) == 1:
             levels, near_apart = (Level(self.name, self.size, self._own_group),), False
-            order = Topology.of(self.own.mesh.tolist(), ()).order
+            order = Topology.from_ranks(self.own.mesh.tolist(), ()).order
         else:
             levels, order = self.levels, self.topology.order
         return Ways(levels, order.index(self.rank), order, dedup, near_apart, self.timeout)
@@ -196,8 +196,8 @@ class ExpertAxis:
         if len(self.topology.sizes) == 1:
             return None
         device = torch.device(self.mesh.device_type)
-        found = [measured(level, device) for level in (Level(self.name, self.size, self.group), *self.levels)]
-        numbers = [[link.latency, link.per_byte] for link in found] + [[measured_handling(self.group, device), 0.0]]
+        found = [measure_link(level, device) for level in (Level(self.name, self.size, self.group), *self.levels)]
+        numbers = [[link.latency, link.per_byte] for link in found] + [[measure_handling(self.group, device), 0.0]]
         slowest = torch.tensor(numbers, dtype=torch.float64, device=device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group_of(self.group))  # all ranks decide alike
         whole, *levels, (handling, _) = slowest.tolist()

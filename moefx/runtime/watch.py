@@ -99,7 +99,7 @@ class AbsorbedModules:
                     self._changed(block_name, f"{name}.{parameter}", "was removed" if value is None else "was added")
             if module.__dict__.get("forward") is not forward:
                 self._changed(block_name, name, "was given a forward of its own")
-            if hook := hook_on(module):
+            if hook := find_hook_kind(module):
                 self._changed(block_name, name, f"got a {hook}")
 
     def _changed(self, block_name: str, name: str, what: str) -> None:
@@ -219,7 +219,7 @@ class _LiveAttributes:
             return False
 
 
-def hook_on(module: nn.Module) -> str:
+def find_hook_kind(module: nn.Module) -> str:
     """What kind of hook a module has: "forward hook", "backward pre hook", ...; "" without any."""
     kind = next((kind for kind in _HOOKS if getattr(module, kind)), "")
     return kind.strip("_").removesuffix("s").replace("_", " ")

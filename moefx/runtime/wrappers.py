@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..errors import ExpertsOverwritten
 from ..ir.ops.uneven_all_to_all import group_of
 
-IGNORED = "_ddp_params_and_buffers_to_ignore"  # the attribute that DistributedDataParallel reads
+DDP_IGNORED = "_ddp_params_and_buffers_to_ignore"  # the attribute that DistributedDataParallel reads
 DEEPSPEED_HOOK = "set_deepspeed_parallelism"  # DeepSpeed's engine calls it on modules, before it broadcasts
 
 

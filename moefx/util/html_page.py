@@ -59,12 +59,12 @@ main {{ max-width: 1500px; margin: 0 auto; padding: 12px 28px 48px; }}
 """
 
 
-def page(title: str, body: str, style: str = STYLE) -> str:
+def build_page(title: str, body: str, style: str = STYLE) -> str:
     """A whole page around sections of class `moefx`."""
     return _PAGE.format(title=escape(title), style=style, body=body)
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) -> str:
+def build_table(head: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) -> str:
     """A table of texts, which are escaped; the columns behind the first `texts` are numbers, to the right."""
     kinds = [""] * texts + [" class=number"] * (len(head) - texts)
 
@@ -75,6 +75,6 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) ->
     return f"<table>{row('th', head)}{''.join(row('td', cells) for cells in rows)}</table>"
 
 
-def folded(summary: str, body: str, is_open: bool = False) -> str:
+def build_details(summary: str, body: str, is_open: bool = False) -> str:
     """What a click shows."""
     return f"<details{' open' if is_open else ''}><summary>{escape(summary)}</summary>{body}</details>"

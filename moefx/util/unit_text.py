@@ -5,7 +5,7 @@ from __future__ import annotations
 _BYTES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
-def size(num_bytes: float) -> str:
+def format_bytes(num_bytes: float) -> str:
     """1536 -> `1.5 KiB`."""
     return amount(num_bytes, "B")
 

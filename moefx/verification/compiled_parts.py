@@ -39,7 +39,7 @@ class CompiledPart(NamedTuple):
     is_wrapped: bool = False
 
 
-def compiled_parts(model: nn.Module) -> dict[str, CompiledPart]:
+def find_compiled_parts(model: nn.Module) -> dict[str, CompiledPart]:
     """The compiled modules by their names in the model, "" for what `torch.compile(model)` returned."""
     parts = {}
     if hasattr(model, "_orig_mod"):
@@ -100,4 +100,4 @@ def compiling() -> Iterator[None]:
         yield
 
 
-__all__ = ["ALONE", "LIMITS", "CompiledCopies", "CompiledPart", "compiled_parts", "compiling"]
+__all__ = ["ALONE", "LIMITS", "CompiledCopies", "CompiledPart", "compiling", "find_compiled_parts"]

@@ -21,7 +21,7 @@ from ..capture.collisions import ModelNumbers
 from ..capture.inputs import Arguments, Leaf
 from ..capture.readings import readings
 from ..comparison.input_layouts import Layout
-from ..comparison.sandbox import Inputs, Options, Parameters, detached, execute, leaves, sandbox
+from ..comparison.sandbox import Inputs, Options, Parameters, detached, execute, leaves, make_sandbox
 from ..errors import in_short
 
 MODULI = (7, 5, 8, 6, 3, 4, 2)  # as many remainders by these as possible occur, most of all by the first
@@ -193,7 +193,7 @@ class CallPlanner:
         elsewhere it ends the process."""
         options = dataclasses.replace(self.options, layout=call.layout, backward=False)
         try:
-            box = sandbox(self.original, self.parameters if self._is_on_cpu else _to_cpu, self.dtype)
+            box = make_sandbox(self.original, self.parameters if self._is_on_cpu else _to_cpu, self.dtype)
             inputs = call.inputs
             if not self._is_on_cpu:
                 _move(box)

@@ -20,14 +20,14 @@ from ..comparison.routing_tape import RoutingRow
 from ..comparison.sandbox import Inputs
 from ..errors import InvalidInput, VerificationFailed
 from ..runtime.module import rewritten_blocks
-from .compiled_parts import CompiledPart, compiled_parts
+from .compiled_parts import CompiledPart, find_compiled_parts
 from .expert_shares import shares_of
 from .modes import modes_of
 from .table import text
 from .verifying import Verifying, is_graph, is_region, with_original_regions
 
 if TYPE_CHECKING:
-    from .traced import Way
+    from .traced import BackendRecipe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +131,7 @@ def verify(
                 f"verify: got a {type(model).__name__}, which has no parameters to compare; of a function make the "
                 "forward of a torch.nn.Module that holds its weights"
             )
-    further, ways, parts = modes_of(modes), _ways(compiled), compiled_parts(compiled)
+    further, ways, parts = modes_of(modes), _ways(compiled), find_compiled_parts(compiled)
     if rewritten_blocks(reference):
         raise InvalidInput(
             f"verify: the reference, a {type(reference).__name__}, is compiled itself: its block "
@@ -192,13 +192,13 @@ def verify(
     return _report(verifying, rows)
 
 
-def _ways(model: nn.Module) -> Mapping[str, Way]:
+def _ways(model: nn.Module) -> Mapping[str, BackendRecipe]:
     """Which parts of a model were compiled by `torch.compile(..., backend="moefx")`, and how."""
     backend = sys.modules.get("moefx.frontends.dynamo.backend")  # which Dynamo loads if it is asked for
     return backend.ways_of(model) if backend is not None else {}
 
 
-def _runnable(parts: Mapping[str, CompiledPart], ways: Mapping[str, Way]) -> dict[str, CompiledPart]:
+def _runnable(parts: Mapping[str, CompiledPart], ways: Mapping[str, BackendRecipe]) -> dict[str, CompiledPart]:
     """The parts to compile copies by. What runs graphs as they are is left out: that is compared anyway."""
     found = {n: ways[n].part._replace(compiler=ways[n].compile) if n in ways else part for n, part in parts.items()}
     return {} if all(part.name == "eager" for part in found.values()) else found

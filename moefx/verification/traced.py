@@ -27,25 +27,25 @@ from ..comparison.routing_tape import Scope
 from ..comparison.sandbox import Inputs, Options, mapped
 from ..compiler.survey import Refusal
 from ..frontends.fx.graph_rewrite import rewritten
-from ..inspection.explain import together
+from ..inspection.explain import merge_refusals
 from ..runtime.module import BlockForward, rewritten_blocks
 from .compiled_parts import CompiledCopies, CompiledPart, compiling
 from .modes import Mode
 from .verifying import LATER_CALLS, Verifying, add_calls, paths, with_original_regions
 
 
-class Way(NamedTuple):
+class BackendRecipe(NamedTuple):
     """How a module was compiled: by which plan, what the graphs are handed to, and what torch knows of that."""
 
     plan: Plan
-    rest: Callable[..., Any]
+    inner_compiler: Callable[..., Any]
     part: CompiledPart
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """What the backend makes of a graph; nothing is logged or kept for `explain`."""
         out, _ = rewritten(gm, list(example_inputs), self.plan)
         with keeping_saved_tensors() if out is not gm else contextlib.nullcontext():
-            return self.rest(out, example_inputs)
+            return self.inner_compiler(out, example_inputs)
 
 
 @contextlib.contextmanager
@@ -65,7 +65,7 @@ def keeping_saved_tensors() -> Iterator[None]:
 
 def verify_traced(
     model: nn.Module,
-    ways: Mapping[str, Way],
+    ways: Mapping[str, BackendRecipe],
     reference: nn.Module,
     sets: Sequence[Inputs],
     *,
@@ -107,7 +107,7 @@ def verify_traced(
             both(inputs, mode.changed(Options(seeds[0], grads, loss)), f"inputs {i}, seed {seeds[0]}, {mode}", False)
             whole.covered.append(f"mode {mode}")
     whole.rows += paths(graphs.ran, "no graph of it has a region: nothing of moefx ran")
-    whole.notes += [f"left as it was: {refusal}" for refusal in together(graphs.refused.values())]
+    whole.notes += [f"left as it was: {refusal}" for refusal in merge_refusals(graphs.refused.values())]
     return whole
 
 
@@ -130,7 +130,7 @@ class _Graphs:
         ran: how many calls of each region ran rewritten, and the original. refused: regions that were left, and why.
     """
 
-    def __init__(self, ways: Mapping[str, Way]):
+    def __init__(self, ways: Mapping[str, BackendRecipe]):
         self.ways = ways
         self.copies: weakref.WeakKeyDictionary[nn.Module, CompiledCopies] = weakref.WeakKeyDictionary()
         self.modes: list[Any] = []  # those of the current call

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from moefx.capture.captured import Capture, Effect
 from moefx.capture.concolic import capture
 from moefx.capture.routing import Routing
-from moefx.capture.source import Source, is_users
+from moefx.capture.source import Source, is_user_file
 from moefx.errors import CaptureError
 
 aten = torch.ops.aten
@@ -490,7 +490,7 @@ class TestValues:
         ],
     )
     def test_is_users(self, file, users):
-        assert is_users(file) is users
+        assert is_user_file(file) is users
 
 
 def _branch(self, x):

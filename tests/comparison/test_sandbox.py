@@ -7,7 +7,7 @@ import random
 import torch
 from torch import nn
 
-from moefx.comparison.sandbox import Casts, Options, execute, leaves, random_state, sandbox
+from moefx.comparison.sandbox import Casts, Options, execute, leaves, make_sandbox, random_state
 
 
 class Awkward(nn.Module):
@@ -35,7 +35,7 @@ class Awkward(nn.Module):
 def test_a_sandbox_shares_parameters_and_owns_the_rest():
     model = Awkward()
     model.last = model.a.weight * 2  # what autograd made cannot be deep-copied
-    box = sandbox(model, Casts(None))
+    box = make_sandbox(model, Casts(None))
     assert torch.equal(box.a.weight, model.a.weight) and box.b.weight is box.a.weight
     x = torch.randn(3, 4)
     assert torch.equal(box(x), 2 * (model.b(model.a(x)) + model.a.weight.sum() + model.a.bias))
@@ -46,7 +46,7 @@ def test_a_sandbox_shares_parameters_and_owns_the_rest():
 
 def test_a_sandbox_in_another_precision_is_all_in_it():
     model, casts = Awkward(), Casts(torch.float64)
-    box = sandbox(model, casts, torch.float64)
+    box = make_sandbox(model, casts, torch.float64)
     assert {p.dtype for p in box.parameters()} == {torch.float64} and box.b.weight is box.a.weight
     assert box.held[0] is box.a.weight and box.held[1]["bias"] is box.a.bias
     assert box.mean.dtype == torch.float64 and box.count.dtype == torch.long
@@ -56,27 +56,27 @@ def test_a_sandbox_in_another_precision_is_all_in_it():
 
 def test_a_sandbox_copies_small_parameters_and_shares_large_ones(monkeypatch):
     model, casts = Awkward(), Casts(torch.float64)
-    box = sandbox(model, Casts(None))
+    box = make_sandbox(model, Casts(None))
     with torch.no_grad():
         box.a.weight.mul_(2)  # as a forward does that normalises it
     assert not torch.equal(box.a.weight, model.a.weight)
     monkeypatch.setattr("moefx.comparison.sandbox._MOST_COPIED", 10)
-    box = sandbox(model, Casts(None))
+    box = make_sandbox(model, Casts(None))
     assert box.a.weight.data_ptr() == model.a.weight.data_ptr() and box.a.bias.data_ptr() != model.a.bias.data_ptr()
     box.a.weight.data = torch.zeros(4, 4)
     assert bool(model.a.weight.any())
-    cast = sandbox(model, casts, torch.float64)
-    assert cast.a.weight.data_ptr() == sandbox(model, casts, torch.float64).a.weight.data_ptr(), "made once"
+    cast = make_sandbox(model, casts, torch.float64)
+    assert cast.a.weight.data_ptr() == make_sandbox(model, casts, torch.float64).a.weight.data_ptr(), "made once"
 
 
 def test_execute_collects_everything_and_touches_nothing():
     model = Awkward()
     x = torch.randn(3, 4)
-    run = execute(sandbox(model, Casts(None)), ((x,), {}), Options())
+    run = execute(make_sandbox(model, Casts(None)), ((x,), {}), Options())
     assert {kind for kind, _ in run.values} == {"output", "grad_input", "grad_param", "buffer", "state"}
     assert {("buffer", "count"), ("buffer", "mean"), ("state", "last")} <= run.changed
     assert x.grad is None and model.a.weight.grad is None and int(model.count) == 0
-    again = execute(sandbox(model, Casts(None)), ((x,), {}), Options(), cotangents=run.cotangents)
+    again = execute(make_sandbox(model, Casts(None)), ((x,), {}), Options(), cotangents=run.cotangents)
     assert all(torch.equal(t, again.values[key]) for key, t in run.values.items())
 
 

@@ -141,8 +141,8 @@ def case_slow_links_between_racks() -> None:
     # Nothing is timed here, packing neither: with HALO less is packed, which tips a balance of 2 %.
     for handling, way in ((0.0, "rbd"), (1e-7, "halo")):
         with (
-            mock.patch.object(topology, "measured", link),
-            mock.patch.object(topology, "measured_handling", lambda *_, found=handling: found),
+            mock.patch.object(topology, "measure_link", link),
+            mock.patch.object(topology, "measure_handling", lambda *_, found=handling: found),
         ):
             (line,) = experts_over(check(Model("stacked", layers=1, num_experts=world).double(), mesh, plan))
         assert "(2 x 2 x 2)" in line and f"its ranks, {way} (auto: predicted" in line, line
@@ -152,7 +152,7 @@ def case_one_node() -> None:
     """Nothing is measured."""
     mesh, world = one_axis(), dist.get_world_size()
     plan = moefx.Plan(node_size=world, validation="symbolic")
-    with mock.patch.object(moefx.runtime.topology, "measured", side_effect=AssertionError):
+    with mock.patch.object(moefx.runtime.topology, "measure_link", side_effect=AssertionError):
         (line,) = experts_over(compiled_beside(Model("stacked", layers=1, num_experts=world), mesh, plan))
     assert "auto: one level, where no row travels that need not" in line, line
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import moefx
-from moefx.runtime.reductions import Reduction, reductions
+from moefx.runtime.reductions import Reduction, build_reductions
 
 from .. import proof_memory
 from ..passes.blocks import D
@@ -65,7 +65,7 @@ def case_the_gradient_of_the_mean_loss() -> None:
         x = torch.randn(9, D, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
         compiled(x).sum().backward()
         original(x).sum().backward()
-        of = reductions(mesh, axes, plan.sequence_axis)
+        of = build_reductions(mesh, axes, plan.sequence_axis)
         for name, parameter in original.named_parameters():
             wanted = parameter.grad.clone()
             dist.all_reduce(wanted)

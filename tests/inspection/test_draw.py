@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.fx import Graph
 
-from moefx.inspection.draw import _arrange, svg
-from moefx.inspection.outline import Box, Outline, outline
+from moefx.inspection.draw import _arrange, draw_svg
+from moefx.inspection.outline import Box, Outline, build_outline
 from moefx.ir.block_graph import BlockGraph
 
 from ..ir.graphs import block_graph
@@ -48,7 +48,7 @@ def by_title(drawn: Outline) -> dict[str, list[Box]]:
 
 
 def test_experts_of_a_loop_are_collapsed():
-    boxes = by_title(outline(looped(64)))
+    boxes = by_title(build_outline(looped(64)))
     assert {title: [b.count for b in found] for title, found in boxes.items()} == {
         "x": [1], "gate": [1], "topk": [1], "zeros_like": [1], "eq": [64], "nonzero": [64],
         "select": [64, 64], "index": [64, 64], "linear": [64, 64, 64], "silu": [64], "mul": [64, 64],
@@ -61,11 +61,11 @@ def test_experts_of_a_loop_are_collapsed():
 
 
 def test_a_few_alike_stay_apart():
-    assert all(box.count == 1 for box in outline(looped(3)).boxes)
+    assert all(box.count == 1 for box in build_outline(looped(3)).boxes)
 
 
 def test_dialect_boxes_say_what_matters():
-    boxes = by_title(outline(block_graph(64)))
+    boxes = by_title(build_outline(block_graph(64)))
     (mlp,) = boxes["expert_mlp"]
     assert mlp.kind == "dialect"
     assert mlp.details == [
@@ -80,14 +80,14 @@ def test_nothing_connected_is_drawn_too():
     g = Graph()
     g.placeholder("x")
     g.output(None)
-    assert [b.title for b in outline(BlockGraph("b", g)).boxes] == ["x", "return"]
+    assert [b.title for b in build_outline(BlockGraph("b", g)).boxes] == ["x", "return"]
 
 
 @pytest.mark.parametrize(
     "graph", [looped(64), looped(3), looped(16, chained=False), block_graph(), block_graph(fused=False)]
 )
 def test_boxes_do_not_overlap_and_data_flows_down(graph):
-    drawn = outline(graph)
+    drawn = build_outline(graph)
     places, routes = _arrange(drawn)
     for a, b in itertools.combinations([p for p in places if p.box is not None], 2):
         apart = abs(a.x - b.x) >= (a.width + b.width) / 2 or a.y + a.height <= b.y or b.y + b.height <= a.y
@@ -99,14 +99,14 @@ def test_boxes_do_not_overlap_and_data_flows_down(graph):
 def test_cycles_of_collapsed_steps_are_drawn():
     boxes = [Box(t, [], "op", "") for t in "abc"]
     arrows = {(boxes[0], boxes[1]), (boxes[1], boxes[2]), (boxes[2], boxes[0]), (boxes[1], boxes[0])}
-    assert svg(Outline(boxes, arrows)).count('class="arrow"') == 2
+    assert draw_svg(Outline(boxes, arrows)).count('class="arrow"') == 2
 
 
 def test_the_picture_is_well_formed_and_escaped():
     g = Graph()
     x = g.placeholder("x")
     g.output(g.call_module('a<b>&"c"', (x,)))
-    root = ElementTree.fromstring(svg(BlockGraph("b", g), label='<"label">'))
+    root = ElementTree.fromstring(draw_svg(BlockGraph("b", g), label='<"label">'))
     assert root.get("aria-label") == '<"label">'
     assert 'a<b>&"c"' in [t.text for t in root.iter("text")]
 
@@ -114,4 +114,4 @@ def test_the_picture_is_well_formed_and_escaped():
 def test_large_captures_are_drawn_quickly():
     graph = looped(256)
     with within(5):
-        svg(graph)
+        draw_svg(graph)

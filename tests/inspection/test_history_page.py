@@ -22,7 +22,7 @@ def test_a_page_is_self_contained(tmp_path):
 
 
 def test_what_each_pass_changed_is_marked():
-    text = history_page.fragment(history())
+    text = history_page.build_fragment(history())
     assert text.count('class="removed"') == 7 and text.count('class="added"') == 1
     assert text.count("<details open>") == 2
     assert "<em>  # f32[B,D]" in text
@@ -32,5 +32,5 @@ def test_what_each_pass_changed_is_marked():
 def test_a_pass_that_changed_nothing_is_closed():
     h = history()
     again = type(h)("", (*h.snapshots, h.snapshots[-1]))
-    text = history_page.fragment(again)
+    text = history_page.build_fragment(again)
     assert text.count("<details>") == 1 and "Nothing to change" in text and "<h2>model</h2>" in text

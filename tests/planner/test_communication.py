@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from moefx.planner.communication import REDUNDANCY, VOLUMES, exchange, level_values
 from moefx.planner.platforms import spans
-from moefx.runtime.links import Link, Links, predicted
+from moefx.runtime.links import Link, Links, predict_seconds
 
 
 @pytest.mark.parametrize(("nodes", "percent"), [(2, 75.1), (4, 54.8), (8, 33.8), (16, 18.5), (32, 9.2)])
@@ -30,7 +30,7 @@ def test_seconds_are_those_that_dispatch_auto_compares(sizes, num_experts, top_k
     whole, *levels = times
     levels = tuple(levels[: len(sizes)])
     links = Links(Link(*whole), tuple(Link(*level) for level in levels), handling)
-    theirs = predicted(links, sizes, num_experts, top_k, 4096.0, tokens)
+    theirs = predict_seconds(links, sizes, num_experts, top_k, 4096.0, tokens)
     found = exchange(len(sizes))(
         E=num_experts, k=top_k, t=tokens, w=4096.0, w1=4096.0, **level_values(sizes, levels, whole, handling)
     )

@@ -12,7 +12,7 @@ from torch import nn
 from moefx.inspection.history import History, Snapshot
 from moefx.ir.argument_binding import Guard, Specialisation, binder, call_specialisation, leaves_of
 from moefx.ir.block_graph import BlockGraph
-from moefx.runtime.module import BlockForward, install
+from moefx.runtime.module import BlockForward, install_forward
 from moefx.runtime.program import Program
 from moefx.runtime.watch import absorbed_names
 
@@ -52,4 +52,4 @@ def rewrite(model: nn.Module, x: torch.Tensor, **options: Any) -> list[BlockForw
     """Rewrite every `Block` of a model in place."""
     blocks = {name: m for name, m in model.named_modules() if isinstance(m, Block)}
     program = program_of(next(iter(blocks.values())), x)
-    return [install(m, [program.renamed(name)], name=name, **options) for name, m in blocks.items()]
+    return [install_forward(m, [program.renamed(name)], name=name, **options) for name, m in blocks.items()]

@@ -9,14 +9,14 @@ import pytest
 pytest.importorskip("torch.distributed")
 
 from moefx.errors import InvalidPlan
-from moefx.runtime.links import Link, Links, expected_parts, fastest, predicted
-from moefx.runtime.topology import Topology, node_size
+from moefx.runtime.links import Link, Links, choose_fastest, expected_parts, predict_seconds
+from moefx.runtime.topology import Topology, resolve_node_size
 
 
 def picked(*per_byte: float, sizes: tuple[int, ...] = (4, 8), latency: float = 0.0, top_k: int = 8) -> str:
     """By seconds for a byte, level by level."""
     links = Links(Link(latency, 0.0), tuple(Link(latency, seconds) for seconds in per_byte))
-    return fastest(predicted(links, sizes, 256, top_k, row_bytes=4096.0))
+    return choose_fastest(predict_seconds(links, sizes, 256, top_k, row_bytes=4096.0))
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def picked(*per_byte: float, sizes: tuple[int, ...] = (4, 8), latency: float = 0
     ],
 )
 def test_what_was_fastest_when_measured(seconds, way):
-    assert fastest(seconds) == way
+    assert choose_fastest(seconds) == way
 
 
 def test_expected_parts():
@@ -52,15 +52,15 @@ def test_expected_parts():
 def test_seconds_of_each_hop(sizes, seconds):
     links = Links(Link(0.0, 0.0), tuple(Link(0.0, float(n)) for n in (3, 5, 7)[: len(sizes)]))
     experts = math.prod(sizes)
-    assert predicted(links, sizes, experts, experts, 1.0, tokens=1) == pytest.approx(seconds)
+    assert predict_seconds(links, sizes, experts, experts, 1.0, tokens=1) == pytest.approx(seconds)
 
 
 def test_handling_is_counted_at_each_hop():
     """Every token goes to every rank of 2 x 2: 4 rows to pack, of two hops 2 and 4; 1 less where 2 stay aside."""
     links = Links(Link(0.0, 0.0), (Link(0.0, 0.0),) * 2, handling=1.0)
     want = {"flat": 4, "dedup": 4, "rbd": 2 + 4, "halo": 1 + 4}
-    assert predicted(links, (2, 2), 4, 4, 1.0, tokens=1) == pytest.approx(want)
-    assert fastest(predicted(links, (2, 2), 4, 4, 1.0, tokens=1)) == "flat"
+    assert predict_seconds(links, (2, 2), 4, 4, 1.0, tokens=1) == pytest.approx(want)
+    assert choose_fastest(predict_seconds(links, (2, 2), 4, 4, 1.0, tokens=1)) == "flat"
 
 
 def test_each_way_is_picked_where_it_should_be():
@@ -80,13 +80,13 @@ def test_each_way_is_picked_over_racks():
 
 
 def test_topologies():
-    assert Topology.of(range(8), [4]) == Topology((2, 4), tuple(range(8)))
-    assert Topology.of(range(8), [8]).sizes == Topology.of(range(8), [1]).sizes == (8,)
-    assert Topology.of([0, 2, 4, 6], [4]) == Topology((2, 2), (0, 1, 2, 3))
-    assert Topology.of([5, 4, 1, 0], [2]) == Topology((2, 2), (3, 2, 1, 0))
-    deep = Topology.of(range(16), [2, 8])
+    assert Topology.from_ranks(range(8), [4]) == Topology((2, 4), tuple(range(8)))
+    assert Topology.from_ranks(range(8), [8]).sizes == Topology.from_ranks(range(8), [1]).sizes == (8,)
+    assert Topology.from_ranks([0, 2, 4, 6], [4]) == Topology((2, 2), (0, 1, 2, 3))
+    assert Topology.from_ranks([5, 4, 1, 0], [2]) == Topology((2, 2), (3, 2, 1, 0))
+    deep = Topology.from_ranks(range(16), [2, 8])
     assert deep.sizes == (2, 4, 2) and deep.names == ["level1", "inter", "intra"]
-    assert Topology.of([3], [2]).sizes == (1,)
+    assert Topology.from_ranks([3], [2]).sizes == (1,)
 
 
 @pytest.mark.parametrize(
@@ -99,13 +99,13 @@ def test_topologies():
 )
 def test_topologies_that_are_uneven(ranks, units, message):
     with pytest.raises(InvalidPlan, match=message):
-        Topology.of(ranks, units)
+        Topology.from_ranks(ranks, units)
 
 
 def test_node_size(monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert node_size(None, 8) == 8 and node_size(2, 8) == 2
+    assert resolve_node_size(None, 8) == 8 and resolve_node_size(2, 8) == 2
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert node_size(None, 8) == 4 and node_size(2, 8) == 2
+    assert resolve_node_size(None, 8) == 4 and resolve_node_size(2, 8) == 2
     with pytest.raises(InvalidPlan, match="LOCAL_WORLD_SIZE is 4, but the 6 ranks are not whole nodes"):
-        node_size(None, 6)
+        resolve_node_size(None, 6)

@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from moefx.errors import AbsorbedModuleChanged, MoefxError, Refused
 from moefx.ir.argument_binding import Guard
-from moefx.runtime.module import MAX_SPECIALISATIONS, BlockForward, install, rewritten, rewritten_blocks
+from moefx.runtime.module import MAX_SPECIALISATIONS, BlockForward, install_forward, rewritten_blocks, rewritten_forward
 
 from ..ir.graphs import Block, D
 from .rewriting import Model, program_of, rewrite
@@ -40,11 +40,11 @@ def test_only_the_instance_attribute_is_new():
     keys, modules = list(block.state_dict()), [name for name, _ in block.named_modules()]
     expected = block(x)
     rewrite(block, x)
-    assert type(block) is Block and isinstance(rewritten(block), BlockForward)
+    assert type(block) is Block and isinstance(rewritten_forward(block), BlockForward)
     assert list(block.state_dict()) == keys and [name for name, _ in block.named_modules()] == modules
     torch.testing.assert_close(block(x), expected)
-    assert rewritten(Block()) is None
-    assert rewritten_blocks(block) == {"": rewritten(block)}
+    assert rewritten_forward(Block()) is None
+    assert rewritten_blocks(block) == {"": rewritten_forward(block)}
 
 
 def test_gradients_reach_every_parameter():
@@ -85,11 +85,11 @@ def test_a_call_that_was_not_recorded_runs_the_original():
 
 def test_modes_are_part_of_the_key_only_where_they_were_read():
     block, x = Block(), torch.randn(S, D)
-    forward = install(block, [program_of(block, x, training=True)])
+    forward = install_forward(block, [program_of(block, x, training=True)])
     block(x)
     block.eval()(x)
     assert (forward.counts.original, forward.counts.rewritten) == (1, 1)
-    forward = install(block, [program_of(block, x, grad=True)])
+    forward = install_forward(block, [program_of(block, x, grad=True)])
     block(x)
     with torch.no_grad():
         block.train()(x)
@@ -100,7 +100,7 @@ def test_guards():
     block, x = Block(), torch.randn(S, D)
     block.top_k = 2
     guards = (Guard("self.top_k == 2", "top_k was read", "model.py:3"), Guard("hidden_states.shape[0] > 4"))
-    forward = install(block, [program_of(block, x, guards)])
+    forward = install_forward(block, [program_of(block, x, guards)])
     block(x)
     assert (forward.counts.rewritten, forward.counts.guard_failures) == (1, 0)
     block(x[:3])
@@ -147,7 +147,7 @@ def test_an_unknown_call_is_specialised_once():
         return None if args[0].dim() == 1 else program_of(block, *args)
 
     block, x = Block(), torch.randn(S, D)
-    forward = install(block, [], specialise=specialise)
+    forward = install_forward(block, [], specialise=specialise)
     for _ in range(2):
         torch.testing.assert_close(block(x), Block.forward(block, x))
         block(x[None])
@@ -163,7 +163,7 @@ def test_an_unknown_call_is_specialised_once():
 def test_an_argument_that_always_changes_does_not_lift_forever():
     asked = []
     block, x = Block(), torch.randn(S, D)
-    install(block, [], specialise=lambda *call: asked.append(call))
+    install_forward(block, [], specialise=lambda *call: asked.append(call))
     for step in range(2 * MAX_SPECIALISATIONS):
         block(x, scale=float(step))
     assert len(asked) == MAX_SPECIALISATIONS
@@ -175,7 +175,7 @@ def test_capture_may_run_the_block_itself():
         return program_of(block, *args)
 
     block, x = Block(), torch.randn(S, D)
-    forward = install(block, [], specialise=specialise)
+    forward = install_forward(block, [], specialise=specialise)
     block(x)
     assert (forward.counts.rewritten, forward.counts.original) == (1, 1)
 
@@ -299,7 +299,7 @@ def test_a_changed_absorbed_submodule_raises(change, when):
         with pytest.raises(AbsorbedModuleChanged, match=rf"^layers\.3\.mlp\..*{message}") as caught:
             block(x)
     assert "before moefx.compile" in str(caught.value)
-    with rewritten(block).running("original"):
+    with rewritten_forward(block).running("original"):
         block(x)
 
 
@@ -390,10 +390,10 @@ def test_an_instance_level_forward_stays_the_original():
         block, x = Block(), torch.randn(S, D)
         block.forward = make(block)
         program = program_of(block, x)
-        forward = install(block, [program])
+        forward = install_forward(block, [program])
         torch.testing.assert_close(block(x), Block.forward(block, x))
         torch.testing.assert_close(block(x[None]), 2 * Block.forward(block, x[None]))
-        again = install(block, [program])
+        again = install_forward(block, [program])
         assert again.original is forward.original
         duplicate = copy.deepcopy(block)
         with torch.no_grad():
@@ -404,7 +404,7 @@ def test_an_instance_level_forward_stays_the_original():
 def test_a_method_that_was_only_bound_again_is_no_instance_level_forward():
     block, x = Block(), torch.randn(S, D)
     block.forward = types.MethodType(Block.forward, block)
-    forward = install(block, [program_of(block, x)])
+    forward = install_forward(block, [program_of(block, x)])
     assert forward.original is None
     loaded = pickle.loads(pickle.dumps(block))
     torch.testing.assert_close(loaded(x[None]), block(x[None]))
@@ -417,7 +417,7 @@ def _doubled(block, hidden_states):
 def test_an_instance_level_forward_pickles():
     block, x = Block(), torch.randn(S, D)
     block.forward = functools.partial(_doubled, block)
-    install(block, [])
+    install_forward(block, [])
     loaded = pickle.loads(pickle.dumps(block))
     torch.testing.assert_close(loaded(x), block(x))
     assert list(inspect.signature(loaded.forward).parameters) == ["hidden_states"]
@@ -489,14 +489,14 @@ def test_unknown_calls_are_specialised_when_dynamo_traces():
         assert args is None and kwargs is None
         return known if known.key.admits(call) else None
 
-    install(block, [], specialise=specialise)
+    install_forward(block, [], specialise=specialise)
     torch.testing.assert_close(torch.compile(block, fullgraph=True, backend="aot_eager")(x), Block.forward(block, x))
 
 
 def test_guards_are_guards_of_dynamo_too():
     block, x = Block(), torch.randn(S, D)
     guard = Guard("hidden_states.shape[0] > 4")
-    install(block, [program_of(block, x, [guard])])
+    install_forward(block, [program_of(block, x, [guard])])
     compiled = torch.compile(block, backend="aot_eager")
     torch.testing.assert_close(compiled(x), Block.forward(block, x))
     torch.testing.assert_close(compiled(x[:3]), Block.forward(block, x[:3]))

@@ -15,7 +15,7 @@ from moefx.inspection.history import History, Snapshot
 from moefx.ir.argument_binding import binder, call_specialisation, leaves_of
 from moefx.ir.block_graph import BlockGraph
 from moefx.ir.ops.op_definition import registry
-from moefx.runtime.module import install
+from moefx.runtime.module import install_forward
 from moefx.runtime.program import Program
 from moefx.runtime.watch import absorbed_names
 from moefx.util.model_copy import copy_model
@@ -68,7 +68,7 @@ def compiled_pair(
         leaves = leaves_of(binder(inspect.signature(block.forward))(torch.zeros(1, 1, D)))
         specialisation = call_specialisation(block, leaves)._replace(training=None, grad=None, **key)
         program = Program(specialisation, programs, absorbed_names(block, programs.graph))
-        install(block, [program], name=name)
+        install_forward(block, [program], name=name)
     return original, compiled
 
 

@@ -20,7 +20,7 @@ from moefx.inspection.history import History
 from moefx.ir import op_providers
 from moefx.ir.ops.dialect import build_pft
 from moefx.ir.ops.op_definition import registry
-from moefx.runtime.module import install, rewritten
+from moefx.runtime.module import install_forward, rewritten_forward
 from moefx.runtime.program import Program
 from moefx.verification.report import verify
 
@@ -256,7 +256,7 @@ def test_every_wrong_graph_is_flagged(fault, dtype):
     original, compiled = models(True, "grouped_mm" if dtype == torch.bfloat16 else "")
     compiled = copy.deepcopy(compiled)
     block = compiled.layer
-    forward = rewritten(block)
+    forward = rewritten_forward(block)
     (program,) = forward.programs
     last = program.history.snapshots[-1]
     graph = last.graph.copy()
@@ -264,7 +264,7 @@ def test_every_wrong_graph_is_flagged(fault, dtype):
     snapshots = (*program.history.snapshots[:-1], dataclasses.replace(last, graph=graph))
     spoiled = Program(program.key, History("layer", snapshots), program.absorbed, program.guards)
     assert verify(compiled, original, (IDS,)).ok
-    install(block, [spoiled], name="layer")
+    install_forward(block, [spoiled], name="layer")
     report = verify(compiled, original, (IDS,))
     assert not report.ok and report.first_block == "layer", str(report)
     assert report.first_pass.startswith(f"{last.pass_name} (")

@@ -15,10 +15,10 @@ from ..._plan import Plan
 from ...api import RECORD, UNCHANGED, Record, checked_passes, explain
 from ...compiler.survey import Refusal
 from ...errors import Refused
-from ...inspection.explain import MatchedBlock, together
+from ...inspection.explain import MatchedBlock, merge_refusals
 from ...runtime.module import BlockForward, rewritten_blocks
-from ...verification.compiled_parts import compiled_parts
-from ...verification.traced import Way, keeping_saved_tensors
+from ...verification.compiled_parts import find_compiled_parts
+from ...verification.traced import BackendRecipe, keeping_saved_tensors
 from ..fx import trace_artifacts
 from ..fx.graph_rewrite import Found, checked_graph, checked_plan, refusal_of, rewritten
 from ..fx.normalize import folded, prepared
@@ -115,7 +115,7 @@ def _tell(gm: fx.GraphModule, found: Found, then: str) -> None:
     matched = [m for one in kept.KEPT for m in one.record.matched]
     others = [r for r in kept.of_few_tokens([*before, *refused], matched) if r in refused]
     for level, those in (logging.INFO, others), (logging.WARNING, [r for r in refused if r not in others]):
-        for refusal in together(those):
+        for refusal in merge_refusals(those):
             _once(level, f"moefx left a region of a graph as it was: {refusal}")
     if found.open and (reason := _break_of(gm)) is not None:
         frames = getattr(reason, "user_stack", None) or []
@@ -176,14 +176,14 @@ def _record(gm: fx.GraphModule, found: Found) -> Record:
 
 
 # ---------------------------------------------------------------------- what was compiled with the backend
-def ways_of(model: nn.Module) -> dict[str, Way]:
+def ways_of(model: nn.Module) -> dict[str, BackendRecipe]:
     """How `torch.compile` made a model, or modules of one (`module.compile`), with this backend."""
     ways = {}
-    for name, part in compiled_parts(model).items():
+    for name, part in find_compiled_parts(model).items():
         if getattr(part.compiler, "compiler_fn", part.compiler) is backend:
             given = getattr(part.compiler, "kwargs", {})
             chosen = options_of(given.get("options"), given.get("mode"))
-            ways[name] = Way(chosen.plan, chosen.rest, part._replace(name=str(chosen.name)))
+            ways[name] = BackendRecipe(chosen.plan, chosen.rest, part._replace(name=str(chosen.name)))
     return ways
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
-from ...runtime.watch import hook_on
+from ...runtime.watch import find_hook_kind
 from .abstract_values import said
 from .memory_aliases import Aliases
 from .node_queries import argument, target_name
@@ -62,7 +62,7 @@ def is_known(n: fx.Node) -> bool:
 def is_plain_module(module: nn.Module) -> bool:
     """Whether a call of a module does what the class says that torch has for it."""
     every = [getattr(nn.modules.module, name, None) for name in dir(nn.modules.module) if name.startswith("_global_")]
-    is_hooked = bool(hook_on(module)) or any(isinstance(h, dict) and h for h in every)
+    is_hooked = bool(find_hook_kind(module)) or any(isinstance(h, dict) and h for h in every)
     return type(module).__module__.startswith("torch.nn.modules.") and not is_hooked and "forward" not in vars(module)
 
 

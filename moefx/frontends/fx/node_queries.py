@@ -9,7 +9,7 @@ from torch import fx, nn
 
 from ...capture.source import Source
 from ...errors import Refused
-from ...util.user_code import is_users
+from ...util.user_code import is_user_file
 
 SELECT = {"topk", "max", "min", "argmax", "argmin", "sort", "argsort", "kthvalue", "multinomial"}
 SET_GRAD = torch._C._set_grad_enabled
@@ -103,7 +103,7 @@ def sources_of(n: fx.Node, position: int) -> tuple[Source, ...]:
     lines = str(n.stack_trace or "").splitlines()
     for i, text in enumerate(lines):
         parts = text.strip().split('"')
-        if len(parts) < 3 or not parts[0].startswith("File") or not is_users(parts[1]):
+        if len(parts) < 3 or not parts[0].startswith("File") or not is_user_file(parts[1]):
             continue
         number = parts[2].partition("line ")[2].partition(",")[0]
         rest = []

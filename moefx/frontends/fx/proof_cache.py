@@ -23,7 +23,7 @@ from ...compiler.specialization import program_of
 from ...compiler.survey import Matched
 from ...errors import CaptureError, MoefxError, Refused, in_short
 from ...inspection.explain import MatchedBlock
-from ...runtime.module import unobserved
+from ...runtime.module import suspend_observers
 from ...runtime.program import Program
 from ...util.compile_lock import compile_lock
 from .graph_analysis import Facts
@@ -125,7 +125,7 @@ def _proven(facts: Facts, region: Extracted, plan: Plan) -> Proven:
     args = region.arguments(facts)
     block = region.block(facts)
     dtype = _autocast(region)
-    with compile_lock(), neutral_device(), unobserved(), torch.enable_grad(), under(region.device, dtype):
+    with compile_lock(), neutral_device(), suspend_observers(), torch.enable_grad(), under(region.device, dtype):
         try:
             result = rewrite_block(block, region.name, args, {}, plan)
         except Refused as why:

@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from ...errors import Refused
 from ...ir.argument_binding import Path, Specialisation, kind_of
-from ...runtime.module import install
+from ...runtime.module import install_forward
 from ...runtime.program import Program
 from .generalize import Generalised
 from .graph_analysis import Facts
@@ -148,7 +148,7 @@ class Extracted:
         where = dict(zip(self.names, [path for path, _ in key.arguments[len(self.inputs) :]], strict=True))
         made = RegionCall(self.code, len(self.inputs))
         history = program.history.renamed(self.name)
-        install(made, [Program(key, history, (), program.guards, {}, program.moves, where)], name=self.name)
+        install_forward(made, [Program(key, history, (), program.guards, {}, program.moves, where)], name=self.name)
         return made
 
 
