@@ -1,4 +1,4 @@
-"""`Entry`: a program as one block has it, and whether the block is still what the program was made for."""
+"""`Entry`: a program of one block, and checks that the block has not changed since."""
 
 from __future__ import annotations
 
@@ -15,50 +15,54 @@ from .watch import AbsorbedModules, ReadAttributes
 
 
 class Entry:
-    """A program of one block, with the block's own absorbed modules."""
+    """A program of one block, with the checks of that block's modules and attributes."""
 
     def __init__(self, program: Program, absorbed: AbsorbedModules):
         self.program, self.absorbed = program, absorbed
-        block = absorbed.block  # may be a copy of the one that the program was made for, with tensors of its own
+        block = absorbed.block  # may be a copy of the program's block, with other tensors
         values = {w: unchanged(value_at(block, w)) if is_of_block(v) else v for w, v in program.attributes.items()}
         self.attributes = ReadAttributes(block, values)
         self.code = HeldCode(block)
-        self.kinds = {name: _kind_at(block, name) for name in program.reads}
-        self.failed = False  # for another kind of one of them, which calls are looked at for since
+        self.kinds = {name: _read_kind(block, name) for name in program.read_names}
+        self.failed = False  # a call failed after a tensor or module was replaced: check kinds from then on
 
     def holds(self) -> bool:
-        """Whether the block is as it was."""
+        """Whether the block's code and attributes are those that the program was compiled for."""
         return (
-            self.code.is_still(self.absorbed.block) and self.attributes.hold() and not (self.failed and self.replaced())
+            self.code.is_still(self.absorbed.block)
+            and self.attributes.hold()
+            and not (self.failed and self.find_replaced())
         )
 
-    def replaced(self) -> str:
-        """The first of the tensors and modules that it reads that is of another kind now, or gone; "" if none is."""
-        return next((name for name, kind in self.kinds.items() if _kind_at(self.absorbed.block, name) != kind), "")
+    def find_replaced(self) -> str:
+        """Name of the first tensor or module that changed its kind or was removed; "" if none did."""
+        return next((name for name, kind in self.kinds.items() if _read_kind(self.absorbed.block, name) != kind), "")
 
-    def failed_guard(self, block: nn.Module, leaves: Leaves) -> int:
-        """The index of the guard that keeps a call out; -1 if none does."""
+    def find_failed_guard(self, block: nn.Module, leaves: Leaves) -> int:
+        """The index of the first guard that a call fails, or -1."""
         return self.program.find_failed_guard(block, leaves)
 
-    def why_not(self) -> str:
+    def describe_mismatch(self) -> str:
+        """Say which change makes `holds()` false."""
         if not self.code.is_still(block := self.absorbed.block):
-            return f"the {type(block).__name__} has another forward than the {self.code.cls.__name__} that was compiled"
+            return f"the forward of {type(block).__name__} is not the one of {self.code.cls.__name__} that was compiled"
         if self.attributes.hold():
-            return f"{self.replaced()} is of another kind now"
+            return f"{self.find_replaced()} has another shape, dtype or class now"
         where, now = self.attributes.changed() or (Where("", ""), None)
         if isinstance(other := self.attributes.values.get(where), Where):
-            return f"{where} and {other} are two tensors now, and were one"
+            return f"{where} and {other} were one tensor and are two now"
         what = f"a {type(now).__name__}" if isinstance(now, nn.Module) else repr(now)
         return f"{where} == {self.attributes.values.get(where)!r}: it is {what} now, and the forward reads it"
 
     def run_after(self, pass_name: str, block: nn.Module, leaves: Leaves) -> Any:
+        """Run the graph after the named pass."""
         graph = self.program.runnable(self.program.history[pass_name].graph)
         values = [leaves[i][1] for i in graph.binding.indices(self.program.key)]
         return graph.compile()(block, *values)
 
 
-def _kind_at(block: nn.Module, name: str) -> Any:
-    """The dtype and shape of a tensor, the class of a module; None where there is none."""
+def _read_kind(block: nn.Module, name: str) -> Any:
+    """The dtype and shape of a tensor, or the class of a module; None if nothing has that name."""
     owner, _, key = name.rpartition(".")
     module = owner_of(block, Where(owner, key))
     held = () if module is None else (module._parameters, module._buffers, module._modules)

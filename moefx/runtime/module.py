@@ -1,10 +1,9 @@
-"""`BlockForward`: what stands in the place of a rewritten block's `forward`.
+"""`BlockForward`: the `forward` of a rewritten block.
 
-The block keeps its class, its submodules and its state_dict; only the instance attribute `forward` is new. At
-each call a `BlockForward` binds the arguments, looks for a program whose recorded specialisation and guards
-admit the call (design section 3.0) and runs it on the block. A call that no program admits is specialised
-lazily, or runs the original forward, counted. The same code runs in eager mode and is traced by
-`torch.compile(fullgraph=True)`.
+The block keeps its class, its submodules and its state_dict; only the instance attribute `forward` is new. Each call
+binds the arguments, finds a program whose specialisation and guards admit the call, and runs it on the block. If no
+program admits the call, the block is specialised lazily, or runs the original forward and counts the call. The same
+code runs in eager mode and is traced by `torch.compile(fullgraph=True)`.
 """
 
 from __future__ import annotations
@@ -33,14 +32,13 @@ from .entry import Entry
 from .program import Program
 from .watch import AbsorbedModules
 
-# Of one block, taken or refused. An argument that changes at every call must not lift at every call.
+# Per block, accepted and refused. Bounds recompilation when an argument changes in every call.
 MAX_SPECIALISATIONS = 16
 _NOT_SPECIALISED = "not specialised"
 _log = logging.getLogger(__name__)
 
-# (block, specialisation of the call, args, kwargs) -> a program for it, or None; may raise Refused. While
-# Dynamo
-# traces there are no arguments to run: args and kwargs are None.
+# (block, specialisation of the call, args, kwargs) -> a program for the call, or None; may raise Refused. args and
+# kwargs are None while Dynamo traces, because there are no values to run on.
 Specialise = Callable[
     [nn.Module, Specialisation, "tuple[Any, ...] | None", "Mapping[str, Any] | None"], "Program | None"
 ]
@@ -52,9 +50,9 @@ class CallCounts:
 
     Attributes:
         rewritten: calls that ran a program.
-        original: calls that ran the original forward, asked for or as a fallback.
-        guard_failures: calls for which a program was recorded but one of its guards did not hold.
-        last_failed_guard: the condition, with why and where capture relied on it.
+        original: calls that ran the original forward, on request or as a fallback.
+        guard_failures: calls whose specialisation has a program, but a guard of the program failed.
+        last_failed_guard: the failed condition, with the reason and the line at which capture relied on it.
     """
 
     rewritten: int = 0
@@ -67,11 +65,11 @@ class BlockForward:
     """The forward of one rewritten block. Picklable; a deep copy is bound to the copied block.
 
     Args:
-        block: the module whose `forward` this becomes (see `install`).
-        programs: what is known already.
+        block: the module whose `forward` this becomes (see `install_forward`).
+        programs: programs of the block, in the order to try them.
         name: the block's name in the model, for messages.
-        specialise: called for a specialisation that no program admits; picklable, and a value: it is given
-            the block and holds no module, copies of the block share it.
+        specialise: called when no program admits a call. It must be picklable and hold no module: copies of the
+            block share it.
     """
 
     def __init__(
@@ -86,18 +84,18 @@ class BlockForward:
         self.name = name
         self.specialise = specialise
         self.counts = CallCounts()
-        self.refusals: dict[tuple[Specialisation, tuple[str, ...]], str] = {}  # by call, and what kept it out
-        self.original = _own_forward(block)
+        self.refusals: dict[tuple[Specialisation, tuple[str, ...]], str] = {}  # by call and blocking conditions
+        self.original = _find_own_forward(block)
         self._entries: list[Entry] = []
-        self.objects: tuple[Path, ...] = ()  # arguments that programs pass on to submodules as they are
-        self._told: set[str] = set()
+        self.objects: tuple[Path, ...] = ()  # arguments that programs pass on unchanged
+        self._warned: set[str] = set()
         self._forced = ""
         self._specialising = False
-        self.watch: Any = None  # of a block that is spread over a mesh, see `runtime.overwriting`
-        self.compiled_by = ""  # what compiles the graph that this is a part of: its code runs no Python
+        self.watch: Any = None  # an `OverwritingWatch` if the block is spread over a mesh
+        self.compiled_by = ""  # the compiler of the surrounding graph, whose code runs no Python
         self._recording = False
         self._offsets: tuple[torch.Tensor, ...] = ()
-        self._set_signature(_signature(block, self.original))
+        self._set_signature(_read_signature(block, self.original))
         for program in programs:
             self.add(program)
 
@@ -107,16 +105,16 @@ class BlockForward:
         if self._forced == "original":
             if not self._specialising or holds_compile_lock():
                 return self.run_original(*args, **kwargs)
-            with compile_lock():  # another thread lifts it, which does not concern this call
+            with compile_lock():  # wait for another thread that is lifting the block
                 pass
         leaves = leaves_of(self._bind(*args, **kwargs), self.objects)
         call = call_specialisation(self.block, leaves, self.objects)
         if torch.compiler.is_compiling():
-            entry = self._traced(call, leaves)
+            entry = self._find_traced_entry(call, leaves)
         else:
             objects = self.objects
-            entry = self._found(call, leaves, args, kwargs)
-            if entry is None and self.objects != objects:  # its program has them whole
+            entry = self._find_eager_entry(call, leaves, args, kwargs)
+            if entry is None and self.objects != objects:  # a new program takes these arguments unflattened
                 return self(*args, **kwargs)
         if entry is not None:
             if torch.compiler.is_compiling():
@@ -125,44 +123,48 @@ class BlockForward:
             try:
                 return self._run(entry, leaves)
             except (TypeError, RuntimeError, InvalidInput):
-                entry.absorbed.inspect(self.name)  # a parameter of theirs may be gone
-                if not entry.replaced():
+                entry.absorbed.inspect(self.name)  # a parameter of an absorbed module may be gone
+                if not entry.find_replaced():
                     raise
                 entry.failed = True
             finally:
                 running.block = ""
-            return self(*args, **kwargs)  # that program is not for it
+            return self(*args, **kwargs)  # try again without the failed program
         if getattr(self.specialise, "spread", None) is not None:
             raise NotRewritten(
-                f"{self._name} {self._why}. Its original forward cannot run: it has a part of the experts"
+                f"{self._shown_name} {self._refusal_text}. The original forward cannot run: this rank has only a part "
+                "of the experts"
             )
         if not torch.compiler.is_compiling():
-            self._tell_once()
+            self._warn_once()
         return self.run_original(*args, **kwargs)
 
     @property
     def __code__(self) -> types.CodeType:
-        """Of the user's forward: `torch.export` asks a model's forward where it is written."""
+        """The code of the user's forward, for `torch.export`, which reads its file and line."""
         forward = inspect.unwrap(self.original if self.original is not None else type(self.block).forward)
         return getattr(forward, "__func__", forward).__code__
 
     @property
-    def _name(self) -> str:
+    def _shown_name(self) -> str:
         return self.name or type(self.block).__name__
 
     @property
-    def _why(self) -> str:
-        """Why the last call was not for any program."""
+    def _refusal_text(self) -> str:
+        """The reason why no program took the last call."""
         refused = next(reversed([why for why in self.refusals.values() if why not in ("", _NOT_SPECIALISED)]), "")
         why = " ".join((refused or self.counts.last_failed_guard or "no program admits the call").split())
-        return f"is not rewritten for such calls: {why}"
+        return f"is not rewritten for this kind of call: {why}"
 
-    def _tell_once(self) -> None:
-        """Say that a call runs the original, for each reason once: what has another value in each call has many."""
-        why = self._why
-        if why not in self._told and len(self._told) < MAX_SPECIALISATIONS:
-            self._told.add(why)
-            _log.warning("%s %s (moefx.explain has all of them). They run the original", self._name, why)
+    def _warn_once(self) -> None:
+        """Warn that calls run the original forward: once per reason, for a bounded number of reasons."""
+        why = self._refusal_text
+        if why not in self._warned and len(self._warned) < MAX_SPECIALISATIONS:
+            self._warned.add(why)
+            _log.warning(
+                "%s %s. The call runs the original forward; moefx.explain(model) lists all reasons",
+                self._shown_name, why,
+            )  # fmt: skip
 
     def run_original(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block as it was before the rewrite."""
@@ -177,42 +179,42 @@ class BlockForward:
             self.watch.begin_call()
         if self._forced:
             return entry.run_after(self._forced, self.block, leaves)
-        program, values = entry.program, [leaves[i][1] for i in entry.program.picks]
+        program, values = entry.program, [leaves[i][1] for i in entry.program.leaf_indices]
         if self._recording and program.fn_with_load is not None:
             result, self._offsets = program.fn_with_load(self.block, *values)
             return result
         return program.fn(self.block, *values)
 
-    def _found(self, call: Specialisation, leaves: Leaves, args: Any, kwargs: Any) -> Entry | None:
-        """The program for an eager call, made now if there is none."""
-        if _transformed():
-            self.counts.last_failed_guard = "forward-mode derivatives and torch.func transforms are the original's"
+    def _find_eager_entry(self, call: Specialisation, leaves: Leaves, args: Any, kwargs: Any) -> Entry | None:
+        """Find the program for an eager call, or compile one."""
+        if _is_transformed():
+            self.counts.last_failed_guard = "forward-mode derivatives and torch.func transforms run the original"
             return None
         known = len(self._entries)
-        entry = self._admitted(call, leaves) or self._specialised(call, leaves, args, kwargs, known)
+        entry = self._find_admitting_entry(call, leaves) or self._specialise_for(call, leaves, args, kwargs, known)
         if entry is not None:
             self.counts.rewritten += 1
         return entry
 
-    def _traced(self, call: Specialisation, leaves: Leaves) -> Entry | None:
-        """The program for a call that Dynamo traces; what it relies on becomes a guard of the trace."""
+    def _find_traced_entry(self, call: Specialisation, leaves: Leaves) -> Entry | None:
+        """Find the program for a call that Dynamo traces. Dynamo turns its checks into guards."""
         if not self._prepare_trace(*call):
             return None
         for entry in self._entries:
-            if entry.program.key.admits(call) and entry.failed_guard(self.block, leaves) < 0:
+            if entry.program.key.admits(call) and entry.find_failed_guard(self.block, leaves) < 0:
                 return entry if entry.program.unchanged(self.block) else None
         return None
 
-    def _admitted(self, call: Specialisation, leaves: Leaves) -> Entry | None:
-        """The program that is there for an eager call. Why one is not for it is noted."""
+    def _find_admitting_entry(self, call: Specialisation, leaves: Leaves) -> Entry | None:
+        """Find an existing program for an eager call. Record the last reason against one in `counts`."""
         failed = False
         for entry in self._entries:
             if not entry.program.key.admits(call):
                 continue
             entry.absorbed.check(self.name)
             if not entry.holds():
-                why = entry.why_not()
-            elif (index := entry.failed_guard(self.block, leaves)) >= 0:
+                why = entry.describe_mismatch()
+            elif (index := entry.find_failed_guard(self.block, leaves)) >= 0:
                 why = str(entry.program.guards[index])
             else:
                 return entry
@@ -221,7 +223,7 @@ class BlockForward:
         self.counts.guard_failures += failed
         return None
 
-    def _specialised(
+    def _specialise_for(
         self,
         call: Specialisation,
         leaves: Leaves,
@@ -229,36 +231,39 @@ class BlockForward:
         kwargs: Mapping[str, Any] | None,
         known: int = 0,
     ) -> Entry | None:
-        """Ask for a program for this call, at most once for each specialisation. `known`: programs that were there when
-        none of them admitted it."""
-        if self.specialise is None or (self._specialising and holds_compile_lock()):  # capture may run this very block
+        """Compile a program for this call, at most once per specialisation.
+
+        Args:
+            known: number of programs when none of them admitted the call.
+        """
+        if self.specialise is None or (self._specialising and holds_compile_lock()):  # capture may run this block
             return None
-        if self._is_settled((call, self._kept_out(call, leaves))):
+        if self._is_settled((call, self._blocking_conditions(call, leaves))):
             return None
         with compile_lock():
-            if args is not None and len(self._entries) > known and (entry := self._admitted(call, leaves)):
-                return entry  # another thread made it meanwhile
-            wanted = call, self._kept_out(call, leaves)
-            if self._is_settled(wanted):
+            if args is not None and len(self._entries) > known and (entry := self._find_admitting_entry(call, leaves)):
+                return entry  # another thread compiled it meanwhile
+            request = call, self._blocking_conditions(call, leaves)
+            if self._is_settled(request):
                 return None
-            if leaves and not wanted[1] and self._holding(call):
-                self.refusals[wanted] = _NOT_SPECIALISED  # the same lift would meet the same guard again
+            if leaves and not request[1] and self._valid_entries(call):
+                self.refusals[request] = _NOT_SPECIALISED  # another lift would fail at the same guard
                 return None
-            program = self._asked_for(call, args, kwargs)
+            program = self._request_program(call, args, kwargs)
             if isinstance(program, str):
-                self.refusals[wanted] = program
+                self.refusals[request] = program
                 return None
-            if wanted[1]:  # whatever it turns out to be for
-                self.refusals[wanted] = ""
+            if request[1]:  # do not ask again, even if the new program does not admit the call
+                self.refusals[request] = ""
             self.add(program)
-            return self._admitted(call, leaves) if args is not None else None
+            return self._find_admitting_entry(call, leaves) if args is not None else None
 
-    def _is_settled(self, wanted: tuple[Specialisation, tuple[str, ...]]) -> bool:
-        """Whether it was refused, or so much was asked for that nothing more is."""
-        return wanted in self.refusals or len(self._entries) + len(self.refusals) >= MAX_SPECIALISATIONS
+    def _is_settled(self, request: tuple[Specialisation, tuple[str, ...]]) -> bool:
+        """Whether the request was refused before, or the block has reached its limit of specialisations."""
+        return request in self.refusals or len(self._entries) + len(self.refusals) >= MAX_SPECIALISATIONS
 
-    def _asked_for(self, call: Specialisation, args: Any, kwargs: Any) -> Program | str:
-        """A new program, or why there is none."""
+    def _request_program(self, call: Specialisation, args: Any, kwargs: Any) -> Program | str:
+        """Return a new program, or the reason why there is none."""
         assert self.specialise is not None
         self._specialising = True
         try:
@@ -266,37 +271,37 @@ class BlockForward:
                 program = self.specialise(self.block, call, args, kwargs)
         except AbsorbedModuleChanged:
             raise
-        except Exception as error:  # the block's own as well, on abstract tensors or at other sizes
+        except Exception as error:  # also an error of the user's code, on abstract tensors or at other sizes
             return str(error) if isinstance(error, MoefxError) else f"{type(error).__name__}: {error}"
         finally:
             self._specialising = False
         return _NOT_SPECIALISED if program is None else program
 
-    def _kept_out(self, call: Specialisation, leaves: Leaves) -> tuple[str, ...]:
-        """The conditions that keep the programs for such a call from this one, where the block goes another way."""
+    def _blocking_conditions(self, call: Specialisation, leaves: Leaves) -> tuple[str, ...]:
+        """The failed guards of programs with this specialisation, if they mark another branch of the block."""
         conditions = []
         for entry in self._entries if leaves else []:
             if entry.program.key.admits(call):
-                index, guards = entry.failed_guard(self.block, leaves), entry.program.guards
+                index, guards = entry.find_failed_guard(self.block, leaves), entry.program.guards
                 conditions += [guards[index].condition] if index >= 0 and guards[index].one_way else []
         return tuple(conditions)
 
     @torch.compiler.assume_constant_result
     def _prepare_trace(self, *fields: Any) -> bool:
-        """Runs in Python while Dynamo traces: the checks of an eager call, without the values.
+        """Run the checks of an eager call while Dynamo traces, without values.
 
-        Dynamo passes constants, of which a subclass of tuple is none: hence the fields.
+        Takes the fields of a `Specialisation`: Dynamo passes plain constants only, no subclasses of tuple.
         """
         call = Specialisation(*fields)
-        if not self._holding(call):
-            self._specialised(call, [], None, None)
-        holding = self._holding(call)
-        # the trace takes the first that admits the call
+        if not self._valid_entries(call):
+            self._specialise_for(call, [], None, None)
+        holding = self._valid_entries(call)
+        # The trace takes the first entry that admits the call.
         self._entries.sort(key=lambda entry: entry not in holding)
         return bool(holding)
 
-    def _holding(self, call: Specialisation) -> list[Entry]:
-        """The programs for a call whose attributes are unchanged."""
+    def _valid_entries(self, call: Specialisation) -> list[Entry]:
+        """The entries for this specialisation whose attributes are unchanged."""
         admitted = [e for e in self._entries if e.program.key.admits(call)]
         for entry in admitted:
             entry.absorbed.check(self.name)
@@ -306,11 +311,11 @@ class BlockForward:
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """The programs, in the order in which they are tried."""
+        """The programs, in the order of trial."""
         return tuple(entry.program for entry in self._entries)
 
     def add(self, program: Program) -> None:
-        """Add a program; it is tried after the ones that are there."""
+        """Add a program, to be tried after the existing ones."""
         if self._recording:
             program.prepare_load()
         self.objects = tuple(dict.fromkeys((*self.objects, *program.objects)))
@@ -318,11 +323,10 @@ class BlockForward:
 
     @contextlib.contextmanager
     def running(self, what: str) -> Iterator[None]:
-        """While the context is open, run `"original"`, or the graph after the named pass, to bisect a
-        problem.
+        """Run `"original"`, or the graph after the named pass, inside the context. Serves to bisect a problem.
 
         Raises:
-            NoSuchPass: at the call, when no pass of that name ran.
+            NoSuchPass: at the call, if no pass of that name ran.
         """
         before, self._forced = self._forced, what
         try:
@@ -333,19 +337,20 @@ class BlockForward:
     # -- routing statistics ------------------------------------------------------------------------
 
     def record_load(self, on: bool = True) -> None:
-        """Switch routing statistics on or off: each call then keeps a reference to its `expert_offsets`."""
+        """Switch routing statistics on or off. If on, each call keeps a reference to its `expert_offsets`."""
         self._recording = on
         self._offsets = ()
         for program in self.programs if on else ():
             program.prepare_load()
 
     def load(self) -> torch.Tensor | None:
-        """Tokens per expert of the last call, int32 [E] on the device of the block (E of all routed groups
-        together where a block has several, those over a mesh first); None before the first call. No host
-        synchronisation. Over a mesh: of the tokens that this rank routes, to experts on all ranks.
+        """Tokens per expert in the last call, int32 [E] on the block's device; None before the first call.
+
+        If the block has several routed groups, E counts the experts of all groups, groups over a mesh first. Over a
+        mesh, counts the tokens that this rank routes to experts on any rank. Does not synchronise with the host.
 
         Raises:
-            MoefxError: statistics are not switched on.
+            MoefxError: statistics are switched off.
         """
         if not self._recording:
             raise MoefxError(f"routing statistics of {self.name or 'the block'} are off; call record_load() first")
@@ -367,10 +372,10 @@ class BlockForward:
         return duplicate
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**self.__dict__, "_offsets": ()}  # what a call left behind belongs to this object only
+        state = {**self.__dict__, "_offsets": ()}  # statistics of the last call are not copied
         del state["_bind"], state["__signature__"]
         if self.original is not None:
-            # It may not be complete yet when this object is loaded. Annotations are not always picklable.
+            # `original` may be incomplete when this object is loaded. Annotations are not always picklable.
             parameters = self.__signature__.parameters.values()
             state["signature"] = [p.replace(annotation=p.empty) for p in parameters]
         return state
@@ -378,7 +383,7 @@ class BlockForward:
     def __setstate__(self, state: dict[str, Any]) -> None:
         parameters = state.pop("signature", None)
         self.__dict__.update(state)
-        known = _signature(self.block, None) if parameters is None else inspect.Signature(parameters)
+        known = _read_signature(self.block, None) if parameters is None else inspect.Signature(parameters)
         self._set_signature(known)
         if self._recording:
             self.record_load()
@@ -389,7 +394,7 @@ class BlockForward:
 
 
 def signature_of(block: nn.Module) -> inspect.Signature:
-    """Of the forward of `block`, rewritten or not, as it was written."""
+    """The signature of the user's forward of `block`, rewritten or not."""
     forward = vars(block).get("forward")
     if isinstance(forward, BlockForward):
         forward = forward.original
@@ -397,12 +402,12 @@ def signature_of(block: nn.Module) -> inspect.Signature:
 
 
 def signature_binder(block: nn.Module) -> Callable[..., Any]:
-    """Binds the arguments of a call of `block` to the names of its signature."""
+    """Return a function that binds the arguments of a call of `block` to the names of its signature."""
     return binder(signature_of(block))
 
 
-def _transformed() -> bool:
-    """Whether the call is differentiated in other ways than backward."""
+def _is_transformed() -> bool:
+    """Whether forward-mode AD or a torch.func transform is active."""
     return forward_ad._current_level >= 0 or peek_interpreter_stack() is not None
 
 
@@ -411,7 +416,7 @@ def _pack(t: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def _unpack(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
-    """Autograd itself does not look at the version where there are hooks."""
+    """Check the version of a saved tensor, which autograd does not check under saved-tensor hooks."""
     t, version = saved
     if t._version != version:
         raise RuntimeError("a tensor that the backward needs was modified by an inplace operation")
@@ -420,8 +425,11 @@ def _unpack(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
 
 @contextlib.contextmanager
 def suspend_observers() -> Iterator[None]:
-    """Without what watches the call: `export(strict=False)` would record the captures as the model's, a flop counter
-    count them, a checkpoint keep what they save for a backward."""
+    """Suspend modes and hooks that observe the caller while a block is captured.
+
+    Otherwise `export(strict=False)` records the capture as the model's, a FLOP counter counts it, and a checkpoint
+    keeps its saved tensors.
+    """
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_pack, _unpack))
         for _ in _get_current_function_mode_stack():
@@ -433,14 +441,14 @@ def suspend_observers() -> Iterator[None]:
 def install_forward(
     block: nn.Module, programs: Sequence[Program], *, name: str = "", specialise: Specialise | None = None
 ) -> BlockForward:
-    """Make `block` run its programs. A block that is rewritten already keeps its true original forward."""
+    """Make `block` run its programs. A block that is already rewritten keeps the user's original forward."""
     forward = BlockForward(block, programs, name=name, specialise=specialise)
     block.forward = forward  # type: ignore[method-assign]
     return forward
 
 
 def rewritten_forward(block: nn.Module) -> BlockForward | None:
-    """The `BlockForward` of a block, None when it is not rewritten."""
+    """The `BlockForward` of a block; None if the block is not rewritten."""
     forward = block.__dict__.get("forward")
     return forward if isinstance(forward, BlockForward) else None
 
@@ -451,18 +459,16 @@ def rewritten_blocks(model: nn.Module) -> dict[str, BlockForward]:
     return {name: forward for name, forward in found.items() if forward is not None}
 
 
-def _own_forward(block: nn.Module) -> Callable[..., Any] | None:
-    """An instance-level forward of the user's (accelerate and others leave one); None when the class's own
-    runs."""
+def _find_own_forward(block: nn.Module) -> Callable[..., Any] | None:
+    """The user's instance-level forward, as accelerate and others set one; None if the class's forward runs."""
     forward = block.__dict__.get("forward")
     if isinstance(forward, BlockForward):
         return forward.original
-    # A plain bound method of the class pickles as `block.forward`, which would come back as the BlockForward
-    # itself.
+    # A bound method of the class pickles as `block.forward`, which loads as the BlockForward itself.
     return None if getattr(forward, "__func__", None) is type(block).forward else forward
 
 
-def _signature(block: nn.Module, original: Callable[..., Any] | None) -> inspect.Signature:
+def _read_signature(block: nn.Module, original: Callable[..., Any] | None) -> inspect.Signature:
     if original is not None:
         return inspect.signature(original)
     signature = inspect.signature(type(block).forward)

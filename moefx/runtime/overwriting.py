@@ -1,12 +1,12 @@
-"""Notices when the experts of one rank are overwritten by those of another.
+"""Detect when a wrapper overwrites the experts of one rank by those of another.
 
 Wrappers for data parallelism expect the same model on every rank. DistributedDataParallel, `accelerate.prepare` and
 `deepspeed.initialize` broadcast the parameters of one rank, and reduce gradients that belong to different experts.
 
-Each rank tells the others a sample of its experts in every call (see `ir.parameter_samples`): what it was at the last
-call, or since then by `load_state_dict`, and what it is now. Two ranks whose samples were different and are the same
-now have been overwritten, which a comparison of more values confirms. Experts that were alike before stay silent, and
-so do experts that are all alike within their rank, as after upcycling in place.
+In every call each rank sends two samples of its experts (see `ir.parameter_samples`): one from the last call or
+`load_state_dict`, and a current one. If the samples of two ranks differed and are now equal, the experts were
+overwritten. A comparison of more values confirms it. Ranks that had equal experts before are not reported, and neither
+are ranks whose own experts are all equal, as after upcycling.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from ..ir.ops.uneven_all_to_all import group_of, shown_ranks
 from .sharding import ExpertParameters, owner_and_tensor
 from .wrappers import broadcasting_ddp, describe_overwriting, is_deepspeed, outermost_wrapper, refuse_deepspeed
 
-_WORDS_EACH = NUM_WORDS // 4  # of the first and of the last expert, before and now
-_CONFIRMED_VALUES = 64  # of each parameter
+_WORDS_PER_EXPERT = NUM_WORDS // 4  # int64 words of the first and of the last expert, before and now
+_CONFIRMED_VALUES = 64  # values of each parameter that the second comparison reads
 
 
 class OverwritingWatch:
@@ -51,26 +51,26 @@ class OverwritingWatch:
         self.compares_itself, self.calls = False, 0
         self.checked_ddp: Any = None
         self.hooks_version = -1
-        self.sampled = self._largest()
+        self.sampled = self._find_sampled_names()
         self.settle()
         register(self)
 
     def settle(self) -> None:
-        """Take the experts as they are for what they should be. No host synchronisation."""
-        self.before = self._sample()
+        """Accept the current experts as correct. Does not synchronise with the host."""
+        self.before = self._sample_experts()
 
     def begin_call(self) -> None:
-        """Before an eager call: refuse wrappers that overwrite experts, and tell the sample of this block next."""
+        """Refuse wrappers that overwrite experts, and send the sample of this block in the next exchange."""
         if self.placement.num_ranks == 1:
             return
         ddp = torch.nn.parallel.DistributedDataParallel._active_ddp_module
         if ddp is not None and ddp is not self.checked_ddp:
-            if names := broadcasting_ddp(ddp, self._tensors(), self.group):
+            if names := broadcasting_ddp(ddp, self._expert_tensors(), self.group):
                 raise ExpertsOverwritten(describe_overwriting(ddp, self.name, f"it has {names[0]} among its own"))
             self.checked_ddp = ddp
         version = RemovableHandle.next_id  # an engine registers hooks on the model that it wraps
         if version != self.hooks_version:
-            for module in _callers(sys._getframe(1)):
+            for module in _iterate_running_modules(sys._getframe(1)):
                 if is_deepspeed(module):
                     refuse_deepspeed()
             self.hooks_version = version
@@ -92,7 +92,8 @@ class OverwritingWatch:
             self.hear(torch.stack(told).tolist())
 
     def tell(self) -> Tensor | None:
-        now = self._sample()
+        """The samples to send, int64 [NUM_WORDS]: of the last call, and of now."""
+        now = self._sample_experts()
         if now is None:
             return None
         before = self.before if self.before is not None and self.before.device == now.device else now
@@ -100,18 +101,20 @@ class OverwritingWatch:
         return torch.cat([before, now])
 
     def hear(self, told: Sequence[Sequence[int]]) -> None:
-        """Raises:
-        ExpertsOverwritten: ranks have the same experts that had different ones.
+        """Compare the samples of all ranks.
+
+        Raises:
+            ExpertsOverwritten: ranks that had different experts now have equal ones.
         """
-        alike = self._suspected(told)
-        if alike and (ranks := self._confirmed(alike)):
+        alike = self._find_suspects(told)
+        if alike and (ranks := self._confirm_overwritten(alike)):
             own = dist.get_process_group_ranks(group_of(self.group))
-            seen = f"{shown_ranks([own[i] for i in ranks])} have the same experts now, and had different ones"
+            seen = f"{shown_ranks([own[i] for i in ranks])} had different experts before and have equal ones now"
             raise ExpertsOverwritten(describe_overwriting(outermost_wrapper(self.block), self.name, seen))
         self.before = self.now
 
-    def _suspected(self, told: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Positions whose samples became the same."""
+    def _find_suspects(self, told: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Groups of positions whose samples became equal."""
         if not all(map(any, told)):
             return []  # a rank has no sample
         half, by_sample = NUM_WORDS // 2, dict[tuple[int, ...], list[int]]()
@@ -125,14 +128,14 @@ class OverwritingWatch:
             for words, positions in by_sample.items()
             if len({tuple(told[p][:half]) for p in positions}) > 1
             and len(set(words)) > 1
-            and (one_expert or words[:_WORDS_EACH] != words[_WORDS_EACH:])
+            and (one_expert or words[:_WORDS_PER_EXPERT] != words[_WORDS_PER_EXPERT:])
         ]
 
-    def _confirmed(self, suspected: list[list[int]]) -> list[int]:
-        """Those of the suspected positions that agree in many values. Collective: all ranks suspect the same ones."""
+    def _confirm_overwritten(self, suspected: list[list[int]]) -> list[int]:
+        """The suspects that agree in many values. Collective: all ranks have the same suspects."""
         digest = hashlib.sha256()
-        for tensor in self._tensors():
-            flat = _local(tensor).reshape(-1)
+        for tensor in self._expert_tensors():
+            flat = _local_part(tensor).reshape(-1)
             digest.update(flat[:: max(1, len(flat) // _CONFIRMED_VALUES)].double().cpu().numpy().tobytes())
         device = self.now.device if self.now is not None else torch.device("cpu")
         own = torch.frombuffer(bytearray(digest.digest()), dtype=torch.int64).to(device)
@@ -145,24 +148,24 @@ class OverwritingWatch:
                 return same
         return []
 
-    def _tensors(self) -> list[Tensor]:
+    def _expert_tensors(self) -> list[Tensor]:
         return self.parameters.tensors(self.block, self.placement.own)
 
     @torch.no_grad()
-    def _sample(self) -> Tensor | None:
-        """A few values of the first and of the last of this rank's experts, as int64 [2 * _WORDS_EACH]."""
+    def _sample_experts(self) -> Tensor | None:
+        """A few values of this rank's first and last expert, as int64 [2 * _WORDS_PER_EXPERT]."""
         first, last = self.sampled
-        if first != last:  # parameters of their own
-            found = [_words(_local(owner_and_tensor(self.block, name)[1])) for name in self.sampled]
+        if first != last:  # each expert has separate parameters
+            found = [_sample_values(_local_part(owner_and_tensor(self.block, name)[1])) for name in self.sampled]
         else:
-            local = _local(owner_and_tensor(self.block, first)[1])
+            local = _local_part(owner_and_tensor(self.block, first)[1])
             each = len(local) // self.placement.num_slots if not self.parameters.separate else len(local)
-            found = [_words(local[:each]), _words(local[len(local) - each :])]
+            found = [_sample_values(local[:each]), _sample_values(local[len(local) - each :])]
         words = [each for each in found if each is not None]
         return torch.cat(words) if len(words) == 2 else None
 
-    def _largest(self) -> tuple[str, str]:
-        """The largest parameter of the first and of the last expert: one name if it holds several experts."""
+    def _find_sampled_names(self) -> tuple[str, str]:
+        """Names of the largest parameter of the first and of the last expert; the same name twice for a stack."""
         parameters, own = self.parameters, self.placement.own
         if not parameters.separate:
             name = max(parameters.stacked, key=lambda name: owner_and_tensor(self.block, name)[1].numel())
@@ -180,7 +183,7 @@ class OverwritingWatch:
 
 
 class SettleOnLoad:
-    """After a state dict was loaded into a block."""
+    """A post-hook of `load_state_dict`: accept the loaded experts as correct."""
 
     def __call__(self, block: nn.Module, incompatible_keys: Any) -> None:
         watch = getattr(vars(block).get("forward"), "watch", None)
@@ -188,24 +191,24 @@ class SettleOnLoad:
             watch.settle()
 
 
-def _local(t: Tensor) -> Tensor:
+def _local_part(t: Tensor) -> Tensor:
     return (t.to_local() if isinstance(t, DTensor) else t).detach()
 
 
-def _words(t: Tensor) -> Tensor | None:
-    """Values from the middle of a local tensor, as int64 [_WORDS_EACH]. Without a kernel if it is contiguous."""
+def _sample_values(t: Tensor) -> Tensor | None:
+    """Values from the middle of a local tensor, as int64 [_WORDS_PER_EXPERT]. A view if the tensor is contiguous."""
     if t.is_meta or t.layout != torch.strided or not t.numel():
         return None
     flat, each = t.reshape(-1), max(8 // t.element_size(), 1)
-    length, middle = _WORDS_EACH * each, len(flat) // 2
+    length, middle = _WORDS_PER_EXPERT * each, len(flat) // 2
     start = middle - (flat.storage_offset() + middle) % each
     if 0 <= start <= len(flat) - length and t.element_size() <= 8:
         return flat[start : start + length].view(torch.int64)
-    return flat[torch.arange(_WORDS_EACH, device=flat.device) % len(flat)].double().view(torch.int64)
+    return flat[torch.arange(_WORDS_PER_EXPERT, device=flat.device) % len(flat)].double().view(torch.int64)
 
 
-def _callers(frame: Any) -> Iterator[nn.Module]:
-    """The modules whose `forward` is running, the innermost first."""
+def _iterate_running_modules(frame: Any) -> Iterator[nn.Module]:
+    """The modules whose `forward` is running, innermost first."""
     while frame is not None:
         code = frame.f_code
         if code.co_name == "forward" and code.co_argcount:

@@ -1,4 +1,4 @@
-"""`Program`: one rewritten form of a block, and the specialisation that it holds for."""
+"""`Program`: a rewritten form of a block, and its specialisation."""
 
 from __future__ import annotations
 
@@ -14,39 +14,38 @@ from ..ir.guards.attribute_reads import Where
 from ..ir.guards.stored_values import comparisons
 
 
-def _expression(where: Where) -> str | None:
-    """For the value of an attribute of `self`; None where Python's syntax has none."""
+def _attribute_expression(where: Where) -> str | None:
+    """Python source that reads an attribute of `self`; None if its name is no identifier."""
     owners, names = filter(None, where.module.split(".")), filter(None, [where.name, *where.inner.split(".")])
     parts = [("_modules", p) for p in owners] + [("_parameters", p) for p in names]
     if not all(p.isidentifier() or p.isdigit() for _, p in parts):
         return None
-    return "".join(["self", *(f".{held}[{p!r}]" if p.isdigit() else f".{p}" for held, p in parts)])
+    return "".join(["self", *(f".{container}[{p!r}]" if p.isdigit() else f".{p}" for container, p in parts)])
 
 
 class Program:
-    """A rewritten form of a block; a value that blocks of the same structure share.
+    """A rewritten form of a block. Immutable: blocks of the same structure share it.
 
     Args:
-        key: the specialisation that it holds for.
-        history: the graphs that led to it; the last one runs.
-        absorbed: names, relative to the block, of the submodules whose computation the graph took over.
+        key: the specialisation.
+        history: the graphs after each pass; the last one runs.
+        absorbed: names, relative to the block, of submodules whose computation is part of the graph.
         guards: further conditions that capture relied on.
-        attributes: plain attributes of the block and its parts that it holds for; and where a tensor is one that is
-            elsewhere, too.
-        moves: it holds on any device.
-        weights: which arguments of a call are the weights that the graph has as attributes; of a block its own are.
+        attributes: values of plain attributes of the block and its submodules at capture. For a tensor with two names,
+            the value is the other name.
+        moves: the program holds on any device.
+        weights: the paths of arguments that replace attributes of the graph. Empty if the block owns its weights.
 
     Attributes:
         fn: `(block, *values of the placeholders) -> output`.
-        guard: `(block, *values of the placeholders) -> index of the guard that fails, or -1`; None without
-            guards.
-        unchanged: `(block) -> whether the attributes are what they were`, for Dynamo, which then guards them; not those
-            of absorbed modules, of which there are many.
-        picks: positions of the placeholders' values among the leaves of a call.
-        reads: names of the tensors and modules of the block that it reads or calls.
+        guard: `(block, *values of the placeholders) -> index of the failed guard, or -1`; None without guards.
+        unchanged: `(block) -> whether the attributes have their values of capture`. Dynamo traces it and guards them.
+            Omits absorbed modules, because they are many.
+        leaf_indices: positions of the placeholders' values among the leaves of a call.
+        read_names: names of the block's tensors and modules that the graph reads or calls.
     """
 
-    # A plain class: Dynamo wraps every field of a frozen dataclass when it first sees one.
+    # No frozen dataclass: Dynamo wraps every field of one on first sight.
     def __init__(
         self,
         key: Specialisation,
@@ -69,9 +68,9 @@ class Program:
         self.guard: Callable[..., int] | None = graph.compile_guards(self.guards) if self.guards else None
         self.unchanged: Callable[..., bool] = self._compile_attributes()
         self.fn_with_load: Callable[..., Any] | None = None
-        self.picks = graph.binding.indices(key)
+        self.leaf_indices = graph.binding.indices(key)
         nodes = graph.graph.nodes
-        self.reads = tuple(dict.fromkeys(str(n.target) for n in nodes if n.op in ("get_attr", "call_module")))
+        self.read_names = tuple(dict.fromkeys(str(n.target) for n in nodes if n.op in ("get_attr", "call_module")))
 
     def _compile_attributes(self) -> Callable[..., bool]:
         tests, scope = ["True"], {}
@@ -82,9 +81,9 @@ class Program:
                 scope[f"m{i}"] = sys.modules.get(where.module[1:])
                 path = f"m{i}.{'.'.join(filter(None, where[1:]))}"
             elif isinstance(value, Where):
-                tests.append(f"{_expression(where)} is {_expression(value)}")
+                tests.append(f"{_attribute_expression(where)} is {_attribute_expression(value)}")
                 continue
-            elif where.module in self.absorbed or (path := _expression(where)) is None:
+            elif where.module in self.absorbed or (path := _attribute_expression(where)) is None:
                 continue
             for expression, part in comparisons(path, value):
                 name = f"v{len(scope)}"
@@ -94,17 +93,17 @@ class Program:
         return graph_codegen.build(source, scope, "unchanged", f"{self.history.name} attributes")
 
     def find_failed_guard(self, block: Any, leaves: Leaves) -> int:
-        """The index of the guard that keeps a call with these leaves out; -1 if none does."""
-        return -1 if self.guard is None else self.guard(block, *[leaves[i][1] for i in self.picks])
+        """The index of the first guard that a call with these leaves fails, or -1."""
+        return -1 if self.guard is None else self.guard(block, *[leaves[i][1] for i in self.leaf_indices])
 
     @property
     def objects(self) -> tuple[Path, ...]:
-        """Arguments that it passes on to submodules as they are."""
+        """Arguments that the graph passes on to submodules unchanged."""
         return self.history.graph.binding.objects
 
     @property
     def holds_for(self) -> str:
-        """The specialisation, with the mode of the parts that the block looks into instead of its own."""
+        """The specialisation as text. Shows the mode of submodules if the block's own mode does not matter."""
         modes = {bool(value) for where, value in self.attributes.items() if where.name == "training"}
         text = str(self.key)
         if self.key.training is None and len(modes) == 1:
@@ -112,7 +111,7 @@ class Program:
         return text
 
     def describe_difference(self, other: Program) -> str:
-        """What it holds for, and the attributes that are others than those of `other`: `eval (x: ...), top_k == 3`."""
+        """The specialisation, and attributes with other values than in `other`: `eval (x: ...), top_k == 3`."""
         mine = self.attributes.items()
         values = [
             f"{where} == {value!r}"
@@ -125,31 +124,31 @@ class Program:
         return ", ".join([self.holds_for, *values])
 
     def prepare_load(self) -> None:
-        """Make `fn_with_load`: as `fn`, but it returns `(output, (expert_offsets, ...))`."""
+        """Compile `fn_with_load`: like `fn`, but returns `(output, (expert_offsets, ...))`."""
         if self.fn_with_load is None:
             self.fn_with_load = self.runnable(self.history.graph).compile(record_load=True)
 
     def runnable(self, graph: BlockGraph) -> BlockGraph:
-        """A graph of the history as it is called, with placeholders for weights that are arguments."""
+        """A graph of the history with placeholders for the weights that are arguments."""
         return graph.with_inputs(self.weights) if self.weights else graph
 
     def renamed(self, name: str) -> Program:
-        """The same program for another block of the same structure."""
-        return Program(self.key, self.history.renamed(name), *self._rest)
+        """A copy for another block of the same structure."""
+        return Program(self.key, self.history.renamed(name), *self._other_fields)
 
     def with_arguments(self, arguments: tuple[tuple[Path, tuple[Any, ...]], ...]) -> Program:
-        """The same program for arguments of other kinds, as on another device."""
-        return Program(self.key._replace(arguments=arguments), self.history, *self._rest)
+        """A copy for other arguments, for example on another device."""
+        return Program(self.key._replace(arguments=arguments), self.history, *self._other_fields)
 
     @property
-    def _rest(self) -> tuple[Any, ...]:
+    def _other_fields(self) -> tuple[Any, ...]:
         return self.absorbed, self.guards, self.attributes, self.moves, self.weights
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Program, (self.key, self.history, *self._rest)
+        return Program, (self.key, self.history, *self._other_fields)
 
     def __repr__(self) -> str:
         return f"<Program {self.history.name or 'model'}: {self.key}>"

@@ -1,10 +1,8 @@
-"""Notices when what a rewrite relied on is changed: absorbed submodules, and attributes that the forward reads.
+"""Detect changes to absorbed submodules, and to attributes that a block's forward reads.
 
-A rewritten block reads the parameters of its experts but does not call the expert modules: a hook on one of
-them would never fire, an adapter put in its place (LoRA) would be ignored. So every call looks whether the
-absorbed modules are still what they were. That has to cost less than the call: a few comparisons that run in
-C over prepared lists, about 10 ns a module; hooks are looked at when any hook was registered anywhere since
-the last look.
+A rewritten block reads the parameters of its experts but does not call the expert modules: a hook on one would never
+fire, and an adapter in its place (LoRA) would be ignored. Every call therefore checks the absorbed modules. Prepared
+lists are compared in C, about 10 ns per module. Hooks are checked only after a hook was registered on any module.
 """
 
 from __future__ import annotations
@@ -27,13 +25,11 @@ _children_of = itemgetter("_modules")
 
 
 class AbsorbedModules:
-    """The absorbed submodules of one block.
+    """The absorbed submodules of one block. A deep copy or a pickle watches the copied modules.
 
     Args:
         block: the block.
-        names: their names, relative to the block.
-
-    A deep copy or a pickle of it watches the copies.
+        names: names of the submodules, relative to the block.
     """
 
     def __init__(self, block: nn.Module, names: Sequence[str]):
@@ -45,23 +41,26 @@ class AbsorbedModules:
         self.forwards = [module.__dict__.get("forward") for module in self.modules]
         self.children = [dict(module._modules) for module in self.modules]
         self.without = [[n for n, p in module._parameters.items() if p is None] for module in self.modules]
-        # A module on the way to an absorbed one may itself be kept or change: only the link counts.
+        # A parent of an absorbed module may change or be kept: compare only the child that it holds.
         known = set(self.names)
         self.links = [
             (owner, child, getattr(block.get_submodule(owner), child))
-            for owner, child in sorted({_link(part) for name in self.names for part in _prefixes(name)})
+            for owner, child in sorted({_split_path(part) for name in self.names for part in _path_prefixes(name)})
             if owner not in known
         ]
-        self._live: _Live | None = None
+        self._live: _AbsorbedLists | None = None
 
     def check(self, block_name: str = "") -> None:
-        """Raise `AbsorbedModuleChanged` when one of them was replaced, hooked, parametrized or given another
-        forward."""
+        """Check all modules quickly.
+
+        Raises:
+            AbsorbedModuleChanged: a module was replaced, hooked, parametrized, or given another forward.
+        """
         live = self._live
         if live is None:
             self.inspect(block_name)
-            live = self._live = _Live(self)
-        # The version is read before the look: a hook that comes later changes it again.
+            live = self._live = _AbsorbedLists(self)
+        # Read the version before the check: a hook that another thread adds changes it again.
         version = RemovableHandle.next_id
         if (
             version != live.hooks_version
@@ -78,36 +77,37 @@ class AbsorbedModules:
             live.hooks_version = version
 
     def inspect(self, block_name: str) -> None:
-        """Look at everything, one module at a time."""
+        """Check everything, one module at a time, and raise as `check` does."""
         for owner, name, child in self.links:
             now = self.block.get_submodule(owner)._modules.get(name)
             if now is not child:
-                self._changed(block_name, f"{owner}.{name}".strip("."), _replaced(child, now))
+                self._raise_changed(block_name, f"{owner}.{name}".strip("."), _describe_replacement(child, now))
         for name, module, cls, children, without, forward in zip(
             self.names, self.modules, self.types, self.children, self.without, self.forwards, strict=True
         ):
             if type(module) is not cls:
-                self._changed(block_name, name, f"became a {type(module).__name__}")
+                self._raise_changed(block_name, name, f"became a {type(module).__name__}")
             if cls.forward is not self.code[cls]:
-                self._changed(block_name, name, f"was given another forward, that of its class {cls.__name__},")
+                self._raise_changed(block_name, name, f"got a new forward in its class {cls.__name__}")
             for child in {**children, **module._modules}:
                 if module._modules.get(child) is not children.get(child):
-                    what = _replaced(children.get(child), module._modules.get(child))
-                    self._changed(block_name, f"{name}.{child}", what)
+                    what = _describe_replacement(children.get(child), module._modules.get(child))
+                    self._raise_changed(block_name, f"{name}.{child}", what)
             for parameter, value in module._parameters.items():
                 if (value is None) is not (parameter in without):
-                    self._changed(block_name, f"{name}.{parameter}", "was removed" if value is None else "was added")
+                    self._raise_changed(
+                        block_name, f"{name}.{parameter}", "was removed" if value is None else "was added"
+                    )
             if module.__dict__.get("forward") is not forward:
-                self._changed(block_name, name, "was given a forward of its own")
+                self._raise_changed(block_name, name, "was given a forward of its own")
             if hook := find_hook_kind(module):
-                self._changed(block_name, name, f"got a {hook}")
+                self._raise_changed(block_name, name, f"got a {hook}")
 
-    def _changed(self, block_name: str, name: str, what: str) -> None:
+    def _raise_changed(self, block_name: str, name: str, what: str) -> None:
         raise AbsorbedModuleChanged(
-            f"{f'{block_name}.' if block_name else ''}{name} {what} after moefx.compile had absorbed it into "
-            f"the rewritten {type(self.block).__name__}, which reads its parameters but does not call it: "
-            "the change would be ignored. Make the change before moefx.compile, or undo it; the router and "
-            "shared experts can be changed at any time"
+            f"{f'{block_name}.' if block_name else ''}{name} {what} after moefx.compile. The rewritten "
+            f"{type(self.block).__name__} reads its parameters but does not call it, so the change would be ignored. "
+            "Undo the change, or make it before moefx.compile. The router and shared experts can change at any time"
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -118,14 +118,14 @@ class AbsorbedModules:
         self.code = {cls: cls.forward for cls in self.types}
 
 
-class _Live:
-    """Lists prepared for comparison in C; they refer to the modules' own dictionaries."""
+class _AbsorbedLists:
+    """Lists for comparison in C. They refer to the modules' own dictionaries."""
 
     def __init__(self, absorbed: AbsorbedModules):
         pairs = list(zip(absorbed.modules, absorbed.children, strict=True))
         self.parents = [module.__dict__ for module, children in pairs if children]
         self.children = [children for _, children in pairs if children]
-        # by name, the places of parameters that are None, such as the bias of a Linear without one
+        # Registries by the names of parameters that are None, such as the bias of Linear(bias=False).
         named: dict[str, list[dict[str, Any]]] = {}
         for module, names in zip(absorbed.modules, absorbed.without, strict=True):
             for name in names:
@@ -139,31 +139,33 @@ class _Live:
 
 
 class ReadAttributes:
-    """Plain attributes that a program was made for (`top_k`, a scale, a flag of a configuration): whether they still
-    are what they were. Compared in C, one call for each object that holds some.
+    """Plain attributes that a program relies on, such as `top_k`, a scale or a flag of a configuration.
+
+    Compares in C, with one call per object.
 
     Args:
-        values: what they were; where a tensor is one that is elsewhere, too, that is where (see `ties`).
+        values: values at capture. For a tensor with two names, the value is the other name (see `ties`).
     """
 
     def __init__(self, block: nn.Module, values: Mapping[Where, Any]):
         self.block, self.values = block, values
-        self._live: _LiveAttributes | None = None
+        self._live: _AttributeLists | None = None
 
     def hold(self) -> bool:
+        """Whether all attributes have their values of capture."""
         if not self.values:
             return True
         if self._live is None:
             if self.changed() is not None:
                 return False
-            self._live = _LiveAttributes(self.block, self.values)
+            self._live = _AttributeLists(self.block, self.values)
         if self._live.hold():
             return True
-        self._live = None  # an object that holds some may have been replaced by an equal one
+        self._live = None  # an equal object may have replaced one in the lists
         return self.changed() is None
 
     def changed(self) -> tuple[Where, Any] | None:
-        """The first one that is another now, and what it is."""
+        """The first changed attribute and its new value."""
         for where, value in self.values.items():
             now = value_at(self.block, where)
             if not (now is value_at(self.block, value) if isinstance(value, Where) else same(now, value)):
@@ -174,13 +176,13 @@ class ReadAttributes:
         return {**self.__dict__, "_live": None}
 
 
-class _LiveAttributes:
-    """Lists prepared for comparison in C. What stands in the place of an absorbed module is not looked at here."""
+class _AttributeLists:
+    """Lists for comparison in C. `AbsorbedModules` checks replaced submodules instead."""
 
     def __init__(self, block: nn.Module, values: Mapping[Where, Any]):
         held: dict[int, tuple[Any, dict[str, Any]]] = {}
         self.holders: list[tuple[dict[str, Any], str, Any]] = []
-        self.shared: list[tuple[Any, str, Any]] = []  # of the class
+        self.shared: list[tuple[Any, str, Any]] = []  # attributes of classes
         self.tied: list[tuple[Any, str, Any, str]] = []
         for where, value in values.items():
             holders, name = holders_of(block, where), where.last
@@ -215,22 +217,21 @@ class _LiveAttributes:
                 and all([same(getattr(owner, name, MISSING), value) for owner, name, value in self.shared])
                 and all([getattr(a, name) is getattr(b, other) for a, name, b, other in self.tied])
             )
-        except Exception:  # gone, or of a kind that does not compare
+        except Exception:  # an attribute is gone, or its values do not compare
             return False
 
 
 def find_hook_kind(module: nn.Module) -> str:
-    """What kind of hook a module has: "forward hook", "backward pre hook", ...; "" without any."""
+    """The kind of a module's first hook: "forward hook", "backward pre hook", ...; "" without a hook."""
     kind = next((kind for kind in _HOOKS if getattr(module, kind)), "")
     return kind.strip("_").removesuffix("s").replace("_", " ")
 
 
 def absorbed_names(block: nn.Module, graph: BlockGraph, repeated: Sequence[str] = ()) -> tuple[str, ...]:
-    """The submodules that a graph replaces: all that it neither calls, nor that are part of or contain a
-    called one.
+    """The submodules that a graph replaces: those that are not called, and neither contain nor belong to a called one.
 
-    Of `repeated` modules, which are called and of which parts are computed once more beside the call, these parts
-    must not change either.
+    Args:
+        repeated: modules that the graph calls and whose parts it also computes. The parts count as absorbed.
     """
     kept = [str(node.target) for node in graph.graph.nodes if node.op == "call_module"]
     read = [str(node.target).rpartition(".")[0] for node in graph.graph.nodes if node.op == "get_attr"]
@@ -243,17 +244,17 @@ def absorbed_names(block: nn.Module, graph: BlockGraph, repeated: Sequence[str] 
     return tuple(dict.fromkeys([*replaced, *inner]))
 
 
-def _prefixes(name: str) -> list[str]:
+def _path_prefixes(name: str) -> list[str]:
     parts = name.split(".")
     return [".".join(parts[: i + 1]) for i in range(len(parts))]
 
 
-def _link(name: str) -> tuple[str, str]:
+def _split_path(name: str) -> tuple[str, str]:
     owner, _, child = name.rpartition(".")
     return owner, child
 
 
-def _replaced(before: nn.Module | None, now: nn.Module | None) -> str:
+def _describe_replacement(before: nn.Module | None, now: nn.Module | None) -> str:
     if now is None:
         return "was removed"
     if before is None:

@@ -1,6 +1,7 @@
-"""Wrappers for data parallelism around a model that is spread over a mesh: which leave its experts alone, which do not.
+"""Keep wrappers for data parallelism from overwriting the experts of a model that is spread over a mesh.
 
-DistributedDataParallel leaves alone what the wrapped module names in an attribute. DeepSpeed has nothing like that.
+DistributedDataParallel ignores parameters that the wrapped module lists in an attribute. DeepSpeed has no equivalent,
+so it is refused.
 """
 
 from __future__ import annotations
@@ -26,29 +27,29 @@ DEEPSPEED_HOOK = "set_deepspeed_parallelism"  # DeepSpeed's engine calls it on m
 class IgnoredByDDP:
     """Names of the experts' parameters and buffers, for `DistributedDataParallel(model)`.
 
-    DistributedDataParallel reads them while it is constructed. They are made then: modules may have been renamed or
-    wrapped since `compile`. If all ranks of its process group hold the same experts, there are none: experts are
+    DistributedDataParallel iterates over the names in its constructor. They are computed then, because modules may have
+    been renamed or wrapped since `compile`. Empty if all ranks of its process group hold the same experts: experts are
     replicas there, like all other parameters.
 
     Args:
-        more: names that the user's model lists already.
-        told: a warning that says what is left to the user, given once; "" for none.
+        ignored_names: names that the user's model lists already.
+        warning: a warning about reductions that are left to the user, given once; "" for none.
     """
 
-    def __init__(self, model: nn.Module, more: Sequence[str] = (), told: str = ""):
-        self.model, self.more, self.told = model, tuple(more), told
+    def __init__(self, model: nn.Module, ignored_names: Sequence[str] = (), warning: str = ""):
+        self.model, self.ignored_names, self.warning = model, tuple(ignored_names), warning
 
     def __iter__(self) -> Iterator[str]:
-        yield from self.more
-        wrapper = _constructed(sys._getframe(1))
+        yield from self.ignored_names
+        wrapper = _find_ddp_under_construction(sys._getframe(1))
         root = self.model if wrapper is None else wrapper[0]
-        tensors = _tensors_of_experts(root, None if wrapper is None else wrapper[1])
-        names = _names_below(root, tensors)
+        tensors = _collect_expert_tensors(root, None if wrapper is None else wrapper[1])
+        names = _collect_names(root, tensors)
         for tensor in tensors.values() if wrapper is not None else ():
-            tensor._ddp_ignored = True  # type: ignore[attr-defined]  # asked of mixed precision
-        if names and wrapper is not None and self.told:
-            warnings.warn(f"moefx: {self.told}", stacklevel=3)
-            self.told = ""
+            tensor._ddp_ignored = True  # type: ignore[attr-defined]  # read by DDP's mixed precision
+        if names and wrapper is not None and self.warning:
+            warnings.warn(f"moefx: {self.warning}", stacklevel=3)
+            self.warning = ""
         yield from names
 
     def __contains__(self, name: object) -> bool:
@@ -58,8 +59,8 @@ class IgnoredByDDP:
         return len(list(self))
 
 
-def _constructed(frame: Any) -> tuple[nn.Module, Any] | None:
-    """The module that a DistributedDataParallel is being made of, and its process group."""
+def _find_ddp_under_construction(frame: Any) -> tuple[nn.Module, Any] | None:
+    """The module and the process group of a DistributedDataParallel whose constructor is running in `frame`."""
     made = frame.f_locals.get("self")
     if not isinstance(made, DistributedDataParallel):
         return None
@@ -67,18 +68,18 @@ def _constructed(frame: Any) -> tuple[nn.Module, Any] | None:
     return (module, group) if isinstance(module, nn.Module) else None
 
 
-def _tensors_of_experts(root: nn.Module, wrapped_over: Any) -> dict[int, Tensor]:
-    """Tensors by `id` that differ between the ranks of a process group; without a group, between any ranks."""
+def _collect_expert_tensors(root: nn.Module, wrapped_over: Any) -> dict[int, Tensor]:
+    """Expert tensors by `id` that differ between the ranks of a process group; without a group, between any ranks."""
     found = []
-    for forward in _spread_forwards(root):
+    for forward in _find_spread_forwards(root):
         parameters, placement = forward.watch.parameters, forward.watch.placement
         if wrapped_over is None or shares_other_experts(wrapped_over, placement.group):
             found += parameters.tensors(forward.block, placement.own)
     return {id(tensor): tensor for tensor in found}
 
 
-def _names_below(root: nn.Module, tensors: Mapping[int, Tensor]) -> list[str]:
-    """All names of tensors below a module, as DistributedDataParallel spells them in its code."""
+def _collect_names(root: nn.Module, tensors: Mapping[int, Tensor]) -> list[str]:
+    """All names of the tensors in a module, as DistributedDataParallel spells them."""
     names = []
     for path, module in root.named_modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -87,13 +88,13 @@ def _names_below(root: nn.Module, tensors: Mapping[int, Tensor]) -> list[str]:
     return names
 
 
-def _spread_forwards(root: nn.Module) -> list[Any]:
+def _find_spread_forwards(root: nn.Module) -> list[Any]:
     forwards = [vars(module).get("forward") for module in root.modules()]
     return [f for f in forwards if getattr(f, "watch", None) is not None]
 
 
 def shares_other_experts(wrapped_over: dist.ProcessGroup, group: str) -> bool:
-    """Whether other ranks of a process group hold other experts than this rank.
+    """Whether another rank of a process group holds different experts than this rank.
 
     Args:
         group: the name of the expert axis' process group.
@@ -103,7 +104,7 @@ def shares_other_experts(wrapped_over: dist.ProcessGroup, group: str) -> bool:
 
 
 def broadcasting_ddp(ddp: Any, experts: Sequence[Tensor], group: str) -> list[str]:
-    """The names of expert tensors that a DistributedDataParallel takes for replicas, though they are not."""
+    """The names of expert tensors that a DistributedDataParallel wrongly treats as replicas."""
     if not shares_other_experts(ddp.process_group, group):
         return []
     ignored, own = set(ddp.parameters_to_ignore), set(map(id, experts))
@@ -116,7 +117,7 @@ def is_deepspeed(module: nn.Module) -> bool:
 
 
 class RefuseDeepSpeed:
-    """Stands on a block under the name that DeepSpeed's engine calls before it broadcasts parameters."""
+    """An attribute of a block that DeepSpeed's engine calls before it broadcasts parameters."""
 
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
         refuse_deepspeed()
@@ -127,14 +128,14 @@ def refuse_deepspeed() -> NoReturn:
 
 
 _NO_DEEPSPEED = (
-    "DeepSpeed's engine takes all parameters for replicas, and the experts of this model are spread over ranks by "
-    "moefx.compile(mesh=...): it copies those of one rank to all others. Compile without a mesh for DeepSpeed, or "
-    "train the spread model with torch's fully_shard or DistributedDataParallel (docs/expert_parallelism.md)"
+    "DeepSpeed's engine broadcasts all parameters from one rank, but moefx.compile(mesh=...) gave each rank different "
+    "experts, which would be overwritten. Compile without a mesh for DeepSpeed, or train the spread model with torch's "
+    "fully_shard or DistributedDataParallel (docs/expert_parallelism.md)"
 )
 
 
 def outermost_wrapper(block: nn.Module) -> nn.Module | None:
-    """The wrapper of the model that a block is in, such as DistributedDataParallel; None if none is found."""
+    """The outermost wrapper around a block's model, such as DistributedDataParallel; None if none is found."""
     modules = [o for o in gc.get_objects() if issubclass(type(o), nn.Module) and any(m is block for m in o.modules())]
     wrappers: list[nn.Module] = [
         m for m in modules if issubclass(type(m), FSDPModule) or (m is not block and "module" in m._modules)
@@ -144,13 +145,13 @@ def outermost_wrapper(block: nn.Module) -> nn.Module | None:
 
 
 def describe_overwriting(wrapper: nn.Module | None, block: str, seen: str) -> str:
-    """What happened to the experts of a block, and the way out."""
-    lost = "Then load the weights again (load_state_dict): what was broadcast over these experts is not theirs"
+    """An error message: how a wrapper overwrote the experts of a block, and what to do."""
+    lost = "Then load the weights again (load_state_dict): the experts now hold another rank's values"
     if isinstance(wrapper, DistributedDataParallel):
         around, over = type(wrapper.module).__name__, f"overwrites the experts of {block}"
         return (
-            f"DistributedDataParallel around {around} {over}: {seen}. Each rank holds other experts. Wrap the model "
-            "that moefx.compile returned. To wrap a module around it, first call "
+            f"DistributedDataParallel around {around} {over}: {seen}. Each rank holds different experts. Wrap the "
+            "model that moefx.compile returned. To wrap a module around it, first call "
             "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, "
             f"moefx.expert_parameter_names(module, buffers=True)). {lost}"
         )
@@ -159,11 +160,14 @@ def describe_overwriting(wrapper: nn.Module | None, block: str, seen: str) -> st
     by = "A broadcast of parameters, or an initialisation with the same random numbers on every rank,"
     leave = "Leave moefx.expert_parameter_names(model) out of it"
     if isinstance(wrapper, FSDPModule):
-        by, leave = "fully_shard over ranks of the expert axis", "Give the experts' blocks mesh=mesh['dp'] or the like"
+        by, leave = (
+            "fully_shard over ranks of the expert axis",
+            "Shard the experts' blocks over another axis (mesh['dp'])",
+        )
     elif wrapper is not None:
         by, leave = type(wrapper).__name__, f"Train without {type(wrapper).__name__}"
     return (
-        f"{by} has overwritten the experts of {block}: {seen}. Each rank holds other experts, and whatever broadcasts "
-        f"or shards parameters over those ranks mixes them. {leave}; docs/expert_parallelism.md says how gradients "
-        f"are reduced then. {lost}"
+        f"{by} has overwritten the experts of {block}: {seen}. Each rank holds different experts, and a broadcast or "
+        f"sharding over these ranks mixes them. {leave}; docs/expert_parallelism.md explains the reduction of "
+        f"gradients. {lost}"
     )

@@ -206,12 +206,12 @@ def case_deepspeed() -> None:
         compiled = spread()
         before = copy.deepcopy(moefx.full_state_dict(compiled))
         asks = functools.partial(DeepSpeedEngine, asks=True)
-        overwritten(asks, "DeepSpeed's engine takes", "without a mesh", x=wrap(compiled))
+        overwritten(asks, "DeepSpeed's engine broadcasts", "without a mesh", x=wrap(compiled))
         after = moefx.full_state_dict(compiled)
         assert all(torch.equal(after[name], value) for name, value in before.items())
         compiled(tokens())
         engine = DeepSpeedEngine(wrap(compiled), asks=False)
-        overwritten(engine, "DeepSpeed's engine takes")
+        overwritten(engine, "DeepSpeed's engine broadcasts")
 
 
 def case_other_broadcasts() -> None:
@@ -236,7 +236,7 @@ def case_a_broadcast_between_two_ranks() -> None:
     if dist.get_rank() in (2, 3):
         for parameter in compiled.parameters():
             dist.broadcast(parameter.data, 2, group=pairs.get_group("pairs"))
-    overwritten(compiled, "ranks 2, 3 have the same experts")
+    overwritten(compiled, "ranks 2, 3 had different experts before")
 
 
 def case_a_broadcast_below_torch_compile() -> None:

@@ -145,7 +145,7 @@ def test_what_is_another_in_each_call_is_told_a_few_times(monkeypatch, x, caplog
     for step in range(6):
         monkeypatch.setitem(globals(), "GAIN", 1.0 + step / 7)
         torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
-    said = [r for r in caplog.records if "They run the original" in r.getMessage()]
+    said = [r for r in caplog.records if "runs the original forward" in r.getMessage()]
     assert 0 < len(said) <= 2
 
 

@@ -122,7 +122,7 @@ def test_why_calls_run_the_original_is_said_once(x, caplog):
         compiled(x)
     (record,) = caplog.records
     assert record.name.startswith("moefx") and record.levelname == "WARNING"
-    assert "is not rewritten for such calls: the experts draw random numbers" in record.getMessage()
+    assert "is not rewritten for this kind of call: the experts draw random numbers" in record.getMessage()
 
 
 class Cache(collections.UserDict):
