@@ -25,24 +25,26 @@ def clip_grad_norm_(
     """See `moefx.clip_grad_norm_`.
 
     Args:
-        own_experts: of parameters of which each rank has others, the name of the process group of those ranks.
+        own_experts: for parameters of separate experts, the name of the process group whose ranks hold others.
     """
     if not norm_type > 0:
         raise MoefxError(f"norm_type={norm_type!r}: expected a number > 0")
-    held = list(model.named_parameters())
-    if not held:
+    named_parameters = list(model.named_parameters())
+    if not named_parameters:
         return torch.zeros(())
-    # The same on every rank, whatever it has gradients of: frozen parameters count here, and so do absent ones.
-    like = torch.zeros((), dtype=_widest([p.dtype for _, p in held]), device=held[0][1].device)
+    # The dtype must be equal on all ranks, so it also counts parameters without gradients.
+    zero = torch.zeros(
+        (), dtype=_find_widest([p.dtype for _, p in named_parameters]), device=named_parameters[0][1].device
+    )
     groups: dict[tuple[str, ...], list[Tensor]] = {(group,): [] for group in own_experts.values()}
     grads = []
-    for name, parameter in held:
-        norms = groups.setdefault(_spread_over(name, parameter, own_experts), [])
+    for name, parameter in named_parameters:
+        norms = groups.setdefault(_find_spread_groups(name, parameter, own_experts), [])
         if parameter.grad is not None:
-            grads.append(_local(parameter.grad))
-            norms.append(torch.linalg.vector_norm(grads[-1], norm_type, dtype=like.dtype).to(like.device))
-    norms = [_over(_combined(norms, norm_type, like), over, norm_type) for over, norms in groups.items()]
-    total = _combined(norms, norm_type, like)
+            grads.append(_local_part(parameter.grad))
+            norms.append(torch.linalg.vector_norm(grads[-1], norm_type, dtype=zero.dtype).to(zero.device))
+    norms = [_reduce_norm(_combine_norms(norms, norm_type, zero), over, norm_type) for over, norms in groups.items()]
+    total = _combine_norms(norms, norm_type, zero)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(f"the total norm of order {norm_type} of the gradients is {total.item()}")
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
@@ -51,32 +53,32 @@ def clip_grad_norm_(
     return total
 
 
-def _spread_over(name: str, parameter: Tensor, own_experts: dict[str, str]) -> tuple[str, ...]:
-    """The groups whose ranks have other parts of a parameter, or other parameters in its place."""
+def _find_spread_groups(name: str, parameter: Tensor, own_experts: dict[str, str]) -> tuple[str, ...]:
+    """The groups whose ranks hold other parts of a parameter, or other experts' parameters."""
     over = [own_experts[name]] if name in own_experts else []
     if isinstance(parameter, DTensor):
         for axis, placement in enumerate(parameter.placements):
             if placement.is_partial():
-                raise MoefxError(f"{name} is a partial sum, of whose gradient there is no norm")
+                raise MoefxError(f"{name} is a DTensor with a Partial placement: the norm of its gradient is undefined")
             if placement.is_shard() or "Shard" in type(placement).__name__:  # also the strided one of FSDP
                 over.append(parameter.device_mesh.get_group(axis).group_name)
     return tuple(over)
 
 
-def _local(t: Tensor) -> Tensor:
+def _local_part(t: Tensor) -> Tensor:
     return t.to_local() if isinstance(t, DTensor) else t
 
 
-def _widest(dtypes: list[torch.dtype]) -> torch.dtype:
+def _find_widest(dtypes: list[torch.dtype]) -> torch.dtype:
     return functools.reduce(torch.promote_types, dtypes, torch.float32)
 
 
-def _combined(norms: list[Tensor], norm_type: float, like: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros_like(like)
+def _combine_norms(norms: list[Tensor], norm_type: float, zero: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros_like(zero)
 
 
-def _over(norm: Tensor, groups: tuple[str, ...], norm_type: float) -> Tensor:
-    """The norm of what all ranks of these groups have."""
+def _reduce_norm(norm: Tensor, groups: tuple[str, ...], norm_type: float) -> Tensor:
+    """Combine the norms of all ranks of these groups. Collective."""
     for name in groups:
         if math.isinf(norm_type):
             dist.all_reduce(norm, dist.ReduceOp.MAX, group=group_of(name))

@@ -1,6 +1,6 @@
-"""In which order to name hosts to a launcher, so that those that share experts are near each other (Piper section V.C).
+"""Order hosts for a launcher so that hosts that share experts are close to each other (Piper section V.C).
 
-Schedulers give out hosts of several switch groups, seldom in an order that follows them.
+Schedulers assign hosts from several switch groups, often in an unrelated order.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ class HostOrder:
     """Hosts, group by group.
 
     Attributes:
-        hosts: all of them, each once. group: how many share experts: the first so many, the next, and so on.
-        inside: how many groups lie within one unit of each level, fine to coarse, that do not in a finer one; at last,
-            how many lie within none.
+        hosts: all hosts, each once.
+        group: number of consecutive hosts that share experts.
+        inside: for each level, fine to coarse, the number of groups that lie within one unit of the level but not
+            within a finer unit. The last number counts groups that lie within no unit.
     """
 
     hosts: tuple[str, ...]
@@ -31,38 +32,37 @@ class HostOrder:
 
 
 def order_hosts(hosts: Mapping[str, str | Sequence[str]], group: int) -> HostOrder:
-    """A host list with as many expert groups as there can be in one switch group each, of the others as many as there
-    can be in one rack, and so on.
+    """Order hosts so that as many expert groups as possible lie within one switch group, then within one rack, ...
 
     Args:
-        hosts: where each host is, fine to coarse: `{"n17": ("switch3", "rack1"), ...}`, or `{"n17": "switch3", ...}`.
-        group: hosts that share experts: ranks of the expert axis / ranks of a host.
+        hosts: the units of each host, fine to coarse: `{"n17": ("switch3", "rack1")}`, or `{"n17": "switch3"}`.
+        group: number of hosts that share experts: ranks of the expert axis / ranks of a host.
 
     Returns:
-        The order; `str` of it is what launchers take. Numbered so, the expert axis is the last one of the mesh
+        The order; `str()` formats it for launchers. With this order the expert axis must be the last of the mesh
         (`Plan(placement="ep_first")`).
 
     Raises:
-        InvalidPlan: the hosts are not whole groups, or are told of with unlike numbers of levels.
+        InvalidPlan: the hosts do not form whole groups, or have different numbers of levels.
     """
-    places = {host: (place,) if isinstance(place, str) else tuple(place) for host, place in hosts.items()}
-    depths = {len(place) for place in places.values()}
-    if len(depths) > 1:
-        raise InvalidPlan(f"hosts are in {min(depths)} to {max(depths)} units; say as many of each")
-    if group < 1 or len(places) % group:
-        raise InvalidPlan(f"{len(places)} hosts are not whole groups of {group}")
+    units_of = {host: (units,) if isinstance(units, str) else tuple(units) for host, units in hosts.items()}
+    num_levels = {len(units) for units in units_of.values()}
+    if len(num_levels) > 1:
+        raise InvalidPlan(f"hosts have {min(num_levels)} to {max(num_levels)} levels; name the same number for each")
+    if group < 1 or len(units_of) % group:
+        raise InvalidPlan(f"{len(units_of)} hosts are not whole groups of {group}")
     ordered: list[str] = []
     inside: list[int] = []
-    left = {place: [host for host in places if places[host] == place] for place in sorted(set(places.values()))}
-    for _ in range(max(depths, default=0) + 1):
+    left = {units: [host for host in units_of if units_of[host] == units] for units in sorted(set(units_of.values()))}
+    for _ in range(max(num_levels, default=0) + 1):
         found = 0
         rest: dict[tuple[str, ...], list[list[str]]] = {}
-        for place, these in left.items():
-            whole = len(these) // group
-            ordered += these[: whole * group]
+        for units, names_here in left.items():
+            whole = len(names_here) // group
+            ordered += names_here[: whole * group]
             found += whole
-            rest.setdefault(place[1:], []).append(these[whole * group :])
+            rest.setdefault(units[1:], []).append(names_here[whole * group :])
         inside.append(found)
-        # Large parts first: a group is of few of them.
-        left = {place: list(chain(*sorted(parts, key=len, reverse=True))) for place, parts in rest.items()}
+        # Large parts first, so that a group spans few parts.
+        left = {units: list(chain(*sorted(parts, key=len, reverse=True))) for units, parts in rest.items()}
     return HostOrder(tuple(ordered), group, tuple(inside))

@@ -1,6 +1,6 @@
-"""Which way of rows is fastest: bandwidths as measured, rows as expected (X-MoE section 4.2, Piper section V).
+"""Predict the fastest dispatch from measured bandwidths and expected row counts (X-MoE section 4.2, Piper section V).
 
-Letters: E experts, K of a token, W ranks, R racks, N nodes of a rack, L ranks of a node.
+Letters: E experts, K slots of a token, W ranks, R racks, N nodes of a rack, L ranks of a node.
 """
 
 from __future__ import annotations
@@ -21,15 +21,19 @@ from ..ir.expert_placement import Level
 from ..ir.ops.row_packing import pack_rows, split_columns
 from ..ir.ops.uneven_all_to_all import group_of, start, wait
 
-_SIZES = (1 << 14, 1 << 22)  # bytes that each rank sends
-_CPU_ROWS, _GPU_ROWS, _ROW_BYTES = (1 << 8, 1 << 13), (1 << 10, 1 << 15), 1 << 12  # a GPU has 264 us of launches
+_MESSAGE_BYTES = (1 << 14, 1 << 22)  # sent by each rank
+_CPU_ROWS, _GPU_ROWS, _ROW_BYTES = (
+    (1 << 8, 1 << 13),
+    (1 << 10, 1 << 15),
+    1 << 12,
+)  # a GPU needs 264 us for launches alone
 _REPEATS = 5
-DEFAULT_TOKENS = 4096  # of a rank, where nobody says how many there are
+DEFAULT_TOKENS = 4096  # per rank, if the plan does not set them
 
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """Seconds of an all-to-all over a group of ranks: `latency` + bytes that leave a rank * `per_byte`."""
+    """The cost of an all-to-all over a group: `latency` + bytes that leave a rank * `per_byte`, in seconds."""
 
     latency: float
     per_byte: float
@@ -40,10 +44,12 @@ class Link:
 
 @dataclasses.dataclass(frozen=True)
 class Links:
-    """Of an expert axis: all ranks at once, and at each level, coarse to fine, those that differ there alone.
+    """The links of an expert axis.
 
     Attributes:
-        handling: seconds a byte that a rank takes to pack and unpack rows, once for each exchange.
+        whole: an all-to-all over all ranks of the axis.
+        levels: coarse to fine, an all-to-all over the ranks that differ at that level only.
+        handling: seconds per byte to pack and unpack rows, in each exchange.
     """
 
     whole: Link
@@ -52,9 +58,9 @@ class Links:
 
 
 def measure_link(level: Level, device: torch.device) -> Link:
-    """Collective: medians over even exchanges of two sizes."""
+    """Measure a link by the medians of even exchanges of two sizes. Collective."""
     group, seconds = group_of(level.group), []
-    for num_bytes in _SIZES:
+    for num_bytes in _MESSAGE_BYTES:
         each = num_bytes // level.size
         rows = torch.zeros(each * level.size, 1, dtype=torch.uint8, device=device)
         found = []
@@ -62,24 +68,26 @@ def measure_link(level: Level, device: torch.device) -> Link:
             dist.barrier(group)
             begin = time.perf_counter()
             arrived = wait(start(rows, [each] * level.size, [each] * level.size, level.group))
-            arrived[-1].item()  # on a GPU: when it has arrived
+            arrived[-1].item()  # wait for the GPU
             found.append(time.perf_counter() - begin)
         seconds.append(statistics.median(found[1:]))
-    leaving = [n * (level.size - 1) / level.size for n in _SIZES]
+    leaving = [n * (level.size - 1) / level.size for n in _MESSAGE_BYTES]
     per_byte = max(seconds[1] - seconds[0], 0.0) / max(leaving[1] - leaving[0], 1.0)
     return Link(max(seconds[0] - leaving[0] * per_byte, 0.0), per_byte)
 
 
 def measure_handling(group: str, device: torch.device) -> float:
-    """Seconds a byte to pack rows and to unpack them, where all ranks do so at once: they may share processors. What
-    few rows take, launches above all, is no part of it. Collective."""
+    """Measure the seconds per byte to pack and unpack rows, excluding launches. Collective.
+
+    All ranks measure at the same time, because they may share processors.
+    """
     few, many = _CPU_ROWS if device.type == "cpu" else _GPU_ROWS
-    least, most = (_handled(group, device, num_rows) for num_rows in (few, many))
+    least, most = (_time_handling(group, device, num_rows) for num_rows in (few, many))
     return max(most - least, 0.0) / ((many - few) * _ROW_BYTES)
 
 
-def _handled(group: str, device: torch.device, num_rows: int) -> float:
-    """Seconds of so many rows."""
+def _time_handling(group: str, device: torch.device, num_rows: int) -> float:
+    """The seconds to pack and unpack `num_rows` rows: the minimum of several runs."""
     x = torch.zeros((num_rows, _ROW_BYTES), dtype=torch.uint8, device=device)
     ids = torch.arange(num_rows, dtype=torch.int32, device=device)
     place, slots = torch.zeros_like(ids)[:, None], torch.zeros_like(ids)
@@ -95,11 +103,11 @@ def _handled(group: str, device: torch.device, num_rows: int) -> float:
     return min(found[1:])
 
 
-@functools.lru_cache(maxsize=4096)  # a planner asks for the same few many times
+@functools.lru_cache(maxsize=4096)  # the planner repeats a few arguments many times
 def expected_parts(num_experts: int, top_k: int, parts: int) -> float:
-    """On how many of equal parts of the experts a token's are, if all choices are alike."""
+    """The expected number of parts that hold a token's experts, if experts are split evenly and chosen uniformly."""
     if num_experts % parts:
-        raise ValueError(f"{num_experts} experts in {parts} parts")
+        raise ValueError(f"{num_experts} experts cannot be split into {parts} equal parts")
     rest = num_experts - num_experts // parts
     return parts * (1 - math.comb(rest, top_k) / math.comb(num_experts, top_k))
 
@@ -107,15 +115,18 @@ def expected_parts(num_experts: int, top_k: int, parts: int) -> float:
 def predict_seconds(
     links: Links, sizes: Sequence[int], num_experts: int, top_k: int, row_bytes: float, tokens: int = DEFAULT_TOKENS
 ) -> dict[str, float]:
-    """Seconds of one exchange of a rank's tokens, of each way; one level has none of several hops. With HALO, what
-    stays in the node has as long as the hops above it take.
+    """Predict the seconds of one exchange of a rank's tokens, for each dispatch.
+
+    With one level, omits dispatches of several hops. With HALO, rows that stay in the node travel during the hops
+    above it.
 
     Args:
-        sizes: units within a unit, coarse to fine: (R, N, L) or (N, L), as of `Topology`.
-        row_bytes: of a token and what travels with it.
+        sizes: units within a unit, coarse to fine: (R, N, L) or (N, L), as in `Topology`.
+        row_bytes: bytes of a token and of the values that travel with it.
+        tokens: tokens per rank.
     """
     each, ranks = tokens * row_bytes, math.prod(sizes)
-    above = list(itertools.accumulate(sizes[:-1], operator.mul, initial=1))  # units that a level's are within
+    above = list(itertools.accumulate(sizes[:-1], operator.mul, initial=1))  # number of units above each level
     levels = list(zip(links.levels, sizes, above, strict=True))
     of_ranks, nodes = expected_parts(num_experts, top_k, ranks), above[-1]
     of_hops = [expected_parts(num_experts, top_k, within * size) for _, size, within in levels]
@@ -124,7 +135,7 @@ def predict_seconds(
         return rows * each * links.handling
 
     def at_once(rows: float) -> float:
-        """Over the whole axis: the links of its levels are used side by side."""
+        """One exchange over the whole axis, which uses the links of all levels at the same time."""
         through = [rows / within * (1 - 1 / size) * each * link.per_byte for link, size, within in levels]
         at_last = max(*through, rows * (1 - 1 / ranks) * each * links.whole.per_byte)
         return links.whole.latency + at_last + handled(rows)
@@ -136,14 +147,17 @@ def predict_seconds(
     *hops, last = (link.seconds(rows * (1 - 1 / size) * each) for (link, size, _), rows in sent)
     inside, num_bytes = links.levels[-1], of_ranks * (1 - 1 / sizes[-1]) * each
     halo = max(sum(hops), inside.seconds(num_bytes / nodes)) + inside.seconds(num_bytes * (1 - 1 / nodes))
-    # With HALO what stays in the node is handled once, in the exchange beside the others.
+    # With HALO, rows that stay in the node are packed once, for the exchange beside the hops.
     beside = sum(of_hops[:-1]) * (1 - 1 / nodes) + of_ranks
     return {**seconds, "rbd": sum(hops) + last + handled(sum(of_hops)), "halo": halo + handled(beside)}
 
 
 def choose_fastest(seconds: dict[str, float]) -> str:
-    """The way of the least time; of those that are alike to 2 % the simplest, in the order given. Ways of several hops
-    must gain 15 %: of one expert a token they are predicted to gain 11 % and lose 6 % (benchmarks/NOTES.md)."""
+    """The fastest dispatch. Within 2 %, prefers the first, which is the simplest.
+
+    Dispatches of several hops must gain 15 %: with one expert per token, a predicted gain of 11 % was a measured loss
+    of 6 % (benchmarks/NOTES.md).
+    """
     counted = {way: s / (0.85 if way in ("rbd", "halo") else 1.0) for way, s in seconds.items()}
     least = min(counted.values())
     return next(way for way, s in counted.items() if s <= 1.02 * least)

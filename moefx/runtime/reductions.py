@@ -1,7 +1,7 @@
-"""Which gradients of a spread model are left to reduce, and a warning if an optimizer steps on them as they are.
+"""Reductions that the gradients of a spread model still need, and a warning if an optimizer steps without them.
 
-After `backward` a rank has the gradients of its own loss. Experts are the exception: their gradients are sums over the
-ranks of the expert axis. `Reduction` says what else makes them gradients of the mean loss of all ranks.
+After `backward` a rank has the gradients of its own loss. Gradients of experts are already sums over the ranks of the
+expert axis. A `Reduction` lists the remaining sums, and the divisor for the mean loss of all ranks.
 """
 
 from __future__ import annotations
@@ -26,30 +26,31 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..util.user_code import is_user_file
 
-STAGES, SHARED = "pp", "tp"  # mesh axes: stages of a pipeline, and ranks with the same tokens
+PIPELINE_AXIS, TENSOR_AXIS = "pp", "tp"  # names of mesh axes; ranks along "tp" have the same tokens
 GRADIENT_WATCH = "_moefx_gradients"  # the attribute of a spread model that holds its `GradientWatch`
 
 
 @dataclasses.dataclass(frozen=True)
 class Reduction:
-    """What makes the gradients of one group of parameters those of the mean loss.
+    """The reduction that turns the gradients of a group of parameters into those of the mean loss.
 
     Attributes:
-        of: the group, "experts" or "others".
-        axes: mesh axes over which gradients are to be summed. ranks: along these axes, with this one.
-        divisor: what to divide the sum by, the number of ranks with tokens of their own.
-        summed: mesh axes over which they are summed already.
+        group: "experts" or "others".
+        axes: mesh axes over which to sum the gradients.
+        ranks: the ranks along these axes, including this one.
+        divisor: divisor of the sum: the number of ranks with different tokens.
+        summed: mesh axes over which the gradients are already summed.
     """
 
-    of: str
+    group: str
     axes: tuple[str, ...]
     ranks: frozenset[int]
     divisor: int
     summed: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        done = f"summed over {_quoted(self.summed)} already" if self.summed else ""
-        over = f"sum over {_quoted(self.axes)} ({len(self.ranks)} ranks)" if self.axes else ""
+        done = f"summed over {_quote_names(self.summed)} already" if self.summed else ""
+        over = f"sum over {_quote_names(self.axes)} ({len(self.ranks)} ranks)" if self.axes else ""
         divide = f"divide by {self.divisor}" if self.divisor > 1 else ""
         return ", ".join(filter(None, (done, over, divide))) or "nothing to do"
 
@@ -57,25 +58,25 @@ class Reduction:
 def build_reductions(
     mesh: DeviceMesh, expert_axes: tuple[str, ...], sequence_axis: str | None = None
 ) -> dict[str, Reduction]:
-    """The reductions for the experts' parameters and for all others.
+    """The reductions of the experts' parameters and of all others.
 
-    Ranks along "pp" have other parameters. Those along the sequence axis have the same tokens, and so do those along
-    "tp" if experts are not spread over it.
+    Ranks along "pp" hold different parameters. Ranks along the sequence axis have the same tokens, and so do ranks
+    along "tp" unless experts are spread over it.
     """
     names = mesh.mesh_dim_names or ()
     sizes = dict(zip(names, mesh.shape, strict=True))
-    alike = {STAGES, sequence_axis} | ({SHARED} - set(expert_axes))
+    alike = {PIPELINE_AXIS, sequence_axis} | ({TENSOR_AXIS} - set(expert_axes))
     data = tuple(name for name in names if name not in alike and sizes[name] > 1)
     divisor = math.prod(sizes[name] for name in data)
     left = tuple(name for name in data if name not in expert_axes)
     summed = tuple(name for name in data if name in expert_axes)
     return {
-        "experts": Reduction("experts", left, _ranks_along(mesh, left), divisor, summed),
-        "others": Reduction("others", data, _ranks_along(mesh, data), divisor),
+        "experts": Reduction("experts", left, _find_ranks_along(mesh, left), divisor, summed),
+        "others": Reduction("others", data, _find_ranks_along(mesh, data), divisor),
     }
 
 
-def _ranks_along(mesh: DeviceMesh, axes: tuple[str, ...]) -> frozenset[int]:
+def _find_ranks_along(mesh: DeviceMesh, axes: tuple[str, ...]) -> frozenset[int]:
     coordinate = mesh.get_coordinate() or [0] * mesh.ndim
     names = mesh.mesh_dim_names or ()
     at = tuple(slice(None) if name in axes else own for name, own in zip(names, coordinate, strict=True))
@@ -83,22 +84,24 @@ def _ranks_along(mesh: DeviceMesh, axes: tuple[str, ...]) -> frozenset[int]:
 
 
 def format_reductions(found: Mapping[str, Reduction], counts: Mapping[str, int], outside: int) -> list[str]:
-    """One line for each group of parameters.
+    """One line per group of parameters.
 
     Args:
-        counts: parameters of each group. outside: ranks of the job that are not in the mesh.
+        counts: number of parameters in each group.
+        outside: number of the job's ranks that are not in the mesh.
     """
-    lines = [f"{of:<12}{counts[of]} parameter(s): {found[of]}" for of in found if counts.get(of)]
+    lines = [f"{group:<12}{counts[group]} parameter(s): {found[group]}" for group in found if counts.get(group)]
     beyond = f"{outside} rank(s) are not in the mesh: if they hold replicas, reduce over them too"
     return [*lines, *([f"{'outside':<12}{beyond}"] if lines and outside else [])]
 
 
 class GradientWatch:
-    """Warns once if an optimizer steps on gradients of a spread model that nothing has reduced.
+    """Warns once if an optimizer steps on unreduced gradients of a spread model.
 
     Args:
         experts: names of the experts' parameters.
-        manual: the user reduces gradients by hand, which leaves no trace.
+        found: the reductions of each group of parameters.
+        manual: the user reduces gradients by hand, which cannot be detected: do not warn.
     """
 
     def __init__(self, model: nn.Module, experts: Iterable[str], found: Mapping[str, Reduction], manual: bool):
@@ -107,9 +110,9 @@ class GradientWatch:
         self.has_warned = self.is_up_to_date = False
         self.reduced: list[tuple[set[int], frozenset[int]]] = []
         _watches.add(self)
-        weakref.finalize(self, _remove_if_unused).atexit = False
-        if not _installed:
-            _installed.append(register_optimizer_step_pre_hook(_before_step))
+        weakref.finalize(self, _remove_unused_hook).atexit = False
+        if not _hook_handles:
+            _hook_handles.append(register_optimizer_step_pre_hook(_check_watches))
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self.manual or self.has_warned or optimizer in self.seen:
@@ -118,40 +121,41 @@ class GradientWatch:
         self.is_up_to_date = False
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
         own = {name: p for name, p in self.model.named_parameters() if id(p) in stepped}
-        if own and (unreduced := self._unreduced(own)):
+        if own and (unreduced := self._find_unreduced(own)):
             self.has_warned = True
-            warnings.warn(self._warning(unreduced), stacklevel=_level_of_user())
+            warnings.warn(self._format_warning(unreduced), stacklevel=_find_user_stacklevel())
 
-    def _unreduced(self, parameters: Mapping[str, Tensor]) -> dict[str, list[str]]:
-        """Names of parameters, by group, whose replicas on other ranks have gradients of their own."""
+    def _find_unreduced(self, parameters: Mapping[str, Tensor]) -> dict[str, list[str]]:
+        """Names of unreduced parameters, by group."""
         left: dict[str, list[str]] = {}
         for name, parameter in parameters.items():
-            of = "experts" if name in self.experts else "others"
-            needed = self.found[of].ranks
+            group = "experts" if name in self.experts else "others"
+            needed = self.found[group].ranks
             is_sharded = isinstance(parameter, DTensor) and needed <= set(_mesh_ranks(parameter))
             if len(needed) > 1 and not is_sharded and not self._is_in_ddp(parameter, needed):
-                left.setdefault(of, []).append(name)
+                left.setdefault(group, []).append(name)
         return left
 
     def _is_in_ddp(self, parameter: Tensor, needed: frozenset[int]) -> bool:
-        """Whether a DistributedDataParallel reduces a parameter over these ranks. Looks for new ones once a step."""
+        """Whether a DistributedDataParallel reduces a parameter over these ranks. Searches for wrappers once a step."""
         while not any(id(parameter) in own and needed <= ranks for own, ranks in self.reduced):
             if self.is_up_to_date:
                 return False
-            self.reduced, self.is_up_to_date = list(_reduced_by_ddp()), True
+            self.reduced, self.is_up_to_date = list(_find_ddp_reductions()), True
         return True
 
-    def _warning(self, unreduced: Mapping[str, list[str]]) -> str:
+    def _format_warning(self, unreduced: Mapping[str, list[str]]) -> str:
+        owners = {"experts": "its experts", "others": "the rest"}
         what = "; ".join(
-            f"{len(names)} parameter(s) of {'its experts' if of == 'experts' else 'the rest'} ({', '.join(names[:2])}"
-            f"{', ...' if len(names) > 2 else ''}): {self.found[of]}"
-            for of, names in unreduced.items()
+            f"{len(names)} parameter(s) of {owners[group]} ({', '.join(names[:2])}"
+            f"{', ...' if len(names) > 2 else ''}): {self.found[group]}"
+            for group, names in unreduced.items()
         )
         return (
-            f"moefx: this step of the optimizer uses gradients of {type(self.model).__name__} that nothing has reduced "
-            f"over the ranks, so its replicas drift apart. Left to do before step(): {what}. moefx.explain(model) says "
-            "it for all parameters. Wrap what is left in fully_shard or DistributedDataParallel, or reduce by hand and "
-            "say Plan(gradients='manual')"
+            f"moefx: this step of the optimizer uses gradients of {type(self.model).__name__} that are not reduced "
+            f"over the ranks, so its replicas drift apart. Missing before step(): {what}. moefx.explain(model) lists "
+            "all parameters. Wrap these parameters in fully_shard or DistributedDataParallel, or reduce them by hand "
+            "and set Plan(gradients='manual')"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientWatch:
@@ -160,8 +164,8 @@ class GradientWatch:
         return duplicate
 
 
-def _level_of_user() -> int:
-    """The `stacklevel` that shows the user's line: torch wraps `step`, and schedulers wrap it again."""
+def _find_user_stacklevel() -> int:
+    """The `stacklevel` of the user's line. torch and schedulers wrap `step`, so it varies."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and not is_user_file(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1
@@ -172,8 +176,8 @@ def _mesh_ranks(parameter: DTensor) -> list[int]:
     return parameter.device_mesh.mesh.flatten().tolist()
 
 
-def _reduced_by_ddp() -> Iterator[tuple[set[int], frozenset[int]]]:
-    """Parameters that a DistributedDataParallel reduces, by `id`, and the ranks that it reduces them over."""
+def _find_ddp_reductions() -> Iterator[tuple[set[int], frozenset[int]]]:
+    """For each DistributedDataParallel: the parameters that it reduces, by `id`, and the ranks that it reduces over."""
     for found in gc.get_objects():
         if issubclass(type(found), DistributedDataParallel) and "module" in found._modules:
             ignored = set(found.parameters_to_ignore)
@@ -182,11 +186,11 @@ def _reduced_by_ddp() -> Iterator[tuple[set[int], frozenset[int]]]:
 
 
 _watches: weakref.WeakSet[GradientWatch] = weakref.WeakSet()
-_installed: list[Any] = []  # the handle of the hook, while a spread model lives
+_hook_handles: list[Any] = []  # the handle of the hook, while a spread model lives
 _stepping = threading.local()
 
 
-def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _check_watches(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if torch.compiler.is_compiling():
         return
     _stepping.now = True
@@ -197,11 +201,11 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         _stepping.now = False
 
 
-def _remove_if_unused() -> None:
-    """Remove the hook with the last spread model, but not while torch iterates over the hooks."""
-    if _installed and not any(True for _ in _watches) and not getattr(_stepping, "now", False):
-        _installed.pop().remove()
+def _remove_unused_hook() -> None:
+    """Remove the hook after the last spread model is freed, unless torch is iterating over the hooks."""
+    if _hook_handles and not any(True for _ in _watches) and not getattr(_stepping, "now", False):
+        _hook_handles.pop().remove()
 
 
-def _quoted(names: tuple[str, ...]) -> str:
+def _quote_names(names: tuple[str, ...]) -> str:
     return " and ".join(map(repr, names))

@@ -1,4 +1,4 @@
-"""What `torch.utils.checkpoint` around a spread block must keep."""
+"""A policy for `torch.utils.checkpoint` around a spread block."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
-# A second routing may differ from the first by rounding, and a second exchange costs what the first did.
-_KEPT = frozenset(
+# Recomputed routing may differ by rounding, and a recomputed exchange costs as much as the first.
+_SAVED_OPS = frozenset(
     {
         "moefx::place_choices", "moefx::chunk_choices", "moefx::near_and_far", "moefx::plan_dispatch",
         "moefx::exchange_counts", "moefx::read_counts", "moefx::all_to_all_rows", "moefx::wait_rows",
@@ -22,35 +22,38 @@ _KEPT = frozenset(
 )  # fmt: skip
 
 
-_WAITS = ("moefx::wait_rows", "moefx::wait_sums", "moefx::wait_gathered", "moefx::wait_scattered")
+_WAIT_OPS = ("moefx::wait_rows", "moefx::wait_sums", "moefx::wait_gathered", "moefx::wait_scattered")
 
 
-class _Here(threading.local):
-    """Of this thread: what the last wait has read."""
+class _ThreadState(threading.local):
+    """Storages that the last wait of this thread read."""
 
     arrived: Sequence[torch.UntypedStorage] = ()
 
 
-_here = _Here()
+_thread_state = _ThreadState()
 
 
 def save_routing(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """A policy for `torch.utils.checkpoint.create_selective_checkpoint_contexts`: keep the router's choice and what the
-    exchanges brought, recompute the rest.
+    """A policy for `torch.utils.checkpoint.create_selective_checkpoint_contexts`.
 
-    Nothing reads rows as they arrived behind their wait, but they would be kept with the result of the exchange: so
-    their memory is freed, when the wait has run, which is when another operation asks. (Of checkpoints in each other
-    each asks for the same one.)
+    Saves the router's selection and the results of exchanges, and recomputes the rest. The buffer of an exchange would
+    stay alive with its result, although only its wait reads it. So its memory is freed at the next operation, when the
+    wait has run. Nested checkpoints call the policy several times for one operation.
     """
     full_name = op.name() if isinstance(op, torch._ops.OpOverload) else ""
     name = full_name.partition(".")[0]
     arriving: list[torch.UntypedStorage] = []
-    if name in _WAITS and not ctx.is_recompute:
+    if name in _WAIT_OPS and not ctx.is_recompute:
         sent = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
-        arriving = [t.untyped_storage() for t in sent if type(t) is torch.Tensor]  # not those of a trace
+        arriving = [t.untyped_storage() for t in sent if type(t) is torch.Tensor]  # skip fake tensors
     still = {storage.data_ptr() for storage in arriving}
-    for storage in _here.arrived:
+    for storage in _thread_state.arrived:
         if storage.data_ptr() not in still:
             storage.resize_(0)
-    _here.arrived = arriving
-    return CheckpointPolicy.MUST_SAVE if not _KEPT.isdisjoint((name, full_name)) else CheckpointPolicy.PREFER_RECOMPUTE
+    _thread_state.arrived = arriving
+    return (
+        CheckpointPolicy.MUST_SAVE
+        if not _SAVED_OPS.isdisjoint((name, full_name))
+        else CheckpointPolicy.PREFER_RECOMPUTE
+    )

@@ -1,4 +1,4 @@
-"""The parameters of experts, each on the rank that its expert lives on."""
+"""Distribute the parameters of experts over the ranks of an expert axis."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from ..ir.expert_placement import Placement
 from ..util.model_copy import copy_model
 from .topology import ExpertAxis
 
-_AXIS, _STAGES = "ep", "pp"
+_EXPERT_AXIS, _PIPELINE_AXIS = "ep", "pp"
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpertParameters:
-    """Names, relative to the block.
+    """Names of the experts' parameters, relative to the block.
 
     Attributes:
-        stacked: of parameters that hold all experts, in order along their first axis, with the length of an expert's
-            part: 1 of [experts, ...].
-        separate: for each expert the names of its own parameters.
+        stacked: parameters that hold all experts along their first axis, with the length of one expert's part: 1 for
+            [experts, ...].
+        separate: for each expert, the names of its own parameters.
     """
 
     stacked: Mapping[str, int]
     separate: tuple[tuple[str, ...], ...]
 
     def of_experts(self, experts: Iterable[int]) -> set[str]:
-        """The separate ones of some experts."""
+        """The names of the separate parameters of some experts."""
         return {name for e in experts for name in self.separate[e]} if self.separate else set()
 
     def tensors(self, block: nn.Module, experts: Iterable[int]) -> list[torch.Tensor]:
@@ -47,48 +47,51 @@ def resolve_expert_axes(mesh: DeviceMesh, wanted: str | tuple[str, ...] | None) 
     """The names of the mesh axes that experts are spread over.
 
     Raises:
-        InvalidPlan: it is not clear which one is meant.
+        InvalidPlan: the mesh has no axis "ep", and its names do not tell which axis to use.
     """
     names: list[str] = list(mesh.mesh_dim_names or ())
     if not names:
         raise InvalidPlan("the axes of the mesh have no names; pass mesh_dim_names to init_device_mesh")
     if wanted is not None:
         return (wanted,) if isinstance(wanted, str) else wanted
-    if _AXIS not in names and len(names) > 1:
-        raise InvalidPlan(f"which axis of the mesh ({_shown(mesh)}) are the experts for? Say Plan(expert_axis=...)")
-    if _AXIS not in names and (names[0] == _STAGES or is_replica_axis(names[0])):
+    if _EXPERT_AXIS not in names and len(names) > 1:
+        raise InvalidPlan(f"which axis of the mesh ({_format_mesh(mesh)}) holds the experts? Set Plan(expert_axis=...)")
+    if _EXPERT_AXIS not in names and (names[0] == _PIPELINE_AXIS or is_replica_axis(names[0])):
         raise InvalidPlan(
             f"the mesh has no axis for experts: its only one is {names[0]!r}, whose ranks hold "
-            f"{'other stages of a pipeline' if names[0] == _STAGES else 'replicas'}. Add an axis 'ep', or say "
+            f"{'other stages of a pipeline' if names[0] == _PIPELINE_AXIS else 'replicas'}. Add an axis 'ep', or set "
             "Plan(expert_axis=...)"
         )
-    return (_AXIS,) if _AXIS in names else (names[0],)
+    return (_EXPERT_AXIS,) if _EXPERT_AXIS in names else (names[0],)
 
 
 def is_replica_axis(axis: str) -> bool:
-    """Whether a mesh axis is named for replicas, as those of hybrid sharding are ("dp_replicate")."""
+    """Whether the name of a mesh axis stands for replicas, such as "dp_replicate" of hybrid sharding."""
     return "replica" in axis
 
 
 def select_mesh_axis(mesh: DeviceMesh, field: str, names: tuple[str, ...]) -> DeviceMesh:
-    """One axis of a mesh, or several that are made one.
+    """One axis of a mesh, or several axes flattened to one.
+
+    Args:
+        field: name of the plan's field, for messages.
 
     Raises:
-        InvalidPlan: the mesh has no such axis.
+        InvalidPlan: the mesh has no axis of that name.
     """
     known = mesh.mesh_dim_names or ()
     for name in names:
         if name not in known:
-            raise InvalidPlan(f"Plan({field}={name!r}): the mesh has no such axis; it has {_shown(mesh)}")
+            raise InvalidPlan(f"Plan({field}={name!r}): the mesh has no such axis; it has {_format_mesh(mesh)}")
     return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
 
 
-def _shown(mesh: DeviceMesh) -> str:
+def _format_mesh(mesh: DeviceMesh) -> str:
     return ", ".join(f"{name}={size}" for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
 
 
 def place_experts_in_order(axis: ExpertAxis, num_experts: int, of: str) -> Placement:
-    """The experts in their order over one axis of a mesh."""
+    """Place the experts in order over one axis of a mesh."""
     return Placement.in_order(num_experts, axis.size, axis.rank, axis=axis.name, group=axis.group, of=of)
 
 
@@ -99,11 +102,13 @@ def shard_experts(
     axis: DeviceMesh,
     made: dict[torch.Tensor, nn.Parameter],
 ) -> None:
-    """Leave a block the parameters of this rank's experts: its part of a stack as a DTensor, `Shard(0)` over the axis,
-    and of separate experts its own. Others are None: `state_dict` does not have them.
+    """Reduce a block's parameters to those of this rank's experts.
+
+    A stack becomes a DTensor, `Shard(0)` over the axis. Parameters of separate experts on other ranks become None, so
+    `state_dict` omits them.
 
     Args:
-        made: of the stacks that were cut before, their parts: what blocks share they go on sharing.
+        made: the sharded parameter of each stack. Blocks that share a stack share its part.
     """
     for name in parameters.stacked:
         owner, full = owner_and_tensor(block, name)
@@ -111,46 +116,47 @@ def shard_experts(
             local = placement.own_part(full.detach()).clone()
             shard = DTensor.from_local(local, axis, [Shard(0)], run_check=False)
             made[full] = nn.Parameter(shard, requires_grad=full.requires_grad)
-        _set(owner, name, made[full], full)
+        _set_tensor(owner, name, made[full], full)
     here = parameters.of_experts(placement.own)
-    for name in _all(parameters.separate):
+    for name in _unique_names(parameters.separate):
         owner, full = owner_and_tensor(block, name)
-        if full is not None:  # of experts that another block has too, and that were left before
-            _set(owner, name, full if name in here else None, full)
+        if full is not None:  # None if another block shares these experts and was sharded before
+            _set_tensor(owner, name, full if name in here else None, full)
 
 
 def copy_with_all_experts(block: nn.Module, parameters: ExpertParameters, placement: Placement) -> nn.Module:
-    """A copy of a block that was spread, with abstract parameters of all experts: what can be lifted."""
+    """A copy of a sharded block with meta parameters of all experts, which can be lifted."""
     duplicate, _ = copy_model(block)
     for name in parameters.stacked:
         owner, full = owner_and_tensor(duplicate, name)
-        owner._parameters[_last(name)] = _abstract(full)
-    like = parameters.separate[placement.own[0]] if parameters.separate else ()
+        owner._parameters[_last_name(name)] = _make_abstract(full)
+    own_names = parameters.separate[placement.own[0]] if parameters.separate else ()
     for names in parameters.separate:
-        for name, other in zip(names, like, strict=True):
+        for name, other in zip(names, own_names, strict=True):
             owner, _ = owner_and_tensor(duplicate, name)
-            owner._parameters[_last(name)] = _abstract(owner_and_tensor(block, other)[1])
+            owner._parameters[_last_name(name)] = _make_abstract(owner_and_tensor(block, other)[1])
     return duplicate
 
 
-def _abstract(t: torch.Tensor) -> nn.Parameter:
+def _make_abstract(t: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(torch.empty(t.shape, dtype=t.dtype, device="meta"), requires_grad=t.requires_grad)
 
 
-def _last(name: str) -> str:
+def _last_name(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _all(names: Sequence[Iterable[str]]) -> list[str]:
+def _unique_names(names: Sequence[Iterable[str]]) -> list[str]:
     return list(dict.fromkeys(name for group in names for name in group))
 
 
 def owner_and_tensor(block: nn.Module, name: str) -> tuple[nn.Module, torch.Tensor]:
+    """The submodule that holds a parameter or buffer, and the tensor."""
     path, _, last = name.rpartition(".")
     owner = block.get_submodule(path)
     return owner, getattr(owner, last)
 
 
-def _set(owner: nn.Module, name: str, value: torch.Tensor | None, before: torch.Tensor) -> None:
+def _set_tensor(owner: nn.Module, name: str, value: torch.Tensor | None, before: torch.Tensor) -> None:
     values = owner._parameters if isinstance(before, nn.Parameter) else owner._buffers
-    values[_last(name)] = value  # type: ignore[assignment]
+    values[_last_name(name)] = value  # type: ignore[assignment]

@@ -1,9 +1,8 @@
-"""State of a model whose experts are spread over a mesh: whole state dicts, and loading them.
+"""Full state dicts of a model whose experts are spread over a mesh, and loading them.
 
-`state_dict()` of a rank has its part: DTensors of the parameters that hold all experts, and the parameters of its own
-experts under their names in the original. The union over the ranks is the original's, and so
-`torch.distributed.checkpoint`, which saves unions and reads what each rank asks for, reshards between any two meshes
-and the plain model.
+`state_dict()` of a rank holds DTensors for parameters that stack all experts, and the parameters of the rank's own
+experts under their original names. The union over the ranks is the original state dict. `torch.distributed.checkpoint`
+saves the union and loads the keys of each rank, so it reshards between any two meshes and the plain model.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def full_state_dict(
     """See `moefx.full_state_dict`.
 
     Args:
-        spread: of each block by name, what of it is spread, and how.
+        spread: for each block by name, its expert parameters, their placement and the routes between ranks.
     """
     own, found = model.state_dict(), {}
     here = rank is None or dist.get_rank() == rank
@@ -42,46 +41,51 @@ def full_state_dict(
         if here:
             found[name] = value.cpu() if cpu and isinstance(value, Tensor) else value
 
-    separate = {joined(block, name) for block, (of, *_) in spread.items() for each in of.separate for name in each}
+    separate = {
+        joined(block, name)
+        for block, (parameters, *_) in spread.items()
+        for names in parameters.separate
+        for name in names
+    }
     for name, value in own.items():
         if name not in separate:
-            keep(name, _whole(value))
-    for block, (of, placement, ways) in spread.items():
-        for name, value in _gathered(own, block, of, placement, ways):
+            keep(name, _unshard(value))
+    for block, (parameters, placement, ways) in spread.items():
+        for name, value in _gather_separate_experts(own, block, parameters, placement, ways):
             keep(name, value)
-    order = [name for name in _names(model) if name in found]
+    order = [name for name in _iterate_names(model) if name in found]
     return {name: found[name] for name in dict.fromkeys([*order, *found])}
 
 
-def _gathered(
-    own: dict[str, Any], block: str, of: ExpertParameters, placement: Placement, ways: Ways
+def _gather_separate_experts(
+    own: dict[str, Any], block: str, parameters: ExpertParameters, placement: Placement, ways: Ways
 ) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of separate experts: in one collective those that have the same name and slot on each rank."""
-    if not of.separate:
+    """Gather the parameters of separate experts: one collective per name and expert slot of a rank."""
+    if not parameters.separate:
         return
-    group, at = group_of(placement.group), {place: expert for expert, place in enumerate(placement.places)}
+    group, expert_at = group_of(placement.group), {place: expert for expert, place in enumerate(placement.places)}
     for slot, expert in enumerate(placement.own):
-        for i, name in enumerate(of.separate[expert]):
-            value = _whole(own[joined(block, name)]).contiguous()
+        for i, name in enumerate(parameters.separate[expert]):
+            value = _unshard(own[joined(block, name)]).contiguous()
             parts = [torch.empty_like(value) for _ in range(placement.num_ranks)]
             dist.all_gather(parts, value, group=group)
             for position, part in enumerate(parts):
-                other = at[ways.order[position] * placement.num_slots + slot]
-                yield joined(block, of.separate[other][i]), part
+                other = expert_at[ways.order[position] * placement.num_slots + slot]
+                yield joined(block, parameters.separate[other][i]), part
 
 
-def _whole(value: Any) -> Any:
+def _unshard(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def _names(module: nn.Module, prefix: str = "") -> Iterator[str]:
-    """As in the original's state dict, those of experts elsewhere too."""
+def _iterate_names(module: nn.Module, prefix: str = "") -> Iterator[str]:
+    """The names in the original state dict, including experts on other ranks."""
     own = [*module._parameters, *(b for b in module._buffers if b not in module._non_persistent_buffers_set)]
     for name in [*own, "_extra_state"]:
         yield prefix + name
     for name, child in module._modules.items():
         if child is not None:
-            yield from _names(child, f"{prefix}{name}.")
+            yield from _iterate_names(child, f"{prefix}{name}.")
 
 
 def joined(block: str, name: str) -> str:
@@ -89,7 +93,7 @@ def joined(block: str, name: str) -> str:
 
 
 class OnLoad:
-    """Before a state dict is loaded into a block: of whole ones, this rank's part."""
+    """A pre-hook of `load_state_dict`: reduce full parameters to this rank's part."""
 
     def __init__(self, parameters: ExpertParameters, placement: Placement):
         here = parameters.of_experts(placement.own)
@@ -101,7 +105,7 @@ class OnLoad:
             state_dict.pop(prefix + name, None)
         for name in self.stacked:
             value: Any = state_dict.get(prefix + name)
-            held = _parameter(block, name)
+            held = _find_parameter(block, name)
             if type(value) in (Tensor, nn.Parameter) and isinstance(held, DTensor) and value.shape == held.shape:
                 part = value.detach() if value.is_meta or held.is_meta else value.detach().to(held.device)
                 state_dict[prefix + name] = distribute_tensor(
@@ -110,18 +114,18 @@ class OnLoad:
 
 
 class OnSave:
-    """Before a block gives its state dict: torch's own way to a whole one knows nothing of experts elsewhere."""
+    """A pre-hook of `state_dict`: refuse torch's full state dict, which would omit experts on other ranks."""
 
     def __call__(self, block: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if _wants_full_state_dict():
+        if _is_gathering_full_state_dict():
             raise MoefxError(
                 f"get_model_state_dict(full_state_dict=True) cannot gather {prefix[:-1] or 'the model'}, whose experts "
                 "are parameters of their own on other ranks: use moefx.full_state_dict(model)"
             )
 
 
-def _wants_full_state_dict() -> bool:
-    """Whether `torch.distributed.checkpoint.state_dict.get_model_state_dict(full_state_dict=True)` asks."""
+def _is_gathering_full_state_dict() -> bool:
+    """Whether `torch.distributed.checkpoint.state_dict.get_model_state_dict(full_state_dict=True)` is running."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "_get_model_state_dict" and "info" in frame.f_locals:
@@ -130,6 +134,6 @@ def _wants_full_state_dict() -> bool:
     return False
 
 
-def _parameter(block: nn.Module, name: str) -> Any:
+def _find_parameter(block: nn.Module, name: str) -> Any:
     path, _, last = name.rpartition(".")
     return getattr(block.get_submodule(path), last, None)

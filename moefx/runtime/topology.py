@@ -1,4 +1,4 @@
-"""Which ranks are near each other: nodes, and levels above them (Piper section V.A and V.C)."""
+"""The network topology of an expert axis: nodes, and levels above them (Piper sections V.A and V.C)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..ir.expert_placement import Level, SharedTokens, Ways
 from ..ir.ops.uneven_all_to_all import group_of, shown_ranks
 from .links import Link, Links, measure_handling, measure_link
 
-_NODE = ("inter", "intra")  # the two lowest levels; those above have numbers
+_LOWEST_LEVELS = ("inter", "intra")  # names of the two lowest levels; levels above are numbered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,11 +27,11 @@ class Topology:
     """The ranks of an expert axis by level.
 
     Attributes:
-        sizes: units within a unit, coarse to fine: (2, 4) is two nodes of four ranks. Levels with one unit are left
-            out, (W,) is one node or a flat network.
-        order: of each position the rank's number on the axis. Positions count nodes first, then ranks within the node,
-            as process groups do whatever the order of the axis. Ranks at the same place of their nodes share the
-            links between the nodes (the GPUs of one NIC, or rail).
+        sizes: units within a unit, coarse to fine: (2, 4) is two nodes of four ranks. Omits levels with one unit, so
+            (W,) is one node or a flat network.
+        order: for each position, the rank's number on the axis. Positions count nodes first, then ranks within a node,
+            in the order of process groups. Ranks with the same number in their nodes share the links between nodes
+            (the GPUs of one NIC, or rail).
     """
 
     sizes: tuple[int, ...]
@@ -39,19 +39,20 @@ class Topology:
 
     @classmethod
     def from_ranks(cls, ranks: Sequence[int], units: Sequence[int], axis: str = "ep") -> Topology:
-        """The topology of ranks that are numbered node by node, as launchers do.
+        """The topology of ranks that launchers numbered node by node.
 
         Args:
-            ranks: of the whole world, in the order of the axis.
-            units: ranks in a unit of each level, fine to coarse: [node size, ...].
+            ranks: global ranks, in the order of the axis.
+            units: number of ranks in a unit of each level, fine to coarse: [node size, ...].
 
         Raises:
-            InvalidPlan: a unit does not consist of whole ones of the level below, or the axis has unlike parts of them.
+            InvalidPlan: a unit does not consist of whole units of the level below, or the units of a level hold
+                different numbers of ranks of the axis.
         """
         for small, large in itertools.pairwise(units):
             if large % small or large <= small:
                 raise InvalidPlan(
-                    f"Plan(topology_levels=...): units of {large} ranks do not consist of several whole ones of "
+                    f"Plan(topology_levels=...): units of {large} ranks do not consist of several whole units of "
                     f"{small}, the level below{' (a node)' if small == units[0] else ''}"
                 )
         coarse = [size for size in reversed(units)]
@@ -66,7 +67,7 @@ class Topology:
                 unit = coarse[depth - 1] if depth else len(ranks)
                 raise InvalidPlan(
                     f"mesh axis {axis!r} ({shown_ranks(ranks)}) has {min(counts)} to {max(counts)} parts in units of "
-                    f"{unit} ranks; each unit needs as many"
+                    f"{unit} ranks; all units need the same number"
                 )
             sizes.append(counts.pop())
         order = sorted(range(len(ranks)), key=paths.__getitem__)
@@ -78,19 +79,19 @@ class Topology:
 
     @property
     def names(self) -> list[str]:
-        """Of the levels."""
+        """The names of the levels, coarse to fine."""
         above = [f"level{i}" for i in range(len(self.sizes) - 2, 0, -1)]
-        return [*above, *_NODE[-len(self.sizes) :]] if len(self.sizes) > 1 else [""]
+        return [*above, *_LOWEST_LEVELS[-len(self.sizes) :]] if len(self.sizes) > 1 else [""]
 
 
 def resolve_node_size(wanted: int | None, world: int) -> int:
-    """Ranks of a node: as planned, else what launchers say (LOCAL_WORLD_SIZE), else all.
+    """The number of ranks of a node: `wanted`, else LOCAL_WORLD_SIZE of the launcher, else all ranks.
 
     Raises:
         InvalidPlan: the world does not consist of whole nodes.
     """
-    told = os.environ.get("LOCAL_WORLD_SIZE", "")
-    size = wanted if wanted is not None else int(told) if told.isdigit() and int(told) else world
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    size = wanted if wanted is not None else int(local) if local.isdigit() and int(local) else world
     if world % size:
         source = "Plan(node_size=...)" if wanted is not None else "LOCAL_WORLD_SIZE"
         raise InvalidPlan(f"{source} is {size}, but the {world} ranks are not whole nodes of that size")
@@ -101,9 +102,10 @@ class ExpertAxis:
     """One axis of a mesh: its ranks, their topology, and the process groups of its levels.
 
     Args:
-        own: the axis, of `mesh`.
-        node: ranks of a node, see `node_size`. above: of units above it, fine to coarse.
-        timeout: seconds that exchanges may take; None: as long as process groups allow.
+        own: the axis, a submesh of `mesh`.
+        node: number of ranks of a node, see `resolve_node_size`.
+        above: number of ranks in the units above a node, fine to coarse.
+        timeout: seconds that an exchange may take; None for the default of process groups.
     """
 
     def __init__(
@@ -116,9 +118,9 @@ class ExpertAxis:
     ):
         self.mesh, self.own, self._node, self._above, self.timeout = mesh, own, node, above, timeout
         (self.name,) = own.mesh_dim_names or ("",)
-        self.rank = (own.get_coordinate() or [0])[0]  # not `get_local_rank`, which is the number in the process group
+        self.rank = (own.get_coordinate() or [0])[0]  # `get_local_rank` counts in the process group instead
         self.size = self.own.size()
-        self.made: dict[torch.Tensor, Any] = {}  # parameters that were cut
+        self.made: dict[torch.Tensor, Any] = {}  # the sharded parameter of each stack
         group: dist.ProcessGroup = self.own.get_group()
         self.group = group.group_name
 
@@ -128,10 +130,11 @@ class ExpertAxis:
         return Topology.from_ranks(self.own.mesh.tolist(), units, self.name)
 
     def find_shared_tokens(self, name: str, gradients: str) -> SharedTokens:
-        """An axis whose ranks have the same tokens.
+        """The axis `name` of the mesh, whose ranks have the same tokens.
 
         Raises:
-            InvalidPlan: its ranks are not among those of this one: their parts of the tokens would not meet.
+            InvalidPlan: its ranks are not ranks of this axis, so their parts of the tokens would reach different
+                experts.
         """
         own = self.mesh[name]
         ranks, experts = own.mesh.tolist(), self.own.mesh.tolist()
@@ -146,17 +149,17 @@ class ExpertAxis:
         return SharedTokens(name, group.group_name, own.size(), dist.get_rank(group), gradients)
 
     def build_ways(self, *, by_level: bool, dedup: bool, near_apart: bool = False) -> Ways:
-        """In one exchange, or `by_level`. Collective, if so: the groups are made on first use."""
+        """Route rows in one exchange, or in one per level (`by_level`). The latter is collective: it makes groups."""
         if not by_level or len(self.topology.sizes) == 1:
-            levels, near_apart = (Level(self.name, self.size, self._own_group),), False
+            levels, near_apart = (Level(self.name, self.size, self._exchange_group),), False
             order = Topology.from_ranks(self.own.mesh.tolist(), ()).order
         else:
             levels, order = self.levels, self.topology.order
         return Ways(levels, order.index(self.rank), order, dedup, near_apart, self.timeout)
 
     @functools.cached_property
-    def _own_group(self) -> str:
-        """That of the axis, or another one of the same ranks with its own timeout."""
+    def _exchange_group(self) -> str:
+        """The process group of the axis, or a group of the same ranks with its own timeout."""
         if self.timeout is None:
             return self.group
         group: Any = dist.new_group(
@@ -192,7 +195,7 @@ class ExpertAxis:
 
     @functools.cached_property
     def links(self) -> Links | None:
-        """As measured, once. Collective. None of one level, where nothing depends on them."""
+        """The measured links; None if there is only one level, because no choice depends on them. Collective."""
         if len(self.topology.sizes) == 1:
             return None
         device = torch.device(self.mesh.device_type)
@@ -205,14 +208,14 @@ class ExpertAxis:
 
     @functools.cached_property
     def levels(self) -> tuple[Level, ...]:
-        """With the process group of the ranks that differ from this one at that level only."""
+        """The levels, each with the process group of the ranks that differ from this one at that level only."""
         sizes, order = self.topology.sizes, self.topology.order
         ranks = self.own.mesh[list(order)].view(sizes)
         own = (ranks == dist.get_rank()).nonzero()[0].tolist()
         levels = []
         for i, (name, size) in enumerate(zip(self.topology.names, sizes, strict=True)):
             beside = ranks[(*own[:i], slice(None), *own[i + 1 :])].tolist()
-            # Other groups of the axis may be in other models, or come later: only members wait for each other.
+            # Only members synchronise: other groups of the axis may belong to other models, or be made later.
             group: Any = dist.new_group(
                 beside,
                 timeout=None if self.timeout is None else datetime.timedelta(seconds=self.timeout),

@@ -174,7 +174,7 @@ def case_nodes_that_do_not_fit() -> None:
 
     refused(f"Plan(node_size=...) is 3, but the {world} ranks are not whole nodes", one_axis(), node_size=3)
     refused(
-        "units of 3 ranks do not consist of several whole ones of 2, the level below (a node)",
+        "units of 3 ranks do not consist of several whole units of 2, the level below (a node)",
         one_axis(),
         node_size=2,
         topology_levels=(3,),

@@ -44,5 +44,5 @@ def test_every_host_once_and_no_group_more_could_be_inside(places, group):
 def test_what_cannot_be():
     with pytest.raises(InvalidPlan, match="3 hosts are not whole groups of 2"):
         order_hosts({"a": "x", "b": "x", "c": "y"}, group=2)
-    with pytest.raises(InvalidPlan, match="in 1 to 2 units"):
+    with pytest.raises(InvalidPlan, match="1 to 2 levels"):
         order_hosts({"a": "x", "b": ("x", "y")}, group=1)

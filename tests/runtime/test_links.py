@@ -92,7 +92,7 @@ def test_topologies():
 @pytest.mark.parametrize(
     ("ranks", "units", "message"),
     [
-        (range(8), [3, 4], "units of 4 ranks do not consist of several whole ones of 3, the level below"),
+        (range(8), [3, 4], "units of 4 ranks do not consist of several whole units of 3, the level below"),
         (range(6), [4], r"mesh axis 'ep' \(ranks 0, 1, 2, 3, 4, 5\) has 2 to 4 parts in units of 4 ranks"),
         ([0, 1, 2, 4], [4], "has 1 to 3 parts in units of 4"),
     ],
